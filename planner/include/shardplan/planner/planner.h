@@ -1,0 +1,44 @@
+// The planner: trace + strategy + cluster -> plan (docs/planner.md). planner/src/pipeline.cc is the table of contents.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+struct PlanOptions {
+  // Run the verifier after the passes and fail with kInternal if it finds a violation that PyTorch itself does not have.
+  bool verify = true;
+  // Called with a pass's name and its wall time when it ends.
+  std::function<void(std::string_view pass, Nanoseconds wall_ns)> on_pass;
+};
+
+struct PlannerOutput {
+  Plan plan;
+  std::string graph_dot;  // the schedule graph of the steady step as GraphViz text
+};
+
+// kBadInput: the trace or strategy is inconsistent (a unit rule that matches nothing, a mesh that is not the
+// cluster's ranks, ...), with a pointer into the strategy or trace.
+Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
+                               const PlanOptions& options = {});
+
+// Activation checkpointing as a transformation of a trace: the modules that `rule` matches free what they saved when
+// they are left, and run again at the start of their backward (torch.utils.checkpoint, non-reentrant).
+Result<Trace> ApplyCheckpointing(const Trace& trace, const CheckpointRule& rule);
+
+// FQNs of modules (pre-order) that an entry of UnitRule::modules matches. kBadInput when none does.
+Result<std::vector<std::string>> MatchModules(const Trace& trace, std::string_view entry);
+
+// The default units: one per repeated block class (children of ModuleLists), the root last.
+std::vector<UnitRule> DefaultUnits(const Trace& trace);
+
+}  // namespace shardplan

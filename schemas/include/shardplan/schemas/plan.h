@@ -1,0 +1,241 @@
+// The plan: one explicit program (docs/plan-format.md). It is self-contained: it can be verified, simulated and
+// replayed without the trace it came from.
+//
+// [Note: host order and stream order]
+// A step is a list of triggers in the order in which the host passes them; a trigger holds instructions in the order
+// in which the host issues them. An instruction with a stream runs there, FIFO. `allocate` and `free` take effect in
+// host order: the block of a freed buffer goes back to the pool of the stream that it was allocated on, and may be
+// handed out again at once to work issued later on that stream (the CUDA caching allocator's rule).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/dtype.h"
+#include "shardplan/schemas/quantity.h"
+#include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+using UnitId = std::int32_t;
+using BufferId = std::int32_t;
+using StreamId = std::int32_t;
+using EventId = std::int32_t;
+using CommunicatorId = std::int32_t;
+using SegmentId = std::int32_t;
+
+enum class LayoutKind : std::uint8_t { kPerParameter, kFlat };
+
+struct UnitParameter {
+  std::string fqn;
+  std::vector<std::string> shared_with;  // other FQNs of a tied parameter, anywhere in the model
+  std::vector<std::int64_t> shape;       // unsharded
+  DType dtype = DType::kFloat32;         // original
+  bool requires_grad = true;
+  std::int32_t shard_dim = 0;            // per_parameter
+  std::int64_t flat_offset = 0;          // flat: elements before it in the flat parameter (alignment included)
+  bool operator==(const UnitParameter&) const = default;
+};
+
+// The parameters all-gathered together.
+//
+// per_parameter (FSDP2, FSDPParam._init_sharded_param): each parameter is cut along shard_dim as torch.chunk does;
+// every rank's piece is padded to ceil(shape[shard_dim] / N) rows. An all-gather input is the concatenation of the
+// padded pieces in parameter order; its output is N such inputs.
+// flat (FSDP1, FlatParamHandle): parameters are concatenated at flat_offset, the whole is padded to flat_numel and cut
+// into N equal pieces.
+struct Unit {
+  std::string fqn;                   // "layers.0"; "" for the root; "a,b" for a group of modules
+  std::vector<std::string> modules;  // FQNs
+  LayoutKind layout = LayoutKind::kPerParameter;
+  std::vector<UnitParameter> parameters;  // in buffer order
+  DType orig_dtype = DType::kFloat32;
+  DType param_dtype = DType::kFloat32;    // gathered and computed in
+  DType reduce_dtype = DType::kFloat32;
+  CommunicatorId shard_communicator = -1;      // all_gather and reduce_scatter; -1: not sharded (one rank)
+  CommunicatorId replicate_communicator = -1;  // HSDP all_reduce
+  CommunicatorId post_forward_communicator = -1;  // integer reshard_after_forward
+  std::int64_t flat_numel = 0;       // flat: padded unsharded elements
+  bool operator==(const Unit&) const = default;
+};
+
+enum class BufferRole : std::uint8_t {
+  kParamSharded,          // the rank's persistent shard
+  kParamUnsharded,
+  kParamPostForwardShard,
+  kAllGatherInput,        // the shard in the low precision / copied to the device, before the all_gather
+  kAllGatherOutput,
+  kReduceScatterInput,
+  kReduceScatterOutput,
+  kGradUnsharded,         // made by the model's backward, parameter by parameter
+  kGradUnshardedAccumulated,
+  kGradSharded,
+  kGradHost,              // offloaded gradient shard
+  kOptimizerState,
+  kOptimizerTemp,
+};
+
+enum class MemoryKind : std::uint8_t { kDevice, kPinnedHost, kHost };
+
+// A named piece of memory. At most one instance is alive at a time.
+struct Buffer {
+  std::string name;  // unique, "layers.0.all_gather_output"
+  BufferRole role = BufferRole::kParamSharded;
+  UnitId unit = -1;
+  DType dtype = DType::kFloat32;
+  // Separate allocations the buffer consists of, bytes each, as requested (not rounded). For param_unsharded,
+  // grad_unsharded, param_sharded and grad_sharded of a per_parameter unit: one per entry of `parameters`.
+  std::vector<Bytes> parts_bytes;
+  std::vector<std::int32_t> parameters;  // indices into Unit::parameters that it holds, ascending
+  MemoryKind memory = MemoryKind::kDevice;
+  bool persistent = false;  // alive before the first step and after the last
+  bool operator==(const Buffer&) const = default;
+};
+
+struct PlanStream {
+  std::string name;  // "compute", "all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"
+  std::int32_t priority = 0;
+  bool operator==(const PlanStream&) const = default;
+};
+
+// A group of ranks for each rank: the ranks that differ only in the digit (rank / stride) mod size.
+// shard of a {replicate: R, shard: S} mesh: size S, stride 1; replicate: size R, stride S.
+struct Communicator {
+  std::string name;  // "shard", "replicate", "post_forward"
+  std::int64_t size = 1;
+  std::int64_t stride = 1;
+  bool operator==(const Communicator&) const = default;
+};
+
+// The model's compute between two triggers: operators, and its own allocations and frees in host order.
+// Storage ids are the trace's; an instance is (storage, micro-batch).
+using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent>;
+struct SegmentGrad {
+  UnitId unit = -1;
+  std::int32_t parameter = -1;  // index into Unit::parameters
+  bool operator==(const SegmentGrad&) const = default;
+};
+struct Segment {
+  std::string name;  // "forward layers.0", "loss", "backward layers.0"
+  std::vector<SegmentEntry> entries;
+  std::vector<UnitId> reads;        // units whose unsharded parameters it reads, ascending
+  std::vector<SegmentGrad> grads;   // parameters whose unsharded gradient it makes or adds to
+  bool operator==(const Segment&) const = default;
+};
+
+enum class InstructionKind : std::uint8_t {
+  kCompute,            // run `segment` on `stream`
+  kAllocate,           // dst, on `stream`
+  kFree,               // src; safe_after lists streams recorded on it (record_stream)
+  kBindUnsharded,      // the modules' parameters become views of src (param_unsharded)
+  kBindSharded,        // ... of src (param_sharded)
+  kCopyIn,             // src -> dst: cast if dtypes differ, flatten into this rank's slot of an all-gather buffer
+  kAllGather,          // src (this rank's slot) -> dst, on `communicator`
+  kCopyOut,            // src (all-gather output) -> dst (param_unsharded)
+  kReshardPostForward,  // src (param_unsharded) -> dst (param_post_forward_shard): keep the smaller mesh's shard
+  kGradCopyIn,         // src (grad_unsharded) -> dst (reduce_scatter_input), cast, chunk and pad
+  kGradScale,          // src in place: multiplied by 1 / divisor
+  kReduceScatter,      // src -> dst
+  kAllReduce,          // src in place
+  kGradCast,           // src (reduce_scatter_output) -> dst (grad_sharded) in its dtype; a view when the same dtype
+  kGradAccumulate,     // dst += src
+  kCopyToHost,         // src -> dst
+  kCopyToDevice,       // src -> dst
+  kRecord,             // event on stream
+  kWait,               // stream waits for event
+  kHostWait,           // host waits for event
+  kOptimizerStep,      // of all units (unit = -1) or of one (in backward)
+  kZeroGrad,           // sharded gradients are dropped
+};
+
+enum class ReduceOp : std::uint8_t { kSum, kAverage };
+
+struct Instruction {
+  InstructionKind kind = InstructionKind::kCompute;
+  StreamId stream = -1;  // -1: host only
+  UnitId unit = -1;
+  BufferId src = -1;
+  BufferId dst = -1;
+  EventId event = -1;
+  CommunicatorId communicator = -1;
+  SegmentId segment = -1;
+  std::int32_t microbatch = 0;   // compute
+  ReduceOp reduce_op = ReduceOp::kSum;
+  double divisor = 1.0;          // grad_scale
+  std::vector<StreamId> safe_after;  // free: streams whose work issued so far must finish before reuse
+  std::string reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
+  bool operator==(const Instruction&) const = default;
+};
+
+enum class TriggerKind : std::uint8_t {
+  kStepBegin,
+  kPreForward,      // a unit's first module is entered
+  kPostForward,     // a unit's last module is left
+  kPreBackward,     // the gradient of an output of the unit is ready
+  kPostBackward,    // the gradients of the unit's inputs are done
+  kBackwardEnd,     // the autograd engine has finished (queued callback of the root)
+  kOptimizerStep,   // the user calls optimizer.step()
+  kZeroGrad,
+  kUserCall,        // a setter, unshard() or reshard() by the user
+  kStepEnd,
+};
+
+struct Trigger {
+  TriggerKind kind = TriggerKind::kStepBegin;
+  UnitId unit = -1;
+  std::int32_t microbatch = 0;
+  std::int32_t occurrence = 0;  // how often (kind, unit, microbatch) was passed before in this step
+  std::vector<Instruction> instructions;
+  bool operator==(const Trigger&) const = default;
+};
+
+struct PlanStep {
+  std::string name;  // "first", "steady"
+  std::vector<Trigger> triggers;
+  bool operator==(const PlanStep&) const = default;
+};
+
+struct Digests {
+  std::string trace;  // "sha256:..." of the document's bytes; "" when there was none
+  std::string strategy;
+  std::string cluster;
+  bool operator==(const Digests&) const = default;
+};
+
+struct Plan {
+  std::string model;
+  std::string policy;
+  Digests digests;
+  std::int64_t world_size = 1;
+  std::int64_t tokens_per_step = 0;  // of one rank
+  std::vector<StrategyMeshDim> mesh;
+  Cluster cluster;  // costs are computed from it when no other is given
+  Strategy strategy;
+  std::vector<Unit> units;
+  std::vector<Buffer> buffers;
+  std::vector<PlanStream> streams;  // streams[0] is the compute stream
+  std::vector<std::string> events;  // names; an event may be recorded again, a wait refers to the latest record
+  std::vector<Communicator> communicators;
+  std::vector<TraceInput> inputs;          // alive from step begin; freed at step end
+  std::vector<ModuleBuffer> model_buffers;  // alive for ever
+  std::vector<Segment> segments;
+  std::vector<PlanStep> steps;
+  std::int32_t steady_step = 0;  // after the last step, go on with steps[steady_step]
+  bool operator==(const Plan&) const = default;
+};
+
+// Names as in the documents ("all_gather", "pre_forward", "param_unsharded").
+std::string_view Name(InstructionKind kind);
+std::string_view Name(TriggerKind kind);
+std::string_view Name(BufferRole role);
+std::string_view Name(StorageRole role);
+
+// Bytes of a buffer: the sum of its parts as requested / each part rounded up to `granularity_bytes`.
+Bytes SizeBytes(const Buffer& buffer);
+Bytes RoundedSizeBytes(const Buffer& buffer, Bytes granularity_bytes);
+
+}  // namespace shardplan

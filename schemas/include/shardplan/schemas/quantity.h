@@ -1,0 +1,30 @@
+// Bytes and Nanoseconds: int64 strong types. They add and compare with their own kind only.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+
+namespace shardplan {
+
+template <typename Tag>
+struct Quantity {
+  std::int64_t value = 0;
+
+  constexpr auto operator<=>(const Quantity&) const = default;
+  constexpr Quantity& operator+=(Quantity other) {
+    value += other.value;
+    return *this;
+  }
+  constexpr Quantity& operator-=(Quantity other) {
+    value -= other.value;
+    return *this;
+  }
+  friend constexpr Quantity operator+(Quantity a, Quantity b) { return {a.value + b.value}; }
+  friend constexpr Quantity operator-(Quantity a, Quantity b) { return {a.value - b.value}; }
+  friend constexpr Quantity operator*(Quantity a, std::int64_t n) { return {a.value * n}; }
+};
+
+using Bytes = Quantity<struct BytesTag>;
+using Nanoseconds = Quantity<struct NanosecondsTag>;
+
+}  // namespace shardplan

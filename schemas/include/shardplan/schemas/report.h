@@ -1,0 +1,83 @@
+// The report: what the simulator says of a plan (docs/report-format.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/quantity.h"
+
+namespace shardplan {
+
+// Allocated bytes of one category (a buffer role, a storage role, "cuda_context", "nccl_buffers").
+struct CategoryBytes {
+  std::string category;
+  Bytes size_bytes;
+  bool operator==(const CategoryBytes&) const = default;
+};
+
+struct StreamReport {
+  std::string stream;
+  Nanoseconds busy_ns;
+  std::int64_t operations = 0;
+  bool operator==(const StreamReport&) const = default;
+};
+
+// One collective kind on one communicator over the steady step.
+struct CollectiveReport {
+  std::string kind;  // "all_gather"
+  std::string communicator;
+  std::int64_t count = 0;
+  Bytes full_tensor_bytes;
+  Nanoseconds busy_ns;     // sum of durations
+  Nanoseconds exposed_ns;  // part during which no compute ran
+  std::string cost_source;  // "measured 8 ranks nvlink", "alpha-beta network"
+  bool operator==(const CollectiveReport&) const = default;
+};
+
+struct UnitReport {
+  std::string unit;
+  Bytes param_bytes;
+  Nanoseconds forward_ns;
+  Nanoseconds backward_ns;
+  Nanoseconds exposed_ns;  // compute stream idle because of this unit's communication
+  bool operator==(const UnitReport&) const = default;
+};
+
+struct MemoryReport {
+  Bytes peak_bytes;            // allocated, rounded as the caching allocator does, without context
+  std::string peak_at;         // "steady pre_backward layers.31"
+  std::vector<CategoryBytes> peak_by_category;  // sorted by category name
+  Bytes steady_bytes;          // alive at the end of the steady step
+  Bytes context_bytes;         // CUDA context
+  Bytes device_memory_bytes;   // the device has
+  bool fits = true;            // peak + context <= device memory
+  bool operator==(const MemoryReport&) const = default;
+};
+
+struct Report {
+  std::string model;
+  std::string policy;
+  std::string cluster;
+  std::string plan_digest;
+  std::int64_t world_size = 1;
+  Nanoseconds step_ns;
+  Nanoseconds forward_ns;   // step begin to the last forward segment's end (loss included)
+  Nanoseconds backward_ns;
+  Nanoseconds optimizer_ns;
+  Nanoseconds compute_ns;                // compute engine busy
+  Nanoseconds communication_ns;          // any collective in flight
+  Nanoseconds exposed_communication_ns;  // a collective in flight and no compute
+  std::int64_t overlap_ppm = 0;          // 1 - exposed / communication
+  Nanoseconds host_ns;                   // host issuing
+  std::int64_t tokens_per_second_per_rank = 0;
+  std::int64_t model_flops_utilization_ppm = 0;
+  std::vector<StreamReport> streams;
+  std::vector<CollectiveReport> collectives;
+  std::vector<UnitReport> units;
+  MemoryReport memory;
+  std::vector<std::string> notes;  // where figures came from, what was assumed
+  bool operator==(const Report&) const = default;
+};
+
+}  // namespace shardplan

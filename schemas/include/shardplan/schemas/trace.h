@@ -1,0 +1,195 @@
+// The trace: what one training step of the unsharded model does (docs/trace-format.md).
+//
+// A trace is recorded on fake tensors by tools/python/shardplan/tracer and read by the planner. It says nothing
+// about sharding: any choice of units can be made from it afterwards. All sizes are bytes of a whole (unsharded)
+// storage as requested, not rounded to an allocator's block.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "shardplan/schemas/dtype.h"
+#include "shardplan/schemas/quantity.h"
+
+namespace shardplan {
+
+// Indices into Trace::modules, ::parameters and Pass::tensors; ids of storages are unique in a trace. -1: none.
+using ModuleId = std::int32_t;
+using ParameterId = std::int32_t;
+using TensorId = std::int32_t;
+using StorageId = std::int32_t;
+
+// A parameter or buffer as a module registers it. Tied parameters: several modules name the same ParameterId.
+struct NamedParameter {
+  std::string name;  // attribute name in the module, "weight"
+  ParameterId parameter = -1;
+  bool operator==(const NamedParameter&) const = default;
+};
+
+struct Module {
+  std::string fqn;  // "" for the root
+  std::string class_name;
+  std::vector<std::string> children;  // names in registration order; the child's FQN is fqn + "." + name
+  std::vector<NamedParameter> parameters;  // direct ones, registration order
+  std::vector<std::string> buffers;        // names of direct buffers
+  std::string same_module_as;  // FQN first seen of a module registered twice; "" otherwise
+  bool operator==(const Module&) const = default;
+};
+
+struct Parameter {
+  std::string fqn;  // the name first seen
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kFloat32;
+  bool requires_grad = true;
+  std::vector<std::string> shared_with;  // the other FQNs of a tied parameter
+  bool operator==(const Parameter&) const = default;
+};
+
+// A module buffer. `storage` is its id when the passes name it (ops read it), else -1.
+struct ModuleBuffer {
+  std::string fqn;
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kFloat32;
+  bool persistent = true;
+  StorageId storage = -1;
+  bool operator==(const ModuleBuffer&) const = default;
+};
+
+// A tensor that crosses a module boundary. Same id: same tensor object.
+struct Tensor {
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kFloat32;
+  bool requires_grad = false;
+  StorageId storage = -1;  // -1 when unknown
+  bool operator==(const Tensor&) const = default;
+};
+
+// What a storage made by the model turns out to be, over its whole life.
+enum class StorageRole : std::uint8_t {
+  kInput,           // batch data, alive before the step
+  kBuffer,          // a module buffer, alive before the step
+  kSaved,           // born in the forward, kept for the backward
+  kForwardTemp,     // born and freed inside the forward
+  kOutput,          // what the root returns, dropped by the caller after the loss (logits)
+  kLossSaved,       // born in the loss, kept for the backward
+  kLossTemp,        // born and freed inside the loss
+  kBackwardTemp,    // born in the backward, freed there
+  kRecompute,       // born in a recomputation (activation checkpointing)
+  kParameterGrad,   // becomes the .grad of an unsharded parameter
+};
+
+// ---- events of a pass, in host order ----
+
+// A module's forward is entered / left. Tensors are those found in args and kwargs (outputs), flattened in order.
+struct EnterEvent {
+  ModuleId module = -1;
+  std::vector<TensorId> inputs;
+  bool operator==(const EnterEvent&) const = default;
+};
+struct ExitEvent {
+  ModuleId module = -1;
+  std::vector<TensorId> outputs;
+  bool operator==(const ExitEvent&) const = default;
+};
+
+// One operator that a GPU would run.
+struct OperatorEvent {
+  std::string name;      // "aten.mm"
+  ModuleId module = -1;  // innermost module (of the forward that made the autograd node, in a backward)
+  DType dtype = DType::kFloat32;  // of the arithmetic (the largest floating input)
+  std::int64_t flops = 0;
+  Bytes bytes_read;
+  Bytes bytes_written;
+  Nanoseconds duration_ns{-1};  // measured; -1 when not
+  std::vector<StorageId> reads;           // storages of the passes (not parameters)
+  std::vector<StorageId> writes;
+  std::vector<ParameterId> parameters;    // parameters whose storage is read
+  bool operator==(const OperatorEvent&) const = default;
+};
+
+// A storage is born / dies.
+struct AllocateEvent {
+  StorageId storage = -1;
+  Bytes size_bytes;
+  StorageRole role = StorageRole::kForwardTemp;
+  ModuleId module = -1;         // innermost module, as in OperatorEvent
+  ParameterId parameter = -1;   // kParameterGrad: whose gradient
+  bool operator==(const AllocateEvent&) const = default;
+};
+struct FreeEvent {
+  StorageId storage = -1;
+  bool operator==(const FreeEvent&) const = default;
+};
+
+// Backward: the gradient of the module's `index`-th output tensor is ready (where a tensor hook on it fires).
+struct OutputGradReadyEvent {
+  ModuleId module = -1;
+  std::int32_t index = 0;  // k-th tensor of the flattened output
+  std::int32_t occurrence = 0;  // which call of the module in the forward (0, 1, ...), for reused modules
+  std::int32_t forward = 0;     // which of Pass::forwards this belongs to (position)
+  bool operator==(const OutputGradReadyEvent&) const = default;
+};
+// Backward: the gradients of all the module's inputs that need one are done (where an identity autograd function on
+// the inputs runs its backward). A module none of whose inputs needs a gradient has no such event.
+struct InputsGradDoneEvent {
+  ModuleId module = -1;
+  std::int32_t occurrence = 0;
+  std::int32_t forward = 0;
+  bool operator==(const InputsGradDoneEvent&) const = default;
+};
+// Backward: a parameter's gradient has been accumulated into .grad.
+struct ParameterGradEvent {
+  ParameterId parameter = -1;
+  StorageId storage = -1;
+  bool operator==(const ParameterGradEvent&) const = default;
+};
+// Backward: a checkpointed module's forward is run again / is done.
+struct RecomputeEnterEvent {
+  ModuleId module = -1;
+  bool operator==(const RecomputeEnterEvent&) const = default;
+};
+struct RecomputeExitEvent {
+  ModuleId module = -1;
+  bool operator==(const RecomputeExitEvent&) const = default;
+};
+
+using TraceEvent =
+    std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEvent, FreeEvent, OutputGradReadyEvent,
+                 InputsGradDoneEvent, ParameterGradEvent, RecomputeEnterEvent, RecomputeExitEvent>;
+
+// One forward (the loss included: its events follow the root's exit) or one backward.
+struct Pass {
+  std::string name;            // "f0", "b0"
+  bool grad_enabled = true;    // false: a no_grad forward
+  std::vector<Tensor> tensors;  // forward only
+  std::vector<std::int32_t> forwards;  // backward only: indices into Trace::forwards of the forwards it covers
+  std::vector<TraceEvent> events;
+  bool operator==(const Pass&) const = default;
+};
+
+struct TraceInput {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kInt64;
+  StorageId storage = -1;
+  bool operator==(const TraceInput&) const = default;
+};
+
+struct Trace {
+  std::string model;      // a name for people, "llama-3.1-8b"
+  std::string source;     // "package.module:callable" or the config file's name
+  std::string recorded_with;  // "torch 2.11.0"
+  DType compute_dtype = DType::kFloat32;  // dtype the passes were recorded in
+  std::int64_t tokens_per_batch = 0;      // batch x sequence of one rank's micro-batch (samples when no sequence)
+  std::vector<Module> modules;            // pre-order, children in registration order; modules[0] is the root
+  std::vector<Parameter> parameters;      // named_parameters() order
+  std::vector<ModuleBuffer> buffers;
+  std::vector<TraceInput> inputs;
+  std::vector<Pass> forwards;
+  std::vector<Pass> backwards;
+  bool operator==(const Trace&) const = default;
+};
+
+}  // namespace shardplan

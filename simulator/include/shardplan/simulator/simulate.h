@@ -1,0 +1,76 @@
+// Simulation of a plan: time, overlap and memory of a representative rank (docs/simulator.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/report.h"
+
+namespace shardplan {
+
+struct SimulationOptions {
+  // Costs come from this cluster instead of the plan's own, when set.
+  const Cluster* cluster = nullptr;
+  // Caching allocator's rounding (torch.cuda: 512).
+  Bytes granularity_bytes{512};
+  // Keep spans and memory samples (off: only the report).
+  bool record_timeline = true;
+};
+
+// One thing that ran: on the host (stream = -1) or on a stream.
+struct Span {
+  StreamId stream = -1;
+  std::int32_t step = 0;         // index into Plan::steps; the steady step is simulated last
+  std::int32_t trigger = -1;     // index in the step
+  std::int32_t instruction = -1;  // index in the trigger; -1: the trigger itself
+  Nanoseconds start_ns;
+  Nanoseconds end_ns;
+  bool operator==(const Span&) const = default;
+};
+
+// A wait of `waiter` (span index) on what `recorded` (span index) had recorded.
+struct Flow {
+  std::int32_t recorded = -1;
+  std::int32_t waiter = -1;
+  bool operator==(const Flow&) const = default;
+};
+
+// Allocated bytes after one allocation or free, by category (index into Simulation::categories), host order.
+struct MemorySample {
+  Nanoseconds time_ns;
+  std::int32_t category = -1;
+  Bytes category_bytes;  // of that category after it
+  Bytes total_bytes;     // of all after it
+  std::int32_t step = 0;
+  std::int32_t trigger = -1;
+  bool operator==(const MemorySample&) const = default;
+};
+
+struct Simulation {
+  Report report;  // of the steady step
+  std::vector<Span> spans;
+  std::vector<Flow> flows;
+  std::vector<std::string> categories;
+  std::vector<MemorySample> memory;
+  std::int64_t instructions = 0;  // simulated
+};
+
+// Runs every step once in order; the report is of the last one, the steady step. Deterministic.
+// kBadInput: the plan refers to costs that the cluster lacks; kNegative: a wait can never finish.
+Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options = {});
+
+// Chrome trace event JSON that Perfetto opens: a track per stream and the host, flows from records to waits, a
+// counter track of memory by category. Times in microseconds with three decimals.
+std::string TimelineJson(const Plan& plan, const Simulation& simulation);
+
+// A table for people: one column per report (step time, exposed communication, overlap, tokens/s, memory).
+std::string ComparisonTable(const std::vector<Report>& reports);
+
+// A self-contained HTML page (no external scripts): summary, timeline, memory by category, tables.
+std::string ReportHtml(const std::vector<const Plan*>& plans, const std::vector<const Simulation*>& simulations);
+
+}  // namespace shardplan
