@@ -1,1 +1,37 @@
-int main() { return 0; }
+// shardplan: trace, plan, validate, simulate, show, diff, run.
+#include <exception>
+#include <iostream>
+
+#include "commands.h"
+#include "shardplan/schemas/error.h"
+
+int main(int argc, char** argv) {
+  using namespace shardplan;
+  CLI::App app{
+      "shardplan makes the schedule of fully sharded data-parallel training a document:\n"
+      "plan it from a traced model, verify it, simulate it, replay it on real ranks.\n",
+      "shardplan"};
+  app.require_subcommand(1);
+  app.set_version_flag("--version", SHARDPLAN_VERSION);
+  app.footer(
+      "Exit codes: 0 done; 1 the answer is negative (does not verify, does not fit, differs); 2 usage;\n"
+      "3 bad input; 4 environment (no GPU, no NCCL, no space); 70 a bug of shardplan.");
+  cli::Invocation invocation{argv[0], 0};
+  cli::AddTraceCommand(app, invocation);
+  cli::AddPlanCommand(app, invocation);
+  cli::AddValidateCommand(app, invocation);
+  cli::AddSimulateCommand(app, invocation);
+  cli::AddShowCommand(app, invocation);
+  cli::AddDiffCommand(app, invocation);
+  cli::AddRunCommand(app, invocation);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    const int code = app.exit(error, std::cout, std::cerr);
+    return code == 0 ? 0 : ExitCode(ErrorCode::kUsage);
+  } catch (const std::exception& error) {
+    std::cerr << "shardplan: internal error: " << error.what() << '\n';
+    return ExitCode(ErrorCode::kInternal);
+  }
+  return invocation.exit_code;
+}

@@ -1,4 +1,5 @@
-// The planner: trace + strategy + cluster -> plan (docs/planner.md). planner/src/pipeline.cc is the table of contents.
+// The planner: trace + strategy + cluster -> plan (docs/planner.md). planner/src/pipeline.cc is the table of
+// contents.
 #pragma once
 
 #include <functional>
@@ -15,7 +16,8 @@
 namespace shardplan {
 
 struct PlanOptions {
-  // Run the verifier after the passes and fail with kInternal if it finds a violation that PyTorch itself does not have.
+  // Run the verifier after the passes and fail with kInternal if it finds a violation that PyTorch itself
+  // does not have.
   bool verify = true;
   // Called with a pass's name and its wall time when it ends.
   std::function<void(std::string_view pass, Nanoseconds wall_ns)> on_pass;
@@ -31,8 +33,9 @@ struct PlannerOutput {
 Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                                const PlanOptions& options = {});
 
-// Activation checkpointing as a transformation of a trace: the modules that `rule` matches free what they saved when
-// they are left, and run again at the start of their backward (torch.utils.checkpoint, non-reentrant).
+// Activation checkpointing as a transformation of a trace: the modules that `rule` matches free what they
+// saved when they are left, and run again at the start of their backward (torch.utils.checkpoint,
+// non-reentrant).
 Result<Trace> ApplyCheckpointing(const Trace& trace, const CheckpointRule& rule);
 
 // FQNs of modules (pre-order) that an entry of UnitRule::modules matches. kBadInput when none does.

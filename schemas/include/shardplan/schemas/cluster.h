@@ -10,7 +10,8 @@
 
 namespace shardplan {
 
-// One measured point of an efficiency curve: at `flops` of one operator, the fraction (parts per million) of peak.
+// One measured point of an efficiency curve: at `flops` of one operator, the fraction (parts per million) of
+// peak.
 struct EfficiencyPoint {
   std::int64_t flops = 0;
   std::int64_t efficiency_ppm = 1'000'000;
@@ -19,8 +20,9 @@ struct EfficiencyPoint {
 
 struct ComputeRate {
   DType dtype = DType::kBFloat16;
-  std::int64_t flops_per_second = 0;        // peak of dense matrix work in that dtype
-  std::vector<EfficiencyPoint> efficiency;  // ascending flops, interpolated in log(flops), clamped; empty: 100 %
+  std::int64_t flops_per_second = 0;  // peak of dense matrix work in that dtype
+  std::vector<EfficiencyPoint>
+      efficiency;  // ascending flops, interpolated in log(flops), clamped; empty: 100 %
   bool operator==(const ComputeRate&) const = default;
 };
 
@@ -38,19 +40,20 @@ struct Device {
 
 // Host cost of issuing one thing.
 struct Host {
-  Nanoseconds operator_issue_ns;    // one operator of the model (dispatch + autograd + launch)
+  Nanoseconds operator_issue_ns;  // one operator of the model (dispatch + autograd + launch)
   Nanoseconds collective_issue_ns;
   Nanoseconds copy_issue_ns;
   Nanoseconds allocate_ns;
-  Nanoseconds event_ns;             // record or wait
-  Nanoseconds trigger_ns;           // a hook
+  Nanoseconds event_ns;    // record or wait
+  Nanoseconds trigger_ns;  // a hook
   bool operator==(const Host&) const = default;
 };
 
 enum class CollectiveKind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce };
 
 struct CollectivePoint {
-  Bytes full_tensor_bytes;  // gathered output of an all_gather, input of a reduce_scatter, tensor of an all_reduce
+  Bytes full_tensor_bytes;  // gathered output of an all_gather, input of a reduce_scatter, tensor of an
+                            // all_reduce
   Nanoseconds duration_ns;
   bool operator==(const CollectivePoint&) const = default;
 };
@@ -60,17 +63,18 @@ struct CollectiveTable {
   CollectiveKind kind = CollectiveKind::kAllGather;
   std::int64_t ranks = 0;
   std::int64_t concurrent_groups = 1;
-  std::string link;  // Link::name
+  std::string link;                     // Link::name
   std::vector<CollectivePoint> points;  // ascending bytes; interpolated in log size
   std::string source;                   // where it was measured
   bool operator==(const CollectiveTable&) const = default;
 };
 
-// A link class that communicators share: alpha-beta cost where no table fits, fair sharing when several are in flight.
+// A link class that communicators share: alpha-beta cost where no table fits, fair sharing when several are
+// in flight.
 struct Link {
-  std::string name;  // "nvlink", "network"
-  Nanoseconds latency_ns;                // alpha, per step of a ring
-  std::int64_t bytes_per_second = 0;     // beta, per rank and direction
+  std::string name;                   // "nvlink", "network"
+  Nanoseconds latency_ns;             // alpha, per step of a ring
+  std::int64_t bytes_per_second = 0;  // beta, per rank and direction
   bool operator==(const Link&) const = default;
 };
 

@@ -1,11 +1,12 @@
-// The plan: one explicit program (docs/plan-format.md). It is self-contained: it can be verified, simulated and
-// replayed without the trace it came from.
+// The plan: one explicit program (docs/plan-format.md). It is self-contained: it can be verified, simulated
+// and replayed without the trace it came from.
 //
 // [Note: host order and stream order]
-// A step is a list of triggers in the order in which the host passes them; a trigger holds instructions in the order
-// in which the host issues them. An instruction with a stream runs there, FIFO. `allocate` and `free` take effect in
-// host order: the block of a freed buffer goes back to the pool of the stream that it was allocated on, and may be
-// handed out again at once to work issued later on that stream (the CUDA caching allocator's rule).
+// A step is a list of triggers in the order in which the host passes them; a trigger holds instructions in
+// the order in which the host issues them. An instruction with a stream runs there, FIFO. `allocate` and
+// `free` take effect in host order: the block of a freed buffer goes back to the pool of the stream that it
+// was allocated on, and may be handed out again at once to work issued later on that stream (the CUDA caching
+// allocator's rule).
 #pragma once
 
 #include <cstdint>
@@ -36,17 +37,17 @@ struct UnitParameter {
   std::vector<std::int64_t> shape;       // unsharded
   DType dtype = DType::kFloat32;         // original
   bool requires_grad = true;
-  std::int32_t shard_dim = 0;            // per_parameter
-  std::int64_t flat_offset = 0;          // flat: elements before it in the flat parameter (alignment included)
+  std::int32_t shard_dim = 0;    // per_parameter
+  std::int64_t flat_offset = 0;  // flat: elements before it in the flat parameter (alignment included)
   bool operator==(const UnitParameter&) const = default;
 };
 
 // The parameters all-gathered together.
 //
-// per_parameter (FSDP2, FSDPParam._init_sharded_param): each parameter is cut along shard_dim as torch.chunk does;
-// every rank's piece is padded to ceil(shape[shard_dim] / N) rows. An all-gather input is the concatenation of the
-// padded pieces in parameter order; its output is N such inputs.
-// flat (FSDP1, FlatParamHandle): parameters are concatenated at flat_offset, the whole is padded to flat_numel and cut
+// per_parameter (FSDP2, FSDPParam._init_sharded_param): each parameter is cut along shard_dim as torch.chunk
+// does; every rank's piece is padded to ceil(shape[shard_dim] / N) rows. An all-gather input is the
+// concatenation of the padded pieces in parameter order; its output is N such inputs. flat (FSDP1,
+// FlatParamHandle): parameters are concatenated at flat_offset, the whole is padded to flat_numel and cut
 // into N equal pieces.
 struct Unit {
   std::string fqn;                   // "layers.0"; "" for the root; "a,b" for a group of modules
@@ -54,27 +55,27 @@ struct Unit {
   LayoutKind layout = LayoutKind::kPerParameter;
   std::vector<UnitParameter> parameters;  // in buffer order
   DType orig_dtype = DType::kFloat32;
-  DType param_dtype = DType::kFloat32;    // gathered and computed in
+  DType param_dtype = DType::kFloat32;  // gathered and computed in
   DType reduce_dtype = DType::kFloat32;
-  CommunicatorId shard_communicator = -1;      // all_gather and reduce_scatter; -1: not sharded (one rank)
-  CommunicatorId replicate_communicator = -1;  // HSDP all_reduce
+  CommunicatorId shard_communicator = -1;         // all_gather and reduce_scatter; -1: not sharded (one rank)
+  CommunicatorId replicate_communicator = -1;     // HSDP all_reduce
   CommunicatorId post_forward_communicator = -1;  // integer reshard_after_forward
-  std::int64_t flat_numel = 0;       // flat: padded unsharded elements
+  std::int64_t flat_numel = 0;                    // flat: padded unsharded elements
   bool operator==(const Unit&) const = default;
 };
 
 enum class BufferRole : std::uint8_t {
-  kParamSharded,          // the rank's persistent shard
+  kParamSharded,  // the rank's persistent shard
   kParamUnsharded,
   kParamPostForwardShard,
-  kAllGatherInput,        // the shard in the low precision / copied to the device, before the all_gather
+  kAllGatherInput,  // the shard in the low precision / copied to the device, before the all_gather
   kAllGatherOutput,
   kReduceScatterInput,
   kReduceScatterOutput,
-  kGradUnsharded,         // made by the model's backward, parameter by parameter
+  kGradUnsharded,  // made by the model's backward, parameter by parameter
   kGradUnshardedAccumulated,
   kGradSharded,
-  kGradHost,              // offloaded gradient shard
+  kGradHost,  // offloaded gradient shard
   kOptimizerState,
   kOptimizerTemp,
 };
@@ -122,34 +123,35 @@ struct SegmentGrad {
 struct Segment {
   std::string name;  // "forward layers.0", "loss", "backward layers.0"
   std::vector<SegmentEntry> entries;
-  std::vector<UnitId> reads;        // units whose unsharded parameters it reads, ascending
-  std::vector<SegmentGrad> grads;   // parameters whose unsharded gradient it makes or adds to
+  std::vector<UnitId> reads;       // units whose unsharded parameters it reads, ascending
+  std::vector<SegmentGrad> grads;  // parameters whose unsharded gradient it makes or adds to
   bool operator==(const Segment&) const = default;
 };
 
 enum class InstructionKind : std::uint8_t {
-  kCompute,            // run `segment` on `stream`
-  kAllocate,           // dst, on `stream`
-  kFree,               // src; safe_after lists streams recorded on it (record_stream)
-  kBindUnsharded,      // the modules' parameters become views of src (param_unsharded)
-  kBindSharded,        // ... of src (param_sharded)
-  kCopyIn,             // src -> dst: cast if dtypes differ, flatten into this rank's slot of an all-gather buffer
-  kAllGather,          // src (this rank's slot) -> dst, on `communicator`
-  kCopyOut,            // src (all-gather output) -> dst (param_unsharded)
-  kReshardPostForward,  // src (param_unsharded) -> dst (param_post_forward_shard): keep the smaller mesh's shard
-  kGradCopyIn,         // src (grad_unsharded) -> dst (reduce_scatter_input), cast, chunk and pad
-  kGradScale,          // src in place: multiplied by 1 / divisor
-  kReduceScatter,      // src -> dst
-  kAllReduce,          // src in place
-  kGradCast,           // src (reduce_scatter_output) -> dst (grad_sharded) in its dtype; a view when the same dtype
-  kGradAccumulate,     // dst += src
-  kCopyToHost,         // src -> dst
-  kCopyToDevice,       // src -> dst
-  kRecord,             // event on stream
-  kWait,               // stream waits for event
-  kHostWait,           // host waits for event
-  kOptimizerStep,      // of all units (unit = -1) or of one (in backward)
-  kZeroGrad,           // sharded gradients are dropped
+  kCompute,        // run `segment` on `stream`
+  kAllocate,       // dst, on `stream`
+  kFree,           // src; safe_after lists streams recorded on it (record_stream)
+  kBindUnsharded,  // the modules' parameters become views of src (param_unsharded)
+  kBindSharded,    // ... of src (param_sharded)
+  kCopyIn,         // src -> dst: cast if dtypes differ, flatten into this rank's slot of an all-gather buffer
+  kAllGather,      // src (this rank's slot) -> dst, on `communicator`
+  kCopyOut,        // src (all-gather output) -> dst (param_unsharded)
+  kReshardPostForward,  // src (param_unsharded) -> dst (param_post_forward_shard): keep the smaller mesh's
+                        // shard
+  kGradCopyIn,          // src (grad_unsharded) -> dst (reduce_scatter_input), cast, chunk and pad
+  kGradScale,           // src in place: multiplied by 1 / divisor
+  kReduceScatter,       // src -> dst
+  kAllReduce,           // src in place
+  kGradCast,  // src (reduce_scatter_output) -> dst (grad_sharded) in its dtype; a view when the same dtype
+  kGradAccumulate,  // dst += src
+  kCopyToHost,      // src -> dst
+  kCopyToDevice,    // src -> dst
+  kRecord,          // event on stream
+  kWait,            // stream waits for event
+  kHostWait,        // host waits for event
+  kOptimizerStep,   // of all units (unit = -1) or of one (in backward)
+  kZeroGrad,        // sharded gradients are dropped
 };
 
 enum class ReduceOp : std::uint8_t { kSum, kAverage };
@@ -163,9 +165,9 @@ struct Instruction {
   EventId event = -1;
   CommunicatorId communicator = -1;
   SegmentId segment = -1;
-  std::int32_t microbatch = 0;   // compute
+  std::int32_t microbatch = 0;  // compute
   ReduceOp reduce_op = ReduceOp::kSum;
-  double divisor = 1.0;          // grad_scale
+  double divisor = 1.0;              // grad_scale
   std::vector<StreamId> safe_after;  // free: streams whose work issued so far must finish before reuse
   std::string reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
   bool operator==(const Instruction&) const = default;
@@ -173,14 +175,14 @@ struct Instruction {
 
 enum class TriggerKind : std::uint8_t {
   kStepBegin,
-  kPreForward,      // a unit's first module is entered
-  kPostForward,     // a unit's last module is left
-  kPreBackward,     // the gradient of an output of the unit is ready
-  kPostBackward,    // the gradients of the unit's inputs are done
-  kBackwardEnd,     // the autograd engine has finished (queued callback of the root)
-  kOptimizerStep,   // the user calls optimizer.step()
+  kPreForward,     // a unit's first module is entered
+  kPostForward,    // a unit's last module is left
+  kPreBackward,    // the gradient of an output of the unit is ready
+  kPostBackward,   // the gradients of the unit's inputs are done
+  kBackwardEnd,    // the autograd engine has finished (queued callback of the root)
+  kOptimizerStep,  // the user calls optimizer.step()
   kZeroGrad,
-  kUserCall,        // a setter, unshard() or reshard() by the user
+  kUserCall,  // a setter, unshard() or reshard() by the user
   kStepEnd,
 };
 
@@ -218,9 +220,10 @@ struct Plan {
   std::vector<Unit> units;
   std::vector<Buffer> buffers;
   std::vector<PlanStream> streams;  // streams[0] is the compute stream
-  std::vector<std::string> events;  // names; an event may be recorded again, a wait refers to the latest record
+  std::vector<std::string>
+      events;  // names; an event may be recorded again, a wait refers to the latest record
   std::vector<Communicator> communicators;
-  std::vector<TraceInput> inputs;          // alive from step begin; freed at step end
+  std::vector<TraceInput> inputs;           // alive from step begin; freed at step end
   std::vector<ModuleBuffer> model_buffers;  // alive for ever
   std::vector<Segment> segments;
   std::vector<PlanStep> steps;

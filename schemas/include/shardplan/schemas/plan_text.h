@@ -1,5 +1,5 @@
-// The plan's program as text that reads well and parses back (`shardplan show`), and the difference of two plans in
-// words (`shardplan diff`).
+// The plan's program as text that reads well and parses back (`shardplan show`), and the difference of two
+// plans in words (`shardplan diff`).
 #pragma once
 
 #include <string>
@@ -16,8 +16,8 @@ std::string PlanText(const Plan& plan);
 // kBadInput with pointer "line N" where a line does not parse.
 Result<Plan> ParsePlanText(std::string_view text);
 
-// One line of text for an instruction / trigger, with names instead of ids ("all_gather layers.0.all_gather_output on
-// all_gather via shard"), as error messages and reports use it.
+// One line of text for an instruction / trigger, with names instead of ids ("all_gather
+// layers.0.all_gather_output on all_gather via shard"), as error messages and reports use it.
 std::string Describe(const Plan& plan, const Instruction& instruction);
 std::string Describe(const Plan& plan, const Trigger& trigger);
 

@@ -29,8 +29,8 @@ struct CollectiveReport {
   std::string communicator;
   std::int64_t count = 0;
   Bytes full_tensor_bytes;
-  Nanoseconds busy_ns;     // sum of durations
-  Nanoseconds exposed_ns;  // part during which no compute ran
+  Nanoseconds busy_ns;      // sum of durations
+  Nanoseconds exposed_ns;   // part during which no compute ran
   std::string cost_source;  // "measured 8 ranks nvlink", "alpha-beta network"
   bool operator==(const CollectiveReport&) const = default;
 };
@@ -45,13 +45,13 @@ struct UnitReport {
 };
 
 struct MemoryReport {
-  Bytes peak_bytes;            // allocated, rounded as the caching allocator does, without context
-  std::string peak_at;         // "steady pre_backward layers.31"
+  Bytes peak_bytes;     // allocated, rounded as the caching allocator does, without context
+  std::string peak_at;  // "steady pre_backward layers.31"
   std::vector<CategoryBytes> peak_by_category;  // sorted by category name
-  Bytes steady_bytes;          // alive at the end of the steady step
-  Bytes context_bytes;         // CUDA context
-  Bytes device_memory_bytes;   // the device has
-  bool fits = true;            // peak + context <= device memory
+  Bytes steady_bytes;                           // alive at the end of the steady step
+  Bytes context_bytes;                          // CUDA context
+  Bytes device_memory_bytes;                    // the device has
+  bool fits = true;                             // peak + context <= device memory
   bool operator==(const MemoryReport&) const = default;
 };
 
@@ -62,7 +62,7 @@ struct Report {
   std::string plan_digest;
   std::int64_t world_size = 1;
   Nanoseconds step_ns;
-  Nanoseconds forward_ns;   // step begin to the last forward segment's end (loss included)
+  Nanoseconds forward_ns;  // step begin to the last forward segment's end (loss included)
   Nanoseconds backward_ns;
   Nanoseconds optimizer_ns;
   Nanoseconds compute_ns;                // compute engine busy

@@ -1,7 +1,7 @@
 // The strategy: which policy, which units, which knobs, which training loop (docs/strategy-format.md).
 //
-// Every knob has the default that PyTorch has. A field that is nullopt means "argument not given", which is not
-// always the same as any value (fully_shard's reshard_after_forward=None is True for all but the root).
+// Every knob has the default that PyTorch has. A field that is nullopt means "argument not given", which is
+// not always the same as any value (fully_shard's reshard_after_forward=None is True for all but the root).
 #pragma once
 
 #include <cstdint>
@@ -21,17 +21,18 @@ using ReshardAfterForward = std::variant<bool, std::int64_t>;
 struct MixedPrecision {
   std::optional<DType> param_dtype;
   std::optional<DType> reduce_dtype;
-  std::optional<DType> output_dtype;   // fsdp2
+  std::optional<DType> output_dtype;  // fsdp2
   bool cast_forward_inputs = true;
-  std::optional<DType> buffer_dtype;       // fsdp1
-  bool keep_low_precision_grads = false;   // fsdp1
+  std::optional<DType> buffer_dtype;      // fsdp1
+  bool keep_low_precision_grads = false;  // fsdp1
   bool operator==(const MixedPrecision&) const = default;
 };
 
 // One call of fully_shard / one FSDP wrap: the modules of one unit, or a rule that makes many.
-// `modules` entries: an FQN ("layers.0"), "" (the root), a pattern with '*' and '?' over FQNs ("layers.*", where '*'
-// does not cross a '.'), or "class:NAME" (every module of that class). A single entry that is an FQN list means one
-// unit of several modules (fully_shard([a, b])) when `group` is true; otherwise each match is a unit of its own.
+// `modules` entries: an FQN ("layers.0"), "" (the root), a pattern with '*' and '?' over FQNs ("layers.*",
+// where '*' does not cross a '.'), or "class:NAME" (every module of that class). A single entry that is an
+// FQN list means one unit of several modules (fully_shard([a, b])) when `group` is true; otherwise each match
+// is a unit of its own.
 struct UnitRule {
   std::vector<std::string> modules;
   bool group = false;
@@ -41,7 +42,8 @@ struct UnitRule {
   bool operator==(const UnitRule&) const = default;
 };
 
-// set_modules_to_forward_prefetch / set_modules_to_backward_prefetch: the units that `unit` prefetches, in order.
+// set_modules_to_forward_prefetch / set_modules_to_backward_prefetch: the units that `unit` prefetches, in
+// order.
 struct PrefetchList {
   std::string unit;
   std::vector<std::string> prefetch;
@@ -61,7 +63,13 @@ struct Fsdp2Knobs {
   bool operator==(const Fsdp2Knobs&) const = default;
 };
 
-enum class Fsdp1Sharding : std::uint8_t { kFullShard, kShardGradOp, kNoShard, kHybridShard, kHybridShardZero2 };
+enum class Fsdp1Sharding : std::uint8_t {
+  kFullShard,
+  kShardGradOp,
+  kNoShard,
+  kHybridShard,
+  kHybridShardZero2
+};
 enum class Fsdp1BackwardPrefetch : std::uint8_t { kNone, kPre, kPost };
 
 struct Fsdp1Knobs {
@@ -74,7 +82,8 @@ struct Fsdp1Knobs {
 };
 
 // Activation checkpointing applied to the trace: every module that a rule matches (as UnitRule::modules) is
-// recomputed in the backward. early_stop: recomputation ends with the last saved tensor (non-reentrant default).
+// recomputed in the backward. early_stop: recomputation ends with the last saved tensor (non-reentrant
+// default).
 struct CheckpointRule {
   std::vector<std::string> modules;
   bool early_stop = true;
@@ -107,10 +116,11 @@ struct OptimizerStepCall {
 struct ZeroGradCall {
   bool operator==(const ZeroGradCall&) const = default;
 };
-// A setter or user call on a module: method is PyTorch's name ("set_requires_gradient_sync", "unshard", "reshard"...).
+// A setter or user call on a module: method is PyTorch's name ("set_requires_gradient_sync", "unshard",
+// "reshard"...).
 struct ModuleCall {
   std::string method;
-  std::string module;       // FQN
+  std::string module;  // FQN
   std::optional<bool> value;
   bool recurse = true;
   bool operator==(const ModuleCall&) const = default;
@@ -126,9 +136,11 @@ struct StrategyMeshDim {
 
 struct Strategy {
   std::string policy = "fsdp2";  // "fsdp2", "fsdp1"
-  // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's ranks}.
+  // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's
+  // ranks}.
   std::vector<StrategyMeshDim> mesh;
-  std::vector<UnitRule> units;   // in call order; the root's rule last. Empty: one unit per block class + the root
+  std::vector<UnitRule>
+      units;  // in call order; the root's rule last. Empty: one unit per block class + the root
   std::optional<MixedPrecision> mixed_precision;             // for units that give none
   std::optional<ReshardAfterForward> reshard_after_forward;  // for units that give none
   bool cpu_offload = false;
@@ -138,8 +150,9 @@ struct Strategy {
   Fsdp1Knobs fsdp1;
   std::optional<CheckpointRule> checkpoint;
   Optimizer optimizer;
-  std::vector<ModuleCall> setup;     // calls before the first step
-  // The steps as run; the last one repeats for ever. Empty: forward 0, backward [0], optimizer_step, zero_grad.
+  std::vector<ModuleCall> setup;  // calls before the first step
+  // The steps as run; the last one repeats for ever. Empty: forward 0, backward [0], optimizer_step,
+  // zero_grad.
   std::vector<StepProgram> program;
   bool operator==(const Strategy&) const = default;
 };

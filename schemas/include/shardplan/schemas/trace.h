@@ -1,8 +1,8 @@
 // The trace: what one training step of the unsharded model does (docs/trace-format.md).
 //
-// A trace is recorded on fake tensors by tools/python/shardplan/tracer and read by the planner. It says nothing
-// about sharding: any choice of units can be made from it afterwards. All sizes are bytes of a whole (unsharded)
-// storage as requested, not rounded to an allocator's block.
+// A trace is recorded on fake tensors by tools/python/shardplan/tracer and read by the planner. It says
+// nothing about sharding: any choice of units can be made from it afterwards. All sizes are bytes of a whole
+// (unsharded) storage as requested, not rounded to an allocator's block.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@
 
 namespace shardplan {
 
-// Indices into Trace::modules, ::parameters and Pass::tensors; ids of storages are unique in a trace. -1: none.
+// Indices into Trace::modules, ::parameters and Pass::tensors; ids of storages are unique in a trace. -1:
+// none.
 using ModuleId = std::int32_t;
 using ParameterId = std::int32_t;
 using TensorId = std::int32_t;
@@ -31,10 +32,10 @@ struct NamedParameter {
 struct Module {
   std::string fqn;  // "" for the root
   std::string class_name;
-  std::vector<std::string> children;  // names in registration order; the child's FQN is fqn + "." + name
+  std::vector<std::string> children;       // names in registration order; the child's FQN is fqn + "." + name
   std::vector<NamedParameter> parameters;  // direct ones, registration order
   std::vector<std::string> buffers;        // names of direct buffers
-  std::string same_module_as;  // FQN first seen of a module registered twice; "" otherwise
+  std::string same_module_as;              // FQN first seen of a module registered twice; "" otherwise
   bool operator==(const Module&) const = default;
 };
 
@@ -68,21 +69,22 @@ struct Tensor {
 
 // What a storage made by the model turns out to be, over its whole life.
 enum class StorageRole : std::uint8_t {
-  kInput,           // batch data, alive before the step
-  kBuffer,          // a module buffer, alive before the step
-  kSaved,           // born in the forward, kept for the backward
-  kForwardTemp,     // born and freed inside the forward
-  kOutput,          // what the root returns, dropped by the caller after the loss (logits)
-  kLossSaved,       // born in the loss, kept for the backward
-  kLossTemp,        // born and freed inside the loss
-  kBackwardTemp,    // born in the backward, freed there
-  kRecompute,       // born in a recomputation (activation checkpointing)
-  kParameterGrad,   // becomes the .grad of an unsharded parameter
+  kInput,          // batch data, alive before the step
+  kBuffer,         // a module buffer, alive before the step
+  kSaved,          // born in the forward, kept for the backward
+  kForwardTemp,    // born and freed inside the forward
+  kOutput,         // what the root returns, dropped by the caller after the loss (logits)
+  kLossSaved,      // born in the loss, kept for the backward
+  kLossTemp,       // born and freed inside the loss
+  kBackwardTemp,   // born in the backward, freed there
+  kRecompute,      // born in a recomputation (activation checkpointing)
+  kParameterGrad,  // becomes the .grad of an unsharded parameter
 };
 
 // ---- events of a pass, in host order ----
 
-// A module's forward is entered / left. Tensors are those found in args and kwargs (outputs), flattened in order.
+// A module's forward is entered / left. Tensors are those found in args and kwargs (outputs), flattened in
+// order.
 struct EnterEvent {
   ModuleId module = -1;
   std::vector<TensorId> inputs;
@@ -102,10 +104,10 @@ struct OperatorEvent {
   std::int64_t flops = 0;
   Bytes bytes_read;
   Bytes bytes_written;
-  Nanoseconds duration_ns{-1};  // measured; -1 when not
-  std::vector<StorageId> reads;           // storages of the passes (not parameters)
+  Nanoseconds duration_ns{-1};   // measured; -1 when not
+  std::vector<StorageId> reads;  // storages of the passes (not parameters)
   std::vector<StorageId> writes;
-  std::vector<ParameterId> parameters;    // parameters whose storage is read
+  std::vector<ParameterId> parameters;  // parameters whose storage is read
   bool operator==(const OperatorEvent&) const = default;
 };
 
@@ -114,8 +116,8 @@ struct AllocateEvent {
   StorageId storage = -1;
   Bytes size_bytes;
   StorageRole role = StorageRole::kForwardTemp;
-  ModuleId module = -1;         // innermost module, as in OperatorEvent
-  ParameterId parameter = -1;   // kParameterGrad: whose gradient
+  ModuleId module = -1;        // innermost module, as in OperatorEvent
+  ParameterId parameter = -1;  // kParameterGrad: whose gradient
   bool operator==(const AllocateEvent&) const = default;
 };
 struct FreeEvent {
@@ -126,13 +128,14 @@ struct FreeEvent {
 // Backward: the gradient of the module's `index`-th output tensor is ready (where a tensor hook on it fires).
 struct OutputGradReadyEvent {
   ModuleId module = -1;
-  std::int32_t index = 0;  // k-th tensor of the flattened output
+  std::int32_t index = 0;       // k-th tensor of the flattened output
   std::int32_t occurrence = 0;  // which call of the module in the forward (0, 1, ...), for reused modules
   std::int32_t forward = 0;     // which of Pass::forwards this belongs to (position)
   bool operator==(const OutputGradReadyEvent&) const = default;
 };
-// Backward: the gradients of all the module's inputs that need one are done (where an identity autograd function on
-// the inputs runs its backward). A module none of whose inputs needs a gradient has no such event.
+// Backward: the gradients of all the module's inputs that need one are done (where an identity autograd
+// function on the inputs runs its backward). A module none of whose inputs needs a gradient has no such
+// event.
 struct InputsGradDoneEvent {
   ModuleId module = -1;
   std::int32_t occurrence = 0;
@@ -161,10 +164,11 @@ using TraceEvent =
 
 // One forward (the loss included: its events follow the root's exit) or one backward.
 struct Pass {
-  std::string name;            // "f0", "b0"
-  bool grad_enabled = true;    // false: a no_grad forward
+  std::string name;             // "f0", "b0"
+  bool grad_enabled = true;     // false: a no_grad forward
   std::vector<Tensor> tensors;  // forward only
-  std::vector<std::int32_t> forwards;  // backward only: indices into Trace::forwards of the forwards it covers
+  std::vector<std::int32_t>
+      forwards;  // backward only: indices into Trace::forwards of the forwards it covers
   std::vector<TraceEvent> events;
   bool operator==(const Pass&) const = default;
 };
@@ -178,13 +182,13 @@ struct TraceInput {
 };
 
 struct Trace {
-  std::string model;      // a name for people, "llama-3.1-8b"
-  std::string source;     // "package.module:callable" or the config file's name
-  std::string recorded_with;  // "torch 2.11.0"
+  std::string model;                      // a name for people, "llama-3.1-8b"
+  std::string source;                     // "package.module:callable" or the config file's name
+  std::string recorded_with;              // "torch 2.11.0"
   DType compute_dtype = DType::kFloat32;  // dtype the passes were recorded in
-  std::int64_t tokens_per_batch = 0;      // batch x sequence of one rank's micro-batch (samples when no sequence)
-  std::vector<Module> modules;            // pre-order, children in registration order; modules[0] is the root
-  std::vector<Parameter> parameters;      // named_parameters() order
+  std::int64_t tokens_per_batch = 0;  // batch x sequence of one rank's micro-batch (samples when no sequence)
+  std::vector<Module> modules;        // pre-order, children in registration order; modules[0] is the root
+  std::vector<Parameter> parameters;  // named_parameters() order
   std::vector<ModuleBuffer> buffers;
   std::vector<TraceInput> inputs;
   std::vector<Pass> forwards;

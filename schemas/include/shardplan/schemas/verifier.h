@@ -1,5 +1,6 @@
-// The verifier: proves by abstract interpretation, with one vector clock per stream and one for the host, that a plan
-// is safe to run. It knows nothing of the planner. docs/verifier.md lists the rules with an example each.
+// The verifier: proves by abstract interpretation, with one vector clock per stream and one for the host,
+// that a plan is safe to run. It knows nothing of the planner. docs/verifier.md lists the rules with an
+// example each.
 #pragma once
 
 #include <cstdint>
@@ -12,41 +13,43 @@
 namespace shardplan {
 
 enum class Rule : std::uint8_t {
-  kReference,          // an id is out of range, or an instruction lacks an operand it needs / has the wrong role
-  kUseBeforeUnshard,   // a segment reads a unit that is not bound unsharded, or whose copy_out its stream has not waited for
+  kReference,  // an id is out of range, or an instruction lacks an operand it needs / has the wrong role
+  kUseBeforeUnshard,   // a segment reads a unit that is not bound unsharded, or whose copy_out its stream has
+                       // not waited for
   kReadBeforeWrite,    // an instruction reads a buffer that is not written, or not visibly to its stream
   kUseUnallocated,     // an instruction touches a buffer that is not alive
   kUseAfterFree,       // ... that was freed
-  kFreeBeforeLastUse,  // freed while a use on another stream is not ordered before the allocation stream's future work
+  kFreeBeforeLastUse,  // freed while a use on another stream is not ordered before the allocation stream's
+                       // future work
   kDoubleFree,
   kDoubleAllocate,
-  kLeak,               // alive at step end and not alive at the start of the step that follows
-  kWriteRace,          // two accesses of a buffer, one a write, on streams not ordered with each other
-  kGradNotReduced,     // a gradient made in the step is never reduced (nor accumulated on purpose), or twice
-  kGradDivision,       // the gradient's total divisor differs from what the strategy asks for
-  kWaitBeforeRecord,   // wait on an event that was not recorded in host order before
-  kDeadlock,           // a host or stream wait that can never finish
-  kCollectiveOrder,    // ranks issue different collectives, or in a different order, on a communicator
-  kSteadyState,        // the steady step does not end where it began
+  kLeak,              // alive at step end and not alive at the start of the step that follows
+  kWriteRace,         // two accesses of a buffer, one a write, on streams not ordered with each other
+  kGradNotReduced,    // a gradient made in the step is never reduced (nor accumulated on purpose), or twice
+  kGradDivision,      // the gradient's total divisor differs from what the strategy asks for
+  kWaitBeforeRecord,  // wait on an event that was not recorded in host order before
+  kDeadlock,          // a host or stream wait that can never finish
+  kCollectiveOrder,   // ranks issue different collectives, or in a different order, on a communicator
+  kSteadyState,       // the steady step does not end where it began
 };
 std::string_view Name(Rule rule);  // "use_before_unshard"
 
 struct Violation {
   Rule rule = Rule::kReference;
   std::int32_t step = -1;
-  std::int32_t trigger = -1;      // index in the step
-  std::int32_t instruction = -1;  // index in the trigger
-  std::string message;            // the instruction, the trigger and what is wrong
+  std::int32_t trigger = -1;       // index in the step
+  std::int32_t instruction = -1;   // index in the trigger
+  std::string message;             // the instruction, the trigger and what is wrong
   std::vector<std::string> chain;  // the chain of earlier instructions that was broken, in host order
   bool operator==(const Violation&) const = default;
 };
 
-// All violations in program order; empty: the plan verifies. Each step is interpreted in order, then the steady step a
-// second time from its own end state.
+// All violations in program order; empty: the plan verifies. Each step is interpreted in order, then the
+// steady step a second time from its own end state.
 std::vector<Violation> Verify(const Plan& plan);
 
-// The programs of several ranks (each a plan): every rank's own verification and the same collectives in the same
-// order with the same sizes per communicator group.
+// The programs of several ranks (each a plan): every rank's own verification and the same collectives in the
+// same order with the same sizes per communicator group.
 std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank);
 
 // A paragraph a person can act on.

@@ -24,8 +24,8 @@ struct SimulationOptions {
 // One thing that ran: on the host (stream = -1) or on a stream.
 struct Span {
   StreamId stream = -1;
-  std::int32_t step = 0;         // index into Plan::steps; the steady step is simulated last
-  std::int32_t trigger = -1;     // index in the step
+  std::int32_t step = 0;          // index into Plan::steps; the steady step is simulated last
+  std::int32_t trigger = -1;      // index in the step
   std::int32_t instruction = -1;  // index in the trigger; -1: the trigger itself
   Nanoseconds start_ns;
   Nanoseconds end_ns;
@@ -63,14 +63,15 @@ struct Simulation {
 // kBadInput: the plan refers to costs that the cluster lacks; kNegative: a wait can never finish.
 Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options = {});
 
-// Chrome trace event JSON that Perfetto opens: a track per stream and the host, flows from records to waits, a
-// counter track of memory by category. Times in microseconds with three decimals.
+// Chrome trace event JSON that Perfetto opens: a track per stream and the host, flows from records to waits,
+// a counter track of memory by category. Times in microseconds with three decimals.
 std::string TimelineJson(const Plan& plan, const Simulation& simulation);
 
 // A table for people: one column per report (step time, exposed communication, overlap, tokens/s, memory).
 std::string ComparisonTable(const std::vector<Report>& reports);
 
 // A self-contained HTML page (no external scripts): summary, timeline, memory by category, tables.
-std::string ReportHtml(const std::vector<const Plan*>& plans, const std::vector<const Simulation*>& simulations);
+std::string ReportHtml(const std::vector<const Plan*>& plans,
+                       const std::vector<const Simulation*>& simulations);
 
 }  // namespace shardplan

@@ -1,0 +1,23 @@
+// The subcommands of `shardplan`. Each Add function registers one with its options; its callback stores the
+// process exit code in *exit_code (docs/architecture.md, "Errors").
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+namespace shardplan::cli {
+
+// argv[0] and the tail that a subcommand passes on to another program.
+struct Invocation {
+  std::string program;  // argv[0]
+  int exit_code = 0;
+};
+
+void AddTraceCommand(CLI::App& app, Invocation& invocation);
+void AddPlanCommand(CLI::App& app, Invocation& invocation);
+void AddValidateCommand(CLI::App& app, Invocation& invocation);
+void AddSimulateCommand(CLI::App& app, Invocation& invocation);
+void AddShowCommand(CLI::App& app, Invocation& invocation);
+void AddDiffCommand(CLI::App& app, Invocation& invocation);
+void AddRunCommand(CLI::App& app, Invocation& invocation);
+
+}  // namespace shardplan::cli

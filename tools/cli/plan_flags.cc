@@ -1,0 +1,216 @@
+#include "plan_flags.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <string_view>
+#include <utility>
+
+namespace shardplan::cli {
+namespace {
+
+std::unexpected<Error> BadFlag(std::string_view flag, std::string_view found, std::string_view expected) {
+  Error error;
+  error.code = ErrorCode::kUsage;
+  error.message = fmt::format("{} has a value that it does not take", flag);
+  error.found = found;
+  error.expected = expected;
+  return std::unexpected(error);
+}
+
+std::optional<std::int64_t> ToInteger(std::string_view text) {
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+Status ApplyMesh(const std::vector<std::string>& mesh, Strategy& strategy) {
+  if (mesh.empty()) return {};
+  strategy.mesh.clear();
+  for (const std::string& dim : mesh) {
+    const std::size_t equals = dim.find('=');
+    const auto size =
+        equals == std::string::npos ? std::nullopt : ToInteger(std::string_view(dim).substr(equals + 1));
+    if (!size || *size < 1) return BadFlag("--mesh", dim, "NAME=SIZE, say replicate=2 shard=8");
+    strategy.mesh.push_back({dim.substr(0, equals), *size});
+  }
+  return {};
+}
+
+Status ApplyDType(const std::optional<std::string>& text, std::string_view flag,
+                  std::optional<DType>& dtype) {
+  if (!text) return {};
+  dtype = DTypeFromName(*text);
+  if (!dtype) return BadFlag(flag, *text, "a floating-point dtype as torch names it, say bfloat16");
+  return {};
+}
+
+Status ApplyReshardAfterForward(const std::optional<std::string>& text, Strategy& strategy) {
+  if (!text) return {};
+  if (*text == "none") {
+    strategy.reshard_after_forward.reset();
+  } else if (*text == "true" || *text == "false") {
+    strategy.reshard_after_forward = ReshardAfterForward(*text == "true");
+  } else if (const auto size = ToInteger(*text); size && *size > 1) {
+    strategy.reshard_after_forward = ReshardAfterForward(*size);
+  } else {
+    return BadFlag("--reshard-after-forward", *text, "none, true, false, or a mesh size above 1");
+  }
+  return {};
+}
+
+Status ApplyPrefetch(const PlanFlags& flags, Strategy& strategy) {
+  const bool fsdp1 = strategy.policy == "fsdp1";
+  if (const auto& text = flags.backward_prefetch) {
+    const auto count = ToInteger(*text);
+    if (fsdp1 && (*text == "pre" || *text == "post" || *text == "none")) {
+      strategy.fsdp1.backward_prefetch = *text == "pre"    ? Fsdp1BackwardPrefetch::kPre
+                                         : *text == "post" ? Fsdp1BackwardPrefetch::kPost
+                                                           : Fsdp1BackwardPrefetch::kNone;
+    } else if (!fsdp1 && (*text == "implicit" || (count && *count >= 0 && *count <= 1000))) {
+      strategy.fsdp2.backward_prefetch = *text == "implicit" ? -1 : static_cast<std::int32_t>(*count);
+    } else {
+      return BadFlag("--backward-prefetch", *text,
+                     fsdp1 ? "pre, post or none (fsdp1)" : "implicit, or how many units (fsdp2)");
+    }
+  }
+  if (const auto& text = flags.forward_prefetch) {
+    const auto count = ToInteger(*text);
+    if (fsdp1 && (*text == "true" || *text == "false")) {
+      strategy.fsdp1.forward_prefetch = *text == "true";
+    } else if (!fsdp1 && count && *count >= 0 && *count <= 1000) {
+      strategy.fsdp2.forward_prefetch = static_cast<std::int32_t>(*count);
+    } else {
+      return BadFlag("--forward-prefetch", *text, fsdp1 ? "true or false (fsdp1)" : "how many units (fsdp2)");
+    }
+  }
+  return {};
+}
+
+Status ApplySharding(const std::optional<std::string>& text, Strategy& strategy) {
+  if (!text) return {};
+  static constexpr std::pair<std::string_view, Fsdp1Sharding> kNames[] = {
+      {"full_shard", Fsdp1Sharding::kFullShard},
+      {"shard_grad_op", Fsdp1Sharding::kShardGradOp},
+      {"no_shard", Fsdp1Sharding::kNoShard},
+      {"hybrid_shard", Fsdp1Sharding::kHybridShard},
+      {"hybrid_shard_zero2", Fsdp1Sharding::kHybridShardZero2}};
+  for (const auto& [name, sharding] : kNames) {
+    if (name == *text) {
+      strategy.fsdp1.sharding = sharding;
+      return {};
+    }
+  }
+  return BadFlag("--sharding", *text,
+                 "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2");
+}
+
+Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy) {
+  if (!text) return {};
+  const std::size_t dash = text->find('-');
+  const std::string kind = text->substr(0, dash);
+  const std::string implementation = dash == std::string::npos ? "foreach" : text->substr(dash + 1);
+  Optimizer optimizer;
+  if (kind == "none") {
+    optimizer.kind = OptimizerKind::kNone;
+  } else if (kind == "sgd" || kind == "sgdm") {
+    optimizer.kind = OptimizerKind::kSgd;
+    optimizer.momentum = kind == "sgdm";
+  } else if (kind != "adamw") {
+    return BadFlag("--optimizer", *text,
+                   "adamw, sgd, sgdm or none, then perhaps -foreach, -fused or -forloop");
+  }
+  if (implementation == "fused") {
+    optimizer.implementation = OptimizerImplementation::kFused;
+  } else if (implementation == "forloop") {
+    optimizer.implementation = OptimizerImplementation::kForLoop;
+  } else if (implementation != "foreach") {
+    return BadFlag("--optimizer", *text, "an implementation -foreach, -fused or -forloop");
+  }
+  strategy.optimizer = optimizer;
+  return {};
+}
+
+// Gradient accumulation: n forwards and backwards a step; without sync all but the last reduce nothing.
+void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.accumulate) return;
+  StepProgram step;
+  for (std::int32_t microbatch = 0; microbatch < *flags.accumulate; ++microbatch) {
+    const bool last = microbatch + 1 == *flags.accumulate;
+    if (flags.accumulate_without_sync) {
+      step.push_back(ModuleCall{"set_requires_gradient_sync", "", last, true});
+    }
+    step.push_back(ForwardCall{microbatch, 0});
+    step.push_back(BackwardCall{{microbatch}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  strategy.program = {step};
+}
+
+}  // namespace
+
+void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
+  const std::string group = "Knobs (over those of --strategy)";
+  auto add = [&](const std::string& name, auto& value, const std::string& help) {
+    return command.add_option(name, value, help)->group(group);
+  };
+  add("--policy", flags.policy, "fsdp2 or fsdp1")->check(CLI::IsMember({"fsdp2", "fsdp1"}));
+  add("--mesh", flags.mesh,
+      "Mesh dimensions, outermost first: --mesh replicate=2 shard=8 (default: all ranks shard)");
+  add("--unit", flags.units,
+      "A unit rule: an FQN, a pattern (layers.*), or class:NAME; repeat it; the root is added (default: each "
+      "repeated "
+      "block)");
+  add("--reshard-after-forward", flags.reshard_after_forward,
+      "none (PyTorch's default), true, false, or a mesh size");
+  add("--backward-prefetch", flags.backward_prefetch,
+      "fsdp2: implicit or a number of units; fsdp1: pre, post, none");
+  add("--forward-prefetch", flags.forward_prefetch, "fsdp2: a number of units; fsdp1: true or false");
+  add("--param-dtype", flags.param_dtype, "Dtype that parameters are gathered and computed in");
+  add("--reduce-dtype", flags.reduce_dtype, "Dtype that gradients are reduced in");
+  add("--sharding", flags.sharding,
+      "fsdp1: full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2");
+  add("--limit-all-gathers", flags.limit_all_gathers, "fsdp1: the rate limiter, true or false");
+  command.add_flag("--use-orig-params", flags.use_orig_params, "fsdp1: original parameters as views")
+      ->group(group);
+  add("--checkpoint", flags.checkpoint, "Activation checkpointing of these modules (rules as for --unit)");
+  add("--optimizer", flags.optimizer,
+      "adamw, sgd, sgdm or none; with -foreach (default), -fused or -forloop");
+  add("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
+  command
+      .add_flag("--no-sync", flags.accumulate_without_sync,
+                "With --accumulate: only the last one reduces gradients")
+      ->group(group);
+}
+
+Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.policy.empty()) strategy.policy = flags.policy;
+  if (!flags.units.empty()) {
+    strategy.units.clear();
+    for (const std::string& unit : flags.units) {
+      if (!unit.empty()) strategy.units.push_back({{unit}, false, {}, {}, {}});
+    }
+    strategy.units.push_back({{""}, false, {}, {}, {}});
+  }
+  if (flags.param_dtype || flags.reduce_dtype) {
+    if (!strategy.mixed_precision) strategy.mixed_precision = MixedPrecision{};
+    if (Status s = ApplyDType(flags.param_dtype, "--param-dtype", strategy.mixed_precision->param_dtype); !s)
+      return s;
+    if (Status s = ApplyDType(flags.reduce_dtype, "--reduce-dtype", strategy.mixed_precision->reduce_dtype);
+        !s)
+      return s;
+  }
+  if (flags.limit_all_gathers) strategy.fsdp1.limit_all_gathers = *flags.limit_all_gathers;
+  if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
+  if (!flags.checkpoint.empty()) strategy.checkpoint = CheckpointRule{flags.checkpoint, true};
+  ApplyAccumulation(flags, strategy);
+  if (Status s = ApplyMesh(flags.mesh, strategy); !s) return s;
+  if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;
+  if (Status s = ApplyPrefetch(flags, strategy); !s) return s;
+  if (Status s = ApplySharding(flags.sharding, strategy); !s) return s;
+  return ApplyOptimizer(flags.optimizer, strategy);
+}
+
+}  // namespace shardplan::cli

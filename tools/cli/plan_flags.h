@@ -1,0 +1,38 @@
+// The flags of `shardplan plan` that set knobs of the strategy, one to one with docs/strategy-format.md.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan::cli {
+
+// What the flags say, as given; nullopt or empty: not given.
+struct PlanFlags {
+  std::string policy;
+  std::vector<std::string> mesh;   // "replicate=2"
+  std::vector<std::string> units;  // rules as UnitRule::modules
+  std::optional<std::string> reshard_after_forward;
+  std::optional<std::string> backward_prefetch;
+  std::optional<std::string> forward_prefetch;
+  std::optional<std::string> param_dtype;
+  std::optional<std::string> reduce_dtype;
+  std::optional<std::string> sharding;
+  std::optional<bool> limit_all_gathers;
+  bool use_orig_params = false;
+  std::vector<std::string> checkpoint;
+  std::optional<std::string> optimizer;
+  std::optional<std::int64_t> accumulate;
+  bool accumulate_without_sync = false;
+};
+
+void AddPlanFlags(CLI::App& command, PlanFlags& flags);
+
+// Writes the given flags over `strategy`. kUsage names the flag, what was found and what is expected.
+Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy);
+
+}  // namespace shardplan::cli

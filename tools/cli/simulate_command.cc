@@ -1,0 +1,109 @@
+// `simulate`: time, overlap and memory of one or several plans.
+#include <fmt/format.h>
+
+#include <optional>
+
+#include "commands.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/simulator/simulate.h"
+#include "support.h"
+
+namespace shardplan::cli {
+namespace {
+
+struct Options {
+  std::vector<std::string> plans;
+  std::string cluster, report, timeline, html;
+  bool quiet = false;
+};
+
+// Everything that is written for a single plan: its report and its timeline.
+Status WriteSingle(const Options& options, const Plan& plan, const Simulation& simulation) {
+  if (!options.report.empty()) {
+    if (Status written = WriteOutput(options.report, ToJson(simulation.report)); !written) return written;
+    Progress(options.quiet, fmt::format("wrote {}", options.report));
+  }
+  if (!options.timeline.empty()) {
+    if (Status written = WriteOutput(options.timeline, TimelineJson(plan, simulation)); !written)
+      return written;
+    Progress(options.quiet, fmt::format("wrote {} (open it at ui.perfetto.dev)", options.timeline));
+  }
+  return {};
+}
+
+Status RunSimulate(const Options& options, bool& fits) {
+  std::optional<Cluster> cluster;
+  if (!options.cluster.empty()) {
+    Result<Cluster> found = FindCluster(options.cluster);
+    if (!found) return std::unexpected(found.error());
+    cluster = std::move(*found);
+  }
+  std::vector<Plan> plans;
+  std::vector<Simulation> simulations;
+  for (const std::string& path : options.plans) {
+    Result<Plan> plan = ReadPlanFile(path);
+    if (!plan) return std::unexpected(plan.error());
+    SimulationOptions simulation_options;
+    simulation_options.cluster = cluster ? &*cluster : nullptr;
+    simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
+    Result<Simulation> simulation = Simulate(*plan, simulation_options);
+    if (!simulation) {
+      if (simulation.error().file.empty()) simulation.error().file = path;
+      return std::unexpected(simulation.error());
+    }
+    fits = fits && simulation->report.memory.fits;
+    plans.push_back(std::move(*plan));
+    simulations.push_back(std::move(*simulation));
+  }
+  if (plans.size() == 1) {
+    if (Status written = WriteSingle(options, plans[0], simulations[0]); !written) return written;
+  } else if (!options.report.empty() || !options.timeline.empty()) {
+    return MakeError(ErrorCode::kUsage, "--report and --timeline take one plan; give --html for several");
+  }
+  if (!options.html.empty()) {
+    std::vector<const Plan*> plan_pointers;
+    std::vector<const Simulation*> simulation_pointers;
+    for (std::size_t i = 0; i < plans.size(); ++i) {
+      plan_pointers.push_back(&plans[i]);
+      simulation_pointers.push_back(&simulations[i]);
+    }
+    if (Status written = WriteOutput(options.html, ReportHtml(plan_pointers, simulation_pointers));
+        !written) {
+      return written;
+    }
+    Progress(options.quiet, fmt::format("wrote {}", options.html));
+  }
+  std::vector<Report> reports;
+  for (const Simulation& simulation : simulations) reports.push_back(simulation.report);
+  return WriteOutput("-", ComparisonTable(reports));
+}
+
+}  // namespace
+
+void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand(
+      "simulate",
+      "Simulate plans: step time, overlap, tokens/s, peak memory by category; several are compared");
+  command->footer(
+      "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
+      "          shardplan simulate fsdp1.json fsdp2.json\n"
+      "Exit code: 1 when a plan does not fit into the device's memory.");
+  auto options = std::make_shared<Options>();
+  command->add_option("PLAN", options->plans, "One or several plans")->required();
+  command->add_option("--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
+  command->add_option("--report", options->report, "Write the report (JSON)");
+  command->add_option("--timeline", options->timeline, "Write a timeline that Perfetto opens");
+  command->add_option("--html", options->html, "Write a self-contained HTML report");
+  command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
+  command->callback([options, &invocation] {
+    bool fits = true;
+    const Status status = RunSimulate(*options, fits);
+    if (!status) {
+      invocation.exit_code = Fail(status.error());
+    } else if (!fits) {
+      invocation.exit_code = ExitCode(ErrorCode::kNegative);
+    }
+  });
+}
+
+}  // namespace shardplan::cli
