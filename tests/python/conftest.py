@@ -1,0 +1,39 @@
+"""What the Python tests share: where the repository and the built programs are."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def build_folder() -> pathlib.Path:
+    """The build that is tested: $SHARDPLAN_BUILD, else build/dev."""
+    return pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
+
+
+@pytest.fixture(scope="session")
+def root() -> pathlib.Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shardplan():
+    """Runs the built command: shardplan("plan", "x.json") -> CompletedProcess with text output."""
+    program = build_folder() / "bin" / "shardplan"
+    if not program.exists():
+        pytest.fail(f"{program} is not built: run tools/build dev, or set SHARDPLAN_BUILD")
+
+    def run(*arguments, cwd=None, timeout=120, **environment):
+        return subprocess.run(
+            [str(program), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=cwd or ROOT,
+            timeout=timeout,
+            env={**os.environ, **environment},
+        )
+
+    return run

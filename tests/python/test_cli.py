@@ -1,0 +1,158 @@
+"""The `shardplan` command as a user meets it: help, exit codes, error texts, round trips."""
+
+import json
+import pathlib
+
+import pytest
+from conftest import ROOT
+
+TRACE = ROOT / "examples" / "three_layers" / "trace.json"
+CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
+COMMANDS = ["trace", "plan", "validate", "simulate", "show", "diff", "run"]
+
+
+@pytest.fixture(scope="module")
+def plan(shardplan, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    result = shardplan("plan", TRACE, "--cluster", CLUSTER, "--unit", "layers.*", "-o", path)
+    assert result.returncode == 0, result.stderr
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_an_example_or_usage(shardplan, command):
+    result = shardplan(command, "--help")
+    assert result.returncode == 0
+    assert command in result.stdout or "usage" in result.stdout.lower()
+
+
+def test_usage_errors_exit_2(shardplan):
+    assert shardplan().returncode == 2
+    assert shardplan("plam").returncode == 2
+    assert shardplan("plan", TRACE, "--policy", "fsdp3").returncode == 2
+    result = shardplan("plan", TRACE, "--cluster", CLUSTER, "--reshard-after-forward", "perhaps", "-o", "-")
+    assert result.returncode == 2
+    assert "perhaps" in result.stderr and "none, true, false" in result.stderr
+
+
+def test_missing_file_exits_3_and_names_it(shardplan, tmp_path):
+    result = shardplan("plan", tmp_path / "nowhere.json", "--cluster", CLUSTER)
+    assert result.returncode == 3
+    assert "nowhere.json" in result.stderr
+
+
+def test_unknown_cluster_lists_the_shipped_ones(shardplan):
+    result = shardplan("plan", TRACE, "--cluster", "abacus", "-o", "-")
+    assert result.returncode == 3
+    assert "h100_sxm_8" in result.stderr
+
+
+def test_truncated_plan_is_bad_input_with_its_position(shardplan, plan, tmp_path):
+    text = plan.read_text()
+    broken = tmp_path / "truncated.json"
+    broken.write_text(text[: len(text) // 2])
+    for command in (["validate"], ["simulate"], ["show"]):
+        result = shardplan(*command, broken)
+        assert result.returncode == 3, result.stdout + result.stderr
+        assert "truncated.json" in result.stderr and "line" in result.stderr
+
+
+def test_wrong_field_is_named_with_pointer_found_and_expected(shardplan, plan, tmp_path):
+    document = json.loads(plan.read_text())
+    document["buffers"][1]["role"] = "spoon"
+    broken = tmp_path / "wrong.json"
+    broken.write_text(json.dumps(document))
+    result = shardplan("validate", broken)
+    assert result.returncode == 3
+    assert "/buffers/1/role" in result.stderr and "spoon" in result.stderr
+
+    document = json.loads(plan.read_text())
+    document["bufers"] = []
+    broken.write_text(json.dumps(document))
+    result = shardplan("validate", broken)
+    assert result.returncode == 3
+    assert "bufers" in result.stderr
+
+
+def test_a_rule_that_matches_nothing_is_bad_input(shardplan):
+    result = shardplan("plan", TRACE, "--cluster", CLUSTER, "--unit", "blocks.*", "-o", "-")
+    assert result.returncode == 3
+    assert "blocks.*" in result.stderr
+
+
+def test_a_mesh_of_another_size_is_bad_input(shardplan):
+    result = shardplan("plan", TRACE, "--cluster", CLUSTER, "--mesh", "replicate=3", "shard=5", "-o", "-")
+    assert result.returncode == 3
+    assert "15" in result.stderr
+
+
+def test_a_full_disk_exits_4_and_leaves_nothing(shardplan):
+    result = shardplan("plan", TRACE, "--cluster", CLUSTER, "-o", "/dev/full/plan.json")
+    assert result.returncode == 4
+    with open("/dev/full", "w") as full:
+        import os
+        import subprocess
+
+        from conftest import build_folder
+
+        done = subprocess.run([build_folder() / "bin" / "shardplan", "plan", TRACE, "--cluster", CLUSTER, "-q", "-o", "-"],
+                              stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert done.returncode == 4, done.stderr
+    assert "space" in done.stderr
+
+
+def test_plans_are_the_same_bytes_every_time(shardplan, plan, tmp_path):
+    again = tmp_path / "again.json"
+    assert shardplan("plan", TRACE, "--cluster", CLUSTER, "--unit", "layers.*", "-o", again).returncode == 0
+    assert again.read_bytes() == plan.read_bytes()
+
+
+def test_shown_text_parses_back_to_the_same_plan(shardplan, plan, tmp_path):
+    text, back = tmp_path / "plan.txt", tmp_path / "back.json"
+    assert shardplan("show", plan, "-o", text).returncode == 0
+    result = shardplan("show", text, "--json", "-o", back)
+    assert result.returncode == 0, result.stderr
+    assert back.read_bytes() == plan.read_bytes()
+    assert shardplan("diff", plan, text).stdout == "the plans are equal\n"
+
+
+def test_diff_of_two_policies_exits_1_and_speaks_of_the_change(shardplan, plan, tmp_path):
+    other = tmp_path / "other.json"
+    assert shardplan("plan", TRACE, "--cluster", CLUSTER, "--unit", "layers.*", "--reshard-after-forward", "false",
+                     "-o", other).returncode == 0
+    result = shardplan("diff", plan, other)
+    assert result.returncode == 1
+    assert "reshard_after_forward" in result.stdout
+
+
+def test_simulate_writes_report_timeline_and_html(shardplan, plan, tmp_path):
+    report, timeline, html = tmp_path / "r.json", tmp_path / "t.json", tmp_path / "r.html"
+    result = shardplan("simulate", plan, "--report", report, "--timeline", timeline, "--html", html)
+    assert result.returncode == 0, result.stderr
+    assert shardplan("validate", report).returncode == 0
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert {"M", "X", "C"} <= {event["ph"] for event in events}
+    assert "<svg" in html.read_text() or "<canvas" in html.read_text()
+    assert "http" not in html.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_plan_that_does_not_fit_exits_1(shardplan, plan, tmp_path):
+    cluster = json.loads(CLUSTER.read_text())
+    cluster["device"]["memory_bytes"] = 1 << 20
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(cluster))
+    result = shardplan("simulate", plan, "--cluster", small)
+    assert result.returncode == 1, result.stderr
+
+
+def test_graph_is_graphviz(shardplan, tmp_path):
+    dot = tmp_path / "g.dot"
+    assert shardplan("plan", TRACE, "--cluster", CLUSTER, "-o", tmp_path / "p.json", "--graph", dot).returncode == 0
+    text = dot.read_text()
+    assert text.startswith("digraph") and "layers.0" in text and text.rstrip().endswith("}")
+
+
+def test_explain_says_why(shardplan, tmp_path):
+    result = shardplan("plan", TRACE, "--cluster", CLUSTER, "-o", tmp_path / "p.json", "--explain")
+    assert result.returncode == 0
+    assert "prefetch_backward" in result.stdout
