@@ -1,0 +1,74 @@
+// The names that enumerators have in the documents. One table per enum, in the enumerators' order.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan {
+
+template <typename Enum>
+inline constexpr std::nullptr_t kEnumNames = nullptr;
+
+#define SHARDPLAN_ENUM_NAMES(Enum, ...) \
+  template <>                           \
+  inline constexpr auto kEnumNames<Enum> = std::to_array<std::string_view>({__VA_ARGS__})
+
+SHARDPLAN_ENUM_NAMES(DType, "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
+                     "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128");
+SHARDPLAN_ENUM_NAMES(CollectiveKind, "all_gather", "reduce_scatter", "all_reduce");
+SHARDPLAN_ENUM_NAMES(StorageRole, "input", "buffer", "saved", "forward_temp", "output", "loss_saved",
+                     "loss_temp", "backward_temp", "recompute", "parameter_grad");
+SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "hybrid_shard",
+                     "hybrid_shard_zero2");
+SHARDPLAN_ENUM_NAMES(Fsdp1BackwardPrefetch, "none", "backward_pre", "backward_post");
+SHARDPLAN_ENUM_NAMES(OptimizerKind, "none", "sgd", "adamw");
+SHARDPLAN_ENUM_NAMES(OptimizerImplementation, "for_loop", "foreach", "fused");
+SHARDPLAN_ENUM_NAMES(LayoutKind, "per_parameter", "flat");
+SHARDPLAN_ENUM_NAMES(MemoryKind, "device", "pinned_host", "host");
+SHARDPLAN_ENUM_NAMES(ReduceOp, "sum", "average");
+SHARDPLAN_ENUM_NAMES(BufferRole, "param_sharded", "param_unsharded", "param_post_forward_shard",
+                     "all_gather_input", "all_gather_output", "reduce_scatter_input", "reduce_scatter_output",
+                     "grad_unsharded", "grad_unsharded_accumulated", "grad_sharded", "grad_host",
+                     "optimizer_state", "optimizer_temp");
+SHARDPLAN_ENUM_NAMES(InstructionKind, "compute", "allocate", "free", "bind_unsharded", "bind_sharded",
+                     "copy_in", "all_gather", "copy_out", "reshard_post_forward", "grad_copy_in",
+                     "grad_scale", "reduce_scatter", "all_reduce", "grad_cast", "grad_accumulate",
+                     "copy_to_host", "copy_to_device", "record", "wait", "host_wait", "optimizer_step",
+                     "zero_grad");
+SHARDPLAN_ENUM_NAMES(TriggerKind, "step_begin", "pre_forward", "post_forward", "pre_backward",
+                     "post_backward", "backward_end", "optimizer_step", "zero_grad", "user_call", "step_end");
+
+#undef SHARDPLAN_ENUM_NAMES
+
+// "?" for a value that is no enumerator.
+template <typename Enum>
+constexpr std::string_view EnumName(Enum value) {
+  const auto index = static_cast<std::size_t>(value);
+  return index < kEnumNames<Enum>.size() ? kEnumNames<Enum>[index] : "?";
+}
+
+template <typename Enum>
+constexpr std::optional<Enum> EnumFromName(std::string_view name) {
+  for (std::size_t i = 0; i < kEnumNames<Enum>.size(); ++i) {
+    if (kEnumNames<Enum>[i] == name) return static_cast<Enum>(i);
+  }
+  return std::nullopt;
+}
+
+// "one of sum, average", for error messages.
+template <typename Enum>
+std::string EnumChoices() {
+  std::string choices = "one of ";
+  for (std::size_t i = 0; i < kEnumNames<Enum>.size(); ++i) {
+    if (i > 0) choices += ", ";
+    choices += kEnumNames<Enum>[i];
+  }
+  return choices;
+}
+
+}  // namespace shardplan

@@ -1,0 +1,131 @@
+// How a value type looks in JSON, declared once per type as a list of fields; json_reader.h and json_writer.h
+// both work from that list, so what is written is what is read.
+//
+//   template <>
+//   inline constexpr auto kFields<ModuleBuffer> = FieldList(
+//       Required("fqn", &ModuleBuffer::fqn),                      // must be there, always written
+//       Optional("persistent", &ModuleBuffer::persistent),        // may be missing: the default of the value
+//       type, Optional("storage", &ModuleBuffer::storage).OrNone());    //   and is left out when it has that
+//       default
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <tuple>
+
+namespace shardplan {
+
+// Lists that integers elsewhere in the same document index. The ones from kUnit on may also be referred to by
+// name.
+enum class RefKind : std::uint8_t {
+  kNone,
+  kModule,
+  kParameter,
+  kTensor,
+  kForward,
+  kUnit,
+  kBuffer,
+  kStream,
+  kEvent,
+  kCommunicator,
+  kSegment,
+};
+inline constexpr std::size_t kRefKinds = 11;
+constexpr bool IsNamed(RefKind kind) { return kind >= RefKind::kUnit; }
+
+inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
+// Largest integer that every JSON reader has exactly; the limit of bytes and nanoseconds.
+inline constexpr std::int64_t kMaxExact = std::int64_t{1} << 53;
+// Storage ids may be used to index a vector.
+inline constexpr std::int64_t kMaxStorageId = (std::int64_t{1} << 24) - 1;
+
+// What is allowed for the numbers of a field (its elements, when it is a list).
+struct Spec {
+  std::int64_t min = 0;
+  std::int64_t max = kNoLimit;  // narrowed to what the type holds
+  bool positive = false;        // floating point: > 0
+  bool shape = false;           // a tensor's shape: the product of the list is limited, too
+  RefKind ref = RefKind::kNone;
+};
+
+template <typename T, typename Member>
+struct FieldDef {
+  std::string_view name;
+  Member T::*member = nullptr;
+  bool required = true;
+  bool lines = false;  // a list with one element a line
+  Spec spec;
+  RefKind defines = RefKind::kNone;  // the list that references of this kind index
+
+  constexpr FieldDef AtLeast(std::int64_t min) const {
+    return With([&](FieldDef& f) { f.spec.min = min; });
+  }
+  constexpr FieldDef AtMost(std::int64_t max) const {
+    return With([&](FieldDef& f) { f.spec.max = max; });
+  }
+  // -1 is allowed, too.
+  constexpr FieldDef OrNone() const { return AtLeast(-1); }
+  constexpr FieldDef Positive() const {
+    return With([](FieldDef& f) { f.spec.positive = true; });
+  }
+  constexpr FieldDef Shape() const {
+    return With([](FieldDef& f) { f.spec.shape = true; });
+  }
+  constexpr FieldDef Ref(RefKind kind) const {
+    return With([&](FieldDef& f) { f.spec.ref = kind; });
+  }
+  constexpr FieldDef Defines(RefKind kind) const {
+    return With([&](FieldDef& f) { f.defines = kind; });
+  }
+  constexpr FieldDef Lines() const {
+    return With([](FieldDef& f) { f.lines = true; });
+  }
+  constexpr FieldDef Storage() const { return AtMost(kMaxStorageId); }
+
+ private:
+  template <typename Change>
+  constexpr FieldDef With(Change change) const {
+    FieldDef copy = *this;
+    change(copy);
+    return copy;
+  }
+};
+
+template <typename T, typename Member>
+constexpr FieldDef<T, Member> Required(std::string_view name, Member T::*member) {
+  return {.name = name, .member = member, .required = true};
+}
+template <typename T, typename Member>
+constexpr FieldDef<T, Member> Optional(std::string_view name, Member T::*member) {
+  return {.name = name, .member = member, .required = false};
+}
+template <typename... Defs>
+constexpr std::tuple<Defs...> FieldList(Defs... defs) {
+  return {defs...};
+}
+
+// The fields of T; specialised for every struct of a document.
+template <typename T>
+inline constexpr std::nullptr_t kFields = nullptr;
+
+// T's fields have a line each (instead of the whole object on one line).
+template <typename T>
+inline constexpr bool kIsBlock = false;
+
+// Alternatives of a variant are told apart by a tag. An event is an array [tag, field, ...] of which optional
+// fields at the end may be missing; anything else is an object with the tag in the field "call".
+template <typename T>
+inline constexpr std::string_view kTag = "";
+template <typename T>
+inline constexpr bool kIsEvent = false;
+inline constexpr std::string_view kTagField = "call";
+
+// Calls visit(field) for every field of T in order until one returns false; false if one did.
+template <typename T, typename Visit>
+constexpr bool ForEachField(Visit visit) {
+  return std::apply([&](const auto&... field) { return (visit(field) && ...); }, kFields<T>);
+}
+
+}  // namespace shardplan

@@ -1,0 +1,106 @@
+// The strategy in JSON (docs/strategy-format.md). Whatever is left out has PyTorch's default.
+#pragma once
+
+#include "json_fields.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan {
+
+template <>
+inline constexpr auto kFields<MixedPrecision> =
+    FieldList(Optional("param_dtype", &MixedPrecision::param_dtype),
+              Optional("reduce_dtype", &MixedPrecision::reduce_dtype),
+              Optional("output_dtype", &MixedPrecision::output_dtype),
+              Optional("cast_forward_inputs", &MixedPrecision::cast_forward_inputs),
+              Optional("buffer_dtype", &MixedPrecision::buffer_dtype),
+              Optional("keep_low_precision_grads", &MixedPrecision::keep_low_precision_grads));
+
+template <>
+inline constexpr auto kFields<UnitRule> = FieldList(
+    Required("modules", &UnitRule::modules), Optional("group", &UnitRule::group),
+    Optional("reshard_after_forward", &UnitRule::reshard_after_forward),
+    Optional("mixed_precision", &UnitRule::mixed_precision), Optional("cpu_offload", &UnitRule::cpu_offload));
+
+template <>
+inline constexpr auto kFields<PrefetchList> = FieldList(Required("unit", &PrefetchList::unit),
+                                                        Required("prefetch", &PrefetchList::prefetch));
+
+template <>
+inline constexpr bool kIsBlock<Fsdp2Knobs> = true;
+template <>
+inline constexpr auto kFields<Fsdp2Knobs> =
+    FieldList(Optional("forward_prefetch", &Fsdp2Knobs::forward_prefetch),
+              Optional("backward_prefetch", &Fsdp2Knobs::backward_prefetch).AtLeast(-1),
+              Optional("forward_prefetch_lists", &Fsdp2Knobs::forward_prefetch_lists).Lines(),
+              Optional("backward_prefetch_lists", &Fsdp2Knobs::backward_prefetch_lists).Lines(),
+              Optional("unshard_async_op", &Fsdp2Knobs::unshard_async_op),
+              Optional("gradient_divide_factor", &Fsdp2Knobs::gradient_divide_factor).Positive(),
+              Optional("force_sum_reduction", &Fsdp2Knobs::force_sum_reduction));
+
+template <>
+inline constexpr auto kFields<Fsdp1Knobs> =
+    FieldList(Optional("sharding", &Fsdp1Knobs::sharding),
+              Optional("backward_prefetch", &Fsdp1Knobs::backward_prefetch),
+              Optional("forward_prefetch", &Fsdp1Knobs::forward_prefetch),
+              Optional("limit_all_gathers", &Fsdp1Knobs::limit_all_gathers),
+              Optional("use_orig_params", &Fsdp1Knobs::use_orig_params));
+
+template <>
+inline constexpr auto kFields<CheckpointRule> = FieldList(Required("modules", &CheckpointRule::modules),
+                                                          Optional("early_stop",
+                                                                   &CheckpointRule::early_stop));
+
+template <>
+inline constexpr auto kFields<Optimizer> = FieldList(Optional("kind", &Optimizer::kind),
+                                                     Optional("implementation", &Optimizer::implementation),
+                                                     Optional("momentum", &Optimizer::momentum));
+
+// ---- the training loop ----
+template <>
+inline constexpr std::string_view kTag<ForwardCall> = "forward";
+template <>
+inline constexpr auto kFields<ForwardCall> = FieldList(Optional("microbatch", &ForwardCall::microbatch),
+                                                       Optional("trace", &ForwardCall::trace));
+
+template <>
+inline constexpr std::string_view kTag<BackwardCall> = "backward";
+template <>
+inline constexpr auto kFields<BackwardCall> = FieldList(Optional("microbatches", &BackwardCall::microbatches),
+                                                        Optional("trace", &BackwardCall::trace));
+
+template <>
+inline constexpr std::string_view kTag<OptimizerStepCall> = "optimizer_step";
+template <>
+inline constexpr auto kFields<OptimizerStepCall> = FieldList();
+
+template <>
+inline constexpr std::string_view kTag<ZeroGradCall> = "zero_grad";
+template <>
+inline constexpr auto kFields<ZeroGradCall> = FieldList();
+
+template <>
+inline constexpr std::string_view kTag<ModuleCall> = "module";
+template <>
+inline constexpr auto kFields<ModuleCall> = FieldList(Required("method", &ModuleCall::method),
+                                                      Required("module", &ModuleCall::module),
+                                                      Optional("value", &ModuleCall::value),
+                                                      Optional("recurse", &ModuleCall::recurse));
+
+template <>
+inline constexpr auto kFields<StrategyMeshDim> =
+    FieldList(Required("name", &StrategyMeshDim::name), Required("size", &StrategyMeshDim::size).AtLeast(1));
+
+template <>
+inline constexpr bool kIsBlock<Strategy> = true;
+template <>
+inline constexpr auto kFields<Strategy> = FieldList(
+    Required("policy", &Strategy::policy), Optional("mesh", &Strategy::mesh),
+    Optional("units", &Strategy::units).Lines(), Optional("mixed_precision", &Strategy::mixed_precision),
+    Optional("reshard_after_forward", &Strategy::reshard_after_forward),
+    Optional("cpu_offload", &Strategy::cpu_offload), Optional("pin_memory", &Strategy::pin_memory),
+    Optional("ignored_parameters", &Strategy::ignored_parameters).Lines(),
+    Optional("fsdp2", &Strategy::fsdp2), Optional("fsdp1", &Strategy::fsdp1),
+    Optional("checkpoint", &Strategy::checkpoint), Optional("optimizer", &Strategy::optimizer),
+    Optional("setup", &Strategy::setup).Lines(), Optional("program", &Strategy::program).Lines());
+
+}  // namespace shardplan
