@@ -1,0 +1,27 @@
+// Small plans that follow FSDP2's schedule to the letter: same streams, same waits, same lifetimes. Good
+// plans for tests to start from, and to break.
+#pragma once
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::test {
+
+struct SmallPlanOptions {
+  int units = 2;       // a chain of units; there is no root with parameters of its own
+  int parameters = 1;  // of each unit
+  int shards = 2;
+  int replicas = 1;              // > 1: HSDP
+  bool mixed_precision = false;  // bf16 gather, fp32 reduce
+  bool bf16_reduce = false;      // reduce in bf16, keep gradients in fp32
+  bool reshard_after_forward = true;
+  bool prefetch = true;        // in the backward, of the unit before
+  bool sum_reduction = false;  // sum, then divide: force_sum_reduction_for_comms
+  bool reduce_into_grad =
+      false;             // where dtypes agree: reduce_scatter writes grad_sharded, no separate output
+  int microbatches = 1;  // all but the last accumulate without reducing
+};
+
+// Two steps, "first" (makes the optimizer states) and "steady".
+Plan Fsdp2LikePlan(const SmallPlanOptions& options);
+
+}  // namespace shardplan::test

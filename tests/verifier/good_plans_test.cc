@@ -1,0 +1,46 @@
+// Plans that follow FSDP2's schedule verify, whatever the options.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "shardplan/schemas/verifier.h"
+#include "tests/support/small_plans.h"
+
+namespace shardplan {
+namespace {
+
+std::string Explained(const Plan& plan) {
+  std::string text;
+  for (const Violation& v : Verify(plan)) text += Explain(plan, v);
+  return text;
+}
+
+TEST(GoodPlans, EveryCombinationOfOptionsVerifies) {
+  int plans = 0;
+  for (int bits = 0; bits < 128; ++bits) {
+    for (const int units : {1, 2, 3}) {
+      test::SmallPlanOptions options;
+      options.units = units;
+      options.parameters = 1 + units % 2;
+      options.replicas = (bits & 1) != 0 ? 2 : 1;
+      options.mixed_precision = (bits & 2) != 0;
+      options.reshard_after_forward = (bits & 4) != 0;
+      options.prefetch = (bits & 8) != 0;
+      options.sum_reduction = (bits & 16) != 0;
+      options.microbatches = (bits & 32) != 0 ? 2 : 1;
+      options.reduce_into_grad = (bits & 64) != 0;
+      for (const bool bf16_reduce : {false, true}) {
+        if (bf16_reduce && options.reduce_into_grad) continue;
+        options.bf16_reduce = bf16_reduce;
+        const Plan plan = test::Fsdp2LikePlan(options);
+        EXPECT_EQ(Explained(plan), "")
+            << "bits " << bits << ", units " << units << ", bf16_reduce " << bf16_reduce;
+        ++plans;
+      }
+    }
+  }
+  EXPECT_EQ(plans, 64 * 3 * 3);
+}
+
+}  // namespace
+}  // namespace shardplan
