@@ -1,0 +1,71 @@
+// Collectives: all_gather, reduce_scatter and all_reduce on the communicators of a plan, for one rank.
+//
+// [Note: a failing rank never leaves the others hanging]
+// A collective that does not finish within the timeout fails on every rank that takes part in it, and
+// everything issued later fails at once. Ranks tell each other how far they came through a side channel (a
+// store), so that the error names the ranks that did not arrive.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::executor {
+
+// One collective of the program, on part 0 of its buffers. Offsets and counts are in elements.
+//   all_gather:     slot_numel elements from src at src_offset; every rank's, in the order of the group's
+//   ranks, to
+//                   dst at 0. src == dst: in place.
+//   reduce_scatter: group size x slot_numel elements of src; this rank's slot, reduced, to dst at 0.
+//   all_reduce:     slot_numel elements of src in place (dst == src).
+struct CollectiveSpec {
+  CollectiveKind kind = CollectiveKind::kAllGather;
+  CommunicatorId communicator = -1;
+  BufferId src = -1;
+  BufferId dst = -1;
+  std::int64_t src_offset = 0;
+  std::int64_t slot_numel = 0;
+  DType dtype = DType::kFloat32;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  bool operator==(const CollectiveSpec&) const = default;
+};
+
+using CollectiveId = std::int32_t;
+
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+
+  // Called by Engine::Create, once for the plan and then once for each collective of the program, in the same
+  // order on every rank.
+  virtual Status Prepare(const Plan& plan, std::int64_t rank) = 0;
+  virtual Result<CollectiveId> PrepareCollective(const CollectiveSpec& spec) = 0;
+
+  // Issues it on the stream; does not wait. kEnvironment when an earlier one has failed or timed out
+  // (`message` says which ranks did not arrive).
+  virtual Status Issue(CollectiveId collective, StreamId stream) = 0;
+  // The error of anything issued so far that has failed, without waiting.
+  virtual Status Check() = 0;
+  // Everything in flight fails, here and, as far as the backend can, on the other ranks. `reason` is passed
+  // on.
+  virtual void Abort(const std::string& reason) = 0;
+};
+
+// Position of `rank` in its group, and the group's ranks: those that differ from it only in the digit
+// (rank / stride) mod size, ascending.
+inline std::int64_t RankInGroup(const Communicator& communicator, std::int64_t rank) {
+  return rank / communicator.stride % communicator.size;
+}
+inline std::vector<std::int64_t> GroupOf(const Communicator& communicator, std::int64_t rank) {
+  std::vector<std::int64_t> ranks;
+  const std::int64_t first = rank - RankInGroup(communicator, rank) * communicator.stride;
+  for (std::int64_t i = 0; i < communicator.size; ++i) ranks.push_back(first + i * communicator.stride);
+  return ranks;
+}
+
+}  // namespace shardplan::executor

@@ -1,0 +1,32 @@
+// The cpu backend: LibTorch CPU tensors, collectives through c10d process groups (Gloo), one process per
+// rank.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "shardplan/executor/collectives.h"
+#include "shardplan/executor/torch_device.h"
+
+namespace shardplan::executor {
+
+// Work runs at once on the calling thread, in host order; collectives run in the background and are waited
+// for where the plan waits for an event recorded after them (or where their stream is next used).
+std::unique_ptr<TorchDevice> MakeCpuDevice();
+
+struct ProcessGroupOptions {
+  // By CommunicatorId: the group of this rank's process that the communicator stands for, its ranks in the
+  // order of the communicator. Null where the size is 1.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
+  std::chrono::milliseconds timeout{600'000};
+  // Side channel through which ranks tell how far they came; null: errors do not say who did not arrive.
+  c10::intrusive_ptr<c10d::Store> store;
+};
+
+// `device` is the cpu device of the same engine and outlives it.
+std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options);
+
+}  // namespace shardplan::executor

@@ -1,0 +1,32 @@
+// The cuda backend: CUDA streams and events, LibTorch's caching allocator, NCCL communicators of its own.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "shardplan/executor/collectives.h"
+#include "shardplan/executor/torch_device.h"
+
+namespace shardplan::executor {
+
+// True if a GPU can be used; otherwise `reason` (may be null) says why not.
+bool CudaIsAvailable(std::string* reason);
+
+// streams[0] of the plan is the current CUDA stream of the calling thread when the engine is made (where the
+// model computes); the others are taken from LibTorch's pool, high priority where the plan says priority < 0.
+// Waiting, recording and freeing follow the plan alone. kEnvironment: no such GPU.
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index);
+
+struct NcclOptions {
+  std::chrono::milliseconds timeout{600'000};
+  // Ranks exchange NCCL's ids through it and, when one fails, tell how far they came. Required.
+  c10::intrusive_ptr<c10d::Store> store;
+  std::int64_t world_size = 1;
+};
+
+// Communicators are made in Prepare, without blocking, within the timeout. Sub-communicators are split off
+// the world's. A watchdog thread aborts them all when a collective does not finish in time.
+Result<std::unique_ptr<Collectives>> MakeNcclCollectives(TorchDevice& device, NcclOptions options);
+
+}  // namespace shardplan::executor

@@ -1,0 +1,95 @@
+// Device: the memory, streams, events and kernels that the engine replays a plan on. One Device serves one
+// rank.
+//
+// [Note: what the backends have in common]
+// The engine decides everything when it is made: which buffer is cut how, which element goes where. A backend
+// only executes. What differs between buffers of a sharded, gathered or flat layout has become a list of runs
+// of elements (CopySpec), so that no backend knows what a unit is. On the hot path a call carries ids only.
+//
+// Everything with a stream is asynchronous: it runs after what was issued before on that stream, and after
+// the events that the stream was made to wait for, and in no other order (cpu: at once, except collectives).
+// Allocate, Free and MakeAlias take effect in host order.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::executor {
+
+using CopyId = std::int32_t;
+
+// rows x row_numel elements from part src_part of one buffer to part dst_part of another. Offsets and strides
+// (distance of two rows) are in elements of the respective buffer.
+struct CopyRun {
+  std::int32_t src_part = 0;
+  std::int32_t dst_part = 0;
+  std::int64_t src_offset = 0;
+  std::int64_t dst_offset = 0;
+  std::int64_t rows = 1;
+  std::int64_t row_numel = 0;
+  std::int64_t src_stride = 0;
+  std::int64_t dst_stride = 0;
+  bool operator==(const CopyRun&) const = default;
+};
+
+// Elements of dst that no run writes and that are set to zero (padding of a reduce-scatter input).
+struct ZeroRun {
+  std::int32_t part = 0;
+  std::int64_t offset = 0;
+  std::int64_t numel = 0;
+  bool operator==(const ZeroRun&) const = default;
+};
+
+// One copy of the program, prepared once and issued every step. Elements are converted when the dtypes
+// differ, rounding to nearest even. Runs do not overlap in dst.
+struct CopySpec {
+  BufferId src = -1;
+  BufferId dst = -1;
+  DType src_dtype = DType::kFloat32;
+  DType dst_dtype = DType::kFloat32;
+  std::vector<CopyRun> runs;
+  std::vector<ZeroRun> zeros;
+  bool operator==(const CopySpec&) const = default;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // Called once by Engine::Create before anything else: makes the streams and events, and the persistent
+  // buffers, zero-filled, except those that were already supplied. The plan outlives the device.
+  virtual Status Prepare(const Plan& plan) = 0;
+  virtual Result<CopyId> PrepareCopy(CopySpec spec) = 0;
+
+  // Memory of all parts of a buffer that is not alive; its content is undefined. It belongs to `stream`'s
+  // pool.
+  virtual Status Allocate(BufferId buffer, StreamId stream) = 0;
+  // Gives the memory back, in host order: work issued later on the allocation's stream may get it at once,
+  // and after the work issued so far on the streams in `safe_after` is done.
+  virtual Status Free(BufferId buffer, std::span<const StreamId> safe_after) = 0;
+  // `copy.dst`, not alive, becomes a name of the parts of `copy.src` that the copy would read (same dtype;
+  // contiguous runs, one per part of dst). The memory lives until both are freed.
+  virtual Status MakeAlias(CopyId copy) = 0;
+
+  virtual Status Copy(CopyId copy, StreamId stream) = 0;
+  // dst += src along the runs, in dst's dtype.
+  virtual Status Accumulate(CopyId copy, StreamId stream) = 0;
+  // Every element /= divisor.
+  virtual Status Scale(BufferId buffer, double divisor, StreamId stream) = 0;
+
+  virtual Status Record(EventId event, StreamId stream) = 0;
+  // The stream's later work runs after the latest record of the event (not recorded yet: kInternal).
+  virtual Status Wait(EventId event, StreamId stream) = 0;
+  // True when the latest record has been reached; false: not yet, call again (only the virtual device, whose
+  // work runs when its machine is told to; the others block). kEnvironment: a collective failed or timed out
+  // meanwhile.
+  virtual Result<bool> HostWait(EventId event) = 0;
+  // Blocks until all streams are done. Same result as HostWait.
+  virtual Result<bool> Synchronize() = 0;
+};
+
+}  // namespace shardplan::executor

@@ -1,0 +1,131 @@
+// Engine: replays a plan, trigger by trigger, on one rank.
+//
+//   auto engine = Engine::Create(plan, rank, device, collectives, &model);
+//   while (training) {
+//     (*engine)->Fire({TriggerKind::kStepBegin, -1, 0});
+//     (*engine)->Fire({TriggerKind::kPreForward, 0, 0});   // as the model passes them
+//     ...
+//   }
+//
+// Create resolves the program once: names, layouts, offsets and roles are gone afterwards. Fire checks that
+// the trigger is the next one of the plan and issues its instructions. It is not thread safe: one call at a
+// time (the forward's thread and the autograd thread may take turns).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "shardplan/executor/collectives.h"
+#include "shardplan/executor/device.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::executor {
+
+// A point the host passes. `unit` is -1 for step_begin, backward_end, optimizer_step, zero_grad and step_end.
+struct TriggerKey {
+  TriggerKind kind = TriggerKind::kStepBegin;
+  UnitId unit = -1;
+  std::int32_t microbatch = 0;
+  bool operator==(const TriggerKey&) const = default;
+};
+
+// What a compute instruction asks for.
+struct ComputeCall {
+  SegmentId segment = -1;
+  std::int32_t microbatch = 0;
+  StreamId stream = 0;
+  std::int64_t step = 0;  // steps completed before this one
+};
+
+// What the engine wants from whatever computes. Every function has a default that does nothing. They are
+// called from Fire, on its thread; an error they return ends the replay.
+class Model {
+ public:
+  virtual ~Model() = default;
+
+  // True: the model runs by itself between two calls of Fire (a torch module). Then a compute instruction
+  // only marks the gradients of its segment as made, and the grad_unsharded buffers are the model's: never
+  // allocated by the device, supplied in TakeGradients. False: Compute issues the work (filler, toy model),
+  // and grad_unsharded buffers are allocated by the device before the first segment that makes them.
+  virtual bool RunsItself() const { return false; }
+  virtual Status Compute(const ComputeCall&) { return {}; }
+
+  // The modules' parameters become views of `buffer` (TorchDevice::ParameterView) / the sharded ones again.
+  virtual Status BindUnsharded(UnitId, BufferId) { return {}; }
+  virtual Status BindSharded(UnitId, BufferId) { return {}; }
+
+  // RunsItself only. Before an instruction reads a grad_unsharded buffer: give the device the gradients, one
+  // tensor per part, in the order of Buffer::parameters (TorchDevice::SetParts). They may be of any layout
+  // and strides; a parameter that got no gradient gives zeros.
+  virtual Status TakeGradients(UnitId, BufferId) { return {}; }
+  // RunsItself only. The plan frees a grad_unsharded buffer: drop your references (parameter.grad = None).
+  // The device has dropped its own.
+  virtual Status DropGradients(UnitId, BufferId) { return {}; }
+
+  // A grad_sharded (or grad_host) buffer holds this step's gradient once its stream is done (TorchDevice::
+  // ShardedView gives the tensors). Called at each grad_cast, grad_accumulate or copy_to_host into one.
+  virtual Status ShardedGradientsReady(UnitId, BufferId) { return {}; }
+  // optimizer_step and zero_grad instructions; unit -1: all. After ZeroGrad returns, the engine frees the
+  // sharded gradients of the unit that are still alive (memory that you still refer to stays alive).
+  virtual Status OptimizerStep(UnitId, StreamId) { return {}; }
+  virtual Status ZeroGrad(UnitId) { return {}; }
+};
+
+// Sees every instruction; for measuring and tests.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void BeforeInstruction(const Instruction&) {}
+  virtual void AfterInstruction(const Instruction&) {}
+};
+
+class Engine {
+ public:
+  // `plan`, `device`, `collectives` and `model` outlive the engine; each is used by one engine only. `model`
+  // may be null: nothing is computed. kUsage: rank is not in the plan's world. kBadInput, with a pointer into
+  // the plan: ids out of range, or sizes of buffers that do not fit their unit's layout, or (for a model that
+  // runs itself) an instruction between a compute instruction and the end of its trigger that needs what was
+  // computed.
+  static Result<std::unique_ptr<Engine>> Create(const Plan& plan, std::int64_t rank, Device& device,
+                                                Collectives& collectives, Model* model = nullptr);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Issues the instructions of the trigger, which must be the next one of the plan. kNegative: it is not;
+  // found and expected name both, and the step. Any other error is of the instruction that failed: message,
+  // trigger and unit are named. After an error every further call returns that same error. After the last
+  // trigger of a step the next step follows (after the last step plan.steady_step).
+  Status Fire(const TriggerKey& trigger);
+
+  // The next trigger. A host that learns of points in an order of its own (the final callback of a backward,
+  // several output tensors of a unit) can ask here.
+  const TriggerKey& Expected() const;
+  // Steps completed, and the index into plan.steps of the one under way (or about to begin).
+  std::int64_t steps_completed() const;
+  std::int32_t step_index() const;
+  // True before the first trigger of a step.
+  bool AtStepBegin() const;
+
+  // Fire in pieces, for hosts that must not block (the virtual machine's single thread): Begin, then Advance
+  // until it says true. Advance issues at most one instruction; false: call again.
+  Status Begin(const TriggerKey& trigger);
+  Result<bool> Advance();
+
+  // Where the engine is, for people: "pre_forward of layers.3 (micro-batch 0, step 2), instruction 4:
+  // all_gather ...".
+  std::string Where() const;
+  void SetObserver(Observer* observer);  // null: none
+  // Marks the engine failed and aborts the collectives; what the model does when it fails between two
+  // triggers.
+  void Abort(const std::string& reason);
+
+ private:
+  class Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace shardplan::executor

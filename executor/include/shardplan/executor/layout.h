@@ -1,0 +1,36 @@
+// How a unit's parameters are cut (docs/executor.md): the arithmetic that every backend and the adapter
+// share.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::executor {
+
+// Ranks that shard the unit: size of its shard communicator, 1 without one.
+std::int64_t ShardCount(const Plan& plan, const Unit& unit);
+
+// Rows [first, first + count) of `rows` that piece `index` of `pieces` holds, cut as torch.chunk cuts: every
+// piece ceil(rows / pieces) rows, the last ones fewer or none.
+struct RowRange {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  bool operator==(const RowRange&) const = default;
+};
+RowRange ChunkRows(std::int64_t rows, std::int64_t pieces, std::int64_t index);
+
+// Elements of a parameter.
+std::int64_t Numel(const UnitParameter& parameter);
+// Elements of one padded piece of a per_parameter parameter: ceil(shape[d] / pieces) x the other dimensions,
+// where d is shard_dim. A scalar counts as one row.
+std::int64_t PaddedPieceNumel(const UnitParameter& parameter, std::int64_t pieces);
+// Shape of the piece that rank `index` of `pieces` holds, without padding.
+std::vector<std::int64_t> ShardShape(const UnitParameter& parameter, std::int64_t pieces, std::int64_t index);
+
+// Parameters that a buffer holds: Buffer::parameters, or all of its unit's when that is empty.
+std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer);
+
+}  // namespace shardplan::executor

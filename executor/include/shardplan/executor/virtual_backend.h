@@ -1,0 +1,48 @@
+// The virtual backend: all ranks and streams of a plan in one thread, without a GPU. Work is queued per
+// (rank, stream) and executed in a seeded order that respects only what the plan itself orders. Freed memory
+// is poisoned (NaN) and handed out again at once. A missing wait becomes a wrong number; a collective that
+// the ranks issue differently, or a wait that never ends, an error.
+//
+// [Note: how adversarial]
+// A free puts a poisoning into the queue of the stream that the memory was allocated on, as its next owner's
+// first write would be; so does an allocation. A collective reads its input and writes its output at
+// different times. For a seed, some streams are preferred over others for long stretches, so that a stream
+// may lag arbitrarily far behind, and the hosts run ahead of the work by an amount that the seed decides.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "shardplan/executor/collectives.h"
+#include "shardplan/executor/device.h"
+
+namespace shardplan::executor {
+
+class VirtualMachine {
+ public:
+  // The plan outlives the machine.
+  static std::unique_ptr<VirtualMachine> Create(const Plan& plan, std::uint64_t seed);
+  virtual ~VirtualMachine() = default;
+
+  virtual Device& device(std::int64_t rank) = 0;
+  virtual Collectives& collectives(std::int64_t rank) = 0;
+
+  // Memory of a buffer's part, valid until it is freed; empty while not alive. Elements are of the buffer's
+  // dtype.
+  virtual std::span<std::byte> Memory(std::int64_t rank, BufferId buffer, std::int32_t part) = 0;
+  // The model's own work: runs in stream order.
+  virtual void Enqueue(std::int64_t rank, StreamId stream, std::function<void()> work) = 0;
+
+  // Runs one piece of work that can run. False: none can. kNegative: ranks issued different collectives on a
+  // communicator.
+  virtual Result<bool> RunOne() = 0;
+  // Runs until nothing is queued. kNegative: something is left that can never run; the message names it.
+  virtual Status Drain() = 0;
+  // A number in [0, n) from the machine's seed: for hosts that choose whom to advance.
+  virtual std::uint64_t Random(std::uint64_t n) = 0;
+};
+
+}  // namespace shardplan::executor
