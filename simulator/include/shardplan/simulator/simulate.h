@@ -9,6 +9,7 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
 
@@ -19,6 +20,8 @@ struct SimulationOptions {
   Bytes granularity_bytes{512};
   // Keep spans and memory samples (off: only the report).
   bool record_timeline = true;
+  // Report::plan_digest, "sha256:..." of the plan's document; left empty when the caller does not know it.
+  std::string plan_digest;
 };
 
 // One thing that ran: on the host (stream = -1) or on a stream.
@@ -39,17 +42,6 @@ struct Flow {
   bool operator==(const Flow&) const = default;
 };
 
-// Allocated bytes after one allocation or free, by category (index into Simulation::categories), host order.
-struct MemorySample {
-  Nanoseconds time_ns;
-  std::int32_t category = -1;
-  Bytes category_bytes;  // of that category after it
-  Bytes total_bytes;     // of all after it
-  std::int32_t step = 0;
-  std::int32_t trigger = -1;
-  bool operator==(const MemorySample&) const = default;
-};
-
 struct Simulation {
   Report report;  // of the steady step
   std::vector<Span> spans;
@@ -59,7 +51,8 @@ struct Simulation {
   std::int64_t instructions = 0;  // simulated
 };
 
-// Runs every step once in order; the report is of the last one, the steady step. Deterministic.
+// Runs every step once in order; the report is of the last one, the steady step. Deterministic. A step begins
+// when everything of the one before is done on host and device, as in a loop that reads its loss every step.
 // kBadInput: the plan refers to costs that the cluster lacks; kNegative: a wait can never finish.
 Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options = {});
 

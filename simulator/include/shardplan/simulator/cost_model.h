@@ -1,0 +1,81 @@
+// What one operator, copy or collective costs on a cluster, alone on an idle machine (docs/simulator.md).
+//
+// [Note: layers of cost models]
+// A cost model is an interface with decorators. The analytic model knows only rates: a roofline for operators
+// and alpha-beta for collectives. The measured layers answer where something was measured and pass on the
+// rest. Every answer says where it came from, so that a report never shows an assumed figure as a measured
+// one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/quantity.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+// A collective over groups of `ranks` ranks whose neighbours are `stride` apart (Communicator).
+struct CollectiveRequest {
+  CollectiveKind kind = CollectiveKind::kAllGather;
+  std::int64_t ranks = 1;
+  std::int64_t stride = 1;
+  // The whole tensor: output of an all_gather, input of a reduce_scatter, tensor of an all_reduce.
+  Bytes full_tensor_bytes;
+};
+
+struct CollectiveCost {
+  Nanoseconds duration_ns;
+  std::string source;      // "measured 8 ranks nvlink", "alpha-beta network"
+  std::int32_t link = -1;  // index into Cluster::links that it occupies; -1: none
+};
+
+// How a group lies on the nodes of a cluster.
+struct GroupPlacement {
+  std::int64_t ranks_in_node = 1;      // members of the group that share a node
+  std::int64_t nodes = 1;              // nodes the group spans
+  std::int64_t concurrent_groups = 1;  // groups like it that are active in a node at the same time (SPMD)
+};
+GroupPlacement PlaceGroup(const Cluster& cluster, std::int64_t ranks, std::int64_t stride);
+
+class CostModel {
+ public:
+  virtual ~CostModel() = default;
+  // Device time of one operator.
+  virtual Nanoseconds Operator(const OperatorEvent& event) const = 0;
+  // kBadInput: the cluster has neither a table nor a link for it.
+  virtual Result<CollectiveCost> Collective(const CollectiveRequest& request) const = 0;
+  // A kernel that reads and writes that many bytes of device memory. Zero when nothing is moved.
+  virtual Nanoseconds DeviceCopy(Bytes read_bytes, Bytes written_bytes) const = 0;
+  // A copy between device and pinned host memory, one direction.
+  virtual Nanoseconds HostCopy(Bytes size_bytes) const = 0;
+};
+
+// True for operators whose FLOPs run at the matrix rate: matrix products, convolutions, fused attention and
+// their backwards, by the operator's name without overload ("aten.mm").
+bool IsMatmulOperator(std::string_view name);
+
+// Roofline and alpha-beta. A rate of zero means "costs nothing". `cluster` must outlive the model.
+std::unique_ptr<CostModel> MakeAnalyticCostModel(const Cluster& cluster);
+// Collectives from cluster.collectives where a table fits, else from `base`.
+std::unique_ptr<CostModel> WithMeasuredCollectives(const Cluster& cluster, std::unique_ptr<CostModel> base);
+// Operators from OperatorEvent::duration_ns where it is not negative, else from `base`.
+std::unique_ptr<CostModel> WithMeasuredOperators(std::unique_ptr<CostModel> base);
+// All three: measured operators over measured collectives over the analytic model.
+std::unique_ptr<CostModel> MakeCostModel(const Cluster& cluster);
+
+// Fraction of peak (parts per million) at `flops`: linear in log(flops) between points, clamped at both ends;
+// 1'000'000 without points.
+std::int64_t EfficiencyPpm(const ComputeRate& rate, std::int64_t flops);
+
+// Duration at `size_bytes` in a measured table: exactly a point's duration at its size, between two points a
+// power law (linear in the logarithms), below the first point that point's (latency), above the last one the
+// line through the last two (bandwidth), never less than the last. A table of one point is a constant.
+Nanoseconds InterpolateDuration(const std::vector<CollectivePoint>& points, Bytes size_bytes);
+
+}  // namespace shardplan

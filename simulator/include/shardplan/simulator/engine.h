@@ -1,0 +1,161 @@
+// The engine: one step of a plan as compact arrays, and the discrete-event simulation that runs them.
+//
+// [Note: rates and fairness]
+// What is active at one time shares what it needs. Kernels (the model's operators, copies, the optimizer)
+// share the compute engine equally; collectives of different communicators share their link class equally;
+// the collectives of one communicator run one at a time in the order in which the host issued them. While any
+// collective is in flight, kernels go at compute_rate_while_communicating_ppm, and the reverse. Rates are
+// integers (kFullRate and exact fractions of it up to six sharers), remaining work is counted in rate x
+// nanoseconds, and whatever finishes between two nanoseconds finishes at the later one: no floating point,
+// the same bytes on every machine.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
+#include "shardplan/simulator/cost_model.h"
+
+namespace shardplan {
+
+enum class EngineOp : std::uint8_t {
+  kHostOnly,  // a trigger, an allocation, a binding
+  kWork,      // one piece of work on a stream
+  kSegment,   // the operators of a segment, each not before the host has issued it
+  kRecord,
+  kWait,      // the stream waits
+  kHostWait,  // the host waits
+};
+
+enum class WorkClass : std::uint8_t {
+  kCompute,  // the model's operators and the optimizer
+  kCopy,     // kernels that move memory: they use the compute engine, but are not the model's compute
+  kCollective,
+  kToHost,  // one direction of the host link each
+  kToDevice,
+};
+
+enum class Phase : std::uint8_t { kForward, kBackward, kOptimizer };
+
+// 32 bytes: millions of them are stepped through a second.
+struct EngineInstruction {
+  EngineOp op = EngineOp::kHostOnly;
+  WorkClass work = WorkClass::kCompute;
+  std::int8_t stream = -1;
+  std::int8_t link = -1;
+  // kRecord: its slot. kWait, kHostWait: slot of the record it refers to, -1 when nothing was recorded in
+  // this step. kSegment: index into EngineProgram::segments. A collective: index into EngineStep::groups.
+  std::int32_t operand = -1;
+  std::int32_t sequence = 0;  // a collective: how many its communicator was given before it
+  std::int16_t unit = -1;     // whom waiting and computing is accounted to
+  std::uint16_t phase = 0;    // index into EngineStep::phases
+  Nanoseconds duration_ns;    // alone, at full rate
+  Nanoseconds host_ns;        // what issuing it takes the host (kSegment: one operator)
+};
+
+// A run of operators: [first, first + count) in EngineProgram::operators.
+struct EngineSegment {
+  std::int32_t first = 0;
+  std::int32_t count = 0;
+};
+
+// Operator k of a segment, with what lets the engine run the rest of the segment in one piece as soon as the
+// host is far enough ahead.
+struct EngineOperator {
+  Nanoseconds duration_ns;
+  Nanoseconds rest_ns;  // durations of this and all later operators of the segment
+  // If this operator starts at this time after the host began to issue the segment, or later, no later
+  // operator waits for the host: max over j >= k of (issue of j) - (durations of k .. j-1).
+  Nanoseconds lag_ns;
+};
+
+struct CollectiveGroup {
+  CollectiveKind kind = CollectiveKind::kAllGather;
+  CommunicatorId communicator = -1;
+  std::string cost_source;
+  std::int64_t count = 0;  // in the step
+  Bytes full_tensor_bytes;
+};
+
+struct InstructionOrigin {
+  std::int32_t trigger = -1;
+  std::int32_t instruction = -1;  // -1: the trigger itself
+};
+
+// One step of a plan, lowered.
+struct EngineStep {
+  std::vector<EngineInstruction> code;        // host order
+  std::vector<InstructionOrigin> origins;     // one for each of `code`
+  std::vector<std::int32_t> next_in_stream;   // of each: the next of its stream, -1
+  std::vector<std::int32_t> first_in_stream;  // by stream, -1
+  std::vector<CollectiveGroup> groups;
+  std::vector<Phase> phases;  // in host order; neighbours differ
+  std::int32_t record_slots = 0;
+  std::int64_t plan_instructions = 0;  // triggers not counted
+};
+
+struct EngineProgram {
+  std::vector<EngineStep> steps;
+  std::vector<EngineSegment> segments;
+  std::vector<EngineOperator> operators;
+  std::int32_t streams = 0;
+  std::int32_t communicators = 0;
+  std::int32_t links = 0;
+  std::int32_t units = 0;
+  std::int64_t compute_rate_ppm = 1'000'000;        // while communicating
+  std::int64_t communication_rate_ppm = 1'000'000;  // while computing
+  std::vector<std::string> notes;                   // what was assumed
+};
+
+// kBadInput: ids out of range, more than 100 streams or 30'000 units, or costs that the cluster lacks.
+Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs);
+
+struct GroupResult {
+  Nanoseconds busy_ns;
+  Nanoseconds exposed_ns;
+};
+
+struct EngineResult {
+  Nanoseconds end_ns;        // host and device are done (the step begins at 0)
+  Nanoseconds host_busy_ns;  // host not blocked
+  Nanoseconds compute_ns;    // the model's compute or the optimizer is running
+  Nanoseconds communication_ns;
+  Nanoseconds exposed_ns;  // a collective in flight, and no compute
+  std::vector<Nanoseconds> stream_busy_ns;
+  std::vector<std::int64_t> stream_operations;
+  std::vector<Nanoseconds> phase_end_ns;
+  std::vector<GroupResult> groups;
+  // Elapsed on streams[0], by unit: compute of forward and backward phases, and waiting for the unit's
+  // communication.
+  std::vector<Nanoseconds> unit_forward_ns;
+  std::vector<Nanoseconds> unit_backward_ns;
+  std::vector<Nanoseconds> unit_exposed_ns;
+};
+
+struct EngineSpan {
+  std::int32_t instruction = -1;  // index into EngineStep::code
+  std::int8_t stream = -1;        // -1: the host
+  Nanoseconds start_ns;
+  Nanoseconds end_ns;
+};
+
+struct EngineFlow {
+  std::int32_t recorded = -1;  // indices into EngineTimeline::spans
+  std::int32_t waiter = -1;
+};
+
+struct EngineTimeline {
+  std::vector<EngineSpan> spans;
+  std::vector<EngineFlow> flows;
+  std::vector<Nanoseconds> host_start_ns;  // when the host began each instruction of the code
+};
+
+// Runs one step from an idle machine. `timeline` may be null (faster). kNegative: a wait can never finish;
+// the message names the instruction's index in the code as "/code/N".
+Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline);
+
+}  // namespace shardplan

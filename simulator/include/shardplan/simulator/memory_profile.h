@@ -1,0 +1,68 @@
+// Memory of a plan over its steps: allocated bytes by category, in host order (docs/simulator.md).
+//
+// [Note: who makes and drops what]
+// The profile is one stream of allocations and frees: the plan's own, those of the model inside the segments,
+// and the optimizer's. It never guesses a free: they are instructions of the plan. Three things are implied
+// by an instruction: a segment makes the unsharded gradients that it lists (a plan's `free` drops them), the
+// first optimizer step makes the optimizer's states, and a zero_grad drops the sharded gradients that are
+// left.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
+
+namespace shardplan {
+
+// Allocated bytes after one allocation or free, by category (index into MemoryCategories()), host order.
+struct MemorySample {
+  Nanoseconds time_ns;
+  std::int32_t category = -1;
+  Bytes category_bytes;  // of that category after it
+  Bytes total_bytes;     // of all after it
+  std::int32_t step = 0;
+  std::int32_t trigger = -1;
+  bool operator==(const MemorySample&) const = default;
+};
+
+// The names of all categories: buffer roles, then storage roles. An unsharded gradient is "grad_unsharded"
+// whoever allocates it.
+const std::vector<std::string>& MemoryCategories();
+
+// A point in the program: the instruction during which something was allocated or freed.
+struct MemoryPoint {
+  std::int32_t step = -1;
+  std::int32_t trigger = -1;
+  std::int32_t instruction = -1;
+  bool operator==(const MemoryPoint&) const = default;
+};
+
+struct MemoryOptions {
+  Bytes granularity_bytes{512};  // every allocation is rounded up to a multiple
+  bool record_samples = false;
+  // Host times of the samples, by step, trigger and instruction: when the host began the instruction. Empty:
+  // zero.
+  std::vector<std::vector<std::vector<Nanoseconds>>> host_start_ns;
+  Nanoseconds operator_issue_ns;  // between two operators of a segment
+};
+
+struct MemoryProfile {
+  Bytes peak_bytes;  // over all steps, each once (a plan of one step: its second run); ties: the later step
+  MemoryPoint peak_at;
+  std::vector<Bytes> peak_by_category;  // like MemoryCategories(), sums to peak_bytes
+  Bytes end_bytes;                      // alive after the last step
+  std::vector<Bytes> step_peak_bytes;   // by step
+  std::vector<MemorySample> samples;
+};
+
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options = {});
+
+// Device memory that NCCL takes for the plan's communicators, an estimate: 16 channels, each with the receive
+// buffers of the three protocols (4 MiB simple, 4.6875 MiB LL128, 0.5 MiB LL), for every communicator of more
+// than one rank (defaults of NCCL 2.x, src/init.cc: buffers are made when a communicator connects its ring).
+Bytes NcclBufferBytes(const Plan& plan);
+
+}  // namespace shardplan

@@ -1,0 +1,412 @@
+// [Note: the host runs first]
+// Nothing on the device changes what the host does, except a host wait. So the host issues everything up to
+// its next host wait at once, noting when each instruction is issued; the device then runs until that wait's
+// record is done. No later instruction could have been issued before, so nothing that the device did in
+// between is missed.
+#include "shardplan/simulator/engine.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace shardplan {
+namespace {
+
+__extension__ using Int128 = __int128;
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+// A million (parts per million) times 60, which up to six sharers divide exactly.
+constexpr std::int64_t kSharers = 60;
+constexpr std::int64_t kFullRate = 1'000'000 * kSharers;
+
+enum class Status : std::uint8_t { kReady, kActive, kDone };
+
+struct StreamState {
+  std::int32_t head = -1;  // instruction that is next or running
+  Status status = Status::kReady;
+  WorkClass work = WorkClass::kCompute;
+  std::int8_t link = -1;
+  std::int64_t wake_ns = kNever;  // the head cannot start before the host has issued it
+  std::int64_t stalled_ns = -1;   // since when the head, a wait, has been waiting
+  std::int64_t rate = 0;
+  std::int64_t updated_ns = 0;  // `remaining` is as of then
+  std::int64_t finish_ns = kNever;
+  Int128 remaining = 0;            // rate x nanoseconds
+  std::int32_t next_operator = 0;  // of a segment
+  std::int64_t started_ns = 0;
+  std::int32_t span = -1;
+  std::int32_t last_span = -1;
+  std::vector<std::int32_t> arrivals;  // spans whose records the next span of this stream waited for
+};
+
+class StepRunner {
+ public:
+  StepRunner(const EngineProgram& program, const EngineStep& step, EngineTimeline* timeline)
+      : program_(program), step_(step), timeline_(timeline) {
+    const auto streams = static_cast<std::size_t>(program.streams);
+    streams_.resize(streams);
+    for (std::size_t s = 0; s < streams; ++s) streams_[s].head = step.first_in_stream[s];
+    issued_ns_.resize(step.code.size());
+    slots_.assign(static_cast<std::size_t>(step.record_slots), {});
+    finished_in_.assign(static_cast<std::size_t>(program.communicators), 0);
+    on_link_.assign(static_cast<std::size_t>(program.links), 0);
+    result_.stream_busy_ns.resize(streams);
+    result_.stream_operations.resize(streams);
+    result_.phase_end_ns.resize(step.phases.size());
+    result_.groups.resize(step.groups.size());
+    const auto units = static_cast<std::size_t>(program.units);
+    result_.unit_forward_ns.resize(units);
+    result_.unit_backward_ns.resize(units);
+    result_.unit_exposed_ns.resize(units);
+    if (timeline_ != nullptr) timeline_->host_start_ns.resize(step.code.size());
+  }
+
+  Result<EngineResult> Run() {
+    std::int64_t host_ns = 0;
+    const std::int32_t count = static_cast<std::int32_t>(step_.code.size());
+    for (std::int32_t i = 0; i < count; ++i) {
+      const EngineInstruction& instruction = step_.code[Index(i)];
+      const std::int64_t start_ns = host_ns;
+      host_ns += instruction.host_ns.value * HostRepeats(instruction);
+      result_.host_busy_ns.value += host_ns - start_ns;
+      // A segment's operators are issued one by one from `start_ns` on; anything else when its issue cost is
+      // paid.
+      issued_ns_[Index(i)] = instruction.op == EngineOp::kSegment ? start_ns : host_ns;
+      issued_ = i + 1;
+      if (instruction.op == EngineOp::kHostWait && instruction.operand >= 0) {
+        if (!RunUntil(instruction.operand)) return Stuck(i);
+        host_ns = std::max(host_ns, slots_[Index(instruction.operand)].time_ns);
+      }
+      if (timeline_ != nullptr) AddHostSpan(i, instruction, start_ns, host_ns);
+      if (step_.phases.size() > 0) {
+        auto& phase_end = result_.phase_end_ns[instruction.phase];
+        if (step_.phases[instruction.phase] != Phase::kForward)
+          phase_end.value = std::max(phase_end.value, host_ns);
+      }
+    }
+    RunUntil(-1);
+    for (std::size_t s = 0; s < streams_.size(); ++s) {
+      if (streams_[s].status != Status::kDone) return Stuck(streams_[s].head);
+    }
+    result_.end_ns.value = std::max(host_ns, now_ns_);
+    return std::move(result_);
+  }
+
+ private:
+  struct Slot {
+    bool done = false;
+    std::int64_t time_ns = 0;
+    std::int32_t span = -1;
+  };
+
+  static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
+
+  std::int64_t HostRepeats(const EngineInstruction& instruction) const {
+    return instruction.op == EngineOp::kSegment ? program_.segments[Index(instruction.operand)].count : 1;
+  }
+
+  static std::unexpected<Error> Stuck(std::int32_t instruction) {
+    return std::unexpected(Error{ErrorCode::kNegative, "the step never ends: this instruction waits for ever",
+                                 "", "/code/" + std::to_string(instruction), "", ""});
+  }
+
+  // Runs the device until record `slot` is done, or, for -1, until nothing is left to do. False when it
+  // cannot be.
+  bool RunUntil(std::int32_t slot) {
+    while (true) {
+      Progress();
+      if (slot >= 0 && slots_[Index(slot)].done) return true;
+      UpdateRates();
+      std::int64_t next_ns = kNever;
+      for (const StreamState& stream : streams_) {
+        next_ns = std::min(next_ns, stream.status == Status::kActive ? stream.finish_ns : stream.wake_ns);
+      }
+      if (next_ns == kNever) return slot < 0;
+      AccountUntil(next_ns);
+      now_ns_ = next_ns;
+      for (std::size_t s = 0; s < streams_.size(); ++s) {
+        if (streams_[s].status == Status::kActive && streams_[s].finish_ns == now_ns_) Finish(s);
+      }
+    }
+  }
+
+  // Starts whatever can start now. Passing a record or ending a collective may let another stream go on, so
+  // the streams are tried until none moves.
+  void Progress() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (std::size_t s = 0; s < streams_.size(); ++s) {
+        while (streams_[s].status == Status::kReady && Step(s)) moved = true;
+      }
+    }
+  }
+
+  // Tries to pass or start the head of a stream; true when something changed.
+  bool Step(std::size_t s) {
+    StreamState& stream = streams_[s];
+    stream.wake_ns = kNever;
+    if (stream.head < 0) {
+      stream.status = Status::kDone;
+      return false;
+    }
+    if (stream.head >= issued_) return false;
+    const EngineInstruction& instruction = step_.code[Index(stream.head)];
+    if (instruction.op != EngineOp::kSegment && issued_ns_[Index(stream.head)] > now_ns_) {
+      stream.wake_ns = issued_ns_[Index(stream.head)];
+      return false;
+    }
+    switch (instruction.op) {
+      case EngineOp::kRecord:
+        slots_[Index(instruction.operand)] = {true, now_ns_, stream.last_span};
+        Pop(stream);
+        return true;
+      case EngineOp::kWait:
+        return PassWait(s, stream, instruction);
+      case EngineOp::kWork:
+        return StartWork(s, stream, instruction);
+      case EngineOp::kSegment:
+        return StartOperators(s, stream, instruction);
+      default:
+        Pop(stream);
+        return true;
+    }
+  }
+
+  void Pop(StreamState& stream) {
+    stream.head = step_.next_in_stream[Index(stream.head)];
+    stream.next_operator = 0;
+    stream.span = -1;
+  }
+
+  bool PassWait(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+    if (instruction.operand >= 0) {
+      const Slot& slot = slots_[Index(instruction.operand)];
+      if (!slot.done) {
+        if (stream.stalled_ns < 0) stream.stalled_ns = now_ns_;
+        return false;
+      }
+      if (timeline_ != nullptr && slot.span >= 0) stream.arrivals.push_back(slot.span);
+    }
+    if (stream.stalled_ns >= 0 && stream.stalled_ns < now_ns_) {
+      if (s == 0 && instruction.unit >= 0) {
+        result_.unit_exposed_ns[Index(instruction.unit)].value += now_ns_ - stream.stalled_ns;
+      }
+      if (timeline_ != nullptr) {
+        BeginSpan(s, stream, stream.stalled_ns);
+        timeline_->spans.back().end_ns.value = now_ns_;
+      }
+    }
+    stream.stalled_ns = -1;
+    Pop(stream);
+    return true;
+  }
+
+  bool StartWork(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+    if (instruction.work == WorkClass::kCollective) {
+      const CollectiveGroup& group = step_.groups[Index(instruction.operand)];
+      if (finished_in_[Index(group.communicator)] != instruction.sequence) return false;
+    }
+    Begin(s, stream);
+    Activate(stream, instruction, instruction.duration_ns.value);
+    return true;
+  }
+
+  // Starts the next operators of a segment: all that are left when the host is ahead for good, else one.
+  bool StartOperators(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+    const EngineSegment& segment = program_.segments[Index(instruction.operand)];
+    const std::int64_t base_ns = issued_ns_[Index(stream.head)];
+    if (stream.next_operator == segment.count) {
+      if (base_ns > now_ns_) {
+        stream.wake_ns = base_ns;
+        return false;
+      }
+      if (segment.count > 0) EndWork(s, stream, instruction);
+      Pop(stream);
+      return true;
+    }
+    const EngineOperator& next = program_.operators[Index(segment.first + stream.next_operator)];
+    const std::int64_t ready_ns = base_ns + instruction.host_ns.value * (stream.next_operator + 1);
+    if (now_ns_ < ready_ns) {
+      stream.wake_ns = ready_ns;
+      return false;
+    }
+    if (stream.next_operator == 0) Begin(s, stream);
+    if (now_ns_ >= base_ns + next.lag_ns.value) {
+      stream.next_operator = segment.count;
+      Activate(stream, instruction, next.rest_ns.value);
+    } else {
+      ++stream.next_operator;
+      Activate(stream, instruction, next.duration_ns.value);
+    }
+    return true;
+  }
+
+  void Begin(std::size_t s, StreamState& stream) {
+    stream.started_ns = now_ns_;
+    if (timeline_ != nullptr) BeginSpan(s, stream, now_ns_);
+  }
+
+  void Activate(StreamState& stream, const EngineInstruction& instruction, std::int64_t duration_ns) {
+    stream.status = Status::kActive;
+    stream.work = instruction.work;
+    stream.link = instruction.link;
+    stream.remaining = static_cast<Int128>(duration_ns) * kFullRate;
+    stream.updated_ns = now_ns_;
+    stream.rate = 0;
+    Count(stream, 1);
+  }
+
+  void Count(const StreamState& stream, std::int32_t change) {
+    changed_ = true;
+    switch (stream.work) {
+      case WorkClass::kCompute:
+        computing_ += change;
+        [[fallthrough]];
+      case WorkClass::kCopy:
+        kernels_ += change;
+        break;
+      case WorkClass::kCollective:
+        collectives_ += change;
+        if (stream.link >= 0) on_link_[static_cast<std::size_t>(stream.link)] += change;
+        break;
+      case WorkClass::kToHost:
+        to_host_ += change;
+        break;
+      case WorkClass::kToDevice:
+        to_device_ += change;
+        break;
+    }
+  }
+
+  std::int64_t RateOf(const StreamState& stream) const {
+    const std::int64_t kernel_ppm = collectives_ > 0 ? program_.compute_rate_ppm : 1'000'000;
+    const std::int64_t link_ppm = kernels_ > 0 ? program_.communication_rate_ppm : 1'000'000;
+    switch (stream.work) {
+      case WorkClass::kCompute:
+      case WorkClass::kCopy:
+        return kernel_ppm * kSharers / kernels_;
+      case WorkClass::kCollective:
+        return link_ppm * kSharers / (stream.link < 0 ? 1 : on_link_[static_cast<std::size_t>(stream.link)]);
+      case WorkClass::kToHost:
+        return kFullRate / to_host_;
+      case WorkClass::kToDevice:
+        return kFullRate / to_device_;
+    }
+    return kFullRate;
+  }
+
+  void UpdateRates() {
+    if (!changed_) return;
+    changed_ = false;
+    for (StreamState& stream : streams_) {
+      if (stream.status != Status::kActive) continue;
+      const std::int64_t rate = RateOf(stream);
+      if (rate == stream.rate) continue;
+      stream.remaining -= static_cast<Int128>(stream.rate) * (now_ns_ - stream.updated_ns);
+      stream.updated_ns = now_ns_;
+      stream.rate = rate;
+      stream.finish_ns = FinishTime(stream);
+    }
+  }
+
+  std::int64_t FinishTime(const StreamState& stream) const {
+    if (stream.remaining <= 0) return now_ns_;
+    if (stream.rate == 0) return kNever;
+    if (stream.remaining <= std::numeric_limits<std::int64_t>::max() - kFullRate) {
+      return now_ns_ + (static_cast<std::int64_t>(stream.remaining) + stream.rate - 1) / stream.rate;
+    }
+    return now_ns_ + static_cast<std::int64_t>((stream.remaining + stream.rate - 1) / stream.rate);
+  }
+
+  // Adds the time from now to `next_ns`, in which nothing changes, to what is busy.
+  void AccountUntil(std::int64_t next_ns) {
+    const std::int64_t elapsed_ns = next_ns - now_ns_;
+    if (elapsed_ns == 0) return;
+    if (computing_ > 0) result_.compute_ns.value += elapsed_ns;
+    if (collectives_ > 0) {
+      result_.communication_ns.value += elapsed_ns;
+      if (computing_ == 0) result_.exposed_ns.value += elapsed_ns;
+    }
+    for (std::size_t s = 0; s < streams_.size(); ++s) {
+      const StreamState& stream = streams_[s];
+      if (stream.status != Status::kActive) continue;
+      result_.stream_busy_ns[s].value += elapsed_ns;
+      if (stream.work != WorkClass::kCollective) continue;
+      GroupResult& group = result_.groups[Index(step_.code[Index(stream.head)].operand)];
+      group.busy_ns.value += elapsed_ns;
+      if (computing_ == 0) group.exposed_ns.value += elapsed_ns;
+    }
+  }
+
+  void Finish(std::size_t s) {
+    StreamState& stream = streams_[s];
+    Count(stream, -1);
+    stream.status = Status::kReady;
+    const EngineInstruction& instruction = step_.code[Index(stream.head)];
+    if (instruction.op == EngineOp::kSegment) return;  // StartOperators goes on, or ends it
+    if (instruction.work == WorkClass::kCollective) {
+      const CollectiveGroup& group = step_.groups[Index(instruction.operand)];
+      ++finished_in_[Index(group.communicator)];
+    }
+    EndWork(s, stream, instruction);
+    Pop(stream);
+  }
+
+  void EndWork(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+    ++result_.stream_operations[s];
+    if (stream.span >= 0) timeline_->spans[Index(stream.span)].end_ns.value = now_ns_;
+    const Phase phase = step_.phases[instruction.phase];
+    if (phase != Phase::kForward || instruction.work == WorkClass::kCompute) {
+      auto& phase_end = result_.phase_end_ns[instruction.phase];
+      phase_end.value = std::max(phase_end.value, now_ns_);
+    }
+    if (instruction.op == EngineOp::kSegment && instruction.unit >= 0) {
+      auto& times = phase == Phase::kForward ? result_.unit_forward_ns : result_.unit_backward_ns;
+      times[Index(instruction.unit)].value += now_ns_ - stream.started_ns;
+    }
+  }
+
+  void BeginSpan(std::size_t s, StreamState& stream, std::int64_t start_ns) {
+    stream.span = static_cast<std::int32_t>(timeline_->spans.size());
+    stream.last_span = stream.span;
+    timeline_->spans.push_back({stream.head, static_cast<std::int8_t>(s), {start_ns}, {start_ns}});
+    for (const std::int32_t recorded : stream.arrivals) timeline_->flows.push_back({recorded, stream.span});
+    stream.arrivals.clear();
+  }
+
+  void AddHostSpan(std::int32_t i, const EngineInstruction& instruction, std::int64_t start_ns,
+                   std::int64_t end_ns) {
+    timeline_->host_start_ns[Index(i)].value = start_ns;
+    if (end_ns == start_ns) return;
+    timeline_->spans.push_back({i, -1, {start_ns}, {end_ns}});
+    if (instruction.op != EngineOp::kHostWait || instruction.operand < 0) return;
+    const std::int32_t recorded = slots_[Index(instruction.operand)].span;
+    if (recorded < 0) return;
+    timeline_->flows.push_back({recorded, static_cast<std::int32_t>(timeline_->spans.size()) - 1});
+  }
+
+  const EngineProgram& program_;
+  const EngineStep& step_;
+  EngineTimeline* timeline_;
+  EngineResult result_;
+  std::vector<StreamState> streams_;
+  std::vector<std::int64_t> issued_ns_;
+  std::vector<Slot> slots_;
+  std::vector<std::int32_t> finished_in_;  // collectives, by communicator
+  std::vector<std::int32_t> on_link_;      // collectives in flight, by link
+  std::int64_t now_ns_ = 0;
+  std::int32_t issued_ = 0;
+  std::int32_t computing_ = 0;
+  std::int32_t kernels_ = 0;
+  std::int32_t collectives_ = 0;
+  std::int32_t to_host_ = 0;
+  std::int32_t to_device_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace
+
+Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline) {
+  return StepRunner(program, program.steps[static_cast<std::size_t>(step)], timeline).Run();
+}
+
+}  // namespace shardplan

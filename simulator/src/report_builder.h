@@ -1,0 +1,34 @@
+// The report from what the engine and the memory profile found; names for people.
+#pragma once
+
+#include <string>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/report.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/memory_profile.h"
+
+namespace shardplan::internal {
+
+// `result` is that of the last step.
+Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+                   const EngineResult& result, const MemoryProfile& memory);
+
+// "layers.0", "(root)" for "", "" for -1.
+std::string UnitText(const Plan& plan, UnitId unit);
+// "pre_forward layers.0"; "mb1" and "#1" after it for a later micro-batch or occurrence.
+std::string TriggerText(const Plan& plan, const Trigger& trigger);
+// "all_gather layers.0", "forward layers.0" (a segment's name), "wait layers.0".
+std::string InstructionText(const Plan& plan, const Instruction& instruction);
+
+// FLOPs of one rank's step that the model needs: matrix work of forward and backward, what is computed a
+// second time for activation checkpointing left out. `weighted_seconds_ppb` is the time that work takes at
+// the peak rate of each dtype, in nanoseconds.
+struct ModelFlops {
+  std::int64_t flops = 0;
+  std::int64_t peak_ns = 0;  // 0: the cluster has no peak rates
+  std::int64_t recomputed_flops = 0;
+};
+ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, std::size_t step);
+
+}  // namespace shardplan::internal

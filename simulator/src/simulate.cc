@@ -1,0 +1,129 @@
+// Simulate: costs -> engine -> memory -> report.
+#include "shardplan/simulator/simulate.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "fixed_log.h"
+#include "report_builder.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+
+namespace shardplan {
+namespace {
+
+// Turns "/code/N" of an engine error into a place in the plan.
+Error Located(Error error, const Plan& plan, const EngineStep& step, std::int32_t s) {
+  constexpr std::string_view kPrefix = "/code/";
+  if (!error.pointer.starts_with(kPrefix)) return error;
+  const std::size_t index = std::stoul(error.pointer.substr(kPrefix.size()));
+  if (index >= step.origins.size()) return error;
+  const InstructionOrigin origin = step.origins[index];
+  error.pointer = fmt::format("/steps/{}/triggers/{}", s, origin.trigger);
+  const Trigger& trigger =
+      plan.steps[static_cast<std::size_t>(s)].triggers[static_cast<std::size_t>(origin.trigger)];
+  error.message = "this instruction waits for ever: the step never ends";
+  error.found = internal::TriggerText(plan, trigger);
+  if (origin.instruction >= 0) {
+    error.pointer += fmt::format("/instructions/{}", origin.instruction);
+    const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(origin.instruction)];
+    error.found += ": " + internal::InstructionText(plan, instruction);
+  }
+  return error;
+}
+
+// Appends a step's timeline, `offset` later, with a span for each trigger around its instructions.
+void AppendTimeline(const EngineStep& step, const EngineTimeline& timeline, std::int32_t s,
+                    Nanoseconds offset, Nanoseconds end, Simulation& simulation) {
+  std::vector<std::int32_t> index_of(timeline.spans.size(), -1);
+  for (std::size_t i = 0; i < step.code.size(); ++i) {
+    if (step.origins[i].instruction >= 0) continue;
+    std::size_t next = i + 1;
+    while (next < step.code.size() && step.origins[next].instruction >= 0) ++next;
+    const Nanoseconds start = timeline.host_start_ns[i];
+    Nanoseconds stop = next < step.code.size() ? timeline.host_start_ns[next] : start;
+    if (next == step.code.size()) {
+      for (const EngineSpan& span : timeline.spans) {
+        if (span.stream < 0) stop = std::max(stop, span.end_ns);
+      }
+    }
+    if (stop > start) {
+      simulation.spans.push_back(
+          {-1, s, step.origins[i].trigger, -1, start + offset, std::min(stop, end) + offset});
+    }
+  }
+  for (std::size_t i = 0; i < timeline.spans.size(); ++i) {
+    const EngineSpan& span = timeline.spans[i];
+    const InstructionOrigin& origin = step.origins[static_cast<std::size_t>(span.instruction)];
+    if (origin.instruction < 0) continue;  // the trigger's span covers it
+    index_of[i] = static_cast<std::int32_t>(simulation.spans.size());
+    simulation.spans.push_back(
+        {span.stream, s, origin.trigger, origin.instruction, span.start_ns + offset, span.end_ns + offset});
+  }
+  for (const EngineFlow& flow : timeline.flows) {
+    const std::int32_t recorded = index_of[static_cast<std::size_t>(flow.recorded)];
+    const std::int32_t waiter = index_of[static_cast<std::size_t>(flow.waiter)];
+    if (recorded >= 0 && waiter >= 0) simulation.flows.push_back({recorded, waiter});
+  }
+}
+
+// When the host began each instruction, in the shape that the memory profile asks for.
+std::vector<std::vector<Nanoseconds>> HostTimes(const Plan& plan, std::int32_t s, const EngineStep& step,
+                                                const EngineTimeline& timeline, Nanoseconds offset) {
+  const std::vector<Trigger>& triggers = plan.steps[static_cast<std::size_t>(s)].triggers;
+  std::vector<std::vector<Nanoseconds>> times(triggers.size());
+  for (std::size_t t = 0; t < triggers.size(); ++t) times[t].resize(triggers[t].instructions.size());
+  for (std::size_t i = 0; i < step.code.size(); ++i) {
+    const InstructionOrigin& origin = step.origins[i];
+    if (origin.instruction < 0) continue;
+    times[static_cast<std::size_t>(origin.trigger)][static_cast<std::size_t>(origin.instruction)] =
+        timeline.host_start_ns[i] + offset;
+  }
+  return times;
+}
+
+}  // namespace
+
+Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) {
+  const Cluster& cluster = options.cluster != nullptr ? *options.cluster : plan.cluster;
+  if (plan.steps.empty()) {
+    return std::unexpected(
+        Error{ErrorCode::kBadInput, "the plan has no step", "", "/steps", "0", "1 or more"});
+  }
+  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
+  Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
+  if (!program) return std::unexpected(program.error());
+
+  Simulation simulation;
+  simulation.categories = MemoryCategories();
+  MemoryOptions memory_options;
+  memory_options.granularity_bytes = options.granularity_bytes;
+  memory_options.record_samples = options.record_timeline;
+  memory_options.operator_issue_ns = cluster.host.operator_issue_ns;
+  Nanoseconds offset;
+  EngineResult last;
+  for (std::size_t s = 0; s < program->steps.size(); ++s) {
+    const EngineStep& step = program->steps[s];
+    const auto index = static_cast<std::int32_t>(s);
+    EngineTimeline timeline;
+    Result<EngineResult> run = RunStep(*program, index, options.record_timeline ? &timeline : nullptr);
+    if (!run) return std::unexpected(Located(run.error(), plan, step, index));
+    last = std::move(*run);
+    simulation.instructions += step.plan_instructions;
+    if (options.record_timeline) {
+      AppendTimeline(step, timeline, index, offset, last.end_ns, simulation);
+      memory_options.host_start_ns.push_back(HostTimes(plan, index, step, timeline, offset));
+    }
+    offset += last.end_ns;
+  }
+  MemoryProfile memory = ProfileMemory(plan, memory_options);
+  simulation.memory = std::move(memory.samples);
+  simulation.report = internal::BuildReport(plan, cluster, *program, last, memory);
+  simulation.report.plan_digest = options.plan_digest;
+  return simulation;
+}
+
+}  // namespace shardplan
