@@ -1,0 +1,1 @@
+"""shardplan's Python side: `shardplan.tracer` records models, `shardplan.torch` runs plans. Importing this imports neither."""

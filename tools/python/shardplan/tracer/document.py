@@ -1,0 +1,61 @@
+"""Writes a trace in the canonical layout of docs/trace-format.md."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TextIO
+
+SCHEMA = "shardplan.trace/1"
+_HEAD = ("schema", "model", "source", "recorded_with", "compute_dtype", "tokens_per_batch")
+_LISTS = ("modules", "parameters", "buffers", "inputs")
+_PASSES = ("forwards", "backwards")
+
+
+def _text(value) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _rows(indent: int, rows: list) -> Iterator[str]:
+    for index, row in enumerate(rows):
+        yield " " * indent + _text(row) + ("," if index + 1 < len(rows) else "") + "\n"
+
+
+def _pass_lines(entry: dict, last: bool) -> Iterator[str]:
+    yield "    {\n"
+    fields = [f for f in ("name", "grad_enabled", "tensors", "forwards", "events") if f in entry]
+    fields = [f for f in fields if f in ("name", "events") or entry[f] not in ([], True)]
+    for index, name in enumerate(fields):
+        end = "," if index + 1 < len(fields) else ""
+        if name in ("tensors", "events") and entry[name]:
+            yield f"      {_text(name)}: [\n"
+            yield from _rows(8, entry[name])
+            yield f"      ]{end}\n"
+        else:
+            yield f"      {_text(name)}: {_text(entry[name])}{end}\n"
+    yield "    }" + ("" if last else ",") + "\n"
+
+
+def lines(trace: dict) -> Iterator[str]:
+    """The document's text in pieces. A field with its default is left out."""
+    names = [f for f in (*_HEAD, *_LISTS, *_PASSES) if f in trace]
+    required = ("schema", "model", "compute_dtype", "modules", "parameters", "forwards")
+    names = [f for f in names if f in required or trace[f] not in ([], "", 0)]
+    yield "{\n"
+    for index, name in enumerate(names):
+        end = "," if index + 1 < len(names) else ""
+        value = trace[name]
+        if name in _HEAD or not value:
+            yield f"  {_text(name)}: {_text(value)}{end}\n"
+            continue
+        yield f"  {_text(name)}: [\n"
+        if name in _LISTS:
+            yield from _rows(4, value)
+        else:
+            for position, entry in enumerate(value):
+                yield from _pass_lines(entry, position + 1 == len(value))
+        yield f"  ]{end}\n"
+    yield "}\n"
+
+
+def write(trace: dict, file: TextIO) -> None:
+    file.writelines(lines(trace))

@@ -1,0 +1,72 @@
+"""What it takes to run forward and backward on fake CUDA tensors where there is no CUDA device.
+
+FakeTensorMode does most of it: without a device it installs a no-op device guard. Two things are missing.
+
+1. A backward asks the CUDA hooks object whether device 0 has a primary context (the engine wants to stash its streams), and without a
+   driver that question throws. `_no_primary_context` gives the object a copy of its own virtual table in which that one answer is no.
+2. Libraries ask torch.cuda for the compute capability before they choose a kernel. `fake_cuda` answers for an H100.
+
+With a real device present nothing is replaced but the capability, so that a trace does not depend on the machine it is made on.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Iterator
+
+import torch
+
+from shardplan.tracer.errors import EnvironmentProblem
+
+CAPABILITY = (9, 0)
+
+# AcceleratorHooksInterface declares: two destructor entries, isBuilt, isAvailable, hasPrimaryContext. The place in the table is ABI of a
+# torch release, not API: each release listed here was tried.
+_HAS_PRIMARY_CONTEXT_SLOT = {"2.11": 4}
+_TABLE_ENTRIES = 96  # more than the class has; copied as they are
+_TABLE_PREFIX = 2  # offset-to-top and type information lie before the address an object points at
+_GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
+
+
+@contextlib.contextmanager
+def _no_primary_context() -> Iterator[None]:
+    release = ".".join(torch.__version__.split(".")[:2])
+    slot = _HAS_PRIMARY_CONTEXT_SLOT.get(release)
+    if slot is None or platform.machine() != "x86_64" or platform.system() != "Linux":
+        raise EnvironmentProblem(
+            f"tracing without a GPU needs torch {' or '.join(_HAS_PRIMARY_CONTEXT_SLOT)} on x86-64 Linux; found torch {torch.__version__}"
+            f" on {platform.machine()} {platform.system()}"
+        )
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    get_hooks = getattr(library, _GET_HOOKS)
+    get_hooks.restype, get_hooks.argtypes = ctypes.c_void_p, []
+    hooks = ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))
+    original = hooks[0]
+    word = ctypes.sizeof(ctypes.c_void_p)
+    source = ctypes.cast(original - _TABLE_PREFIX * word, ctypes.POINTER(ctypes.c_void_p))
+    table = (ctypes.c_void_p * (_TABLE_ENTRIES + _TABLE_PREFIX))(*(source[i] for i in range(_TABLE_ENTRIES + _TABLE_PREFIX)))
+    answer = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda _self, _device: False)
+    table[_TABLE_PREFIX + slot] = ctypes.cast(answer, ctypes.c_void_p).value
+    hooks[0] = ctypes.addressof(table) + _TABLE_PREFIX * word
+    try:
+        yield
+    finally:
+        # The engine's device thread still lets go of the last task. It needs the interpreter for that, and would be killed in the middle of
+        # it (aborting the process) if the interpreter ended right now.
+        time.sleep(0.02)
+        hooks[0] = original
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Inside, fake CUDA tensors can go forward and backward on any machine."""
+    saved = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+    try:
+        with contextlib.nullcontext() if torch.cuda.is_available() else _no_primary_context():
+            yield
+    finally:
+        torch.cuda.get_device_capability = saved

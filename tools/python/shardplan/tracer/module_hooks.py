@@ -1,0 +1,155 @@
+"""Hooks on every module: enter, exit, gradients of outputs ready, gradients of inputs done, parameter gradients.
+
+They sit where FSDP2's sit. Before the forward an identity function is put around all inputs that need a gradient (as one autograd node, args
+and kwargs flattened): its backward runs when the module's backward is done. On every output that needs a gradient there is a tensor
+hook: it fires when that output's gradient is complete. Modules without parameters below them can never be sharded and get no identity.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardplan.tracer.module_tree import ModuleTree
+from shardplan.tracer.operators import dtype_name
+from shardplan.tracer.recorder import Recorder
+
+_ID_ATTRIBUTE = "_shardplan_tensor_id"
+
+
+class _Identity(torch.autograd.Function):
+    """Passes tensors through; calls `done` when their gradients have come back."""
+
+    @staticmethod
+    def forward(ctx, done, *tensors):
+        ctx.done = done
+        # Below autograd a plain alias is not a view in autograd's sense, so the module may still change its input in place.
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.aten.alias.default(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.done()
+        return (None, *gradients)
+
+
+class ModuleHooks:
+    """Installs the hooks; keeps the tensors of the current forward."""
+
+    def __init__(self, recorder: Recorder, tree: ModuleTree, mark_inputs: bool = True):
+        self._recorder, self._tree = recorder, tree
+        self._mark_inputs = mark_inputs
+        self._handles: list = []
+        self._calls: dict[int, list[int]] = {}  # module id -> occurrences entered and not yet left
+        self._counts: dict[int, int] = {}
+        self._forward = 0
+        self._recomputed: list[int] = []
+        self.tensors: list[dict] = []
+        with_parameters = {m for m in tree.module_ids if any(True for _ in m.parameters())}
+        for module, module_id in tree.module_ids.items():
+            before = functools.partial(self._before, module_id, module in with_parameters)
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(functools.partial(self._after, module_id), always_call=True))
+        for parameter, parameter_id in tree.parameter_ids.items():
+            if parameter.requires_grad:
+                hook = functools.partial(self._parameter_gradient, parameter_id)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_forward(self, index: int) -> None:
+        self._forward = index
+        self._calls, self._counts, self.tensors = {}, {}, []
+
+    def tensor_id(self, tensor: torch.Tensor) -> int:
+        """The id of a tensor object within the current forward."""
+        known = getattr(tensor, _ID_ATTRIBUTE, None)
+        if known is not None and known[0] == self._forward:
+            return known[1]
+        return self._name(tensor, len(self.tensors))
+
+    def _name(self, tensor: torch.Tensor, tensor_id: int) -> int:
+        if tensor_id == len(self.tensors):
+            entry = {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+            if tensor.requires_grad:
+                entry["requires_grad"] = True
+            storage = self._recorder.storage_id(tensor)
+            if storage >= 0:
+                entry["storage"] = storage
+            self.tensors.append(entry)
+        setattr(tensor, _ID_ATTRIBUTE, (self._forward, tensor_id))
+        return tensor_id
+
+    # ---- forward ----
+
+    def _before(self, module_id: int, has_parameters: bool, _module: nn.Module, args, kwargs):
+        recorder = self._recorder
+        if recorder.in_backward():
+            self._enter_recomputation(module_id)
+            return None
+        leaves, spec = tree_flatten((args, kwargs))
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        recorder.emit(["enter", module_id, [self.tensor_id(t) for t in found]])
+        occurrence = self._counts.get(module_id, 0)
+        self._counts[module_id] = occurrence + 1
+        self._calls.setdefault(module_id, []).append(occurrence)
+        recorder.module_stack.append(module_id)
+        recorder.mark_nodes()
+        needing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not (needing and has_parameters and self._mark_inputs and torch.is_grad_enabled()):
+            return None
+        done = functools.partial(self._inputs_done, module_id, occurrence, self._forward)
+        marked = _Identity.apply(done, *(leaves[i] for i in needing))
+        for i, tensor in zip(needing, marked):
+            self._name(tensor, self.tensor_id(leaves[i]))
+            leaves[i] = tensor
+        return tree_unflatten(leaves, spec)
+
+    def _after(self, module_id: int, _module: nn.Module, _args, output):
+        recorder = self._recorder
+        if recorder.in_backward():
+            self._leave_recomputation()
+            return
+        occurrence = self._calls[module_id].pop()
+        found = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        recorder.emit(["exit", module_id, [self.tensor_id(t) for t in found]])
+        recorder.module_stack.pop()
+        recorder.mark_nodes()
+        if torch.is_grad_enabled():
+            for index, tensor in enumerate(found):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._output_gradient, module_id, index, occurrence, self._forward))
+
+    # ---- backward ----
+
+    def _enter_recomputation(self, module_id: int) -> None:
+        recorder = self._recorder
+        if not self._recomputed:
+            recorder.emit(["recompute_enter", module_id])
+        self._recomputed.append(module_id)
+        recorder.recompute_depth += 1
+        recorder.module_stack.append(module_id)
+
+    def _leave_recomputation(self) -> None:
+        recorder = self._recorder
+        recorder.module_stack.pop()
+        recorder.recompute_depth -= 1
+        module_id = self._recomputed.pop()
+        if not self._recomputed:
+            recorder.emit(["recompute_exit", module_id])
+
+    def _output_gradient(self, module_id: int, index: int, occurrence: int, forward: int, _gradient) -> None:
+        self._recorder.emit(["grad_ready", module_id, index, occurrence, 0])
+
+    def _inputs_done(self, module_id: int, occurrence: int, forward: int) -> None:
+        self._recorder.emit(["inputs_done", module_id, occurrence, 0])
+
+    def _parameter_gradient(self, parameter_id: int, parameter: torch.Tensor) -> None:
+        record = self._recorder.record_of(parameter.grad)
+        if record is not None:
+            record.gradient_of = parameter_id
+        self._recorder.emit(["param_grad", parameter_id, record.id if record is not None else -1])

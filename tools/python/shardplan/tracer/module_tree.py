@@ -1,0 +1,105 @@
+"""The static part of a trace: modules, parameters, buffers; and the copy of a model onto fake CUDA tensors."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardplan.tracer.operators import dtype_name
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@dataclass
+class ModuleTree:
+    """`modules`, `parameters` and `buffers` are laid out as in the document."""
+
+    modules: list[dict] = field(default_factory=list)
+    parameters: list[dict] = field(default_factory=list)
+    buffers: list[dict] = field(default_factory=list)
+    module_ids: dict[nn.Module, int] = field(default_factory=dict)  # the first place of a module registered several times
+    parameter_ids: dict[torch.Tensor, int] = field(default_factory=dict)
+    buffer_tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(root: nn.Module) -> "ModuleTree":
+        tree = ModuleTree()
+        tree._add_parameters(root)
+        tree._add_module(root, "")
+        return tree
+
+    def _add_parameters(self, root: nn.Module) -> None:
+        for fqn, parameter in root.named_parameters(remove_duplicate=False):
+            if parameter in self.parameter_ids:
+                self.parameters[self.parameter_ids[parameter]].setdefault("shared_with", []).append(fqn)
+                continue
+            self.parameter_ids[parameter] = len(self.parameters)
+            entry = {"fqn": fqn, "shape": list(parameter.shape), "dtype": dtype_name(parameter.dtype)}
+            if not parameter.requires_grad:
+                entry["requires_grad"] = False
+            self.parameters.append(entry)
+
+    def _add_module(self, module: nn.Module, fqn: str) -> None:
+        entry: dict = {"fqn": fqn, "class_name": type(module).__name__}
+        children = [name for name, child in module._modules.items() if child is not None]
+        if children:
+            entry["children"] = children
+        parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
+        if parameters:
+            entry["parameters"] = [{"name": name, "parameter": self.parameter_ids[p]} for name, p in parameters]
+        buffers = [(name, b) for name, b in module._buffers.items() if b is not None]
+        if buffers:
+            entry["buffers"] = [name for name, _ in buffers]
+        first = self.module_ids.get(module)
+        if first is not None:
+            entry["same_module_as"] = self.modules[first]["fqn"]
+        else:
+            self.module_ids[module] = len(self.modules)
+            for name, buffer in buffers:
+                self._add_buffer(module, _join(fqn, name), name, buffer)
+        self.modules.append(entry)
+        for name in children:
+            self._add_module(module._modules[name], _join(fqn, name))
+
+    def _add_buffer(self, module: nn.Module, fqn: str, name: str, buffer: torch.Tensor) -> None:
+        entry = {"fqn": fqn, "shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
+        if name in module._non_persistent_buffers_set:
+            entry["persistent"] = False
+        self.buffers.append(entry)
+        self.buffer_tensors.append(buffer)
+
+
+def on_fake_cuda(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake CUDA tensor of the same shape and strides. Call inside FakeTensorMode."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cuda")
+
+
+def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> None:
+    """Replaces every parameter, buffer and plain tensor attribute by a fake CUDA one; floating parameters take `parameter_dtype` (None:
+    their own). Ties stay ties. Buffers keep their dtype: mixed precision casts parameters only. Call inside FakeTensorMode."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                dtype = parameter_dtype if parameter.dtype.is_floating_point else None
+                data = on_fake_cuda(parameter, dtype)
+                made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                made[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _moved(buffer, made)
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                module.__dict__[name] = _moved(value, made)
+
+
+def _moved(tensor: torch.Tensor, made: dict) -> torch.Tensor:
+    if tensor not in made:
+        made[tensor] = on_fake_cuda(tensor)
+    return made[tensor]

@@ -1,0 +1,181 @@
+"""Records a training step of a model: `trace_module`."""
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from shardplan.tracer.errors import TracerError
+from shardplan.tracer.module_hooks import ModuleHooks
+from shardplan.tracer.module_tree import ModuleTree
+from shardplan.tracer.operators import dtype_name
+from shardplan.tracer.recorder import Recorder, StorageRecord
+
+Loss = Callable[[object], torch.Tensor]
+
+
+@dataclass
+class Step:
+    """A model in front of the recorder: everything on fake CUDA tensors, in the compute dtype."""
+
+    module: nn.Module
+    tree: ModuleTree
+    args: tuple
+    kwargs: dict
+    loss: Loss | None  # of the module's output; None: forward only
+    inputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # named batch tensors, labels included
+
+
+def default_loss(output) -> torch.Tensor:
+    """A scalar output is the loss; an output with a `loss` gives that; else the sum of every floating output that needs a gradient."""
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    given = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(given, torch.Tensor):
+        return given
+    terms = [t.float().sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not terms:
+        raise TracerError("the model's output holds no tensor that needs a gradient, so there is no loss to go backward from (--no-loss traces the forward alone)")
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def record(step: Step, steps: int = 1, mark_inputs: bool = True, recorder: Recorder | None = None, progress=None) -> dict:
+    """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda; `recorder` may be shared with the caller."""
+    recorder = recorder or Recorder()
+    tree = step.tree
+    owners = _owners(tree)
+    for parameter, parameter_id in tree.parameter_ids.items():
+        recorder.add_parameter(parameter, parameter_id, owners[parameter_id])
+    inputs = [_input(recorder, name, tensor) for name, tensor in step.inputs]
+    for entry, buffer in zip(tree.buffers, tree.buffer_tensors):
+        storage = recorder.record_of(buffer)
+        entry["storage"] = storage.id if storage is not None else recorder.add_resident(buffer)
+    hooks = ModuleHooks(recorder, tree, mark_inputs)
+    forwards, backwards = [], []
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # frees must follow from references alone
+    try:
+        with recorder:
+            for index in range(steps):
+                hooks.begin_forward(index)
+                forward, backward = _one_step(step, recorder, hooks, index, progress)
+                forwards.append(forward)
+                if backward is not None:
+                    backwards.append(backward)
+    finally:
+        recorder.phase = "off"
+        hooks.remove()
+        if collecting:
+            gc.enable()
+    for storage in recorder.storages:
+        _assign_role(storage)
+    for position, (shape, dtype, storage_id) in enumerate(recorder.captured):
+        inputs.append({"name": f"captured.{position}", "shape": list(shape), "dtype": dtype_name(dtype), "storage": storage_id})
+    _name_only_what_is_there(tree, forwards, recorder)
+    return {"modules": tree.modules, "parameters": tree.parameters, "buffers": tree.buffers, "inputs": inputs, "forwards": forwards, "backwards": backwards}
+
+
+def _owners(tree: ModuleTree) -> dict[int, int]:
+    owners: dict[int, int] = {}
+    for module_id, entry in enumerate(tree.modules):
+        for named in entry.get("parameters", ()):
+            owners.setdefault(named["parameter"], module_id)
+    return owners
+
+
+def _input(recorder: Recorder, name: str, tensor: torch.Tensor) -> dict:
+    known = recorder.record_of(tensor)
+    storage = known.id if known is not None else recorder.add_resident(tensor)
+    return {"name": name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "storage": storage}
+
+
+def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, progress) -> tuple[dict, dict | None]:
+    if progress:
+        progress("forward")
+    recorder.phase = "forward"
+    recorder.mark_nodes()
+    output = step.module(*step.args, **step.kwargs)
+    recorder.mark_nodes()
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            storage = recorder.record_of(leaf)
+            if storage is not None:
+                storage.is_output = True
+        del leaf
+    recorder.phase = "loss"
+    loss = step.loss(output) if step.loss is not None else None
+    del output  # as a training loop that keeps no name for it
+    forward = {"name": f"f{index}"}
+    if not torch.is_grad_enabled():
+        forward["grad_enabled"] = False
+    forward["tensors"] = hooks.tensors
+    forward["events"] = recorder.take_events()
+    if loss is None:
+        recorder.phase = "off"
+        return forward, None
+    _check_loss(loss)
+    if progress:
+        progress("backward")
+    recorder.phase = "backward"
+    loss.backward()
+    del loss
+    events = recorder.take_events()
+    recorder.phase = "off"
+    for parameter in step.module.parameters():
+        parameter.grad = None
+    return forward, {"name": f"b{index}", "forwards": [index], "events": events}
+
+
+def _check_loss(loss) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise TracerError(f"the loss must be one number to go backward from; found {found}")
+    if not loss.requires_grad:
+        raise TracerError("the loss needs no gradient: no parameter that requires one takes part in it (--no-loss traces the forward alone)")
+
+
+def _assign_role(storage: StorageRecord) -> None:
+    """What a storage turned out to be, from where it was born and died."""
+    if storage.event is None:
+        return
+    if storage.phase == "forward":
+        if storage.died == "forward":
+            role = "forward_temp"
+        elif storage.died == "loss" or (storage.is_output and storage.died in (None, "off")):
+            role = "output"
+        else:
+            role = "saved"
+    elif storage.phase == "loss":
+        role = "loss_temp" if storage.died == "loss" else "loss_saved"
+    elif storage.gradient_of >= 0:
+        role = "parameter_grad"
+        storage.event.append(storage.gradient_of)
+    else:
+        role = "recompute" if storage.recomputed else "backward_temp"
+    storage.event[3] = role
+
+
+def _name_only_what_is_there(tree: ModuleTree, forwards: list[dict], recorder: Recorder) -> None:
+    """A tensor whose storage had no event (it came with the model) keeps its storage unnamed."""
+    named = {s.id for s in recorder.storages if s.event is not None or s.phase == "before"}
+    for forward in forwards:
+        for tensor in forward["tensors"]:
+            if tensor.get("storage", -1) not in named:
+                tensor.pop("storage", None)
+
+
+@contextlib.contextmanager
+def fake_mode():
+    """FakeTensorMode as the tracer uses it."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode

@@ -1,0 +1,277 @@
+"""The dispatch mode that writes down operators and storages in host order.
+
+A storage is followed by a weak reference to its Python object, which torch keeps alive exactly as long as the storage itself: the callback
+is the moment of the free. Ids are given in order of birth.
+
+[Note: sums of gradients]
+Where a value is used several times the autograd engine adds its gradients. On real tensors it does so in place when it holds the only reference
+to the first one; on fake tensors (subclasses) never. A trace shows what real tensors do: a sum whose first summand dies at once was
+held by the engine alone, so the sum is written into that summand's storage, and neither the birth of the sum nor the death of the
+summand is an event.
+"""
+from __future__ import annotations
+
+import bisect
+import sys
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardplan.tracer import operators
+from shardplan.tracer.operators import Operator, tensors_in
+
+aten = torch.ops.aten
+_NONE = -1
+
+
+class StorageRecord:
+    """One storage: its id, and where it was born."""
+
+    __slots__ = ("id", "size_bytes", "phase", "died", "event", "is_output", "gradient_of", "recomputed")
+
+    def __init__(self, storage_id: int, size_bytes: int, phase: str):
+        self.id, self.size_bytes, self.phase = storage_id, size_bytes, phase
+        self.died: str | None = None  # the phase it died in
+        self.event: list | None = None  # its "+" event, whose role is filled in at the end
+        self.is_output = False
+        self.gradient_of = _NONE
+        self.recomputed = False
+
+
+class Recorder(TorchDispatchMode):
+    """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = "off"
+        self.events: list[list] = []
+        self.storages: list[StorageRecord] = []
+        self.captured: list[tuple[torch.Size, torch.dtype, int]] = []  # tensors first seen as an argument
+        self.scalar_answer = None  # what a question about a value gets while this is not None
+        self.module_stack: list[int] = []
+        self.recompute_depth = 0
+        self._live: dict[int, StorageRecord] = {}  # by storage address
+        self._references: dict[int, weakref.ref] = {}  # by record id
+        self._parameters: dict[int, int] = {}  # storage address -> parameter id
+        self._operators: dict[object, Operator] = {}
+        self._node_marks: tuple[list[int], list[int]] = ([], [])
+        self._owners: dict[int, int] = {}  # parameter id -> module id
+        self._last_module = _NONE
+        self._pending_sum: tuple | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; the wrapper would cost two frames per operator
+
+    # ---- what is alive before the step ----
+
+    def add_parameter(self, tensor: torch.Tensor, parameter: int, module: int) -> None:
+        self._parameters[tensor.untyped_storage()._cdata] = parameter
+        self._owners[parameter] = module
+
+    def add_resident(self, tensor: torch.Tensor) -> int:
+        """A buffer or input: it gets an id, and no events."""
+        return self._birth(tensor.untyped_storage(), resident=True).id
+
+    # ---- questions ----
+
+    def storage_id(self, tensor: torch.Tensor) -> int:
+        record = self._live.get(tensor.untyped_storage()._cdata)
+        return record.id if record is not None else _NONE
+
+    def record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
+        return self._live.get(tensor.untyped_storage()._cdata)
+
+    def in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    # ---- modules ----
+
+    def mark_nodes(self) -> None:
+        """Autograd nodes made from here on belong to the module now on top."""
+        sequences, modules = self._node_marks
+        sequences.append(torch.autograd._get_sequence_nr())
+        modules.append(self.module_stack[-1] if self.module_stack else _NONE)
+
+    def current_module(self) -> int:
+        """The innermost module; in a backward that of the forward which made the node that runs."""
+        if self.module_stack:
+            return self.module_stack[-1]
+        if self.phase != "backward":
+            return _NONE
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._last_module
+        sequences, modules = self._node_marks
+        sequence = node._sequence_nr()
+        if sequence >= 2**63:  # an accumulation into a leaf: it has no place in the forward
+            return self._owners.get(self._leaf(node), self._last_module)
+        index = bisect.bisect_right(sequences, sequence) - 1
+        self._last_module = modules[index] if index >= 0 else _NONE
+        return self._last_module
+
+    def _leaf(self, node) -> int:
+        variable = getattr(node, "variable", None)
+        return _NONE if variable is None else self._parameters.get(variable.untyped_storage()._cdata, _NONE)
+
+    # ---- events ----
+
+    def emit(self, event: list) -> None:
+        if self._pending_sum is not None:
+            self._settle_sum(in_place=False)
+        if self.phase != "off":
+            self.events.append(event)
+
+    def take_events(self) -> list[list]:
+        if self._pending_sum is not None:
+            self._settle_sum(in_place=False)
+        events, self.events = self.events, []
+        return events
+
+    # ---- storages ----
+
+    def _birth(self, storage, resident: bool = False) -> StorageRecord:
+        record = StorageRecord(len(self.storages), storage.nbytes(), "before" if resident else self.phase)
+        self.storages.append(record)
+        self._follow(storage, record)
+        return record
+
+    def _follow(self, storage, record: StorageRecord) -> None:
+        address = storage._cdata
+        self._live[address] = record
+        holder = [record]
+        self._references[address] = (weakref.ref(storage, lambda _, a=address, h=holder: self._death(a, h[0])), holder)
+
+    def _death(self, address: int, record: StorageRecord) -> None:
+        if self._live.get(address) is record:
+            del self._live[address]
+            self._references.pop(address, None)
+        if self._pending_sum is not None and self._pending_sum[0] is record:
+            self._settle_sum(in_place=True)
+            return
+        record.died = self.phase
+        if record.phase not in ("before", "off"):
+            self.emit(["-", record.id])
+
+    def _announce(self, record: StorageRecord, module: int) -> None:
+        record.event = ["+", record.id, record.size_bytes, "", module]
+        record.recomputed = self.recompute_depth > 0
+        self.emit(record.event)
+
+    # ---- operators ----
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and self.scalar_answer is not None:
+            return self.scalar_answer
+        out = func(*args, **kwargs)
+        if self.phase != "off" and func is not torch.ops.prim.device.default:
+            self._observe(func, args, kwargs, out)
+        return out
+
+    def _observe(self, func, args: tuple, kwargs: dict, out) -> None:
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = operators.describe(func)
+        if self._pending_sum is not None:  # its summand would be gone by now
+            self._settle_sum(in_place=False)
+        outputs = [t for t in tensors_in(out, []) if t.device.type == "cuda"]
+        fresh = []
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address not in self._live and address not in self._parameters and storage.nbytes() > 0:
+                fresh.append((tensor, self._birth(storage)))
+        if not fresh and not operator.mutable:
+            return  # a view
+        if self._is_engine_sum(func, args, fresh):
+            self._hold_sum(args, fresh[0])
+            return
+        module = self.current_module()
+        for _, record in fresh:
+            self._announce(record, module)
+        if not operator.allocate_only:
+            self._operator_event(operator, args, kwargs, out, outputs, module)
+
+    def _operator_event(self, operator: Operator, args, kwargs, out, outputs: list, module: int) -> None:
+        written = operators.written_arguments(operator, args, kwargs) if operator.mutable else outputs
+        reads, writes, parameters = [], [], []
+        inputs, seen, bytes_read = [], set(), 0
+        for tensor, count in operators.read_tensors(operator, args, kwargs, outputs):
+            if tensor.device.type != "cuda":
+                continue
+            inputs.append(tensor)
+            address = tensor.untyped_storage()._cdata
+            view = (address, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if view in seen:
+                continue
+            seen.add(view)
+            bytes_read += count
+            if address in self._parameters:
+                _append_new(parameters, self._parameters[address])
+            else:
+                _append_new(reads, self._known(tensor).id)
+        bytes_written = 0
+        for tensor in written:
+            if tensor.device.type != "cuda" or tensor.untyped_storage().nbytes() == 0:
+                continue
+            bytes_written += operators.touched_bytes(tensor)
+            if tensor.untyped_storage()._cdata not in self._parameters:
+                _append_new(writes, self._known(tensor).id)
+        if not inputs and not writes:
+            return  # nothing on the device
+        dtype = operators.arithmetic_dtype(inputs, outputs or written)
+        count = operators.flops(operator, args, kwargs, out)
+        self.emit(["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters])
+
+    def _known(self, tensor: torch.Tensor) -> StorageRecord:
+        """The storage of an argument; one never seen was made before the step, so it is an input."""
+        storage = tensor.untyped_storage()
+        record = self._live.get(storage._cdata)
+        if record is None:
+            record = self._birth(storage, resident=True)
+            self.captured.append((tensor.shape, tensor.dtype, record.id))
+        return record
+
+    # ---- see [Note: sums of gradients] ----
+
+    def _is_engine_sum(self, func, args: tuple, fresh: list) -> bool:
+        if func is not aten.add.Tensor or self.phase != "backward" or self.recompute_depth or not fresh or not self.in_backward():
+            return False
+        left, right = args[0], args[1]
+        if not isinstance(right, torch.Tensor) or left.shape != right.shape:
+            return False
+        # The engine calls straight from its thread; code in Python (an autograd.Function, a hook) has frames below this one.
+        return sys._getframe(2).f_back is None
+
+    def _hold_sum(self, args: tuple, fresh: tuple) -> None:
+        left, right = args
+        first = self.record_of(left)
+        reads = []
+        for tensor in (left, right):
+            _append_new(reads, self._known(tensor).id)
+        total, record = fresh
+        bytes_read = operators.touched_bytes(left) + operators.touched_bytes(right)
+        can_hold = operators.is_dense(left) and left.dtype == total.dtype and first.phase == "backward"
+        dtype = operators.arithmetic_dtype([left, right], [total])
+        event = [self.current_module(), dtype, 0, bytes_read, operators.dense_bytes(total), -1, reads]
+        self._pending_sum = (first if can_hold else None, record, event, total.untyped_storage()._cdata)
+
+    def _settle_sum(self, in_place: bool) -> None:
+        first, record, event, address = self._pending_sum
+        self._pending_sum = None
+        if in_place:
+            # The sum lives on under the first summand's id. Its own record stays without events.
+            assert self.storages.pop() is record
+            self._live[address] = first
+            self._references[address][1][0] = first
+            self.events.append(["op", "aten.add_", *event, [first.id], []])
+            return
+        self._announce(record, event[0])
+        self.events.append(["op", "aten.add", *event, [record.id], []])
+
+
+def _append_new(values: list[int], value: int) -> None:
+    if value not in values:
+        values.append(value)

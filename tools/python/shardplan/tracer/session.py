@@ -1,0 +1,178 @@
+"""From a source to a trace document: `trace_source`, and `trace_module` for use from Python."""
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
+
+from shardplan.tracer import document, record, source as sources
+from shardplan.tracer.attention import device_attention
+from shardplan.tracer.errors import TracerError, UsageProblem
+from shardplan.tracer.fake_cuda import fake_cuda
+from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
+from shardplan.tracer.operators import dtype_name
+from shardplan.tracer.recorder import Recorder
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+_CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+@dataclass
+class Options:
+    """What the command line asks for."""
+
+    batch: int = 1
+    seq: int = 2048
+    dtype: str | None = None  # the passes' dtype; None: bfloat16 for a config, a module's own otherwise
+    param_dtype: str | None = None  # the document's parameter dtype; None: float32 for a config, a module's own otherwise
+    loss: str = "default"  # "default", "none", or one of huggingface.LOSSES
+    grad: bool = True
+    sdpa: str = "auto"
+    experts: str = "grouped_mm"
+    steps: int = 1
+    evaluation: bool = False
+    name: str = ""
+    mark_inputs: bool = True
+
+
+Progress = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def _recording(options: Options, recorder: Recorder):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(fake_cuda())
+        stack.enter_context(device_attention(options.sdpa))
+        stack.enter_context(record.fake_mode())
+        stack.enter_context(torch.set_grad_enabled(options.grad))
+        yield
+
+
+def trace_source(source: str, options: Options, progress: Progress = lambda text: None) -> dict:
+    """The trace of `package.module:callable` or of a Hugging Face config file. Raises TracerError."""
+    path = Path(source)
+    if source.endswith(".json") or path.is_file():
+        return _trace_config(path, options, progress)
+    if ":" not in source:
+        raise TracerError(f'"{source}" is neither a file nor package.module:callable')
+    function = sources.find_callable(source)
+    recorder = Recorder()
+    with _recording(options, recorder):
+        progress("building the module")
+        with torch.enable_grad():
+            example = sources.build(function, source, options.batch, options.seq)
+        return _trace_example(example, source, options, recorder, progress)
+
+
+def trace_module(module: nn.Module, args: tuple = (), kwargs: dict | None = None, loss: Callable | None = None, options: Options | None = None) -> dict:
+    """The trace of a module that exists; its parameters and buffers are replaced by fake CUDA ones."""
+    options, recorder = options or Options(), Recorder()
+    with _recording(options, recorder):
+        example = sources.Example(module, args, kwargs or {}, loss)
+        return _trace_example(example, type(module).__name__, options, recorder, lambda text: None)
+
+
+def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:
+    if wanted is not None:
+        return DTYPES[wanted]
+    floating = [p.dtype for p in module.parameters() if p.dtype.is_floating_point]
+    return floating[0] if floating else torch.float32
+
+
+def _tree(module: nn.Module, dtype: torch.dtype, param_dtype: str | None) -> ModuleTree:
+    """The module tree after the move to fake CUDA tensors of the compute dtype; the document keeps the parameters' own dtype."""
+    own = {fqn: p.dtype for fqn, p in module.named_parameters()}
+    move_to_fake_cuda(module, dtype)
+    tree = ModuleTree.of(module)
+    for entry in tree.parameters:
+        floating = own[entry["fqn"]].is_floating_point
+        entry["dtype"] = param_dtype if param_dtype and floating else dtype_name(own[entry["fqn"]])
+    return tree
+
+
+def _trace_example(example: sources.Example, source: str, options: Options, recorder: Recorder, progress: Progress) -> dict:
+    if options.loss not in ("default", "none", "sum"):
+        raise UsageProblem(f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, loss)")
+    dtype = _compute_dtype(example.module, options.dtype)
+    tree = _tree(example.module, dtype, options.param_dtype)
+    if options.evaluation:
+        example.module.eval()
+    args, kwargs = (sources.move_inputs(v, dtype) for v in (example.args, example.kwargs))
+    inputs = _named_inputs(args, kwargs)
+    loss = None if options.loss == "none" or not options.grad else example.loss if options.loss == "default" and example.loss else record.default_loss
+    step = record.Step(example.module, tree, args, kwargs, loss, inputs)
+    tokens = _tokens([tensor for _, tensor in inputs])
+    return _document(step, options, recorder, progress, options.name or source.rpartition(":")[2], source, dtype, tokens, [])
+
+
+def _named_inputs(args: tuple, kwargs: dict) -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def walk(name: str, value) -> None:
+        if isinstance(value, torch.Tensor):
+            if all(value is not other for _, other in found):
+                found.append((name, value))
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                walk(f"{name}.{index}", item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{name}.{key}", item)
+
+    for index, value in enumerate(args):
+        walk(f"args.{index}", value)
+    for key, value in kwargs.items():
+        walk(key, value)
+    return found
+
+
+def _tokens(inputs: list[torch.Tensor]) -> int:
+    """Tokens of a (batch, sequence) input of ids; otherwise samples."""
+    if not inputs or inputs[0].dim() == 0:
+        return 0
+    first = inputs[0]
+    return first.numel() if first.dim() == 2 and not first.dtype.is_floating_point else first.size(0)
+
+
+def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
+    from shardplan.tracer import huggingface
+
+    model = huggingface.HuggingFaceModel(path)
+    dtype = DTYPES[options.dtype or "bfloat16"]
+    recorder = Recorder()
+    with _recording(options, recorder), huggingface.as_on_a_gpu(recorder):
+        progress("building the module")
+        with torch.device("cuda"):
+            module = model.build("sdpa", options.experts)
+        if options.evaluation:
+            module.eval()
+        tree = _tree(module, dtype, options.param_dtype)
+        wanted = "cross_entropy" if options.loss in ("default", "none") else options.loss
+        batch = model.batch(options.batch, options.seq, dtype, wanted)
+        loss, inputs = batch.loss, batch.inputs
+        if options.loss == "none" or not options.grad:
+            loss, inputs = None, [(name, tensor) for name, tensor in batch.inputs if name != "labels"]
+        step = record.Step(module, tree, (), batch.kwargs, loss, inputs)
+        return _document(step, options, recorder, progress, options.name or model.name, path.name, dtype, batch.tokens, model.notes(module, options.experts))
+
+
+def _document(step: record.Step, options: Options, recorder: Recorder, progress: Progress, name: str, source: str, dtype: torch.dtype, tokens: int, notes: list[str]) -> dict:
+    try:
+        fields = record.record(step, options.steps, options.mark_inputs, recorder, progress)
+    except TracerError:
+        raise
+    except _CANNOT_FAKE as error:
+        raise TracerError(f"the model reads a value of a tensor to decide what to do, and a traced tensor has no values: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise TracerError(f"the model failed with its own {type(error).__name__}: {error}") from error
+    recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
+    head = {"schema": document.SCHEMA, "model": name, "source": source, "recorded_with": recorded_with, "compute_dtype": dtype_name(dtype), "tokens_per_batch": tokens}
+    return {**head, **fields}
