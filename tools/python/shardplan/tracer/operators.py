@@ -150,8 +150,11 @@ def flops(operator: Operator, args: tuple, kwargs: dict, out) -> int:
     return count
 
 
-def arithmetic_dtype(inputs: list, outputs: list) -> str:
-    """The widest floating input; without one the widest floating output; else the first tensor's."""
+def arithmetic_dtype(operator: Operator, inputs: list, outputs: list) -> str:
+    """That of the first matrix where FLOPs are counted (the statistics of attention are wider); otherwise the widest floating input;
+    without one the widest floating output; else the first tensor's."""
+    if inputs and (operator.flop_formula is not None or operator.base == "_grouped_mm"):
+        return dtype_name(inputs[0].dtype)
     for tensors in (inputs, outputs):
         floating = [t.dtype for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
         if floating:

@@ -181,7 +181,11 @@ class Recorder(TorchDispatchMode):
         for tensor in outputs:
             storage = tensor.untyped_storage()
             address = storage._cdata
-            if address not in self._live and address not in self._parameters and storage.nbytes() > 0:
+            if address in self._live or address in self._parameters or storage.nbytes() == 0:
+                continue
+            if any(argument.untyped_storage()._cdata == address for argument in tensors_in((args, kwargs), [])):
+                self._known(tensor)  # a view of something made before the step
+            else:
                 fresh.append((tensor, self._birth(storage)))
         if not fresh and not operator.mutable:
             return  # a view
@@ -221,7 +225,7 @@ class Recorder(TorchDispatchMode):
                 _append_new(writes, self._known(tensor).id)
         if not inputs and not writes:
             return  # nothing on the device
-        dtype = operators.arithmetic_dtype(inputs, outputs or written)
+        dtype = operators.arithmetic_dtype(operator, inputs, outputs or written)
         count = operators.flops(operator, args, kwargs, out)
         self.emit(["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters])
 
@@ -254,7 +258,7 @@ class Recorder(TorchDispatchMode):
         total, record = fresh
         bytes_read = operators.touched_bytes(left) + operators.touched_bytes(right)
         can_hold = operators.is_dense(left) and left.dtype == total.dtype and first.phase == "backward"
-        dtype = operators.arithmetic_dtype([left, right], [total])
+        dtype = operators.dtype_name(max(left.dtype, right.dtype, key=lambda d: d.itemsize))
         event = [self.current_module(), dtype, 0, bytes_read, operators.dense_bytes(total), -1, reads]
         self._pending_sum = (first if can_hold else None, record, event, total.untyped_storage()._cdata)
 
