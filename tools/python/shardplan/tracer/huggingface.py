@@ -109,6 +109,7 @@ class HuggingFaceModel:
                     raise TracerError(f"{model_class.__name__} cannot be built: {error}") from error
                 options.pop("attn_implementation")
                 model = model_class._from_config(self.config, dtype=torch.float32, **options)
+        model.tie_weights()  # part of the initialisation that was skipped
         return model.train()
 
     def batch(self, batch: int, seq: int, dtype: torch.dtype, loss: str) -> Batch:

@@ -150,15 +150,13 @@ def flops(operator: Operator, args: tuple, kwargs: dict, out) -> int:
     return count
 
 
-def arithmetic_dtype(operator: Operator, inputs: list, outputs: list) -> str:
-    """That of the first matrix where FLOPs are counted (the statistics of attention are wider); otherwise the widest floating input;
-    without one the widest floating output; else the first tensor's."""
-    if inputs and (operator.flop_formula is not None or operator.base == "_grouped_mm"):
-        return dtype_name(inputs[0].dtype)
+def arithmetic_dtype(inputs: list, outputs: list) -> str:
+    """That of the floating input with the most elements (statistics and scalars do not decide); without one of such an output; else the
+    first tensor's."""
     for tensors in (inputs, outputs):
-        floating = [t.dtype for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+        floating = [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
         if floating:
-            return dtype_name(max(floating, key=lambda dtype: dtype.itemsize))
+            return dtype_name(max(floating, key=torch.Tensor.numel).dtype)
     tensors = inputs or outputs
     return dtype_name(tensors[0].dtype)
 

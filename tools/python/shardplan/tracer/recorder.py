@@ -3,11 +3,12 @@
 A storage is followed by a weak reference to its Python object, which torch keeps alive exactly as long as the storage itself: the callback
 is the moment of the free. Ids are given in order of birth.
 
-[Note: sums of gradients]
-Where a value is used several times the autograd engine adds its gradients. On real tensors it does so in place when it holds the only reference
-to the first one; on fake tensors (subclasses) never. A trace shows what real tensors do: a sum whose first summand dies at once was
-held by the engine alone, so the sum is written into that summand's storage, and neither the birth of the sum nor the death of the
-summand is an event.
+[Note: in place on real tensors]
+Two things a backward does in place on real tensors, and out of place on fake ones (tensor subclasses).
+Where a value is used several times the autograd engine adds its gradients: into the first one, when it holds the only reference to it.
+And some formulas fill zeros of their own (the gradient of indexing, of a gather, of a top-k).
+A trace shows what real tensors do: when the target dies at once, nobody else held it, so the result is written into the target's storage, and
+neither the birth of the result nor the death of the target is an event.
 """
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from shardplan.tracer.operators import Operator, tensors_in
 
 aten = torch.ops.aten
 _NONE = -1
+_ZEROS = frozenset(("zeros", "new_zeros", "zeros_like"))
+_FILL_ZEROS = frozenset(("index_put", "scatter", "scatter_add", "index_add"))
 
 
 class StorageRecord:
@@ -58,7 +61,8 @@ class Recorder(TorchDispatchMode):
         self._node_marks: tuple[list[int], list[int]] = ([], [])
         self._owners: dict[int, int] = {}  # parameter id -> module id
         self._last_module = _NONE
-        self._pending_sum: tuple | None = None
+        self._pending: tuple | None = None  # an operator that may turn out to be in place
+        self._last_zeros: StorageRecord | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -118,14 +122,14 @@ class Recorder(TorchDispatchMode):
     # ---- events ----
 
     def emit(self, event: list) -> None:
-        if self._pending_sum is not None:
-            self._settle_sum(in_place=False)
+        if self._pending is not None:
+            self._settle(in_place=False)
         if self.phase != "off":
             self.events.append(event)
 
     def take_events(self) -> list[list]:
-        if self._pending_sum is not None:
-            self._settle_sum(in_place=False)
+        if self._pending is not None:
+            self._settle(in_place=False)
         events, self.events = self.events, []
         return events
 
@@ -147,8 +151,8 @@ class Recorder(TorchDispatchMode):
         if self._live.get(address) is record:
             del self._live[address]
             self._references.pop(address, None)
-        if self._pending_sum is not None and self._pending_sum[0] is record:
-            self._settle_sum(in_place=True)
+        if self._pending is not None and self._pending[0] is record:
+            self._settle(in_place=True)
             return
         record.died = self.phase
         if record.phase not in ("before", "off"):
@@ -174,8 +178,8 @@ class Recorder(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operators.describe(func)
-        if self._pending_sum is not None:  # its summand would be gone by now
-            self._settle_sum(in_place=False)
+        if self._pending is not None:  # its target would be gone by now
+            self._settle(in_place=False)
         outputs = [t for t in tensors_in(out, []) if t.device.type == "cuda"]
         fresh = []
         for tensor in outputs:
@@ -189,10 +193,11 @@ class Recorder(TorchDispatchMode):
                 fresh.append((tensor, self._birth(storage)))
         if not fresh and not operator.mutable:
             return  # a view
-        if self._is_engine_sum(func, args, fresh):
-            self._hold_sum(args, fresh[0])
-            return
         module = self.current_module()
+        if self._in_place_on_real_tensors(operator, func, args, fresh):
+            self._hold(operator, args, fresh[0], module)
+            return
+        self._last_zeros = fresh[0][1] if operator.base in _ZEROS and fresh else None
         for _, record in fresh:
             self._announce(record, module)
         if not operator.allocate_only:
@@ -225,7 +230,7 @@ class Recorder(TorchDispatchMode):
                 _append_new(writes, self._known(tensor).id)
         if not inputs and not writes:
             return  # nothing on the device
-        dtype = operators.arithmetic_dtype(operator, inputs, outputs or written)
+        dtype = operators.arithmetic_dtype(inputs, outputs or written)
         count = operators.flops(operator, args, kwargs, out)
         self.emit(["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters])
 
@@ -238,42 +243,51 @@ class Recorder(TorchDispatchMode):
             self.captured.append((tensor.shape, tensor.dtype, record.id))
         return record
 
-    # ---- see [Note: sums of gradients] ----
+    # ---- see [Note: in place on real tensors] ----
 
-    def _is_engine_sum(self, func, args: tuple, fresh: list) -> bool:
-        if func is not aten.add.Tensor or self.phase != "backward" or self.recompute_depth or not fresh or not self.in_backward():
+    def _in_place_on_real_tensors(self, operator: Operator, func, args: tuple, fresh: list) -> bool:
+        if self.phase != "backward" or self.recompute_depth or len(fresh) != 1 or not self.in_backward():
             return False
-        left, right = args[0], args[1]
-        if not isinstance(right, torch.Tensor) or left.shape != right.shape:
+        target = args[0] if args else None
+        if not isinstance(target, torch.Tensor) or not operators.is_dense(target):
             return False
-        # The engine calls straight from its thread; code in Python (an autograd.Function, a hook) has frames below this one.
+        record, result = self.record_of(target), fresh[0][0]
+        if record is None or record.phase != "backward" or target.dtype != result.dtype or target.shape != result.shape:
+            return False
+        if func is aten.add.Tensor:
+            addend = args[1]
+            if not isinstance(addend, torch.Tensor) or addend.shape != target.shape:
+                return False
+        elif operator.base not in _FILL_ZEROS or self._last_zeros is not record:
+            return False
+        # The engine and its formulas call straight from a thread of theirs; code in Python has frames below this one's caller.
         return sys._getframe(2).f_back is None
 
-    def _hold_sum(self, args: tuple, fresh: tuple) -> None:
-        left, right = args
-        first = self.record_of(left)
-        reads = []
-        for tensor in (left, right):
+    def _hold(self, operator: Operator, args: tuple, fresh: tuple, module: int) -> None:
+        target = self.record_of(args[0])
+        reads: list[int] = []
+        bytes_read = 0
+        tensors = tensors_in(args, [])
+        for tensor in tensors:
             _append_new(reads, self._known(tensor).id)
-        total, record = fresh
-        bytes_read = operators.touched_bytes(left) + operators.touched_bytes(right)
-        can_hold = operators.is_dense(left) and left.dtype == total.dtype and first.phase == "backward"
-        dtype = operators.dtype_name(max(left.dtype, right.dtype, key=lambda d: d.itemsize))
-        event = [self.current_module(), dtype, 0, bytes_read, operators.dense_bytes(total), -1, reads]
-        self._pending_sum = (first if can_hold else None, record, event, total.untyped_storage()._cdata)
+            bytes_read += operators.touched_bytes(tensor)
+        result, record = fresh
+        dtype = operators.arithmetic_dtype(tensors, [result])
+        rest = [module, dtype, 0, bytes_read, operators.dense_bytes(result), -1, reads]
+        self._pending = (target, record, operator.name, rest, result.untyped_storage()._cdata)
 
-    def _settle_sum(self, in_place: bool) -> None:
-        first, record, event, address = self._pending_sum
-        self._pending_sum = None
+    def _settle(self, in_place: bool) -> None:
+        target, record, name, rest, address = self._pending
+        self._pending = None
         if in_place:
-            # The sum lives on under the first summand's id. Its own record stays without events.
+            # The result lives on under the target's id; its own, the last one given, is free again.
             assert self.storages.pop() is record
-            self._live[address] = first
-            self._references[address][1][0] = first
-            self.events.append(["op", "aten.add_", *event, [first.id], []])
+            self._live[address] = target
+            self._references[address][1][0] = target
+            self.events.append(["op", name + "_", *rest, [target.id], []])
             return
-        self._announce(record, event[0])
-        self.events.append(["op", "aten.add", *event, [record.id], []])
+        self._announce(record, rest[0])
+        self.events.append(["op", name, *rest, [record.id], []])
 
 
 def _append_new(values: list[int], value: int) -> None:
