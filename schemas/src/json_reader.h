@@ -73,6 +73,7 @@ class JsonReader {
   template <typename T>
   bool ReadCompound(JsonIndex node, std::vector<T>& value, const Spec& spec) {
     if (tape_[node].kind != JsonKind::kArray) return Wrong(node, "wrong type", "a list");
+    value.clear();  // the default of a list need not be empty
     value.reserve(tape_[node].size);
     for (JsonIndex child = node + 1; child < tape_[node].end; child = tape_[child].end) {
       if (!Read(child, value.emplace_back(), spec)) return false;

@@ -79,25 +79,29 @@ std::string PlanWords::Word(RefKind kind, std::int64_t id) const {
 }
 
 std::string PlanWords::Operands(const Instruction& instruction) const {
-  const FirstOperand first = FirstOperandOf(instruction.kind);
-  std::string line;
-  const auto add = [&](bool is_first, RefKind kind, std::int64_t id, std::string_view key) {
-    if (id != -1 && is_first) line += " " + Word(kind, id);
-    if (id != -1 && !is_first) line += fmt::format(" {}={}", key, Word(kind, id));
+  struct Operand {
+    FirstOperand place;
+    RefKind kind;
+    std::int32_t id;
+    std::string_view key;
   };
-  // The first operand is written first, whatever it is.
-  add(first == FirstOperand::kSegment, RefKind::kSegment, instruction.segment, "segment");
-  if (first == FirstOperand::kEvent) add(true, RefKind::kEvent, instruction.event, "event");
-  if (first == FirstOperand::kDst) add(true, RefKind::kBuffer, instruction.dst, "dst");
-  add(first == FirstOperand::kSrc, RefKind::kBuffer, instruction.src, "src");
-  if (first != FirstOperand::kDst && instruction.dst != -1) {
-    if (first == FirstOperand::kSrc && instruction.src != -1) {
-      line += fmt::format(" {} {}", kArrow, Word(RefKind::kBuffer, instruction.dst));
-    } else {
-      add(false, RefKind::kBuffer, instruction.dst, "dst");
-    }
+  const std::array<Operand, 4> operands = {
+      {{FirstOperand::kSegment, RefKind::kSegment, instruction.segment, "segment"},
+       {FirstOperand::kEvent, RefKind::kEvent, instruction.event, "event"},
+       {FirstOperand::kSrc, RefKind::kBuffer, instruction.src, "src"},
+       {FirstOperand::kDst, RefKind::kBuffer, instruction.dst, "dst"}}};
+  const FirstOperand first = FirstOperandOf(instruction.kind);
+  const bool arrow = first == FirstOperand::kSrc && instruction.src != -1 && instruction.dst != -1;
+  std::string line;
+  for (const Operand& operand : operands) {
+    if (operand.place == first && operand.id != -1) line += " " + Word(operand.kind, operand.id);
   }
-  if (first != FirstOperand::kEvent) add(false, RefKind::kEvent, instruction.event, "event");
+  if (arrow) line += fmt::format(" {} {}", kArrow, Word(RefKind::kBuffer, instruction.dst));
+  for (const Operand& operand : operands) {
+    if (operand.place == first || operand.id == -1 || (arrow && operand.place == FirstOperand::kDst))
+      continue;
+    line += fmt::format(" {}={}", operand.key, Word(operand.kind, operand.id));
+  }
   return line;
 }
 

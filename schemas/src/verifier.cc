@@ -1,5 +1,10 @@
 #include "shardplan/schemas/verifier.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "verifier_collectives.h"
 #include "verifier_interpreter.h"
 #include "verifier_references.h"
 #include "verifier_report.h"
@@ -22,6 +27,52 @@ std::vector<Violation> Verify(const Plan& plan) {
     for (std::int32_t step = plan.steady_step; step < steps; ++step) interpreter.RunStep(step);
   }
   return reporter.Take();
+}
+
+std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
+  std::vector<Violation> violations;
+  bool interpretable = true;
+  bool all_equal = true;
+  for (std::size_t rank = 0; rank < plans_by_rank.size(); ++rank) {
+    const Plan& plan = plans_by_rank[rank];
+    if (plan.world_size != std::ssize(plans_by_rank)) {
+      violations.push_back({Rule::kReference,
+                            -1,
+                            -1,
+                            -1,
+                            fmt::format("rank {}: the plan is for {} ranks, but there are {}", rank,
+                                        plan.world_size, plans_by_rank.size()),
+                            {}});
+      interpretable = false;
+    }
+    for (const Communicator& c : plan.communicators) {
+      if (c.size >= 1 && c.stride >= 1 && plan.world_size % (c.size * c.stride) == 0) continue;
+      violations.push_back({Rule::kReference, -1, -1, -1,
+                            fmt::format("rank {}: communicator {} (size {}, stride {}) does not divide {} ranks", rank,
+                                        c.name, c.size, c.stride, plan.world_size),
+                            {}});
+      interpretable = false;
+    }
+    const auto same = std::find(plans_by_rank.begin(), plans_by_rank.begin() + rank, plan);
+    if (same != plans_by_rank.begin() + rank) continue;
+    all_equal = all_equal && rank == 0;
+    for (Violation& v : Verify(plan)) {
+      interpretable = interpretable && v.rule != Rule::kReference;
+      v.message = fmt::format("rank {}: {}", rank, v.message);
+      violations.push_back(std::move(v));
+    }
+  }
+  // The same program on every rank meets itself in every collective.
+  if (all_equal || !interpretable) return violations;
+  const verifier::RankPrograms programs(plans_by_rank);
+  std::vector<verifier::RankViolation> found = verifier::CompareOrders(programs);
+  // What ranks in disagreement do is undefined; whether they hang is no question on top of that.
+  if (found.empty()) found = verifier::FindDeadlock(programs);
+  for (verifier::RankViolation& v : found) {
+    v.violation.message = fmt::format("rank {}: {}", v.rank, v.violation.message);
+    violations.push_back(std::move(v.violation));
+  }
+  return violations;
 }
 
 std::string Explain(const Plan& plan, const Violation& violation) {

@@ -186,18 +186,18 @@ void Interpreter::RunUnshard(const Instruction& i, Position at) {
 }
 
 void Interpreter::RunGradient(const Instruction& i, Position at) {
+  // A cast to the same dtype with no memory of its own is a view: a second name, no work.
+  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) && !memory_.IsAlive(i.dst) &&
+      plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
+    memory_.MakeAlias(i.dst, i.src);
+    return;
+  }
   const Work work = Issue(i, at);
   const bool readable = memory_.Read(i.src, work);
   if (i.kind == InstructionKind::kGradScale || i.kind == InstructionKind::kAllReduce) {  // in place
     if (!readable) return;
     memory_.Write(i.src, work);
     gradients_.Change(i, at);
-    return;
-  }
-  const bool is_view = i.kind == InstructionKind::kGradCast && readable && !memory_.IsAlive(i.dst) &&
-                       plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype;
-  if (is_view) {
-    memory_.MakeAlias(i.dst, i.src);
     return;
   }
   const bool adds = i.kind == InstructionKind::kGradAccumulate && memory_.IsAlive(i.dst) &&

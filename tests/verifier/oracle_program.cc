@@ -1,0 +1,291 @@
+#include "tests/verifier/oracle_program.h"
+
+#include <cmath>
+#include <map>
+#include <utility>
+
+namespace shardplan::test {
+namespace {
+
+// A gradient as a sum: contribution -> coefficient, and the communicators that it was summed over.
+struct Sum {
+  std::map<int, double> terms;
+  std::set<CommunicatorId> reduced;
+  bool operator==(const Sum&) const = default;
+};
+
+enum class Filled : std::uint8_t { kNo, kSlot, kYes };
+
+class Reader {
+ public:
+  explicit Reader(const Plan& plan) : plan_(plan) {
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+      if (!plan.buffers[b].persistent) continue;
+      const int instance = NewInstance(static_cast<BufferId>(b), -1);
+      alive_[static_cast<BufferId>(b)] = instance;
+      filled_[instance] = Filled::kYes;
+    }
+  }
+
+  Program Read() {
+    const std::size_t steady = static_cast<std::size_t>(plan_.steady_step);
+    for (std::size_t s = 0; s < steady; ++s) ReadStep(plan_.steps[s]);
+    const State before = Now();
+    for (std::size_t s = steady; s < plan_.steps.size(); ++s) ReadStep(plan_.steps[s]);
+    if (Now() != before) Problem("not_steady");
+    used_.clear();
+    for (std::size_t s = steady; s < plan_.steps.size(); ++s) ReadStep(plan_.steps[s]);
+    for (const auto& [buffer, instance] : alive_) {
+      if (!plan_.buffers[buffer].persistent && !used_.contains(instance)) Problem("alive_for_nothing");
+    }
+    return std::move(program_);
+  }
+
+ private:
+  // What has to be the same before and after the steps that repeat.
+  struct State {
+    std::map<BufferId, std::pair<Filled, std::size_t>> buffers;  // and how many gradients are in it
+    std::map<UnitId, BufferId> bound;
+    bool operator==(const State&) const = default;
+  };
+  State Now() const {
+    State state;
+    for (const auto& [buffer, instance] : alive_) {
+      const auto sum = sums_.find(instance);
+      const std::size_t gradients = sum == sums_.end() ? 0 : sum->second.terms.size();
+      state.buffers[buffer] = {filled_.at(instance), gradients};
+    }
+    for (const auto& [unit, instance] : bound_) state.bound[unit] = program_.instances[instance].buffer;
+    return state;
+  }
+
+  void Problem(const std::string& what) { program_.problems.insert(what); }
+
+  int NewInstance(BufferId buffer, StreamId pool) {
+    program_.instances.push_back({buffer, pool});
+    const int instance = static_cast<int>(program_.instances.size()) - 1;
+    filled_[instance] = Filled::kNo;
+    return instance;
+  }
+
+  int Use(BufferId buffer) {  // -1 where it is not alive
+    const auto found = alive_.find(buffer);
+    if (found != alive_.end()) return found->second;
+    Problem("used_while_not_alive");
+    return -1;
+  }
+
+  void ReadStep(const PlanStep& step) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) ReadInstruction(i);
+    }
+  }
+
+  void ReadInstruction(const Instruction& i) {
+    using enum InstructionKind;
+    switch (i.kind) {
+      case kCompute:
+        return Compute(i);
+      case kAllocate:
+        return Allocate(i.dst, i.stream);
+      case kFree:
+        return Free(i.src, i.safe_after);
+      case kBindUnsharded:
+        if (const int instance = Use(i.src); instance >= 0) {
+          if (filled_[instance] != Filled::kYes) Problem("bound_before_unsharded");
+          bound_[i.unit] = instance;
+        } else {
+          bound_.erase(i.unit);
+        }
+        return;
+      case kBindSharded:
+        Use(i.src);
+        bound_.erase(i.unit);
+        return;
+      case kRecord:
+        latest_[i.event] = records_;
+        program_.items.push_back({.kind = Item::Kind::kRecord, .stream = i.stream, .record = records_++});
+        return;
+      case kWait:
+      case kHostWait:
+        if (!latest_.contains(i.event)) return Problem("wait_before_record");
+        program_.items.push_back({.kind = i.kind == kWait ? Item::Kind::kWait : Item::Kind::kHostWait,
+                                  .stream = i.stream,
+                                  .record = latest_[i.event]});
+        return;
+      case kOptimizerStep:
+        return OptimizerStep(i);
+      case kZeroGrad:
+        for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+          const BufferId buffer = static_cast<BufferId>(b);
+          if (plan_.buffers[b].role == BufferRole::kGradSharded && alive_.contains(buffer)) Free(buffer, {});
+        }
+        made_.clear();
+        return;
+      default:
+        return Move(i);
+    }
+  }
+
+  void Allocate(BufferId buffer, StreamId stream) {
+    if (alive_.contains(buffer)) return Problem("allocated_twice");
+    alive_[buffer] = NewInstance(buffer, stream);
+    program_.items.push_back({.kind = Item::Kind::kAllocate, .instance = alive_[buffer]});
+  }
+
+  void Free(BufferId buffer, const std::vector<StreamId>& safe_after) {
+    const int instance = Use(buffer);
+    if (instance < 0) return;
+    for (const auto& [unit, bound] : bound_) {
+      if (bound == instance) Problem("freed_while_bound");
+    }
+    alive_.erase(buffer);
+    for (const auto& [other, shared] : alive_) {
+      if (shared == instance) return;  // another name keeps it
+    }
+    program_.items.push_back({.kind = Item::Kind::kFree, .instance = instance, .safe_after = safe_after});
+  }
+
+  void AddWork(StreamId stream, std::vector<int> reads, std::vector<int> writes) {
+    for (const int instance : reads) {
+      if (filled_[instance] == Filled::kNo) Problem("read_unwritten");
+    }
+    used_.insert(reads.begin(), reads.end());
+    used_.insert(writes.begin(), writes.end());
+    for (const int instance : writes) filled_[instance] = Filled::kYes;
+    program_.items.push_back({.kind = Item::Kind::kWork,
+                              .stream = stream,
+                              .reads = std::move(reads),
+                              .writes = std::move(writes)});
+  }
+
+  void Compute(const Instruction& i) {
+    // The model's own tensors: allocated, used and freed by the compute itself.
+    const int own = NewInstance(-1, i.stream);
+    program_.items.push_back({.kind = Item::Kind::kAllocate, .instance = own});
+    std::vector<int> reads;
+    std::vector<int> writes = {own};
+    const Segment& segment = plan_.segments[i.segment];
+    for (const UnitId unit : segment.reads) {
+      if (!bound_.contains(unit)) {
+        Problem("read_sharded_parameters");
+        continue;
+      }
+      reads.push_back(bound_[unit]);
+    }
+    for (const SegmentGrad& grad : segment.grads) {
+      const BufferId buffer = GradBuffer(grad);
+      if (!alive_.contains(buffer)) Allocate(buffer, i.stream);
+      const int instance = alive_[buffer];
+      if (filled_[instance] == Filled::kYes) reads.push_back(instance);  // adds to it
+      writes.push_back(instance);
+      made_[contributions_] = grad;
+      sums_[instance].terms[contributions_++] = 1.0;
+    }
+    AddWork(i.stream, std::move(reads), std::move(writes));
+    program_.items.push_back({.kind = Item::Kind::kFree, .instance = own});
+  }
+
+  BufferId GradBuffer(const SegmentGrad& grad) const {
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      const Buffer& buffer = plan_.buffers[b];
+      if (buffer.role == BufferRole::kGradUnsharded && buffer.unit == grad.unit)
+        return static_cast<BufferId>(b);
+    }
+    return -1;
+  }
+
+  void Move(const Instruction& i) {
+    using enum InstructionKind;
+    const int src = Use(i.src);
+    if (src < 0) return;
+    if (i.kind == kGradCast && !alive_.contains(i.dst) &&
+        plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
+      alive_[i.dst] = src;  // a view
+      return;
+    }
+    const int dst = i.kind == kAllReduce || i.kind == kGradScale ? src : Use(i.dst);
+    if (dst < 0) return;
+    const bool own_slot = i.kind == kAllGather && src == dst;
+    if (filled_[src] == Filled::kSlot && !own_slot) Problem("read_own_slot_only");
+    std::vector<int> reads = {src};
+    const bool adds = i.kind == kGradAccumulate && filled_[dst] == Filled::kYes;
+    if (adds) reads.push_back(dst);
+    AddWork(i.stream, std::move(reads), {dst});
+    if (i.kind == kCopyIn && plan_.buffers[i.dst].role == BufferRole::kAllGatherOutput)
+      filled_[dst] = Filled::kSlot;
+    MoveSum(i, src, dst, adds);
+  }
+
+  void MoveSum(const Instruction& i, int src, int dst, bool adds) {
+    using enum InstructionKind;
+    Sum sum = sums_[src];
+    double factor = i.kind == kGradScale ? 1.0 / i.divisor : 1.0;
+    if (i.kind == kReduceScatter || i.kind == kAllReduce) {
+      if (!sum.reduced.insert(i.communicator).second && !sum.terms.empty()) Problem("reduced_twice");
+      const auto size = static_cast<double>(plan_.communicators[i.communicator].size);
+      if (i.reduce_op == ReduceOp::kAverage) factor = 1.0 / size;
+    }
+    for (auto& [term, coefficient] : sum.terms) coefficient *= factor;
+    if (adds) {
+      if (sum.reduced != sums_[dst].reduced) Problem("adds_unlike_gradients");
+      for (const auto& [term, coefficient] : sums_[dst].terms) sum.terms[term] += coefficient;
+    }
+    sums_[dst] = std::move(sum);
+  }
+
+  // Each gradient made since the last zero_grad has to be there once, summed over all ranks and divided
+  // right.
+  void OptimizerStep(const Instruction& i) {
+    std::vector<int> reads, writes;
+    Sum all;
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      bool has_grad = false;
+      for (const auto& [buffer, instance] : alive_) {
+        const Buffer& b = plan_.buffers[buffer];
+        if (b.role != BufferRole::kGradSharded || b.unit != static_cast<UnitId>(u)) continue;
+        has_grad = true;
+        reads.push_back(instance);
+        const Unit& unit = plan_.units[u];
+        std::set<CommunicatorId> needed = {unit.shard_communicator};
+        if (unit.replicate_communicator >= 0) needed.insert(unit.replicate_communicator);
+        if (!sums_[instance].terms.empty() && sums_[instance].reduced != needed) Problem("not_reduced");
+        for (const auto& [term, coefficient] : sums_[instance].terms) all.terms[term] += coefficient;
+      }
+      if (!has_grad) continue;
+      for (const auto& [buffer, instance] : alive_) {
+        const Buffer& b = plan_.buffers[buffer];
+        if (b.unit != static_cast<UnitId>(u)) continue;
+        if (b.role != BufferRole::kParamSharded && b.role != BufferRole::kOptimizerState) continue;
+        if (filled_[instance] == Filled::kYes) reads.push_back(instance);
+        writes.push_back(instance);
+      }
+    }
+    for (const auto& [contribution, grad] : made_) {
+      if (!all.terms.contains(contribution)) Problem("lost_gradient");
+    }
+    for (const auto& [contribution, coefficient] : all.terms) {
+      if (!made_.contains(contribution)) Problem("stale_gradient");
+      if (std::abs(coefficient * static_cast<double>(plan_.world_size) - 1) > 1e-6) Problem("wrong_division");
+    }
+    AddWork(i.stream, std::move(reads), std::move(writes));
+  }
+
+  const Plan& plan_;
+  Program program_;
+  std::map<BufferId, int> alive_;  // buffer -> instance
+  std::map<int, Filled> filled_;
+  std::map<int, Sum> sums_;
+  std::map<UnitId, int> bound_;
+  std::map<EventId, int> latest_;
+  std::map<int, SegmentGrad> made_;  // contributions since the last zero_grad
+  std::set<int> used_;               // instances, since the steps that repeat began again
+  int contributions_ = 0;
+  int records_ = 0;
+};
+
+}  // namespace
+
+Program ReadInHostOrder(const Plan& plan) { return Reader(plan).Read(); }
+
+}  // namespace shardplan::test

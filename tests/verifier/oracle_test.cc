@@ -1,0 +1,123 @@
+// The verifier against the oracle, on good plans with things removed, swapped or doubled, and on random
+// changes.
+#include "tests/verifier/oracle.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <iostream>
+#include <map>
+#include <random>
+#include <string>
+
+#include "shardplan/schemas/verifier.h"
+#include "tests/support/small_plans.h"
+#include "tests/verifier/mutations.h"
+
+namespace shardplan {
+namespace {
+
+using test::AskOracle;
+using test::OracleVerdict;
+
+std::string Explained(const Plan& plan, const std::vector<Violation>& violations) {
+  std::string text;
+  for (const Violation& v : violations) text += Explain(plan, v);
+  return text;
+}
+
+std::string Text(const OracleVerdict& verdict) {
+  if (!verdict.problem.empty()) return verdict.problem;
+  if (verdict.wrong_value) return "wrong value";
+  return verdict.race ? "race" : "good";
+}
+
+// Rules that forbid more than what can go wrong in this plan, and why that is right.
+bool IsAllowedToBeStricter(Rule rule) {
+  return rule == Rule::kGradNotReduced;  // a gradient taken twice into the same place: work for nothing
+}
+
+class Tally {
+ public:
+  void Compare(const Plan& plan, const std::string& what) {
+    const std::vector<Violation> violations = Verify(plan);
+    const OracleVerdict verdict = AskOracle(plan);
+    if (!verdict.complete) {
+      ++given_up_;
+      return;
+    }
+    ++plans_;
+    states_ += verdict.states;
+    ++verdicts_[Text(verdict)];
+    if (violations.empty() == verdict.IsGood()) {
+      ++agreed_;
+      return;
+    }
+    // Soundness: what the verifier accepts never goes wrong.
+    ASSERT_FALSE(violations.empty()) << what << ": accepted, but the oracle says: " << Text(verdict);
+    for (const Violation& v : violations) {
+      ASSERT_TRUE(IsAllowedToBeStricter(v.rule)) << what << ": the oracle finds nothing wrong\n"
+                                                 << Explained(plan, violations);
+      ++stricter_[std::string(Name(v.rule))];
+    }
+  }
+
+  void Print() const {
+    std::cout << plans_ << " plans, " << states_ << " states, agreed on " << agreed_ << ", given up "
+              << given_up_ << '\n';
+    for (const auto& [verdict, count] : verdicts_)
+      std::cout << "  oracle: " << verdict << ": " << count << '\n';
+    for (const auto& [rule, count] : stricter_) std::cout << "  stricter: " << rule << ": " << count << '\n';
+  }
+
+  int plans() const { return plans_; }
+  int agreed() const { return agreed_; }
+  int given_up() const { return given_up_; }
+
+ private:
+  int plans_ = 0, agreed_ = 0, given_up_ = 0;
+  std::int64_t states_ = 0;
+  std::map<std::string, int> verdicts_, stricter_;
+};
+
+TEST(Oracle, FindsNothingWrongWithGoodPlans) {
+  for (int bits = 0; bits < 32; ++bits) {
+    test::SmallPlanOptions options;
+    options.units = 2;
+    options.replicas = (bits & 1) != 0 ? 2 : 1;
+    options.mixed_precision = (bits & 2) != 0;
+    options.reshard_after_forward = (bits & 4) != 0;
+    options.bf16_reduce = (bits & 8) != 0;
+    options.microbatches = (bits & 16) != 0 ? 2 : 1;
+    const OracleVerdict verdict = AskOracle(test::Fsdp2LikePlan(options));
+    EXPECT_TRUE(verdict.complete);
+    EXPECT_EQ(Text(verdict), "good") << bits;
+  }
+}
+
+TEST(Oracle, AgreesOnEveryInstructionRemovedSwappedOrDoubled) {
+  Tally tally;
+  for (const int bits : {0, 1, 6, 15}) {
+    test::SmallPlanOptions options;
+    options.units = 2;
+    options.replicas = (bits & 1) != 0 ? 2 : 1;
+    options.mixed_precision = (bits & 2) != 0;
+    options.reshard_after_forward = (bits & 4) == 0;
+    options.bf16_reduce = (bits & 8) != 0;
+    const Plan good = test::Fsdp2LikePlan(options);
+    for (const test::Spot spot : test::AllSpots(good)) {
+      const std::string what = "options " + std::to_string(bits) + ", step " + std::to_string(spot.step) +
+                               ", trigger " + std::to_string(spot.trigger) + ", instruction " +
+                               std::to_string(spot.instruction);
+      tally.Compare(test::Without(good, spot), "removed: " + what);
+      tally.Compare(test::Swapped(good, spot), "swapped: " + what);
+      tally.Compare(test::Doubled(good, spot), "doubled: " + what);
+      if (HasFatalFailure()) return;
+    }
+  }
+  tally.Print();
+  EXPECT_EQ(tally.given_up(), 0);
+}
+
+}  // namespace
+}  // namespace shardplan
