@@ -40,8 +40,9 @@ struct StreamState {
 
 class StepRunner {
  public:
-  StepRunner(const EngineProgram& program, const EngineStep& step, EngineTimeline* timeline)
-      : program_(program), step_(step), timeline_(timeline) {
+  StepRunner(const EngineProgram& program, const EngineStep& step, EngineTimeline* timeline,
+             const RunOptions& options)
+      : program_(program), step_(step), timeline_(timeline), options_(options) {
     const auto streams = static_cast<std::size_t>(program.streams);
     streams_.resize(streams);
     for (std::size_t s = 0; s < streams; ++s) streams_[s].head = step.first_in_stream[s];
@@ -65,6 +66,10 @@ class StepRunner {
     const std::int32_t count = static_cast<std::int32_t>(step_.code.size());
     for (std::int32_t i = 0; i < count; ++i) {
       const EngineInstruction& instruction = step_.code[Index(i)];
+      if (options_.synchronize_phases && i > 0 && step_.code[Index(i - 1)].phase != instruction.phase) {
+        RunUntil(-1);
+        host_ns = std::max(host_ns, now_ns_);
+      }
       const std::int64_t start_ns = host_ns;
       host_ns += instruction.host_ns.value * HostRepeats(instruction);
       result_.host_busy_ns.value += host_ns - start_ns;
@@ -77,10 +82,9 @@ class StepRunner {
         host_ns = std::max(host_ns, slots_[Index(instruction.operand)].time_ns);
       }
       if (timeline_ != nullptr) AddHostSpan(i, instruction, start_ns, host_ns);
-      if (step_.phases.size() > 0) {
-        auto& phase_end = result_.phase_end_ns[instruction.phase];
-        if (step_.phases[instruction.phase] != Phase::kForward)
-          phase_end.value = std::max(phase_end.value, host_ns);
+      auto& phase_end = result_.phase_end_ns[instruction.phase];
+      if (step_.phases[instruction.phase] != Phase::kForward) {
+        phase_end.value = std::max(phase_end.value, host_ns);
       }
     }
     RunUntil(-1);
@@ -387,6 +391,7 @@ class StepRunner {
   const EngineProgram& program_;
   const EngineStep& step_;
   EngineTimeline* timeline_;
+  const RunOptions options_;
   EngineResult result_;
   std::vector<StreamState> streams_;
   std::vector<std::int64_t> issued_ns_;
@@ -405,8 +410,9 @@ class StepRunner {
 
 }  // namespace
 
-Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline) {
-  return StepRunner(program, program.steps[static_cast<std::size_t>(step)], timeline).Run();
+Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
+                             const RunOptions& options) {
+  return StepRunner(program, program.steps[static_cast<std::size_t>(step)], timeline, options).Run();
 }
 
 }  // namespace shardplan

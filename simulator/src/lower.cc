@@ -272,10 +272,10 @@ class Lowering {
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
     lowered.host_ns = cluster_.host.operator_issue_ns;
-    // Whose time it is: the unit whose parameters it reads, the innermost (last called) when there are
-    // several.
-    if (instruction.unit < 0 && !segment.reads.empty() && In(segment.reads.front(), plan_.units.size())) {
-      lowered.unit = static_cast<std::int16_t>(segment.reads.front());
+    // Whose time it is: the unit whose parameters it reads. The trigger before it may be another unit's.
+    if (!segment.reads.empty()) {
+      const UnitId reader = segment.reads.front();
+      lowered.unit = In(reader, plan_.units.size()) ? static_cast<std::int16_t>(reader) : std::int16_t{-1};
     }
   }
 

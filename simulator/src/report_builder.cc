@@ -27,8 +27,11 @@ std::string_view CollectiveName(CollectiveKind kind) {
   return "";
 }
 
-// Time of forward, backward and optimizer: from the end of the phase before (or the step's begin) to its own
-// end. They sum to the step.
+// [Note: the times of the passes]
+// Forward, backward and optimizer are what a stopwatch shows that synchronises with the device at their
+// borders: each pass begins on an idle device. The step itself has no such borders: the host runs ahead, and
+// the first all-gather of the backward is in flight while the forward still computes. So the step can be
+// shorter than the sum of the passes.
 void FillPhases(const EngineStep& step, const EngineResult& result, Report& report) {
   Nanoseconds from;
   for (std::size_t p = 0; p < step.phases.size(); ++p) {
@@ -214,7 +217,8 @@ ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, std::size_t
 }
 
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
-                   const EngineResult& result, const MemoryProfile& memory) {
+                   const EngineResult& result, const EngineResult& synchronized,
+                   const MemoryProfile& memory) {
   const std::size_t last = program.steps.size() - 1;
   const EngineStep& step = program.steps[last];
   Report report;
@@ -223,7 +227,7 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
   report.cluster = cluster.name;
   report.world_size = plan.world_size;
   report.step_ns = result.end_ns;
-  FillPhases(step, result, report);
+  FillPhases(step, synchronized, report);
   report.compute_ns = result.compute_ns;
   report.communication_ns = result.communication_ns;
   report.exposed_communication_ns = result.exposed_ns;

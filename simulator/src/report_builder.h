@@ -10,9 +10,9 @@
 
 namespace shardplan::internal {
 
-// `result` is that of the last step.
+// `result` is that of the last step, `synchronized` that of the same step with synchronize_phases.
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
-                   const EngineResult& result, const MemoryProfile& memory);
+                   const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory);
 
 // "layers.0", "(root)" for "", "" for -1.
 std::string UnitText(const Plan& plan, UnitId unit);

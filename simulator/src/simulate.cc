@@ -119,9 +119,15 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     }
     offset += last.end_ns;
   }
+  const auto last_step = static_cast<std::int32_t>(program->steps.size()) - 1;
+  Result<EngineResult> synchronized = RunStep(*program, last_step, nullptr, {.synchronize_phases = true});
+  if (!synchronized) {
+    return std::unexpected(
+        Located(synchronized.error(), plan, program->steps[static_cast<std::size_t>(last_step)], last_step));
+  }
   MemoryProfile memory = ProfileMemory(plan, memory_options);
   simulation.memory = std::move(memory.samples);
-  simulation.report = internal::BuildReport(plan, cluster, *program, last, memory);
+  simulation.report = internal::BuildReport(plan, cluster, *program, last, *synchronized, memory);
   simulation.report.plan_digest = options.plan_digest;
   return simulation;
 }

@@ -62,7 +62,9 @@ struct Report {
   std::string plan_digest;
   std::int64_t world_size = 1;
   Nanoseconds step_ns;
-  Nanoseconds forward_ns;  // step begin to the last forward segment's end (loss included)
+  // Each pass timed alone, from an idle device (loss in the forward). The step can be shorter than their sum: it does
+  // not synchronise between them.
+  Nanoseconds forward_ns;
   Nanoseconds backward_ns;
   Nanoseconds optimizer_ns;
   Nanoseconds compute_ns;                // compute engine busy

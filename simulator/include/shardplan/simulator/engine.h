@@ -154,8 +154,14 @@ struct EngineTimeline {
   std::vector<Nanoseconds> host_start_ns;  // when the host began each instruction of the code
 };
 
+struct RunOptions {
+  // The host waits for the device before each phase begins, as one does to time forward and backward apart.
+  bool synchronize_phases = false;
+};
+
 // Runs one step from an idle machine. `timeline` may be null (faster). kNegative: a wait can never finish;
 // the message names the instruction's index in the code as "/code/N".
-Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline);
+Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
+                             const RunOptions& options = {});
 
 }  // namespace shardplan
