@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "shardplan/executor/collectives.h"
@@ -31,12 +32,23 @@ struct TriggerKey {
   bool operator==(const TriggerKey&) const = default;
 };
 
+// Where a segment's gradient of one parameter goes: part `part` of a grad_unsharded buffer. `adds`: the part
+// already holds a gradient of this parameter, to which the new one is added.
+struct GradTarget {
+  BufferId buffer = -1;
+  std::int32_t part = 0;
+  UnitId unit = -1;
+  std::int32_t parameter = -1;
+  bool adds = false;
+};
+
 // What a compute instruction asks for.
 struct ComputeCall {
   SegmentId segment = -1;
   std::int32_t microbatch = 0;
   StreamId stream = 0;
-  std::int64_t step = 0;  // steps completed before this one
+  std::int64_t step = 0;              // steps completed before this one
+  std::span<const GradTarget> grads;  // in the order of Segment::grads; empty for a model that runs itself
 };
 
 // What the engine wants from whatever computes. Every function has a default that does nothing. They are
@@ -103,8 +115,10 @@ class Engine {
   // The next trigger. A host that learns of points in an order of its own (the final callback of a backward,
   // several output tensors of a unit) can ask here.
   const TriggerKey& Expected() const;
-  // Steps completed, and the index into plan.steps of the one under way (or about to begin).
+  // Steps completed, instructions issued since the engine was made, and the index into plan.steps of the one
+  // under way (or about to begin).
   std::int64_t steps_completed() const;
+  std::int64_t instructions_issued() const;
   std::int32_t step_index() const;
   // True before the first trigger of a step.
   bool AtStepBegin() const;

@@ -4,12 +4,14 @@
 // the ranks issue differently, or a wait that never ends, an error.
 //
 // [Note: how adversarial]
-// A free puts a poisoning into the queue of the stream that the memory was allocated on, as its next owner's
-// first write would be; so does an allocation. A collective reads its input and writes its output at
-// different times. For a seed, some streams are preferred over others for long stretches, so that a stream
-// may lag arbitrarily far behind, and the hosts run ahead of the work by an amount that the seed decides.
+// A freed block is poisoned by the first use of whatever is allocated next from its stream's pool, wherever
+// that use runs: the earliest moment at which a caching allocator's next owner could overwrite it. New memory
+// is poisoned as well. A collective reads its inputs and writes its outputs at different times. For a seed,
+// some streams are preferred over others for long stretches, so that a stream may lag arbitrarily far behind,
+// and the hosts run ahead of the work by an amount that the seed decides.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,6 +20,7 @@
 
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/device.h"
+#include "shardplan/executor/engine.h"
 
 namespace shardplan::executor {
 
@@ -33,8 +36,9 @@ class VirtualMachine {
   // Memory of a buffer's part, valid until it is freed; empty while not alive. Elements are of the buffer's
   // dtype.
   virtual std::span<std::byte> Memory(std::int64_t rank, BufferId buffer, std::int32_t part) = 0;
-  // The model's own work: runs in stream order.
-  virtual void Enqueue(std::int64_t rank, StreamId stream, std::function<void()> work) = 0;
+  // The model's own work: runs in stream order. `uses`: the buffers whose memory it touches.
+  virtual void Enqueue(std::int64_t rank, StreamId stream, std::span<const BufferId> uses,
+                       std::function<void()> work) = 0;
 
   // Runs one piece of work that can run. False: none can. kNegative: ranks issued different collectives on a
   // communicator.
@@ -44,5 +48,11 @@ class VirtualMachine {
   // A number in [0, n) from the machine's seed: for hosts that choose whom to advance.
   virtual std::uint64_t Random(std::uint64_t n) = 0;
 };
+
+// Runs `steps` steps of the plan on all ranks, engines[r] being rank r's (made on the machine's devices): the
+// hosts fire the plan's triggers in order, interleaved with each other and with the streams' work as the seed
+// decides, and everything is drained at the end. kNegative: a deadlock, or ranks issued different
+// collectives.
+Status ReplayOnVirtual(VirtualMachine& machine, std::span<Engine* const> engines, std::int64_t steps);
 
 }  // namespace shardplan::executor

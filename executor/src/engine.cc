@@ -1,0 +1,407 @@
+#include "shardplan/executor/engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "program.h"
+#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/plan_text.h"
+
+namespace shardplan::executor {
+namespace {
+
+std::string Describe(const Plan& plan, const TriggerKey& key) {
+  Trigger trigger;
+  trigger.kind = key.kind;
+  trigger.unit = key.unit >= 0 && key.unit < std::ssize(plan.units) ? key.unit : -1;
+  trigger.microbatch = key.microbatch;
+  return shardplan::Describe(plan, trigger);
+}
+
+}  // namespace
+
+class Engine::Impl {
+ public:
+  Impl(const Plan& plan, Program program, Device& device, Collectives& collectives, Model* model)
+      : plan_(plan),
+        program_(std::move(program)),
+        device_(device),
+        collectives_(collectives),
+        model_(model),
+        model_runs_itself_(model != nullptr && model->RunsItself()),
+        alive_(plan.buffers.size(), 0),
+        filled_(plan.buffers.size(), 0),
+        grads_made_(plan.buffers.size()),
+        segment_grads_(plan.segments.size()) {
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) alive_[b] = filled_[b] = plan.buffers[b].persistent;
+    ResolveSegmentGrads();
+  }
+
+  Status Begin(const TriggerKey& key);
+  Result<bool> Advance();
+  std::string Where() const;
+  void Abort(const std::string& reason);
+
+  Status Prepare(std::int64_t rank);
+  const TriggerKey& Expected() const { return program_.triggers[trigger_].key; }
+  std::int64_t steps_completed() const { return steps_completed_; }
+  std::int64_t instructions_issued() const { return instructions_issued_; }
+  std::int32_t step_index() const { return program_.triggers[trigger_].step; }
+  bool AtStepBegin() const { return !in_trigger_ && program_.triggers[trigger_].trigger == 0; }
+  void SetObserver(Observer* observer) { observer_ = observer; }
+
+ private:
+  void ResolveSegmentGrads();
+  Status Run(const Op& op, bool& blocked);
+  Status RunMemory(const Op& op);
+  Status RunMove(const Op& op);
+  Status RunModel(const Op& op);
+  Status RunOrder(const Op& op, bool& blocked);
+  Status Compute(const Op& op);
+  Status MakeGradient(GradTarget& target, StreamId stream);
+  Status ZeroGrad(UnitId unit);
+  Status RequireAlive(BufferId buffer) const;
+  Status Fail(Error error);
+  const Instruction& CurrentInstruction() const;
+  void EndTrigger();
+
+  const Plan& plan_;
+  const Program program_;
+  Device& device_;
+  Collectives& collectives_;
+  Model* const model_;
+  const bool model_runs_itself_;
+  Observer* observer_ = nullptr;
+
+  std::int32_t trigger_ = 0;  // the next one, or the one under way
+  std::int32_t op_ = 0;       // the next one in it
+  bool in_trigger_ = false;
+  bool op_begun_ = false;  // a host wait that has not returned yet
+  std::int64_t steps_completed_ = 0;
+  std::int64_t instructions_issued_ = 0;
+  std::optional<Error> failure_;
+
+  std::vector<std::uint8_t> alive_;                    // by buffer
+  std::vector<std::uint8_t> filled_;                   // something was written since it was allocated
+  std::vector<std::vector<std::uint8_t>> grads_made_;  // grad_unsharded: by parameter of the unit
+  std::vector<std::vector<std::vector<GradTarget>>>
+      segment_grads_;                // by segment and gradient: the candidates
+  std::vector<GradTarget> targets_;  // of the compute instruction under way
+};
+
+// A parameter's gradient may have several buffers (a step in which others of its unit get none has a buffer
+// of its own): whichever is alive, else the first.
+void Engine::Impl::ResolveSegmentGrads() {
+  std::vector<std::vector<std::vector<GradTarget>>> candidates(plan_.units.size());
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) candidates[u].resize(plan_.units[u].parameters.size());
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    if (buffer.role != BufferRole::kGradUnsharded || buffer.unit < 0) continue;
+    grads_made_[b].resize(plan_.units[buffer.unit].parameters.size());
+    const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const bool joined = buffer.parts_bytes.size() == 1;
+      candidates[buffer.unit][parameters[i]].push_back({static_cast<BufferId>(b),
+                                                        joined ? 0 : static_cast<std::int32_t>(i),
+                                                        buffer.unit, parameters[i], false});
+    }
+  }
+  for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
+    for (const SegmentGrad& grad : plan_.segments[s].grads) {
+      segment_grads_[s].push_back(candidates[grad.unit][grad.parameter]);
+    }
+  }
+}
+
+Status Engine::Impl::Prepare(std::int64_t rank) {
+  if (Status status = device_.Prepare(plan_); !status) return status;
+  if (Status status = collectives_.Prepare(plan_, rank); !status) return status;
+  for (const CopySpec& copy : program_.copies) {
+    if (Result<CopyId> id = device_.PrepareCopy(copy); !id) return std::unexpected(id.error());
+  }
+  for (const CollectiveSpec& collective : program_.collectives) {
+    if (Result<CollectiveId> id = collectives_.PrepareCollective(collective); !id) {
+      return std::unexpected(id.error());
+    }
+  }
+  return {};
+}
+
+const Instruction& Engine::Impl::CurrentInstruction() const {
+  const ProgramTrigger& trigger = program_.triggers[trigger_];
+  return plan_.steps[trigger.step].triggers[trigger.trigger].instructions[op_];
+}
+
+std::string Engine::Impl::Where() const {
+  const ProgramTrigger& trigger = program_.triggers[trigger_];
+  const std::string at = fmt::format("step {}, {}", steps_completed_, Describe(plan_, trigger.key));
+  if (!in_trigger_) return fmt::format("before {}", at);
+  if (op_ >= trigger.count) return at;
+  return fmt::format("{}, instruction {}: {}", at, op_, shardplan::Describe(plan_, CurrentInstruction()));
+}
+
+Status Engine::Impl::Fail(Error error) {
+  error.message = fmt::format("{} (at {})", error.message, Where());
+  failure_ = std::move(error);
+  collectives_.Abort(failure_->message);
+  return std::unexpected(*failure_);
+}
+
+void Engine::Impl::Abort(const std::string& reason) {
+  if (!failure_) (void)Fail(Error{ErrorCode::kEnvironment, reason, {}, {}, {}, {}});
+}
+
+Status Engine::Impl::Begin(const TriggerKey& key) {
+  if (failure_) [[unlikely]] {
+    return std::unexpected(*failure_);
+  }
+  const ProgramTrigger& expected = program_.triggers[trigger_];
+  if (in_trigger_) return MakeError(ErrorCode::kUsage, "a trigger is fired inside another one: " + Where());
+  if (!(key == expected.key)) [[unlikely]] {
+    Error error = {ErrorCode::kNegative, "the model deviates from the plan", {}, {}, {}, {}};
+    error.pointer = fmt::format("/steps/{}/triggers/{}", expected.step, expected.trigger);
+    error.found = Describe(plan_, key);
+    error.expected = Describe(plan_, expected.key);
+    return Fail(std::move(error));
+  }
+  in_trigger_ = true;
+  op_ = 0;
+  if (expected.count == 0) EndTrigger();
+  return {};
+}
+
+void Engine::Impl::EndTrigger() {
+  in_trigger_ = false;
+  op_ = 0;
+  const std::int32_t step = program_.triggers[trigger_].step;
+  ++trigger_;
+  if (trigger_ < program_.step_begin[step + 1]) return;
+  ++steps_completed_;
+  const bool last = step + 1 == std::ssize(plan_.steps);
+  trigger_ = program_.step_begin[last ? plan_.steady_step : step + 1];
+}
+
+Result<bool> Engine::Impl::Advance() {
+  if (failure_) [[unlikely]] {
+    return std::unexpected(*failure_);
+  }
+  if (!in_trigger_) return true;
+  const ProgramTrigger& trigger = program_.triggers[trigger_];
+  if (observer_ != nullptr && !op_begun_) observer_->BeforeInstruction(CurrentInstruction());
+  op_begun_ = true;
+  bool blocked = false;
+  if (Status status = Run(program_.ops[trigger.first + op_], blocked); !status) [[unlikely]] {
+    return std::unexpected(Fail(std::move(status.error())).error());
+  }
+  if (blocked) return false;
+  op_begun_ = false;
+  ++instructions_issued_;
+  if (observer_ != nullptr) observer_->AfterInstruction(CurrentInstruction());
+  if (++op_ < trigger.count) return false;
+  EndTrigger();
+  return true;
+}
+
+Status Engine::Impl::RequireAlive(BufferId buffer) const {
+  if (alive_[buffer]) [[likely]] {
+    return {};
+  }
+  return MakeError(ErrorCode::kBadInput,
+                   fmt::format("{} is used while it is not allocated", plan_.buffers[buffer].name));
+}
+
+Status Engine::Impl::Run(const Op& op, bool& blocked) {
+  switch (op.code) {
+    case OpCode::kNothing:
+      return {};
+    case OpCode::kAllocate:
+    case OpCode::kFree:
+    case OpCode::kDropGradients:
+      return RunMemory(op);
+    case OpCode::kCopy:
+    case OpCode::kGradCast:
+    case OpCode::kAccumulate:
+    case OpCode::kCollective:
+    case OpCode::kScale:
+      return RunMove(op);
+    case OpCode::kRecord:
+    case OpCode::kWait:
+    case OpCode::kHostWait:
+      return RunOrder(op, blocked);
+    default:
+      return RunModel(op);
+  }
+}
+
+Status Engine::Impl::RunMemory(const Op& op) {
+  const BufferId buffer = op.a;
+  if (op.code == OpCode::kAllocate) {
+    if (alive_[buffer]) {
+      return MakeError(ErrorCode::kBadInput,
+                       fmt::format("{} is allocated while it is alive", plan_.buffers[buffer].name));
+    }
+    alive_[buffer] = 1;
+    filled_[buffer] = 0;
+    return device_.Allocate(buffer, op.stream);
+  }
+  if (Status status = RequireAlive(buffer); !status) return status;
+  alive_[buffer] = filled_[buffer] = 0;
+  std::ranges::fill(grads_made_[buffer], 0);
+  if (op.code == OpCode::kFree) return device_.Free(buffer, program_.safe_after[op.b]);
+  if (Status status = device_.Free(buffer, {}); !status) return status;
+  return model_->DropGradients(plan_.buffers[buffer].unit, buffer);
+}
+
+Status Engine::Impl::RunMove(const Op& op) {
+  if (Status status = RequireAlive(op.src); !status) return status;
+  if (op.takes_gradients) {
+    if (Status status = model_->TakeGradients(plan_.buffers[op.src].unit, op.src); !status) return status;
+  }
+  Status status;
+  const bool alias = op.code == OpCode::kGradCast && !alive_[op.dst] &&
+                     plan_.buffers[op.src].dtype == plan_.buffers[op.dst].dtype;
+  if (alias) {
+    alive_[op.dst] = 1;
+    status = device_.MakeAlias(op.a);
+  } else if (op.code == OpCode::kScale) {
+    return device_.Scale(op.a, program_.divisors[op.b], op.stream);
+  } else {
+    if (Status alive = RequireAlive(op.dst); !alive) return alive;
+    if (op.code == OpCode::kCollective) {
+      status = collectives_.Issue(op.a, op.stream);
+    } else if (op.code == OpCode::kAccumulate && filled_[op.dst]) {
+      status = device_.Accumulate(op.a, op.stream);
+    } else {
+      status = device_.Copy(op.a, op.stream);
+    }
+  }
+  if (!status) return status;
+  filled_[op.dst] = 1;
+  if (op.final_gradient && model_ != nullptr) {
+    return model_->ShardedGradientsReady(plan_.buffers[op.dst].unit, op.dst);
+  }
+  return {};
+}
+
+Status Engine::Impl::RunModel(const Op& op) {
+  switch (op.code) {
+    case OpCode::kCompute:
+      return Compute(op);
+    case OpCode::kBindUnsharded:
+    case OpCode::kBindSharded:
+      if (Status status = RequireAlive(op.b); !status) return status;
+      if (model_ == nullptr) return {};
+      return op.code == OpCode::kBindUnsharded ? model_->BindUnsharded(op.a, op.b)
+                                               : model_->BindSharded(op.a, op.b);
+    case OpCode::kOptimizerStep:
+      return model_ == nullptr ? Status() : model_->OptimizerStep(op.a, std::max(op.stream, 0));
+    case OpCode::kZeroGrad:
+      return ZeroGrad(op.a);
+    default:
+      return MakeError(ErrorCode::kInternal, "unknown operation");
+  }
+}
+
+Status Engine::Impl::RunOrder(const Op& op, bool& blocked) {
+  if (op.code == OpCode::kRecord) return device_.Record(op.a, op.stream);
+  if (op.code == OpCode::kWait) return device_.Wait(op.a, op.stream);
+  Result<bool> reached = device_.HostWait(op.a);
+  if (!reached) return std::unexpected(std::move(reached.error()));
+  blocked = !*reached;
+  return {};
+}
+
+Status Engine::Impl::MakeGradient(GradTarget& target, StreamId stream) {
+  if (!alive_[target.buffer]) {
+    alive_[target.buffer] = 1;
+    if (!model_runs_itself_) {
+      if (Status status = device_.Allocate(target.buffer, stream); !status) return status;
+    }
+  }
+  filled_[target.buffer] = 1;
+  std::uint8_t& made = grads_made_[target.buffer][target.parameter];
+  target.adds = made != 0;
+  made = 1;
+  return {};
+}
+
+Status Engine::Impl::Compute(const Op& op) {
+  targets_.clear();
+  for (const std::vector<GradTarget>& candidates : segment_grads_[op.a]) {
+    if (candidates.empty()) continue;
+    const auto alive =
+        std::ranges::find_if(candidates, [&](const GradTarget& t) { return alive_[t.buffer] != 0; });
+    targets_.push_back(alive == candidates.end() ? candidates.front() : *alive);
+    if (Status status = MakeGradient(targets_.back(), op.stream); !status) return status;
+  }
+  if (model_ == nullptr) return {};
+  ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
+  if (!model_runs_itself_) call.grads = targets_;
+  return model_->Compute(call);
+}
+
+Status Engine::Impl::ZeroGrad(UnitId unit) {
+  if (model_ != nullptr) {
+    if (Status status = model_->ZeroGrad(unit); !status) return status;
+  }
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    const bool gradient = buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kGradHost;
+    if (!gradient || !alive_[b] || (unit >= 0 && buffer.unit != unit)) continue;
+    filled_[b] = 0;
+    if (buffer.persistent) continue;
+    alive_[b] = 0;
+    if (Status status = device_.Free(static_cast<BufferId>(b), {}); !status) return status;
+  }
+  return {};
+}
+
+// ---- Engine ----
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::~Engine() = default;
+
+Result<std::unique_ptr<Engine>> Engine::Create(const Plan& plan, std::int64_t rank, Device& device,
+                                               Collectives& collectives, Model* model) {
+  if (rank < 0 || rank >= plan.world_size) {
+    Error error = {ErrorCode::kUsage, "this rank is not in the plan's world", {}, "/world_size", {}, {}};
+    error.found = fmt::format("rank {}", rank);
+    error.expected = fmt::format("0 to {}", plan.world_size - 1);
+    return std::unexpected(std::move(error));
+  }
+  if (plan.steps.empty() || plan.steady_step < 0 || plan.steady_step >= std::ssize(plan.steps)) {
+    return MakeInputError("/steady_step", "the plan has no step to repeat", std::to_string(plan.steady_step));
+  }
+  for (std::size_t s = 0; s < plan.steps.size(); ++s) {
+    if (plan.steps[s].triggers.empty())
+      return MakeInputError(fmt::format("/steps/{}", s), "the step has no trigger");
+  }
+  Result<Program> program = BuildProgram(plan, rank, model != nullptr && model->RunsItself());
+  if (!program) return std::unexpected(std::move(program.error()));
+  auto impl = std::make_unique<Impl>(plan, std::move(*program), device, collectives, model);
+  if (Status status = impl->Prepare(rank); !status) return std::unexpected(std::move(status.error()));
+  return std::unique_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+Status Engine::Begin(const TriggerKey& trigger) { return impl_->Begin(trigger); }
+Result<bool> Engine::Advance() { return impl_->Advance(); }
+Status Engine::Fire(const TriggerKey& trigger) {
+  if (Status status = impl_->Begin(trigger); !status) return status;
+  while (true) {
+    Result<bool> done = impl_->Advance();
+    if (!done) return std::unexpected(std::move(done.error()));
+    if (*done) return {};
+  }
+}
+const TriggerKey& Engine::Expected() const { return impl_->Expected(); }
+std::int64_t Engine::steps_completed() const { return impl_->steps_completed(); }
+std::int64_t Engine::instructions_issued() const { return impl_->instructions_issued(); }
+std::int32_t Engine::step_index() const { return impl_->step_index(); }
+bool Engine::AtStepBegin() const { return impl_->AtStepBegin(); }
+std::string Engine::Where() const { return impl_->Where(); }
+void Engine::SetObserver(Observer* observer) { impl_->SetObserver(observer); }
+void Engine::Abort(const std::string& reason) { impl_->Abort(reason); }
+
+}  // namespace shardplan::executor

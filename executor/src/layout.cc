@@ -1,0 +1,52 @@
+#include "shardplan/executor/layout.h"
+
+#include <algorithm>
+
+namespace shardplan::executor {
+namespace {
+
+// Elements after dimension `first` (all of a scalar's one).
+std::int64_t Product(const std::vector<std::int64_t>& shape, std::size_t first) {
+  std::int64_t product = 1;
+  for (std::size_t i = first; i < shape.size(); ++i) product *= shape[i];
+  return product;
+}
+
+}  // namespace
+
+std::int64_t ShardCount(const Plan& plan, const Unit& unit) {
+  return unit.shard_communicator < 0 ? 1 : plan.communicators[unit.shard_communicator].size;
+}
+
+RowRange ChunkRows(std::int64_t rows, std::int64_t pieces, std::int64_t index) {
+  const std::int64_t rows_of_piece = (rows + pieces - 1) / pieces;
+  const std::int64_t first = std::min(rows, index * rows_of_piece);
+  return {first, std::min(rows, first + rows_of_piece) - first};
+}
+
+std::int64_t Numel(const UnitParameter& parameter) { return Product(parameter.shape, 0); }
+
+std::int64_t PaddedPieceNumel(const UnitParameter& parameter, std::int64_t pieces) {
+  if (parameter.shape.empty()) return 1;
+  const std::int64_t rows = parameter.shape[parameter.shard_dim];
+  if (rows == 0) return 0;
+  return Numel(parameter) / rows * ((rows + pieces - 1) / pieces);
+}
+
+std::vector<std::int64_t> ShardShape(const UnitParameter& parameter, std::int64_t pieces,
+                                     std::int64_t index) {
+  std::vector<std::int64_t> shape = parameter.shape;
+  if (!shape.empty()) {
+    shape[parameter.shard_dim] = ChunkRows(shape[parameter.shard_dim], pieces, index).count;
+  }
+  return shape;
+}
+
+std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer) {
+  if (!buffer.parameters.empty() || buffer.unit < 0) return buffer.parameters;
+  std::vector<std::int32_t> all(plan.units[buffer.unit].parameters.size());
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::int32_t>(i);
+  return all;
+}
+
+}  // namespace shardplan::executor

@@ -1,0 +1,22 @@
+// The cuda backend of a build whose torch has no CUDA: every entry point says so.
+#include "shardplan/executor/cuda_backend.h"
+
+namespace shardplan::executor {
+namespace {
+
+constexpr const char* kReason = "this build has no CUDA: the installed torch is a CPU build";
+
+}  // namespace
+
+bool CudaIsAvailable(std::string* reason) {
+  if (reason != nullptr) *reason = kReason;
+  return false;
+}
+
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int) { return MakeError(ErrorCode::kEnvironment, kReason); }
+
+Result<std::unique_ptr<Collectives>> MakeNcclCollectives(TorchDevice&, NcclOptions) {
+  return MakeError(ErrorCode::kEnvironment, kReason);
+}
+
+}  // namespace shardplan::executor

@@ -1,0 +1,68 @@
+// The program: a plan resolved to what the hot path needs. Indices and numbers only, in host order.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/executor/collectives.h"
+#include "shardplan/executor/device.h"
+#include "shardplan/executor/engine.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::executor {
+
+// What one instruction does, after resolution. `a`, `b`: see each.
+enum class OpCode : std::uint8_t {
+  kNothing,        // a collective of one rank in place, memory that the model owns
+  kCompute,        // a: segment, b: micro-batch
+  kAllocate,       // a: buffer
+  kFree,           // a: buffer, b: index into Program::safe_after
+  kDropGradients,  // a: grad_unsharded buffer of a model that runs itself
+  kBindUnsharded,  // a: unit, b: buffer
+  kBindSharded,    // a: unit, b: buffer
+  kCopy,           // a: copy
+  kGradCast,       // a: copy; an alias when dst is not alive and nothing is to be converted
+  kAccumulate,     // a: copy; a plain copy when dst is empty
+  kCollective,     // a: collective
+  kScale,          // a: buffer, b: index into Program::divisors
+  kRecord,         // a: event
+  kWait,           // a: event
+  kHostWait,       // a: event
+  kOptimizerStep,  // a: unit
+  kZeroGrad,       // a: unit
+};
+
+struct Op {
+  OpCode code = OpCode::kNothing;
+  bool takes_gradients = false;  // src is a grad_unsharded buffer that the model supplies
+  bool final_gradient = false;   // dst is a sharded gradient: tell the model
+  StreamId stream = -1;
+  std::int32_t a = -1;
+  std::int32_t b = -1;
+  BufferId src = -1;
+  BufferId dst = -1;
+};
+
+struct ProgramTrigger {
+  TriggerKey key;
+  std::int32_t first = 0;  // ops [first, first + count)
+  std::int32_t count = 0;
+  std::int32_t step = 0;     // index into Plan::steps
+  std::int32_t trigger = 0;  // index in the step
+};
+
+struct Program {
+  std::vector<ProgramTrigger> triggers;  // of all steps, in order
+  std::vector<Op> ops;                   // one for each instruction
+  std::vector<std::int32_t> step_begin;  // by step: index into triggers; one more at the end
+  std::vector<std::vector<StreamId>> safe_after;
+  std::vector<double> divisors;
+  std::vector<CopySpec> copies;
+  std::vector<CollectiveSpec> collectives;
+};
+
+// Resolves the plan for one rank. Errors as Engine::Create.
+Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, bool model_runs_itself);
+
+}  // namespace shardplan::executor

@@ -1,0 +1,209 @@
+#include "virtual_machine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "host_kernels.h"
+
+namespace shardplan::executor {
+
+std::unique_ptr<VirtualMachine> VirtualMachine::Create(const Plan& plan, std::uint64_t seed) {
+  return std::make_unique<VirtualMachineImpl>(plan, seed);
+}
+
+VirtualMachineImpl::VirtualMachineImpl(const Plan& plan, std::uint64_t seed)
+    : plan_(plan),
+      random_(seed),
+      queues_(plan.streams.size() * static_cast<std::size_t>(plan.world_size)),
+      order_(queues_.size()),
+      collectives_done_(plan.communicators.size() * static_cast<std::size_t>(plan.world_size)) {
+  std::iota(order_.begin(), order_.end(), std::size_t{0});
+  for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
+    ranks_.push_back(std::make_unique<VirtualRank>(*this, plan, rank));
+  }
+}
+
+VirtualMachineImpl::~VirtualMachineImpl() = default;
+
+Device& VirtualMachineImpl::device(std::int64_t rank) { return *ranks_[rank]; }
+Collectives& VirtualMachineImpl::collectives(std::int64_t rank) { return *ranks_[rank]; }
+
+std::span<std::byte> VirtualMachineImpl::Memory(std::int64_t rank, BufferId buffer, std::int32_t part) {
+  return ranks_[rank]->Memory(buffer, part);
+}
+
+void VirtualMachineImpl::Enqueue(std::int64_t rank, StreamId stream, std::span<const BufferId> uses,
+                                 std::function<void()> work) {
+  WorkItem item;
+  item.work = [debts = ranks_[rank]->TakeDebts(stream, uses), work = std::move(work)] {
+    Poison(debts);
+    work();
+  };
+  item.what = "the model's work";
+  Push(rank, stream, std::move(item));
+}
+
+void VirtualMachineImpl::Push(std::int64_t rank, StreamId stream, WorkItem item) {
+  queues_[static_cast<std::size_t>(rank) * plan_.streams.size() + static_cast<std::size_t>(stream)].push_back(
+      std::move(item));
+}
+
+std::int64_t VirtualMachineImpl::NewRecord() {
+  reached_.push_back(false);
+  return std::ssize(reached_) - 1;
+}
+
+Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::int64_t rank,
+                                             std::int64_t sequence) {
+  const Communicator& group = plan_.communicators[spec.communicator];
+  const std::vector<std::int64_t> ranks = GroupOf(group, rank);
+  auto [entry, added] = rendezvous_.try_emplace({spec.communicator, ranks.front(), sequence});
+  Rendezvous& rendezvous = entry->second;
+  if (added) {
+    rendezvous.spec = spec;
+    rendezvous.members = group.size;
+    rendezvous.inputs.resize(ranks.size());
+    return &rendezvous;
+  }
+  const CollectiveSpec& other = rendezvous.spec;
+  if (other.kind == spec.kind && other.slot_numel == spec.slot_numel && other.dtype == spec.dtype &&
+      other.reduce_op == spec.reduce_op && other.src == spec.src && other.dst == spec.dst) {
+    return &rendezvous;
+  }
+  const auto text = [&](const CollectiveSpec& s) {
+    return fmt::format("{} elements of {} to {}", s.slot_numel, plan_.buffers[s.src].name,
+                       plan_.buffers[s.dst].name);
+  };
+  Error error = {
+      ErrorCode::kNegative,
+      fmt::format("collective {} on communicator {}: ranks issue different ones", sequence, group.name),
+      {},
+      {},
+      {},
+      {}};
+  error.found = fmt::format("rank {}: {}", rank, text(spec));
+  error.expected = text(other);
+  return std::unexpected(std::move(error));
+}
+
+bool VirtualMachineImpl::CanRun(std::size_t index) {
+  if (queues_[index].empty()) return false;
+  WorkItem& item = queues_[index].front();
+  switch (item.kind) {
+    case WorkItem::Kind::kWork:
+    case WorkItem::Kind::kRecord:
+      return true;
+    case WorkItem::Kind::kWait:
+      return reached_[item.record];
+    case WorkItem::Kind::kCollective: {
+      const std::size_t rank = index / plan_.streams.size();
+      const std::int64_t done =
+          collectives_done_[rank * plan_.communicators.size() + static_cast<std::size_t>(item.communicator)];
+      if (item.sequence != done) return false;  // one at a time, in the order of issue
+      Arrive(item);
+      return item.rendezvous->arrived == item.rendezvous->members;
+    }
+  }
+  return false;
+}
+
+void VirtualMachineImpl::Arrive(WorkItem& item) {
+  if (item.arrived) return;
+  item.arrived = true;
+  ++item.rendezvous->arrived;
+}
+
+void VirtualMachineImpl::Run(std::size_t index) {
+  WorkItem& item = queues_[index].front();
+  switch (item.kind) {
+    case WorkItem::Kind::kWork:
+      item.work();
+      break;
+    case WorkItem::Kind::kRecord:
+      reached_[item.record] = true;
+      break;
+    case WorkItem::Kind::kWait:
+      break;
+    case WorkItem::Kind::kCollective: {
+      // The first member to run reads all inputs; outputs are written later, each when its own stream's turn
+      // comes.
+      if (!item.rendezvous->read) return ReadInputs(*item.rendezvous);
+      WriteOutput(item);
+      const std::size_t rank = index / plan_.streams.size();
+      ++collectives_done_[rank * plan_.communicators.size() + static_cast<std::size_t>(item.communicator)];
+      break;
+    }
+  }
+  queues_[index].pop_front();
+}
+
+void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
+  const CollectiveSpec& spec = rendezvous.spec;
+  const std::int64_t slots = spec.kind == CollectiveKind::kReduceScatter ? rendezvous.members : 1;
+  const auto bytes = static_cast<std::size_t>(spec.slot_numel * slots * SizeBytes(spec.dtype));
+  for (const std::byte* input : rendezvous.inputs) {
+    rendezvous.gathered.insert(rendezvous.gathered.end(), input, input + bytes);
+  }
+  rendezvous.read = true;
+}
+
+void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
+  Rendezvous& rendezvous = *item.rendezvous;
+  const CollectiveSpec& spec = rendezvous.spec;
+  if (spec.kind == CollectiveKind::kAllGather) {
+    std::memcpy(item.output, rendezvous.gathered.data(), rendezvous.gathered.size());
+  } else {
+    const bool scatter = spec.kind == CollectiveKind::kReduceScatter;
+    const std::int64_t input_numel = spec.slot_numel * (scatter ? rendezvous.members : 1);
+    const std::int64_t first = scatter ? item.position * spec.slot_numel : 0;
+    const double divisor =
+        spec.reduce_op == ReduceOp::kAverage ? static_cast<double>(rendezvous.members) : 1.0;
+    for (std::int64_t i = 0; i < spec.slot_numel; ++i) {
+      double sum = 0;
+      for (std::int64_t m = 0; m < rendezvous.members; ++m) {
+        sum += LoadElement(rendezvous.gathered.data(), spec.dtype, m * input_numel + first + i);
+      }
+      StoreElement(item.output, spec.dtype, i, sum / divisor);
+    }
+  }
+  if (++rendezvous.finished < rendezvous.members) return;
+  std::erase_if(rendezvous_, [&](const auto& entry) { return &entry.second == &rendezvous; });
+}
+
+// New preferences: some streams first, for a while.
+void VirtualMachineImpl::Shuffle() {
+  for (std::size_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[Random(i)]);
+  until_shuffle_ = static_cast<std::int64_t>(1 + Random(1 + Random(100)));
+}
+
+Result<bool> VirtualMachineImpl::RunOne() {
+  if (until_shuffle_-- <= 0) Shuffle();
+  // Every collective that could arrive does, whatever the preferences: arriving is not running.
+  std::size_t chosen = order_.size();
+  for (const std::size_t index : order_) {
+    if (CanRun(index) && chosen == order_.size()) chosen = index;
+  }
+  if (chosen == order_.size()) return false;
+  Run(chosen);
+  return true;
+}
+
+Status VirtualMachineImpl::Drain() {
+  while (true) {
+    Result<bool> ran = RunOne();
+    if (!ran) return std::unexpected(std::move(ran.error()));
+    if (!*ran) break;
+  }
+  for (std::size_t i = 0; i < queues_.size(); ++i) {
+    if (queues_[i].empty()) continue;
+    return MakeError(ErrorCode::kNegative,
+                     fmt::format("deadlock: rank {}, stream {}: {} can never run", i / plan_.streams.size(),
+                                 plan_.streams[i % plan_.streams.size()].name, queues_[i].front().what));
+  }
+  return {};
+}
+
+}  // namespace shardplan::executor

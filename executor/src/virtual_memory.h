@@ -1,0 +1,65 @@
+// Memory of one rank of the virtual machine: pools of blocks per stream, as a caching allocator has them.
+//
+// [Note: when freed memory is poisoned]
+// A free takes effect in host order, and the block goes to the pool of the stream S it was allocated on. What
+// may then overwrite it is the first use of anything allocated later from that pool, wherever that use runs;
+// the model's own compute, which allocates without instructions, uses the pool of its stream at once. So
+// every freed block stays a debt of its pool; the next allocation takes the debts over and its first use
+// poisons them (NaN) before anything else. A reader that is not ordered before that use finds NaN under some
+// seed, and one that is ordered never does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::executor {
+
+struct Block {
+  std::vector<std::byte> data;
+  std::int64_t generation = 0;  // how often it was handed out
+  bool in_use = false;
+};
+
+// A block to poison, unless it was handed out again since.
+struct Debt {
+  Block* block = nullptr;
+  std::int64_t generation = 0;
+};
+void Poison(const std::vector<Debt>& debts);
+
+// The memory of one buffer, or of several that are aliases.
+struct Instance {
+  StreamId stream = -1;
+  std::vector<Block*> blocks;
+  std::vector<Debt> debts;  // to poison at the first use
+};
+
+class VirtualMemory {
+ public:
+  explicit VirtualMemory(std::size_t streams) : pools_(streams + 1) {}
+
+  // Blocks that just became free are handed out first, if they are large enough.
+  std::shared_ptr<Instance> Allocate(const std::vector<Bytes>& parts_bytes, StreamId stream);
+  // The last name of the instance is gone.
+  void Release(const Instance& instance);
+  // Debts of an instance at its first use; empty afterwards.
+  std::vector<Debt> TakeDebts(Instance& instance);
+  // Debts of a whole pool, for compute on its stream.
+  std::vector<Debt> TakeDebts(StreamId stream);
+
+ private:
+  struct Pool {
+    std::vector<Block*> unused;  // the last one was freed last
+    std::vector<Debt> debts;
+  };
+  Block* TakeBlock(Pool& pool, std::size_t bytes);
+
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Pool> pools_;  // by stream; the last one is the host's
+};
+
+}  // namespace shardplan::executor
