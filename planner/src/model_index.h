@@ -1,0 +1,29 @@
+// Lookups over the module tree of a trace.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+// A module that is registered under several names is one module: `canonical` maps every ModuleId to the one
+// first seen.
+struct ModelIndex {
+  std::map<std::string, ModuleId, std::less<>> by_fqn;
+  std::vector<ModuleId> canonical;
+  std::vector<ModuleId> parent;                 // of the entry, -1 for the root
+  std::vector<std::vector<ModuleId>> children;  // entries, registration order (not canonical)
+};
+
+// "(root)" for the root's empty FQN, the FQN otherwise: how names of segments, buffers and messages spell it.
+std::string DisplayName(std::string_view fqn);
+
+// kBadInput with a pointer into the trace: no modules, a child without an entry, an id out of range, ...
+Result<ModelIndex> MakeModelIndex(const Trace& trace);
+
+}  // namespace shardplan

@@ -1,0 +1,81 @@
+#include "optimizer_memory.h"
+
+#include <algorithm>
+
+#include "layout.h"
+
+namespace shardplan {
+namespace {
+
+constexpr StreamId kCompute = 0;
+
+}  // namespace
+
+OptimizerMemory::OptimizerMemory(const Optimizer& optimizer, const Partition& partition,
+                                 ProgramBuilder& builder)
+    : optimizer_(optimizer),
+      partition_(partition),
+      builder_(builder),
+      has_state_(partition.units.size(), false) {}
+
+std::vector<Bytes> OptimizerMemory::TrainableShards(UnitId id) const {
+  const Unit& unit = partition_.units[id].unit;
+  const std::int64_t ranks = unit.shard_communicator < 0 ? 1 : partition_.shard_size;
+  const std::vector<Bytes> shards = ShardParts(unit, ranks, unit.orig_dtype);
+  if (unit.layout == LayoutKind::kFlat) return shards;
+  std::vector<Bytes> trainable;
+  for (std::size_t p = 0; p < shards.size(); ++p) {
+    if (unit.parameters[p].requires_grad) trainable.push_back(shards[p]);
+  }
+  return trainable;
+}
+
+void OptimizerMemory::AllocateStates(UnitId unit) {
+  const bool adam = optimizer_.kind == OptimizerKind::kAdamW;
+  const bool momentum = optimizer_.kind == OptimizerKind::kSgd && optimizer_.momentum;
+  if (has_state_[unit] || (!adam && !momentum)) return;
+  has_state_[unit] = true;
+  // AdamW: exp_avg and exp_avg_sq of every parameter (its step count is a number on the host, or a scalar).
+  std::vector<Bytes> parts;
+  for (const Bytes shard : TrainableShards(unit)) parts.insert(parts.end(), adam ? 2 : 1, shard);
+  builder_.SetUnit(unit);
+  builder_.Allocate(builder_.UnitBuffer(unit, BufferRole::kOptimizerState,
+                                        partition_.units[unit].unit.orig_dtype, std::move(parts), {}),
+                    kCompute);
+}
+
+void OptimizerMemory::Step(const std::vector<UnitId>& units) {
+  builder_.SetReason("optimizer");
+  std::vector<Bytes> shards;
+  for (const UnitId unit : units) {
+    AllocateStates(unit);
+    const std::vector<Bytes> trainable = TrainableShards(unit);
+    shards.insert(shards.end(), trainable.begin(), trainable.end());
+  }
+  builder_.SetUnit(-1);
+  // torch.optim.AdamW: foreach takes one list of square roots; the loop takes two tensors of one parameter at
+  // a time; fused takes nothing.
+  BufferId temporary = -1;
+  if (optimizer_.kind == OptimizerKind::kAdamW && !shards.empty() &&
+      optimizer_.implementation != OptimizerImplementation::kFused) {
+    std::vector<Bytes> parts = shards;
+    if (optimizer_.implementation == OptimizerImplementation::kForLoop) {
+      parts.assign(2, *std::max_element(shards.begin(), shards.end()));
+    }
+    temporary = builder_.AddBuffer({.name = "optimizer.temp",
+                                    .role = BufferRole::kOptimizerTemp,
+                                    .dtype = partition_.units[units.front()].unit.orig_dtype,
+                                    .parts_bytes = std::move(parts)});
+    builder_.Allocate(temporary, kCompute);
+  }
+  if (optimizer_.kind != OptimizerKind::kNone) builder_.Emit(InstructionKind::kOptimizerStep, kCompute);
+  if (temporary >= 0) builder_.Free(temporary, kCompute);
+}
+
+std::string OptimizerMemory::State() const {
+  std::string state;
+  for (const bool has : has_state_) state += has ? '1' : '0';
+  return state;
+}
+
+}  // namespace shardplan

@@ -1,0 +1,313 @@
+#include "partition.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+#include "layout.h"
+#include "shardplan/planner/planner.h"
+
+namespace shardplan {
+namespace {
+
+using Rules = std::vector<UnitRule>;
+
+// One unit to make: the modules of one fully_shard call (one module for FSDP1).
+struct Call {
+  std::vector<ModuleId> modules;
+  const UnitRule* rule = nullptr;
+  std::string pointer;
+};
+
+class Partitioner {
+ public:
+  Partitioner(const Trace& trace, const ModelIndex& index, const Strategy& strategy)
+      : trace_(trace), index_(index), strategy_(strategy), flat_(strategy.policy == "fsdp1") {}
+
+  Result<Partition> Run(std::int64_t cluster_ranks) {
+    if (Status s = MakeMesh(cluster_ranks); !s) return std::unexpected(s.error());
+    if (Status s = ExpandRules(); !s) return std::unexpected(s.error());
+    for (const std::string& fqn : strategy_.ignored_parameters) ignored_.insert(fqn);
+    result_.unit_of_module.assign(trace_.modules.size(), -1);
+    result_.managed_by.assign(trace_.modules.size(), -1);
+    result_.owners.resize(trace_.parameters.size());
+    for (const Call& call : calls_) {
+      if (Status s = MakeUnit(call); !s) return std::unexpected(s.error());
+    }
+    OrderUnits();
+    return std::move(result_);
+  }
+
+ private:
+  Status MakeMesh(std::int64_t cluster_ranks) {
+    result_.mesh = strategy_.mesh;
+    if (result_.mesh.empty()) result_.mesh = {{"shard", cluster_ranks}};
+    std::int64_t ranks = 1;
+    for (std::size_t d = 0; d < result_.mesh.size(); ++d) {
+      const StrategyMeshDim& dim = result_.mesh[d];
+      const std::string pointer = fmt::format("/mesh/{}", d);
+      if (dim.size < 1) {
+        return MakeInputError(pointer + "/size", "a mesh dimension needs a rank", fmt::format("{}", dim.size),
+                              "1 or more");
+      }
+      if (dim.name == "shard") {
+        result_.shard_size = dim.size;
+      } else if (dim.name == "replicate") {
+        result_.replicate_size = dim.size;
+      } else {
+        return MakeInputError(pointer + "/name", "unknown mesh dimension", dim.name, "shard or replicate");
+      }
+      ranks *= dim.size;
+    }
+    const bool known =
+        result_.mesh.size() == 1 ||
+        (result_.mesh.size() == 2 && result_.mesh[0].name == "replicate" && result_.mesh[1].name == "shard");
+    if (!known) {
+      return MakeInputError("/mesh", "a mesh is {shard} or {replicate, shard}, outermost first",
+                            fmt::format("{} dimensions", result_.mesh.size()));
+    }
+    if (ranks != cluster_ranks) {
+      return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
+                            fmt::format("{}", cluster_ranks));
+    }
+    if (result_.shard_size > 1) result_.communicators.push_back({"shard", result_.shard_size, 1});
+    if (result_.replicate_size > 1) {
+      result_.communicators.push_back({"replicate", result_.replicate_size, result_.shard_size});
+    }
+    return {};
+  }
+
+  Status ExpandRules() {
+    rules_ = strategy_.units.empty() ? DefaultUnits(trace_) : strategy_.units;
+    std::set<ModuleId> taken;
+    for (std::size_t r = 0; r < rules_.size(); ++r) {
+      const UnitRule& rule = rules_[r];
+      const std::string pointer = fmt::format("/units/{}", r);
+      Call group{.rule = &rule, .pointer = pointer};
+      for (std::size_t e = 0; e < rule.modules.size(); ++e) {
+        const std::string entry_pointer = fmt::format("{}/modules/{}", pointer, e);
+        Result<std::vector<std::string>> matched = MatchModules(trace_, rule.modules[e]);
+        if (!matched) {
+          matched.error().pointer = entry_pointer;
+          return std::unexpected(matched.error());
+        }
+        for (const std::string& fqn : *matched) {
+          const ModuleId module = index_.canonical[index_.by_fqn.find(fqn)->second];
+          if (!taken.insert(module).second) {
+            return MakeInputError(entry_pointer, "a module is in two units", DisplayName(fqn));
+          }
+          if (rule.group) {
+            group.modules.push_back(module);
+          } else {
+            calls_.push_back({{module}, &rule, entry_pointer});
+          }
+        }
+      }
+      if (rule.group && !group.modules.empty()) calls_.push_back(std::move(group));
+    }
+    if (!taken.contains(0)) calls_.push_back({{0}, nullptr, "/units"});
+    if (flat_) {
+      // FSDP1 wraps from the inside out whatever the order of the rules: pre-order reversed has children
+      // first.
+      std::stable_sort(calls_.begin(), calls_.end(),
+                       [](const Call& a, const Call& b) { return a.modules[0] > b.modules[0]; });
+    }
+    return {};
+  }
+
+  // _get_managed_modules: the call's modules and what is under them, without units made before, children
+  // first (FSDP2) or in named_modules() order (FSDP1).
+  void Collect(ModuleId entry, std::set<ModuleId>& visited, std::vector<ModuleId>& managed) const {
+    const ModuleId module = index_.canonical[entry];
+    if (!visited.insert(module).second) return;
+    if (flat_) managed.push_back(module);
+    for (const ModuleId child : index_.children[module]) {
+      const ModuleId canonical = index_.canonical[child];
+      if (result_.unit_of_module[canonical] < 0) Collect(canonical, visited, managed);
+    }
+    if (!flat_) managed.push_back(module);
+  }
+
+  Status MakeUnit(const Call& call) {
+    UnitChoice choice;
+    const UnitId id = static_cast<UnitId>(result_.units.size());
+    choice.modules = call.modules;
+    std::set<ModuleId> visited;
+    std::vector<ModuleId> managed;
+    for (const ModuleId module : call.modules) {
+      choice.is_root = choice.is_root || module == 0;
+      choice.unit.modules.push_back(trace_.modules[module].fqn);
+      result_.unit_of_module[module] = id;
+    }
+    for (const ModuleId module : call.modules) Collect(module, visited, managed);
+    for (const std::string& fqn : choice.unit.modules) {
+      choice.unit.fqn += (choice.unit.fqn.empty() ? "" : ",") + fqn;
+    }
+    if (choice.is_root && call.modules.size() > 1) {
+      return MakeInputError(call.pointer, "the root cannot be in a group of modules", choice.unit.fqn);
+    }
+    for (const ModuleId module : managed) {
+      if (result_.managed_by[module] >= 0) {
+        return MakeInputError(call.pointer, "a unit inside another has to be listed before it",
+                              DisplayName(trace_.modules[module].fqn));
+      }
+      result_.managed_by[module] = id;
+      for (const NamedParameter& named : trace_.modules[module].parameters) AddParameter(named, id, choice);
+    }
+    SetKnobs(call, choice);
+    if (Status s = SetDtypes(call, choice); !s) return s;
+    if (Status s = SetCommunicators(call, choice); !s) return s;
+    result_.units.push_back(std::move(choice));
+    return {};
+  }
+
+  void AddParameter(const NamedParameter& named, UnitId id, UnitChoice& choice) {
+    const Parameter& parameter = trace_.parameters[named.parameter];
+    if (ignored_.contains(parameter.fqn)) return;
+    std::vector<UnitParameterRef>& owners = result_.owners[named.parameter];
+    if (!owners.empty() && owners.back().unit == id) return;  // tied inside the unit
+    owners.push_back({id, static_cast<std::int32_t>(choice.unit.parameters.size())});
+    choice.parameter_ids.push_back(named.parameter);
+    choice.unit.parameters.push_back({.fqn = parameter.fqn,
+                                      .shared_with = parameter.shared_with,
+                                      .shape = parameter.shape,
+                                      .dtype = parameter.dtype,
+                                      .requires_grad = parameter.requires_grad});
+  }
+
+  void SetKnobs(const Call& call, UnitChoice& choice) {
+    const UnitRule* rule = call.rule;
+    const auto pick = [&](auto member, const auto& fallback) {
+      return rule != nullptr && (rule->*member) ? rule->*member : fallback;
+    };
+    choice.cpu_offload = pick(&UnitRule::cpu_offload, std::optional(strategy_.cpu_offload)).value();
+    const auto mixed = pick(&UnitRule::mixed_precision, strategy_.mixed_precision);
+    choice.mixed_precision_given = mixed.has_value();
+    choice.mixed_precision = mixed.value_or(MixedPrecision{});
+    const auto reshard = pick(&UnitRule::reshard_after_forward, strategy_.reshard_after_forward);
+    choice.reshard_given = reshard.has_value();
+    const std::int64_t all = result_.shard_size;
+    if (!reshard) {
+      choice.post_forward_size = choice.is_root ? 0 : all;
+    } else if (const bool* flag = std::get_if<bool>(&*reshard)) {
+      choice.post_forward_size = *flag ? all : 0;
+    } else {
+      choice.post_forward_size = std::get<std::int64_t>(*reshard);
+      if (choice.post_forward_size == 1) choice.post_forward_size = 0;  // as PyTorch: 1 means False
+    }
+  }
+
+  Status SetDtypes(const Call& call, UnitChoice& choice) {
+    Unit& unit = choice.unit;
+    std::optional<DType> original;
+    for (const UnitParameter& parameter : unit.parameters) {
+      if (parameter.shape.empty() && !flat_) {
+        return MakeInputError(call.pointer, "a scalar parameter cannot be sharded; make its shape [1]",
+                              parameter.fqn);
+      }
+      if (!original) original = parameter.dtype;
+      // FSDP2 asks it of the trainable parameters, FSDP1 of all. Gathering a mixture as bytes comes with the
+      // layouts for it.
+      if (parameter.dtype != *original) {
+        return MakeInputError(call.pointer, "the parameters of a unit differ in dtype",
+                              fmt::format("{} is {}", parameter.fqn, Name(parameter.dtype)),
+                              std::string(Name(*original)));
+      }
+    }
+    const MixedPrecision& mixed = choice.mixed_precision;
+    unit.orig_dtype = original.value_or(trace_.compute_dtype);
+    unit.param_dtype = mixed.param_dtype.value_or(unit.orig_dtype);
+    unit.reduce_dtype = mixed.reduce_dtype.value_or(unit.param_dtype);
+    return {};
+  }
+
+  Status SetCommunicators(const Call& call, UnitChoice& choice) {
+    Unit& unit = choice.unit;
+    if (result_.shard_size > 1) unit.shard_communicator = 0;
+    if (result_.replicate_size > 1) unit.replicate_communicator = unit.shard_communicator + 1;
+    const std::int64_t size = choice.post_forward_size;
+    if (!flat_ && size != 0 && size != result_.shard_size) {
+      if (size < 0 || result_.shard_size % size != 0) {
+        return MakeInputError(call.pointer,
+                              "reshard_after_forward is not a divisor of the shard group's size",
+                              fmt::format("{}", size), fmt::format("a divisor of {}", result_.shard_size));
+      }
+      unit.post_forward_communicator = PostForwardCommunicator(size);
+    }
+    if (flat_) {
+      unit.layout = LayoutKind::kFlat;
+      const bool no_shard = strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard;
+      const std::int64_t ranks = result_.shard_size;
+      LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
+                 no_shard && !strategy_.fsdp1.use_orig_params ? 1 : ranks);
+    }
+    return {};
+  }
+
+  CommunicatorId PostForwardCommunicator(std::int64_t size) {
+    for (std::size_t c = 0; c < result_.communicators.size(); ++c) {
+      const Communicator& known = result_.communicators[c];
+      if (known.name.starts_with("post_forward") && known.size == size) return static_cast<CommunicatorId>(c);
+    }
+    const bool first = std::none_of(result_.communicators.begin(), result_.communicators.end(),
+                                    [](const Communicator& c) { return c.name == "post_forward"; });
+    result_.communicators.push_back({first ? "post_forward" : fmt::format("post_forward_{}", size), size, 1});
+    return static_cast<CommunicatorId>(result_.communicators.size() - 1);
+  }
+
+  // Units get their final ids in the order of their first modules in the tree, the root first.
+  void OrderUnits() {
+    std::vector<UnitId> order;
+    std::vector<bool> seen(result_.units.size(), false);
+    for (std::size_t m = 0; m < trace_.modules.size(); ++m) {
+      if (index_.canonical[m] != static_cast<ModuleId>(m)) continue;
+      const UnitId unit = result_.unit_of_module[m];
+      if (unit < 0) continue;
+      if (!seen[unit]) order.push_back(unit);
+      seen[unit] = true;
+      result_.states.push_back(unit);
+    }
+    std::vector<UnitId> new_id(order.size());
+    std::vector<UnitChoice> units;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      new_id[order[i]] = static_cast<UnitId>(i);
+      units.push_back(std::move(result_.units[order[i]]));
+    }
+    result_.units = std::move(units);
+    for (UnitId& unit : result_.states) unit = new_id[unit];
+    for (UnitId& unit : result_.unit_of_module) unit = unit < 0 ? -1 : new_id[unit];
+    for (UnitId& unit : result_.managed_by) unit = unit < 0 ? -1 : new_id[unit];
+    for (std::vector<UnitParameterRef>& owners : result_.owners) {
+      for (UnitParameterRef& owner : owners) owner.unit = new_id[owner.unit];
+    }
+  }
+
+  const Trace& trace_;
+  const ModelIndex& index_;
+  const Strategy& strategy_;
+  const bool flat_;
+  Rules rules_;
+  std::vector<Call> calls_;
+  std::set<std::string> ignored_;
+  Partition result_;
+};
+
+}  // namespace
+
+Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
+                              std::int64_t cluster_ranks) {
+  return Partitioner(trace, index, strategy).Run(cluster_ranks);
+}
+
+UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module) {
+  const std::vector<UnitParameterRef>& owners = partition.owners[parameter];
+  if (owners.empty()) return {};
+  const UnitId managing = module < 0 ? -1 : partition.managed_by[module];
+  for (const UnitParameterRef& owner : owners) {
+    if (owner.unit == managing) return owner;
+  }
+  return owners.front();
+}
+
+}  // namespace shardplan

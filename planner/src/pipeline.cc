@@ -1,0 +1,148 @@
+// The planner's table of contents: every pass, in order, through one choke point.
+#include <chrono>
+#include <functional>
+
+#include "linearise.h"
+#include "model_index.h"
+#include "partition.h"
+#include "place_events.h"
+#include "record_order.h"
+#include "schedule_graph.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/verifier.h"
+
+namespace shardplan {
+namespace {
+
+// What the passes hand on to each other.
+struct Planning {
+  const Trace* trace;  // the one to plan: given, or with checkpointing applied
+  const Strategy& strategy;
+  const Cluster& cluster;
+  Trace checkpointed;
+  ModelIndex index;
+  Partition partition;
+  std::vector<RecordedStep> steps;
+  ScheduleGraph graph;
+  PlannerOutput output;
+};
+
+struct PlanningPass {
+  std::string_view name;
+  Status (*run)(Planning&);
+};
+
+template <typename T>
+Status Keep(Result<T> result, T& into) {
+  if (!result) return std::unexpected(std::move(result.error()));
+  into = std::move(*result);
+  return {};
+}
+
+Status ApplyCheckpointingPass(Planning& p) {
+  if (!p.strategy.checkpoint) return {};
+  if (Status s = Keep(ApplyCheckpointing(*p.trace, *p.strategy.checkpoint), p.checkpointed); !s) return s;
+  p.trace = &p.checkpointed;
+  return {};
+}
+
+Status ChooseUnitsPass(Planning& p) {
+  if (Status s = Keep(MakeModelIndex(*p.trace), p.index); !s) return s;
+  return Keep(ChooseUnits(*p.trace, p.index, p.strategy, p.cluster.ranks), p.partition);
+}
+
+Status RecordOrderPass(Planning& p) {
+  return Keep(RecordOrder(*p.trace, p.index, p.partition, p.strategy), p.steps);
+}
+
+Status PlaceEventsPass(Planning& p) {
+  Plan& plan = p.output.plan;
+  for (const UnitChoice& choice : p.partition.units) plan.units.push_back(choice.unit);
+  return PlaceEvents({*p.trace, p.index, p.partition, p.strategy, p.steps}, plan);
+}
+
+Status BuildGraphPass(Planning& p) {
+  p.graph = BuildScheduleGraph(p.output.plan);
+  return {};
+}
+
+Status LinearisePass(Planning& p) {
+  if (Status s = Linearise(p.graph, p.output.plan); !s) return s;
+  p.output.graph_dot = WriteGraphviz(p.graph, p.output.plan);
+  return {};
+}
+
+Status DescribePass(Planning& p) {
+  Plan& plan = p.output.plan;
+  plan.model = p.trace->model;
+  plan.policy = p.strategy.policy;
+  plan.world_size = p.cluster.ranks;
+  plan.mesh = p.partition.mesh;
+  plan.communicators = p.partition.communicators;
+  plan.cluster = p.cluster;
+  plan.strategy = p.strategy;
+  plan.inputs = p.trace->inputs;
+  plan.model_buffers = p.trace->buffers;
+  std::int64_t forwards = 0;  // that are trained on, in the step that repeats
+  if (!p.strategy.program.empty()) {
+    for (const ProgramCall& call : p.strategy.program.back()) {
+      const auto* backward = std::get_if<BackwardCall>(&call);
+      if (backward != nullptr) forwards += static_cast<std::int64_t>(backward->microbatches.size());
+    }
+  } else {
+    forwards = 1;
+  }
+  plan.tokens_per_step = p.trace->tokens_per_batch * forwards;
+  return {};
+}
+
+constexpr PlanningPass kPasses[] = {
+    {"apply_checkpointing", ApplyCheckpointingPass},
+    {"choose_units", ChooseUnitsPass},
+    {"record_order", RecordOrderPass},
+    {"place_events", PlaceEventsPass},
+    {"build_graph", BuildGraphPass},
+    {"linearise", LinearisePass},
+    {"describe", DescribePass},
+};
+
+// Every pass goes through here: run, time, report.
+Status RunTimed(std::string_view name, const PlanOptions& options, const std::function<Status()>& run) {
+  const auto begin = std::chrono::steady_clock::now();
+  Status status = run();
+  const auto wall = std::chrono::steady_clock::now() - begin;
+  if (options.on_pass) {
+    options.on_pass(name, Nanoseconds{std::chrono::duration_cast<std::chrono::nanoseconds>(wall).count()});
+  }
+  return status;
+}
+
+Status VerifyPlan(const Plan& plan) {
+  const std::vector<Violation> violations = Verify(plan);
+  if (violations.empty()) return {};
+  return std::unexpected(Error{
+      .code = ErrorCode::kInternal,
+      .message = "the plan does not verify (a bug of the planner): " + Explain(plan, violations.front())});
+}
+
+}  // namespace
+
+Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
+                               const PlanOptions& options) {
+  Planning planning{.trace = &trace, .strategy = strategy, .cluster = cluster};
+  for (const PlanningPass& pass : kPasses) {
+    Status status = RunTimed(pass.name, options, [&] { return pass.run(planning); });
+    if (!status) return std::unexpected(std::move(status.error()));
+  }
+  Plan& plan = planning.output.plan;
+  Status status = RunTimed("digest", options, [&]() -> Status {
+    plan.digests = {Digest(ToJson(trace)), Digest(ToJson(strategy)), Digest(ToJson(cluster))};
+    return {};
+  });
+  if (options.verify) status = RunTimed("verify", options, [&] { return VerifyPlan(plan); });
+  if (!status) return std::unexpected(std::move(status.error()));
+  return std::move(planning.output);
+}
+
+}  // namespace shardplan

@@ -1,0 +1,59 @@
+#include "place_events.h"
+
+#include <fmt/format.h>
+
+#include <map>
+
+namespace shardplan {
+namespace {
+
+// A policy whose state does not come back within this many repetitions of the last step would be a bug.
+constexpr int kMaxRepetitions = 16;
+
+Result<std::unique_ptr<Policy>> MakePolicy(const PolicyInput& input, ProgramBuilder& builder) {
+  if (input.strategy.policy == "fsdp2") return MakeFsdp2Policy(input, builder);
+  if (input.strategy.policy == "fsdp1") return MakeFsdp1Policy(input, builder);
+  return MakeInputError("/policy", "unknown policy", input.strategy.policy, "fsdp2 or fsdp1");
+}
+
+Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder) {
+  builder.SetReason("");
+  builder.BeginTrigger(TriggerKind::kStepBegin, -1, 0);
+  policy.OnStepBegin();
+  for (const HostEvent& event : step.events) {
+    if (Status status = policy.On(event); !status) return status;
+  }
+  builder.SetReason("");
+  builder.BeginTrigger(TriggerKind::kStepEnd, -1, 0);
+  policy.OnStepEnd();
+  return {};
+}
+
+}  // namespace
+
+Status PlaceEvents(const PolicyInput& input, Plan& plan) {
+  ProgramBuilder builder(input.trace, input.partition, plan);
+  Result<std::unique_ptr<Policy>> policy = MakePolicy(input, builder);
+  if (!policy) return std::unexpected(policy.error());
+  if (Status status = (*policy)->SetUp(); !status) return status;
+
+  std::map<std::string, std::int32_t> seen;  // state before a repetition of the last step -> its index
+  const std::size_t given = input.steps.size();
+  for (std::size_t s = 0; s < given + kMaxRepetitions; ++s) {
+    if (s + 1 >= given) {
+      const auto [entry, added] = seen.try_emplace((*policy)->State(), static_cast<std::int32_t>(s));
+      if (!added) {
+        plan.steady_step = entry->second;
+        plan.steps[plan.steady_step].name = "steady";
+        return {};
+      }
+    }
+    builder.BeginStep(s == 0 ? "first" : fmt::format("step {}", s));
+    if (Status status = RunStep(input.steps[std::min(s, given - 1)], **policy, builder); !status)
+      return status;
+  }
+  return std::unexpected(
+      Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});
+}
+
+}  // namespace shardplan

@@ -1,0 +1,243 @@
+#include "record_order.h"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <tuple>
+
+namespace shardplan {
+namespace {
+
+class Recorder {
+ public:
+  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition)
+      : trace_(trace), index_(index), partition_(partition), to_run_(partition.units.size(), 0) {}
+
+  Result<RecordedStep> Record(const StepProgram& program, std::size_t step) {
+    step_ = {};
+    for (std::size_t c = 0; c < program.size(); ++c) {
+      pointer_ = fmt::format("/program/{}/{}", step, c);
+      Status status = std::visit([&](const auto& call) { return Call(call); }, program[c]);
+      if (!status) return std::unexpected(status.error());
+    }
+    return std::move(step_);
+  }
+
+ private:
+  // (micro-batch, canonical module, occurrence): one call of a module.
+  using ModuleRun = std::tuple<std::int32_t, ModuleId, std::int32_t>;
+
+  Status Call(const ForwardCall& call) {
+    if (call.trace < 0 || call.trace >= static_cast<std::int32_t>(trace_.forwards.size())) {
+      return MakeInputError(pointer_ + "/trace", "the trace has no such forward",
+                            fmt::format("{}", call.trace), fmt::format("below {}", trace_.forwards.size()));
+    }
+    Begin(/*backward=*/false, call.trace, call.microbatch, "forward");
+    grad_enabled_ = pass_->grad_enabled;
+    forward_names_.assign(1, "forward");
+    std::erase_if(input_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
+    std::erase_if(output_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
+    std::map<ModuleId, std::int32_t> runs;
+    std::vector<std::int32_t> open;  // occurrence of every module that is running
+    Push(HostEventKind::kForwardBegin, -1);
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      if (const auto* enter = std::get_if<EnterEvent>(&pass_->events[i])) {
+        const ModuleId module = index_.canonical[enter->module];
+        open.push_back(runs[module]++);
+        OnEnter(module, open.back(), *enter, static_cast<std::int32_t>(i));
+      } else if (const auto* exit = std::get_if<ExitEvent>(&pass_->events[i])) {
+        if (open.empty()) {
+          return MakeInputError(fmt::format("/forwards/{}/events/{}", call.trace, i),
+                                "a module is left that was not entered");
+        }
+        OnExit(index_.canonical[exit->module], open.back(), static_cast<std::int32_t>(i));
+        open.pop_back();
+      }
+    }
+    Cut(static_cast<std::int32_t>(pass_->events.size()));
+    Push(HostEventKind::kForwardEnd, -1);
+    return {};
+  }
+
+  void OnEnter(ModuleId module, std::int32_t occurrence, const EnterEvent& enter, std::int32_t position) {
+    const UnitId unit = partition_.unit_of_module[module];
+    if (unit < 0) return;
+    // A group's pre-forward hook runs for the first of its modules, its post-forward hook for the last.
+    if (to_run_[unit] != 0 && partition_.units[unit].modules.size() > 1) return;
+    to_run_[unit] = static_cast<std::int32_t>(partition_.units[unit].modules.size());
+    Cut(position);
+    HostEvent& event = Push(HostEventKind::kPreForward, unit);
+    for (const TensorId tensor : enter.inputs) {
+      event.inputs_require_grad = event.inputs_require_grad || pass_->tensors[tensor].requires_grad;
+    }
+    if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
+    forward_names_.push_back("forward " + DisplayName(partition_.units[unit].unit.fqn));
+    segment_name_ = forward_names_.back();
+  }
+
+  void OnExit(ModuleId module, std::int32_t occurrence, std::int32_t position) {
+    const UnitId unit = partition_.unit_of_module[module];
+    if (unit < 0) return;
+    if (--to_run_[unit] > 0) return;
+    to_run_[unit] = 0;
+    Cut(position);
+    Push(HostEventKind::kPostForward, unit);
+    if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
+    forward_names_.pop_back();
+    segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();
+  }
+
+  Status Call(const BackwardCall& call) {
+    if (call.trace < 0 || call.trace >= static_cast<std::int32_t>(trace_.backwards.size())) {
+      return MakeInputError(pointer_ + "/trace", "the trace has no such backward",
+                            fmt::format("{}", call.trace), fmt::format("below {}", trace_.backwards.size()));
+    }
+    if (call.microbatches.empty()) {
+      return MakeInputError(pointer_ + "/microbatches", "a backward covers at least one micro-batch");
+    }
+    Begin(/*backward=*/true, call.trace, call.microbatches.front(), "backward loss");
+    grad_enabled_ = true;
+    std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
+    FindLastGrads(last_grad);
+    Push(HostEventKind::kBackwardBegin, -1);
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
+    }
+    Cut(static_cast<std::int32_t>(pass_->events.size()));
+    Push(HostEventKind::kBackwardEnd, -1);
+    return {};
+  }
+
+  void FindLastGrads(std::vector<std::int32_t>& last) const {
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      if (const auto* grad = std::get_if<ParameterGradEvent>(&pass_->events[i])) {
+        const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
+        if (owner.unit >= 0) last[owner.unit] = static_cast<std::int32_t>(i);
+      }
+    }
+  }
+
+  void OnBackwardEvent(const TraceEvent& event, std::int32_t position, const BackwardCall& call,
+                       const std::vector<std::int32_t>& last_grad) {
+    const auto microbatch_of = [&](std::int32_t forward) {
+      return forward < static_cast<std::int32_t>(call.microbatches.size()) ? call.microbatches[forward]
+                                                                           : call.microbatches.back();
+    };
+    if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
+      microbatch_ = microbatch_of(ready->forward);
+      const UnitId unit = Find(output_hooks_, ready->module, ready->occurrence);
+      if (unit < 0) return;
+      Cut(position);
+      Push(HostEventKind::kPreBackward, unit);
+      segment_name_ = "backward " + DisplayName(partition_.units[unit].unit.fqn);
+    } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
+      microbatch_ = microbatch_of(done->forward);
+      const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
+      if (unit < 0) return;
+      Cut(position);
+      Push(HostEventKind::kInputsGradDone, unit);
+    } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
+      const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
+      if (owner.unit < 0 || last_grad[owner.unit] != position) return;
+      Cut(position + 1);
+      Push(HostEventKind::kParameterGradsDone, owner.unit);
+    } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
+      OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+    } else if (const auto* exit = std::get_if<RecomputeExitEvent>(&event)) {
+      OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
+    }
+  }
+
+  void OnRecompute(ModuleId module, std::int32_t position, HostEventKind kind) {
+    const UnitId unit = partition_.unit_of_module[index_.canonical[module]];
+    if (unit < 0) return;
+    Cut(position);
+    Push(kind, unit);
+  }
+
+  Status Call(const OptimizerStepCall&) {
+    Push(HostEventKind::kOptimizerStep, -1);
+    return {};
+  }
+  Status Call(const ZeroGradCall&) {
+    Push(HostEventKind::kZeroGrad, -1);
+    return {};
+  }
+  Status Call(const ModuleCall& call) {
+    const auto found = index_.by_fqn.find(call.module);
+    if (found == index_.by_fqn.end()) {
+      return MakeInputError(pointer_ + "/module", "there is no such module", call.module);
+    }
+    HostEvent& event =
+        Push(HostEventKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
+    event.call = &call;
+    return {};
+  }
+
+  void Begin(bool backward, std::int32_t pass, std::int32_t microbatch, std::string name) {
+    pass_ = backward ? &trace_.backwards[pass] : &trace_.forwards[pass];
+    backward_ = backward;
+    pass_index_ = pass;
+    microbatch_ = microbatch;
+    segment_begin_ = 0;
+    segment_name_ = std::move(name);
+  }
+
+  UnitId Find(const std::map<ModuleRun, UnitId>& hooks, ModuleId module, std::int32_t occurrence) const {
+    const auto found = hooks.find({microbatch_, index_.canonical[module], occurrence});
+    return found == hooks.end() ? -1 : found->second;
+  }
+
+  // Everything since the last cut is one segment.
+  void Cut(std::int32_t position) {
+    if (position > segment_begin_) {
+      HostEvent& event = Push(HostEventKind::kSegment, -1);
+      event.range = {backward_, pass_index_, segment_begin_, position};
+      event.name = segment_name_;
+    }
+    segment_begin_ = position;
+  }
+
+  HostEvent& Push(HostEventKind kind, UnitId unit) {
+    step_.events.push_back(
+        {.kind = kind, .unit = unit, .microbatch = microbatch_, .grad_enabled = grad_enabled_});
+    return step_.events.back();
+  }
+
+  const Trace& trace_;
+  const ModelIndex& index_;
+  const Partition& partition_;
+  RecordedStep step_;
+  std::string pointer_;
+  const Pass* pass_ = nullptr;
+  bool backward_ = false;
+  bool grad_enabled_ = true;
+  std::int32_t pass_index_ = -1;
+  std::int32_t microbatch_ = 0;
+  std::int32_t segment_begin_ = 0;
+  std::string segment_name_;
+  std::vector<std::string> forward_names_;
+  std::vector<std::int32_t> to_run_;  // by unit: modules of a group that have not been left yet
+  std::map<ModuleRun, UnitId> input_hooks_, output_hooks_;
+};
+
+}  // namespace
+
+Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelIndex& index,
+                                              const Partition& partition, const Strategy& strategy) {
+  static const std::vector<StepProgram> kDefault = {
+      {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}}};
+  const std::vector<StepProgram>& program = strategy.program.empty() ? kDefault : strategy.program;
+  std::size_t count = program.size();
+  while (count > 1 && program[count - 1] == program[count - 2]) --count;
+  Recorder recorder(trace, index, partition);
+  std::vector<RecordedStep> steps;
+  for (std::size_t s = 0; s < count; ++s) {
+    Result<RecordedStep> step = recorder.Record(program[s], s);
+    if (!step) return std::unexpected(step.error());
+    steps.push_back(std::move(*step));
+  }
+  return steps;
+}
+
+}  // namespace shardplan

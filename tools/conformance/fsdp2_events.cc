@@ -1,0 +1,259 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "events.h"
+
+namespace shardplan::conformance {
+namespace {
+
+std::string UnitName(const Unit& unit) { return unit.fqn.empty() ? "(root)" : unit.fqn; }
+
+// [Note: what a log line is in a plan]
+// A hook is a trigger, a collective its instruction; the rest are marked by the instruction that ends them: a
+// wait_all_gather by the copy-out, a reshard by binding the shard, a wait_reduce_scatter by freeing the
+// input. The final callback's post_backward calls that do nothing are in the log, so they are worked out
+// here: every unit whose last hook was not its post_backward.
+class Writer {
+ public:
+  Writer(const Recording& recording, const Plan& plan)
+      : recording_(recording),
+        plan_(plan),
+        last_hook_(plan.units.size(), TriggerKind::kStepBegin),
+        grads_(plan.units.size()),
+        accumulated_(plan.units.size()),
+        in_backward_(plan.units.size(), false) {}
+
+  std::vector<LogEvent> Run() {
+    for (step_ = 0; step_ < recording_.steps; ++step_) {
+      for (const Trigger& trigger : StepAt(plan_, step_).triggers) OnTrigger(trigger);
+    }
+    return std::move(events_);
+  }
+
+ private:
+  LogEvent& Add(std::string op, const std::string& unit) {
+    events_.push_back(
+        {{{"step", std::to_string(step_)}, {"phase", phase_}, {"op", std::move(op)}, {"unit", unit}}});
+    return events_.back();
+  }
+
+  void OnTrigger(const Trigger& trigger) {
+    const bool has_group = trigger.unit >= 0 && !plan_.units[trigger.unit].parameters.empty();
+    const std::string unit = trigger.unit < 0 ? "(root)" : UnitName(plan_.units[trigger.unit]);
+    switch (trigger.kind) {
+      case TriggerKind::kPreForward:
+      case TriggerKind::kPostForward:
+        phase_ = in_pass_backward_ ? "backward" : "forward";
+        if (has_group && !in_backward_[trigger.unit]) {
+          Add(trigger.kind == TriggerKind::kPreForward ? "pre_forward" : "post_forward", unit);
+          last_hook_[trigger.unit] = trigger.kind;
+        }
+        break;
+      case TriggerKind::kPreBackward:
+        phase_ = "backward";
+        in_pass_backward_ = true;
+        if (has_group) {
+          LogEvent& event = Add("pre_backward", unit);
+          if (last_hook_[trigger.unit] == TriggerKind::kPreBackward) event.keys["noop"] = "1";
+          last_hook_[trigger.unit] = trigger.kind;
+        }
+        in_backward_[trigger.unit] = true;
+        break;
+      case TriggerKind::kPostBackward:
+        phase_ = "backward";
+        Add("post_backward", unit).keys["via"] = "autograd";
+        last_hook_[trigger.unit] = trigger.kind;
+        break;
+      case TriggerKind::kBackwardEnd:
+        return OnBackwardEnd(trigger);
+      case TriggerKind::kOptimizerStep:
+      case TriggerKind::kZeroGrad:
+        phase_ = "optim";
+        Add(trigger.kind == TriggerKind::kOptimizerStep ? "optim_step" : "zero_grad", "(root)");
+        break;
+      case TriggerKind::kUserCall:
+        phase_ = "forward";
+        break;
+      case TriggerKind::kStepBegin:
+      case TriggerKind::kStepEnd:
+        break;
+    }
+    bool accumulates = trigger.kind == TriggerKind::kPostBackward;
+    for (const Instruction& instruction : trigger.instructions) {
+      if (instruction.kind == InstructionKind::kCompute && accumulates) {
+        Accumulate(trigger.unit);  // the hook is over, the model goes on
+        accumulates = false;
+      }
+      OnInstruction(instruction);
+    }
+    if (accumulates) Accumulate(trigger.unit);
+  }
+
+  void OnBackwardEnd(const Trigger& trigger) {
+    phase_ = "backward";
+    in_pass_backward_ = false;
+    if (std::none_of(in_backward_.begin(), in_backward_.end(), [](bool b) { return b; })) return;
+    Add("finalize", "(root)");
+    std::size_t next = 0;
+    for (const UnitId unit : States()) {
+      if (!plan_.units[unit].parameters.empty() && last_hook_[unit] != TriggerKind::kPostBackward) {
+        Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
+        // Its instructions: up to the finalisation ("final" waits and frees are issued for the unit, too).
+        for (; next < trigger.instructions.size() && BelongsTo(trigger.instructions, next, unit); ++next) {
+          OnInstruction(trigger.instructions[next], /*backward_end=*/true);
+        }
+        Accumulate(unit);
+      }
+      for (; next < trigger.instructions.size() && BelongsTo(trigger.instructions, next, unit); ++next) {
+        OnInstruction(trigger.instructions[next], /*backward_end=*/true);
+      }
+      last_hook_[unit] = TriggerKind::kStepBegin;
+    }
+    for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], true);
+    std::fill(in_backward_.begin(), in_backward_.end(), false);
+  }
+
+  // Instructions of no unit (another unit's buffer is dropped) belong to the next one's unit.
+  static bool BelongsTo(const std::vector<Instruction>& instructions, std::size_t i, UnitId unit) {
+    while (i < instructions.size() && instructions[i].unit < 0) ++i;
+    return i < instructions.size() && instructions[i].unit == unit;
+  }
+
+  // FSDPStateContext.all_states: named_modules() order, a group of two modules twice.
+  std::vector<UnitId> States() const {
+    std::map<std::string, UnitId> unit_of;
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      for (const std::string& module : plan_.units[u].modules) unit_of[module] = static_cast<UnitId>(u);
+    }
+    std::vector<UnitId> states;
+    for (const Module& module : recording_.trace.modules) {
+      const auto found = unit_of.find(module.fqn);
+      if (found != unit_of.end()) states.push_back(found->second);
+    }
+    return states;
+  }
+
+  void Accumulate(UnitId id) {
+    const Unit& unit = plan_.units[id];
+    const std::set<std::int32_t>& held = accumulated_[id].empty() ? grads_[id] : accumulated_[id];
+    if (held.empty()) return;
+    const DType dtype = accumulated_[id].empty() ? unit.param_dtype : unit.reduce_dtype;
+    std::int64_t bytes = 0;
+    for (const std::int32_t p : held) {
+      std::int64_t numel = SizeBytes(dtype);
+      for (const std::int64_t size : unit.parameters[p].shape) numel *= size;
+      bytes += numel;
+    }
+    LogEvent& event = Add("accumulate", UnitName(unit));
+    event.keys["bytes"] = std::to_string(bytes);
+    event.keys["dtype"] = Name(dtype);
+    event.keys["kind"] = "unsharded";
+  }
+
+  void AddSize(LogEvent& event, const Buffer& buffer) {
+    event.keys["bytes"] = std::to_string(SizeBytes(buffer).value);
+    event.keys["dtype"] = Name(buffer.dtype);
+  }
+
+  void AddCollective(std::string op, const Buffer& buffer, const Instruction& instruction,
+                     std::string group) {
+    LogEvent& event = Add(std::move(op), UnitName(plan_.units[buffer.unit]));
+    AddSize(event, buffer);
+    event.keys["group"] = std::move(group);
+    event.keys["ranks"] = std::to_string(plan_.communicators[instruction.communicator].size);
+  }
+
+  void OnInstruction(const Instruction& i, bool backward_end = false) {
+    switch (i.kind) {
+      case InstructionKind::kCompute:
+        for (const SegmentGrad& grad : plan_.segments[i.segment].grads)
+          grads_[grad.unit].insert(grad.parameter);
+        break;
+      case InstructionKind::kAllGather:
+        AddCollective("all_gather", plan_.buffers[i.dst], i, "shard");
+        break;
+      case InstructionKind::kCopyOut:
+        Add("wait_all_gather", UnitName(plan_.units[i.unit]));
+        break;
+      case InstructionKind::kBindSharded: {
+        LogEvent& event = Add("reshard", UnitName(plan_.units[i.unit]));
+        const bool whole = plan_.buffers[i.src].role == BufferRole::kParamSharded;
+        event.keys["to"] = whole ? "sharded" : "post_forward";
+        event.keys["bytes"] = std::to_string(UnshardedBytes(i.unit));
+        break;
+      }
+      case InstructionKind::kReduceScatter:
+        AddCollective("reduce_scatter", plan_.buffers[i.src], i, "shard");
+        if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
+        break;
+      case InstructionKind::kAllReduce:
+        AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
+        break;
+      case InstructionKind::kGradAccumulate:
+        if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
+        break;
+      case InstructionKind::kGradCast:
+        if (plan_.buffers[i.dst].role == BufferRole::kGradUnshardedAccumulated)
+          accumulated_[i.unit] = grads_[i.unit];
+        break;
+      case InstructionKind::kFree:
+        OnFree(plan_.buffers[i.src], backward_end);
+        break;
+      default:
+        break;
+    }
+  }
+
+  void AddPartial(const Buffer& buffer) {
+    LogEvent& event = Add("accumulate", UnitName(plan_.units[buffer.unit]));
+    AddSize(event, buffer);
+    event.keys["kind"] = "partial";
+  }
+
+  void OnFree(const Buffer& buffer, bool backward_end) {
+    switch (buffer.role) {
+      case BufferRole::kReduceScatterInput:
+        Add("wait_reduce_scatter", UnitName(plan_.units[buffer.unit]));
+        break;
+      case BufferRole::kAllGatherOutput:
+        if (backward_end) Add("discard_all_gather", UnitName(plan_.units[buffer.unit]));
+        break;
+      case BufferRole::kGradUnsharded:
+        grads_[buffer.unit].clear();
+        break;
+      case BufferRole::kGradUnshardedAccumulated:
+        accumulated_[buffer.unit].clear();
+        break;
+      default:
+        break;
+    }
+  }
+
+  std::int64_t UnshardedBytes(UnitId unit) const {
+    for (const Buffer& buffer : plan_.buffers) {
+      if (buffer.unit == unit && buffer.role == BufferRole::kParamUnsharded) return SizeBytes(buffer).value;
+    }
+    return 0;
+  }
+
+  const Recording& recording_;
+  const Plan& plan_;
+  std::vector<LogEvent> events_;
+  std::int32_t step_ = 0;
+  std::string phase_ = "forward";
+  bool in_pass_backward_ = false;
+  std::vector<TriggerKind> last_hook_;  // by unit
+  std::vector<std::set<std::int32_t>> grads_, accumulated_;
+  std::vector<bool> in_backward_;  // FSDPState._training_state is PRE_BACKWARD
+};
+
+}  // namespace
+
+std::vector<LogEvent> Fsdp2Events(const Recording& recording, const Plan& plan) {
+  return Writer(recording, plan).Run();
+}
+
+}  // namespace shardplan::conformance

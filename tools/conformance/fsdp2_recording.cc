@@ -1,0 +1,293 @@
+// Case of a fully_shard recording -> trace, strategy, cluster.
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "recording.h"
+
+namespace shardplan::conformance {
+namespace {
+
+using Json = nlohmann::json;
+
+class Converter {
+ public:
+  explicit Converter(const Json& json) : json_(json) {}
+
+  Result<Recording> Run() {
+    recording_.policy = recording_.strategy.policy = "fsdp2";
+    ConvertModel();
+    ConvertMesh();
+    ConvertUnits();
+    ConvertSetup();
+    for (const auto& [name, trace] : json_["forward_traces"].items()) ConvertForward(name, trace);
+    ConvertProgram();
+    recording_.strategy.optimizer.kind = OptimizerKind::kSgd;
+    return std::move(recording_);
+  }
+
+ private:
+  static DType ToDType(const Json& name) {
+    return DTypeFromName(name.get<std::string>()).value_or(DType::kFloat32);
+  }
+
+  void ConvertModel() {
+    Trace& trace = recording_.trace;
+    trace.model = json_["model"].get<std::string>();
+    for (const Json& p : json_["parameters"]) {
+      parameter_id_[p["fqn"]] = static_cast<ParameterId>(trace.parameters.size());
+      trace.parameters.push_back({.fqn = p["fqn"],
+                                  .shape = p["shape"].get<std::vector<std::int64_t>>(),
+                                  .dtype = ToDType(p["dtype"]),
+                                  .requires_grad = p["requires_grad"],
+                                  .shared_with = p["shared_with"].get<std::vector<std::string>>()});
+    }
+    for (const Json& m : json_["modules"]) {
+      module_id_[m["fqn"]] = static_cast<ModuleId>(trace.modules.size());
+      Module module{.fqn = m["fqn"],
+                    .class_name = m["class"],
+                    .children = m["children"].get<std::vector<std::string>>(),
+                    .same_module_as = m.value("same_module_as", "")};
+      for (const Json& p : m["params"]) module.parameters.push_back({p["name"], parameter_id_[p["param"]]});
+      trace.modules.push_back(std::move(module));
+    }
+  }
+
+  void ConvertMesh() {
+    const Json& mesh = json_["mesh"];
+    for (std::size_t d = 0; d < mesh["dims"].size(); ++d) {
+      recording_.strategy.mesh.push_back({mesh["dims"][d], mesh["shape"][d]});
+    }
+    recording_.cluster.ranks = json_["world_size"];
+    recording_.cluster.ranks_per_node = json_["world_size"];
+  }
+
+  void ConvertUnits() {
+    for (const Json& call : json_["fully_shard_calls"]) {
+      UnitRule rule{.modules = call["modules"].get<std::vector<std::string>>()};
+      rule.group = rule.modules.size() > 1;
+      const Json& reshard = call["reshard_after_forward"];
+      if (reshard.is_boolean()) rule.reshard_after_forward = reshard.get<bool>();
+      if (reshard.is_number()) rule.reshard_after_forward = reshard.get<std::int64_t>();
+      if (const Json& mp = call["mp_policy"]; mp.is_object()) {
+        MixedPrecision mixed;
+        if (mp.contains("param_dtype") && !mp["param_dtype"].is_null())
+          mixed.param_dtype = ToDType(mp["param_dtype"]);
+        if (mp.contains("reduce_dtype") && !mp["reduce_dtype"].is_null()) {
+          mixed.reduce_dtype = ToDType(mp["reduce_dtype"]);
+        }
+        rule.mixed_precision = mixed;
+      }
+      rule.cpu_offload = call["cpu_offload"].get<bool>();
+      for (const std::string& module : rule.modules) unit_modules_.insert(module);
+      recording_.strategy.units.push_back(std::move(rule));
+    }
+  }
+
+  void ConvertSetup() {
+    Strategy& strategy = recording_.strategy;
+    for (const Json& call : json_["setup"]) {
+      const std::string op = call["op"];
+      if (op == "set_modules_to_forward_prefetch" || op == "set_modules_to_backward_prefetch") {
+        auto& lists = op.find("forward") != std::string::npos ? strategy.fsdp2.forward_prefetch_lists
+                                                              : strategy.fsdp2.backward_prefetch_lists;
+        lists.push_back({call["module"], call["targets"].get<std::vector<std::string>>()});
+      } else if (op == "set_gradient_divide_factor") {
+        strategy.fsdp2.gradient_divide_factor = call["value"].get<double>();
+      } else {
+        strategy.setup.push_back(ToModuleCall(call));
+      }
+    }
+  }
+
+  static ModuleCall ToModuleCall(const Json& call) {
+    ModuleCall converted{.method = call["op"], .module = call.value("module", "")};
+    if (call.contains("value")) converted.value = call["value"].get<bool>();
+    if (call.contains("async_op")) converted.value = call["async_op"].get<bool>();
+    return converted;
+  }
+
+  void ConvertForward(const std::string& name, const Json& traced) {
+    Pass pass{.name = name, .grad_enabled = true};
+    for (const Json& f : json_["forward_of"]) {
+      if (f["trace"] == name && f["op"] == "eval_forward") pass.grad_enabled = false;
+    }
+    std::map<std::int64_t, TensorId> tensor_id;
+    for (const Json& t : traced["tensors"]) {
+      tensor_id[t["id"]] = static_cast<TensorId>(pass.tensors.size());
+      pass.tensors.push_back({.shape = t["shape"].get<std::vector<std::int64_t>>(),
+                              .dtype = ToDType(t["dtype"]),
+                              .requires_grad = t["requires_grad"]});
+    }
+    const auto tensors = [&](const Json& ids) {
+      std::vector<TensorId> converted;
+      for (const Json& id : ids) converted.push_back(tensor_id[id]);
+      return converted;
+    };
+    for (const Json& e : traced["events"]) {
+      if (e.contains("enter")) {
+        pass.events.push_back(EnterEvent{module_id_[e["enter"]], tensors(e["in"])});
+      } else {
+        pass.events.push_back(ExitEvent{module_id_[e["exit"]], tensors(e["out"])});
+      }
+    }
+    forward_id_[name] = static_cast<std::int32_t>(recording_.trace.forwards.size());
+    recording_.trace.forwards.push_back(std::move(pass));
+  }
+
+  // The unit that manages a module: the nearest one above it.
+  std::string UnitOf(std::string module) const {
+    while (!unit_modules_.contains(module) && !module.empty()) {
+      const std::size_t dot = module.rfind('.');
+      module = dot == std::string::npos ? "" : module.substr(0, dot);
+    }
+    return module;
+  }
+
+  // Trainable parameters by unit, of the modules that ran in the forwards.
+  std::map<std::string, std::vector<ParameterId>> Trainable(const std::vector<std::int32_t>& forwards) const {
+    std::map<std::string, std::vector<ParameterId>> by_unit;
+    std::set<ParameterId> seen;
+    for (const std::int32_t forward : forwards) {
+      for (const TraceEvent& event : recording_.trace.forwards[forward].events) {
+        const auto* enter = std::get_if<EnterEvent>(&event);
+        if (enter == nullptr) continue;
+        for (const NamedParameter& named : recording_.trace.modules[enter->module].parameters) {
+          const Parameter& parameter = recording_.trace.parameters[named.parameter];
+          if (!parameter.requires_grad || !seen.insert(named.parameter).second) continue;
+          const std::size_t dot = parameter.fqn.rfind('.');
+          by_unit[UnitOf(dot == std::string::npos ? "" : parameter.fqn.substr(0, dot))].push_back(
+              named.parameter);
+        }
+      }
+    }
+    return by_unit;
+  }
+
+  // The recorded backward names units only; which parameters get gradients follows from what ran: those of a
+  // unit just before its last inputs_grad_done, the others at the end.
+  std::int32_t ConvertBackward(const std::string& name, const std::vector<std::int32_t>& microbatches,
+                               const std::vector<std::int32_t>& forwards) {
+    const Json& traced = json_["backward_traces"][name];
+    Pass pass{.name = name, .forwards = forwards};
+    std::map<std::string, std::vector<ParameterId>> grads = Trainable(forwards);
+    std::map<std::string, std::size_t> last_done;
+    std::set<std::string> used;
+    for (std::size_t i = 0; i < traced.size(); ++i) {
+      const std::string unit = traced[i][1];
+      if (traced[i][0] == "inputs_grad_done") last_done[unit] = i;
+      used.insert(unit);
+    }
+    std::map<std::pair<std::string, std::int32_t>, std::int32_t> calls, remaining_inputs, remaining_outputs;
+    for (std::size_t f = 0; f < forwards.size(); ++f) {
+      for (const TraceEvent& event : recording_.trace.forwards[forwards[f]].events) {
+        const auto* enter = std::get_if<EnterEvent>(&event);
+        if (enter == nullptr) continue;
+        ++calls[{recording_.trace.modules[enter->module].fqn, static_cast<std::int32_t>(f)}];
+      }
+    }
+    remaining_inputs = remaining_outputs = calls;
+    const auto give = [&](const std::string& unit) {
+      for (const ParameterId parameter : grads[unit])
+        pass.events.push_back(ParameterGradEvent{parameter, -1});
+      grads.erase(unit);
+    };
+    for (std::size_t i = 0; i < traced.size(); ++i) {
+      const std::string what = traced[i][0];
+      const std::string unit = traced[i][1];
+      const std::string module = unit.substr(unit.rfind(',') + 1);  // a group's hooks sit on one module
+      std::int32_t forward = 0;
+      if (traced[i].size() > 2) {
+        for (std::size_t m = 0; m < microbatches.size(); ++m) {
+          if (microbatches[m] == traced[i][2].get<std::int32_t>()) forward = static_cast<std::int32_t>(m);
+        }
+      }
+      if (what == "inputs_grad_done") {
+        if (last_done[unit] == i) give(unit);
+        const std::string first = unit.substr(0, unit.find(','));
+        pass.events.push_back(
+            InputsGradDoneEvent{module_id_[first], --remaining_inputs[{first, forward}], forward});
+      } else {
+        const std::int32_t index = std::stoi(what.substr(what.find(':') + 1));
+        std::int32_t& left = remaining_outputs[{module, forward}];
+        if (index == 0 || left == calls[{module, forward}]) --left;
+        pass.events.push_back(OutputGradReadyEvent{module_id_[module], index, left, forward});
+      }
+    }
+    std::vector<std::string> rest;
+    for (const auto& [unit, parameters] : grads) rest.push_back(unit);
+    for (const std::string& unit : rest) {
+      // A unit that ran but whose output the loss does not use gets none.
+      if (unit.empty() || used.contains(unit) || Group(unit)) give(unit);
+    }
+    recording_.trace.backwards.push_back(std::move(pass));
+    return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
+  }
+
+  bool Group(const std::string& module) const {
+    for (const UnitRule& rule : recording_.strategy.units) {
+      if (!rule.group) continue;
+      for (const std::string& member : rule.modules) {
+        if (member == module) return true;
+      }
+    }
+    return false;
+  }
+
+  void ConvertProgram() {
+    std::size_t forward_call = 0, backward_call = 0;
+    std::map<std::string, std::int32_t> converted;  // backward trace and forwards -> id
+    for (const Json& step : json_["program"]) {
+      StepProgram program;
+      std::map<std::int32_t, std::int32_t> forward_of_microbatch;
+      for (const Json& call : step) {
+        const std::string op = call["op"];
+        if (op == "forward" || op == "eval_forward") {
+          const std::int32_t trace = forward_id_[json_["forward_of"][forward_call++]["trace"]];
+          const std::int32_t microbatch = call["mb"];
+          forward_of_microbatch[microbatch] = trace;
+          program.push_back(ForwardCall{microbatch, trace});
+        } else if (op == "backward") {
+          const std::string name = json_["backward_of"][backward_call++]["trace"];
+          const auto microbatches = call["mbs"].get<std::vector<std::int32_t>>();
+          std::vector<std::int32_t> forwards;
+          std::string key = name;
+          for (const std::int32_t microbatch : microbatches) {
+            forwards.push_back(forward_of_microbatch[microbatch]);
+            key += "," + std::to_string(forwards.back());
+          }
+          if (!converted.contains(key)) converted[key] = ConvertBackward(name, microbatches, forwards);
+          program.push_back(BackwardCall{microbatches, converted[key]});
+        } else if (op == "optim_step") {
+          program.push_back(OptimizerStepCall{});
+        } else if (op == "zero_grad") {
+          program.push_back(ZeroGradCall{});
+        } else {
+          program.push_back(ToModuleCall(call));
+        }
+      }
+      recording_.strategy.program.push_back(std::move(program));
+    }
+    recording_.steps = static_cast<std::int32_t>(recording_.strategy.program.size());
+  }
+
+  const Json& json_;
+  Recording recording_;
+  std::map<std::string, ModuleId> module_id_;
+  std::map<std::string, ParameterId> parameter_id_;
+  std::map<std::string, std::int32_t> forward_id_;
+  std::set<std::string> unit_modules_;
+};
+
+}  // namespace
+
+Result<Recording> ConvertFsdp2(const std::string& json_text) {
+  try {
+    const Json json = Json::parse(json_text);
+    return Converter(json).Run();
+  } catch (const Json::exception& e) {
+    return MakeInputError("", e.what());
+  }
+}
+
+}  // namespace shardplan::conformance
