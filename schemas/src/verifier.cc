@@ -47,10 +47,14 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
     }
     for (const Communicator& c : plan.communicators) {
       if (c.size >= 1 && c.stride >= 1 && plan.world_size % (c.size * c.stride) == 0) continue;
-      violations.push_back({Rule::kReference, -1, -1, -1,
-                            fmt::format("rank {}: communicator {} (size {}, stride {}) does not divide {} ranks", rank,
-                                        c.name, c.size, c.stride, plan.world_size),
-                            {}});
+      violations.push_back(
+          {Rule::kReference,
+           -1,
+           -1,
+           -1,
+           fmt::format("rank {}: communicator {} (size {}, stride {}) does not divide {} ranks", rank, c.name,
+                       c.size, c.stride, plan.world_size),
+           {}});
       interpretable = false;
     }
     const auto same = std::find(plans_by_rank.begin(), plans_by_rank.begin() + rank, plan);

@@ -86,8 +86,11 @@ bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Posi
   if (plan_.buffers[memory.owner].memory != MemoryKind::kDevice || memory.pool == clocks_.host()) return true;
   std::vector<Debt>& pool = pools_[memory.pool];
   for (const Work& use : memory.last_access) {
-    const bool protected_by_record_stream = std::ranges::find(safe_after, use.stream) != safe_after.end();
-    if (use.tick == 0 || protected_by_record_stream) continue;
+    if (use.tick == 0) continue;
+    // The block is held back until the work issued so far on these streams is done, and all that it waited
+    // for.
+    const auto is_held_back = [&](StreamId stream) { return clocks_.IsBefore(use, stream); };
+    if (std::ranges::any_of(safe_after, is_held_back)) continue;
     if (use.tick > pool[use.stream].use.tick) pool[use.stream] = {use, at, buffer};
   }
   return true;

@@ -1,7 +1,8 @@
 #include "tests/verifier/oracle.h"
 
 #include <algorithm>
-#include <set>
+#include <memory>
+#include <unordered_set>
 #include <vector>
 
 #include "tests/verifier/oracle_program.h"
@@ -20,14 +21,38 @@ Value Mix(Value a, Value b) {
 
 Value Written(std::size_t item, std::size_t which, Value read) { return Mix(Mix(item + 1, which + 1), read); }
 
+// Which instances may have the same block: a symmetric table.
+class Shared {
+ public:
+  explicit Shared(std::size_t instances) : instances_(instances), table_(instances * instances, false) {}
+  bool operator()(int a, int b) const { return table_[static_cast<std::size_t>(a) * instances_ + b]; }
+  void Add(int a, int b) {
+    table_[static_cast<std::size_t>(a) * instances_ + b] = true;
+    table_[static_cast<std::size_t>(b) * instances_ + a] = true;
+  }
+
+ private:
+  std::size_t instances_;
+  std::vector<char> table_;
+};
+
 // A moment: what is issued, what is done, what memory holds.
 struct Moment {
-  std::size_t issued = 0;               // items that the host is past
-  std::vector<std::size_t> done;        // by stream: how many of its items are done
-  std::vector<char> recorded;           // by record
-  std::vector<Value> values;            // by instance
-  std::vector<std::vector<int>> taken;  // by instance: freed instances whose block it may have got
-  auto operator<=>(const Moment&) const = default;
+  std::size_t issued = 0;         // items that the host is past
+  std::vector<std::size_t> done;  // by stream: how many of its items are done
+  std::vector<char> recorded;     // by record
+  std::vector<Value> values;      // by instance
+  std::shared_ptr<const Shared> shared;
+  Value shared_key = 0;  // tells two `shared` apart
+
+  // Moments are told apart by 64 bits: that two of the some hundred thousand of a plan collide is not to be
+  // feared.
+  Value Key() const {
+    Value key = Mix(issued, shared_key);
+    for (const std::size_t n : done) key = Mix(key, n);
+    for (const Value value : values) key = Mix(key, value);
+    return key;  // `recorded` follows from `done`
+  }
 };
 
 class Explorer {
@@ -35,6 +60,7 @@ class Explorer {
   Explorer(const Program& program, const OracleOptions& options) : p_(program), options_(options) {
     for (const Item& item : p_.items) {
       streams_ = std::max(streams_, static_cast<std::size_t>(item.stream + 1));
+      holds_back_ = holds_back_ || !item.safe_after.empty();
       records_ += item.kind == Item::Kind::kRecord ? 1 : 0;
     }
     queue_.resize(streams_);
@@ -49,13 +75,13 @@ class Explorer {
     start.done.assign(streams_, 0);
     start.recorded.assign(records_, false);
     start.values = first_values_;
-    start.taken.resize(p_.instances.size());
+    start.shared = std::make_shared<const Shared>(p_.instances.size());
     std::vector<Moment> open = {start};
     while (!open.empty() && !verdict.wrong_value) {
       Moment m = std::move(open.back());
       open.pop_back();
       if (options_.reduce) Settle(m);
-      if (!seen_.insert(m).second) continue;
+      if (!seen_.insert(m.Key()).second) continue;
       if (static_cast<std::int64_t>(seen_.size()) > options_.max_states) {
         verdict.complete = false;
         break;
@@ -82,7 +108,7 @@ class Explorer {
     for (std::size_t i = 0; i < p_.items.size(); ++i) {
       if (p_.items[i].kind != Item::Kind::kWork) continue;
       right_[i] = ReadAll(p_.items[i], values);
-      WriteAll(i, values, {});
+      WriteAll(i, values, nullptr);
     }
   }
 
@@ -92,21 +118,15 @@ class Explorer {
     return read;
   }
 
-  void WriteAll(std::size_t i, std::vector<Value>& values, const std::vector<std::vector<int>>& taken) const {
+  void WriteAll(std::size_t i, std::vector<Value>& values, const Shared* shared) const {
     const Value read = ReadAll(p_.items[i], values);
     for (std::size_t k = 0; k < p_.items[i].writes.size(); ++k) {
       const int target = p_.items[i].writes[k];
-      // Whose block `target` may have, and who may have got the block of `target`.
-      for (std::size_t other = 0; other < taken.size(); ++other) {
-        if (Shares(taken, static_cast<int>(other), target)) values[other] = kGarbage;
+      for (int other = 0; shared != nullptr && other < std::ssize(values); ++other) {
+        if ((*shared)(target, other)) values[other] = kGarbage;
       }
       values[target] = Written(i, k, read);
     }
-  }
-
-  static bool Shares(const std::vector<std::vector<int>>& taken, int a, int b) {
-    return std::ranges::find(taken[a], b) != taken[a].end() ||
-           std::ranges::find(taken[b], a) != taken[b].end();
   }
 
   // Does what only enables more: issuing, recording, passing waits.
@@ -136,7 +156,7 @@ class Explorer {
   bool IssueMatters(const Moment& m) const {
     const Item& item = p_.items[m.issued];
     if (item.kind == Item::Kind::kWork) return item.stream < 0;
-    return item.kind == Item::Kind::kAllocate &&
+    return holds_back_ && item.kind == Item::Kind::kAllocate &&
            Reusable(m, item.instance, true) != Reusable(m, item.instance, false);
   }
 
@@ -164,8 +184,18 @@ class Explorer {
   void IssueNext(Moment& m) const {
     const std::size_t i = m.issued;
     const Item& item = p_.items[i];
-    if (item.kind == Item::Kind::kAllocate) m.taken[item.instance] = Reusable(m, item.instance, false);
-    if (item.kind == Item::Kind::kWork && item.stream < 0) WriteAll(i, m.values, m.taken);
+    if (item.kind == Item::Kind::kAllocate) {
+      const std::vector<int> freed = Reusable(m, item.instance, false);
+      if (!freed.empty()) {
+        Shared shared = *m.shared;
+        for (const int other : freed) {
+          shared.Add(item.instance, other);
+          m.shared_key = Mix(m.shared_key, Mix(i, static_cast<Value>(other)));
+        }
+        m.shared = std::make_shared<const Shared>(std::move(shared));
+      }
+    }
+    if (item.kind == Item::Kind::kWork && item.stream < 0) WriteAll(i, m.values, m.shared.get());
     ++m.issued;
   }
 
@@ -199,7 +229,7 @@ class Explorer {
         continue;
       }
       if (ReadAll(p_.items[i], m.values) != right_[i]) verdict.wrong_value = true;
-      WriteAll(i, next.back().values, m.taken);
+      WriteAll(i, next.back().values, m.shared.get());
       ++next.back().done[s];
     }
     return next;
@@ -226,7 +256,7 @@ class Explorer {
     for (const int written : writer.writes) {
       for (const std::vector<int>* used : {&other.reads, &other.writes}) {
         for (const int instance : *used) {
-          if (instance == written || Shares(m.taken, instance, written)) return true;
+          if (instance == written || (*m.shared)(instance, written)) return true;
         }
       }
     }
@@ -237,9 +267,10 @@ class Explorer {
   OracleOptions options_;
   std::size_t streams_ = 0;
   int records_ = 0;
+  bool holds_back_ = false;                      // some free has streams that it is safe after
   std::vector<std::vector<std::size_t>> queue_;  // by stream: items in order
   std::vector<Value> first_values_, right_;
-  std::set<Moment> seen_;
+  std::unordered_set<Value> seen_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "shardplan/schemas/verifier.h"
 #include "tests/support/small_plans.h"
 #include "tests/verifier/mutations.h"
+#include "tests/verifier/random_plans.h"
 
 namespace shardplan {
 namespace {
@@ -117,6 +118,67 @@ TEST(Oracle, AgreesOnEveryInstructionRemovedSwappedOrDoubled) {
   }
   tally.Print();
   EXPECT_EQ(tally.given_up(), 0);
+}
+
+// The seed of a failing plan is in the message; give it here to have that plan alone.
+constexpr std::uint64_t kFirstSeed = 1;
+
+TEST(Oracle, AgreesOnGoodPlansWithRandomChanges) {
+  Tally tally;
+  for (std::uint64_t seed = kFirstSeed; seed < kFirstSeed + 3000; ++seed) {
+    std::mt19937_64 random(seed);
+    test::SmallPlanOptions options;
+    options.units = 1 + static_cast<int>(random() % 2);
+    options.replicas = 1 + static_cast<int>(random() % 2);
+    options.mixed_precision = random() % 2 == 0;
+    options.bf16_reduce = random() % 2 == 0;
+    options.reshard_after_forward = random() % 2 == 0;
+    options.prefetch = random() % 2 == 0;
+    options.microbatches = random() % 4 == 0 ? 2 : 1;
+    Plan plan = test::Fsdp2LikePlan(options);
+    std::string what = "seed " + std::to_string(seed);
+    const int changes = 1 + static_cast<int>(random() % 3);
+    for (int c = 0; c < changes; ++c) {
+      std::string change;
+      plan = test::RandomChange(std::move(plan), random, change);
+      what += "; " + change;
+    }
+    tally.Compare(plan, what);
+    if (HasFatalFailure()) return;
+  }
+  tally.Print();
+  EXPECT_LT(tally.given_up(), tally.plans() / 100);
+  EXPECT_GT(tally.agreed(), tally.plans() * 95 / 100);
+}
+
+TEST(Oracle, AgreesOnRandomUnshardPrograms) {
+  for (const int waits_percent : {30, 70, 95, 100}) {
+    Tally tally;
+    for (std::uint64_t seed = kFirstSeed; seed < kFirstSeed + 1500; ++seed) {
+      std::mt19937_64 random(seed);
+      tally.Compare(test::RandomUnshardPlan(random, waits_percent),
+                    "seed " + std::to_string(seed) + ", waits " + std::to_string(waits_percent) + " %");
+      if (HasFatalFailure()) return;
+    }
+    std::cout << waits_percent << " % waits: ";
+    tally.Print();
+    EXPECT_LT(tally.given_up(), tally.plans() / 100);
+    EXPECT_EQ(tally.agreed(), tally.plans());
+  }
+}
+
+// The oracle's own short cut is checked against trying every single order.
+TEST(Oracle, ShortCutMissesNothing) {
+  int compared = 0;
+  for (std::uint64_t seed = kFirstSeed; seed < kFirstSeed + 300; ++seed) {
+    std::mt19937_64 random(seed);
+    const Plan plan = test::RandomUnshardPlan(random, 60);
+    const OracleVerdict all = AskOracle(plan, {.reduce = false, .max_states = 20'000});
+    if (!all.complete) continue;
+    ++compared;
+    EXPECT_EQ(AskOracle(plan).IsGood(), all.IsGood()) << "seed " << seed;
+  }
+  EXPECT_GT(compared, 100);
 }
 
 }  // namespace
