@@ -31,6 +31,14 @@ _TABLE_PREFIX = 2  # offset-to-top and type information lie before the address a
 _GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 
 
+# The autograd engine starts its threads at the first backward of the process, one per device it sees by then: without a device, the one of the
+# no-op guard. Installed at import, so that a backward on the CPU before the first trace does no harm.
+if not torch.cuda.is_available():
+    torch._C._ensureCUDADeviceGuardSet()
+
+ENGINE_WITHOUT_DEVICE = "device_ready_queues_"  # in the message of a backward whose device has no thread
+
+
 @contextlib.contextmanager
 def _no_primary_context() -> Iterator[None]:
     release = ".".join(torch.__version__.split(".")[:2])

@@ -25,9 +25,8 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx, done, *tensors):
         ctx.done = done
-        # Below autograd a plain alias is not a view in autograd's sense, so the module may still change its input in place.
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(torch.ops.aten.alias.default(t) for t in tensors)
+        # Not x.detach(): that is a view in autograd's sense, which the module could not change in place.
+        return tuple(t.data for t in tensors)
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -129,6 +129,9 @@ def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, pr
     recorder.phase = "backward"
     loss.backward()
     del loss
+    for _, tensor in step.inputs:
+        if tensor.is_leaf:
+            tensor.grad = None  # goes with the batch
     events = recorder.take_events()
     recorder.phase = "off"
     for parameter in step.module.parameters():

@@ -5,7 +5,8 @@ is the moment of the free. Ids are given in order of birth.
 
 [Note: in place on real tensors]
 Two things a backward does in place on real tensors, and out of place on fake ones (tensor subclasses).
-Where a value is used several times the autograd engine adds its gradients: into the first one, when it holds the only reference to it.
+Where a value is used several times the autograd engine adds its gradients: into the first one, when it holds the only reference to it and to
+its storage. (A view keeps the tensor it was made from, a second reference: a gradient that went through a reshape is not added into.)
 And some formulas fill zeros of their own (the gradient of indexing, of a gather, of a top-k).
 A trace shows what real tensors do: when the target dies at once, nobody else held it, so the result is written into the target's storage, and
 neither the birth of the result nor the death of the target is an event.
@@ -256,7 +257,7 @@ class Recorder(TorchDispatchMode):
             return False
         if func is aten.add.Tensor:
             addend = args[1]
-            if not isinstance(addend, torch.Tensor) or addend.shape != target.shape:
+            if not isinstance(addend, torch.Tensor) or addend.shape != target.shape or target._is_view():
                 return False
         elif operator.base not in _FILL_ZEROS or self._last_zeros is not record:
             return False

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from shardplan.tracer import document, record, source as sources
 from shardplan.tracer.attention import device_attention
-from shardplan.tracer.errors import TracerError, UsageProblem
-from shardplan.tracer.fake_cuda import fake_cuda
+from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
+from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.recorder import Recorder
@@ -172,6 +172,8 @@ def _document(step: record.Step, options: Options, recorder: Recorder, progress:
     except _CANNOT_FAKE as error:
         raise TracerError(f"the model reads a value of a tensor to decide what to do, and a traced tensor has no values: {type(error).__name__}: {error}") from error
     except Exception as error:
+        if ENGINE_WITHOUT_DEVICE in str(error):
+            raise EnvironmentProblem("a backward ran in this process before shardplan.tracer was imported; import it first, or use the command") from error
         raise TracerError(f"the model failed with its own {type(error).__name__}: {error}") from error
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
     head = {"schema": document.SCHEMA, "model": name, "source": source, "recorded_with": recorded_with, "compute_dtype": dtype_name(dtype), "tokens_per_batch": tokens}
