@@ -9,29 +9,19 @@
 
 #include "enum_names.h"
 #include "plan_diff.h"
+#include "plan_diff_lines.h"
 #include "plan_words.h"
+#include "sentence_groups.h"
 
 namespace shardplan {
 namespace {
 
 // An instruction of one plan that has no counterpart in its place in the other.
 struct Leftover {
-  std::string line;
+  const DiffLine* line = nullptr;
   std::string trigger;
-  const Instruction* instruction = nullptr;
-  std::string unit;  // whose parameters it is about; "" unknown
   bool told = false;
 };
-
-std::string UnitOf(const Plan& plan, const PlanWords& words, const Instruction& instruction) {
-  if (instruction.unit >= 0) return words.Word(RefKind::kUnit, instruction.unit);
-  for (const BufferId buffer : {instruction.src, instruction.dst}) {
-    if (buffer < 0 || buffer >= static_cast<BufferId>(plan.buffers.size())) continue;
-    const UnitId unit = plan.buffers[static_cast<std::size_t>(buffer)].unit;
-    if (unit >= 0) return words.Word(RefKind::kUnit, unit);
-  }
-  return "";
-}
 
 bool HasRole(const Plan& plan, BufferId buffer, BufferRole role) {
   return buffer >= 0 && buffer < static_cast<BufferId>(plan.buffers.size()) &&
@@ -39,26 +29,27 @@ bool HasRole(const Plan& plan, BufferId buffer, BufferRole role) {
 }
 
 // Positions of `a` and `b` that have no equal line in the other, whatever the order.
-void UnmatchedSets(const std::vector<std::string>& a, const std::vector<std::string>& b,
+void UnmatchedSets(const std::vector<DiffLine>& a, const std::vector<DiffLine>& b,
                    std::vector<std::size_t>& only_a, std::vector<std::size_t>& only_b) {
   std::map<std::string_view, std::int64_t> surplus;
-  for (const std::string& line : b) ++surplus[line];
+  for (const DiffLine& line : b) ++surplus[line.text];
   for (std::size_t i = 0; i < a.size(); ++i) {
-    if (surplus[a[i]]-- <= 0) only_a.push_back(i);
+    if (surplus[a[i].text]-- <= 0) only_a.push_back(i);
   }
   for (std::size_t i = b.size(); i-- > 0;) {
-    if (surplus[b[i]]-- > 0) only_b.push_back(i);
+    if (surplus[b[i].text]-- > 0) only_b.push_back(i);
   }
   std::ranges::reverse(only_b);
 }
 
 // Positions of `a` and `b` that a longest common subsequence leaves over.
-void Unmatched(const std::vector<std::string>& a, const std::vector<std::string>& b,
+void Unmatched(const std::vector<DiffLine>& a, const std::vector<DiffLine>& b,
                std::vector<std::size_t>& only_a, std::vector<std::size_t>& only_b) {
   std::size_t begin = 0;
-  while (begin < a.size() && begin < b.size() && a[begin] == b[begin]) ++begin;
+  while (begin < a.size() && begin < b.size() && a[begin].text == b[begin].text) ++begin;
   std::size_t end = 0;
-  while (end < a.size() - begin && end < b.size() - begin && a[a.size() - 1 - end] == b[b.size() - 1 - end])
+  while (end < a.size() - begin && end < b.size() - begin &&
+         a[a.size() - 1 - end].text == b[b.size() - 1 - end].text)
     ++end;
   const std::size_t rows = a.size() - begin - end;
   const std::size_t columns = b.size() - begin - end;
@@ -67,14 +58,14 @@ void Unmatched(const std::vector<std::string>& a, const std::vector<std::string>
   std::vector<std::vector<std::uint32_t>> length(rows + 1, std::vector<std::uint32_t>(columns + 1, 0));
   for (std::size_t i = rows; i-- > 0;) {
     for (std::size_t k = columns; k-- > 0;) {
-      length[i][k] = a[begin + i] == b[begin + k] ? length[i + 1][k + 1] + 1
-                                                  : std::max(length[i + 1][k], length[i][k + 1]);
+      length[i][k] = a[begin + i].text == b[begin + k].text ? length[i + 1][k + 1] + 1
+                                                            : std::max(length[i + 1][k], length[i][k + 1]);
     }
   }
   std::size_t i = 0;
   std::size_t k = 0;
   while (i < rows || k < columns) {
-    if (i < rows && k < columns && a[begin + i] == b[begin + k]) {
+    if (i < rows && k < columns && a[begin + i].text == b[begin + k].text) {
       ++i, ++k;
     } else if (k == columns || (i < rows && length[i + 1][k] >= length[i][k + 1])) {
       only_a.push_back(begin + i++);
@@ -87,16 +78,17 @@ void Unmatched(const std::vector<std::string>& a, const std::vector<std::string>
 // The triggers of a step with the lines of their instructions; a trigger that comes twice gets a number.
 struct StepLines {
   std::vector<std::string> order;
-  std::map<std::string, const Trigger*> triggers;
+  std::map<std::string, const std::vector<DiffLine>*> triggers;
   std::map<std::string, std::size_t> position;
 
-  StepLines(const PlanWords& words, const PlanStep& step) {
+  StepLines(const Plan& plan, const PlanStep& step, const std::vector<std::vector<DiffLine>>& lines) {
+    const PlanWords words(plan);
     std::map<std::string, int> seen;
-    for (const Trigger& trigger : step.triggers) {
-      std::string key = words.Line(trigger);
+    for (std::size_t i = 0; i < step.triggers.size(); ++i) {
+      std::string key = words.Line(step.triggers[i]);
       if (const int count = seen[key]++; count > 0) key += fmt::format(" (again {})", count);
       position[key] = order.size();
-      triggers[key] = &trigger;
+      triggers[key] = &lines[i];
       order.push_back(std::move(key));
     }
   }
@@ -104,16 +96,10 @@ struct StepLines {
 
 class StepDiff {
  public:
-  StepDiff(const PlanPair& plans, const PlanStep& a, const PlanStep& b, std::vector<std::string>& sentences)
-      : plans_(plans),
-        words_a_(plans.a),
-        words_b_(plans.b),
-        a_(words_a_, a),
-        b_(words_b_, b),
-        step_(a.name),
-        sentences_(sentences) {}
+  StepDiff(const PlanPair& plans, StepLines a, StepLines b)
+      : plans_(plans), a_(std::move(a)), b_(std::move(b)) {}
 
-  void Run() {
+  std::vector<std::string> Run() {
     CompareOrder();
     for (const std::string& key : a_.order) {
       if (!b_.triggers.contains(key)) Tell("only A passes the trigger " + key);
@@ -126,12 +112,11 @@ class StepDiff {
     TellChanged();
     TellRest(only_a_, plans_.a, "A", "B");
     TellRest(only_b_, plans_.b, "B", "A");
+    return std::move(sentences_);
   }
 
  private:
-  void Tell(const std::string& sentence) {
-    sentences_.push_back(fmt::format("step {}: {}", step_, sentence));
-  }
+  void Tell(std::string sentence) { sentences_.push_back(std::move(sentence)); }
 
   void CompareOrder() {
     const auto common = [](const StepLines& of, const StepLines& other) {
@@ -147,60 +132,48 @@ class StepDiff {
     Tell(fmt::format("triggers come in another order: A passes {} where B passes {}", *at_a, *at_b));
   }
 
-  static std::vector<std::string> Lines(const PlanWords& words, const Trigger& trigger) {
-    std::vector<std::string> lines;
-    for (Instruction instruction : trigger.instructions) {
-      instruction.reason.clear();
-      lines.push_back(words.Line(instruction));
-    }
-    return lines;
-  }
   void CollectLeftovers() {
-    static const Trigger kNone;
+    static const std::vector<DiffLine> kNone;
     std::vector<std::string> keys = a_.order;
     std::ranges::copy_if(b_.order, std::back_inserter(keys),
                          [&](const std::string& key) { return !a_.triggers.contains(key); });
     for (const std::string& key : keys) {
-      const Trigger& in_a = a_.triggers.contains(key) ? *a_.triggers.at(key) : kNone;
-      const Trigger& in_b = b_.triggers.contains(key) ? *b_.triggers.at(key) : kNone;
-      const std::vector<std::string> lines_a = Lines(words_a_, in_a);
-      const std::vector<std::string> lines_b = Lines(words_b_, in_b);
+      const std::vector<DiffLine>& lines_a = a_.triggers.contains(key) ? *a_.triggers.at(key) : kNone;
+      const std::vector<DiffLine>& lines_b = b_.triggers.contains(key) ? *b_.triggers.at(key) : kNone;
       std::vector<std::size_t> left_a, left_b;
       Unmatched(lines_a, lines_b, left_a, left_b);
-      for (const std::size_t i : left_a) {
-        const Instruction& instruction = in_a.instructions[i];
-        only_a_.push_back({lines_a[i], key, &instruction, UnitOf(plans_.a, words_a_, instruction)});
-      }
-      for (const std::size_t i : left_b) {
-        const Instruction& instruction = in_b.instructions[i];
-        only_b_.push_back({lines_b[i], key, &instruction, UnitOf(plans_.b, words_b_, instruction)});
-      }
+      for (const std::size_t i : left_a) only_a_.push_back({&lines_a[i], key});
+      for (const std::size_t i : left_b) only_b_.push_back({&lines_b[i], key});
     }
   }
 
   // The same line left over in both: moved. All that moved between the same two triggers is told at once.
   void TellMoved() {
     std::map<std::string, std::vector<std::size_t>> lines_b;
-    for (std::size_t i = only_b_.size(); i-- > 0;) lines_b[only_b_[i].line].push_back(i);
-    std::vector<std::pair<std::string, std::string>> order;
-    std::map<std::pair<std::string, std::string>, std::vector<const Leftover*>> moves;
+    for (std::size_t i = only_b_.size(); i-- > 0;) lines_b[only_b_[i].line->text].push_back(i);
+    struct Move {
+      std::string from, to, unit;
+      auto operator<=>(const Move&) const = default;
+    };
+    std::vector<Move> order;
+    std::map<Move, std::vector<const DiffLine*>> moves;
     for (Leftover& in_a : only_a_) {
-      auto candidates = lines_b.find(in_a.line);
+      auto candidates = lines_b.find(in_a.line->text);
       if (candidates == lines_b.end() || candidates->second.empty()) continue;
       Leftover& in_b = only_b_[candidates->second.back()];
       candidates->second.pop_back();
       in_a.told = in_b.told = true;
-      const std::pair<std::string, std::string> move(in_a.trigger, in_b.trigger);
+      const Move move{in_a.trigger, in_b.trigger, in_a.line->unit};
       if (moves[move].empty()) order.push_back(move);
-      moves[move].push_back(&in_a);
+      moves[move].push_back(in_a.line);
     }
-    for (const auto& move : order) {
+    for (const Move& move : order) {
       const std::string what = Summary(moves[move]);
-      if (move.first == move.second) {
-        Tell(fmt::format("in {}, B issues {} at another place", move.first, what));
+      if (move.from == move.to) {
+        Tell(fmt::format("in {}, B issues {} at another place", move.from, what));
       } else {
-        Tell(fmt::format("B issues {} {}: in {} instead of {}", what, Direction(move.first, move.second),
-                         move.second, move.first));
+        Tell(fmt::format("B issues {} {}: in {} instead of {}", what, Direction(move.from, move.to), move.to,
+                         move.from));
       }
     }
   }
@@ -220,7 +193,7 @@ class StepDiff {
         Leftover& in_b = only_b_[i];
         if (in_b.told || !SameSubject(in_a, in_b)) continue;
         in_a.told = in_b.told = true;
-        Tell(fmt::format("in {}: \"{}\" in A, \"{}\" in B", in_a.trigger, in_a.line, in_b.line));
+        Tell(fmt::format("in {}: \"{}\" in A, \"{}\" in B", in_a.trigger, in_a.line->text, in_b.line->text));
         break;
       }
     }
@@ -230,76 +203,77 @@ class StepDiff {
       const std::size_t first = line.find(' ');
       return first == std::string::npos ? line : line.substr(0, line.find(' ', first + 1));
     };
-    return a.instruction->kind == b.instruction->kind && subject(a.line) == subject(b.line);
+    const InstructionKind kind = a.line->instruction->kind;
+    return kind == b.line->instruction->kind && kind != InstructionKind::kRecord &&
+           kind != InstructionKind::kWait && kind != InstructionKind::kHostWait &&
+           subject(a.line->text) == subject(b.line->text);
   }
 
+  // What is left of a trigger, unit by unit.
   void TellRest(std::vector<Leftover>& leftovers, const Plan& plan, const char* has, const char* has_not) {
     for (std::size_t i = 0; i < leftovers.size(); ++i) {
       if (leftovers[i].told) continue;
-      std::vector<const Leftover*> same_trigger;
-      for (std::size_t k = i; k < leftovers.size(); ++k) {
-        if (leftovers[k].trigger != leftovers[i].trigger) break;  // they were collected trigger by trigger
-        if (leftovers[k].told) continue;
+      std::vector<const DiffLine*> together;
+      for (std::size_t k = i; k < leftovers.size() && leftovers[k].trigger == leftovers[i].trigger; ++k) {
+        if (leftovers[k].told || leftovers[k].line->unit != leftovers[i].line->unit) continue;
         leftovers[k].told = true;
-        same_trigger.push_back(&leftovers[k]);
+        together.push_back(leftovers[k].line);
       }
-      Tell(fmt::format("in {}, {} {}; {} does not", leftovers[i].trigger, has, Deed(plan, same_trigger),
-                       has_not));
+      Tell(
+          fmt::format("in {}, {} {}; {} does not", leftovers[i].trigger, has, Deed(plan, together), has_not));
     }
   }
 
-  // "reshards layers.3 (bind_sharded ..., free ...)".
-  std::string Deed(const Plan& plan, const std::vector<const Leftover*>& leftovers) const {
-    std::vector<std::string> deeds;
-    const auto add = [&](const std::string& deed) {
-      if (std::ranges::find(deeds, deed) == deeds.end()) deeds.push_back(deed);
+  // "reshards layers.3 (bind_sharded, free)" where it is one of the big things, else the lines.
+  static std::string Deed(const Plan& plan, const std::vector<const DiffLine*>& lines) {
+    std::string deed;
+    const std::string& unit = lines.front()->unit;
+    const auto has = [&](InstructionKind kind, auto... role) {
+      return std::ranges::any_of(lines, [&](const DiffLine* line) {
+        const Instruction& instruction = *line->instruction;
+        return instruction.kind == kind && (HasRole(plan, instruction.src, role) && ...);
+      });
     };
-    std::string lines;
-    for (const Leftover* leftover : leftovers) {
-      const Instruction& instruction = *leftover->instruction;
-      if (instruction.kind == InstructionKind::kAllGather) add("unshards " + leftover->unit);
-      if (instruction.kind == InstructionKind::kReduceScatter)
-        add("reduces the gradients of " + leftover->unit);
-      if (instruction.kind == InstructionKind::kAllReduce)
-        add("all-reduces the gradients of " + leftover->unit);
-      if (instruction.kind == InstructionKind::kFree &&
-          HasRole(plan, instruction.src, BufferRole::kParamUnsharded)) {
-        add("reshards " + leftover->unit);
-      }
-      lines += (lines.empty() ? "" : "; ") + leftover->line;
-    }
+    const auto add = [&](bool done, const char* what) {
+      if (done) deed += fmt::format("{}{} {}", deed.empty() ? "" : " and ", what, unit);
+    };
+    const bool gathers = has(InstructionKind::kAllGather);
+    add(gathers, "unshards");
+    add(!gathers && has(InstructionKind::kBindUnsharded), "finishes unsharding");
+    add(has(InstructionKind::kReshardPostForward), "reshards to the smaller mesh");
+    add(has(InstructionKind::kFree, BufferRole::kParamUnsharded), "reshards");
+    add(has(InstructionKind::kReduceScatter), "reduce-scatters the gradients of");
+    add(has(InstructionKind::kAllReduce), "all-reduces the gradients of");
+    if (!deed.empty()) return fmt::format("{} ({})", deed, Kinds(lines));
+    constexpr std::size_t kMostLines = 4;
+    if (lines.size() > kMostLines)
+      return fmt::format("issues {} of {}", Kinds(lines), unit.empty() ? "no unit" : unit);
     std::string text;
-    for (const std::string& deed : deeds) text += (text.empty() ? "" : " and ") + deed;
-    return text.empty() ? "has " + lines : fmt::format("{} ({})", text, lines);
+    for (const DiffLine* line : lines) text += fmt::format("{}\"{}\"", text.empty() ? "" : ", ", line->text);
+    return "issues " + text;
   }
 
-  // "allocate, copy_in, all_gather of layers.2".
-  static std::string Summary(const std::vector<const Leftover*>& leftovers) {
-    if (leftovers.size() == 1) return leftovers.front()->line;
-    std::vector<std::string> kinds;
-    std::vector<std::string> units;
-    const auto add = [](std::vector<std::string>& to, std::string text) {
-      if (!text.empty() && std::ranges::find(to, text) == to.end()) to.push_back(std::move(text));
-    };
-    for (const Leftover* leftover : leftovers) {
-      add(kinds, std::string(EnumName(leftover->instruction->kind)));
-      add(units, leftover->unit);
+  // "allocate, copy_in, all_gather", each kind once.
+  static std::string Kinds(const std::vector<const DiffLine*>& lines) {
+    std::string text;
+    std::set<InstructionKind> seen;
+    for (const DiffLine* line : lines) {
+      if (!seen.insert(line->instruction->kind).second) continue;
+      text += fmt::format("{}{}", text.empty() ? "" : ", ", EnumName(line->instruction->kind));
     }
-    const auto join = [](const std::vector<std::string>& words) {
-      std::string text;
-      for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
-      return text;
-    };
-    return units.empty() ? join(kinds) : fmt::format("{} of {}", join(kinds), join(units));
+    return text;
+  }
+  // "allocate, copy_in, all_gather of layers.2".
+  static std::string Summary(const std::vector<const DiffLine*>& lines) {
+    if (lines.size() == 1) return fmt::format("\"{}\"", lines.front()->text);
+    return fmt::format("{} of {}", Kinds(lines),
+                       lines.front()->unit.empty() ? "no unit" : lines.front()->unit);
   }
 
   const PlanPair& plans_;
-  PlanWords words_a_;
-  PlanWords words_b_;
   StepLines a_;
   StepLines b_;
-  std::string step_;
-  std::vector<std::string>& sentences_;
+  std::vector<std::string> sentences_;
   std::vector<Leftover> only_a_;
   std::vector<Leftover> only_b_;
 };
@@ -310,17 +284,32 @@ std::vector<std::string> ProgramDifferences(const PlanPair& plans) {
   std::vector<std::string> sentences;
   const std::vector<PlanStep>& a = plans.a.steps;
   const std::vector<PlanStep>& b = plans.b.steps;
-  for (std::size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
-    if (i >= a.size() || i >= b.size()) {
-      const PlanStep& step = i < a.size() ? a[i] : b[i];
-      sentences.push_back(fmt::format("step {}: only in {} ({} triggers)", step.name,
-                                      i < a.size() ? "A" : "B", step.triggers.size()));
-      continue;
-    }
-    if (a[i].name != b[i].name) {
+  const auto lines_a = DiffLinesOf(plans.a);
+  const auto lines_b = DiffLinesOf(plans.b);
+  std::vector<std::string> told;                          // in the order in which they were first said
+  std::map<std::string, std::vector<std::string>> where;  // in which steps
+  const std::size_t common = std::min(a.size(), b.size());
+  for (std::size_t i = 0; i < common; ++i) {
+    if (a[i].name != b[i].name)
       sentences.push_back(fmt::format("step {} of A is called {} in B", a[i].name, b[i].name));
+    StepDiff diff(plans, StepLines(plans.a, a[i], lines_a[i]), StepLines(plans.b, b[i], lines_b[i]));
+    for (std::string& sentence : GroupSentences(diff.Run())) {
+      if (where[sentence].empty()) told.push_back(sentence);
+      where[sentence].push_back(a[i].name);
     }
-    StepDiff(plans, a[i], b[i], sentences).Run();
+  }
+  for (const std::string& sentence : told) {
+    const std::vector<std::string>& steps = where[sentence];
+    const bool everywhere = steps.size() == common && common > 1;
+    for (const std::string& step : steps) {
+      sentences.push_back(everywhere ? sentence : fmt::format("step {}: {}", step, sentence));
+      if (everywhere) break;
+    }
+  }
+  for (std::size_t i = common; i < std::max(a.size(), b.size()); ++i) {
+    const PlanStep& step = i < a.size() ? a[i] : b[i];
+    sentences.push_back(fmt::format("step {}: only in {} ({} triggers)", step.name, i < a.size() ? "A" : "B",
+                                    step.triggers.size()));
   }
   return sentences;
 }
