@@ -19,5 +19,6 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation);
 void AddShowCommand(CLI::App& app, Invocation& invocation);
 void AddDiffCommand(CLI::App& app, Invocation& invocation);
 void AddRunCommand(CLI::App& app, Invocation& invocation);
+void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation);
 
 }  // namespace shardplan::cli

@@ -1,4 +1,4 @@
-// shardplan: trace, plan, validate, simulate, show, diff, run.
+// shardplan: trace, plan, validate, simulate, show, diff, run, allocator-replay.
 #include <exception>
 #include <iostream>
 
@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
   cli::AddShowCommand(app, invocation);
   cli::AddDiffCommand(app, invocation);
   cli::AddRunCommand(app, invocation);
+  cli::AddAllocatorReplayCommand(app, invocation);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -77,4 +77,10 @@ struct AllocatorReplay {
 // initial state contradicts itself.
 Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log);
 
+// For people: the settings, how much was reproduced, reserved bytes, and the first departure with the rows around it
+// and the memory map of the segments it concerns.
+std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay);
+// The same for programs: one JSON object (docs/allocator.md).
+std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay);
+
 }  // namespace shardplan
