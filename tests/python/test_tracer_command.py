@@ -1,0 +1,192 @@
+"""`python -m shardplan.tracer` as a user meets it: sources, configs, errors and exit codes."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tools" / "python"))
+
+from shardplan.tracer import cli  # noqa: E402
+
+MODELS = ROOT / "examples" / "models"
+SMALL = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 256},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128, "sliding_window": None},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 128},
+    "t5": {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": 128, "is_encoder_decoder": True},
+    "vit": {"architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "num_labels": 10},
+    "bert": {"architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def in_this_folder(monkeypatch):
+    monkeypatch.chdir(ROOT / "tests" / "python")
+
+
+def _config(tmp_path, content) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def _trace(tmp_path, *arguments):
+    output = tmp_path / "trace.json"
+    assert cli.main([*arguments, "-q", "-o", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+def _operators(trace, *kinds):
+    return [e for kind in kinds or ("forwards", "backwards") for p in trace[kind] for e in p["events"] if e[0] == "op"]
+
+
+# ---- configs ----
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_each_family_traces_from_its_config_with_fused_attention(family, tmp_path):
+    trace = _trace(tmp_path, _config(tmp_path, SMALL[family]), "--batch", "2", "--seq", "32")
+    assert trace["compute_dtype"] == "bfloat16" and {p["dtype"] for p in trace["parameters"]} == {"float32"}
+    assert trace["tokens_per_batch"] == (2 if family == "vit" else 64)
+    names = {e[1] for e in _operators(trace)}
+    kernel = "efficient" if family == "t5" else "flash"  # a position bias is a mask
+    assert f"aten._scaled_dot_product_{kernel}_attention" in names and f"aten._scaled_dot_product_{kernel}_attention_backward" in names
+    assert not names & {"aten.bmm", "aten.baddbmm"}, "no unfused attention"
+    graded = {e[1] for e in trace["backwards"][0]["events"] if e[0] == "param_grad"}
+    assert graded == set(range(len(trace["parameters"]))), "every parameter gets its gradient, once per tie"
+    roles = {e[3] for p in (*trace["forwards"], *trace["backwards"]) for e in p["events"] if e[0] == "+"}
+    assert roles == {"saved", "forward_temp", "output", "loss_saved", "loss_temp", "backward_temp", "parameter_grad"}
+
+
+def test_ties_of_a_config_are_ties_of_the_trace(tmp_path):
+    trace = _trace(tmp_path, _config(tmp_path, SMALL["gpt2"]), "--seq", "16")
+    assert trace["parameters"][0] == {"fqn": "transformer.wte.weight", "shape": [128, 64], "dtype": "float32", "shared_with": ["lm_head.weight"]}
+
+
+def test_experts_are_grouped_products_of_all_routed_tokens(tmp_path):
+    config = SMALL["mixtral"]
+    trace = _trace(tmp_path, _config(tmp_path, config), "--seq", "32")
+    products = [e[4] for e in _operators(trace, "forwards") if e[1] == "aten._grouped_mm"]
+    rows, width, inner = 32 * config["num_experts_per_tok"], config["hidden_size"], config["intermediate_size"]
+    assert products == [2 * rows * width * 2 * inner, 2 * rows * inner * width] * config["num_hidden_layers"]
+    assert "any routing" in trace["recorded_with"]
+
+
+@pytest.mark.parametrize("loss, dtype", [("cross_entropy", "float32"), ("cross_entropy_no_upcast", "bfloat16")])
+def test_the_loss_of_a_config_can_be_chosen(loss, dtype, tmp_path):
+    trace = _trace(tmp_path, _config(tmp_path, SMALL["llama"]), "--seq", "16", "--loss", loss)
+    assert [e[3] for e in _operators(trace, "forwards") if e[1] == "aten._log_softmax"] == [dtype]
+
+
+def test_the_models_own_loss_lies_inside_the_root(tmp_path):
+    trace = _trace(tmp_path, _config(tmp_path, SMALL["llama"]), "--seq", "16", "--loss", "model")
+    softmax = [e for e in _operators(trace, "forwards") if e[1] == "aten._log_softmax"]
+    assert [e[2] for e in softmax] == [0] and [i["name"] for i in trace["inputs"]] == ["input_ids", "labels"]
+
+
+@pytest.mark.parametrize(
+    "path, billions",
+    [("llama-3.1-8b", 8.030), ("llama-3.1-70b", 70.554), ("llama-3.1-405b", 405.853), ("mixtral-8x7b", 46.703), ("gpt2-xl", 1.558), ("t5-large", 0.738), ("vit-large", 0.304), ("bert-large", 0.335)],
+)
+def test_example_configs_have_the_sizes_of_their_models(path, billions, tmp_path):
+    from shardplan.tracer import huggingface
+    from pathlib import Path
+
+    model = huggingface.HuggingFaceModel(Path(MODELS / f"{path}.json"))
+    with torch.device("meta"):
+        module = model.build("sdpa", "grouped_mm")
+    assert round(sum(p.numel() for p in module.parameters()) / 1e9, 3) == billions
+
+
+# ---- callables ----
+
+
+def test_a_callable_may_give_only_a_module(tmp_path):
+    trace = _trace(tmp_path, "tracer_models:only_a_module", "--batch", "3", "--seq", "5")
+    assert trace["inputs"] == [{"name": "args.0", "shape": [3, 5], "dtype": "int64", "storage": 0}]
+    assert trace["model"] == "only_a_module" and trace["source"] == "tracer_models:only_a_module" and trace["tokens_per_batch"] == 15
+
+
+def test_a_callable_gets_batch_and_seq(tmp_path):
+    trace = _trace(tmp_path, "tracer_models:small_llama", "--batch", "3", "--seq", "16", "--dtype", "bfloat16", "--param-dtype", "float32")
+    assert trace["inputs"][0]["shape"] == [3, 16] and trace["compute_dtype"] == "bfloat16"
+
+
+def test_no_loss_traces_the_forward_alone(tmp_path):
+    trace = _trace(tmp_path, "tracer_models:no_gradient", "--no-loss")
+    assert len(trace["forwards"]) == 1 and "backwards" not in trace
+
+
+def test_trace_goes_to_standard_output(capsys):
+    assert cli.main(["tracer_models:only_a_module", "--seq", "4", "-q", "-o", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "shardplan.trace/1"
+
+
+def test_progress_is_on_standard_error(tmp_path, capsys):
+    assert cli.main(["tracer_models:only_a_module", "--seq", "4", "-o", str(tmp_path / "t.json")]) == 0
+    streams = capsys.readouterr()
+    assert streams.out == "" and "forward" in streams.err and "backward" in streams.err
+
+
+# ---- errors ----
+
+BAD_SOURCES = [
+    ("nowhere.py", "neither a file nor package.module:callable"),
+    ("no_such_package.models:build", 'no module "no_such_package"'),
+    ("tracer_models:missing", 'module "tracer_models" has no "missing"'),
+    ("tracer_models:a_number", "is a int; expected a callable"),
+    ("tracer_models:not_a_module", "returned a list; expected a torch.nn.Module"),
+    ("tracer_models:fails_to_build", "failed: KeyError: 'no such size'"),
+    ("tracer_models:failing", "its own ValueError: heads do not divide the width"),
+    ("tracer_models:reads_values", "reads a value of a tensor"),
+    ("tracer_models:no_gradient", "no tensor that needs a gradient"),
+    ("tracer_models:two_losses", "found a tensor of shape (2, 4)"),
+    ("nowhere.json", "cannot read nowhere.json"),
+]
+
+
+@pytest.mark.parametrize("source, message", BAD_SOURCES)
+def test_bad_sources_exit_3_in_one_sentence(source, message, capsys, tmp_path):
+    assert cli.main([source, "-q", "--seq", "4", "-o", str(tmp_path / "t.json")]) == 3
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1, error
+    assert not (tmp_path / "t.json").exists()
+
+
+BAD_CONFIGS = [
+    ("{", "is not JSON"),
+    ([1], "holds a list; expected a JSON object"),
+    ({"hidden_size": 4}, 'has no "model_type"'),
+    ({"model_type": "llama"}, 'has no "architectures"'),
+    ({"model_type": "llama", "architectures": []}, '"architectures" is []'),
+    ({"model_type": "llamma", "architectures": ["LlamaForCausalLM"]}, '"llamma" is not known'),
+    ({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
+    ({**SMALL["gpt2"], "n_positions": 3}, "sequence 4 is longer than the 3 positions"),
+]
+
+
+@pytest.mark.parametrize("content, message", BAD_CONFIGS)
+def test_bad_configs_exit_3_and_say_what_was_expected(content, message, capsys, tmp_path):
+    assert cli.main([_config(tmp_path, content), "-q", "--seq", "4", "-o", str(tmp_path / "t.json")]) == 3
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1, error
+
+
+@pytest.mark.parametrize("arguments", [[], ["x:y", "--batch", "0"], ["x:y", "--dtype", "int8"], ["x:y", "--sdpa", "fastest"]])
+def test_usage_errors_exit_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_exits_2(capsys, tmp_path):
+    assert cli.main(["tracer_models:only_a_module", "-q", "-o", str(tmp_path / "no" / "t.json")]) == 2
+    assert "no folder" in capsys.readouterr().err
+
+
+def test_a_loss_of_configs_is_refused_for_a_callable(capsys, tmp_path):
+    assert cli.main(["tracer_models:only_a_module", "-q", "--loss", "model", "-o", str(tmp_path / "t.json")]) == 2
+    assert "--loss model" in capsys.readouterr().err
