@@ -26,13 +26,7 @@ bool IsFinal(BufferRole role) { return role == BufferRole::kGradSharded || role 
 }  // namespace
 
 Gradients::Gradients(const Plan& plan, Memory& memory, Reporter& reporter)
-    : plan_(plan), memory_(memory), reporter_(reporter), grad_buffers_(plan.units.size()) {
-  for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
-    const Buffer& buffer = plan.buffers[i];
-    if (buffer.role != BufferRole::kGradUnsharded || buffer.unit < 0) continue;
-    grad_buffers_[buffer.unit].push_back(static_cast<BufferId>(i));
-  }
-}
+    : plan_(plan), memory_(memory), reporter_(reporter) {}
 
 Gradients::Value& Gradients::At(BufferId buffer) {
   const std::size_t slot = memory_.Slot(buffer);
@@ -46,17 +40,6 @@ std::vector<std::int32_t> Gradients::ParametersOf(BufferId buffer, UnitId unit) 
   std::vector<std::int32_t> all(plan_.units[unit].parameters.size());
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::int32_t>(i);
   return all;
-}
-
-BufferId Gradients::BufferOf(const SegmentGrad& grad) const {
-  BufferId found = -1;
-  for (const BufferId buffer : grad_buffers_[grad.unit]) {
-    const std::vector<std::int32_t>& held = plan_.buffers[buffer].parameters;
-    if (!held.empty() && !std::ranges::binary_search(held, grad.parameter)) continue;
-    if (memory_.IsAlive(buffer)) return buffer;
-    if (found < 0) found = buffer;
-  }
-  return found;
 }
 
 std::vector<std::string> Gradients::Chain(const Value& value, Position at) const {
@@ -86,6 +69,21 @@ void Gradients::Make(const SegmentGrad& grad, BufferId buffer, Position at) {
   if (value.history.empty() || !(value.history.back() == at)) value.history.push_back(at);
 }
 
+void Gradients::CheckMade(const Value& value, const std::vector<std::int32_t>& parameters, BufferId buffer,
+                          Position at) {
+  const Unit& unit = plan_.units[value.unit];
+  if (unit.layout == LayoutKind::kFlat || value.used_up)
+    return;  // a flat gradient is one tensor, zeros included
+  for (const std::int32_t p : parameters) {
+    if (value.count[p] > 0) continue;
+    reporter_.Add(
+        Rule::kReadBeforeWrite, at, buffer,
+        fmt::format("{} reads the gradient of {} in {}, but nothing has put it there",
+                    reporter_.Instruction(at), unit.parameters[p].fqn, reporter_.BufferName(buffer)),
+        Chain(value, at));
+  }
+}
+
 // The part of `source` that the instruction takes: all of it, or for a copy-in the parameters that both
 // buffers hold. What is taken is used up.
 Gradients::Value Gradients::Select(Value& source, const Instruction& instruction, Position at) {
@@ -95,29 +93,37 @@ Gradients::Value Gradients::Select(Value& source, const Instruction& instruction
                               reporter_.BufferName(instruction.src)),
                   Chain(source, at));
   }
+  std::vector<std::int32_t> parameters = ParametersOf(instruction.src, source.unit);
+  if (instruction.kind == InstructionKind::kGradCopyIn) {
+    const std::vector<std::int32_t> held = ParametersOf(instruction.dst, source.unit);
+    std::erase_if(parameters, [&](std::int32_t p) { return !std::ranges::binary_search(held, p); });
+  }
+  CheckMade(source, parameters, instruction.src, at);
   Value taken = source;
   taken.used_up = false;
   taken.checked = false;
+  taken.count.assign(source.count.size(), 0);
+  std::vector<std::int32_t> left = source.count;
+  for (const std::int32_t p : parameters) std::swap(taken.count[p], left[p]);
   source.history.push_back(at);
-  const Unit& unit = plan_.units[source.unit];
-  if (instruction.kind == InstructionKind::kGradCopyIn && unit.layout == LayoutKind::kPerParameter) {
-    taken.count.assign(taken.count.size(), 0);
-    for (const std::int32_t p : ParametersOf(instruction.dst, source.unit)) {
-      taken.count[p] = source.count[p];
-      if (source.count[p] == 0 && !source.used_up) {
-        reporter_.Add(Rule::kReadBeforeWrite, at, instruction.src,
-                      fmt::format("{} reads the gradient of {} in {}, but no segment has made it",
-                                  reporter_.Instruction(at), unit.parameters[p].fqn,
-                                  reporter_.BufferName(instruction.src)),
-                      Chain(source, at));
-      }
-      source.count[p] = 0;
-    }
-    source.used_up = std::ranges::all_of(source.count, [](std::int32_t n) { return n == 0; });
-  } else {
-    source.used_up = true;
-  }
+  const bool all_taken = std::ranges::all_of(left, [](std::int32_t n) { return n == 0; });
+  source.used_up = source.used_up || all_taken;
+  if (!all_taken) source.count = std::move(left);
   return taken;
+}
+
+// A second copy-in may fill the parameters that the first one left.
+bool Gradients::JoinOther(Value& into, const Value& value) const {
+  if (into.unit != value.unit || into.used_up || into.sharded != value.sharded ||
+      into.replicated != value.replicated || !Near(into.divisor, value.divisor)) {
+    return false;
+  }
+  for (std::size_t p = 0; p < into.count.size(); ++p) {
+    if (into.count[p] > 0 && value.count[p] > 0) return false;
+  }
+  for (std::size_t p = 0; p < into.count.size(); ++p) into.count[p] += value.count[p];
+  into.history.insert(into.history.end(), value.history.begin(), value.history.end());
+  return true;
 }
 
 void Gradients::Reduce(Value& value, const Instruction& instruction, Position at) {
@@ -190,6 +196,7 @@ void Gradients::Move(const Instruction& instruction, Position at) {
     Accumulate(target, value, instruction.dst, at);
     return;
   }
+  if (instruction.kind == InstructionKind::kGradCopyIn && JoinOther(target, value)) return;
   Overwrite(target, instruction.dst, at);
   target = std::move(value);
 }

@@ -20,8 +20,6 @@ class Gradients {
  public:
   Gradients(const Plan& plan, Memory& memory, Reporter& reporter);
 
-  // The grad_unsharded buffer that a segment's gradient goes to; -1 when there is none.
-  BufferId BufferOf(const SegmentGrad& grad) const;
   // A segment makes, or adds to, one parameter's gradient in `buffer`.
   void Make(const SegmentGrad& grad, BufferId buffer, Position at);
   // grad_copy_in, reduce_scatter, grad_cast, grad_accumulate, copy_to_host: src's value goes to dst.
@@ -57,6 +55,9 @@ class Gradients {
   Value& At(BufferId buffer);
   std::vector<std::int32_t> ParametersOf(BufferId buffer, UnitId unit) const;
   void Reduce(Value& value, const Instruction& instruction, Position at);
+  void CheckMade(const Value& value, const std::vector<std::int32_t>& parameters, BufferId buffer,
+                 Position at);
+  bool JoinOther(Value& into, const Value& value) const;
   void Accumulate(Value& into, const Value& value, BufferId dst, Position at);
   void Overwrite(Value& old, BufferId dst, Position at);
   Value Select(Value& source, const Instruction& instruction, Position at);
@@ -68,8 +69,7 @@ class Gradients {
   const Plan& plan_;
   Memory& memory_;
   Reporter& reporter_;
-  std::vector<Value> values_;                        // by memory slot
-  std::vector<std::vector<BufferId>> grad_buffers_;  // by unit: grad_unsharded buffers
+  std::vector<Value> values_;  // by memory slot
 };
 
 }  // namespace shardplan::verifier

@@ -14,6 +14,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       clocks_(static_cast<std::int32_t>(plan.streams.size()), static_cast<std::int32_t>(plan.events.size())),
       memory_(plan, clocks_, reporter),
       gradients_(plan, memory_, reporter),
+      grad_buffers_(plan),
       bound_(plan.units.size(), -1),
       bound_at_(plan.units.size()),
       unit_shards_(plan.units.size()),
@@ -125,7 +126,7 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   const Segment& segment = plan_.segments[i.segment];
   for (const UnitId unit : segment.reads) ReadParameters(unit, work);
   for (const SegmentGrad& grad : segment.grads) {
-    const BufferId buffer = gradients_.BufferOf(grad);
+    const BufferId buffer = grad_buffers_.Find(grad, at);
     if (buffer < 0) {
       reporter_.Add(
           Rule::kGradNotReduced, at, grad.unit,

@@ -6,6 +6,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "verifier_clocks.h"
+#include "verifier_grad_buffers.h"
 #include "verifier_gradients.h"
 #include "verifier_memory.h"
 #include "verifier_report.h"
@@ -57,6 +58,7 @@ class Interpreter {
   Clocks clocks_;
   Memory memory_;
   Gradients gradients_;
+  GradBuffers grad_buffers_;
   std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded
   std::vector<Position> bound_at_;
   std::vector<std::vector<BufferId>> unit_shards_, unit_states_,

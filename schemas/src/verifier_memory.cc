@@ -177,13 +177,11 @@ bool Memory::Read(BufferId buffer, const Work& work, Content needed, Rule invisi
                     state),
         {"allocated: " + reporter_.Describe(memory.allocated), "read: " + reporter_.Describe(work.at)});
   } else if (memory.last_write.tick > 0 && !clocks_.IsBefore(memory.last_write, work.stream)) {
-    reporter_.Add(
-        invisible, work.at, buffer,
-        fmt::format("{} reads {}, which {} writes on {}; {} has not waited for it",
-                    reporter_.Instruction(work.at), reporter_.BufferName(buffer),
-                    reporter_.Instruction(memory.last_write.at),
-                    reporter_.StreamName(memory.last_write.stream), reporter_.StreamName(work.stream)),
-        Chain(memory.last_write, work));
+    reporter_.Add(invisible, work.at, buffer,
+                  fmt::format("{} reads {}, which {} writes; {} has not waited for it",
+                              reporter_.Instruction(work.at), reporter_.BufferName(buffer),
+                              reporter_.Instruction(memory.last_write.at), reporter_.StreamName(work.stream)),
+                  Chain(memory.last_write, work));
   }
   memory.last_access[work.stream] = work;
   return true;
@@ -194,11 +192,11 @@ bool Memory::Write(BufferId buffer, const Work& work) {
   Allocation& memory = Touch(buffer, work);
   for (const Work& use : memory.last_access) {
     if (use.tick == 0 || clocks_.IsBefore(use, work.stream)) continue;
-    reporter_.Add(Rule::kWriteRace, work.at, buffer,
-                  fmt::format("{} writes {}, which {} uses on {}; nothing orders the two",
-                              reporter_.Instruction(work.at), reporter_.BufferName(buffer),
-                              reporter_.Instruction(use.at), reporter_.StreamName(use.stream)),
-                  Chain(use, work));
+    reporter_.Add(
+        Rule::kWriteRace, work.at, buffer,
+        fmt::format("{} writes {}, which {} uses; nothing orders the two", reporter_.Instruction(work.at),
+                    reporter_.BufferName(buffer), reporter_.Instruction(use.at)),
+        Chain(use, work));
   }
   memory.last_access[work.stream] = work;
   memory.last_write = work;

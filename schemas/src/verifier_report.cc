@@ -6,6 +6,8 @@
 #include <array>
 #include <utility>
 
+#include "shardplan/schemas/plan_text.h"
+
 namespace shardplan {
 
 std::string_view Name(Rule rule) {
@@ -27,14 +29,6 @@ template <typename List, typename Id, typename Text>
 std::string NameOr(const List& list, Id id, Text&& text) {
   if (id < 0 || static_cast<std::size_t>(id) >= list.size()) return fmt::format("#{}", id);
   return text(list[id]);
-}
-
-std::string TriggerText(const Trigger& trigger, const std::string& unit) {
-  std::string text(Name(trigger.kind));
-  if (trigger.unit >= 0) text += " of " + unit;
-  if (trigger.microbatch > 0) text += fmt::format(", micro-batch {}", trigger.microbatch);
-  if (trigger.occurrence > 0) text += fmt::format(", occurrence {}", trigger.occurrence);
-  return text;
 }
 
 }  // namespace
@@ -67,29 +61,17 @@ std::string Reporter::StreamName(std::int32_t stream) const {
 
 std::string Reporter::Instruction(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
-  const shardplan::Instruction& i = plan_.steps[at.step].triggers[at.trigger].instructions[at.instruction];
-  std::string text(Name(i.kind));
-  if (i.segment >= 0) {
-    text += NameOr(plan_.segments, i.segment, [](const Segment& s) { return " '" + s.name + "'"; });
-  }
-  if (i.src >= 0) text += " " + BufferName(i.src);
-  if (i.dst >= 0) text += (i.src >= 0 ? " -> " : " ") + BufferName(i.dst);
-  if (i.event >= 0) {
-    text += NameOr(plan_.events, i.event, [](const std::string& name) { return " event " + name; });
-  }
-  if (i.communicator >= 0) {
-    text +=
-        NameOr(plan_.communicators, i.communicator, [](const Communicator& c) { return " via " + c.name; });
-  }
-  if (i.stream >= 0) text += " on " + StreamName(i.stream);
-  return text;
+  shardplan::Instruction i = plan_.steps[at.step].triggers[at.trigger].instructions[at.instruction];
+  i.reason.clear();
+  if (i.src >= 0 || i.dst >= 0) i.unit = -1;  // the buffers say it
+  return shardplan::Describe(plan_, i);
 }
 
 std::string Reporter::Describe(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
   const PlanStep& step = plan_.steps[at.step];
   const Trigger& trigger = step.triggers[at.trigger];
-  std::string text = Instruction(at) + ", at " + TriggerText(trigger, UnitName(trigger.unit));
+  std::string text = Instruction(at) + ", at " + shardplan::Describe(plan_, trigger);
   if (plan_.steps.size() > 1) text += " (step " + step.name + ")";
   return text;
 }

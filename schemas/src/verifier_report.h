@@ -27,10 +27,10 @@ class Reporter {
   std::string BufferName(BufferId buffer) const;
   std::string UnitName(UnitId unit) const;
   std::string StreamName(std::int32_t stream) const;  // "the host" for the host's own work
-  // "copy_out layers.0.all_gather_output -> layers.0.param_unsharded on compute, at pre_forward of layers.0".
-  std::string Describe(Position at) const;
-  // The instruction without its trigger, with its kind in front.
+  // "copy_out layers.0.all_gather_output -> layers.0.param_unsharded on compute".
   std::string Instruction(Position at) const;
+  // ... ", at pre_forward layers.0 (step steady)".
+  std::string Describe(Position at) const;
 
  private:
   const Plan& plan_;
