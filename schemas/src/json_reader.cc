@@ -135,13 +135,13 @@ JsonIndex JsonReader::FindTag(JsonIndex node, bool is_event, std::string_view& t
   return tag_node;
 }
 
-void JsonReader::Define(RefKind kind, JsonIndex list) {
+bool JsonReader::Define(RefKind kind, JsonIndex list) {
   RefTable& table = refs_[static_cast<std::size_t>(kind)];
   table = {.defined = true};
-  if (list == 0 || tape_[list].kind != JsonKind::kArray)
-    return;  // a wrong type is reported when the field is read
+  if (list == 0) return true;
+  if (tape_[list].kind != JsonKind::kArray) return Wrong(list, "wrong type", "a list");
   table.size = tape_[list].size;
-  if (!IsNamed(kind)) return;
+  if (!IsNamed(kind)) return true;
   std::int64_t id = 0;
   for (JsonIndex element = list + 1; element < tape_[list].end; element = tape_[element].end, ++id) {
     JsonIndex name = element;
@@ -151,6 +151,7 @@ void JsonReader::Define(RefKind kind, JsonIndex list) {
     const auto [entry, added] = table.ids.emplace(tape_.String(name), id);
     if (!added) entry->second = -1;
   }
+  return true;
 }
 
 bool JsonReader::Wrong(JsonIndex node, std::string message, std::string expected) {

@@ -119,10 +119,14 @@ class JsonReader {
   template <typename T>
   bool ReadObject(JsonIndex node, T& value, std::pair<std::string_view, std::string_view> also) {
     if (tape_[node].kind != JsonKind::kObject) return Wrong(node, "wrong type", "an object");
-    ForEachField<T>([&](const auto& field) {
-      if (field.defines != RefKind::kNone) Define(field.defines, tape_.Find(node, field.name));
-      return true;
+    // First the lists that others refer to, or a wrong list would be told as wrong references.
+    const bool defined = ForEachField<T>([&](const auto& field) {
+      if (field.defines == RefKind::kNone) return true;
+      const JsonIndex list = tape_.Find(node, field.name);
+      if (list == 0 && field.required) return Missing(node, field.name);
+      return Define(field.defines, list);
     });
+    if (!defined) return false;
     std::uint64_t seen = 0;  // a bit for each field of T, then the two of `also`
     for (JsonIndex key = node + 1; key < tape_[node].end; key = tape_[key + 1].end) {
       const std::string_view name = tape_.String(key);
@@ -204,7 +208,7 @@ class JsonReader {
   JsonIndex FindTag(JsonIndex node, bool is_event, std::string_view& tag);
 
   // Notes the size and the names of the list at `list` (0: there is none) for references.
-  void Define(RefKind kind, JsonIndex list);
+  bool Define(RefKind kind, JsonIndex list);
 
   bool Wrong(JsonIndex node, std::string message, std::string expected);
   bool Missing(JsonIndex object, std::string_view field);

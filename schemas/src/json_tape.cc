@@ -58,20 +58,16 @@ class TapeBuilder {
   bool end_array() { return Close(); }
 
   bool parse_error(std::size_t position, const std::string& /*token*/, const std::exception& reason) {
-    // nlohmann counts the characters read, the end of the file included.
-    const bool at_end = position > text_.size() || text_.find_first_not_of(" \t\r\n", position) == text_.npos;
-    const std::string short_reason = ShortReason(reason.what());
-    const bool unfinished = short_reason.find("end of input") != std::string::npos ||
-                            short_reason.find("missing closing quote") != std::string::npos ||
-                            short_reason.find("'\\u' must be followed by") != std::string::npos;
+    // nlohmann counts the characters read, and the end of the file as one.
+    const bool at_end = position > text_.size();
     error_.pointer = LineAndColumn(text_, position == 0 ? 0 : position - 1);
     if (text_.find_first_not_of(" \t\r\n") == text_.npos) {
       error_.message = "the file is empty";
       error_.expected = "a JSON object";
-    } else if (at_end && (unfinished || !open_.empty())) {
+    } else if (at_end) {
       error_.message = "the file ends in the middle of the document: it is truncated";
     } else {
-      error_.message = "not valid JSON: " + short_reason;
+      error_.message = "not valid JSON: " + ShortReason(reason.what());
     }
     return false;
   }
