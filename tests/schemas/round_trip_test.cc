@@ -4,6 +4,7 @@
 #include <string>
 
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/plan_text.h"
 #include "tests/support/random_documents.h"
 
 namespace shardplan {
@@ -82,6 +83,32 @@ TEST(RoundTrip, RandomDocumentsUseEveryField) {
                             "plan_digest"}) {
     EXPECT_NE(all.find(field), std::string::npos) << field;
   }
+}
+
+// The text between "```LANGUAGE\n" and "```" after `from`.
+std::string Example(const std::string& page, const std::string& language, std::size_t from = 0) {
+  const std::string fence = "```" + language + "\n";
+  const std::size_t start = page.find(fence, from) + fence.size();
+  return page.substr(start, page.find("```", start) - start);
+}
+
+TEST(RoundTrip, ExamplesOfTheFormatPagesAreCanonical) {
+  for (const std::string kind : {"trace", "cluster", "strategy", "plan", "report"}) {
+    const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/" + kind + "-format.md");
+    ASSERT_TRUE(page.has_value());
+    const std::string example = Example(*page, "json");
+    const Result<Document> document = ParseDocument(example);
+    ASSERT_TRUE(document.has_value()) << kind << ": " << ToString(document.error());
+    EXPECT_EQ(std::visit([](const auto& value) { return ToJson(value); }, *document), example) << kind;
+  }
+}
+
+TEST(RoundTrip, TextExampleOfThePlanPageIsTheJsonExample) {
+  const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/plan-format.md");
+  ASSERT_TRUE(page.has_value());
+  const Result<Plan> plan = ParsePlan(Example(*page, "json"));
+  ASSERT_TRUE(plan.has_value());
+  EXPECT_EQ(PlanText(*plan), Example(*page, "", page->find("## Text form")));
 }
 
 TEST(RoundTrip, HandWrittenLayoutDoesNotMatter) {
