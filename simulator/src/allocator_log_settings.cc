@@ -64,7 +64,7 @@ void ParseLogSettings(const Json& settings, AllocatorLog& log, bool& says_expand
     } else if (key == "max_non_split_rounding_size") {
       out.max_non_split_rounding_bytes = Bytes{node.Integer(0)};
     } else if (key == "large_segment_size") {
-      out.large_segment_bytes = Bytes{node.Integer((10 << 20) + 1)};
+      out.large_segment_bytes = out.max_non_split_rounding_bytes = Bytes{node.Integer((10 << 20) + 1)};
     } else if (key == "garbage_collection_threshold") {
       if (!value.is_number() || value.get<double>() < 0 || value.get<double>() >= 1) {
         Fail(node.pointer, "wrong value", Brief(value), "a number from 0 to 1");

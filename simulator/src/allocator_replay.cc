@@ -78,6 +78,8 @@ class LogDriver final : public DeviceDriver {
         Depart("no block there that waits");
         break;
       }
+      // A free that was requested before the log began.
+      if (state_.allocator.IsAllocated(block->second)) state_.allocator.DeferFree(block->second);
       completed.push_back(block->second);
       state_.live.erase(block);
       Take({0});
@@ -142,6 +144,7 @@ class Replayer {
     bool has_request = false;
     std::size_t completions = 0;  // free_completed rows at its beginning
     bool has_releases = false;    // segment_free or segment_unmap rows
+    bool is_plain = true;         // only completions, then an alloc
   };
 
   // One way to read a group: see [Note: readings].
@@ -193,6 +196,7 @@ Replayer::Group Replayer::NextGroup() const {
   for (group.request = state_.cursor; group.request < log_.actions.size(); ++group.request) {
     const LogActionKind kind = log_.actions[group.request].kind;
     if (kind == LogActionKind::kAlloc || kind == LogActionKind::kOom) group.has_request = true;
+    if (kind == LogActionKind::kOom) group.is_plain = false;
     if (group.has_request || kind == LogActionKind::kFree || kind == LogActionKind::kFreeRequested ||
         kind == LogActionKind::kSnapshot) {
       break;
@@ -201,6 +205,7 @@ Replayer::Group Replayer::NextGroup() const {
     if (leading) ++group.completions;
     group.has_releases =
         group.has_releases || kind == LogActionKind::kSegmentFree || kind == LogActionKind::kSegmentUnmap;
+    group.is_plain = group.is_plain && kind == LogActionKind::kFreeCompleted;
   }
   return group;
 }
@@ -278,7 +283,7 @@ State Replayer::Read(State state, const Group& group, Reading reading) const {
 // read in each way until one is reproduced; if none is, the departure of the way that gets furthest is
 // reported.
 void Replayer::ReplayGroup(const Group& group) {
-  if (!group.has_releases) {
+  if (!group.has_releases && (group.is_plain || group.completions == 0)) {
     for (std::size_t i = 0; i < group.completions && !state_.departure; ++i) Complete(state_);
     if (state_.departure) return;
     if (group.has_request) {

@@ -67,7 +67,7 @@ bool ApplyInterval(std::string_view entry, bool& first, std::size_t& last,
   const std::optional<std::int64_t> divisions = ToInteger(entry.substr(colon + 1));
   if (!divisions || (*divisions != 0 && !IsPowerOfTwo(*divisions))) return false;
   if (entry.substr(0, colon) == ">") {
-    std::fill(table.begin() + static_cast<std::ptrdiff_t>(last), table.end(), *divisions);
+    std::fill(table.begin() + static_cast<std::ptrdiff_t>(last) + 1, table.end(), *divisions);
     return true;
   }
   const std::optional<std::int64_t> mebibytes = ToInteger(entry.substr(0, colon));
@@ -109,7 +109,11 @@ Status ApplySetting(std::string_view key, std::string_view value, std::optional<
     return {};
   };
   const std::int64_t large_segment = settings.large_segment_bytes.value / kMebibyte;
-  if (key == "large_segment_size_mb") return mebibytes(11, settings.large_segment_bytes);
+  if (key == "large_segment_size_mb") {
+    if (Status applied = mebibytes(11, settings.large_segment_bytes); !applied) return applied;
+    settings.max_non_split_rounding_bytes = settings.large_segment_bytes;
+    return {};
+  }
   if (key == "max_split_size_mb") return mebibytes(large_segment, settings.max_split_size_bytes);
   if (key == "max_non_split_rounding_mb")
     return mebibytes(large_segment, settings.max_non_split_rounding_bytes);
@@ -174,14 +178,16 @@ Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device
   for (const char c : text) {
     if (c != ' ' && c != '\t' && c != '\n') compact += c;
   }
-  for (const std::string_view entry : Split(compact, ',')) {
-    if (entry.empty()) continue;
-    const std::size_t colon = entry.find(':');
-    if (colon == std::string_view::npos) return BadSetting(entry, entry, "KEY:VALUE");
-    if (Status applied =
-            ApplySetting(entry.substr(0, colon), entry.substr(colon + 1), device_bytes, settings);
-        !applied) {
-      return applied;
+  // The large segment first, wherever it stands: other limits and defaults depend on it.
+  for (const bool large_segment : {true, false}) {
+    for (const std::string_view entry : Split(compact, ',')) {
+      if (entry.empty()) continue;
+      const std::size_t colon = entry.find(':');
+      if (colon == std::string_view::npos) return BadSetting(entry, entry, "KEY:VALUE");
+      const std::string_view key = entry.substr(0, colon);
+      if ((key == "large_segment_size_mb") != large_segment) continue;
+      if (Status applied = ApplySetting(key, entry.substr(colon + 1), device_bytes, settings); !applied)
+        return applied;
     }
   }
   return {};
@@ -202,7 +208,7 @@ std::string ToString(const AllocatorSettings& settings) {
     add("large_segment_size_mb", mebibytes(settings.large_segment_bytes));
   }
   if (settings.max_split_size_bytes) add("max_split_size_mb", mebibytes(*settings.max_split_size_bytes));
-  if (settings.max_non_split_rounding_bytes != defaults.max_non_split_rounding_bytes) {
+  if (settings.max_non_split_rounding_bytes != settings.large_segment_bytes) {
     add("max_non_split_rounding_mb", mebibytes(settings.max_non_split_rounding_bytes));
   }
   if (settings.garbage_collection_threshold > 0) {

@@ -29,6 +29,7 @@ struct AllocatorSettings {
   // Blocks of this size and larger are never split; nullopt: no limit.
   std::optional<Bytes> max_split_size_bytes;
   // How much larger than an oversize request (>= max_split_size) a cached block may be and still serve it.
+  // Setting large_segment_size_mb sets it too.
   Bytes max_non_split_rounding_bytes{20 << 20};
   // Segment of requests between 1 and 10 MiB, and page size of expandable segments of the large pool.
   Bytes large_segment_bytes{20 << 20};
