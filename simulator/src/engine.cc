@@ -256,6 +256,7 @@ class StepRunner {
     stream.remaining = static_cast<Int128>(duration_ns) * kFullRate;
     stream.updated_ns = now_ns_;
     stream.rate = 0;
+    stream.finish_ns = duration_ns == 0 ? now_ns_ : kNever;  // UpdateRates says when
     Count(stream, 1);
   }
 

@@ -54,6 +54,7 @@ class Profiler {
     // before.
     if (plan_.steps.size() == 1) RunStep(0);
     recording_ = options_.record_samples;
+    if (recording_) RecordAll();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
       step_peak_ = 0;
       RunStep(static_cast<std::int32_t>(s));
@@ -132,6 +133,14 @@ class Profiler {
           storages_per_batch_ = std::max(storages_per_batch_, static_cast<std::size_t>(born->storage + 1));
         }
       }
+    }
+  }
+
+  // What is alive before the first recorded step, a sample each.
+  void RecordAll() {
+    for (std::size_t c = 0; c < by_category_.size(); ++c) {
+      if (by_category_[c] == 0) continue;
+      profile_.samples.push_back({{0}, static_cast<std::int32_t>(c), {by_category_[c]}, {total_}, 0, -1});
     }
   }
 
@@ -279,15 +288,18 @@ class Profiler {
         if (recording_) time_ns_ = start_ns + operators * options_.operator_issue_ns.value;
       } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
         const std::int64_t bytes = Rounded(born->size_bytes.value);
-        Add(Category(born->role), bytes);
         if (born->role == StorageRole::kParameterGrad) {
+          Add(Category(born->role), bytes);
           new_grad_bytes += bytes;
         } else {
-          Keep(Storage(born->storage, microbatch), {bytes, Category(born->role)});
+          StorageState& state = Storage(born->storage, microbatch);
+          Drop(state);  // of a step before that never freed it
+          state = {bytes, Category(born->role)};
+          Add(state.category, bytes);
         }
       } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
         if (static_cast<std::size_t>(dead->storage) < storages_per_batch_) {
-          Keep(Storage(dead->storage, microbatch), {});
+          Drop(Storage(dead->storage, microbatch));
         }
       }
     }
@@ -302,9 +314,9 @@ class Profiler {
     }
     return storages_[index];
   }
-  void Keep(StorageState& state, StorageState now) {
-    if (state.bytes != 0) Subtract(state.category, state.bytes);
-    state = now;
+  void Drop(StorageState& state) {
+    Subtract(state.category, state.bytes);
+    state = {};
   }
 
   // The gradients that the segment lists are alive from now on. What it allocated for a gradient that existed

@@ -85,7 +85,9 @@ def collective_tables(path):
         print(f"{kind} {groups}x{ranks}: smoothing moved {sum(m > 0.005 for m in moved)} of {len(sizes)} points, "
               f"by at most {max(moved):.0%}, from 1 MiB on {large:.0%}")
         tables.append({
-            "kind": KINDS[kind], "ranks": ranks, "concurrent_groups": groups, "link": "nvlink",
+            "kind": KINDS[kind], "ranks": ranks,
+            **({"concurrent_groups": groups} if groups > 1 else {}),  # documents leave out defaults
+            "link": "nvlink",
             "points": [{"full_tensor_bytes": size, "duration_ns": round(math.exp(log))}
                        for size, log in zip(sizes, logs)],
             "source": SOURCE,
@@ -178,7 +180,7 @@ def document(name, ranks, rates, tables, links):
     table_text = ",\n".join(" " * 4 + block(table, 4, ("points",)) for table in tables)
     return (
         f'{{\n  "schema": "shardplan.cluster/1",\n  "name": {flat(name)},\n  "ranks": {ranks},\n'
-        f'  "ranks_per_node": 8,\n  "device": {device_text},\n  "host": {block(HOST, 2)},\n'
+        f'  "device": {device_text},\n  "host": {block(HOST, 2)},\n'
         f'  "links": {lines(links, 2)},\n  "collectives": [\n{table_text}\n  ],\n'
         f'  "compute_rate_while_communicating_ppm": 900000,\n'
         f'  "communication_rate_while_computing_ppm": 950000,\n'
