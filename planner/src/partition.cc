@@ -71,6 +71,10 @@ class Partitioner {
       return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
                             fmt::format("{}", cluster_ranks));
     }
+    if (flat_ && strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard) {  // DDP over everything
+      result_.shard_size = 1;
+      result_.replicate_size = ranks;
+    }
     if (result_.shard_size > 1) result_.communicators.push_back({"shard", result_.shard_size, 1});
     if (result_.replicate_size > 1) {
       result_.communicators.push_back({"replicate", result_.replicate_size, result_.shard_size});
@@ -238,9 +242,9 @@ class Partitioner {
     if (flat_) {
       unit.layout = LayoutKind::kFlat;
       const bool no_shard = strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard;
-      const std::int64_t ranks = result_.shard_size;
+      // Aligned flat parameters are padded for the whole process group even where they are not sharded.
       LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
-                 no_shard && !strategy_.fsdp1.use_orig_params ? 1 : ranks);
+                 no_shard && strategy_.fsdp1.use_orig_params ? result_.replicate_size : result_.shard_size);
     }
     return {};
   }

@@ -44,13 +44,13 @@ class Recorder {
       if (const auto* enter = std::get_if<EnterEvent>(&pass_->events[i])) {
         const ModuleId module = index_.canonical[enter->module];
         open.push_back(runs[module]++);
-        OnEnter(module, open.back(), *enter, static_cast<std::int32_t>(i));
+        OnEnter(module, open.back(), static_cast<std::int32_t>(i));
       } else if (const auto* exit = std::get_if<ExitEvent>(&pass_->events[i])) {
         if (open.empty()) {
           return MakeInputError(fmt::format("/forwards/{}/events/{}", call.trace, i),
                                 "a module is left that was not entered");
         }
-        OnExit(index_.canonical[exit->module], open.back(), static_cast<std::int32_t>(i));
+        OnExit(index_.canonical[exit->module], open.back(), *exit, static_cast<std::int32_t>(i));
         open.pop_back();
       }
     }
@@ -59,29 +59,29 @@ class Recorder {
     return {};
   }
 
-  void OnEnter(ModuleId module, std::int32_t occurrence, const EnterEvent& enter, std::int32_t position) {
+  void OnEnter(ModuleId module, std::int32_t occurrence, std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
     // A group's pre-forward hook runs for the first of its modules, its post-forward hook for the last.
     if (to_run_[unit] != 0 && partition_.units[unit].modules.size() > 1) return;
     to_run_[unit] = static_cast<std::int32_t>(partition_.units[unit].modules.size());
     Cut(position);
-    HostEvent& event = Push(HostEventKind::kPreForward, unit);
-    for (const TensorId tensor : enter.inputs) {
-      event.inputs_require_grad = event.inputs_require_grad || pass_->tensors[tensor].requires_grad;
-    }
+    Push(HostEventKind::kPreForward, unit);
     if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
     forward_names_.push_back("forward " + DisplayName(partition_.units[unit].unit.fqn));
     segment_name_ = forward_names_.back();
   }
 
-  void OnExit(ModuleId module, std::int32_t occurrence, std::int32_t position) {
+  void OnExit(ModuleId module, std::int32_t occurrence, const ExitEvent& exit, std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
     if (--to_run_[unit] > 0) return;
     to_run_[unit] = 0;
     Cut(position);
-    Push(HostEventKind::kPostForward, unit);
+    HostEvent& event = Push(HostEventKind::kPostForward, unit);
+    for (const TensorId tensor : exit.outputs) {
+      event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
+    }
     if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
     forward_names_.pop_back();
     segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();

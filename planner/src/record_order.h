@@ -42,11 +42,11 @@ struct HostEvent {
   HostEventKind kind = HostEventKind::kSegment;
   UnitId unit = -1;
   std::int32_t microbatch = 0;
-  bool grad_enabled = true;          // of the forward that this belongs to
-  bool inputs_require_grad = false;  // kPreForward
-  EventRange range;                  // kSegment
-  std::string name;                  // kSegment
-  const ModuleCall* call = nullptr;  // kModuleCall
+  bool grad_enabled = true;           // of the forward that this belongs to
+  bool outputs_require_grad = false;  // kPostForward
+  EventRange range;                   // kSegment
+  std::string name;                   // kSegment
+  const ModuleCall* call = nullptr;   // kModuleCall
 };
 
 struct RecordedStep {

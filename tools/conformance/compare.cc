@@ -10,8 +10,8 @@ namespace {
 
 constexpr const char* kFsdp2Keys[] = {"step",  "phase", "op", "unit", "bytes", "dtype",
                                       "group", "ranks", "to", "noop", "via",   "kind"};
-constexpr const char* kFsdp1Keys[] = {"step",  "phase", "op",   "unit",        "bytes",    "dtype",
-                                      "group", "ranks", "free", "freed_bytes", "prefetch", "queue"};
+constexpr const char* kFsdp1Keys[] = {"step",  "phase", "op",   "unit",        "bytes",   "dtype",
+                                      "group", "ranks", "free", "freed_bytes", "prefetch"};
 constexpr std::size_t kContext = 6;
 
 // Lines of an FSDP1 log that are no core operation.

@@ -1,4 +1,259 @@
+// Case of a FullyShardedDataParallel recording -> trace, strategy, cluster.
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
 #include "recording.h"
+
 namespace shardplan::conformance {
-Result<Recording> ConvertFsdp1(const std::string&) { return MakeInputError("", "not yet"); }
+namespace {
+
+using Json = nlohmann::json;
+
+std::string Fqn(const std::string& name) { return name == "(root)" ? "" : name; }
+
+DType ToDType(const Json& name) { return DTypeFromName(name.get<std::string>()).value_or(DType::kFloat32); }
+
+class Converter {
+ public:
+  explicit Converter(const Json& json) : json_(json) {}
+
+  Result<Recording> Run() {
+    recording_.policy = recording_.strategy.policy = "fsdp1";
+    recording_.strategy.optimizer.kind = OptimizerKind::kSgd;
+    ConvertModel();
+    ConvertSettings();
+    for (const Json& trace : json_["forward_traces"]) ConvertForward(trace);
+    ConvertProgram();
+    return std::move(recording_);
+  }
+
+ private:
+  // One call of a module in a forward: the tensors that went in and out.
+  struct CallTensors {
+    std::int32_t occurrence = 0;
+    std::vector<std::int64_t> inputs, outputs;  // ids; inputs that require a gradient only
+  };
+
+  void ConvertModel() {
+    const Json& model = json_["model_description"];
+    Trace& trace = recording_.trace;
+    trace.model = json_["model"].get<std::string>();
+    std::map<std::string, std::string> shared;  // name -> first name
+    for (const Json& tie : model["shared_parameters"]) {
+      shared[tie["fqn"]] = tie["shares"];
+    }
+    for (const Json& p : model["parameters"]) {
+      parameter_id_[p["fqn"]] = static_cast<ParameterId>(trace.parameters.size());
+      trace.parameters.push_back({.fqn = p["fqn"],
+                                  .shape = p["shape"].get<std::vector<std::int64_t>>(),
+                                  .dtype = ToDType(p["dtype"]),
+                                  .requires_grad = p["requires_grad"]});
+    }
+    for (const auto& [name, first] : shared) {
+      parameter_id_[name] = parameter_id_[first];
+      trace.parameters[parameter_id_[first]].shared_with.push_back(name);
+    }
+    for (const Json& m : model["modules"]) {
+      const std::string fqn = Fqn(m["fqn"]);
+      module_id_[fqn] = static_cast<ModuleId>(trace.modules.size());
+      Module module{
+          .fqn = fqn, .class_name = m["class"], .children = m["children"].get<std::vector<std::string>>()};
+      for (const Json& name : m["params"]) {
+        const std::string parameter =
+            fqn.empty() ? name.get<std::string>() : fqn + "." + name.get<std::string>();
+        const auto found = parameter_id_.find(parameter);
+        if (found != parameter_id_.end()) module.parameters.push_back({name, found->second});
+      }
+      trace.modules.push_back(std::move(module));
+    }
+    // named_modules() names a module that is registered twice once: drop children without an entry.
+    for (Module& module : trace.modules) {
+      std::erase_if(module.children, [&](const std::string& child) {
+        return !module_id_.contains(module.fqn.empty() ? child : module.fqn + "." + child);
+      });
+    }
+  }
+
+  void ConvertSettings() {
+    const Json& settings = json_["settings"];
+    Strategy& strategy = recording_.strategy;
+    Fsdp1Knobs& knobs = strategy.fsdp1;
+    recording_.cluster.ranks = recording_.cluster.ranks_per_node = json_["world_size"];
+    static const std::map<std::string, Fsdp1Sharding> kShardings = {
+        {"FULL_SHARD", Fsdp1Sharding::kFullShard},
+        {"SHARD_GRAD_OP", Fsdp1Sharding::kShardGradOp},
+        {"NO_SHARD", Fsdp1Sharding::kNoShard},
+        {"HYBRID_SHARD", Fsdp1Sharding::kHybridShard},
+        {"_HYBRID_SHARD_ZERO2", Fsdp1Sharding::kHybridShardZero2}};
+    knobs.sharding = kShardings.at(settings["strategy"]);
+    const Json& backward = settings["backward_prefetch"];
+    knobs.backward_prefetch = backward.is_null()           ? Fsdp1BackwardPrefetch::kNone
+                              : backward == "BACKWARD_PRE" ? Fsdp1BackwardPrefetch::kPre
+                                                           : Fsdp1BackwardPrefetch::kPost;
+    knobs.forward_prefetch = settings["forward_prefetch"];
+    knobs.limit_all_gathers = settings["limit_all_gathers"];
+    knobs.use_orig_params = settings["use_orig_params"];
+    strategy.cpu_offload = settings["cpu_offload"];
+    const Json& mesh = json_["mesh"];
+    if (mesh["shape"].size() == 2) {
+      strategy.mesh = {{"replicate", mesh["shape"][0]}, {"shard", mesh["shape"][1]}};
+    }
+    if (const Json& mp = settings["mixed_precision"]; mp.is_object()) {
+      MixedPrecision mixed;
+      if (!mp["param_dtype"].is_null()) mixed.param_dtype = ToDType(mp["param_dtype"]);
+      if (!mp["reduce_dtype"].is_null()) mixed.reduce_dtype = ToDType(mp["reduce_dtype"]);
+      mixed.keep_low_precision_grads = mp["keep_low_precision_grads"];
+      strategy.mixed_precision = mixed;
+    }
+    for (const Json& unit : json_["units"]) strategy.units.push_back({.modules = {Fqn(unit["fqn"])}});
+    for (const Json& ignored : settings["ignored_modules"]) {
+      const std::string prefix = ignored.get<std::string>() + ".";
+      for (const Parameter& parameter : recording_.trace.parameters) {
+        if (parameter.fqn.starts_with(prefix)) strategy.ignored_parameters.push_back(parameter.fqn);
+      }
+    }
+  }
+
+  void ConvertForward(const Json& traced) {
+    Pass pass;
+    std::map<std::int64_t, TensorId> tensor_id;
+    std::map<std::string, std::vector<CallTensors>> runs;
+    const auto add = [&](const Json& tensors, std::vector<std::int64_t>& ids, bool only_differentiable) {
+      std::vector<TensorId> converted;
+      for (const Json& t : tensors) {
+        const std::int64_t id = t["tensor"];
+        const auto [entry, added] = tensor_id.try_emplace(id, static_cast<TensorId>(pass.tensors.size()));
+        if (added) {
+          pass.tensors.push_back(
+              {.shape = t["shape"].get<std::vector<std::int64_t>>(), .requires_grad = t["requires_grad"]});
+        }
+        converted.push_back(entry->second);
+        if (!only_differentiable || t["requires_grad"].get<bool>()) ids.push_back(id);
+      }
+      return converted;
+    };
+    for (const Json& e : traced) {
+      const std::string fqn = Fqn(e["module"]);
+      if (e["ev"] == "enter") {
+        CallTensors run{.occurrence = static_cast<std::int32_t>(runs[fqn].size())};
+        EnterEvent enter{.module = module_id_[fqn]};
+        if (e.contains("inputs")) enter.inputs = add(e["inputs"], run.inputs, true);
+        runs[fqn].push_back(run);
+        pass.events.push_back(enter);
+      } else {
+        ExitEvent exit{.module = module_id_[fqn]};
+        if (e.contains("outputs")) exit.outputs = add(e["outputs"], runs[fqn].back().outputs, false);
+        pass.events.push_back(exit);
+      }
+    }
+    recording_.trace.forwards.push_back(std::move(pass));
+    runs_.push_back(std::move(runs));
+  }
+
+  // The recorded gradients are of tensors; a trace's are of calls of modules. The recording's hook on an
+  // input fires behind the hooks of the module that made the tensor; a trace has the inputs done first.
+  std::int32_t ConvertBackward(std::int32_t backward, std::int32_t forward) {
+    Pass pass{.forwards = {forward}};
+    auto& runs = runs_[forward];
+    std::set<std::pair<std::string, std::int64_t>> done;  // module, input tensor
+    std::map<std::int64_t, std::size_t> ready_at;         // tensor -> position of its first output event
+    for (const Json& e : json_["backward_traces"][backward]) {
+      if (e["ev"] == "param_grad") {
+        pass.events.push_back(ParameterGradEvent{parameter_id_[e["param"]], -1});
+        ready_at.clear();
+        continue;
+      }
+      const std::string fqn = Fqn(e["module"]);
+      const std::int64_t tensor = e["tensor"];
+      if (e["ev"] == "output_grad") {
+        for (const CallTensors& run : runs[fqn]) {
+          const auto at = std::find(run.outputs.begin(), run.outputs.end(), tensor);
+          if (at == run.outputs.end()) continue;
+          ready_at.try_emplace(tensor, pass.events.size());
+          pass.events.push_back(OutputGradReadyEvent{
+              module_id_[fqn], static_cast<std::int32_t>(at - run.outputs.begin()), run.occurrence, 0});
+          break;
+        }
+        continue;
+      }
+      done.insert({fqn, tensor});
+      for (const CallTensors& run : runs[fqn]) {
+        if (std::find(run.inputs.begin(), run.inputs.end(), tensor) == run.inputs.end()) continue;
+        const bool all = std::all_of(run.inputs.begin(), run.inputs.end(), [&](std::int64_t input) {
+          return done.contains({fqn, input});
+        });
+        if (!all) continue;
+        const InputsGradDoneEvent event{module_id_[fqn], run.occurrence, 0};
+        const auto before = ready_at.find(tensor);
+        if (before == ready_at.end()) {
+          pass.events.push_back(event);
+        } else {
+          pass.events.insert(pass.events.begin() + static_cast<std::ptrdiff_t>(before->second), event);
+          for (auto& [t, position] : ready_at) position += position >= before->second ? 1 : 0;
+        }
+        break;
+      }
+    }
+    recording_.trace.backwards.push_back(std::move(pass));
+    return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
+  }
+
+  void ConvertProgram() {
+    std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> converted;
+    for (const Json& step : json_["steps"]) {
+      StepProgram program;
+      std::map<std::int32_t, std::int32_t> forward_of_microbatch;
+      bool no_sync = false;
+      const auto enter = [&](const Json& call) {
+        const bool wanted = call.value("no_sync", false);
+        if (wanted != no_sync) program.emplace_back(ModuleCall{.method = "no_sync", .value = wanted});
+        no_sync = wanted;
+      };
+      for (const Json& call : step) {
+        const std::string name = call["call"];
+        if (name == "forward") {
+          enter(call);
+          const std::int32_t trace = call["forward_trace"];
+          const std::int32_t microbatch = call.value("mb", 0);
+          forward_of_microbatch[microbatch] = trace;
+          recording_.trace.forwards[trace].grad_enabled = call["mode"] == "train";
+          program.emplace_back(ForwardCall{microbatch, trace});
+        } else if (name == "backward") {
+          enter(call);
+          const std::int32_t microbatch = call.value("mb", 0);
+          const std::pair key = {call["backward_trace"].get<std::int32_t>(),
+                                 forward_of_microbatch[microbatch]};
+          if (!converted.contains(key)) converted[key] = ConvertBackward(key.first, key.second);
+          program.emplace_back(BackwardCall{{microbatch}, converted[key]});
+        } else if (name == "optim_step") {
+          program.emplace_back(OptimizerStepCall{});
+        } else {
+          program.emplace_back(ZeroGradCall{});
+        }
+      }
+      recording_.strategy.program.push_back(std::move(program));
+    }
+    recording_.steps = static_cast<std::int32_t>(recording_.strategy.program.size());
+  }
+
+  const Json& json_;
+  Recording recording_;
+  std::map<std::string, ModuleId> module_id_;
+  std::map<std::string, ParameterId> parameter_id_;
+  std::vector<std::map<std::string, std::vector<CallTensors>>> runs_;  // by forward, module
+};
+
+}  // namespace
+
+Result<Recording> ConvertFsdp1(const std::string& json_text) {
+  try {
+    const Json json = Json::parse(json_text);
+    return Converter(json).Run();
+  } catch (const std::exception& e) {
+    return MakeInputError("", e.what());
+  }
+}
+
 }  // namespace shardplan::conformance
