@@ -12,7 +12,7 @@ set(SHARDPLAN_CUDA_ROOT "" CACHE PATH "CUDA toolkit; the wheels' CUDA when empty
 
 set(_torch_dir "${SHARDPLAN_TORCH_DIR}")
 if(NOT _torch_dir)
-  find_program(SHARDPLAN_PYTHON NAMES python3 python HINTS ${CMAKE_SOURCE_DIR}/.venv/bin NO_CMAKE_PATH
+  find_program(SHARDPLAN_PYTHON NAMES python3 python HINTS ${CMAKE_CURRENT_LIST_DIR}/../.venv/bin NO_CMAKE_PATH
                DOC "Interpreter whose torch is used")
   if(SHARDPLAN_PYTHON)
     execute_process(
@@ -49,7 +49,9 @@ if(NOT TARGET TorchWheel::cpu)
   add_library(TorchWheel::cpu INTERFACE IMPORTED)
   target_include_directories(TorchWheel::cpu SYSTEM INTERFACE "${TorchWheel_DIR}/include"
                                                               "${TorchWheel_DIR}/include/torch/csrc/api/include")
-  target_compile_definitions(TorchWheel::cpu INTERFACE USE_DISTRIBUTED USE_C10D_GLOO _GLIBCXX_USE_CXX11_ABI=1)
+  # torch/include brings a fmt of its own, which comes before the system's: its functions are in no library.
+  target_compile_definitions(TorchWheel::cpu INTERFACE USE_DISTRIBUTED USE_C10D_GLOO _GLIBCXX_USE_CXX11_ABI=1
+                                                       FMT_HEADER_ONLY=1)
   target_link_libraries(TorchWheel::cpu INTERFACE TorchWheel::torch_cpu TorchWheel::c10)
 endif()
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 
 #include "program.h"
@@ -18,6 +19,12 @@ std::string Describe(const Plan& plan, const TriggerKey& key) {
   trigger.unit = key.unit >= 0 && key.unit < std::ssize(plan.units) ? key.unit : -1;
   trigger.microbatch = key.microbatch;
   return shardplan::Describe(plan, trigger);
+}
+
+// LibTorch's messages go on with a stack trace.
+std::string FirstLine(const std::exception& exception) {
+  const std::string text = exception.what();
+  return text.substr(0, text.find('\n'));
 }
 
 }  // namespace
@@ -54,6 +61,7 @@ class Engine::Impl {
 
  private:
   void ResolveSegmentGrads();
+  Status RunCaught(const Op& op, bool& blocked);
   Status Run(const Op& op, bool& blocked);
   Status RunMemory(const Op& op);
   Status RunMove(const Op& op);
@@ -192,7 +200,7 @@ Result<bool> Engine::Impl::Advance() {
   if (observer_ != nullptr && !op_begun_) observer_->BeforeInstruction(CurrentInstruction());
   op_begun_ = true;
   bool blocked = false;
-  if (Status status = Run(program_.ops[trigger.first + op_], blocked); !status) [[unlikely]] {
+  if (Status status = RunCaught(program_.ops[trigger.first + op_], blocked); !status) [[unlikely]] {
     return std::unexpected(Fail(std::move(status.error())).error());
   }
   if (blocked) return false;
@@ -210,6 +218,15 @@ Status Engine::Impl::RequireAlive(BufferId buffer) const {
   }
   return MakeError(ErrorCode::kBadInput,
                    fmt::format("{} is used while it is not allocated", plan_.buffers[buffer].name));
+}
+
+// LibTorch, and models written against it, throw (out of memory, say). This is where that ends.
+Status Engine::Impl::RunCaught(const Op& op, bool& blocked) {
+  try {
+    return Run(op, blocked);
+  } catch (const std::exception& exception) {
+    return MakeError(ErrorCode::kEnvironment, FirstLine(exception));
+  }
 }
 
 Status Engine::Impl::Run(const Op& op, bool& blocked) {
@@ -381,7 +398,11 @@ Result<std::unique_ptr<Engine>> Engine::Create(const Plan& plan, std::int64_t ra
   Result<Program> program = BuildProgram(plan, rank, model != nullptr && model->RunsItself());
   if (!program) return std::unexpected(std::move(program.error()));
   auto impl = std::make_unique<Impl>(plan, std::move(*program), device, collectives, model);
-  if (Status status = impl->Prepare(rank); !status) return std::unexpected(std::move(status.error()));
+  try {
+    if (Status status = impl->Prepare(rank); !status) return std::unexpected(std::move(status.error()));
+  } catch (const std::exception& exception) {
+    return MakeError(ErrorCode::kEnvironment, FirstLine(exception));
+  }
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 

@@ -1,0 +1,63 @@
+// TorchBuffers: the part of TorchDevice that does not depend on where the memory is: which tensors a buffer
+// is made of.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "shardplan/executor/torch_device.h"
+
+namespace shardplan::executor {
+
+class TorchBuffers : public TorchDevice {
+ public:
+  Status Prepare(const Plan& plan) override;
+  Result<CopyId> PrepareCopy(CopySpec spec) override;
+  Status Allocate(BufferId buffer, StreamId stream) override;
+  Status Free(BufferId buffer, std::span<const StreamId> safe_after) override;
+  Status MakeAlias(CopyId copy) override;
+  Status SetParts(BufferId buffer, std::vector<at::Tensor> parts) override;
+  at::Tensor Part(BufferId buffer, std::int32_t part) const override;
+  Result<at::Tensor> ParameterView(BufferId buffer, std::int32_t parameter) const override;
+  Result<at::Tensor> ShardedView(BufferId buffer, std::int32_t parameter, std::int64_t rank) const override;
+
+  // The 1-D tensors of a living buffer, for kernels and collectives.
+  const std::vector<at::Tensor>& Tensors(BufferId buffer) const { return slots_[buffer].parts; }
+  const Plan& plan() const { return *plan_; }
+  std::string NameOf(BufferId buffer) const { return plan_->buffers[buffer].name; }
+
+ protected:
+  // The device's streams and events.
+  virtual Status PrepareStreams(const Plan& plan) = 0;
+  // A fresh 1-D tensor on the stream's pool (-1: before any stream).
+  virtual at::Tensor MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) = 0;
+  // Gives a tensor's storage `bytes` of fresh memory / takes it away.
+  virtual void FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) = 0;
+  // Called before the memory of a buffer goes; the kernels that a stream in `safe_after` was given may still
+  // use it.
+  virtual Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) = 0;
+  // Called before a collective's or kernel's output comes to life in reused storage.
+  virtual Status BeforeFill(BufferId buffer) = 0;
+
+  const CopySpec& copy(CopyId id) const { return copies_[id]; }
+
+ private:
+  struct Slot {
+    std::vector<at::Tensor> parts;
+    bool alive = false;
+    bool keeps_storage = false;  // always the same tensors, whose storage comes and goes
+  };
+  Status MakePersistent(BufferId buffer);
+  Status CheckPart(BufferId buffer, std::size_t part, const at::Tensor& tensor) const;
+  Result<std::pair<at::Tensor, std::int64_t>> Place(BufferId buffer, std::int32_t parameter,
+                                                    std::int64_t pieces) const;
+
+  const Plan* plan_ = nullptr;
+  std::vector<Slot> slots_;
+  std::vector<std::pair<BufferId, std::vector<at::Tensor>>> early_;  // SetParts before Prepare
+  std::vector<CopySpec> copies_;
+};
+
+}  // namespace shardplan::executor
