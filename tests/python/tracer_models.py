@@ -137,6 +137,27 @@ class Branchy(nn.Module):
         return joined + y * out["extra"][0].sum()
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.q(x) * self.k(x)
+
+
+class TwiceInside(nn.Module):
+    """A module uses its input twice, its caller uses it once more: attention with the residual outside, as in BERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.pair = nn.Linear(8, 8), nn.Sequential(Pair())
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.pair(h) + h
+
+
 class InPlace(nn.Module):
     """Changes a module's input in place."""
 

@@ -1,7 +1,7 @@
 """Models from a Hugging Face architecture config: no weights, no network.
 
 The class is the one the config's `architectures` names; the batch is what a user of that kind of model gives it. Where transformers reads a
-value from a tensor to choose a path, the recorder answers as the batch described here would: no padding, no packed sequences.
+value from a tensor to choose a path, the answer is that of this batch: no padding, no packed sequences.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
-from shardplan.tracer.recorder import Recorder
+from shardplan.tracer.recorder import Answers
 
 LOSSES = ("cross_entropy", "cross_entropy_no_upcast", "model", "sum")
 
@@ -153,18 +153,18 @@ class HuggingFaceModel:
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
+def as_on_a_gpu(answers: Answers) -> Iterator[None]:
     """transformers takes other paths for fake tensors (it takes them for a graph capture). Inside, it takes those of a real step."""
     import transformers.masking_utils as masking
 
     tracing, packed = masking.is_tracing, masking.find_packed_sequence_indices
 
     def no_packing(position_ids):
-        recorder.scalar_answer = True  # "is there one sequence per row?"
+        answers.scalar = True  # "is there one sequence per row?"
         try:
             return packed(position_ids)
         finally:
-            recorder.scalar_answer = None
+            answers.scalar = None
 
     masking.is_tracing = lambda tensor=None: False
     masking.find_packed_sequence_indices = no_packing

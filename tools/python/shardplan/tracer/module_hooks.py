@@ -34,6 +34,9 @@ class _Identity(torch.autograd.Function):
         return (None, *gradients)
 
 
+IDENTITY_NODE = "_IdentityBackward"  # as autograd names it
+
+
 class ModuleHooks:
     """Installs the hooks; keeps the tensors of the current forward."""
 

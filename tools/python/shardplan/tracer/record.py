@@ -11,13 +11,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from shardplan.tracer import placement
 from shardplan.tracer.errors import TracerError
-from shardplan.tracer.module_hooks import ModuleHooks
+from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
 from shardplan.tracer.operators import dtype_name
-from shardplan.tracer.recorder import Recorder, StorageRecord
+from shardplan.tracer.recorder import Answers, Recorder, StorageRecord
 
 Loss = Callable[[object], torch.Tensor]
+Progress = Callable[[str], None]
 
 
 @dataclass
@@ -48,41 +50,66 @@ def default_loss(output) -> torch.Tensor:
     return total
 
 
-def record(step: Step, steps: int = 1, mark_inputs: bool = True, recorder: Recorder | None = None, progress=None) -> dict:
-    """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda; `recorder` may be shared with the caller."""
-    recorder = recorder or Recorder()
-    tree = step.tree
+def record(step: Step, steps: int = 1, mark_inputs: bool = True, answers: Answers | None = None, progress: Progress | None = None) -> dict:
+    """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda. See [Note: two recordings] in placement.py."""
+    progress = progress or (lambda text: None)
+    marked, regrouped = _record_once(step, steps, mark_inputs, answers, progress)
+    if not regrouped:
+        return marked
+    progress("once more, without marks on inputs")
+    plain, _ = _record_once(step, steps, False, answers, progress)
+    for entry, other in zip(plain["backwards"], marked["backwards"]):
+        merged = placement.with_inputs_done(entry["events"], other["events"])
+        if merged is None:
+            return marked
+        entry["events"] = merged
+    return plain
+
+
+def _record_once(step: Step, steps: int, mark_inputs: bool, answers: Answers | None, progress: Progress) -> tuple[dict, bool]:
+    """The fields, and whether the marks on inputs changed how gradients are summed."""
+    recorder, tree = Recorder(answers), step.tree
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():
         recorder.add_parameter(parameter, parameter_id, owners[parameter_id])
     inputs = [_input(recorder, name, tensor) for name, tensor in step.inputs]
+    buffers = []
     for entry, buffer in zip(tree.buffers, tree.buffer_tensors):
         storage = recorder.record_of(buffer)
-        entry["storage"] = storage.id if storage is not None else recorder.add_resident(buffer)
+        buffers.append({**entry, "storage": storage.id if storage is not None else recorder.add_resident(buffer)})
     hooks = ModuleHooks(recorder, tree, mark_inputs)
-    forwards, backwards = [], []
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # frees must follow from references alone
-    try:
-        with recorder:
+    forwards, backwards, regrouped = [], [], False
+    with _no_garbage_collection(), recorder:
+        try:
             for index in range(steps):
                 hooks.begin_forward(index)
-                forward, backward = _one_step(step, recorder, hooks, index, progress)
+                forward, backward, changed = _one_step(step, recorder, hooks, index, mark_inputs, progress)
                 forwards.append(forward)
-                if backward is not None:
-                    backwards.append(backward)
-    finally:
-        recorder.phase = "off"
-        hooks.remove()
-        if collecting:
-            gc.enable()
+                backwards += [backward] if backward is not None else []
+                regrouped |= changed
+        finally:
+            recorder.phase = "off"
+            hooks.remove()
     for storage in recorder.storages:
         _assign_role(storage)
     for position, (shape, dtype, storage_id) in enumerate(recorder.captured):
         inputs.append({"name": f"captured.{position}", "shape": list(shape), "dtype": dtype_name(dtype), "storage": storage_id})
-    _name_only_what_is_there(tree, forwards, recorder)
-    return {"modules": tree.modules, "parameters": tree.parameters, "buffers": tree.buffers, "inputs": inputs, "forwards": forwards, "backwards": backwards}
+    _name_only_what_is_there(forwards, recorder)
+    fields = {"modules": tree.modules, "parameters": tree.parameters, "buffers": buffers, "inputs": inputs, "forwards": forwards, "backwards": backwards}
+    return fields, regrouped
+
+
+@contextlib.contextmanager
+def _no_garbage_collection():
+    """Frees must follow from references alone."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _owners(tree: ModuleTree) -> dict[int, int]:
@@ -99,9 +126,8 @@ def _input(recorder: Recorder, name: str, tensor: torch.Tensor) -> dict:
     return {"name": name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "storage": storage}
 
 
-def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, progress) -> tuple[dict, dict | None]:
-    if progress:
-        progress("forward")
+def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, mark_inputs: bool, progress: Progress) -> tuple[dict, dict | None, bool]:
+    progress("forward")
     recorder.phase = "forward"
     recorder.mark_nodes()
     output = step.module(*step.args, **step.kwargs)
@@ -122,10 +148,10 @@ def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, pr
     forward["events"] = recorder.take_events()
     if loss is None:
         recorder.phase = "off"
-        return forward, None
+        return forward, None, False
     _check_loss(loss)
-    if progress:
-        progress("backward")
+    regrouped = mark_inputs and placement.sums_are_regrouped(loss, IDENTITY_NODE)
+    progress("backward")
     recorder.phase = "backward"
     loss.backward()
     del loss
@@ -136,7 +162,7 @@ def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, pr
     recorder.phase = "off"
     for parameter in step.module.parameters():
         parameter.grad = None
-    return forward, {"name": f"b{index}", "forwards": [index], "events": events}
+    return forward, {"name": f"b{index}", "forwards": [index], "events": events}, regrouped
 
 
 def _check_loss(loss) -> None:
@@ -168,7 +194,7 @@ def _assign_role(storage: StorageRecord) -> None:
     storage.event[3] = role
 
 
-def _name_only_what_is_there(tree: ModuleTree, forwards: list[dict], recorder: Recorder) -> None:
+def _name_only_what_is_there(forwards: list[dict], recorder: Recorder) -> None:
     """A tensor whose storage had no event (it came with the model) keeps its storage unnamed."""
     named = {s.id for s in recorder.storages if s.event is not None or s.phase == "before"}
     for forward in forwards:

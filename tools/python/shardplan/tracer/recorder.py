@@ -43,16 +43,22 @@ class StorageRecord:
         self.recomputed = False
 
 
+class Answers:
+    """What a model that reads a tensor's value is told. `scalar`: the value of any tensor asked for while it is not None."""
+
+    scalar = None
+
+
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self):
+    def __init__(self, answers: Answers | None = None):
         super().__init__()
+        self.answers = answers or Answers()
         self.phase = "off"
         self.events: list[list] = []
         self.storages: list[StorageRecord] = []
         self.captured: list[tuple[torch.Size, torch.dtype, int]] = []  # tensors first seen as an argument
-        self.scalar_answer = None  # what a question about a value gets while this is not None
         self.module_stack: list[int] = []
         self.recompute_depth = 0
         self._live: dict[int, StorageRecord] = {}  # by storage address
@@ -168,8 +174,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and self.scalar_answer is not None:
-            return self.scalar_answer
+        if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
+            return self.answers.scalar
         out = func(*args, **kwargs)
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)

@@ -17,7 +17,7 @@ from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProble
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
-from shardplan.tracer.recorder import Recorder
+from shardplan.tracer.recorder import Answers
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -45,7 +45,7 @@ Progress = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def _recording(options: Options, recorder: Recorder):
+def _recording(options: Options):
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -64,20 +64,19 @@ def trace_source(source: str, options: Options, progress: Progress = lambda text
     if ":" not in source:
         raise TracerError(f'"{source}" is neither a file nor package.module:callable')
     function = sources.find_callable(source)
-    recorder = Recorder()
-    with _recording(options, recorder):
+    with _recording(options):
         progress("building the module")
         with torch.enable_grad():
             example = sources.build(function, source, options.batch, options.seq)
-        return _trace_example(example, source, options, recorder, progress)
+        return _trace_example(example, source, options, progress)
 
 
 def trace_module(module: nn.Module, args: tuple = (), kwargs: dict | None = None, loss: Callable | None = None, options: Options | None = None) -> dict:
     """The trace of a module that exists; its parameters and buffers are replaced by fake CUDA ones."""
-    options, recorder = options or Options(), Recorder()
-    with _recording(options, recorder):
+    options = options or Options()
+    with _recording(options):
         example = sources.Example(module, args, kwargs or {}, loss)
-        return _trace_example(example, type(module).__name__, options, recorder, lambda text: None)
+        return _trace_example(example, type(module).__name__, options, lambda text: None)
 
 
 def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:
@@ -98,7 +97,7 @@ def _tree(module: nn.Module, dtype: torch.dtype, param_dtype: str | None) -> Mod
     return tree
 
 
-def _trace_example(example: sources.Example, source: str, options: Options, recorder: Recorder, progress: Progress) -> dict:
+def _trace_example(example: sources.Example, source: str, options: Options, progress: Progress) -> dict:
     if options.loss not in ("default", "none", "sum"):
         raise UsageProblem(f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, loss)")
     dtype = _compute_dtype(example.module, options.dtype)
@@ -110,7 +109,7 @@ def _trace_example(example: sources.Example, source: str, options: Options, reco
     loss = None if options.loss == "none" or not options.grad else example.loss if options.loss == "default" and example.loss else record.default_loss
     step = record.Step(example.module, tree, args, kwargs, loss, inputs)
     tokens = _tokens([tensor for _, tensor in inputs])
-    return _document(step, options, recorder, progress, options.name or source.rpartition(":")[2], source, dtype, tokens, [])
+    return _document(step, options, Answers(), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, [])
 
 
 def _named_inputs(args: tuple, kwargs: dict) -> list[tuple[str, torch.Tensor]]:
@@ -147,8 +146,8 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
 
     model = huggingface.HuggingFaceModel(path)
     dtype = DTYPES[options.dtype or "bfloat16"]
-    recorder = Recorder()
-    with _recording(options, recorder), huggingface.as_on_a_gpu(recorder):
+    answers = Answers()
+    with _recording(options), huggingface.as_on_a_gpu(answers):
         progress("building the module")
         with torch.device("cuda"):
             module = model.build("sdpa", options.experts)
@@ -161,12 +160,12 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
         if options.loss == "none" or not options.grad:
             loss, inputs = None, [(name, tensor) for name, tensor in batch.inputs if name != "labels"]
         step = record.Step(module, tree, (), batch.kwargs, loss, inputs)
-        return _document(step, options, recorder, progress, options.name or model.name, path.name, dtype, batch.tokens, model.notes(module, options.experts))
+        return _document(step, options, answers, progress, options.name or model.name, path.name, dtype, batch.tokens, model.notes(module, options.experts))
 
 
-def _document(step: record.Step, options: Options, recorder: Recorder, progress: Progress, name: str, source: str, dtype: torch.dtype, tokens: int, notes: list[str]) -> dict:
+def _document(step: record.Step, options: Options, answers: Answers, progress: Progress, name: str, source: str, dtype: torch.dtype, tokens: int, notes: list[str]) -> dict:
     try:
-        fields = record.record(step, options.steps, options.mark_inputs, recorder, progress)
+        fields = record.record(step, options.steps, options.mark_inputs, answers, progress)
     except TracerError:
         raise
     except _CANNOT_FAKE as error:
