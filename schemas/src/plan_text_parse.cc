@@ -61,7 +61,8 @@ class TextToJson {
         error.pointer = fmt::format("line {}", found->second);
         return error;
       }
-      prefix = prefix.substr(0, prefix.rfind('/'));
+      const std::size_t slash = prefix.rfind('/');
+      prefix = slash == std::string_view::npos ? "" : prefix.substr(0, slash);
     }
     if (!error.pointer.empty()) error.message = fmt::format("{}: {}", error.pointer, error.message);
     error.pointer = fmt::format("line {}", line_);

@@ -110,7 +110,7 @@ std::optional<Error> AddClauses(WordReader& words, std::string_view first_field,
   while (!words.AtEnd()) {
     const std::string_view before = words.rest();
     const std::optional<PlanWord> word = words.Next();
-    if (!word.has_value()) return Wrong("a word is not finished", before, "a name, or a string in quotes");
+    if (!word.has_value()) return Wrong("this is no word", before, "a name, or a string in quotes");
     std::string field(first_field);
     std::string json;
     const auto clause = std::ranges::find(kClauses, word->text, &Clause::word);
@@ -152,6 +152,8 @@ std::optional<PlanWord> WordReader::Next() {
   } else {
     const std::size_t length = std::min(rest_.find_first_of(kWordEnd), rest_.size());
     word.text = rest_.substr(0, length);
+    const bool special = word.text == kRootWord || word.text == kArrow;
+    if (!special && !std::ranges::all_of(word.text, IsBareCharacter)) return std::nullopt;
     word.has_name = length > 0;
     rest_.remove_prefix(length);
   }

@@ -14,11 +14,6 @@ namespace {
 
 constexpr std::array<std::string_view, 5> kKeywords = {"on", "via", "for", "because", kArrow};
 
-bool IsBareCharacter(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
-         std::string_view("_.*/+-").find(c) != std::string_view::npos;
-}
-
 template <typename T, typename GetName>
 std::optional<std::string_view> NameIn(const std::vector<T>& list, std::int64_t id, GetName get_name) {
   if (id < 0 || id >= static_cast<std::int64_t>(list.size())) return std::nullopt;
@@ -26,6 +21,11 @@ std::optional<std::string_view> NameIn(const std::vector<T>& list, std::int64_t 
 }
 
 }  // namespace
+
+bool IsBareCharacter(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+         std::string_view("_.*/+-").find(c) != std::string_view::npos;
+}
 
 FirstOperand FirstOperandOf(InstructionKind kind) {
   switch (kind) {

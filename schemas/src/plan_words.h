@@ -49,6 +49,8 @@ class PlanWords {
   const PlanNames* names_;
 };
 
+// Characters that a word without quotes may have.
+bool IsBareCharacter(char c);
 // A name as a word: bare if it can be, else a JSON string.
 std::string QuoteWord(std::string_view name);
 // A finite number as short as it reads back exactly.

@@ -96,11 +96,21 @@ INSTANTIATE_TEST_SUITE_P(
         BadText{"layers.0.gathered on", "layers.0.gathered onto", "does not parse"},
         BadText{"copy_in layers.0.param_sharded", "copy_in layers.9.param_sharded", "there is no buffer"},
         BadText{"copy_in layers.0.param_sharded", "copy_in #99", "not a buffer of this document"},
-        BadText{"bind_sharded layers.0", "bind_sharded \"layers.0", "not finished"},
+        BadText{"bind_sharded layers.0", "bind_sharded \"layers.0", "this is no word"},
         BadText{"    bind_sharded", "     bind_sharded", "indentation"},
         BadText{"\"param_sharded\"", "\"param_shorded\"", "unknown value"},
         BadText{"stream {", "strewm {", "unknown keyword"},
         BadText{"buffer {", "buffer {{", "not valid JSON"}));
+
+// Found by fuzzing: the bytes reached the JSON reader, whose position had no line of the text.
+TEST(PlanText, BytesThatAreNoTextNameTheLine) {
+  std::string text = PlanText(test::Fsdp2LikePlan({.units = 1}));
+  text.replace(text.find("op=average"), 10, "op=ave\xffge");
+  const Result<Plan> read = ParsePlanText(text);
+  ASSERT_FALSE(read.has_value());
+  EXPECT_THAT(read.error().pointer, HasSubstr("line "));
+  EXPECT_THAT(read.error().message, HasSubstr("does not parse"));
+}
 
 TEST(PlanText, TruncatedTextIsAnErrorOrAnotherPlanButNeverACrash) {
   const Plan plan = test::Fsdp2LikePlan({.units = 1});

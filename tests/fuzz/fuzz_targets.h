@@ -1,0 +1,30 @@
+// What must hold for any bytes at all: the readers answer with a value or an error, never crash, and a value
+// that they give is written and read back unchanged. Each target aborts where that is not so.
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+
+namespace shardplan::test {
+
+void FuzzTrace(std::string_view bytes);
+void FuzzCluster(std::string_view bytes);
+void FuzzStrategy(std::string_view bytes);
+// Also the text form, the verifier and the difference to itself.
+void FuzzPlan(std::string_view bytes);
+void FuzzReport(std::string_view bytes);
+void FuzzPlanText(std::string_view bytes);
+
+struct FuzzTarget {
+  std::string_view name;
+  void (*run)(std::string_view bytes);
+};
+inline constexpr std::array<FuzzTarget, 6> kFuzzTargets = {{{"trace", FuzzTrace},
+                                                            {"cluster", FuzzCluster},
+                                                            {"strategy", FuzzStrategy},
+                                                            {"plan", FuzzPlan},
+                                                            {"report", FuzzReport},
+                                                            {"plan_text", FuzzPlanText}}};
+
+}  // namespace shardplan::test
