@@ -10,6 +10,16 @@
 #include "verifier_report.h"
 
 namespace shardplan {
+namespace {
+
+bool Exists(const Plan& plan, verifier::Position at) {
+  if (at.step < 0 || at.step >= std::ssize(plan.steps)) return false;
+  const std::vector<Trigger>& triggers = plan.steps[at.step].triggers;
+  if (at.trigger < 0 || at.trigger >= std::ssize(triggers)) return false;
+  return at.instruction >= 0 && at.instruction < std::ssize(triggers[at.trigger].instructions);
+}
+
+}  // namespace
 
 std::vector<Violation> Verify(const Plan& plan) {
   verifier::Reporter reporter(plan);
@@ -80,13 +90,16 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
 }
 
 std::string Explain(const Plan& plan, const Violation& violation) {
-  verifier::Reporter words(plan);
-  std::string text = std::string(Name(violation.rule)) + ": " + violation.message;
+  std::string text = fmt::format("{}: {}\n", Name(violation.rule), violation.message);
   const verifier::Position at = {violation.step, violation.trigger, violation.instruction};
-  const bool exists = violation.step >= 0 && violation.trigger >= 0 && violation.instruction >= 0;
-  if (exists) text += "\n  where: " + words.Describe(at);
-  for (const std::string& link : violation.chain) text += "\n  - " + link;
-  return text + "\n";
+  if (Exists(plan, at)) {
+    const std::string where = verifier::Reporter(plan).Describe(at);
+    const bool in_chain =
+        std::ranges::any_of(violation.chain, [&](const std::string& link) { return link.ends_with(where); });
+    if (!in_chain) text += fmt::format("  at: {}\n", where);
+  }
+  for (const std::string& link : violation.chain) text += fmt::format("  {}\n", link);
+  return text;
 }
 
 }  // namespace shardplan

@@ -44,8 +44,10 @@ std::vector<std::int32_t> Gradients::ParametersOf(BufferId buffer, UnitId unit) 
 
 std::vector<std::string> Gradients::Chain(const Value& value, Position at) const {
   std::vector<std::string> chain;
-  for (const Position position : value.history) chain.push_back(reporter_.Describe(position));
-  if (chain.empty() || !(value.history.back() == at)) chain.push_back(reporter_.Describe(at));
+  for (const Position position : value.history) {
+    chain.push_back((chain.empty() ? "made: " : "then: ") + reporter_.Describe(position));
+  }
+  if (chain.empty() || !(value.history.back() == at)) chain.push_back("then: " + reporter_.Describe(at));
   return chain;
 }
 

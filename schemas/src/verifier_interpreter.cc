@@ -227,8 +227,7 @@ void Interpreter::RunOrder(const Instruction& i, Position at) {
     reporter_.Add(
         Rule::kWaitBeforeRecord, at, i.event,
         fmt::format("{} waits for an event that nothing has recorded before: the wait orders nothing",
-                    reporter_.Instruction(at)),
-        {reporter_.Describe(at)});
+                    reporter_.Instruction(at)));
     if (!host) clocks_.MarkStuck(i.stream, at);
     return;
   }
@@ -306,7 +305,7 @@ bool Interpreter::CheckCycle(const Snapshot& before, std::int32_t steps_in_cycle
   const auto report = [&](Rule rule, Position at, std::int64_t subject, std::string message) {
     good = false;
     std::vector<std::string> chain;
-    if (at.instruction >= 0) chain.push_back(reporter_.Describe(at));
+    if (at.instruction >= 0) chain.push_back("allocated: " + reporter_.Describe(at));
     reporter_.Add(rule, at, subject, std::move(message), std::move(chain));
   };
   for (std::size_t b = 0; b < after.buffers.size(); ++b) {

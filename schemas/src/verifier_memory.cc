@@ -71,8 +71,7 @@ bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Posi
                     {"first: " + reporter_.Describe(freed_at_[buffer]), "again: " + reporter_.Describe(at)});
     } else {
       reporter_.Add(Rule::kUseUnallocated, at, buffer,
-                    fmt::format("{} is freed but is not allocated", reporter_.BufferName(buffer)),
-                    {reporter_.Describe(at)});
+                    fmt::format("{} is freed but is not allocated", reporter_.BufferName(buffer)));
     }
     return false;
   }
@@ -120,9 +119,9 @@ std::vector<std::string> Memory::Chain(const Work& earlier, const Work& later) c
   std::vector<std::string> chain = {"earlier: " + reporter_.Describe(earlier.at),
                                     "later: " + reporter_.Describe(later.at)};
   const std::string waiter = reporter_.StreamName(later.stream);
-  chain.push_back(
-      fmt::format("missing: a record on {} after the first and a wait of {} for it before the second",
-                  reporter_.StreamName(earlier.stream), waiter));
+  chain.push_back(fmt::format(
+      "missing: a record on {} after the earlier one, and a wait of {} for it before the later one",
+      reporter_.StreamName(earlier.stream), waiter));
   return chain;
 }
 
@@ -144,13 +143,12 @@ void Memory::CheckDebt(std::int32_t pool, const std::vector<Debt>& debt, const W
     }
     const std::string reuse = reused_as < 0 ? "the model's own memory" : reporter_.BufferName(reused_as);
     chain.insert(chain.begin() + 1, "freed: " + reporter_.Describe(entry.freed));
-    reporter_.Add(
-        Rule::kFreeBeforeLastUse, entry.freed, entry.buffer,
-        fmt::format("{} is freed while {} may still be using it on {}: {} may get the same block, and "
-                    "{} has not waited for that use",
-                    reporter_.BufferName(entry.buffer), reporter_.Instruction(entry.use.at),
-                    reporter_.StreamName(entry.use.stream), reuse, reporter_.StreamName(work.stream)),
-        std::move(chain));
+    reporter_.Add(Rule::kFreeBeforeLastUse, entry.freed, entry.buffer,
+                  fmt::format("{} is freed while {} may still be using it: {} may get the same block, and "
+                              "{} has not waited for that use",
+                              reporter_.BufferName(entry.buffer), reporter_.Instruction(entry.use.at), reuse,
+                              reporter_.StreamName(work.stream)),
+                  std::move(chain));
   }
 }
 
@@ -178,7 +176,7 @@ bool Memory::Read(BufferId buffer, const Work& work, Content needed, Rule invisi
         {"allocated: " + reporter_.Describe(memory.allocated), "read: " + reporter_.Describe(work.at)});
   } else if (memory.last_write.tick > 0 && !clocks_.IsBefore(memory.last_write, work.stream)) {
     reporter_.Add(invisible, work.at, buffer,
-                  fmt::format("{} reads {}, which {} writes; {} has not waited for it",
+                  fmt::format("{} reads {}, which {} writes, but {} has not waited for that",
                               reporter_.Instruction(work.at), reporter_.BufferName(buffer),
                               reporter_.Instruction(memory.last_write.at), reporter_.StreamName(work.stream)),
                   Chain(memory.last_write, work));

@@ -126,8 +126,7 @@ class InstructionCheck {
  private:
   void Fail(std::string what) {
     good_ = false;
-    reporter_.Add(Rule::kReference, at_, subject_++, fmt::format("{}: {}", Name(i_.kind), what),
-                  {"at: " + std::string(Name(plan_.steps[at_.step].triggers[at_.trigger].kind))});
+    reporter_.Add(Rule::kReference, at_, subject_++, fmt::format("{}: {}", Name(i_.kind), what));
   }
 
   void CheckStream(StreamNeed need) {

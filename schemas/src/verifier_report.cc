@@ -63,7 +63,9 @@ std::string Reporter::Instruction(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
   shardplan::Instruction i = plan_.steps[at.step].triggers[at.trigger].instructions[at.instruction];
   i.reason.clear();
-  if (i.src >= 0 || i.dst >= 0) i.unit = -1;  // the buffers say it
+  i.unit = i.src = i.dst = i.communicator = -1;
+  i.safe_after.clear();
+  i.reduce_op = {};
   return shardplan::Describe(plan_, i);
 }
 
@@ -71,7 +73,9 @@ std::string Reporter::Describe(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
   const PlanStep& step = plan_.steps[at.step];
   const Trigger& trigger = step.triggers[at.trigger];
-  std::string text = Instruction(at) + ", at " + shardplan::Describe(plan_, trigger);
+  shardplan::Instruction i = trigger.instructions[at.instruction];
+  if (i.src >= 0 || i.dst >= 0) i.unit = -1;  // the buffers say it
+  std::string text = shardplan::Describe(plan_, i) + ", at " + shardplan::Describe(plan_, trigger);
   if (plan_.steps.size() > 1) text += " (step " + step.name + ")";
   return text;
 }

@@ -27,9 +27,10 @@ class Reporter {
   std::string BufferName(BufferId buffer) const;
   std::string UnitName(UnitId unit) const;
   std::string StreamName(std::int32_t stream) const;  // "the host" for the host's own work
-  // "copy_out layers.0.all_gather_output -> layers.0.param_unsharded on compute".
+  // Short, for use in a sentence that names the buffers: "copy_out on compute".
   std::string Instruction(Position at) const;
-  // ... ", at pre_forward layers.0 (step steady)".
+  // Whole: "copy_out layers.0.all_gather_output -> layers.0.param_unsharded on compute because pre_forward,
+  // at pre_forward layers.0 (step steady)".
   std::string Describe(Position at) const;
 
  private:
