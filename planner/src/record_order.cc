@@ -142,9 +142,15 @@ class Recorder {
       Cut(position + 1);
       Push(HostEventKind::kParameterGradsDone, owner.unit);
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
-      OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+      // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP, or
+      // checkpoints `forward`): only units below it see the recomputation.
+      if (!recomputing_.empty()) OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+      recomputing_.push_back(enter->module);
     } else if (const auto* exit = std::get_if<RecomputeExitEvent>(&event)) {
-      OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
+      // A recomputation that stops early leaves inner modules without running their hooks.
+      while (!recomputing_.empty() && recomputing_.back() != exit->module) recomputing_.pop_back();
+      if (!recomputing_.empty()) recomputing_.pop_back();
+      if (!recomputing_.empty()) OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
     }
   }
 
@@ -216,6 +222,7 @@ class Recorder {
   std::int32_t microbatch_ = 0;
   std::int32_t segment_begin_ = 0;
   std::string segment_name_;
+  std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   std::vector<std::string> forward_names_;
   std::vector<std::int32_t> to_run_;  // by unit: modules of a group that have not been left yet
   std::map<ModuleRun, UnitId> input_hooks_, output_hooks_;
