@@ -13,9 +13,10 @@ let plan = data.plans[0], view = [0, 1];
 
 function time(ns) {
   const size = Math.abs(ns);
-  if (size >= 1e9) return (ns / 1e9).toFixed(3) + ' s';
-  if (size >= 1e6) return (ns / 1e6).toFixed(size >= 1e8 ? 1 : 3) + ' ms';
-  if (size >= 1e3) return (ns / 1e3).toFixed(2) + ' µs';
+  const four = (value) => value.toFixed(Math.max(0, Math.min(3, 3 - Math.floor(Math.log10(Math.abs(value))))));
+  if (size >= 1e9) return four(ns / 1e9) + ' s';
+  if (size >= 1e6) return four(ns / 1e6) + ' ms';
+  if (size >= 1e3) return four(ns / 1e3) + ' µs';
   return Math.round(ns) + ' ns';
 }
 function size(bytes) {
@@ -89,7 +90,8 @@ function details() {
   table('streams', ['stream', 'operations', 'busy', 'of the step'],
     r.streams.map((s) => [s[0], String(s[2]), time(s[1]), percent(s[1] / r.step)]), [0]);
   $('notes').replaceChildren(...r.notes.map((n) => element('li', n)));
-  $('peak').textContent = 'Allocated bytes in host order. Peak ' + size(r.peak) + ' at ' + r.peakAt + '.';
+  $('peak').textContent = 'Allocated bytes by category, where the compute stream passes each allocation. Peak ' +
+    size(r.peak) + ' at ' + r.peakAt + '.';
   $('legend').replaceChildren(...groups.filter((g) => plan.used.has(g)).map((g) => swatch(color(g), groupNames[g] || g)));
   $('memorylegend').replaceChildren(...plan.shown.slice().reverse().map((c) => swatch(plan.hue[c], plan.categories[c])));
 }
@@ -174,13 +176,14 @@ function drawTimeline() {
       painted = Math.floor(from);
       paintedHue = hue;
       c.fillStyle = hue;
-      c.fillRect(from, y + 2, Math.max(1, to - from - (to - from > 4 ? 1 : 0)), rowHeight - 4);
-      if (to - from > 46) {
+      const gap = to - from > 4 ? 1 : 0, thin = span.group === 'wait' ? 9 : 2;
+      c.fillRect(from, y + thin, Math.max(1, to - from - gap), rowHeight - 2 * thin);
+      if (to - from > 46 && span.group !== 'wait') {
         c.save();
         c.beginPath();
         c.rect(from, y, to - from - 4, rowHeight);
         c.clip();
-        c.fillStyle = span.group === 'wait' ? color('ink') : '#fff';
+        c.fillStyle = '#fff';
         c.textAlign = 'left';
         c.fillText(span.text, from + 6, y + rowHeight / 2 + 1);
         c.restore();
@@ -203,9 +206,9 @@ function drawMemory(at) {
   ticks(s, bottom);
   c.textAlign = 'right';
   const unit = top > 2 ** 33 ? 2 ** 30 : top > 2 ** 23 ? 2 ** 20 : 2 ** 10;
-  const rough = top / unit / 4, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((v) => v >= rough) * unit;
-  for (let b = 0; b < top; b += step) {
+  const rough = top / unit / 6, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((v) => v >= rough) * unit;
+  for (let b = step; b < top; b += step) {
     c.fillStyle = color('line');
     c.fillRect(left, y(b), s.width - left, 1);
     c.fillStyle = color('soft');

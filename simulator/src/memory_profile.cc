@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "fixed_log.h"
 #include "optimizer_cost.h"
 
 namespace shardplan {
@@ -216,7 +217,7 @@ class Profiler {
 
   void RunStep(std::int32_t s) {
     at_ = {s, -1, -1};
-    time_ns_ = HostTime(0, 0);
+    time_ns_ = TimesOf(0, 0).start_ns.value;
     step_peak_ = total_;
     step_peak_at_ = at_;
     peak_is_now_ = true;
@@ -229,7 +230,8 @@ class Profiler {
       for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
         at_.trigger = static_cast<std::int32_t>(t);
         at_.instruction = static_cast<std::int32_t>(i);
-        time_ns_ = HostTime(t, i);
+        range_ = TimesOf(t, i);
+        time_ns_ = range_.start_ns.value;
         Apply(trigger.instructions[i]);
       }
     }
@@ -239,12 +241,12 @@ class Profiler {
     KeepPeak();
   }
 
-  std::int64_t HostTime(std::size_t trigger, std::size_t instruction) const {
+  TimeRange TimesOf(std::size_t trigger, std::size_t instruction) const {
     const auto s = static_cast<std::size_t>(at_.step);
-    if (s >= options_.host_start_ns.size()) return 0;
-    const auto& triggers = options_.host_start_ns[s];
-    if (trigger >= triggers.size() || instruction >= triggers[trigger].size()) return 0;
-    return triggers[trigger][instruction].value;
+    if (s >= options_.times.size()) return {};
+    const auto& triggers = options_.times[s];
+    if (trigger >= triggers.size() || instruction >= triggers[trigger].size()) return {};
+    return triggers[trigger][instruction];
   }
 
   void Apply(const Instruction& instruction) {
@@ -279,13 +281,15 @@ class Profiler {
   }
 
   void RunSegment(const Segment& segment, std::int32_t microbatch) {
-    const std::int64_t start_ns = time_ns_;
+    const std::int64_t length_ns = (range_.end_ns - range_.start_ns).value;
+    const std::int64_t count = std::ranges::count_if(
+        segment.entries, [](const SegmentEntry& e) { return std::holds_alternative<OperatorEvent>(e); });
     std::int64_t operators = 0;
     std::int64_t new_grad_bytes = 0;
     for (const SegmentEntry& entry : segment.entries) {
       if (std::holds_alternative<OperatorEvent>(entry)) {
         ++operators;
-        if (recording_) time_ns_ = start_ns + operators * options_.operator_issue_ns.value;
+        time_ns_ = range_.start_ns.value + internal::MulDiv(length_ns, operators, count);
       } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
         const std::int64_t bytes = Rounded(born->size_bytes.value);
         if (born->role == StorageRole::kParameterGrad) {
@@ -387,6 +391,7 @@ class Profiler {
   bool peak_is_now_ = false;
   bool recording_ = false;
   MemoryPoint at_;
+  TimeRange range_;
   std::int64_t time_ns_ = 0;
 };
 

@@ -70,17 +70,28 @@ void AppendTimeline(const EngineStep& step, const EngineTimeline& timeline, std:
   }
 }
 
-// When the host began each instruction, in the shape that the memory profile asks for.
-std::vector<std::vector<Nanoseconds>> HostTimes(const Plan& plan, std::int32_t s, const EngineStep& step,
-                                                const EngineTimeline& timeline, Nanoseconds offset) {
+// [Note: when memory changes]
+// Allocations and frees take effect in host order, and the host is far ahead of the device. A sample's time
+// is that at which the compute stream passes it: when the work of streams[0] that was issued before it is
+// done. So a chart shows the memory of a segment where the segment runs; the order and the sums are the
+// host's.
+std::vector<std::vector<TimeRange>> ComputeTimes(const Plan& plan, std::int32_t s, const EngineStep& step,
+                                                 const EngineTimeline& timeline, Nanoseconds offset) {
   const std::vector<Trigger>& triggers = plan.steps[static_cast<std::size_t>(s)].triggers;
-  std::vector<std::vector<Nanoseconds>> times(triggers.size());
+  std::vector<std::vector<TimeRange>> times(triggers.size());
   for (std::size_t t = 0; t < triggers.size(); ++t) times[t].resize(triggers[t].instructions.size());
+  std::vector<const EngineSpan*> span_of(step.code.size(), nullptr);
+  for (const EngineSpan& span : timeline.spans) {
+    if (span.stream == 0) span_of[static_cast<std::size_t>(span.instruction)] = &span;
+  }
+  Nanoseconds now = offset;
   for (std::size_t i = 0; i < step.code.size(); ++i) {
     const InstructionOrigin& origin = step.origins[i];
+    TimeRange range{now, now};
+    if (span_of[i] != nullptr) range = {span_of[i]->start_ns + offset, span_of[i]->end_ns + offset};
+    now = std::max(now, range.end_ns);
     if (origin.instruction < 0) continue;
-    times[static_cast<std::size_t>(origin.trigger)][static_cast<std::size_t>(origin.instruction)] =
-        timeline.host_start_ns[i] + offset;
+    times[static_cast<std::size_t>(origin.trigger)][static_cast<std::size_t>(origin.instruction)] = range;
   }
   return times;
 }
@@ -102,7 +113,6 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
   MemoryOptions memory_options;
   memory_options.granularity_bytes = options.granularity_bytes;
   memory_options.record_samples = options.record_timeline;
-  memory_options.operator_issue_ns = cluster.host.operator_issue_ns;
   Nanoseconds offset;
   EngineResult last;
   for (std::size_t s = 0; s < program->steps.size(); ++s) {
@@ -115,7 +125,7 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     simulation.instructions += step.plan_instructions;
     if (options.record_timeline) {
       AppendTimeline(step, timeline, index, offset, last.end_ns, simulation);
-      memory_options.host_start_ns.push_back(HostTimes(plan, index, step, timeline, offset));
+      memory_options.times.push_back(ComputeTimes(plan, index, step, timeline, offset));
     }
     offset += last.end_ns;
   }

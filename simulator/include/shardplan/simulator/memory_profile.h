@@ -40,13 +40,17 @@ struct MemoryPoint {
   bool operator==(const MemoryPoint&) const = default;
 };
 
+struct TimeRange {
+  Nanoseconds start_ns;
+  Nanoseconds end_ns;
+};
+
 struct MemoryOptions {
   Bytes granularity_bytes{512};  // every allocation is rounded up to a multiple
   bool record_samples = false;
-  // Host times of the samples, by step, trigger and instruction: when the host began the instruction. Empty:
-  // zero.
-  std::vector<std::vector<std::vector<Nanoseconds>>> host_start_ns;
-  Nanoseconds operator_issue_ns;  // between two operators of a segment
+  // Times of the samples, by step, trigger and instruction. Samples inside a segment are spread evenly over
+  // its operators. Empty: zero.
+  std::vector<std::vector<std::vector<TimeRange>>> times;
 };
 
 struct MemoryProfile {
