@@ -327,7 +327,7 @@ Status Engine::Impl::RunOrder(const Op& op, bool& blocked) {
   Result<bool> reached = device_.HostWait(op.a);
   if (!reached) return std::unexpected(std::move(reached.error()));
   blocked = !*reached;
-  return {};
+  return collectives_.Check();
 }
 
 Status Engine::Impl::MakeGradient(GradTarget& target, StreamId stream) {

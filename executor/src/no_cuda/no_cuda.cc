@@ -13,7 +13,9 @@ bool CudaIsAvailable(std::string* reason) {
   return false;
 }
 
-Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int) { return MakeError(ErrorCode::kEnvironment, kReason); }
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int) {
+  return MakeError(ErrorCode::kEnvironment, kReason);
+}
 
 Result<std::unique_ptr<Collectives>> MakeNcclCollectives(TorchDevice&, NcclOptions) {
   return MakeError(ErrorCode::kEnvironment, kReason);

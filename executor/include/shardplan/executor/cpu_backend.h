@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
@@ -28,5 +29,17 @@ struct ProcessGroupOptions {
 
 // `device` is the cpu device of the same engine and outlives it.
 std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options);
+
+struct GlooOptions {
+  c10::intrusive_ptr<c10d::Store> store;  // that all ranks share
+  std::string address = "127.0.0.1";      // of this machine, where the other ranks can reach it
+  std::chrono::milliseconds timeout{600'000};
+};
+// A Gloo group for each communicator of more than one rank, by CommunicatorId (for
+// ProcessGroupOptions::groups). Blocks until all members are there. kEnvironment when they do not come within
+// the timeout.
+Result<std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>> MakeGlooGroups(const Plan& plan,
+                                                                           std::int64_t rank,
+                                                                           const GlooOptions& options);
 
 }  // namespace shardplan::executor
