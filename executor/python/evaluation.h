@@ -1,0 +1,39 @@
+// Forwards outside the plan: under no_grad between two steps, units are gathered when entered and freed when
+// left.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "shardplan/executor/torch_device.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::python {
+
+// [Note: evaluation]
+// A plan is a program of training steps. A validation loop runs the model some unknown number of times
+// between two of them, so it is not in the plan, and nothing is prefetched: each unit's all_gather is issued
+// and waited for where the unit is entered. All ranks have to do the same, as in training.
+class Evaluation {
+ public:
+  // groups: by CommunicatorId. shards: by unit and parameter, flat and padded. All outlive this but `groups`.
+  Evaluation(const Plan& plan, executor::TorchDevice& device,
+             std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
+             const std::vector<std::vector<at::Tensor>>& shards);
+
+  // Fills the unit's param_unsharded buffer. Blocks until the parameters can be read on the current stream.
+  Status Unshard(UnitId unit);
+  // Frees it.
+  Status Reshard(UnitId unit);
+
+ private:
+  const Plan& plan_;
+  executor::TorchDevice& device_;
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+  const std::vector<std::vector<at::Tensor>>& shards_;
+  std::vector<BufferId> unsharded_buffer_;  // by UnitId
+};
+
+}  // namespace shardplan::python

@@ -1,0 +1,133 @@
+#include "hooks.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/python_headers.h>
+
+#include <utility>
+#include <vector>
+
+#include "post_backward.h"
+#include "runtime.h"
+#include "tensor_tree.h"
+
+namespace shardplan::python {
+namespace {
+
+constexpr const char* kCapsuleName = "shardplan.unit_hooks";
+
+struct UnitHooks {
+  std::shared_ptr<Runtime> runtime;
+  HookOptions options;
+  int entered = 0;  // modules of the unit entered since the unit was
+  int left = 0;
+};
+
+UnitHooks& FromCapsule(PyObject* capsule) {
+  return *static_cast<UnitHooks*>(PyCapsule_GetPointer(capsule, kCapsuleName));
+}
+
+// Casts floating-point tensors; true if any changed.
+bool CastFloatingPoint(std::vector<at::Tensor>& tensors, at::ScalarType dtype) {
+  bool changed = false;
+  for (at::Tensor& tensor : tensors) {
+    if (!tensor.is_floating_point() || tensor.scalar_type() == dtype) continue;
+    tensor = tensor.to(dtype);
+    changed = true;
+  }
+  return changed;
+}
+
+std::vector<std::size_t> NeedingGrad(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::size_t> indices;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].requires_grad()) indices.push_back(i);
+  }
+  return indices;
+}
+
+// (args, kwargs) with the unit's changes, or a new reference to None when nothing changed.
+PyObject* PreparedInputs(UnitHooks& hooks, PyObject* args, PyObject* kwargs) {
+  const bool insert_node = hooks.options.unit >= 0 && at::GradMode::is_enabled();
+  if (!insert_node && !hooks.options.input_dtype) Py_RETURN_NONE;
+  std::vector<at::Tensor> tensors;
+  if (!CollectTensors(args, tensors)) return nullptr;
+  const std::size_t positional = tensors.size();
+  if (!CollectTensors(kwargs, tensors)) return nullptr;
+  bool changed = hooks.options.input_dtype && CastFloatingPoint(tensors, *hooks.options.input_dtype);
+  if (insert_node) {
+    const std::vector<std::size_t> indices = NeedingGrad(tensors);
+    if (!indices.empty()) {
+      InsertPostBackward(hooks.runtime, hooks.options.unit, tensors, indices);
+      changed = true;
+    }
+  }
+  if (!changed) Py_RETURN_NONE;
+  PyRef new_args = ReplaceTensors(args, {tensors.begin(), tensors.begin() + positional});
+  PyRef new_kwargs = ReplaceTensors(kwargs, {tensors.begin() + positional, tensors.end()});
+  if (!new_args || !new_kwargs) return nullptr;
+  return PyTuple_Pack(2, new_args.get(), new_kwargs.get());
+}
+
+// (module, args, kwargs) -> None or (args, kwargs)
+PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  UnitHooks& hooks = FromCapsule(self);
+  // A recomputation inside the backward finds the parameters that pre_backward gathered.
+  if (hooks.runtime->IsRecomputing(hooks.options.unit)) Py_RETURN_NONE;
+  if (hooks.options.modules > 1 && hooks.entered++ > 0) Py_RETURN_NONE;
+  hooks.left = 0;
+  hooks.runtime->PreForward(hooks.options.unit);
+  return PreparedInputs(hooks, arguments[1], arguments[2]);
+  END_HANDLE_TH_ERRORS
+}
+
+// (module, args, output) -> None or the output to return instead
+PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  UnitHooks& hooks = FromCapsule(self);
+  if (hooks.runtime->IsRecomputing(hooks.options.unit)) Py_RETURN_NONE;
+  if (hooks.options.modules > 1 && ++hooks.left < hooks.options.modules) Py_RETURN_NONE;
+  hooks.entered = 0;
+  PyObject* output = arguments[2];
+  hooks.runtime->PostForward(hooks.options.unit);
+  const bool grad = at::GradMode::is_enabled();
+  if (!grad && !hooks.options.output_dtype) Py_RETURN_NONE;
+  std::vector<at::Tensor> tensors;
+  if (!CollectTensors(output, tensors)) return nullptr;
+  if (grad) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.requires_grad()) continue;
+      tensor.register_hook([runtime = hooks.runtime, unit = hooks.options.unit](const at::TensorBase&) {
+        runtime->PreBackward(unit);
+      });
+    }
+  }
+  if (!hooks.options.output_dtype || !CastFloatingPoint(tensors, *hooks.options.output_dtype)) Py_RETURN_NONE;
+  return ReplaceTensors(output, tensors).release();
+  END_HANDLE_TH_ERRORS
+}
+
+// How METH_FASTCALL functions are put into a PyMethodDef.
+PyCFunction AsMethod(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef pre_forward_method = {"shardplan_pre_forward", AsMethod(&PreForward), METH_FASTCALL, nullptr};
+PyMethodDef post_forward_method = {"shardplan_post_forward", AsMethod(&PostForward), METH_FASTCALL, nullptr};
+
+}  // namespace
+
+ModuleHooks MakeModuleHooks(std::shared_ptr<Runtime> runtime, const HookOptions& options) {
+  auto hooks = std::make_unique<UnitHooks>(UnitHooks{std::move(runtime), options});
+  PyRef capsule = PyRef::Steal(PyCapsule_New(hooks.get(), kCapsuleName, [](PyObject* object) {
+    delete static_cast<UnitHooks*>(PyCapsule_GetPointer(object, kCapsuleName));
+  }));
+  if (!capsule) return {};
+  hooks.release();  // the capsule owns it now
+  return {PyRef::Steal(PyCFunction_NewEx(&pre_forward_method, capsule.get(), nullptr)),
+          PyRef::Steal(PyCFunction_NewEx(&post_forward_method, capsule.get(), nullptr))};
+}
+
+}  // namespace shardplan::python

@@ -1,0 +1,83 @@
+#include "model_parameter.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+namespace shardplan::python {
+namespace {
+
+// Is the object held by one owner only, seen from Python and from C++?
+bool HasOneOwner(PyObject* object) {
+  return Py_REFCNT(object) == 1 && THPVariable_Unpack(object).use_count() == 1;
+}
+
+PyRef LocalTensor(PyObject* dtensor) {
+  return PyRef::Steal(PyObject_GetAttrString(dtensor, "_local_tensor"));
+}
+
+}  // namespace
+
+ModelParameter::ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad,
+                               std::vector<ParameterSlot> slots)
+    : shard_object_(std::move(shard)),
+      unsharded_object_(std::move(unsharded)),
+      make_grad_(std::move(make_grad)),
+      slots_(std::move(slots)),
+      shard_(THPVariable_Unpack(shard_object_.get())),
+      unsharded_(THPVariable_Unpack(unsharded_object_.get())) {}
+
+bool ModelParameter::Bind(PyObject* parameter) const {
+  for (const ParameterSlot& slot : slots_) {
+    if (slot.fast) {
+      if (PyDict_SetItem(slot.dict.get(), slot.name.get(), parameter) != 0) return false;
+      continue;
+    }
+    PyObject* module = PyWeakref_GetObject(slot.module.get());
+    if (module == nullptr) return false;
+    if (module != Py_None && PyObject_SetAttr(module, slot.name.get(), parameter) != 0) return false;
+  }
+  return true;
+}
+
+bool ModelParameter::IsBoundSharded() const {
+  for (const ParameterSlot& slot : slots_) {
+    if (PyDict_GetItem(slot.dict.get(), slot.name.get()) != shard_object_.get()) return false;
+  }
+  return true;
+}
+
+bool ModelParameter::CanReuseGrad() const {
+  return grad_object_ && HasOneOwner(grad_object_.get()) && HasOneOwner(grad_local_object_);
+}
+
+bool ModelParameter::PublishGrad(const at::Tensor& local) {
+  const at::NoGradGuard no_grad;
+  if (shard_.grad().defined()) {
+    PyRef present = PyRef::Steal(THPVariable_Wrap(shard_.grad()));
+    PyRef present_local = present ? LocalTensor(present.get()) : PyRef();
+    if (!present_local) return false;
+    at::Tensor accumulated = THPVariable_Unpack(present_local.get());
+    accumulated.add_(local);
+    return true;
+  }
+  if (CanReuseGrad()) {
+    c10::TensorImpl* reused = THPVariable_Unpack(grad_local_object_).unsafeGetTensorImpl();
+    reused->set_storage_keep_dtype(local.storage());
+    reused->set_storage_offset(local.storage_offset());
+  } else {
+    PyRef local_object = PyRef::Steal(THPVariable_Wrap(local));
+    grad_object_ =
+        local_object ? PyRef::Steal(PyObject_CallOneArg(make_grad_.get(), local_object.get())) : PyRef();
+    if (!grad_object_) return false;
+    PyRef inner = LocalTensor(grad_object_.get());
+    if (!inner) return false;
+    grad_local_object_ = inner.get();  // kept alive by grad_object_
+  }
+  shard_.mutable_grad() = THPVariable_Unpack(grad_object_.get());
+  return true;
+}
+
+}  // namespace shardplan::python

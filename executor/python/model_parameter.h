@@ -1,0 +1,60 @@
+// One parameter of the model on this rank: which object its modules hold, and how its gradient reaches the
+// optimizer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/python_headers.h>
+
+#include <vector>
+
+#include "py_ref.h"
+
+namespace shardplan::python {
+
+// A place where a module registers the parameter. The entry of `dict` (module._parameters) is swapped
+// directly unless the module's class has a __setattr__ of its own. The module itself is referred to weakly:
+// it owns the hooks, which own this.
+struct ParameterSlot {
+  PyRef module;  // weakref
+  PyRef dict;
+  PyRef name;
+  bool fast = true;
+};
+
+// The GIL must be held in every function and where one is destroyed.
+class ModelParameter {
+ public:
+  // shard: nn.Parameter around a DTensor; unsharded: nn.Parameter, the autograd leaf; make_grad: callable
+  // that wraps a local gradient (shaped like the shard's local tensor) into a DTensor.
+  ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad, std::vector<ParameterSlot> slots);
+
+  const at::Tensor& shard() const { return shard_; }
+  const at::Tensor& unsharded() const { return unsharded_; }
+
+  // The modules hold the unsharded / the sharded parameter from now on. False with a Python error set on
+  // failure.
+  bool BindUnsharded() const { return Bind(unsharded_object_.get()); }
+  bool BindSharded() const { return Bind(shard_object_.get()); }
+  // Do all modules hold the sharded parameter? (Someone may have replaced it since.)
+  bool IsBoundSharded() const;
+
+  // Makes `local`, a view of the reduced gradient, the shard's .grad; adds to a gradient that is there
+  // already. The DTensor of an earlier step is used again when nobody else holds it: making one costs more
+  // than the whole hook. False with a Python error set on failure.
+  bool PublishGrad(const at::Tensor& local);
+
+ private:
+  bool Bind(PyObject* parameter) const;
+  bool CanReuseGrad() const;
+
+  PyRef shard_object_;
+  PyRef unsharded_object_;
+  PyRef make_grad_;
+  std::vector<ParameterSlot> slots_;
+  at::Tensor shard_;
+  at::Tensor unsharded_;
+  PyRef grad_object_;                      // DTensor made last
+  PyObject* grad_local_object_ = nullptr;  // its local tensor, owned by it
+};
+
+}  // namespace shardplan::python

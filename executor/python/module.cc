@@ -1,0 +1,110 @@
+// The Python module _shardplan: the compiled half of the package shardplan.torch, which is its only user.
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "hooks.h"
+#include "plan_binding.h"
+#include "runtime.h"
+#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/cuda_backend.h"
+
+namespace shardplan::python {
+namespace {
+
+namespace py = pybind11;
+using ProcessGroups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+using StorePointer = c10::intrusive_ptr<c10d::Store>;
+
+template <typename T>
+T ValueOrThrow(Result<T> result) {
+  if (!result) throw std::runtime_error("shardplan: " + ToString(result.error()));
+  return std::move(*result);
+}
+
+// cpu: collectives go through `groups` (by communicator; None where the size is 1). cuda: NCCL communicators
+// of the executor's own, made through `store`.
+std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
+                                     ProcessGroups groups, StorePointer store, double timeout_s) {
+  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
+  std::unique_ptr<executor::TorchDevice> torch_device;
+  std::unique_ptr<executor::Collectives> collectives;
+  if (device.is_cuda()) {
+    torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index()));
+    collectives = ValueOrThrow(
+        executor::MakeNcclCollectives(*torch_device, {timeout, std::move(store), plan->world_size}));
+  } else if (device.is_cpu()) {
+    torch_device = executor::MakeCpuDevice();
+    collectives = executor::MakeProcessGroupCollectives(*torch_device, {groups, timeout, std::move(store)});
+  } else {
+    throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
+  }
+  return std::make_shared<Runtime>(std::move(plan), rank, std::move(torch_device), std::move(collectives),
+                                   std::move(groups));
+}
+
+std::vector<ParameterSlot> ToSlots(const py::list& slots) {
+  std::vector<ParameterSlot> result;
+  for (const py::handle& item : slots) {
+    const auto [module, dict, name, fast] = py::cast<std::tuple<py::object, py::dict, py::str, bool>>(item);
+    PyRef module_reference = PyRef::Steal(PyWeakref_NewRef(module.ptr(), nullptr));
+    if (!module_reference) throw py::error_already_set();
+    py::str interned = name;
+    PyObject* key = interned.release().ptr();
+    PyUnicode_InternInPlace(&key);
+    result.push_back({std::move(module_reference), PyRef::Borrow(dict.ptr()), PyRef::Steal(key), fast});
+  }
+  return result;
+}
+
+void AddParameter(Runtime& runtime, UnitId unit, const py::object& shard, const py::object& unsharded,
+                  const py::list& slots, const py::object& make_grad) {
+  if (!THPVariable_Check(shard.ptr()) || !THPVariable_Check(unsharded.ptr())) {
+    throw std::invalid_argument("shard and unsharded must be tensors");
+  }
+  runtime.AddParameter(unit, ModelParameter(PyRef::Borrow(shard.ptr()), PyRef::Borrow(unsharded.ptr()),
+                                            PyRef::Borrow(make_grad.ptr()), ToSlots(slots)));
+}
+
+py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, int modules,
+                std::optional<at::ScalarType> input_dtype, std::optional<at::ScalarType> output_dtype) {
+  ModuleHooks hooks = MakeModuleHooks(std::move(runtime), {unit, modules, input_dtype, output_dtype});
+  if (!hooks.pre_forward || !hooks.post_forward) throw py::error_already_set();
+  return py::make_tuple(py::reinterpret_steal<py::object>(hooks.pre_forward.release()),
+                        py::reinterpret_steal<py::object>(hooks.post_forward.release()));
+}
+
+void BindRuntime(py::module_& module) {
+  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+      .def(py::init(&MakeRuntime), py::arg("plan"), py::arg("rank"), py::arg("device"), py::arg("groups"),
+           py::arg("store"), py::arg("timeout_s"))
+      .def("set_shards", &Runtime::SetShards, py::arg("unit"), py::arg("padded"))
+      .def("start", &Runtime::Start, py::call_guard<py::gil_scoped_release>())
+      .def("unsharded_view", &Runtime::UnshardedView, py::arg("unit"), py::arg("parameter"))
+      .def("add_parameter", &AddParameter, py::arg("unit"), py::arg("shard"), py::arg("unsharded"),
+           py::arg("slots"), py::arg("make_grad"))
+      .def("hooks", &Hooks, py::arg("unit"), py::arg("modules"), py::arg("input_dtype"),
+           py::arg("output_dtype"))
+      .def_property_readonly("between_steps", &Runtime::BetweenSteps)
+      .def_property_readonly("where", &Runtime::Where);
+}
+
+}  // namespace
+}  // namespace shardplan::python
+
+PYBIND11_MODULE(_shardplan, module) {
+  module.doc() = "The compiled half of shardplan.torch.";
+  // The types of the constructors' arguments.
+  pybind11::module_::import("torch._C._distributed_c10d");
+  shardplan::python::BindPlan(module);
+  shardplan::python::BindRuntime(module);
+}

@@ -1,0 +1,50 @@
+"""Runs a function on several local CPU ranks (gloo, FileStore) and collects what each returns or raises."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import pickle
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _entry(rank: int, ranks: int, folder: str, function: Callable, arguments: tuple, timeout_s: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    try:
+        outcome = ("returned", function(*arguments))
+    except Exception as error:  # handed to the test, which judges it
+        outcome = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
+    pathlib.Path(folder, f"rank{rank}").write_bytes(pickle.dumps(outcome))
+    if outcome[0] == "raised":
+        os._exit(0)  # the others may be in a collective: no orderly shutdown
+    dist.destroy_process_group()
+
+
+def run_on_ranks(ranks: int, folder: pathlib.Path, function: Callable, *arguments, timeout_s: float = 60) -> list:
+    """function(*arguments) on every rank -> per rank ("returned", value), ("raised", message, traceback), or None for
+    a process that died without a word."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = mp.spawn(
+        _entry, (ranks, str(folder), function, arguments, timeout_s), nprocs=ranks, join=False, start_method="spawn"
+    )
+    for process in context.processes:
+        process.join()
+    outcomes = []
+    for rank in range(ranks):
+        result = folder / f"rank{rank}"
+        outcomes.append(pickle.loads(result.read_bytes()) if result.exists() else None)
+    return outcomes

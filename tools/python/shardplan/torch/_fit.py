@@ -1,0 +1,122 @@
+"""Does a plan fit the model in front of it? Every difference is named by the parameter it concerns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+from ._errors import PlanError
+
+_SHOWN = 8  # differences printed; the rest are counted
+
+
+@dataclasses.dataclass
+class Slot:
+    """A place where a module registers a parameter."""
+
+    module: nn.Module
+    name: str  # "weight"
+    fqn: str
+
+
+@dataclasses.dataclass
+class ModelParameter:
+    """A parameter object of the model and all its names, in named_modules order."""
+
+    parameter: nn.Parameter
+    slots: list[Slot]
+
+
+def parameters_of(model: nn.Module) -> dict[str, ModelParameter]:
+    """Every FQN of every parameter -> the parameter; tied names share one ModelParameter."""
+    by_identity: dict[int, ModelParameter] = {}
+    by_fqn: dict[str, ModelParameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            found = by_identity.setdefault(id(parameter), ModelParameter(parameter, []))
+            found.slots.append(Slot(module, name, fqn))
+            by_fqn[fqn] = found
+    return by_fqn
+
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _unit_name(unit) -> str:
+    return unit.fqn or "the root"
+
+
+def _difference(expected, found: ModelParameter | None, unit) -> str | None:
+    """What is wrong with one parameter of the plan, or None."""
+
+    def says(what: str, in_plan, in_model) -> str:
+        return f"parameter {expected.fqn} of {_unit_name(unit)}: {what} expected {in_plan}, found {in_model}"
+
+    if found is None:
+        return f"parameter {expected.fqn} of {_unit_name(unit)}: expected by the plan, not in the model"
+    parameter = found.parameter
+    if list(parameter.shape) != list(expected.shape):
+        return says("shape", list(expected.shape), list(parameter.shape))
+    if _dtype_name(parameter) != expected.dtype:
+        return says("dtype", expected.dtype, _dtype_name(parameter))
+    if parameter.requires_grad != expected.requires_grad:
+        return says("requires_grad", expected.requires_grad, parameter.requires_grad)
+    names = sorted(slot.fqn for slot in found.slots if slot.fqn != expected.fqn)
+    if names != sorted(expected.shared_with):
+        return says("tied names", sorted(expected.shared_with) or "none", names or "none")
+    return None
+
+
+def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> Iterable[str]:
+    held: set[int] = set()
+    for unit in plan.units:
+        for fqn in unit.modules:
+            if fqn not in modules:
+                yield f"module {fqn} of {_unit_name(unit)}: expected by the plan, not in the model"
+        for expected in unit.parameters:
+            found = by_fqn.get(expected.fqn)
+            if found is not None:
+                held.add(id(found.parameter))
+            if difference := _difference(expected, found, unit):
+                yield difference
+    ignored = set(plan.ignored_parameters)
+    for fqn, found in by_fqn.items():
+        if id(found.parameter) not in held and found.slots[0].fqn == fqn and fqn not in ignored:
+            yield f"parameter {fqn}: in the model, in no unit of the plan"
+
+
+def check_model(plan, model: nn.Module, by_fqn: dict[str, ModelParameter]) -> None:
+    """Raises PlanError unless units, FQNs, shapes, dtypes, requires_grad and ties are the plan's."""
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    differences = list(_differences(plan, by_fqn, modules))
+    if not differences:
+        return
+    shown = "\n  ".join(differences[:_SHOWN])
+    more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    raise PlanError(
+        f"the plan was made for another model ({plan.model or 'unnamed'}): {len(differences)} differences from "
+        f"{type(model).__name__}:\n  {shown}{more}\nTrace this model and plan it again."
+    )
+
+
+def check_placement(model: nn.Module, by_fqn: dict[str, ModelParameter]) -> torch.device:
+    """The one device all parameters are on. Raises PlanError for meta, mixed or non-contiguous parameters."""
+    devices = {found.parameter.device for found in by_fqn.values()}
+    if any(device.type == "meta" for device in devices):
+        raise PlanError(
+            "the model's parameters are on the meta device: materialise and initialise them, the same on all ranks, "
+            "before shardplan.torch.apply"
+        )
+    if len(devices) != 1:
+        raise PlanError(f"the model's parameters are on several devices: {sorted(map(str, devices))}")
+    for fqn, found in by_fqn.items():
+        if not found.parameter.is_contiguous():
+            raise PlanError(f"parameter {fqn} is not contiguous (stride {found.parameter.stride()})")
+    return devices.pop()

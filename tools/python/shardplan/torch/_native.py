@@ -1,0 +1,40 @@
+"""Finds and loads the compiled module `_shardplan`: from the installed package, or from a build folder of the repository."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import sys
+import types
+
+import torch  # noqa: F401  (its libraries must be loaded before ours)
+
+
+def _build_folders() -> list[pathlib.Path]:
+    """Where a build leaves the module: in $SHARDPLAN_BUILD, else in the presets' folders, newest module first."""
+    if build := os.environ.get("SHARDPLAN_BUILD"):
+        return [pathlib.Path(build) / "python"]
+    root = pathlib.Path(__file__).resolve().parents[4]
+    modules = (root / "build").glob("*/python/_shardplan*.so")
+    return [module.parent for module in sorted(modules, key=lambda m: m.stat().st_mtime, reverse=True)]
+
+
+def _load() -> types.ModuleType:
+    try:
+        return importlib.import_module("_shardplan")
+    except ModuleNotFoundError:
+        pass
+    for folder in _build_folders():
+        sys.path.append(str(folder))
+        try:
+            return importlib.import_module("_shardplan")
+        finally:
+            sys.path.remove(str(folder))
+    raise ImportError(
+        "shardplan.torch needs the compiled module _shardplan, which is neither installed nor built. "
+        "Run `tools/build dev` in the repository, or set SHARDPLAN_BUILD to a build folder."
+    )
+
+
+native = _load()

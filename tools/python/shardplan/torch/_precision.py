@@ -1,0 +1,34 @@
+"""Which dtype a unit's forward inputs and outputs are cast to: the part of mixed precision that is not in the plan's
+program but in its strategy."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.nn as nn
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _matches(entry: str, fqn: str, module: nn.Module) -> bool:
+    """A unit rule's entry against a module: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
+    if entry.startswith("class:"):
+        return type(module).__name__ == entry.removeprefix("class:")
+    pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
+    return re.fullmatch(pattern, fqn) is not None
+
+
+def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """(input dtype, output dtype) of the unit whose first module this is; None: left as it is."""
+    precision = plan.mixed_precision
+    for rule in plan.unit_rules:
+        if any(_matches(entry, fqn, module) for entry in rule.modules):
+            precision = rule.mixed_precision or precision
+            break
+    if precision is None:
+        return None, None
+    input_dtype = torch_dtype(precision.param_dtype) if precision.cast_forward_inputs else None
+    return input_dtype, torch_dtype(precision.output_dtype)
