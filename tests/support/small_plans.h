@@ -1,5 +1,5 @@
-// Small plans that follow FSDP2's schedule to the letter: same streams, same waits, same lifetimes. Good
-// plans for tests to start from, and to break.
+// Small plans that follow FSDP2's or FSDP1's schedule to the letter: same streams, same waits, same
+// lifetimes. Good plans for tests to start from, and to break.
 #pragma once
 
 #include "shardplan/schemas/plan.h"
@@ -23,5 +23,19 @@ struct SmallPlanOptions {
 
 // Two steps, "first" (makes the optimizer states) and "steady".
 Plan Fsdp2LikePlan(const SmallPlanOptions& options);
+
+struct SmallFsdp1Options {
+  int units = 2;
+  int shards = 2;
+  int replicas = 1;  // > 1: hybrid sharding
+  bool mixed_precision = false;
+  bool free_after_forward = true;  // FULL_SHARD; false: SHARD_GRAD_OP
+  bool prefetch = true;            // BACKWARD_PRE
+  bool limit_all_gathers = true;   // the host waits until the second last freed parameter is out of use
+  bool offload = false;            // shards and gradients in host memory, the optimizer on the host
+};
+
+// One step; the optimizer has no states.
+Plan Fsdp1LikePlan(const SmallFsdp1Options& options);
 
 }  // namespace shardplan::test

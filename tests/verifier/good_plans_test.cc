@@ -1,4 +1,4 @@
-// Plans that follow FSDP2's schedule verify, whatever the options.
+// Plans that follow FSDP2's and FSDP1's schedules verify, whatever the options.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -15,7 +15,7 @@ std::string Explained(const Plan& plan) {
   return text;
 }
 
-TEST(GoodPlans, EveryCombinationOfOptionsVerifies) {
+TEST(GoodPlans, Fsdp2VerifiesWithEveryCombinationOfOptions) {
   int plans = 0;
   for (int bits = 0; bits < 128; ++bits) {
     for (const int units : {1, 2, 3}) {
@@ -40,6 +40,22 @@ TEST(GoodPlans, EveryCombinationOfOptionsVerifies) {
     }
   }
   EXPECT_EQ(plans, 64 * 3 * 3);
+}
+
+TEST(GoodPlans, Fsdp1VerifiesWithEveryCombinationOfOptions) {
+  for (int bits = 0; bits < 64; ++bits) {
+    for (const int units : {1, 2, 4}) {
+      test::SmallFsdp1Options options;
+      options.units = units;
+      options.replicas = (bits & 1) != 0 ? 2 : 1;
+      options.mixed_precision = (bits & 2) != 0;
+      options.free_after_forward = (bits & 4) != 0;
+      options.prefetch = (bits & 8) != 0;
+      options.limit_all_gathers = (bits & 16) != 0;
+      options.offload = (bits & 32) != 0;
+      EXPECT_EQ(Explained(test::Fsdp1LikePlan(options)), "") << "bits " << bits << ", units " << units;
+    }
+  }
 }
 
 }  // namespace

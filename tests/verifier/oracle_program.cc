@@ -59,6 +59,11 @@ class Reader {
     return state;
   }
 
+  bool IsFinal(BufferId buffer) const {
+    const BufferRole role = plan_.buffers[buffer].role;
+    return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
+  }
+
   void Problem(const std::string& what) { program_.problems.insert(what); }
 
   int NewInstance(BufferId buffer, StreamId pool) {
@@ -118,7 +123,7 @@ class Reader {
       case kZeroGrad:
         for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
           const BufferId buffer = static_cast<BufferId>(b);
-          if (plan_.buffers[b].role == BufferRole::kGradSharded && alive_.contains(buffer)) Free(buffer, {});
+          if (IsFinal(buffer) && alive_.contains(buffer)) Free(buffer, {});
         }
         made_.clear();
         return;
@@ -243,7 +248,7 @@ class Reader {
       bool has_grad = false;
       for (const auto& [buffer, instance] : alive_) {
         const Buffer& b = plan_.buffers[buffer];
-        if (b.role != BufferRole::kGradSharded || b.unit != static_cast<UnitId>(u)) continue;
+        if (!IsFinal(buffer) || b.unit != static_cast<UnitId>(u)) continue;
         has_grad = true;
         reads.push_back(instance);
         const Unit& unit = plan_.units[u];
