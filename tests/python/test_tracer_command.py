@@ -13,12 +13,71 @@ from shardplan.tracer import cli  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"
 SMALL = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 256},
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128, "sliding_window": None},
-    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 128},
-    "t5": {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": 128, "is_encoder_decoder": True},
-    "vit": {"architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "num_labels": 10},
-    "bert": {"architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 64},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 256,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 128,
+        "sliding_window": None,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+        "vocab_size": 128,
+    },
+    "t5": {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "d_model": 64,
+        "d_ff": 128,
+        "d_kv": 16,
+        "num_heads": 4,
+        "num_layers": 2,
+        "vocab_size": 128,
+        "is_encoder_decoder": True,
+    },
+    "vit": {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 10,
+    },
+    "bert": {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+    },
 }
 
 
@@ -53,7 +112,10 @@ def test_each_family_traces_from_its_config_with_fused_attention(family, tmp_pat
     assert trace["tokens_per_batch"] == (2 if family == "vit" else 64)
     names = {e[1] for e in _operators(trace)}
     kernel = "efficient" if family == "t5" else "flash"  # a position bias is a mask
-    assert f"aten._scaled_dot_product_{kernel}_attention" in names and f"aten._scaled_dot_product_{kernel}_attention_backward" in names
+    assert (
+        f"aten._scaled_dot_product_{kernel}_attention" in names
+        and f"aten._scaled_dot_product_{kernel}_attention_backward" in names
+    )
     assert not names & {"aten.bmm", "aten.baddbmm"}, "no unfused attention"
     graded = {e[1] for e in trace["backwards"][0]["events"] if e[0] == "param_grad"}
     assert graded == set(range(len(trace["parameters"]))), "every parameter gets its gradient, once per tie"
@@ -63,7 +125,12 @@ def test_each_family_traces_from_its_config_with_fused_attention(family, tmp_pat
 
 def test_ties_of_a_config_are_ties_of_the_trace(tmp_path):
     trace = _trace(tmp_path, _config(tmp_path, SMALL["gpt2"]), "--seq", "16")
-    assert trace["parameters"][0] == {"fqn": "transformer.wte.weight", "shape": [128, 64], "dtype": "float32", "shared_with": ["lm_head.weight"]}
+    assert trace["parameters"][0] == {
+        "fqn": "transformer.wte.weight",
+        "shape": [128, 64],
+        "dtype": "float32",
+        "shared_with": ["lm_head.weight"],
+    }
 
 
 def test_experts_are_grouped_products_of_all_routed_tokens(tmp_path):
@@ -89,7 +156,16 @@ def test_the_models_own_loss_lies_inside_the_root(tmp_path):
 
 @pytest.mark.parametrize(
     "path, billions",
-    [("llama-3.1-8b", 8.030), ("llama-3.1-70b", 70.554), ("llama-3.1-405b", 405.853), ("mixtral-8x7b", 46.703), ("gpt2-xl", 1.558), ("t5-large", 0.738), ("vit-large", 0.304), ("bert-large", 0.335)],
+    [
+        ("llama-3.1-8b", 8.030),
+        ("llama-3.1-70b", 70.554),
+        ("llama-3.1-405b", 405.853),
+        ("mixtral-8x7b", 46.703),
+        ("gpt2-xl", 1.558),
+        ("t5-large", 0.738),
+        ("vit-large", 0.304),
+        ("bert-large", 0.335),
+    ],
 )
 def test_example_configs_have_the_sizes_of_their_models(path, billions, tmp_path):
     from shardplan.tracer import huggingface
@@ -107,11 +183,26 @@ def test_example_configs_have_the_sizes_of_their_models(path, billions, tmp_path
 def test_a_callable_may_give_only_a_module(tmp_path):
     trace = _trace(tmp_path, "tracer_models:only_a_module", "--batch", "3", "--seq", "5")
     assert trace["inputs"] == [{"name": "args.0", "shape": [3, 5], "dtype": "int64", "storage": 0}]
-    assert trace["model"] == "only_a_module" and trace["source"] == "tracer_models:only_a_module" and trace["tokens_per_batch"] == 15
+    assert (
+        trace["model"] == "only_a_module"
+        and trace["source"] == "tracer_models:only_a_module"
+        and trace["tokens_per_batch"] == 15
+    )
 
 
 def test_a_callable_gets_batch_and_seq(tmp_path):
-    trace = _trace(tmp_path, "tracer_models:small_llama", "--batch", "3", "--seq", "16", "--dtype", "bfloat16", "--param-dtype", "float32")
+    trace = _trace(
+        tmp_path,
+        "tracer_models:small_llama",
+        "--batch",
+        "3",
+        "--seq",
+        "16",
+        "--dtype",
+        "bfloat16",
+        "--param-dtype",
+        "float32",
+    )
     assert trace["inputs"][0]["shape"] == [3, 16] and trace["compute_dtype"] == "bfloat16"
 
 
@@ -175,7 +266,9 @@ def test_bad_configs_exit_3_and_say_what_was_expected(content, message, capsys, 
     assert message in error and len(error.splitlines()) == 1, error
 
 
-@pytest.mark.parametrize("arguments", [[], ["x:y", "--batch", "0"], ["x:y", "--dtype", "int8"], ["x:y", "--sdpa", "fastest"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["x:y", "--batch", "0"], ["x:y", "--dtype", "int8"], ["x:y", "--sdpa", "fastest"]]
+)
 def test_usage_errors_exit_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)

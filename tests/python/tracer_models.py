@@ -1,4 +1,5 @@
 """Small models that the tracer's tests record. Each builder takes no argument or batch and seq, as SOURCE callables do."""
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,7 +44,11 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w1, self.w2, self.w3 = nn.Linear(DIM, FFN, bias=False), nn.Linear(FFN, DIM, bias=False), nn.Linear(DIM, FFN, bias=False)
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(DIM, FFN, bias=False),
+            nn.Linear(FFN, DIM, bias=False),
+            nn.Linear(DIM, FFN, bias=False),
+        )
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -63,7 +68,15 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A decoder with grouped key/value heads, rotary tables as buffers, and possibly tied embeddings or checkpointed blocks."""
 
-    def __init__(self, layers: int = 3, seq: int = 32, kv_heads: int = KV_HEADS, tied: bool = False, checkpointed: bool = False, norm: type = nn.RMSNorm):
+    def __init__(
+        self,
+        layers: int = 3,
+        seq: int = 32,
+        kv_heads: int = KV_HEADS,
+        tied: bool = False,
+        checkpointed: bool = False,
+        norm: type = nn.RMSNorm,
+    ):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(Block(kv_heads, norm) for _ in range(layers))

@@ -1,4 +1,5 @@
 """`python -m shardplan.tracer`."""
+
 import sys
 
 from shardplan.tracer.cli import main

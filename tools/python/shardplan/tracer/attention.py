@@ -6,6 +6,7 @@ the chosen kernel is called by its own name, so that autograd, memory and FLOPs 
 
 Registered at the AutogradCUDA key: every way of calling the function comes here, and only for CUDA tensors.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -50,7 +51,9 @@ def _fits_cudnn(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> bool:
     return (
         q.dtype in _HALF
         and _heads_fit(q, k, v, enable_gqa)
-        and d_q % 8 == 0 and d_v % 8 == 0 and max(d_q, d_v) <= _MAX_CUDNN_HEAD_DIM
+        and d_q % 8 == 0
+        and d_v % 8 == 0
+        and max(d_q, d_v) <= _MAX_CUDNN_HEAD_DIM
         and k.size(2) != 1
         and (dropout_p * 16).is_integer()
     )
@@ -73,7 +76,8 @@ def _fits_efficient(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> bool:
     return (
         _heads_fit(q, k, v, False)  # no grouped kv heads in this kernel
         and q.size(-1) == k.size(-1)
-        and q.size(-1) % alignment == 0 and v.size(-1) % alignment == 0
+        and q.size(-1) % alignment == 0
+        and v.size(-1) % alignment == 0
     )
 
 
@@ -116,7 +120,9 @@ def _attend(order: str, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa):
         bias = _additive(mask, q.dtype)
         if bias is not None:
             bias = bias.expand(q.size(0), q.size(1), q.size(2), k.size(2))
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, needs_grad, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias, needs_grad, dropout_p, is_causal, False, scale=scale
+        )[0]
     if kernel == "flash":
         head_dim = q.size(-1)
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -127,9 +133,13 @@ def _attend(order: str, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa):
         bias = _additive(mask, q.dtype)
         if bias is not None:
             bias = _aligned_mask(bias, q, k)
-        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale
+        )[0]
     bias = _additive(mask, q.dtype)
-    return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
 """The command `python -m shardplan.tracer` (`shardplan trace`)."""
+
 from __future__ import annotations
 
 import argparse
@@ -32,22 +33,62 @@ def _positive(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="shardplan trace", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = argparse.ArgumentParser(
+        prog="shardplan trace",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("source", metavar="SOURCE", help="config.json or package.module:callable")
-    result.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="where to write the trace; - for standard output (default: trace.json)")
-    result.add_argument("--batch", type=_positive, default=1, metavar="N", help="samples per rank and step (default: 1)")
+    result.add_argument(
+        "-o",
+        "--output",
+        default="trace.json",
+        metavar="FILE",
+        help="where to write the trace; - for standard output (default: trace.json)",
+    )
+    result.add_argument(
+        "--batch", type=_positive, default=1, metavar="N", help="samples per rank and step (default: 1)"
+    )
     result.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens per sample (default: 2048)")
     dtypes = ("float32", "bfloat16", "float16", "float64")
-    result.add_argument("--dtype", choices=dtypes, help="dtype of the computation (default: bfloat16 for a config, a module's own)")
-    result.add_argument("--param-dtype", choices=dtypes, help="dtype the parameters are kept in between steps (default: float32 for a config, a module's own)")
+    result.add_argument(
+        "--dtype", choices=dtypes, help="dtype of the computation (default: bfloat16 for a config, a module's own)"
+    )
+    result.add_argument(
+        "--param-dtype",
+        choices=dtypes,
+        help="dtype the parameters are kept in between steps (default: float32 for a config, a module's own)",
+    )
     losses = ("default", "cross_entropy", "cross_entropy_no_upcast", "model", "sum", "none")
-    result.add_argument("--loss", choices=losses, default="default", help="what is minimised (default: cross entropy of the float32 logits for a config; a callable's own)")
+    result.add_argument(
+        "--loss",
+        choices=losses,
+        default="default",
+        help="what is minimised (default: cross entropy of the float32 logits for a config; a callable's own)",
+    )
     result.add_argument("--no-loss", action="store_const", const="none", dest="loss", help="trace the forward alone")
     result.add_argument("--no-grad", action="store_true", help="trace the forward alone, without recording gradients")
     result.add_argument("--eval", action="store_true", help="put the module in evaluation mode (no dropout)")
-    result.add_argument("--sdpa", choices=("auto", "cudnn", "flash", "efficient", "math"), default="auto", help="first choice of attention kernel (default: auto, flash where it can be used)")
-    result.add_argument("--experts", choices=("grouped_mm", "batched_mm"), default="grouped_mm", help="how a mixture of experts of transformers multiplies (default: grouped_mm)")
-    result.add_argument("--steps", type=_positive, default=1, metavar="N", help="forward-backward pairs to record, gradients cleared in between (default: 1)")
+    result.add_argument(
+        "--sdpa",
+        choices=("auto", "cudnn", "flash", "efficient", "math"),
+        default="auto",
+        help="first choice of attention kernel (default: auto, flash where it can be used)",
+    )
+    result.add_argument(
+        "--experts",
+        choices=("grouped_mm", "batched_mm"),
+        default="grouped_mm",
+        help="how a mixture of experts of transformers multiplies (default: grouped_mm)",
+    )
+    result.add_argument(
+        "--steps",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="forward-backward pairs to record, gradients cleared in between (default: 1)",
+    )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -73,15 +114,27 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     try:
         from shardplan.tracer import document, session
     except ImportError as error:
-        print(f"shardplan trace: cannot import {error.name}: {error} (tools/setup installs what is needed)", file=sys.stderr)
+        print(
+            f"shardplan trace: cannot import {error.name}: {error} (tools/setup installs what is needed)",
+            file=sys.stderr,
+        )
         return EXIT_ENVIRONMENT
     folder = os.path.dirname(arguments.output) or "."
     if arguments.output != "-" and not os.path.isdir(folder):
         print(f"shardplan trace: no folder {folder} to write {arguments.output} to", file=sys.stderr)
         return EXIT_USAGE
     options = session.Options(
-        batch=arguments.batch, seq=arguments.seq, dtype=arguments.dtype, param_dtype=arguments.param_dtype, loss=arguments.loss,
-        grad=not arguments.no_grad, sdpa=arguments.sdpa, experts=arguments.experts, steps=arguments.steps, evaluation=arguments.eval, name=arguments.name,
+        batch=arguments.batch,
+        seq=arguments.seq,
+        dtype=arguments.dtype,
+        param_dtype=arguments.param_dtype,
+        loss=arguments.loss,
+        grad=not arguments.no_grad,
+        sdpa=arguments.sdpa,
+        experts=arguments.experts,
+        steps=arguments.steps,
+        evaluation=arguments.eval,
+        name=arguments.name,
     )
     trace = session.trace_source(arguments.source, options, progress)
     progress("writing")
@@ -99,7 +152,9 @@ def _run(arguments: argparse.Namespace, progress) -> int:
 
 
 def _summary(trace: dict, output: str) -> str:
-    events = [event for passes in (trace["forwards"], trace["backwards"]) for entry in passes for event in entry["events"]]
+    events = [
+        event for passes in (trace["forwards"], trace["backwards"]) for entry in passes for event in entry["events"]
+    ]
     count = sum(_numel(parameter["shape"]) for parameter in trace["parameters"])
     flops = sum(event[4] for event in events if event[0] == "op")
     return f"{output}: {trace['model']}, {count / 1e9:.3f} billion parameters, {len(trace['modules'])} modules, {len(events)} events, {flops / 1e12:.1f} TFLOP"

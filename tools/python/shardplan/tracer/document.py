@@ -1,4 +1,5 @@
 """Writes a trace in the canonical layout of docs/trace-format.md."""
+
 from __future__ import annotations
 
 import json

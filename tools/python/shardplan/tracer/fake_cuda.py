@@ -8,6 +8,7 @@ FakeTensorMode does most of it: without a device it installs a no-op device guar
 
 With a real device present nothing is replaced but the capability, so that a trace does not depend on the machine it is made on.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -55,7 +56,9 @@ def _no_primary_context() -> Iterator[None]:
     original = hooks[0]
     word = ctypes.sizeof(ctypes.c_void_p)
     source = ctypes.cast(original - _TABLE_PREFIX * word, ctypes.POINTER(ctypes.c_void_p))
-    table = (ctypes.c_void_p * (_TABLE_ENTRIES + _TABLE_PREFIX))(*(source[i] for i in range(_TABLE_ENTRIES + _TABLE_PREFIX)))
+    table = (ctypes.c_void_p * (_TABLE_ENTRIES + _TABLE_PREFIX))(
+        *(source[i] for i in range(_TABLE_ENTRIES + _TABLE_PREFIX))
+    )
     answer = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda _self, _device: False)
     table[_TABLE_PREFIX + slot] = ctypes.cast(answer, ctypes.c_void_p).value
     hooks[0] = ctypes.addressof(table) + _TABLE_PREFIX * word

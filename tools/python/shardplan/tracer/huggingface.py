@@ -3,6 +3,7 @@
 The class is the one the config's `architectures` names; the batch is what a user of that kind of model gives it. Where transformers reads a
 value from a tensor to choose a path, the answer is that of this batch: no padding, no packed sequences.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +34,9 @@ def _transformers():
     try:
         import transformers
     except ImportError as error:
-        raise EnvironmentProblem(f"a Hugging Face config needs the transformers package, which cannot be imported here: {error}") from error
+        raise EnvironmentProblem(
+            f"a Hugging Face config needs the transformers package, which cannot be imported here: {error}"
+        ) from error
     return transformers
 
 
@@ -48,9 +51,13 @@ def read_config(path: Path) -> dict:
         raise TracerError(f"{path} holds a {type(data).__name__}; expected a JSON object, a Hugging Face model config")
     for name, kind in (("model_type", str), ("architectures", list)):
         if name not in data:
-            raise TracerError(f'{path} has no "{name}"; expected a Hugging Face model config, with "model_type" and "architectures"')
+            raise TracerError(
+                f'{path} has no "{name}"; expected a Hugging Face model config, with "model_type" and "architectures"'
+            )
         if not isinstance(data[name], kind) or not data[name]:
-            raise TracerError(f'{path}: "{name}" is {json.dumps(data[name])}; expected a {"name" if kind is str else "list with a class name"}')
+            raise TracerError(
+                f'{path}: "{name}" is {json.dumps(data[name])}; expected a {"name" if kind is str else "list with a class name"}'
+            )
     return data
 
 
@@ -85,12 +92,16 @@ class HuggingFaceModel:
         try:
             config_class = self._transformers.CONFIG_MAPPING[model_type]
         except KeyError:
-            raise TracerError(f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}') from None
+            raise TracerError(
+                f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}'
+            ) from None
         self._family = _family(model_type, self._architecture)
         try:
             self.config = config_class.from_dict(self._data)
         except Exception as error:
-            raise TracerError(f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {error}") from error
+            raise TracerError(
+                f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {error}"
+            ) from error
 
     def build(self, attention: str, experts: str) -> nn.Module:
         """The module in training mode, float32, uninitialised. Call inside FakeTensorMode and on the wanted device."""
@@ -122,7 +133,9 @@ class HuggingFaceModel:
         else:
             limit = getattr(self.config, "max_position_embeddings", None)
             if limit is not None and self._learned_positions() and seq > limit:
-                raise TracerError(f"sequence {seq} is longer than the {limit} positions that this model has learned embeddings for")
+                raise TracerError(
+                    f"sequence {seq} is longer than the {limit} positions that this model has learned embeddings for"
+                )
             given = {"input_ids": torch.empty(batch, seq, dtype=torch.long, device="cuda")}
             if self._family == "seq2seq_lm":
                 given["decoder_input_ids"] = torch.empty(batch, seq, dtype=torch.long, device="cuda")
@@ -149,7 +162,16 @@ class HuggingFaceModel:
         return notes
 
     def _learned_positions(self) -> bool:
-        return self._data["model_type"] in ("gpt2", "bert", "roberta", "opt", "distilbert", "electra", "camembert", "xlm-roberta")
+        return self._data["model_type"] in (
+            "gpt2",
+            "bert",
+            "roberta",
+            "opt",
+            "distilbert",
+            "electra",
+            "camembert",
+            "xlm-roberta",
+        )
 
 
 @contextlib.contextmanager

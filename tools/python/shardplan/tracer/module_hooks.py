@@ -4,6 +4,7 @@ They sit where FSDP2's sit. Before the forward an identity function is put aroun
 and kwargs flattened): its backward runs when the module's backward is done. On every output that needs a gradient there is a tensor
 hook: it fires when that output's gradient is complete. Modules without parameters below them can never be sharded and get no identity.
 """
+
 from __future__ import annotations
 
 import functools
@@ -53,7 +54,9 @@ class ModuleHooks:
         for module, module_id in tree.module_ids.items():
             before = functools.partial(self._before, module_id, module in with_parameters)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(functools.partial(self._after, module_id), always_call=True))
+            self._handles.append(
+                module.register_forward_hook(functools.partial(self._after, module_id), always_call=True)
+            )
         for parameter, parameter_id in tree.parameter_ids.items():
             if parameter.requires_grad:
                 hook = functools.partial(self._parameter_gradient, parameter_id)
@@ -124,7 +127,9 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             for index, tensor in enumerate(found):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._output_gradient, module_id, index, occurrence, self._forward))
+                    tensor.register_hook(
+                        functools.partial(self._output_gradient, module_id, index, occurrence, self._forward)
+                    )
 
     # ---- backward ----
 

@@ -1,4 +1,5 @@
 """The static part of a trace: modules, parameters, buffers; and the copy of a model onto fake CUDA tensors."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ class ModuleTree:
     modules: list[dict] = field(default_factory=list)
     parameters: list[dict] = field(default_factory=list)
     buffers: list[dict] = field(default_factory=list)
-    module_ids: dict[nn.Module, int] = field(default_factory=dict)  # the first place of a module registered several times
+    module_ids: dict[nn.Module, int] = field(
+        default_factory=dict
+    )  # the first place of a module registered several times
     parameter_ids: dict[torch.Tensor, int] = field(default_factory=dict)
     buffer_tensors: list[torch.Tensor] = field(default_factory=list)
 
@@ -79,7 +82,8 @@ def on_fake_cuda(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torc
 
 def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> None:
     """Replaces every parameter, buffer and plain tensor attribute by a fake CUDA one; floating parameters take `parameter_dtype` (None:
-    their own). Ties stay ties. Buffers keep their dtype: mixed precision casts parameters only. Call inside FakeTensorMode."""
+    their own). Ties stay ties. Buffers keep their dtype: mixed precision casts parameters only. Call inside FakeTensorMode.
+    """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():

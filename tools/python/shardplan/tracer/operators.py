@@ -4,6 +4,7 @@ FLOPs are those of torch.utils.flop_counter (matrix products, convolutions, atte
 Bytes are those of the tensors that a kernel has to touch: a view counts its own elements, not its whole storage; an expanded dimension
 counts once; a lookup counts the rows it fetches, not the table.
 """
+
 from __future__ import annotations
 
 import math
@@ -15,9 +16,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 # Storage without a kernel.
-_ALLOCATE_ONLY = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
-)
+_ALLOCATE_ONLY = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 # The result depends on the arguments' shape only.
 _READS_NOTHING = frozenset(
     "zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like zero_ fill_ uniform_ normal_ bernoulli_".split()
@@ -25,16 +24,30 @@ _READS_NOTHING = frozenset(
 # Argument positions of which only as many elements are read as the output has (the table of a lookup).
 _LOOKUPS = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "take": 0}
 # Argument positions that are there for their shape.
-_UNREAD = {"nll_loss_backward": (1,), "native_dropout_backward": (), "copy_": (0,), "slice_backward": (), "select_backward": ()}
+_UNREAD = {
+    "nll_loss_backward": (1,),
+    "native_dropout_backward": (),
+    "copy_": (0,),
+    "slice_backward": (),
+    "select_backward": (),
+}
 _ATTENTION = frozenset(
-    f"_scaled_dot_product_{kernel}_attention{suffix}" for kernel in ("flash", "efficient", "cudnn") for suffix in ("", "_backward")
+    f"_scaled_dot_product_{kernel}_attention{suffix}"
+    for kernel in ("flash", "efficient", "cudnn")
+    for suffix in ("", "_backward")
 )
 
 _DTYPE_NAMES = frozenset(
     "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
 )
 # Types that a trace has no name for: one of the same size.
-_SAME_SIZE = {"uint64": "int64", "uint32": "int32", "uint16": "int16", "float8_e4m3fnuz": "float8_e4m3fn", "float8_e5m2fnuz": "float8_e5m2"}
+_SAME_SIZE = {
+    "uint64": "int64",
+    "uint32": "int32",
+    "uint16": "int16",
+    "float8_e4m3fnuz": "float8_e4m3fn",
+    "float8_e5m2fnuz": "float8_e5m2",
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

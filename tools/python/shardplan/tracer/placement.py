@@ -7,6 +7,7 @@ different sum, and sometimes one temporary more. The unsharded step has no such 
 recording without them gives operators and storages, and the first only the moments. Everything but the sums happens in the same
 order in both: the moments are placed by it.
 """
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """Records a training step of a model: `trace_module`."""
+
 from __future__ import annotations
 
 import contextlib
@@ -43,14 +44,22 @@ def default_loss(output) -> torch.Tensor:
         return given
     terms = [t.float().sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not terms:
-        raise TracerError("the model's output holds no tensor that needs a gradient, so there is no loss to go backward from (--no-loss traces the forward alone)")
+        raise TracerError(
+            "the model's output holds no tensor that needs a gradient, so there is no loss to go backward from (--no-loss traces the forward alone)"
+        )
     total = terms[0]
     for term in terms[1:]:
         total = total + term
     return total
 
 
-def record(step: Step, steps: int = 1, mark_inputs: bool = True, answers: Answers | None = None, progress: Progress | None = None) -> dict:
+def record(
+    step: Step,
+    steps: int = 1,
+    mark_inputs: bool = True,
+    answers: Answers | None = None,
+    progress: Progress | None = None,
+) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda. See [Note: two recordings] in placement.py."""
     progress = progress or (lambda text: None)
     marked, regrouped = _record_once(step, steps, mark_inputs, answers, progress)
@@ -66,7 +75,9 @@ def record(step: Step, steps: int = 1, mark_inputs: bool = True, answers: Answer
     return plain
 
 
-def _record_once(step: Step, steps: int, mark_inputs: bool, answers: Answers | None, progress: Progress) -> tuple[dict, bool]:
+def _record_once(
+    step: Step, steps: int, mark_inputs: bool, answers: Answers | None, progress: Progress
+) -> tuple[dict, bool]:
     """The fields, and whether the marks on inputs changed how gradients are summed."""
     recorder, tree = Recorder(answers), step.tree
     owners = _owners(tree)
@@ -93,9 +104,18 @@ def _record_once(step: Step, steps: int, mark_inputs: bool, answers: Answers | N
     for storage in recorder.storages:
         _assign_role(storage)
     for position, (shape, dtype, storage_id) in enumerate(recorder.captured):
-        inputs.append({"name": f"captured.{position}", "shape": list(shape), "dtype": dtype_name(dtype), "storage": storage_id})
+        inputs.append(
+            {"name": f"captured.{position}", "shape": list(shape), "dtype": dtype_name(dtype), "storage": storage_id}
+        )
     _name_only_what_is_there(forwards, recorder)
-    fields = {"modules": tree.modules, "parameters": tree.parameters, "buffers": buffers, "inputs": inputs, "forwards": forwards, "backwards": backwards}
+    fields = {
+        "modules": tree.modules,
+        "parameters": tree.parameters,
+        "buffers": buffers,
+        "inputs": inputs,
+        "forwards": forwards,
+        "backwards": backwards,
+    }
     return fields, regrouped
 
 
@@ -126,7 +146,9 @@ def _input(recorder: Recorder, name: str, tensor: torch.Tensor) -> dict:
     return {"name": name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "storage": storage}
 
 
-def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, mark_inputs: bool, progress: Progress) -> tuple[dict, dict | None, bool]:
+def _one_step(
+    step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, mark_inputs: bool, progress: Progress
+) -> tuple[dict, dict | None, bool]:
     progress("forward")
     recorder.phase = "forward"
     recorder.mark_nodes()
@@ -167,10 +189,14 @@ def _one_step(step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, ma
 
 def _check_loss(loss) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
         raise TracerError(f"the loss must be one number to go backward from; found {found}")
     if not loss.requires_grad:
-        raise TracerError("the loss needs no gradient: no parameter that requires one takes part in it (--no-loss traces the forward alone)")
+        raise TracerError(
+            "the loss needs no gradient: no parameter that requires one takes part in it (--no-loss traces the forward alone)"
+        )
 
 
 def _assign_role(storage: StorageRecord) -> None:

@@ -11,6 +11,7 @@ And some formulas fill zeros of their own (the gradient of indexing, of a gather
 A trace shows what real tensors do: when the target dies at once, nobody else held it, so the result is written into the target's storage, and
 neither the birth of the result nor the death of the target is an event.
 """
+
 from __future__ import annotations
 
 import bisect

@@ -1,4 +1,5 @@
 """From a source to a trace document: `trace_source`, and `trace_module` for use from Python."""
+
 from __future__ import annotations
 
 import contextlib
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 
 from shardplan.tracer import document, record, source as sources
 from shardplan.tracer.attention import device_attention
@@ -30,7 +35,9 @@ class Options:
     batch: int = 1
     seq: int = 2048
     dtype: str | None = None  # the passes' dtype; None: bfloat16 for a config, a module's own otherwise
-    param_dtype: str | None = None  # the document's parameter dtype; None: float32 for a config, a module's own otherwise
+    param_dtype: str | None = (
+        None  # the document's parameter dtype; None: float32 for a config, a module's own otherwise
+    )
     loss: str = "default"  # "default", "none", or one of huggingface.LOSSES
     grad: bool = True
     sdpa: str = "auto"
@@ -71,7 +78,13 @@ def trace_source(source: str, options: Options, progress: Progress = lambda text
         return _trace_example(example, source, options, progress)
 
 
-def trace_module(module: nn.Module, args: tuple = (), kwargs: dict | None = None, loss: Callable | None = None, options: Options | None = None) -> dict:
+def trace_module(
+    module: nn.Module,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    loss: Callable | None = None,
+    options: Options | None = None,
+) -> dict:
     """The trace of a module that exists; its parameters and buffers are replaced by fake CUDA ones."""
     options = options or Options()
     with _recording(options):
@@ -99,17 +112,25 @@ def _tree(module: nn.Module, dtype: torch.dtype, param_dtype: str | None) -> Mod
 
 def _trace_example(example: sources.Example, source: str, options: Options, progress: Progress) -> dict:
     if options.loss not in ("default", "none", "sum"):
-        raise UsageProblem(f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, loss)")
+        raise UsageProblem(
+            f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, loss)"
+        )
     dtype = _compute_dtype(example.module, options.dtype)
     tree = _tree(example.module, dtype, options.param_dtype)
     if options.evaluation:
         example.module.eval()
     args, kwargs = (sources.move_inputs(v, dtype) for v in (example.args, example.kwargs))
     inputs = _named_inputs(args, kwargs)
-    loss = None if options.loss == "none" or not options.grad else example.loss if options.loss == "default" and example.loss else record.default_loss
+    loss = (
+        None
+        if options.loss == "none" or not options.grad
+        else example.loss if options.loss == "default" and example.loss else record.default_loss
+    )
     step = record.Step(example.module, tree, args, kwargs, loss, inputs)
     tokens = _tokens([tensor for _, tensor in inputs])
-    return _document(step, options, Answers(), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, [])
+    return _document(
+        step, options, Answers(), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
+    )
 
 
 def _named_inputs(args: tuple, kwargs: dict) -> list[tuple[str, torch.Tensor]]:
@@ -160,20 +181,51 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
         if options.loss == "none" or not options.grad:
             loss, inputs = None, [(name, tensor) for name, tensor in batch.inputs if name != "labels"]
         step = record.Step(module, tree, (), batch.kwargs, loss, inputs)
-        return _document(step, options, answers, progress, options.name or model.name, path.name, dtype, batch.tokens, model.notes(module, options.experts))
+        return _document(
+            step,
+            options,
+            answers,
+            progress,
+            options.name or model.name,
+            path.name,
+            dtype,
+            batch.tokens,
+            model.notes(module, options.experts),
+        )
 
 
-def _document(step: record.Step, options: Options, answers: Answers, progress: Progress, name: str, source: str, dtype: torch.dtype, tokens: int, notes: list[str]) -> dict:
+def _document(
+    step: record.Step,
+    options: Options,
+    answers: Answers,
+    progress: Progress,
+    name: str,
+    source: str,
+    dtype: torch.dtype,
+    tokens: int,
+    notes: list[str],
+) -> dict:
     try:
         fields = record.record(step, options.steps, options.mark_inputs, answers, progress)
     except TracerError:
         raise
     except _CANNOT_FAKE as error:
-        raise TracerError(f"the model reads a value of a tensor to decide what to do, and a traced tensor has no values: {type(error).__name__}: {error}") from error
+        raise TracerError(
+            f"the model reads a value of a tensor to decide what to do, and a traced tensor has no values: {type(error).__name__}: {error}"
+        ) from error
     except Exception as error:
         if ENGINE_WITHOUT_DEVICE in str(error):
-            raise EnvironmentProblem("a backward ran in this process before shardplan.tracer was imported; import it first, or use the command") from error
+            raise EnvironmentProblem(
+                "a backward ran in this process before shardplan.tracer was imported; import it first, or use the command"
+            ) from error
         raise TracerError(f"the model failed with its own {type(error).__name__}: {error}") from error
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
-    head = {"schema": document.SCHEMA, "model": name, "source": source, "recorded_with": recorded_with, "compute_dtype": dtype_name(dtype), "tokens_per_batch": tokens}
+    head = {
+        "schema": document.SCHEMA,
+        "model": name,
+        "source": source,
+        "recorded_with": recorded_with,
+        "compute_dtype": dtype_name(dtype),
+        "tokens_per_batch": tokens,
+    }
     return {**head, **fields}

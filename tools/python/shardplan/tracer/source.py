@@ -1,4 +1,5 @@
 """Models from `package.module:callable`."""
+
 from __future__ import annotations
 
 import importlib
@@ -79,12 +80,18 @@ def _example(made, source: str, batch: int, seq: int) -> Example:
     module, inputs, loss = made, None, None
     if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
         if len(made) > 3:
-            raise TracerError(f'"{source}" returned a tuple of {len(made)}; expected (module, inputs) or (module, inputs, loss)')
+            raise TracerError(
+                f'"{source}" returned a tuple of {len(made)}; expected (module, inputs) or (module, inputs, loss)'
+            )
         module, inputs, loss = (*made, None, None)[:3]
     if not isinstance(module, nn.Module):
-        raise TracerError(f'"{source}" returned a {type(made).__name__}; expected a torch.nn.Module or a tuple (module, inputs[, loss])')
+        raise TracerError(
+            f'"{source}" returned a {type(made).__name__}; expected a torch.nn.Module or a tuple (module, inputs[, loss])'
+        )
     if loss is not None and not callable(loss):
-        raise TracerError(f'"{source}" returned a {type(loss).__name__} as loss; expected a callable of the module\'s output')
+        raise TracerError(
+            f'"{source}" returned a {type(loss).__name__} as loss; expected a callable of the module\'s output'
+        )
     if inputs is None:
         inputs = (torch.empty(batch, seq, dtype=torch.long, device="cuda"),)
     if isinstance(inputs, dict):
