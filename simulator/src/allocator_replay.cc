@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "allocator_address_spaces.h"
+
 namespace shardplan {
 namespace {
 
@@ -67,7 +69,7 @@ class LogDriver final : public DeviceDriver {
     Expect(LogActionKind::kSegmentUnmap, address, size, -size.value);
   }
 
-  Bytes TotalMemory() const override { return log_.device_bytes.value_or(Bytes{std::int64_t{192} << 30}); }
+  Bytes TotalMemory() const override { return log_.device_bytes.value_or(kUnknownDeviceBytes); }
 
   std::vector<BlockId> Synchronize() override {
     std::vector<BlockId> completed;
@@ -181,7 +183,7 @@ void Replayer::Depart(State& state, std::string model) const {
 }
 
 Result<Bytes> Replayer::TakeInitialState() {
-  for (const CachingAllocator::InitialSegment& segment : log_.initial_segments) {
+  for (const CachingAllocator::InitialSegment& segment : InferAddressSpaces(log_)) {
     const Result<std::vector<BlockId>> blocks = state_.allocator.AddSegment(segment);
     if (!blocks) return std::unexpected(blocks.error());
     for (std::size_t i = 0; i < blocks->size(); ++i) state_.live[segment.blocks[i].address] = (*blocks)[i];

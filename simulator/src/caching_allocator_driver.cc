@@ -233,7 +233,11 @@ bool CachingAllocator::ReleaseOversize(const Search& search, DeviceDriver& drive
   const std::int64_t wanted = std::max(search.size, max_split_);
   const FreeBlockList& free = PoolOf(search.stream, search.small).free;
   FreeBlockList::Position at = free.LowerBound(wanted);
-  if (at != free.end() && blocks_[free[at].block].reservation < 0) {
+  // Always a whole segment with settings that LibTorch accepts; a part of one cannot be released.
+  auto releasable = [&](BlockId id) {
+    return blocks_[id].reservation < 0 && blocks_[id].previous == kNoBlock && blocks_[id].next == kNoBlock;
+  };
+  if (at != free.end() && releasable(free[at].block)) {
     ReleaseSegment(free[at].block, driver);
     return true;
   }
@@ -242,7 +246,7 @@ bool CachingAllocator::ReleaseOversize(const Search& search, DeviceDriver& drive
   while (released < wanted && at != free.begin()) {
     at = free.Previous(at);
     if (free[at].size < max_split_) break;
-    if (blocks_[free[at].block].reservation >= 0) continue;
+    if (!releasable(free[at].block)) continue;
     released += free[at].size;
     chosen.push_back(free[at].block);
   }
