@@ -206,6 +206,11 @@ def test_a_callable_gets_batch_and_seq(tmp_path):
     assert trace["inputs"][0]["shape"] == [3, 16] and trace["compute_dtype"] == "bfloat16"
 
 
+def test_a_callable_that_reads_values_is_built_on_real_tensors(tmp_path):
+    trace = _trace(tmp_path, "tracer_models:reads_in_constructor")
+    assert [p["fqn"] for p in trace["parameters"]] == ["linear.weight", "linear.bias"] and trace["backwards"]
+
+
 def test_no_loss_traces_the_forward_alone(tmp_path):
     trace = _trace(tmp_path, "tracer_models:no_gradient", "--no-loss")
     assert len(trace["forwards"]) == 1 and "backwards" not in trace
@@ -233,6 +238,7 @@ BAD_SOURCES = [
     ("tracer_models:fails_to_build", "failed: KeyError: 'no such size'"),
     ("tracer_models:failing", "its own ValueError: heads do not divide the width"),
     ("tracer_models:reads_values", "reads a value of a tensor"),
+    ("tracer_models:recurrent", "asks the CUDA driver"),
     ("tracer_models:no_gradient", "no tensor that needs a gradient"),
     ("tracer_models:two_losses", "found a tensor of shape (2, 4)"),
     ("nowhere.json", "cannot read nowhere.json"),

@@ -58,6 +58,23 @@ def test_grouped_heads_count_as_if_repeated():
     assert attention_flops(models.KV_HEADS) == attention_flops(models.HEADS) == forward + forward * 5 // 2
 
 
+@pytest.mark.parametrize("name", ["decoder", "reused"])
+def test_backward_operators_belong_to_the_module_whose_forward_made_their_node(name):
+    trace = trace_case(name)
+
+    def products(entry):
+        count = {}
+        for event in entry["events"]:
+            if event[0] == "op" and event[1] in ("aten.mm", "aten.addmm"):
+                count[fqn_of(trace, event[2])] = count.get(fqn_of(trace, event[2]), 0) + event[4]
+        return count
+
+    forward, backward = products(trace["forwards"][0]), products(trace["backwards"][0])
+    # one product for the weight, one for the input; the first layer's input of "reused" needs none
+    factors = {fqn: backward[fqn] / forward[fqn] for fqn in forward}
+    assert factors == {fqn: 1 if fqn == "first" else 2 for fqn in forward} and backward.keys() == forward.keys()
+
+
 def _live_at(trace, stop):
     """Bytes alive, inputs and buffers left out, when `stop(event)` is true for the first time."""
     size, live = {}, 0

@@ -239,6 +239,24 @@ def reads_values():
     return ReadsValues(), (torch.zeros(2, 4),)
 
 
+class ReadsInConstructor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * self.rates[1]
+
+
+def reads_in_constructor():
+    return ReadsInConstructor(), (torch.zeros(2, 4),)
+
+
+def recurrent():
+    return nn.LSTM(4, 4), (torch.zeros(3, 2, 4),)
+
+
 def no_gradient():
     return nn.Linear(4, 4).requires_grad_(False), (torch.zeros(2, 4),)
 

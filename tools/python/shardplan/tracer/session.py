@@ -218,6 +218,11 @@ def _document(
             raise EnvironmentProblem(
                 "a backward ran in this process before shardplan.tracer was imported; import it first, or use the command"
             ) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise TracerError(
+                "an operator asks the CUDA driver before it runs, which a trace cannot answer (recurrent layers do):"
+                f" {str(error).splitlines()[0]}"
+            ) from error
         raise TracerError(f"the model failed with its own {type(error).__name__}: {error}") from error
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
     head = {
