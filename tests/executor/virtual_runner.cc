@@ -41,7 +41,8 @@ struct Rank {
 
 }  // namespace
 
-std::string RunOnVirtual(const Plan& plan, std::uint64_t seed, std::int64_t steps) {
+std::string RunOnVirtual(const Plan& plan, std::uint64_t seed, std::int64_t steps,
+                         const Plan* last_rank_plan) {
   const auto machine = executor::VirtualMachine::Create(plan, seed);
   std::vector<Rank> ranks(static_cast<std::size_t>(plan.world_size));
   std::vector<executor::Engine*> engines;

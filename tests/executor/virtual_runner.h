@@ -9,6 +9,8 @@
 namespace shardplan::test {
 
 // "" when after `steps` steps every rank holds exactly the right parameters; else what differs, or the error.
-std::string RunOnVirtual(const Plan& plan, std::uint64_t seed, std::int64_t steps);
+// The last rank follows `last_rank_plan`, when given: the same plan with other instructions.
+std::string RunOnVirtual(const Plan& plan, std::uint64_t seed, std::int64_t steps,
+                         const Plan* last_rank_plan = nullptr);
 
 }  // namespace shardplan::test

@@ -1,0 +1,133 @@
+// shardplan-run: replays a plan without the model (docs/executor.md).
+#include <fmt/format.h>
+#include <sys/prctl.h>
+
+#include <CLI/CLI.hpp>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "launcher.h"
+#include "options.h"
+#include "shardplan/schemas/io.h"
+#include "worker.h"
+
+namespace shardplan::run {
+namespace {
+
+constexpr int kUsageExit = 2;
+
+int Fail(const Error& error, const std::string& who) {
+  std::fprintf(stderr, "%s: %s\n", who.c_str(), ToString(error).c_str());
+  return ExitCode(error.code);
+}
+
+std::int64_t FromEnvironment(const char* name, std::int64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::strtoll(text, nullptr, 10);
+}
+
+// Set when torchrun or our launcher started this process.
+std::optional<RankEnvironment> ReadEnvironment() {
+  if (std::getenv("RANK") == nullptr || std::getenv("WORLD_SIZE") == nullptr) return std::nullopt;
+  RankEnvironment environment;
+  environment.rank = FromEnvironment("RANK", 0);
+  environment.world_size = FromEnvironment("WORLD_SIZE", 1);
+  environment.local_rank = FromEnvironment("LOCAL_RANK", environment.rank);
+  environment.master_port = static_cast<std::uint16_t>(FromEnvironment("MASTER_PORT", 29500));
+  if (const char* address = std::getenv("MASTER_ADDR")) environment.master_address = address;
+  const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  environment.store_is_served =
+      std::getenv("SHARDPLAN_RUN_CHILD") != nullptr || (agent != nullptr && std::string(agent) == "True");
+  return environment;
+}
+
+void AddFlags(CLI::App& app, RunOptions& options) {
+  app.add_option("plan", options.plan_path, "The plan to replay")->required();
+  app.add_option("--ranks", options.ranks, "Local processes to start (default: the plan's world size)")
+      ->check(CLI::PositiveNumber);
+  const std::map<std::string, DeviceKind> devices = {
+      {"cpu", DeviceKind::kCpu}, {"cuda", DeviceKind::kCuda}, {"virtual", DeviceKind::kVirtual}};
+  app.add_option(
+         "--device", options.device,
+         "cpu (Gloo), cuda (NCCL, a GPU per rank), or virtual (one thread, streams in the worst order)")
+      ->transform(CLI::CheckedTransformer(devices, CLI::ignore_case))
+      ->default_str("cpu");
+  app.add_option("--steps", options.steps, "Steps to run")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--compute-scale", options.compute_scale, "Filler compute takes the traced cost times this")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--timeout-s", options.timeout_s, "A collective that takes longer has failed")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--seed", options.seed, "virtual: which order the streams run in")->capture_default_str();
+  app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with")
+      ->check(CLI::ExistingFile);
+  app.add_flag("!--no-activations", options.activations, "Do not allocate the model's own memory");
+  app.add_flag("--progress", options.progress, "Each rank says when a step is done");
+  app.footer(
+      "Examples:\n"
+      "  shardplan run plan.json --ranks 2 --device cpu --compute-scale 0.001\n"
+      "  shardplan run plan.json --device virtual --seed 7\n"
+      "  torchrun --nproc-per-node 8 --no-python shardplan run plan.json --device cuda --report report.json\n"
+      "Exit codes: 0 done, 1 the schedule does not hold, 2 usage (another number of ranks), 3 a bad "
+      "document,\n"
+      "4 environment (no GPU, a rank failed or did not arrive)");
+}
+
+int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
+  const std::optional<RankEnvironment> environment = ReadEnvironment();
+  const std::string who = environment ? fmt::format("rank {}", environment->rank) : "shardplan-run";
+  Result<Plan> plan = ReadPlan(options.plan_path);
+  if (!plan) return Fail(plan.error(), who);
+  if (options.device == DeviceKind::kVirtual) {
+    const Status status = RunVirtual(*plan, options);
+    return status ? 0 : Fail(status.error(), who);
+  }
+  if (environment) {
+    const Status status = RunRank(*plan, options, *environment);
+    return status ? 0 : Fail(status.error(), who);
+  }
+  const std::int64_t ranks = options.ranks > 0 ? options.ranks : plan->world_size;
+  if (ranks != plan->world_size) {
+    Error error = {ErrorCode::kUsage,
+                   "the plan is for another number of ranks; make one for this many, or start as many",
+                   options.plan_path,
+                   "/world_size",
+                   {},
+                   {}};
+    error.found = fmt::format("--ranks {}", ranks);
+    error.expected = std::to_string(plan->world_size);
+    return Fail(error, who);
+  }
+  return LaunchRanks(arguments, ranks, options.timeout_s);
+}
+
+}  // namespace
+}  // namespace shardplan::run
+
+int main(int argc, char** argv) {
+  // A rank that our launcher started does not outlive it.
+  if (std::getenv("SHARDPLAN_RUN_CHILD") != nullptr) (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+  CLI::App app("Replay a plan without the model: real memory, real collectives, filler compute",
+               "shardplan run");
+  shardplan::run::RunOptions options;
+  shardplan::run::AddFlags(app, options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : shardplan::run::kUsageExit;
+  }
+  int code = 0;
+  try {
+    code = shardplan::run::Run(options, {argv + 1, argv + argc});
+  } catch (const std::exception& exception) {
+    std::fprintf(stderr, "shardplan-run: %s\n", exception.what());
+    code = 70;
+  }
+  std::fflush(nullptr);
+  std::_Exit(code);  // threads of collectives that will never finish are left behind
+}

@@ -1,0 +1,212 @@
+#include "worker.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <sstream>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "filler.h"
+#include "memory_count.h"
+#include "results.h"
+#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/engine.h"
+#include "shardplan/schemas/io.h"
+
+namespace shardplan::run {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Nanoseconds Since(Clock::time_point begin) {
+  return {std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count()};
+}
+
+// Where the host's time goes, and the plan's memory.
+class Meter final : public executor::Observer {
+ public:
+  explicit Meter(MemoryCount& memory) : memory_(memory) {}
+  void BeforeInstruction(const Instruction&) override { begin_ = Clock::now(); }
+  void AfterInstruction(const Instruction& i) override {
+    using enum InstructionKind;
+    const bool waits = i.kind == kWait || i.kind == kHostWait || i.kind == kAllGather ||
+                       i.kind == kReduceScatter || i.kind == kAllReduce;
+    if (waits) waiting_ns_ += Since(begin_);
+    memory_.On(i);
+  }
+  Nanoseconds waiting_ns() const { return waiting_ns_; }
+
+ private:
+  MemoryCount& memory_;
+  Clock::time_point begin_;
+  Nanoseconds waiting_ns_;
+};
+
+class Rank {
+ public:
+  Rank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment)
+      : plan_(plan), options_(options), environment_(environment), memory_(plan), meter_(memory_) {}
+
+  Status Run() {
+    if (Status status = Connect(); !status) return status;
+    if (Status status = MakeBackend(); !status) return status;
+    for (std::int64_t step = 0; step < options_.steps; ++step) {
+      if (Status status = RunStep(); !status) return status;
+    }
+    return Report();
+  }
+
+ private:
+  Status Connect();
+  Status MakeBackend();
+  Status RunStep();
+  Status Report();
+
+  std::chrono::milliseconds timeout() const { return std::chrono::seconds(options_.timeout_s); }
+
+  const Plan& plan_;
+  const RunOptions& options_;
+  const RankEnvironment& environment_;
+  MemoryCount memory_;
+  Meter meter_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::unique_ptr<executor::TorchDevice> device_;
+  std::unique_ptr<executor::Collectives> collectives_;
+  std::unique_ptr<FillerModel> model_;
+  std::unique_ptr<executor::Engine> engine_;
+  std::vector<Nanoseconds> steps_ns_;
+};
+
+Status Rank::Connect() {
+  c10d::TCPStoreOptions options;
+  options.port = environment_.master_port;
+  options.isServer = environment_.rank == 0 && !environment_.store_is_served;
+  options.waitWorkers = false;
+  options.timeout = timeout();
+  store_ = c10::make_intrusive<c10d::TCPStore>(environment_.master_address, options);
+  return {};
+}
+
+Status Rank::MakeBackend() {
+  std::unique_ptr<Spinner> spinner;
+  if (options_.device == DeviceKind::kCuda) {
+    Result<std::unique_ptr<executor::TorchDevice>> device =
+        executor::MakeCudaDevice(static_cast<int>(environment_.local_rank));
+    if (!device) return std::unexpected(device.error());
+    device_ = std::move(*device);
+    auto collectives = executor::MakeNcclCollectives(*device_, {timeout(), store_, plan_.world_size});
+    if (!collectives) return std::unexpected(collectives.error());
+    collectives_ = std::move(*collectives);
+    spinner = MakeMatmulSpinner(device_->torch_device());
+  } else {
+    device_ = executor::MakeCpuDevice();
+    executor::GlooOptions gloo;
+    gloo.store = store_;
+    gloo.timeout = timeout();
+    auto groups = executor::MakeGlooGroups(plan_, environment_.rank, gloo);
+    if (!groups) return std::unexpected(groups.error());
+    collectives_ = executor::MakeProcessGroupCollectives(*device_, {std::move(*groups), timeout(), store_});
+    spinner = MakeCpuSpinner();
+  }
+  model_ = std::make_unique<FillerModel>(plan_, *device_, options_, memory_, std::move(spinner));
+  auto engine = executor::Engine::Create(plan_, environment_.rank, *device_, *collectives_, model_.get());
+  if (!engine) return std::unexpected(engine.error());
+  engine_ = std::move(*engine);
+  engine_->SetObserver(&meter_);
+  return {};
+}
+
+Status Rank::RunStep() {
+  const std::int64_t step = engine_->steps_completed();
+  const auto begin = Clock::now();
+  while (engine_->steps_completed() == step) {
+    const executor::TriggerKey trigger = engine_->Expected();
+    if (Status status = engine_->Fire(trigger); !status) return status;
+  }
+  Result<bool> done = device_->Synchronize();
+  if (!done) return std::unexpected(done.error());
+  if (Status status = collectives_->Check(); !status) return status;
+  steps_ns_.push_back(Since(begin));
+  if (options_.progress) {
+    std::fputs(fmt::format("rank {}: step {} took {:.1f} ms\n", environment_.rank, step,
+                           static_cast<double>(steps_ns_.back().value) / 1e6)
+                   .c_str(),
+               stderr);
+  }
+  return {};
+}
+
+// Every rank tells its step times; rank 0 prints the slowest.
+Status Rank::Report() {
+  const auto key = [](std::int64_t rank) { return fmt::format("shardplan/steps/{}", rank); };
+  std::string times;
+  for (const Nanoseconds ns : steps_ns_) times += fmt::format("{} ", ns.value);
+  store_->set(key(environment_.rank), std::vector<std::uint8_t>(times.begin(), times.end()));
+  if (environment_.rank != 0) {
+    store_->wait({"shardplan/printed"}, timeout());
+    return {};
+  }
+  Measurement measured;
+  measured.steps_ns = steps_ns_;
+  for (std::int64_t rank = 1; rank < plan_.world_size; ++rank) {
+    store_->wait({key(rank)}, timeout());
+    const std::vector<std::uint8_t> bytes = store_->get(key(rank));
+    std::istringstream stream(std::string(bytes.begin(), bytes.end()));
+    for (Nanoseconds& slowest : measured.steps_ns) {
+      std::int64_t ns = 0;
+      stream >> ns;
+      slowest = std::max(slowest, Nanoseconds{ns});
+    }
+  }
+  const std::int64_t steps = std::max<std::int64_t>(1, options_.steps);
+  measured.compute_ns = {model_->compute_ns().value / steps};
+  measured.waiting_ns = {meter_.waiting_ns().value / steps};
+  if (options_.device == DeviceKind::kCuda) {
+    measured.waiting_ns = {
+        std::max<std::int64_t>(0, measured.steps_ns.back().value - measured.compute_ns.value)};
+  }
+  measured.peak_bytes = memory_.peak_bytes();
+  std::unique_ptr<shardplan::Report> report;
+  if (!options_.report_path.empty()) {
+    Result<std::string> text = ReadFile(options_.report_path);
+    if (!text) return std::unexpected(text.error());
+    Result<shardplan::Report> read = ParseReport(*text);
+    if (!read) {
+      read.error().file = options_.report_path;
+      return std::unexpected(read.error());
+    }
+    report = std::make_unique<shardplan::Report>(std::move(*read));
+  }
+  std::fputs(ResultTable(plan_, options_, measured, report.get()).c_str(), stdout);
+  std::fflush(stdout);
+  store_->set("shardplan/printed", std::vector<std::uint8_t>{1});
+  return {};
+}
+
+}  // namespace
+
+Status RunRank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment) {
+  if (environment.world_size != plan.world_size) {
+    Error error = {ErrorCode::kUsage,
+                   "the plan is for another number of ranks",
+                   options.plan_path,
+                   "/world_size",
+                   {},
+                   {}};
+    error.found = fmt::format("{} ranks", environment.world_size);
+    error.expected = fmt::format("{} ranks", plan.world_size);
+    return std::unexpected(std::move(error));
+  }
+  try {
+    return Rank(plan, options, environment).Run();
+  } catch (const std::exception& exception) {
+    const std::string what = exception.what();
+    return MakeError(ErrorCode::kEnvironment, what.substr(0, what.find('\n')));
+  }
+}
+
+}  // namespace shardplan::run
