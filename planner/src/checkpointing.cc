@@ -32,6 +32,7 @@ struct Region {
 
 struct Life {
   std::int32_t birth_forward = -1;
+  StorageRole role = StorageRole::kSaved;
   std::size_t birth = 0;
   std::int32_t death_forward = -1;  // -1: in the backward, or never
   std::size_t death = 0;
@@ -133,7 +134,8 @@ class Checkpointer {
     const Pass& pass = trace_.forwards[f];
     for (std::size_t i = 0; i < pass.events.size(); ++i) {
       if (const auto* allocate = std::get_if<AllocateEvent>(&pass.events[i])) {
-        lives_[allocate->storage] = {.birth_forward = f, .birth = i, .last_forward_use = i};
+        lives_[allocate->storage] = {
+            .birth_forward = f, .role = allocate->role, .birth = i, .last_forward_use = i};
       } else if (const auto* free = std::get_if<FreeEvent>(&pass.events[i])) {
         Life& life = lives_[free->storage];
         life.dies = true;
@@ -230,6 +232,7 @@ class Checkpointer {
     }
     const auto born = region_of_birth_.find(storage);
     if (born == region_of_birth_.end() || needed_outside_.contains(storage)) return false;
+    if (life.role == StorageRole::kOutput) return false;  // the caller holds it
     if (!regions_[born->second].saved.contains(storage)) return false;
     behind = life.last_forward_use;
     return true;

@@ -26,8 +26,8 @@ std::unique_ptr<Policy> MakeFsdp1Policy(const PolicyInput& input, ProgramBuilder
 }
 
 bool Fsdp1Policy::ReshardsAfterForward() const {
-  return strategy_.fsdp1.sharding == Fsdp1Sharding::kFullShard ||
-         strategy_.fsdp1.sharding == Fsdp1Sharding::kHybridShard;
+  return Sharded() && (strategy_.fsdp1.sharding == Fsdp1Sharding::kFullShard ||
+                       strategy_.fsdp1.sharding == Fsdp1Sharding::kHybridShard);
 }
 
 std::string Fsdp1Policy::EventName(UnitId unit, std::string_view what) const {

@@ -99,7 +99,10 @@ class Fsdp1Policy : public Policy {
   BufferId GradBuffer(UnitId unit, const std::set<std::int32_t>& parameters);
 
   bool ReshardsAfterForward() const;
-  bool Sharded() const { return strategy_.fsdp1.sharding != Fsdp1Sharding::kNoShard; }
+  // On one rank FSDP1 switches to NO_SHARD.
+  bool Sharded() const {
+    return strategy_.fsdp1.sharding != Fsdp1Sharding::kNoShard && partition_.shard_size > 1;
+  }
   bool FreesInBackward() const { return Sharded() && (sync_gradients_ || ReshardsAfterForward()); }
   const Unit& UnitOf(UnitId unit) const { return partition_.units[unit].unit; }
   std::string EventName(UnitId unit, std::string_view what) const;

@@ -29,6 +29,20 @@ Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder
   return {};
 }
 
+// If every repetition of the last step after some point came out the same: keeps the first of these.
+bool KeepOneOfEqualSteps(std::size_t first_repetition, Plan& plan) {
+  std::size_t first_equal = plan.steps.size() - 1;
+  while (first_equal > first_repetition &&
+         plan.steps[first_equal - 1].triggers == plan.steps.back().triggers) {
+    --first_equal;
+  }
+  if (first_equal + 2 >= plan.steps.size()) return false;
+  plan.steps.resize(first_equal + 1);
+  plan.steps.back().name = "steady";
+  plan.steady_step = static_cast<std::int32_t>(first_equal);
+  return true;
+}
+
 }  // namespace
 
 Status PlaceEvents(const PolicyInput& input, Plan& plan) {
@@ -52,6 +66,8 @@ Status PlaceEvents(const PolicyInput& input, Plan& plan) {
     if (Status status = RunStep(input.steps[std::min(s, given - 1)], **policy, builder); !status)
       return status;
   }
+  // Without a backward the runtimes remember ever more forwards, to no effect.
+  if (KeepOneOfEqualSteps(given - 1, plan)) return {};
   return std::unexpected(
       Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});
 }

@@ -142,8 +142,8 @@ class Recorder {
       Cut(position + 1);
       Push(HostEventKind::kParameterGradsDone, owner.unit);
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
-      // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP, or
-      // checkpoints `forward`): only units below it see the recomputation.
+      // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP,
+      // or checkpoints `forward`): only units below it see the recomputation.
       if (!recomputing_.empty()) OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
       recomputing_.push_back(enter->module);
     } else if (const auto* exit = std::get_if<RecomputeExitEvent>(&event)) {
@@ -158,7 +158,8 @@ class Recorder {
     const UnitId unit = partition_.unit_of_module[index_.canonical[module]];
     if (unit < 0) return;
     Cut(position);
-    Push(kind, unit);
+    // Recomputation runs with gradients enabled, as its forward did.
+    Push(kind, unit).outputs_require_grad = true;
   }
 
   Status Call(const OptimizerStepCall&) {

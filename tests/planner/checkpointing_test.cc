@@ -1,0 +1,134 @@
+// Activation checkpointing as a transformation of a trace.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <set>
+
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/plan_text.h"
+#include "tests/planner/synthetic.h"
+
+namespace shardplan {
+namespace {
+
+using testing::ClusterOf;
+using testing::TraceOf;
+using testing::TreeModule;
+
+constexpr int kBlocks = 4;
+
+// Blocks of three operators each: what the first two save is needed in the block's backward, what the last
+// one writes is the next block's input.
+Trace Blocks() {
+  TreeModule list{.name = "blocks", .class_name = "ModuleList"};
+  for (int i = 0; i < kBlocks; ++i) {
+    TreeModule block{.name = std::to_string(i)};
+    for (const char* name : {"x", "y", "z"}) block.children.push_back({.name = name, .parameters = {{4, 4}}});
+    list.children.push_back(std::move(block));
+  }
+  return TraceOf({.children = {{.name = "embed", .parameters = {{4, 4}}}, list}});
+}
+
+struct Memory {
+  std::int64_t peak = 0, at_forward_end = 0, left = 0;
+};
+
+// Replays allocations and frees; fails on a use of something that is not alive.
+Memory Replay(const Trace& trace) {
+  std::map<StorageId, std::int64_t> alive;
+  std::int64_t total = 0;
+  Memory memory;
+  const std::set<StorageId> inputs = {trace.inputs[0].storage};
+  for (const Pass* pass : {&trace.forwards[0], &trace.backwards[0]}) {
+    for (const TraceEvent& event : pass->events) {
+      if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
+        EXPECT_TRUE(alive.emplace(allocate->storage, allocate->size_bytes.value).second) << allocate->storage;
+        if (allocate->role != StorageRole::kParameterGrad) total += allocate->size_bytes.value;
+      } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
+        EXPECT_TRUE(alive.contains(free->storage)) << "freed twice: " << free->storage;
+        total -= alive[free->storage];
+        alive.erase(free->storage);
+      } else if (const auto* op = std::get_if<OperatorEvent>(&event)) {
+        for (const StorageId s : op->reads) EXPECT_TRUE(alive.contains(s) || inputs.contains(s)) << s;
+        for (const StorageId s : op->writes) EXPECT_TRUE(alive.contains(s)) << s;
+      }
+      memory.peak = std::max(memory.peak, total);
+    }
+    if (pass == &trace.forwards[0]) memory.at_forward_end = total;
+  }
+  memory.left = total;
+  return memory;
+}
+
+std::int64_t Flops(const Pass& pass) {
+  std::int64_t flops = 0;
+  for (const TraceEvent& event : pass.events) {
+    if (const auto* op = std::get_if<OperatorEvent>(&event)) flops += op->flops;
+  }
+  return flops;
+}
+
+TEST(CheckpointingTest, ForwardKeepsOneInputPerBlockAndBackwardRunsItAgain) {
+  const Trace plain = Blocks();
+  const Result<Trace> checkpointed =
+      ApplyCheckpointing(plain, {.modules = {"blocks.*"}, .early_stop = false});
+  ASSERT_TRUE(checkpointed);
+  const Memory before = Replay(plain);
+  const Memory after = Replay(*checkpointed);
+  constexpr std::int64_t kActivation = 4096;
+  EXPECT_EQ(before.at_forward_end, (1 + 3 * kBlocks) * kActivation);
+  // Every block's input: the outputs of the embedding and of all blocks but the last.
+  EXPECT_EQ(after.at_forward_end, kBlocks * kActivation);
+  EXPECT_LT(after.peak, before.peak);
+  EXPECT_EQ(after.left, before.left);
+  EXPECT_EQ(Flops(checkpointed->forwards[0]), Flops(plain.forwards[0]));
+  // All three operators of every block run again.
+  EXPECT_EQ(Flops(checkpointed->backwards[0]) - Flops(plain.backwards[0]), 3 * kBlocks * 1'000'000);
+}
+
+TEST(CheckpointingTest, EarlyStopEndsWithTheLastSavedTensor) {
+  Trace plain = Blocks();
+  // z's backward does not need its own output: nothing after y has to be remade.
+  for (TraceEvent& event : plain.backwards[0].events) {
+    auto* op = std::get_if<OperatorEvent>(&event);
+    if (op != nullptr && plain.modules[op->module].fqn.ends_with(".z")) op->reads = {op->reads[0] - 1};
+  }
+  const Result<Trace> stopped = ApplyCheckpointing(plain, {.modules = {"blocks.*"}});
+  const Result<Trace> whole = ApplyCheckpointing(plain, {.modules = {"blocks.*"}, .early_stop = false});
+  ASSERT_TRUE(stopped && whole);
+  EXPECT_EQ(Flops(stopped->backwards[0]) - Flops(plain.backwards[0]), 2 * kBlocks * 1'000'000);
+  EXPECT_EQ(Flops(whole->backwards[0]) - Flops(plain.backwards[0]), 3 * kBlocks * 1'000'000);
+  EXPECT_EQ(Replay(*stopped).left, 0);
+}
+
+TEST(CheckpointingTest, PlansOfBothPoliciesVerify) {
+  for (const char* policy : {"fsdp2", "fsdp1"}) {
+    for (const char* modules : {"blocks.*", "blocks.*.y", ""}) {
+      const Strategy strategy{.policy = policy, .checkpoint = CheckpointRule{.modules = {modules}}};
+      const Result<PlannerOutput> planned = MakePlan(Blocks(), strategy, ClusterOf(2));
+      EXPECT_TRUE(planned) << policy << " " << modules << " " << ToString(planned.error());
+    }
+  }
+}
+
+TEST(CheckpointingTest, UnitsInsideACheckpointedModuleRunTheirForwardHooksAgain) {
+  Strategy strategy{.units = {{.modules = {"blocks.*.x"}}, {.modules = {""}}},
+                    .checkpoint = CheckpointRule{.modules = {"blocks.*"}}};
+  const Result<PlannerOutput> planned = MakePlan(Blocks(), strategy, ClusterOf(2));
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  // Each unit x: once in the forward, once in the recomputation that its block's backward starts with.
+  std::map<std::string, std::vector<TriggerKind>> hooks;
+  for (const Trigger& trigger : planned->plan.steps[planned->plan.steady_step].triggers) {
+    if (trigger.unit > 0) hooks[planned->plan.units[trigger.unit].fqn].push_back(trigger.kind);
+  }
+  EXPECT_EQ(hooks.size(), static_cast<std::size_t>(kBlocks));
+  using enum TriggerKind;
+  for (const auto& [unit, kinds] : hooks) {
+    EXPECT_EQ(kinds, (std::vector{kPreForward, kPostForward, kPreForward, kPostForward, kPreBackward,
+                                  kPostBackward}))
+        << unit;
+  }
+}
+
+}  // namespace
+}  // namespace shardplan

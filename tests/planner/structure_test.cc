@@ -1,0 +1,160 @@
+// The plans of three equal layers, in full: what is issued where, and why.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/plan_text.h"
+#include "tests/planner/synthetic.h"
+
+namespace shardplan {
+namespace {
+
+using testing::ClusterOf;
+using ::testing::ElementsAre;
+using testing::LayeredTrace;
+
+Plan MustPlan(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 4) {
+  Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(ranks));
+  if (!planned) ADD_FAILURE() << ToString(planned.error());
+  return planned ? planned->plan : Plan{};
+}
+
+// "trigger unit: collectives" of the steady step.
+std::vector<std::string> Collectives(const Plan& plan) {
+  std::vector<std::string> lines;
+  for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      const bool collective = i.kind == InstructionKind::kAllGather ||
+                              i.kind == InstructionKind::kReduceScatter ||
+                              i.kind == InstructionKind::kAllReduce;
+      if (!collective) continue;
+      const BufferId buffer = i.kind == InstructionKind::kAllGather ? i.dst : i.src;
+      lines.push_back(std::string(Name(trigger.kind)) + " " +
+                      (trigger.unit < 0 ? "-" : plan.units[trigger.unit].fqn) + ": " +
+                      std::string(Name(i.kind)) + " " + plan.units[plan.buffers[buffer].unit].fqn);
+    }
+  }
+  return lines;
+}
+
+TEST(Fsdp2StructureTest, DefaultGathersOnDemandForwardAndOneAheadBackward) {
+  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), {});
+  EXPECT_THAT(
+      Collectives(plan),
+      ElementsAre(
+          "pre_forward layers.0: all_gather layers.0", "pre_forward layers.1: all_gather layers.1",
+          "pre_forward layers.2: all_gather layers.2", "pre_backward layers.2: all_gather layers.2",
+          "pre_backward layers.2: all_gather layers.1", "post_backward layers.2: reduce_scatter layers.2",
+          "pre_backward layers.1: all_gather layers.0", "post_backward layers.1: reduce_scatter layers.1",
+          "backward_end -: reduce_scatter layers.0"));
+}
+
+TEST(Fsdp2StructureTest, RootWithParametersStaysGatheredAndPrefetchesTheLastBlock) {
+  const Plan plan = MustPlan(LayeredTrace(2, 8, 8, 16), {});
+  EXPECT_THAT(
+      Collectives(plan),
+      ElementsAre("pre_forward : all_gather ", "pre_forward layers.0: all_gather layers.0",
+                  "pre_forward layers.1: all_gather layers.1", "pre_backward : all_gather layers.1",
+                  "pre_backward layers.1: all_gather layers.0",
+                  "post_backward layers.1: reduce_scatter layers.1",
+                  "post_backward layers.0: reduce_scatter layers.0", "backward_end -: reduce_scatter "));
+}
+
+TEST(Fsdp2StructureTest, NoReshardSavesTheBackwardGathers) {
+  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), {.reshard_after_forward = false});
+  int gathers = 0;
+  for (const std::string& line : Collectives(plan)) gathers += line.find("all_gather") != std::string::npos;
+  EXPECT_EQ(gathers, 3);
+}
+
+TEST(Fsdp1StructureTest, DefaultLimitsTheHostAndGathersOneAheadInTheBackward) {
+  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), {.policy = "fsdp1"});
+  EXPECT_THAT(
+      Collectives(plan),
+      ElementsAre(
+          "pre_forward layers.0: all_gather layers.0", "pre_forward layers.1: all_gather layers.1",
+          "pre_forward layers.2: all_gather layers.2", "pre_backward layers.2: all_gather layers.2",
+          "pre_backward layers.2: all_gather layers.1", "post_backward layers.2: reduce_scatter layers.2",
+          "pre_backward layers.1: all_gather layers.0", "post_backward layers.1: reduce_scatter layers.1",
+          "post_backward layers.0: reduce_scatter layers.0"));
+  std::int64_t waits = 0;
+  for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
+    for (const Instruction& i : trigger.instructions) waits += i.kind == InstructionKind::kHostWait;
+  }
+  EXPECT_EQ(waits, 6);  // from the second step on every all-gather finds two frees pending
+}
+
+TEST(StructureTest, EverythingInTheTraceIsInTheStepOnce) {
+  const Trace trace = LayeredTrace(3, 8, 8, 16);
+  for (const char* policy : {"fsdp2", "fsdp1"}) {
+    const Plan plan = MustPlan(trace, {.policy = policy});
+    std::map<std::string, int> made;
+    for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind != InstructionKind::kCompute) continue;
+        for (const SegmentEntry& entry : plan.segments[i.segment].entries)
+          ++made[std::to_string(entry.index())];
+        made["grads"] += static_cast<int>(plan.segments[i.segment].grads.size());
+      }
+    }
+    std::map<std::string, int> traced;
+    for (const auto* passes : {&trace.forwards, &trace.backwards}) {
+      for (const Pass& pass : *passes) {
+        for (const TraceEvent& event : pass.events) {
+          if (std::holds_alternative<OperatorEvent>(event)) ++traced["0"];
+          if (std::holds_alternative<AllocateEvent>(event)) ++traced["1"];
+          if (std::holds_alternative<FreeEvent>(event)) ++traced["2"];
+          if (std::holds_alternative<ParameterGradEvent>(event)) ++traced["grads"];
+        }
+      }
+    }
+    EXPECT_EQ(made, traced) << policy;
+  }
+}
+
+TEST(StructureTest, AccumulationWithoutSyncHoldsGradientsAndReducesOnce) {
+  Strategy strategy{.mixed_precision =
+                        MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32}};
+  strategy.program = {{ModuleCall{.method = "set_requires_gradient_sync", .value = false}, ForwardCall{0, 0},
+                       BackwardCall{{0}, 0},
+                       ModuleCall{.method = "set_requires_gradient_sync", .value = true}, ForwardCall{1, 0},
+                       BackwardCall{{1}, 0}, OptimizerStepCall{}, ZeroGradCall{}}};
+  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), strategy);
+  int reductions = 0, held = 0;
+  for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      reductions += i.kind == InstructionKind::kReduceScatter;
+      held += i.kind == InstructionKind::kAllocate &&
+              plan.buffers[i.dst].role == BufferRole::kGradUnshardedAccumulated;
+      if (i.kind == InstructionKind::kReduceScatter) {
+        EXPECT_EQ(trigger.microbatch, 1);
+      }
+    }
+  }
+  EXPECT_EQ(reductions, 3);
+  EXPECT_EQ(held, 3);
+  EXPECT_EQ(plan.tokens_per_step, 16);
+}
+
+TEST(StructureTest, GraphIsWrittenAsGraphViz) {
+  const Result<PlannerOutput> planned = MakePlan(LayeredTrace(2, 8, 8), {}, ClusterOf(2));
+  ASSERT_TRUE(planned);
+  EXPECT_TRUE(planned->graph_dot.starts_with("digraph"));
+  EXPECT_NE(planned->graph_dot.find("forward layers.1"), std::string::npos);
+  EXPECT_NE(planned->graph_dot.find("reduce_scatter"), std::string::npos);
+}
+
+TEST(StructureTest, PassesAreReportedInOrder) {
+  std::vector<std::string> names;
+  const auto on_pass = [&](std::string_view name, Nanoseconds wall_ns) {
+    EXPECT_GE(wall_ns.value, 0);
+    names.emplace_back(name);
+  };
+  ASSERT_TRUE(MakePlan(LayeredTrace(2, 8, 8), {}, ClusterOf(2), {.on_pass = on_pass}));
+  EXPECT_THAT(names, ElementsAre("apply_checkpointing", "choose_units", "record_order", "place_events",
+                                 "build_graph", "linearise", "describe", "digest", "verify"));
+}
+
+}  // namespace
+}  // namespace shardplan
