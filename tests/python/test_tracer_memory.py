@@ -8,7 +8,7 @@ import tracer_models as models
 from conftest import ROOT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from tracer_support import CASES, events_of, floats, order_on_real_tensors, passes, saved_in, tokens, trace_case
+from tracer_support import CASES, events_of, floats, fqn_of, order_on_real_tensors, passes, saved_in, tokens, trace_case
 
 from shardplan.tracer import attention, record
 from shardplan.tracer.fake_cuda import fake_cuda

@@ -107,7 +107,7 @@ class ModuleHooks:
         needing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not (needing and has_parameters and self._mark_inputs and torch.is_grad_enabled()):
             return None
-        done = functools.partial(self._inputs_done, module_id, occurrence, self._forward)
+        done = functools.partial(self._inputs_done, module_id, occurrence)
         marked = _Identity.apply(done, *(leaves[i] for i in needing))
         for i, tensor in zip(needing, marked):
             self._name(tensor, self.tensor_id(leaves[i]))
@@ -127,9 +127,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             for index, tensor in enumerate(found):
                 if tensor.requires_grad:
-                    tensor.register_hook(
-                        functools.partial(self._output_gradient, module_id, index, occurrence, self._forward)
-                    )
+                    tensor.register_hook(functools.partial(self._output_gradient, module_id, index, occurrence))
 
     # ---- backward ----
 
@@ -149,10 +147,10 @@ class ModuleHooks:
         if not self._recomputed:
             recorder.emit(["recompute_exit", module_id])
 
-    def _output_gradient(self, module_id: int, index: int, occurrence: int, forward: int, _gradient) -> None:
+    def _output_gradient(self, module_id: int, index: int, occurrence: int, _gradient) -> None:
         self._recorder.emit(["grad_ready", module_id, index, occurrence, 0])
 
-    def _inputs_done(self, module_id: int, occurrence: int, forward: int) -> None:
+    def _inputs_done(self, module_id: int, occurrence: int) -> None:
         self._recorder.emit(["inputs_done", module_id, occurrence, 0])
 
     def _parameter_gradient(self, parameter_id: int, parameter: torch.Tensor) -> None:
