@@ -42,9 +42,9 @@ class Clocks {
   // `stream` (host() for a host wait) starts later work after the latest record of `event`.
   void Wait(std::int32_t stream, EventId event);
 
-  // True if `earlier` is finished before work issued now on `stream` starts.
+  // True if `earlier` is finished before work issued now on `stream` starts; nothing at all (tick 0) is.
   bool IsBefore(const Work& earlier, std::int32_t stream) const {
-    return earlier.tick <= Row(stream)[earlier.stream];
+    return earlier.tick == 0 || earlier.tick <= Row(stream)[earlier.stream];
   }
 
   // A stream that waits for something that never happens is stuck from there on, and so is who waits for it.
