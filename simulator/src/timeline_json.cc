@@ -112,28 +112,39 @@ class TimelineWriter {
     }
   }
 
+  // Samples of the same nanosecond become two: the highest, and what is left a nanosecond later.
   void WriteMemory() {
-    // Samples of the same nanosecond: the last one of a category stands for all.
-    std::vector<std::int64_t> bytes(simulation_.categories.size());
+    const std::vector<MemorySample>& samples = simulation_.memory;
     std::vector<bool> used(simulation_.categories.size());
-    for (const MemorySample& sample : simulation_.memory)
-      used[static_cast<std::size_t>(sample.category)] = true;
-    for (std::size_t i = 0; i < simulation_.memory.size(); ++i) {
-      const MemorySample& sample = simulation_.memory[i];
-      bytes[static_cast<std::size_t>(sample.category)] = sample.category_bytes.value;
-      if (i + 1 < simulation_.memory.size() && simulation_.memory[i + 1].time_ns == sample.time_ns) continue;
-      out_ += fmt::format(R"({{"ph":"C","pid":{},"ts":{},"name":"allocated bytes","args":{{)", kProcess,
-                          Microseconds(sample.time_ns));
-      bool first = true;
-      for (std::size_t c = 0; c < bytes.size(); ++c) {
-        if (!used[c]) continue;
-        if (!first) out_ += ',';
-        first = false;
-        AppendJsonString(out_, simulation_.categories[c]);
-        out_ += fmt::format(":{}", bytes[c]);
+    for (const MemorySample& sample : samples) used[static_cast<std::size_t>(sample.category)] = true;
+    std::vector<std::int64_t> now(simulation_.categories.size());
+    for (std::size_t i = 0; i < samples.size();) {
+      const Nanoseconds time = samples[i].time_ns;
+      std::vector<std::int64_t> highest;
+      Bytes highest_total{-1};
+      for (; i < samples.size() && samples[i].time_ns == time; ++i) {
+        now[static_cast<std::size_t>(samples[i].category)] = samples[i].category_bytes.value;
+        if (samples[i].total_bytes < highest_total) continue;
+        highest_total = samples[i].total_bytes;
+        highest = now;
       }
-      out_ += "}},\n";
+      WriteCounter(time, highest, used);
+      if (highest != now) WriteCounter(time + Nanoseconds{1}, now, used);
     }
+  }
+
+  void WriteCounter(Nanoseconds time, const std::vector<std::int64_t>& bytes, const std::vector<bool>& used) {
+    out_ += fmt::format(R"({{"ph":"C","pid":{},"ts":{},"name":"allocated bytes","args":{{)", kProcess,
+                        Microseconds(time));
+    bool first = true;
+    for (std::size_t c = 0; c < bytes.size(); ++c) {
+      if (!used[c]) continue;
+      if (!first) out_ += ',';
+      first = false;
+      AppendJsonString(out_, simulation_.categories[c]);
+      out_ += fmt::format(":{}", bytes[c]);
+    }
+    out_ += "}},\n";
   }
 
   const Plan& plan_;
