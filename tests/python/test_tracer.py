@@ -131,6 +131,15 @@ def test_a_module_may_change_its_input_in_place():
     assert ("inputs_done", "rest", 0) in log, "although the first thing it does is to change its input"
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_root_is_entered_with_the_batch(name):
+    trace = trace_case(name)
+    entry = trace["forwards"][0]
+    assert entry["events"][0][:2] == ["enter", 0]
+    entered = [entry["tensors"][tensor] for tensor in entry["events"][0][2]]
+    assert [(t["shape"], t["storage"]) for t in entered] == [(i["shape"], i["storage"]) for i in trace["inputs"]]
+
+
 def test_the_same_tensor_object_has_the_same_id_across_modules():
     trace = trace_case("llama")
     enters = {fqn_of(trace, e[1]): e[2] for e in events_of(trace) if e[0] == "enter"}

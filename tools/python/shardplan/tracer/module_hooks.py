@@ -47,7 +47,7 @@ class ModuleHooks:
         self._handles: list = []
         self._calls: dict[int, list[int]] = {}  # module id -> occurrences entered and not yet left
         self._counts: dict[int, int] = {}
-        self._forward = 0
+        self._scope = object()  # of tensor ids: a forward of this recording
         self._recomputed: list[int] = []
         self.tensors: list[dict] = []
         with_parameters = {m for m in tree.module_ids if any(True for _ in m.parameters())}
@@ -66,14 +66,14 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
 
-    def begin_forward(self, index: int) -> None:
-        self._forward = index
+    def begin_forward(self) -> None:
+        self._scope = object()
         self._calls, self._counts, self.tensors = {}, {}, []
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
         """The id of a tensor object within the current forward."""
         known = getattr(tensor, _ID_ATTRIBUTE, None)
-        if known is not None and known[0] == self._forward:
+        if known is not None and known[0] is self._scope:
             return known[1]
         return self._name(tensor, len(self.tensors))
 
@@ -86,7 +86,7 @@ class ModuleHooks:
             if storage >= 0:
                 entry["storage"] = storage
             self.tensors.append(entry)
-        setattr(tensor, _ID_ATTRIBUTE, (self._forward, tensor_id))
+        setattr(tensor, _ID_ATTRIBUTE, (self._scope, tensor_id))
         return tensor_id
 
     # ---- forward ----

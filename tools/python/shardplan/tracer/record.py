@@ -93,7 +93,7 @@ def _record_once(
     with _no_garbage_collection(), recorder:
         try:
             for index in range(steps):
-                hooks.begin_forward(index)
+                hooks.begin_forward()
                 forward, backward, changed = _one_step(step, recorder, hooks, index, mark_inputs, progress)
                 forwards.append(forward)
                 backwards += [backward] if backward is not None else []
