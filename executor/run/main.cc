@@ -55,7 +55,8 @@ void AddFlags(CLI::App& app, RunOptions& options) {
          "--device", options.device,
          "cpu (Gloo), cuda (NCCL, a GPU per rank), or virtual (one thread, streams in the worst order)")
       ->transform(CLI::CheckedTransformer(devices, CLI::ignore_case))
-      ->default_str("cpu");
+      ->default_str("cpu")
+      ->type_name("DEVICE");
   app.add_option("--steps", options.steps, "Steps to run")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--compute-scale", options.compute_scale, "Filler compute takes the traced cost times this")
       ->check(CLI::NonNegativeNumber)

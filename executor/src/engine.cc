@@ -41,7 +41,8 @@ class Engine::Impl {
         alive_(plan.buffers.size(), 0),
         filled_(plan.buffers.size(), 0),
         grads_made_(plan.buffers.size()),
-        segment_grads_(plan.segments.size()) {
+        segment_grads_(plan.segments.size()),
+        bound_(plan.units.size(), -1) {
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) alive_[b] = filled_[b] = plan.buffers[b].persistent;
     ResolveSegmentGrads();
   }
@@ -96,6 +97,7 @@ class Engine::Impl {
   std::vector<std::vector<std::uint8_t>> grads_made_;  // grad_unsharded: by parameter of the unit
   std::vector<std::vector<std::vector<GradTarget>>>
       segment_grads_;                // by segment and gradient: the candidates
+  std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };
 
@@ -264,11 +266,17 @@ Status Engine::Impl::RunMemory(const Op& op) {
     return device_.Allocate(buffer, op.stream);
   }
   if (Status status = RequireAlive(buffer); !status) return status;
+  const UnitId unit = plan_.buffers[buffer].unit;
+  if (unit >= 0 && bound_[unit] == buffer) {
+    return MakeError(ErrorCode::kBadInput,
+                     fmt::format("{} is freed while the parameters of {} are views of it",
+                                 plan_.buffers[buffer].name, plan_.units[unit].fqn));
+  }
   alive_[buffer] = filled_[buffer] = 0;
   std::ranges::fill(grads_made_[buffer], 0);
   if (op.code == OpCode::kFree) return device_.Free(buffer, program_.safe_after[op.b]);
   if (Status status = device_.Free(buffer, {}); !status) return status;
-  return model_->DropGradients(plan_.buffers[buffer].unit, buffer);
+  return model_->DropGradients(unit, buffer);
 }
 
 Status Engine::Impl::RunMove(const Op& op) {
@@ -309,6 +317,7 @@ Status Engine::Impl::RunModel(const Op& op) {
     case OpCode::kBindUnsharded:
     case OpCode::kBindSharded:
       if (Status status = RequireAlive(op.b); !status) return status;
+      bound_[op.a] = op.code == OpCode::kBindUnsharded ? op.b : -1;
       if (model_ == nullptr) return {};
       return op.code == OpCode::kBindUnsharded ? model_->BindUnsharded(op.a, op.b)
                                                : model_->BindSharded(op.a, op.b);

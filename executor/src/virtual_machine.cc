@@ -197,13 +197,21 @@ Status VirtualMachineImpl::Drain() {
     if (!ran) return std::unexpected(std::move(ran.error()));
     if (!*ran) break;
   }
+  // Waits follow from something else that is stuck: a collective that a rank does not take part in, if there
+  // is one.
+  std::size_t stuck = queues_.size();
   for (std::size_t i = 0; i < queues_.size(); ++i) {
     if (queues_[i].empty()) continue;
-    return MakeError(ErrorCode::kNegative,
-                     fmt::format("deadlock: rank {}, stream {}: {} can never run", i / plan_.streams.size(),
-                                 plan_.streams[i % plan_.streams.size()].name, queues_[i].front().what));
+    if (stuck == queues_.size()) stuck = i;
+    if (queues_[i].front().kind != WorkItem::Kind::kCollective) continue;
+    stuck = i;
+    break;
   }
-  return {};
+  if (stuck == queues_.size()) return {};
+  return MakeError(
+      ErrorCode::kNegative,
+      fmt::format("deadlock: rank {}, stream {}: {} can never run", stuck / plan_.streams.size(),
+                  plan_.streams[stuck % plan_.streams.size()].name, queues_[stuck].front().what));
 }
 
 }  // namespace shardplan::executor

@@ -26,7 +26,8 @@ double Fold(double h, double value, std::int64_t element) {
 }
 
 double Gradient(double value, double h, std::int64_t element, std::int64_t rank, double ranks) {
-  return ranks * (Modulo(value + h + static_cast<double>(element) + static_cast<double>(rank), 3) - 1);
+  const std::int64_t of_element = 3 * element + rank * (element % 4 + 1);
+  return ranks * (Modulo(2 * value + h + static_cast<double>(of_element), 5) - 2);
 }
 
 // Elements of a parameter that a rank's piece holds: calls visit(element in the parameter, element in the

@@ -134,22 +134,23 @@ TEST_P(VirtualMutations, ACopyOrReductionThatIsLeftOutIsFound) {
 std::string CaseName(const testing::TestParamInfo<ShardedPlanOptions>& info) { return ToString(info.param); }
 INSTANTIATE_TEST_SUITE_P(Cases, VirtualMutations, testing::ValuesIn(Cases()), CaseName);
 
-// One rank issues two collectives in another order than the others.
+// One rank issues a prefetch after the reduce_scatter that the others issue before it.
 TEST(VirtualMachine, RanksThatIssueCollectivesInDifferentOrdersAreNamed) {
   const Plan plan = MakeShardedPlan({.shards = 2});
   Plan other = plan;
-  std::vector<Instruction*> gathers;
-  for (Trigger& trigger : other.steps[0].triggers) {
-    for (Instruction& i : trigger.instructions) {
-      if (i.kind == InstructionKind::kAllGather || i.kind == InstructionKind::kReduceScatter)
-        gathers.push_back(&i);
-    }
-  }
-  // The backward prefetch of layers.1 and the reduce_scatter of layers.2 use the same communicator.
-  const auto reduce = std::ranges::find_if(
-      gathers, [](const Instruction* i) { return i->kind == InstructionKind::kReduceScatter; });
-  ASSERT_NE(reduce, gathers.end());
-  (*reduce)->reduce_op = ReduceOp::kSum;
+  std::vector<Trigger>& triggers = other.steps[0].triggers;
+  const auto before = std::ranges::find_if(
+      triggers, [](const Trigger& t) { return t.kind == TriggerKind::kPreBackward && t.unit == 2; });
+  const auto after = std::ranges::find_if(
+      triggers, [](const Trigger& t) { return t.kind == TriggerKind::kPostBackward && t.unit == 2; });
+  ASSERT_TRUE(before != triggers.end() && after != triggers.end());
+  // The trigger gathers layers.2 and then, ahead of time, layers.1.
+  const auto gather =
+      std::find_if(before->instructions.rbegin(), before->instructions.rend(),
+                   [](const Instruction& i) { return i.kind == InstructionKind::kAllGather; });
+  ASSERT_NE(gather, before->instructions.rend());
+  after->instructions.push_back(*gather);
+  before->instructions.erase(std::next(gather).base());
   const std::string failure = RunOnVirtual(plan, 1, 1, &other);
   EXPECT_NE(failure.find("ranks issue different ones"), std::string::npos) << failure;
 }
@@ -167,7 +168,7 @@ TEST(VirtualMachine, ACollectiveThatOneRankDoesNotIssueIsADeadlock) {
   }
   ASSERT_TRUE(removed);
   const std::string failure = RunOnVirtual(plan, 1, 1, &other);
-  EXPECT_NE(failure.find("deadlock"), std::string::npos) << failure;
+  EXPECT_NE(failure.find("deadlock: rank 0, stream scatter: collective"), std::string::npos) << failure;
   EXPECT_NE(failure.find("layers.0.reduce_scatter_output"), std::string::npos) << failure;
 }
 

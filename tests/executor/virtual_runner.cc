@@ -50,8 +50,9 @@ std::string RunOnVirtual(const Plan& plan, std::uint64_t seed, std::int64_t step
     Rank& rank = ranks[r];
     rank.stream = std::make_unique<VirtualStream>(*machine, plan, r);
     rank.model = std::make_unique<ToyModel>(plan, r, *rank.stream);
+    const Plan& own = last_rank_plan != nullptr && r + 1 == plan.world_size ? *last_rank_plan : plan;
     auto engine =
-        executor::Engine::Create(plan, r, machine->device(r), machine->collectives(r), rank.model.get());
+        executor::Engine::Create(own, r, machine->device(r), machine->collectives(r), rank.model.get());
     if (!engine) return ToString(engine.error());
     rank.engine = std::move(*engine);
     rank.model->SetInitialShards();
