@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "allocator_address_spaces.h"
+#include "allocator_sizes.h"
 
 namespace shardplan {
 namespace {
@@ -18,6 +19,7 @@ struct State {
   Bytes log_reserved;                               // what the rows before it add up to
   std::vector<Bytes> reserved;                      // after each of them
   std::optional<AllocatorDeparture> departure;
+  bool opened_address_space = false;  // by the last request
 };
 
 std::string Describe(const LogAction& action) {
@@ -54,6 +56,7 @@ class LogDriver final : public DeviceDriver {
 
   // A new address space begins with the first page that is mapped in it.
   DeviceAddress ReserveAddresses(Bytes, std::int32_t) override {
+    state_.opened_address_space = true;
     const LogAction* row = Row();
     return row != nullptr && row->kind == LogActionKind::kSegmentMap ? row->address : 0;
   }
@@ -138,6 +141,8 @@ class Replayer {
   explicit Replayer(const AllocatorLog& log) : log_(log), state_(log.settings) {}
 
   Result<AllocatorReplay> Run();
+  // After Run: the request at which it departed began a new address space.
+  bool DepartedInNewAddressSpace() const { return state_.opened_address_space; }
 
  private:
   // A group of rows [cursor, request): what happened before the next request, and because of it.
@@ -243,6 +248,7 @@ void Replayer::Complete(State& state) const {
 void Replayer::ReplayRequest(State& state, std::size_t request) const {
   const LogAction& row = log_.actions[request];
   LogDriver driver(log_, state);
+  state.opened_address_space = false;
   Group group;
   group.request = request;
   const BlockId block = state.allocator.Allocate(row.size_bytes, StreamOf(state, group), driver);
@@ -377,8 +383,37 @@ Result<AllocatorReplay> Replayer::Run() {
   return replay;
 }
 
+// [Note: size of the device] How much address space an expandable segment has, and so when a second one
+// begins, depends on the size of the device. Where the log does not say it and the replay departs, it is
+// searched for by bisection: a departure at which the model began a new address space says that it was taken
+// too small, another too large.
+Result<AllocatorReplay> SearchDeviceSize(const AllocatorLog& log, AllocatorReplay best) {
+  AllocatorLog sized = log;
+  std::int64_t least = 1, most = kUnknownDeviceBytes.value;
+  while (most - least > kSmallSegmentBytes) {
+    const std::int64_t middle = least + (most - least) / 2;
+    sized.device_bytes = Bytes{middle};
+    Replayer replayer(sized);
+    Result<AllocatorReplay> replay = replayer.Run();
+    if (!replay) return replay;
+    const bool better = replay->reproduced > best.reproduced || !replay->departure;
+    (replayer.DepartedInNewAddressSpace() ? least : most) = middle;
+    if (better) {
+      best = std::move(*replay);
+      best.inferred_device_bytes = sized.device_bytes;
+    }
+    if (!best.departure) break;
+  }
+  return best;
+}
+
 }  // namespace
 
-Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log) { return Replayer(log).Run(); }
+Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log) {
+  Result<AllocatorReplay> replay = Replayer(log).Run();
+  const bool may_lack_size = !log.device_bytes && log.settings.expandable_segments;
+  if (!replay || !replay->departure || !may_lack_size) return replay;
+  return SearchDeviceSize(log, std::move(*replay));
+}
 
 }  // namespace shardplan

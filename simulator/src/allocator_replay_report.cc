@@ -79,6 +79,10 @@ std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay) {
   if (log.settings.allowed_bytes) {
     text += "allowed: " + WithSeparators(log.settings.allowed_bytes->value) + " B\n";
   }
+  if (replay.inferred_device_bytes) {
+    text += "size of the device, from the log's address spaces: about " +
+            WithSeparators(replay.inferred_device_bytes->value) + " B\n";
+  }
   for (const std::string& note : log.notes) text += "note: " + note + "\n";
   text += "state before: " + std::to_string(log.initial_segments.size()) + " segments, " +
           WithSeparators(replay.initial_reserved_bytes.value) + " B reserved\n";
@@ -114,6 +118,8 @@ std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay) {
   json["active_bytes"] = replay.stats.active_bytes.value;
   json["requested_bytes"] = replay.stats.requested_bytes.value;
   json["inactive_split_bytes"] = replay.stats.inactive_split_bytes.value;
+  json["inferred_device_bytes"] = nullptr;
+  if (replay.inferred_device_bytes) json["inferred_device_bytes"] = replay.inferred_device_bytes->value;
   json["departure"] = nullptr;
   if (replay.departure) {
     json["departure"] = {{"action", replay.departure->action},

@@ -66,6 +66,16 @@ TEST(Replay, LibTorchUnderEverySetting) {
   }
 }
 
+// The end of an address space shows how large the device is.
+TEST(Replay, TheSizeOfTheDeviceIsInferredWhereItMatters) {
+  const AllocatorLog log = Read("libtorch_unknown_device.json");
+  ASSERT_FALSE(log.device_bytes);
+  const AllocatorReplay replay = *ReplayAllocatorLog(log);
+  EXPECT_FALSE(replay.departure) << Where(replay);
+  ASSERT_TRUE(replay.inferred_device_bytes);
+  EXPECT_NEAR(static_cast<double>(replay.inferred_device_bytes->value), 600.0 * kMiB, 60.0 * kMiB);
+}
+
 TEST(Replay, IsDeterministic) {
   const AllocatorLog log = Read("h100_training_step.json");
   EXPECT_EQ(ReplayJson(log, *ReplayAllocatorLog(log)), ReplayJson(log, *ReplayAllocatorLog(log)));

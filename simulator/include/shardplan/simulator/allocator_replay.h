@@ -68,6 +68,8 @@ struct AllocatorReplay {
   Bytes initial_reserved_bytes;
   AllocatorStats stats;                 // after the last reproduced request
   std::vector<SegmentView> memory_map;  // likewise
+  // Expandable segments only: a size of the device with which more is reproduced, where the log does not say it.
+  std::optional<Bytes> inferred_device_bytes;
 };
 
 // Replays the requests (alloc and free rows) and compares everything else with what the model does: which
