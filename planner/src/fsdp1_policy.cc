@@ -53,6 +53,9 @@ Status Fsdp1Policy::MakeHandles() {
     Handle& handle = handles_[u];
     handle.exists = !unit.parameters.empty();
     if (!handle.exists) continue;
+    if (partition_.units[u].cpu_offload) {
+      return MakeInputError("/cpu_offload", "fsdp1 plans do not offload; fsdp2 plans do", "true", "false");
+    }
     const auto trains = [](const UnitParameter& p) { return p.requires_grad; };
     handle.requires_grad = std::any_of(unit.parameters.begin(), unit.parameters.end(), trains);
     const bool all = std::all_of(unit.parameters.begin(), unit.parameters.end(), trains);

@@ -56,15 +56,17 @@ void Fsdp2Policy::IssueAllGather(UnitId id, bool async) {
   const std::int64_t ranks = post_forward ? group.post_forward_size : ShardRanks(id);
   const std::vector<std::int32_t> all = AllParameters(unit);
 
-  BufferId cast = -1;
+  std::vector<BufferId> temporaries;  // dropped when foreach_all_gather returns
   BufferId source = shard;
-  if (group.casts_params) {  // all shards at once into one flat buffer of the low precision
+  if (group.offloads && !post_forward) {
+    source = CopyShardsToDevice(id, copy_in, temporaries);
+  } else if (group.casts_params) {  // all shards at once into one flat buffer of the low precision
     const Bytes bytes{Sum(gathered).value / ranks};
-    cast = builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.param_dtype, {bytes}, all,
-                               post_forward ? "post_forward" : "");
-    builder_.Allocate(cast, copy_in);
-    builder_.Move(InstructionKind::kCopyIn, shard, cast, copy_in);
-    source = cast;
+    source = builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.param_dtype, {bytes}, all,
+                                 post_forward ? "post_forward" : "");
+    builder_.Allocate(source, copy_in);
+    builder_.Move(InstructionKind::kCopyIn, shard, source, copy_in);
+    temporaries.push_back(source);
   }
   // A unit that runs twice in a row gathers anew while its last output is still kept.
   const bool kept = comm_.all_gather_state == id &&
@@ -79,8 +81,33 @@ void Fsdp2Policy::IssueAllGather(UnitId id, bool async) {
       post_forward ? unit.post_forward_communicator : unit.shard_communicator;
   const EventId event = builder_.Event(EventName(id, "all_gather"));
   builder_.Record(event, gather);
-  if (cast >= 0) builder_.Free(cast, copy_in);
+  for (const BufferId buffer : temporaries) builder_.Free(buffer, copy_in);
   group.pending = PendingAllGather{output, event, async};
+}
+
+// Offloaded shards come to the device parameter by parameter, each cast before the next one comes.
+BufferId Fsdp2Policy::CopyShardsToDevice(UnitId id, StreamId stream, std::vector<BufferId>& temporaries) {
+  const Group& group = groups_[id];
+  const Unit& unit = UnitOf(id);
+  const std::vector<Bytes> copies = ShardParts(unit, ShardRanks(id), unit.orig_dtype);
+  const BufferId inputs =
+      builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.param_dtype,
+                          ShardParts(unit, ShardRanks(id), unit.param_dtype), AllParameters(unit));
+  builder_.Allocate(inputs, stream);
+  temporaries.push_back(inputs);
+  if (!group.casts_params) {
+    builder_.Move(InstructionKind::kCopyToDevice, group.param_sharded, inputs, stream);
+    return inputs;
+  }
+  for (std::size_t p = 0; p < copies.size(); ++p) {
+    const BufferId copy = builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.orig_dtype, {copies[p]},
+                                              {static_cast<std::int32_t>(p)}, fmt::format("device.{}", p));
+    builder_.Allocate(copy, stream);
+    builder_.Move(InstructionKind::kCopyToDevice, group.param_sharded, copy, stream);
+    builder_.Move(InstructionKind::kCopyIn, copy, inputs, stream);
+    builder_.Free(copy, stream);
+  }
+  return inputs;
 }
 
 void Fsdp2Policy::WaitAllGatherStreams(EventId event) {
@@ -246,6 +273,8 @@ void Fsdp2Policy::WaitForPostBackward(UnitId unit) {
 void Fsdp2Policy::FinalizeBackward(UnitId unit) {
   Group& group = groups_[unit];
   WaitForPostBackward(unit);
+  if (group.grad_offload_event >= 0) builder_.HostWait(group.grad_offload_event);
+  group.grad_offload_event = -1;
   if (group.pending) {  // gathered for a backward that did not come
     if (group.pending->event >= 0) {
       builder_.Wait(group.pending->event, kCompute);
@@ -372,6 +401,7 @@ void Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& para
 void Fsdp2Policy::DeliverGrad(UnitId id, BufferId output, StreamId stream,
                               const std::vector<std::int32_t>& parameters) {
   Group& group = groups_[id];
+  if (group.offloads) return DeliverGradToHost(id, output, stream, parameters);
   const Unit& unit = UnitOf(id);
   const bool casts = unit.reduce_dtype != unit.orig_dtype;
   std::vector<Bytes> parts;
@@ -394,6 +424,46 @@ void Fsdp2Policy::DeliverGrad(UnitId id, BufferId output, StreamId stream,
   }
   group.has_sharded_grad = true;
   // With HSDP the all-reduce's input is kept until the unit's next wait_for_post_backward.
+  if (!group.all_reduce) builder_.Free(output, reduce_scatter_stream_);
+}
+
+void Fsdp2Policy::DeliverGradToHost(UnitId id, BufferId output, StreamId stream,
+                                    const std::vector<std::int32_t>& parameters) {
+  Group& group = groups_[id];
+  const Unit& unit = UnitOf(id);
+  std::vector<Bytes> parts;
+  for (const std::int32_t p : parameters) {
+    parts.push_back(Bytes{PaddedShardNumel(unit.parameters[p], ShardRanks(id)) * SizeBytes(unit.orig_dtype)});
+  }
+  BufferId reduced = output;
+  if (unit.reduce_dtype != unit.orig_dtype) {
+    reduced =
+        builder_.UnitBuffer(id, BufferRole::kReduceScatterOutput, unit.orig_dtype, parts, parameters, "cast");
+    builder_.Allocate(reduced, stream);
+    builder_.Move(InstructionKind::kGradCast, output, reduced, stream);
+  }
+  const bool adds = group.has_sharded_grad;
+  const BufferId grad =
+      builder_.UnitBuffer(id, BufferRole::kGradHost, unit.orig_dtype, parts, parameters, {}, ShardMemory(id));
+  const BufferId arrived = adds ? builder_.UnitBuffer(id, BufferRole::kGradHost, unit.orig_dtype, parts,
+                                                      parameters, "new", ShardMemory(id))
+                                : grad;
+  builder_.Allocate(arrived, -1);
+  builder_.Move(InstructionKind::kCopyToHost, reduced, arrived, stream);
+  const EventId event = builder_.Event(EventName(id, "grad_offload"));
+  builder_.Record(event, stream);
+  // The copy overlaps only into pinned memory, and not when the host adds it to an earlier gradient.
+  if (strategy_.pin_memory && !adds) {
+    group.grad_offload_event = event;
+  } else {
+    builder_.HostWait(event);
+  }
+  if (adds) {
+    builder_.Move(InstructionKind::kGradAccumulate, arrived, grad, -1);
+    builder_.Free(arrived, -1);
+  }
+  group.has_sharded_grad = true;
+  if (reduced != output) builder_.Free(reduced, stream);
   if (!group.all_reduce) builder_.Free(output, reduce_scatter_stream_);
 }
 

@@ -69,13 +69,15 @@ void Fsdp2Policy::MakeGroups() {
     group.has_parameters = !unit.parameters.empty();
     group.post_forward_size = choice.post_forward_size;
     group.casts_params = unit.param_dtype != unit.orig_dtype;
+    group.offloads = choice.cpu_offload;
     group.grad_dtype = unit.param_dtype;
     if (!group.has_parameters) continue;
     std::vector<std::int32_t> all(unit.parameters.size());
     for (std::size_t p = 0; p < all.size(); ++p) all[p] = static_cast<std::int32_t>(p);
     const std::int64_t ranks = ShardRanks(id);
-    group.param_sharded = builder_.UnitBuffer(id, BufferRole::kParamSharded, unit.orig_dtype,
-                                              ShardParts(unit, ranks, unit.orig_dtype), all);
+    group.param_sharded =
+        builder_.UnitBuffer(id, BufferRole::kParamSharded, unit.orig_dtype,
+                            ShardParts(unit, ranks, unit.orig_dtype), all, {}, ShardMemory(id));
     group.param_unsharded = builder_.UnitBuffer(id, BufferRole::kParamUnsharded, unit.param_dtype,
                                                 GatheredParts(unit, ranks, unit.param_dtype), all);
   }
@@ -418,6 +420,11 @@ std::string Fsdp2Policy::State() const {
 
 std::string Fsdp2Policy::EventName(UnitId unit, std::string_view what) const {
   return fmt::format("{}.{}", DisplayName(UnitOf(unit).fqn), what);
+}
+
+MemoryKind Fsdp2Policy::ShardMemory(UnitId unit) const {
+  if (!groups_[unit].offloads) return MemoryKind::kDevice;
+  return strategy_.pin_memory ? MemoryKind::kPinnedHost : MemoryKind::kHost;
 }
 
 std::int64_t Fsdp2Policy::ShardRanks(UnitId unit) const {

@@ -66,6 +66,7 @@ class Fsdp2Policy : public Policy {
     std::set<std::int32_t> grads;      // parameters whose unsharded .grad is alive
     std::set<std::int32_t> accumulated;
     bool has_sharded_grad = false;
+    EventId grad_offload_event = -1;
     // setters
     bool reduce_grads = true;
     bool all_reduce_grads = true;
@@ -76,6 +77,7 @@ class Fsdp2Policy : public Policy {
     bool default_backward_prefetch = true;
     // derived
     bool casts_params = false;
+    bool offloads = false;
     DType grad_dtype = DType::kFloat32;  // of unsharded gradients
     BufferId param_sharded = -1, param_unsharded = -1;
   };
@@ -107,6 +109,7 @@ class Fsdp2Policy : public Policy {
   // fsdp2_collectives.cc: parameter groups
   void Unshard(UnitId unit, bool async, std::string_view reason);
   void IssueAllGather(UnitId unit, bool async);
+  BufferId CopyShardsToDevice(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
   void WaitForUnshard(UnitId unit);
   void WaitAllGatherStreams(EventId event);
   void Reshard(UnitId unit);
@@ -124,6 +127,9 @@ class Fsdp2Policy : public Policy {
   void DeliverGrad(UnitId unit, BufferId output, StreamId stream,
                    const std::vector<std::int32_t>& parameters);
 
+  void DeliverGradToHost(UnitId unit, BufferId output, StreamId stream,
+                         const std::vector<std::int32_t>& parameters);
+
   struct Divide {
     std::optional<double> pre, post;
     ReduceOp reduce_scatter = ReduceOp::kSum, all_reduce = ReduceOp::kSum;
@@ -131,6 +137,7 @@ class Fsdp2Policy : public Policy {
   Divide DivideFactors(UnitId unit) const;
 
   const Unit& UnitOf(UnitId unit) const { return partition_.units[unit].unit; }
+  MemoryKind ShardMemory(UnitId unit) const;
   std::string EventName(UnitId unit, std::string_view what) const;
   BufferId GradBuffer(UnitId unit, const std::set<std::int32_t>& parameters, bool accumulated);
   BufferId PartialBuffer(UnitId unit, const std::vector<std::int32_t>& parameters);

@@ -8,6 +8,7 @@ namespace shardplan {
 namespace {
 
 constexpr StreamId kCompute = 0;
+constexpr StreamId kHost = -1;
 
 }  // namespace
 
@@ -30,6 +31,11 @@ std::vector<Bytes> OptimizerMemory::TrainableShards(UnitId id) const {
   return trainable;
 }
 
+// Offloaded shards are stepped on the host.
+MemoryKind OptimizerMemory::MemoryOf(UnitId unit) const {
+  return partition_.units[unit].cpu_offload ? MemoryKind::kHost : MemoryKind::kDevice;
+}
+
 void OptimizerMemory::AllocateStates(UnitId unit) {
   const bool adam = optimizer_.kind == OptimizerKind::kAdamW;
   const bool momentum = optimizer_.kind == OptimizerKind::kSgd && optimizer_.momentum;
@@ -39,16 +45,22 @@ void OptimizerMemory::AllocateStates(UnitId unit) {
   std::vector<Bytes> parts;
   for (const Bytes shard : TrainableShards(unit)) parts.insert(parts.end(), adam ? 2 : 1, shard);
   builder_.SetUnit(unit);
-  builder_.Allocate(builder_.UnitBuffer(unit, BufferRole::kOptimizerState,
-                                        partition_.units[unit].unit.orig_dtype, std::move(parts), {}),
-                    kCompute);
+  builder_.Allocate(
+      builder_.UnitBuffer(unit, BufferRole::kOptimizerState, partition_.units[unit].unit.orig_dtype,
+                          std::move(parts), {}, {}, MemoryOf(unit)),
+      MemoryOf(unit) == MemoryKind::kDevice ? kCompute : kHost);
 }
 
 void OptimizerMemory::Step(const std::vector<UnitId>& units) {
   builder_.SetReason("optimizer");
   std::vector<Bytes> shards;
+  const bool on_host = !units.empty() && std::all_of(units.begin(), units.end(), [&](UnitId unit) {
+    return MemoryOf(unit) != MemoryKind::kDevice;
+  });
+  const StreamId stream = on_host ? kHost : kCompute;
   for (const UnitId unit : units) {
     AllocateStates(unit);
+    if (!on_host && MemoryOf(unit) != MemoryKind::kDevice) continue;
     const std::vector<Bytes> trainable = TrainableShards(unit);
     shards.insert(shards.end(), trainable.begin(), trainable.end());
   }
@@ -65,11 +77,12 @@ void OptimizerMemory::Step(const std::vector<UnitId>& units) {
     temporary = builder_.AddBuffer({.name = "optimizer.temp",
                                     .role = BufferRole::kOptimizerTemp,
                                     .dtype = partition_.units[units.front()].unit.orig_dtype,
-                                    .parts_bytes = std::move(parts)});
-    builder_.Allocate(temporary, kCompute);
+                                    .parts_bytes = std::move(parts),
+                                    .memory = on_host ? MemoryKind::kHost : MemoryKind::kDevice});
+    builder_.Allocate(temporary, stream);
   }
-  if (optimizer_.kind != OptimizerKind::kNone) builder_.Emit(InstructionKind::kOptimizerStep, kCompute);
-  if (temporary >= 0) builder_.Free(temporary, kCompute);
+  if (optimizer_.kind != OptimizerKind::kNone) builder_.Emit(InstructionKind::kOptimizerStep, stream);
+  if (temporary >= 0) builder_.Free(temporary, stream);
 }
 
 std::string OptimizerMemory::State() const {

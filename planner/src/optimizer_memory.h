@@ -14,12 +14,12 @@ class OptimizerMemory {
   // Emits the step: states of the units that have a gradient and none yet, temporaries, the step itself.
   // `units`: those with a sharded gradient now, ascending.
   void Step(const std::vector<UnitId>& units);
-  // The step of one unit inside the backward (on `stream`).
   std::string State() const;
 
  private:
   void AllocateStates(UnitId unit);
   std::vector<Bytes> TrainableShards(UnitId unit) const;
+  MemoryKind MemoryOf(UnitId unit) const;
 
   Optimizer optimizer_;
   const Partition& partition_;

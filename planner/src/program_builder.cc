@@ -61,12 +61,14 @@ BufferId ProgramBuilder::AddBuffer(Buffer buffer) {
 }
 
 BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
-                                    std::vector<std::int32_t> parameters, std::string_view suffix) {
+                                    std::vector<std::int32_t> parameters, std::string_view suffix,
+                                    MemoryKind memory) {
   Buffer buffer{.role = role,
                 .unit = unit,
                 .dtype = dtype,
                 .parts_bytes = std::move(parts),
                 .parameters = std::move(parameters),
+                .memory = memory,
                 .persistent = role == BufferRole::kParamSharded};
   buffer.name = fmt::format("{}.{}{}{}", DisplayName(plan_.units[unit].fqn), Name(role),
                             suffix.empty() ? "" : ".", suffix);

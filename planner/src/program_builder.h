@@ -26,7 +26,8 @@ class ProgramBuilder {
   BufferId AddBuffer(Buffer buffer);
   // The buffer of `unit` named "<unit>.<role>[.<suffix>]" over the given parameters (indices, ascending).
   BufferId UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
-                      std::vector<std::int32_t> parameters, std::string_view suffix = {});
+                      std::vector<std::int32_t> parameters, std::string_view suffix = {},
+                      MemoryKind memory = MemoryKind::kDevice);
 
   // `reason` is put on every instruction until the next call.
   void SetReason(std::string_view reason) { reason_ = reason; }

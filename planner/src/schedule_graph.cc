@@ -1,6 +1,3 @@
-// Boost.Graph's edge iterators hold optionals that g++ 12 takes for uninitialised.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-
 #include "schedule_graph.h"
 
 #include <fmt/format.h>

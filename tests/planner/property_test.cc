@@ -75,6 +75,7 @@ Case RandomCase(std::uint32_t seed, bool may_freeze) {
   if (random.Chance(10)) s.mesh = {{"shard", c.ranks = 1}};
   if (random.Chance(20)) s.reshard_after_forward = std::int64_t{2};
   if (c.ranks == 1) s.reshard_after_forward.reset();
+  s.pin_memory = random.Chance(70);
   s.fsdp2.forward_prefetch = random.Below(3);
   s.fsdp2.backward_prefetch = random.Below(4) - 1;
   s.fsdp1.forward_prefetch = random.Chance(30);
@@ -95,6 +96,9 @@ Case RandomCase(std::uint32_t seed, bool may_freeze) {
                   OptimizerStepCall{}, ZeroGradCall{}}};
   }
   if (random.Chance(30)) s.checkpoint = CheckpointRule{.modules = {"a"}, .early_stop = random.Chance(70)};
+  // A recomputation may prefetch a unit whose gradients are out already; nothing makes the host wait for that
+  // copy of the shards before it steps them (in PyTorch neither).
+  s.cpu_offload = s.policy == "fsdp2" && !s.checkpoint && random.Chance(20);
   return c;
 }
 
