@@ -171,12 +171,47 @@ void Geometry::AddRuns(const Instruction& instruction, const Place& src, const P
   }
 }
 
-// Flat buffers have one part; a gathered one is its shards one after the other, so offsets are all that
-// matters.
+// Gradients as autograd makes them, one part per parameter -> the flat gradient, zeros between and after
+// them.
+Result<CopySpec> Geometry::JoinGradients(const Instruction& instruction) const {
+  const Buffer& from = plan_.buffers[instruction.src];
+  const Buffer& to = plan_.buffers[instruction.dst];
+  const Unit& unit = plan_.units[from.unit];
+  const std::vector<std::int32_t> parameters = ParametersOf(plan_, from);
+  CopySpec copy = {instruction.src, instruction.dst, from.dtype, to.dtype, {}, {}};
+  std::int64_t end = 0;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const UnitParameter& parameter = unit.parameters[parameters[i]];
+    const std::int64_t numel = Numel(parameter);
+    const auto part = static_cast<std::int32_t>(i);
+    if (PartNumel(from, part) < numel) {
+      return SizeError(instruction.src, part, fmt::format("{} is too small for {}", from.name, parameter.fqn),
+                       from.parts_bytes[i].value, numel * SizeBytes(from.dtype));
+    }
+    if (parameter.flat_offset > end) copy.zeros.push_back({0, end, parameter.flat_offset - end});
+    end = parameter.flat_offset + numel;
+    if (numel > 0) copy.runs.push_back({part, 0, 0, parameter.flat_offset, 1, numel, numel, numel});
+  }
+  const std::int64_t total = PartNumel(to, 0);
+  if (total < end) {
+    return SizeError(instruction.dst, 0, fmt::format("{} is too small for its parameters", to.name),
+                     to.parts_bytes[0].value, end * SizeBytes(to.dtype));
+  }
+  if (total > end) copy.zeros.push_back({0, end, total - end});
+  return copy;
+}
+
+// Flat buffers have one part, except gradients as autograd makes them; a gathered one is its shards one after
+// the other, so offsets are all that matters.
 Result<CopySpec> Geometry::FlatCopy(const Instruction& instruction, std::int64_t slots,
                                     std::int64_t slot) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
+  const bool by_parameter = from.role == BufferRole::kGradUnsharded && to.parts_bytes.size() == 1 &&
+                            from.parts_bytes.size() == ParametersOf(plan_, from).size();
+  if (by_parameter && instruction.kind == InstructionKind::kGradCopyIn && from.parts_bytes.size() > 1) {
+    return JoinGradients(instruction);
+  }
   for (const BufferId id : {instruction.src, instruction.dst}) {
     if (plan_.buffers[id].parts_bytes.size() == 1) continue;
     return MakeInputError(fmt::format("/buffers/{}/parts_bytes", id),

@@ -42,6 +42,7 @@ class Geometry {
 
   std::int64_t PiecesOf(const Buffer& buffer, std::int64_t slots) const;
   Result<std::vector<Place>> Places(BufferId buffer, std::int64_t slots) const;
+  Result<CopySpec> JoinGradients(const Instruction& instruction) const;
   Result<CopySpec> FlatCopy(const Instruction& instruction, std::int64_t slots, std::int64_t slot) const;
   void AddRuns(const Instruction& instruction, const Place& src, const Place& dst, std::int64_t slots,
                std::int64_t slot, CopySpec& copy) const;

@@ -77,6 +77,7 @@ class Maker {
       parameter.fqn = fmt::format("{}.p{}", unit.fqn, p);
       parameter.shape = shapes[p];
       parameter.shard_dim = p == 3 ? 1 : 0;
+      if (o_.flat && Casts()) offset = CeilDiv(offset, 8) * 8;  // aligned, as with use_orig_params
       if (o_.flat) parameter.flat_offset = offset;
       offset += Numel(parameter);
       unit.parameters.push_back(parameter);
@@ -160,7 +161,13 @@ class Maker {
     b.shard = AddBuffer(u, BufferRole::kParamSharded, DType::kFloat32, {numel / o_.shards});
     b.unsharded = AddBuffer(u, BufferRole::kParamUnsharded, o_.param_dtype, {numel});
     if (Casts()) b.cast = AddBuffer(u, BufferRole::kAllGatherInput, o_.param_dtype, {numel / o_.shards});
-    b.grads = AddBuffer(u, BufferRole::kGradUnsharded, o_.param_dtype, {unpadded});
+    // The flat gradient, or one gradient per parameter as autograd makes them.
+    std::vector<std::int64_t> whole = {unpadded};
+    if (Casts()) {
+      whole.clear();
+      for (const UnitParameter& p : plan_.units[u].parameters) whole.push_back(Numel(p));
+    }
+    b.grads = AddBuffer(u, BufferRole::kGradUnsharded, o_.param_dtype, whole);
     b.input = AddBuffer(u, BufferRole::kReduceScatterInput, o_.reduce_dtype, {numel});
     b.reduced = AddBuffer(u, BufferRole::kReduceScatterOutput, o_.reduce_dtype, {numel / o_.shards});
     b.sharded_grads = AddBuffer(u, BufferRole::kGradSharded, DType::kFloat32, {numel / o_.shards});

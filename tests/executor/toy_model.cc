@@ -173,7 +173,9 @@ Status ToyModel::Compute(const executor::ComputeCall& call) {
               static_cast<std::size_t>(std::ranges::find(segment.reads, grad.unit) - segment.reads.begin());
           std::byte* to = memory[segment.reads.size() + g][grad.part];
           const DType dtype = plan_.buffers[grad.buffer].dtype;
-          const std::int64_t first = unit.layout == LayoutKind::kFlat ? parameter.flat_offset : 0;
+          const bool joined =
+              unit.layout == LayoutKind::kFlat && plan_.buffers[grad.buffer].parts_bytes.size() == 1;
+          const std::int64_t first = joined ? parameter.flat_offset : 0;
           for (std::int64_t e = 0; e < executor::Numel(parameter); ++e) {
             const double v = value(position, static_cast<std::size_t>(grad.parameter), e);
             const double before = grad.adds ? LoadElement(to, dtype, first + e) : 0;
