@@ -10,6 +10,7 @@ Exit code 0: equal bit for bit; 1: they differ.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import pathlib
 import sys
@@ -92,9 +93,8 @@ def differing_parameters(first: torch.nn.Module, second: torch.nn.Module) -> lis
     ]
 
 
-def worker(rank: int, args: argparse.Namespace, store: str, verdict: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+def train_side_by_side(rank: int, args: argparse.Namespace) -> bool:
+    """True when losses and parameters are equal bit for bit."""
     tokens, vocabulary = load_tokens()
     config = gpt.GptConfig(vocabulary=vocabulary)
     replayed = replayed_model(config, args.seed, args.plan)
@@ -120,9 +120,16 @@ def worker(rank: int, args: argparse.Namespace, store: str, verdict: str) -> Non
     say(f"{args.steps} steps of both in {time.perf_counter() - start:.1f} s")
     say(f"losses equal: {'bit for bit' if losses_equal else 'NO'}", sys.stdout)
     say(f"parameters equal: {'bit for bit' if not wrong else 'NO, ' + ', '.join(wrong) + ' differ'}", sys.stdout)
-    if wrong or not losses_equal:
+    return losses_equal and not wrong
+
+
+def worker(rank: int, args: argparse.Namespace, store: str, verdict: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    if not train_side_by_side(rank, args):
         pathlib.Path(f"{verdict}.{rank}").write_text("differs")
     dist.barrier()
+    gc.collect()  # models hold the process groups, whose threads must end before the interpreter does
     dist.destroy_process_group()
 
 

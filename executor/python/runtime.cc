@@ -86,7 +86,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       collectives_(std::move(collectives)),
       units_(plan_->units.size()),
       shards_(plan_->units.size()),
-      evaluation_(*plan_, *device_, std::move(groups), shards_),
+      evaluation_(std::make_unique<Evaluation>(*plan_, *device_, std::move(groups), shards_)),
       unsharded_buffer_(plan_->units.size(), -1) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
@@ -96,11 +96,17 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
   }
 }
 
+// The last owner may be the autograd graph, which lets go without the GIL. Python objects need it to die;
+// process groups must die without it: they wait for their threads, and these may want it.
 Runtime::~Runtime() {
-  if (Py_IsInitialized() == 0) return;
-  const HoldGil gil;  // the last owner may be the autograd graph
-  engine_.reset();
-  units_.clear();
+  if (Py_IsInitialized() != 0) {
+    const HoldGil gil;
+    for (UnitState& unit : units_) unit.parameters.clear();
+    const ReleaseGil no_gil;
+    engine_.reset();
+    collectives_.reset();
+    evaluation_.reset();
+  }
 }
 
 void Runtime::SetShards(UnitId unit, std::vector<at::Tensor> padded) {
@@ -159,11 +165,11 @@ void Runtime::Evaluate(TriggerKind kind, UnitId unit) {
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (kind == TriggerKind::kPreForward) {
-    OrThrow(evaluation_.Unshard(unit));
+    OrThrow(evaluation_->Unshard(unit));
     OrThrow(BindUnsharded(unit, -1));
   } else {
     OrThrow(BindSharded(unit, -1));
-    OrThrow(evaluation_.Reshard(unit));
+    OrThrow(evaluation_->Reshard(unit));
   }
 }
 

@@ -98,7 +98,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::unique_ptr<executor::Engine> engine_;
   std::vector<UnitState> units_;
   std::vector<std::vector<at::Tensor>> shards_;  // by unit and parameter
-  Evaluation evaluation_;
+  std::unique_ptr<Evaluation> evaluation_;
   std::vector<std::vector<std::int32_t>> buffer_parameters_;  // by BufferId
   std::vector<BufferId> unsharded_buffer_;                    // by UnitId
   std::vector<ReadyGradients> ready_;  // reduced in this backward, handed to the parameters at its end

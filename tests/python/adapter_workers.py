@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import pathlib
 import pickle
@@ -30,6 +31,7 @@ def _entry(rank: int, ranks: int, folder: str, function: Callable, arguments: tu
     pathlib.Path(folder, f"rank{rank}").write_bytes(pickle.dumps(outcome))
     if outcome[0] == "raised":
         os._exit(0)  # the others may be in a collective: no orderly shutdown
+    gc.collect()  # models hold the process groups, whose threads must end before the interpreter does
     dist.destroy_process_group()
 
 
