@@ -45,6 +45,7 @@ Status RunSimulate(const Options& options, bool& fits) {
     if (!plan) return std::unexpected(plan.error());
     SimulationOptions simulation_options;
     simulation_options.cluster = cluster ? &*cluster : nullptr;
+    simulation_options.plan_digest = Digest(ToJson(*plan));
     simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
     Result<Simulation> simulation = Simulate(*plan, simulation_options);
     if (!simulation) {
