@@ -50,6 +50,7 @@ CASES = {
         Case("bf16_reduce", param_dtype="bfloat16"),
         Case("frozen_prefix", frozen=("tokens", "positions", "blocks.0", "head"), optimizer="adamw"),
         Case("frozen_mixed", frozen=("blocks.1.norm1", "blocks.2.attention")),
+        Case("flat", policy="fsdp1"),
     )
 }
 
