@@ -62,8 +62,8 @@ struct Report {
   std::string plan_digest;
   std::int64_t world_size = 1;
   Nanoseconds step_ns;
-  // Each pass timed alone, from an idle device (loss in the forward). The step can be shorter than their sum: it does
-  // not synchronise between them.
+  // Each pass timed alone, from an idle device (loss in the forward). The step can be shorter than their sum:
+  // it does not synchronise between them.
   Nanoseconds forward_ns;
   Nanoseconds backward_ns;
   Nanoseconds optimizer_ns;

@@ -68,7 +68,8 @@ struct AllocatorReplay {
   Bytes initial_reserved_bytes;
   AllocatorStats stats;                 // after the last reproduced request
   std::vector<SegmentView> memory_map;  // likewise
-  // Expandable segments only: a size of the device with which more is reproduced, where the log does not say it.
+  // Expandable segments only: a size of the device with which more is reproduced, where the log does not say
+  // it.
   std::optional<Bytes> inferred_device_bytes;
 };
 
@@ -79,8 +80,8 @@ struct AllocatorReplay {
 // initial state contradicts itself.
 Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log);
 
-// For people: the settings, how much was reproduced, reserved bytes, and the first departure with the rows around it
-// and the memory map of the segments it concerns.
+// For people: the settings, how much was reproduced, reserved bytes, and the first departure with the rows
+// around it and the memory map of the segments it concerns.
 std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay);
 // The same for programs: one JSON object (docs/allocator.md).
 std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay);
