@@ -23,6 +23,8 @@ class MemoryCount {
   void Add(Bytes requested) { Change(Rounded(requested)); }
   void Remove(Bytes requested) { Change({-Rounded(requested).value}); }
 
+  // Since the step began: what a simulation's report is of.
+  void BeginStep() { peak_ = now_; }
   Bytes peak_bytes() const { return peak_; }
 
  private:

@@ -122,6 +122,7 @@ Status Rank::MakeBackend() {
 
 Status Rank::RunStep() {
   const std::int64_t step = engine_->steps_completed();
+  memory_.BeginStep();
   const auto begin = Clock::now();
   while (engine_->steps_completed() == step) {
     const executor::TriggerKey trigger = engine_->Expected();

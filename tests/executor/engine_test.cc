@@ -1,0 +1,117 @@
+// What the engine checks: the order of triggers, the rank, the plan's buffers; and how shards are cut.
+#include "shardplan/executor/engine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "shardplan/executor/layout.h"
+#include "shardplan/executor/virtual_backend.h"
+#include "tests/executor/sharded_plan.h"
+
+namespace shardplan::executor {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+class EngineTest : public testing::Test {
+ protected:
+  Result<std::unique_ptr<Engine>> Make(Model* model = nullptr, std::int64_t rank = 0) {
+    machine_ = VirtualMachine::Create(plan_, 1);
+    return Engine::Create(plan_, rank, machine_->device(0), machine_->collectives(0), model);
+  }
+
+  Plan plan_ = test::MakeShardedPlan({.shards = 2});
+  std::unique_ptr<VirtualMachine> machine_;
+};
+
+TEST_F(EngineTest, ATriggerThatIsNotTheNextOneNamesFoundAndExpected) {
+  auto engine = Make();
+  ASSERT_TRUE(engine.has_value());
+  ASSERT_TRUE((*engine)->Fire({TriggerKind::kStepBegin, -1, 0}).has_value());
+  const Status status = (*engine)->Fire({TriggerKind::kPreForward, 1, 0});
+  ASSERT_FALSE(status.has_value());
+  EXPECT_EQ(status.error().code, ErrorCode::kNegative);
+  EXPECT_THAT(status.error().found, HasSubstr("layers.1"));
+  EXPECT_THAT(status.error().expected, HasSubstr("layers.0"));
+  EXPECT_EQ(status.error().pointer, "/steps/0/triggers/1");
+}
+
+TEST_F(EngineTest, AfterAnErrorEveryCallReturnsThatError) {
+  auto engine = Make();
+  ASSERT_TRUE(engine.has_value());
+  const Status first = (*engine)->Fire({TriggerKind::kBackwardEnd, -1, 0});
+  const Status second = (*engine)->Fire({TriggerKind::kStepBegin, -1, 0});
+  ASSERT_FALSE(first.has_value());
+  ASSERT_FALSE(second.has_value());
+  EXPECT_EQ(first.error(), second.error());
+}
+
+TEST_F(EngineTest, ARankOutsideTheWorldIsAUsageError) {
+  const auto engine = Make(nullptr, 2);
+  ASSERT_FALSE(engine.has_value());
+  EXPECT_EQ(engine.error().code, ErrorCode::kUsage);
+  EXPECT_EQ(engine.error().found, "rank 2");
+}
+
+TEST_F(EngineTest, ABufferThatIsTooSmallForItsParametersIsNamedWithBothSizes) {
+  const auto buffer = std::ranges::find_if(
+      plan_.buffers, [](const Buffer& b) { return b.role == BufferRole::kReduceScatterInput; });
+  buffer->parts_bytes[0].value -= 8;
+  const auto engine = Make();
+  ASSERT_FALSE(engine.has_value());
+  EXPECT_EQ(engine.error().code, ErrorCode::kBadInput);
+  EXPECT_EQ(engine.error().pointer,
+            "/buffers/" + std::to_string(buffer - plan_.buffers.begin()) + "/parts_bytes/0");
+  EXPECT_NE(engine.error().found, engine.error().expected);
+}
+
+TEST_F(EngineTest, AnIdOutOfRangeIsLocated) {
+  plan_.steps[0].triggers[1].instructions[0].event = 10'000;
+  const auto engine = Make();
+  ASSERT_FALSE(engine.has_value());
+  EXPECT_EQ(engine.error().pointer, "/steps/0/triggers/1/instructions/0");
+  EXPECT_EQ(engine.error().found, "10000");
+}
+
+// A model that runs itself computes after the trigger; nothing may be issued behind it.
+TEST_F(EngineTest, AModelThatRunsItselfRefusesInstructionsAfterItsCompute) {
+  class SelfRunning final : public Model {
+   public:
+    bool RunsItself() const override { return true; }
+  } model;
+  ASSERT_TRUE(Make(&model).has_value());
+  std::vector<Instruction>& instructions = plan_.steps[0].triggers[1].instructions;
+  ASSERT_EQ(instructions.back().kind, InstructionKind::kCompute);
+  std::swap(instructions.back(), *(instructions.end() - 2));
+  const auto engine = Make(&model);
+  ASSERT_FALSE(engine.has_value());
+  EXPECT_THAT(engine.error().message, HasSubstr("follows a compute instruction"));
+}
+
+TEST(Layout, PiecesAreCutAsTorchChunkCutsThem) {
+  const auto counts = [](std::int64_t rows, std::int64_t pieces) {
+    std::vector<std::int64_t> found;
+    for (std::int64_t i = 0; i < pieces; ++i) found.push_back(ChunkRows(rows, pieces, i).count);
+    return found;
+  };
+  EXPECT_THAT(counts(4, 3), ElementsAre(2, 2, 0));
+  EXPECT_THAT(counts(5, 3), ElementsAre(2, 2, 1));
+  EXPECT_THAT(counts(1, 4), ElementsAre(1, 0, 0, 0));
+  EXPECT_THAT(counts(8, 4), ElementsAre(2, 2, 2, 2));
+  EXPECT_THAT(counts(0, 2), ElementsAre(0, 0));
+}
+
+TEST(Layout, APieceIsPaddedToTheFirstOne) {
+  UnitParameter parameter;
+  parameter.shape = {5, 3};
+  EXPECT_EQ(PaddedPieceNumel(parameter, 3), 6);
+  EXPECT_THAT(ShardShape(parameter, 3, 2), ElementsAre(1, 3));
+  parameter.shape = {};
+  EXPECT_EQ(PaddedPieceNumel(parameter, 3), 1);
+}
+
+}  // namespace
+}  // namespace shardplan::executor
