@@ -28,6 +28,7 @@ struct Region {
   std::size_t first_use = 0;              // position in the backward that needs the recomputation
   bool recomputes = false;
   std::size_t end = 0;  // position in the backward behind which the inputs are dropped
+  bool done = false;    // its backward is over
 };
 
 struct Life {
@@ -93,6 +94,7 @@ class Checkpointer {
     lives_.clear();
     regions_.clear();
     region_of_birth_.clear();
+    born_in_backward_.clear();
     for (const std::int32_t f : backward_->forwards) FindRegions(f);
     if (regions_.empty()) return;
     for (const std::int32_t f : backward_->forwards) FindLives(f);
@@ -169,8 +171,10 @@ class Checkpointer {
     for (std::size_t i = 0; i < backward_->events.size(); ++i) {
       const TraceEvent& event = backward_->events[i];
       if (const auto* op = std::get_if<OperatorEvent>(&event)) {
-        for (Region& region : regions_) {
-          if (op->module >= 0 && IsUnder(op->module, region.module)) region.end = std::max(region.end, i);
+        if (op->module >= 0 && ReadsSaved(*op)) {
+          for (Region& region : regions_) {
+            if (!region.done && IsUnder(op->module, region.module)) region.end = i;
+          }
         }
         for (const StorageId s : op->reads) UseInBackward(s, op->module, i);
         for (const StorageId s : op->writes) UseInBackward(s, op->module, i);
@@ -180,8 +184,10 @@ class Checkpointer {
                             region.occurrence == done->occurrence &&
                             done->forward < std::ssize(backward_->forwards) &&
                             backward_->forwards[done->forward] == region.forward;
-          if (same) region.end = i;
+          region.done = region.done || same;
         }
+      } else if (const auto* born = std::get_if<AllocateEvent>(&event)) {
+        born_in_backward_.insert(born->storage);
       } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
         const auto life = lives_.find(free->storage);
         if (life == lives_.end()) continue;
@@ -190,6 +196,12 @@ class Checkpointer {
         life->second.death = i;
       }
     }
+  }
+
+  // Whether the node of an operator holds anything from the forward: sums of gradients do not.
+  bool ReadsSaved(const OperatorEvent& op) const {
+    if (!op.parameters.empty()) return true;
+    return std::ranges::any_of(op.reads, [&](StorageId s) { return !born_in_backward_.contains(s); });
   }
 
   void UseInBackward(StorageId storage, ModuleId module, std::size_t position) {
@@ -209,7 +221,8 @@ class Checkpointer {
     }
   }
 
-  // A region's inputs live until the end of its backward.
+  // A region's inputs belong to what recomputes it, and that to the tensors saved in the region: they go with
+  // the last node that saved one.
   void ExtendInputs() {
     kept_until_.clear();
     for (const Region& region : regions_) {
@@ -406,6 +419,7 @@ class Checkpointer {
   std::map<StorageId, Life> lives_;
   std::map<StorageId, std::size_t> region_of_birth_;
   std::set<StorageId> needed_outside_;
+  std::set<StorageId> born_in_backward_;
   std::map<StorageId, std::size_t> kept_until_;  // position in the backward
 };
 

@@ -332,7 +332,7 @@ void Fsdp2Policy::PreBackward(const HostEvent& event) {
     if (group.backward_prefetch.empty() && group.default_backward_prefetch) BackwardPrefetch(unit);
   }
   for (const UnitId target : group.backward_prefetch) {
-    Prefetch(target, TrainingState::kPreBackward, "prefetch_backward");
+    Prefetch(target, TrainingState::kPreBackward, "prefetch_backward_explicit");
   }
 }
 
@@ -370,7 +370,7 @@ void Fsdp2Policy::FinalCallback(const HostEvent& event) {
     builder_.SetUnit(unit);
     if (group.has_parameters && group.training != TrainingState::kPostBackward) PostBackward(unit, "final");
     group.state_training = group.training = TrainingState::kIdle;
-    builder_.SetReason("final");
+    builder_.SetReason("finalize");
     if (is_last_backward_ && group.has_parameters) FinalizeBackward(unit);
   }
   builder_.SetUnit(-1);

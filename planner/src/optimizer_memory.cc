@@ -41,9 +41,14 @@ void OptimizerMemory::AllocateStates(UnitId unit) {
   const bool momentum = optimizer_.kind == OptimizerKind::kSgd && optimizer_.momentum;
   if (has_state_[unit] || (!adam && !momentum)) return;
   has_state_[unit] = true;
-  // AdamW: exp_avg and exp_avg_sq of every parameter (its step count is a number on the host, or a scalar).
+  // AdamW: exp_avg and exp_avg_sq of every parameter; its step count is a scalar on the host, with the fused
+  // kernel on the parameter's device (torch/optim/adam.py, _init_group).
   std::vector<Bytes> parts;
-  for (const Bytes shard : TrainableShards(unit)) parts.insert(parts.end(), adam ? 2 : 1, shard);
+  const bool counts_on_device = adam && optimizer_.implementation == OptimizerImplementation::kFused;
+  for (const Bytes shard : TrainableShards(unit)) {
+    parts.insert(parts.end(), adam ? 2 : 1, shard);
+    if (counts_on_device) parts.push_back(Bytes{SizeBytes(DType::kFloat32)});
+  }
   builder_.SetUnit(unit);
   builder_.Allocate(
       builder_.UnitBuffer(unit, BufferRole::kOptimizerState, partition_.units[unit].unit.orig_dtype,

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <tuple>
+#include <utility>
 
 namespace shardplan {
 namespace {
@@ -103,9 +104,16 @@ class Recorder {
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
       OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
     }
+    if (!engine_done_) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
     Cut(static_cast<std::int32_t>(pass_->events.size()));
-    Push(HostEventKind::kBackwardEnd, -1);
     return {};
+  }
+
+  void EndBackward(std::int32_t position) {
+    Cut(position);
+    Push(HostEventKind::kBackwardEnd, -1);
+    segment_name_ = "backward returns";
+    engine_done_ = true;
   }
 
   void FindLastGrads(std::vector<std::int32_t>& last) const {
@@ -144,13 +152,25 @@ class Recorder {
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
       // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP,
       // or checkpoints `forward`): only units below it see the recomputation.
-      if (!recomputing_.empty()) OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+      if (recomputing_.empty()) {
+        Cut(position);
+        backward_name_ = std::exchange(segment_name_, "recompute " + ModuleName(enter->module));
+      } else {
+        OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+      }
       recomputing_.push_back(enter->module);
     } else if (const auto* exit = std::get_if<RecomputeExitEvent>(&event)) {
       // A recomputation that stops early leaves inner modules without running their hooks.
       while (!recomputing_.empty() && recomputing_.back() != exit->module) recomputing_.pop_back();
       if (!recomputing_.empty()) recomputing_.pop_back();
-      if (!recomputing_.empty()) OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
+      if (!recomputing_.empty()) {
+        OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
+      } else {
+        Cut(position);
+        segment_name_ = backward_name_;
+      }
+    } else if (std::holds_alternative<BackwardEndEvent>(event)) {
+      EndBackward(position);
     }
   }
 
@@ -188,7 +208,10 @@ class Recorder {
     microbatch_ = microbatch;
     segment_begin_ = 0;
     segment_name_ = std::move(name);
+    engine_done_ = false;
   }
+
+  std::string ModuleName(ModuleId module) const { return DisplayName(trace_.modules[module].fqn); }
 
   UnitId Find(const std::map<ModuleRun, UnitId>& hooks, ModuleId module, std::int32_t occurrence) const {
     const auto found = hooks.find({microbatch_, index_.canonical[module], occurrence});
@@ -223,6 +246,8 @@ class Recorder {
   std::int32_t microbatch_ = 0;
   std::int32_t segment_begin_ = 0;
   std::string segment_name_;
+  std::string backward_name_;          // of the segment around a recomputation
+  bool engine_done_ = false;           // the backward has passed its end
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   std::vector<std::string> forward_names_;
   std::vector<std::int32_t> to_run_;  // by unit: modules of a group that have not been left yet

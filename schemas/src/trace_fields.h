@@ -122,6 +122,11 @@ inline constexpr auto kFields<RecomputeExitEvent> =
     FieldList(Required("module", &RecomputeExitEvent::module).Ref(RefKind::kModule));
 
 template <>
+inline constexpr std::string_view kTag<BackwardEndEvent> = "backward_end";
+template <>
+inline constexpr auto kFields<BackwardEndEvent> = FieldList();
+
+template <>
 inline constexpr bool kIsEvent<EnterEvent> = true;
 template <>
 inline constexpr bool kIsEvent<ExitEvent> = true;
@@ -141,6 +146,8 @@ template <>
 inline constexpr bool kIsEvent<RecomputeEnterEvent> = true;
 template <>
 inline constexpr bool kIsEvent<RecomputeExitEvent> = true;
+template <>
+inline constexpr bool kIsEvent<BackwardEndEvent> = true;
 
 template <>
 inline constexpr bool kIsBlock<Pass> = true;

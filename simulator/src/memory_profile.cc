@@ -151,7 +151,8 @@ class Profiler {
     of_category += bytes;
     total_ += bytes;
     if (recording_) {
-      profile_.samples.push_back({{time_ns_}, category, {of_category}, {total_}, at_.step, at_.trigger});
+      profile_.samples.push_back(
+          {{time_ns_}, category, {of_category}, {total_}, at_.step, at_.trigger, at_.instruction, at_.entry});
     }
     if (total_ > step_peak_) {
       step_peak_ = total_;
@@ -194,10 +195,22 @@ class Profiler {
     const std::int32_t index =
         NewBlock(id, becomes == becomes_.end() ? Category(buffer.role) : becomes->second);
     if (buffer.memory != MemoryKind::kDevice) return;
+    if (IsFlat(buffer)) {
+      BlockAt(index).parts[0] = Rounded(SizeBytes(buffer).value);
+      Add(BlockAt(index).category, BlockAt(index).parts[0]);
+      return;
+    }
     for (std::size_t p = 0; p < buffer.parts_bytes.size(); ++p) {
       BlockAt(index).parts[p] = Rounded(buffer.parts_bytes[p].value);
       Add(BlockAt(index).category, BlockAt(index).parts[p]);
     }
+  }
+
+  // What a reduce-scatter gives is cast as a whole; the parameters' gradients are views of the result
+  // (foreach_reduce).
+  static bool IsFlat(const Buffer& buffer) {
+    return !buffer.parts_bytes.empty() &&
+           (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput);
   }
 
   void FreeBuffer(BufferId id) {
@@ -216,7 +229,7 @@ class Profiler {
   }
 
   void RunStep(std::int32_t s) {
-    at_ = {s, -1, -1};
+    at_ = {s, -1, -1, -1};
     time_ns_ = TimesOf(0, 0).start_ns.value;
     step_peak_ = total_;
     step_peak_at_ = at_;
@@ -230,11 +243,13 @@ class Profiler {
       for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
         at_.trigger = static_cast<std::int32_t>(t);
         at_.instruction = static_cast<std::int32_t>(i);
+        at_.entry = -1;
         range_ = TimesOf(t, i);
         time_ns_ = range_.start_ns.value;
         Apply(trigger.instructions[i]);
       }
     }
+    at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
     for (const TraceInput& input : plan_.inputs) {
       Subtract(Category(StorageRole::kInput), Rounded(TensorBytes(input.shape, input.dtype)));
     }
@@ -287,6 +302,7 @@ class Profiler {
     std::int64_t operators = 0;
     std::int64_t new_grad_bytes = 0;
     for (const SegmentEntry& entry : segment.entries) {
+      ++at_.entry;
       if (std::holds_alternative<OperatorEvent>(entry)) {
         ++operators;
         time_ns_ = range_.start_ns.value + internal::MulDiv(length_ns, operators, count);

@@ -184,7 +184,7 @@ def test_several_steps_are_alike():
     trace = trace_case("llama", steps=2)
     first, second = (
         [
-            (e[0], e[2], e[3]) if e[0] == "+" else (e[0], e[1])
+            (e[0], e[2], e[3]) if e[0] == "+" else tuple(e[:2])
             for e in p["events"]
             if e[0] != "-" and e[0] != "param_grad"
         ]

@@ -39,7 +39,7 @@ TEST(MemoryProfile, RoundsEveryAllocationAndFindsThePeak) {
   EXPECT_EQ(Of(profile, "saved").value, 512);
   EXPECT_EQ(Of(profile, "forward_temp").value, 1'024);
   EXPECT_EQ(profile.end_bytes.value, 2'048);
-  EXPECT_EQ(profile.peak_at, (MemoryPoint{0, 0, 1}));
+  EXPECT_EQ(profile.peak_at, (MemoryPoint{0, 0, 1, 1}));
   EXPECT_EQ(ProfileMemory(b.plan(), {.granularity_bytes = Bytes{1}}).peak_bytes.value,
             2'000 + 4'000 + 1 + 513);
 }

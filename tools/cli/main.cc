@@ -1,4 +1,4 @@
-// shardplan: trace, plan, validate, simulate, show, diff, run, allocator-replay.
+// shardplan: trace, plan, validate, simulate, memory, show, diff, run, allocator-replay.
 #include <exception>
 #include <iostream>
 
@@ -21,6 +21,7 @@ int main(int argc, char** argv) {
   cli::AddPlanCommand(app, invocation);
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
+  cli::AddMemoryCommand(app, invocation);
   cli::AddShowCommand(app, invocation);
   cli::AddDiffCommand(app, invocation);
   cli::AddRunCommand(app, invocation);

@@ -157,10 +157,15 @@ struct RecomputeExitEvent {
   ModuleId module = -1;
   bool operator==(const RecomputeExitEvent&) const = default;
 };
+// Backward: the autograd engine has finished and runs its queued callbacks. What is freed after it was held
+// by the caller of backward (the loss and its gradient). A trace without it ends there.
+struct BackwardEndEvent {
+  bool operator==(const BackwardEndEvent&) const = default;
+};
 
-using TraceEvent =
-    std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEvent, FreeEvent, OutputGradReadyEvent,
-                 InputsGradDoneEvent, ParameterGradEvent, RecomputeEnterEvent, RecomputeExitEvent>;
+using TraceEvent = std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEvent, FreeEvent,
+                                OutputGradReadyEvent, InputsGradDoneEvent, ParameterGradEvent,
+                                RecomputeEnterEvent, RecomputeExitEvent, BackwardEndEvent>;
 
 // One forward (the loss included: its events follow the root's exit) or one backward.
 struct Pass {

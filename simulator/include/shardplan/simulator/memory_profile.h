@@ -24,7 +24,9 @@ struct MemorySample {
   Bytes category_bytes;  // of that category after it
   Bytes total_bytes;     // of all after it
   std::int32_t step = 0;
-  std::int32_t trigger = -1;
+  std::int32_t trigger = -1;      // -1: before the first, or of the step's inputs
+  std::int32_t instruction = -1;  // in the trigger
+  std::int32_t entry = -1;        // of a compute: index in its segment
   bool operator==(const MemorySample&) const = default;
 };
 
@@ -37,6 +39,7 @@ struct MemoryPoint {
   std::int32_t step = -1;
   std::int32_t trigger = -1;
   std::int32_t instruction = -1;
+  std::int32_t entry = -1;  // of a compute: index in its segment
   bool operator==(const MemoryPoint&) const = default;
 };
 

@@ -89,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="forward-backward pairs to record, gradients cleared in between (default: 1)",
     )
+    result.add_argument(
+        "--keep-output",
+        action="store_true",
+        help="keep the model's output (logits) alive until the backward is over, as a loop that keeps a name for it",
+    )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -134,6 +139,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         experts=arguments.experts,
         steps=arguments.steps,
         evaluation=arguments.eval,
+        keep_output=arguments.keep_output,
         name=arguments.name,
     )
     trace = session.trace_source(arguments.source, options, progress)

@@ -33,6 +33,7 @@ class Step:
     kwargs: dict
     loss: Loss | None  # of the module's output; None: forward only
     inputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # named batch tensors, labels included
+    keep_output: bool = False  # until the backward is over
 
 
 def default_loss(output) -> torch.Tensor:
@@ -162,7 +163,8 @@ def _one_step(
         del leaf
     recorder.phase = "loss"
     loss = step.loss(output) if step.loss is not None else None
-    del output  # as a training loop that keeps no name for it
+    if not step.keep_output:
+        output = None  # as a training loop that keeps no name for it
     forward = {"name": f"f{index}"}
     if not torch.is_grad_enabled():
         forward["grad_enabled"] = False
@@ -175,8 +177,9 @@ def _one_step(
     regrouped = mark_inputs and placement.sums_are_regrouped(loss, IDENTITY_NODE)
     progress("backward")
     recorder.phase = "backward"
+    loss.register_hook(lambda _: _at_the_end_of_the_backward(lambda: recorder.emit(["backward_end"])))
     loss.backward()
-    del loss
+    del loss, output
     for _, tensor in step.inputs:
         if tensor.is_leaf:
             tensor.grad = None  # goes with the batch
@@ -185,6 +188,11 @@ def _one_step(
     for parameter in step.module.parameters():
         parameter.grad = None
     return forward, {"name": f"b{index}", "forwards": [index], "events": events}, regrouped
+
+
+def _at_the_end_of_the_backward(function: Callable) -> None:
+    """Runs `function` where FSDP's final callback runs: the engine is done, the caller still holds the loss and its gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _check_loss(loss) -> None:

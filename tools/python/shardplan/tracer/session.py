@@ -46,6 +46,7 @@ class Options:
     evaluation: bool = False
     name: str = ""
     mark_inputs: bool = True
+    keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
 
 
 Progress = Callable[[str], None]
@@ -70,7 +71,13 @@ def trace_source(source: str, options: Options, progress: Progress = lambda text
         return _trace_config(path, options, progress)
     if ":" not in source:
         raise TracerError(f'"{source}" is neither a file nor package.module:callable')
-    function = sources.find_callable(source)
+    return trace_callable(sources.find_callable(source), source, options, progress)
+
+
+def trace_callable(
+    function: Callable, source: str, options: Options, progress: Progress = lambda text: None
+) -> dict:
+    """The trace of what `function` returns (see docs/tracer.md); `source` names it. It is called inside the recorder's fake mode."""
     with _recording(options):
         progress("building the module")
         with torch.enable_grad():
@@ -126,7 +133,7 @@ def _trace_example(example: sources.Example, source: str, options: Options, prog
         if options.loss == "none" or not options.grad
         else example.loss if options.loss == "default" and example.loss else record.default_loss
     )
-    step = record.Step(example.module, tree, args, kwargs, loss, inputs)
+    step = record.Step(example.module, tree, args, kwargs, loss, inputs, options.keep_output)
     tokens = _tokens([tensor for _, tensor in inputs])
     return _document(
         step, options, Answers(), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
@@ -180,7 +187,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
         loss, inputs = batch.loss, batch.inputs
         if options.loss == "none" or not options.grad:
             loss, inputs = None, [(name, tensor) for name, tensor in batch.inputs if name != "labels"]
-        step = record.Step(module, tree, (), batch.kwargs, loss, inputs)
+        step = record.Step(module, tree, (), batch.kwargs, loss, inputs, options.keep_output)
         return _document(
             step,
             options,
