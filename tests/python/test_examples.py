@@ -17,7 +17,7 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda p: p.name)
 def test_example_prints_what_is_expected(folder: pathlib.Path, tmp_path: pathlib.Path):
-    env = {**os.environ, "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}"}
+    env = {**os.environ, "SHARDPLAN_BUILD": str(build_folder()), "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}"}
     result = subprocess.run([str(folder / "run"), str(tmp_path)], cwd=folder, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
     assert result.returncode == 0, result.stderr
