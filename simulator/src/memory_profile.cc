@@ -234,10 +234,9 @@ class Profiler {
     step_peak_ = total_;
     step_peak_at_ = at_;
     peak_is_now_ = true;
-    for (const TraceInput& input : plan_.inputs) {
-      Add(Category(StorageRole::kInput), Rounded(TensorBytes(input.shape, input.dtype)));
-    }
     const PlanStep& step = plan_.steps[static_cast<std::size_t>(s)];
+    const std::int64_t input_bytes = InputBytes(step);
+    Add(Category(StorageRole::kInput), input_bytes);
     for (std::size_t t = 0; t < step.triggers.size(); ++t) {
       const Trigger& trigger = step.triggers[t];
       for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
@@ -250,10 +249,18 @@ class Profiler {
       }
     }
     at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
-    for (const TraceInput& input : plan_.inputs) {
-      Subtract(Category(StorageRole::kInput), Rounded(TensorBytes(input.shape, input.dtype)));
-    }
+    Subtract(Category(StorageRole::kInput), input_bytes);
     KeepPeak();
+  }
+
+  // The batch of every micro-batch is there from the step's beginning.
+  std::int64_t InputBytes(const PlanStep& step) const {
+    std::int64_t microbatches = 1, bytes = 0;
+    for (const Trigger& trigger : step.triggers) {
+      microbatches = std::max<std::int64_t>(microbatches, trigger.microbatch + 1);
+    }
+    for (const TraceInput& input : plan_.inputs) bytes += Rounded(TensorBytes(input.shape, input.dtype));
+    return microbatches * bytes;
   }
 
   TimeRange TimesOf(std::size_t trigger, std::size_t instruction) const {

@@ -1,0 +1,73 @@
+"""Memory at every hook, against recordings of real FSDP2 steps; and that a difference is found."""
+
+import copy
+import json
+
+import pytest
+from conftest import ROOT, build_folder
+
+from shardplan import memory_conformance
+
+FOLDER = ROOT / "tests" / "conformance" / "memory"
+CASES = memory_conformance.read_cases(FOLDER, [])
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """Rows of every case, by its name."""
+    program = str(build_folder() / "bin" / "shardplan")
+    result = {}
+    for case in CASES:
+        folder = tmp_path_factory.mktemp("case")
+        memory_conformance.trace_case(FOLDER, case, folder / "trace.json")
+        result[case["case"]] = memory_conformance.compute(program, folder / "trace.json", case, folder)
+    return result
+
+
+def test_there_are_recordings():
+    assert len(CASES) == 5
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_every_row_and_the_peak_agree_byte_for_byte(computed, case):
+    assert memory_conformance.first_difference(case, computed[case["case"]]) is None
+
+
+def test_a_recording_that_is_one_byte_off_is_found(computed):
+    for case in CASES:
+        for row in (0, len(case["timeline"]) // 2, len(case["timeline"]) - 2):
+            changed = copy.deepcopy(case)
+            changed["timeline"][row][3] += 1
+            assert "(-1)" in memory_conformance.first_difference(changed, computed[case["case"]])
+            changed = copy.deepcopy(case)
+            values = changed["timeline"][row]
+            values[next(i for i in range(4, len(values)) if values[i])] += 1
+            assert "instead of" in memory_conformance.first_difference(changed, computed[case["case"]])
+
+
+def test_missing_and_extra_rows_and_another_peak_are_found(computed):
+    case = CASES[0]
+    rows = computed[case["case"]]
+    shorter = copy.deepcopy(case)
+    del shorter["timeline"][10]
+    assert memory_conformance.first_difference(shorter, rows) is not None
+    assert "no such row" in memory_conformance.first_difference(case, {**rows, "rows": rows["rows"][:-1]})
+    peak = copy.deepcopy(case)
+    peak["peak"]["step2"]["unit"] = "layers.0"
+    assert memory_conformance.first_difference(peak, rows).startswith("peak: in the")
+    peak["peak"]["step2"]["total"] += 512
+    assert memory_conformance.first_difference(peak, rows).startswith("peak: total")
+
+
+def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
+    case = next(c for c in CASES if c["case"] == "default")
+    memory_conformance.trace_case(FOLDER, case, tmp_path / "trace.json")
+    (tmp_path / "strategy.json").write_text(json.dumps(memory_conformance.strategy_of(case)))
+    given = ["memory", tmp_path / "trace.json", "--strategy", tmp_path / "strategy.json", "--ranks", "8"]
+    table = shardplan(*given)
+    assert table.returncode == 0, table.stderr
+    assert f"total {case['peak']['step2']['total']}" in " ".join(table.stdout.split())
+    assert "peak in the backward, layers.1" in table.stdout
+    rows = shardplan(*given, "--rows", "-", "-q")
+    assert json.loads(rows.stdout)["peak"]["total_bytes"] == case["peak"]["step2"]["total"]
+    assert shardplan("memory", tmp_path / "strategy.json").returncode == 3
