@@ -319,8 +319,12 @@ class Checkpointer {
         events.push_back(Renamed(*op, region));
       }
     }
+    // An early stop is an exception: what the interrupted functions hold lives until it has been caught,
+    // outside.
+    const bool interrupted = stop < region.exit;
+    if (interrupted) events.push_back(RecomputeExitEvent{region.module});
     for (const StorageId storage : alive) events.push_back(FreeEvent{storage});
-    events.push_back(RecomputeExitEvent{region.module});
+    if (!interrupted) events.push_back(RecomputeExitEvent{region.module});
     return events;
   }
 
