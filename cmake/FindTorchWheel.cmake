@@ -66,11 +66,11 @@ if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
     list(APPEND _cuda_roots /usr/local/cuda)
   endif()
   find_path(TorchWheel_CUDA_INCLUDE cuda_runtime_api.h PATHS ${_cuda_roots} PATH_SUFFIXES include NO_DEFAULT_PATH NO_CACHE)
-  find_library(TorchWheel_CUDART NAMES cudart libcudart.so.13 libcudart.so.12 PATHS ${_cuda_roots}
+  find_library(TorchWheel_CUDART NAMES libcudart.so.13 libcudart.so.12 cudart NAMES_PER_DIR PATHS ${_cuda_roots}
                PATH_SUFFIXES lib lib64 NO_DEFAULT_PATH NO_CACHE)
   find_path(TorchWheel_NCCL_INCLUDE nccl.h PATHS "${_site_packages}/nvidia/nccl/include" ${_cuda_roots} /usr
             PATH_SUFFIXES include NO_DEFAULT_PATH NO_CACHE)
-  find_library(TorchWheel_NCCL NAMES libnccl.so.2 nccl PATHS "${_site_packages}/nvidia/nccl/lib" ${_cuda_roots} /usr
+  find_library(TorchWheel_NCCL NAMES libnccl.so.2 nccl NAMES_PER_DIR PATHS "${_site_packages}/nvidia/nccl/lib" ${_cuda_roots} /usr
                PATH_SUFFIXES lib lib64 lib/x86_64-linux-gnu NO_DEFAULT_PATH NO_CACHE)
   if(TorchWheel_CUDA_INCLUDE AND TorchWheel_CUDART AND TorchWheel_NCCL_INCLUDE AND TorchWheel_NCCL)
     set(TorchWheel_CUDA_FOUND TRUE)
@@ -85,7 +85,7 @@ if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
       target_link_libraries(TorchWheel::cuda INTERFACE TorchWheel::cpu TorchWheel::torch_cuda TorchWheel::c10_cuda
                                                        TorchWheel::cudart TorchWheel::nccl)
     endif()
-    message(STATUS "torch ${TorchWheel_VERSION}, CUDA headers from ${TorchWheel_CUDA_INCLUDE}, NCCL ${TorchWheel_NCCL}")
+    message(STATUS "torch ${TorchWheel_VERSION}, CUDA from ${TorchWheel_CUDA_INCLUDE} and ${TorchWheel_CUDART}, NCCL ${TorchWheel_NCCL}")
   else()
     message(WARNING "torch has CUDA, but no CUDA runtime or NCCL was found: the cuda backend is left out")
   endif()
