@@ -65,7 +65,7 @@ if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
     file(GLOB _cuda_roots "${_site_packages}/nvidia/cu[0-9]*" "${_site_packages}/nvidia/cuda_runtime")
     list(APPEND _cuda_roots /usr/local/cuda)
   endif()
-  find_path(TorchWheel_CUDA_INCLUDE cuda_runtime_api.h PATHS ${_cuda_roots} PATH_SUFFIXES include NO_DEFAULT_PATH NO_CACHE)
+  find_path(TorchWheel_CUDA_INCLUDE crt/host_defines.h PATHS ${_cuda_roots} PATH_SUFFIXES include NO_DEFAULT_PATH NO_CACHE)
   find_library(TorchWheel_CUDART NAMES libcudart.so.13 libcudart.so.12 cudart NAMES_PER_DIR PATHS ${_cuda_roots}
                PATH_SUFFIXES lib lib64 NO_DEFAULT_PATH NO_CACHE)
   find_path(TorchWheel_NCCL_INCLUDE nccl.h PATHS "${_site_packages}/nvidia/nccl/include" ${_cuda_roots} /usr
