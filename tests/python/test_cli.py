@@ -156,3 +156,27 @@ def test_explain_says_why(shardplan, tmp_path):
     result = shardplan("plan", TRACE, "--cluster", CLUSTER, "-o", tmp_path / "p.json", "--explain")
     assert result.returncode == 0
     assert "prefetch_backward" in result.stdout
+
+
+def test_run_prints_measured_beside_simulated(shardplan, tmp_path):
+    cluster = json.loads(CLUSTER.read_text())
+    cluster["ranks"] = cluster["ranks_per_node"] = 2
+    for table in cluster["collectives"]:
+        table["ranks"] = 2
+    two = tmp_path / "two.json"
+    two.write_text(json.dumps(cluster))
+    plan = tmp_path / "plan.json"
+    assert shardplan("plan", TRACE, "--cluster", two, "--optimizer", "none", "-o", plan).returncode == 0
+    result = shardplan("run", plan, "--device", "virtual", "--steps", "2", "--no-activations")
+    assert result.returncode == 0, result.stderr
+    result = shardplan("run", plan, "--ranks", "2", "--device", "cpu", "--compute-scale", "0.01", "--steps", "2",
+                       "--no-activations")
+    assert result.returncode == 0, result.stderr
+    assert "measured" in result.stdout and "simulated" in result.stdout
+    assert "245.000 ms" in result.stdout
+
+
+def test_run_with_another_number_of_ranks_is_a_usage_error(shardplan, plan):
+    result = shardplan("run", plan, "--ranks", "3")
+    assert result.returncode == 2
+    assert "found --ranks 3, expected 8" in result.stderr

@@ -2,10 +2,14 @@
 // command itself builds without either.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 
 #include "commands.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/simulator/simulate.h"
 #include "support.h"
 
 namespace shardplan::cli {
@@ -26,6 +30,42 @@ CLI::App* AddDelegate(CLI::App& app, const std::string& name, const std::string&
   command->prefix_command();
   command->set_help_flag();
   return command;
+}
+
+bool Has(const std::vector<std::string>& arguments, std::string_view flag) {
+  return std::ranges::any_of(
+      arguments, [&](const std::string& a) { return a == flag || a.starts_with(std::string(flag) + "="); });
+}
+
+// The simulated report of the plan among the arguments, so that measured stands beside simulated. None where
+// the user names a report, under torchrun (every rank would make one), or where the plan is not a good one:
+// `run` says why.
+std::optional<std::string> SimulatedReport(const std::vector<std::string>& arguments) {
+  if (Has(arguments, "--report") || Has(arguments, "--help") || Has(arguments, "-h") || std::getenv("RANK")) {
+    return std::nullopt;
+  }
+  const auto path =
+      std::ranges::find_if(arguments, [](const std::string& a) { return fs::is_regular_file(a); });
+  if (path == arguments.end()) return std::nullopt;
+  const Result<Plan> plan = ReadPlanFile(*path);
+  if (!plan) return std::nullopt;
+  SimulationOptions options;
+  options.record_timeline = false;
+  const Result<Simulation> simulation = Simulate(*plan, options);
+  if (!simulation) return std::nullopt;
+  return ToJson(simulation->report);
+}
+
+// Runs the replay with the report in a temporary file, which is removed afterwards.
+Result<int> RunWithReport(const std::string& program, std::vector<std::string> arguments,
+                          const std::string& report) {
+  std::string path = (fs::temp_directory_path() / "shardplan-report-XXXXXX").string();
+  if (Status made = MakeTemporaryFile(path, report); !made) return std::unexpected(made.error());
+  arguments.insert(arguments.end(), {"--report", path});
+  Result<int> exit_code = RunAndWait(program, arguments);
+  std::error_code ignored;
+  fs::remove(path, ignored);
+  return exit_code;
 }
 
 }  // namespace
@@ -54,7 +94,14 @@ void AddRunCommand(CLI::App& app, Invocation& invocation) {
                                    {}});
       return;
     }
-    invocation.exit_code = Fail(Execute(program.string(), command->remaining()));
+    const std::vector<std::string> arguments = command->remaining();
+    const std::optional<std::string> report = SimulatedReport(arguments);
+    if (!report) {
+      invocation.exit_code = Fail(Execute(program.string(), arguments));
+      return;
+    }
+    const Result<int> exit_code = RunWithReport(program.string(), arguments, *report);
+    invocation.exit_code = exit_code ? *exit_code : Fail(exit_code.error());
   });
 }
 

@@ -1,6 +1,8 @@
 #include "support.h"
 
 #include <fmt/format.h>
+#include <spawn.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,6 +37,23 @@ std::vector<std::string> ShippedClusters() {
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
   return names;
+}
+
+std::vector<char*> Argv(const std::string& program, const std::vector<std::string>& arguments) {
+  std::vector<char*> argv;
+  argv.push_back(const_cast<char*>(program.c_str()));
+  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+  argv.push_back(nullptr);
+  return argv;
+}
+
+Error CannotStart(const std::string& program, int error) {
+  return {ErrorCode::kEnvironment,
+          fmt::format("cannot start {}: {}", program, std::strerror(error)),
+          {},
+          {},
+          {},
+          {}};
 }
 
 }  // namespace
@@ -89,17 +108,29 @@ Error Execute(const std::string& program, const std::vector<std::string>& argume
     const std::string joined = old && *old ? python_path + ":" + old : python_path;
     setenv("PYTHONPATH", joined.c_str(), 1);
   }
-  std::vector<char*> argv;
-  argv.push_back(const_cast<char*>(program.c_str()));
-  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
-  argv.push_back(nullptr);
-  execvp(program.c_str(), argv.data());
-  return {ErrorCode::kEnvironment,
-          fmt::format("cannot start {}: {}", program, std::strerror(errno)),
-          {},
-          {},
-          {},
-          {}};
+  execvp(program.c_str(), Argv(program, arguments).data());
+  return CannotStart(program, errno);
+}
+
+Result<int> RunAndWait(const std::string& program, const std::vector<std::string>& arguments) {
+  pid_t child = 0;
+  const int error =
+      posix_spawn(&child, program.c_str(), nullptr, nullptr, Argv(program, arguments).data(), environ);
+  if (error != 0) return std::unexpected(CannotStart(program, error));
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0) {
+    if (errno != EINTR) return std::unexpected(CannotStart(program, errno));
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : ExitCode(ErrorCode::kInternal);
+}
+
+Status MakeTemporaryFile(std::string& path, std::string_view bytes) {
+  const int file = mkstemp(path.data());
+  if (file < 0) {
+    return MakeError(ErrorCode::kEnvironment, fmt::format("cannot make {}: {}", path, std::strerror(errno)));
+  }
+  close(file);
+  return WriteFileAtomically(path, bytes);
 }
 
 std::string ExecutableFolder() {
