@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -127,6 +128,10 @@ class VirtualRank final : public Device, public Collectives {
     std::vector<std::int64_t> records;
   };
 
+  // Queues kernel(copy, src, dst) as the work `what`. kBadInput when a buffer is not there.
+  using RunsKernel = void (*)(const CopySpec&, std::span<std::byte* const> src,
+                              std::span<std::byte* const> dst);
+  Status PushRuns(const CopySpec& copy, StreamId stream, RunsKernel kernel, std::string what);
   void PushWork(StreamId stream, std::vector<Debt> debts, std::function<void()> work, std::string what);
   void ReleaseFinished();
   std::string NameOf(BufferId buffer) const { return plan_.buffers[buffer].name; }

@@ -134,30 +134,28 @@ Status VirtualRank::MakeAlias(CopyId id) {
   return {};
 }
 
-Status VirtualRank::Copy(CopyId id, StreamId stream) {
-  const CopySpec& copy = *copies_[id];
+Status VirtualRank::PushRuns(const CopySpec& copy, StreamId stream, RunsKernel kernel, std::string what) {
   std::vector<Debt> debts;
   Result<std::vector<std::byte*>> src = Use(copy.src, debts);
   if (!src) return std::unexpected(src.error());
   Result<std::vector<std::byte*>> dst = Use(copy.dst, debts);
   if (!dst) return std::unexpected(dst.error());
   PushWork(
-      stream, std::move(debts), [&copy, src = *src, dst = *dst] { CopyOnHost(copy, src, dst); },
-      fmt::format("the copy from {} to {}", NameOf(copy.src), NameOf(copy.dst)));
+      stream, std::move(debts), [&copy, kernel, src = *src, dst = *dst] { kernel(copy, src, dst); },
+      std::move(what));
   return {};
+}
+
+Status VirtualRank::Copy(CopyId id, StreamId stream) {
+  const CopySpec& copy = *copies_[id];
+  return PushRuns(copy, stream, CopyOnHost,
+                  fmt::format("the copy from {} to {}", NameOf(copy.src), NameOf(copy.dst)));
 }
 
 Status VirtualRank::Accumulate(CopyId id, StreamId stream) {
   const CopySpec& copy = *copies_[id];
-  std::vector<Debt> debts;
-  Result<std::vector<std::byte*>> src = Use(copy.src, debts);
-  if (!src) return std::unexpected(src.error());
-  Result<std::vector<std::byte*>> dst = Use(copy.dst, debts);
-  if (!dst) return std::unexpected(dst.error());
-  PushWork(
-      stream, std::move(debts), [&copy, src = *src, dst = *dst] { AccumulateOnHost(copy, src, dst); },
-      fmt::format("the accumulation of {} into {}", NameOf(copy.src), NameOf(copy.dst)));
-  return {};
+  return PushRuns(copy, stream, AccumulateOnHost,
+                  fmt::format("the accumulation of {} into {}", NameOf(copy.src), NameOf(copy.dst)));
 }
 
 Status VirtualRank::Scale(BufferId buffer, double divisor, StreamId stream) {

@@ -98,25 +98,15 @@ Result<Plan> PlanOf(const Options& options) {
   if (trace == nullptr) {
     return MakeError(ErrorCode::kBadInput, options.input + " is neither a trace nor a plan");
   }
-  Strategy strategy;
-  if (!options.strategy.empty()) {
-    Result<Strategy> read = ReadStrategy(options.strategy);
-    if (!read) return std::unexpected(read.error());
-    strategy = std::move(*read);
-  }
-  if (Status applied = ApplyPlanFlags(options.flags, strategy); !applied)
-    return std::unexpected(applied.error());
+  const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
+  if (!strategy) return std::unexpected(strategy.error());
   Cluster cluster{.name = "memory only", .ranks = std::max<std::int64_t>(options.ranks, 1)};
   if (options.ranks == 0) {
-    for (const StrategyMeshDim& dim : strategy.mesh) cluster.ranks *= dim.size;
+    for (const StrategyMeshDim& dim : strategy->mesh) cluster.ranks *= dim.size;
   }
-  Result<PlannerOutput> planned = MakePlan(*trace, strategy, cluster, {.verify = false});
-  if (!planned) {
-    if (planned.error().file.empty()) {
-      planned.error().file = options.strategy.empty() ? options.input : options.strategy;
-    }
-    return std::unexpected(planned.error());
-  }
+  Result<PlannerOutput> planned =
+      PlanTrace(*trace, options.input, *strategy, options.strategy, cluster, {.verify = false});
+  if (!planned) return std::unexpected(planned.error());
   return std::move(planned->plan);
 }
 

@@ -37,25 +37,16 @@ Status RunPlan(const Options& options) {
   if (!trace) return std::unexpected(trace.error());
   Result<Cluster> cluster = FindCluster(options.cluster);
   if (!cluster) return std::unexpected(cluster.error());
-  Strategy strategy;
-  if (!options.strategy.empty()) {
-    Result<Strategy> read = ReadStrategy(options.strategy);
-    if (!read) return std::unexpected(read.error());
-    strategy = std::move(*read);
-  }
-  if (Status applied = ApplyPlanFlags(options.flags, strategy); !applied) return applied;
+  const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
+  if (!strategy) return std::unexpected(strategy.error());
 
   PlanOptions plan_options;
   plan_options.on_pass = [&](std::string_view pass, Nanoseconds wall_ns) {
     Progress(options.quiet, fmt::format("{:<24} {:8.1f} ms", pass, static_cast<double>(wall_ns.value) / 1e6));
   };
-  Result<PlannerOutput> planned = MakePlan(*trace, strategy, *cluster, plan_options);
-  if (!planned) {
-    if (planned.error().file.empty()) {
-      planned.error().file = options.strategy.empty() ? options.trace : options.strategy;
-    }
-    return std::unexpected(planned.error());
-  }
+  const Result<PlannerOutput> planned =
+      PlanTrace(*trace, options.trace, *strategy, options.strategy, *cluster, plan_options);
+  if (!planned) return std::unexpected(planned.error());
   if (Status written = WriteOutput(options.output, ToJson(planned->plan)); !written) return written;
   if (options.output != "-") Progress(options.quiet, fmt::format("wrote {}", options.output));
   if (!options.graph.empty()) {
@@ -63,7 +54,7 @@ Status RunPlan(const Options& options) {
     Progress(options.quiet, fmt::format("wrote {} (GraphViz)", options.graph));
   }
   if (!options.strategy_output.empty()) {
-    if (Status written = WriteOutput(options.strategy_output, ToJson(strategy)); !written) return written;
+    if (Status written = WriteOutput(options.strategy_output, ToJson(*strategy)); !written) return written;
     Progress(options.quiet, fmt::format("wrote {}", options.strategy_output));
   }
   return options.explain ? WriteOutput("-", Explanation(planned->plan)) : Status{};

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <utility>
 
+#include "shardplan/schemas/io.h"
+
 namespace shardplan::cli {
 namespace {
 
@@ -211,6 +213,27 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (Status s = ApplyPrefetch(flags, strategy); !s) return s;
   if (Status s = ApplySharding(flags.sharding, strategy); !s) return s;
   return ApplyOptimizer(flags.optimizer, strategy);
+}
+
+Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags) {
+  Strategy strategy;
+  if (!path.empty()) {
+    Result<Strategy> read = ReadStrategy(path);
+    if (!read) return std::unexpected(read.error());
+    strategy = std::move(*read);
+  }
+  if (Status applied = ApplyPlanFlags(flags, strategy); !applied) return std::unexpected(applied.error());
+  return strategy;
+}
+
+Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const Strategy& strategy,
+                                const std::string& strategy_path, const Cluster& cluster,
+                                const PlanOptions& options) {
+  Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster, options);
+  if (!planned && planned.error().file.empty()) {
+    planned.error().file = strategy_path.empty() ? trace_path : strategy_path;
+  }
+  return planned;
 }
 
 }  // namespace shardplan::cli

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "shardplan/planner/planner.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 
@@ -34,5 +35,14 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags);
 
 // Writes the given flags over `strategy`. kUsage names the flag, what was found and what is expected.
 Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy);
+
+// The strategy file at `path` ("": PyTorch's defaults) with the flags over it.
+Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags);
+
+// MakePlan of the trace read from `trace_path`; an error that names no file names the strategy's, else the
+// trace's.
+Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const Strategy& strategy,
+                                const std::string& strategy_path, const Cluster& cluster,
+                                const PlanOptions& options);
 
 }  // namespace shardplan::cli
