@@ -48,6 +48,7 @@ class ModuleHooks:
         self._calls: dict[int, list[int]] = {}  # module id -> occurrences entered and not yet left
         self._counts: dict[int, int] = {}
         self._scope = object()  # of tensor ids: a forward of this recording
+        self._position = 0
         self._recomputed: list[int] = []
         self.tensors: list[dict] = []
         with_parameters = {m for m in tree.module_ids if any(True for _ in m.parameters())}
@@ -66,8 +67,9 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
 
-    def begin_forward(self) -> None:
-        self._scope = object()
+    def begin_forward(self, position: int = 0) -> None:
+        """`position`: of the forward among those that the next backward covers."""
+        self._scope, self._position = object(), position
         self._calls, self._counts, self.tensors = {}, {}, []
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
@@ -107,7 +109,7 @@ class ModuleHooks:
         needing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not (needing and has_parameters and self._mark_inputs and torch.is_grad_enabled()):
             return None
-        done = functools.partial(self._inputs_done, module_id, occurrence)
+        done = functools.partial(self._inputs_done, module_id, occurrence, self._position)
         marked = _Identity.apply(done, *(leaves[i] for i in needing))
         for i, tensor in zip(needing, marked):
             self._name(tensor, self.tensor_id(leaves[i]))
@@ -127,7 +129,8 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             for index, tensor in enumerate(found):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._output_gradient, module_id, index, occurrence))
+                    where = (module_id, index, occurrence, self._position)
+                    tensor.register_hook(functools.partial(self._output_gradient, where))
 
     # ---- backward ----
 
@@ -147,11 +150,11 @@ class ModuleHooks:
         if not self._recomputed:
             recorder.emit(["recompute_exit", module_id])
 
-    def _output_gradient(self, module_id: int, index: int, occurrence: int, _gradient) -> None:
-        self._recorder.emit(["grad_ready", module_id, index, occurrence, 0])
+    def _output_gradient(self, where: tuple[int, int, int, int], _gradient) -> None:
+        self._recorder.emit(["grad_ready", *where])
 
-    def _inputs_done(self, module_id: int, occurrence: int) -> None:
-        self._recorder.emit(["inputs_done", module_id, occurrence, 0])
+    def _inputs_done(self, module_id: int, occurrence: int, position: int) -> None:
+        self._recorder.emit(["inputs_done", module_id, occurrence, position])
 
     def _parameter_gradient(self, parameter_id: int, parameter: torch.Tensor) -> None:
         record = self._recorder.record_of(parameter.grad)

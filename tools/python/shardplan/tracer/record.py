@@ -24,13 +24,29 @@ Progress = Callable[[str], None]
 
 
 @dataclass
+class Call:
+    """One forward: its inputs, and whether autograd records it."""
+
+    args: tuple
+    kwargs: dict
+    grad: bool = True
+
+
+@dataclass
+class Group:
+    """Forwards in the order of their calls and, unless `backward` is false, one backward of the sum of their losses."""
+
+    calls: list[Call]
+    backward: bool = True
+
+
+@dataclass
 class Step:
     """A model in front of the recorder: everything on fake CUDA tensors, in the compute dtype."""
 
     module: nn.Module
     tree: ModuleTree
-    args: tuple
-    kwargs: dict
+    groups: list[Group]
     loss: Loss | None  # of the module's output; None: forward only
     inputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # named batch tensors, labels included
     keep_output: bool = False  # until the backward is over
@@ -56,18 +72,17 @@ def default_loss(output) -> torch.Tensor:
 
 def record(
     step: Step,
-    steps: int = 1,
     mark_inputs: bool = True,
     answers: Answers | None = None,
     progress: Progress | None = None,
 ) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda. See [Note: two recordings] in placement.py."""
     progress = progress or (lambda text: None)
-    marked, regrouped = _record_once(step, steps, mark_inputs, answers, progress)
+    marked, regrouped = _record_once(step, mark_inputs, answers, progress)
     if not regrouped:
         return marked
     progress("once more, without marks on inputs")
-    plain, _ = _record_once(step, steps, False, answers, progress)
+    plain, _ = _record_once(step, False, answers, progress)
     for entry, other in zip(plain["backwards"], marked["backwards"]):
         merged = placement.with_inputs_done(entry["events"], other["events"])
         if merged is None:
@@ -77,7 +92,7 @@ def record(
 
 
 def _record_once(
-    step: Step, steps: int, mark_inputs: bool, answers: Answers | None, progress: Progress
+    step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress
 ) -> tuple[dict, bool]:
     """The fields, and whether the marks on inputs changed how gradients are summed."""
     recorder, tree = Recorder(answers), step.tree
@@ -93,12 +108,12 @@ def _record_once(
     forwards, backwards, regrouped = [], [], False
     with _no_garbage_collection(), recorder:
         try:
-            for index in range(steps):
-                hooks.begin_forward()
-                forward, backward, changed = _one_step(step, recorder, hooks, index, mark_inputs, progress)
-                forwards.append(forward)
-                backwards += [backward] if backward is not None else []
-                regrouped |= changed
+            for group in step.groups:
+                made, backward, changed = _record_group(step, group, recorder, hooks, len(forwards), progress)
+                forwards += made
+                if backward is not None:
+                    backwards.append({"name": f"b{len(backwards)}", **backward})
+                regrouped |= changed and mark_inputs
         finally:
             recorder.phase = "off"
             hooks.remove()
@@ -147,13 +162,42 @@ def _input(recorder: Recorder, name: str, tensor: torch.Tensor) -> dict:
     return {"name": name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "storage": storage}
 
 
-def _one_step(
-    step: Step, recorder: Recorder, hooks: ModuleHooks, index: int, mark_inputs: bool, progress: Progress
-) -> tuple[dict, dict | None, bool]:
+def _record_group(
+    step: Step, group: Group, recorder: Recorder, hooks: ModuleHooks, first: int, progress: Progress
+) -> tuple[list[dict], dict | None, bool]:
+    """The group's forwards (`first` is the number of the first), its backward, and whether marks on inputs regroup its sums."""
+    backward = group.backward and step.loss is not None
+    forwards, outputs, losses = [], [], []
+    for position, call in enumerate(group.calls):
+        last = position + 1 == len(group.calls)
+        hooks.begin_forward(position)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and call.grad):
+            forward = _forward(step, call, recorder, hooks, outputs, losses if backward else None, last, progress)
+        forwards.append({"name": f"f{first + position}", **forward})
+    if not backward:
+        recorder.phase = "off"
+        return forwards, None, False
+    _check_loss(losses[0])
+    regrouped = placement.sums_are_regrouped(losses[0], IDENTITY_NODE)
+    events = _backward(step, recorder, losses, outputs, progress)
+    return forwards, {"forwards": list(range(first, first + len(forwards))), "events": events}, regrouped
+
+
+def _forward(
+    step: Step,
+    call: Call,
+    recorder: Recorder,
+    hooks: ModuleHooks,
+    outputs: list,
+    losses: list | None,
+    last: bool,
+    progress: Progress,
+) -> dict:
+    """Adds the loss to `losses` (None: there is none); behind the last forward that list holds their sum alone."""
     progress("forward")
     recorder.phase = "forward"
     recorder.mark_nodes()
-    output = step.module(*step.args, **step.kwargs)
+    output = step.module(*call.args, **call.kwargs)
     recorder.mark_nodes()
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -162,24 +206,25 @@ def _one_step(
                 storage.is_output = True
         del leaf
     recorder.phase = "loss"
-    loss = step.loss(output) if step.loss is not None else None
-    if not step.keep_output:
-        output = None  # as a training loop that keeps no name for it
-    forward = {"name": f"f{index}"}
-    if not torch.is_grad_enabled():
-        forward["grad_enabled"] = False
-    forward["tensors"] = hooks.tensors
-    forward["events"] = recorder.take_events()
-    if loss is None:
-        recorder.phase = "off"
-        return forward, None, False
-    _check_loss(loss)
-    regrouped = mark_inputs and placement.sums_are_regrouped(loss, IDENTITY_NODE)
+    if losses is not None:
+        losses.append(step.loss(output))
+    if step.keep_output:
+        outputs.append(output)
+    output = None  # as a training loop that keeps no name for it
+    while losses and last and len(losses) > 1:
+        losses[:2] = [losses[0] + losses[1]]
+    forward: dict = {} if torch.is_grad_enabled() else {"grad_enabled": False}
+    return {**forward, "tensors": hooks.tensors, "events": recorder.take_events()}
+
+
+def _backward(step: Step, recorder: Recorder, losses: list, outputs: list, progress: Progress) -> list:
     progress("backward")
     recorder.phase = "backward"
+    loss = losses.pop()
     loss.register_hook(lambda _: _at_the_end_of_the_backward(lambda: recorder.emit(["backward_end"])))
     loss.backward()
-    del loss, output
+    del loss
+    outputs.clear()
     for _, tensor in step.inputs:
         if tensor.is_leaf:
             tensor.grad = None  # goes with the batch
@@ -187,7 +232,7 @@ def _one_step(
     recorder.phase = "off"
     for parameter in step.module.parameters():
         parameter.grad = None
-    return forward, {"name": f"b{index}", "forwards": [index], "events": events}, regrouped
+    return events
 
 
 def _at_the_end_of_the_backward(function: Callable) -> None:

@@ -99,6 +99,15 @@ def trace_module(
         return _trace_example(example, type(module).__name__, options, lambda text: None)
 
 
+def trace_groups(
+    module: nn.Module, groups: list[record.Group], loss: Callable | None = None, options: Options | None = None
+) -> dict:
+    """The trace of a module that exists, with a forward or backward pass for each that `groups` asks for, in their order."""
+    options = options or Options()
+    with _recording(options):
+        return _trace_groups(module, groups, loss, type(module).__name__, options, lambda text: None)
+
+
 def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:
     if wanted is not None:
         return DTYPES[wanted]
@@ -122,18 +131,38 @@ def _trace_example(example: sources.Example, source: str, options: Options, prog
         raise UsageProblem(
             f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, loss)"
         )
-    dtype = _compute_dtype(example.module, options.dtype)
-    tree = _tree(example.module, dtype, options.param_dtype)
+    groups = [record.Group([record.Call(example.args, example.kwargs)])] * options.steps
+    return _trace_groups(example.module, groups, example.loss, source, options, progress)
+
+
+def _trace_groups(
+    module: nn.Module,
+    groups: list[record.Group],
+    own_loss: Callable | None,
+    source: str,
+    options: Options,
+    progress: Progress,
+) -> dict:
+    dtype = _compute_dtype(module, options.dtype)
+    tree = _tree(module, dtype, options.param_dtype)
     if options.evaluation:
-        example.module.eval()
-    args, kwargs = (sources.move_inputs(v, dtype) for v in (example.args, example.kwargs))
-    inputs = _named_inputs(args, kwargs)
+        module.eval()
+    moved: dict[int, record.Call] = {}
+    inputs: list[tuple[str, torch.Tensor]] = []
+    for call in (call for group in groups for call in group.calls):
+        if id(call) in moved:
+            continue
+        args, kwargs = (sources.move_inputs(v, dtype) for v in (call.args, call.kwargs))
+        prefix = f"call{len(moved)}." if moved else ""
+        inputs += [(prefix + name, tensor) for name, tensor in _named_inputs(args, kwargs)]
+        moved[id(call)] = record.Call(args, kwargs, call.grad)
     loss = (
         None
         if options.loss == "none" or not options.grad
-        else example.loss if options.loss == "default" and example.loss else record.default_loss
+        else own_loss if options.loss == "default" and own_loss else record.default_loss
     )
-    step = record.Step(example.module, tree, args, kwargs, loss, inputs, options.keep_output)
+    there = [record.Group([moved[id(call)] for call in group.calls], group.backward) for group in groups]
+    step = record.Step(module, tree, there, loss, inputs, options.keep_output)
     tokens = _tokens([tensor for _, tensor in inputs])
     return _document(
         step, options, Answers(), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
@@ -187,7 +216,8 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
         loss, inputs = batch.loss, batch.inputs
         if options.loss == "none" or not options.grad:
             loss, inputs = None, [(name, tensor) for name, tensor in batch.inputs if name != "labels"]
-        step = record.Step(module, tree, (), batch.kwargs, loss, inputs, options.keep_output)
+        groups = [record.Group([record.Call((), batch.kwargs)])] * options.steps
+        step = record.Step(module, tree, groups, loss, inputs, options.keep_output)
         return _document(
             step,
             options,
@@ -213,7 +243,7 @@ def _document(
     notes: list[str],
 ) -> dict:
     try:
-        fields = record.record(step, options.steps, options.mark_inputs, answers, progress)
+        fields = record.record(step, options.mark_inputs, answers, progress)
     except TracerError:
         raise
     except _CANNOT_FAKE as error:
