@@ -26,6 +26,8 @@ SHARDPLAN_ENUM_NAMES(StorageRole, "input", "buffer", "saved", "forward_temp", "o
 SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "hybrid_shard",
                      "hybrid_shard_zero2");
 SHARDPLAN_ENUM_NAMES(Fsdp1BackwardPrefetch, "none", "backward_pre", "backward_post");
+SHARDPLAN_ENUM_NAMES(Fsdp1CommHook, "none", "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook",
+                     "bf16_compress_hook");
 SHARDPLAN_ENUM_NAMES(OptimizerKind, "none", "sgd", "adamw");
 SHARDPLAN_ENUM_NAMES(OptimizerImplementation, "for_loop", "foreach", "fused");
 SHARDPLAN_ENUM_NAMES(LayoutKind, "per_parameter", "flat");
@@ -34,7 +36,7 @@ SHARDPLAN_ENUM_NAMES(ReduceOp, "sum", "average");
 SHARDPLAN_ENUM_NAMES(BufferRole, "param_sharded", "param_unsharded", "param_post_forward_shard",
                      "all_gather_input", "all_gather_output", "reduce_scatter_input", "reduce_scatter_output",
                      "grad_unsharded", "grad_unsharded_accumulated", "grad_sharded", "grad_host",
-                     "optimizer_state", "optimizer_temp");
+                     "optimizer_state", "optimizer_temp", "order_check", "model_buffer");
 SHARDPLAN_ENUM_NAMES(InstructionKind, "compute", "allocate", "free", "bind_unsharded", "bind_sharded",
                      "copy_in", "all_gather", "copy_out", "reshard_post_forward", "grad_copy_in",
                      "grad_scale", "reduce_scatter", "all_reduce", "grad_cast", "grad_accumulate",

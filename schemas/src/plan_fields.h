@@ -10,11 +10,17 @@
 namespace shardplan {
 
 template <>
+inline constexpr auto kFields<ExtensionBuffer> = FieldList(
+    Required("dtype", &ExtensionBuffer::dtype), Required("numel", &ExtensionBuffer::numel).AtMost(kMaxExact));
+
+template <>
 inline constexpr auto kFields<UnitParameter> = FieldList(
     Required("fqn", &UnitParameter::fqn), Optional("shared_with", &UnitParameter::shared_with),
     Required("shape", &UnitParameter::shape).Shape(), Required("dtype", &UnitParameter::dtype),
     Optional("requires_grad", &UnitParameter::requires_grad),
-    Optional("shard_dim", &UnitParameter::shard_dim), Optional("flat_offset", &UnitParameter::flat_offset));
+    Optional("shard_dim", &UnitParameter::shard_dim), Optional("flat_offset", &UnitParameter::flat_offset),
+    Optional("placements", &UnitParameter::placements), Optional("param_dtype", &UnitParameter::param_dtype),
+    Optional("gathered", &UnitParameter::gathered), Optional("unsharded", &UnitParameter::unsharded));
 
 template <>
 inline constexpr bool kIsBlock<Unit> = true;
@@ -24,6 +30,7 @@ inline constexpr auto kFields<Unit> = FieldList(
     Required("parameters", &Unit::parameters).Lines(), Required("orig_dtype", &Unit::orig_dtype),
     Required("param_dtype", &Unit::param_dtype), Required("reduce_dtype", &Unit::reduce_dtype),
     Optional("shard_communicator", &Unit::shard_communicator).Ref(RefKind::kCommunicator),
+    Optional("reduce_scatter_communicator", &Unit::reduce_scatter_communicator).Ref(RefKind::kCommunicator),
     Optional("replicate_communicator", &Unit::replicate_communicator).Ref(RefKind::kCommunicator),
     Optional("post_forward_communicator", &Unit::post_forward_communicator).Ref(RefKind::kCommunicator),
     Optional("flat_numel", &Unit::flat_numel));
@@ -33,7 +40,8 @@ inline constexpr auto kFields<Buffer> =
     FieldList(Required("name", &Buffer::name), Required("role", &Buffer::role),
               Optional("unit", &Buffer::unit).Ref(RefKind::kUnit), Required("dtype", &Buffer::dtype),
               Required("parts_bytes", &Buffer::parts_bytes), Optional("parameters", &Buffer::parameters),
-              Optional("memory", &Buffer::memory), Optional("persistent", &Buffer::persistent));
+              Optional("memory", &Buffer::memory), Optional("persistent", &Buffer::persistent),
+              Optional("pool", &Buffer::pool).Ref(RefKind::kCommunicator));
 
 template <>
 inline constexpr auto kFields<PlanStream> =
@@ -41,9 +49,15 @@ inline constexpr auto kFields<PlanStream> =
               Optional("priority", &PlanStream::priority).AtLeast(std::numeric_limits<std::int32_t>::min()));
 
 template <>
+inline constexpr auto kFields<CommunicatorDim> =
+    FieldList(Required("size", &CommunicatorDim::size).AtLeast(1),
+              Required("stride", &CommunicatorDim::stride).AtLeast(1));
+
+template <>
 inline constexpr auto kFields<Communicator> = FieldList(Required("name", &Communicator::name),
                                                         Required("size", &Communicator::size).AtLeast(1),
-                                                        Optional("stride", &Communicator::stride).AtLeast(1));
+                                                        Optional("stride", &Communicator::stride).AtLeast(1),
+                                                        Optional("dims", &Communicator::dims));
 
 template <>
 inline constexpr auto kFields<SegmentGrad> = FieldList(
@@ -68,7 +82,8 @@ inline constexpr auto kFields<Instruction> = FieldList(
     Optional("reduce_op", &Instruction::reduce_op), Optional("divisor", &Instruction::divisor).Positive(),
     Optional("stream", &Instruction::stream).Ref(RefKind::kStream),
     Optional("safe_after", &Instruction::safe_after).Ref(RefKind::kStream),
-    Optional("unit", &Instruction::unit).Ref(RefKind::kUnit), Optional("reason", &Instruction::reason));
+    Optional("unit", &Instruction::unit).Ref(RefKind::kUnit),
+    Optional("parameter", &Instruction::parameter).AtLeast(-1), Optional("reason", &Instruction::reason));
 
 template <>
 inline constexpr bool kIsBlock<Trigger> = true;

@@ -109,6 +109,7 @@ std::string PlanWords::Line(const Instruction& instruction) const {
   std::string line(EnumName(instruction.kind));
   line += Operands(instruction);
   if (instruction.microbatch != 0) line += fmt::format(" mb={}", instruction.microbatch);
+  if (instruction.parameter != -1) line += fmt::format(" parameter={}", instruction.parameter);
   if (instruction.divisor != 1.0) line += fmt::format(" divisor={}", NumberWord(instruction.divisor));
   if (instruction.reduce_op != ReduceOp::kSum) line += fmt::format(" op={}", EnumName(instruction.reduce_op));
   if (instruction.stream != -1) line += " on " + Word(RefKind::kStream, instruction.stream);

@@ -20,11 +20,19 @@ inline constexpr auto kFields<Module> = FieldList(Required("fqn", &Module::fqn),
                                                   Optional("same_module_as", &Module::same_module_as));
 
 template <>
+inline constexpr auto kFields<ParameterPlacement> =
+    FieldList(Required("mesh_dim", &ParameterPlacement::mesh_dim),
+              Required("size", &ParameterPlacement::size).AtLeast(1),
+              Optional("dim", &ParameterPlacement::dim).OrNone(),
+              Optional("grad_partial", &ParameterPlacement::grad_partial));
+
+template <>
 inline constexpr auto kFields<Parameter> = FieldList(Required("fqn", &Parameter::fqn),
                                                      Required("shape", &Parameter::shape).Shape(),
                                                      Required("dtype", &Parameter::dtype),
                                                      Optional("requires_grad", &Parameter::requires_grad),
-                                                     Optional("shared_with", &Parameter::shared_with));
+                                                     Optional("shared_with", &Parameter::shared_with),
+                                                     Optional("placements", &Parameter::placements));
 
 template <>
 inline constexpr auto kFields<ModuleBuffer> =

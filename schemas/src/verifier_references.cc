@@ -61,9 +61,14 @@ Shape ShapeOf(InstructionKind kind) {
     case kBindSharded:
       return {.src = Set({kParamSharded, kParamPostForwardShard})};
     case kCopyIn:
-      return {.stream = kStream, .src = kShards, .dst = Set({kAllGatherInput}) | kGathered};
+      return {.stream = kStream,
+              .src = kShards | Set({kModelBuffer}),
+              .dst = Set({kAllGatherInput, kModelBuffer}) | kGathered};
     case kAllGather:
-      return {.stream = kStream, .src = kShards | kGathered, .dst = kGathered, .communicator = true};
+      return {.stream = kStream,
+              .src = kShards | kGathered | Set({kOrderCheck}),
+              .dst = kGathered | Set({kOrderCheck}),
+              .communicator = true};
     case kCopyOut:
       return {.stream = kStream, .src = kShards | kGathered, .dst = Set({kParamUnsharded})};
     case kReshardPostForward:
@@ -116,6 +121,9 @@ class InstructionCheck {
     if (i_.kind == InstructionKind::kGradScale && !(i_.divisor > 0)) {
       Fail(fmt::format("divisor {} is not a positive number", i_.divisor));
     }
+    const bool has_parameter =
+        i_.unit >= 0 && Names(plan_.units, i_.unit) && Names(plan_.units[i_.unit].parameters, i_.parameter);
+    if (i_.parameter != -1 && !has_parameter) Fail(fmt::format("parameter {} does not exist", i_.parameter));
     if (i_.src >= 0 && i_.src == i_.dst && i_.kind != InstructionKind::kAllGather) {
       Fail("src and dst are the same buffer");
     }

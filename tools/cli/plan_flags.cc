@@ -141,7 +141,7 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
   for (std::int32_t microbatch = 0; microbatch < *flags.accumulate; ++microbatch) {
     const bool last = microbatch + 1 == *flags.accumulate;
     if (flags.accumulate_without_sync) {
-      step.push_back(ModuleCall{"set_requires_gradient_sync", "", last, true});
+      step.push_back(ModuleCall{.method = "set_requires_gradient_sync", .value = last});
     }
     step.push_back(ForwardCall{microbatch, 0});
     step.push_back(BackwardCall{{microbatch}, 0});
@@ -192,9 +192,9 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (!flags.units.empty()) {
     strategy.units.clear();
     for (const std::string& unit : flags.units) {
-      if (!unit.empty()) strategy.units.push_back({{unit}, false, {}, {}, {}});
+      if (!unit.empty()) strategy.units.push_back({.modules = {unit}});
     }
-    strategy.units.push_back({{""}, false, {}, {}, {}});
+    strategy.units.push_back({.modules = {""}});
   }
   if (flags.param_dtype || flags.reduce_dtype) {
     if (!strategy.mixed_precision) strategy.mixed_precision = MixedPrecision{};

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -31,14 +32,27 @@ using SegmentId = std::int32_t;
 
 enum class LayoutKind : std::uint8_t { kPerParameter, kFlat };
 
+// A flat tensor of an all-gather extension.
+struct ExtensionBuffer {
+  DType dtype = DType::kUInt8;
+  std::int64_t numel = 0;
+  bool operator==(const ExtensionBuffer&) const = default;
+};
+
 struct UnitParameter {
   std::string fqn;
   std::vector<std::string> shared_with;  // other FQNs of a tied parameter, anywhere in the model
-  std::vector<std::int64_t> shape;       // unsharded
+  std::vector<std::int64_t> shape;       // unsharded by FSDP; local to the rank where placements cut it
   DType dtype = DType::kFloat32;         // original
   bool requires_grad = true;
   std::int32_t shard_dim = 0;    // per_parameter
   std::int64_t flat_offset = 0;  // flat: elements before it in the flat parameter (alignment included)
+  std::vector<ParameterPlacement> placements;  // over the mesh's other dimensions, as in the trace
+  std::optional<DType> param_dtype;            // gathered and computed in, where it is not the unit's
+  // An all-gather extension: what one rank gathers in place of its shard, and what is allocated beside the
+  // gathered tensors. Empty: the shard itself.
+  std::vector<ExtensionBuffer> gathered;
+  std::vector<ExtensionBuffer> unsharded;
   bool operator==(const UnitParameter&) const = default;
 };
 
@@ -46,7 +60,8 @@ struct UnitParameter {
 //
 // per_parameter (FSDP2, FSDPParam._init_sharded_param): each parameter is cut along shard_dim as torch.chunk
 // does; every rank's piece is padded to ceil(shape[shard_dim] / N) rows. An all-gather input is the
-// concatenation of the padded pieces in parameter order; its output is N such inputs. flat (FSDP1,
+// concatenation of the padded pieces in parameter order; its output is N such inputs; it is gathered as bytes
+// (uint8) when the pieces differ in dtype. flat (FSDP1,
 // FlatParamHandle): parameters are concatenated at flat_offset, the whole is padded to flat_numel and cut
 // into N equal pieces.
 struct Unit {
@@ -57,10 +72,11 @@ struct Unit {
   DType orig_dtype = DType::kFloat32;
   DType param_dtype = DType::kFloat32;  // gathered and computed in
   DType reduce_dtype = DType::kFloat32;
-  CommunicatorId shard_communicator = -1;         // all_gather and reduce_scatter; -1: not sharded (one rank)
-  CommunicatorId replicate_communicator = -1;     // HSDP all_reduce
-  CommunicatorId post_forward_communicator = -1;  // integer reshard_after_forward
-  std::int64_t flat_numel = 0;                    // flat: padded unsharded elements
+  CommunicatorId shard_communicator = -1;  // all_gather and reduce_scatter; -1: not sharded (one rank)
+  CommunicatorId reduce_scatter_communicator = -1;  // reduce_scatter's own; -1: shard_communicator
+  CommunicatorId replicate_communicator = -1;       // HSDP all_reduce
+  CommunicatorId post_forward_communicator = -1;    // integer reshard_after_forward
+  std::int64_t flat_numel = 0;                      // flat: padded unsharded elements
   bool operator==(const Unit&) const = default;
 };
 
@@ -78,6 +94,8 @@ enum class BufferRole : std::uint8_t {
   kGradHost,  // offloaded gradient shard
   kOptimizerState,
   kOptimizerTemp,
+  kOrderCheck,   // fsdp1's execution-order validation: counts and indices of units, of no unit
+  kModelBuffer,  // the model's own buffers in another dtype than the trace's, of no unit
 };
 
 enum class MemoryKind : std::uint8_t { kDevice, kPinnedHost, kHost };
@@ -93,7 +111,8 @@ struct Buffer {
   std::vector<Bytes> parts_bytes;
   std::vector<std::int32_t> parameters;  // indices into Unit::parameters that it holds, ascending
   MemoryKind memory = MemoryKind::kDevice;
-  bool persistent = false;  // alive before the first step and after the last
+  bool persistent = false;   // alive before the first step and after the last
+  CommunicatorId pool = -1;  // allocated from this communicator's own memory pool; -1: the caching allocator
   bool operator==(const Buffer&) const = default;
 };
 
@@ -105,10 +124,18 @@ struct PlanStream {
 
 // A group of ranks for each rank: the ranks that differ only in the digit (rank / stride) mod size.
 // shard of a {replicate: R, shard: S} mesh: size S, stride 1; replicate: size R, stride S.
+// Flattened from dimensions that do not lie side by side: the ranks that differ only in the digits of `dims`,
+// the first the most significant; then size is their product and stride that of the last.
+struct CommunicatorDim {
+  std::int64_t size = 1;
+  std::int64_t stride = 1;
+  bool operator==(const CommunicatorDim&) const = default;
+};
 struct Communicator {
   std::string name;  // "shard", "replicate", "post_forward"
   std::int64_t size = 1;
   std::int64_t stride = 1;
+  std::vector<CommunicatorDim> dims;  // empty: size and stride say it
   bool operator==(const Communicator&) const = default;
 };
 
@@ -150,11 +177,9 @@ enum class InstructionKind : std::uint8_t {
   kRecord,          // event on stream
   kWait,            // stream waits for event
   kHostWait,        // host waits for event
-  kOptimizerStep,   // of all units (unit = -1) or of one (in backward)
+  kOptimizerStep,   // of all units (unit = -1), of one, or of one parameter of one (in backward)
   kZeroGrad,        // sharded gradients are dropped
 };
-
-enum class ReduceOp : std::uint8_t { kSum, kAverage };
 
 struct Instruction {
   InstructionKind kind = InstructionKind::kCompute;
@@ -165,6 +190,9 @@ struct Instruction {
   EventId event = -1;
   CommunicatorId communicator = -1;
   SegmentId segment = -1;
+  // optimizer_step in the backward: index into Unit::parameters; -1: all. Ranks without a piece of it do
+  // nothing.
+  std::int32_t parameter = -1;
   std::int32_t microbatch = 0;  // compute
   ReduceOp reduce_op = ReduceOp::kSum;
   double divisor = 1.0;              // grad_scale

@@ -25,7 +25,27 @@ struct MixedPrecision {
   bool cast_forward_inputs = true;
   std::optional<DType> buffer_dtype;      // fsdp1
   bool keep_low_precision_grads = false;  // fsdp1
+  // fsdp1 with a wrap policy: modules of these classes become units of their own in full precision.
+  // "_BatchNorm" stands for every batch norm.
+  std::vector<std::string> module_classes_to_ignore = {"_BatchNorm"};
   bool operator==(const MixedPrecision&) const = default;
+};
+
+enum class Fsdp1Sharding : std::uint8_t {
+  kFullShard,
+  kShardGradOp,
+  kNoShard,
+  kHybridShard,
+  kHybridShardZero2
+};
+enum class Fsdp1BackwardPrefetch : std::uint8_t { kNone, kPre, kPost };
+
+// The dimensions of the mesh that make up FSDP's own two (a dimension may be flattened from several:
+// torch's DataParallelMeshDims, or DeviceMesh._flatten).
+struct DataParallelDims {
+  std::vector<std::string> shard;
+  std::vector<std::string> replicate;
+  bool operator==(const DataParallelDims&) const = default;
 };
 
 // One call of fully_shard / one FSDP wrap: the modules of one unit, or a rule that makes many.
@@ -39,6 +59,11 @@ struct UnitRule {
   std::optional<ReshardAfterForward> reshard_after_forward;
   std::optional<MixedPrecision> mixed_precision;
   std::optional<bool> cpu_offload;
+  std::optional<DataParallelDims> data_parallel;  // fsdp2: the call's own mesh, say of experts
+  // fsdp1: what a CustomPolicy's dictionary overrides for these modules.
+  std::optional<Fsdp1Sharding> sharding;
+  std::optional<Fsdp1BackwardPrefetch> backward_prefetch;
+  std::optional<bool> forward_prefetch;
   bool operator==(const UnitRule&) const = default;
 };
 
@@ -48,6 +73,47 @@ struct PrefetchList {
   std::string unit;
   std::vector<std::string> prefetch;
   bool operator==(const PrefetchList&) const = default;
+};
+
+// How FSDP2 and its custom reductions reduce.
+enum class ReduceOp : std::uint8_t { kSum, kAverage };
+
+// shard_placement_fn: Shard(dim) for the parameters whose FQNs match (patterns as in UnitRule::modules,
+// without "class:"). The first rule that matches counts; dim may be negative.
+struct ShardDimRule {
+  std::vector<std::string> parameters;
+  std::int32_t dim = 0;
+  bool operator==(const ShardDimRule&) const = default;
+};
+
+// A tensor that an all-gather extension makes of a parameter: one element for every `per_elements` elements
+// (rounded up), or `numel` elements whatever the parameter's size.
+struct ExtensionTensor {
+  DType dtype = DType::kUInt8;
+  std::int64_t per_elements = 1;
+  std::optional<std::int64_t> numel;
+  bool operator==(const ExtensionTensor&) const = default;
+};
+
+// fsdp_pre_all_gather / fsdp_post_all_gather of the parameters whose FQNs match: `gathered` goes into the
+// all-gather in place of the shard (sizes of one rank's padded shard), `unsharded` is what post-all-gather
+// allocates beside the gathered tensors (sizes of the unsharded parameter) and FSDP frees when it reshards.
+struct ExtensionRule {
+  std::vector<std::string> parameters;
+  std::vector<ExtensionTensor> gathered;
+  std::vector<ExtensionTensor> unsharded;
+  bool operator==(const ExtensionRule&) const = default;
+};
+
+// set_all_reduce_hook for the units that match (patterns as UnitRule::modules; empty: all units). What the
+// hook does with the reduced gradients: an all-reduce over `mesh_dim` ("": none), then division by `divide`.
+struct AllReduceHook {
+  std::vector<std::string> modules;
+  std::string mesh_dim;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::optional<double> divide;
+  bool own_stream = false;  // stream=: not the all-reduce stream; PyTorch takes it without HSDP only
+  bool operator==(const AllReduceHook&) const = default;
 };
 
 struct Fsdp2Knobs {
@@ -60,17 +126,30 @@ struct Fsdp2Knobs {
   bool unshard_async_op = false;
   std::optional<double> gradient_divide_factor;
   bool force_sum_reduction = false;
+  std::vector<ShardDimRule> shard_dims;
+  std::vector<ExtensionRule> extensions;
+  std::vector<AllReduceHook> all_reduce_hooks;
+  bool separate_reduce_scatter_communicator = false;  // set_separate_reduce_scatter_group
+  std::int32_t reduce_scatter_inputs_in_flight = 1;   // set_reduce_scatter_max_input_buffers
+  bool allocate_memory_from_process_group = false;    // set_allocate_memory_from_process_group_for_comm
+  bool post_optim_event = false;                      // set_post_optim_event after every optimizer step
+  // False: fully_shard is not called on the root; each outermost unit is a root of its own.
+  bool shard_root = true;
+  std::vector<std::vector<std::string>> shared_comm_contexts;  // share_comm_ctx: FQNs of roots
   bool operator==(const Fsdp2Knobs&) const = default;
 };
 
-enum class Fsdp1Sharding : std::uint8_t {
-  kFullShard,
-  kShardGradOp,
-  kNoShard,
-  kHybridShard,
-  kHybridShardZero2
+// A hook of torch.distributed.algorithms._comm_hooks.default_hooks that reduces gradients instead of the
+// runtime.
+enum class Fsdp1CommHook : std::uint8_t { kNone, kAllReduce, kReduceScatter, kFp16Compress, kBf16Compress };
+
+// size_based_auto_wrap_policy. Classes by name.
+struct SizeBasedWrap {
+  std::int64_t min_num_params = 100'000'000;
+  std::vector<std::string> force_leaf_modules = {"MultiheadAttention"};  // nothing below them is wrapped
+  std::vector<std::string> exclude_wrap_modules = {"ModuleList", "ModuleDict"};
+  bool operator==(const SizeBasedWrap&) const = default;
 };
-enum class Fsdp1BackwardPrefetch : std::uint8_t { kNone, kPre, kPost };
 
 struct Fsdp1Knobs {
   Fsdp1Sharding sharding = Fsdp1Sharding::kFullShard;
@@ -78,6 +157,13 @@ struct Fsdp1Knobs {
   bool forward_prefetch = false;
   bool limit_all_gathers = true;
   bool use_orig_params = false;
+  bool full_precision_in_eval = false;           // environment variable FSDP_USE_FULL_PREC_IN_EVAL=1
+  bool validate_execution_order = false;         // what TORCH_DISTRIBUTED_DEBUG=DETAIL adds
+  std::optional<SizeBasedWrap> size_based_wrap;  // units beside those of Strategy::units
+  std::vector<std::string> ignored_modules;      // entries as UnitRule::modules
+  Fsdp1CommHook comm_hook = Fsdp1CommHook::kNone;
+  // Not given: a power of two near the square root of the data-parallel ranks, and what is left of them.
+  std::optional<double> gradient_predivide_factor, gradient_postdivide_factor;
   bool operator==(const Fsdp1Knobs&) const = default;
 };
 
@@ -96,6 +182,9 @@ struct Optimizer {
   OptimizerKind kind = OptimizerKind::kAdamW;
   OptimizerImplementation implementation = OptimizerImplementation::kForeach;
   bool momentum = false;  // sgd
+  // One optimiser per parameter that steps as soon as its gradient is there, and drops the gradient:
+  // torch.distributed.optim._apply_optimizer_in_backward (fsdp1), a post-accumulate-grad hook (fsdp2).
+  bool in_backward = false;
   bool operator==(const Optimizer&) const = default;
 };
 
@@ -103,6 +192,8 @@ struct Optimizer {
 struct ForwardCall {
   std::int32_t microbatch = 0;
   std::int32_t trace = 0;  // index into Trace::forwards
+  // Whether the modules are in training mode (Module.train(), .eval()). Not given: as gradients are enabled.
+  std::optional<bool> training;
   bool operator==(const ForwardCall&) const = default;
 };
 struct BackwardCall {
@@ -123,13 +214,16 @@ struct ModuleCall {
   std::string module;  // FQN
   std::optional<bool> value;
   bool recurse = true;
+  std::optional<double> number;      // of a setter that takes one: set_gradient_divide_factor
+  std::vector<std::string> modules;  // of one that takes modules: set_modules_to_forward_prefetch
+  std::vector<std::string> flags;    // further arguments of the method that are not at their default
   bool operator==(const ModuleCall&) const = default;
 };
 using ProgramCall = std::variant<ForwardCall, BackwardCall, OptimizerStepCall, ZeroGradCall, ModuleCall>;
 using StepProgram = std::vector<ProgramCall>;
 
 struct StrategyMeshDim {
-  std::string name;  // "shard", "replicate"
+  std::string name;  // "shard", "replicate", or any other: "tensor", "expert", "dp_shard"
   std::int64_t size = 1;
   bool operator==(const StrategyMeshDim&) const = default;
 };
@@ -139,6 +233,9 @@ struct Strategy {
   // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's
   // ranks}.
   std::vector<StrategyMeshDim> mesh;
+  // Which of its dimensions FSDP shards and replicates over, for units that give none. Not given: "shard"
+  // and "replicate".
+  std::optional<DataParallelDims> data_parallel;
   std::vector<UnitRule>
       units;  // in call order; the root's rule last. Empty: one unit per block class + the root
   std::optional<MixedPrecision> mixed_precision;             // for units that give none

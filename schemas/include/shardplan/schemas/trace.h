@@ -39,12 +39,23 @@ struct Module {
   bool operator==(const Module&) const = default;
 };
 
+// Where a parameter lies on one dimension of the mesh that is not FSDP's own (tensor, expert, ...
+// parallelism): a DTensor's placement on that dimension.
+struct ParameterPlacement {
+  std::string mesh_dim;       // its name, as in the strategy's mesh
+  std::int64_t size = 1;      // ranks along it
+  std::int32_t dim = -1;      // the parameter's dimension that is cut along it; -1: replicated
+  bool grad_partial = false;  // replicated: the gradient comes as a partial sum, to be reduced over it
+  bool operator==(const ParameterPlacement&) const = default;
+};
+
 struct Parameter {
-  std::string fqn;  // the name first seen
-  std::vector<std::int64_t> shape;
+  std::string fqn;                  // the name first seen
+  std::vector<std::int64_t> shape;  // what this rank has of it: local where placements cut it
   DType dtype = DType::kFloat32;
   bool requires_grad = true;
-  std::vector<std::string> shared_with;  // the other FQNs of a tied parameter
+  std::vector<std::string> shared_with;        // the other FQNs of a tied parameter
+  std::vector<ParameterPlacement> placements;  // of a DTensor, outermost mesh dimension first; else empty
   bool operator==(const Parameter&) const = default;
 };
 
