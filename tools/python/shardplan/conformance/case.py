@@ -1,0 +1,165 @@
+"""A case: a model, how it is sharded, what it is trained on; and what of that the tracer and the planner get."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+DEFAULT_PROGRAM = [[{"call": call} for call in ("forward", "backward", "optimizer_step", "zero_grad")]]
+SCHEMA = "shardplan.strategy/1"
+
+
+class CaseError(Exception):
+    """A case that cannot be run as it says: what, where, what to do."""
+
+
+@dataclass
+class Forward:
+    """The inputs of one forward: positional, or by name. `grad` false: it runs under `torch.no_grad()`."""
+
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+    grad: bool = True
+
+
+@dataclass
+class Case:
+    """What to record.
+
+    model: makes the model, on the CPU; called on every rank, with the same random seed.
+    forwards: the inputs, on every rank of the same shapes. `{"call": "forward", "trace": i}` of the program runs `forwards[i]`.
+    strategy: a strategy document (docs/strategy-format.md) as a dict; `schema` may be left out. Its program's backwards name micro-batches
+        only, their `trace` is found.
+    ranks: how many; the product of the strategy's mesh, if it has one.
+    steps: how many to record and compare; None: three, or the program's if that is longer.
+    loss: of the model's output; None: the sum of every floating output that needs a gradient (a scalar output, or an output's `loss`, as it is).
+    """
+
+    model: Callable[[], nn.Module]
+    forwards: list[Forward]
+    strategy: dict
+    ranks: int = 2
+    steps: int | None = None
+    loss: Callable | None = None
+    name: str = "case"
+
+    def program(self) -> list[list[dict]]:
+        return self.strategy.get("program") or DEFAULT_PROGRAM
+
+    def step_count(self) -> int:
+        return self.steps if self.steps is not None else max(3, len(self.program()))
+
+    def step(self, index: int) -> list[dict]:
+        """The program's last step repeats."""
+        program = self.program()
+        return program[min(index, len(program) - 1)]
+
+
+@dataclass
+class TracedProgram:
+    """`groups`: for each pass of the trace, the forwards (indices into Case.forwards) in the order of their calls and whether a backward follows.
+    `program`: the case's, with `trace` naming passes of the trace. `forward_of`: its forwards' indices into Case.forwards, by (step, call).
+    """
+
+    groups: list[tuple[tuple[int, ...], bool]]
+    program: list[list[dict]]
+    forward_of: dict[tuple[int, int], int]
+
+
+class _Linker:
+    """Finds the backward that each forward is followed by: forwards are traced together with it."""
+
+    def __init__(self, case: Case):
+        self.count = len(case.forwards)
+        self.grad = [forward.grad for forward in case.forwards]
+        self.program = copy.deepcopy(case.program())
+        self.groups: list[tuple[tuple[int, ...], bool]] = []
+        self.forward_of: dict[tuple[int, int], int] = {}
+        self._order: list[tuple[int, int]] = []  # (step, call) of every forward
+        self._group_of: dict[tuple[int, int], tuple[int, int]] = {}  # forward -> (group, position in it)
+
+    def run(self) -> TracedProgram:
+        backwards: list[tuple[dict, int]] = []
+        open_forwards: dict[int, tuple[int, int]] = {}  # micro-batch -> its last forward
+        for s, step in enumerate(self.program):
+            for c, call in enumerate(step):
+                if call["call"] == "forward":
+                    self._forward(s, c, call)
+                    open_forwards[call.get("microbatch", 0)] = (s, c)
+                elif call["call"] == "backward":
+                    backwards.append((call, self._backward(s, c, call, open_forwards)))
+        for where in self._order:
+            if where not in self._group_of:
+                self._group_of[where] = (self._group((self.forward_of[where],), False), 0)
+        first_pass, passes = [], 0
+        for forwards, _ in self.groups:
+            first_pass.append(passes)
+            passes += len(forwards)
+        for s, c in self._order:
+            group, position = self._group_of[(s, c)]
+            self.program[s][c]["trace"] = first_pass[group] + position
+        with_backward = [g for g, (_, backward) in enumerate(self.groups) if backward]
+        for call, group in backwards:
+            call["trace"] = with_backward.index(group)
+        return TracedProgram(self.groups, self.program, self.forward_of)
+
+    def _forward(self, s: int, c: int, call: dict) -> None:
+        index = call.get("trace", 0)
+        if not 0 <= index < self.count:
+            raise CaseError(f"/program/{s}/{c}/trace: the case has no forward {index}; it has {self.count}")
+        self.forward_of[(s, c)] = index
+        self._order.append((s, c))
+
+    def _backward(self, s: int, c: int, call: dict, open_forwards: dict) -> int:
+        microbatches = call.setdefault("microbatches", [0])
+        missing = [m for m in microbatches if m not in open_forwards]
+        if missing:
+            raise CaseError(f"/program/{s}/{c}: no forward of micro-batch {missing[0]} is waiting for a backward")
+        microbatches.sort(key=lambda m: self._order.index(open_forwards[m]))
+        covered = [open_forwards.pop(m) for m in microbatches]
+        for where in covered:
+            if not self.grad[self.forward_of[where]]:
+                raise CaseError(f"/program/{s}/{c}: a backward of a forward without gradients")
+        group = self._group(tuple(self.forward_of[where] for where in covered), True)
+        for position, where in enumerate(covered):
+            self._group_of[where] = (group, position)
+        return group
+
+    def _group(self, forwards: tuple[int, ...], backward: bool) -> int:
+        if (forwards, backward) not in self.groups:
+            self.groups.append((forwards, backward))
+        return self.groups.index((forwards, backward))
+
+
+def traced_program(case: Case) -> TracedProgram:
+    return _Linker(case).run()
+
+
+def planner_strategy(case: Case) -> dict:
+    """The case's strategy document as the planner gets it."""
+    return {"schema": SCHEMA, **case.strategy, "program": traced_program(case).program}
+
+
+def load_cases(source: str) -> list[Case]:
+    """What `MODULE:FUNCTION` returns: a case or several. Raises CaseError."""
+    module_name, _, function_name = source.partition(":")
+    if not module_name or not function_name:
+        raise CaseError(f'"{source}" is not MODULE:FUNCTION')
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+        made = function()
+    except Exception as error:
+        raise CaseError(f'"{source}" failed: {type(error).__name__}: {error}') from error
+    cases = [made] if isinstance(made, Case) else list(made)
+    for case in cases:
+        if not isinstance(case, Case):
+            raise CaseError(f'"{source}" returned a {type(case).__name__}; expected a shardplan.conformance.Case or a list')
+    return cases

@@ -1,0 +1,115 @@
+"""Does to a model what a strategy of the policy fsdp1 says, with PyTorch's own wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+from shardplan.conformance.case import CaseError
+from shardplan.conformance.units import UnitCall, picked
+
+_SHARDING = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+_BACKWARD_PREFETCH = {
+    "backward_pre": BackwardPrefetch.BACKWARD_PRE,
+    "backward_post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
+_APPLIED = {"sharding", "backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params"}
+
+
+class AppliedFsdp1:
+    """`root` is the wrapped model. `modules`: by the FQNs of the plain model."""
+
+    def __init__(self, calls: list[UnitCall], strategy: dict, mesh: DeviceMesh, modules: dict[str, nn.Module]):
+        self._strategy, self._mesh, self._modules = strategy, mesh, modules
+        unknown = set(strategy.get("fsdp1", {})) - _APPLIED
+        if unknown:
+            raise CaseError(f"/fsdp1/{sorted(unknown)[0]}: not something that a recording can be made of yet")
+        self._no_sync = contextlib.ExitStack()
+        self._ignored = self._ignored_parameters()
+        order = {fqn: i for i, fqn in enumerate(modules)}  # pre-order: children come later, and are wrapped first
+        self.root = modules[""]
+        for call in sorted(calls, key=lambda call: -order[call.modules[0]]):
+            self._wrap(call)
+        for call in strategy.get("setup", []):
+            self.module_call(call)
+
+    def _ignored_parameters(self) -> list[nn.Parameter]:
+        wanted = set(self._strategy.get("ignored_parameters", []))
+        named = self._modules[""].named_parameters(remove_duplicate=False)
+        return [p for fqn, p in named if fqn.replace("_checkpoint_wrapped_module.", "") in wanted]
+
+    def _wrap(self, call: UnitCall) -> None:
+        if len(call.modules) > 1:
+            raise CaseError(f"/units: fsdp1 wraps single modules, not {', '.join(call.modules)} together")
+        module = self._modules[call.modules[0]]
+        wrapped = FullyShardedDataParallel(module, **self._arguments(call))
+        if module is self.root:
+            self.root = wrapped
+            return
+        for parent in [p for p in self._modules[""].modules() if not isinstance(p, FullyShardedDataParallel)]:
+            for name, child in parent._modules.items():
+                if child is module:
+                    parent._modules[name] = wrapped
+
+    def _arguments(self, call: UnitCall) -> dict:
+        knobs = self._strategy.get("fsdp1", {})
+        sharding = call.rule.get("sharding", knobs.get("sharding", "full_shard"))
+        arguments: dict = {
+            "sharding_strategy": _SHARDING[sharding],
+            "backward_prefetch": _BACKWARD_PREFETCH[knobs.get("backward_prefetch", "backward_pre")],
+            "forward_prefetch": knobs.get("forward_prefetch", False),
+            "limit_all_gathers": knobs.get("limit_all_gathers", True),
+            "use_orig_params": knobs.get("use_orig_params", False),
+            "device_id": torch.device("cpu"),
+        }
+        if sharding.startswith("hybrid"):
+            arguments["device_mesh"] = self._mesh
+        if mixed := picked(call, self._strategy, "mixed_precision"):
+            names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+            dtypes = {name: getattr(torch, mixed[name]) for name in names if name in mixed}
+            arguments["mixed_precision"] = MixedPrecision(
+                **dtypes,
+                keep_low_precision_grads=mixed.get("keep_low_precision_grads", False),
+                cast_forward_inputs=mixed.get("cast_forward_inputs", False),
+            )
+        if picked(call, self._strategy, "cpu_offload"):
+            arguments["cpu_offload"] = CPUOffload(offload_params=True)
+        if self._ignored:
+            arguments["ignored_states"] = self._ignored
+        return arguments
+
+    def module_call(self, call: dict) -> None:
+        if call["method"] not in ("no_sync", "set_requires_gradient_sync"):
+            raise CaseError(f"fsdp1 has no {call['method']}")
+        entered = call.get("value", True) if call["method"] == "no_sync" else not call.get("value", True)
+        self._no_sync.close()
+        if entered:
+            self._no_sync.enter_context(self.root.no_sync())
+
+
+@contextlib.contextmanager
+def runs_on_the_cpu() -> Iterator[None]:
+    """What parameters on the host need on a machine without an accelerator: memory is not pinned, and a stream of the CPU is always done."""
+    missing = not hasattr(torch.cpu.Stream, "synchronize")
+    pin_memory = torch.Tensor.pin_memory
+    torch.Tensor.pin_memory = lambda tensor, *_args: tensor.clone()
+    if missing:
+        torch.cpu.Stream.synchronize = lambda _stream: None
+    try:
+        yield
+    finally:
+        torch.Tensor.pin_memory = pin_memory
+        if missing:
+            del torch.cpu.Stream.synchronize

@@ -1,0 +1,70 @@
+"""Runs the program of a case on a wrapped model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardplan.conformance.case import Case
+from shardplan.tracer.record import default_loss
+
+
+class Program:
+    """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or user call."""
+
+    def __init__(self, case: Case, model: nn.Module, optimizer, log, module_call: Callable[[dict], None]):
+        self._case, self._model, self._optimizer, self._log, self._module_call = case, model, optimizer, log, module_call
+        self._losses: dict[int, torch.Tensor] = {}
+
+    def run(self) -> None:
+        for step in range(self._case.step_count()):
+            self._log.step = step
+            for call in self._case.step(step):
+                self._call(call)
+
+    def _call(self, call: dict) -> None:
+        kind = call["call"]
+        if kind == "forward":
+            self._log.phase = "forward"
+            self._forward(call)
+        elif kind == "backward":
+            self._log.phase = "backward"
+            losses = [self._losses.pop(m) for m in sorted(call.get("microbatches", [0]), key=list(self._losses).index)]
+            total = losses[0]
+            for loss in losses[1:]:
+                total = total + loss
+            total.backward()
+        elif kind == "module":
+            self._log.phase = "forward"
+            self._module_call(call)
+        else:
+            self._log.phase = "optim"
+            self._log.add("optim_step" if kind == "optimizer_step" else "zero_grad", "")
+            if self._optimizer is not None:
+                (self._optimizer.step if kind == "optimizer_step" else self._optimizer.zero_grad)()
+
+    def _forward(self, call: dict) -> None:
+        forward = self._case.forwards[call.get("trace", 0)]
+        training = call.get("training", forward.grad)
+        if self._model.training != training:
+            self._model.train(training)
+        with contextlib.nullcontext() if forward.grad else torch.no_grad():
+            output = self._model(*forward.args, **forward.kwargs)
+            if forward.grad:
+                microbatch = call.get("microbatch", 0)
+                self._losses.pop(microbatch, None)
+                self._losses[microbatch] = (self._case.loss or default_loss)(output)
+
+
+def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | None:
+    options = strategy.get("optimizer", {})
+    kind = options.get("kind", "adamw")
+    trainable = [p for p in parameters if p.requires_grad]
+    if kind == "none" or not trainable:
+        return None
+    if kind == "sgd":
+        return torch.optim.SGD(trainable, lr=0.01, momentum=0.9 if options.get("momentum") else 0.0, foreach=False)
+    return torch.optim.AdamW(trainable, lr=0.01, foreach=False)

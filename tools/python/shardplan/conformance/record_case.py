@@ -1,0 +1,90 @@
+"""Runs a case on the installed PyTorch, inside a process group, and gives the lines of its log."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardplan.conformance import checkpointing
+from shardplan.conformance.case import Case, CaseError
+from shardplan.conformance.program import Program, make_optimizer
+from shardplan.conformance.trace_case import make_model
+from shardplan.conformance.units import UnitCall, unit_calls
+
+
+def mesh_of(strategy: dict, ranks: int) -> list[dict]:
+    return strategy.get("mesh") or [{"name": "shard", "size": ranks}]
+
+
+def _device_mesh(strategy: dict, ranks: int) -> DeviceMesh:
+    dimensions = mesh_of(strategy, ranks)
+    product = 1
+    for dimension in dimensions:
+        product *= dimension["size"]
+    if product != ranks:
+        raise CaseError(f"/mesh: {product} ranks; the case has {ranks}")
+    names = tuple(dimension["name"] for dimension in dimensions)
+    return init_device_mesh("cpu", tuple(dimension["size"] for dimension in dimensions), mesh_dim_names=names)
+
+
+def forward_order(trace: dict) -> list[str]:
+    """FQNs of the modules in the order in which the first forward enters them."""
+    names = [module["fqn"] for module in trace["modules"]]
+    return [names[event[1]] for event in trace["forwards"][0]["events"] if event[0] == "enter"]
+
+
+def record_case(case: Case, order: list[str]) -> list[str]:
+    """The lines of this rank's log. `order`: see forward_order. The process group is there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = case.strategy.get("policy", "fsdp2")
+        if policy == "fsdp2":
+            return _record_fsdp2(case, order)
+        if policy == "fsdp1":
+            return _record_fsdp1(case)
+        raise CaseError(f'/policy: "{policy}" is not one of PyTorch\'s')
+
+
+def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
+    from shardplan.conformance.fsdp2_apply import AppliedFsdp2
+    from shardplan.conformance.fsdp2_events import Fsdp2Events
+
+    model, calls, modules = _checkpointed(case)
+    applied = AppliedFsdp2(calls, case.strategy, _device_mesh(case.strategy, case.ranks), modules, order)
+    log = Fsdp2Events(_names(modules))
+    optimizer = make_optimizer(case.strategy, model.parameters())
+    with log.patches(), checkpointing.early_stop(case.strategy):
+        Program(case, model, optimizer, log, applied.module_call).run()
+    return log.lines
+
+
+def _record_fsdp1(case: Case) -> list[str]:
+    from shardplan.conformance.fsdp1_apply import AppliedFsdp1, runs_on_the_cpu
+    from shardplan.conformance.fsdp1_events import Fsdp1Events
+
+    _, calls, modules = _checkpointed(case)
+    with runs_on_the_cpu():
+        applied = AppliedFsdp1(calls, case.strategy, _device_mesh(case.strategy, case.ranks), modules)
+        log = Fsdp1Events(_names(modules))
+        optimizer = make_optimizer(case.strategy, applied.root.parameters())
+        with log.patches(), checkpointing.early_stop(case.strategy):
+            Program(case, applied.root, optimizer, log, applied.module_call).run()
+    return log.lines
+
+
+def _checkpointed(case: Case) -> tuple[torch.nn.Module, list[UnitCall], dict[str, torch.nn.Module]]:
+    """The model with its checkpoint wrappers, the units to make of it, and its modules by the FQNs of the plain model."""
+    plain = make_model(case)
+    calls = unit_calls(plain, case.strategy)
+    model, modules = checkpointing.wrap(plain, case.strategy)
+    return model, calls, modules
+
+
+def _names(modules: dict[str, torch.nn.Module]) -> dict[torch.nn.Module, str]:
+    """A module that is registered several times by its first name."""
+    names: dict[torch.nn.Module, str] = {}
+    for fqn, module in modules.items():
+        names.setdefault(module, fqn)
+    return names

@@ -1,0 +1,29 @@
+"""Files of a recorded case: NAME.trace.json, NAME.strategy.json and NAME.log, which `shardplan-conformance` compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shardplan.conformance.case import Case, planner_strategy
+from shardplan.conformance.record_case import forward_order
+from shardplan.conformance.trace_case import trace_case
+from shardplan.tracer import document
+
+Record = Callable[[list[str]], list[str]]  # of the order of the first forward: the log's lines
+
+
+def write(case: Case, record: Record, folder: Path) -> int:
+    """Traces and records the case; the number of recorded events."""
+    trace = trace_case(case)
+    with open(folder / f"{case.name}.trace.json", "w", encoding="utf-8") as file:
+        document.write(trace, file)
+    strategy = json.dumps(planner_strategy(case), indent=1)
+    (folder / f"{case.name}.strategy.json").write_text(strategy + "\n", encoding="utf-8")
+    lines = record(forward_order(trace))
+    head = [f"# case {case.name}", f"# torch {torch.__version__}", f"# ranks {case.ranks}"]
+    (folder / f"{case.name}.log").write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    return len(lines)

@@ -1,0 +1,53 @@
+"""Which modules the rules of a strategy mean (docs/strategy-format.md), on a model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardplan.conformance.case import CaseError
+
+
+@dataclass
+class UnitCall:
+    """One call of fully_shard, or one FSDP wrap: FQNs of its modules, and the rule that asks for it (empty for a root without one)."""
+
+    modules: list[str]
+    rule: dict
+
+
+def _pattern(entry: str) -> re.Pattern:
+    translated = {"*": "[^.]*", "?": "[^.]"}
+    return re.compile("".join(translated.get(c, re.escape(c)) for c in entry))
+
+
+def matching(model: nn.Module, entry: str) -> list[str]:
+    """FQNs in pre-order; a module that is registered several times by its first name."""
+    if entry.startswith("class:"):
+        found = [fqn for fqn, module in model.named_modules() if type(module).__name__ == entry.removeprefix("class:")]
+    else:
+        pattern = _pattern(entry)
+        found = [fqn for fqn, _ in model.named_modules() if pattern.fullmatch(fqn)]
+    if not found:
+        raise CaseError(f'no module is named "{entry}"')
+    return found
+
+
+def unit_calls(model: nn.Module, strategy: dict) -> list[UnitCall]:
+    """In call order, the root last."""
+    if not strategy.get("units"):
+        raise CaseError("the strategy of a recorded case names its units")
+    calls = []
+    for rule in strategy["units"]:
+        found = [fqn for entry in rule["modules"] for fqn in matching(model, entry)]
+        calls += [UnitCall(found, rule)] if rule.get("group") else [UnitCall([fqn], rule) for fqn in found]
+    if strategy.get("fsdp2", {}).get("shard_root", True) and all("" not in call.modules for call in calls):
+        calls.append(UnitCall([""], {}))
+    return calls
+
+
+def picked(call: UnitCall, strategy: dict, name: str):
+    """A knob that a rule may give and the strategy otherwise."""
+    return call.rule[name] if name in call.rule else strategy.get(name)
