@@ -120,7 +120,7 @@ Status FillerModel::Compute(const executor::ComputeCall& call) {
 }
 
 // One pass over the shards and their gradients, as SGD makes.
-Status FillerModel::OptimizerStep(UnitId unit, StreamId) {
+Status FillerModel::OptimizerStep(UnitId unit, std::int32_t, StreamId) {
   for (std::size_t g = 0; g < plan_.buffers.size(); ++g) {
     const Buffer& gradients = plan_.buffers[g];
     if (gradients.role != BufferRole::kGradSharded || (unit >= 0 && gradients.unit != unit)) continue;

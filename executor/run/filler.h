@@ -29,7 +29,7 @@ class FillerModel final : public executor::Model {
               std::unique_ptr<Spinner> spinner);
 
   Status Compute(const executor::ComputeCall& call) override;
-  Status OptimizerStep(UnitId unit, StreamId stream) override;
+  Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
 
   // Time the filler was asked to take so far.
   Nanoseconds compute_ns() const { return compute_ns_; }

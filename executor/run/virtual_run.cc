@@ -56,7 +56,7 @@ class ZeroModel final : public executor::Model {
     return {};
   }
   Status Compute(const executor::ComputeCall& call) override;
-  Status OptimizerStep(UnitId unit, StreamId stream) override;
+  Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
 
  private:
   using Spans = std::vector<std::span<std::byte>>;
@@ -106,7 +106,7 @@ Status ZeroModel::Compute(const executor::ComputeCall& call) {
   return {};
 }
 
-Status ZeroModel::OptimizerStep(UnitId unit, StreamId stream) {
+Status ZeroModel::OptimizerStep(UnitId unit, std::int32_t, StreamId stream) {
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& shard = plan_.buffers[b];
     if (shard.role != BufferRole::kParamSharded || (unit >= 0 && shard.unit != unit) || shard.unit < 0)

@@ -57,7 +57,7 @@ Status CpuDevice::Finish(PendingList& list) {
 }
 
 Status CpuDevice::BeginWork(StreamId stream) {
-  return streams_[stream].empty() ? Status() : Finish(streams_[stream]);
+  return stream < 0 || streams_[stream].empty() ? Status() : Finish(streams_[stream]);
 }
 
 void CpuDevice::AddPending(StreamId stream, std::shared_ptr<PendingCollective> pending) {

@@ -322,7 +322,7 @@ Status Engine::Impl::RunModel(const Op& op) {
       return op.code == OpCode::kBindUnsharded ? model_->BindUnsharded(op.a, op.b)
                                                : model_->BindSharded(op.a, op.b);
     case OpCode::kOptimizerStep:
-      return model_ == nullptr ? Status() : model_->OptimizerStep(op.a, std::max(op.stream, 0));
+      return model_ == nullptr ? Status() : model_->OptimizerStep(op.a, op.b, op.stream);
     case OpCode::kZeroGrad:
       return ZeroGrad(op.a);
     default:

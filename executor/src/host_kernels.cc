@@ -1,10 +1,9 @@
 #include "host_kernels.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <cstring>
 #include <type_traits>
+
+#include "small_floats.h"
 
 namespace shardplan::executor {
 namespace {
@@ -18,9 +17,13 @@ void WithType(DType dtype, Visit&& visit) {
     case DType::kFloat32:
       return visit(float{});
     case DType::kBFloat16:
-      return visit(c10::BFloat16{});
+      return visit(BFloat16{});
     case DType::kFloat16:
-      return visit(c10::Half{});
+      return visit(Float16{});
+    case DType::kFloat8E4M3FN:
+      return visit(Float8E4M3FN{});
+    case DType::kFloat8E5M2:
+      return visit(Float8E5M2{});
     case DType::kInt64:
       return visit(std::int64_t{});
     case DType::kInt32:
@@ -28,8 +31,6 @@ void WithType(DType dtype, Visit&& visit) {
     case DType::kInt16:
       return visit(std::int16_t{});
     case DType::kInt8:
-    case DType::kFloat8E4M3FN:
-    case DType::kFloat8E5M2:
       return visit(std::int8_t{});
     default:
       return visit(std::uint8_t{});
@@ -47,7 +48,7 @@ To Convert(From value) {
 
 // The type that arithmetic on T is done in.
 template <typename T>
-using Wide = std::conditional_t<std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>, float, T>;
+using Wide = std::conditional_t<std::is_class_v<T>, float, T>;
 
 template <typename From, typename To, typename Combine>
 void ForEachRun(const CopySpec& copy, PartPointers src, PartPointers dst, Combine&& combine) {
@@ -123,6 +124,20 @@ void DivideOnHost(std::byte* data, std::int64_t numel, DType dtype, double divis
     const W by = static_cast<W>(divisor);
     for (std::int64_t i = 0; i < numel; ++i)
       values[i] = Convert<T>(static_cast<W>(Convert<W>(values[i]) / by));
+  });
+}
+
+void ReduceOnHost(const std::byte* src, std::int64_t inputs, std::int64_t stride, std::byte* dst,
+                  std::int64_t numel, DType dtype, double divisor) {
+  WithType(dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* from = reinterpret_cast<const T*>(src);
+    T* to = reinterpret_cast<T*>(dst);
+    for (std::int64_t i = 0; i < numel; ++i) {
+      double sum = 0;
+      for (std::int64_t m = 0; m < inputs; ++m) sum += static_cast<double>(from[m * stride + i]);
+      to[i] = static_cast<T>(sum / divisor);
+    }
   });
 }
 

@@ -19,6 +19,10 @@ void CopyOnHost(const CopySpec& copy, PartPointers src, PartPointers dst);
 void AccumulateOnHost(const CopySpec& copy, PartPointers src, PartPointers dst);
 // Divides, as torch's div_ by a number does.
 void DivideOnHost(std::byte* data, std::int64_t numel, DType dtype, double divisor);
+// dst = the sum of `inputs` inputs of `stride` elements each, of which the first `numel` count, over
+// `divisor`.
+void ReduceOnHost(const std::byte* src, std::int64_t inputs, std::int64_t stride, std::byte* dst,
+                  std::int64_t numel, DType dtype, double divisor);
 // Floating point: NaN; integers: a pattern.
 void PoisonOnHost(std::byte* data, std::int64_t bytes);
 

@@ -98,16 +98,24 @@ class Builder {
     for (const Status& status :
          {Check(i.src, plan_.buffers, reads, "buffer"),
           Check(i.dst, plan_.buffers, moves || i.kind == kAllocate, "buffer"),
-          Check(i.event, plan_.events, event, "event"), Check(i.stream, plan_.streams, streamed, "stream"),
+          Check(i.event, plan_.events, event, "event"),
           Check(i.communicator, plan_.communicators, collective, "communicator"),
           Check(i.segment, plan_.segments, i.kind == kCompute, "segment"),
           Check(i.unit, plan_.units, false, "unit")}) {
       if (!status) return status;
     }
+    const bool by_host = i.stream < 0 && (moves || i.kind == kAllocate) && IsOnHost(i.src) && IsOnHost(i.dst);
+    if (Status status = Check(i.stream, plan_.streams, streamed && !by_host, "stream"); !status)
+      return status;
     for (const StreamId stream : i.safe_after) {
       if (Status status = Check(stream, plan_.streams, true, "stream"); !status) return status;
     }
     return {};
+  }
+
+  // Memory that the host itself works on, without a stream.
+  bool IsOnHost(BufferId buffer) const {
+    return buffer < 0 || plan_.buffers[buffer].memory != MemoryKind::kDevice;
   }
 
   Result<Op> Resolve(const Instruction& i) {

@@ -29,7 +29,7 @@ enum class OpCode : std::uint8_t {
   kRecord,         // a: event
   kWait,           // a: event
   kHostWait,       // a: event
-  kOptimizerStep,  // a: unit
+  kOptimizerStep,  // a: unit, b: parameter
   kZeroGrad,       // a: unit
 };
 

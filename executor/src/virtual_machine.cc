@@ -38,17 +38,21 @@ std::span<std::byte> VirtualMachineImpl::Memory(std::int64_t rank, BufferId buff
 void VirtualMachineImpl::Enqueue(std::int64_t rank, StreamId stream, std::span<const BufferId> uses,
                                  std::function<void()> work) {
   WorkItem item;
-  item.work = [debts = ranks_[rank]->TakeDebts(stream, uses), work = std::move(work)] {
-    Poison(debts);
-    work();
-  };
-  item.what = "the model's work";
+  item.debts = ranks_[rank]->TakeDebts(stream, uses);
+  item.work = std::move(work);
   Push(rank, stream, std::move(item));
 }
 
 void VirtualMachineImpl::Push(std::int64_t rank, StreamId stream, WorkItem item) {
-  queues_[static_cast<std::size_t>(rank) * plan_.streams.size() + static_cast<std::size_t>(stream)].push_back(
-      std::move(item));
+  if (stream < 0) {
+    Poison(item.debts);
+    if (item.work) item.work();
+    return;
+  }
+  const std::size_t index =
+      static_cast<std::size_t>(rank) * plan_.streams.size() + static_cast<std::size_t>(stream);
+  queues_[index].push_back(std::move(item));
+  Arrive(index);
 }
 
 std::int64_t VirtualMachineImpl::NewRecord() {
@@ -57,15 +61,15 @@ std::int64_t VirtualMachineImpl::NewRecord() {
 }
 
 Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::int64_t rank,
-                                             std::int64_t sequence) {
+                                             std::int64_t first_rank, std::int64_t sequence) {
   const Communicator& group = plan_.communicators[spec.communicator];
-  const std::vector<std::int64_t> ranks = GroupOf(group, rank);
-  auto [entry, added] = rendezvous_.try_emplace({spec.communicator, ranks.front(), sequence});
+  auto [entry, added] = rendezvous_.try_emplace({spec.communicator, first_rank, sequence});
   Rendezvous& rendezvous = entry->second;
   if (added) {
+    rendezvous.key = entry->first;
     rendezvous.spec = spec;
     rendezvous.members = group.size;
-    rendezvous.inputs.resize(ranks.size());
+    rendezvous.inputs.resize(static_cast<std::size_t>(group.size));
     return &rendezvous;
   }
   const CollectiveSpec& other = rendezvous.spec;
@@ -89,55 +93,54 @@ Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::in
   return std::unexpected(std::move(error));
 }
 
-bool VirtualMachineImpl::CanRun(std::size_t index) {
+bool VirtualMachineImpl::CanRun(std::size_t index) const {
   if (queues_[index].empty()) return false;
-  WorkItem& item = queues_[index].front();
+  const WorkItem& item = queues_[index].front();
   switch (item.kind) {
     case WorkItem::Kind::kWork:
     case WorkItem::Kind::kRecord:
       return true;
     case WorkItem::Kind::kWait:
       return reached_[item.record];
-    case WorkItem::Kind::kCollective: {
-      const std::size_t rank = index / plan_.streams.size();
-      const std::int64_t done =
-          collectives_done_[rank * plan_.communicators.size() + static_cast<std::size_t>(item.communicator)];
-      if (item.sequence != done) return false;  // one at a time, in the order of issue
-      Arrive(item);
+    case WorkItem::Kind::kCollective:
       return item.rendezvous->arrived == item.rendezvous->members;
-    }
   }
   return false;
 }
 
-void VirtualMachineImpl::Arrive(WorkItem& item) {
-  if (item.arrived) return;
+// A collective arrives as soon as its stream has come to it and the one before it on the communicator is
+// done, whatever the preferences: arriving is not running.
+void VirtualMachineImpl::Arrive(std::size_t index) {
+  if (queues_[index].empty()) return;
+  WorkItem& item = queues_[index].front();
+  if (item.kind != WorkItem::Kind::kCollective || item.arrived) return;
+  if (item.sequence != CollectivesDone(index / plan_.streams.size(), item.label.a)) return;
   item.arrived = true;
   ++item.rendezvous->arrived;
 }
 
 void VirtualMachineImpl::Run(std::size_t index) {
   WorkItem& item = queues_[index].front();
-  switch (item.kind) {
-    case WorkItem::Kind::kWork:
-      item.work();
-      break;
-    case WorkItem::Kind::kRecord:
-      reached_[item.record] = true;
-      break;
-    case WorkItem::Kind::kWait:
-      break;
-    case WorkItem::Kind::kCollective: {
-      // The first member to run reads all inputs; outputs are written later, each when its own stream's turn
-      // comes.
-      if (!item.rendezvous->read) return ReadInputs(*item.rendezvous);
-      WriteOutput(item);
-      const std::size_t rank = index / plan_.streams.size();
-      ++collectives_done_[rank * plan_.communicators.size() + static_cast<std::size_t>(item.communicator)];
-      break;
-    }
+  if (item.kind == WorkItem::Kind::kCollective) {
+    // The first member to run reads all inputs; outputs are written later, each when its own stream's turn
+    // comes.
+    if (!item.rendezvous->read) return ReadInputs(*item.rendezvous);
+    return EndCollective(index);
   }
+  if (item.kind == WorkItem::Kind::kRecord) reached_[item.record] = true;
+  Poison(item.debts);
+  if (item.work) item.work();
   queues_[index].pop_front();
+  Arrive(index);
+}
+
+void VirtualMachineImpl::EndCollective(std::size_t index) {
+  const WorkItem& item = queues_[index].front();
+  WriteOutput(item);
+  const std::size_t rank = index / plan_.streams.size();
+  ++CollectivesDone(rank, item.label.a);
+  queues_[index].pop_front();
+  for (std::size_t s = 0; s < plan_.streams.size(); ++s) Arrive(rank * plan_.streams.size() + s);
 }
 
 void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
@@ -161,16 +164,10 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
     const std::int64_t first = scatter ? item.position * spec.slot_numel : 0;
     const double divisor =
         spec.reduce_op == ReduceOp::kAverage ? static_cast<double>(rendezvous.members) : 1.0;
-    for (std::int64_t i = 0; i < spec.slot_numel; ++i) {
-      double sum = 0;
-      for (std::int64_t m = 0; m < rendezvous.members; ++m) {
-        sum += LoadElement(rendezvous.gathered.data(), spec.dtype, m * input_numel + first + i);
-      }
-      StoreElement(item.output, spec.dtype, i, sum / divisor);
-    }
+    ReduceOnHost(rendezvous.gathered.data() + first * SizeBytes(spec.dtype), rendezvous.members, input_numel,
+                 item.output, spec.slot_numel, spec.dtype, divisor);
   }
-  if (++rendezvous.finished < rendezvous.members) return;
-  std::erase_if(rendezvous_, [&](const auto& entry) { return &entry.second == &rendezvous; });
+  if (++rendezvous.finished == rendezvous.members) rendezvous_.erase(RendezvousKey(rendezvous.key));
 }
 
 // New preferences: some streams first, for a while.
@@ -181,14 +178,37 @@ void VirtualMachineImpl::Shuffle() {
 
 Result<bool> VirtualMachineImpl::RunOne() {
   if (until_shuffle_-- <= 0) Shuffle();
-  // Every collective that could arrive does, whatever the preferences: arriving is not running.
-  std::size_t chosen = order_.size();
   for (const std::size_t index : order_) {
-    if (CanRun(index) && chosen == order_.size()) chosen = index;
+    if (!CanRun(index)) continue;
+    Run(index);
+    return true;
   }
-  if (chosen == order_.size()) return false;
-  Run(chosen);
-  return true;
+  return false;
+}
+
+std::string VirtualMachineImpl::Text(const WorkItem& item) const {
+  const auto buffer = [&](std::int32_t id) { return plan_.buffers[id].name; };
+  const WorkLabel& label = item.label;
+  switch (label.kind) {
+    case WorkLabel::Kind::kModel:
+      return "the model's work";
+    case WorkLabel::Kind::kCopy:
+      return fmt::format("the copy from {} to {}", buffer(label.a), buffer(label.b));
+    case WorkLabel::Kind::kAccumulate:
+      return fmt::format("the accumulation of {} into {}", buffer(label.a), buffer(label.b));
+    case WorkLabel::Kind::kScale:
+      return fmt::format("the division of {}", buffer(label.a));
+    case WorkLabel::Kind::kRecord:
+      return fmt::format("the record of event {}", plan_.events[label.a]);
+    case WorkLabel::Kind::kRelease:
+      return fmt::format("the end of what was recorded on {}", buffer(label.a));
+    case WorkLabel::Kind::kWait:
+      return fmt::format("the wait for event {}", plan_.events[label.a]);
+    case WorkLabel::Kind::kCollective:
+      return fmt::format("collective {} on communicator {}, into {}", item.sequence,
+                         plan_.communicators[label.a].name, buffer(label.b));
+  }
+  return {};
 }
 
 Status VirtualMachineImpl::Drain() {
@@ -211,7 +231,7 @@ Status VirtualMachineImpl::Drain() {
   return MakeError(
       ErrorCode::kNegative,
       fmt::format("deadlock: rank {}, stream {}: {} can never run", stuck / plan_.streams.size(),
-                  plan_.streams[stuck % plan_.streams.size()].name, queues_[stuck].front().what));
+                  plan_.streams[stuck % plan_.streams.size()].name, Text(queues_[stuck].front())));
 }
 
 }  // namespace shardplan::executor

@@ -18,8 +18,12 @@
 
 namespace shardplan::executor {
 
+using RendezvousKey =
+    std::tuple<CommunicatorId, std::int64_t, std::int64_t>;  // communicator, group, sequence
+
 // One collective of a communicator group: the members' parts, joined as they arrive.
 struct Rendezvous {
+  RendezvousKey key;
   CollectiveSpec spec;
   std::int64_t members = 0;
   std::int64_t arrived = 0;              // members whose stream has come to it
@@ -29,18 +33,35 @@ struct Rendezvous {
   std::int64_t finished = 0;
 };
 
+// What a piece of work is, for messages. `a`, `b`: see each.
+struct WorkLabel {
+  enum class Kind : std::uint8_t {
+    kModel,
+    kCopy,        // a: from buffer, b: to buffer
+    kAccumulate,  // likewise
+    kScale,       // a: buffer
+    kRecord,      // a: event
+    kRelease,     // a: buffer
+    kWait,        // a: event
+    kCollective,  // a: communicator, b: output buffer
+  };
+  Kind kind = Kind::kModel;
+  std::int32_t a = -1;
+  std::int32_t b = -1;
+};
+
 struct WorkItem {
   enum class Kind : std::uint8_t { kWork, kRecord, kWait, kCollective };
   Kind kind = Kind::kWork;
-  std::function<void()> work;        // kWork
+  WorkLabel label;
+  Debts debts;                       // poisoned before anything else
+  std::function<void()> work;        // kWork; may be empty
   std::int64_t record = -1;          // kRecord, kWait: which record
   Rendezvous* rendezvous = nullptr;  // kCollective
   std::int64_t position = 0;         // ... of this rank in the group
   std::int64_t sequence = 0;         // ... of the collective in its communicator, on this rank
-  CommunicatorId communicator = -1;
   std::byte* output = nullptr;
   bool arrived = false;
-  std::string what;  // for messages
 };
 
 class VirtualRank;
@@ -59,21 +80,27 @@ class VirtualMachineImpl final : public VirtualMachine {
   Status Drain() override;
   std::uint64_t Random(std::uint64_t n) override { return n == 0 ? 0 : random_() % n; }
 
-  // For the ranks.
+  // For the ranks. Stream -1: the host does the work, now.
   void Push(std::int64_t rank, StreamId stream, WorkItem item);
   std::int64_t NewRecord();
   bool IsReached(std::int64_t record) const { return reached_[record]; }
-  Result<Rendezvous*> Join(const CollectiveSpec& spec, std::int64_t rank, std::int64_t sequence);
+  // The group is named by its first rank.
+  Result<Rendezvous*> Join(const CollectiveSpec& spec, std::int64_t rank, std::int64_t first_rank,
+                           std::int64_t sequence);
   const Plan& plan() const { return plan_; }
 
  private:
-  std::deque<WorkItem>& Queue(std::size_t index) { return queues_[index]; }
-  bool CanRun(std::size_t queue);
+  bool CanRun(std::size_t queue) const;
   void Run(std::size_t queue);
-  void Arrive(WorkItem& item);
+  void Arrive(std::size_t queue);
+  void EndCollective(std::size_t queue);
   void ReadInputs(Rendezvous& rendezvous);
   void WriteOutput(const WorkItem& item);
   void Shuffle();
+  std::int64_t& CollectivesDone(std::size_t rank, std::int32_t communicator) {
+    return collectives_done_[rank * plan_.communicators.size() + static_cast<std::size_t>(communicator)];
+  }
+  std::string Text(const WorkItem& item) const;
 
   const Plan& plan_;
   std::mt19937_64 random_;
@@ -82,7 +109,7 @@ class VirtualMachineImpl final : public VirtualMachine {
   std::vector<std::size_t> order_;            // of preference
   std::int64_t until_shuffle_ = 0;
   std::vector<bool> reached_;  // by record
-  std::map<std::tuple<CommunicatorId, std::int64_t, std::int64_t>, Rendezvous> rendezvous_;
+  std::map<RendezvousKey, Rendezvous> rendezvous_;
   std::vector<std::int64_t> collectives_done_;  // rank * communicators + communicator
 };
 
@@ -111,30 +138,38 @@ class VirtualRank final : public Device, public Collectives {
   void Abort(const std::string& reason) override { aborted_ = reason; }
 
   std::span<std::byte> Memory(BufferId buffer, std::int32_t part);
-  // First byte of each part; the debts of a first use are added to `debts`.
-  Result<std::vector<std::byte*>> Use(BufferId buffer, std::vector<Debt>& debts);
-  // Of the model's own work on the stream: the pool's, and those of the buffers that it uses first.
-  std::vector<Debt> TakeDebts(StreamId stream, std::span<const BufferId> buffers);
+  // Of the model's own work on the stream: the pool's debts, and those of the buffers that it uses first.
+  Debts TakeDebts(StreamId stream, std::span<const BufferId> buffers);
 
  private:
+  // First byte of each part, as the work that was issued with it sees it whatever happens to the name.
+  using Parts = std::shared_ptr<const std::vector<std::byte*>>;
   // A buffer's memory: where its parts begin in an instance.
   struct Name {
     std::shared_ptr<Instance> instance;
-    std::vector<std::byte*> parts;
+    Parts parts;
   };
   // Memory that a stream in `safe_after` may still use.
   struct PendingRelease {
     std::shared_ptr<Instance> instance;
     std::vector<std::int64_t> records;
   };
+  struct Group {
+    std::int64_t first_rank = 0;
+    std::int64_t position = 0;  // of this rank
+  };
 
-  // Queues kernel(copy, src, dst) as the work `what`. kBadInput when a buffer is not there.
+  // kBadInput when the buffer is not there. The debts of a first use are added to `debts`.
+  Result<Parts> Use(BufferId buffer, Debts& debts);
+  void SetMemory(BufferId buffer, std::shared_ptr<Instance> instance);
+  // Queues kernel(copy, src, dst).
   using RunsKernel = void (*)(const CopySpec&, std::span<std::byte* const> src,
                               std::span<std::byte* const> dst);
-  Status PushRuns(const CopySpec& copy, StreamId stream, RunsKernel kernel, std::string what);
-  void PushWork(StreamId stream, std::vector<Debt> debts, std::function<void()> work, std::string what);
+  Status PushRuns(WorkLabel::Kind kind, CopyId copy, StreamId stream, RunsKernel kernel);
+  void PushWork(StreamId stream, WorkLabel label, Debts debts, std::function<void()> work);
   void ReleaseFinished();
   std::string NameOf(BufferId buffer) const { return plan_.buffers[buffer].name; }
+  Status NotRecorded(EventId event) const;
 
   VirtualMachineImpl& machine_;
   const Plan& plan_;
@@ -146,6 +181,7 @@ class VirtualRank final : public Device, public Collectives {
   std::vector<std::unique_ptr<CopySpec>> copies_;
   std::vector<CollectiveSpec> collectives_;
   std::vector<std::int64_t> issued_;  // by communicator
+  std::vector<Group> groups_;         // by communicator
   std::optional<std::string> aborted_;
 };
 

@@ -1,25 +1,38 @@
 #include "virtual_memory.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "host_kernels.h"
 
 namespace shardplan::executor {
+namespace {
 
-void Poison(const std::vector<Debt>& debts) {
+void Append(Debts& from, Debts& to) {
+  if (to.empty()) {
+    std::swap(from, to);
+    return;
+  }
+  to.insert(to.end(), from.begin(), from.end());
+  from.clear();
+}
+
+}  // namespace
+
+void Poison(const Debts& debts) {
   for (const Debt& debt : debts) {
     if (debt.block->generation != debt.generation) continue;
     PoisonOnHost(debt.block->data.data(), std::ssize(debt.block->data));
   }
 }
 
-Block* VirtualMemory::TakeBlock(Pool& pool, std::size_t bytes) {
-  for (auto it = pool.unused.rbegin(); it != pool.unused.rend(); ++it) {
-    Block* block = *it;
-    if (block->data.size() < bytes) continue;
-    pool.unused.erase(std::next(it).base());
-    return block;
+Block* VirtualMemory::TakeBlock(Pool* pool, std::size_t bytes) {
+  if (pool != nullptr) {
+    for (auto it = pool->unused.rbegin(); it != pool->unused.rend(); ++it) {
+      Block* block = *it;
+      if (block->data.size() < bytes) continue;
+      pool->unused.erase(std::next(it).base());
+      return block;
+    }
   }
   blocks_.push_back(std::make_unique<Block>());
   blocks_.back()->data.resize(bytes);
@@ -29,7 +42,7 @@ Block* VirtualMemory::TakeBlock(Pool& pool, std::size_t bytes) {
 std::shared_ptr<Instance> VirtualMemory::Allocate(const std::vector<Bytes>& parts_bytes, StreamId stream) {
   auto instance = std::make_shared<Instance>();
   instance->stream = stream;
-  Pool& pool = stream < 0 ? pools_.back() : pools_[stream];
+  Pool* pool = stream < 0 ? nullptr : &pools_[stream];
   for (const Bytes bytes : parts_bytes) {
     Block* block = TakeBlock(pool, static_cast<std::size_t>(bytes.value));
     block->in_use = true;
@@ -37,15 +50,17 @@ std::shared_ptr<Instance> VirtualMemory::Allocate(const std::vector<Bytes>& part
     instance->blocks.push_back(block);
     instance->debts.push_back({block, block->generation});
   }
-  for (const Debt& debt : pool.debts) {
+  if (pool == nullptr) return instance;
+  for (const Debt& debt : pool->debts) {
     if (!debt.block->in_use) instance->debts.push_back(debt);
   }
-  pool.debts.clear();
+  pool->debts.clear();
   return instance;
 }
 
 void VirtualMemory::Release(const Instance& instance) {
-  Pool& pool = instance.stream < 0 ? pools_.back() : pools_[instance.stream];
+  if (instance.stream < 0) return;
+  Pool& pool = pools_[instance.stream];
   for (Block* block : instance.blocks) {
     block->in_use = false;
     pool.unused.push_back(block);
@@ -53,10 +68,8 @@ void VirtualMemory::Release(const Instance& instance) {
   }
 }
 
-std::vector<Debt> VirtualMemory::TakeDebts(Instance& instance) { return std::exchange(instance.debts, {}); }
+void VirtualMemory::TakeDebts(Instance& instance, Debts& debts) { Append(instance.debts, debts); }
 
-std::vector<Debt> VirtualMemory::TakeDebts(StreamId stream) {
-  return std::exchange(pools_[stream].debts, {});
-}
+void VirtualMemory::TakeDebts(StreamId stream, Debts& debts) { Append(pools_[stream].debts, debts); }
 
 }  // namespace shardplan::executor

@@ -7,6 +7,9 @@
 // every freed block stays a debt of its pool; the next allocation takes the debts over and its first use
 // poisons them (NaN) before anything else. A reader that is not ordered before that use finds NaN under some
 // seed, and one that is ordered never does.
+//
+// Host memory (stream -1) is never handed out again: the host's allocators see to that nobody uses it any
+// more.
 #pragma once
 
 #include <cstddef>
@@ -29,37 +32,38 @@ struct Debt {
   Block* block = nullptr;
   std::int64_t generation = 0;
 };
-void Poison(const std::vector<Debt>& debts);
+using Debts = std::vector<Debt>;
+void Poison(const Debts& debts);
 
 // The memory of one buffer, or of several that are aliases.
 struct Instance {
   StreamId stream = -1;
   std::vector<Block*> blocks;
-  std::vector<Debt> debts;  // to poison at the first use
+  Debts debts;  // to poison at the first use
 };
 
 class VirtualMemory {
  public:
-  explicit VirtualMemory(std::size_t streams) : pools_(streams + 1) {}
+  explicit VirtualMemory(std::size_t streams) : pools_(streams) {}
 
   // Blocks that just became free are handed out first, if they are large enough.
   std::shared_ptr<Instance> Allocate(const std::vector<Bytes>& parts_bytes, StreamId stream);
   // The last name of the instance is gone.
   void Release(const Instance& instance);
-  // Debts of an instance at its first use; empty afterwards.
-  std::vector<Debt> TakeDebts(Instance& instance);
-  // Debts of a whole pool, for compute on its stream.
-  std::vector<Debt> TakeDebts(StreamId stream);
+  // Adds the debts of an instance at its first use, which has none afterwards.
+  void TakeDebts(Instance& instance, Debts& debts);
+  // ... of a whole pool, for compute on its stream.
+  void TakeDebts(StreamId stream, Debts& debts);
 
  private:
   struct Pool {
     std::vector<Block*> unused;  // the last one was freed last
-    std::vector<Debt> debts;
+    Debts debts;
   };
-  Block* TakeBlock(Pool& pool, std::size_t bytes);
+  Block* TakeBlock(Pool* pool, std::size_t bytes);
 
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::vector<Pool> pools_;  // by stream; the last one is the host's
+  std::vector<Pool> pools_;  // by stream
 };
 
 }  // namespace shardplan::executor

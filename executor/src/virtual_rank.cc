@@ -16,11 +16,19 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
       issued_(plan.communicators.size(), 0) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     if (!plan.buffers[b].persistent) continue;
-    Name& name = names_[b];
-    name.instance = memory_.Allocate(plan.buffers[b].parts_bytes, -1);
-    name.instance->debts.clear();  // zero-filled
-    for (Block* block : name.instance->blocks) name.parts.push_back(block->data.data());
+    std::shared_ptr<Instance> instance = memory_.Allocate(plan.buffers[b].parts_bytes, -1);
+    instance->debts.clear();  // zero-filled
+    SetMemory(static_cast<BufferId>(b), std::move(instance));
   }
+  for (const Communicator& communicator : plan.communicators) {
+    groups_.push_back({GroupOf(communicator, rank).front(), RankInGroup(communicator, rank)});
+  }
+}
+
+void VirtualRank::SetMemory(BufferId buffer, std::shared_ptr<Instance> instance) {
+  std::vector<std::byte*> parts;
+  for (Block* block : instance->blocks) parts.push_back(block->data.data());
+  names_[buffer] = {std::move(instance), std::make_shared<const std::vector<std::byte*>>(std::move(parts))};
 }
 
 Status VirtualRank::Prepare(const Plan&) { return {}; }
@@ -38,35 +46,32 @@ Result<CollectiveId> VirtualRank::PrepareCollective(const CollectiveSpec& spec) 
 
 std::span<std::byte> VirtualRank::Memory(BufferId buffer, std::int32_t part) {
   if (!names_[buffer].instance) return {};
-  return {names_[buffer].parts[part],
+  return {(*names_[buffer].parts)[part],
           static_cast<std::size_t>(plan_.buffers[buffer].parts_bytes[part].value)};
 }
 
-Result<std::vector<std::byte*>> VirtualRank::Use(BufferId buffer, std::vector<Debt>& debts) {
+Result<VirtualRank::Parts> VirtualRank::Use(BufferId buffer, Debts& debts) {
   Name& name = names_[buffer];
   if (!name.instance) {
     return MakeError(ErrorCode::kBadInput,
                      fmt::format("{} is used while it is not allocated", NameOf(buffer)));
   }
-  const std::vector<Debt> taken = memory_.TakeDebts(*name.instance);
-  debts.insert(debts.end(), taken.begin(), taken.end());
+  memory_.TakeDebts(*name.instance, debts);
   return name.parts;
 }
 
-std::vector<Debt> VirtualRank::TakeDebts(StreamId stream, std::span<const BufferId> buffers) {
-  std::vector<Debt> debts = memory_.TakeDebts(stream);
+Debts VirtualRank::TakeDebts(StreamId stream, std::span<const BufferId> buffers) {
+  Debts debts;
+  if (stream >= 0) memory_.TakeDebts(stream, debts);
   for (const BufferId buffer : buffers) (void)Use(buffer, debts);
   return debts;
 }
 
-void VirtualRank::PushWork(StreamId stream, std::vector<Debt> debts, std::function<void()> work,
-                           std::string what) {
+void VirtualRank::PushWork(StreamId stream, WorkLabel label, Debts debts, std::function<void()> work) {
   WorkItem item;
-  item.what = std::move(what);
-  item.work = [debts = std::move(debts), work = std::move(work)] {
-    Poison(debts);
-    work();
-  };
+  item.label = label;
+  item.debts = std::move(debts);
+  item.work = std::move(work);
   machine_.Push(rank_, stream, std::move(item));
 }
 
@@ -86,9 +91,8 @@ Status VirtualRank::Allocate(BufferId buffer, StreamId stream) {
     return MakeError(ErrorCode::kBadInput, fmt::format("{} is allocated while it is alive", NameOf(buffer)));
   }
   ReleaseFinished();
-  name.instance = memory_.Allocate(plan_.buffers[buffer].parts_bytes, stream);
-  name.parts.clear();
-  for (Block* block : name.instance->blocks) name.parts.push_back(block->data.data());
+  const bool on_device = plan_.buffers[buffer].memory == MemoryKind::kDevice;
+  SetMemory(buffer, memory_.Allocate(plan_.buffers[buffer].parts_bytes, on_device ? stream : -1));
   return {};
 }
 
@@ -99,7 +103,7 @@ Status VirtualRank::Free(BufferId buffer, std::span<const StreamId> safe_after) 
                      fmt::format("{} is freed while it is not allocated", NameOf(buffer)));
   }
   std::shared_ptr<Instance> instance = std::exchange(name.instance, nullptr);
-  name.parts.clear();
+  name.parts = nullptr;
   if (instance.use_count() > 1) return {};  // an alias is left
   if (safe_after.empty()) {
     memory_.Release(*instance);
@@ -110,7 +114,7 @@ Status VirtualRank::Free(BufferId buffer, std::span<const StreamId> safe_after) 
     WorkItem item;
     item.kind = WorkItem::Kind::kRecord;
     item.record = machine_.NewRecord();
-    item.what = "the end of what was recorded on " + NameOf(buffer);
+    item.label = {WorkLabel::Kind::kRelease, buffer};
     pending.records.push_back(item.record);
     machine_.Push(rank_, stream, std::move(item));
   }
@@ -126,82 +130,75 @@ Status VirtualRank::MakeAlias(CopyId id) {
     return MakeError(ErrorCode::kBadInput,
                      fmt::format("{} cannot become a name of {}", NameOf(copy.dst), NameOf(copy.src)));
   }
-  alias.instance = owner.instance;
-  alias.parts.assign(plan_.buffers[copy.dst].parts_bytes.size(), nullptr);
+  std::vector<std::byte*> parts(plan_.buffers[copy.dst].parts_bytes.size());
   for (const CopyRun& run : copy.runs) {
-    alias.parts[run.dst_part] = owner.parts[run.src_part] + run.src_offset * SizeBytes(copy.src_dtype);
+    parts[run.dst_part] = (*owner.parts)[run.src_part] + run.src_offset * SizeBytes(copy.src_dtype);
   }
+  alias = {owner.instance, std::make_shared<const std::vector<std::byte*>>(std::move(parts))};
   return {};
 }
 
-Status VirtualRank::PushRuns(const CopySpec& copy, StreamId stream, RunsKernel kernel, std::string what) {
-  std::vector<Debt> debts;
-  Result<std::vector<std::byte*>> src = Use(copy.src, debts);
+Status VirtualRank::PushRuns(WorkLabel::Kind kind, CopyId id, StreamId stream, RunsKernel kernel) {
+  const CopySpec& copy = *copies_[id];
+  Debts debts;
+  Result<Parts> src = Use(copy.src, debts);
   if (!src) return std::unexpected(src.error());
-  Result<std::vector<std::byte*>> dst = Use(copy.dst, debts);
+  Result<Parts> dst = Use(copy.dst, debts);
   if (!dst) return std::unexpected(dst.error());
-  PushWork(
-      stream, std::move(debts), [&copy, kernel, src = *src, dst = *dst] { kernel(copy, src, dst); },
-      std::move(what));
+  PushWork(stream, {kind, copy.src, copy.dst}, std::move(debts),
+           [&copy, kernel, src = *std::move(src), dst = *std::move(dst)] { kernel(copy, *src, *dst); });
   return {};
 }
 
 Status VirtualRank::Copy(CopyId id, StreamId stream) {
-  const CopySpec& copy = *copies_[id];
-  return PushRuns(copy, stream, CopyOnHost,
-                  fmt::format("the copy from {} to {}", NameOf(copy.src), NameOf(copy.dst)));
+  return PushRuns(WorkLabel::Kind::kCopy, id, stream, CopyOnHost);
 }
 
 Status VirtualRank::Accumulate(CopyId id, StreamId stream) {
-  const CopySpec& copy = *copies_[id];
-  return PushRuns(copy, stream, AccumulateOnHost,
-                  fmt::format("the accumulation of {} into {}", NameOf(copy.src), NameOf(copy.dst)));
+  return PushRuns(WorkLabel::Kind::kAccumulate, id, stream, AccumulateOnHost);
 }
 
 Status VirtualRank::Scale(BufferId buffer, double divisor, StreamId stream) {
-  std::vector<Debt> debts;
-  Result<std::vector<std::byte*>> parts = Use(buffer, debts);
+  Debts debts;
+  Result<Parts> parts = Use(buffer, debts);
   if (!parts) return std::unexpected(parts.error());
   const Buffer& description = plan_.buffers[buffer];
-  PushWork(
-      stream, std::move(debts),
-      [&description, parts = *parts, divisor] {
-        for (std::size_t i = 0; i < parts.size(); ++i) {
-          DivideOnHost(parts[i], PartNumel(description, static_cast<std::int32_t>(i)), description.dtype,
-                       divisor);
-        }
-      },
-      fmt::format("the division of {}", NameOf(buffer)));
+  PushWork(stream, {WorkLabel::Kind::kScale, buffer}, std::move(debts),
+           [&description, parts = *std::move(parts), divisor] {
+             for (std::size_t i = 0; i < parts->size(); ++i) {
+               DivideOnHost((*parts)[i], PartNumel(description, static_cast<std::int32_t>(i)),
+                            description.dtype, divisor);
+             }
+           });
   return {};
+}
+
+Status VirtualRank::NotRecorded(EventId event) const {
+  return MakeError(ErrorCode::kInternal,
+                   fmt::format("event {} is waited for before it is recorded", plan_.events[event]));
 }
 
 Status VirtualRank::Record(EventId event, StreamId stream) {
   WorkItem item;
   item.kind = WorkItem::Kind::kRecord;
   item.record = latest_record_[event] = machine_.NewRecord();
-  item.what = fmt::format("the record of event {}", plan_.events[event]);
+  item.label = {WorkLabel::Kind::kRecord, event};
   machine_.Push(rank_, stream, std::move(item));
   return {};
 }
 
 Status VirtualRank::Wait(EventId event, StreamId stream) {
-  if (latest_record_[event] < 0) {
-    return MakeError(ErrorCode::kInternal,
-                     fmt::format("event {} is waited for before it is recorded", plan_.events[event]));
-  }
+  if (latest_record_[event] < 0) return NotRecorded(event);
   WorkItem item;
   item.kind = WorkItem::Kind::kWait;
   item.record = latest_record_[event];
-  item.what = fmt::format("the wait for event {}", plan_.events[event]);
+  item.label = {WorkLabel::Kind::kWait, event};
   machine_.Push(rank_, stream, std::move(item));
   return {};
 }
 
 Result<bool> VirtualRank::HostWait(EventId event) {
-  if (latest_record_[event] < 0) {
-    return MakeError(ErrorCode::kInternal,
-                     fmt::format("event {} is waited for before it is recorded", plan_.events[event]));
-  }
+  if (latest_record_[event] < 0) return std::unexpected(NotRecorded(event).error());
   return machine_.IsReached(latest_record_[event]);
 }
 
@@ -218,28 +215,24 @@ Status VirtualRank::Check() {
 Status VirtualRank::Issue(CollectiveId id, StreamId stream) {
   if (Status status = Check(); !status) return status;
   const CollectiveSpec& spec = collectives_[id];
-  const Communicator& group = plan_.communicators[spec.communicator];
-  std::vector<Debt> debts;
-  Result<std::vector<std::byte*>> src = Use(spec.src, debts);
+  Debts debts;
+  Result<Parts> src = Use(spec.src, debts);
   if (!src) return std::unexpected(src.error());
-  Result<std::vector<std::byte*>> dst = Use(spec.dst, debts);
+  Result<Parts> dst = Use(spec.dst, debts);
   if (!dst) return std::unexpected(dst.error());
+  const Group& group = groups_[spec.communicator];
   const std::int64_t sequence = issued_[spec.communicator]++;
-  Result<Rendezvous*> rendezvous = machine_.Join(spec, rank_, sequence);
+  Result<Rendezvous*> rendezvous = machine_.Join(spec, rank_, group.first_rank, sequence);
   if (!rendezvous) return std::unexpected(rendezvous.error());
-  const std::string what =
-      fmt::format("collective {} on communicator {}, into {}", sequence, group.name, NameOf(spec.dst));
-  PushWork(
-      stream, std::move(debts), [] {}, what);
   WorkItem item;
   item.kind = WorkItem::Kind::kCollective;
+  item.label = {WorkLabel::Kind::kCollective, spec.communicator, spec.dst};
   item.rendezvous = *rendezvous;
-  item.position = RankInGroup(group, rank_);
+  item.position = group.position;
   item.sequence = sequence;
-  item.communicator = spec.communicator;
-  item.output = (*dst)[0];
-  item.what = what;
-  (*rendezvous)->inputs[item.position] = (*src)[0] + spec.src_offset * SizeBytes(spec.dtype);
+  item.output = (**dst)[0];
+  (*rendezvous)->inputs[item.position] = (**src)[0] + spec.src_offset * SizeBytes(spec.dtype);
+  if (!debts.empty()) PushWork(stream, item.label, std::move(debts), {});
   machine_.Push(rank_, stream, std::move(item));
   return {};
 }

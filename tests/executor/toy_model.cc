@@ -188,7 +188,7 @@ Status ToyModel::Compute(const executor::ComputeCall& call) {
 }
 
 // SGD with learning rate 1.
-Status ToyModel::OptimizerStep(UnitId, StreamId stream) {
+Status ToyModel::OptimizerStep(UnitId, std::int32_t, StreamId stream) {
   for (const BufferId shard : ShardBuffers(plan_)) {
     for (const BufferId gradient : gradients_[plan_.buffers[shard].unit]) {
       stream_.Submit(stream, {shard, gradient}, [this, shard, gradient](const BufferMemory& memory) {

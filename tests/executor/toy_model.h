@@ -39,7 +39,7 @@ class ToyModel final : public executor::Model {
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
   Status BindSharded(UnitId unit, BufferId) override;
   Status ShardedGradientsReady(UnitId unit, BufferId buffer) override;
-  Status OptimizerStep(UnitId unit, StreamId stream) override;
+  Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
   Status ZeroGrad(UnitId unit) override;
 
  private:

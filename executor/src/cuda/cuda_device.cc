@@ -146,7 +146,7 @@ void CudaDevice::CopyPieces(const CopySpec& spec) {
 }
 
 Status CudaDevice::Copy(CopyId id, StreamId stream) {
-  c10::cuda::CUDAStreamGuard guard(streams_[stream]);
+  c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
   const CopySpec& spec = copy(id);
   const Split& split = splits_[id];
   if (!split.possible) {
@@ -164,7 +164,7 @@ Status CudaDevice::Copy(CopyId id, StreamId stream) {
 }
 
 Status CudaDevice::Accumulate(CopyId id, StreamId stream) {
-  c10::cuda::CUDAStreamGuard guard(streams_[stream]);
+  c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
   const CopySpec& spec = copy(id);
   for (const CopyRun& run : spec.runs) {
     const std::int64_t numel = run.rows * run.row_numel;
@@ -176,7 +176,7 @@ Status CudaDevice::Accumulate(CopyId id, StreamId stream) {
 }
 
 Status CudaDevice::Scale(BufferId buffer, double divisor, StreamId stream) {
-  c10::cuda::CUDAStreamGuard guard(streams_[stream]);
+  c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
   for (at::Tensor part : Tensors(buffer)) part.div_(divisor);
   return {};
 }

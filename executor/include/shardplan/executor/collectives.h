@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
@@ -56,15 +57,28 @@ class Collectives {
   virtual void Abort(const std::string& reason) = 0;
 };
 
-// Position of `rank` in its group, and the group's ranks: those that differ from it only in the digit
-// (rank / stride) mod size, ascending.
+// Position of `rank` in its group, and the group's ranks in that order: those that differ from it only in the
+// digit (rank / stride) mod size, or in the digits of `dims`.
 inline std::int64_t RankInGroup(const Communicator& communicator, std::int64_t rank) {
-  return rank / communicator.stride % communicator.size;
+  if (communicator.dims.empty()) return rank / communicator.stride % communicator.size;
+  std::int64_t position = 0;
+  for (const CommunicatorDim& dim : communicator.dims) {
+    position = position * dim.size + rank / dim.stride % dim.size;
+  }
+  return position;
 }
 inline std::vector<std::int64_t> GroupOf(const Communicator& communicator, std::int64_t rank) {
-  std::vector<std::int64_t> ranks;
-  const std::int64_t first = rank - RankInGroup(communicator, rank) * communicator.stride;
-  for (std::int64_t i = 0; i < communicator.size; ++i) ranks.push_back(first + i * communicator.stride);
+  std::vector<CommunicatorDim> dims = communicator.dims;
+  if (dims.empty()) dims.push_back({communicator.size, communicator.stride});
+  for (const CommunicatorDim& dim : dims) rank -= rank / dim.stride % dim.size * dim.stride;
+  std::vector<std::int64_t> ranks = {rank};
+  for (const CommunicatorDim& dim : dims) {
+    std::vector<std::int64_t> longer;
+    for (const std::int64_t first : ranks) {
+      for (std::int64_t i = 0; i < dim.size; ++i) longer.push_back(first + i * dim.stride);
+    }
+    ranks = std::move(longer);
+  }
   return ranks;
 }
 

@@ -79,9 +79,10 @@ class Model {
   // A grad_sharded (or grad_host) buffer holds this step's gradient once its stream is done (TorchDevice::
   // ShardedView gives the tensors). Called at each grad_cast, grad_accumulate or copy_to_host into one.
   virtual Status ShardedGradientsReady(UnitId, BufferId) { return {}; }
-  // optimizer_step and zero_grad instructions; unit -1: all. After ZeroGrad returns, the engine frees the
-  // sharded gradients of the unit that are still alive (memory that you still refer to stays alive).
-  virtual Status OptimizerStep(UnitId, StreamId) { return {}; }
+  // optimizer_step and zero_grad instructions; unit -1: all; parameter -1: all of the unit's; stream -1: on the
+  // host, now. After ZeroGrad returns, the engine frees the sharded gradients of the unit that are still alive
+  // (memory that you still refer to stays alive).
+  virtual Status OptimizerStep(UnitId, std::int32_t /*parameter*/, StreamId) { return {}; }
   virtual Status ZeroGrad(UnitId) { return {}; }
 };
 

@@ -1,0 +1,39 @@
+#include "tests/virtual/checked_run.h"
+
+#include <memory>
+#include <vector>
+
+#include "shardplan/executor/engine.h"
+#include "shardplan/executor/virtual_backend.h"
+
+namespace shardplan::test {
+
+Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
+                    const Plan* last_rank_plan) {
+  Findings findings;
+  const auto machine = executor::VirtualMachine::Create(plan, seed);
+  std::vector<std::unique_ptr<CheckedModel>> models;
+  std::vector<std::unique_ptr<executor::Engine>> engines;
+  std::vector<executor::Engine*> pointers;
+  for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
+    models.push_back(std::make_unique<CheckedModel>(expected, *machine, rank, findings));
+    const Plan& own = last_rank_plan != nullptr && rank + 1 == plan.world_size ? *last_rank_plan : plan;
+    auto engine = executor::Engine::Create(own, rank, machine->device(rank), machine->collectives(rank),
+                                           models.back().get());
+    if (!engine) {
+      findings.failure = ToString(engine.error());
+      return findings;
+    }
+    engines.push_back(std::move(*engine));
+    pointers.push_back(engines.back().get());
+    models.back()->SetInitialShards();
+  }
+  if (Status status = executor::ReplayOnVirtual(*machine, pointers, expected.steps()); !status) {
+    if (findings.failure.empty()) findings.failure = ToString(status.error());
+    return findings;
+  }
+  for (const std::unique_ptr<CheckedModel>& model : models) model->CheckEnd();
+  return findings;
+}
+
+}  // namespace shardplan::test

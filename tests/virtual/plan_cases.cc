@@ -1,0 +1,34 @@
+#include "tests/virtual/plan_cases.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "recording.h"
+
+namespace shardplan::test {
+
+std::vector<std::string> RecordedNames() {
+  std::vector<std::string> names;
+  for (const char* policy : {"fsdp1", "fsdp2"}) {
+    const std::string folder = std::string(SHARDPLAN_SOURCE_DIR "/tests/conformance/") + policy;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      if (entry.path().extension() == ".log") {
+        names.push_back(fmt::format("{}/{}", policy, entry.path().stem().string()));
+      }
+    }
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
+PlanCase RecordedCase(const std::string& name) {
+  Result<conformance::Recording> recording =
+      conformance::ReadRecording(SHARDPLAN_SOURCE_DIR "/tests/conformance/" + name);
+  if (!recording) throw std::runtime_error(ToString(recording.error()));
+  return {name, std::move(recording->trace), std::move(recording->strategy), std::move(recording->cluster),
+          recording->steps + 1};
+}
+
+}  // namespace shardplan::test

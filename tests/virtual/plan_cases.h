@@ -1,0 +1,33 @@
+// What the planner can make: every recording of PyTorch, every knob, and random models with random knobs.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan::test {
+
+struct PlanCase {
+  std::string name;
+  Trace trace;
+  Strategy strategy;
+  Cluster cluster;
+  std::int64_t steps = 3;
+};
+
+// tests/conformance/{fsdp1,fsdp2}, "fsdp2/gptish_default_w2".
+std::vector<std::string> RecordedNames();
+PlanCase RecordedCase(const std::string& name);
+
+// Each knob of the strategy, and combinations that meet in one piece of code, on a small model.
+std::vector<PlanCase> KnobCases();
+
+// A random module tree, random units, random knobs.
+PlanCase RandomCase(std::uint32_t seed);
+
+}  // namespace shardplan::test
