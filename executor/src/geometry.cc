@@ -209,9 +209,7 @@ Result<CopySpec> Geometry::FlatCopy(const Instruction& instruction, std::int64_t
   const Buffer& to = plan_.buffers[instruction.dst];
   const bool by_parameter = from.role == BufferRole::kGradUnsharded && to.parts_bytes.size() == 1 &&
                             from.parts_bytes.size() == ParametersOf(plan_, from).size();
-  if (by_parameter && instruction.kind == InstructionKind::kGradCopyIn && from.parts_bytes.size() > 1) {
-    return JoinGradients(instruction);
-  }
+  if (by_parameter && instruction.kind == InstructionKind::kGradCopyIn) return JoinGradients(instruction);
   for (const BufferId id : {instruction.src, instruction.dst}) {
     if (plan_.buffers[id].parts_bytes.size() == 1) continue;
     return MakeInputError(fmt::format("/buffers/{}/parts_bytes", id),

@@ -108,6 +108,7 @@ class VirtualMachineImpl final : public VirtualMachine {
   std::vector<std::deque<WorkItem>> queues_;  // rank * streams + stream
   std::vector<std::size_t> order_;            // of preference
   std::int64_t until_shuffle_ = 0;
+  const bool in_order_;        // a communicator runs one collective at a time
   std::vector<bool> reached_;  // by record
   std::map<RendezvousKey, Rendezvous> rendezvous_;
   std::vector<std::int64_t> collectives_done_;  // rank * communicators + communicator

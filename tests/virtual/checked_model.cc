@@ -169,7 +169,9 @@ Status CheckedModel::Compute(const executor::ComputeCall& call) {
   for (const executor::GradTarget& target : call.grads) {
     const Buffer& buffer = plan_.buffers[target.buffer];
     const Unit& unit = plan_.units[target.unit];
-    const bool joined = unit.layout == LayoutKind::kFlat && buffer.parts_bytes.size() == 1;
+    // One part of several parameters is the flat gradient.
+    const bool joined =
+        unit.layout == LayoutKind::kFlat && buffer.parts_bytes.size() < buffer.parameters.size();
     const std::int64_t offset = joined ? unit.parameters[target.parameter].flat_offset : 0;
     uses.push_back(target.buffer);
     Gradient gradient = {.adds = target.adds};

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "recording.h"
+#include "tests/planner/random_cases.h"
 
 namespace shardplan::test {
 
@@ -29,6 +30,12 @@ PlanCase RecordedCase(const std::string& name) {
   if (!recording) throw std::runtime_error(ToString(recording.error()));
   return {name, std::move(recording->trace), std::move(recording->strategy), std::move(recording->cluster),
           recording->steps + 1};
+}
+
+PlanCase RandomCase(std::uint32_t seed) {
+  testing::RandomPlanCase c = testing::RandomCase(seed, /*may_freeze=*/seed % 2 == 0);
+  return {fmt::format("random/{}", seed), std::move(c.trace), std::move(c.strategy),
+          testing::ClusterOf(c.ranks), 3};
 }
 
 }  // namespace shardplan::test

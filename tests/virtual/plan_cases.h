@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <set>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -19,6 +19,7 @@ struct PlanCase {
   Cluster cluster;
   std::int64_t steps = 3;
 };
+inline void PrintTo(const PlanCase& c, std::ostream* os) { *os << c.name; }
 
 // tests/conformance/{fsdp1,fsdp2}, "fsdp2/gptish_default_w2".
 std::vector<std::string> RecordedNames();

@@ -1,6 +1,8 @@
-// virtual_soak: runs planned cases under many adversarial orders.
+// virtual_soak: runs planned cases under many adversarial orders, and every mutation of their plans.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
+#include <array>
 #include <chrono>
 #include <string>
 #include <vector>
@@ -8,36 +10,82 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
 #include "tests/virtual/checked_run.h"
+#include "tests/virtual/mutations.h"
 #include "tests/virtual/plan_cases.h"
 
 namespace shardplan::test {
 namespace {
 
-bool RunCase(const PlanCase& c, std::uint64_t seeds) {
-  const auto begin = std::chrono::steady_clock::now();
+using Clock = std::chrono::steady_clock;
+double Since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+struct Options {
+  std::uint64_t seeds = 1000;
+  std::string filter;
+  std::uint32_t random = 0;
+  bool mutations = false;
+  std::uint64_t seeds_to_find = 2000;
+  std::uint64_t seeds_to_trust = 20;
+};
+
+struct Totals {
+  std::uint64_t cases = 0, right = 0, runs = 0, mutations = 0;
+  std::array<std::array<std::uint64_t, 4>, kMutationKinds> verdicts = {};  // by kind and verdict
+};
+
+void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
+                  const std::set<std::string>& stale, const Options& options, Totals& totals) {
+  const auto begin = Clock::now();
+  const std::vector<Mutation> mutations = MutationsOf(plan);
+  std::array<std::uint64_t, 4> counts = {};
+  std::uint64_t most_seeds = 0;
+  for (const Mutation& mutation : mutations) {
+    const Judgement judgement =
+        Judge(plan, mutation, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    ++counts[static_cast<int>(judgement.verdict)];
+    ++totals.verdicts[static_cast<int>(mutation.kind)][static_cast<int>(judgement.verdict)];
+    if (judgement.verdict == Verdict::kCaught) most_seeds = std::max(most_seeds, judgement.seeds);
+    if (judgement.verdict == Verdict::kCaught || judgement.verdict == Verdict::kHarmless) continue;
+    fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", Describe(plan, mutation),
+               judgement.verifier, judgement.run);
+  }
+  totals.mutations += mutations.size();
+  fmt::print(
+      "  {}: {} mutations in {:.1f} s: {} caught (within {} seeds), {} harmless, {} and {} missed by virtual "
+      "and verifier\n",
+      c.name, mutations.size(), Since(begin), counts[0], most_seeds, counts[1], counts[2], counts[3]);
+}
+
+void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
+  if (c.name.find(options.filter) == std::string::npos) return;
+  ++totals.cases;
+  const auto begin = Clock::now();
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster, {.verify = false});
   if (!planned) {
     fmt::print("{}: {}\n", c.name, ToString(planned.error()));
-    return false;
+    return;
   }
   const Plan& plan = planned->plan;
   const std::vector<Violation> violations = Verify(plan);
   ExpectedValues expected(plan, c.trace, c.steps);
-  Findings all;
-  std::uint64_t ran = 0;
-  for (std::uint64_t seed = 1; seed <= seeds && all.failure.empty(); ++seed, ++ran) {
-    const Findings findings = RunChecked(plan, expected, seed);
-    if (!findings.failure.empty()) all.failure = fmt::format("seed {}: {}", seed, findings.failure);
-    all.stale.insert(findings.stale.begin(), findings.stale.end());
+  std::string failure;
+  std::set<std::string> stale;
+  std::uint64_t seed = 0;
+  while (seed < options.seeds && failure.empty()) {
+    const Findings findings = RunChecked(plan, expected, ++seed);
+    if (!findings.failure.empty()) failure = fmt::format("seed {}: {}", seed, findings.failure);
+    stale.insert(findings.stale.begin(), findings.stale.end());
   }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  fmt::print(
-      "{}: {} ranks, {} steps, {} seeds in {:.2f} s: {}{}\n", c.name, plan.world_size, c.steps, ran, seconds,
-      all.failure.empty() ? "right" : all.failure,
-      violations.empty() ? "" : fmt::format("; verifier: {} {}", violations.size(), violations[0].message));
-  for (const std::string& stale : all.stale) fmt::print("    {}\n", stale);
+  totals.runs += seed;
+  totals.right += failure.empty() ? 1 : 0;
+  fmt::print("{}: {} ranks, {} steps, {} seeds in {:.2f} s: {}\n", c.name, plan.world_size, c.steps, seed,
+             Since(begin), failure.empty() ? "right" : failure);
+  for (const std::string& text : stale) fmt::print("  {}\n", text);
+  for (const Violation& violation : violations) {
+    fmt::print("  verifier: {}: {}\n", Name(violation.rule), violation.message);
+  }
+  if (options.mutations && failure.empty()) RunMutations(c, plan, expected, stale, options, totals);
   std::fflush(stdout);
-  return all.failure.empty();
 }
 
 }  // namespace
@@ -45,14 +93,28 @@ bool RunCase(const PlanCase& c, std::uint64_t seeds) {
 
 int main(int argc, char** argv) {
   using namespace shardplan::test;
-  const std::uint64_t seeds = argc > 1 ? std::stoull(argv[1]) : 10;
-  const std::string filter = argc > 2 ? argv[2] : "";
-  std::size_t right = 0, cases = 0;
-  for (const std::string& name : RecordedNames()) {
-    if (name.find(filter) == std::string::npos) continue;
-    ++cases;
-    right += RunCase(RecordedCase(name), seeds) ? 1 : 0;
+  Options options;
+  CLI::App app("Planner-made plans on the virtual machine, every number checked");
+  app.add_option("--seeds", options.seeds, "orders of execution of each plan");
+  app.add_option("--filter", options.filter, "only cases whose name contains this");
+  app.add_option("--random", options.random, "number of random cases beside the recorded ones and the knobs");
+  app.add_flag("--mutations", options.mutations, "break every plan in every way");
+  app.add_option("--seeds-to-find", options.seeds_to_find,
+                 "at most, for a mutation that the verifier objects to");
+  app.add_option("--seeds-to-trust", options.seeds_to_trust, "for a mutation that the verifier accepts");
+  CLI11_PARSE(app, argc, argv);
+  const auto begin = Clock::now();
+  Totals totals;
+  for (const std::string& name : RecordedNames()) RunCase(RecordedCase(name), options, totals);
+  for (const PlanCase& c : KnobCases()) RunCase(c, options, totals);
+  for (std::uint32_t seed = 0; seed < options.random; ++seed) RunCase(RandomCase(seed), options, totals);
+  fmt::print("{} of {} cases right, {} runs in {:.0f} s\n", totals.right, totals.cases, totals.runs,
+             Since(begin));
+  if (!options.mutations) return totals.right == totals.cases ? 0 : 1;
+  fmt::print("{} mutations: caught, harmless, missed by virtual, missed by the verifier\n", totals.mutations);
+  for (int kind = 0; kind < kMutationKinds; ++kind) {
+    const auto& v = totals.verdicts[kind];
+    fmt::print("  {}: {} {} {} {}\n", Name(static_cast<MutationKind>(kind)), v[0], v[1], v[2], v[3]);
   }
-  fmt::print("{} of {} cases right\n", right, cases);
-  return right == cases ? 0 : 1;
+  return totals.right == totals.cases ? 0 : 1;
 }

@@ -8,7 +8,10 @@
 // that use runs: the earliest moment at which a caching allocator's next owner could overwrite it. New memory
 // is poisoned as well. A collective reads its inputs and writes its outputs at different times. For a seed,
 // some streams are preferred over others for long stretches, so that a stream may lag arbitrarily far behind,
-// and the hosts run ahead of the work by an amount that the seed decides.
+// and the hosts run ahead of the work by an amount that the seed decides. Under half of the seeds a
+// communicator runs its collectives one after the other, in the order of issue, as NCCL does: that finds
+// deadlocks. Under the others it runs those of different streams at once, so that no plan is right only
+// because two collectives share a communicator.
 #pragma once
 
 #include <cstddef>
