@@ -1,0 +1,56 @@
+# `cmake --install`: the commands, the libraries with a find_package(shardplan) package, the Python package, the clusters.
+# A wheel (`pip install .`, pyproject.toml) takes the commands and the Python package only.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+# Where torch lies, seen from an environment's bin/: for shardplan-run in a wheel.
+function(shardplan_install_commands destination rpath)
+  install(TARGETS shardplan RUNTIME DESTINATION ${destination} COMPONENT wheel)
+  if(TARGET shardplan-run)
+    set_target_properties(shardplan-run PROPERTIES INSTALL_RPATH "${rpath}" INSTALL_RPATH_USE_LINK_PATH ON)
+    install(TARGETS shardplan-run RUNTIME DESTINATION ${destination} COMPONENT wheel)
+  endif()
+endfunction()
+
+if(SKBUILD)
+  set(site_packages "$ORIGIN/../lib/python${Python3_VERSION_MAJOR}.${Python3_VERSION_MINOR}/site-packages")
+  shardplan_install_commands(${SKBUILD_SCRIPTS_DIR} "${site_packages}/torch/lib;${site_packages}/nvidia/cu13/lib;${site_packages}/nvidia/nccl/lib")
+  install(TARGETS _shardplan LIBRARY DESTINATION . COMPONENT wheel)
+  install(DIRECTORY tools/clusters/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/clusters COMPONENT wheel
+          FILES_MATCHING PATTERN "*.json")
+  return()
+endif()
+
+shardplan_install_commands(${CMAKE_INSTALL_BINDIR} "")
+set(share ${CMAKE_INSTALL_DATADIR}/shardplan)
+install(DIRECTORY tools/python/shardplan DESTINATION ${share}/python FILES_MATCHING PATTERN "*.py")
+install(DIRECTORY tools/clusters DESTINATION ${share} FILES_MATCHING PATTERN "*.json")
+install(DIRECTORY schemas/json DESTINATION ${share} FILES_MATCHING PATTERN "*.json")
+if(TARGET _shardplan)
+  set_target_properties(_shardplan PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+  install(TARGETS _shardplan LIBRARY DESTINATION ${share}/python)
+endif()
+
+set(package ${CMAKE_INSTALL_LIBDIR}/cmake/shardplan)
+function(shardplan_install_libraries export)
+  foreach(library ${ARGN})
+    set_target_properties(shardplan_${library} PROPERTIES EXPORT_NAME ${library})
+    install(TARGETS shardplan_${library} EXPORT ${export} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  endforeach()
+  install(EXPORT ${export} NAMESPACE shardplan:: DESTINATION ${package})
+endfunction()
+
+shardplan_install_libraries(shardplanTargets schemas simulator planner)
+foreach(library schemas simulator planner)
+  install(DIRECTORY ${library}/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+endforeach()
+if(SHARDPLAN_EXECUTOR)
+  shardplan_install_libraries(shardplanExecutorTargets replay executor executor_cuda)
+  install(DIRECTORY executor/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  install(FILES cmake/FindTorchWheel.cmake DESTINATION ${package})
+endif()
+configure_package_config_file(cmake/shardplanConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/shardplanConfig.cmake
+                              INSTALL_DESTINATION ${package})
+write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/shardplanConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/shardplanConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/shardplanConfigVersion.cmake
+        DESTINATION ${package})
