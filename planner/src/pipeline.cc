@@ -1,10 +1,12 @@
 // The planner's table of contents: every pass, in order, through one choke point.
 #include <chrono>
 #include <functional>
+#include <optional>
 
 #include "linearise.h"
 #include "model_index.h"
 #include "partition.h"
+#include "passed_through.h"
 #include "place_events.h"
 #include "record_order.h"
 #include "schedule_graph.h"
@@ -17,10 +19,10 @@ namespace {
 
 // What the passes hand on to each other.
 struct Planning {
-  const Trace* trace;  // the one to plan: given, or with checkpointing applied
+  const Trace* trace;  // the one to plan: given, or as the passes changed it
   const Strategy& strategy;
   const Cluster& cluster;
-  Trace checkpointed;
+  Trace checkpointed, joined;
   ModelIndex index;
   Partition partition;
   std::vector<RecordedStep> steps;
@@ -50,6 +52,15 @@ Status ApplyCheckpointingPass(Planning& p) {
 Status ChooseUnitsPass(Planning& p) {
   if (Status s = Keep(MakeModelIndex(*p.trace), p.index); !s) return s;
   return Keep(ChooseUnits(*p.trace, p.index, p.strategy, p.cluster.ranks), p.partition);
+}
+
+Status JoinTensorsPass(Planning& p) {
+  std::optional<Trace> joined =
+      JoinPassedThrough(*p.trace, p.index, p.partition, p.strategy.policy == "fsdp1");
+  if (!joined) return {};
+  p.joined = std::move(*joined);
+  p.trace = &p.joined;
+  return {};
 }
 
 Status RecordOrderPass(Planning& p) {
@@ -100,6 +111,7 @@ Status DescribePass(Planning& p) {
 constexpr PlanningPass kPasses[] = {
     {"apply_checkpointing", ApplyCheckpointingPass},
     {"choose_units", ChooseUnitsPass},
+    {"join_tensors", JoinTensorsPass},
     {"record_order", RecordOrderPass},
     {"place_events", PlaceEventsPass},
     {"build_graph", BuildGraphPass},

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -12,7 +13,12 @@ namespace {
 class Recorder {
  public:
   Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition)
-      : trace_(trace), index_(index), partition_(partition), to_run_(partition.units.size(), 0) {}
+      : trace_(trace), index_(index), partition_(partition), to_run_(partition.units.size()) {}
+
+  // A call before the first step.
+  void NoteCall(const ModuleCall& call) {
+    if (call.method == "set_is_last_backward") is_last_backward_ = call.value.value_or(true);
+  }
 
   Result<RecordedStep> Record(const StepProgram& program, std::size_t step) {
     step_ = {};
@@ -63,9 +69,7 @@ class Recorder {
   void OnEnter(ModuleId module, std::int32_t occurrence, std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
-    // A group's pre-forward hook runs for the first of its modules, its post-forward hook for the last.
-    if (to_run_[unit] != 0 && partition_.units[unit].modules.size() > 1) return;
-    to_run_[unit] = static_cast<std::int32_t>(partition_.units[unit].modules.size());
+    if (!EnterGroup(unit)) return;
     Cut(position);
     Push(HostEventKind::kPreForward, unit);
     if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
@@ -73,11 +77,23 @@ class Recorder {
     segment_name_ = forward_names_.back();
   }
 
+  // A group's pre-forward hook runs for the first of its modules, its post-forward hook when all have run:
+  // one that does not run keeps it from running. These say whether the hook runs.
+  bool EnterGroup(UnitId unit) {
+    const std::vector<ModuleId>& modules = partition_.units[unit].modules;
+    if (modules.size() > 1 && !to_run_[unit].empty()) return false;
+    to_run_[unit].insert(modules.begin(), modules.end());
+    return true;
+  }
+  bool LeaveGroup(UnitId unit, ModuleId module) {
+    to_run_[unit].erase(module);
+    return to_run_[unit].empty();
+  }
+
   void OnExit(ModuleId module, std::int32_t occurrence, const ExitEvent& exit, std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
-    if (--to_run_[unit] > 0) return;
-    to_run_[unit] = 0;
+    if (!LeaveGroup(unit, module)) return;
     Cut(position);
     HostEvent& event = Push(HostEventKind::kPostForward, unit);
     for (const TensorId tensor : exit.outputs) {
@@ -114,6 +130,8 @@ class Recorder {
     Push(HostEventKind::kBackwardEnd, -1);
     segment_name_ = "backward returns";
     engine_done_ = true;
+    if (!is_last_backward_) return;
+    for (std::set<ModuleId>& modules : to_run_) modules.clear();
   }
 
   void FindLastGrads(std::vector<std::int32_t>& last) const {
@@ -174,9 +192,13 @@ class Recorder {
     }
   }
 
-  void OnRecompute(ModuleId module, std::int32_t position, HostEventKind kind) {
-    const UnitId unit = partition_.unit_of_module[index_.canonical[module]];
+  void OnRecompute(ModuleId entry, std::int32_t position, HostEventKind kind) {
+    const ModuleId module = index_.canonical[entry];
+    const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
+    const bool runs =
+        kind == HostEventKind::kRecomputePreForward ? EnterGroup(unit) : LeaveGroup(unit, module);
+    if (!runs) return;
     Cut(position);
     // Recomputation runs with gradients enabled, as its forward did.
     Push(kind, unit).outputs_require_grad = true;
@@ -198,6 +220,7 @@ class Recorder {
     HostEvent& event =
         Push(HostEventKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
     event.call = &call;
+    NoteCall(call);
     return {};
   }
 
@@ -250,7 +273,8 @@ class Recorder {
   bool engine_done_ = false;           // the backward has passed its end
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   std::vector<std::string> forward_names_;
-  std::vector<std::int32_t> to_run_;  // by unit: modules of a group that have not been left yet
+  std::vector<std::set<ModuleId>> to_run_;  // by unit: its modules that have not been left yet
+  bool is_last_backward_ = true;
   std::map<ModuleRun, UnitId> input_hooks_, output_hooks_;
 };
 
@@ -264,6 +288,7 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   std::size_t count = program.size();
   while (count > 1 && program[count - 1] == program[count - 2]) --count;
   Recorder recorder(trace, index, partition);
+  for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
   for (std::size_t s = 0; s < count; ++s) {
     Result<RecordedStep> step = recorder.Record(program[s], s);
