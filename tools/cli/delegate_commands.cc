@@ -1,5 +1,5 @@
-// `trace` (Python, needs torch) and `run` (C++, needs LibTorch) live in programs of their own, so that the
-// command itself builds without either.
+// `trace` and `conformance` (Python, need torch) and `run` (C++, needs LibTorch) live in programs of their
+// own, so that the command itself builds without either.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,9 +17,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The interpreter that has torch: $SHARDPLAN_PYTHON, the project's virtual environment, else python3.
+// The interpreter that has torch: $SHARDPLAN_PYTHON, that of the environment the command is installed in, the
+// project's virtual environment, else python3.
 std::string Python() {
   if (const char* named = std::getenv("SHARDPLAN_PYTHON")) return named;
+  const fs::path beside = fs::path(ExecutableFolder()) / "python3";
+  if (fs::exists(beside)) return beside.string();
   const fs::path venv = fs::path(SHARDPLAN_SOURCE_DIR) / ".venv" / "bin" / "python";
   return fs::exists(venv) ? venv.string() : "python3";
 }
@@ -76,6 +79,24 @@ void AddTraceCommand(CLI::App& app, Invocation& invocation) {
   command->callback([command, &invocation] {
     std::vector<std::string> arguments = {"-m", "shardplan.tracer"};
     for (const std::string& argument : command->remaining()) arguments.push_back(argument);
+    invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
+  });
+}
+
+void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = AddDelegate(
+      app, "conformance", "Compare plans with what PyTorch does: recordings, or the installed one (--live)");
+  command->callback([command, &invocation] {
+    const std::vector<std::string> given = command->remaining();
+    const bool events = !given.empty() && fs::is_directory(given.front()) &&
+                        !fs::exists(fs::path(given.front()) / "model.py");
+    if (events) {  // needs no Python
+      const fs::path program = fs::path(ExecutableFolder()) / "shardplan-conformance";
+      invocation.exit_code = Fail(Execute(program.string(), given));
+      return;
+    }
+    std::vector<std::string> arguments = {"-m", "shardplan.conformance", "--programs", ExecutableFolder()};
+    arguments.insert(arguments.end(), given.begin(), given.end());
     invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
   });
 }

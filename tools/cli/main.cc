@@ -1,4 +1,4 @@
-// shardplan: trace, plan, validate, simulate, memory, show, diff, run, allocator-replay.
+// shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, allocator-replay.
 #include <exception>
 #include <iostream>
 
@@ -22,9 +22,11 @@ int main(int argc, char** argv) {
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
   cli::AddMemoryCommand(app, invocation);
+  cli::AddExplainMemoryCommand(app, invocation);
   cli::AddShowCommand(app, invocation);
   cli::AddDiffCommand(app, invocation);
   cli::AddRunCommand(app, invocation);
+  cli::AddConformanceCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   try {
     app.parse(argc, argv);

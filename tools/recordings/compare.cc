@@ -4,14 +4,15 @@
 
 #include "events.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/verifier.h"
 
 namespace shardplan::conformance {
 namespace {
 
 constexpr const char* kFsdp2Keys[] = {"step",  "phase", "op", "unit", "bytes", "dtype",
                                       "group", "ranks", "to", "noop", "via",   "kind"};
-constexpr const char* kFsdp1Keys[] = {"step",  "phase", "op",   "unit",        "bytes",   "dtype",
-                                      "group", "ranks", "free", "freed_bytes", "prefetch"};
+constexpr const char* kFsdp1Keys[] = {"step",  "phase", "op",   "unit",        "bytes",    "dtype",
+                                      "group", "ranks", "free", "freed_bytes", "prefetch", "param"};
 constexpr std::size_t kContext = 6;
 
 // Lines of an FSDP1 log that are no core operation.
@@ -46,8 +47,14 @@ std::string Text(const LogEvent& event, const std::string& policy) {
 }
 
 Comparison Compare(const Recording& recording) {
-  Result<PlannerOutput> planned = MakePlan(recording.trace, recording.strategy, recording.cluster);
-  if (!planned) return {false, "does not plan: " + ToString(planned.error())};
+  // What PyTorch issues can be wrong: the events are compared all the same.
+  const PlanOptions options{.verify = false};
+  const Result<PlannerOutput> planned =
+      MakePlan(recording.trace, recording.strategy, recording.cluster, options);
+  if (!planned) return {.difference = "does not plan: " + ToString(planned.error())};
+  Comparison comparison;
+  const std::vector<Violation> violations = Verify(planned->plan);
+  if (!violations.empty()) comparison.objection = Explain(planned->plan, violations.front());
   std::vector<std::string> expected, made;
   for (const LogEvent& event : recording.events) {
     if (IsCompared(event, recording.policy)) expected.push_back(Text(event, recording.policy));
@@ -56,15 +63,17 @@ Comparison Compare(const Recording& recording) {
                                                                    : Fsdp2Events(recording, planned->plan);
   for (const LogEvent& event : events) made.push_back(Text(event, recording.policy));
   const auto [e, m] = std::mismatch(expected.begin(), expected.end(), made.begin(), made.end());
-  if (e == expected.end() && m == made.end()) return {true, {}};
+  comparison.matches = e == expected.end() && m == made.end();
+  if (comparison.matches) return comparison;
   const auto at = static_cast<std::size_t>(e - expected.begin());
-  std::string text = fmt::format("event {} of {}\n", at, expected.size());
+  std::string& text = comparison.difference;
+  text = fmt::format("event {} of {}\n", at, expected.size());
   for (std::size_t i = at < kContext ? 0 : at - kContext; i < at; ++i) text += "    " + expected[i] + "\n";
   for (std::size_t i = at; i < std::min(at + kContext, expected.size()); ++i) {
     text += "  - " + expected[i] + "\n";
   }
   for (std::size_t i = at; i < std::min(at + kContext, made.size()); ++i) text += "  + " + made[i] + "\n";
-  return {false, text};
+  return comparison;
 }
 
 }  // namespace shardplan::conformance

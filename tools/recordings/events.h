@@ -21,6 +21,7 @@ std::string Text(const LogEvent& event, const std::string& policy);
 struct Comparison {
   bool matches = false;
   std::string difference;  // the first one, with context
+  std::string objection;   // what the verifier finds wrong with the plan first; empty: nothing
 };
 // Plans the recording and compares.
 Comparison Compare(const Recording& recording);

@@ -32,6 +32,7 @@ int main(int argc, char** argv) {
     if (comparison.matches) {
       ++matched;
       fmt::print("{}: matches ({} events)\n", name, recording->events.size());
+      if (!comparison.objection.empty()) fmt::print("    but {}\n", comparison.objection);
     } else {
       fmt::print("{}: differs at {}", name, comparison.difference);
       if (!comparison.difference.ends_with("\n")) fmt::print("\n");

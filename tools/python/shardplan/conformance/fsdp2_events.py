@@ -60,7 +60,8 @@ class Fsdp2Events(EventLog):
             self.add("wait_all_gather", self.unit(group))
 
     def _finalize_group(self, group) -> None:
-        if group._all_gather_result is not None:
+        pending = group._all_gather_result
+        if pending is not None and pending.param_all_gather_input_numels:  # one rank alone gathers nothing
             self.add("discard_all_gather", self.unit(group))
 
     def _reshard(self, group, already: bool, to: str) -> None:

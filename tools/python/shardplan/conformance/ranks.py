@@ -1,4 +1,7 @@
-"""Ranks to record on: processes with gloo, or one process with torch's fake process group."""
+"""Ranks to record on: processes with gloo, or one process with torch's fake process group.
+
+They are processes of their own: where FSDP reads parameters that it has freed, the process dies, and is then started anew.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,13 @@ from shardplan.conformance.case import Case, CaseError
 from shardplan.conformance.record_case import record_case
 
 _TIMEOUT_SECONDS = 120
+_FRAMES = 3  # of a failure's traceback that are shown
+
+MakeCase = Callable[[], Case]
+
+
+class RecordingFailed(CaseError):
+    """PyTorch itself does not run the case: it raises an error, or crashes."""
 
 
 @contextlib.contextmanager
@@ -36,69 +46,95 @@ def record_on_fake_ranks(case: Case, order: list[str]) -> list[str]:
         return record_case(case, order)
 
 
-def _work(rank: int, folder: str, connection) -> None:
+def _record_on_gloo(case: Case, order: list[str], rank: int, store_path: str) -> list[str] | None:
+    if rank >= case.ranks:
+        return None
+    store = dist.FileStore(store_path, case.ranks)
+    timeout = timedelta(seconds=_TIMEOUT_SECONDS)
+    with _process_group(backend="gloo", store=store, rank=rank, world_size=case.ranks, timeout=timeout):
+        return record_case(case, order)
+
+
+def _work(rank: int, fake: bool, connection) -> None:
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:
-        number, make_case, order = job
+        make_case, order, store_path = job
         try:
-            case: Case = make_case()
-            lines = None
-            if rank < case.ranks:
-                store = dist.FileStore(os.path.join(folder, str(number)), case.ranks)
-                timeout = timedelta(seconds=_TIMEOUT_SECONDS)
-                with _process_group(backend="gloo", store=store, rank=rank, world_size=case.ranks, timeout=timeout):
-                    lines = record_case(case, order)
-            connection.send((lines, None))
+            case = make_case()
+            run = record_on_fake_ranks(case, order) if fake else _record_on_gloo(case, order, rank, store_path)
+            connection.send((run, None))
         except Exception as error:
-            text = str(error) if isinstance(error, CaseError) else "".join(traceback.format_exception(error)[-4:])
-            connection.send((None, text))
+            frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+            where = ", ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
+            connection.send((None, f"{type(error).__name__}: {str(error).strip()} ({where})"))
 
 
-class GlooRanks:
-    """Processes that record case after case. Use as a context."""
+class Ranks:
+    """Records case after case. `count`: processes, at least as many as a case has ranks (fake: one). Use as a context."""
 
-    def __init__(self, count: int):
-        self._count, self._jobs = count, 0
+    def __init__(self, count: int, fake: bool = False):
+        self._count, self._fake, self._jobs = (1 if fake else count), fake, 0
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list = []
         self._connections: list = []
 
-    def __enter__(self) -> "GlooRanks":
-        context = multiprocessing.get_context("spawn")
-        for rank in range(self._count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self._folder.name, theirs), daemon=True)
-            process.start()
-            self._processes.append(process)
-            self._connections.append(ours)
+    def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, *_error) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self._count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self._fake, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _stop(self, at_once: bool = False) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
         for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
+            if at_once:
                 process.terminate()
-        self._folder.cleanup()
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._connections = [], []
 
-    def record(self, make_case: Callable[[], Case], order: list[str]) -> list[str]:
-        """Rank 0's log; CaseError when a rank fails or the ranks' logs differ. `make_case` is called on every rank."""
+    def record(self, make_case: MakeCase, order: list[str]) -> list[str]:
+        """Rank 0's log. `make_case` is called on every rank. RecordingFailed when a rank fails or the ranks' logs differ."""
+        if not self._processes:
+            self._start()
         self._jobs += 1
-        for connection in self._connections:
-            connection.send((self._jobs, make_case, order))
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            if not connection.poll(_TIMEOUT_SECONDS + 60):
-                raise CaseError(f"rank {rank} does not answer")
-            answers.append(connection.recv())
-        for rank, (_, failure) in enumerate(answers):
-            if failure is not None:
-                raise CaseError(f"rank {rank} failed: {failure}")
+        store_path = os.path.join(self._folder.name, str(self._jobs))
+        try:
+            for connection in self._connections:
+                connection.send((make_case, order, store_path))
+            answers = [self._answer(rank, connection) for rank, connection in enumerate(self._connections)]
+        except (EOFError, OSError) as error:
+            self._stop(at_once=True)
+            raise RecordingFailed("a rank's process died: PyTorch crashed") from error
+        failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure is not None]
+        if failures:
+            if not self._fake:
+                self._stop(at_once=True)  # the other ranks may wait for one that failed
+            raise RecordingFailed(failures[0])
         logs = [lines for lines, _ in answers if lines is not None]
         for rank, lines in enumerate(logs):
             if lines != logs[0]:
                 at = next((i for i, (a, b) in enumerate(zip(lines, logs[0])) if a != b), min(len(lines), len(logs[0])))
-                raise CaseError(f"rank {rank} issues something else than rank 0 at event {at}")
+                raise RecordingFailed(f"rank {rank} issues something else than rank 0 at event {at}")
         return logs[0]
+
+    @staticmethod
+    def _answer(rank: int, connection):
+        if not connection.poll(2 * _TIMEOUT_SECONDS):
+            raise EOFError(f"rank {rank} does not answer")
+        return connection.recv()

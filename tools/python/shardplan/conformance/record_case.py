@@ -29,10 +29,11 @@ def _device_mesh(strategy: dict, ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(dimension["size"] for dimension in dimensions), mesh_dim_names=names)
 
 
-def forward_order(trace: dict) -> list[str]:
-    """FQNs of the modules in the order in which the first forward enters them."""
+def forward_order(trace: dict, strategy: dict) -> list[str]:
+    """FQNs of the modules in the order in which the program's first forward enters them. Both documents as the planner gets them."""
     names = [module["fqn"] for module in trace["modules"]]
-    return [names[event[1]] for event in trace["forwards"][0]["events"] if event[0] == "enter"]
+    first = next((call.get("trace", 0) for step in strategy["program"] for call in step if call["call"] == "forward"), 0)
+    return [names[event[1]] for event in trace["forwards"][first]["events"] if event[0] == "enter"]
 
 
 def record_case(case: Case, order: list[str]) -> list[str]:

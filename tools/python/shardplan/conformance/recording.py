@@ -21,9 +21,10 @@ def write(case: Case, record: Record, folder: Path) -> int:
     trace = trace_case(case)
     with open(folder / f"{case.name}.trace.json", "w", encoding="utf-8") as file:
         document.write(trace, file)
-    strategy = json.dumps(planner_strategy(case), indent=1)
-    (folder / f"{case.name}.strategy.json").write_text(strategy + "\n", encoding="utf-8")
-    lines = record(forward_order(trace))
+    strategy = planner_strategy(case)
+    text = json.dumps(strategy, indent=1) + "\n"
+    (folder / f"{case.name}.strategy.json").write_text(text, encoding="utf-8")
+    lines = record(forward_order(trace, strategy))
     head = [f"# case {case.name}", f"# torch {torch.__version__}", f"# ranks {case.ranks}"]
     (folder / f"{case.name}.log").write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
     return len(lines)

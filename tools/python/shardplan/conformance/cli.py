@@ -1,0 +1,158 @@
+"""The command `shardplan conformance`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_DESCRIPTION = """\
+Compare what shardplan computes with what PyTorch does, and say how many cases match."""
+
+_EPILOG = """\
+examples:
+  shardplan conformance tests/conformance/fsdp2
+  shardplan conformance --live mypackage.cases:my_model
+  shardplan conformance --random 100 --policy fsdp1 --seed 1
+
+DIR holds recordings: of events (CASE.log: each case is planned and compared event for event), or of memory (model.py and CASE.json with a
+timeline: allocated bytes at every hook). MODULE:FUNCTION returns a shardplan.conformance.Case, or a list of them: it is traced, planned,
+run on the installed PyTorch on this machine's CPU, and compared event for event. docs/conformance.md says more.
+
+exit codes: 0 every case matches, 1 one differs or cannot be run, 2 usage, 3 bad input, 4 environment"""
+
+_POLICIES = ("fsdp2", "fsdp1")
+
+
+@dataclass
+class Counts:
+    matched: int = 0
+    compared: int = 0
+    not_run: int = 0  # by PyTorch
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="shardplan conformance",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of recordings")
+    result.add_argument("cases", nargs="*", metavar="CASE", help="of the folder (default: all)")
+    result.add_argument("--live", metavar="MODULE:FUNCTION", help="record the installed PyTorch on the cases it returns")
+    result.add_argument("--random", type=int, metavar="N", help="record the installed PyTorch on N random cases")
+    result.add_argument("--seed", type=int, default=0, metavar="S", help="of the first random case (default: 0)")
+    result.add_argument("--policy", choices=_POLICIES, help="of random cases (default: both, in turn)")
+    result.add_argument(
+        "--fake", action="store_true", help="one process, collectives that move nothing, instead of gloo on a process per rank"
+    )
+    result.add_argument("--keep", type=Path, metavar="DIR", help="leave traces, strategies and logs there")
+    result.add_argument("--programs", type=Path, default=Path(), help=argparse.SUPPRESS)
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    chosen = [arguments.folder is not None, arguments.live is not None, arguments.random is not None]
+    if sum(chosen) != 1:
+        parser().error("one of DIR, --live and --random says what to compare")
+    if arguments.folder is not None:
+        return _compare_folder(arguments)
+    try:
+        from shardplan.conformance.case import CaseError
+        from shardplan.tracer.errors import TracerError
+    except ImportError as error:
+        print(f"shardplan conformance: cannot import {error.name} (tools/setup installs what is needed)", file=sys.stderr)
+        return 4
+    try:
+        return _compare_live(arguments)
+    except CaseError as error:
+        print(f"shardplan conformance: {error}", file=sys.stderr)
+        return 3
+    except TracerError as error:
+        print(f"shardplan conformance: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _compare_folder(arguments: argparse.Namespace) -> int:
+    if (arguments.folder / "model.py").is_file():
+        from shardplan import memory_conformance
+
+        return memory_conformance.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
+    return subprocess.run([_comparison(arguments), arguments.folder, *arguments.cases], check=False).returncode
+
+
+def _comparison(arguments: argparse.Namespace) -> Path:
+    return arguments.programs / "shardplan-conformance"
+
+
+def _compare_live(arguments: argparse.Namespace) -> int:
+    from shardplan.conformance.ranks import Ranks, RecordingFailed
+
+    counts, failures = Counts(), Counter()
+    jobs = list(_live_jobs(arguments.live)) if arguments.live else None
+    ranks = max(make().ranks for make in jobs) if jobs is not None else 4
+    with tempfile.TemporaryDirectory() as made, Ranks(ranks, arguments.fake) as on:
+        folder = arguments.keep or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        for make in jobs if jobs is not None else _random_jobs(arguments):
+            try:
+                _compare_one(make, on, folder, arguments, counts)
+            except RecordingFailed as error:
+                counts.not_run += 1
+                failures[str(error)] += 1
+                print(f"{make().name}: PyTorch does not run it: {error}", flush=True)
+    print(f"matched {counts.matched} of {counts.compared} cases", end="")
+    print(f"; PyTorch does not run {counts.not_run}" if counts.not_run else "")
+    differ = counts.matched < counts.compared or (arguments.live and counts.not_run)
+    return 1 if differ else 0
+
+
+def _live_jobs(source: str) -> Iterator[functools.partial]:
+    from shardplan.conformance.case import load_cases
+
+    for index in range(len(load_cases(source))):
+        yield functools.partial(_nth_case, source, index)
+
+
+def _nth_case(source: str, index: int):
+    from shardplan.conformance.case import load_cases
+
+    return load_cases(source)[index]
+
+
+def _random_jobs(arguments: argparse.Namespace) -> Iterator[functools.partial]:
+    from shardplan.conformance.random_cases import random_case
+
+    for number in range(arguments.random):
+        if arguments.policy:
+            yield functools.partial(random_case, arguments.policy, arguments.seed + number)
+        else:
+            yield functools.partial(random_case, _POLICIES[number % 2], arguments.seed + number // 2)
+
+
+def _compare_one(make: functools.partial, on, folder: Path, arguments: argparse.Namespace, counts: Counts) -> None:
+    from shardplan.conformance import recording
+
+    case = make()
+    files = [folder / f"{case.name}{ending}" for ending in (".trace.json", ".strategy.json", ".log")]
+    try:
+        recording.write(case, functools.partial(on.record, make), folder)
+        done = subprocess.run(
+            [_comparison(arguments), folder, case.name], capture_output=True, text=True, check=False
+        )
+    finally:
+        if arguments.keep is None:
+            for file in files:
+                file.unlink(missing_ok=True)
+    counts.compared += 1
+    counts.matched += done.returncode == 0
+    report = done.stdout.rpartition("matched ")[0]
+    print(report + done.stderr, end="", flush=True)

@@ -1,0 +1,286 @@
+"""Random cases: a random model, random units and random knobs. Equal seeds give equal cases."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardplan.conformance.case import Case, Forward
+from shardplan.conformance.random_models import MODES, ModelMaker, loss_of
+
+_MAX_DRAWS = 50
+
+
+@dataclass
+class Drawn:
+    """What the choice of knobs depends on."""
+
+    rng: random.Random
+    model: nn.Module
+    units: list[dict]  # rules; the root is the last
+    ranks: int
+    mesh: list[dict]
+
+    @property
+    def hybrid(self) -> bool:
+        return len(self.mesh) == 2
+
+    @property
+    def shard(self) -> int:
+        return self.mesh[-1]["size"]
+
+    def unit_names(self) -> list[str]:
+        return [rule["modules"][0] for rule in self.units]
+
+
+def random_case(policy: str, seed: int) -> Case:
+    """A case in which at least the first forward's loss has a gradient."""
+    for draw in range(_MAX_DRAWS):
+        rng = random.Random(f"{policy} {seed} {draw}")
+        maker = ModelMaker(rng.randrange(2**31))
+        model = maker.build()
+        shape = (2,) if maker.takes_tokens else (2, maker.dim)
+        x = torch.zeros(shape, dtype=torch.long if maker.takes_tokens else torch.float32)
+        units = _units(rng, model, policy)
+        if all(loss_of(model(x, mode)).requires_grad for mode in range(MODES)) and not _tied_across(model, units):
+            break
+    forwards = [Forward((x, mode)) for mode in range(MODES)] + [Forward((x, mode), grad=False) for mode in range(MODES)]
+    ranks, mesh = _mesh(rng, policy)
+    drawn = Drawn(rng, model, units, ranks, mesh)
+    strategy = _fsdp2_strategy(drawn) if policy == "fsdp2" else _fsdp1_strategy(drawn)
+    if drawn.rng.random() < 0.2:
+        strategy["checkpoint"] = {"modules": _checkpointed(drawn), "early_stop": drawn.rng.random() < 0.8}
+    return Case(maker.build, forwards, strategy, ranks, loss=loss_of, name=f"{policy}_{seed}")
+
+
+def _mesh(rng: random.Random, policy: str) -> tuple[int, list[dict]]:
+    hybrid = [(4, [2, 2]), (2, [2, 1])] if policy == "fsdp2" else [(4, [2, 2])]
+    flat = [(n, [n]) for n in (1, 2, 2, 3, 4)]
+    ranks, sizes = rng.choice(flat * 2 + hybrid)
+    names = ["replicate", "shard"][-len(sizes) :]
+    return ranks, [{"name": name, "size": size} for name, size in zip(names, sizes)]
+
+
+def _is_unit_like(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _units(rng: random.Random, model: nn.Module, policy: str) -> list[dict]:
+    """Children before their parents, as fully_shard wants them."""
+    candidates = [fqn for fqn, module in model.named_modules() if fqn and _is_unit_like(module)]
+    share = rng.choice([0.2, 0.4, 0.7])
+    chosen = [fqn for fqn in reversed(candidates) if rng.random() < share]
+    rules: list[dict] = []
+    while chosen:
+        fqn = chosen.pop(0)
+        siblings = [other for other in chosen if other.rpartition(".")[0] == fqn.rpartition(".")[0]]
+        nested = any(other.startswith(sibling + ".") for sibling in siblings for other in chosen)
+        if policy == "fsdp2" and siblings and not nested and rng.random() < 0.3:
+            chosen = [other for other in chosen if other not in siblings]
+            rules.append({"modules": [*siblings, fqn][::-1], "group": True})
+        else:
+            rules.append({"modules": [fqn]})
+    return [*rules, {"modules": [""]}]
+
+
+def _tied_across(model: nn.Module, units: list[dict]) -> bool:
+    """Whether two units hold the same parameter. FSDP gives each a copy of its own: they are tied no longer."""
+    unit_of = {fqn: number for number, rule in enumerate(units) for fqn in rule["modules"]}
+    owners: dict[nn.Parameter, set[int]] = {}
+    for fqn, module in model.named_modules():
+        nearest = fqn
+        while nearest not in unit_of:
+            nearest = nearest.rpartition(".")[0]
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(unit_of[nearest])
+    return any(len(numbers) > 1 for numbers in owners.values())
+
+
+def _checkpointed(drawn: Drawn) -> list[str]:
+    """Modules none of which is inside another."""
+    names = [fqn for fqn, module in drawn.model.named_modules() if fqn and _is_unit_like(module)]
+    drawn.rng.shuffle(names)
+    chosen: list[str] = []
+    for name in names[: drawn.rng.randint(1, 3)]:
+        if not any(name.startswith(c + ".") or c.startswith(name + ".") for c in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _mixed_precision(rng: random.Random) -> dict | None:
+    return rng.choice(
+        [
+            None,
+            None,
+            {"param_dtype": "bfloat16"},
+            {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+            {"reduce_dtype": "bfloat16"},
+        ]
+    )
+
+
+# ---- programs ----
+
+
+def _forward(drawn: Drawn, microbatch: int = 0) -> dict:
+    return {"call": "forward", "microbatch": microbatch, "trace": drawn.rng.randrange(MODES)}
+
+
+def _eval(drawn: Drawn) -> dict:
+    return {"call": "forward", "microbatch": 9, "trace": MODES + drawn.rng.randrange(MODES)}
+
+
+def _call(method: str, value: bool | None = None, module: str = "", **more) -> dict:
+    call = {"call": "module", "method": method, "module": module, **more}
+    return call if value is None else {**call, "value": value}
+
+
+def _backward(*microbatches: int) -> dict:
+    return {"call": "backward", "microbatches": list(microbatches)}
+
+
+_PROGRAMS = ["plain", "plain", "plain", "accumulate", "accumulate", "eval"]
+
+
+def _program(drawn: Drawn, accumulate, user_calls, more_kinds: tuple[str, ...]) -> list[list[dict]]:
+    """`accumulate`: the calls of a step with two micro-batches. `user_calls`: further calls before a forward."""
+    rng = drawn.rng
+    kind = rng.choice([*_PROGRAMS, *more_kinds])
+    steps = []
+    for _ in range(rng.choice([1, 2, 3])):
+        calls = user_calls() if rng.random() < 0.3 else []
+        if kind == "plain":
+            calls += [_forward(drawn), _backward(0)]
+        elif kind == "accumulate":
+            calls += accumulate()
+        elif kind == "eval":
+            calls += [_eval(drawn) for _ in range(rng.choice([0, 1, 2]))] + [_forward(drawn), _backward(0)]
+            calls += [_eval(drawn)] if rng.random() < 0.3 else []
+        elif kind == "two forwards":
+            calls += [_forward(drawn, 0), _forward(drawn, 1), _backward(0, 1)]
+        else:
+            order = rng.choice([(0, 1), (1, 0)])
+            calls += [_forward(drawn, 0), _forward(drawn, 1), _backward(order[0]), _backward(order[1])]
+        steps.append([*calls, {"call": "optimizer_step"}, {"call": "zero_grad"}])
+    return steps
+
+
+# ---- fsdp2 ----
+
+
+def _fsdp2_strategy(drawn: Drawn) -> dict:
+    rng = drawn.rng
+    mixed = _mixed_precision(rng)
+    divisors = [n for n in range(2, drawn.shard) if drawn.shard % n == 0]
+    for rule in drawn.units:
+        reshard = rng.choice([None, None, True, False, *divisors])
+        if reshard is not None:
+            rule["reshard_after_forward"] = reshard
+        if rng.random() < 0.1:
+            rule["mixed_precision"] = {**(mixed or {}), "reduce_dtype": rng.choice(["float32", "bfloat16"])}
+    strategy: dict = {"policy": "fsdp2", "mesh": drawn.mesh, "units": drawn.units, "fsdp2": _fsdp2_knobs(drawn)}
+    if mixed:
+        strategy["mixed_precision"] = mixed
+    if rng.random() < 0.15:
+        strategy["cpu_offload"] = True
+    if rng.random() < 0.1 and "param_dtype" not in (mixed or {}):  # ignored parameters keep their dtype
+        names = [fqn for fqn, _ in drawn.model.named_parameters()]
+        strategy["ignored_parameters"] = rng.sample(names, min(len(names) - 1, 2))
+    strategy["setup"] = _fsdp2_setup(drawn)
+    strategy["optimizer"] = {"kind": rng.choice(["sgd", "adamw"])}
+    more = ("two forwards", "in turn")
+    strategy["program"] = _program(drawn, lambda: _fsdp2_accumulation(drawn), lambda: _fsdp2_user_calls(drawn), more)
+    return strategy
+
+
+def _fsdp2_knobs(drawn: Drawn) -> dict:
+    rng, names = drawn.rng, drawn.unit_names()
+    knobs: dict = {}
+    if rng.random() < 0.2:
+        knobs["forward_prefetch"] = rng.choice([1, 2])
+    elif rng.random() < 0.3:
+        knobs["forward_prefetch_lists"] = _random_lists(rng, names)
+    if rng.random() < 0.2:
+        knobs["backward_prefetch"] = rng.choice([1, 2])
+    elif rng.random() < 0.3:
+        knobs["backward_prefetch_lists"] = _random_lists(rng, names)
+    if rng.random() < 0.15:
+        knobs["unshard_async_op"] = True
+    if rng.random() < 0.15:
+        knobs.update(force_sum_reduction=True)
+        if rng.random() < 0.5:
+            knobs["gradient_divide_factor"] = 3.0
+    return knobs
+
+
+def _random_lists(rng: random.Random, names: list[str]) -> list[dict]:
+    units = rng.sample(names, rng.randint(1, len(names)))
+    return [{"unit": unit, "prefetch": rng.sample(names, rng.randint(1, min(3, len(names))))} for unit in units]
+
+
+def _fsdp2_setup(drawn: Drawn) -> list[dict]:
+    rng, calls = drawn.rng, []
+    if rng.random() < 0.1:
+        calls.append({"method": "set_reshard_after_forward", "module": rng.choice(drawn.unit_names()), "value": rng.random() < 0.5})
+    if rng.random() < 0.1:
+        calls.append({"method": "set_requires_gradient_sync", "module": rng.choice(drawn.unit_names()), "value": False})
+    if drawn.hybrid and rng.random() < 0.1:
+        calls.append({"method": "set_requires_all_reduce", "module": rng.choice(drawn.unit_names()), "value": False})
+    return calls
+
+
+def _fsdp2_accumulation(drawn: Drawn) -> list[dict]:
+    rng = drawn.rng
+    setters = ["set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward"]
+    if drawn.hybrid:
+        setters.append("set_requires_all_reduce")
+    chosen = rng.sample(setters, rng.randint(0, 2))
+    calls = []
+    for last in (False, True):
+        calls += [_call(setter, last) for setter in chosen]
+        calls += [_forward(drawn, int(last)), _backward(int(last))]
+    return calls
+
+
+def _fsdp2_user_calls(drawn: Drawn) -> list[dict]:
+    rng, calls = drawn.rng, []
+    for _ in range(rng.randint(1, 3)):
+        module = rng.choice(drawn.unit_names())
+        calls.append(_call(*rng.choice([("unshard", True), ("unshard", False), ("reshard", None)]), module))
+    return calls
+
+
+# ---- fsdp1 ----
+
+
+def _fsdp1_strategy(drawn: Drawn) -> dict:
+    rng = drawn.rng
+    flat = ["full_shard", "full_shard", "shard_grad_op", "shard_grad_op", "no_shard"]
+    knobs = {
+        "sharding": rng.choice(["hybrid_shard", "hybrid_shard_zero2"] if drawn.hybrid else flat),
+        "backward_prefetch": rng.choice(["backward_pre", "backward_pre", "backward_post", "none"]),
+        "forward_prefetch": rng.random() < 0.3,
+        "limit_all_gathers": rng.random() < 0.8,
+        "use_orig_params": rng.random() < 0.5 or any(not p.requires_grad for p in drawn.model.parameters()),
+    }
+    strategy: dict = {"policy": "fsdp1", "mesh": drawn.mesh, "units": drawn.units, "fsdp1": knobs}
+    keep_low = rng.random() < 0.3
+    if mixed := _mixed_precision(rng):
+        strategy["mixed_precision"] = {**mixed, "keep_low_precision_grads": keep_low}
+    if rng.random() < 0.1:
+        strategy["cpu_offload"] = True
+    # AdamW takes no gradients of another dtype than their parameters'.
+    strategy["optimizer"] = {"kind": "none" if mixed and keep_low else rng.choice(["sgd", "adamw"])}
+    strategy["program"] = _program(drawn, lambda: _fsdp1_accumulation(drawn), list, ())
+    return strategy
+
+
+def _fsdp1_accumulation(drawn: Drawn) -> list[dict]:
+    no_sync = drawn.rng.random() < 0.6
+    first = [_forward(drawn, 0), _backward(0)]
+    if no_sync:
+        first = [_call("no_sync", True), *first, _call("no_sync", False)]
+    return [*first, _forward(drawn, 1), _backward(1)]
