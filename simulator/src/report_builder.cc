@@ -152,12 +152,6 @@ void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& pr
 
 }  // namespace
 
-std::string UnitText(const Plan& plan, UnitId unit) {
-  if (unit < 0 || static_cast<std::size_t>(unit) >= plan.units.size()) return "";
-  const std::string& fqn = plan.units[static_cast<std::size_t>(unit)].fqn;
-  return fqn.empty() ? "(root)" : fqn;
-}
-
 std::string TriggerText(const Plan& plan, const Trigger& trigger) {
   std::string text(Name(trigger.kind));
   if (trigger.unit >= 0) text += " " + UnitText(plan, trigger.unit);

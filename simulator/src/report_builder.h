@@ -14,8 +14,6 @@ namespace shardplan::internal {
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                    const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory);
 
-// "layers.0", "(root)" for "", "" for -1.
-std::string UnitText(const Plan& plan, UnitId unit);
 // "pre_forward layers.0"; "mb1" and "#1" after it for a later micro-batch or occurrence.
 std::string TriggerText(const Plan& plan, const Trigger& trigger);
 // "all_gather layers.0", "forward layers.0" (a segment's name), "wait layers.0".

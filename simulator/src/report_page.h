@@ -1,4 +1,4 @@
-// The report's style sheet and script, simulator/page/report.css and report.js, built into the library.
+// Style sheet and scripts of the pages, simulator/page, built into the library.
 #pragma once
 
 #include <string_view>
@@ -7,5 +7,6 @@ namespace shardplan::internal {
 
 std::string_view ReportStyle();
 std::string_view ReportScript();
+std::string_view MemoryScript();
 
 }  // namespace shardplan::internal

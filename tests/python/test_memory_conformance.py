@@ -57,6 +57,11 @@ def test_missing_and_extra_rows_and_another_peak_are_found(computed):
     assert memory_conformance.first_difference(peak, rows).startswith("peak: in the")
     peak["peak"]["step2"]["total"] += 512
     assert memory_conformance.first_difference(peak, rows).startswith("peak: total")
+    # With the engine's sums in place the recorded peak is another one.
+    recorded = case["peak"]["step2"]
+    at = [recorded["phase"], recorded["unit"], "", recorded["op"]]
+    peak["peak_engine_sums_in_place"] = {"step2": recorded["total"], "step2_by_tag": recorded["by_tag"], "step2_at": at}
+    assert memory_conformance.first_difference(peak, rows) is None
 
 
 def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
@@ -64,10 +69,16 @@ def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
     memory_conformance.trace_case(FOLDER, case, tmp_path / "trace.json")
     (tmp_path / "strategy.json").write_text(json.dumps(memory_conformance.strategy_of(case)))
     given = ["memory", tmp_path / "trace.json", "--strategy", tmp_path / "strategy.json", "--ranks", "8"]
-    table = shardplan(*given)
+    table = shardplan(*given, "--no-kernel-temporaries")
     assert table.returncode == 0, table.stderr
     assert f"total {case['peak']['step2']['total']}" in " ".join(table.stdout.split())
     assert "peak in the backward, layers.1" in table.stdout
-    rows = shardplan(*given, "--rows", "-", "-q")
+    rows = shardplan(*given, "--rows", "-", "-q", "--no-kernel-temporaries")
     assert json.loads(rows.stdout)["peak"]["total_bytes"] == case["peak"]["step2"]["total"]
+    # What kernels take comes on top, as categories of their own.
+    with_kernels = json.loads(shardplan(*given, "--rows", "-", "-q").stdout)
+    extra = dict(zip(with_kernels["categories"], with_kernels["peak"]["by_category"], strict=True))
+    kernels = extra["kernel_temp"] + extra["cublas_workspace"]
+    assert extra["cublas_workspace"] == 2 * 32 * 2**20
+    assert with_kernels["peak"]["total_bytes"] >= case["peak"]["step2"]["total"] + kernels - extra["kernel_temp"]
     assert shardplan("memory", tmp_path / "strategy.json").returncode == 3

@@ -1,11 +1,4 @@
-// Memory of a plan over its steps: allocated bytes by category, in host order (docs/simulator.md).
-//
-// [Note: who makes and drops what]
-// The profile is one stream of allocations and frees: the plan's own, those of the model inside the segments,
-// and the optimizer's. It never guesses a free: they are instructions of the plan. Three things are implied
-// by an instruction: a segment makes the unsharded gradients that it lists (a plan's `free` drops them), the
-// first optimizer step makes the optimizer's states, and a zero_grad drops the sharded gradients that are
-// left.
+// Memory of a plan over its steps: allocated bytes by category, in host order (docs/memory.md).
 #pragma once
 
 #include <cstdint>
@@ -14,6 +7,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/quantity.h"
+#include "shardplan/simulator/memory_stream.h"
 
 namespace shardplan {
 
@@ -30,19 +24,6 @@ struct MemorySample {
   bool operator==(const MemorySample&) const = default;
 };
 
-// The names of all categories: buffer roles, then storage roles. An unsharded gradient is "grad_unsharded"
-// whoever allocates it.
-const std::vector<std::string>& MemoryCategories();
-
-// A point in the program: the instruction during which something was allocated or freed.
-struct MemoryPoint {
-  std::int32_t step = -1;
-  std::int32_t trigger = -1;
-  std::int32_t instruction = -1;
-  std::int32_t entry = -1;  // of a compute: index in its segment
-  bool operator==(const MemoryPoint&) const = default;
-};
-
 struct TimeRange {
   Nanoseconds start_ns;
   Nanoseconds end_ns;
@@ -51,6 +32,8 @@ struct TimeRange {
 struct MemoryOptions {
   Bytes granularity_bytes{512};  // every allocation is rounded up to a multiple
   bool record_samples = false;
+  // What kernels allocate inside themselves, as the categories "kernel_temp" and "cublas_workspace".
+  bool kernel_temporaries = false;
   // Times of the samples, by step, trigger and instruction. Samples inside a segment are spread evenly over
   // its operators. Empty: zero.
   std::vector<std::vector<std::vector<TimeRange>>> times;
@@ -63,13 +46,18 @@ struct MemoryProfile {
   Bytes end_bytes;                      // alive after the last step
   std::vector<Bytes> step_peak_bytes;   // by step
   std::vector<MemorySample> samples;
+  bool operator==(const MemoryProfile&) const = default;
 };
 
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options = {});
+// The same of a stream that is already there (its options decide about kernel temporaries).
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryStream& stream, const MemoryOptions& options = {});
 
-// Device memory that NCCL takes for the plan's communicators, an estimate: 16 channels, each with the receive
-// buffers of the three protocols (4 MiB simple, 4.6875 MiB LL128, 0.5 MiB LL), for every communicator of more
-// than one rank (defaults of NCCL 2.x, src/init.cc: buffers are made when a communicator connects its ring).
+// Device memory that NCCL takes for a communicator of the plan, an estimate: 16 channels, each with the
+// receive buffers of the three protocols (4 MiB simple, 4.6875 MiB LL128, 0.5 MiB LL), when it has more than
+// one rank (defaults of NCCL 2.x, src/init.cc: buffers are made when a communicator connects its ring).
+Bytes NcclBufferBytes(const Communicator& communicator);
+// Of all of them.
 Bytes NcclBufferBytes(const Plan& plan);
 
 }  // namespace shardplan

@@ -1,0 +1,51 @@
+// What is alive at a plan's peak: since when, until when, of which unit, and which knob would take it away
+// (docs/memory.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/memory_stream.h"
+
+namespace shardplan {
+
+// Blocks of one unit and category that are alive at the peak; those of different buffers apart.
+struct AliveMemory {
+  std::string category;
+  UnitId unit = -1;
+  std::string name;  // of the buffer; of the model's own the operator of the largest, "aten.mm and 11 more"
+  Bytes bytes;       // rounded, as the profile counts
+  std::int32_t blocks = 0;
+  MemoryPoint since;    // the first birth among them
+  MemoryPoint until;    // the last free; step -1: never
+  std::string knob;     // what would take it away, for people; "" when none does
+  Bytes knob_bytes;     // how much of it at this point, from a formula
+  bool in_use = false;  // the segment that runs at the peak needs it
+  bool operator==(const AliveMemory&) const = default;
+};
+
+struct UnitMemory {
+  UnitId unit = -1;  // -1: of no unit
+  Bytes at_peak_bytes;
+  Bytes highest_bytes;  // the most that the unit has at any time of the steady step
+  MemoryPoint highest_at;
+};
+
+struct MemoryExplanation {
+  Bytes peak_bytes;
+  MemoryPoint peak_at;
+  std::int32_t peak_action = -1;   // index in the stream
+  std::string peak_text;           // "backward layers.30, after pre_backward layers.30"
+  std::string allocation;          // what was allocated last
+  std::vector<AliveMemory> alive;  // largest first
+  std::vector<UnitMemory> units;   // like Plan::units, then of no unit
+};
+
+// Of the steady step. `stream` is MemoryStreamOf(plan).
+MemoryExplanation ExplainMemory(const Plan& plan, const MemoryStream& stream,
+                                Bytes granularity_bytes = {512});
+
+}  // namespace shardplan

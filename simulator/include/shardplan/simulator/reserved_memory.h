@@ -1,0 +1,78 @@
+// What a plan's allocations make of the caching allocator: reserved bytes, fragmentation, addresses
+// (docs/memory.md). The stream of requests goes through the model of the allocator (caching_allocator.h).
+//
+// [Note: frees that wait for a stream]
+// A free with `safe_after` (record_stream) is finished when the device has passed the point of the free on
+// those streams. The replay has no clock, so it counts only on what the program makes certain: a host_wait on
+// an event, and everything that was waited for before that event was recorded; and the step's end, where the
+// device is idle.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/caching_allocator.h"
+#include "shardplan/simulator/memory_stream.h"
+
+namespace shardplan {
+
+struct ReservedOptions {
+  AllocatorSettings settings;
+  Bytes device_bytes{std::int64_t{1} << 50};  // memory of the device
+  Bytes other_bytes;                          // what the process cannot get: context, NCCL's buffers
+  bool record_addresses = false;              // keep `placements` and `segments`
+};
+
+// Where a block of the stream lay; size_bytes 0: nowhere (0 bytes asked for, or out of memory).
+struct BlockPlacement {
+  DeviceAddress address = 0;
+  Bytes size_bytes;  // of the allocator's block
+  bool operator==(const BlockPlacement&) const = default;
+};
+
+// Memory taken from the driver at one action of the stream and given back at another.
+struct SegmentLife {
+  DeviceAddress address = 0;
+  Bytes size_bytes;
+  StreamId stream = 0;
+  std::int32_t from = 0;  // index of the action
+  std::int32_t to = -1;   // -1: still there at the end
+  bool operator==(const SegmentLife&) const = default;
+};
+
+struct ReservedMemory {
+  Bytes peak_reserved_bytes;  // over everything, the first step included
+  Bytes peak_allocated_bytes;
+  Bytes allocated_at_peak_bytes;  // when the reserved peak was reached
+  Bytes end_reserved_bytes;
+  MemoryPoint peak_at;       // of the first action with the reserved peak
+  std::int64_t retries = 0;  // requests that first had to release the cache
+  bool out_of_memory = false;
+  MemoryPoint out_of_memory_at;  // the replay ends there
+  std::vector<SegmentView> map_at_peak;
+  std::vector<BlockPlacement> placements;  // by block
+  std::vector<SegmentLife> segments;
+  // The part of the reserved peak that is not allocated, parts per million.
+  std::int64_t FragmentationPpm() const;
+};
+
+// Deterministic.
+ReservedMemory ReserveMemory(const Plan& plan, const MemoryStream& stream,
+                             const ReservedOptions& options = {});
+
+// One line of PYTORCH_CUDA_ALLOC_CONF and what it makes of the same stream.
+struct SettingsTrial {
+  AllocatorSettings settings;
+  std::string text;  // "expandable_segments:True"
+  Bytes peak_reserved_bytes;
+  std::int64_t retries = 0;
+  bool out_of_memory = false;
+};
+
+// Settings that people turn, each over `options.settings`, in the order of docs/memory.md.
+std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryStream& stream,
+                                                const ReservedOptions& options = {});
+
+}  // namespace shardplan

@@ -1,0 +1,281 @@
+#include "shardplan/simulator/memory_stream.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "shardplan/simulator/memory_explanation.h"
+#include "shardplan/simulator/memory_page.h"
+#include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
+#include "tests/simulator/random_plan.h"
+#include "tests/support/plan_builder.h"
+
+namespace shardplan::test {
+namespace {
+
+AllocateEvent Born(StorageId storage, std::int64_t bytes, StorageRole role) {
+  return {.storage = storage, .size_bytes = Bytes{bytes}, .role = role};
+}
+OperatorEvent Op(std::string name, std::vector<StorageId> reads, std::vector<StorageId> writes,
+                 std::int64_t flops = 0) {
+  return {.name = std::move(name),
+          .dtype = DType::kBFloat16,
+          .flops = flops,
+          .reads = std::move(reads),
+          .writes = std::move(writes)};
+}
+std::string CategoryOf(const MemoryBlock& block) {
+  return MemoryCategories()[static_cast<std::size_t>(block.category)];
+}
+
+TEST(MemoryStream, EveryBlockIsBornOnceAndDiesAtMostOnce) {
+  for (std::uint64_t seed = 1; seed <= 100; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const MemoryStream stream = MemoryStreamOf(RandomPlan(seed), {.kernel_temporaries = true});
+    std::vector<int> births(stream.blocks.size()), deaths(stream.blocks.size());
+    for (std::size_t a = 0; a < stream.actions.size(); ++a) {
+      const MemoryAction& action = stream.actions[a];
+      const auto b = static_cast<std::size_t>(action.block);
+      EXPECT_EQ(action.frees ? stream.blocks[b].died : stream.blocks[b].born, static_cast<std::int32_t>(a));
+      ++(action.frees ? deaths : births)[b];
+    }
+    for (std::size_t b = 0; b < births.size(); ++b) {
+      EXPECT_EQ(births[b], 1);
+      EXPECT_LE(deaths[b], 1);
+      EXPECT_TRUE(stream.blocks[b].died < 0 || stream.blocks[b].died > stream.blocks[b].born);
+    }
+  }
+}
+
+TEST(MemoryStream, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 2, 256);
+  const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
+  b.plan().buffers[0].parts_bytes = {Bytes{1'024}, Bytes{2'048}};
+  const SegmentId segment = b.Segment("backward a", {unit}, {{unit, 1}, {unit, 0}});
+  b.plan().segments[0].entries = {Born(7, 2'048, StorageRole::kParameterGrad),
+                                  Born(8, 1'024, StorageRole::kParameterGrad)};
+  b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).Free(grads);
+  const MemoryStream stream = MemoryStreamOf(b.plan());
+  const std::size_t half = stream.blocks.size() / 2;  // the first run is before the recorded one
+  ASSERT_EQ(stream.blocks.size(), 4U);
+  EXPECT_EQ(stream.first_recorded, 4U);
+  EXPECT_EQ(stream.blocks[half].part, 1);
+  EXPECT_EQ(stream.blocks[half + 1].part, 0);
+  EXPECT_EQ(stream.blocks[half].buffer, grads);
+  EXPECT_EQ(stream.blocks[half].unit, unit);
+}
+
+TEST(MemoryStream, SegmentsBelongToTheirUnitsAndRecomputationsToTheInnermost) {
+  PlanBuilder b(2);
+  const UnitId root = b.Unit("", 1, 256);
+  const UnitId layer = b.Unit("layers.0", 1, 256);
+  for (const std::string name : {"forward (root)", "forward layers.0", "loss", "recompute layers.0.mlp"}) {
+    b.plan().segments[static_cast<std::size_t>(b.Segment(name, {}))].entries = {
+        Born(0, 512, StorageRole::kForwardTemp), FreeEvent{0}};
+  }
+  b.Step("steady").At(TriggerKind::kPreForward, root);
+  for (SegmentId s = 0; s < 4; ++s) b.Compute(s);
+  const MemoryStream stream = MemoryStreamOf(b.plan());
+  ASSERT_EQ(stream.blocks.size(), 8U);
+  std::vector<UnitId> units;
+  for (std::size_t i = 4; i < 8; ++i) units.push_back(stream.blocks[i].unit);
+  EXPECT_EQ(units, (std::vector<UnitId>{root, layer, -1, layer}));
+}
+
+// Sizes of one category that are requested in the second run, in order.
+std::vector<std::int64_t> Requested(const MemoryStream& stream, std::string_view category, bool all = false) {
+  std::vector<std::int64_t> sizes;
+  for (const MemoryBlock& block : stream.blocks) {
+    const bool recorded = all || static_cast<std::size_t>(block.born) >= stream.first_recorded;
+    if (recorded && CategoryOf(block) == category) sizes.push_back(block.requested_bytes.value);
+  }
+  return sizes;
+}
+
+TEST(KernelMemory, FlashBackwardTakesItsAccumulators) {
+  // B 2, H 4, S 100, D 40, 2 key and value heads; bf16.
+  constexpr std::int64_t kQ = 2LL * 4 * 100 * 40, kKv = kQ / 2, kLse = 2LL * 4 * 100;
+  PlanBuilder b(1);
+  b.Segment("backward (root)", {});
+  b.plan().segments[0].entries = {Born(0, 2 * kQ, StorageRole::kSaved),
+                                  Born(1, 2 * kQ, StorageRole::kSaved),
+                                  Born(2, 2 * kKv, StorageRole::kSaved),
+                                  Born(3, 2 * kKv, StorageRole::kSaved),
+                                  Born(4, 2 * kQ, StorageRole::kSaved),
+                                  Born(5, 4 * kLse, StorageRole::kSaved),
+                                  Born(6, 16, StorageRole::kSaved),
+                                  Born(7, 8, StorageRole::kSaved),
+                                  Born(8, 2 * kQ, StorageRole::kSaved),
+                                  Born(9, 2 * kKv, StorageRole::kSaved),
+                                  Born(10, 2 * kKv, StorageRole::kSaved),
+                                  Op("aten._scaled_dot_product_flash_attention_backward",
+                                     {0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10}, 10 * kQ * 100)};
+  b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
+  const auto sizes = Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
+  // softmax_d and dq_accum with S up to 128 and D up to 64, dk and dv of all 4 heads.
+  EXPECT_EQ(sizes, (std::vector<std::int64_t>{4LL * 2 * 4 * 128, 4LL * 2 * 4 * 128 * 64, 2 * kQ, 2 * kQ}));
+  EXPECT_TRUE(Requested(MemoryStreamOf(b.plan()), "kernel_temp").empty());
+  // As many key and value heads as query heads: nothing is expanded.
+  for (const std::size_t e : {2U, 3U, 9U, 10U}) {
+    std::get<AllocateEvent>(b.plan().segments[0].entries[e]).size_bytes = Bytes{2 * kQ};
+  }
+  EXPECT_EQ(Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp").size(), 2U);
+}
+
+TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
+  PlanBuilder b(1);
+  b.Segment("backward (root)", {});
+  const auto sizes = [&](std::int64_t indices) {
+    b.plan().segments[0].entries = {Born(0, indices * 64 * 2, StorageRole::kBackwardTemp),
+                                    Born(1, indices * 8, StorageRole::kBackwardTemp),
+                                    Born(2, 1'000 * 64 * 2, StorageRole::kBackwardTemp),
+                                    Op("aten.embedding_dense_backward", {0, 1}, {2}),
+                                    FreeEvent{0},
+                                    FreeEvent{1},
+                                    FreeEvent{2}};
+    return Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
+  };
+  b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
+  EXPECT_TRUE(sizes(3'072).empty());
+  const auto many = sizes(4'000);
+  ASSERT_EQ(many.size(), 9U);
+  EXPECT_EQ(many.back(), (4'000 / 10 + 1'000) * 64 * 4);  // at most 1,000 different rows, in float
+}
+
+TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {
+  PlanBuilder b(1);
+  b.Segment("forward (root)", {});
+  b.Segment("backward (root)", {});
+  b.plan().segments[0].entries =
+      b.plan().segments[1].entries = {Op("aten.mm", {}, {}), Op("aten.addmm", {}, {})};
+  b.Step("steady").At(TriggerKind::kPreForward).Compute(0).Compute(1);
+  b.plan().cluster.device.name = "H100 SXM 80GB";
+  const std::vector<std::int64_t> two = {32 << 20, 32 << 20};
+  EXPECT_EQ(Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "cublas_workspace", true), two);
+  b.plan().cluster.device.name = "A100 80GB";
+  const MemoryProfile profile = ProfileMemory(b.plan(), {.kernel_temporaries = true});
+  EXPECT_EQ(profile.end_bytes.value, 2 * 8'519'680);
+}
+
+TEST(ReservedMemory, SegmentsAreThoseOfTheAllocator) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 1, 3 << 20);  // 12 MiB unsharded, shards of 6 MiB
+  b.Buffer(BufferRole::kParamSharded, unit);
+  const BufferId gathered = b.Buffer(BufferRole::kAllGatherOutput, unit);
+  b.Step("steady").At(TriggerKind::kPreForward, unit).Allocate(gathered, 0).Free(gathered);
+  const MemoryStream stream = MemoryStreamOf(b.plan());
+  const ReservedMemory reserved = ReserveMemory(b.plan(), stream, {.record_addresses = true});
+  // 6 MiB take 20 MiB of which 14 MiB are left: the gathered 12 MiB lie in them.
+  EXPECT_EQ(reserved.peak_reserved_bytes.value, 20 << 20);
+  EXPECT_EQ(reserved.allocated_at_peak_bytes.value, 18 << 20);
+  EXPECT_EQ(reserved.FragmentationPpm(), 100'000);
+  ASSERT_EQ(reserved.segments.size(), 1U);
+  EXPECT_EQ(reserved.placements[1].address, reserved.placements[0].address + (6 << 20));
+  ASSERT_EQ(reserved.map_at_peak.size(), 1U);
+  // Too little memory: the request that fails is named.
+  const ReservedMemory none = ReserveMemory(b.plan(), stream, {.device_bytes = Bytes{10 << 20}});
+  EXPECT_TRUE(none.out_of_memory);
+  EXPECT_EQ(none.out_of_memory_at.step, -1);
+}
+
+TEST(ReservedMemory, AFreeThatWaitsForAStreamIsDoneWhenTheHostHasWaited) {
+  // Buffer a is freed while `other` may still read it; b takes its place only after a host_wait.
+  const auto reserved = [](bool wait) {
+    PlanBuilder b(2);
+    const UnitId unit = b.Unit("a", 1, 8 << 20);
+    const BufferId first = b.Buffer(BufferRole::kAllGatherOutput, unit);
+    const BufferId second = b.Buffer(BufferRole::kReduceScatterInput, unit);
+    b.plan().buffers[0].parts_bytes = b.plan().buffers[1].parts_bytes = {Bytes{32 << 20}};
+    b.plan().streams = {{"compute", 0}, {"other", 0}};
+    b.plan().events = {"done"};
+    b.Step("steady").At(TriggerKind::kPreForward, unit).Allocate(first, 0).Free(first);
+    std::vector<Instruction>& code = b.plan().steps[0].triggers[0].instructions;
+    code.back().safe_after = {1};
+    code.push_back({.kind = InstructionKind::kRecord, .stream = 1, .event = 0});
+    if (wait) code.push_back({.kind = InstructionKind::kHostWait, .event = 0});
+    b.Allocate(second, 0).Free(second);
+    return ReserveMemory(b.plan(), MemoryStreamOf(b.plan())).peak_reserved_bytes.value;
+  };
+  EXPECT_EQ(reserved(true), 32 << 20);
+  EXPECT_EQ(reserved(false), 64 << 20);
+}
+
+TEST(ReservedMemoryProperty, ReservedCoversAllocatedAndSettingsKeepAllocated) {
+  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const Plan plan = RandomPlan(seed);
+    const MemoryStream stream = MemoryStreamOf(plan);
+    const ReservedMemory reserved = ReserveMemory(plan, stream);
+    EXPECT_FALSE(reserved.out_of_memory);
+    EXPECT_GE(reserved.peak_reserved_bytes, reserved.peak_allocated_bytes);
+    EXPECT_GE(reserved.peak_allocated_bytes, ProfileMemory(plan, stream).peak_bytes);
+    for (const SettingsTrial& trial : TryAllocatorSettings(plan, stream)) {
+      ReservedOptions options;
+      options.settings = trial.settings;
+      EXPECT_EQ(ReserveMemory(plan, stream, options).peak_reserved_bytes, trial.peak_reserved_bytes)
+          << trial.text;
+    }
+  }
+}
+
+TEST(MemoryExplanationProperty, WhatIsAliveSumsUpToThePeak) {
+  for (std::uint64_t seed = 1; seed <= 100; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const Plan plan = RandomPlan(seed);
+    const MemoryStream stream = MemoryStreamOf(plan);
+    const MemoryExplanation explanation = ExplainMemory(plan, stream);
+    Bytes alive, units;
+    for (const AliveMemory& a : explanation.alive) {
+      alive += a.bytes;
+      EXPECT_GE(a.bytes, a.knob_bytes);
+    }
+    for (const UnitMemory& unit : explanation.units) {
+      units += unit.at_peak_bytes;
+      EXPECT_GE(unit.highest_bytes, unit.at_peak_bytes);
+    }
+    if (explanation.peak_action < 0) continue;
+    EXPECT_EQ(alive, explanation.peak_bytes);
+    EXPECT_EQ(units, explanation.peak_bytes);
+    EXPECT_EQ(explanation.peak_bytes, ProfileMemory(plan, stream).peak_bytes);
+  }
+}
+
+TEST(MemoryExplanation, NamesTheKnobThatRemovesTheRootsParameters) {
+  PlanBuilder b(2);
+  const UnitId root = b.Unit("", 1, 1 << 20);
+  const UnitId layer = b.Unit("layers.0", 1, 1 << 10);
+  const BufferId kept = b.Buffer(BufferRole::kParamUnsharded, root);
+  const BufferId used = b.Buffer(BufferRole::kParamUnsharded, layer);
+  const SegmentId segment = b.Segment("backward layers.0", {layer});
+  b.plan().segments[0].entries = {Born(0, 512, StorageRole::kBackwardTemp), Op("aten.mul", {}, {0}),
+                                  FreeEvent{0}};
+  b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(kept, 0).Allocate(used, 0);
+  b.At(TriggerKind::kPreBackward, layer).Compute(segment).Free(used).Free(kept);
+  const MemoryExplanation explanation = ExplainMemory(b.plan(), MemoryStreamOf(b.plan()));
+  ASSERT_EQ(explanation.alive.size(), 3U);
+  EXPECT_EQ(explanation.alive[0].knob, "reshard_after_forward: true for (root)");
+  EXPECT_EQ(explanation.alive[0].knob_bytes.value, 4 << 20);
+  EXPECT_EQ(explanation.alive[0].since, (MemoryPoint{0, 0, 0, -1}));
+  EXPECT_EQ(explanation.alive[0].until, (MemoryPoint{0, 1, 2, -1}));
+  EXPECT_TRUE(explanation.alive[1].in_use);
+  EXPECT_EQ(explanation.alive[1].knob_bytes.value, 0);
+  EXPECT_EQ(explanation.allocation, "aten.mul");
+  EXPECT_EQ(explanation.peak_text, "backward layers.0, after pre_backward layers.0");
+}
+
+TEST(MemoryPage, HoldsEveryBlockOfTheStepAndNoForeignScript) {
+  const Plan plan = RandomPlan(3);
+  const MemoryStream stream = MemoryStreamOf(plan);
+  const ReservedMemory reserved = ReserveMemory(plan, stream, {.record_addresses = true});
+  const std::string page = MemoryHtml(plan, stream, &reserved);
+  EXPECT_EQ(page.find("src="), std::string::npos);
+  EXPECT_EQ(page.find("http"), std::string::npos);
+  EXPECT_NE(page.find("\"segments\":[["), std::string::npos);
+  EXPECT_NE(MemoryHtml(plan, stream).find("\"segments\":[]"), std::string::npos);
+  EXPECT_EQ(page, MemoryHtml(plan, stream, &reserved));
+}
+
+}  // namespace
+}  // namespace shardplan::test

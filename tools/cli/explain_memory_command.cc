@@ -1,0 +1,74 @@
+// `explain-memory`: what is alive at the peak, since when, until when, and which knob would remove it.
+#include <fmt/format.h>
+
+#include "commands.h"
+#include "memory_input.h"
+#include "memory_text.h"
+#include "memory_trials.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/simulator/memory_explanation.h"
+#include "support.h"
+
+namespace shardplan::cli {
+namespace {
+
+constexpr std::size_t kShown = 20;
+
+struct Options {
+  std::string plan, trace, json;
+  bool all = false;
+  bool no_kernel_temporaries = false;
+};
+
+Status RunExplainMemory(const Options& options) {
+  const Result<Plan> plan = ReadPlanFile(options.plan);
+  if (!plan) return std::unexpected(plan.error());
+  if (plan->steps.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
+  const bool kernels = !options.no_kernel_temporaries;
+  const MemoryExplanation explanation =
+      ExplainMemory(*plan, MemoryStreamOf(*plan, {.kernel_temporaries = kernels}));
+  if (!options.json.empty()) {
+    if (Status written = WriteOutput(options.json, ExplanationJson(*plan, explanation)); !written) {
+      return written;
+    }
+    if (options.json == "-") return {};
+  }
+  std::string text = ExplanationTable(*plan, explanation, options.all ? explanation.alive.size() : kShown);
+  if (!options.trace.empty()) {
+    const Result<Trace> trace = ReadTrace(options.trace);
+    if (!trace) return std::unexpected(trace.error());
+    Result<std::vector<KnobTrial>> trials = TryKnobs(*plan, *trace, kernels);
+    if (!trials) {
+      trials.error().file = options.trace;
+      return std::unexpected(trials.error());
+    }
+    text += TrialsTable(*trials, explanation.peak_bytes);
+  }
+  return WriteOutput("-", text);
+}
+
+}  // namespace
+
+void AddExplainMemoryCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand("explain-memory",
+                                         "What is alive at a plan's peak: since when, until when, of which "
+                                         "unit, and which knob would remove it");
+  command->footer(
+      "Examples: shardplan explain-memory plan.json\n"
+      "          shardplan explain-memory plan.json --trace trace.json   (tries the knobs)\n"
+      "          shardplan explain-memory plan.json --json alive.json --all");
+  auto options = std::make_shared<Options>();
+  command->add_option("PLAN", options->plan, "A plan")->required();
+  command->add_option("--trace", options->trace,
+                      "The trace that the plan was made from: knobs are tried by planning again");
+  command->add_option("--json", options->json, "Write all of it as JSON ('-': standard output, no table)");
+  command->add_flag("--all", options->all, "All that is alive, not the largest 20");
+  command->add_flag("--no-kernel-temporaries", options->no_kernel_temporaries,
+                    "Leave out what kernels allocate inside themselves (estimated by formulas)");
+  command->callback([options, &invocation] {
+    const Status status = RunExplainMemory(*options);
+    if (!status) invocation.exit_code = Fail(status.error());
+  });
+}
+
+}  // namespace shardplan::cli

@@ -1,0 +1,181 @@
+#include "memory_text.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "shardplan/simulator/memory_profile.h"
+
+namespace shardplan::cli {
+namespace {
+
+double Gib(Bytes bytes) {
+  return static_cast<double>(bytes.value) / static_cast<double>(std::int64_t{1} << 30);
+}
+
+// A string without characters that JSON would escape but quotes and backslashes: names of units and buffers.
+std::string Quoted(std::string_view text) {
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') quoted += '\\';
+    quoted += c;
+  }
+  return quoted + "\"";
+}
+
+std::string Numbers(const std::vector<Bytes>& values) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    text += fmt::format("{}{}", i == 0 ? "" : ", ", values[i].value);
+  }
+  return text + "]";
+}
+
+std::string Row(std::string_view name, Bytes at_peak, Bytes between) {
+  return fmt::format("{:<28} {:>18} {:>10.3f}   {:>18} {:>10.3f}\n", name, at_peak.value, Gib(at_peak),
+                     between.value, Gib(between));
+}
+
+}  // namespace
+
+bool FitsDevice(const Plan& plan, Bytes peak_bytes) {
+  const Device& device = plan.cluster.device;
+  const Bytes needed = peak_bytes + device.context_bytes + NcclBufferBytes(plan);
+  return device.memory_bytes.value == 0 || needed <= device.memory_bytes;
+}
+
+std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const ReservedMemory* reserved) {
+  const MemoryPeak& peak = rows.peak;
+  const MemoryRow& end = rows.rows.back();
+  std::string text = fmt::format("{:<28} {:>18} {:>10}   {:>18} {:>10}\n", "category", "at the peak, bytes",
+                                 "GiB", "between steps", "GiB");
+  for (std::size_t c = 0; c < MemoryCategories().size(); ++c) {
+    if (peak.by_category[c].value == 0 && end.by_category[c].value == 0) continue;
+    text += Row(MemoryCategories()[c], peak.by_category[c], end.by_category[c]);
+  }
+  text += Row("total", peak.total_bytes, end.total_bytes);
+  text += fmt::format("peak in the {}", peak.phase);
+  if (peak.unit >= 0) text += fmt::format(", {}", UnitText(plan, peak.unit));
+  if (!peak.allocation.empty()) text += fmt::format(", at the allocation of {}", peak.allocation);
+  text += "\n\noutside of it\n";
+  const Device& device = plan.cluster.device;
+  if (device.context_bytes.value > 0) text += Row("cuda_context", device.context_bytes, device.context_bytes);
+  for (const Communicator& communicator : plan.communicators) {
+    const Bytes bytes = NcclBufferBytes(communicator);
+    if (bytes.value > 0) {
+      text += Row(fmt::format("nccl_buffers {} ({})", communicator.name, communicator.size), bytes, bytes);
+    }
+  }
+  const Bytes held = reserved != nullptr ? reserved->peak_reserved_bytes : peak.total_bytes;
+  const Bytes needed = held + device.context_bytes + NcclBufferBytes(plan);
+  text += Row(reserved != nullptr ? "reserved and outside" : "total and outside", needed, needed);
+  if (device.memory_bytes.value > 0) {
+    text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(plan, held) ? "fits" : "does not fit",
+                        device.name, Gib(device.memory_bytes));
+  }
+  return text;
+}
+
+std::string RowsJson(const Plan& plan, const MemoryRows& rows) {
+  std::string text = "{\n  \"categories\": [";
+  for (std::size_t c = 0; c < MemoryCategories().size(); ++c) {
+    text += (c == 0 ? "" : ", ") + Quoted(MemoryCategories()[c]);
+  }
+  const MemoryPeak& peak = rows.peak;
+  text += fmt::format(
+      "],\n  \"peak\": {{\"total_bytes\": {}, \"by_category\": {}, \"phase\": {}, \"unit\": {}, "
+      "\"allocation\": {}}},\n  \"rows\": [\n",
+      peak.total_bytes.value, Numbers(peak.by_category), Quoted(peak.phase),
+      Quoted(UnitText(plan, peak.unit)), Quoted(peak.allocation));
+  for (std::size_t r = 0; r < rows.rows.size(); ++r) {
+    const MemoryRow& row = rows.rows[r];
+    text += fmt::format(
+        "    {{\"event\": {}, \"unit\": {}, \"microbatch\": {}, \"total_bytes\": {}, \"by_category\": "
+        "{}}}{}\n",
+        Quoted(row.event), Quoted(UnitText(plan, row.unit)), row.microbatch, row.total_bytes.value,
+        Numbers(row.by_category), r + 1 < rows.rows.size() ? "," : "");
+  }
+  return text + "  ]\n}\n";
+}
+
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved,
+                          const std::vector<SettingsTrial>& trials) {
+  if (reserved.out_of_memory) {
+    return fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
+                       PointText(plan, reserved.out_of_memory_at), reserved.end_reserved_bytes.value);
+  }
+  std::string text = fmt::format("\n{:<28} {:>18} {:>10.3f}\n", "reserved at its peak",
+                                 reserved.peak_reserved_bytes.value, Gib(reserved.peak_reserved_bytes));
+  text += fmt::format("{:<28} {:>18} {:>10.3f}   {:.1f} % of it is not allocated\n", "allocated then",
+                      reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
+                      static_cast<double>(reserved.FragmentationPpm()) / 1e4);
+  text += fmt::format("first reserved at {}; {} requests released the cache\n",
+                      PointText(plan, reserved.peak_at), reserved.retries);
+  if (trials.empty()) return text;
+  text += fmt::format("\n{:<52} {:>18} {:>18}\n", "with PYTORCH_CUDA_ALLOC_CONF", "reserved, bytes", "saved");
+  for (const SettingsTrial& trial : trials) {
+    const std::int64_t saved = (reserved.peak_reserved_bytes - trial.peak_reserved_bytes).value;
+    text += trial.out_of_memory
+                ? fmt::format("{:<52} {:>18}\n", trial.text, "out of memory")
+                : fmt::format("{:<52} {:>18} {:>18}\n", trial.text, trial.peak_reserved_bytes.value, saved);
+  }
+  return text;
+}
+
+std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanation, std::size_t count) {
+  std::string text = fmt::format("peak: {} bytes ({:.3f} GiB) in {}", explanation.peak_bytes.value,
+                                 Gib(explanation.peak_bytes), explanation.peak_text);
+  if (!explanation.allocation.empty())
+    text += fmt::format(", at the allocation of {}", explanation.allocation);
+  text += "\n\nalive there, largest first\n";
+  for (std::size_t i = 0; i < std::min(count, explanation.alive.size()); ++i) {
+    const AliveMemory& a = explanation.alive[i];
+    text += fmt::format("{:>16} {:>9.3f} GiB  {:<22} {:<16} {}\n", a.bytes.value, Gib(a.bytes), a.category,
+                        a.unit < 0 ? "-" : UnitText(plan, a.unit), a.name);
+    text += fmt::format("{:>33}since {}; until {}\n", "", PointText(plan, a.since),
+                        a.until.step < 0 ? "the end" : PointText(plan, a.until));
+    if (a.knob.empty()) continue;
+    const std::string saving =
+        a.knob_bytes.value > 0 ? fmt::format(" (-{} bytes here)", a.knob_bytes.value) : "";
+    text += fmt::format("{:>33}knob: {}{}\n", "", a.knob, saving);
+  }
+  if (explanation.alive.size() > count) {
+    text += fmt::format("{:>33}and {} more (--all)\n", "", explanation.alive.size() - count);
+  }
+  text +=
+      fmt::format("\n{:<28} {:>18} {:>18}   {}\n", "unit", "at the peak, bytes", "its most, bytes", "then");
+  for (const UnitMemory& unit : explanation.units) {
+    if (unit.highest_bytes.value == 0) continue;
+    text += fmt::format("{:<28} {:>18} {:>18}   {}\n", unit.unit < 0 ? "(none)" : UnitText(plan, unit.unit),
+                        unit.at_peak_bytes.value, unit.highest_bytes.value, PointText(plan, unit.highest_at));
+  }
+  return text;
+}
+
+std::string ExplanationJson(const Plan& plan, const MemoryExplanation& explanation) {
+  std::string text = fmt::format(
+      "{{\n  \"peak_bytes\": {},\n  \"peak_at\": {},\n  \"allocation\": {},\n  \"alive\": [\n",
+      explanation.peak_bytes.value, Quoted(explanation.peak_text), Quoted(explanation.allocation));
+  for (std::size_t i = 0; i < explanation.alive.size(); ++i) {
+    const AliveMemory& a = explanation.alive[i];
+    text += fmt::format(
+        "    {{\"category\": {}, \"unit\": {}, \"name\": {}, \"bytes\": {}, \"blocks\": {}, \"since\": {}, "
+        "\"until\": {}, \"in_use\": {}, \"knob\": {}, \"knob_bytes\": {}}}{}\n",
+        Quoted(a.category), a.unit < 0 ? "null" : Quoted(UnitText(plan, a.unit)), Quoted(a.name),
+        a.bytes.value, a.blocks, Quoted(PointText(plan, a.since)),
+        a.until.step < 0 ? "null" : Quoted(PointText(plan, a.until)), a.in_use, Quoted(a.knob),
+        a.knob_bytes.value, i + 1 < explanation.alive.size() ? "," : "");
+  }
+  text += "  ],\n  \"units\": [\n";
+  for (std::size_t u = 0; u < explanation.units.size(); ++u) {
+    const UnitMemory& unit = explanation.units[u];
+    text += fmt::format(
+        "    {{\"unit\": {}, \"at_peak_bytes\": {}, \"highest_bytes\": {}, \"highest_at\": {}}}{}\n",
+        unit.unit < 0 ? "null" : Quoted(UnitText(plan, unit.unit)), unit.at_peak_bytes.value,
+        unit.highest_bytes.value, Quoted(PointText(plan, unit.highest_at)),
+        u + 1 < explanation.units.size() ? "," : "");
+  }
+  return text + "  ]\n}\n";
+}
+
+}  // namespace shardplan::cli

@@ -1,0 +1,33 @@
+// Tables about memory that `memory` and `explain-memory` print, and their JSON.
+#pragma once
+
+#include <string>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/memory_explanation.h"
+#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/reserved_memory.h"
+
+namespace shardplan::cli {
+
+// Bytes by category at the peak and between steps, where the peak is, and what lies outside "allocated":
+// context, NCCL's buffers per communicator, and whether it fits the device (when the plan's cluster says how
+// much it has).
+std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const ReservedMemory* reserved);
+// Whether peak (reserved when known), context and NCCL's buffers fit the device; true when its size is
+// unknown.
+bool FitsDevice(const Plan& plan, Bytes peak_bytes);
+
+// {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
+// "by_category"}...]}
+std::string RowsJson(const Plan& plan, const MemoryRows& rows);
+
+// Reserved peak, fragmentation, and what other settings of the allocator would save.
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved,
+                          const std::vector<SettingsTrial>& trials);
+
+// The largest `count` of what is alive at the peak, and the units.
+std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanation, std::size_t count);
+std::string ExplanationJson(const Plan& plan, const MemoryExplanation& explanation);
+
+}  // namespace shardplan::cli
