@@ -1,4 +1,5 @@
-// Flat parameters: unshard, reshard, prefetch, reduce (_runtime_utils.py, _flat_param.py, _limiter_utils.py).
+// Flat parameters: unshard, reshard, prefetch (_runtime_utils.py, _flat_param.py, _limiter_utils.py,
+// _exec_order_utils.py).
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,17 +11,23 @@ namespace shardplan {
 namespace {
 
 constexpr StreamId kCompute = 0;
+constexpr StreamId kHost = -1;
 // _FreeEventQueue._max_num_inflight_all_gathers
 constexpr std::size_t kMaxInflightAllGathers = 2;
 
-// Default gradient predivide factor: about the square root of the ranks, a power of two.
-std::int64_t PredivideFactor(std::int64_t ranks) {
-  std::int64_t factor = 1;
-  while (ranks % factor == 0 && ranks / factor > factor) factor *= 2;
-  return factor;
+}  // namespace
+
+void Fsdp1Policy::AllocateOn(Copy& copy, StreamId stream) {
+  if (copy.allocated) return;
+  builder_.Allocate(copy.buffer, stream);
+  copy.allocated = true;
 }
 
-}  // namespace
+void Fsdp1Policy::FreeCopy(Copy& copy, StreamId stream, std::vector<StreamId> safe_after) {
+  if (!copy.allocated) return;
+  builder_.Free(copy.buffer, stream, std::move(safe_after));
+  copy.allocated = false;
+}
 
 void Fsdp1Policy::Unshard(UnitId id, std::string_view reason) {
   Handle& handle = handles_[id];
@@ -28,33 +35,62 @@ void Fsdp1Policy::Unshard(UnitId id, std::string_view reason) {
   const std::string caller_reason = builder_.reason();
   builder_.SetUnit(id);
   builder_.SetReason(reason);
-  const bool gathers = Sharded() && !handle.unsharded_allocated;
-  const bool casts = handle.casts_params && (gathers || !Sharded());
-  if (casts) {
-    builder_.Allocate(handle.low_precision, pre_unshard_stream_);
-    builder_.Move(InstructionKind::kCopyIn, handle.param_sharded, handle.low_precision, pre_unshard_stream_);
-    builder_.WaitStream(unshard_stream_, pre_unshard_stream_, EventName(id, "pre_unshard"));
-  }
+  const bool full = handle.casts_params && ForcesFullPrecision();
+  // Parameters gathered in full precision may be changed: a low-precision copy would be out of date.
+  if (full && handle.sharded) FreeCopy(handle.unsharded, unshard_stream_);
+  Copy& unsharded = full ? handle.full : handle.unsharded;
+  const bool gathers = handle.sharded && !unsharded.allocated;
+  const BufferId shard = PreUnshard(id, gathers, full);
   if (strategy_.fsdp1.limit_all_gathers && free_events_.size() >= kMaxInflightAllGathers) {
     builder_.HostWait(free_events_.front());
     free_events_.pop_front();
   }
-  BufferId bound = handle.param_unsharded;
   if (gathers) {
-    builder_.Allocate(handle.param_unsharded, unshard_stream_);
-    builder_
-        .Move(InstructionKind::kAllGather, casts ? handle.low_precision : handle.param_sharded,
-              handle.param_unsharded, unshard_stream_)
-        .communicator = UnitOf(id).shard_communicator;
-    handle.unsharded_allocated = true;
-  } else if (!Sharded()) {
-    bound = casts ? handle.low_precision : handle.param_sharded;
+    AllocateOn(unsharded, unshard_stream_);
+    builder_.Move(InstructionKind::kAllGather, shard, unsharded.buffer, unshard_stream_).communicator =
+        UnitOf(id).shard_communicator;
   }
+  const BufferId bound = handle.sharded ? unsharded.buffer : shard;
   builder_.Emit(InstructionKind::kBindUnsharded, -1).src = bound;
-  if (Sharded() || casts) handle.points_to_shard = false;
-  if (casts && Sharded()) builder_.Free(handle.low_precision, pre_unshard_stream_, {unshard_stream_});
+  if (bound != handle.param_sharded) {
+    handle.points_to_shard = false;
+    handle.on_device = true;
+  }
+  if (handle.sharded) {
+    std::vector<StreamId> used_on;
+    if (gathers) used_on.push_back(unshard_stream_);
+    FreeCopy(handle.low_precision, pre_unshard_stream_, {unshard_stream_});
+    FreeCopy(handle.device_shard, pre_unshard_stream_, used_on);
+  }
   builder_.SetUnit(caller);
   builder_.SetReason(caller_reason);
+}
+
+// FlatParamHandle.pre_unshard: brings an offloaded shard to the device and casts it. The buffer to gather, or
+// for NO_SHARD to use. An offloaded shard is brought even when nothing is to be gathered.
+BufferId Fsdp1Policy::PreUnshard(UnitId id, bool gathers, bool full) {
+  Handle& handle = handles_[id];
+  if (handle.sharded && !handle.offloads && !gathers) return handle.param_sharded;
+  const bool casts = handle.casts_params && !full;
+  const bool copies = handle.offloads && (casts || !handle.on_device);
+  if (!casts && !copies) return handle.param_sharded;
+  if (casts) AllocateOn(handle.low_precision, pre_unshard_stream_);
+  if (copies) {
+    const BufferRole role =
+        handle.sharded || casts ? BufferRole::kAllGatherInput : BufferRole::kParamUnsharded;
+    handle.device_shard.buffer =
+        FlatBuffer(id, role, UnitOf(id).orig_dtype, UnitOf(id).flat_numel / handle.ranks, "device");
+    AllocateOn(handle.device_shard, pre_unshard_stream_);
+    builder_.Move(InstructionKind::kCopyToDevice, handle.param_sharded, handle.device_shard.buffer,
+                  pre_unshard_stream_);
+  }
+  if (casts) {
+    builder_.Move(InstructionKind::kCopyIn, copies ? handle.device_shard.buffer : handle.param_sharded,
+                  handle.low_precision.buffer, pre_unshard_stream_);
+    FreeCopy(handle.device_shard, pre_unshard_stream_);
+  }
+  builder_.WaitStream(unshard_stream_, pre_unshard_stream_, EventName(id, "pre_unshard"));
+  return casts ? handle.low_precision.buffer : handle.device_shard.buffer;
 }
 
 void Fsdp1Policy::WaitForUnshard(UnitId id) {
@@ -63,14 +99,16 @@ void Fsdp1Policy::WaitForUnshard(UnitId id) {
 
 void Fsdp1Policy::Reshard(UnitId id, bool free, bool grad_enabled) {
   Handle& handle = handles_[id];
-  const bool low_precision_bound = !Sharded() && handle.casts_params && !handle.points_to_shard;
   builder_.Emit(InstructionKind::kBindSharded, -1).src = handle.param_sharded;
-  handle.skipped_sharded_views = strategy_.fsdp1.use_orig_params && grad_enabled && Sharded() &&
-                                 handle.training == TrainingState::kForward && !ReshardsAfterForward();
+  handle.skipped_sharded_views = strategy_.fsdp1.use_orig_params && grad_enabled && handle.sharded &&
+                                 handle.training == TrainingState::kForward && !handle.reshards_after_forward;
   handle.points_to_shard = true;
-  if (free && handle.unsharded_allocated) {
-    builder_.Free(handle.param_unsharded, unshard_stream_, {kCompute});
-    handle.unsharded_allocated = false;
+  handle.on_device = false;
+  if (free) {
+    // What is freed depends on the mode now, not on what was gathered.
+    const bool full = handle.casts_params && ForcesFullPrecision();
+    FreeCopy(handle.unsharded, unshard_stream_, {kCompute});
+    if (full) FreeCopy(handle.full, unshard_stream_, {kCompute});
   }
   if (free && strategy_.fsdp1.limit_all_gathers) {
     std::string name = fmt::format("free.{}", frees_in_step_++);
@@ -80,27 +118,30 @@ void Fsdp1Policy::Reshard(UnitId id, bool free, bool grad_enabled) {
     free_events_.push_back(builder_.Event(name));
     builder_.Record(free_events_.back(), kCompute);
   }
-  if (low_precision_bound) builder_.Free(handle.low_precision, pre_unshard_stream_, {kCompute});
+  if (!handle.sharded) {  // what the modules used
+    FreeCopy(handle.low_precision, pre_unshard_stream_, {kCompute});
+    FreeCopy(handle.device_shard, pre_unshard_stream_, {kCompute});
+  }
   handle.prefetched = false;
 }
 
 void Fsdp1Policy::PostBackwardReshard(UnitId id) {
-  Reshard(id, FreesInBackward());
+  Reshard(id, FreesInBackward(handles_[id]));
   Prefetch(id, /*forward=*/false);
 }
 
 UnitId Fsdp1Policy::PrefetchTarget(UnitId current) const {
   const Handle& handle = handles_[current];
-  const Fsdp1BackwardPrefetch backward = strategy_.fsdp1.backward_prefetch;
-  const bool now =
-      (handle.training == TrainingState::kBackwardPre && backward == Fsdp1BackwardPrefetch::kPre) ||
-      (handle.training == TrainingState::kBackwardPost && backward == Fsdp1BackwardPrefetch::kPost);
+  const bool now = (handle.training == TrainingState::kBackwardPre &&
+                    handle.backward_prefetch == Fsdp1BackwardPrefetch::kPre) ||
+                   (handle.training == TrainingState::kBackwardPost &&
+                    handle.backward_prefetch == Fsdp1BackwardPrefetch::kPost);
   if (now) {
     if (!handle.post_forward_index || *handle.post_forward_index == 0) return -1;
     const UnitId target = post_forward_order_[*handle.post_forward_index - 1];
     return handles_[target].needs_pre_backward_unshard && !handles_[target].prefetched ? target : -1;
   }
-  if (handle.training != TrainingState::kForward || !strategy_.fsdp1.forward_prefetch) return -1;
+  if (handle.training != TrainingState::kForward || !handle.forward_prefetch) return -1;
   if (!handle.pre_forward_index) return -1;
   const std::size_t index = *handle.pre_forward_index + 1;
   if (index >= pre_forward_order_.size()) return -1;
@@ -108,152 +149,51 @@ UnitId Fsdp1Policy::PrefetchTarget(UnitId current) const {
   return handles_[target].needs_pre_forward_unshard && !handles_[target].prefetched ? target : -1;
 }
 
-void Fsdp1Policy::Prefetch(UnitId current, bool forward) {
+UnitId Fsdp1Policy::Prefetch(UnitId current, bool forward) {
   const UnitId target = PrefetchTarget(current);
-  if (target < 0) return;
-  Handle& handle = handles_[target];
+  if (target < 0) return target;
   Unshard(target, forward ? "prefetch_forward" : "prefetch_backward");
-  if (forward) handle.views_made_in = current;
-  handle.prefetched = true;
+  handles_[target].prefetched = true;
+  return target;
 }
 
-BufferId Fsdp1Policy::GradBuffer(UnitId id, const std::set<std::int32_t>& parameters) {
-  const Unit& unit = UnitOf(id);
-  std::vector<Bytes> parts;
-  for (const std::int32_t p : parameters) {
-    parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(unit.param_dtype)});
+// _ExecOrderData._check_order: in the first iteration every rank tells all others how many units it is about
+// to gather (one), then which; the host waits for both answers.
+void Fsdp1Policy::CheckOrder() {
+  const Unit& root = UnitOf(0);
+  const CommunicatorId group =
+      root.shard_communicator >= 0 ? root.shard_communicator : root.replicate_communicator;
+  if (group < 0) return;
+  const Bytes one{SizeBytes(DType::kInt32)};
+  const Bytes all = one * partition_.communicators[group].size;
+  const auto buffer = [&](const char* name, Bytes size, MemoryKind memory) {
+    return builder_.AddBuffer({.name = fmt::format("order_check.{}", name),
+                               .role = BufferRole::kOrderCheck,
+                               .dtype = DType::kInt32,
+                               .parts_bytes = {size},
+                               .memory = memory,
+                               .persistent = memory == MemoryKind::kHost});
+  };
+  const UnitId unit = builder_.unit();
+  builder_.SetUnit(-1);
+  builder_.SetReason("order_check");
+  const BufferId own = buffer("own", one, MemoryKind::kDevice),
+                 gathered = buffer("all", all, MemoryKind::kDevice);
+  for (const char* what : {"count", "index"}) {
+    builder_.Allocate(gathered, kCompute);
+    builder_.Allocate(own, kCompute);
+    builder_.Move(InstructionKind::kCopyToDevice, buffer(what, one, MemoryKind::kHost), own, kCompute);
+    builder_.Move(InstructionKind::kAllGather, own, gathered, kCompute).communicator = group;
+    builder_.Move(InstructionKind::kCopyToHost, gathered, buffer("answers", all, MemoryKind::kHost),
+                  kCompute);
+    const EventId done = builder_.Event(fmt::format("order_check.{}", what));
+    builder_.Record(done, kCompute);
+    builder_.HostWait(done);
+    builder_.Free(own, kCompute);
+    builder_.Free(gathered, kCompute);
   }
-  return builder_.UnitBuffer(id, BufferRole::kGradUnsharded, unit.param_dtype, std::move(parts),
-                             {parameters.begin(), parameters.end()});
-}
-
-// What autograd does before the hook: the gradients of the views become, or are added to, flat_param.grad.
-void Fsdp1Policy::GatherFlatGrad(UnitId id) {
-  Handle& handle = handles_[id];
-  const DType dtype = UnitOf(id).param_dtype;
-  const BufferId views = GradBuffer(id, handle.grads);
-  const BufferId flat = FlatBuffer(id, BufferRole::kGradUnshardedAccumulated, dtype, handle.numel);
-  const BufferId made =
-      handle.has_flat_grad ? FlatBuffer(id, BufferRole::kGradUnshardedAccumulated, dtype, handle.numel, "new")
-                           : flat;
-  builder_.Allocate(made, kCompute);
-  builder_.Move(InstructionKind::kGradCopyIn, views, made, kCompute);
-  builder_.Free(views, kCompute);
-  if (handle.has_flat_grad) {
-    builder_.Move(InstructionKind::kGradAccumulate, made, flat, kCompute);
-    builder_.Free(made, kCompute);
-  }
-  handle.grads.clear();
-  handle.has_flat_grad = true;
-}
-
-void Fsdp1Policy::PostBackward(UnitId id, std::int32_t microbatch) {
-  Handle& handle = handles_[id];
-  handle.grads_done = false;
-  builder_.BeginTrigger(TriggerKind::kPostBackward, id, microbatch);
-  builder_.SetReason("autograd");
-  GatherFlatGrad(id);
-  handle.training = TrainingState::kBackwardPost;
-  PostBackwardReshard(id);
-  if (!sync_gradients_) return;
-  builder_.WaitStream(post_backward_stream_, kCompute, EventName(id, "grads_ready"));
-  ReduceGrad(id);
-}
-
-void Fsdp1Policy::Scale(BufferId buffer, double divisor, StreamId stream) {
-  if (divisor <= 1) return;
-  Instruction& scale = builder_.Emit(InstructionKind::kGradScale, stream);
-  scale.src = buffer;
-  scale.divisor = divisor;
-}
-
-void Fsdp1Policy::ReduceGrad(UnitId id) {
-  Handle& handle = handles_[id];
-  const Unit& unit = UnitOf(id);
-  const BufferId flat = FlatBuffer(id, BufferRole::kGradUnshardedAccumulated, unit.param_dtype, handle.numel);
-  handle.has_flat_grad = false;
-  std::vector<BufferId> temporaries;  // on the post-backward stream, dropped when the hook returns
-  BufferId grad = flat;
-  if (unit.reduce_dtype != unit.param_dtype) {
-    grad = FlatBuffer(id, BufferRole::kReduceScatterInput, unit.reduce_dtype, handle.numel);
-    builder_.Allocate(grad, post_backward_stream_);
-    builder_.Move(InstructionKind::kGradCast, flat, grad, post_backward_stream_);
-    temporaries.push_back(grad);
-  }
-  if (!Sharded()) {
-    ReduceGradNoShard(id, grad);
-  } else {
-    if (handle.numel != unit.flat_numel) {
-      const BufferId padded =
-          FlatBuffer(id, BufferRole::kReduceScatterInput, unit.reduce_dtype, unit.flat_numel, "padded");
-      builder_.Allocate(padded, post_backward_stream_);
-      builder_.Move(InstructionKind::kGradCopyIn, grad, padded, post_backward_stream_);
-      temporaries.push_back(padded);
-      grad = padded;
-    }
-    const BufferId output = FlatBuffer(id, BufferRole::kReduceScatterOutput, unit.reduce_dtype,
-                                       unit.flat_numel / partition_.shard_size);
-    builder_.Allocate(output, post_backward_stream_);
-    const std::int64_t ranks = partition_.shard_size * partition_.replicate_size;
-    const std::int64_t pre = PredivideFactor(ranks);
-    Scale(grad, static_cast<double>(pre), post_backward_stream_);
-    builder_.Move(InstructionKind::kReduceScatter, grad, output, post_backward_stream_).communicator =
-        unit.shard_communicator;
-    StreamId stream = post_backward_stream_;
-    if (unit.replicate_communicator >= 0) {
-      stream = all_reduce_stream_;
-      builder_.WaitStream(all_reduce_stream_, post_backward_stream_, EventName(id, "all_reduce_input"));
-      Instruction& reduce = builder_.Emit(InstructionKind::kAllReduce, stream);
-      reduce.src = output;
-      reduce.communicator = unit.replicate_communicator;
-    }
-    Scale(output, static_cast<double>(ranks) / static_cast<double>(pre), stream);
-    DeliverGrad(id, output, stream, post_backward_stream_);
-  }
-  for (auto buffer = temporaries.rbegin(); buffer != temporaries.rend(); ++buffer) {
-    builder_.Free(*buffer, post_backward_stream_);
-  }
-  builder_.Free(flat, kCompute, {post_backward_stream_});
-}
-
-void Fsdp1Policy::ReduceGradNoShard(UnitId id, BufferId grad) {
-  const Unit& unit = UnitOf(id);
-  const std::int64_t ranks = partition_.shard_size * partition_.replicate_size;
-  const std::int64_t pre = PredivideFactor(ranks);
-  Scale(grad, static_cast<double>(pre), post_backward_stream_);
-  if (unit.replicate_communicator >= 0) {
-    Instruction& reduce = builder_.Emit(InstructionKind::kAllReduce, post_backward_stream_);
-    reduce.src = grad;
-    reduce.communicator = unit.replicate_communicator;
-  }
-  Scale(grad, static_cast<double>(ranks) / static_cast<double>(pre), post_backward_stream_);
-  DeliverGrad(id, grad, post_backward_stream_, -1);
-}
-
-// `allocated_on` is the pool of `output`, -1 when the caller drops it.
-void Fsdp1Policy::DeliverGrad(UnitId id, BufferId output, StreamId stream, StreamId allocated_on) {
-  Handle& handle = handles_[id];
-  const Unit& unit = UnitOf(id);
-  const std::int64_t numel = unit.flat_numel / (Sharded() ? partition_.shard_size : 1);
-  const BufferId grad = FlatBuffer(id, BufferRole::kGradSharded, unit.orig_dtype, numel);
-  const bool casts = unit.reduce_dtype != unit.orig_dtype;
-  if (!handle.has_sharded_grad) {
-    if (casts) builder_.Allocate(grad, stream);
-    builder_.Move(InstructionKind::kGradCast, output, grad, stream);
-  } else if (casts) {
-    const BufferId cast = FlatBuffer(id, BufferRole::kReduceScatterOutput, unit.orig_dtype, numel, "cast");
-    builder_.Allocate(cast, stream);
-    builder_.Move(InstructionKind::kGradCast, output, cast, stream);
-    builder_.Move(InstructionKind::kGradAccumulate, cast, grad, stream);
-    builder_.Free(cast, stream);
-  } else {
-    builder_.Move(InstructionKind::kGradAccumulate, output, grad, stream);
-  }
-  handle.has_sharded_grad = true;
-  if (allocated_on < 0) return;
-  std::vector<StreamId> used_on;
-  if (stream != allocated_on) used_on.push_back(stream);
-  builder_.Free(output, allocated_on, std::move(used_on));
+  builder_.SetUnit(unit);
+  builder_.SetReason("pre_forward");
 }
 
 }  // namespace shardplan

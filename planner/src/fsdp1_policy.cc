@@ -11,6 +11,7 @@ namespace shardplan {
 namespace {
 
 constexpr StreamId kCompute = 0;
+constexpr StreamId kHost = -1;
 
 }  // namespace
 
@@ -25,11 +26,6 @@ std::unique_ptr<Policy> MakeFsdp1Policy(const PolicyInput& input, ProgramBuilder
   return std::make_unique<Fsdp1Policy>(input, builder);
 }
 
-bool Fsdp1Policy::ReshardsAfterForward() const {
-  return Sharded() && (strategy_.fsdp1.sharding == Fsdp1Sharding::kFullShard ||
-                       strategy_.fsdp1.sharding == Fsdp1Sharding::kHybridShard);
-}
-
 std::string Fsdp1Policy::EventName(UnitId unit, std::string_view what) const {
   return fmt::format("{}.{}", DisplayName(UnitOf(unit).fqn), what);
 }
@@ -41,8 +37,34 @@ Status Fsdp1Policy::SetUp() {
   unshard_stream_ = builder_.Stream("unshard", priority);
   post_backward_stream_ = builder_.Stream("post_backward", priority);
   pre_unshard_stream_ = builder_.Stream("pre_unshard", priority);
-  if (hybrid && Sharded()) all_reduce_stream_ = builder_.Stream("all_reduce");
-  return MakeHandles();
+  if (Status status = CheckKnobs(); !status) return status;
+  if (Status status = MakeHandles(); !status) return status;
+  const bool sharded = std::ranges::any_of(handles_, [](const Handle& handle) { return handle.sharded; });
+  if (hybrid && sharded) all_reduce_stream_ = builder_.Stream("all_reduce");
+  return {};
+}
+
+// What the runtime itself refuses.
+Status Fsdp1Policy::CheckKnobs() const {
+  const Fsdp1Knobs& knobs = strategy_.fsdp1;
+  if (strategy_.optimizer.in_backward && !knobs.use_orig_params) {
+    return MakeInputError("/optimizer/in_backward", "FSDP1 steps in the backward with use_orig_params only",
+                          "true", "fsdp1.use_orig_params true");
+  }
+  const bool no_shard = knobs.sharding == Fsdp1Sharding::kNoShard;
+  if (knobs.comm_hook != Fsdp1CommHook::kNone && partition_.replicate_size > 1 && !no_shard) {
+    return MakeInputError("/fsdp1/comm_hook", "FSDP1 has no communication hooks with hybrid sharding");
+  }
+  if (knobs.comm_hook == Fsdp1CommHook::kAllReduce && !no_shard) {
+    return MakeInputError("/fsdp1/comm_hook", "an all-reduce is no reduction for sharded gradients",
+                          "allreduce_hook", "reduce_scatter_hook, or no_shard");
+  }
+  if (knobs.comm_hook == Fsdp1CommHook::kReduceScatter && no_shard) {
+    return MakeInputError("/fsdp1/comm_hook",
+                          "a reduce-scatter is no reduction for gradients that are not sharded",
+                          "reduce_scatter_hook", "allreduce_hook");
+  }
+  return {};
 }
 
 Status Fsdp1Policy::MakeHandles() {
@@ -53,41 +75,73 @@ Status Fsdp1Policy::MakeHandles() {
     Handle& handle = handles_[u];
     handle.exists = !unit.parameters.empty();
     if (!handle.exists) continue;
-    if (partition_.units[u].cpu_offload) {
-      return MakeInputError("/cpu_offload", "fsdp1 plans do not offload; fsdp2 plans do", "true", "false");
-    }
     const auto trains = [](const UnitParameter& p) { return p.requires_grad; };
     handle.requires_grad = std::any_of(unit.parameters.begin(), unit.parameters.end(), trains);
     const bool all = std::all_of(unit.parameters.begin(), unit.parameters.end(), trains);
-    handle.partly_frozen = handle.requires_grad && !all;
-    if (handle.partly_frozen && !strategy_.fsdp1.use_orig_params) {
+    if (handle.requires_grad && !all && !strategy_.fsdp1.use_orig_params) {
       return MakeInputError("/fsdp1/use_orig_params",
                             "a unit has trainable and frozen parameters, which needs use_orig_params",
                             DisplayName(unit.fqn), "true");
     }
     const UnitParameter& last = unit.parameters.back();
     handle.numel = strategy_.fsdp1.use_orig_params ? unit.flat_numel : last.flat_offset + Numel(last);
-    handle.casts_params = unit.param_dtype != unit.orig_dtype;
-    const std::int64_t ranks = Sharded() ? partition_.shard_size : 1;
-    handle.param_sharded =
-        FlatBuffer(id, BufferRole::kParamSharded, unit.orig_dtype, unit.flat_numel / ranks);
-    if (Sharded()) {
-      handle.param_unsharded = FlatBuffer(id, BufferRole::kParamUnsharded, unit.param_dtype, unit.flat_numel);
-    }
-    if (handle.casts_params) {
-      // Without sharding the low-precision copy is what the modules use.
-      const BufferRole role = Sharded() ? BufferRole::kAllGatherInput : BufferRole::kParamUnsharded;
-      handle.low_precision = FlatBuffer(id, role, unit.param_dtype, unit.flat_numel / ranks);
-    }
+    SetHandleKnobs(id);
+    MakeParamBuffers(id);
   }
   return {};
 }
 
+void Fsdp1Policy::SetHandleKnobs(UnitId id) {
+  Handle& handle = handles_[id];
+  const UnitChoice& choice = partition_.units[id];
+  const Fsdp1Sharding sharding = strategy_.fsdp1.sharding;
+  // On one rank FSDP1 switches to NO_SHARD.
+  handle.sharded = sharding != Fsdp1Sharding::kNoShard && choice.unit.shard_communicator >= 0;
+  handle.ranks =
+      handle.sharded ? partition_.communicators[choice.unit.shard_communicator].size : std::int64_t{1};
+  handle.reshards_after_forward =
+      handle.sharded && (sharding == Fsdp1Sharding::kFullShard || sharding == Fsdp1Sharding::kHybridShard);
+  handle.offloads = choice.cpu_offload;
+  // Pinning makes a copy, the local shard; the flat parameter points to it from its first reshard on.
+  handle.points_to_shard = !handle.offloads;
+  handle.forward_prefetch = strategy_.fsdp1.forward_prefetch;
+  handle.backward_prefetch = strategy_.fsdp1.backward_prefetch;
+  handle.casts_params = choice.unit.param_dtype != choice.unit.orig_dtype;
+}
+
+void Fsdp1Policy::MakeParamBuffers(UnitId id) {
+  Handle& handle = handles_[id];
+  const Unit& unit = UnitOf(id);
+  const std::int64_t numel = unit.flat_numel / handle.ranks;
+  handle.param_sharded = FlatBuffer(id, BufferRole::kParamSharded, unit.orig_dtype, numel, {},
+                                    handle.offloads ? MemoryKind::kPinnedHost : MemoryKind::kDevice);
+  // Without sharding the copy of the shard is what the modules use.
+  const BufferRole copy_role = handle.sharded ? BufferRole::kAllGatherInput : BufferRole::kParamUnsharded;
+  if (handle.sharded) {
+    handle.unsharded.buffer = FlatBuffer(id, BufferRole::kParamUnsharded, unit.param_dtype, unit.flat_numel);
+  }
+  if (handle.sharded && handle.casts_params && strategy_.fsdp1.full_precision_in_eval) {
+    handle.full.buffer =
+        FlatBuffer(id, BufferRole::kParamUnsharded, unit.orig_dtype, unit.flat_numel, "full_precision");
+  }
+  if (handle.casts_params) handle.low_precision.buffer = FlatBuffer(id, copy_role, unit.param_dtype, numel);
+  if (handle.offloads) {
+    // _cpu_grad: there for ever, or, stepped and dropped in the backward, from one forward to its backward.
+    Buffer host = builder_.plan().buffers[FlatBuffer(id, BufferRole::kParamSharded, unit.orig_dtype, numel,
+                                                     {}, MemoryKind::kPinnedHost)];
+    host.name = EventName(id, Name(BufferRole::kGradHost));
+    host.role = BufferRole::kGradHost;
+    host.persistent = !strategy_.optimizer.in_backward;
+    handle.host_grad = {builder_.AddBuffer(std::move(host)), false};
+  }
+}
+
 BufferId Fsdp1Policy::FlatBuffer(UnitId id, BufferRole role, DType dtype, std::int64_t numel,
-                                 std::string_view suffix) {
+                                 std::string_view suffix, MemoryKind memory) {
   std::vector<std::int32_t> all(UnitOf(id).parameters.size());
   for (std::size_t p = 0; p < all.size(); ++p) all[p] = static_cast<std::int32_t>(p);
-  return builder_.UnitBuffer(id, role, dtype, {Bytes{numel * SizeBytes(dtype)}}, std::move(all), suffix);
+  return builder_.UnitBuffer(id, role, dtype, {Bytes{numel * SizeBytes(dtype)}}, std::move(all), suffix,
+                             memory);
 }
 
 Status Fsdp1Policy::On(const HostEvent& event) {
@@ -100,7 +154,8 @@ Status Fsdp1Policy::On(const HostEvent& event) {
       OnSegment(event);
       break;
     case HostEventKind::kForwardBegin:
-      first_forward_.clear();
+      std::erase_if(calls_, [&](const auto& call) { return call.first.second == event.microbatch; });
+      training_ = event.training;
       break;
     case HostEventKind::kPreForward:
     case HostEventKind::kRecomputePreForward:
@@ -112,10 +167,10 @@ Status Fsdp1Policy::On(const HostEvent& event) {
       break;
     case HostEventKind::kPreBackward:
       PreBackward(event);
-      if (reshard_only_ >= 0) RunReshardOnly();
+      if (reshard_only_ >= 0 && --hooks_before_reshard_ <= 0) RunReshardOnly();
       break;
-    case HostEventKind::kParameterGradsDone:
-      OnParameterGradsDone(event);
+    case HostEventKind::kForwardUndone:
+      OnForwardUndone(event);
       break;
     case HostEventKind::kInputsGradDone:
       OnInputsGradDone(event);
@@ -134,6 +189,7 @@ Status Fsdp1Policy::On(const HostEvent& event) {
       break;
     case HostEventKind::kModuleCall:
       return UserCall(event);
+    case HostEventKind::kParameterGradsDone:
     case HostEventKind::kForwardEnd:
       break;
   }
@@ -190,8 +246,11 @@ void Fsdp1Policy::PreForward(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kPreForward, unit, event.microbatch);
   builder_.SetReason("pre_forward");
   if (partition_.units[unit].is_root && event.kind == HostEventKind::kPreForward) RootPreForward();
+  std::int32_t& calls = calls_[{unit, event.microbatch}];
+  current_call_ = {unit, calls, event.microbatch};
+  if (event.kind == HostEventKind::kPreForward) ++calls;
   if (!handle.exists || handle.training == TrainingState::kBackwardPre) return;
-  first_forward_.push_back(unit);
+  if (strategy_.fsdp1.validate_execution_order && first_iteration_ && event.training) CheckOrder();
   if (first_iteration_ && !handle.pre_forward_index) {
     handle.pre_forward_index = static_cast<std::int32_t>(pre_forward_order_.size());
     pre_forward_order_.push_back(unit);
@@ -199,12 +258,16 @@ void Fsdp1Policy::PreForward(const HostEvent& event) {
   handle.training = TrainingState::kForward;
   if (!handle.prefetched) {
     Unshard(unit, "pre_forward");
-    handle.views_made_in = unit;
+    if (event.grad_enabled && !handle.views) handle.views = current_call_;
   }
   handle.needs_pre_forward_unshard = false;
   WaitForUnshard(unit);
-  Prefetch(unit, /*forward=*/true);
-  if (event.grad_enabled && !handle.requires_grad) handle.hooked_inputs = true;
+  const UnitId target = Prefetch(unit, /*forward=*/true);
+  if (target >= 0 && event.grad_enabled && !handles_[target].views) handles_[target].views = current_call_;
+  if (handle.offloads && strategy_.optimizer.in_backward) AllocateOn(handle.host_grad, kHost);
+  if (event.grad_enabled && !handle.requires_grad && !handle.hooked_inputs) {
+    handle.hooked_inputs = current_call_;
+  }
 }
 
 void Fsdp1Policy::PostForward(const HostEvent& event) {
@@ -224,7 +287,7 @@ void Fsdp1Policy::PostForward(const HostEvent& event) {
     handle.post_forward_index = static_cast<std::int32_t>(post_forward_order_.size());
   }
   post_forward_order_.push_back(unit);
-  Reshard(unit, !is_root && ReshardsAfterForward(), event.grad_enabled);
+  Reshard(unit, !is_root && handle.reshards_after_forward, event.grad_enabled);
   if (event.grad_enabled) {
     if (is_root) final_callback_queued_ = false;
     handle.ran_pre_backward_hook = false;
@@ -236,7 +299,6 @@ void Fsdp1Policy::PostForward(const HostEvent& event) {
 void Fsdp1Policy::PreBackward(const HostEvent& event) {
   const UnitId unit = event.unit;
   Handle& handle = handles_[unit];
-  RunPostBackwardsOlderThan(unit, event.microbatch);
   builder_.BeginTrigger(TriggerKind::kPreBackward, unit, event.microbatch);
   if (handle.exists && handle.ran_pre_backward_hook) return;
   builder_.SetReason("pre_backward");
@@ -250,41 +312,28 @@ void Fsdp1Policy::PreBackward(const HostEvent& event) {
   }
   handle.needs_pre_backward_unshard = false;
   Prefetch(unit, /*forward=*/false);
+  PrepareGrad(unit);
   handle.ran_pre_backward_hook = true;
 }
 
-void Fsdp1Policy::OnParameterGradsDone(const HostEvent& event) {
-  Handle& handle = handles_[event.unit];
-  handle.grads_done = true;
-  // Of a flat parameter with frozen parts every part gets a gradient: it is done with the unit, not before.
-  if (!handle.partly_frozen) RunDuePostBackwards(event.unit, event.microbatch);
-}
-
-// post_backward of every unit whose views were made in `creator`'s pre-forward, newest views first.
-void Fsdp1Policy::RunDuePostBackwards(UnitId creator, std::int32_t microbatch) {
-  for (auto unit = first_forward_.rbegin(); unit != first_forward_.rend(); ++unit) {
-    Handle& handle = handles_[*unit];
-    if (!handle.grads_done || handle.views_made_in != creator || *unit == creator) continue;
-    PostBackward(*unit, microbatch);
+// post_backward of every unit whose views were made in this pre-forward; a prefetched unit's are the newer.
+void Fsdp1Policy::OnForwardUndone(const HostEvent& event) {
+  const Call call{event.unit, event.occurrence, event.microbatch};
+  for (std::size_t u = 0; u < handles_.size(); ++u) {
+    const UnitId unit = static_cast<UnitId>(u);
+    const bool prefetched = unit != call.unit && handles_[u].views == call;
+    if (prefetched && !handles_[u].grads.empty()) PostBackward(unit, event.microbatch);
   }
-  if (handles_[creator].grads_done && handles_[creator].views_made_in == creator) {
-    PostBackward(creator, microbatch);
-  }
-}
-
-// Everything newer than the outputs of `unit` has run: the views that were made after its forward, too.
-void Fsdp1Policy::RunPostBackwardsOlderThan(UnitId unit, std::int32_t microbatch) {
-  const auto at = std::find(first_forward_.begin(), first_forward_.end(), unit);
-  if (at == first_forward_.end() || partition_.units[unit].is_root) return;
-  for (auto later = first_forward_.rbegin(); later.base() != at + 1; ++later) {
-    RunDuePostBackwards(*later, microbatch);
+  if (handles_[call.unit].views == call && !handles_[call.unit].grads.empty()) {
+    PostBackward(call.unit, event.microbatch);
   }
 }
 
 void Fsdp1Policy::OnInputsGradDone(const HostEvent& event) {
-  if (!handles_[event.unit].hooked_inputs) return;
+  if (handles_[event.unit].hooked_inputs != Call{event.unit, event.occurrence, event.microbatch}) return;
   if (reshard_only_ >= 0) RunReshardOnly();
   reshard_only_ = event.unit;
+  hooks_before_reshard_ = event.hooks_first;
   reshard_only_microbatch_ = event.microbatch;
 }
 
@@ -298,9 +347,6 @@ void Fsdp1Policy::RunReshardOnly() {
 }
 
 void Fsdp1Policy::FinalCallback(const HostEvent& event) {
-  for (auto unit = first_forward_.rbegin(); unit != first_forward_.rend(); ++unit) {
-    RunDuePostBackwards(*unit, event.microbatch);
-  }
   builder_.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
   backward_unit_ = -1;
   if (!final_callback_queued_) return;
@@ -308,6 +354,11 @@ void Fsdp1Policy::FinalCallback(const HostEvent& event) {
   if (sync_gradients_) {
     builder_.WaitStream(kCompute, post_backward_stream_, "backward_end.post_backward");
     if (all_reduce_stream_ >= 0) builder_.WaitStream(kCompute, all_reduce_stream_, "backward_end.all_reduce");
+    if (partition_.units[0].cpu_offload) {  // the root's: gradients have to be in host memory
+      const EventId offloaded = builder_.Event("backward_end.offload");
+      builder_.Record(offloaded, kCompute);
+      builder_.HostWait(offloaded);
+    }
   }
   first_iteration_ = false;
   post_forward_order_.clear();
@@ -315,11 +366,13 @@ void Fsdp1Policy::FinalCallback(const HostEvent& event) {
     Handle& handle = handles_[unit];
     if (!handle.exists) continue;
     builder_.SetUnit(unit);
-    if (!handle.points_to_shard || handle.skipped_sharded_views) Reshard(unit, FreesInBackward());
+    if (!handle.points_to_shard || handle.skipped_sharded_views) Reshard(unit, FreesInBackward(handle));
+    if (sync_gradients_) FinishGrad(unit);
+    handle.views.reset();
     handle.ran_pre_backward_hook = handle.needs_pre_backward_unshard = handle.prefetched = false;
     handle.post_forward_index.reset();
     handle.training = TrainingState::kIdle;
-    handle.hooked_inputs = false;
+    handle.hooked_inputs.reset();
   }
   final_callback_queued_ = false;
 }
@@ -337,7 +390,15 @@ void Fsdp1Policy::ZeroGrad(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
   builder_.SetReason("user");
   builder_.Emit(InstructionKind::kZeroGrad, -1);
-  for (Handle& handle : handles_) handle.has_sharded_grad = false;
+  for (std::size_t u = 0; u < handles_.size(); ++u) {
+    Handle& handle = handles_[u];
+    handle.has_sharded_grad = handle.has_low_grad = false;
+    if (handle.has_flat_grad) {  // of micro-batches that did not reduce
+      builder_.SetUnit(static_cast<UnitId>(u));
+      builder_.Free(FlatGrad(static_cast<UnitId>(u)), kCompute);
+      handle.has_flat_grad = false;
+    }
+  }
 }
 
 std::string Fsdp1Policy::State() const {
@@ -348,9 +409,11 @@ std::string Fsdp1Policy::State() const {
     state += fmt::format("{} {}{}{}{} {} {} {}{}{} {} {}{} {};", static_cast<int>(h.training),
                          h.needs_pre_forward_unshard, h.needs_pre_backward_unshard, h.prefetched,
                          h.ran_pre_backward_hook, h.post_forward_index.value_or(-1),
-                         h.pre_forward_index.value_or(-1), h.unsharded_allocated, h.points_to_shard,
+                         h.pre_forward_index.value_or(-1), h.unsharded.allocated, h.points_to_shard,
                          h.skipped_sharded_views, fmt::join(h.grads, ","), h.has_flat_grad,
-                         h.has_sharded_grad, h.views_made_in);
+                         h.has_sharded_grad, h.views ? h.views->unit : -1);
+    state += fmt::format("{}{}{}{}{};", h.full.allocated, h.low_precision.allocated, h.device_shard.allocated,
+                         h.device_grad.allocated, h.has_low_grad);
   }
   return state + optimizer_.State();
 }

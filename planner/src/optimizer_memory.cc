@@ -36,7 +36,7 @@ MemoryKind OptimizerMemory::MemoryOf(UnitId unit) const {
   return partition_.units[unit].cpu_offload ? MemoryKind::kHost : MemoryKind::kDevice;
 }
 
-void OptimizerMemory::AllocateStates(UnitId unit) {
+void OptimizerMemory::AllocateStates(UnitId unit, StreamId stream) {
   const bool adam = optimizer_.kind == OptimizerKind::kAdamW;
   const bool momentum = optimizer_.kind == OptimizerKind::kSgd && optimizer_.momentum;
   if (has_state_[unit] || (!adam && !momentum)) return;
@@ -53,7 +53,7 @@ void OptimizerMemory::AllocateStates(UnitId unit) {
   builder_.Allocate(
       builder_.UnitBuffer(unit, BufferRole::kOptimizerState, partition_.units[unit].unit.orig_dtype,
                           std::move(parts), {}, {}, MemoryOf(unit)),
-      MemoryOf(unit) == MemoryKind::kDevice ? kCompute : kHost);
+      MemoryOf(unit) == MemoryKind::kDevice ? stream : kHost);
 }
 
 void OptimizerMemory::Step(const std::vector<UnitId>& units) {
@@ -64,7 +64,7 @@ void OptimizerMemory::Step(const std::vector<UnitId>& units) {
   });
   const StreamId stream = on_host ? kHost : kCompute;
   for (const UnitId unit : units) {
-    AllocateStates(unit);
+    AllocateStates(unit, kCompute);
     if (!on_host && MemoryOf(unit) != MemoryKind::kDevice) continue;
     const std::vector<Bytes> trainable = TrainableShards(unit);
     shards.insert(shards.end(), trainable.begin(), trainable.end());

@@ -14,10 +14,13 @@ class OptimizerMemory {
   // Emits the step: states of the units that have a gradient and none yet, temporaries, the step itself.
   // `units`: those with a sharded gradient now, ascending.
   void Step(const std::vector<UnitId>& units);
+  // Emits a step in the backward of every trainable parameter of `unit` by an optimiser of its own, on
+  // `stream` (-1: on the host).
+  void StepParameters(UnitId unit, StreamId stream);
   std::string State() const;
 
  private:
-  void AllocateStates(UnitId unit);
+  void AllocateStates(UnitId unit, StreamId stream);
   std::vector<Bytes> TrainableShards(UnitId unit) const;
   MemoryKind MemoryOf(UnitId unit) const;
 

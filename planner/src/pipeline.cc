@@ -3,6 +3,7 @@
 #include <functional>
 #include <optional>
 
+#include "fsdp1_frozen.h"
 #include "linearise.h"
 #include "model_index.h"
 #include "partition.h"
@@ -22,7 +23,7 @@ struct Planning {
   const Trace* trace;  // the one to plan: given, or as the passes changed it
   const Strategy& strategy;
   const Cluster& cluster;
-  Trace checkpointed, joined;
+  Trace checkpointed, with_gradients, joined;
   ModelIndex index;
   Partition partition;
   std::vector<RecordedStep> steps;
@@ -52,6 +53,15 @@ Status ApplyCheckpointingPass(Planning& p) {
 Status ChooseUnitsPass(Planning& p) {
   if (Status s = Keep(MakeModelIndex(*p.trace), p.index); !s) return s;
   return Keep(ChooseUnits(*p.trace, p.index, p.strategy, p.cluster.ranks), p.partition);
+}
+
+Status ExtendGradientsPass(Planning& p) {
+  if (p.strategy.policy != "fsdp1") return {};
+  std::optional<Trace> extended = WithGradientsOfFrozenParts(*p.trace, p.index, p.partition);
+  if (!extended) return {};
+  p.with_gradients = std::move(*extended);
+  p.trace = &p.with_gradients;
+  return {};
 }
 
 Status JoinTensorsPass(Planning& p) {
@@ -111,6 +121,7 @@ Status DescribePass(Planning& p) {
 constexpr PlanningPass kPasses[] = {
     {"apply_checkpointing", ApplyCheckpointingPass},
     {"choose_units", ChooseUnitsPass},
+    {"extend_gradients", ExtendGradientsPass},
     {"join_tensors", JoinTensorsPass},
     {"record_order", RecordOrderPass},
     {"place_events", PlaceEventsPass},

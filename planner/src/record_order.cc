@@ -2,18 +2,21 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <tuple>
 #include <utility>
+
+#include "backward_times.h"
 
 namespace shardplan {
 namespace {
 
 class Recorder {
  public:
-  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition)
-      : trace_(trace), index_(index), partition_(partition), to_run_(partition.units.size()) {}
+  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, bool flat)
+      : trace_(trace), index_(index), partition_(partition), flat_(flat), to_run_(partition.units.size()) {}
 
   // A call before the first step.
   void NoteCall(const ModuleCall& call) {
@@ -41,6 +44,7 @@ class Recorder {
     }
     Begin(/*backward=*/false, call.trace, call.microbatch, "forward");
     grad_enabled_ = pass_->grad_enabled;
+    training_ = call.training.value_or(grad_enabled_);
     forward_names_.assign(1, "forward");
     std::erase_if(input_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
     std::erase_if(output_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
@@ -116,13 +120,30 @@ class Recorder {
     grad_enabled_ = true;
     std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
     FindLastGrads(last_grad);
+    std::vector<ForwardUndone> undone;
+    if (flat_) undone = FindForwardsUndone(trace_, index_, partition_, call.trace);
+    auto next_undone = undone.begin();
+    const auto push_undone = [&](std::int32_t position) {
+      for (; next_undone != undone.end() && next_undone->position <= position; ++next_undone) {
+        microbatch_ = MicrobatchOf(call, next_undone->forward);
+        Cut(position);
+        Push(HostEventKind::kForwardUndone, next_undone->unit).occurrence = next_undone->occurrence;
+      }
+    };
     Push(HostEventKind::kBackwardBegin, -1);
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      push_undone(static_cast<std::int32_t>(i));
       OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
     }
+    push_undone(static_cast<std::int32_t>(pass_->events.size()));
     if (!engine_done_) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
     Cut(static_cast<std::int32_t>(pass_->events.size()));
     return {};
+  }
+
+  static std::int32_t MicrobatchOf(const BackwardCall& call, std::int32_t forward) {
+    return forward < static_cast<std::int32_t>(call.microbatches.size()) ? call.microbatches[forward]
+                                                                         : call.microbatches.back();
   }
 
   void EndBackward(std::int32_t position) {
@@ -145,26 +166,24 @@ class Recorder {
 
   void OnBackwardEvent(const TraceEvent& event, std::int32_t position, const BackwardCall& call,
                        const std::vector<std::int32_t>& last_grad) {
-    const auto microbatch_of = [&](std::int32_t forward) {
-      return forward < static_cast<std::int32_t>(call.microbatches.size()) ? call.microbatches[forward]
-                                                                           : call.microbatches.back();
-    };
     if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
-      microbatch_ = microbatch_of(ready->forward);
+      microbatch_ = MicrobatchOf(call, ready->forward);
       const UnitId unit = Find(output_hooks_, ready->module, ready->occurrence);
       if (unit < 0) return;
       Cut(position);
       Push(HostEventKind::kPreBackward, unit);
       segment_name_ = "backward " + DisplayName(partition_.units[unit].unit.fqn);
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
-      microbatch_ = microbatch_of(done->forward);
+      microbatch_ = MicrobatchOf(call, done->forward);
       const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
       if (unit < 0) return;
       Cut(position);
-      Push(HostEventKind::kInputsGradDone, unit);
+      HostEvent& event = Push(HostEventKind::kInputsGradDone, unit);
+      event.occurrence = done->occurrence;
+      if (flat_) event.hooks_first = HooksOnInputs(*done, position);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
-      if (owner.unit < 0 || last_grad[owner.unit] != position) return;
+      if (flat_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
       Cut(position + 1);
       Push(HostEventKind::kParameterGradsDone, owner.unit);
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
@@ -190,6 +209,47 @@ class Recorder {
     } else if (std::holds_alternative<BackwardEndEvent>(event)) {
       EndBackward(position);
     }
+  }
+
+  // The inputs (outputs) of a call of a module.
+  std::vector<TensorId> TensorsOf(std::int32_t forward, ModuleId module, std::int32_t occurrence,
+                                  bool inputs) const {
+    std::vector<std::pair<ModuleId, std::int32_t>> open;
+    std::map<ModuleId, std::int32_t> runs;
+    const std::pair call{index_.canonical[module], occurrence};
+    for (const TraceEvent& event : trace_.forwards[pass_->forwards[forward]].events) {
+      if (const auto* enter = std::get_if<EnterEvent>(&event)) {
+        const ModuleId entered = index_.canonical[enter->module];
+        open.emplace_back(entered, runs[entered]++);
+        if (inputs && open.back() == call) return enter->inputs;
+      } else if (const auto* exit = std::get_if<ExitEvent>(&event); exit != nullptr && !open.empty()) {
+        if (!inputs && open.back() == call) return exit->outputs;
+        open.pop_back();
+      }
+    }
+    return {};
+  }
+
+  // How many hooks of units on the inputs of `done`'s call follow at once. A tensor's hooks run in the order
+  // in which they were made: those of the units that return it before those of the unit that takes it.
+  std::int32_t HooksOnInputs(const InputsGradDoneEvent& done, std::int32_t position) const {
+    const UnitId unit = partition_.unit_of_module[index_.canonical[done.module]];
+    const std::vector<UnitParameter>& parts = partition_.units[unit].unit.parameters;
+    if (std::ranges::any_of(parts, &UnitParameter::requires_grad)) return 0;  // reshards in its post-backward
+    const std::vector<TensorId> inputs = TensorsOf(done.forward, done.module, done.occurrence, true);
+    std::int32_t hooks = 0;
+    for (std::size_t i = static_cast<std::size_t>(position) + 1; i < pass_->events.size(); ++i) {
+      const TraceEvent& next = pass_->events[i];
+      if (std::holds_alternative<AllocateEvent>(next) || std::holds_alternative<FreeEvent>(next)) continue;
+      const auto* ready = std::get_if<OutputGradReadyEvent>(&next);
+      if (ready == nullptr || ready->forward != done.forward) break;
+      const std::vector<TensorId> outputs =
+          TensorsOf(ready->forward, ready->module, ready->occurrence, false);
+      if (ready->index >= std::ssize(outputs)) break;
+      if (std::ranges::find(inputs, outputs[ready->index]) == inputs.end()) break;
+      if (Find(output_hooks_, ready->module, ready->occurrence) >= 0) ++hooks;
+    }
+    return hooks;
   }
 
   void OnRecompute(ModuleId entry, std::int32_t position, HostEventKind kind) {
@@ -252,19 +312,24 @@ class Recorder {
   }
 
   HostEvent& Push(HostEventKind kind, UnitId unit) {
-    step_.events.push_back(
-        {.kind = kind, .unit = unit, .microbatch = microbatch_, .grad_enabled = grad_enabled_});
+    step_.events.push_back({.kind = kind,
+                            .unit = unit,
+                            .microbatch = microbatch_,
+                            .grad_enabled = grad_enabled_,
+                            .training = training_});
     return step_.events.back();
   }
 
   const Trace& trace_;
   const ModelIndex& index_;
   const Partition& partition_;
+  const bool flat_;
   RecordedStep step_;
   std::string pointer_;
   const Pass* pass_ = nullptr;
   bool backward_ = false;
   bool grad_enabled_ = true;
+  bool training_ = true;
   std::int32_t pass_index_ = -1;
   std::int32_t microbatch_ = 0;
   std::int32_t segment_begin_ = 0;
@@ -284,10 +349,13 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
                                               const Partition& partition, const Strategy& strategy) {
   static const std::vector<StepProgram> kDefault = {
       {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}}};
-  const std::vector<StepProgram>& program = strategy.program.empty() ? kDefault : strategy.program;
+  static const std::vector<StepProgram> kStepsInBackward = {{ForwardCall{}, BackwardCall{}}};
+  const std::vector<StepProgram>& program = !strategy.program.empty()        ? strategy.program
+                                            : strategy.optimizer.in_backward ? kStepsInBackward
+                                                                             : kDefault;
   std::size_t count = program.size();
   while (count > 1 && program[count - 1] == program[count - 2]) --count;
-  Recorder recorder(trace, index, partition);
+  Recorder recorder(trace, index, partition, strategy.policy == "fsdp1");
   for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
   for (std::size_t s = 0; s < count; ++s) {

@@ -21,7 +21,8 @@ enum class HostEventKind : std::uint8_t {
   kBackwardBegin,
   kPreBackward,         // tensor hook of one output tensor of a unit
   kInputsGradDone,      // autograd function on a unit's inputs
-  kParameterGradsDone,  // the last parameter gradient of a unit in this backward has been accumulated
+  kParameterGradsDone,  // the last parameter gradient of a unit in this backward has been accumulated (fsdp2)
+  kForwardUndone,       // all that was computed since a unit's pre-forward has run backward (fsdp1)
   kBackwardEnd,
   kOptimizerStep,
   kZeroGrad,
@@ -42,7 +43,10 @@ struct HostEvent {
   HostEventKind kind = HostEventKind::kSegment;
   UnitId unit = -1;
   std::int32_t microbatch = 0;
-  bool grad_enabled = true;           // of the forward that this belongs to
+  std::int32_t occurrence = 0;   // kForwardUndone, kInputsGradDone: which call of the unit in its forward
+  std::int32_t hooks_first = 0;  // kInputsGradDone: kPreBackwards on the same tensors, which follow
+  bool grad_enabled = true;      // of the forward that this belongs to
+  bool training = true;          // mode of the modules in that forward
   bool outputs_require_grad = false;  // kPostForward
   EventRange range;                   // kSegment
   std::string name;                   // kSegment

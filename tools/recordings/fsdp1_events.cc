@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "events.h"
+#include "fsdp1_host_gradients.h"
 
 namespace shardplan::conformance {
 namespace {
@@ -10,14 +11,21 @@ namespace {
 // [Note: what a log line is in a plan]
 // An unshard ends with bind_unsharded; without an all-gather before it, it was an unshard_noop (after which
 // the runtime frees a low-precision shard that is not there). bind_sharded is a reshard; a free behind it
-// makes it free=true. wait_unshard is the compute stream's wait for an event of the unshard stream.
+// makes it free=true. wait_unshard is the compute stream's wait for an event of the unshard stream. The
+// recordings are of ranks on a CPU: copies between host and device are not in them, and gradients in host
+// memory are added to (fsdp1_host_gradients.h).
 class Writer {
  public:
   Writer(const Recording& recording, const Plan& plan)
-      : recording_(recording), plan_(plan), reduced_(false), ran_pre_backward_(plan.units.size(), false) {}
+      : recording_(recording),
+        plan_(plan),
+        ran_pre_backward_(plan.units.size(), false),
+        in_pre_backward_(plan.units.size(), false),
+        host_gradients_(plan) {}
 
   std::vector<LogEvent> Run() {
     for (step_ = 0; step_ < recording_.steps; ++step_) {
+      forwards_ = 0;
       for (const Trigger& trigger : StepAt(plan_, step_).triggers) OnTrigger(trigger);
     }
     return std::move(events_);
@@ -42,20 +50,19 @@ class Writer {
     switch (trigger.kind) {
       case TriggerKind::kPreForward:
       case TriggerKind::kPostForward:
-        phase_ = "forward";
-        if (has_handle)
-          Add(trigger.kind == TriggerKind::kPreForward ? "pre_forward" : "post_forward", trigger.unit);
-        if (has_handle) ran_pre_backward_[trigger.unit] = false;
+        OnForwardHook(trigger, has_handle);
         break;
       case TriggerKind::kPreBackward:
         phase_ = "backward";
+        if (plan_.units[trigger.unit].fqn.empty()) host_gradients_.RootPreForward();
         if (has_handle && !ran_pre_backward_[trigger.unit]) {
           Add("pre_backward", trigger.unit);
-          ran_pre_backward_[trigger.unit] = true;
+          ran_pre_backward_[trigger.unit] = in_pre_backward_[trigger.unit] = true;
         }
         break;
       case TriggerKind::kPostBackward: {
         phase_ = "backward";
+        in_pre_backward_[trigger.unit] = false;
         const bool frozen = std::none_of(plan_.units[trigger.unit].parameters.begin(),
                                          plan_.units[trigger.unit].parameters.end(),
                                          [](const UnitParameter& p) { return p.requires_grad; });
@@ -67,29 +74,64 @@ class Writer {
         phase_ = "backward";
         Add("finalize", -1);
         std::fill(ran_pre_backward_.begin(), ran_pre_backward_.end(), false);
+        std::fill(in_pre_backward_.begin(), in_pre_backward_.end(), false);
         break;
       case TriggerKind::kOptimizerStep:
       case TriggerKind::kZeroGrad:
         phase_ = "optim";
         Add(trigger.kind == TriggerKind::kOptimizerStep ? "optim_step" : "zero_grad", -1);
+        if (trigger.kind == TriggerKind::kZeroGrad) host_gradients_.ZeroGrad();
         break;
       default:
         break;
     }
+    trigger_ = trigger.kind;
     reduced_ = false;
-    const Instruction* previous = nullptr;
-    for (const Instruction& instruction : trigger.instructions) {
+    for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
+      const Instruction& instruction = trigger.instructions[i];
       if (instruction.kind == InstructionKind::kCompute && accumulates && !reduced_) {
         Accumulate(trigger.unit);
         accumulates = false;
       }
-      OnInstruction(instruction, previous);
-      previous = &instruction;
+      OnInstruction(instruction, i > 0 ? &trigger.instructions[i - 1] : nullptr,
+                    i + 1 < trigger.instructions.size() ? &trigger.instructions[i + 1] : nullptr);
     }
     if (accumulates && !reduced_) Accumulate(trigger.unit);
+    if (trigger.kind == TriggerKind::kPreBackward) host_gradients_.PreBackward(trigger.unit);
+    if (trigger.kind == TriggerKind::kBackwardEnd) {
+      host_gradients_.BackwardEnd(std::ranges::any_of(
+          trigger.instructions, [](const Instruction& i) { return i.kind == InstructionKind::kWait; }));
+      phase_ = "forward";
+    }
+  }
+
+  // A recomputation passes forward hooks inside the backward. They do nothing where the unit's own backward
+  // has begun.
+  void OnForwardHook(const Trigger& trigger, bool has_handle) {
+    const bool enters = trigger.kind == TriggerKind::kPreForward;
+    if (phase_ != "backward") phase_ = "forward";
+    if (enters && phase_ == "forward" && plan_.units[trigger.unit].fqn.empty()) BeginForward();
+    if (!has_handle || in_pre_backward_[trigger.unit]) return;
+    Add(enters ? "pre_forward" : "post_forward", trigger.unit);
+    ran_pre_backward_[trigger.unit] = false;
+  }
+
+  void BeginForward() {
+    host_gradients_.RootPreForward();
+    const std::vector<StepProgram>& program = recording_.strategy.program;
+    grad_enabled_ = true;
+    if (program.empty()) return;
+    std::int32_t forward = forwards_++;
+    for (const ProgramCall& call : program[std::min<std::size_t>(step_, program.size() - 1)]) {
+      const auto* called = std::get_if<ForwardCall>(&call);
+      if (called == nullptr || forward-- > 0) continue;
+      grad_enabled_ = recording_.trace.forwards[called->trace].grad_enabled;
+      return;
+    }
   }
 
   void Accumulate(UnitId unit) {
+    host_gradients_.Accumulate(unit);
     for (const Buffer& buffer : plan_.buffers) {
       if (buffer.unit != unit || buffer.role != BufferRole::kGradUnshardedAccumulated) continue;
       AddSize(Add("accumulate", unit), buffer);
@@ -116,11 +158,12 @@ class Writer {
 
   bool IsLowPrecision(BufferId id) const {
     const Buffer& buffer = plan_.buffers[id];
+    if (buffer.unit < 0 || buffer.dtype == plan_.units[buffer.unit].orig_dtype) return false;
     return buffer.role == BufferRole::kAllGatherInput ||
            (buffer.role == BufferRole::kParamUnsharded && plan_.units[buffer.unit].shard_communicator < 0);
   }
 
-  void OnInstruction(const Instruction& i, const Instruction* previous) {
+  void OnInstruction(const Instruction& i, const Instruction* previous, const Instruction* next) {
     switch (i.kind) {
       case InstructionKind::kAllocate:
         if (IsLowPrecision(i.dst)) {
@@ -132,16 +175,25 @@ class Writer {
         OnFree(i);
         break;
       case InstructionKind::kHostWait:
-        MarkPrefetch(Add("rate_limit_wait", i.unit), i);
+        if (plan_.events[i.event].starts_with("free.")) MarkPrefetch(Add("rate_limit_wait", i.unit), i);
+        if (plan_.events[i.event] == "backward_end.offload") Add("stream_synchronize", -1);
         break;
       case InstructionKind::kAllGather:
+        if (plan_.buffers[i.dst].role == BufferRole::kOrderCheck) break;
         MarkPrefetch(AddCollective("all_gather", plan_.buffers[i.dst], i, "shard"), i);
         break;
       case InstructionKind::kBindUnsharded:
-        if (previous == nullptr || previous->kind != InstructionKind::kAllGather) OnNoop(i);
+        host_gradients_.Unshard(i.unit);
+        if (previous == nullptr || previous->kind != InstructionKind::kAllGather) {
+          MarkPrefetch(Add("unshard_noop", i.unit), i);
+        }
+        if (next == nullptr || next->kind != InstructionKind::kFree || !IsLowPrecision(next->src)) {
+          FreeNothing(i.unit);
+        }
         break;
       case InstructionKind::kBindSharded:
         Add("reshard", i.unit).keys["free"] = "false";
+        host_gradients_.Reshard(i.unit, trigger_ == TriggerKind::kPostForward, grad_enabled_);
         break;
       case InstructionKind::kWait:
         if (i.stream == 0 && plan_.events[i.event].ends_with(".unshard")) Add("wait_unshard", i.unit);
@@ -155,8 +207,21 @@ class Writer {
         reduced_ = true;
         break;
       case InstructionKind::kGradAccumulate:
-        if (plan_.buffers[i.dst].role == BufferRole::kGradSharded) {
+        // NO_SHARD: the gradient that is there is the unsharded one, which autograd adds to.
+        if (plan_.buffers[i.dst].role == BufferRole::kGradSharded &&
+            plan_.units[i.unit].shard_communicator >= 0) {
           AddSize(Add("accumulate_sharded", i.unit), plan_.buffers[i.dst]);
+        }
+        break;
+      case InstructionKind::kCopyToHost:
+        OnOffload(i);
+        break;
+      case InstructionKind::kZeroGrad:
+        if (i.unit >= 0) host_gradients_.StepInBackward(i.unit);
+        break;
+      case InstructionKind::kOptimizerStep:
+        if (i.parameter >= 0 && HoldsPiece(plan_.units[i.unit], i.parameter)) {
+          Add("optim_in_backward", i.unit).keys["param"] = plan_.units[i.unit].parameters[i.parameter].fqn;
         }
         break;
       default:
@@ -164,15 +229,31 @@ class Writer {
     }
   }
 
-  void OnNoop(const Instruction& i) {
-    MarkPrefetch(Add("unshard_noop", i.unit), i);
-    const Unit& unit = plan_.units[i.unit];
+  // The runtime frees a low-precision shard after every unshard, also where there is none.
+  void FreeNothing(UnitId id) {
+    const Unit& unit = plan_.units[id];
     if (unit.param_dtype == unit.orig_dtype || unit.shard_communicator < 0) return;
-    LogEvent& event = Add("mp_shard_free", i.unit);
-    for (const Buffer& buffer : plan_.buffers) {
-      if (buffer.unit == i.unit && buffer.role == BufferRole::kAllGatherInput) AddSize(event, buffer);
+    LogEvent& event = Add("mp_shard_free", id);
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      if (plan_.buffers[b].unit == id && IsLowPrecision(static_cast<BufferId>(b))) {
+        AddSize(event, plan_.buffers[b]);
+      }
     }
     event.keys["free"] = "false";
+  }
+
+  void OnOffload(const Instruction& i) {
+    const Buffer& gradient = plan_.buffers[i.src];
+    if (gradient.role != BufferRole::kGradSharded) return;
+    if (host_gradients_.Offload(i.unit)) AddSize(Add("accumulate_sharded", i.unit), plan_.buffers[i.dst]);
+    AddSize(Add("offload_grad", i.unit), gradient);
+  }
+
+  // Whether rank 0, whose log it is, has a piece of the parameter.
+  bool HoldsPiece(const Unit& unit, std::int32_t parameter) const {
+    if (unit.shard_communicator < 0) return true;
+    return unit.parameters[parameter].flat_offset <
+           unit.flat_numel / plan_.communicators[unit.shard_communicator].size;
   }
 
   void OnFree(const Instruction& i) {
@@ -191,8 +272,13 @@ class Writer {
   std::vector<LogEvent> events_;
   std::int32_t step_ = 0;
   std::string phase_ = "forward";
+  TriggerKind trigger_ = TriggerKind::kStepBegin;
   bool reduced_ = false;
+  bool grad_enabled_ = true;   // of the forward that runs
+  std::int32_t forwards_ = 0;  // of the step, so far
   std::vector<bool> ran_pre_backward_;
+  std::vector<bool> in_pre_backward_;  // the handle's training state is BACKWARD_PRE
+  HostGradients host_gradients_;
 };
 
 }  // namespace

@@ -107,13 +107,19 @@ class Converter {
       mixed.keep_low_precision_grads = mp["keep_low_precision_grads"];
       strategy.mixed_precision = mixed;
     }
-    for (const Json& unit : json_["units"]) strategy.units.push_back({.modules = {Fqn(unit["fqn"])}});
+    CheckpointRule checkpoint;
+    for (const Json& unit : json_["units"]) {
+      strategy.units.push_back({.modules = {Fqn(unit["fqn"])}});
+      if (unit.value("checkpointed", false)) checkpoint.modules.push_back(Fqn(unit["fqn"]));
+    }
+    if (!checkpoint.modules.empty()) strategy.checkpoint = checkpoint;
     for (const Json& ignored : settings["ignored_modules"]) {
       const std::string prefix = ignored.get<std::string>() + ".";
       for (const Parameter& parameter : recording_.trace.parameters) {
         if (parameter.fqn.starts_with(prefix)) strategy.ignored_parameters.push_back(parameter.fqn);
       }
     }
+    strategy.optimizer.in_backward = settings.value("optim_in_backward", false);
   }
 
   void ConvertForward(const Json& traced) {

@@ -1,0 +1,150 @@
+#include "backward_times.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+
+namespace shardplan {
+namespace {
+
+// What one forward says of the order in which things were made.
+struct ForwardIndex {
+  std::map<ModuleId, std::int32_t> first_enter;                         // canonical modules
+  std::map<std::pair<ModuleId, std::int32_t>, const ExitEvent*> exits;  // module, occurrence
+  std::vector<std::int32_t> first_seen;  // by tensor: event that names it first
+};
+
+ForwardIndex MakeForwardIndex(const Pass& pass, const ModelIndex& index) {
+  ForwardIndex forward;
+  forward.first_seen.assign(pass.tensors.size(), -1);
+  std::map<ModuleId, std::int32_t> calls;
+  std::vector<std::int32_t> open;  // occurrences
+  const auto see = [&](const std::vector<TensorId>& tensors, std::int32_t position) {
+    for (const TensorId tensor : tensors) {
+      if (forward.first_seen[tensor] < 0) forward.first_seen[tensor] = position;
+    }
+  };
+  for (std::int32_t i = 0; i < static_cast<std::int32_t>(pass.events.size()); ++i) {
+    if (const auto* enter = std::get_if<EnterEvent>(&pass.events[i])) {
+      const ModuleId module = index.canonical[enter->module];
+      forward.first_enter.try_emplace(module, i);
+      open.push_back(calls[module]++);
+      see(enter->inputs, i);
+    } else if (const auto* exit = std::get_if<ExitEvent>(&pass.events[i])) {
+      see(exit->outputs, i);
+      if (open.empty()) continue;
+      forward.exits[{index.canonical[exit->module], open.back()}] = exit;
+      open.pop_back();
+    }
+  }
+  return forward;
+}
+
+class Times {
+ public:
+  Times(const Trace& trace, const ModelIndex& index, std::int32_t backward)
+      : index_(index), pass_(trace.backwards[backward]), users_(trace.parameters.size()) {
+    for (const std::int32_t f : pass_.forwards) {
+      forwards_.push_back(MakeForwardIndex(trace.forwards[f], index));
+    }
+    for (std::size_t m = 0; m < trace.modules.size(); ++m) {
+      for (const NamedParameter& named : trace.modules[m].parameters) {
+        users_[named.parameter].push_back(static_cast<ModuleId>(m));
+      }
+    }
+  }
+
+  std::vector<ForwardTime> Run() const {
+    std::vector<ForwardTime> times;
+    for (const TraceEvent& event : pass_.events) times.push_back(TimeOf(event));
+    return times;
+  }
+
+ private:
+  ForwardTime TimeOf(const TraceEvent& event) const {
+    if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) return OfOutput(*ready);
+    if (const auto* op = std::get_if<OperatorEvent>(&event)) return OfModule(op->module);
+    const auto* grad = std::get_if<ParameterGradEvent>(&event);
+    if (grad == nullptr) return {-1, -1};
+    // A gradient is complete with its part from the earliest use.
+    ForwardTime earliest{-1, -1};
+    for (const ModuleId user : users_[grad->parameter]) {
+      const ForwardTime time = OfModule(user);
+      if (earliest.forward < 0 || (time.forward >= 0 && time < earliest)) earliest = time;
+    }
+    return earliest;
+  }
+
+  // The tensor was made before the event that names it first.
+  ForwardTime OfOutput(const OutputGradReadyEvent& ready) const {
+    if (ready.forward < 0 || ready.forward >= static_cast<std::int32_t>(forwards_.size())) return {-1, -1};
+    const ForwardIndex& forward = forwards_[ready.forward];
+    const auto exit = forward.exits.find({index_.canonical[ready.module], ready.occurrence});
+    if (exit == forward.exits.end() ||
+        ready.index >= static_cast<std::int32_t>(exit->second->outputs.size())) {
+      return {-1, -1};
+    }
+    return {ready.forward, forward.first_seen[exit->second->outputs[ready.index]] - 1};
+  }
+
+  // The first call of the module; of the innermost module around it that was called, if it was not.
+  ForwardTime OfModule(ModuleId module) const {
+    for (; module >= 0; module = index_.parent[module]) {
+      for (std::size_t f = 0; f < forwards_.size(); ++f) {
+        const auto enter = forwards_[f].first_enter.find(index_.canonical[module]);
+        if (enter != forwards_[f].first_enter.end()) return {static_cast<std::int32_t>(f), enter->second};
+      }
+    }
+    return {-1, -1};
+  }
+
+  const ModelIndex& index_;
+  const Pass& pass_;
+  std::vector<std::vector<ModuleId>> users_;  // by parameter
+  std::vector<ForwardIndex> forwards_;
+};
+
+}  // namespace
+
+std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& index, std::int32_t backward) {
+  return Times(trace, index, backward).Run();
+}
+
+std::vector<ForwardUndone> FindForwardsUndone(const Trace& trace, const ModelIndex& index,
+                                              const Partition& partition, std::int32_t backward) {
+  const Pass& pass = trace.backwards[backward];
+  std::vector<ForwardTime> times = BackwardTimes(trace, index, backward);
+  const auto end = std::find_if(pass.events.begin(), pass.events.end(), [](const TraceEvent& event) {
+    return std::holds_alternative<BackwardEndEvent>(event);
+  });
+  times.resize(end - pass.events.begin());
+  // The last event of the backward at or after each time, newest first.
+  std::map<ForwardTime, std::int32_t, std::greater<>> last;
+  for (std::size_t i = 0; i < times.size(); ++i) last[times[i]] = static_cast<std::int32_t>(i);
+  std::int32_t latest = -1;
+  for (auto& [time, position] : last) latest = position = std::max(position, latest);
+
+  std::vector<std::pair<ForwardTime, ForwardUndone>> calls;
+  for (std::size_t f = 0; f < pass.forwards.size(); ++f) {
+    const Pass& forward = trace.forwards[pass.forwards[f]];
+    std::map<UnitId, std::int32_t> runs;
+    for (std::size_t i = 0; i < forward.events.size(); ++i) {
+      const auto* enter = std::get_if<EnterEvent>(&forward.events[i]);
+      const UnitId unit = enter == nullptr ? -1 : partition.unit_of_module[index.canonical[enter->module]];
+      if (unit < 0) continue;
+      const ForwardTime time{static_cast<std::int32_t>(f), static_cast<std::int32_t>(i)};
+      const std::int32_t occurrence = runs[unit]++;
+      // `last` is sorted from new to old: the entry before the first older one.
+      auto older = last.upper_bound(time);
+      if (older == last.begin()) continue;
+      const std::int32_t position = std::prev(older)->second + 1;
+      calls.push_back({time, {position, unit, occurrence, time.forward}});
+    }
+  }
+  std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<ForwardUndone> undone;
+  for (const auto& [time, call] : calls) undone.push_back(call);
+  return undone;
+}
+
+}  // namespace shardplan
