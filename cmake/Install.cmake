@@ -5,7 +5,7 @@ include(CMakePackageConfigHelpers)
 
 # Where torch lies, seen from an environment's bin/: for shardplan-run in a wheel.
 function(shardplan_install_commands destination rpath)
-  install(TARGETS shardplan RUNTIME DESTINATION ${destination} COMPONENT wheel)
+  install(TARGETS shardplan shardplan-conformance RUNTIME DESTINATION ${destination} COMPONENT wheel)
   if(TARGET shardplan-run)
     set_target_properties(shardplan-run PROPERTIES INSTALL_RPATH "${rpath}" INSTALL_RPATH_USE_LINK_PATH ON)
     install(TARGETS shardplan-run RUNTIME DESTINATION ${destination} COMPONENT wheel)

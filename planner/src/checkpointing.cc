@@ -27,6 +27,7 @@ struct Region {
   std::map<StorageId, StorageId> remade;  // by the recomputation
   std::size_t first_use = 0;              // position in the backward that needs the recomputation
   bool recomputes = false;
+  bool started = true;  // its backward has begun: the gradient of an output is there
   std::size_t end = 0;  // position in the backward behind which the inputs are dropped
   bool done = false;    // its backward is over
 };
@@ -97,6 +98,7 @@ class Checkpointer {
     born_in_backward_.clear();
     for (const std::int32_t f : backward_->forwards) FindRegions(f);
     if (regions_.empty()) return;
+    TellCallsApart();
     for (const std::int32_t f : backward_->forwards) FindLives(f);
     FindBackwardUses();
     ExtendInputs();
@@ -130,6 +132,26 @@ class Checkpointer {
         }
       }
     }
+  }
+
+  // Operators name modules, not calls of them: what one call made may be read in the backward of the next.
+  void TellCallsApart() {
+    std::map<ModuleId, int> calls;
+    for (const Region& region : regions_) ++calls[region.module];
+    for (const TraceEvent& event : backward_->events) {
+      const auto* ready = std::get_if<OutputGradReadyEvent>(&event);
+      if (ready == nullptr) continue;
+      for (Region& region : regions_) {
+        if (calls[region.module] > 1 && Is(region, *ready)) region.started = false;
+      }
+    }
+  }
+
+  // Whether an event of the backward is of the region's call.
+  bool Is(const Region& region, const auto& event) const {
+    return region.module == index_.canonical[event.module] && region.occurrence == event.occurrence &&
+           event.forward < std::ssize(backward_->forwards) &&
+           backward_->forwards[event.forward] == region.forward;
   }
 
   void FindLives(std::int32_t f) {
@@ -179,13 +201,9 @@ class Checkpointer {
         for (const StorageId s : op->reads) UseInBackward(s, op->module, i);
         for (const StorageId s : op->writes) UseInBackward(s, op->module, i);
       } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
-        for (Region& region : regions_) {
-          const bool same = region.module == index_.canonical[done->module] &&
-                            region.occurrence == done->occurrence &&
-                            done->forward < std::ssize(backward_->forwards) &&
-                            backward_->forwards[done->forward] == region.forward;
-          region.done = region.done || same;
-        }
+        for (Region& region : regions_) region.done = region.done || Is(region, *done);
+      } else if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
+        for (Region& region : regions_) region.started = region.started || Is(region, *ready);
       } else if (const auto* born = std::get_if<AllocateEvent>(&event)) {
         born_in_backward_.insert(born->storage);
       } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
@@ -210,7 +228,7 @@ class Checkpointer {
     Region& region = regions_[born->second];
     const Life& life = lives_[storage];
     const bool dead = life.death_forward == region.forward && life.dies && life.death < region.exit;
-    if (module < 0 || !IsUnder(module, region.module) || dead) {
+    if (module < 0 || !IsUnder(module, region.module) || !region.started || dead) {
       needed_outside_.insert(storage);
       return;
     }

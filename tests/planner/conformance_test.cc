@@ -17,7 +17,7 @@ const std::set<std::string> kDiffer = {"fsdp1/gptish_offload", "fsdp1/gptish_opt
 
 std::vector<std::string> Cases() {
   std::vector<std::string> cases;
-  for (const char* folder : {"fsdp1", "fsdp2"}) {
+  for (const char* folder : {"fsdp1", "fsdp2", "live"}) {
     const std::string path = std::string(SHARDPLAN_SOURCE_DIR "/tests/conformance/") + folder;
     for (const auto& entry : std::filesystem::directory_iterator(path)) {
       if (entry.path().extension() == ".log") {
@@ -40,7 +40,8 @@ TEST_P(ConformanceTest, IssuesWhatPyTorchIssued) {
     EXPECT_FALSE(comparison.matches) << GetParam() << " matches now: take it off the list";
   } else {
     EXPECT_TRUE(comparison.matches) << comparison.difference;
-    EXPECT_EQ(comparison.objection, "");
+    // Random cases (live) do what PyTorch does wrong, too.
+    if (!GetParam().starts_with("live")) EXPECT_EQ(comparison.objection, "");
   }
 }
 
@@ -50,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Recordings, ConformanceTest, ::testing::ValuesIn(Cases(
   return name;
 });
 
-TEST(ConformanceTest, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 81u); }
+TEST(ConformanceTest, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 87u); }
 
 }  // namespace
 }  // namespace shardplan::conformance

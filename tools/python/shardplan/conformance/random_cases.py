@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardplan.conformance.case import Case, Forward
-from shardplan.conformance.random_models import MODES, ModelMaker, loss_of
+from shardplan.conformance.random_models import MODES, ModelMaker, loss_of, may_waste
 
 _MAX_DRAWS = 50
 
@@ -100,8 +100,8 @@ def _tied_across(model: nn.Module, units: list[dict]) -> bool:
 
 
 def _checkpointed(drawn: Drawn) -> list[str]:
-    """Modules none of which is inside another."""
-    names = [fqn for fqn, module in drawn.model.named_modules() if fqn and _is_unit_like(module)]
+    """Modules none of which is inside another. None with outputs that nothing uses: how far those are recomputed is not planned."""
+    names = [fqn for fqn, m in drawn.model.named_modules() if fqn and _is_unit_like(m) and not may_waste(m)]
     drawn.rng.shuffle(names)
     chosen: list[str] = []
     for name in names[: drawn.rng.randint(1, 3)]:

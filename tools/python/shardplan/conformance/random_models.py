@@ -205,6 +205,11 @@ class ModelMaker:
             parameter.requires_grad_(False)
 
 
+def may_waste(module: nn.Module) -> bool:
+    """Whether something in it may make a tensor that nothing uses."""
+    return any(isinstance(m, (Twin, Join)) or isinstance(m, Fork) and m.dropped >= 0 for m in module.modules())
+
+
 def loss_of(output) -> torch.Tensor:
     """Of the first output, or of all that need a gradient."""
     if isinstance(output, Pair):
