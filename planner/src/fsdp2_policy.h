@@ -24,6 +24,7 @@
 
 #include "optimizer_memory.h"
 #include "policy.h"
+#include "shardplan/schemas/verifier.h"
 
 namespace shardplan {
 
@@ -34,6 +35,7 @@ class Fsdp2Policy : public Policy {
   Status SetUp() override;
   Status On(const HostEvent& event) override;
   std::string State() const override;
+  std::vector<KnownFault> Faults() const override { return faults_; }
 
  private:
   enum class TrainingState : std::uint8_t { kIdle, kForward, kPreBackward, kPostBackward };
@@ -72,66 +74,133 @@ class Fsdp2Policy : public Policy {
     bool all_reduce_grads = true;
     bool reshard_after_backward = true;
     bool unshard_in_backward = true;
+    bool unshard_async_op = false;
+    bool force_sum_reduction = false;
+    bool separate_reduce_scatter = false;
+    bool process_group_memory = false;
+    std::size_t reduce_scatters_in_flight = 1;
+    std::optional<double> gradient_divide_factor;
+    bool auto_reshard_after_forward = false;  // reshard_after_forward was not given
     std::int64_t post_forward_size = 0;
     std::vector<UnitId> forward_prefetch, backward_prefetch;
     bool default_backward_prefetch = true;
     // derived
-    bool casts_params = false;
     bool offloads = false;
     DType grad_dtype = DType::kFloat32;  // of unsharded gradients
     BufferId param_sharded = -1, param_unsharded = -1;
-  };
-  struct CommContext {
-    UnitId all_gather_state = -1;  // unit whose all_gather_output is kept
-    BufferId all_gather_output = -1;
-    UnitId reduce_scatter_unit = -1;
-    BufferId reduce_scatter_input = -1;
-    std::vector<UnitId> post_forward_order;
+    // Of parameters with an extension: their further gathered tensors, and what post-all-gather allocates.
+    BufferId extension_gathered = -1, extension_unsharded = -1;
+    BufferId copy_out_chunks = -1;  // of parameters cut along another dimension than the first
   };
 
-  // fsdp2_policy.cc: hooks
+  struct PendingReduce {
+    UnitId unit = -1;
+    BufferId input = -1;
+    EventId event = -1;
+  };
+  // FSDPCommContext: streams and what is kept alive for them. Every unit has one of its own until its root is
+  // lazily initialised and gives it its.
+  struct CommContext {
+    bool initialised = false;
+    std::int32_t generation = 0;  // a context that two roots share gets new streams when the second one runs
+    StreamId copy_in = -1, all_gather = -1, reduce_scatter = -1, all_reduce = -1;
+    UnitId all_gather_unit = -1;  // whose all_gather_output is kept
+    BufferId all_gather_output = -1;
+    std::vector<PendingReduce> reduce_scatters;  // in flight, the oldest first
+    std::vector<UnitId> post_forward_order;
+  };
+  // FSDPStateContext, in the same way.
+  struct StateContext {
+    std::vector<UnitId> states;  // a unit of two modules is there twice
+    UnitId iter_forward_root = -1;
+    bool final_callback_queued = false;
+    bool is_last_backward = true;
+    EventId post_optim_event = -1;
+  };
+
+  // fsdp2_contexts.cc: roots
+  Status ShareCommContexts();
+  Status LazyInit(UnitId root);
+  void InitCommContext(CommContext& comm);
+  std::vector<UnitId> StatesUnder(ModuleId root) const;
+  void RootPreForward(UnitId unit);
+  StreamId AllReduceStream(UnitId unit);
+  CommContext& Comm(UnitId unit) { return comms_[comm_of_[unit]]; }
+  StateContext& Context(UnitId unit) { return contexts_[context_of_[unit]]; }
+
+  // fsdp2_setters.cc: knobs and calls of the user
   void MakeGroups();
+  void MakeGroup(UnitId id);
   void SetPrefetchDistances();
   Status SetPrefetchLists(const std::vector<PrefetchList>& lists, std::string_view pointer, bool forward);
-  Status Setter(const ModuleCall& call);
+  Status SetPrefetchList(const ModuleCall& call, UnitId unit);
+  UnitId FindUnit(const std::string& fqn) const;
+  Status Setter(const ModuleCall& call, bool in_setup);
+  Status NumberSetter(const ModuleCall& call, UnitId unit, bool in_setup);
   Status UserCall(const HostEvent& event);
-  void PreForward(const HostEvent& event);
+
+  // fsdp2_policy.cc: hooks
+  Status PreForward(const HostEvent& event);
   void PostForward(const HostEvent& event);
-  void PreBackward(const HostEvent& event);
+  Status PreBackward(const HostEvent& event);
   void PostBackwardFromAutograd(const HostEvent& event);
-  void FinalCallback(const HostEvent& event);
+  void BackwardEnd(const HostEvent& event);
+  void FinalCallback(StateContext& context, CommContext& comm);
   void OnSegment(const HostEvent& event);
   void OptimizerStep(const HostEvent& event);
   void ZeroGrad(const HostEvent& event);
   void Prefetch(UnitId target, TrainingState as, std::string_view reason);
-  void BackwardPrefetch(UnitId unit);
+  Status BackwardPrefetch(UnitId unit);
 
-  // fsdp2_collectives.cc: parameter groups
+  // fsdp2_gather.cc: FSDPParamGroup.unshard, wait_for_unshard, reshard
   void Unshard(UnitId unit, bool async, std::string_view reason);
   void IssueAllGather(UnitId unit, bool async);
-  BufferId CopyShardsToDevice(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
+  std::vector<BufferId> GatherSources(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
+  std::vector<BufferId> CopyShardsToDevice(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
+  BufferId CopyInto(UnitId unit, BufferId source, std::vector<Bytes> parts,
+                    std::vector<std::int32_t> parameters, std::string_view suffix, StreamId stream);
   void WaitForUnshard(UnitId unit);
-  void WaitAllGatherStreams(EventId event);
+  void CopyOut(UnitId unit, const PendingAllGather& pending);
+  void CastShards(UnitId unit);
+  void WaitAllGatherStreams(const CommContext& comm, EventId event);
+  void DropKeptOutput(CommContext& comm);
   void Reshard(UnitId unit);
   void ToSharded(UnitId unit);
   void ToShardedPostForward(UnitId unit);
+  void FreeUnsharded(UnitId unit);
+  bool Casts(UnitId unit, std::int32_t parameter) const;
+
+  // fsdp2_reduce.cc: FSDPParamGroup.post_backward, foreach_reduce
   void PostBackward(UnitId unit, std::string_view reason);
   void ToAccumulatedGrad(UnitId unit);
   void AddToAccumulatedGrad(UnitId unit);
+  std::vector<BufferId> TakeGrads(UnitId unit);
+  std::vector<BufferId> ReducePartialGrads(UnitId unit, std::set<std::int32_t>& grads, bool accumulated);
+  void WaitReduceScatter(CommContext& comm, std::size_t keep);
   void WaitForPostBackward(UnitId unit);
   void FinalizeBackward(UnitId unit);
   void ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters,
                      const std::vector<BufferId>& grads);
-  void AllReduceAndDeliver(UnitId unit, BufferId output, std::int64_t numel,
-                           const std::vector<std::int32_t>& parameters, std::optional<double> post_divide);
+  BufferId CopyInGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
+                       const std::vector<BufferId>& grads, std::string_view suffix);
+  void ReduceScatter(UnitId unit, BufferId input, BufferId output);
+  bool KeepPartial(UnitId unit, BufferId output, bool is_new);
+  StreamId AllReduce(UnitId unit, BufferId output);
+  StreamId RunHook(UnitId unit, BufferId output, StreamId stream);
+  void Scale(const std::optional<double>& factor, BufferId buffer, StreamId stream);
+
+  // fsdp2_deliver.cc: the reduced gradient becomes, or is added to, .grad
   void DeliverGrad(UnitId unit, BufferId output, StreamId stream,
                    const std::vector<std::int32_t>& parameters);
-
   void DeliverGradToHost(UnitId unit, BufferId output, StreamId stream,
                          const std::vector<std::int32_t>& parameters);
+  void DropReduced(UnitId unit, BufferId output, StreamId stream, bool is_gradient);
+  void StepInBackward(UnitId unit, StreamId stream);
+  std::vector<Bytes> ShardedGradParts(UnitId unit, const std::vector<std::int32_t>& parameters) const;
 
   struct Divide {
-    std::optional<double> pre, post;
+    // Of the reduce-scatter's input; where one rank copies it to the output instead; of what is reduced.
+    std::optional<double> pre, copy, post;
     ReduceOp reduce_scatter = ReduceOp::kSum, all_reduce = ReduceOp::kSum;
   };
   Divide DivideFactors(UnitId unit) const;
@@ -141,7 +210,10 @@ class Fsdp2Policy : public Policy {
   std::string EventName(UnitId unit, std::string_view what) const;
   BufferId GradBuffer(UnitId unit, const std::set<std::int32_t>& parameters, bool accumulated);
   BufferId PartialBuffer(UnitId unit, const std::vector<std::int32_t>& parameters);
-  std::int64_t ShardRanks(UnitId unit) const;
+  std::int64_t ShardRanks(UnitId unit) const { return partition_.units[unit].shard_size; }
+  BufferId CommBuffer(UnitId unit, BufferRole role, DType dtype, Bytes bytes,
+                      std::vector<std::int32_t> parameters, std::string_view suffix = {});
+  void AddFault(Rule rule, std::string why);
   std::vector<UnitId> UnitsUnder(const ModuleCall& call, UnitId unit) const;
 
   const Trace& trace_;
@@ -152,16 +224,13 @@ class Fsdp2Policy : public Policy {
   ProgramBuilder& builder_;
   OptimizerMemory optimizer_;
   std::vector<Group> groups_;
-  CommContext comm_;
-  StreamId copy_in_stream_ = -1, all_gather_stream_ = -1, reduce_scatter_stream_ = -1,
-           all_reduce_stream_ = -1;
+  std::vector<CommContext> comms_;  // by unit, as are the next three
+  std::vector<StateContext> contexts_;
+  std::vector<std::size_t> comm_of_, context_of_;
+  std::vector<bool> lazily_initialised_;
+  std::vector<std::pair<std::size_t, std::size_t>> final_callbacks_;  // queued: state and comm contexts
+  std::vector<KnownFault> faults_;
 
-  UnitId iter_forward_root_ = -1;
-  bool final_callback_queued_ = false;
-  bool is_last_backward_ = true;
-  bool unshard_async_op_ = false;
-  std::optional<double> gradient_divide_factor_;
-  bool force_sum_reduction_ = false;
   UnitId backward_unit_ = -1;  // of the last pre-backward: reads of traces without operators
 };
 

@@ -1,6 +1,7 @@
 #include "layout.h"
 
 #include <numeric>
+#include <optional>
 
 namespace shardplan {
 namespace {
@@ -18,6 +19,56 @@ std::int64_t PaddedShardNumel(const UnitParameter& parameter, std::int64_t ranks
   const std::int64_t rows = parameter.shape[parameter.shard_dim];
   if (rows == 0) return 0;
   return CeilDiv(rows, ranks) * (Numel(parameter) / rows);
+}
+
+DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
+  return parameter.param_dtype.value_or(unit.param_dtype);
+}
+
+std::vector<ExtensionBuffer> GatheredTensors(const Unit& unit, const UnitParameter& parameter,
+                                             std::int64_t ranks) {
+  if (!parameter.gathered.empty()) return parameter.gathered;
+  return {{ComputeDType(unit, parameter), PaddedShardNumel(parameter, ranks)}};
+}
+
+DType GatherDType(const Unit& unit) {
+  std::optional<DType> common;
+  for (const UnitParameter& parameter : unit.parameters) {
+    for (const ExtensionBuffer& tensor : GatheredTensors(unit, parameter, 1)) {
+      if (common.value_or(tensor.dtype) != tensor.dtype) return DType::kUInt8;
+      common = tensor.dtype;
+    }
+  }
+  return common.value_or(unit.param_dtype);
+}
+
+std::vector<Bytes> GatherInputParts(const Unit& unit, std::int64_t ranks) {
+  std::vector<Bytes> parts;
+  for (const UnitParameter& parameter : unit.parameters) {
+    Bytes bytes;
+    for (const ExtensionBuffer& tensor : GatheredTensors(unit, parameter, ranks)) {
+      bytes.value += tensor.numel * SizeBytes(tensor.dtype);
+    }
+    parts.push_back(bytes);
+  }
+  return parts;
+}
+
+std::vector<Bytes> OriginalShardParts(const Unit& unit, std::int64_t ranks) {
+  std::vector<Bytes> parts;
+  for (const UnitParameter& parameter : unit.parameters) {
+    parts.push_back(Bytes{PaddedShardNumel(parameter, ranks) * SizeBytes(parameter.dtype)});
+  }
+  return parts;
+}
+
+std::vector<Bytes> UnshardedParts(const Unit& unit, std::int64_t ranks) {
+  std::vector<Bytes> parts;
+  for (const UnitParameter& parameter : unit.parameters) {
+    const ExtensionBuffer first = GatheredTensors(unit, parameter, ranks).front();
+    parts.push_back(Bytes{first.numel * ranks * SizeBytes(first.dtype)});
+  }
+  return parts;
 }
 
 void LayOutFlat(Unit& unit, bool aligned, DType aligned_dtype, std::int64_t ranks) {

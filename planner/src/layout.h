@@ -18,6 +18,21 @@ std::int64_t PaddedShardNumel(const UnitParameter& parameter, std::int64_t ranks
 // without, only torch.chunk's tail padding makes the shards equal.
 void LayOutFlat(Unit& unit, bool aligned, DType aligned_dtype, std::int64_t ranks);
 
+// ---- per_parameter units: what an all-gather moves (FSDPParam.all_gather_inputs) ----
+// Dtype that a parameter is computed in.
+DType ComputeDType(const Unit& unit, const UnitParameter& parameter);
+// What one of `ranks` gathers of a parameter: its padded piece, or what its extension makes of that.
+std::vector<ExtensionBuffer> GatheredTensors(const Unit& unit, const UnitParameter& parameter,
+                                             std::int64_t ranks);
+// The all-gather buffer's dtype: uint8 when the gathered tensors of the unit differ in theirs.
+DType GatherDType(const Unit& unit);
+// Bytes by parameter of what one of `ranks` gathers.
+std::vector<Bytes> GatherInputParts(const Unit& unit, std::int64_t ranks);
+// Bytes by parameter of the rank's persistent piece, in the original dtypes.
+std::vector<Bytes> OriginalShardParts(const Unit& unit, std::int64_t ranks);
+// Bytes by parameter of the first gathered tensor (without extension the only one), of all ranks.
+std::vector<Bytes> UnshardedParts(const Unit& unit, std::int64_t ranks);
+
 // Bytes of each piece, parameter by parameter (per_parameter) or as one (flat): of the unsharded parameters
 // as gathered over `ranks`, padding included / of one rank's piece.
 std::vector<Bytes> GatheredParts(const Unit& unit, std::int64_t ranks, DType dtype);

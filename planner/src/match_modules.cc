@@ -3,12 +3,11 @@
 
 #include <map>
 
+#include "model_index.h"
 #include "shardplan/planner/planner.h"
 
 namespace shardplan {
-namespace {
 
-// Glob over FQNs: '*' any characters but '.', '?' one character but '.'.
 bool Matches(std::string_view pattern, std::string_view text) {
   if (pattern.empty()) return text.empty();
   if (pattern.front() == '*') {
@@ -21,6 +20,8 @@ bool Matches(std::string_view pattern, std::string_view text) {
   const bool same = pattern.front() == text.front() || (pattern.front() == '?' && text.front() != '.');
   return same && Matches(pattern.substr(1), text.substr(1));
 }
+
+namespace {
 
 constexpr std::string_view kClassPrefix = "class:";
 

@@ -23,6 +23,9 @@ struct ModelIndex {
 // "(root)" for the root's empty FQN, the FQN otherwise: how names of segments, buffers and messages spell it.
 std::string DisplayName(std::string_view fqn);
 
+// Glob over FQNs: '*' any characters but '.', '?' one character but '.'.
+bool Matches(std::string_view pattern, std::string_view fqn);
+
 // kBadInput with a pointer into the trace: no modules, a child without an entry, an id out of range, ...
 Result<ModelIndex> MakeModelIndex(const Trace& trace);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "layout.h"
+#include "shardplan/simulator/optimizer_temporaries.h"
 
 namespace shardplan {
 namespace {
@@ -21,7 +22,7 @@ OptimizerMemory::OptimizerMemory(const Optimizer& optimizer, const Partition& pa
 
 std::vector<Bytes> OptimizerMemory::TrainableShards(UnitId id) const {
   const Unit& unit = partition_.units[id].unit;
-  const std::int64_t ranks = unit.shard_communicator < 0 ? 1 : partition_.shard_size;
+  const std::int64_t ranks = unit.shard_communicator < 0 ? 1 : partition_.units[id].shard_size;
   const std::vector<Bytes> shards = ShardParts(unit, ranks, unit.orig_dtype);
   if (unit.layout == LayoutKind::kFlat) return shards;
   std::vector<Bytes> trainable;
@@ -70,15 +71,10 @@ void OptimizerMemory::Step(const std::vector<UnitId>& units) {
     shards.insert(shards.end(), trainable.begin(), trainable.end());
   }
   builder_.SetUnit(-1);
-  // torch.optim.AdamW: foreach takes one list of square roots; the loop takes two tensors of one parameter at
-  // a time; fused takes nothing.
   BufferId temporary = -1;
-  if (optimizer_.kind == OptimizerKind::kAdamW && !shards.empty() &&
-      optimizer_.implementation != OptimizerImplementation::kFused) {
-    std::vector<Bytes> parts = shards;
-    if (optimizer_.implementation == OptimizerImplementation::kForLoop) {
-      parts.assign(2, *std::max_element(shards.begin(), shards.end()));
-    }
+  std::vector<Bytes> parts;
+  if (optimizer_.kind == OptimizerKind::kAdamW) parts = AdamWTemporaries(optimizer_.implementation, shards);
+  if (!parts.empty()) {
     temporary = builder_.AddBuffer({.name = "optimizer.temp",
                                     .role = BufferRole::kOptimizerTemp,
                                     .dtype = partition_.units[units.front()].unit.orig_dtype,

@@ -7,6 +7,8 @@
 
 #include "layout.h"
 #include "shardplan/planner/planner.h"
+#include "unit_groups.h"
+#include "unit_parameters.h"
 
 namespace shardplan {
 namespace {
@@ -23,11 +25,21 @@ struct Call {
 class Partitioner {
  public:
   Partitioner(const Trace& trace, const ModelIndex& index, const Strategy& strategy)
-      : trace_(trace), index_(index), strategy_(strategy), flat_(strategy.policy == "fsdp1") {}
+      : trace_(trace),
+        index_(index),
+        strategy_(strategy),
+        flat_(strategy.policy == "fsdp1"),
+        groups_(strategy) {}
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
-    if (Status s = MakeMesh(cluster_ranks); !s) return std::unexpected(s.error());
+    if (Status s = flat_ ? MakeFlatMesh(cluster_ranks) : groups_.Begin(cluster_ranks, result_); !s) {
+      return std::unexpected(s.error());
+    }
     if (Status s = ExpandRules(); !s) return std::unexpected(s.error());
+    if (!flat_) {
+      if (Status s = CheckParameterRules(trace_, strategy_); !s) return std::unexpected(s.error());
+      if (Status s = groups_.FindHooks(trace_, index_); !s) return std::unexpected(s.error());
+    }
     for (const std::string& fqn : strategy_.ignored_parameters) ignored_.insert(fqn);
     result_.unit_of_module.assign(trace_.modules.size(), -1);
     result_.managed_by.assign(trace_.modules.size(), -1);
@@ -40,7 +52,8 @@ class Partitioner {
   }
 
  private:
-  Status MakeMesh(std::int64_t cluster_ranks) {
+  // FSDP1: {shard} or {replicate, shard}.
+  Status MakeFlatMesh(std::int64_t cluster_ranks) {
     result_.mesh = strategy_.mesh;
     if (result_.mesh.empty()) result_.mesh = {{"shard", cluster_ranks}};
     std::int64_t ranks = 1;
@@ -71,7 +84,7 @@ class Partitioner {
       return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
                             fmt::format("{}", cluster_ranks));
     }
-    if (flat_ && strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard) {  // DDP over everything
+    if (strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard) {  // DDP over everything
       result_.shard_size = 1;
       result_.replicate_size = ranks;
     }
@@ -84,6 +97,10 @@ class Partitioner {
 
   Status ExpandRules() {
     rules_ = strategy_.units.empty() ? DefaultUnits(trace_) : strategy_.units;
+    if (!flat_ && !strategy_.fsdp2.shard_root) {
+      std::erase_if(rules_,
+                    [](const UnitRule& rule) { return rule.modules == std::vector<std::string>{""}; });
+    }
     std::set<ModuleId> taken;
     for (std::size_t r = 0; r < rules_.size(); ++r) {
       const UnitRule& rule = rules_[r];
@@ -110,7 +127,9 @@ class Partitioner {
       }
       if (rule.group && !group.modules.empty()) calls_.push_back(std::move(group));
     }
-    if (!taken.contains(0)) calls_.push_back({{0}, nullptr, "/units"});
+    if (!taken.contains(0) && (flat_ || strategy_.fsdp2.shard_root)) {
+      calls_.push_back({{0}, nullptr, "/units"});
+    }
     if (flat_) {
       // FSDP1 wraps from the inside out whatever the order of the rules: pre-order reversed has children
       // first.
@@ -159,9 +178,22 @@ class Partitioner {
       result_.managed_by[module] = id;
       for (const NamedParameter& named : trace_.modules[module].parameters) AddParameter(named, id, choice);
     }
+    choice.unit.orig_dtype = trace_.compute_dtype;
+    choice.shard_size = result_.shard_size;
+    choice.replicate_size = result_.replicate_size;
+    if (!flat_) {
+      const auto* own =
+          call.rule != nullptr && call.rule->data_parallel ? &*call.rule->data_parallel : nullptr;
+      if (Status s = groups_.SetRanks(own, call.pointer, choice); !s) return s;
+    }
     SetKnobs(call, choice);
-    if (Status s = SetDtypes(call, choice); !s) return s;
-    if (Status s = SetCommunicators(call, choice); !s) return s;
+    if (Status s = flat_ ? SetFlatDtypes(call, choice)
+                         : SetParameterKnobs(strategy_, groups_.mesh(), call.pointer, choice);
+        !s) {
+      return s;
+    }
+    if (Status s = flat_ ? LayOut(choice) : groups_.SetCommunicators(call.pointer, choice, result_); !s)
+      return s;
     result_.units.push_back(std::move(choice));
     return {};
   }
@@ -177,7 +209,8 @@ class Partitioner {
                                       .shared_with = parameter.shared_with,
                                       .shape = parameter.shape,
                                       .dtype = parameter.dtype,
-                                      .requires_grad = parameter.requires_grad});
+                                      .requires_grad = parameter.requires_grad,
+                                      .placements = parameter.placements});
   }
 
   void SetKnobs(const Call& call, UnitChoice& choice) {
@@ -191,9 +224,9 @@ class Partitioner {
     choice.mixed_precision = mixed.value_or(MixedPrecision{});
     const auto reshard = pick(&UnitRule::reshard_after_forward, strategy_.reshard_after_forward);
     choice.reshard_given = reshard.has_value();
-    const std::int64_t all = result_.shard_size;
+    const std::int64_t all = choice.shard_size;
     if (!reshard) {
-      choice.post_forward_size = choice.is_root ? 0 : all;
+      choice.post_forward_size = all;  // but 0 for a root, which shows at its first forward
     } else if (const bool* flag = std::get_if<bool>(&*reshard)) {
       choice.post_forward_size = *flag ? all : 0;
     } else {
@@ -202,17 +235,11 @@ class Partitioner {
     }
   }
 
-  Status SetDtypes(const Call& call, UnitChoice& choice) {
+  Status SetFlatDtypes(const Call& call, UnitChoice& choice) {
     Unit& unit = choice.unit;
     std::optional<DType> original;
     for (const UnitParameter& parameter : unit.parameters) {
-      if (parameter.shape.empty() && !flat_) {
-        return MakeInputError(call.pointer, "a scalar parameter cannot be sharded; make its shape [1]",
-                              parameter.fqn);
-      }
       if (!original) original = parameter.dtype;
-      // FSDP2 asks it of the trainable parameters, FSDP1 of all. Gathering a mixture as bytes comes with the
-      // layouts for it.
       if (parameter.dtype != *original) {
         return MakeInputError(call.pointer, "the parameters of a unit differ in dtype",
                               fmt::format("{} is {}", parameter.fqn, Name(parameter.dtype)),
@@ -226,38 +253,16 @@ class Partitioner {
     return {};
   }
 
-  Status SetCommunicators(const Call& call, UnitChoice& choice) {
+  Status LayOut(UnitChoice& choice) {
     Unit& unit = choice.unit;
     if (result_.shard_size > 1) unit.shard_communicator = 0;
     if (result_.replicate_size > 1) unit.replicate_communicator = unit.shard_communicator + 1;
-    const std::int64_t size = choice.post_forward_size;
-    if (!flat_ && size != 0 && size != result_.shard_size) {
-      if (size < 0 || result_.shard_size % size != 0) {
-        return MakeInputError(call.pointer,
-                              "reshard_after_forward is not a divisor of the shard group's size",
-                              fmt::format("{}", size), fmt::format("a divisor of {}", result_.shard_size));
-      }
-      unit.post_forward_communicator = PostForwardCommunicator(size);
-    }
-    if (flat_) {
-      unit.layout = LayoutKind::kFlat;
-      const bool no_shard = strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard;
-      // Aligned flat parameters are padded for the whole process group even where they are not sharded.
-      LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
-                 no_shard && strategy_.fsdp1.use_orig_params ? result_.replicate_size : result_.shard_size);
-    }
+    unit.layout = LayoutKind::kFlat;
+    const bool no_shard = strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard;
+    // Aligned flat parameters are padded for the whole process group even where they are not sharded.
+    LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
+               no_shard && strategy_.fsdp1.use_orig_params ? result_.replicate_size : result_.shard_size);
     return {};
-  }
-
-  CommunicatorId PostForwardCommunicator(std::int64_t size) {
-    for (std::size_t c = 0; c < result_.communicators.size(); ++c) {
-      const Communicator& known = result_.communicators[c];
-      if (known.name.starts_with("post_forward") && known.size == size) return static_cast<CommunicatorId>(c);
-    }
-    const bool first = std::none_of(result_.communicators.begin(), result_.communicators.end(),
-                                    [](const Communicator& c) { return c.name == "post_forward"; });
-    result_.communicators.push_back({first ? "post_forward" : fmt::format("post_forward_{}", size), size, 1});
-    return static_cast<CommunicatorId>(result_.communicators.size() - 1);
   }
 
   // Units get their final ids in the order of their first modules in the tree, the root first.
@@ -294,6 +299,7 @@ class Partitioner {
   Rules rules_;
   std::vector<Call> calls_;
   std::set<std::string> ignored_;
+  UnitGroups groups_;  // fsdp2
   Partition result_;
 };
 

@@ -2,9 +2,11 @@
 // ranks.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <vector>
 
+#include "mesh.h"
 #include "model_index.h"
 #include "shardplan/schemas/plan.h"
 
@@ -21,6 +23,10 @@ struct UnitChoice {
   MixedPrecision mixed_precision;
   bool mixed_precision_given = false;
   bool cpu_offload = false;
+  DataParallelDims data_parallel;                // fsdp2: of this unit
+  MeshDigits shard_digits, replicate_digits;     // fsdp2
+  std::optional<AllReduceHook> all_reduce_hook;  // fsdp2
+  std::int64_t shard_size = 1, replicate_size = 1;
 };
 
 struct UnitParameterRef {
@@ -36,6 +42,7 @@ struct Partition {
   std::vector<UnitId> states;  // pre-order over modules; a unit of two modules is there twice
   std::vector<Communicator> communicators;
   std::vector<StrategyMeshDim> mesh;
+  std::map<std::string, CommunicatorId> mesh_groups;  // fsdp2: of dimensions that are not FSDP's, by name
   std::int64_t shard_size = 1;
   std::int64_t replicate_size = 1;
 };

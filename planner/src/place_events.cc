@@ -45,7 +45,7 @@ bool KeepOneOfEqualSteps(std::size_t first_repetition, Plan& plan) {
 
 }  // namespace
 
-Status PlaceEvents(const PolicyInput& input, Plan& plan) {
+Status PlaceEvents(const PolicyInput& input, Plan& plan, std::vector<KnownFault>& faults) {
   ProgramBuilder builder(input.trace, input.partition, plan);
   Result<std::unique_ptr<Policy>> policy = MakePolicy(input, builder);
   if (!policy) return std::unexpected(policy.error());
@@ -57,6 +57,7 @@ Status PlaceEvents(const PolicyInput& input, Plan& plan) {
     if (s + 1 >= given) {
       const auto [entry, added] = seen.try_emplace((*policy)->State(), static_cast<std::int32_t>(s));
       if (!added) {
+        faults = (*policy)->Faults();
         plan.steady_step = entry->second;
         plan.steps[plan.steady_step].name = "steady";
         return {};
@@ -67,6 +68,7 @@ Status PlaceEvents(const PolicyInput& input, Plan& plan) {
       return status;
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
+  faults = (*policy)->Faults();
   if (KeepOneOfEqualSteps(given - 1, plan)) return {};
   return std::unexpected(
       Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});

@@ -8,6 +8,6 @@ namespace shardplan {
 
 // Fills plan.steps, steady_step and everything that the instructions refer to. plan.units must be there.
 // kBadInput: an unknown policy or a call that it does not know.
-Status PlaceEvents(const PolicyInput& input, Plan& plan);
+Status PlaceEvents(const PolicyInput& input, Plan& plan, std::vector<KnownFault>& faults);
 
 }  // namespace shardplan

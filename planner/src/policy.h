@@ -3,11 +3,19 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "program_builder.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/verifier.h"
 
 namespace shardplan {
+
+// What the verifier will rightly find in the plan because PyTorch itself does it: violations of `rule`.
+struct KnownFault {
+  Rule rule = Rule::kReference;
+  std::string why;
+};
 
 class Policy {
  public:
@@ -21,6 +29,7 @@ class Policy {
   // Everything that decides what later steps do, as bytes: two steps that begin in equal states and have
   // equal host events are equal.
   virtual std::string State() const = 0;
+  virtual std::vector<KnownFault> Faults() const { return {}; }
 };
 
 struct PolicyInput {

@@ -62,14 +62,15 @@ BufferId ProgramBuilder::AddBuffer(Buffer buffer) {
 
 BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
                                     std::vector<std::int32_t> parameters, std::string_view suffix,
-                                    MemoryKind memory) {
+                                    MemoryKind memory, CommunicatorId pool) {
   Buffer buffer{.role = role,
                 .unit = unit,
                 .dtype = dtype,
                 .parts_bytes = std::move(parts),
                 .parameters = std::move(parameters),
                 .memory = memory,
-                .persistent = role == BufferRole::kParamSharded};
+                .persistent = role == BufferRole::kParamSharded,
+                .pool = pool};
   buffer.name = fmt::format("{}.{}{}{}", DisplayName(plan_.units[unit].fqn), Name(role),
                             suffix.empty() ? "" : ".", suffix);
   return AddBuffer(std::move(buffer));

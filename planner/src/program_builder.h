@@ -27,7 +27,7 @@ class ProgramBuilder {
   // The buffer of `unit` named "<unit>.<role>[.<suffix>]" over the given parameters (indices, ascending).
   BufferId UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
                       std::vector<std::int32_t> parameters, std::string_view suffix = {},
-                      MemoryKind memory = MemoryKind::kDevice);
+                      MemoryKind memory = MemoryKind::kDevice, CommunicatorId pool = -1);
 
   // `reason` is put on every instruction until the next call.
   void SetReason(std::string_view reason) { reason_ = reason; }

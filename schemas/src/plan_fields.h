@@ -33,6 +33,9 @@ inline constexpr auto kFields<Unit> = FieldList(
     Optional("reduce_scatter_communicator", &Unit::reduce_scatter_communicator).Ref(RefKind::kCommunicator),
     Optional("replicate_communicator", &Unit::replicate_communicator).Ref(RefKind::kCommunicator),
     Optional("post_forward_communicator", &Unit::post_forward_communicator).Ref(RefKind::kCommunicator),
+    Optional("hook_communicator", &Unit::hook_communicator).Ref(RefKind::kCommunicator),
+    Optional("hook_divisor", &Unit::hook_divisor).Positive(),
+    Optional("gradient_divide_factor", &Unit::gradient_divide_factor).Positive(),
     Optional("flat_numel", &Unit::flat_numel));
 
 template <>

@@ -12,6 +12,15 @@
 namespace shardplan {
 namespace {
 
+// Every digit of the groups is there on all ranks.
+bool Divides(const Communicator& c, std::int64_t ranks) {
+  const auto divides = [&](std::int64_t size, std::int64_t stride) {
+    return size >= 1 && stride >= 1 && ranks % (size * stride) == 0;
+  };
+  if (c.dims.empty()) return divides(c.size, c.stride);
+  return std::ranges::all_of(c.dims, [&](const CommunicatorDim& d) { return divides(d.size, d.stride); });
+}
+
 bool Exists(const Plan& plan, verifier::Position at) {
   if (at.step < 0 || at.step >= std::ssize(plan.steps)) return false;
   const std::vector<Trigger>& triggers = plan.steps[at.step].triggers;
@@ -56,7 +65,7 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
       interpretable = false;
     }
     for (const Communicator& c : plan.communicators) {
-      if (c.size >= 1 && c.stride >= 1 && plan.world_size % (c.size * c.stride) == 0) continue;
+      if (Divides(c, plan.world_size)) continue;
       violations.push_back(
           {Rule::kReference,
            -1,

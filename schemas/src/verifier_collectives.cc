@@ -13,7 +13,10 @@ bool IsCollective(InstructionKind kind) {
 }
 
 GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
-  return {c.name, c.size, c.stride, rank - rank / c.stride % c.size * c.stride};
+  std::vector<CommunicatorDim> digits = c.dims;
+  if (digits.empty()) digits.push_back({c.size, c.stride});
+  for (const CommunicatorDim& digit : digits) rank -= rank / digit.stride % digit.size * digit.stride;
+  return {c.name, c.size, c.stride, rank};
 }
 
 CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {

@@ -12,11 +12,8 @@ bool IsLong(const Plan& plan, CommunicatorId communicator) {
   return communicator >= 0 && plan.communicators[communicator].size > 1;
 }
 
-bool SameRanks(const Plan& plan, CommunicatorId a, CommunicatorId b) {
-  if (a < 0 || b < 0) return false;
-  const Communicator& left = plan.communicators[a];
-  const Communicator& right = plan.communicators[b];
-  return left.size == right.size && left.stride == right.stride;
+bool SameGroups(const Plan& plan, CommunicatorId a, CommunicatorId b) {
+  return a >= 0 && b >= 0 && SameRanks(plan.communicators[a], plan.communicators[b]);
 }
 
 bool Near(double a, double b) { return std::abs(a - b) <= 1e-9 * std::max(std::abs(a), std::abs(b)); }
@@ -128,12 +125,36 @@ bool Gradients::JoinOther(Value& into, const Value& value) const {
   return true;
 }
 
+// A reduction that is not one of FSDP's own two: the user's all-reduce hook, or the partial sums that tensor
+// parallelism leaves.
+bool Gradients::IsForeign(const Unit& unit, const Instruction& instruction) const {
+  const CommunicatorId used = instruction.communicator;
+  if (instruction.kind != InstructionKind::kAllReduce ||
+      SameGroups(plan_, used, unit.replicate_communicator) ||
+      SameGroups(plan_, used, unit.shard_communicator)) {
+    return false;
+  }
+  if (SameGroups(plan_, used, unit.hook_communicator)) return true;
+  for (const std::int32_t p : ParametersOf(instruction.src, plan_.buffers[instruction.src].unit)) {
+    for (const ParameterPlacement& placement : unit.parameters[p].placements) {
+      if (placement.grad_partial && placement.size == plan_.communicators[used].size) return true;
+    }
+  }
+  return false;
+}
+
 void Gradients::Reduce(Value& value, const Instruction& instruction, Position at) {
   const Unit& unit = plan_.units[value.unit];
+  if (IsForeign(unit, instruction)) {
+    if (instruction.reduce_op == ReduceOp::kAverage) {
+      value.divisor *= static_cast<double>(plan_.communicators[instruction.communicator].size);
+    }
+    return;
+  }
   const bool scatter = instruction.kind == InstructionKind::kReduceScatter;
   const bool over_shards =
-      scatter || (SameRanks(plan_, instruction.communicator, unit.shard_communicator) &&
-                  !SameRanks(plan_, instruction.communicator, unit.replicate_communicator));
+      scatter || (SameGroups(plan_, instruction.communicator, unit.shard_communicator) &&
+                  !SameGroups(plan_, instruction.communicator, unit.replicate_communicator));
   const CommunicatorId expected = over_shards ? unit.shard_communicator : unit.replicate_communicator;
   bool& done = over_shards ? value.sharded : value.replicated;
   if (done) {
@@ -141,7 +162,7 @@ void Gradients::Reduce(Value& value, const Instruction& instruction, Position at
                   fmt::format("{} reduces a gradient of {} that was already reduced over these ranks",
                               reporter_.Instruction(at), reporter_.UnitName(value.unit)),
                   Chain(value, at));
-  } else if (!SameRanks(plan_, instruction.communicator, expected)) {
+  } else if (!SameGroups(plan_, instruction.communicator, expected)) {
     reporter_.Add(Rule::kGradNotReduced, at, value.unit,
                   fmt::format("{} reduces a gradient of {} over other ranks than the unit's",
                               reporter_.Instruction(at), reporter_.UnitName(value.unit)),
@@ -262,13 +283,14 @@ void Gradients::CheckReduced(Value& value, BufferId buffer, Position at) {
 }
 
 double Gradients::ExpectedDivisor(const Unit& unit) const {
-  const std::optional<double>& factor = plan_.strategy.fsdp2.gradient_divide_factor;
-  if (plan_.strategy.policy != "fsdp1" && factor.has_value()) return *factor;
+  const std::optional<double>& all = plan_.strategy.fsdp2.gradient_divide_factor;
+  const std::optional<double> factor = unit.gradient_divide_factor ? unit.gradient_divide_factor : all;
+  if (plan_.strategy.policy != "fsdp1" && factor.has_value()) return *factor * unit.hook_divisor;
   double ranks = 1;
   for (const CommunicatorId c : {unit.shard_communicator, unit.replicate_communicator}) {
     if (c >= 0) ranks *= static_cast<double>(plan_.communicators[c].size);
   }
-  return ranks;
+  return ranks * unit.hook_divisor;
 }
 
 void Gradients::CheckDivisor(Value& value, BufferId buffer, Position at) {

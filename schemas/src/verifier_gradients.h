@@ -54,6 +54,7 @@ class Gradients {
 
   Value& At(BufferId buffer);
   std::vector<std::int32_t> ParametersOf(BufferId buffer, UnitId unit) const;
+  bool IsForeign(const Unit& unit, const Instruction& instruction) const;
   void Reduce(Value& value, const Instruction& instruction, Position at);
   void CheckMade(const Value& value, const std::vector<std::int32_t>& parameters, BufferId buffer,
                  Position at);

@@ -181,8 +181,7 @@ class InstructionCheck {
     const Communicator& used = plan_.communicators[i_.communicator];
     for (const CommunicatorId id : {unit.shard_communicator, unit.post_forward_communicator}) {
       if (id < 0) continue;
-      const Communicator& own = plan_.communicators[id];
-      if (own.size == used.size && own.stride == used.stride) return;
+      if (SameRanks(plan_.communicators[id], used)) return;
     }
     Fail(fmt::format("communicator {} does not join the ranks that the unit is sharded over", used.name));
   }
@@ -207,10 +206,17 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
   for (const Communicator& c : plan.communicators) {
     if (c.size < 1 || c.stride < 1)
       fail(fmt::format("communicator {} has size {}, stride {}", c.name, c.size, c.stride));
+    std::int64_t product = 1;
+    for (const CommunicatorDim& dim : c.dims) product *= dim.size;
+    if (!c.dims.empty() && (product != c.size || c.dims.back().stride != c.stride)) {
+      fail(fmt::format("communicator {} has dims that do not make size {}, stride {}", c.name, c.size,
+                       c.stride));
+    }
   }
   for (const Unit& unit : plan.units) {
     for (const CommunicatorId c :
-         {unit.shard_communicator, unit.replicate_communicator, unit.post_forward_communicator}) {
+         {unit.shard_communicator, unit.reduce_scatter_communicator, unit.replicate_communicator,
+          unit.post_forward_communicator, unit.hook_communicator}) {
       if (!NamesOrNone(plan.communicators, c))
         fail(fmt::format("unit {}: communicator {} does not exist", unit.fqn, c));
     }
@@ -219,6 +225,9 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
     if (!NamesOrNone(plan.units, buffer.unit)) {
       fail(fmt::format("buffer {}: unit {} does not exist", buffer.name, buffer.unit));
       continue;
+    }
+    if (!NamesOrNone(plan.communicators, buffer.pool)) {
+      fail(fmt::format("buffer {}: communicator {} does not exist", buffer.name, buffer.pool));
     }
     for (std::size_t k = 0; k < buffer.parameters.size(); ++k) {
       const std::int32_t p = buffer.parameters[k];

@@ -46,6 +46,9 @@ int VerifyAndExplain(const std::string& path, const Plan& plan) {
   const std::vector<Violation> violations = Verify(plan);
   if (violations.empty()) {
     fmt::print("{}: verifies\n", path);
+    for (const Remark& remark : Remarks(plan)) {
+      fmt::print("{}: remark: {}: {}\n", path, Name(remark.kind), remark.message);
+    }
     return 0;
   }
   for (const Violation& violation : violations) fmt::print("{}: {}\n", path, Explain(plan, violation));

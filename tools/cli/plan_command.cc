@@ -47,6 +47,9 @@ Status RunPlan(const Options& options) {
   const Result<PlannerOutput> planned =
       PlanTrace(*trace, options.trace, *strategy, options.strategy, *cluster, plan_options);
   if (!planned) return std::unexpected(planned.error());
+  for (const std::string& fault : planned->faults) {
+    Progress(false, fmt::format("the plan has a fault because PyTorch has it: {}", fault));
+  }
   if (Status written = WriteOutput(options.output, ToJson(planned->plan)); !written) return written;
   if (options.output != "-") Progress(options.quiet, fmt::format("wrote {}", options.output));
   if (!options.graph.empty()) {

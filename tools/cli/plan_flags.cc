@@ -185,6 +185,7 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       .add_flag("--no-sync", flags.accumulate_without_sync,
                 "With --accumulate: only the last one reduces gradients")
       ->group(group);
+  AddFsdp2Flags(command, flags.fsdp2, group);
 }
 
 Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
@@ -212,6 +213,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;
   if (Status s = ApplyPrefetch(flags, strategy); !s) return s;
   if (Status s = ApplySharding(flags.sharding, strategy); !s) return s;
+  if (Status s = ApplyFsdp2Flags(flags.fsdp2, strategy); !s) return s;
   return ApplyOptimizer(flags.optimizer, strategy);
 }
 

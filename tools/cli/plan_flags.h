@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp2_flags.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
@@ -29,6 +30,7 @@ struct PlanFlags {
   std::optional<std::string> optimizer;
   std::optional<std::int64_t> accumulate;
   bool accumulate_without_sync = false;
+  Fsdp2Flags fsdp2;
 };
 
 void AddPlanFlags(CLI::App& command, PlanFlags& flags);

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 GOLDENS = pathlib.Path(__file__).parent
 ROOT = GOLDENS.parents[2]
+# Lines of a difference that say in other words what the rest says.
+BESIDE_THE_POINT = re.compile(r"plan (digests|cluster|mesh|world_size)|cluster |segment |strategy |(unit|buffer) .* parameters: ")
 POLICIES = {"fsdp2": "FSDP2", "fsdp1": "FSDP1"}
 
 
@@ -50,31 +52,31 @@ def run(program: pathlib.Path, *arguments) -> subprocess.CompletedProcess:
 def difference(golden: Golden, program: pathlib.Path) -> str:
     """What difference.txt has to say: the plan's difference to the base's plan and the verifier's verdict, or the refusal."""
     knob = golden.knob
-    ranks = knob.get("ranks", 2)
-    trace = GOLDENS / "traces" / f"{knob.get('trace', 'small')}.json"
+    trace, ranks = knob.get("trace", "small"), knob.get("ranks", 2)
     base = GOLDENS / golden.policy / knob.get("base", "base.json")
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)
-        cluster = out / "cluster.json"
-        device = {"name": "any", "memory_bytes": 1 << 30}
-        cluster.write_text(
-            json.dumps({"schema": "shardplan.cluster/1", "name": f"{ranks} ranks", "ranks": ranks, "device": device})
-        )
 
-        def plan(name: str, strategy: pathlib.Path) -> subprocess.CompletedProcess:
-            return run(program, "plan", trace, "--cluster", cluster, "--strategy", strategy, "-q", "-o", out / name)
+        def plan(name: str, strategy: pathlib.Path, trace: str, ranks: int) -> subprocess.CompletedProcess:
+            device = {"name": "any", "memory_bytes": 1 << 30}
+            cluster = {"schema": "shardplan.cluster/1", "name": "any", "ranks": ranks, "device": device}
+            (out / "cluster.json").write_text(json.dumps(cluster))
+            options = ["--cluster", out / "cluster.json", "--strategy", strategy, "-q", "-o", out / name]
+            return run(program, "plan", GOLDENS / "traces" / f"{trace}.json", *options)
 
-        planned = plan("base.json", base)
+        planned = plan("base.json", base, knob.get("base_trace", trace), knob.get("base_ranks", ranks))
         assert planned.returncode == 0, planned.stderr
-        planned = plan("plan.json", golden.folder / "strategy.json")
-        warnings = planned.stderr.replace(f"{golden.folder.relative_to(ROOT)}/", "").replace(f"{golden.folder}/", "")
+        planned = plan("plan.json", golden.folder / "strategy.json", trace, ranks)
+        warnings = planned.stderr.replace(f"{golden.folder}/", "")
         if planned.returncode != 0:
-            return f"refused:\n{warnings}"
+            return f"refused:\n{warnings.strip()}\n"
         diff = run(program, "diff", out / "base.json", out / "plan.json")
         assert diff.returncode in (0, 1), diff.stderr
-        lines = [line for line in diff.stdout.splitlines() if not re.match("plan (digests|cluster)|cluster ", line)]
+        lines = [line for line in diff.stdout.splitlines() if not BESIDE_THE_POINT.match(line)]
         verdict = run(program, "validate", out / "plan.json")
         said = (verdict.stdout + verdict.stderr).replace(str(out / "plan.json"), "plan").strip()
+        # Of several violations the first tells it.
+        said = re.sub(r"\n\nplan: .*(?=\nplan: \d+ violations$)", "\n", said, flags=re.DOTALL)
         # The first line counts triggers and instructions; the goldens are about what differs.
         said = "\n".join(line for line in said.splitlines() if not line.startswith("plan: plan of "))
         return "\n".join(lines or ["no difference"]) + f"\n\nverdict:\n{said}\n"
@@ -102,6 +104,7 @@ Plans, strategies and this page are in step by a test; `tools/update_goldens` wr
         about = knob["about"] if isinstance(knob["about"], str) else " ".join(knob["about"])
         facts = [f"trace `{knob['trace']}`"] if "trace" in knob else []
         facts += [f"{knob['ranks']} ranks"] if "ranks" in knob else []
+        facts += [f"the other on {knob['base_ranks']}"] if "base_ranks" in knob else []
         facts += [f"compared to [{knob['base']}](../tests/planner/goldens/{policy}/{knob['base']})"] if "base" in knob else []
         text += f"\n### {knob['title']}\n\n{about}\n"
         text += f"({', '.join(facts)})\n" if facts else ""

@@ -67,6 +67,13 @@ def frozen() -> nn.Module:
     return model
 
 
+def frozen_prefix() -> nn.Module:
+    model = Small()
+    model.stem.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    return model
+
+
 def record(module: nn.Module, inputs: int = 8) -> dict:
     """Forward 0: with gradients; 1: without. Backward 0: of one forward; 1: of two at once."""
     x, y, z = (torch.randn(4, inputs) for _ in range(3))
@@ -76,6 +83,14 @@ def record(module: nn.Module, inputs: int = 8) -> dict:
         Group([Call((x,), {}), Call((z,), {})]),
     ]
     return session.trace_groups(module, groups)
+
+
+def quantised(trace: dict) -> dict:
+    """The trace as that of a model whose frozen parameters are kept in int8 (adapters on quantised weights)."""
+    for parameter in trace["parameters"]:
+        if not parameter.get("requires_grad", True):
+            parameter["dtype"] = "int8"
+    return trace
 
 
 def tensor_parallel(trace: dict, size: int) -> dict:
@@ -100,6 +115,8 @@ def traces() -> dict[str, dict]:
     return {
         "small": record(Small()),
         "frozen": record(frozen()),
+        "frozen_prefix": record(frozen_prefix()),
+        "quantised": quantised(record(frozen())),
         "reused": record(Reused()),
         "two_parts": record(TwoParts()),
         "tensor_parallel": tensor_parallel(record(Small()), 2),

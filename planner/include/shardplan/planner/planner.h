@@ -25,6 +25,8 @@ struct PlanOptions {
 
 struct PlannerOutput {
   Plan plan;
+  // With verify: what PyTorch itself does wrong there and the plan therefore, too, a paragraph each.
+  std::vector<std::string> faults;
   std::string graph_dot;  // the schedule graph of the steady step as GraphViz text
 };
 

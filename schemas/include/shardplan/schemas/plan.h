@@ -76,6 +76,9 @@ struct Unit {
   CommunicatorId reduce_scatter_communicator = -1;  // reduce_scatter's own; -1: shard_communicator
   CommunicatorId replicate_communicator = -1;       // HSDP all_reduce
   CommunicatorId post_forward_communicator = -1;    // integer reshard_after_forward
+  CommunicatorId hook_communicator = -1;            // fsdp2: what the user's all-reduce hook reduces over
+  double hook_divisor = 1.0;                        // ... and divides by in all
+  std::optional<double> gradient_divide_factor;     // fsdp2: instead of the number of ranks
   std::int64_t flat_numel = 0;                      // flat: padded unsharded elements
   bool operator==(const Unit&) const = default;
 };
@@ -138,6 +141,11 @@ struct Communicator {
   std::vector<CommunicatorDim> dims;  // empty: size and stride say it
   bool operator==(const Communicator&) const = default;
 };
+
+// Whether both make the same groups of ranks (under any name).
+inline bool SameRanks(const Communicator& a, const Communicator& b) {
+  return a.size == b.size && a.stride == b.stride && a.dims == b.dims;
+}
 
 // The model's compute between two triggers: operators, and its own allocations and frees in host order.
 // Storage ids are the trace's; an instance is (storage, micro-batch).

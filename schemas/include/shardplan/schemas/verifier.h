@@ -48,6 +48,27 @@ struct Violation {
 // steady step a second time from its own end state.
 std::vector<Violation> Verify(const Plan& plan);
 
+// What is no fault and yet seldom meant.
+enum class RemarkKind : std::uint8_t {
+  kGatherForNothing,  // an all-gather whose result nothing reads
+  kStaysUnsharded,    // a sharded unit that is still gathered when the step that repeats is over
+  kStaleParameters,   // a segment reads parameters gathered before the optimizer updated them
+};
+std::string_view Name(RemarkKind kind);  // "gather_for_nothing"
+
+struct Remark {
+  RemarkKind kind = RemarkKind::kGatherForNothing;
+  std::int32_t step = -1;
+  std::int32_t trigger = -1;
+  UnitId unit = -1;
+  std::string message;  // what, and where
+  bool operator==(const Remark&) const = default;
+};
+
+// In program order; of a plan that verifies. Every step once, then those that repeat a second time, each
+// remark once.
+std::vector<Remark> Remarks(const Plan& plan);
+
 // The programs of several ranks (each a plan): every rank's own verification and the same collectives in the
 // same order with the same sizes per communicator group.
 std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank);

@@ -1,0 +1,340 @@
+// FSDPParamGroup.post_backward and foreach_reduce (_fsdp_param_group.py, _fsdp_collectives.py).
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "fsdp2_policy.h"
+#include "layout.h"
+
+namespace shardplan {
+namespace {
+
+constexpr StreamId kCompute = 0;
+
+}  // namespace
+
+BufferId Fsdp2Policy::GradBuffer(UnitId id, const std::set<std::int32_t>& parameters, bool accumulated) {
+  const Unit& unit = UnitOf(id);
+  const DType dtype = accumulated ? unit.reduce_dtype : groups_[id].grad_dtype;
+  std::vector<Bytes> parts;
+  for (const std::int32_t p : parameters) {
+    parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(dtype)});
+  }
+  const BufferRole role = accumulated ? BufferRole::kGradUnshardedAccumulated : BufferRole::kGradUnsharded;
+  return builder_.UnitBuffer(id, role, dtype, std::move(parts), {parameters.begin(), parameters.end()});
+}
+
+void Fsdp2Policy::AddToAccumulatedGrad(UnitId unit) {
+  Group& group = groups_[unit];
+  if (group.accumulated.empty() || group.grads.empty()) return;
+  const BufferId grads = GradBuffer(unit, group.grads, false);
+  builder_.Move(InstructionKind::kGradAccumulate, grads, GradBuffer(unit, group.accumulated, true), kCompute);
+  builder_.Free(grads, kCompute);
+  group.grads.clear();
+}
+
+// Without synchronisation gradients wait in the reduce dtype.
+void Fsdp2Policy::ToAccumulatedGrad(UnitId unit) {
+  Group& group = groups_[unit];
+  if (UnitOf(unit).reduce_dtype == group.grad_dtype || group.grads.empty()) return;
+  group.accumulated = group.grads;
+  const BufferId grads = GradBuffer(unit, group.grads, false);
+  const BufferId accumulated = GradBuffer(unit, group.accumulated, true);
+  builder_.Allocate(accumulated, kCompute);
+  builder_.Move(InstructionKind::kGradCast, grads, accumulated, kCompute);
+  builder_.Free(grads, kCompute);
+  group.grads.clear();
+}
+
+// A parameter that is replicated over a tensor-parallel dimension may get its gradient as a partial sum over
+// it: FSDP reduces that first (FSDPParam._get_grad_inner_tensor), parameter by parameter. Takes these
+// parameters out of `grads`.
+std::vector<BufferId> Fsdp2Policy::ReducePartialGrads(UnitId id, std::set<std::int32_t>& grads,
+                                                      bool accumulated) {
+  std::vector<BufferId> reduced;
+  const std::set<std::int32_t> all = grads;
+  for (const std::int32_t p : all) {
+    BufferId grad = -1;
+    for (const ParameterPlacement& placement : UnitOf(id).parameters[p].placements) {
+      if (!placement.grad_partial) continue;
+      const CommunicatorId communicator = partition_.mesh_groups.at(placement.mesh_dim);
+      if (communicator < 0) continue;
+      if (grad < 0) grad = GradBuffer(id, {p}, accumulated);
+      Instruction& reduce = builder_.Emit(InstructionKind::kAllReduce, kCompute);
+      reduce.src = grad;
+      reduce.communicator = communicator;
+    }
+    if (grad < 0) continue;
+    reduced.push_back(grad);
+    grads.erase(p);
+  }
+  return reduced;
+}
+
+// The unsharded gradients to reduce, no longer the parameters' own.
+std::vector<BufferId> Fsdp2Policy::TakeGrads(UnitId unit) {
+  Group& group = groups_[unit];
+  std::vector<BufferId> taken;
+  for (const bool accumulated : {true, false}) {
+    std::set<std::int32_t>& grads = accumulated ? group.accumulated : group.grads;
+    const std::vector<BufferId> partial = ReducePartialGrads(unit, grads, accumulated);
+    if (!grads.empty()) taken.push_back(GradBuffer(unit, grads, accumulated));
+    taken.insert(taken.end(), partial.begin(), partial.end());
+    grads.clear();
+  }
+  return taken;
+}
+
+void Fsdp2Policy::PostBackward(UnitId unit, std::string_view reason) {
+  Group& group = groups_[unit];
+  builder_.SetUnit(unit);
+  builder_.SetReason(reason);
+  group.training = TrainingState::kPostBackward;
+  AddToAccumulatedGrad(unit);
+  if (!group.reduce_grads) {
+    if (group.reshard_after_backward) Reshard(unit);
+    ToAccumulatedGrad(unit);
+    return;
+  }
+  std::set<std::int32_t> with_grad = group.accumulated;
+  with_grad.insert(group.grads.begin(), group.grads.end());
+  const std::vector<BufferId> grads = TakeGrads(unit);
+  if (group.reshard_after_backward) Reshard(unit);
+  if (with_grad.empty()) return;
+  WaitReduceScatter(Comm(unit), group.reduce_scatters_in_flight - 1);
+  WaitForPostBackward(unit);
+  ForeachReduce(unit, {with_grad.begin(), with_grad.end()}, grads);
+}
+
+// Waits for the oldest reduce-scatters in flight until `keep` are left: their inputs may be used again.
+void Fsdp2Policy::WaitReduceScatter(CommContext& comm, std::size_t keep) {
+  while (comm.reduce_scatters.size() > keep) {
+    const PendingReduce oldest = comm.reduce_scatters.front();
+    comm.reduce_scatters.erase(comm.reduce_scatters.begin());
+    const UnitId caller = builder_.unit();
+    builder_.Wait(oldest.event, kCompute);
+    builder_.SetUnit(-1);
+    builder_.Free(oldest.input, kCompute);
+    builder_.SetUnit(caller);
+  }
+}
+
+void Fsdp2Policy::WaitForPostBackward(UnitId unit) {
+  Group& group = groups_[unit];
+  if (group.post_reduce_event >= 0) builder_.Wait(group.post_reduce_event, kCompute);
+  group.post_reduce_event = -1;
+  if (!group.all_reduce) return;
+  builder_.Wait(group.all_reduce->event, kCompute);
+  if (group.all_reduce->free_input) builder_.Free(group.all_reduce->input, Comm(unit).reduce_scatter);
+  group.all_reduce.reset();
+}
+
+void Fsdp2Policy::FinalizeBackward(UnitId unit) {
+  Group& group = groups_[unit];
+  WaitForPostBackward(unit);
+  if (group.grad_offload_event >= 0) builder_.HostWait(group.grad_offload_event);
+  group.grad_offload_event = -1;
+  if (group.pending) {  // gathered for a backward that did not come
+    if (group.offloads) {
+      AddFault(
+          Rule::kWriteRace,
+          "the shard of a unit gathered for nothing is still being copied to the device, and nothing makes "
+          "the host wait for that before the optimizer writes it there (what is copied is dropped)");
+    }
+    if (group.pending->event >= 0) {
+      builder_.Wait(group.pending->event, kCompute);
+      builder_.Free(group.pending->output, Comm(unit).copy_in);
+    }
+    group.pending.reset();
+  }
+  group.post_forward_indices.clear();
+}
+
+// _get_gradient_divide_factors, and the one-rank branch of foreach_reduce.
+Fsdp2Policy::Divide Fsdp2Policy::DivideFactors(UnitId unit) const {
+  const Group& group = groups_[unit];
+  const DType dtype = UnitOf(unit).reduce_dtype;
+  const bool overflow_risk = dtype != DType::kFloat32 && dtype != DType::kBFloat16;
+  const bool single = ShardRanks(unit) == 1;
+  const auto ranks = static_cast<double>(ShardRanks(unit) * partition_.units[unit].replicate_size);
+  Divide divide;
+  if (single) divide.copy = group.gradient_divide_factor;
+  if (!overflow_risk && !group.force_sum_reduction) {
+    if (!group.gradient_divide_factor) {
+      divide.reduce_scatter = divide.all_reduce = ranks == 1 ? ReduceOp::kSum : ReduceOp::kAverage;
+    } else if (*group.gradient_divide_factor == static_cast<double>(ShardRanks(unit))) {
+      divide.reduce_scatter = ReduceOp::kAverage;
+    } else if (!single) {
+      divide.pre = *group.gradient_divide_factor;  // NCCL multiplies while it sums (premul_sum)
+    }
+    return divide;
+  }
+  const double factor = group.gradient_divide_factor.value_or(ranks);
+  if (!overflow_risk) {
+    divide.post = factor;
+    return divide;
+  }
+  double pre = 1;  // about the square root of the factor before, the rest after: neither over- nor underflow
+  while (std::fmod(factor, pre) == 0 && factor / pre > pre) pre *= 2;
+  divide.pre = pre;
+  divide.post = factor / pre;
+  return divide;
+}
+
+BufferId Fsdp2Policy::PartialBuffer(UnitId id, const std::vector<std::int32_t>& parameters) {
+  const Unit& unit = UnitOf(id);
+  std::int64_t numel = 0;
+  for (const std::int32_t p : parameters) numel += PaddedShardNumel(unit.parameters[p], ShardRanks(id));
+  return CommBuffer(id, BufferRole::kReduceScatterOutput, unit.reduce_dtype,
+                    Bytes{numel * SizeBytes(unit.reduce_dtype)}, parameters, "partial");
+}
+
+void Fsdp2Policy::Scale(const std::optional<double>& factor, BufferId buffer, StreamId stream) {
+  if (!factor || *factor == 1) return;
+  Instruction& instruction = builder_.Emit(InstructionKind::kGradScale, stream);
+  instruction.src = buffer;
+  instruction.divisor = *factor;
+}
+
+// The gradients, cut and padded, one rank's piece after another.
+BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& parameters,
+                                  const std::vector<BufferId>& grads, std::string_view suffix) {
+  const Unit& unit = UnitOf(id);
+  const std::int64_t ranks = ShardRanks(id);
+  std::int64_t numel = 0;
+  std::vector<std::int32_t> chunked;
+  std::vector<Bytes> chunks;
+  for (const std::int32_t p : parameters) {
+    numel += PaddedShardNumel(unit.parameters[p], ranks);
+    if (unit.parameters[p].shard_dim == 0 || ranks == 1) continue;
+    chunked.push_back(p);
+    chunks.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(groups_[id].grad_dtype)});
+  }
+  // Those cut along another dimension than the first are put in that order by a copy of their own.
+  BufferId reordered = -1;
+  if (!chunked.empty()) {
+    reordered = builder_.UnitBuffer(id, BufferRole::kReduceScatterOutput, groups_[id].grad_dtype, chunks,
+                                    chunked, "chunks");
+    builder_.Allocate(reordered, kCompute);
+  }
+  const BufferId input = CommBuffer(id, BufferRole::kReduceScatterInput, unit.reduce_dtype,
+                                    Bytes{numel * ranks * SizeBytes(unit.reduce_dtype)}, parameters, suffix);
+  builder_.Allocate(input, kCompute);
+  for (const BufferId grad : grads) builder_.Move(InstructionKind::kGradCopyIn, grad, input, kCompute);
+  for (const BufferId grad : grads) builder_.Free(grad, kCompute);
+  if (reordered >= 0) builder_.Free(reordered, kCompute);
+  return input;
+}
+
+void Fsdp2Policy::ReduceScatter(UnitId id, BufferId input, BufferId output) {
+  const Unit& unit = UnitOf(id);
+  const Divide divide = DivideFactors(id);
+  const StreamId stream = Comm(id).reduce_scatter;
+  Scale(divide.pre, input, stream);
+  if (ShardRanks(id) > 1) {
+    Instruction& reduce = builder_.Move(InstructionKind::kReduceScatter, input, output, stream);
+    reduce.communicator =
+        groups_[id].separate_reduce_scatter ? unit.reduce_scatter_communicator : unit.shard_communicator;
+    reduce.reduce_op = divide.reduce_scatter;
+  } else {
+    builder_.Move(InstructionKind::kGradCopyIn, input, output, stream);
+    Scale(divide.copy, output, stream);
+    if (divide.copy && (divide.pre || divide.post)) {
+      AddFault(Rule::kGradDivision,
+               "on one shard rank foreach_reduce divides by the gradient divide factor while it copies, and "
+               "again where reductions are sums");
+    }
+  }
+}
+
+// HSDP accumulation: reduced over the shards, not yet over the replicas. True: that was all.
+bool Fsdp2Policy::KeepPartial(UnitId id, BufferId output, bool is_new) {
+  Group& group = groups_[id];
+  const StreamId stream = Comm(id).reduce_scatter;
+  if (UnitOf(id).replicate_communicator < 0 || group.all_reduce_grads) return false;
+  if (is_new) {
+    group.partial_reduce_output = output;
+  } else {
+    builder_.Move(InstructionKind::kGradAccumulate, output, group.partial_reduce_output, stream);
+    builder_.Free(output, stream);
+  }
+  builder_.Record(group.post_reduce_event, stream);
+  return true;
+}
+
+StreamId Fsdp2Policy::AllReduce(UnitId id, BufferId output) {
+  Group& group = groups_[id];
+  const Unit& unit = UnitOf(id);
+  const StreamId reduce_scatter = Comm(id).reduce_scatter;
+  if (unit.replicate_communicator < 0) return reduce_scatter;
+  if (group.partial_reduce_output >= 0) {
+    builder_.Move(InstructionKind::kGradAccumulate, group.partial_reduce_output, output, reduce_scatter);
+  }
+  const StreamId stream = AllReduceStream(id);
+  builder_.WaitStream(stream, reduce_scatter, EventName(id, "all_reduce_input"));
+  Instruction& reduce = builder_.Emit(InstructionKind::kAllReduce, stream);
+  reduce.src = output;
+  reduce.communicator = unit.replicate_communicator;
+  reduce.reduce_op = DivideFactors(id).all_reduce;
+  const EventId event = builder_.Event(EventName(id, "all_reduce"));
+  builder_.Record(event, stream);
+  group.all_reduce = AllReduceState{output, event, true};
+  return stream;
+}
+
+// set_all_reduce_hook: after the reduce-scatter, with HSDP after its all-reduce. What follows stays on the
+// hook's stream.
+StreamId Fsdp2Policy::RunHook(UnitId id, BufferId output, StreamId stream) {
+  const std::optional<AllReduceHook>& hook = partition_.units[id].all_reduce_hook;
+  if (!hook) return stream;
+  const std::string reason = builder_.reason();
+  stream = hook->own_stream ? builder_.Stream("all_reduce_hook") : AllReduceStream(id);
+  builder_.WaitStream(stream, Comm(id).reduce_scatter, EventName(id, "all_reduce_hook"));
+  builder_.SetReason("all_reduce_hook");
+  if (UnitOf(id).hook_communicator >= 0) {
+    Instruction& reduce = builder_.Emit(InstructionKind::kAllReduce, stream);
+    reduce.src = output;
+    reduce.communicator = UnitOf(id).hook_communicator;
+    reduce.reduce_op = hook->reduce_op;
+  }
+  Scale(hook->divide, output, stream);
+  builder_.SetReason(reason);
+  return stream;
+}
+
+void Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& parameters,
+                                const std::vector<BufferId>& grads) {
+  Group& group = groups_[id];
+  CommContext& comm = Comm(id);
+  const Unit& unit = UnitOf(id);
+  // With several in flight a unit that reduces again may meet its own last input.
+  const auto same = std::ranges::count(comm.reduce_scatters, id, &PendingReduce::unit);
+  const std::string again = same == 0 ? "" : fmt::format("again_{}", same + 1);
+  const BufferId input = CopyInGrads(id, parameters, grads, again);
+  const Bytes bytes{SizeBytes(builder_.plan().buffers[input]).value / ShardRanks(id)};
+  builder_.WaitStream(comm.reduce_scatter, kCompute, EventName(id, "grads_ready"));
+  const bool partial_only = unit.replicate_communicator >= 0 && !group.all_reduce_grads;
+  const bool new_partial = partial_only && group.partial_reduce_output < 0;
+  const BufferId output =
+      new_partial ? PartialBuffer(id, parameters)
+                  : CommBuffer(id, BufferRole::kReduceScatterOutput, unit.reduce_dtype, bytes, parameters);
+  builder_.Allocate(output, comm.reduce_scatter);
+  ReduceScatter(id, input, output);
+  const EventId event =
+      builder_.Event(EventName(id, again.empty() ? "reduce_scatter" : "reduce_scatter." + again));
+  builder_.Record(event, comm.reduce_scatter);
+  comm.reduce_scatters.push_back({id, input, event});
+  group.post_reduce_event = builder_.Event(EventName(id, "post_reduce"));
+  if (KeepPartial(id, output, new_partial)) return;
+  const StreamId stream = RunHook(id, output, AllReduce(id, output));
+  Scale(DivideFactors(id).post, output, stream);
+  DeliverGrad(id, output, stream, parameters);
+  builder_.Record(group.post_reduce_event, stream);
+  if (group.partial_reduce_output >= 0) {
+    builder_.Free(group.partial_reduce_output, comm.reduce_scatter);
+    group.partial_reduce_output = -1;
+  }
+}
+
+}  // namespace shardplan

@@ -1,0 +1,38 @@
+// The mesh of ranks and the groups that FSDP makes of it.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan {
+
+// The digits of a rank along one flattened dimension, the most significant first; neighbours that lie side by
+// side are one digit. No digit: one rank.
+using MeshDigits = std::vector<CommunicatorDim>;
+
+class Mesh {
+ public:
+  // kBadInput: a dimension without ranks, two of one name, or a mesh that does not cover `ranks`.
+  static Result<Mesh> Make(std::vector<StrategyMeshDim> dims, std::int64_t ranks);
+
+  const std::vector<StrategyMeshDim>& dims() const { return dims_; }
+  const StrategyMeshDim* Find(std::string_view name) const;
+  // The dimensions of `names`, flattened in the mesh's order (whatever the order of the names).
+  MeshDigits Flatten(const std::vector<std::string>& names) const;
+
+ private:
+  std::vector<StrategyMeshDim> dims_;
+};
+
+std::int64_t RanksOf(const MeshDigits& digits);
+// The `size` adjacent ranks of the flattened dimension that a rank is in (mesh.view(-1, size) of PyTorch).
+// nullopt when these are no digits: a part of a digit that does not divide it.
+std::optional<MeshDigits> Innermost(const MeshDigits& digits, std::int64_t size);
+Communicator MakeCommunicator(std::string name, const MeshDigits& digits);
+
+}  // namespace shardplan

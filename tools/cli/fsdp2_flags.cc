@@ -1,0 +1,101 @@
+#include "fsdp2_flags.h"
+
+#include <charconv>
+
+namespace shardplan::cli {
+namespace {
+
+Result<ShardDimRule> ToShardDim(const std::string& text) {
+  const std::size_t equals = text.rfind('=');
+  ShardDimRule rule;
+  if (equals != std::string::npos) {
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + equals + 1, end, rule.dim);
+    rule.parameters = {text.substr(0, equals)};
+    if (error == std::errc{} && stop == end) return rule;
+  }
+  Error error;
+  error.code = ErrorCode::kUsage;
+  error.message = "--shard-dim has a value that it does not take";
+  error.found = text;
+  error.expected = "PARAMETER=DIM, say 'layers.*.weight=1'";
+  return std::unexpected(error);
+}
+
+}  // namespace
+
+void AddFsdp2Flags(CLI::App& command, Fsdp2Flags& flags, const std::string& group) {
+  const auto add = [&](const std::string& name, auto& value, const std::string& help) {
+    return command.add_option(name, value, help)->group(group);
+  };
+  const auto flag = [&](const std::string& name, bool& value, const std::string& help) {
+    command.add_flag(name, value, help)->group(group);
+  };
+  add("--shard-over", flags.shard_over,
+      "fsdp2: the mesh dimensions that FSDP shards over, flattened into one (default: the one named shard)");
+  add("--replicate-over", flags.replicate_over,
+      "fsdp2: the mesh dimensions of replicas (default: the one named replicate)");
+  add("--shard-dim", flags.shard_dims,
+      "fsdp2: PARAMETER=DIM, the dimension that these parameters are cut along");
+  add("--ignore", flags.ignored_parameters, "Parameters that FSDP leaves alone, by FQN");
+  flag("--cpu-offload", flags.cpu_offload, "Shards live in host memory");
+  flag("--no-pin-memory", flags.no_pin_memory, "... that is not pinned");
+  add("--gradient-divide-factor", flags.gradient_divide_factor,
+      "fsdp2: what gradients are divided by (default: the ranks)")
+      ->check(CLI::PositiveNumber);
+  flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
+  flag("--unshard-async-op", flags.unshard_async_op,
+       "fsdp2: all-gathers on the compute stream, asynchronous");
+  flag("--separate-reduce-scatter", flags.separate_reduce_scatter,
+       "fsdp2: reduce-scatters have a communicator of their own");
+  add("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
+      "fsdp2: reduce-scatter inputs in flight (default 1)")
+      ->check(CLI::Range(1, 1000));
+  flag("--process-group-memory", flags.process_group_memory,
+       "fsdp2: collectives' buffers from the communicator's own memory pool");
+  flag("--post-optim-event", flags.post_optim_event,
+       "fsdp2: all-gathers wait for the optimizer's step alone");
+  add("--all-reduce-hook", flags.all_reduce_hook,
+      "fsdp2: a hook that averages reduced gradients over this mesh dimension");
+  flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
+  flag("--share-comm-context", flags.share_comm_context,
+       "fsdp2: with --no-root, the units given by --unit share one communication context");
+}
+
+Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
+  Fsdp2Knobs& knobs = strategy.fsdp2;
+  if (!flags.shard_over.empty() || !flags.replicate_over.empty()) {
+    strategy.data_parallel = DataParallelDims{flags.shard_over, flags.replicate_over};
+  }
+  for (const std::string& text : flags.shard_dims) {
+    Result<ShardDimRule> rule = ToShardDim(text);
+    if (!rule) return std::unexpected(rule.error());
+    knobs.shard_dims.push_back(std::move(*rule));
+  }
+  strategy.ignored_parameters.insert(strategy.ignored_parameters.end(), flags.ignored_parameters.begin(),
+                                     flags.ignored_parameters.end());
+  if (flags.cpu_offload) strategy.cpu_offload = true;
+  if (flags.no_pin_memory) strategy.pin_memory = false;
+  if (flags.gradient_divide_factor) knobs.gradient_divide_factor = flags.gradient_divide_factor;
+  if (flags.force_sum_reduction) knobs.force_sum_reduction = true;
+  if (flags.unshard_async_op) knobs.unshard_async_op = true;
+  if (flags.separate_reduce_scatter) knobs.separate_reduce_scatter_communicator = true;
+  if (flags.reduce_scatter_inputs) knobs.reduce_scatter_inputs_in_flight = *flags.reduce_scatter_inputs;
+  if (flags.process_group_memory) knobs.allocate_memory_from_process_group = true;
+  if (flags.post_optim_event) knobs.post_optim_event = true;
+  if (flags.all_reduce_hook) {
+    knobs.all_reduce_hooks = {{.mesh_dim = *flags.all_reduce_hook, .reduce_op = ReduceOp::kAverage}};
+  }
+  if (flags.no_root) knobs.shard_root = false;
+  if (flags.share_comm_context) {
+    std::vector<std::string>& shared = knobs.shared_comm_contexts.emplace_back();
+    for (const UnitRule& rule : strategy.units) {
+      for (const std::string& module : rule.modules) {
+        if (!module.empty()) shared.push_back(module);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace shardplan::cli
