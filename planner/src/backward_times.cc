@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
+#include <tuple>
 
 namespace shardplan {
 namespace {
@@ -84,7 +84,7 @@ class Times {
         ready.index >= static_cast<std::int32_t>(exit->second->outputs.size())) {
       return {-1, -1};
     }
-    return {ready.forward, forward.first_seen[exit->second->outputs[ready.index]] - 1};
+    return {ready.forward, 4 * forward.first_seen[exit->second->outputs[ready.index]] - 1};
   }
 
   // The first call of the module; of the innermost module around it that was called, if it was not.
@@ -92,7 +92,8 @@ class Times {
     for (; module >= 0; module = index_.parent[module]) {
       for (std::size_t f = 0; f < forwards_.size(); ++f) {
         const auto enter = forwards_[f].first_enter.find(index_.canonical[module]);
-        if (enter != forwards_[f].first_enter.end()) return {static_cast<std::int32_t>(f), enter->second};
+        if (enter != forwards_[f].first_enter.end())
+          return {static_cast<std::int32_t>(f), 4 * enter->second + 1};
       }
     }
     return {-1, -1};
@@ -104,47 +105,92 @@ class Times {
   std::vector<ForwardIndex> forwards_;
 };
 
+class EngineEvents {
+ public:
+  EngineEvents(const Trace& trace, const ModelIndex& index, const Partition& partition, std::int32_t backward)
+      : trace_(trace), index_(index), partition_(partition), pass_(trace.backwards[backward]) {
+    const std::vector<ForwardTime> times = Times(trace, index, backward).Run();
+    for (std::size_t i = 0; i < times.size(); ++i) {
+      const auto position = static_cast<std::int32_t>(i);
+      if (std::holds_alternative<BackwardEndEvent>(pass_.events[i])) break;
+      last_[times[i]] = position;
+      if (const auto* done = std::get_if<InputsGradDoneEvent>(&pass_.events[i])) {
+        inputs_done_[{done->forward, index.canonical[done->module], done->occurrence}] = position + 1;
+      }
+    }
+    std::int32_t latest = -1;
+    for (auto& [time, position] : last_) latest = position = std::max(position, latest);
+  }
+
+  std::vector<EngineEvent> Run() {
+    for (std::size_t f = 0; f < pass_.forwards.size(); ++f) {
+      const Pass& forward = trace_.forwards[pass_.forwards[f]];
+      const ForwardIndex seen = MakeForwardIndex(forward, index_);
+      std::map<UnitId, std::int32_t> runs;
+      for (std::size_t i = 0; i < forward.events.size(); ++i) {
+        const auto* enter = std::get_if<EnterEvent>(&forward.events[i]);
+        const UnitId unit =
+            enter == nullptr ? -1 : partition_.unit_of_module[index_.canonical[enter->module]];
+        if (unit < 0) continue;
+        const EngineEvent call{
+            .unit = unit, .occurrence = runs[unit]++, .forward = static_cast<std::int32_t>(f)};
+        Add({call.forward, static_cast<std::int32_t>(4 * i)}, call);
+        AddInputs(*enter, forward, seen, call);
+      }
+    }
+    std::ranges::stable_sort(found_, [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::vector<EngineEvent> events;
+    std::int32_t position = 0;
+    for (auto& [time, event] : found_) {
+      position = event.position = std::max(event.position, position);
+      events.push_back(event);
+    }
+    return events;
+  }
+
+ private:
+  // Behind the last event of the backward whose node was made at `time` or later, if there is one.
+  void Add(ForwardTime time, EngineEvent event) {
+    const auto older = last_.upper_bound(time);
+    if (older == last_.begin()) return;
+    event.position = std::max(event.position, std::prev(older)->second + 1);
+    found_.emplace_back(time, event);
+  }
+
+  void AddInputs(const EnterEvent& enter, const Pass& forward, const ForwardIndex& seen, EngineEvent call) {
+    const std::vector<UnitParameter>& parts = partition_.units[call.unit].unit.parameters;
+    if (parts.empty() || std::ranges::any_of(parts, &UnitParameter::requires_grad)) return;
+    std::int32_t oldest = -1;
+    for (const TensorId tensor : enter.inputs) {
+      const std::int32_t first = seen.first_seen[tensor];
+      if (forward.tensors[tensor].requires_grad && (oldest < 0 || first < oldest)) oldest = first;
+    }
+    if (oldest < 0) return;
+    call.inputs_done = true;
+    const auto traced = inputs_done_.find({call.forward, index_.canonical[enter.module], call.occurrence});
+    if (traced != inputs_done_.end()) call.position = traced->second;
+    Add({call.forward, 4 * oldest - 1}, call);
+  }
+
+  const Trace& trace_;
+  const ModelIndex& index_;
+  const Partition& partition_;
+  const Pass& pass_;
+  // The last event of the backward at or after each time, newest first.
+  std::map<ForwardTime, std::int32_t, std::greater<>> last_;
+  std::map<std::tuple<std::int32_t, ModuleId, std::int32_t>, std::int32_t> inputs_done_;
+  std::vector<std::pair<ForwardTime, EngineEvent>> found_;
+};
+
 }  // namespace
 
 std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& index, std::int32_t backward) {
   return Times(trace, index, backward).Run();
 }
 
-std::vector<ForwardUndone> FindForwardsUndone(const Trace& trace, const ModelIndex& index,
-                                              const Partition& partition, std::int32_t backward) {
-  const Pass& pass = trace.backwards[backward];
-  std::vector<ForwardTime> times = BackwardTimes(trace, index, backward);
-  const auto end = std::find_if(pass.events.begin(), pass.events.end(), [](const TraceEvent& event) {
-    return std::holds_alternative<BackwardEndEvent>(event);
-  });
-  times.resize(end - pass.events.begin());
-  // The last event of the backward at or after each time, newest first.
-  std::map<ForwardTime, std::int32_t, std::greater<>> last;
-  for (std::size_t i = 0; i < times.size(); ++i) last[times[i]] = static_cast<std::int32_t>(i);
-  std::int32_t latest = -1;
-  for (auto& [time, position] : last) latest = position = std::max(position, latest);
-
-  std::vector<std::pair<ForwardTime, ForwardUndone>> calls;
-  for (std::size_t f = 0; f < pass.forwards.size(); ++f) {
-    const Pass& forward = trace.forwards[pass.forwards[f]];
-    std::map<UnitId, std::int32_t> runs;
-    for (std::size_t i = 0; i < forward.events.size(); ++i) {
-      const auto* enter = std::get_if<EnterEvent>(&forward.events[i]);
-      const UnitId unit = enter == nullptr ? -1 : partition.unit_of_module[index.canonical[enter->module]];
-      if (unit < 0) continue;
-      const ForwardTime time{static_cast<std::int32_t>(f), static_cast<std::int32_t>(i)};
-      const std::int32_t occurrence = runs[unit]++;
-      // `last` is sorted from new to old: the entry before the first older one.
-      auto older = last.upper_bound(time);
-      if (older == last.begin()) continue;
-      const std::int32_t position = std::prev(older)->second + 1;
-      calls.push_back({time, {position, unit, occurrence, time.forward}});
-    }
-  }
-  std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  std::vector<ForwardUndone> undone;
-  for (const auto& [time, call] : calls) undone.push_back(call);
-  return undone;
+std::vector<EngineEvent> FindEngineEvents(const Trace& trace, const ModelIndex& index,
+                                          const Partition& partition, std::int32_t backward) {
+  return EngineEvents(trace, index, partition, backward).Run();
 }
 
 }  // namespace shardplan

@@ -15,28 +15,32 @@
 
 namespace shardplan {
 
-// A point of the forwards that a backward covers: `position` is an index into the events of the `forward`-th.
+// When in the forwards that a backward covers something was made: `forward` is the position of one of them in
+// Pass::forwards. With i the index of an event of it, 4 i is the event itself, 4 i + 1 what the module that
+// event i enters computes, 4 i - 1 a tensor that event i names first.
 struct ForwardTime {
   std::int32_t forward = 0;
-  std::int32_t position = 0;
+  std::int32_t quarter = 0;
   auto operator<=>(const ForwardTime&) const = default;
 };
 
-// Of every event of a backward: a point after which, and at or before the next event of the forward, the node
-// was made that the event belongs to. {-1, -1} for events that say nothing of it (no node, or an unknown
-// one).
+// By event of a backward: when the node was made that it belongs to. {-1, -1} for events that say nothing of
+// it (no node, or an unknown one).
 std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& index, std::int32_t backward);
 
-// Before event `position` of the backward, all that the forward computed after the `occurrence`-th
-// pre-forward of `unit` has run backward.
-struct ForwardUndone {
+// What happens before event `position` of a backward to the `occurrence`-th call of `unit` in the forward at
+// position `forward`: all that was computed since its pre-forward has run backward; or the gradients of its
+// inputs are done, and the hooks on them of the units that returned them have run (frozen units only, whose
+// reshard hangs on that).
+struct EngineEvent {
   std::int32_t position = 0;
   UnitId unit = -1;
   std::int32_t occurrence = 0;
   std::int32_t forward = 0;
+  bool inputs_done = false;
 };
-// For every call of a unit behind which the backward computes something, in the order of the backward.
-std::vector<ForwardUndone> FindForwardsUndone(const Trace& trace, const ModelIndex& index,
-                                              const Partition& partition, std::int32_t backward);
+// In the order of the backward.
+std::vector<EngineEvent> FindEngineEvents(const Trace& trace, const ModelIndex& index,
+                                          const Partition& partition, std::int32_t backward);
 
 }  // namespace shardplan

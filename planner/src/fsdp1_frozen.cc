@@ -11,7 +11,7 @@ namespace {
 // An event to add to a backward, and when in the forward its node was made.
 struct Added {
   ForwardTime time;
-  std::int32_t exit = 0;  // event of the forward that leaves the module; -1: on inputs
+  std::int32_t exit = 0;  // event of the forward that leaves the module
   TraceEvent event;
 };
 
@@ -49,7 +49,6 @@ class ForwardGradients {
     ModuleId module = -1;
     std::int32_t occurrence = 0;
     bool uses_gradients = false;  // something computed in it so far requires a gradient
-    std::vector<TensorId> inputs;
   };
 
   bool TakesPartOfTrainableUnit(ModuleId module) const {
@@ -72,7 +71,7 @@ class ForwardGradients {
   void Enter(const EnterEvent& enter) {
     const ModuleId module = index_.canonical[enter.module];
     for (const TensorId tensor : enter.inputs) See(tensor, !open_.empty() && open_.back().uses_gradients);
-    Frame frame{.module = module, .occurrence = calls_[module]++, .inputs = enter.inputs};
+    Frame frame{.module = module, .occurrence = calls_[module]++};
     frame.uses_gradients = TakesPartOfTrainableUnit(module) ||
                            std::ranges::any_of(enter.inputs, [&](TensorId t) { return requires_[t]; });
     open_.push_back(std::move(frame));
@@ -89,20 +88,8 @@ class ForwardGradients {
       if (!requires_[tensor] || pass_.tensors[tensor].requires_grad) continue;
       const OutputGradReadyEvent ready{frame.module, static_cast<std::int32_t>(i), frame.occurrence,
                                        position};
-      added_.push_back({{position, first_seen_[tensor] - 1}, at_, ready});
+      added_.push_back({{position, 4 * first_seen_[tensor] - 1}, at_, ready});
     }
-    AddInputs(frame, position);
-  }
-
-  void AddInputs(const Frame& frame, std::int32_t position) {
-    std::int32_t oldest = -1;
-    for (const TensorId tensor : frame.inputs) {
-      if (pass_.tensors[tensor].requires_grad) return;  // the backward has the event
-      if (requires_[tensor] && (oldest < 0 || first_seen_[tensor] < oldest)) oldest = first_seen_[tensor];
-    }
-    if (oldest < 0) return;
-    added_.push_back(
-        {{position, oldest - 1}, -1, InputsGradDoneEvent{frame.module, frame.occurrence, position}});
   }
 
   const Trace& trace_;

@@ -145,10 +145,6 @@ BufferId Fsdp1Policy::FlatBuffer(UnitId id, BufferRole role, DType dtype, std::i
 }
 
 Status Fsdp1Policy::On(const HostEvent& event) {
-  // A frozen unit's reshard hangs on the gradient of its input, behind the pre-backward hook of the unit that
-  // made that tensor.
-  const bool between = event.kind == HostEventKind::kSegment || event.kind == HostEventKind::kInputsGradDone;
-  if (reshard_only_ >= 0 && event.kind != HostEventKind::kPreBackward && !between) RunReshardOnly();
   switch (event.kind) {
     case HostEventKind::kSegment:
       OnSegment(event);
@@ -167,7 +163,6 @@ Status Fsdp1Policy::On(const HostEvent& event) {
       break;
     case HostEventKind::kPreBackward:
       PreBackward(event);
-      if (reshard_only_ >= 0 && --hooks_before_reshard_ <= 0) RunReshardOnly();
       break;
     case HostEventKind::kForwardUndone:
       OnForwardUndone(event);
@@ -212,10 +207,6 @@ void Fsdp1Policy::OnSegment(const HostEvent& event) {
   std::vector<UnitId> reads;
   if (event.range.backward) {
     const Pass& pass = trace_.backwards[event.range.pass];
-    const bool computes =
-        std::any_of(pass.events.begin() + event.range.begin, pass.events.begin() + event.range.end,
-                    [](const TraceEvent& e) { return std::holds_alternative<OperatorEvent>(e); });
-    if (reshard_only_ >= 0 && computes) RunReshardOnly();
     if (backward_unit_ >= 0 && handles_[backward_unit_].exists && !handles_[backward_unit_].points_to_shard) {
       reads.push_back(backward_unit_);
     }
@@ -329,21 +320,14 @@ void Fsdp1Policy::OnForwardUndone(const HostEvent& event) {
   }
 }
 
+// The reshard of a frozen unit.
 void Fsdp1Policy::OnInputsGradDone(const HostEvent& event) {
-  if (handles_[event.unit].hooked_inputs != Call{event.unit, event.occurrence, event.microbatch}) return;
-  if (reshard_only_ >= 0) RunReshardOnly();
-  reshard_only_ = event.unit;
-  hooks_before_reshard_ = event.hooks_first;
-  reshard_only_microbatch_ = event.microbatch;
-}
-
-void Fsdp1Policy::RunReshardOnly() {
-  const UnitId unit = reshard_only_;
-  reshard_only_ = -1;
-  builder_.BeginTrigger(TriggerKind::kPostBackward, unit, reshard_only_microbatch_);
+  Handle& handle = handles_[event.unit];
+  if (handle.hooked_inputs != Call{event.unit, event.occurrence, event.microbatch}) return;
+  builder_.BeginTrigger(TriggerKind::kPostBackward, event.unit, event.microbatch);
   builder_.SetReason("reshard_only");
-  handles_[unit].training = TrainingState::kBackwardPost;
-  PostBackwardReshard(unit);
+  handle.training = TrainingState::kBackwardPost;
+  PostBackwardReshard(event.unit);
 }
 
 void Fsdp1Policy::FinalCallback(const HostEvent& event) {

@@ -103,7 +103,6 @@ class Fsdp1Policy : public Policy {
   void PreBackward(const HostEvent& event);
   void OnForwardUndone(const HostEvent& event);
   void OnInputsGradDone(const HostEvent& event);
-  void RunReshardOnly();
   void FinalCallback(const HostEvent& event);
   void OnSegment(const HostEvent& event);
   void OptimizerStep(const HostEvent& event);
@@ -177,9 +176,6 @@ class Fsdp1Policy : public Policy {
   bool sync_gradients_ = true;
   bool final_callback_queued_ = false;
   UnitId backward_unit_ = -1;
-  UnitId reshard_only_ = -1;  // frozen unit whose inputs' gradients are done
-  std::int32_t reshard_only_microbatch_ = 0;
-  std::int32_t hooks_before_reshard_ = 0;  // pre-backwards on the same tensor that run before it reshards
 };
 
 }  // namespace shardplan

@@ -120,22 +120,23 @@ class Recorder {
     grad_enabled_ = true;
     std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
     FindLastGrads(last_grad);
-    std::vector<ForwardUndone> undone;
-    if (flat_) undone = FindForwardsUndone(trace_, index_, partition_, call.trace);
-    auto next_undone = undone.begin();
-    const auto push_undone = [&](std::int32_t position) {
-      for (; next_undone != undone.end() && next_undone->position <= position; ++next_undone) {
-        microbatch_ = MicrobatchOf(call, next_undone->forward);
+    std::vector<EngineEvent> engine;
+    if (flat_) engine = FindEngineEvents(trace_, index_, partition_, call.trace);
+    auto next = engine.begin();
+    const auto push_engine_events = [&](std::int32_t position) {
+      for (; next != engine.end() && next->position <= position; ++next) {
+        microbatch_ = MicrobatchOf(call, next->forward);
         Cut(position);
-        Push(HostEventKind::kForwardUndone, next_undone->unit).occurrence = next_undone->occurrence;
+        Push(next->inputs_done ? HostEventKind::kInputsGradDone : HostEventKind::kForwardUndone, next->unit)
+            .occurrence = next->occurrence;
       }
     };
     Push(HostEventKind::kBackwardBegin, -1);
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
-      push_undone(static_cast<std::int32_t>(i));
+      push_engine_events(static_cast<std::int32_t>(i));
       OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
     }
-    push_undone(static_cast<std::int32_t>(pass_->events.size()));
+    push_engine_events(static_cast<std::int32_t>(pass_->events.size()));
     if (!engine_done_) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
     Cut(static_cast<std::int32_t>(pass_->events.size()));
     return {};
@@ -174,13 +175,12 @@ class Recorder {
       Push(HostEventKind::kPreBackward, unit);
       segment_name_ = "backward " + DisplayName(partition_.units[unit].unit.fqn);
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
+      if (flat_) return;  // an EngineEvent where it matters
       microbatch_ = MicrobatchOf(call, done->forward);
       const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
       if (unit < 0) return;
       Cut(position);
-      HostEvent& event = Push(HostEventKind::kInputsGradDone, unit);
-      event.occurrence = done->occurrence;
-      if (flat_) event.hooks_first = HooksOnInputs(*done, position);
+      Push(HostEventKind::kInputsGradDone, unit);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
       if (flat_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
@@ -209,47 +209,6 @@ class Recorder {
     } else if (std::holds_alternative<BackwardEndEvent>(event)) {
       EndBackward(position);
     }
-  }
-
-  // The inputs (outputs) of a call of a module.
-  std::vector<TensorId> TensorsOf(std::int32_t forward, ModuleId module, std::int32_t occurrence,
-                                  bool inputs) const {
-    std::vector<std::pair<ModuleId, std::int32_t>> open;
-    std::map<ModuleId, std::int32_t> runs;
-    const std::pair call{index_.canonical[module], occurrence};
-    for (const TraceEvent& event : trace_.forwards[pass_->forwards[forward]].events) {
-      if (const auto* enter = std::get_if<EnterEvent>(&event)) {
-        const ModuleId entered = index_.canonical[enter->module];
-        open.emplace_back(entered, runs[entered]++);
-        if (inputs && open.back() == call) return enter->inputs;
-      } else if (const auto* exit = std::get_if<ExitEvent>(&event); exit != nullptr && !open.empty()) {
-        if (!inputs && open.back() == call) return exit->outputs;
-        open.pop_back();
-      }
-    }
-    return {};
-  }
-
-  // How many hooks of units on the inputs of `done`'s call follow at once. A tensor's hooks run in the order
-  // in which they were made: those of the units that return it before those of the unit that takes it.
-  std::int32_t HooksOnInputs(const InputsGradDoneEvent& done, std::int32_t position) const {
-    const UnitId unit = partition_.unit_of_module[index_.canonical[done.module]];
-    const std::vector<UnitParameter>& parts = partition_.units[unit].unit.parameters;
-    if (std::ranges::any_of(parts, &UnitParameter::requires_grad)) return 0;  // reshards in its post-backward
-    const std::vector<TensorId> inputs = TensorsOf(done.forward, done.module, done.occurrence, true);
-    std::int32_t hooks = 0;
-    for (std::size_t i = static_cast<std::size_t>(position) + 1; i < pass_->events.size(); ++i) {
-      const TraceEvent& next = pass_->events[i];
-      if (std::holds_alternative<AllocateEvent>(next) || std::holds_alternative<FreeEvent>(next)) continue;
-      const auto* ready = std::get_if<OutputGradReadyEvent>(&next);
-      if (ready == nullptr || ready->forward != done.forward) break;
-      const std::vector<TensorId> outputs =
-          TensorsOf(ready->forward, ready->module, ready->occurrence, false);
-      if (ready->index >= std::ssize(outputs)) break;
-      if (std::ranges::find(inputs, outputs[ready->index]) == inputs.end()) break;
-      if (Find(output_hooks_, ready->module, ready->occurrence) >= 0) ++hooks;
-    }
-    return hooks;
   }
 
   void OnRecompute(ModuleId entry, std::int32_t position, HostEventKind kind) {

@@ -43,10 +43,9 @@ struct HostEvent {
   HostEventKind kind = HostEventKind::kSegment;
   UnitId unit = -1;
   std::int32_t microbatch = 0;
-  std::int32_t occurrence = 0;   // kForwardUndone, kInputsGradDone: which call of the unit in its forward
-  std::int32_t hooks_first = 0;  // kInputsGradDone: kPreBackwards on the same tensors, which follow
-  bool grad_enabled = true;      // of the forward that this belongs to
-  bool training = true;          // mode of the modules in that forward
+  std::int32_t occurrence = 0;  // kForwardUndone, kInputsGradDone: which call of the unit in its forward
+  bool grad_enabled = true;     // of the forward that this belongs to
+  bool training = true;         // mode of the modules in that forward
   bool outputs_require_grad = false;  // kPostForward
   EventRange range;                   // kSegment
   std::string name;                   // kSegment

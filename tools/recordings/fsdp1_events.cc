@@ -260,7 +260,8 @@ class Writer {
     const Buffer& buffer = plan_.buffers[i.src];
     if (IsLowPrecision(i.src)) {
       AddSize(Add("mp_shard_free", buffer.unit), buffer);
-    } else if (buffer.role == BufferRole::kParamUnsharded) {
+    } else if (buffer.role == BufferRole::kParamUnsharded &&
+               plan_.units[buffer.unit].shard_communicator >= 0) {
       LogEvent& event = events_.back();
       event.keys["free"] = "true";
       event.keys["freed_bytes"] = std::to_string(SizeBytes(buffer).value);
