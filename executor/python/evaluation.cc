@@ -32,21 +32,26 @@ Evaluation::Evaluation(const Plan& plan, executor::TorchDevice& device,
       device_(device),
       groups_(std::move(groups)),
       shards_(shards),
-      unsharded_buffer_(plan.units.size(), -1) {
+      unsharded_buffer_(plan.units.size(), -1),
+      gathered_(plan.units.size(), false) {
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
-    if (plan.buffers[i].role == BufferRole::kParamUnsharded) {
+    if (plan.buffers[i].role == BufferRole::kParamUnsharded && unsharded_buffer_[plan.buffers[i].unit] < 0) {
       unsharded_buffer_[plan.buffers[i].unit] = static_cast<BufferId>(i);
     }
   }
 }
 
 Status Evaluation::Unshard(UnitId id) {
+  if (unsharded_buffer_[id] < 0) return {};  // a unit without parameters, or one that is not sharded
+  // A plan may keep it from step to step (fsdp1: a frozen unit that is not resharded after the forward).
+  if (device_.Part(unsharded_buffer_[id], 0).storage().nbytes() > 0) return {};
   const Unit& unit = plan_.units[id];
   const std::int64_t ranks = executor::ShardCount(plan_, unit);
   const auto group = ranks > 1 ? groups_[unit.shard_communicator] : nullptr;
   try {
     const at::Tensor all = Gather(shards_[id], executor::ToScalarType(unit.param_dtype), ranks, group.get());
     if (Status allocated = device_.Allocate(unsharded_buffer_[id], 0); !allocated) return allocated;
+    gathered_[id] = true;
     std::int64_t offset = 0;
     for (std::size_t i = 0; i < shards_[id].size(); ++i) {
       const std::int64_t numel = shards_[id][i].numel();
@@ -61,6 +66,10 @@ Status Evaluation::Unshard(UnitId id) {
   return {};
 }
 
-Status Evaluation::Reshard(UnitId id) { return device_.Free(unsharded_buffer_[id], {}); }
+Status Evaluation::Reshard(UnitId id) {
+  if (!gathered_[id]) return {};
+  gathered_[id] = false;
+  return device_.Free(unsharded_buffer_[id], {});
+}
 
 }  // namespace shardplan::python

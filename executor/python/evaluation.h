@@ -34,6 +34,7 @@ class Evaluation {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
   const std::vector<std::vector<at::Tensor>>& shards_;
   std::vector<BufferId> unsharded_buffer_;  // by UnitId
+  std::vector<bool> gathered_;              // by UnitId: by Unshard
 };
 
 }  // namespace shardplan::python

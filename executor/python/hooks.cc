@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "inputs_done.h"
 #include "post_backward.h"
 #include "runtime.h"
 #include "tensor_tree.h"
@@ -47,10 +48,20 @@ std::vector<std::size_t> NeedingGrad(const std::vector<at::Tensor>& tensors) {
   return indices;
 }
 
+// A frozen flat unit is done with the gradients of its inputs.
+void WatchInputs(const UnitHooks& hooks, std::vector<at::Tensor> tensors) {
+  std::erase_if(tensors, [](const at::Tensor& tensor) { return !tensor.requires_grad(); });
+  WhenGradientsDone(tensors,
+                    [runtime = hooks.runtime, unit = hooks.options.unit] { runtime->PostBackward(unit); });
+}
+
 // (args, kwargs) with the unit's changes, or a new reference to None when nothing changed.
 PyObject* PreparedInputs(UnitHooks& hooks, PyObject* args, PyObject* kwargs) {
-  const bool insert_node = hooks.options.unit >= 0 && at::GradMode::is_enabled();
-  if (!insert_node && !hooks.options.input_dtype) Py_RETURN_NONE;
+  FlatUnit* flat = hooks.runtime->Flat(hooks.options.unit);
+  const bool grad = hooks.options.unit >= 0 && at::GradMode::is_enabled();
+  const bool insert_node = grad && flat == nullptr;
+  const bool watch = grad && flat != nullptr && !flat->options().trains && flat->ClaimInputHooks();
+  if (!insert_node && !watch && !hooks.options.input_dtype) Py_RETURN_NONE;
   std::vector<at::Tensor> tensors;
   if (!CollectTensors(args, tensors)) return nullptr;
   const std::size_t positional = tensors.size();
@@ -63,6 +74,7 @@ PyObject* PreparedInputs(UnitHooks& hooks, PyObject* args, PyObject* kwargs) {
       changed = true;
     }
   }
+  if (watch) WatchInputs(hooks, tensors);
   if (!changed) Py_RETURN_NONE;
   PyRef new_args = ReplaceTensors(args, {tensors.begin(), tensors.begin() + positional});
   PyRef new_kwargs = ReplaceTensors(kwargs, {tensors.begin() + positional, tensors.end()});
@@ -74,8 +86,10 @@ PyObject* PreparedInputs(UnitHooks& hooks, PyObject* args, PyObject* kwargs) {
 PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  // A recomputation inside the backward finds the parameters that pre_backward gathered.
-  if (hooks.runtime->IsRecomputing(hooks.options.unit)) Py_RETURN_NONE;
+  if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
+    hooks.runtime->Recompute(TriggerKind::kPreForward, hooks.options.unit);
+    Py_RETURN_NONE;
+  }
   if (hooks.options.modules > 1 && hooks.entered++ > 0) Py_RETURN_NONE;
   hooks.left = 0;
   hooks.runtime->PreForward(hooks.options.unit);
@@ -87,7 +101,10 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
 PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  if (hooks.runtime->IsRecomputing(hooks.options.unit)) Py_RETURN_NONE;
+  if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
+    hooks.runtime->Recompute(TriggerKind::kPostForward, hooks.options.unit);
+    Py_RETURN_NONE;
+  }
   if (hooks.options.modules > 1 && ++hooks.left < hooks.options.modules) Py_RETURN_NONE;
   hooks.entered = 0;
   PyObject* output = arguments[2];

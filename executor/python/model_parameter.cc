@@ -2,7 +2,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
@@ -20,14 +22,21 @@ PyRef LocalTensor(PyObject* dtensor) {
 
 }  // namespace
 
-ModelParameter::ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad,
+ModelParameter::ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad, PyRef local_grad,
                                std::vector<ParameterSlot> slots)
     : shard_object_(std::move(shard)),
       unsharded_object_(std::move(unsharded)),
       make_grad_(std::move(make_grad)),
+      local_grad_(std::move(local_grad)),
       slots_(std::move(slots)),
       shard_(THPVariable_Unpack(shard_object_.get())),
       unsharded_(THPVariable_Unpack(unsharded_object_.get())) {}
+
+at::Tensor ModelParameter::Gradient() const {
+  const PyRef object = PyRef::Steal(THPVariable_Wrap(unsharded_.grad()));
+  const PyRef local = PyRef::Steal(object ? PyObject_CallOneArg(local_grad_.get(), object.get()) : nullptr);
+  return local ? THPVariable_Unpack(local.get()) : at::Tensor();
+}
 
 bool ModelParameter::Bind(PyObject* parameter) const {
   for (const ParameterSlot& slot : slots_) {
@@ -60,7 +69,8 @@ bool ModelParameter::PublishGrad(const at::Tensor& local) {
     PyRef present_local = present ? LocalTensor(present.get()) : PyRef();
     if (!present_local) return false;
     at::Tensor accumulated = THPVariable_Unpack(present_local.get());
-    accumulated.add_(local);
+    // The plan may have accumulated in the memory that was handed out for an earlier micro-batch.
+    if (!accumulated.is_alias_of(local) || accumulated.numel() == 0) accumulated.add_(local);
     return true;
   }
   if (CanReuseGrad()) {
@@ -79,5 +89,11 @@ bool ModelParameter::PublishGrad(const at::Tensor& local) {
   shard_.mutable_grad() = THPVariable_Unpack(grad_object_.get());
   return true;
 }
+
+bool ModelParameter::HasGradHooks() const {
+  return torch::autograd::impl::post_acc_grad_hooks(shard_) != nullptr;
+}
+
+void ModelParameter::RunGradHooks() const { (*torch::autograd::impl::post_acc_grad_hooks(shard_))(shard_); }
 
 }  // namespace shardplan::python

@@ -11,9 +11,9 @@
 
 namespace shardplan::python {
 
-// A place where a module registers the parameter. The entry of `dict` (module._parameters) is swapped
-// directly unless the module's class has a __setattr__ of its own. The module itself is referred to weakly:
-// it owns the hooks, which own this.
+// A place where a module registers the parameter (no `dict`: holds it as an attribute). The entry of `dict`
+// (module._parameters) is swapped directly unless the module's class has a __setattr__ of its own. The module
+// itself is referred to weakly: it owns the hooks, which own this.
 struct ParameterSlot {
   PyRef module;  // weakref
   PyRef dict;
@@ -26,10 +26,17 @@ class ModelParameter {
  public:
   // shard: nn.Parameter around a DTensor; unsharded: nn.Parameter, the autograd leaf; make_grad: callable
   // that wraps a local gradient (shaped like the shard's local tensor) into a DTensor.
-  ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad, std::vector<ParameterSlot> slots);
+  // local_grad: callable, a gradient of `unsharded` -> the local tensor to reduce; empty: it is one already.
+  ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad, PyRef local_grad,
+                 std::vector<ParameterSlot> slots);
 
   const at::Tensor& shard() const { return shard_; }
   const at::Tensor& unsharded() const { return unsharded_; }
+
+  // Is the gradient that autograd leaves the local tensor to reduce? Otherwise Gradient() makes that of it,
+  // undefined with a Python error set on failure.
+  bool HasPlainGradient() const { return !local_grad_; }
+  at::Tensor Gradient() const;
 
   // The modules hold the unsharded / the sharded parameter from now on. False with a Python error set on
   // failure.
@@ -37,6 +44,11 @@ class ModelParameter {
   bool BindSharded() const { return Bind(shard_object_.get()); }
   // Do all modules hold the sharded parameter? (Someone may have replaced it since.)
   bool IsBoundSharded() const;
+
+  // Has the user registered hooks on the sharded parameter (register_post_accumulate_grad_hook)?
+  bool HasGradHooks() const;
+  // Runs them, its gradient being there. They throw what they throw.
+  void RunGradHooks() const;
 
   // Makes `local`, a view of the reduced gradient, the shard's .grad; adds to a gradient that is there
   // already. The DTensor of an earlier step is used again when nobody else holds it: making one costs more
@@ -50,6 +62,7 @@ class ModelParameter {
   PyRef shard_object_;
   PyRef unsharded_object_;
   PyRef make_grad_;
+  PyRef local_grad_;
   std::vector<ParameterSlot> slots_;
   at::Tensor shard_;
   at::Tensor unsharded_;

@@ -52,27 +52,55 @@ std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t ra
                                    std::move(groups));
 }
 
+PyRef OrEmpty(const py::object& object) { return object.is_none() ? PyRef() : PyRef::Borrow(object.ptr()); }
+
 std::vector<ParameterSlot> ToSlots(const py::list& slots) {
   std::vector<ParameterSlot> result;
   for (const py::handle& item : slots) {
-    const auto [module, dict, name, fast] = py::cast<std::tuple<py::object, py::dict, py::str, bool>>(item);
+    const auto [module, dict, name, fast] = py::cast<std::tuple<py::object, py::object, py::str, bool>>(item);
     PyRef module_reference = PyRef::Steal(PyWeakref_NewRef(module.ptr(), nullptr));
     if (!module_reference) throw py::error_already_set();
     py::str interned = name;
     PyObject* key = interned.release().ptr();
     PyUnicode_InternInPlace(&key);
-    result.push_back({std::move(module_reference), PyRef::Borrow(dict.ptr()), PyRef::Steal(key), fast});
+    PyRef entries = dict.is_none() ? PyRef() : PyRef::Borrow(dict.ptr());
+    result.push_back({std::move(module_reference), std::move(entries), PyRef::Steal(key), fast});
   }
   return result;
 }
 
 void AddParameter(Runtime& runtime, UnitId unit, const py::object& shard, const py::object& unsharded,
-                  const py::list& slots, const py::object& make_grad) {
+                  const py::list& slots, const py::object& make_grad, const py::object& local_grad) {
   if (!THPVariable_Check(shard.ptr()) || !THPVariable_Check(unsharded.ptr())) {
     throw std::invalid_argument("shard and unsharded must be tensors");
   }
-  runtime.AddParameter(unit, ModelParameter(PyRef::Borrow(shard.ptr()), PyRef::Borrow(unsharded.ptr()),
-                                            PyRef::Borrow(make_grad.ptr()), ToSlots(slots)));
+  runtime.AddParameter(unit,
+                       ModelParameter(PyRef::Borrow(shard.ptr()), PyRef::Borrow(unsharded.ptr()),
+                                      PyRef::Borrow(make_grad.ptr()), OrEmpty(local_grad), ToSlots(slots)));
+}
+
+// (parameter, its FQN, offset in the shard, shape of its data, is any of it in the shard, slots)
+using VisibleTuple =
+    std::tuple<py::object, std::string, std::int64_t, std::vector<std::int64_t>, bool, py::list>;
+
+void AddFlatUnit(Runtime& runtime, UnitId unit, bool original_parameters, bool trains,
+                 std::optional<at::ScalarType> grad_dtype, const std::vector<VisibleTuple>& visible,
+                 const std::vector<py::list>& views) {
+  std::vector<VisibleParameter> parameters;
+  for (const auto& [object, fqn, offset, shape, in_shard, slots] : visible) {
+    if (!THPVariable_Check(object.ptr())) throw std::invalid_argument(fqn + " must be a tensor");
+    parameters.push_back({PyRef::Borrow(object.ptr()), fqn, offset, shape, in_shard, ToSlots(slots)});
+  }
+  std::vector<std::vector<ParameterSlot>> view_slots;
+  for (const py::list& slots : views) view_slots.push_back(ToSlots(slots));
+  runtime.AddFlatUnit(unit, {original_parameters, trains, grad_dtype}, std::move(parameters),
+                      std::move(view_slots));
+}
+
+void WriteBack(Runtime& runtime, UnitId unit) {
+  if (Status status = runtime.ShardedParametersRead(unit); !status) {
+    throw std::runtime_error("shardplan: " + ToString(status.error()));
+  }
 }
 
 py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, int modules,
@@ -83,6 +111,27 @@ py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, int modules,
                         py::reinterpret_steal<py::object>(hooks.post_forward.release()));
 }
 
+// [(kind, unit, [(unit, parameter) of a gradient])] of the step that deviated.
+py::list Log(const Runtime& runtime) {
+  py::list log;
+  for (const Runtime::Passed& passed : runtime.log()) {
+    py::list grads;
+    for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
+    log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads));
+  }
+  return log;
+}
+
+void SetReductionHook(Runtime& runtime, UnitId unit, const py::object& hook) {
+  runtime.SetReductionHook(unit, OrEmpty(hook));
+}
+
+// gathers: the unit's all_gathers; otherwise its reduce_scatters.
+void SetCustomCollective(Runtime& runtime, UnitId unit, bool gathers, const py::object& comm) {
+  runtime.SetCustomCollective(unit, gathers ? CollectiveKind::kAllGather : CollectiveKind::kReduceScatter,
+                              OrEmpty(comm));
+}
+
 void BindRuntime(py::module_& module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&MakeRuntime), py::arg("plan"), py::arg("rank"), py::arg("device"), py::arg("groups"),
@@ -91,9 +140,25 @@ void BindRuntime(py::module_& module) {
       .def("start", &Runtime::Start, py::call_guard<py::gil_scoped_release>())
       .def("unsharded_view", &Runtime::UnshardedView, py::arg("unit"), py::arg("parameter"))
       .def("add_parameter", &AddParameter, py::arg("unit"), py::arg("shard"), py::arg("unsharded"),
-           py::arg("slots"), py::arg("make_grad"))
+           py::arg("slots"), py::arg("make_grad"), py::arg("local_grad"))
+      .def("set_flat_shard", &Runtime::SetFlatShard, py::arg("unit"), py::arg("shard"))
+      .def("add_flat_unit", &AddFlatUnit, py::arg("unit"), py::arg("original_parameters"), py::arg("trains"),
+           py::arg("grad_dtype"), py::arg("visible"), py::arg("views"))
+      .def("write_back", &WriteBack, py::arg("unit"))
       .def("hooks", &Hooks, py::arg("unit"), py::arg("modules"), py::arg("input_dtype"),
            py::arg("output_dtype"))
+      .def("unshard", &Runtime::Unshard, py::arg("unit"))
+      .def("fall_back_on_deviation",
+           [](Runtime& runtime, const py::object& on_step_end) {
+             runtime.FallBackOnDeviation(PyRef::Borrow(on_step_end.ptr()));
+           })
+      .def_property_readonly("deviation", &Runtime::deviation)
+      .def_property_readonly("log", &Log)
+      .def("suspend", &Runtime::Suspend, py::arg("reason"))
+      .def("set_reduction_hook", &SetReductionHook, py::arg("unit"), py::arg("hook"))
+      .def("set_custom_collective", &SetCustomCollective, py::arg("unit"), py::arg("gathers"),
+           py::arg("comm"))
+      .def("reshard", &Runtime::Reshard, py::arg("unit"))
       .def_property_readonly("between_steps", &Runtime::BetweenSteps)
       .def_property_readonly("where", &Runtime::Where);
 }

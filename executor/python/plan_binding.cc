@@ -52,6 +52,8 @@ void BindUnits(py::module_& module) {
                              [](const Unit& unit) { return std::string(Name(unit.param_dtype)); })
       .def_property_readonly("reduce_dtype",
                              [](const Unit& unit) { return std::string(Name(unit.reduce_dtype)); })
+      .def_readonly("shard_communicator", &Unit::shard_communicator)
+      .def_readonly("replicate_communicator", &Unit::replicate_communicator)
       .def_readonly("flat_numel", &Unit::flat_numel);
 }
 
@@ -61,6 +63,9 @@ void BindStrategy(py::module_& module) {
                              [](const MixedPrecision& mp) { return OptionalName(mp.param_dtype); })
       .def_property_readonly("output_dtype",
                              [](const MixedPrecision& mp) { return OptionalName(mp.output_dtype); })
+      .def_property_readonly("buffer_dtype",
+                             [](const MixedPrecision& mp) { return OptionalName(mp.buffer_dtype); })
+      .def_readonly("keep_low_precision_grads", &MixedPrecision::keep_low_precision_grads)
       .def_readonly("cast_forward_inputs", &MixedPrecision::cast_forward_inputs);
   py::class_<UnitRule>(module, "UnitRule")
       .def_readonly("modules", &UnitRule::modules)
@@ -86,7 +91,11 @@ void BindPlan(py::module_& module) {
       .def_readonly("world_size", &Plan::world_size)
       .def_readonly("mesh", &Plan::mesh)
       .def_readonly("units", &Plan::units)
+      .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })
+      .def_property_readonly("cluster_json", [](const Plan& plan) { return ToJson(plan.cluster); })
       .def_readonly("communicators", &Plan::communicators)
+      .def_property_readonly("use_orig_params",
+                             [](const Plan& plan) { return plan.strategy.fsdp1.use_orig_params; })
       .def_property_readonly("ignored_parameters",
                              [](const Plan& plan) { return plan.strategy.ignored_parameters; })
       .def_property_readonly("unit_rules", [](const Plan& plan) { return plan.strategy.units; })

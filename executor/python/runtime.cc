@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "python_error.h"
 #include "shardplan/executor/layout.h"
 
 namespace shardplan::python {
@@ -20,60 +21,6 @@ void OrThrow(const Status& status) {
   if (!status) Throw(status.error());
 }
 
-// The error of a Python call that failed, as a Status.
-Status PythonError(const char* doing) {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyRef text = PyRef::Steal(value ? PyObject_Str(value) : nullptr);
-  const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
-  std::string message = fmt::format("{}: {}", doing, utf8 ? utf8 : "unknown Python error");
-  PyErr_Clear();
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(traceback);
-  return MakeError(ErrorCode::kInternal, std::move(message));
-}
-
-// The GIL for a callback of the engine, which runs without it.
-class HoldGil {
- public:
-  HoldGil() : state_(PyGILState_Ensure()) {}
-  ~HoldGil() { PyGILState_Release(state_); }
-  HoldGil(const HoldGil&) = delete;
-  HoldGil& operator=(const HoldGil&) = delete;
-
- private:
-  PyGILState_STATE state_;
-};
-
-// Lets go of the GIL, if this thread holds it, while the engine may block on other ranks.
-class ReleaseGil {
- public:
-  ReleaseGil() : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
-  ~ReleaseGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  ReleaseGil(const ReleaseGil&) = delete;
-  ReleaseGil& operator=(const ReleaseGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-// Has the model no hook for it?
-bool PassedSilently(TriggerKind kind) {
-  switch (kind) {
-    case TriggerKind::kStepBegin:
-    case TriggerKind::kOptimizerStep:
-    case TriggerKind::kZeroGrad:
-    case TriggerKind::kUserCall:
-    case TriggerKind::kStepEnd:
-      return true;
-    default:
-      return false;
-  }
-}
-
 }  // namespace
 
 Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
@@ -83,16 +30,21 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
     : plan_(std::move(plan)),
       rank_(rank),
       device_(std::move(device)),
-      collectives_(std::move(collectives)),
+      collectives_(std::make_unique<CustomCollectives>(std::move(collectives), *device_, groups)),
       units_(plan_->units.size()),
       shards_(plan_->units.size()),
-      evaluation_(std::make_unique<Evaluation>(*plan_, *device_, std::move(groups), shards_)),
-      unsharded_buffer_(plan_->units.size(), -1) {
+      evaluation_(std::make_unique<Evaluation>(*plan_, *device_, groups, shards_)),
+      unsharded_buffer_(plan_->units.size(), -1),
+      order_(*plan_),
+      on_demand_reduction_(*plan_, rank_, std::move(groups)) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     buffer_parameters_.push_back(buffer.unit < 0 ? std::vector<std::int32_t>()
                                                  : executor::ParametersOf(*plan_, buffer));
-    if (buffer.role == BufferRole::kParamUnsharded) unsharded_buffer_[buffer.unit] = static_cast<BufferId>(i);
+    // A flat unit may have another one in full precision.
+    if (buffer.role == BufferRole::kParamUnsharded && unsharded_buffer_[buffer.unit] < 0) {
+      unsharded_buffer_[buffer.unit] = static_cast<BufferId>(i);
+    }
   }
 }
 
@@ -101,7 +53,13 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
 Runtime::~Runtime() {
   if (Py_IsInitialized() != 0) {
     const HoldGil gil;
-    for (UnitState& unit : units_) unit.parameters.clear();
+    for (UnitState& unit : units_) {
+      unit.parameters.clear();
+      unit.flat.reset();
+      unit.reduction_hook = {};
+    }
+    collectives_->Clear();
+    on_fallback_end_ = {};
     const ReleaseGil no_gil;
     engine_.reset();
     collectives_.reset();
@@ -147,40 +105,88 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
   // Below autograd, and without counting versions: what is copied into an unsharded parameter is no change
   // that a saved tensor has to know of (and dispatch is cheaper).
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  firing_ = trigger.kind;
   OrThrow(engine_->Fire(trigger));
 }
 
 void Runtime::Pass(TriggerKind kind, UnitId unit) {
+  if (on_demand_) [[unlikely]] {
+    return Demand(kind, unit);
+  }
   while (PassedSilently(engine_->Expected().kind)) {
     if (engine_->AtStepBegin()) CheckParametersInPlace();
     Fire(executor::TriggerKey(engine_->Expected()));
   }
+  if (on_fallback_end_ && !IsAsPlanned(kind, unit)) [[unlikely]] {
+    Deviate(kind, unit);
+    return Demand(kind, unit);
+  }
   Fire({kind, unit, engine_->Expected().microbatch});
 }
 
-// See [Note: evaluation].
-bool Runtime::IsEvaluation() const { return !at::GradMode::is_enabled() && BetweenSteps(); }
+// See [Note: evaluation]. Decided where a forward begins, for all of it.
+bool Runtime::IsEvaluation(UnitId entered) {
+  if (evaluation_root_ != kNoUnit) {
+    if (evaluation_root_ != entered && !at::GradMode::is_enabled()) return true;
+    evaluation_root_ = kNoUnit;  // an exception ended that forward
+    ReshardAllOffPlan();
+  }
+  if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || on_demand_) return false;
+  const PlanPosition next = order_.NextHooked(Position());
+  const Trigger& trigger = order_.At(next);
+  if (trigger.kind == TriggerKind::kPreForward && trigger.unit == entered && order_.HasNoBackward(next)) {
+    return false;
+  }
+  evaluation_root_ = entered;
+  return true;
+}
 
-void Runtime::Evaluate(TriggerKind kind, UnitId unit) {
+void Runtime::UnshardOffPlan(UnitId unit) {
+  if (units_[unit].unsharded) return;
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (kind == TriggerKind::kPreForward) {
-    OrThrow(evaluation_->Unshard(unit));
-    OrThrow(BindUnsharded(unit, -1));
-  } else {
-    OrThrow(BindSharded(unit, -1));
-    OrThrow(evaluation_->Reshard(unit));
-  }
+  OrThrow(evaluation_->Unshard(unit));
+  OrThrow(BindUnsharded(unit, -1));
+  units_[unit].off_plan = true;
+}
+
+void Runtime::ReshardOffPlan(UnitId unit) {
+  if (!units_[unit].off_plan) return;
+  const ReleaseGil no_gil;
+  units_[unit].off_plan = false;
+  OrThrow(BindSharded(unit, -1));
+  OrThrow(evaluation_->Reshard(unit));
+}
+
+void Runtime::ReshardAllOffPlan() {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) ReshardOffPlan(static_cast<UnitId>(unit));
 }
 
 void Runtime::PreForward(UnitId unit) {
   if (unit < 0) return;
-  IsEvaluation() ? Evaluate(TriggerKind::kPreForward, unit) : Pass(TriggerKind::kPreForward, unit);
+  if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
+  if (IsEvaluation(unit)) return UnshardOffPlan(unit);
+  if (forward_root_ == kNoUnit) {
+    forward_root_ = unit;
+    ReshardAllOffPlan();
+  }
+  Pass(TriggerKind::kPreForward, unit);
 }
 
 void Runtime::PostForward(UnitId unit) {
   if (unit < 0) return;
-  IsEvaluation() ? Evaluate(TriggerKind::kPostForward, unit) : Pass(TriggerKind::kPostForward, unit);
+  if (evaluation_root_ != kNoUnit) {
+    ReshardOffPlan(unit);
+    if (evaluation_root_ == unit) evaluation_root_ = kNoUnit;
+    return;
+  }
+  Pass(TriggerKind::kPostForward, unit);
+  if (forward_root_ == unit) forward_root_ = kNoUnit;
+}
+
+void Runtime::Recompute(TriggerKind kind, UnitId unit) {
+  const executor::TriggerKey& expected = engine_->Expected();
+  if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
 }
 
 void Runtime::PreBackward(UnitId unit) {
@@ -210,35 +216,35 @@ void Runtime::QueueBackwardEnd() {
 
 void Runtime::BackwardEnd() {
   backward_end_queued_ = false;
+  forward_root_ = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
-  while (engine_->Expected().kind == TriggerKind::kPostBackward) {
+  while (!on_demand_ && engine_->Expected().kind == TriggerKind::kPostBackward) {
+    const UnitId unit = engine_->Expected().unit;
+    if (on_fallback_end_ && !IsAsPlanned(TriggerKind::kPostBackward, unit)) break;
     Fire(executor::TriggerKey(engine_->Expected()));
   }
   Pass(TriggerKind::kBackwardEnd, -1);
-  for (UnitState& unit : units_) unit.in_backward = false;
+  for (UnitState& unit : units_) {
+    unit.in_backward = false;
+    if (unit.flat) unit.flat->Finish();
+  }
   PublishGradients();
-  CheckNoGradientIsLeft();
+  if (!on_demand_) CheckNoGradientIsLeft();
 }
 
 void Runtime::PublishGradients() {
   const HoldGil gil;
-  for (const auto& [unit, buffer] : ready_) {
-    for (const std::int32_t parameter : ParametersOf(buffer)) {
-      Result<at::Tensor> local = device_->ShardedView(buffer, parameter, rank_);
-      if (!local) Throw(local.error());
-      if (!units_[unit].parameters[parameter].PublishGrad(*local)) {
-        OrThrow(PythonError("handing a gradient to its parameter"));
-      }
-    }
-  }
+  for (const auto& [unit, buffer] : ready_) OrThrow(Publish(unit, buffer));
   ready_.clear();
 }
 
-Status Runtime::BindUnsharded(UnitId unit, BufferId) {
+Status Runtime::BindUnsharded(UnitId unit, BufferId buffer) {
   const HoldGil gil;
+  if (units_[unit].flat) return BindFlatViews(unit, buffer);
   for (const ModelParameter& parameter : units_[unit].parameters) {
     if (!parameter.BindUnsharded()) return PythonError("binding an unsharded parameter");
   }
+  units_[unit].unsharded = true;
   return {};
 }
 
@@ -247,14 +253,17 @@ Status Runtime::BindSharded(UnitId unit, BufferId) {
   for (const ModelParameter& parameter : units_[unit].parameters) {
     if (!parameter.BindSharded()) return PythonError("binding a sharded parameter");
   }
+  units_[unit].unsharded = false;
+  if (units_[unit].flat) return units_[unit].flat->BindSharded();
   return {};
 }
 
 Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
+  if (units_[unit].flat) return TakeFlatGradients(unit, buffer);
   std::vector<at::Tensor> parts;
   parts.reserve(ParametersOf(buffer).size());
   for (const std::int32_t parameter : ParametersOf(buffer)) {
-    const at::Tensor& grad = units_[unit].parameters[parameter].unsharded().grad();
+    at::Tensor grad = LocalGradient(units_[unit].parameters[parameter]);
     if (!grad.defined()) {
       return MakeError(
           ErrorCode::kNegative,
@@ -262,21 +271,28 @@ Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
                       "use it as in the trace",
                       Describe(unit, parameter)));
     }
-    parts.push_back(grad);
+    parts.push_back(std::move(grad));
   }
   return device_->SetParts(buffer, std::move(parts));
 }
 
+at::Tensor Runtime::LocalGradient(const ModelParameter& parameter) {
+  if (!parameter.unsharded().grad().defined() || parameter.HasPlainGradient())
+    return parameter.unsharded().grad();
+  const InsideUserCode guards;
+  at::Tensor local = parameter.Gradient();
+  if (!local.defined()) OrThrow(PythonError("taking the local part of a DTensor gradient"));
+  return local;
+}
+
 Status Runtime::DropGradients(UnitId unit, BufferId buffer) {
+  if (units_[unit].flat) {
+    units_[unit].flat->gradient().Clear();
+    return {};
+  }
   for (const std::int32_t parameter : ParametersOf(buffer)) {
     units_[unit].parameters[parameter].unsharded().mutable_grad() = at::Tensor();
   }
-  return {};
-}
-
-Status Runtime::ShardedGradientsReady(UnitId unit, BufferId buffer) {
-  const auto same = [&](const ReadyGradients& ready) { return ready.buffer == buffer; };
-  if (std::none_of(ready_.begin(), ready_.end(), same)) ready_.push_back({unit, buffer});
   return {};
 }
 
@@ -297,15 +313,17 @@ void Runtime::CheckParametersInPlace() const {
   }
 }
 
-void Runtime::CheckNoGradientIsLeft() const {
+void Runtime::CheckNoGradientIsLeft() {
   if (!BetweenSteps()) return;  // another micro-batch follows
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
       if (!units_[unit].parameters[i].unsharded().grad().defined()) continue;
-      throw std::runtime_error(fmt::format(
-          "shardplan: {} got a gradient that the plan does not reduce: the model uses it in another way "
-          "than in the trace",
-          Describe(static_cast<UnitId>(unit), static_cast<std::int32_t>(i))));
+      const std::string deviation = fmt::format(
+          "{} got a gradient that the plan does not reduce: the model uses it in another way than in the "
+          "trace",
+          Describe(static_cast<UnitId>(unit), static_cast<std::int32_t>(i)));
+      if (!on_fallback_end_) throw std::runtime_error("shardplan: " + deviation);
+      return DeviateAtBackwardEnd(deviation);
     }
   }
 }

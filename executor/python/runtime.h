@@ -9,12 +9,18 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "custom_comm.h"
 #include "evaluation.h"
+#include "flat_unit.h"
 #include "model_parameter.h"
+#include "on_demand.h"
+#include "plan_order.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/engine.h"
 #include "shardplan/executor/torch_device.h"
@@ -49,60 +55,132 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   at::Tensor UnshardedView(UnitId unit, std::int32_t parameter) const;
   // In the order of Unit::parameters.
   void AddParameter(UnitId unit, ModelParameter parameter);
+  // ... of a flat unit, in place of SetShards and AddParameter; runtime_flat.cc.
+  void SetFlatShard(UnitId unit, at::Tensor shard);
+  void AddFlatUnit(UnitId unit, FlatUnit::Options options, std::vector<VisibleParameter> visible,
+                   std::vector<std::vector<ParameterSlot>> views);
 
   // ---- from the hooks ----
   void PreForward(UnitId unit);
   void PostForward(UnitId unit);
   void PreBackward(UnitId unit);
   void PostBackward(UnitId unit);
-  // Is the unit between its pre_backward and its post_backward? A forward of it is then a recomputation.
+  // Is the unit between its pre_backward and its post_backward? A forward of it is then a recomputation,
+  // which finds the parameters that pre_backward gathered. A plan may name the point, but need not.
   bool IsRecomputing(UnitId unit) const { return unit >= 0 && units_[unit].in_backward; }
+  void Recompute(TriggerKind kind, UnitId unit);
+  // Null: the unit's layout is per_parameter.
+  FlatUnit* Flat(UnitId unit) const { return unit < 0 ? nullptr : units_[unit].flat.get(); }
+
+  // ---- from the user ----
+  // The plan's next user call of the unit, which would else be passed with the next hook. One that is not in
+  // the plan gathers (frees) the unit for as long as no step of the plan runs.
+  void Unshard(UnitId unit);
+  void Reshard(UnitId unit);
+  // A forward fails with this reason; "": it does not.
+  void Suspend(std::string reason) { suspended_ = std::move(reason); }
+  // hook(reduced gradient) after the last collective of the unit's reductions, as FSDP2's
+  // set_all_reduce_hook.
+  void SetReductionHook(UnitId unit, PyRef hook);
+  void SetCustomCollective(UnitId unit, CollectiveKind kind, PyRef comm);
+  // A deviation does not end the training: its step is finished without the plan, then on_step_end() is
+  // called.
+  void FallBackOnDeviation(PyRef on_step_end);
+  // A point that a step passed, and the gradients that were made since the point before it.
+  struct Passed {
+    TriggerKind kind;
+    UnitId unit;
+    std::vector<SegmentGrad> grads;
+  };
+  // Of the step that deviated, and what deviated first; "": none has.
+  const std::vector<Passed>& log() const { return log_; }
+  const std::string& deviation() const { return deviation_; }
   bool BetweenSteps() const;
   // Where the engine is, for people.
   std::string Where() const { return engine_ ? engine_->Where() : "not started"; }
 
   // ---- executor::Model ----
   bool RunsItself() const override { return true; }
+  Status ShardedParametersRead(UnitId unit) override;
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
   Status BindSharded(UnitId unit, BufferId buffer) override;
   Status TakeGradients(UnitId unit, BufferId buffer) override;
   Status DropGradients(UnitId unit, BufferId buffer) override;
+  Status GradientsReduced(UnitId unit, BufferId buffer, StreamId stream) override;
   Status ShardedGradientsReady(UnitId unit, BufferId buffer) override;
+  Status ZeroGrad(UnitId unit) override;
 
  private:
   struct UnitState {
     std::vector<ModelParameter> parameters;
+    std::unique_ptr<FlatUnit> flat;  // in place of `parameters`
+    PyRef reduction_hook;
+    StreamId reduction_stream = -1;  // of the last reduction
     bool in_backward = false;
+    bool unsharded = false;  // its modules hold the whole parameters
+    bool off_plan = false;   // gathered by something that is not in the plan
   };
   struct ReadyGradients {
     UnitId unit;
     BufferId buffer;
   };
 
-  bool IsEvaluation() const;
-  void Evaluate(TriggerKind kind, UnitId unit);
+  static constexpr UnitId kNoUnit = -2;
+
+  PlanPosition Position() const { return {engine_->step_index(), engine_->trigger_index()}; }
+  bool IsEvaluation(UnitId entered);
+  bool PassUserCall(UnitId unit);
+  void UnshardOffPlan(UnitId unit);
+  void ReshardOffPlan(UnitId unit);
+  void ReshardAllOffPlan();
   void Pass(TriggerKind kind, UnitId unit);
+  static at::Tensor LocalGradient(const ModelParameter& parameter);
+  bool IsAsPlanned(TriggerKind kind, UnitId unit) const;
+  void Deviate(TriggerKind kind, UnitId unit);
+  void DeviateAtBackwardEnd(std::string deviation);
+  void LogPlannedTriggers();
+  void Demand(TriggerKind kind, UnitId unit);
+  at::Tensor TakeGradient(UnitId unit, std::int32_t parameter);
+  void ReduceOnDemand(UnitId unit);
+  void EndBackwardOnDemand();
   void Fire(const executor::TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
   void CheckParametersInPlace() const;
-  void CheckNoGradientIsLeft() const;
+  void CheckNoGradientIsLeft();
   void PublishGradients();
+  Status BindFlatViews(UnitId unit, BufferId buffer);
+  Status TakeFlatGradients(UnitId unit, BufferId buffer);
+  Status PublishFlatGradient(UnitId unit, BufferId buffer);
+  Status Publish(UnitId unit, BufferId buffer);
+  Status PublishInBackward(UnitId unit, BufferId buffer);
   std::span<const std::int32_t> ParametersOf(BufferId buffer) const { return buffer_parameters_[buffer]; }
   std::string Describe(UnitId unit, std::int32_t parameter) const;
 
   std::shared_ptr<const Plan> plan_;
   std::int64_t rank_;
   std::unique_ptr<executor::TorchDevice> device_;
-  std::unique_ptr<executor::Collectives> collectives_;
+  std::unique_ptr<CustomCollectives> collectives_;
   std::unique_ptr<executor::Engine> engine_;
   std::vector<UnitState> units_;
   std::vector<std::vector<at::Tensor>> shards_;  // by unit and parameter
   std::unique_ptr<Evaluation> evaluation_;
   std::vector<std::vector<std::int32_t>> buffer_parameters_;  // by BufferId
   std::vector<BufferId> unsharded_buffer_;                    // by UnitId
+  std::string suspended_;
+  PlanOrder order_;
+  UnitId forward_root_ = kNoUnit;      // the unit entered first in the forward of the plan that is under way
+  UnitId evaluation_root_ = kNoUnit;   // in the forward outside the plan
   std::vector<ReadyGradients> ready_;  // reduced in this backward, handed to the parameters at its end
   bool backward_end_queued_ = false;
+  OnDemandReduction on_demand_reduction_;
+  PyRef on_fallback_end_;  // null: a deviation is an error
+  bool on_demand_ = false;
+  std::string deviation_;
+  std::vector<Passed> log_;
+  std::set<std::pair<BufferId, std::int32_t>> accumulated_taken_;
+  int backwards_left_ = 0;                        // of the step that deviated
+  TriggerKind firing_ = TriggerKind::kStepBegin;  // the trigger under way, or the last one
 };
 
 }  // namespace shardplan::python

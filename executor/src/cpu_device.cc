@@ -134,4 +134,10 @@ Result<bool> CpuDevice::Synchronize() {
   return true;
 }
 
+Status CpuDevice::RunOn(StreamId stream, const std::function<void()>& work) {
+  if (Status status = BeginWork(stream); !status) return status;
+  work();
+  return {};
+}
+
 }  // namespace shardplan::executor

@@ -38,6 +38,7 @@ class CpuDevice final : public TorchBuffers {
   Status Wait(EventId event, StreamId stream) override;
   Result<bool> HostWait(EventId event) override;
   Result<bool> Synchronize() override;
+  Status RunOn(StreamId stream, const std::function<void()>& work) override;
 
   // For the collectives: what is pending on the stream is finished; then `pending` is.
   Status BeginWork(StreamId stream);

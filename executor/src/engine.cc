@@ -57,6 +57,7 @@ class Engine::Impl {
   std::int64_t steps_completed() const { return steps_completed_; }
   std::int64_t instructions_issued() const { return instructions_issued_; }
   std::int32_t step_index() const { return program_.triggers[trigger_].step; }
+  std::int32_t trigger_index() const { return program_.triggers[trigger_].trigger; }
   bool AtStepBegin() const { return !in_trigger_ && program_.triggers[trigger_].trigger == 0; }
   void SetObserver(Observer* observer) { observer_ = observer; }
 
@@ -281,6 +282,9 @@ Status Engine::Impl::RunMemory(const Op& op) {
 
 Status Engine::Impl::RunMove(const Op& op) {
   if (Status status = RequireAlive(op.src); !status) return status;
+  if (op.reads_shard && model_ != nullptr) {
+    if (Status status = model_->ShardedParametersRead(plan_.buffers[op.src].unit); !status) return status;
+  }
   if (op.takes_gradients) {
     if (Status status = model_->TakeGradients(plan_.buffers[op.src].unit, op.src); !status) return status;
   }
@@ -304,6 +308,9 @@ Status Engine::Impl::RunMove(const Op& op) {
   }
   if (!status) return status;
   filled_[op.dst] = 1;
+  if (op.last_reduction && model_ != nullptr) {
+    return model_->GradientsReduced(plan_.buffers[op.dst].unit, op.dst, op.stream);
+  }
   if (op.final_gradient && model_ != nullptr) {
     return model_->ShardedGradientsReady(plan_.buffers[op.dst].unit, op.dst);
   }
@@ -429,6 +436,7 @@ const TriggerKey& Engine::Expected() const { return impl_->Expected(); }
 std::int64_t Engine::steps_completed() const { return impl_->steps_completed(); }
 std::int64_t Engine::instructions_issued() const { return impl_->instructions_issued(); }
 std::int32_t Engine::step_index() const { return impl_->step_index(); }
+std::int32_t Engine::trigger_index() const { return impl_->trigger_index(); }
 bool Engine::AtStepBegin() const { return impl_->AtStepBegin(); }
 std::string Engine::Where() const { return impl_->Where(); }
 void Engine::SetObserver(Observer* observer) { impl_->SetObserver(observer); }

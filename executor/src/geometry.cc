@@ -15,7 +15,10 @@ std::unexpected<Error> SizeError(BufferId buffer, std::int32_t part, std::string
                         fmt::format("{} bytes", found), fmt::format("{} bytes", expected));
 }
 
-std::int64_t TotalNumel(const Buffer& buffer) { return SizeBytes(buffer).value / SizeBytes(buffer.dtype); }
+DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
+  if (!parameter.gathered.empty()) return parameter.gathered.front().dtype;
+  return parameter.param_dtype.value_or(unit.param_dtype);
+}
 
 }  // namespace
 
@@ -37,6 +40,24 @@ std::int64_t PartNumel(const Buffer& buffer, std::int32_t part) {
   return buffer.parts_bytes[part].value / SizeBytes(buffer.dtype);
 }
 
+// A unit may hold parameters of several dtypes. Gathered as bytes they keep them.
+DType Geometry::DTypeIn(const Buffer& buffer, std::int32_t p) const {
+  const Unit& unit = plan_.units[buffer.unit];
+  const UnitParameter& parameter = unit.parameters[p];
+  switch (buffer.role) {
+    case BufferRole::kParamSharded:
+      return parameter.dtype;
+    case BufferRole::kParamUnsharded:
+    case BufferRole::kParamPostForwardShard:
+    case BufferRole::kAllGatherOutput:
+      return ComputeDType(unit, parameter);
+    case BufferRole::kAllGatherInput:  // of the dtype that is gathered, or a copy of the shard on the device
+      return buffer.dtype == unit.param_dtype ? ComputeDType(unit, parameter) : buffer.dtype;
+    default:
+      return buffer.dtype;
+  }
+}
+
 // Into how many pieces a parameter is cut in this buffer. After a forward a shard may belong to the smaller
 // mesh; the buffer's size tells (an all-gather input holds either).
 std::int64_t Geometry::PiecesOf(const Buffer& buffer, std::int64_t slots) const {
@@ -46,11 +67,36 @@ std::int64_t Geometry::PiecesOf(const Buffer& buffer, std::int64_t slots) const 
   if (unit.post_forward_communicator < 0) return shards;
   if (buffer.role == BufferRole::kParamPostForwardShard) return slots;
   if (buffer.role != BufferRole::kAllGatherInput) return shards;
-  std::int64_t numel = 0;
-  for (const std::int32_t p : ParametersOf(plan_, buffer)) {
-    numel += PaddedPieceNumel(unit.parameters[p], shards);
+  std::int64_t bytes = 0;
+  for (const std::int32_t p : ParametersOf(plan_, buffer)) bytes += PlaceOf(buffer, p, shards).bytes;
+  return SizeBytes(buffer).value == bytes ? shards : plan_.communicators[unit.post_forward_communicator].size;
+}
+
+// Size and dtype of a parameter in this buffer, cut into `pieces` where the buffer holds pieces.
+Geometry::Place Geometry::PlaceOf(const Buffer& buffer, std::int32_t p, std::int64_t pieces) const {
+  const Unit& unit = plan_.units[buffer.unit];
+  const UnitParameter& parameter = unit.parameters[p];
+  const std::int64_t shards = ShardCount(plan_, unit);
+  const Arrangement arrangement = ArrangementOf(buffer.role);
+  Place place = {.parameter = p, .dtype = DTypeIn(buffer, p)};
+  const bool is_gradient = arrangement == Arrangement::kWhole && buffer.role != BufferRole::kParamUnsharded;
+  const bool is_parameter = buffer.role == BufferRole::kParamUnsharded ||
+                            buffer.role == BufferRole::kAllGatherOutput ||
+                            buffer.role == BufferRole::kParamPostForwardShard ||
+                            (buffer.role == BufferRole::kAllGatherInput && buffer.dtype == unit.param_dtype);
+  const bool extended = is_parameter && !parameter.gathered.empty();
+  const std::int64_t piece =
+      extended ? parameter.gathered.front().numel : PaddedPieceNumel(parameter, shards);
+  place.numel = is_gradient                          ? Numel(parameter)
+                : arrangement == Arrangement::kWhole ? piece * shards
+                                                     : piece * shards / pieces;
+  place.bytes = place.numel * SizeBytes(place.dtype);
+  if (extended && arrangement != Arrangement::kWhole) {
+    for (std::size_t t = 1; t < parameter.gathered.size(); ++t) {
+      place.bytes += parameter.gathered[t].numel * SizeBytes(parameter.gathered[t].dtype);
+    }
   }
-  return TotalNumel(buffer) == numel ? shards : plan_.communicators[unit.post_forward_communicator].size;
+  return place;
 }
 
 std::int64_t Geometry::SlotsForShard(const Buffer& shard) const {
@@ -74,61 +120,61 @@ Result<std::vector<Geometry::Place>> Geometry::Places(BufferId id, std::int64_t 
         fmt::format("{} parts", buffer.parts_bytes.size()),
         arrangement == Arrangement::kGathered ? "1 part" : fmt::format("{} parts", parameters.size()));
   }
-  const std::int64_t shards = ShardCount(plan_, unit);
-  const std::int64_t element_bytes = SizeBytes(buffer.dtype);
+  const std::int64_t pieces = PiecesOf(buffer, slots);
   std::vector<Place> places;
   std::int64_t offset = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const UnitParameter& parameter = unit.parameters[parameters[i]];
-    const std::int64_t padded = PaddedPieceNumel(parameter, shards) * shards;
-    Place place = {parameters[i], joined ? 0 : static_cast<std::int32_t>(i), joined ? offset : 0, 0};
-    if (arrangement == Arrangement::kWhole) {
-      const bool is_gradient = buffer.role != BufferRole::kParamUnsharded;
-      place.numel = is_gradient ? Numel(parameter) : padded;
-    } else {
-      const std::int64_t pieces = PiecesOf(buffer, slots);
-      if (padded % pieces != 0) {
-        return MakeInputError(
-            fmt::format("/units/{}/parameters/{}", buffer.unit, parameters[i]),
-            fmt::format("{} cannot be cut into {} equal pieces after the forward", parameter.fqn, pieces));
-      }
-      place.numel = padded / pieces;
+    const std::int64_t padded =
+        PaddedPieceNumel(parameter, ShardCount(plan_, unit)) * ShardCount(plan_, unit);
+    if (arrangement != Arrangement::kWhole && padded % pieces != 0) {
+      return MakeInputError(
+          fmt::format("/units/{}/parameters/{}", buffer.unit, parameters[i]),
+          fmt::format("{} cannot be cut into {} equal pieces after the forward", parameter.fqn, pieces));
     }
-    offset += place.numel;
-    if (!joined && buffer.parts_bytes[i].value < place.numel * element_bytes) {
+    Place place = PlaceOf(buffer, parameters[i], pieces);
+    place.part = joined ? 0 : static_cast<std::int32_t>(i);
+    place.offset_bytes = joined ? offset : 0;
+    offset += place.bytes;
+    if (!joined && buffer.parts_bytes[i].value < place.bytes) {
       return SizeError(id, place.part, fmt::format("{} is too small for {}", buffer.name, parameter.fqn),
-                       buffer.parts_bytes[i].value, place.numel * element_bytes);
+                       buffer.parts_bytes[i].value, place.bytes);
     }
     places.push_back(place);
   }
   const std::int64_t expected = offset * (arrangement == Arrangement::kGathered ? slots : 1);
-  if (joined && PartNumel(buffer, 0) < expected) {
+  if (joined && buffer.parts_bytes[0].value < expected) {
     return SizeError(id, 0, fmt::format("{} is too small for its parameters", buffer.name),
-                     buffer.parts_bytes[0].value, expected * element_bytes);
+                     buffer.parts_bytes[0].value, expected);
   }
   return places;
 }
 
 // `slots` pieces of a gathered buffer -> the whole parameter.
 void Geometry::Gather(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-                      std::int64_t slot_numel, bool by_rows, CopySpec& copy) const {
+                      std::int64_t slot_bytes, bool by_rows, Movement& movement) const {
+  const std::int64_t from = SizeBytes(src.dtype);
+  const std::int64_t to = SizeBytes(dst.dtype);
   if (by_rows) {
-    copy.runs.push_back(
-        {src.part, dst.part, src.offset, dst.offset, slots, src.numel, slot_numel, src.numel});
+    movement.stretches.push_back({src.part, dst.part, src.offset_bytes, dst.offset_bytes, slots, src.numel,
+                                  slot_bytes, src.numel * to, src.dtype, dst.dtype});
     return;
   }
   std::int64_t outer = 1;
   for (std::int32_t d = 0; d < parameter.shard_dim; ++d) outer *= parameter.shape[d];
   const std::int64_t row = outer == 0 ? 0 : src.numel / outer;
   for (std::int64_t j = 0; j < slots; ++j) {
-    copy.runs.push_back({src.part, dst.part, src.offset + j * slot_numel, dst.offset + j * row, outer, row,
-                         row, row * slots});
+    movement.stretches.push_back({src.part, dst.part, src.offset_bytes + j * slot_bytes,
+                                  dst.offset_bytes + j * row * to, outer, row, row * from, row * slots * to,
+                                  src.dtype, dst.dtype});
   }
 }
 
 // The whole gradient -> `slots` pieces, padded with zeros.
 void Geometry::Scatter(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-                       std::int64_t slot_numel, CopySpec& copy) const {
+                       std::int64_t slot_bytes, Movement& movement) const {
+  const std::int64_t from = SizeBytes(src.dtype);
+  const std::int64_t size = SizeBytes(dst.dtype);
   const std::int32_t dim = parameter.shape.empty() ? 0 : parameter.shard_dim;
   const std::int64_t rows = parameter.shape.empty() ? 1 : parameter.shape[dim];
   std::int64_t outer = 1;
@@ -137,38 +183,88 @@ void Geometry::Scatter(const UnitParameter& parameter, const Place& src, const P
   for (std::int64_t j = 0; j < slots; ++j) {
     const RowRange range = ChunkRows(rows, slots, j);
     const std::int64_t row = range.count * inner;
-    const std::int64_t to = dst.offset + j * slot_numel;
+    const std::int64_t to = dst.offset_bytes + j * slot_bytes;
     if (row > 0) {
-      copy.runs.push_back(
-          {src.part, dst.part, src.offset + range.first * inner, to, outer, row, rows * inner, row});
+      movement.stretches.push_back({src.part, dst.part, src.offset_bytes + range.first * inner * from, to,
+                                    outer, row, rows * inner * from, row * size, src.dtype, dst.dtype});
     }
-    if (row * outer < dst.numel) copy.zeros.push_back({dst.part, to + row * outer, dst.numel - row * outer});
+    if (row * outer < dst.numel) {
+      movement.zeros.push_back({dst.part, to + row * outer * size, (dst.numel - row * outer) * size});
+    }
   }
 }
 
-void Geometry::AddRuns(const Instruction& instruction, const Place& src, const Place& dst, std::int64_t slots,
-                       std::int64_t slot, CopySpec& copy) const {
+void Geometry::AddMovement(const Instruction& instruction, const Place& src, const Place& dst,
+                           std::int64_t slots, std::int64_t slot, Movement& movement) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
   const Arrangement a = ArrangementOf(from.role);
   const Arrangement b = ArrangementOf(to.role);
   const UnitParameter& parameter = plan_.units[from.unit].parameters[src.parameter];
-  const auto contiguous = [&](std::int64_t src_offset, std::int64_t dst_offset, std::int64_t numel) {
-    copy.runs.push_back({src.part, dst.part, src_offset, dst_offset, 1, numel, numel, numel});
+  const auto contiguous = [&](std::int64_t src_bytes, std::int64_t dst_bytes, std::int64_t numel) {
+    movement.stretches.push_back({src.part, dst.part, src_bytes, dst_bytes, 1, numel,
+                                  numel * SizeBytes(src.dtype), numel * SizeBytes(dst.dtype), src.dtype,
+                                  dst.dtype});
   };
   if (a == Arrangement::kGathered && b == Arrangement::kWhole) {
     // What was cut from the whole again for the smaller mesh is a plain piece of it, whatever the dimension.
     const bool by_rows = parameter.shard_dim == 0 || slots != ShardCount(plan_, plan_.units[from.unit]);
-    Gather(parameter, src, dst, slots, TotalNumel(from) / slots, by_rows, copy);
+    Gather(parameter, src, dst, slots, SizeBytes(from).value / slots, by_rows, movement);
   } else if (a == Arrangement::kWhole && b == Arrangement::kGathered) {
-    Scatter(parameter, src, dst, slots, TotalNumel(to) / slots, copy);
+    Scatter(parameter, src, dst, slots, SizeBytes(to).value / slots, movement);
   } else if (a == Arrangement::kShard && b == Arrangement::kGathered) {
-    contiguous(src.offset, dst.offset + slot * (TotalNumel(to) / slots), src.numel);
+    const std::int64_t begin = dst.offset_bytes + slot * (SizeBytes(to).value / slots);
+    contiguous(src.offset_bytes, begin, std::min(src.numel, dst.numel));
+    const std::int64_t first = src.numel * SizeBytes(src.dtype);
+    if (src.dtype == dst.dtype && src.bytes == dst.bytes && src.bytes > first) {  // an extension's others
+      const std::int64_t rest = src.bytes - first;
+      movement.stretches.push_back({src.part, dst.part, src.offset_bytes + first, begin + first, 1, rest,
+                                    rest, rest, DType::kUInt8, DType::kUInt8});
+    }
   } else if (a == Arrangement::kWhole && b == Arrangement::kShard && slots > 1) {
-    contiguous(src.offset + slot * dst.numel, dst.offset, dst.numel);
+    contiguous(src.offset_bytes + slot * dst.numel * SizeBytes(src.dtype), dst.offset_bytes, dst.numel);
   } else {
-    contiguous(src.offset, dst.offset, std::min(src.numel, dst.numel));
+    contiguous(src.offset_bytes, dst.offset_bytes, std::min(src.numel, dst.numel));
   }
+}
+
+// In elements of the two buffers; in bytes where that does not say it (parameters of several dtypes), which
+// nothing may be converted for.
+Result<CopySpec> Geometry::InElements(const Instruction& instruction, const Movement& movement) const {
+  CopySpec copy = {instruction.src,
+                   instruction.dst,
+                   plan_.buffers[instruction.src].dtype,
+                   plan_.buffers[instruction.dst].dtype,
+                   {},
+                   {}};
+  bool converts = false, alike = true, as_buffers = true;
+  for (const Stretch& s : movement.stretches) {
+    const Stretch& first = movement.stretches.front();
+    converts = converts || s.src_dtype != s.dst_dtype;
+    alike = alike && s.src_dtype == first.src_dtype && s.dst_dtype == first.dst_dtype;
+    as_buffers = as_buffers && s.src_dtype == copy.src_dtype && s.dst_dtype == copy.dst_dtype;
+  }
+  if (converts && !alike) {
+    return MakeInputError(
+        fmt::format("/buffers/{}/dtype", instruction.dst),
+        fmt::format("{} to {} converts between several dtypes at once", plan_.buffers[instruction.src].name,
+                    plan_.buffers[instruction.dst].name));
+  }
+  if (!as_buffers && !movement.stretches.empty()) {
+    copy.src_dtype = converts ? movement.stretches.front().src_dtype : DType::kUInt8;
+    copy.dst_dtype = converts ? movement.stretches.front().dst_dtype : DType::kUInt8;
+  }
+  const std::int64_t from = SizeBytes(copy.src_dtype);
+  const std::int64_t to = SizeBytes(copy.dst_dtype);
+  for (const Stretch& s : movement.stretches) {
+    const std::int64_t numel = s.row_numel * SizeBytes(s.src_dtype) / from;
+    copy.runs.push_back({s.src_part, s.dst_part, s.src_bytes / from, s.dst_bytes / to, s.rows, numel,
+                         s.src_stride_bytes / from, s.dst_stride_bytes / to});
+  }
+  for (const Zeros& z : movement.zeros) {
+    copy.zeros.push_back({z.part, z.bytes_before / to, z.bytes / to});
+  }
+  return copy;
 }
 
 // Gradients as autograd makes them, one part per parameter -> the flat gradient, zeros between and after
@@ -248,7 +344,7 @@ Result<CopySpec> Geometry::Copy(const Instruction& instruction, std::int64_t slo
   if (!sources) return std::unexpected(sources.error());
   Result<std::vector<Place>> targets = Places(instruction.dst, slots);
   if (!targets) return std::unexpected(targets.error());
-  CopySpec copy = {instruction.src, instruction.dst, from.dtype, to.dtype, {}, {}};
+  Movement movement;
   bool any = targets->empty();
   for (const Place& target : *targets) {
     const auto source =
@@ -256,13 +352,13 @@ Result<CopySpec> Geometry::Copy(const Instruction& instruction, std::int64_t slo
     if (source == sources->end())
       continue;  // comes from another buffer (accumulated gradients and fresh ones)
     any = true;
-    if (target.numel > 0) AddRuns(instruction, *source, target, slots, slot, copy);
+    if (target.numel > 0) AddMovement(instruction, *source, target, slots, slot, movement);
   }
   if (!any) {
     return MakeInputError(fmt::format("/buffers/{}/parameters", instruction.src),
                           fmt::format("{} and {} have no parameter in common", from.name, to.name));
   }
-  return copy;
+  return InElements(instruction, movement);
 }
 
 }  // namespace shardplan::executor

@@ -32,24 +32,52 @@ class Geometry {
   std::int64_t SlotsForShard(const Buffer& shard) const;
 
  private:
-  // One parameter's piece or whole in a buffer.
+  // One parameter's piece or whole in a buffer. What an all-gather extension gathers beside its first tensor
+  // lies behind it.
   struct Place {
     std::int32_t parameter = -1;
     std::int32_t part = 0;
-    std::int64_t offset = 0;
+    std::int64_t offset_bytes = 0;
     std::int64_t numel = 0;
+    std::int64_t bytes = 0;  // with all tensors of an extension
+    DType dtype = DType::kFloat32;
+  };
+  // As CopyRun, with offsets and strides in bytes.
+  struct Stretch {
+    std::int32_t src_part = 0;
+    std::int32_t dst_part = 0;
+    std::int64_t src_bytes = 0;
+    std::int64_t dst_bytes = 0;
+    std::int64_t rows = 1;
+    std::int64_t row_numel = 0;
+    std::int64_t src_stride_bytes = 0;
+    std::int64_t dst_stride_bytes = 0;
+    DType src_dtype = DType::kFloat32;
+    DType dst_dtype = DType::kFloat32;
+  };
+  struct Zeros {
+    std::int32_t part = 0;
+    std::int64_t bytes_before = 0;
+    std::int64_t bytes = 0;
+  };
+  struct Movement {
+    std::vector<Stretch> stretches;
+    std::vector<Zeros> zeros;
   };
 
+  DType DTypeIn(const Buffer& buffer, std::int32_t parameter) const;
   std::int64_t PiecesOf(const Buffer& buffer, std::int64_t slots) const;
+  Place PlaceOf(const Buffer& buffer, std::int32_t parameter, std::int64_t pieces) const;
   Result<std::vector<Place>> Places(BufferId buffer, std::int64_t slots) const;
   Result<CopySpec> JoinGradients(const Instruction& instruction) const;
   Result<CopySpec> FlatCopy(const Instruction& instruction, std::int64_t slots, std::int64_t slot) const;
-  void AddRuns(const Instruction& instruction, const Place& src, const Place& dst, std::int64_t slots,
-               std::int64_t slot, CopySpec& copy) const;
+  void AddMovement(const Instruction& instruction, const Place& src, const Place& dst, std::int64_t slots,
+                   std::int64_t slot, Movement& movement) const;
   void Gather(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-              std::int64_t slot_numel, bool by_rows, CopySpec& copy) const;
+              std::int64_t slot_bytes, bool by_rows, Movement& movement) const;
   void Scatter(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-               std::int64_t slot_numel, CopySpec& copy) const;
+               std::int64_t slot_bytes, Movement& movement) const;
+  Result<CopySpec> InElements(const Instruction& instruction, const Movement& movement) const;
 
   const Plan& plan_;
   std::int64_t rank_;

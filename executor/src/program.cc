@@ -27,6 +27,7 @@ class Builder {
       : plan_(plan), rank_(rank), model_runs_itself_(model_runs_itself), geometry_(plan, rank) {}
 
   Result<Program> Build() {
+    FindAdded();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
       program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
       for (std::size_t t = 0; t < plan_.steps[s].triggers.size(); ++t) {
@@ -41,6 +42,18 @@ class Builder {
   }
 
  private:
+  void FindAdded() {
+    for (const PlanStep& step : plan_.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          const bool adds =
+              i.kind == InstructionKind::kGradAccumulate && i.src >= 0 && i.src < std::ssize(plan_.buffers);
+          if (adds && IsFinalGradient(plan_.buffers[i.src].role)) added_to_another_.push_back(i.src);
+        }
+      }
+    }
+  }
+
   Status AddTrigger(std::int32_t step, std::int32_t index) {
     const Trigger& trigger = plan_.steps[step].triggers[index];
     ProgramTrigger entry = {{trigger.kind, trigger.unit, trigger.microbatch},
@@ -95,13 +108,12 @@ class Builder {
     const bool event = i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
     const bool streamed = moves || i.kind == kAllReduce || i.kind == kGradScale || i.kind == kCompute ||
                           i.kind == kAllocate || i.kind == kRecord || i.kind == kWait;
-    for (const Status& status :
-         {Check(i.src, plan_.buffers, reads, "buffer"),
-          Check(i.dst, plan_.buffers, moves || i.kind == kAllocate, "buffer"),
-          Check(i.event, plan_.events, event, "event"),
-          Check(i.communicator, plan_.communicators, collective, "communicator"),
-          Check(i.segment, plan_.segments, i.kind == kCompute, "segment"),
-          Check(i.unit, plan_.units, false, "unit")}) {
+    for (const Status& status : {Check(i.src, plan_.buffers, reads, "buffer"),
+                                 Check(i.dst, plan_.buffers, moves || i.kind == kAllocate, "buffer"),
+                                 Check(i.event, plan_.events, event, "event"),
+                                 Check(i.communicator, plan_.communicators, collective, "communicator"),
+                                 Check(i.segment, plan_.segments, i.kind == kCompute, "segment"),
+                                 Check(i.unit, plan_.units, false, "unit")}) {
       if (!status) return status;
     }
     const bool by_host = i.stream < 0 && (moves || i.kind == kAllocate) && IsOnHost(i.src) && IsOnHost(i.dst);
@@ -176,6 +188,20 @@ class Builder {
     return model_runs_itself_ && IsModelMemory(plan_.buffers[buffer].role);
   }
 
+  bool IsShard(BufferId buffer) const { return plan_.buffers[buffer].role == BufferRole::kParamSharded; }
+
+  // A gradient that came to the host while an earlier one is there is only on its way to that one.
+  bool IsAddedToAnother(BufferId buffer) const {
+    return std::ranges::find(added_to_another_, buffer) != added_to_another_.end();
+  }
+
+  bool IsLastReduction(const Instruction& i) const {
+    if (i.kind == InstructionKind::kAllReduce) return true;
+    if (i.kind != InstructionKind::kReduceScatter) return false;
+    const UnitId unit = plan_.buffers[i.src].unit;
+    return unit < 0 || plan_.units[unit].replicate_communicator < 0;
+  }
+
   Op ResolveFree(Op op, const Instruction& i) {
     if (IsModels(i.src)) {
       if (plan_.buffers[i.src].role != BufferRole::kGradUnsharded) return op;
@@ -213,7 +239,8 @@ class Builder {
     std::int64_t slot = 0;
     const std::int64_t slots = SlotsOf(i, slot);
     op.takes_gradients = IsModels(i.src);
-    op.final_gradient = IsFinalGradient(plan_.buffers[i.dst].role);
+    op.reads_shard = IsShard(i.src);
+    op.final_gradient = IsFinalGradient(plan_.buffers[i.dst].role) && !IsAddedToAnother(i.dst);
     const auto key = std::tuple(i.kind, i.src, i.dst, slots);
     const auto known = copy_ids_.find(key);
     if (known != copy_ids_.end()) return Simple(op, code, known->second);
@@ -270,7 +297,9 @@ class Builder {
                             fmt::format("{} and {}", small, small * group.size));
     }
     op.takes_gradients = IsModels(i.src);
+    op.reads_shard = IsShard(i.src);
     op.dst = dst;
+    op.last_reduction = IsLastReduction(i);
     if (group.size == 1) return SingleRank(op, spec);
     program_.collectives.push_back(spec);
     return Simple(op, OpCode::kCollective, static_cast<std::int32_t>(program_.collectives.size()) - 1);
@@ -291,6 +320,7 @@ class Builder {
   Program program_;
   std::string pointer_;
   std::map<BufferId, CommunicatorId> gathered_by_;
+  std::vector<BufferId> added_to_another_;
   std::map<std::tuple<InstructionKind, BufferId, BufferId, std::int64_t>, CopyId> copy_ids_;
 };
 

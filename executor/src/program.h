@@ -36,7 +36,9 @@ enum class OpCode : std::uint8_t {
 struct Op {
   OpCode code = OpCode::kNothing;
   bool takes_gradients = false;  // src is a grad_unsharded buffer that the model supplies
+  bool reads_shard = false;      // src is a param_sharded buffer
   bool final_gradient = false;   // dst is a sharded gradient: tell the model
+  bool last_reduction = false;   // dst is reduced over all ranks after it: tell the model
   StreamId stream = -1;
   std::int32_t a = -1;
   std::int32_t b = -1;

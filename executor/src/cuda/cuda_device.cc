@@ -214,4 +214,10 @@ Result<bool> CudaDevice::Synchronize() {
   return true;
 }
 
+Status CudaDevice::RunOn(StreamId stream, const std::function<void()>& work) {
+  c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
+  work();
+  return {};
+}
+
 }  // namespace shardplan::executor

@@ -27,6 +27,7 @@ class CudaDevice final : public TorchBuffers {
   Status Wait(EventId event, StreamId stream) override;
   Result<bool> HostWait(EventId event) override;
   Result<bool> Synchronize() override;
+  Status RunOn(StreamId stream, const std::function<void()>& work) override;
 
   c10::cuda::CUDAStream stream(StreamId id) const { return streams_[id]; }
   int index() const { return index_; }

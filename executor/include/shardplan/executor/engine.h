@@ -68,6 +68,10 @@ class Model {
   virtual Status BindUnsharded(UnitId, BufferId) { return {}; }
   virtual Status BindSharded(UnitId, BufferId) { return {}; }
 
+  // Before an instruction reads the unit's param_sharded buffer: bring into it what the user did to the
+  // parameters in another place.
+  virtual Status ShardedParametersRead(UnitId) { return {}; }
+
   // RunsItself only. Before an instruction reads a grad_unsharded buffer: give the device the gradients, one
   // tensor per part, in the order of Buffer::parameters (TorchDevice::SetParts). They may be of any layout
   // and strides; a parameter that got no gradient gives zeros.
@@ -76,12 +80,16 @@ class Model {
   // The device has dropped its own.
   virtual Status DropGradients(UnitId, BufferId) { return {}; }
 
+  // The last collective of a reduction was issued on the stream: reduce_scatter, all_reduce where there are
+  // replicas. `buffer` holds its result when the stream gets there; work issued now on the stream may change
+  // it.
+  virtual Status GradientsReduced(UnitId, BufferId, StreamId) { return {}; }
   // A grad_sharded (or grad_host) buffer holds this step's gradient once its stream is done (TorchDevice::
   // ShardedView gives the tensors). Called at each grad_cast, grad_accumulate or copy_to_host into one.
   virtual Status ShardedGradientsReady(UnitId, BufferId) { return {}; }
-  // optimizer_step and zero_grad instructions; unit -1: all; parameter -1: all of the unit's; stream -1: on the
-  // host, now. After ZeroGrad returns, the engine frees the sharded gradients of the unit that are still alive
-  // (memory that you still refer to stays alive).
+  // optimizer_step and zero_grad instructions; unit -1: all; parameter -1: all of the unit's; stream -1: on
+  // the host, now. After ZeroGrad returns, the engine frees the sharded gradients of the unit that are still
+  // alive (memory that you still refer to stays alive).
   virtual Status OptimizerStep(UnitId, std::int32_t /*parameter*/, StreamId) { return {}; }
   virtual Status ZeroGrad(UnitId) { return {}; }
 };
@@ -116,11 +124,12 @@ class Engine {
   // The next trigger. A host that learns of points in an order of its own (the final callback of a backward,
   // several output tensors of a unit) can ask here.
   const TriggerKey& Expected() const;
-  // Steps completed, instructions issued since the engine was made, and the index into plan.steps of the one
-  // under way (or about to begin).
+  // Steps completed, instructions issued since the engine was made, the index into plan.steps of the one
+  // under way (or about to begin), and the index in it of the next trigger.
   std::int64_t steps_completed() const;
   std::int64_t instructions_issued() const;
   std::int32_t step_index() const;
+  std::int32_t trigger_index() const;
   // True before the first trigger of a step.
   bool AtStepBegin() const;
 

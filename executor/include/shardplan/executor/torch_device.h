@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -23,6 +24,10 @@ at::ScalarType ToScalarType(DType dtype);
 class TorchDevice : public Device {
  public:
   virtual c10::Device torch_device() const = 0;
+
+  // Runs `work`, host code that may read and issue work on the stream's buffers, with `stream` as the current
+  // one (cpu: when what is pending on it is done). What it throws is thrown.
+  virtual Status RunOn(StreamId stream, const std::function<void()>& work) = 0;
 
   // Supplies the parts of a buffer: one tensor per part. For a persistent buffer (param_sharded) before
   // Engine::Create or between steps: contiguous, of the buffer's dtype, at least the part's elements (padding

@@ -12,6 +12,19 @@
 """
 
 from ._apply import apply, load_plan
+from ._calls import reshard, unshard
+from ._clip import clip_grad_norm_
 from ._errors import PlanError
+from ._flat_state_dict import state_dict_type
+from ._summon import summon_full_params
 
-__all__ = ["PlanError", "apply", "load_plan"]
+__all__ = [
+    "PlanError",
+    "apply",
+    "clip_grad_norm_",
+    "load_plan",
+    "reshard",
+    "state_dict_type",
+    "summon_full_params",
+    "unshard",
+]

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import warnings
+import weakref
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import _flat
 from ._errors import PlanError
-from ._fit import ModelParameter, check_model, check_placement, parameters_of
+from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, unwrapped
+from ._flat_state_dict import hook_state_dicts
+from ._init import Initialise, Source, reset_parameters
 from ._mesh import mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
 from ._precision import casts_of
-from ._shard import as_dtensor, shard_parameter
+from ._replan import plan_again
+from ._shard import (
+    ShardedParameter,
+    as_dtensor,
+    data_parallel_dims,
+    gradient_unwrapper,
+    shard_parameter,
+    whole_parameter,
+)
 
-_ATTRIBUTE = "_shardplan_runtime"
+_ATTRIBUTE = "_shardplan_applied"
+UNIT_ATTRIBUTE = "_shardplan_unit"  # of the modules of units: (what was applied, unit id)
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """Raises ValueError for a model that no plan is applied to."""
+    applied = getattr(model, _ATTRIBUTE, None)
+    if applied is None:
+        raise ValueError(f"shardplan: no plan is applied to this {type(model).__name__}")
+    return applied
 
 
 def load_plan(path: str | os.PathLike) -> native.Plan:
@@ -26,79 +49,149 @@ def load_plan(path: str | os.PathLike) -> native.Plan:
         raise PlanError(str(error)) from None
 
 
-def _check_supported(plan) -> None:
-    for unit in plan.units:
-        name = unit.fqn or "the root"
-        if unit.flat:
-            raise PlanError(
-                f"unit {name} has a flat layout (policy {plan.policy}), which shardplan.torch does not replay: "
-                "plan with policy fsdp2"
-            )
-        for parameter in unit.parameters:
-            if parameter.shard_dim != 0:
-                raise PlanError(f"parameter {parameter.fqn}: sharded on dim {parameter.shard_dim}, only 0 is supported")
-
-
-def _fast_slot(module: nn.Module) -> bool:
-    """May a parameter be swapped in module._parameters, without the class's own __setattr__ (RNNs have one)?"""
-    return type(module).__setattr__ is nn.Module.__setattr__
-
-
-def _grad_maker(mesh: DeviceMesh, shape: torch.Size):
-    return lambda local: as_dtensor(local, mesh, shape)
-
-
-def _shard_unit(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter], mesh: DeviceMesh) -> list[nn.Parameter]:
-    """Replaces the unit's parameters by their shards, which become the plan's param_sharded buffer."""
-    sharded = [shard_parameter(by_fqn[expected.fqn].parameter, mesh) for expected in unit.parameters]
+def _shard_unit(plan, unit, by_fqn: dict[str, ModelParameter], mesh: DeviceMesh) -> list[ShardedParameter]:
+    """Replaces the unit's parameters by their shards."""
+    dims = data_parallel_dims(plan, unit, mesh)
+    sharded = [shard_parameter(by_fqn[p.fqn].parameter, dims, p.shard_dim) for p in unit.parameters]
     for expected, result in zip(unit.parameters, sharded):
         for slot in by_fqn[expected.fqn].slots:
             slot.module.register_parameter(slot.name, result.shard)
-    runtime.set_shards(unit_id, [result.padded for result in sharded])
-    return [result.shard for result in sharded]
+    return sharded
 
 
-def _add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter], shards, mesh: DeviceMesh) -> None:
-    for index, (expected, shard) in enumerate(zip(unit.parameters, shards)):
-        unsharded = nn.Parameter(runtime.unsharded_view(unit_id, index), requires_grad=shard.requires_grad)
+def _grad_maker(spec):
+    return lambda local: as_dtensor(local, spec)
+
+
+def _add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter], sharded) -> None:
+    for index, (expected, result) in enumerate(zip(unit.parameters, sharded)):
+        unsharded = whole_parameter(runtime.unsharded_view(unit_id, index), result)
         slots = [
-            (slot.module, slot.module._parameters, slot.name, _fast_slot(slot.module))
+            (slot.module, slot.module._parameters, slot.name, _flat.fast_slot(slot.module))
             for slot in by_fqn[expected.fqn].slots
         ]
-        runtime.add_parameter(unit_id, shard, unsharded, slots, _grad_maker(mesh, shard.shape))
+        make_grad = _grad_maker(result.shard._spec)
+        runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
 
 
-def _make_runtime(plan, mesh: DeviceMesh, device: torch.device):
-    groups = process_groups(plan, mesh)
+def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout_s(mesh))
 
 
-def _hook_unit(runtime, unit: int, modules: list[nn.Module], casts) -> None:
+def _hook_unit(runtime, unit: int, modules: list[nn.Module], casts) -> list:
     pre_forward, post_forward = runtime.hooks(unit, len(modules), *casts)
+    handles = []
     for module in modules:
-        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(post_forward, always_call=len(modules) > 1)
+        handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(post_forward, always_call=len(modules) > 1))
+    return handles
 
 
-def _hook_modules(plan, model: nn.Module, runtime) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _hook_modules(plan, model: nn.Module, runtime) -> list:
+    """Handles of the hooks of all units."""
+    modules = modules_of(model)
+    handles = []
     for unit_id, unit in enumerate(plan.units):
         of_unit = [modules[fqn] for fqn in unit.modules]
-        _hook_unit(runtime, unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
+        handles += _hook_unit(runtime, unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
     if not any("" in unit.modules for unit in plan.units):
         # A root without parameters of its own is no unit, yet it casts inputs and outputs.
         casts = casts_of(plan, "", model)
         if casts != (None, None):
-            _hook_unit(runtime, -1, [model], casts)
+            handles += _hook_unit(runtime, -1, [model], casts)
+    return handles
 
 
-def _guard_state_dict(model: nn.Module, runtime) -> None:
+def _shard_all(runtime, plan, model, by_fqn, mesh: DeviceMesh, source: Source, groups: list) -> list:
+    """Unit by unit: values come to be, this rank's part of them stays."""
+    shards = []
+    prepared: set[int] = set()
+    for i, unit in enumerate(plan.units):
+        holders = {id(s.module): s.module for p in unit.parameters for s in by_fqn[p.fqn].slots}
+        source.prepare([module for key, module in holders.items() if key not in prepared])
+        prepared |= holders.keys()
+        if unit.flat:
+            shards.append(_flat.FlatUnit(runtime, i, plan, by_fqn, mesh_rank(mesh), groups))
+        else:
+            shards.append(_shard_unit(plan, unit, by_fqn, mesh))
+            runtime.set_shards(i, [result.padded for result in shards[i]])
+    source.prepare([module for module in model.modules() if id(module) not in prepared])
+    return shards
+
+
+@dataclasses.dataclass
+class Applied:
+    """A model and the plan that it trains by at present."""
+
+    model: nn.Module
+    plan: native.Plan
+    mesh: DeviceMesh
+    device: torch.device
+    groups: list
+    runtime: native.Runtime
+    by_fqn: dict[str, ModelParameter]
+    shards: list  # by unit: [ShardedParameter], or a FlatUnit
+    handles: list = dataclasses.field(default_factory=list)
+    settings: dict = dataclasses.field(default_factory=dict)
+
+    def start(self) -> None:
+        """The shards are there: makes the engine, and hooks it into the model."""
+        self.runtime.start()
+        for i, unit in enumerate(self.plan.units):
+            if unit.flat:
+                self.shards[i].add(self.plan, modules_of(self.model)[unit.modules[0]])
+            else:
+                _add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
+        self.handles = _hook_modules(self.plan, self.model, self.runtime)
+        modules = modules_of(self.model)
+        for i, unit in enumerate(self.plan.units):
+            for fqn in unit.modules:
+                object.__setattr__(modules[fqn], UNIT_ATTRIBUTE, (self, i))
+        for (method, *arguments), value in self.settings.items():
+            getattr(self.runtime, method)(*arguments, value)
+
+    def set(self, method: str, *arguments, value) -> None:
+        """A setting of the runtime, which also holds for the one of the next plan."""
+        getattr(self.runtime, method)(*arguments, value)
+        self.settings[(method, *arguments)] = value
+
+    def fall_back_on_deviation(self) -> None:
+        for unit in self.plan.units:
+            if unit.flat:
+                raise PlanError('on_deviation="replan" is for layout per_parameter (policy fsdp2)')
+        applied = weakref.ref(self)  # the runtime is the model's, through its hooks
+
+        def on_step_end() -> None:
+            if applied() is not None:
+                applied().plan_again()
+
+        self.runtime.fall_back_on_deviation(on_step_end)
+
+    def plan_again(self) -> None:
+        """The step that deviated is over: the next one follows a plan made of the points that it passed."""
+        names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
+        warnings.warn(f"shardplan: {self.runtime.deviation}; the next step is planned again", stacklevel=2)
+        plan = plan_again(self.plan, self.runtime.log, names)
+        if [unit.modules for unit in plan.units] != [unit.modules for unit in self.plan.units]:
+            raise PlanError("planning again made other units")
+        for handle in self.handles:
+            handle.remove()
+        self.plan = plan
+        self.groups = process_groups(plan, self.mesh)
+        self.runtime = _make_runtime(plan, self.mesh, self.device, self.groups)
+        for i, sharded in enumerate(self.shards):
+            self.runtime.set_shards(i, [result.padded for result in sharded])
+        self.start()
+        self.fall_back_on_deviation()
+
+
+def _guard_state_dict(model: nn.Module, applied: Applied) -> None:
     """Between a forward and its backward some modules hold whole parameters: not a state to save or load."""
 
     def check(*_args, **_kwargs) -> None:
-        if not runtime.between_steps:
+        if not applied.runtime.between_steps:
             raise RuntimeError(
                 "shardplan: state_dict and load_state_dict work between steps only; a forward has run whose backward "
                 "has not finished"
@@ -108,10 +201,24 @@ def _guard_state_dict(model: nn.Module, runtime) -> None:
     model.register_load_state_dict_pre_hook(check)
 
 
-def apply(model: nn.Module, plan: str | os.PathLike | native.Plan, mesh: DeviceMesh | None = None) -> nn.Module:
+def apply(
+    model: nn.Module,
+    plan: str | os.PathLike | native.Plan,
+    mesh: DeviceMesh | None = None,
+    *,
+    initialise: Initialise = reset_parameters,
+    broadcast_from_rank_0: bool = False,
+    on_deviation: str = "stop",
+) -> nn.Module:
     """Makes `model` train by replaying `plan`; returns the same module.
 
-    model: whole parameters, materialised on the device and the same on all ranks (this rank keeps its slices).
+    model: whole parameters, the same on all ranks (this rank keeps its slices), or parameters on the meta device.
+    initialise: fills the parameters and buffers of one module (not of its children) that was on the meta device. A unit
+    comes to be, is sharded and goes before the next one comes.
+    on_deviation: what happens in a step that does not pass the plan's points. "stop": RuntimeError where it deviates.
+    "replan": a warning that says where; the step is finished without the plan, slowly, and the next one follows a plan made
+    of what this one did (all ranks have to deviate alike).
+    broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
     plan: a plan document's path, or what load_plan returned.
     mesh: ranks in the plan's arrangement; None: all ranks of the default process group.
 
@@ -119,24 +226,32 @@ def apply(model: nn.Module, plan: str | os.PathLike | native.Plan, mesh: DeviceM
     gradient clipping and torch.distributed.checkpoint work on them. Create the optimizer after this call.
 
     Raises PlanError (a RuntimeError) when the plan cannot be read, was made for another model (naming the parameter,
-    what was expected and what was found) or for other ranks. A step that deviates from the plan raises RuntimeError
-    in the forward or backward where it does, naming the first trigger that differs.
+    what was expected and what was found) or for other ranks. RuntimeError for a step that deviates names the first point
+    that differs, found and expected.
     """
+    if on_deviation not in ("stop", "replan"):
+        raise ValueError(f'on_deviation is "stop" or "replan", not {on_deviation!r}')
     if hasattr(model, _ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
     if not isinstance(plan, native.Plan):
         plan = load_plan(plan)
-    _check_supported(plan)
     by_fqn = parameters_of(model)
     check_model(plan, model, by_fqn)
-    device = check_placement(model, by_fqn)
+    device = check_placement(by_fqn, mesh)
     mesh = resolve_mesh(plan, mesh, device)
-    runtime = _make_runtime(plan, mesh, device)
-    shards = [_shard_unit(runtime, i, unit, by_fqn, mesh) for i, unit in enumerate(plan.units)]
-    runtime.start()
-    for i, unit in enumerate(plan.units):
-        _add_parameters(runtime, i, unit, by_fqn, shards[i], mesh)
-    _hook_modules(plan, model, runtime)
-    _guard_state_dict(model, runtime)
-    object.__setattr__(model, _ATTRIBUTE, runtime)
+    groups = process_groups(plan, mesh)
+    runtime = _make_runtime(plan, mesh, device, groups)
+    source = Source(by_fqn, mesh, device, initialise, broadcast_from_rank_0)
+    shards = _shard_all(runtime, plan, model, by_fqn, mesh, source, groups)
+    applied = Applied(model, plan, mesh, device, groups, runtime, by_fqn, shards)
+    applied.start()
+    if plan.policy == "fsdp1":
+        flat = [shard for shard in shards if isinstance(shard, _flat.FlatUnit)]
+        _flat.remember(model, flat)
+        hook_state_dicts(model, flat, mesh)
+        _flat.cast_buffers(plan, model)
+    if on_deviation == "replan":
+        applied.fall_back_on_deviation()
+    _guard_state_dict(model, applied)
+    object.__setattr__(model, _ATTRIBUTE, applied)
     return model

@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ._errors import PlanError
 
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # that a user puts around a module the trace knows bare
 _SHOWN = 8  # differences printed; the rest are counted
 
 
@@ -30,6 +34,26 @@ class ModelParameter:
     slots: list[Slot]
 
 
+def trace_fqn(name: str) -> str:
+    """The name that a trace of the bare model has for it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What the wrappers are around."""
+    while inner := next((getattr(module, name) for name in _WRAPPERS if hasattr(module, name)), None):
+        module = inner
+    return module
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Every FQN of every module -> the module; of a wrapped one the outermost wrapper, which is what others call."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(trace_fqn(name), module)
+    return found
+
+
 def parameters_of(model: nn.Module) -> dict[str, ModelParameter]:
     """Every FQN of every parameter -> the parameter; tied names share one ModelParameter."""
     by_identity: dict[int, ModelParameter] = {}
@@ -38,7 +62,7 @@ def parameters_of(model: nn.Module) -> dict[str, ModelParameter]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            fqn = f"{prefix}.{name}" if prefix else name
+            fqn = trace_fqn(f"{prefix}.{name}" if prefix else name)
             found = by_identity.setdefault(id(parameter), ModelParameter(parameter, []))
             found.slots.append(Slot(module, name, fqn))
             by_fqn[fqn] = found
@@ -62,8 +86,9 @@ def _difference(expected, found: ModelParameter | None, unit) -> str | None:
     if found is None:
         return f"parameter {expected.fqn} of {_unit_name(unit)}: expected by the plan, not in the model"
     parameter = found.parameter
-    if list(parameter.shape) != list(expected.shape):
-        return says("shape", list(expected.shape), list(parameter.shape))
+    shape = list(parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape)
+    if shape != list(expected.shape):
+        return says("shape", list(expected.shape), shape)
     if _dtype_name(parameter) != expected.dtype:
         return says("dtype", expected.dtype, _dtype_name(parameter))
     if parameter.requires_grad != expected.requires_grad:
@@ -94,8 +119,7 @@ def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> 
 
 def check_model(plan, model: nn.Module, by_fqn: dict[str, ModelParameter]) -> None:
     """Raises PlanError unless units, FQNs, shapes, dtypes, requires_grad and ties are the plan's."""
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    differences = list(_differences(plan, by_fqn, modules))
+    differences = list(_differences(plan, by_fqn, set(modules_of(model))))
     if not differences:
         return
     shown = "\n  ".join(differences[:_SHOWN])
@@ -106,17 +130,18 @@ def check_model(plan, model: nn.Module, by_fqn: dict[str, ModelParameter]) -> No
     )
 
 
-def check_placement(model: nn.Module, by_fqn: dict[str, ModelParameter]) -> torch.device:
-    """The one device all parameters are on. Raises PlanError for meta, mixed or non-contiguous parameters."""
+def check_placement(by_fqn: dict[str, ModelParameter], mesh: DeviceMesh | None) -> torch.device:
+    """The device that the parameters are on, or that those on the meta device will be on. Raises PlanError for mixed
+    devices and for parameters that are not contiguous."""
     devices = {found.parameter.device for found in by_fqn.values()}
-    if any(device.type == "meta" for device in devices):
-        raise PlanError(
-            "the model's parameters are on the meta device: materialise and initialise them, the same on all ranks, "
-            "before shardplan.torch.apply"
-        )
-    if len(devices) != 1:
-        raise PlanError(f"the model's parameters are on several devices: {sorted(map(str, devices))}")
+    real = {device for device in devices if device.type != "meta"}
+    if len(real) > 1:
+        raise PlanError(f"the model's parameters are on several devices: {sorted(map(str, real))}")
     for fqn, found in by_fqn.items():
         if not found.parameter.is_contiguous():
             raise PlanError(f"parameter {fqn} is not contiguous (stride {found.parameter.stride()})")
-    return devices.pop()
+    if real:
+        return real.pop()
+    if mesh is not None:
+        return torch.device(mesh.device_type)
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")

@@ -8,6 +8,8 @@ import re
 import torch
 import torch.nn as nn
 
+from ._fit import unwrapped
+
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
@@ -16,18 +18,22 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 def _matches(entry: str, fqn: str, module: nn.Module) -> bool:
     """A unit rule's entry against a module: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
     if entry.startswith("class:"):
-        return type(module).__name__ == entry.removeprefix("class:")
+        return type(unwrapped(module)).__name__ == entry.removeprefix("class:")
     pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
     return re.fullmatch(pattern, fqn) is not None
 
 
-def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """(input dtype, output dtype) of the unit whose first module this is; None: left as it is."""
-    precision = plan.mixed_precision
+def precision_of(plan, fqn: str, module: nn.Module):
+    """The mixed precision of the unit whose first module this is, or None."""
     for rule in plan.unit_rules:
         if any(_matches(entry, fqn, module) for entry in rule.modules):
-            precision = rule.mixed_precision or precision
-            break
+            return rule.mixed_precision or plan.mixed_precision
+    return plan.mixed_precision
+
+
+def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """(input dtype, output dtype) of the unit whose first module this is; None: left as it is."""
+    precision = precision_of(plan, fqn, module)
     if precision is None:
         return None, None
     input_dtype = torch_dtype(precision.param_dtype) if precision.cast_forward_inputs else None

@@ -9,6 +9,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ._errors import PlanError
 
 
 @dataclasses.dataclass
@@ -16,34 +20,108 @@ class ShardedParameter:
     """What a rank keeps of one parameter.
 
     shard: what the modules hold between steps, a DTensor whose local tensor is the first rows of `padded`.
-    padded: flat, ceil(rows / ranks) rows, zeros after this rank's own: what is gathered.
+    padded: flat, the size of the first rank's piece, zeros after this rank's own: what is gathered.
+    whole_spec: of a DTensor parameter (cut over dimensions of the mesh that are not FSDP's), its own spec.
     """
 
     shard: nn.Parameter
     padded: torch.Tensor
+    whole_spec: DTensorSpec | None = None
 
 
-def _placements(mesh: DeviceMesh) -> list:
-    """Shard(0) over the last mesh dimension, replicated over the others."""
-    return [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+@dataclasses.dataclass
+class DataParallelDims:
+    """Which dimensions of the mesh a unit is sharded and replicated over."""
+
+    mesh: DeviceMesh
+    shard: int
+    replicate: int | None
 
 
-def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
-    """A DTensor around exactly `local` for a whole tensor of `shape`; nothing is communicated or checked."""
-    stride = torch.empty(shape, device="meta").stride()
-    with torch.no_grad():
-        return DTensor.from_local(local, mesh, _placements(mesh), run_check=False, shape=shape, stride=stride)
+def _dim_of(mesh: DeviceMesh, communicator) -> int:
+    """The mesh dimension that a communicator of the plan runs along."""
+    sizes = tuple(mesh.mesh.shape)
+    for dim, size in enumerate(sizes):
+        if (size, math.prod(sizes[dim + 1 :])) == (communicator.size, communicator.stride):
+            return dim
+    raise PlanError(
+        f"communicator {communicator.name} (size {communicator.size}, stride {communicator.stride}) runs along no single "
+        "dimension of the mesh"
+    )
+
+
+def data_parallel_dims(plan, unit, mesh: DeviceMesh) -> DataParallelDims:
+    def dim(communicator: int) -> int | None:
+        return None if communicator < 0 else _dim_of(mesh, plan.communicators[communicator])
+
+    names = [entry.name for entry in plan.mesh]
+    shard, replicate = dim(unit.shard_communicator), dim(unit.replicate_communicator)
+    if shard is None:  # of one rank: a dimension by that name, or the last
+        shard = names.index("shard") if "shard" in names else mesh.ndim - 1
+    if replicate is None and "replicate" in names and mesh.size(names.index("replicate")) == 1:
+        replicate = names.index("replicate")
+    return DataParallelDims(mesh, shard, None if replicate == shard else replicate)
+
+
+def _spec(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: int) -> DTensorSpec:
+    """Of the sharded parameter: FSDP's dimensions, then those that the parameter is cut over already."""
+    order = [dim for dim in (dims.replicate, dims.shard) if dim is not None]
+    own = list(range(dims.mesh.ndim)) == order
+    if not own and dims.mesh.mesh_dim_names is None:
+        raise PlanError("the mesh needs names for its dimensions (mesh_dim_names)")
+    mesh = dims.mesh if own else dims.mesh[tuple(dims.mesh.mesh_dim_names[dim] for dim in order)]
+    placements = [Replicate()] * (len(order) - 1) + [Shard(shard_dim)]
+    if not isinstance(parameter, DTensor):
+        return DTensorSpec(mesh, tuple(placements), TensorMeta(parameter.shape, parameter.stride(), parameter.dtype))
+    spec = parameter._spec
+    pieces = spec.num_shards_map[shard_dim]
+    if pieces > 1:
+        placements[-1] = _StridedShard(shard_dim, split_factor=pieces)
+    joined = DeviceMesh._concatenate([mesh, spec.mesh])
+    return DTensorSpec(joined, (*placements, *spec.placements), spec.tensor_meta)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around exactly `local`; nothing is communicated or checked."""
+    return DTensor(local, spec, requires_grad=False)
 
 
 @torch.no_grad()
-def shard_parameter(parameter: nn.Parameter, mesh: DeviceMesh) -> ShardedParameter:
-    """Cuts dim 0 as torch.chunk does. `parameter` holds the whole values, the same on all ranks."""
-    ranks = mesh.size(mesh.ndim - 1)
-    rows = math.ceil(parameter.shape[0] / ranks)
-    own = list(torch.chunk(parameter, ranks))[mesh.get_local_rank(mesh.ndim - 1) :][:1]
-    length = own[0].shape[0] if own else 0
-    padded = parameter.new_zeros((rows, *parameter.shape[1:]))
+def shard_parameter(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: int) -> ShardedParameter:
+    """Cuts as torch.chunk does. `parameter` holds the whole values (of a DTensor: this rank's part of them), the same on
+    all ranks of FSDP's dimensions."""
+    spec = _spec(parameter, dims, shard_dim)
+    whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+    ranks = dims.mesh.size(dims.shard)
+    if shard_dim > 0 and whole.shape[shard_dim] % ranks != 0:
+        raise PlanError(f"a parameter of shape {list(whole.shape)} cannot be cut evenly on dim {shard_dim} by {ranks} ranks")
+    own = list(torch.chunk(whole, ranks, dim=shard_dim))[dims.mesh.get_local_rank(dims.shard) :][:1]
+    length = own[0].shape[shard_dim] if own else 0
+    shape = list(whole.shape)
+    shape[shard_dim] = math.ceil(shape[shard_dim] / ranks)
+    padded = whole.new_zeros(shape)
     if own:
-        padded[:length].copy_(own[0])
-    local = as_dtensor(padded[:length], mesh, parameter.shape)
-    return ShardedParameter(nn.Parameter(local, requires_grad=parameter.requires_grad), padded.view(-1))
+        padded.narrow(shard_dim, 0, length).copy_(own[0])
+    local = as_dtensor(padded.narrow(shard_dim, 0, length), spec)
+    shard = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    return ShardedParameter(shard, padded.view(-1), parameter._spec if isinstance(parameter, DTensor) else None)
+
+
+def whole_parameter(view: torch.Tensor, sharded: ShardedParameter) -> nn.Parameter:
+    """What the modules hold while the unit is gathered: an autograd leaf over `view`."""
+    data = view if sharded.whole_spec is None else as_dtensor(view, sharded.whole_spec)
+    return nn.Parameter(data, requires_grad=sharded.shard.requires_grad)
+
+
+def gradient_unwrapper(sharded: ShardedParameter):
+    """gradient of the whole parameter -> the local tensor to reduce; None: it is one."""
+    if sharded.whole_spec is None:
+        return None
+    placements = sharded.whole_spec.placements
+
+    def local_gradient(gradient: DTensor) -> torch.Tensor:
+        if gradient.placements != placements:  # a partial sum over the other dimensions
+            gradient = gradient.redistribute(placements=placements)
+        return gradient.to_local()
+
+    return local_gradient

@@ -1,0 +1,43 @@
+// What comes next in a plan, beyond the one trigger that the engine names.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::python {
+
+// A trigger: index into Plan::steps and index in the step.
+struct PlanPosition {
+  std::int32_t step = 0;
+  std::int32_t trigger = 0;
+};
+
+class PlanOrder {
+ public:
+  // `plan` outlives this.
+  explicit PlanOrder(const Plan& plan);
+
+  const Trigger& At(PlanPosition position) const {
+    return plan_.steps[position.step].triggers[position.trigger];
+  }
+  // The position after it; after the last of a step the first of the next.
+  PlanPosition After(PlanPosition position) const;
+  // The first trigger from `position` on that a hook passes (see PassedSilently).
+  PlanPosition NextHooked(PlanPosition position) const;
+  // Is it of a forward whose micro-batch has no backward: one that the loop may run under no_grad?
+  bool HasNoBackward(PlanPosition position) const { return no_backward_[position.step][position.trigger]; }
+  // The next user call of the unit that does something, before the next trigger of a hook.
+  std::optional<PlanPosition> NextUserCall(PlanPosition position, UnitId unit) const;
+
+ private:
+  const Plan& plan_;
+  std::vector<std::vector<bool>> no_backward_;  // by step and trigger
+};
+
+// Has the model no hook for it? The user's calls are passed when the next trigger that has one comes.
+bool PassedSilently(TriggerKind kind);
+
+}  // namespace shardplan::python

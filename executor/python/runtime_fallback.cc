@@ -1,0 +1,184 @@
+// Runtime's part for a step that leaves its plan and is finished without it; see [Note: on demand].
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "python_error.h"
+#include "runtime.h"
+#include "shardplan/schemas/plan_text.h"
+
+namespace shardplan::python {
+namespace {
+
+std::string NameOf(const Plan& plan, const executor::TriggerKey& key) {
+  Trigger trigger;
+  trigger.kind = key.kind;
+  trigger.unit = key.unit;
+  trigger.microbatch = key.microbatch;
+  return shardplan::Describe(plan, trigger);
+}
+
+}  // namespace
+
+void Runtime::FallBackOnDeviation(PyRef on_step_end) { on_fallback_end_ = std::move(on_step_end); }
+
+// Does the trigger find what the plan says: the kind, the unit, and the gradients that it takes?
+bool Runtime::IsAsPlanned(TriggerKind kind, UnitId unit) const {
+  const Trigger& expected = order_.At(Position());
+  if (expected.kind != kind || expected.unit != unit) return false;
+  for (const Instruction& i : expected.instructions) {
+    const bool takes = (i.kind == InstructionKind::kGradCopyIn ||
+                        i.kind == InstructionKind::kGradAccumulate || i.kind == InstructionKind::kGradCast) &&
+                       plan_->buffers[i.src].role == BufferRole::kGradUnsharded;
+    if (!takes) continue;
+    const UnitState& state = units_[plan_->buffers[i.src].unit];
+    for (const std::int32_t p : ParametersOf(i.src)) {
+      if (!state.parameters[p].unsharded().grad().defined()) return false;
+    }
+  }
+  return true;
+}
+
+void Runtime::Deviate(TriggerKind kind, UnitId unit) {
+  for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
+    const Buffer& buffer = plan_->buffers[b];
+    const bool partial = buffer.role == BufferRole::kReduceScatterOutput && buffer.name.ends_with("partial");
+    if (partial && device_->Part(static_cast<BufferId>(b), 0).defined()) {
+      throw std::runtime_error(fmt::format(
+          "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
+          "over the shards but not yet over the replicas: found {}, expected {}",
+          NameOf(*plan_, {kind, unit, 0}), NameOf(*plan_, engine_->Expected())));
+    }
+  }
+  deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})",
+                           NameOf(*plan_, {kind, unit, engine_->Expected().microbatch}),
+                           NameOf(*plan_, engine_->Expected()), Where());
+  {
+    const ReleaseGil no_gil;
+    if (Result<bool> done = device_->Synchronize(); !done) {
+      throw std::runtime_error("shardplan: " + ToString(done.error()));
+    }
+  }
+  PublishGradients();
+  LogPlannedTriggers();
+  for (UnitState& state : units_) state.off_plan = state.unsharded;
+  on_demand_ = true;
+}
+
+// Every trigger was as planned, but there are gradients that it did not reduce.
+void Runtime::DeviateAtBackwardEnd(std::string deviation) {
+  deviation_ = std::move(deviation);
+  LogPlannedTriggers();
+  on_demand_ = true;
+  backwards_left_ = 1;
+  EndBackwardOnDemand();
+}
+
+// What the step has passed so far was as planned.
+void Runtime::LogPlannedTriggers() {
+  const PlanPosition now = Position();
+  backwards_left_ = 0;
+  std::vector<SegmentGrad> made;  // since the last point; those of a trigger's compute come after it
+  for (std::size_t t = 0; t < plan_->steps[now.step].triggers.size(); ++t) {
+    const Trigger& trigger = plan_->steps[now.step].triggers[t];
+    if (static_cast<std::int32_t>(t) >= now.trigger) {
+      backwards_left_ += trigger.kind == TriggerKind::kBackwardEnd ? 1 : 0;
+      continue;
+    }
+    log_.push_back({trigger.kind, trigger.unit, std::exchange(made, {})});
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind != InstructionKind::kCompute) continue;
+      const std::vector<SegmentGrad>& grads = plan_->segments[i.segment].grads;
+      made.insert(made.end(), grads.begin(), grads.end());
+    }
+  }
+}
+
+void Runtime::Demand(TriggerKind kind, UnitId unit) {
+  log_.push_back({kind, unit, {}});
+  switch (kind) {
+    case TriggerKind::kPreForward:
+    case TriggerKind::kPreBackward:
+      return UnshardOffPlan(unit);
+    case TriggerKind::kPostForward:
+      return units_[unit].in_backward ? void() : ReshardOffPlan(unit);
+    case TriggerKind::kPostBackward:
+      ReduceOnDemand(unit);
+      return ReshardOffPlan(unit);
+    case TriggerKind::kBackwardEnd:
+      return EndBackwardOnDemand();
+    default:
+      return;
+  }
+}
+
+// Gradients that wait in the reduce dtype for a later micro-batch, or in .grad.
+at::Tensor Runtime::TakeGradient(UnitId unit, std::int32_t parameter) {
+  const ModelParameter& model_parameter = units_[unit].parameters[parameter];
+  at::Tensor grad = LocalGradient(model_parameter);
+  model_parameter.unsharded().mutable_grad() = at::Tensor();
+  for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
+    const Buffer& buffer = plan_->buffers[b];
+    if (buffer.role != BufferRole::kGradUnshardedAccumulated || buffer.unit != unit) continue;
+    const auto held = ParametersOf(static_cast<BufferId>(b));
+    const auto found = std::ranges::find(held, parameter);
+    if (found == held.end()) continue;
+    const auto part =
+        static_cast<std::int32_t>(held.size() == buffer.parts_bytes.size() ? found - held.begin() : 0);
+    at::Tensor waiting = device_->Part(static_cast<BufferId>(b), part);
+    if (!waiting.defined() || !accumulated_taken_.insert({static_cast<BufferId>(b), parameter}).second)
+      continue;
+    waiting = waiting.view(plan_->units[unit].parameters[parameter].shape);
+    grad = grad.defined() ? waiting + grad.to(waiting.scalar_type()) : waiting;
+  }
+  return grad;
+}
+
+void Runtime::ReduceOnDemand(UnitId unit) {
+  UnitState& state = units_[unit];
+  std::vector<at::Tensor> grads;
+  for (std::size_t p = 0; p < state.parameters.size(); ++p) {
+    grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));
+    if (grads.back().defined()) log_.back().grads.push_back({unit, static_cast<std::int32_t>(p)});
+  }
+  std::vector<at::Tensor> reduced;
+  {
+    const ReleaseGil no_gil;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    reduced = on_demand_reduction_.Reduce(unit, grads);
+  }
+  const InsideUserCode guards;
+  for (std::size_t p = 0; p < reduced.size(); ++p) {
+    if (!reduced[p].defined()) continue;
+    if (!state.parameters[p].PublishGrad(reduced[p])) {
+      throw std::runtime_error("shardplan: " +
+                               ToString(PythonError("handing a gradient to its parameter").error()));
+    }
+    if (state.parameters[p].HasGradHooks()) state.parameters[p].RunGradHooks();
+  }
+}
+
+void Runtime::EndBackwardOnDemand() {
+  std::vector<bool> mine(units_.size());
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    for (const ModelParameter& p : units_[u].parameters) mine[u] = mine[u] || p.unsharded().grad().defined();
+  }
+  std::vector<bool> any;
+  {
+    const ReleaseGil no_gil;
+    any = on_demand_reduction_.AnyRank(mine);
+  }
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    if (any[u]) ReduceOnDemand(static_cast<UnitId>(u));
+  }
+  ReshardAllOffPlan();
+  if (--backwards_left_ > 0) return;
+  const HoldGil gil;
+  PyRef result = PyRef::Steal(PyObject_CallNoArgs(on_fallback_end_.get()));
+  if (!result) throw std::runtime_error("shardplan: " + ToString(PythonError("planning again").error()));
+}
+
+}  // namespace shardplan::python

@@ -1,0 +1,90 @@
+// Runtime's part for flat units.
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "python_error.h"
+#include "runtime.h"
+
+namespace shardplan::python {
+
+void Runtime::SetFlatShard(UnitId unit, at::Tensor shard) {
+  for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
+    const Buffer& buffer = plan_->buffers[i];
+    if (buffer.role != BufferRole::kParamSharded || buffer.unit != unit) continue;
+    if (Status status = device_->SetParts(static_cast<BufferId>(i), {shard}); !status) {
+      throw std::runtime_error("shardplan: " + ToString(status.error()));
+    }
+    // Unsharded, it is what the modules use.
+    if (unsharded_buffer_[unit] < 0) unsharded_buffer_[unit] = static_cast<BufferId>(i);
+  }
+  shards_[unit] = {std::move(shard)};
+}
+
+void Runtime::AddFlatUnit(UnitId unit, FlatUnit::Options options, std::vector<VisibleParameter> visible,
+                          std::vector<std::vector<ParameterSlot>> views) {
+  std::vector<bool> tracked;
+  for (const UnitParameter& parameter : plan_->units[unit].parameters) {
+    tracked.push_back(parameter.requires_grad);
+  }
+  // A frozen parameter of a unit that trains gets a gradient where the plan has one for it.
+  for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
+    const Buffer& buffer = plan_->buffers[b];
+    if (buffer.unit != unit || buffer.role != BufferRole::kGradUnsharded) continue;
+    for (const std::int32_t parameter : buffer_parameters_[b]) tracked[parameter] = true;
+  }
+  auto gradient = std::make_shared<FlatGradient>(std::move(tracked), [runtime = weak_from_this(), unit] {
+    if (const auto self = runtime.lock()) self->PostBackward(unit);
+  });
+  units_[unit].flat = std::make_unique<FlatUnit>(options, shards_[unit][0], std::move(visible),
+                                                 std::move(views), std::move(gradient));
+}
+
+Status Runtime::ShardedParametersRead(UnitId unit) {
+  if (!units_[unit].flat) return {};
+  const HoldGil gil;
+  return units_[unit].flat->WriteBack();
+}
+
+// New views in a forward; in a backward those of the forward, whose memory is there again.
+Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
+  FlatUnit& flat = *units_[unit].flat;
+  units_[unit].unsharded = true;
+  const bool evaluates = buffer < 0;
+  if (!evaluates && firing_ != TriggerKind::kPreForward) return flat.BindViewsAgain();
+  std::vector<at::Tensor> views;
+  for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
+    Result<at::Tensor> view =
+        device_->ParameterView(evaluates ? unsharded_buffer_[unit] : buffer, static_cast<std::int32_t>(i));
+    if (!view) return std::unexpected(std::move(view.error()));
+    views.push_back(std::move(*view));
+  }
+  return flat.BindViews(std::move(views), !evaluates);
+}
+
+// A parameter that this backward did not reach has a gradient of zeros, as in FSDP1.
+Status Runtime::TakeFlatGradients(UnitId unit, BufferId buffer) {
+  std::vector<at::Tensor> parts;
+  for (const std::int32_t parameter : ParametersOf(buffer)) {
+    parts.push_back(units_[unit].flat->gradient().gradient(parameter));
+  }
+  return device_->SetParts(buffer, std::move(parts));
+}
+
+Status Runtime::PublishFlatGradient(UnitId unit, BufferId buffer) {
+  Result<at::Tensor> local = device_->ShardedView(buffer, 0, rank_);
+  return local ? units_[unit].flat->PublishGradient(*local)
+               : Status(std::unexpected(std::move(local.error())));
+}
+
+Status Runtime::ZeroGrad(UnitId zeroed) {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    const bool meant = zeroed < 0 || zeroed == static_cast<UnitId>(unit);
+    if (meant && units_[unit].flat) units_[unit].flat->ForgetGradient();
+  }
+  return {};
+}
+
+}  // namespace shardplan::python

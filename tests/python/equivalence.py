@@ -1,0 +1,323 @@
+"""Training by a plan next to real FSDP2: the same model, ranks, seeds and strategy, step by step.
+
+A Case is a model and a strategy document. The strategy is read twice: by `shardplan plan`, whose plan the adapter
+replays, and by `with_fsdp2` below, which makes the calls of PyTorch that the document stands for. Both then run the
+strategy's program for some steps; after every backward the losses and gradients, after every optimizer step the
+parameters are compared bit for bit, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from equivalence_models import build, inputs_of, loss_of
+
+STEPS = 10
+DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    model: str = "mlp"
+    arguments: dict = dataclasses.field(default_factory=dict)  # of the model's constructor
+    strategy: dict = dataclasses.field(default_factory=dict)  # without "schema" and "policy"
+    ranks: int = 2
+    # What is traced: forwards (with gradients or not) in groups, each with one backward of its summed losses. A call's
+    # `trace` is the number of the forward or of the backward.
+    groups: tuple[tuple[bool, ...], ...] = ((True,),)
+    checkpoint: tuple[str, ...] = ()  # modules wrapped in checkpoint_wrapper by the user, innermost first
+    optimizer: str = "adamw"
+    clip: float | None = None  # clip_grad_norm_
+    steps: int = STEPS
+    tolerance: float = 0.0  # relative; 0: bit for bit
+
+    @property
+    def mesh(self) -> list[dict]:
+        return self.strategy.get("mesh") or [{"name": "shard", "size": self.ranks}]
+
+
+def matches(entry: str, fqn: str, module: nn.Module) -> bool:
+    """A unit rule's entry against a module (docs/strategy-format.md)."""
+    if entry.startswith("class:"):
+        return type(unwrapped(module)).__name__ == entry.removeprefix("class:")
+    pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
+    return re.fullmatch(pattern, fqn) is not None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    return getattr(module, "_checkpoint_wrapped_module", module)
+
+
+def modules_named(model: nn.Module, entry: str) -> list[nn.Module]:
+    """In module tree order; of a wrapped module the wrapper."""
+    found, seen = [], set()
+    for name, module in model.named_modules():
+        fqn = ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+        if fqn not in seen and matches(entry, fqn, module):
+            found.append(module)
+        seen.add(fqn)
+    return found
+
+
+def wrap_checkpoints(case: Case, model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for entry in case.checkpoint:
+        targets = set(modules_named(model, entry))
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if child in targets and not hasattr(child, "_checkpoint_wrapped_module"):
+                    parent.register_module(name, checkpoint_wrapper(child))
+
+
+def make_model(case: Case) -> nn.Module:
+    model = build(case.model, case.arguments)
+    wrap_checkpoints(case, model)
+    return model
+
+
+def make_mesh(case: Case):
+    dims = case.mesh
+    return dist.device_mesh.init_device_mesh(
+        "cpu", tuple(d["size"] for d in dims), mesh_dim_names=tuple(d["name"] for d in dims)
+    )
+
+
+# ---- real FSDP2 by a strategy document ----
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return name and getattr(torch, name)
+
+
+def _precision(fields: dict | None):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    fields = dict(fields or {})
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        fields[name] = _dtype(fields.get(name))
+    return MixedPrecisionPolicy(**fields)
+
+
+def _options(case: Case, rule: dict, model: nn.Module) -> dict:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    def knob(name: str):
+        return rule[name] if name in rule else case.strategy.get(name)
+
+    options = {"mp_policy": _precision(knob("mixed_precision"))}
+    if knob("reshard_after_forward") is not None:
+        options["reshard_after_forward"] = knob("reshard_after_forward")
+    if knob("cpu_offload"):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if ignored := case.strategy.get("ignored_parameters"):
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        options["ignored_params"] = {by_name[fqn] for fqn in ignored}
+    return options
+
+
+def _set_knobs(case: Case, model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    knobs = case.strategy.get("fsdp2", {})
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        if (factor := knobs.get("gradient_divide_factor")) is not None:
+            unit.set_gradient_divide_factor(factor)
+        if knobs.get("force_sum_reduction"):
+            unit.set_force_sum_reduction_for_comms(True)
+    if knobs.get("unshard_async_op"):
+        model._set_unshard_async_op(True)
+    inner = [unit for unit in units if unit is not model]
+    for index, unit in enumerate(inner):
+        if distance := knobs.get("forward_prefetch", 0):
+            unit.set_modules_to_forward_prefetch(inner[index + 1 : index + 1 + distance])
+        if (distance := knobs.get("backward_prefetch", -1)) > 0:
+            unit.set_modules_to_backward_prefetch(inner[max(0, index - distance) : index][::-1])
+    for direction in ("forward", "backward"):
+        for entry in knobs.get(f"{direction}_prefetch_lists", []):
+            (unit,) = modules_named(model, entry["unit"])
+            targets = [modules_named(model, fqn)[0] for fqn in entry["prefetch"]]
+            getattr(unit, f"set_modules_to_{direction}_prefetch")(targets)
+
+
+def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
+    """fully_shard for every unit of the strategy, and its knobs."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for rule in case.strategy["units"]:
+        found = [module for entry in rule["modules"] for module in modules_named(model, entry)]
+        for target in [found] if rule.get("group") else found:
+            fully_shard(target, mesh=mesh, **_options(case, rule, model))
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=mesh, **_options(case, {}, model))
+    _set_knobs(case, model)
+    for call in case.strategy.get("setup", []):
+        Fsdp2Calls(model)(call)
+    return model
+
+
+class Fsdp2Calls:
+    """The `module` calls of a program, made on FSDP2's modules."""
+
+    NOT_RECURSIVE = ("set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, call: dict) -> None:
+        (module,) = modules_named(self.model, call.get("module", ""))
+        method = getattr(module, call["method"])
+        if call["method"] == "unshard":
+            method(async_op=call.get("value", False))
+        elif call["method"] == "reshard":
+            method()
+        elif call["method"] in self.NOT_RECURSIVE:
+            method(call["value"])
+        else:
+            method(call["value"], recurse=call.get("recurse", True))
+
+
+# ---- the same by a plan ----
+
+
+def with_plan(case: Case, model: nn.Module, mesh, plan: str) -> nn.Module:
+    import shardplan.torch as sp
+
+    return sp.apply(model, plan, mesh)
+
+
+class PlanCalls:
+    """Setters are in the plan; unshard and reshard are made where the program has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, call: dict) -> None:
+        import shardplan.torch as sp
+
+        (module,) = modules_named(self.model, call.get("module", ""))
+        if call["method"] == "unshard":
+            sp.unshard(module, async_op=call.get("value", False))
+        elif call["method"] == "reshard":
+            sp.reshard(module)
+
+
+# ---- a training loop ----
+
+
+class Trainer:
+    """Runs the program and notes what there is to compare."""
+
+    def __init__(self, case: Case, model: nn.Module, calls) -> None:
+        self.case, self.model, self.calls = case, model, calls
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if case.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.losses: dict[int, torch.Tensor] = {}
+
+    def step(self, number: int) -> dict[str, torch.Tensor]:
+        program = self.case.strategy.get("program") or DEFAULT_PROGRAM
+        seen: dict[str, torch.Tensor] = {}
+        for index, call in enumerate(program[min(number, len(program) - 1)]):
+            getattr(self, call["call"])(number, f"call {index}", call, seen)
+        return seen
+
+    def forward(self, number: int, place: str, call: dict, seen: dict) -> None:
+        microbatch = call.get("microbatch", 0)
+        args, kwargs = inputs_of(self.case.model, 10_000 * number + 100 * microbatch + dist.get_rank())
+        records = [grad for group in self.case.groups for grad in group][call.get("trace", 0)]
+        with contextlib.nullcontext() if records else torch.no_grad():
+            loss = loss_of(self.model(*args, **kwargs))
+        seen[f"{place}: loss"] = loss.detach().clone()
+        self.losses[microbatch] = loss
+
+    def backward(self, number: int, place: str, call: dict, seen: dict) -> None:
+        losses = [self.losses.pop(microbatch) for microbatch in call.get("microbatches", [0])]
+        sum(losses[1:], losses[0]).backward()
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                seen[f"{place}: gradient of {name}"] = local(parameter.grad).clone()
+
+    def optimizer_step(self, number: int, place: str, call: dict, seen: dict) -> None:
+        if self.case.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+            seen[f"{place}: gradient norm"] = whole(norm)
+        self.optimizer.step()
+        for name, parameter in self.model.named_parameters():
+            seen[f"{place}: {name}"] = local(parameter).detach().clone()
+
+    def zero_grad(self, number: int, place: str, call: dict, seen: dict) -> None:
+        self.optimizer.zero_grad()
+
+    def module(self, number: int, place: str, call: dict, seen: dict) -> None:
+        self.calls(call)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """(largest relative difference, its name); (0.0, "") only when all are equal bit for bit, names included."""
+    if ours.keys() != theirs.keys():
+        return float("inf"), f"only in one of both: {sorted(ours.keys() ^ theirs.keys())}"
+    worst = (0.0, "")
+    for name, value in ours.items():
+        other = theirs[name]
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return float("inf"), f"{name}: {value.dtype} {list(value.shape)}, {other.dtype} {list(other.shape)}"
+        if torch.equal(value, other):
+            continue
+        scale = other.abs().max().clamp_min(1e-30)
+        difference = float((value - other).abs().max() / scale)
+        worst = max(worst, (max(difference, 1e-30) if difference == difference else float("inf"), name))
+    return worst
+
+
+def compare(case: Case, plan: str) -> tuple[float, str]:
+    """On a rank: both trainings side by side -> the largest relative difference and what it is of."""
+    mesh = make_mesh(case)
+    ours_model = with_plan(case, make_model(case), mesh, plan)
+    theirs_model = with_fsdp2(case, make_model(case), mesh)
+    ours = Trainer(case, ours_model, PlanCalls(ours_model))
+    theirs = Trainer(case, theirs_model, Fsdp2Calls(theirs_model))
+    worst = (0.0, "")
+    for step in range(case.steps):
+        difference, where = largest_difference(ours.step(step), theirs.step(step))
+        if difference > case.tolerance:
+            return difference, f"step {step}, {where}"
+        worst = max(worst, (difference, f"step {step}, {where}" if where else ""))
+    parameters = [{name: whole(p) for name, p in model.named_parameters()} for model in (ours_model, theirs_model)]
+    return max(worst, largest_difference(*parameters))
+
+
+def compare_all(cases: list[Case], plans: dict[str, str], on_error: str = "continue") -> dict[str, tuple]:
+    """On a rank: case name -> ("difference", how large, of what) or ("raised", message).
+
+    An error on one rank leaves the others in a collective: the cases after it would not mean anything, so the process
+    group's timeout ends the run unless all ranks raise together, which a deviation from a plan makes them do.
+    """
+    results = {}
+    for case in cases:
+        try:
+            results[case.name] = ("difference", *compare(case, plans[case.name]))
+        except Exception as error:
+            import traceback
+
+            results[case.name] = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
+            if on_error != "continue":
+                raise
+    return results

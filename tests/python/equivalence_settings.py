@@ -1,0 +1,183 @@
+"""Every setting of the fsdp2 policy, on small models."""
+
+from __future__ import annotations
+
+from equivalence import Case
+from equivalence_models import BLOCKS
+
+HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
+FORWARD, BACKWARD = {"call": "forward"}, {"call": "backward"}
+END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
+
+
+def setter(method: str, value: bool, module: str = "", **more) -> dict:
+    return {"call": "module", "method": method, "module": module, "value": value, **more}
+
+
+def micro(number: int) -> list[dict]:
+    """Forward and backward of one micro-batch."""
+    return [{"call": "forward", "microbatch": number}, {"call": "backward", "microbatches": [number]}]
+
+
+def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: dict | None = None, **fields) -> Case:
+    """Fields of Case, and every other as a field of the strategy."""
+    own = {key: fields.pop(key) for key in ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance") if key in fields}
+    if "strategy_checkpoint" in fields:
+        fields["checkpoint"] = fields.pop("strategy_checkpoint")
+    units = [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units
+    return Case(name, model, arguments or {}, {"units": units, **fields}, ranks, **own)
+
+
+def accumulation(method: str = "set_requires_gradient_sync", count: int = 3, **more) -> list[list[dict]]:
+    """`count` micro-batches of which only the last communicates."""
+    step = [setter(method, False, **more)]
+    for number in range(count - 1):
+        step += micro(number)
+    return [[*step, setter(method, True, **more), *micro(count - 1), *END]]
+
+
+def checkpointed(name: str, entry: str, **fields) -> Case:
+    """A region that the user wraps and the planner is told of."""
+    return case(name, checkpoint=(entry,), strategy_checkpoint={"modules": [entry]}, **fields)
+
+
+BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+
+CASES = [
+    case("default"),
+    case("default_3", ranks=3),
+    case("hsdp", ranks=4, mesh=HSDP),
+    case("hsdp_bf16", ranks=4, mesh=HSDP, mixed_precision=BF16),
+    case("hsdp_accumulate_nothing", ranks=4, mesh=HSDP, program=accumulation()),
+    case("hsdp_accumulate_partial", ranks=4, mesh=HSDP, program=accumulation("set_requires_all_reduce")),
+    case(
+        "hsdp_accumulate_partial_bf16",
+        ranks=4,
+        mesh=HSDP,
+        mixed_precision=BF16,
+        program=accumulation("set_requires_all_reduce"),
+    ),
+    case("accumulate_without_communication", program=accumulation()),
+    case("accumulate_without_communication_bf16", mixed_precision=BF16, program=accumulation()),
+    case("accumulate_with_communication", program=[[*micro(0), *micro(1), *END]]),
+    case("accumulate_with_communication_bf16", mixed_precision=BF16, program=[[*micro(0), *micro(1), *END]]),
+    case(
+        "accumulate_one_unit_only",
+        program=[
+            [
+                setter("set_requires_gradient_sync", False, "layers.1"),
+                *micro(0),
+                setter("set_requires_gradient_sync", True, "layers.1"),
+                *micro(1),
+                *END,
+            ]
+        ],
+    ),
+    case(
+        "accumulate_keep_unsharded",
+        program=[
+            [
+                setter("set_is_last_backward", False),
+                setter("set_requires_gradient_sync", False),
+                setter("set_reshard_after_backward", False),
+                *micro(0),
+                setter("set_is_last_backward", True),
+                setter("set_requires_gradient_sync", True),
+                setter("set_reshard_after_backward", True),
+                *micro(1),
+                *END,
+            ]
+        ],
+    ),
+    case("keep_after_forward", reshard_after_forward=False),
+    case("reshard_root_too", reshard_after_forward=True),
+    case("reshard_to_two", ranks=4, reshard_after_forward=2),
+    case("reshard_to_two_bf16", ranks=4, reshard_after_forward=2, mixed_precision=BF16),
+    case("bf16", mixed_precision=BF16),
+    case("bf16_reduce", mixed_precision={"param_dtype": "bfloat16"}),
+    case("fp16", mixed_precision={"param_dtype": "float16", "reduce_dtype": "float16"}),
+    case("reduce_fp64", mixed_precision={"reduce_dtype": "float64"}),
+    case("reduce_bf16_only", mixed_precision={"reduce_dtype": "bfloat16"}),
+    case(
+        "output_fp32",
+        units=[
+            {"modules": ["layers.*"], "mixed_precision": BF16},
+            {"modules": [""], "mixed_precision": {**BF16, "output_dtype": "float32"}},
+        ],
+    ),
+    case(
+        "no_input_cast",
+        units=[
+            {"modules": ["layers.0"], "mixed_precision": {**BF16, "output_dtype": "float32"}},
+            {"modules": ["layers.1"], "mixed_precision": {"cast_forward_inputs": False, "param_dtype": "float32"}},
+            {"modules": [""]},
+        ],
+    ),
+    case("precision_by_unit", units=[{"modules": ["layers.1"], "mixed_precision": {"param_dtype": "bfloat16", "output_dtype": "float32"}}, {"modules": [""]}]),
+    case("group", units=[{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2"]}, {"modules": [""]}]),
+    case("group_last", units=[{"modules": ["layers.*"]}, {"modules": ["head", "stem"], "group": True}, {"modules": [""]}]),
+    case("nested", units=[{"modules": ["layers.*.up"]}, {"modules": ["layers.*"]}, {"modules": [""]}]),
+    case("root_without_parameters", arguments={"bare_root": True}, units=[{"modules": ["stem"]}, {"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}]),
+    case("root_alone", units=[{"modules": [""]}]),
+    case("frozen_units", arguments={"frozen": ["stem", "layers.0", "layers.2"]}),
+    case("partly_frozen", arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
+    case("partly_frozen_bf16", mixed_precision=BF16, arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
+    case("tied_in_a_group", arguments={"tied": True}, units=[{"modules": ["layers.0", "layers.2"], "group": True}, {"modules": [""]}]),
+    case("tied_gpt", model="gpt"),
+    case("untied_gpt", model="gpt", arguments={"tied": False, "layers": 2, "width": 36}),
+    case("used_twice", arguments={"used_twice": 1}),
+    case("used_twice_last", arguments={"used_twice": 2}),
+    case("used_twice_keep", arguments={"used_twice": 1}, reshard_after_forward=False),
+    case("unused_unit", arguments={"unused": [1]}),
+    case("unused_last", arguments={"unused": [2]}),
+    case("tuple_output", arguments={"outputs": "tuple"}),
+    case("dict_output", arguments={"outputs": "dict"}),
+    case("divide_by_ranks", fsdp2={"gradient_divide_factor": 2.0}),
+    case("divide_with_sum", fsdp2={"gradient_divide_factor": 3.0, "force_sum_reduction": True}),
+    case("force_sum", fsdp2={"force_sum_reduction": True}, ranks=3),
+    case("force_sum_hsdp", fsdp2={"force_sum_reduction": True}, ranks=4, mesh=HSDP),
+    case("forward_prefetch", fsdp2={"forward_prefetch": 2}),
+    case("backward_prefetch", fsdp2={"backward_prefetch": 2}),
+    case("both_prefetch", fsdp2={"forward_prefetch": 1, "backward_prefetch": 1}),
+    case(
+        "prefetch_lists",
+        fsdp2={
+            "forward_prefetch_lists": [{"unit": "layers.0", "prefetch": ["layers.2", "layers.1"]}],
+            "backward_prefetch_lists": [{"unit": "layers.2", "prefetch": ["layers.0"]}],
+        },
+    ),
+    case("async_unshard", fsdp2={"unshard_async_op": True, "forward_prefetch": 1}),
+    case("cpu_offload", cpu_offload=True, pin_memory=False),
+    case("cpu_offload_bf16", cpu_offload=True, pin_memory=False, mixed_precision=BF16),
+    case("cpu_offload_accumulate", cpu_offload=True, pin_memory=False, program=[[*micro(0), *micro(1), *END]]),
+    case("cpu_offload_one_unit", units=[{"modules": ["layers.1"], "cpu_offload": True}, {"modules": [""]}], pin_memory=False),
+    case("ignored", ignored_parameters=["layers.1.up.weight", "head.bias"]),
+    case("clip", clip=0.05),
+    case("clip_hsdp", clip=0.05, ranks=4, mesh=HSDP),
+    case("two_forwards", program=[[{"call": "forward", "microbatch": 0}, {"call": "forward", "microbatch": 1}, {"call": "backward", "microbatches": [1]}, {"call": "backward", "microbatches": [0]}, *END]]),
+    case(
+        "two_forwards_one_backward",
+        groups=((True, True),),
+        program=[[FORWARD, {"call": "forward", "microbatch": 1, "trace": 1}, {"call": "backward", "microbatches": [0, 1]}, *END]],
+    ),
+    case(
+        "forward_without_gradients",
+        groups=((False,), (True,)),
+        program=[[FORWARD, {"call": "forward", "microbatch": 1, "trace": 1}, {"call": "backward", "microbatches": [1]}, *END]],
+    ),
+    case(
+        "forward_without_gradients_between",
+        groups=((True,), (False,)),
+        program=[[FORWARD, {"call": "forward", "microbatch": 1, "trace": 1}, BACKWARD, *END]],
+    ),
+    case("forward_lost", program=[[{"call": "forward", "microbatch": 0}, *micro(1), *END]]),
+    checkpointed("checkpoint_inside", "layers.*.up"),
+    checkpointed("checkpoint_unit", "layers.*"),
+    checkpointed("checkpoint_unit_bf16", "layers.*", mixed_precision=BF16),
+    checkpointed("checkpoint_outside", "layers.*", units=[{"modules": ["layers.*.up"]}, {"modules": [""]}]),
+    case("checkpoint_call_outside", arguments={"recomputed": [0, 1, 2]}),
+    case("user_unshard", program=[[setter("unshard", False, "layers.0"), FORWARD, BACKWARD, *END]]),
+    case("user_unshard_async", program=[[setter("unshard", True, "layers.0"), FORWARD, BACKWARD, *END]]),
+    case("user_reshard", reshard_after_forward=False, program=[[FORWARD, setter("reshard", False, "layers.0"), BACKWARD, *END]]),
+    case("no_unshard_in_backward", model="gpt", arguments={"tied": False}, units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}], setup=[{"method": "set_unshard_in_backward", "module": "tokens", "value": False}]),
+]

@@ -1,0 +1,66 @@
+"""Every setting of the fsdp2 policy, and families of models: training by a plan equals real FSDP2, bit for bit.
+
+Both run live on the same ranks (equivalence.py). One set of processes runs all cases of a number of ranks.
+"""
+
+import pytest
+from adapter_workers import run_on_ranks
+from conftest import build_folder
+from equivalence import compare_all
+from equivalence_families import CASES as FAMILIES
+from equivalence_plans import make_plans
+from equivalence_random import make_case
+from equivalence_random import run as run_random
+from equivalence_settings import CASES as SETTINGS
+
+ALL = [*SETTINGS, *FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """ranks -> what each rank returned; plans are made at once, ranks started when first asked for."""
+    folder = tmp_path_factory.mktemp("equivalence")
+    plans = make_plans(ALL, folder / "plans", build_folder())
+    made = {}
+
+    def of(ranks: int) -> list:
+        if ranks not in made:
+            cases = [case for case in ALL if case.ranks == ranks]
+            made[ranks] = run_on_ranks(ranks, folder / f"ranks{ranks}", compare_all, cases, plans, timeout_s=60)
+        return made[ranks]
+
+    return of
+
+
+def agree(outcomes: list, case) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None, f"rank {rank} died"
+        assert outcome[0] == "returned", f"rank {rank}: {outcome[1:]}"
+        what, *details = outcome[1][case.name]
+        assert what == "difference", f"rank {rank}: {details}"
+        difference, where = details
+        assert difference <= case.tolerance, f"rank {rank}: {where} differs by {difference:.1e} (relative)"
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=lambda case: case.name)
+def test_setting(outcomes, case):
+    agree(outcomes(case.ranks), case)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_family(outcomes, case):
+    agree(outcomes(case.ranks), case)
+
+
+SEEDS = range(36)
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    return run_random([make_case(seed) for seed in SEEDS], tmp_path_factory.mktemp("random"), build_folder())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_model_and_setting(verdicts, seed):
+    case = make_case(seed)
+    assert verdicts[case.name] == "", f"{case}"

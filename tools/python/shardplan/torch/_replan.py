@@ -1,0 +1,174 @@
+"""Planning again after a step that left its plan: from the points that the step passed to a new plan.
+
+[Note: a trace of points] A plan's order comes from the trace's module entries and exits and from its gradients, not from its
+operators, which only a simulation needs. So what the hooks saw is enough for a plan to be replayed: the new plan has the
+old one's strategy and cluster, and segments that say which gradients they make but compute nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import torch.distributed as dist
+
+from ._errors import PlanError
+from ._native import native
+
+
+def _command() -> str:
+    """`shardplan`: on the PATH, or of the build that the compiled module is from."""
+    built = pathlib.Path(native.__file__).resolve().parents[1] / "bin" / "shardplan"
+    found = shutil.which("shardplan") or (str(built) if built.exists() else None)
+    if found is None:
+        raise PlanError("planning again needs the command shardplan, which is neither on the PATH nor built")
+    return found
+
+
+class _Trace:
+    """Builds the trace document from [(kind, unit, gradients)]."""
+
+    def __init__(self, plan, modules: list[str]) -> None:
+        self._plan = plan
+        self._module = {fqn: number for number, fqn in enumerate(modules)}
+        self._parameter: dict[tuple[int, int], int] = {}
+        self._forwards: list[dict] = []
+        self._backwards: list[dict] = []
+        self.program: list[dict] = []
+        self._open: list[int] = []  # units entered and not left
+        self._backward: list[list] | None = None
+        self._pending = 0  # the forward whose backward is next
+        self._occurrence: dict[tuple[int, int], int] = {}
+
+    def parameters(self) -> list[dict]:
+        """One entry for each parameter: of the first unit that has it."""
+        entries: dict[str, int] = {}
+        documents = []
+        for u, unit in enumerate(self._plan.units):
+            for p, parameter in enumerate(unit.parameters):
+                if parameter.fqn not in entries:
+                    entries[parameter.fqn] = len(documents)
+                    fields = {"fqn": parameter.fqn, "shape": list(parameter.shape), "dtype": parameter.dtype}
+                    if not parameter.requires_grad:
+                        fields["requires_grad"] = False
+                    if parameter.shared_with:
+                        fields["shared_with"] = list(parameter.shared_with)
+                    documents.append(fields)
+                self._parameter[u, p] = entries[parameter.fqn]
+        return documents
+
+    def modules(self, names: dict[str, str], parameters: list[dict]) -> list[dict]:
+        """The module tree, each parameter in the modules that hold it."""
+        documents = []
+        for fqn, class_name in names.items():
+            prefix = f"{fqn}." if fqn else ""
+            children = [n.removeprefix(prefix) for n in names if n and n.startswith(prefix)]
+            held = []
+            for number, parameter in enumerate(parameters):
+                for name in (parameter["fqn"], *parameter.get("shared_with", ())):
+                    owner, _, own = name.rpartition(".")
+                    if owner == fqn:
+                        held.append({"name": own, "parameter": number})
+            entry = {"fqn": fqn, "class_name": class_name}
+            if direct := [child for child in children if "." not in child]:
+                entry["children"] = direct
+            if held:
+                entry["parameters"] = held
+            documents.append(entry)
+        return documents
+
+    def add(self, kind: str, unit: int, gradients: list[tuple[int, int]]) -> None:
+        """One point. What the plan does by itself (the optimizer, calls of the user) is not in a trace."""
+        if kind == "pre_forward":
+            self._enter(unit)
+        elif kind == "post_forward":
+            self._leave(unit)
+        elif kind == "pre_backward":
+            self._in_backward(gradients)
+            for module in self._plan.units[unit].modules:
+                self._backward.append(["grad_ready", self._module[module], 0, self._last_run(module), 0])
+        elif kind == "post_backward":
+            self._in_backward(gradients)
+            for module in self._plan.units[unit].modules:
+                self._backward.append(["inputs_done", self._module[module], self._last_run(module), 0])
+        elif kind == "backward_end":
+            self._in_backward(gradients)
+            self._backward.append(["backward_end"])
+            self._backwards.append({"name": f"b{len(self._backwards)}", "forwards": [self._pending], "events": self._backward})
+            self.program.append(
+                {"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1}
+            )
+            self._backward = None
+
+    def _last_run(self, module: str) -> int:
+        return self._occurrence.get((self._pending, self._module[module]), 1) - 1
+
+    def _in_backward(self, gradients: list[tuple[int, int]]) -> None:
+        if self._backward is None:
+            self._backward = []
+        for gradient in gradients:
+            self._backward.append(["param_grad", self._parameter[gradient], -1])
+
+    def _enter(self, unit: int) -> None:
+        if self._backward is not None:
+            return  # a recomputation
+        if not self._open:
+            self._pending = len(self._forwards)
+            self.program.append({"call": "forward", "microbatch": self._pending, "trace": self._pending})
+            self._forwards.append(
+                {"name": f"f{self._pending}", "tensors": [{"shape": [1], "dtype": "float32", "requires_grad": True}], "events": []}
+            )
+        self._open.append(unit)
+        for module in self._plan.units[unit].modules:
+            key = (self._pending, self._module[module])
+            self._occurrence[key] = self._occurrence.get(key, 0) + 1
+            self._forwards[-1]["events"].append(["enter", self._module[module], []])
+
+    def _leave(self, unit: int) -> None:
+        if self._backward is not None or unit not in self._open:
+            return
+        for module in reversed(self._plan.units[unit].modules):
+            self._forwards[-1]["events"].append(["exit", self._module[module], [0]])
+        self._open.remove(unit)
+
+    def document(self, names: dict[str, str], model: str) -> dict:
+        parameters = self.parameters()
+        return {
+            "schema": "shardplan.trace/1",
+            "model": model,
+            "source": "the points that a step passed",
+            "compute_dtype": self._plan.units[0].param_dtype,
+            "modules": self.modules(names, parameters),
+            "parameters": parameters,
+            "forwards": self._forwards,
+            "backwards": self._backwards,
+        }
+
+
+def plan_again(plan, log: list[tuple], names: dict[str, str]):
+    """The plan for steps like the one in `log`. names: FQN -> class name of every module, in tree order. Every rank makes
+    it; they all saw the same."""
+    trace = _Trace(plan, list(names))
+    trace.parameters()
+    for kind, unit, gradients in log:
+        trace.add(kind, unit, gradients)
+    strategy = json.loads(plan.strategy_json)
+    strategy["program"] = [[*trace.program, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
+    with tempfile.TemporaryDirectory() as folder:
+        here = pathlib.Path(folder)
+        (here / "trace.json").write_text(json.dumps(trace.document(names, plan.model)))
+        (here / "strategy.json").write_text(json.dumps(strategy))
+        (here / "cluster.json").write_text(plan.cluster_json)
+        done = subprocess.run(
+            [_command(), "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q"]
+            + ["-o", "plan.json"],
+            cwd=here,
+            text=True,
+            capture_output=True,
+        )
+        if done.returncode != 0:
+            raise PlanError(f"planning again on rank {dist.get_rank()} failed: {done.stderr.strip()}")
+        return native.read_plan(str(here / "plan.json"))

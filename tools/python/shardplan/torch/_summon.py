@@ -1,0 +1,70 @@
+"""Whole parameters for a while, between steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from ._fit import Slot, parameters_of
+from ._flat import flat_units
+from ._flat_whole import summoned
+
+
+def _own_part(whole: torch.Tensor, shard: DTensor) -> torch.Tensor:
+    """What this rank keeps of `whole`."""
+    part = whole
+    for dim, placement in enumerate(shard.placements):
+        if placement.is_replicate():
+            continue
+        pieces = shard.device_mesh.size(dim)
+        chunks = torch.chunk(part, pieces, dim=placement.dim)
+        own = shard.device_mesh.get_local_rank(dim)
+        part = chunks[own] if own < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+def _bind(slots: list[Slot], parameter: nn.Parameter) -> None:
+    for slot in slots:
+        slot.module.register_parameter(slot.name, parameter)
+
+
+@contextlib.contextmanager
+def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[None]:
+    """Inside, the modules of an applied plan hold whole parameters, in the dtype that they have between steps.
+
+    writeback: what was changed in them, the same on all ranks, is there afterwards; otherwise changes are dropped.
+    Collective; only between steps; the model cannot run inside.
+    """
+    from ._apply import applied_to
+
+    runtime = applied_to(model).runtime
+    if not runtime.between_steps:
+        raise RuntimeError("shardplan: summon_full_params works between steps only; a forward waits for its backward")
+    flat = flat_units(model)
+    seen = {id(parameter) for unit in flat for parameter in unit.visible}
+    found = list({id(p): p for p in parameters_of(model).values() if id(p.parameter) not in seen}.values())
+    runtime.suspend("the model cannot run inside summon_full_params")
+    sharded = [entry.slots[0].module._parameters[entry.slots[0].name] for entry in found]
+    try:
+        wholes = []
+        for entry, shard in zip(found, sharded):
+            local = shard.detach()
+            whole = nn.Parameter(local.full_tensor().clone() if isinstance(local, DTensor) else local.clone())
+            whole.requires_grad_(shard.requires_grad)
+            wholes.append(whole)
+            _bind(entry.slots, whole)
+        with summoned(flat, writeback):
+            yield
+        if writeback:
+            with torch.no_grad():
+                for shard, whole in zip(sharded, wholes):
+                    part = _own_part(whole, shard) if isinstance(shard, DTensor) else whole
+                    (shard.to_local() if isinstance(shard, DTensor) else shard).copy_(part)
+    finally:
+        for entry, shard in zip(found, sharded):
+            _bind(entry.slots, shard)
+        runtime.suspend("")
