@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "shardplan/simulator/optimizer_temporaries.h"
+
 namespace shardplan {
 namespace {
 
@@ -89,18 +91,20 @@ std::vector<Bytes> OptimizerStateTensors(const Plan& plan, UnitId unit) {
 std::vector<Bytes> OptimizerTemporaries(const Plan& plan, UnitId unit) {
   const Optimizer& optimizer = plan.strategy.optimizer;
   if (optimizer.kind != OptimizerKind::kAdamW) return {};
-  std::vector<Bytes> shards = UpdatedShards(plan, unit);
-  switch (optimizer.implementation) {
-    case OptimizerImplementation::kFused:
-      return {};
-    case OptimizerImplementation::kForeach:
-      return shards;  // the square roots of all second moments
-    case OptimizerImplementation::kForLoop:
-      // The square root and its quotient of one parameter at a time: the largest is what counts.
-      if (shards.empty()) return {};
-      return std::vector<Bytes>(2, *std::ranges::max_element(shards));
+  return AdamWTemporaries(optimizer.implementation, UpdatedShards(plan, unit));
+}
+
+std::vector<Bytes> AdamWTemporaries(OptimizerImplementation implementation,
+                                    const std::vector<Bytes>& shards) {
+  if (implementation == OptimizerImplementation::kFused) return {};
+  if (implementation == OptimizerImplementation::kForeach) return shards;
+  std::vector<Bytes> most;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const Bytes previous = i == 0 ? Bytes{} : shards[i - 1];
+    if (Sum(most) < previous + shards[i] * 2) most = {previous, shards[i], shards[i]};
   }
-  return {};
+  std::erase(most, Bytes{});
+  return most;
 }
 
 }  // namespace shardplan
