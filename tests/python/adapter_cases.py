@@ -31,7 +31,6 @@ class Case:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     forward_prefetch: int = 0
-    policy: str = "fsdp2"
 
 
 UNTIED = gpt.GptConfig(tied=False, layers=2, width=36)
@@ -50,7 +49,6 @@ CASES = {
         Case("bf16_reduce", param_dtype="bfloat16"),
         Case("frozen_prefix", frozen=("tokens", "positions", "blocks.0", "head"), optimizer="adamw"),
         Case("frozen_mixed", frozen=("blocks.1.norm1", "blocks.2.attention")),
-        Case("flat", policy="fsdp1"),
     )
 }
 

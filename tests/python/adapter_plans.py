@@ -15,7 +15,7 @@ TESTS = pathlib.Path(__file__).resolve().parent
 
 
 def knobs(case: Case) -> list[str]:
-    flags = ["--policy", case.policy, "--optimizer", "adamw" if case.optimizer == "adamw" else "sgdm"]
+    flags = ["--policy", "fsdp2", "--optimizer", "adamw" if case.optimizer == "adamw" else "sgdm"]
     for unit in case.units or ("",):
         flags += ["--unit", unit]
     if case.reshard_after_forward is not None:

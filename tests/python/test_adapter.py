@@ -9,7 +9,7 @@ from adapter_plans import PlanShop
 from adapter_workers import run_on_ranks
 from conftest import build_folder
 
-FSDP2_CASES = [name for name, case in CASES.items() if case.policy == "fsdp2"]
+FSDP2_CASES = list(CASES)
 
 
 @pytest.fixture(scope="session")

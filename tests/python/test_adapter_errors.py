@@ -60,12 +60,6 @@ def test_truncated_plan_says_file_and_place(plan, tmp_path):
         sp.load_plan(tmp_path / "missing.json")
 
 
-def test_flat_layout_is_refused(plans, tmp_path):  # noqa: F811
-    for outcome in run_on_ranks(2, tmp_path, scenarios.apply_only, "flat", plans.plan("flat", 2)):
-        assert outcome[0] == "raised"
-        assert "has a flat layout (policy fsdp1), which shardplan.torch does not replay" in outcome[1]
-
-
 def test_another_order_names_the_first_trigger_that_differs(plan, tmp_path):
     for said in returned(run_on_ranks(2, tmp_path, scenarios.skip_a_block, plan)):
         assert "the model deviates from the plan" in said

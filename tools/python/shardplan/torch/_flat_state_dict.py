@@ -44,8 +44,8 @@ class _StateDicts:
 
     def hook(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._open(module, writeback=False))
-        module.register_state_dict_post_hook(self._taken)
-        module.register_load_state_dict_pre_hook(self._before_load)
+        module.register_state_dict_post_hook(lambda *arguments: self._taken(*arguments))
+        module.register_load_state_dict_pre_hook(lambda *arguments: self._before_load(*arguments))
         module.register_load_state_dict_post_hook(lambda module, keys: self._close(module))
 
     def _open(self, module: nn.Module, writeback: bool) -> bool:
