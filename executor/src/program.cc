@@ -170,7 +170,7 @@ class Builder {
       case kHostWait:
         return Simple(op, OpCode::kHostWait, i.event);
       case kOptimizerStep:
-        return Simple(op, OpCode::kOptimizerStep, i.unit);
+        return Simple(op, OpCode::kOptimizerStep, i.unit, i.parameter);
       case kZeroGrad:
         return Simple(op, OpCode::kZeroGrad, i.unit);
     }

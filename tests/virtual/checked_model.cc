@@ -35,6 +35,17 @@ CheckedModel::CheckedModel(ExpectedValues& expected, executor::VirtualMachine& m
   }
 }
 
+// A unit's parameters may differ in dtype.
+DType CheckedModel::DTypeOf(const Buffer& buffer, std::int32_t p) const {
+  const Unit& unit = plan_.units[buffer.unit];
+  const UnitParameter& parameter = unit.parameters[p];
+  if (unit.layout == LayoutKind::kFlat) return buffer.dtype;
+  if (buffer.role == BufferRole::kParamSharded) return parameter.dtype;
+  if (buffer.role != BufferRole::kParamUnsharded) return buffer.dtype;
+  if (!parameter.gathered.empty()) return parameter.gathered.front().dtype;
+  return parameter.param_dtype.value_or(unit.param_dtype);
+}
+
 std::string CheckedModel::NameOf(UnitId unit, std::int32_t parameter) const {
   return plan_.units[unit].parameters[parameter].fqn;
 }
@@ -50,13 +61,14 @@ std::byte* CheckedModel::Part(BufferId buffer, std::int32_t part) {
 CheckedModel::Piece CheckedModel::ShardPiece(const ShardRun& run, UnitId unit, BufferId id,
                                              std::span<const std::byte> whole) {
   const Buffer& buffer = plan_.buffers[id];
-  const std::int64_t size = SizeBytes(buffer.dtype);
+  const DType dtype = DTypeOf(buffer, run.parameter);
+  const std::int64_t size = SizeBytes(dtype);
   std::int32_t part = 0;
   if (plan_.units[unit].layout == LayoutKind::kPerParameter && !buffer.parameters.empty()) {
     part = static_cast<std::int32_t>(std::ranges::find(buffer.parameters, run.parameter) -
                                      buffer.parameters.begin());
   }
-  Piece piece = {.dtype = buffer.dtype, .unit = unit, .parameter = run.parameter, .first = run.in_whole};
+  Piece piece = {.dtype = dtype, .unit = unit, .parameter = run.parameter, .first = run.in_whole};
   piece.at = Part(id, part) + run.in_shard * size;
   piece.expected = whole.subspan(static_cast<std::size_t>(run.in_whole * size),
                                  static_cast<std::size_t>(run.numel * size));
@@ -68,7 +80,7 @@ void CheckedModel::SetInitialShards() {
     if (shard_of_[u] < 0) continue;
     const auto unit = static_cast<UnitId>(u);
     for (const ShardRun& run : expected_.Shard(unit, rank_)) {
-      const DType dtype = plan_.buffers[shard_of_[u]].dtype;
+      const DType dtype = DTypeOf(plan_.buffers[shard_of_[u]], run.parameter);
       const Piece piece =
           ShardPiece(run, unit, shard_of_[u], expected_.Parameter(unit, run.parameter, rank_, 0, dtype));
       std::memcpy(piece.at, piece.expected.data(), piece.expected.size());
@@ -83,10 +95,7 @@ void CheckedModel::Check(const Piece& piece, const std::string& where) {
     const std::span<const std::byte> old =
         expected_.Parameter(piece.unit, piece.parameter, rank_, version, piece.dtype);
     if (std::memcmp(piece.at, old.data(), old.size()) != 0) continue;
-    findings_.stale.insert(
-        fmt::format("{} is read {} optimizer step(s) old",
-                    plan_.units[piece.unit].fqn.empty() ? "(root)" : plan_.units[piece.unit].fqn,
-                    piece.version - version));
+    findings_.stale.insert(plan_.units[piece.unit].fqn);
     return;
   }
   const auto numel = static_cast<std::int64_t>(piece.expected.size()) / SizeBytes(piece.dtype);
@@ -139,15 +148,19 @@ void CheckedModel::AddReads(UnitId unit, BufferId id, std::vector<Piece>& pieces
   const Buffer& buffer = plan_.buffers[id];
   const bool flat = plan_.units[unit].layout == LayoutKind::kFlat;
   for (std::size_t p = 0; p < plan_.units[unit].parameters.size(); ++p) {
-    const auto parameter = static_cast<std::int32_t>(p);
+    const UnitParameter& parameter = plan_.units[unit].parameters[p];
+    const auto index = static_cast<std::int32_t>(p);
     const std::int64_t version = versions_[unit][p];
-    const std::int64_t offset =
-        flat ? plan_.units[unit].parameters[p].flat_offset * SizeBytes(buffer.dtype) : 0;
-    pieces.push_back({.at = Part(id, flat ? 0 : parameter) + offset,
-                      .expected = expected_.Parameter(unit, parameter, rank_, version, buffer.dtype),
-                      .dtype = buffer.dtype,
+    const DType dtype = DTypeOf(buffer, index);
+    const std::span<const std::byte> whole = expected_.Parameter(unit, index, rank_, version, dtype);
+    const std::int64_t offset = flat ? parameter.flat_offset * SizeBytes(dtype) : 0;
+    // An extension that packs several elements into one has no numbers that could be compared.
+    if (!flat && buffer.parts_bytes[p].value < std::ssize(whole)) continue;
+    pieces.push_back({.at = Part(id, flat ? 0 : index) + offset,
+                      .expected = whole,
+                      .dtype = dtype,
                       .unit = unit,
-                      .parameter = parameter,
+                      .parameter = index,
                       .version = version});
   }
 }
@@ -226,7 +239,7 @@ void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, std::vecto
     return Fail(fmt::format("the optimizer steps {} once too often", NameOf(unit, parameter)));
   }
   AddReduced(unit, parameter, uses, checks);
-  const DType dtype = plan_.buffers[shard_of_[unit]].dtype;
+  const DType dtype = DTypeOf(plan_.buffers[shard_of_[unit]], parameter);
   for (const ShardRun& run : expected_.Shard(unit, rank_)) {
     if (run.parameter != parameter) continue;
     checks.push_back(
@@ -289,8 +302,8 @@ void CheckedModel::CheckEnd() {
       }
     }
     if (shard_of_[u] < 0) continue;
-    const DType dtype = plan_.buffers[shard_of_[u]].dtype;
     for (const ShardRun& run : expected_.Shard(unit, rank_)) {
+      const DType dtype = DTypeOf(plan_.buffers[shard_of_[u]], run.parameter);
       Check(ShardPiece(run, unit, shard_of_[u],
                        expected_.Parameter(unit, run.parameter, rank_, versions_[u][run.parameter], dtype)),
             "at the end");

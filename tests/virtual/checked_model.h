@@ -19,7 +19,7 @@ namespace shardplan::test {
 // What the ranks of one run found.
 struct Findings {
   std::string failure;          // the first wrong number; "": none
-  std::set<std::string> stale;  // "layers.0 is read 1 optimizer step old"
+  std::set<std::string> stale;  // units whose parameters are read as they were before an optimizer step
 };
 
 class CheckedModel final : public executor::Model {
@@ -57,6 +57,7 @@ class CheckedModel final : public executor::Model {
   };
 
   std::byte* Part(BufferId buffer, std::int32_t part);
+  DType DTypeOf(const Buffer& buffer, std::int32_t parameter) const;
   void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
   Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
   void StepParameter(UnitId unit, std::int32_t parameter, std::vector<BufferId>& uses,

@@ -49,21 +49,42 @@ ExpectedValues::ExpectedValues(const Plan& plan, const Trace& trace, std::int64_
   RunProgram();
 }
 
+// Shards, replicas, what the user's all-reduce hook reduces over, and other dimensions of the mesh that leave
+// the parameter whole and its gradient a partial sum.
+std::vector<Communicator> ExpectedValues::ReducedOver(const Unit& unit,
+                                                      const UnitParameter& parameter) const {
+  std::vector<Communicator> over;
+  for (const CommunicatorId id :
+       {unit.shard_communicator, unit.replicate_communicator, unit.hook_communicator}) {
+    if (id >= 0) over.push_back(plan_.communicators[id]);
+  }
+  for (const ParameterPlacement& placement : parameter.placements) {
+    if (!placement.grad_partial) continue;
+    Communicator dim = {placement.mesh_dim, placement.size, 1};
+    for (auto of = plan_.mesh.rbegin(); of != plan_.mesh.rend() && of->name != placement.mesh_dim; ++of) {
+      dim.stride *= of->size;
+    }
+    over.push_back(dim);
+  }
+  return over;
+}
+
 void ExpectedValues::MakeGroups() {
   for (const Unit& unit : plan_.units) {
-    std::vector<std::vector<std::int64_t>>& of_unit = groups_.emplace_back();
-    for (std::int64_t rank = 0; rank < plan_.world_size; ++rank) {
-      std::set<std::int64_t> group = {rank};
-      for (const CommunicatorId communicator : {unit.shard_communicator, unit.replicate_communicator}) {
-        if (communicator < 0) continue;
-        const std::set<std::int64_t> before = group;
-        for (const std::int64_t member : before) {
-          const std::vector<std::int64_t> others =
-              executor::GroupOf(plan_.communicators[communicator], member);
-          group.insert(others.begin(), others.end());
+    auto& of_unit = groups_.emplace_back();
+    for (const UnitParameter& parameter : unit.parameters) {
+      auto& of_parameter = of_unit.emplace_back();
+      for (std::int64_t rank = 0; rank < plan_.world_size; ++rank) {
+        std::set<std::int64_t> group = {rank};
+        for (const Communicator& communicator : ReducedOver(unit, parameter)) {
+          const std::set<std::int64_t> before = group;
+          for (const std::int64_t member : before) {
+            const std::vector<std::int64_t> others = executor::GroupOf(communicator, member);
+            group.insert(others.begin(), others.end());
+          }
         }
+        of_parameter.emplace_back(group.begin(), group.end());
       }
-      of_unit.emplace_back(group.begin(), group.end());
     }
   }
 }
@@ -116,10 +137,21 @@ bool ExpectedValues::IsUnder(UnitId unit, const std::string& module) const {
   });
 }
 
-double ExpectedValues::DivisorOf(UnitId unit) const {
-  const std::optional<double>& factor = plan_.strategy.fsdp2.gradient_divide_factor;
-  if (plan_.strategy.policy == "fsdp2" && factor) return *factor;
-  return static_cast<double>(groups_[unit][0].size());
+double ExpectedValues::DivisorOf(UnitId id) const {
+  const Unit& unit = plan_.units[id];
+  const Strategy& strategy = plan_.strategy;
+  double ranks = 1;
+  for (const CommunicatorId communicator : {unit.shard_communicator, unit.replicate_communicator}) {
+    if (communicator >= 0) ranks *= static_cast<double>(plan_.communicators[communicator].size);
+  }
+  if (strategy.policy == "fsdp1") {
+    const Fsdp1Knobs& knobs = strategy.fsdp1;
+    if (!knobs.gradient_predivide_factor && !knobs.gradient_postdivide_factor) return ranks;
+    return knobs.gradient_predivide_factor.value_or(1) * knobs.gradient_postdivide_factor.value_or(1);
+  }
+  const std::optional<double>& factor =
+      unit.gradient_divide_factor ? unit.gradient_divide_factor : strategy.fsdp2.gradient_divide_factor;
+  return factor.value_or(ranks) * unit.hook_divisor;
 }
 
 void ExpectedValues::RunProgram() {
@@ -132,6 +164,7 @@ void ExpectedValues::RunProgram() {
       {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}}};
   const std::vector<StepProgram>& program =
       plan_.strategy.program.empty() ? kDefault : plan_.strategy.program;
+  const Optimizer& optimizer = plan_.strategy.optimizer;
   for (const ModuleCall& call : plan_.strategy.setup) Call(call);
   for (std::int64_t step = 0; step < steps_; ++step) {
     for (const ProgramCall& call : program[std::min<std::size_t>(step, program.size() - 1)]) {
@@ -145,7 +178,7 @@ void ExpectedValues::RunProgram() {
         for (std::vector<OfParameter>& unit : of_) {
           for (OfParameter& parameter : unit) parameter.arrived.clear();
         }
-      } else if (plan_.strategy.optimizer.kind != OptimizerKind::kNone) {
+      } else if (optimizer.kind != OptimizerKind::kNone && !optimizer.in_backward) {
         for (std::vector<OfParameter>& unit : of_) {
           for (OfParameter& parameter : unit) parameter.reduced.push_back(parameter.arrived);
         }
@@ -204,6 +237,9 @@ void ExpectedValues::RunBackward(const BackwardCall& call) {
       OfParameter& parameter = of_[u][p];
       parameter.arrived.insert(parameter.arrived.end(), parameter.waiting.begin(), parameter.waiting.end());
       parameter.waiting.clear();
+      // Stepped, and its gradient dropped, as soon as it is there.
+      if (!plan_.strategy.optimizer.in_backward || parameter.arrived.empty()) continue;
+      parameter.reduced.push_back(std::exchange(parameter.arrived, {}));
     }
   }
 }
@@ -241,7 +277,7 @@ ExpectedValues::Numbers ExpectedValues::ReducedNumbers(UnitId unit, std::int32_t
   const OfParameter& of = of_[unit][parameter];
   Numbers sum(static_cast<std::size_t>(of.numel));
   for (const std::int64_t index : of.reduced[version]) {
-    for (const std::int64_t member : groups_[unit][rank]) {
+    for (const std::int64_t member : groups_[unit][parameter][rank]) {
       const Numbers made = MadeNumbers(unit, parameter, member, index);
       for (std::size_t e = 0; e < sum.size(); ++e) sum[e] += made[e];
     }
@@ -252,7 +288,7 @@ ExpectedValues::Numbers ExpectedValues::ReducedNumbers(UnitId unit, std::int32_t
 
 const ExpectedValues::Numbers& ExpectedValues::ParameterNumbers(UnitId unit, std::int32_t parameter,
                                                                 std::int64_t rank, std::int64_t version) {
-  const std::int64_t first = groups_[unit][rank].front();
+  const std::int64_t first = groups_[unit][parameter][rank].front();
   const auto [entry, added] = parameters_.try_emplace({unit, parameter, first, version});
   Numbers& numbers = entry->second;
   if (!added) return numbers;
@@ -282,7 +318,7 @@ std::span<const std::byte> ExpectedValues::Bytes(const Key& key, const Numbers& 
 
 std::span<const std::byte> ExpectedValues::Parameter(UnitId unit, std::int32_t parameter, std::int64_t rank,
                                                      std::int64_t version, DType dtype) {
-  const Key key = {What::kParameter, unit, parameter, groups_[unit][rank].front(), version, dtype};
+  const Key key = {What::kParameter, unit, parameter, groups_[unit][parameter][rank].front(), version, dtype};
   if (const auto found = bytes_.find(key); found != bytes_.end()) return found->second;
   return Bytes(key, ParameterNumbers(unit, parameter, rank, version));
 }
@@ -290,7 +326,7 @@ std::span<const std::byte> ExpectedValues::Parameter(UnitId unit, std::int32_t p
 std::span<const std::byte> ExpectedValues::Reduced(UnitId unit, std::int32_t parameter, std::int64_t rank,
                                                    std::int64_t version, DType dtype) {
   if (of_[unit][parameter].reduced[version].empty()) return {};
-  const Key key = {What::kReduced, unit, parameter, groups_[unit][rank].front(), version, dtype};
+  const Key key = {What::kReduced, unit, parameter, groups_[unit][parameter][rank].front(), version, dtype};
   if (const auto found = bytes_.find(key); found != bytes_.end()) return found->second;
   return Bytes(key, ReducedNumbers(unit, parameter, rank, version));
 }

@@ -79,6 +79,7 @@ class ExpectedValues {
   void RunBackward(const BackwardCall& call);
   void Call(const ModuleCall& call);
   void StepOptimizer(UnitId unit, std::int32_t parameter);
+  std::vector<Communicator> ReducedOver(const Unit& unit, const UnitParameter& parameter) const;
   bool IsUnder(UnitId unit, const std::string& module) const;
   double DivisorOf(UnitId unit) const;
 
@@ -95,8 +96,9 @@ class ExpectedValues {
   const Trace& trace_;
   const std::int64_t steps_;
   std::vector<std::vector<OfParameter>> of_;
-  std::vector<std::vector<std::vector<std::int64_t>>> groups_;  // by unit and rank: who share its parameters
-  std::vector<std::vector<std::vector<ShardRun>>> shards_;      // by unit and rank
+  // By unit, parameter and rank: the ranks that share the parameter and whose gradients are summed.
+  std::vector<std::vector<std::vector<std::vector<std::int64_t>>>> groups_;
+  std::vector<std::vector<std::vector<ShardRun>>> shards_;  // by unit and rank
   std::vector<std::set<std::pair<std::int32_t, UnitId>>> reads_;
   std::vector<bool> syncs_, all_reduces_;  // by unit
   std::map<Key, std::vector<std::byte>> bytes_;

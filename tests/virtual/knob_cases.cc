@@ -222,7 +222,7 @@ void AddFsdp2Accumulation(Cases& cases) {
     cases.Add(p, fmt::format("hsdp_accumulate_no_all_reduce_{}", Name(reduce)), 4, [reduce](PlanCase& c) {
       c.strategy.mesh = {{"replicate", 2}, {"shard", 2}};
       c.strategy.mixed_precision = MixedPrecision{.param_dtype = kBf16, .reduce_dtype = reduce};
-      c.strategy.program = {Accumulation(3, {Setter("set_requires_all_reduce", false)},
+      c.strategy.program = {Accumulation(2, {Setter("set_requires_all_reduce", false)},
                                          {Setter("set_requires_all_reduce", true)})};
     });
   }

@@ -142,7 +142,7 @@ Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expe
         on_last_rank ? RunChecked(plan, expected, seed, &mutated) : RunChecked(mutated, expected, seed);
     judgement.run = findings.failure;
     for (const std::string& text : findings.stale) {
-      if (judgement.run.empty() && !stale.contains(text)) judgement.run = text;
+      if (judgement.run.empty() && !stale.contains(text)) judgement.run = "reads stale parameters of " + text;
     }
   }
   const bool wrong = !judgement.run.empty();

@@ -25,6 +25,10 @@ inline void PrintTo(const PlanCase& c, std::ostream* os) { *os << c.name; }
 std::vector<std::string> RecordedNames();
 PlanCase RecordedCase(const std::string& name);
 
+// tests/planner/goldens: a strategy for every knob, "golden/fsdp2/hsdp".
+std::vector<std::string> GoldenNames();
+PlanCase GoldenCase(const std::string& name);
+
 // Each knob of the strategy, and combinations that meet in one piece of code, on a small model.
 std::vector<PlanCase> KnobCases();
 

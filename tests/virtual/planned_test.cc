@@ -19,33 +19,50 @@ namespace {
 constexpr std::uint64_t kSeeds = 12;
 constexpr std::uint32_t kRandomCases = 80;
 
-// fsdp1: gradients copied to the host, and optimizers that step inside the backward, are not planned.
-const std::set<std::string> kNotPlanned = {"fsdp1/gptish_offload", "fsdp1/gptish_optim_bwd"};
+// Strategies that PyTorch refuses: nothing to run.
+const std::set<std::string> kRefused = {"golden/fsdp2/shard_dims_uneven",
+                                        "golden/fsdp2/tensor_parallel_int_reshard"};
 
-// Parameters that are read as they were before an optimizer step, as PyTorch reads them.
-const std::map<std::string, std::set<std::string>> kStale = {
-    // Never resharded: what a backward gathered is what the next forward computes with, and the root's
-    // parameters are those of the first step for ever.
-    {"knob/fsdp2/never_reshard_after_backward",
-     {"(root) is read 1 optimizer step(s) old", "(root) is read 2 optimizer step(s) old",
-      "layers.0 is read 1 optimizer step(s) old", "layers.1 is read 1 optimizer step(s) old",
-      "layers.2 is read 1 optimizer step(s) old"}},
+// What PyTorch itself computes wrongly, and how it shows. The verifier names these, too.
+const std::map<std::string, std::string> kWrong = {
+    // A reduce-scatter's output is dropped while the hook's stream still casts it.
+    {"golden/fsdp2/all_reduce_hook_cast", "optimizer step: element"},
+    // Divided while it is copied, and again where reductions are sums.
+    {"golden/fsdp2/divide_on_one_rank", "is 0.5 instead of 1"},
+    // The unit computes its backward without its parameters.
+    {"golden/fsdp2/unshard_in_backward_needed", "which is not bound"},
 };
 
-// Runs the case under some seeds: all right, and under each the same stale reads.
-void Check(const PlanCase& c, std::uint64_t seeds) {
-  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster, {.verify = false});
-  ASSERT_TRUE(planned) << ToString(planned.error());
-  for (const Violation& violation : Verify(planned->plan)) {
-    ADD_FAILURE() << Explain(planned->plan, violation);
+std::set<std::string> StaleUnits(const Plan& plan) {
+  std::set<std::string> units;
+  for (const Remark& remark : Remarks(plan)) {
+    if (remark.kind == RemarkKind::kStaleParameters) units.insert(plan.units[remark.unit].fqn);
   }
-  const auto stale = kStale.find(c.name);
-  ExpectedValues expected(planned->plan, c.trace, c.steps);
+  return units;
+}
+
+// Runs the case under some seeds: all right, and stale parameters are read where the verifier says so.
+void Check(const PlanCase& c, std::uint64_t seeds) {
+  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  ASSERT_EQ(planned.has_value(), !kRefused.contains(c.name));
+  if (!planned) return;
+  const Plan& plan = planned->plan;
+  ExpectedValues expected(plan, c.trace, c.steps);
+  const auto wrong = kWrong.find(c.name);
+  if (wrong != kWrong.end()) {
+    EXPECT_FALSE(Verify(plan).empty());
+    std::string failure;
+    for (std::uint64_t seed = 1; seed <= seeds && failure.empty(); ++seed) {
+      failure = RunChecked(plan, expected, seed).failure;
+    }
+    EXPECT_THAT(failure, testing::HasSubstr(wrong->second));
+    return;
+  }
+  const std::set<std::string> stale = StaleUnits(plan);
   for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
-    const Findings findings = RunChecked(planned->plan, expected, seed);
+    const Findings findings = RunChecked(plan, expected, seed);
     ASSERT_EQ(findings.failure, "") << c.name << ", seed " << seed;
-    ASSERT_EQ(findings.stale, stale == kStale.end() ? std::set<std::string>{} : stale->second)
-        << c.name << ", seed " << seed;
+    ASSERT_EQ(findings.stale, stale) << c.name << ", seed " << seed;
   }
 }
 
@@ -55,16 +72,15 @@ std::string TestName(std::string name) {
   return name;
 }
 
-std::vector<std::string> PlannedRecordings() {
-  std::vector<std::string> names = RecordedNames();
-  std::erase_if(names, [](const std::string& name) { return kNotPlanned.contains(name); });
-  return names;
-}
-
 class RecordedPlans : public testing::TestWithParam<std::string> {};
 TEST_P(RecordedPlans, ComputeTheRightNumbers) { Check(RecordedCase(GetParam()), kSeeds); }
-INSTANTIATE_TEST_SUITE_P(Virtual, RecordedPlans, testing::ValuesIn(PlannedRecordings()),
+INSTANTIATE_TEST_SUITE_P(Virtual, RecordedPlans, testing::ValuesIn(RecordedNames()),
                          [](const auto& info) { return TestName(info.param); });
+
+class GoldenPlans : public testing::TestWithParam<std::string> {};
+TEST_P(GoldenPlans, ComputeTheRightNumbers) { Check(GoldenCase(GetParam()), kSeeds); }
+INSTANTIATE_TEST_SUITE_P(Virtual, GoldenPlans, testing::ValuesIn(GoldenNames()),
+                         [](const auto& info) { return TestName(info.param.substr(7)); });
 
 class KnobPlans : public testing::TestWithParam<PlanCase> {};
 TEST_P(KnobPlans, ComputeTheRightNumbers) { Check(GetParam(), kSeeds); }
