@@ -132,26 +132,29 @@ class Joiner {
         done[{index_.canonical[d->module], d->occurrence, d->forward}] = position;
       }
     }
-    std::map<std::int32_t, std::int32_t> anchors;  // by object: when its gradient is complete
+    struct Tensor {
+      std::vector<std::int32_t> hooks;  // positions of its events, in the order of registration
+      std::int32_t complete = -1;       // position behind which its gradient is complete
+      bool apart = false;               // some hooks are on what an identity that is not there made of it
+    };
+    std::map<std::int32_t, Tensor> tensors;
     for (const auto& [slot, object] : slots_) {
       const auto found = ready.find(slot);
-      if (found == ready.end() || Real(object) != object) continue;
-      anchors[object] = std::max(anchors.try_emplace(object, -1).first->second, found->second);
+      if (found == ready.end()) continue;
+      Tensor& tensor = tensors[Real(object)];
+      tensor.hooks.push_back(found->second);
+      tensor.complete = std::max(tensor.complete, found->second);
+      tensor.apart = tensor.apart || Real(object) != object;
     }
     std::map<std::int32_t, std::vector<std::int32_t>> moved;
-    for (const auto& [slot, object] : slots_) {
-      const auto found = ready.find(slot);
-      const std::int32_t real = Real(object);
-      if (found == ready.end() || real == object) continue;
-      std::int32_t anchor = -1;
-      if (const auto own = anchors.find(real); own != anchors.end()) {
-        anchor = own->second;
-      } else {
-        for (const auto& identity : objects_[real].absent) {
-          if (const auto at = done.find(identity); at != done.end()) anchor = std::max(anchor, at->second);
+    for (auto& [object, tensor] : tensors) {
+      if (!tensor.apart) continue;
+      for (const auto& identity : objects_[object].absent) {
+        if (const auto at = done.find(identity); at != done.end()) {
+          tensor.complete = std::max(tensor.complete, at->second);
         }
       }
-      if (anchor > found->second) moved[anchor].push_back(found->second);
+      moved[tensor.complete] = std::move(tensor.hooks);
     }
     return moved;
   }

@@ -192,6 +192,9 @@ class Writer {
       case InstructionKind::kAllReduce:
         AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
         break;
+      case InstructionKind::kGradCopyIn:  // one rank has nothing to reduce
+        if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
+        break;
       case InstructionKind::kGradAccumulate:
         if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
         break;

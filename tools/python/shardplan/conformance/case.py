@@ -8,8 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:  # the command says itself when torch is missing
+    from torch import nn
 
 DEFAULT_PROGRAM = [[{"call": call} for call in ("forward", "backward", "optimizer_step", "zero_grad")]]
 SCHEMA = "shardplan.strategy/1"

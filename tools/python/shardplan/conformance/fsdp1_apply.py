@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from shardplan.conformance.case import CaseError
-from shardplan.conformance.units import UnitCall, picked
+from shardplan.conformance.units import UnitCall, matching_names, picked
 
 _SHARDING = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -25,7 +28,31 @@ _BACKWARD_PREFETCH = {
     "backward_post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
-_APPLIED = {"sharding", "backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params"}
+_APPLIED = {
+    "sharding",
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "full_precision_in_eval",
+    "ignored_modules",
+    "comm_hook",
+    "gradient_predivide_factor",
+    "gradient_postdivide_factor",
+}
+_FULL_PRECISION = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+
+_HOOKS = {
+    "all_reduce": default_hooks.allreduce_hook,
+    "reduce_scatter": default_hooks.reduce_scatter_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+}
+
+
+def _given(call: UnitCall, knobs: dict, name: str, default):
+    return call.rule.get(name, knobs.get(name, default))
 
 
 class AppliedFsdp1:
@@ -33,22 +60,47 @@ class AppliedFsdp1:
 
     def __init__(self, calls: list[UnitCall], strategy: dict, mesh: DeviceMesh, modules: dict[str, nn.Module]):
         self._strategy, self._mesh, self._modules = strategy, mesh, modules
-        unknown = set(strategy.get("fsdp1", {})) - _APPLIED
+        self._knobs = strategy.get("fsdp1", {})
+        unknown = set(self._knobs) - _APPLIED
         if unknown:
             raise CaseError(f"/fsdp1/{sorted(unknown)[0]}: not something that a recording can be made of yet")
         self._no_sync = contextlib.ExitStack()
         self._ignored = self._ignored_parameters()
+        self._set_environment()
         order = {fqn: i for i, fqn in enumerate(modules)}  # pre-order: children come later, and are wrapped first
         self.root = modules[""]
         for call in sorted(calls, key=lambda call: -order[call.modules[0]]):
             self._wrap(call)
+        self._set_reduction()
         for call in strategy.get("setup", []):
             self.module_call(call)
 
     def _ignored_parameters(self) -> list[nn.Parameter]:
         wanted = set(self._strategy.get("ignored_parameters", []))
         named = self._modules[""].named_parameters(remove_duplicate=False)
-        return [p for fqn, p in named if fqn.replace("_checkpoint_wrapped_module.", "") in wanted]
+        parameters = {p: None for fqn, p in named if fqn.replace("_checkpoint_wrapped_module.", "") in wanted}
+        for entry in self._knobs.get("ignored_modules", []):
+            for fqn in matching_names(self._modules, entry):
+                parameters.update(dict.fromkeys(self._modules[fqn].parameters()))
+        return list(parameters)
+
+    def _set_environment(self) -> None:
+        if self._knobs.get("full_precision_in_eval"):
+            os.environ[_FULL_PRECISION] = "1"
+        else:
+            os.environ.pop(_FULL_PRECISION, None)
+
+    def _set_reduction(self) -> None:
+        for unit in FullyShardedDataParallel.fsdp_modules(self.root):
+            for name in ("gradient_predivide_factor", "gradient_postdivide_factor"):
+                if name in self._knobs:
+                    setattr(unit, f"_{name}", self._knobs[name])
+        hook = self._knobs.get("comm_hook", "none")
+        if hook == "none":
+            return
+        group = self.root.process_group
+        state = LowPrecisionState(group) if hook.endswith("compress") else DefaultState(group)
+        self.root.register_comm_hook(state, _HOOKS[hook])
 
     def _wrap(self, call: UnitCall) -> None:
         if len(call.modules) > 1:
@@ -64,12 +116,12 @@ class AppliedFsdp1:
                     parent._modules[name] = wrapped
 
     def _arguments(self, call: UnitCall) -> dict:
-        knobs = self._strategy.get("fsdp1", {})
-        sharding = call.rule.get("sharding", knobs.get("sharding", "full_shard"))
+        knobs = self._knobs
+        sharding = _given(call, knobs, "sharding", "full_shard")
         arguments: dict = {
             "sharding_strategy": _SHARDING[sharding],
-            "backward_prefetch": _BACKWARD_PREFETCH[knobs.get("backward_prefetch", "backward_pre")],
-            "forward_prefetch": knobs.get("forward_prefetch", False),
+            "backward_prefetch": _BACKWARD_PREFETCH[_given(call, knobs, "backward_prefetch", "backward_pre")],
+            "forward_prefetch": _given(call, knobs, "forward_prefetch", False),
             "limit_all_gathers": knobs.get("limit_all_gathers", True),
             "use_orig_params": knobs.get("use_orig_params", False),
             "device_id": torch.device("cpu"),

@@ -41,6 +41,7 @@ class Fsdp2Events(EventLog):
             group, "_to_sharded_post_forward", lambda g: self._reshard(g, g.is_sharded_post_forward, "post_forward")
         )
         hooks.wrap(group, "unshard", self._within)
+        hooks.before(groups, "foreach_reduce", self._foreach_reduce)
         hooks.wrap(group, "post_backward", self._post_backward)
         for name in ("DefaultAllGather", "ProcessGroupAllocAllGather"):
             hooks.before(getattr(collectives, name), "__call__", self._all_gather)
@@ -107,8 +108,10 @@ class Fsdp2Events(EventLog):
         self.add_tensor("all_gather", self.unit(self._active[-1]), output_tensor, group="shard", ranks=group.size())
 
     def _reduce_scatter(self, _comm, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        self._reduced = True
         self.add_tensor("reduce_scatter", self.unit(self._active[-1]), input_tensor, group="shard", ranks=group.size())
+
+    def _foreach_reduce(self, *_args, **_kwargs) -> None:
+        self._reduced = True
 
     def _all_reduce(self, tensor, op=None, group=None, async_op=False) -> None:
         if self._active:

@@ -69,6 +69,11 @@ def _work(rank: int, fake: bool, connection) -> None:
             connection.send((None, f"{type(error).__name__}: {str(error).strip()} ({where})"))
 
 
+def _of_every_rank(lines: list[str]) -> list[str]:
+    """Without what a rank does for its slices only: FSDP1 drops the gradient of a rank that holds none of the original parameters."""
+    return [line for line in lines if " op=accumulate_sharded " not in line]
+
+
 class Ranks:
     """Records case after case. `count`: processes, at least as many as a case has ranks (fake: one). Use as a context."""
 
@@ -128,9 +133,8 @@ class Ranks:
             raise RecordingFailed(failures[0])
         logs = [lines for lines, _ in answers if lines is not None]
         for rank, lines in enumerate(logs):
-            if lines != logs[0]:
-                at = next((i for i, (a, b) in enumerate(zip(lines, logs[0])) if a != b), min(len(lines), len(logs[0])))
-                raise RecordingFailed(f"rank {rank} issues something else than rank 0 at event {at}")
+            if _of_every_rank(lines) != _of_every_rank(logs[0]):
+                raise RecordingFailed(f"rank {rank} issues something else than rank 0")
         return logs[0]
 
     @staticmethod

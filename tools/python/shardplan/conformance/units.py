@@ -25,11 +25,15 @@ def _pattern(entry: str) -> re.Pattern:
 
 def matching(model: nn.Module, entry: str) -> list[str]:
     """FQNs in pre-order; a module that is registered several times by its first name."""
+    return matching_names(dict(model.named_modules()), entry)
+
+
+def matching_names(modules: dict[str, nn.Module], entry: str) -> list[str]:
     if entry.startswith("class:"):
-        found = [fqn for fqn, module in model.named_modules() if type(module).__name__ == entry.removeprefix("class:")]
+        found = [fqn for fqn, module in modules.items() if type(module).__name__ == entry.removeprefix("class:")]
     else:
         pattern = _pattern(entry)
-        found = [fqn for fqn, _ in model.named_modules() if pattern.fullmatch(fqn)]
+        found = [fqn for fqn in modules if pattern.fullmatch(fqn)]
     if not found:
         raise CaseError(f'no module is named "{entry}"')
     return found
