@@ -94,7 +94,7 @@ Status Fsdp1Policy::MakeHandles() {
 void Fsdp1Policy::SetHandleKnobs(UnitId id) {
   Handle& handle = handles_[id];
   const UnitChoice& choice = partition_.units[id];
-  const Fsdp1Sharding sharding = strategy_.fsdp1.sharding;
+  const Fsdp1Sharding sharding = choice.sharding;
   // On one rank FSDP1 switches to NO_SHARD.
   handle.sharded = sharding != Fsdp1Sharding::kNoShard && choice.unit.shard_communicator >= 0;
   handle.ranks =
@@ -104,8 +104,8 @@ void Fsdp1Policy::SetHandleKnobs(UnitId id) {
   handle.offloads = choice.cpu_offload;
   // Pinning makes a copy, the local shard; the flat parameter points to it from its first reshard on.
   handle.points_to_shard = !handle.offloads;
-  handle.forward_prefetch = strategy_.fsdp1.forward_prefetch;
-  handle.backward_prefetch = strategy_.fsdp1.backward_prefetch;
+  handle.forward_prefetch = choice.forward_prefetch;
+  handle.backward_prefetch = choice.backward_prefetch;
   handle.casts_params = choice.unit.param_dtype != choice.unit.orig_dtype;
 }
 
@@ -221,7 +221,7 @@ void Fsdp1Policy::OnSegment(const HostEvent& event) {
 }
 
 void Fsdp1Policy::RootPreForward() {
-  if (strategy_.fsdp1.forward_prefetch) {
+  if (partition_.units[0].forward_prefetch) {
     for (Handle& handle : handles_) {
       handle.needs_pre_forward_unshard = true;
       handle.prefetched = false;
@@ -383,6 +383,15 @@ void Fsdp1Policy::ZeroGrad(const HostEvent& event) {
       handle.has_flat_grad = false;
     }
   }
+}
+
+std::vector<KnownFault> Fsdp1Policy::Faults() const {
+  std::vector<KnownFault> faults;
+  if (std::ranges::any_of(handles_, &Handle::offloads)) {
+    faults.push_back({Rule::kGradNotReduced,
+                      "FSDP1 does not add to a gradient that it has offloaded: only no_sync() accumulates"});
+  }
+  return faults;
 }
 
 std::string Fsdp1Policy::State() const {

@@ -35,6 +35,7 @@ class Fsdp1Policy : public Policy {
   void OnStepBegin() override { frees_in_step_ = 0; }
   Status On(const HostEvent& event) override;
   std::string State() const override;
+  std::vector<KnownFault> Faults() const override;
 
  private:
   enum class TrainingState : std::uint8_t { kIdle, kForward, kBackwardPre, kBackwardPost };

@@ -203,7 +203,7 @@ Result<std::vector<UnitRule>> ExpandWrapPolicy(const Trace& trace, const ModelIn
     (full ? in_full_precision : by_policy).modules.push_back(chosen.fqn);
   }
   for (UnitRule* rule : {&by_policy, &in_full_precision}) {
-    if (!rule->modules.empty()) rules.insert(rules.begin(), std::move(*rule));
+    if (!rule->modules.empty()) rules.push_back(std::move(*rule));
   }
   return rules;
 }

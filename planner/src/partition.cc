@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <set>
 
+#include "fsdp1_units.h"
 #include "layout.h"
 #include "shardplan/planner/planner.h"
 #include "unit_groups.h"
@@ -35,12 +36,15 @@ class Partitioner {
     if (Status s = flat_ ? MakeFlatMesh(cluster_ranks) : groups_.Begin(cluster_ranks, result_); !s) {
       return std::unexpected(s.error());
     }
+    Result<std::set<ModuleId>> ignored_modules = IgnoredModules(trace_, index_, strategy_);
+    if (!ignored_modules) return std::unexpected(ignored_modules.error());
+    ignored_ = IgnoredParameters(trace_, strategy_, *ignored_modules);
+    if (Status s = ChooseRules(*ignored_modules); !s) return std::unexpected(s.error());
     if (Status s = ExpandRules(); !s) return std::unexpected(s.error());
     if (!flat_) {
       if (Status s = CheckParameterRules(trace_, strategy_); !s) return std::unexpected(s.error());
       if (Status s = groups_.FindHooks(trace_, index_); !s) return std::unexpected(s.error());
     }
-    for (const std::string& fqn : strategy_.ignored_parameters) ignored_.insert(fqn);
     result_.unit_of_module.assign(trace_.modules.size(), -1);
     result_.managed_by.assign(trace_.modules.size(), -1);
     result_.owners.resize(trace_.parameters.size());
@@ -95,8 +99,21 @@ class Partitioner {
     return {};
   }
 
+  Status ChooseRules(const std::set<ModuleId>& ignored_modules) {
+    rules_ = strategy_.units;
+    if (!flat_) {
+      if (rules_.empty()) rules_ = DefaultUnits(trace_);
+      return {};
+    }
+    if (rules_.empty() && !strategy_.fsdp1.size_based_wrap) rules_ = DefaultUnits(trace_);
+    Result<Rules> expanded =
+        ExpandWrapPolicy(trace_, index_, strategy_, std::move(rules_), ignored_modules, ignored_);
+    if (!expanded) return std::unexpected(expanded.error());
+    rules_ = std::move(*expanded);
+    return {};
+  }
+
   Status ExpandRules() {
-    rules_ = strategy_.units.empty() ? DefaultUnits(trace_) : strategy_.units;
     if (!flat_ && !strategy_.fsdp2.shard_root) {
       std::erase_if(rules_,
                     [](const UnitRule& rule) { return rule.modules == std::vector<std::string>{""}; });
@@ -192,7 +209,9 @@ class Partitioner {
         !s) {
       return s;
     }
-    if (Status s = flat_ ? LayOut(choice) : groups_.SetCommunicators(call.pointer, choice, result_); !s)
+    if (Status s =
+            flat_ ? LayOut(call.pointer, choice) : groups_.SetCommunicators(call.pointer, choice, result_);
+        !s)
       return s;
     result_.units.push_back(std::move(choice));
     return {};
@@ -200,7 +219,7 @@ class Partitioner {
 
   void AddParameter(const NamedParameter& named, UnitId id, UnitChoice& choice) {
     const Parameter& parameter = trace_.parameters[named.parameter];
-    if (ignored_.contains(parameter.fqn)) return;
+    if (ignored_.contains(named.parameter)) return;
     std::vector<UnitParameterRef>& owners = result_.owners[named.parameter];
     if (!owners.empty() && owners.back().unit == id) return;  // tied inside the unit
     owners.push_back({id, static_cast<std::int32_t>(choice.unit.parameters.size())});
@@ -224,6 +243,11 @@ class Partitioner {
     choice.mixed_precision = mixed.value_or(MixedPrecision{});
     const auto reshard = pick(&UnitRule::reshard_after_forward, strategy_.reshard_after_forward);
     choice.reshard_given = reshard.has_value();
+    const Fsdp1Knobs& flat = strategy_.fsdp1;
+    choice.sharding = pick(&UnitRule::sharding, std::optional(flat.sharding)).value();
+    choice.backward_prefetch =
+        pick(&UnitRule::backward_prefetch, std::optional(flat.backward_prefetch)).value();
+    choice.forward_prefetch = pick(&UnitRule::forward_prefetch, std::optional(flat.forward_prefetch)).value();
     const std::int64_t all = choice.shard_size;
     if (!reshard) {
       choice.post_forward_size = all;  // but 0 for a root, which shows at its first forward
@@ -253,15 +277,31 @@ class Partitioner {
     return {};
   }
 
-  Status LayOut(UnitChoice& choice) {
+  // A unit may differ from the others in when it is freed, or not be sharded at all; not in its ranks.
+  static bool SharesRanks(Fsdp1Sharding own, Fsdp1Sharding all) {
+    const auto hybrid = [](Fsdp1Sharding s) {
+      return s == Fsdp1Sharding::kHybridShard || s == Fsdp1Sharding::kHybridShardZero2;
+    };
+    return own == all || (hybrid(own) == hybrid(all) && all != Fsdp1Sharding::kNoShard);
+  }
+
+  Status LayOut(const std::string& pointer, UnitChoice& choice) {
     Unit& unit = choice.unit;
+    if (!SharesRanks(choice.sharding, strategy_.fsdp1.sharding)) {
+      return MakeInputError(pointer, "a unit is sharded over other ranks than the strategy's",
+                            DisplayName(unit.fqn));
+    }
     if (result_.shard_size > 1) unit.shard_communicator = 0;
     if (result_.replicate_size > 1) unit.replicate_communicator = unit.shard_communicator + 1;
+    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
+    if (no_shard && unit.shard_communicator >= 0) {  // among sharded ones: replicated over the same ranks
+      std::swap(unit.shard_communicator, unit.replicate_communicator);
+      std::swap(choice.shard_size, choice.replicate_size);
+    }
     unit.layout = LayoutKind::kFlat;
-    const bool no_shard = strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard;
     // Aligned flat parameters are padded for the whole process group even where they are not sharded.
     LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
-               no_shard && strategy_.fsdp1.use_orig_params ? result_.replicate_size : result_.shard_size);
+               no_shard && strategy_.fsdp1.use_orig_params ? choice.replicate_size : choice.shard_size);
     return {};
   }
 
@@ -298,7 +338,7 @@ class Partitioner {
   const bool flat_;
   Rules rules_;
   std::vector<Call> calls_;
-  std::set<std::string> ignored_;
+  std::set<ParameterId> ignored_;
   UnitGroups groups_;  // fsdp2
   Partition result_;
 };

@@ -27,6 +27,9 @@ struct UnitChoice {
   MeshDigits shard_digits, replicate_digits;     // fsdp2
   std::optional<AllReduceHook> all_reduce_hook;  // fsdp2
   std::int64_t shard_size = 1, replicate_size = 1;
+  Fsdp1Sharding sharding = Fsdp1Sharding::kFullShard;                     // fsdp1
+  Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;  // fsdp1
+  bool forward_prefetch = false;                                          // fsdp1
 };
 
 struct UnitParameterRef {

@@ -290,6 +290,16 @@ double Gradients::ExpectedDivisor(const Unit& unit) const {
   for (const CommunicatorId c : {unit.shard_communicator, unit.replicate_communicator}) {
     if (c >= 0) ranks *= static_cast<double>(plan_.communicators[c].size);
   }
+  // FSDP1's two factors: one given changes that one alone; a communication hook has its own.
+  const Fsdp1Knobs& flat = plan_.strategy.fsdp1;
+  const bool given = flat.gradient_predivide_factor || flat.gradient_postdivide_factor;
+  if (plan_.strategy.policy == "fsdp1" && given && flat.comm_hook == Fsdp1CommHook::kNone) {
+    double before = 1;
+    while (std::fmod(ranks, before) == 0 && ranks / before > before) before *= 2;
+    const double after = flat.gradient_postdivide_factor.value_or(ranks / before);
+    before = flat.gradient_predivide_factor.value_or(before);
+    return std::max(before, 1.0) * std::max(after, 1.0);
+  }
   return ranks * unit.hook_divisor;
 }
 

@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "fixed_log.h"
 #include "optimizer_cost.h"
 #include "shardplan/simulator/engine.h"
 
@@ -327,8 +328,33 @@ class Lowering {
     return {};
   }
 
+  // A step in the backward is of one parameter. Its share of the unit's shard is the one that ranks have on
+  // average: of a flat parameter they hold different pieces.
+  OptimizerCost OfOneParameter(OptimizerCost cost, const Unit& unit, std::int32_t parameter) const {
+    const auto numel = [](const UnitParameter& p) {
+      std::int64_t product = 1;
+      for (const std::int64_t size : p.shape) product *= size;
+      return product;
+    };
+    std::int64_t all = 0, parameters = 0;
+    for (const UnitParameter& p : unit.parameters) {
+      all += p.requires_grad ? numel(p) : 0;
+      parameters += p.requires_grad ? 1 : 0;
+    }
+    if (all == 0) return cost;
+    const std::int64_t own = numel(At(unit.parameters, parameter));
+    cost.read_bytes.value = internal::MulDiv(cost.read_bytes.value, own, all);
+    cost.written_bytes.value = internal::MulDiv(cost.written_bytes.value, own, all);
+    const bool loops = plan_.strategy.optimizer.implementation == OptimizerImplementation::kForLoop;
+    if (loops && unit.layout == LayoutKind::kPerParameter) cost.kernels /= parameters;
+    return cost;
+  }
+
   void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered) {
-    const OptimizerCost cost = CostOfOptimizerStep(plan_, instruction.unit);
+    OptimizerCost cost = CostOfOptimizerStep(plan_, instruction.unit);
+    if (instruction.unit >= 0 && instruction.parameter >= 0) {
+      cost = OfOneParameter(cost, At(plan_.units, instruction.unit), instruction.parameter);
+    }
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCompute;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);

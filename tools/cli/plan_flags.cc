@@ -146,8 +146,10 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
     step.push_back(ForwardCall{microbatch, 0});
     step.push_back(BackwardCall{{microbatch}, 0});
   }
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
+  if (!flags.fsdp1.optimizer_in_backward && !strategy.optimizer.in_backward) {
+    step.push_back(OptimizerStepCall{});
+    step.push_back(ZeroGradCall{});
+  }
   strategy.program = {step};
 }
 
@@ -185,6 +187,7 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       .add_flag("--no-sync", flags.accumulate_without_sync,
                 "With --accumulate: only the last one reduces gradients")
       ->group(group);
+  AddFsdp1Flags(command, flags.fsdp1, group);
   AddFsdp2Flags(command, flags.fsdp2, group);
 }
 
@@ -214,7 +217,8 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (Status s = ApplyPrefetch(flags, strategy); !s) return s;
   if (Status s = ApplySharding(flags.sharding, strategy); !s) return s;
   if (Status s = ApplyFsdp2Flags(flags.fsdp2, strategy); !s) return s;
-  return ApplyOptimizer(flags.optimizer, strategy);
+  if (Status s = ApplyOptimizer(flags.optimizer, strategy); !s) return s;
+  return ApplyFsdp1Flags(flags.fsdp1, strategy);
 }
 
 Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags) {

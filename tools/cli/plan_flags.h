@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp1_flags.h"
 #include "fsdp2_flags.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/error.h"
@@ -30,6 +31,7 @@ struct PlanFlags {
   std::optional<std::string> optimizer;
   std::optional<std::int64_t> accumulate;
   bool accumulate_without_sync = false;
+  Fsdp1Flags fsdp1;
   Fsdp2Flags fsdp2;
 };
 

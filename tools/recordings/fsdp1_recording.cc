@@ -113,12 +113,7 @@ class Converter {
       if (unit.value("checkpointed", false)) checkpoint.modules.push_back(Fqn(unit["fqn"]));
     }
     if (!checkpoint.modules.empty()) strategy.checkpoint = checkpoint;
-    for (const Json& ignored : settings["ignored_modules"]) {
-      const std::string prefix = ignored.get<std::string>() + ".";
-      for (const Parameter& parameter : recording_.trace.parameters) {
-        if (parameter.fqn.starts_with(prefix)) strategy.ignored_parameters.push_back(parameter.fqn);
-      }
-    }
+    knobs.ignored_modules = settings["ignored_modules"].get<std::vector<std::string>>();
     strategy.optimizer.in_backward = settings.value("optim_in_backward", false);
   }
 
