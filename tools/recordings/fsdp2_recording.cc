@@ -202,6 +202,11 @@ class Converter {
           if (microbatches[m] == traced[i][2].get<std::int32_t>()) forward = static_cast<std::int32_t>(m);
         }
       }
+      if (what.starts_with("recompute")) {
+        Recompute(what, unit, pass.events);
+        continue;
+      }
+      EndRecompute(pass.events);
       if (what == "inputs_grad_done") {
         if (last_done[unit] == i) give(unit);
         const std::string first = unit.substr(0, unit.find(','));
@@ -214,6 +219,7 @@ class Converter {
         pass.events.push_back(OutputGradReadyEvent{module_id_[module], index, left, forward});
       }
     }
+    EndRecompute(pass.events);
     std::vector<std::string> rest;
     for (const auto& [unit, parameters] : grads) rest.push_back(unit);
     for (const std::string& unit : rest) {
@@ -222,6 +228,30 @@ class Converter {
     }
     recording_.trace.backwards.push_back(std::move(pass));
     return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
+  }
+
+  // Forward hooks of a unit below a checkpointed module run again ("recompute_enter", "recompute_exit"). The
+  // checkpointed module itself is named in the case.
+  void Recompute(const std::string& what, const std::string& unit, std::vector<TraceEvent>& events) {
+    const ModuleId module = module_id_[unit.substr(0, unit.find(','))];
+    if (recomputing_ < 0) {
+      recomputing_ = module;
+      for (const Json& wrapped : json_["checkpoint"]["checkpoint_wrapper_on"]) {
+        const std::string fqn = wrapped.get<std::string>();
+        if (fqn.empty() || unit.starts_with(fqn + ".")) recomputing_ = module_id_[fqn];
+      }
+      events.push_back(RecomputeEnterEvent{recomputing_});
+    }
+    if (what.find("enter") != std::string::npos) {
+      events.push_back(RecomputeEnterEvent{module});
+    } else {
+      events.push_back(RecomputeExitEvent{module});
+    }
+  }
+
+  void EndRecompute(std::vector<TraceEvent>& events) {
+    if (recomputing_ >= 0) events.push_back(RecomputeExitEvent{recomputing_});
+    recomputing_ = -1;
   }
 
   bool Group(const std::string& module) const {
@@ -277,6 +307,7 @@ class Converter {
   std::map<std::string, ParameterId> parameter_id_;
   std::map<std::string, std::int32_t> forward_id_;
   std::set<std::string> unit_modules_;
+  ModuleId recomputing_ = -1;  // the checkpointed module whose forward is being run again
 };
 
 }  // namespace

@@ -43,8 +43,10 @@ class Program:
         else:
             self._log.phase = "optim"
             self._log.add("optim_step" if kind == "optimizer_step" else "zero_grad", "")
-            if self._optimizer is not None:
-                (self._optimizer.step if kind == "optimizer_step" else self._optimizer.zero_grad)()
+            if kind == "zero_grad":
+                (self._optimizer or self._model).zero_grad()
+            elif self._optimizer is not None:
+                self._optimizer.step()
 
     def _forward(self, call: dict) -> None:
         forward = self._case.forwards[call.get("trace", 0)]

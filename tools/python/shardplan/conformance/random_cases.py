@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardplan.conformance.case import Case, Forward
-from shardplan.conformance.random_models import MODES, ModelMaker, loss_of, may_waste
+from shardplan.conformance.random_models import MODES, ModelMaker, loss_of, recomputation_is_planned
 
 _MAX_DRAWS = 50
 
@@ -51,8 +51,8 @@ def random_case(policy: str, seed: int) -> Case:
     ranks, mesh = _mesh(rng, policy)
     drawn = Drawn(rng, model, units, ranks, mesh)
     strategy = _fsdp2_strategy(drawn) if policy == "fsdp2" else _fsdp1_strategy(drawn)
-    if drawn.rng.random() < 0.2:
-        strategy["checkpoint"] = {"modules": _checkpointed(drawn), "early_stop": drawn.rng.random() < 0.8}
+    if drawn.rng.random() < 0.2 and (checkpointed := _checkpointed(drawn)):
+        strategy["checkpoint"] = {"modules": checkpointed, "early_stop": drawn.rng.random() < 0.8}
     return Case(maker.build, forwards, strategy, ranks, loss=loss_of, name=f"{policy}_{seed}")
 
 
@@ -100,8 +100,8 @@ def _tied_across(model: nn.Module, units: list[dict]) -> bool:
 
 
 def _checkpointed(drawn: Drawn) -> list[str]:
-    """Modules none of which is inside another. None with outputs that nothing uses: how far those are recomputed is not planned."""
-    names = [fqn for fqn, m in drawn.model.named_modules() if fqn and _is_unit_like(m) and not may_waste(m)]
+    """Modules none of which is inside another."""
+    names = [fqn for fqn, m in drawn.model.named_modules() if fqn and _is_unit_like(m) and recomputation_is_planned(m)]
     drawn.rng.shuffle(names)
     chosen: list[str] = []
     for name in names[: drawn.rng.randint(1, 3)]:

@@ -205,9 +205,12 @@ class ModelMaker:
             parameter.requires_grad_(False)
 
 
-def may_waste(module: nn.Module) -> bool:
-    """Whether something in it may make a tensor that nothing uses."""
-    return any(isinstance(m, (Twin, Join)) or isinstance(m, Fork) and m.dropped >= 0 for m in module.modules())
+def recomputation_is_planned(module: nn.Module) -> bool:
+    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone (docs/conformance.md)."""
+    return not any(
+        isinstance(m, (Twin, Join)) or isinstance(m, Fork) and m.dropped >= 0 or hasattr(m, "scale")
+        for m in module.modules()
+    )
 
 
 def loss_of(output) -> torch.Tensor:
