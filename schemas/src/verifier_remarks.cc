@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <optional>
 
 #include "shardplan/schemas/verifier.h"
@@ -22,6 +23,12 @@ class Observer {
     const auto count = static_cast<std::int32_t>(plan_.steps.size());
     for (std::int32_t step = 0; step < count; ++step) RunStep(step);
     for (std::int32_t step = plan_.steady_step; step < count; ++step) RunStep(step);
+    for (const auto& [buffer, gathered] : flat_) {
+      const UnitId unit = plan_.buffers[buffer].unit;
+      Add(RemarkKind::kStaysUnsharded, gathered.at, unit,
+          fmt::format("{} is still gathered when step {} is over: nothing frees what {} made", Unit(unit),
+                      plan_.steps.back().name, reporter_.Describe(gathered.at)));
+    }
     for (std::size_t u = 0; u < units_.size(); ++u) {
       if (!units_[u].bound || !IsSharded(static_cast<UnitId>(u))) continue;
       Add(RemarkKind::kStaysUnsharded, *units_[u].bound, static_cast<UnitId>(u),
@@ -39,6 +46,13 @@ class Observer {
     bool read = false;     // since it was bound
     bool updated = false;  // ... by an optimizer
     bool told_stale = false;
+  };
+
+  // What was gathered of a flat parameter. It may be used again without a gather while it is alive, whether
+  // the modules are bound to the shard in between or not.
+  struct FlatCopy {
+    Position at;
+    bool outdated = false;  // an optimizer has stepped since
   };
 
   std::string Unit(std::size_t unit) const { return reporter_.UnitName(static_cast<UnitId>(unit)); }
@@ -77,11 +91,13 @@ class Observer {
     switch (i.kind) {
       case InstructionKind::kAllGather: {
         const UnitId unit = UnitOf(i, i.dst);
-        if (unit >= 0) units_[unit].gathered = at;
+        if (unit < 0) break;
+        units_[unit].gathered = at;
+        if (plan_.units[unit].layout == LayoutKind::kFlat) flat_.insert_or_assign(i.dst, FlatCopy{at});
         break;
       }
       case InstructionKind::kBindUnsharded:
-        OnBind(UnitOf(i, i.src), at);
+        OnBind(UnitOf(i, i.src), i.src, at);
         break;
       case InstructionKind::kBindSharded:
         OnShard(UnitOf(i, i.src));
@@ -97,18 +113,24 @@ class Observer {
           const bool trains = std::ranges::any_of(plan_.units[u].parameters, &UnitParameter::requires_grad);
           if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) units_[u].updated = true;
         }
+        for (auto& [buffer, gathered] : flat_) {
+          gathered.outdated = gathered.outdated || units_[plan_.buffers[buffer].unit].updated;
+        }
         break;
       default:
         break;
     }
   }
 
-  void OnBind(UnitId unit, Position at) {
+  void OnBind(UnitId unit, BufferId buffer, Position at) {
     State& state = units_[unit];
     state.from_gather = state.gathered.has_value();
     state.gathered.reset();
     state.bound = at;
     state.read = state.updated = state.told_stale = false;
+    if (const auto gathered = flat_.find(buffer); gathered != flat_.end()) {
+      state.updated = gathered->second.outdated;
+    }
   }
 
   void OnShard(UnitId unit) {
@@ -123,6 +145,7 @@ class Observer {
 
   void OnFree(const Instruction& i) {
     const Buffer& buffer = plan_.buffers[i.src];
+    flat_.erase(i.src);
     if (buffer.role != BufferRole::kAllGatherOutput || buffer.unit < 0) return;
     State& state = units_[buffer.unit];
     // A unit that gathers again while its last output is still kept frees that one here.
@@ -151,6 +174,7 @@ class Observer {
 
   const Plan& plan_;
   verifier::Reporter& reporter_;
+  std::map<BufferId, FlatCopy> flat_;  // by param_unsharded buffer that is alive
   std::vector<State> units_;
   std::vector<Remark> remarks_;
 };
