@@ -115,6 +115,15 @@ Status TorchBuffers::MakePersistent(BufferId id) {
 }
 
 Result<CopyId> TorchBuffers::PrepareCopy(CopySpec spec) {
+  for (const auto& [buffer, dtype] :
+       {std::pair(spec.src, spec.src_dtype), std::pair(spec.dst, spec.dst_dtype)}) {
+    const Buffer& description = plan().buffers[buffer];
+    if (dtype == description.dtype) continue;
+    return MakeInputError(
+        fmt::format("/buffers/{}/dtype", buffer),
+        fmt::format("{} holds parameters of several dtypes, which only the virtual backend replays",
+                    description.name));
+  }
   copies_.push_back(std::move(spec));
   return static_cast<CopyId>(copies_.size()) - 1;
 }
