@@ -29,6 +29,14 @@ std::string_view OperatorAt(const Segment& segment, std::int32_t entry) {
   return "";
 }
 
+// "layers.0 (2)" is the second segment of that name.
+std::string_view WithoutNumber(std::string_view name) {
+  const std::size_t open = name.rfind(" (");
+  if (open == name.npos || !name.ends_with(')')) return name;
+  const std::string_view number = name.substr(open + 2, name.size() - open - 3);
+  return number.find_first_not_of("0123456789") == number.npos ? name.substr(0, open) : name;
+}
+
 }  // namespace
 
 const std::vector<std::string>& MemoryCategories() {
@@ -110,7 +118,7 @@ std::vector<UnitId> SegmentUnits(const Plan& plan) {
   for (const Segment& segment : plan.segments) {
     const std::size_t space = segment.name.find(' ');
     std::string_view module =
-        space == std::string::npos ? "" : std::string_view(segment.name).substr(space + 1);
+        space == std::string::npos ? "" : WithoutNumber(std::string_view(segment.name).substr(space + 1));
     auto found = unit_of.find(module);
     const bool again = segment.name.starts_with("recompute ");
     while (again && found == unit_of.end() && !module.empty()) {

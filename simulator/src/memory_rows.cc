@@ -1,8 +1,11 @@
 #include "shardplan/simulator/memory_rows.h"
 
 #include <algorithm>
+#include <set>
 #include <string_view>
 #include <tuple>
+
+#include "segment_units.h"
 
 namespace shardplan {
 namespace {
@@ -12,7 +15,7 @@ constexpr std::int32_t kNone = -1;
 class RowReader {
  public:
   RowReader(const Plan& plan, const MemoryProfile& profile, std::int32_t step)
-      : plan_(plan), samples_(profile.samples), step_(step) {
+      : plan_(plan), samples_(profile.samples), step_(step), segment_unit_(internal::SegmentUnits(plan)) {
     now_.by_category.resize(MemoryCategories().size());
   }
 
@@ -70,9 +73,9 @@ class RowReader {
                       trigger.kind == TriggerKind::kPostBackward || trigger.kind == TriggerKind::kBackwardEnd;
     if (hook) SetPhase(trigger.kind);
     hook_open_ = hook && HasRow(trigger);
-    if (hook_open_) {
-      RowOf(name + ".before", trigger.unit);
-    }
+    if (hook_open_) RowOf(name + ".before", trigger.unit);
+    if (trigger.kind == TriggerKind::kPostBackward) reduced_.insert(trigger.unit);
+    if (trigger.kind == TriggerKind::kBackwardEnd) FindLateUnits();
     if (trigger.kind == TriggerKind::kOptimizerStep) phase_ = "optimizer";
     for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
       AdvanceTo({step_, trigger_, static_cast<std::int32_t>(i), kNone});
@@ -80,6 +83,7 @@ class RowReader {
     }
     AdvanceTo({step_, trigger_ + 1, kNone, kNone});
     CloseReduction();
+    if (trigger.kind == TriggerKind::kBackwardEnd) PassLateUnits(-1);
     CloseRecomputation();
     if (hook_open_) CloseHook(trigger, name);
     if (trigger.kind == TriggerKind::kBackwardEnd) Row("backward_returned");
@@ -119,6 +123,7 @@ class RowReader {
     const Segment* segment = SegmentOf(instruction);
     if (segment != nullptr) {
       CloseReduction();
+      PassLateUnits(-1);
       if (hook_open_) CloseHook(trigger, name);
       if (phase_ == "loss" && segment->name.starts_with("backward")) EndLoss();
       const bool again = segment->name.starts_with("recompute");
@@ -148,9 +153,36 @@ class RowReader {
     if (reducing_ >= 0 && (instruction.reason == "finalize" || (reduces && instruction.unit != reducing_))) {
       CloseReduction();
     }
+    if (instruction.reason != "final") PassLateUnits(-1);
     if (!reduces || reducing_ >= 0) return;
+    PassLateUnits(instruction.unit);
     reducing_ = unit_ = instruction.unit;
     RowOf("post_backward.before", reducing_);
+  }
+
+  // Units whose post-backward the end of the backward runs, in its order: the root first.
+  void FindLateUnits() {
+    late_.clear();
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      if (plan_.units[u].parameters.empty() || reduced_.contains(static_cast<UnitId>(u))) continue;
+      late_.insert(plan_.units[u].fqn.empty() ? late_.begin() : late_.end(), static_cast<UnitId>(u));
+    }
+    reduced_.clear();
+  }
+  // The post-backwards of late units that have nothing to do, up to `unit` (-1: all).
+  void PassLateUnits(UnitId unit) {
+    while (!late_.empty()) {
+      const UnitId late = late_.front();
+      if (late == unit) {
+        late_.erase(late_.begin());
+        return;
+      }
+      if (unit >= 0 && std::ranges::find(late_, unit) == late_.end()) return;
+      late_.erase(late_.begin());
+      unit_ = late;
+      RowOf("post_backward.before", late);
+      RowOf("post_backward.after", late);
+    }
   }
   void CloseReduction() {
     if (reducing_ < 0) return;
@@ -173,6 +205,9 @@ class RowReader {
         plan_.steps[static_cast<std::size_t>(step_)].triggers[static_cast<std::size_t>(sample->trigger)];
     const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(sample->instruction)];
     if (const Segment* segment = SegmentOf(instruction)) {
+      // In the forward the model goes on in the enclosing unit when an inner one is done.
+      const UnitId owner = segment_unit_[static_cast<std::size_t>(instruction.segment)];
+      if (phase_ == "forward" && owner >= 0) peak.unit = owner;
       NoteOperator(*segment, sample->entry);
     } else {
       if (instruction.unit >= 0) peak.unit = instruction.unit;
@@ -196,6 +231,7 @@ class RowReader {
   const Plan& plan_;
   const std::vector<MemorySample>& samples_;
   const std::int32_t step_;
+  const std::vector<UnitId> segment_unit_;
   MemoryRows result_;
   MemoryRow now_;
   std::size_t next_ = 0;
@@ -203,6 +239,8 @@ class RowReader {
   std::string phase_ = "forward";
   UnitId unit_ = -1;
   UnitId reducing_ = -1;
+  std::set<UnitId> reduced_;  // units whose post-backward ran in this backward
+  std::vector<UnitId> late_;  // those that its end runs
   bool recomputing_ = false;
   bool hook_open_ = false;
   bool in_step_ = false;

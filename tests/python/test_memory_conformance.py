@@ -57,7 +57,7 @@ def test_missing_and_extra_rows_and_another_peak_are_found(computed):
     assert memory_conformance.first_difference(peak, rows).startswith("peak: in the")
     peak["peak"]["step2"]["total"] += 512
     assert memory_conformance.first_difference(peak, rows).startswith("peak: total")
-    # With the engine's sums in place the recorded peak is another one.
+    # Or that of the engine's sums in place.
     recorded = case["peak"]["step2"]
     at = [recorded["phase"], recorded["unit"], "", recorded["op"]]
     peak["peak_engine_sums_in_place"] = {"step2": recorded["total"], "step2_by_tag": recorded["by_tag"], "step2_at": at}

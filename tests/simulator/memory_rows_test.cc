@@ -36,6 +36,7 @@ TEST(MemoryRows, AHooksOwnWorkIsBetweenItsRowsAndTheModelsBehindThem) {
   b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(gathered, 0).Compute(forward);
   b.At(TriggerKind::kPostForward, root).Compute(loss).Compute(backward);
   b.At(TriggerKind::kBackwardEnd).Free(gathered);
+  b.Compute(b.Segment("backward returns", {}));
   const MemoryRows rows = Rows(b.plan());
   const std::vector<std::pair<std::string, std::int64_t>> expected = {{"step_begin", 0},
                                                                       {"pre_forward.before", 0},
@@ -45,6 +46,9 @@ TEST(MemoryRows, AHooksOwnWorkIsBetweenItsRowsAndTheModelsBehindThem) {
                                                                       {"forward_end", 4'608},
                                                                       {"loss_end", 5'120},
                                                                       {"backward_end.before", 4'096},
+                                                                      // Its end runs what has not run.
+                                                                      {"post_backward.before", 4'096},
+                                                                      {"post_backward.after", 4'096},
                                                                       {"backward_end.after", 0},
                                                                       {"backward_returned", 0},
                                                                       {"step_end", 0}};
@@ -54,6 +58,23 @@ TEST(MemoryRows, AHooksOwnWorkIsBetweenItsRowsAndTheModelsBehindThem) {
   EXPECT_EQ(rows.peak.unit, root);
   EXPECT_EQ(rows.peak.allocation, "aten.nll_loss_backward");
   EXPECT_EQ(rows.peak.at, (MemoryPoint{0, 1, 1, 0}));
+}
+
+TEST(MemoryRows, AfterAnInnerUnitsForwardThePeakIsTheEnclosingUnits) {
+  PlanBuilder b(2);
+  const UnitId root = b.Unit("", 1, 1'024);
+  const UnitId inner = b.Unit("layers.0", 1, 1'024);
+  b.Segment("forward layers.0", {inner});
+  b.Segment("forward (root)", {root});
+  b.plan().segments[0].entries = {Born(0, 512, StorageRole::kSaved)};
+  b.plan().segments[1].entries = {Born(1, 1'024, StorageRole::kOutput), OperatorEvent{.name = "aten.mm"},
+                                  FreeEvent{1}, FreeEvent{0}};
+  b.Step("steady").At(TriggerKind::kPreForward, root).At(TriggerKind::kPreForward, inner).Compute(0);
+  b.At(TriggerKind::kPostForward, inner).Compute(1).At(TriggerKind::kPostForward, root);
+  const MemoryRows rows = Rows(b.plan());
+  EXPECT_EQ(rows.peak.unit, root);
+  EXPECT_EQ(rows.peak.phase, "forward");
+  EXPECT_EQ(rows.peak.total_bytes.value, 1'536);
 }
 
 TEST(MemoryRows, AnExplicitPrefetchFollowsTheHooksRow) {

@@ -71,17 +71,18 @@ TEST(MemoryStream, SegmentsBelongToTheirUnitsAndRecomputationsToTheInnermost) {
   PlanBuilder b(2);
   const UnitId root = b.Unit("", 1, 256);
   const UnitId layer = b.Unit("layers.0", 1, 256);
-  for (const std::string name : {"forward (root)", "forward layers.0", "loss", "recompute layers.0.mlp"}) {
+  for (const std::string name :
+       {"forward (root)", "forward layers.0", "loss", "recompute layers.0.mlp", "forward (root) (2)"}) {
     b.plan().segments[static_cast<std::size_t>(b.Segment(name, {}))].entries = {
         Born(0, 512, StorageRole::kForwardTemp), FreeEvent{0}};
   }
   b.Step("steady").At(TriggerKind::kPreForward, root);
-  for (SegmentId s = 0; s < 4; ++s) b.Compute(s);
+  for (SegmentId s = 0; s < 5; ++s) b.Compute(s);
   const MemoryStream stream = MemoryStreamOf(b.plan());
-  ASSERT_EQ(stream.blocks.size(), 8U);
+  ASSERT_EQ(stream.blocks.size(), 10U);
   std::vector<UnitId> units;
-  for (std::size_t i = 4; i < 8; ++i) units.push_back(stream.blocks[i].unit);
-  EXPECT_EQ(units, (std::vector<UnitId>{root, layer, -1, layer}));
+  for (std::size_t i = 5; i < 10; ++i) units.push_back(stream.blocks[i].unit);
+  EXPECT_EQ(units, (std::vector<UnitId>{root, layer, -1, layer, root}));
 }
 
 // Sizes of one category that are requested in the second run, in order.

@@ -36,6 +36,28 @@ std::string Row(std::string_view name, Bytes at_peak, Bytes between) {
                      between.value, Gib(between));
 }
 
+// Units that have the same, say the layers of a model.
+bool Alike(const AliveMemory& a, const AliveMemory& b) {
+  return a.unit >= 0 && b.unit >= 0 && a.category == b.category && a.bytes == b.bytes &&
+         a.knob_bytes == b.knob_bytes && a.in_use == b.in_use;
+}
+
+// The first of `alike` units that have the same, with the bytes of all.
+std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike) {
+  const Bytes bytes = a.bytes * alike;
+  std::string unit = a.unit < 0 ? "-" : UnitText(plan, a.unit);
+  if (alike > 1) unit += fmt::format(" and {} like it", alike - 1);
+  std::string text = fmt::format("{:>16} {:>9.3f} GiB  {:<22} {:<16} {}\n", bytes.value, Gib(bytes),
+                                 a.category, unit, a.name);
+  text += fmt::format("{:>33}since {}; until {}\n", "", PointText(plan, a.since),
+                      a.until.step < 0 ? "the end" : PointText(plan, a.until));
+  if (a.knob.empty()) return text;
+  const Bytes saved = a.knob_bytes * alike;
+  text += fmt::format("{:>33}knob: {}{}\n", "", a.knob,
+                      saved.value > 0 ? fmt::format(" (-{} bytes here)", saved.value) : "");
+  return text;
+}
+
 }  // namespace
 
 bool FitsDevice(const Plan& plan, Bytes peak_bytes) {
@@ -112,12 +134,13 @@ std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved,
   text += fmt::format("first reserved at {}; {} requests released the cache\n",
                       PointText(plan, reserved.peak_at), reserved.retries);
   if (trials.empty()) return text;
-  text += fmt::format("\n{:<52} {:>18} {:>18}\n", "with PYTORCH_CUDA_ALLOC_CONF", "reserved, bytes", "saved");
+  text += fmt::format("\n{:<52} {:>18} {:>18} {:>14}\n", "with PYTORCH_CUDA_ALLOC_CONF", "reserved, bytes",
+                      "saved", "cache released");
   for (const SettingsTrial& trial : trials) {
     const std::int64_t saved = (reserved.peak_reserved_bytes - trial.peak_reserved_bytes).value;
-    text += trial.out_of_memory
-                ? fmt::format("{:<52} {:>18}\n", trial.text, "out of memory")
-                : fmt::format("{:<52} {:>18} {:>18}\n", trial.text, trial.peak_reserved_bytes.value, saved);
+    text += trial.out_of_memory ? fmt::format("{:<52} {:>18}\n", trial.text, "out of memory")
+                                : fmt::format("{:<52} {:>18} {:>18} {:>14}\n", trial.text,
+                                              trial.peak_reserved_bytes.value, saved, trial.retries);
   }
   return text;
 }
@@ -128,19 +151,17 @@ std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanat
   if (!explanation.allocation.empty())
     text += fmt::format(", at the allocation of {}", explanation.allocation);
   text += "\n\nalive there, largest first\n";
-  for (std::size_t i = 0; i < std::min(count, explanation.alive.size()); ++i) {
-    const AliveMemory& a = explanation.alive[i];
-    text += fmt::format("{:>16} {:>9.3f} GiB  {:<22} {:<16} {}\n", a.bytes.value, Gib(a.bytes), a.category,
-                        a.unit < 0 ? "-" : UnitText(plan, a.unit), a.name);
-    text += fmt::format("{:>33}since {}; until {}\n", "", PointText(plan, a.since),
-                        a.until.step < 0 ? "the end" : PointText(plan, a.until));
-    if (a.knob.empty()) continue;
-    const std::string saving =
-        a.knob_bytes.value > 0 ? fmt::format(" (-{} bytes here)", a.knob_bytes.value) : "";
-    text += fmt::format("{:>33}knob: {}{}\n", "", a.knob, saving);
-  }
-  if (explanation.alive.size() > count) {
-    text += fmt::format("{:>33}and {} more (--all)\n", "", explanation.alive.size() - count);
+  const std::vector<AliveMemory>& alive = explanation.alive;
+  std::size_t shown = 0;
+  for (std::size_t i = 0; i < alive.size();) {
+    if (shown++ == count) {
+      text += fmt::format("{:>33}and {} more (--all)\n", "", alive.size() - i);
+      break;
+    }
+    std::size_t alike = 1;
+    while (i + alike < alive.size() && Alike(alive[i], alive[i + alike])) ++alike;
+    text += AliveText(plan, alive[i], static_cast<std::int64_t>(alike));
+    i += alike;
   }
   text +=
       fmt::format("\n{:<28} {:>18} {:>18}   {}\n", "unit", "at the peak, bytes", "its most, bytes", "then");
