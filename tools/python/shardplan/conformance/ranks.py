@@ -63,6 +63,8 @@ def _work(rank: int, fake: bool, connection) -> None:
             case = make_case()
             run = record_on_fake_ranks(case, order) if fake else _record_on_gloo(case, order, rank, store_path)
             connection.send((run, None))
+        except CaseError as error:
+            connection.send((None, error))
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
             where = ", ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
@@ -126,10 +128,13 @@ class Ranks:
         except (EOFError, OSError) as error:
             self._stop(at_once=True)
             raise RecordingFailed("a rank's process died: PyTorch crashed") from error
+        refused = next((failure for _, failure in answers if isinstance(failure, CaseError)), None)
         failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
             if not self._fake:
                 self._stop(at_once=True)  # the other ranks may wait for one that failed
+            if refused is not None:
+                raise refused
             raise RecordingFailed(failures[0])
         logs = [lines for lines, _ in answers if lines is not None]
         for rank, lines in enumerate(logs):

@@ -38,6 +38,7 @@ def forward_order(trace: dict, strategy: dict) -> list[str]:
 
 def record_case(case: Case, order: list[str]) -> list[str]:
     """The lines of this rank's log. `order`: see forward_order. The process group is there."""
+    _refuse_what_is_not_applied(case.strategy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy = case.strategy.get("policy", "fsdp2")
@@ -46,6 +47,18 @@ def record_case(case: Case, order: list[str]) -> list[str]:
         if policy == "fsdp1":
             return _record_fsdp1(case)
         raise CaseError(f'/policy: "{policy}" is not one of PyTorch\'s')
+
+
+def _refuse_what_is_not_applied(strategy: dict) -> None:
+    where = None
+    if strategy.get("optimizer", {}).get("in_backward"):
+        where = "/optimizer/in_backward"
+    elif "data_parallel" in strategy or any("data_parallel" in rule for rule in strategy.get("units", [])):
+        where = "/data_parallel"
+    elif any(dimension["name"] not in ("shard", "replicate") for dimension in strategy.get("mesh", [])):
+        where = "/mesh"
+    if where is not None:
+        raise CaseError(f"{where}: not something that a recording can be made of yet")
 
 
 def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
