@@ -11,16 +11,25 @@
 namespace shardplan::python {
 namespace {
 
-// The unit's shards, cast and concatenated, gathered from all ranks: [ranks, elements of one rank].
-at::Tensor Gather(const std::vector<at::Tensor>& shards, at::ScalarType dtype, std::int64_t ranks,
-                  c10d::ProcessGroup* group) {
-  std::vector<at::Tensor> pieces;
-  for (const at::Tensor& shard : shards) pieces.push_back(shard.to(dtype));
-  at::Tensor own = at::cat(pieces);
+// One rank's elements, gathered from all ranks: [ranks, elements of one rank].
+at::Tensor Gather(at::Tensor own, std::int64_t ranks, c10d::ProcessGroup* group) {
   if (group == nullptr) return own.view({1, -1});
   at::Tensor all = at::empty({ranks * own.numel()}, own.options());
   group->_allgather_base(all, own)->wait();
   return all.view({ranks, -1});
+}
+
+// pieces: [ranks, elements of one], each a contiguous piece along the parameter's dimension. whole: 1-D.
+void PutTogether(const at::Tensor& pieces, const UnitParameter* parameter, const at::Tensor& whole) {
+  const std::int64_t ranks = pieces.size(0);
+  std::int64_t outer = 1;  // elements of the dimensions before the one that is cut
+  for (std::int32_t d = 0; parameter != nullptr && d < parameter->shard_dim; ++d)
+    outer *= parameter->shape[d];
+  if (outer <= 1) {
+    whole.view({ranks, pieces.size(1)}).copy_(pieces);
+  } else {
+    whole.view({outer, ranks, -1}).copy_(pieces.reshape({ranks, outer, -1}).transpose(0, 1));
+  }
 }
 
 }  // namespace
@@ -49,15 +58,25 @@ Status Evaluation::Unshard(UnitId id) {
   const std::int64_t ranks = executor::ShardCount(plan_, unit);
   const auto group = ranks > 1 ? groups_[unit.shard_communicator] : nullptr;
   try {
-    const at::Tensor all = Gather(shards_[id], executor::ToScalarType(unit.param_dtype), ranks, group.get());
     if (Status allocated = device_.Allocate(unsharded_buffer_[id], 0); !allocated) return allocated;
     gathered_[id] = true;
-    std::int64_t offset = 0;
+    std::vector<at::Tensor> parts, own;
     for (std::size_t i = 0; i < shards_[id].size(); ++i) {
-      const std::int64_t numel = shards_[id][i].numel();
-      at::Tensor part = device_.Part(unsharded_buffer_[id], static_cast<std::int32_t>(i));
-      part.view({ranks, numel}).copy_(all.narrow(1, offset, numel));
-      offset += numel;
+      parts.push_back(device_.Part(unsharded_buffer_[id], static_cast<std::int32_t>(i)));
+      own.push_back(shards_[id][i].to(parts[i].device(), parts[i].scalar_type()));
+    }
+    // All at once, as far as they have one dtype.
+    std::vector<at::Tensor> same;
+    for (std::size_t i = 0, first = 0; i < own.size(); ++i) {
+      same.push_back(own[i]);
+      if (i + 1 < own.size() && own[i + 1].scalar_type() == own[i].scalar_type()) continue;
+      const at::Tensor all = Gather(at::cat(same), ranks, group.get());
+      for (std::int64_t offset = 0; first <= i; offset += own[first++].numel()) {
+        const bool flat = unit.layout == LayoutKind::kFlat;
+        PutTogether(all.narrow(1, offset, own[first].numel()), flat ? nullptr : &unit.parameters[first],
+                    parts[first]);
+      }
+      same.clear();
     }
   } catch (const std::exception& error) {
     return MakeError(ErrorCode::kEnvironment,

@@ -42,6 +42,8 @@ void BindUnits(py::module_& module) {
       .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
       .def_readonly("shard_dim", &UnitParameter::shard_dim)
+      .def_property_readonly(
+          "extended", [](const UnitParameter& p) { return !p.gathered.empty() || !p.unsharded.empty(); })
       .def_readonly("flat_offset", &UnitParameter::flat_offset);
   py::class_<Unit>(module, "Unit")
       .def_readonly("fqn", &Unit::fqn)

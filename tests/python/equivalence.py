@@ -231,9 +231,13 @@ class Trainer:
             getattr(self, call["call"])(number, f"call {index}", call, seen)
         return seen
 
+    def rank(self) -> int:
+        """Ranks with the same number see the same batch."""
+        return dist.get_rank()
+
     def forward(self, number: int, place: str, call: dict, seen: dict) -> None:
         microbatch = call.get("microbatch", 0)
-        args, kwargs = inputs_of(self.case.model, 10_000 * number + 100 * microbatch + dist.get_rank())
+        args, kwargs = inputs_of(self.case.model, 10_000 * number + 100 * microbatch + self.rank())
         records = [grad for group in self.case.groups for grad in group][call.get("trace", 0)]
         with contextlib.nullcontext() if records else torch.no_grad():
             loss = loss_of(self.model(*args, **kwargs))

@@ -15,7 +15,7 @@ def _of(family: str) -> list[Case]:
     blocks = BLOCKS[family]
     return [
         case(f"{family}_default_3", model=family, ranks=3),
-        case(f"{family}_bf16", model=family, mixed_precision={**BF16, "output_dtype": "float32"}),
+        case(f"{family}_bf16", model=family, mixed_precision=BF16),
         case(f"{family}_hsdp_clip", model=family, ranks=4, mesh=HSDP, clip=0.1),
         case(f"{family}_accumulation", model=family, program=accumulation(), reshard_after_forward=False),
         case(f"{family}_prefetch", model=family, fsdp2={"forward_prefetch": 1, "backward_prefetch": 2}),

@@ -12,7 +12,7 @@
 """
 
 from ._apply import apply, load_plan
-from ._calls import reshard, unshard
+from ._calls import reshard, set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, unshard
 from ._clip import clip_grad_norm_
 from ._errors import PlanError
 from ._flat_state_dict import state_dict_type
@@ -24,6 +24,9 @@ __all__ = [
     "clip_grad_norm_",
     "load_plan",
     "reshard",
+    "set_all_reduce_hook",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
     "state_dict_type",
     "summon_full_params",
     "unshard",

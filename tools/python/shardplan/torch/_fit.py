@@ -100,7 +100,7 @@ def _difference(expected, found: ModelParameter | None, unit) -> str | None:
 
 
 def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> Iterable[str]:
-    held: set[int] = set()
+    held: dict[int, object] = {}  # id of the parameter -> its unit
     for unit in plan.units:
         for fqn in unit.modules:
             if fqn not in modules:
@@ -108,7 +108,14 @@ def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> 
         for expected in unit.parameters:
             found = by_fqn.get(expected.fqn)
             if found is not None:
-                held.add(id(found.parameter))
+                other = held.setdefault(id(found.parameter), unit)
+                if other is not unit and not unit.flat:
+                    yield (
+                        f"parameter {expected.fqn} of {_unit_name(unit)}: tied, and of {_unit_name(other)} as well; one "
+                        "unit has to hold it (a group of both modules, or the root)"
+                    )
+            if expected.extended:
+                yield f"parameter {expected.fqn} of {_unit_name(unit)}: all-gather extensions are not replayed"
             if difference := _difference(expected, found, unit):
                 yield difference
     ignored = set(plan.ignored_parameters)
