@@ -235,7 +235,7 @@ class Builder {
   }
 
   Result<Op> ResolveCopy(Op op, OpCode code, const Instruction& i) {
-    if (plan_.buffers[i.src].unit < 0) return MakeInputError("", "copies a buffer that belongs to no unit");
+    if (plan_.buffers[i.src].unit < 0) return PlainCopy(op, code, i);
     std::int64_t slot = 0;
     const std::int64_t slots = SlotsOf(i, slot);
     op.takes_gradients = IsModels(i.src);
@@ -247,6 +247,16 @@ class Builder {
     Result<CopySpec> copy = geometry_.Copy(i, slots, slot);
     if (!copy) return std::unexpected(copy.error());
     return Simple(op, code, copy_ids_[key] = AddCopy(std::move(*copy)));
+  }
+
+  // Of buffers that hold no parameters (checks of the execution order): what both have room for.
+  Result<Op> PlainCopy(Op op, OpCode code, const Instruction& i) {
+    const Buffer& from = plan_.buffers[i.src];
+    const Buffer& to = plan_.buffers[i.dst];
+    const std::int64_t numel = std::min(PartNumel(from, 0), PartNumel(to, 0));
+    CopySpec copy = {i.src, i.dst, from.dtype, to.dtype, {}, {}};
+    copy.runs.push_back({0, 0, 0, 0, 1, numel, numel, numel});
+    return Simple(op, code, AddCopy(std::move(copy)));
   }
 
   std::int32_t AddCopy(CopySpec copy) {
