@@ -49,7 +49,14 @@ class ForwardGradients {
     ModuleId module = -1;
     std::int32_t occurrence = 0;
     bool uses_gradients = false;  // something computed in it so far requires a gradient
+    bool trains = false;          // ... in the plain model, too
   };
+
+  bool HasTrainableParameter(ModuleId module) const {
+    return std::ranges::any_of(trace_.modules[module].parameters, [&](const NamedParameter& named) {
+      return trace_.parameters[named.parameter].requires_grad;
+    });
+  }
 
   bool TakesPartOfTrainableUnit(ModuleId module) const {
     for (const NamedParameter& named : trace_.modules[module].parameters) {
@@ -70,18 +77,27 @@ class ForwardGradients {
 
   void Enter(const EnterEvent& enter) {
     const ModuleId module = index_.canonical[enter.module];
-    for (const TensorId tensor : enter.inputs) See(tensor, !open_.empty() && open_.back().uses_gradients);
+    for (const TensorId tensor : enter.inputs) {
+      See(tensor, !open_.empty() && open_.back().uses_gradients && !open_.back().trains);
+    }
     Frame frame{.module = module, .occurrence = calls_[module]++};
     frame.uses_gradients = TakesPartOfTrainableUnit(module) ||
                            std::ranges::any_of(enter.inputs, [&](TensorId t) { return requires_[t]; });
+    frame.trains = HasTrainableParameter(module) || std::ranges::any_of(enter.inputs, [&](TensorId t) {
+                     return pass_.tensors[t].requires_grad;
+                   });
     open_.push_back(std::move(frame));
   }
 
   void Exit(const ExitEvent& exit, std::int32_t position) {
     const Frame frame = std::move(open_.back());
     open_.pop_back();
-    for (const TensorId tensor : exit.outputs) See(tensor, frame.uses_gradients);
-    if (!open_.empty()) open_.back().uses_gradients = open_.back().uses_gradients || frame.uses_gradients;
+    // What needs no gradient although the plain module trains is detached.
+    for (const TensorId tensor : exit.outputs) See(tensor, frame.uses_gradients && !frame.trains);
+    if (!open_.empty()) {
+      open_.back().uses_gradients = open_.back().uses_gradients || frame.uses_gradients;
+      open_.back().trains = open_.back().trains || frame.trains;
+    }
     if (partition_.unit_of_module[frame.module] < 0) return;
     for (std::size_t i = 0; i < exit.outputs.size(); ++i) {
       const TensorId tensor = exit.outputs[i];

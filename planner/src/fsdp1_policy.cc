@@ -121,8 +121,7 @@ void Fsdp1Policy::MakeParamBuffers(UnitId id) {
     handle.unsharded.buffer = FlatBuffer(id, BufferRole::kParamUnsharded, unit.param_dtype, unit.flat_numel);
   }
   if (handle.sharded && handle.casts_params && strategy_.fsdp1.full_precision_in_eval) {
-    handle.full.buffer =
-        FlatBuffer(id, BufferRole::kParamUnsharded, unit.orig_dtype, unit.flat_numel, "full_precision");
+    MakeFullPrecisionBuffer(id);
   }
   if (handle.casts_params) handle.low_precision.buffer = FlatBuffer(id, copy_role, unit.param_dtype, numel);
   if (handle.offloads) {
@@ -134,6 +133,12 @@ void Fsdp1Policy::MakeParamBuffers(UnitId id) {
     host.persistent = !strategy_.optimizer.in_backward;
     handle.host_grad = {builder_.AddBuffer(std::move(host)), false};
   }
+}
+
+void Fsdp1Policy::MakeFullPrecisionBuffer(UnitId id) {
+  const Unit& unit = UnitOf(id);
+  handles_[id].full.buffer =
+      FlatBuffer(id, BufferRole::kParamUnsharded, unit.orig_dtype, unit.flat_numel, "full_precision");
 }
 
 BufferId Fsdp1Policy::FlatBuffer(UnitId id, BufferRole role, DType dtype, std::int64_t numel,
@@ -197,8 +202,11 @@ Status Fsdp1Policy::UserCall(const HostEvent& event) {
     sync_gradients_ = !event.call->value.value_or(true);
   } else if (event.call->method == "set_requires_gradient_sync") {
     sync_gradients_ = event.call->value.value_or(true);
+  } else if (event.call->method == "summon_full_params") {
+    return SummonFullParams(event);
   } else {
-    return MakeInputError("/program", "fsdp1 does not know this call", event.call->method, "no_sync");
+    return MakeInputError("/program", "fsdp1 does not know this call", event.call->method,
+                          "no_sync, set_requires_gradient_sync or summon_full_params");
   }
   return {};
 }
@@ -407,6 +415,7 @@ std::string Fsdp1Policy::State() const {
                          h.has_sharded_grad, h.views ? h.views->unit : -1);
     state += fmt::format("{}{}{}{}{};", h.full.allocated, h.low_precision.allocated, h.device_shard.allocated,
                          h.device_grad.allocated, h.has_low_grad);
+    state += h.summoned ? "summoned;" : "";
   }
   return state + optimizer_.State();
 }

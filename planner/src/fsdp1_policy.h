@@ -71,14 +71,15 @@ class Fsdp1Policy : public Policy {
     bool ran_pre_backward_hook = false;
     std::optional<std::int32_t> post_forward_index;
     std::optional<std::int32_t> pre_forward_index;
-    Copy unsharded;                      // _full_param_padded
-    Copy full;                           // _full_prec_full_param_padded: in the original dtype, in evaluation
-    Copy low_precision;                  // _mp_shard
-    Copy device_shard;                   // of an offloaded shard
-    bool points_to_shard = true;         // flat_param.data is the local shard
-    bool on_device = false;              // ... is on the device although the shard is offloaded
-    bool skipped_sharded_views = false;  // use_orig_params without reshard after forward
-    std::set<std::int32_t> grads;        // parameters with a gradient in this backward
+    Copy unsharded;      // _full_param_padded
+    Copy full;           // _full_prec_full_param_padded: in the original dtype, in evaluation
+    Copy low_precision;  // _mp_shard
+    Copy device_shard;   // of an offloaded shard
+    bool summoned = false, summon_frees = false;  // inside summon_full_params, which gathered it
+    bool points_to_shard = true;                  // flat_param.data is the local shard
+    bool on_device = false;                       // ... is on the device although the shard is offloaded
+    bool skipped_sharded_views = false;           // use_orig_params without reshard after forward
+    std::set<std::int32_t> grads;                 // parameters with a gradient in this backward
     bool has_flat_grad = false;
     bool has_sharded_grad = false;
     bool has_low_grad = false;          // ... kept in the low precision since the backward was over
@@ -98,6 +99,7 @@ class Fsdp1Policy : public Policy {
   Status MakeHandles();
   void SetHandleKnobs(UnitId unit);
   void MakeParamBuffers(UnitId unit);
+  void MakeFullPrecisionBuffer(UnitId unit);
   void PreForward(const HostEvent& event);
   void RootPreForward();
   void PostForward(const HostEvent& event);
@@ -109,6 +111,11 @@ class Fsdp1Policy : public Policy {
   void OptimizerStep(const HostEvent& event);
   void ZeroGrad(const HostEvent& event);
   Status UserCall(const HostEvent& event);
+
+  // fsdp1_summon.cc
+  Status SummonFullParams(const HostEvent& event);
+  std::vector<UnitId> UnitsUnder(const ModuleCall& call) const;
+  void Synchronize();
 
   // fsdp1_handle.cc: flat parameters
   void Unshard(UnitId unit, std::string_view reason);
@@ -150,7 +157,9 @@ class Fsdp1Policy : public Policy {
     return handle.sharded && (sync_gradients_ || handle.reshards_after_forward);
   }
   // FlatParamHandle._force_full_precision
-  bool ForcesFullPrecision() const { return strategy_.fsdp1.full_precision_in_eval && !training_; }
+  bool ForcesFullPrecision() const {
+    return summoning_ || (strategy_.fsdp1.full_precision_in_eval && !training_);
+  }
   bool CompressesGrads() const {
     return strategy_.fsdp1.comm_hook == Fsdp1CommHook::kFp16Compress ||
            strategy_.fsdp1.comm_hook == Fsdp1CommHook::kBf16Compress;
@@ -175,6 +184,7 @@ class Fsdp1Policy : public Policy {
   std::deque<EventId> free_events_;
   std::int32_t frees_in_step_ = 0;
   bool sync_gradients_ = true;
+  bool summoning_ = false;  // while summon_full_params unshards and reshards
   bool final_callback_queued_ = false;
   UnitId backward_unit_ = -1;
 };

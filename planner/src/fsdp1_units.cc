@@ -208,4 +208,18 @@ Result<std::vector<UnitRule>> ExpandWrapPolicy(const Trace& trace, const ModelIn
   return rules;
 }
 
+void CastBuffers(const Trace& trace, const ModelIndex& index, const Partition& partition,
+                 const std::set<ModuleId>& ignored_modules, std::vector<ModuleBuffer>& buffers) {
+  for (ModuleBuffer& buffer : buffers) {
+    const std::size_t dot = buffer.fqn.rfind('.');
+    const auto owner = index.by_fqn.find(dot == std::string::npos ? "" : buffer.fqn.substr(0, dot));
+    if (owner == index.by_fqn.end() || !IsFloatingPoint(buffer.dtype)) continue;
+    ModuleId module = owner->second;
+    if (ignored_modules.contains(index.canonical[module])) continue;
+    while (partition.unit_of_module[index.canonical[module]] < 0) module = index.parent[module];
+    const UnitChoice& unit = partition.units[partition.unit_of_module[index.canonical[module]]];
+    buffer.dtype = unit.mixed_precision.buffer_dtype.value_or(buffer.dtype);
+  }
+}
+
 }  // namespace shardplan

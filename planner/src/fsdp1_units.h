@@ -4,7 +4,7 @@
 #include <set>
 #include <vector>
 
-#include "model_index.h"
+#include "partition.h"
 #include "shardplan/schemas/strategy.h"
 
 namespace shardplan {
@@ -26,5 +26,10 @@ Result<std::vector<UnitRule>> ExpandWrapPolicy(const Trace& trace, const ModelIn
                                                const Strategy& strategy, std::vector<UnitRule> rules,
                                                const std::set<ModuleId>& ignored_modules,
                                                const std::set<ParameterId>& ignored_parameters);
+
+// The model's buffers as FSDP1 casts them before the first forward: floating ones to the buffer_dtype of the
+// innermost unit around them, those of ignored modules not.
+void CastBuffers(const Trace& trace, const ModelIndex& index, const Partition& partition,
+                 const std::set<ModuleId>& ignored_modules, std::vector<ModuleBuffer>& buffers);
 
 }  // namespace shardplan

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "fsdp1_frozen.h"
+#include "fsdp1_units.h"
 #include "linearise.h"
 #include "model_index.h"
 #include "partition.h"
@@ -107,6 +108,11 @@ Status DescribePass(Planning& p) {
   plan.strategy = p.strategy;
   plan.inputs = p.trace->inputs;
   plan.model_buffers = p.trace->buffers;
+  if (p.strategy.policy == "fsdp1") {
+    Result<std::set<ModuleId>> ignored = IgnoredModules(*p.trace, p.index, p.strategy);
+    if (!ignored) return std::unexpected(ignored.error());
+    CastBuffers(*p.trace, p.index, p.partition, *ignored, plan.model_buffers);
+  }
   std::int64_t forwards = 0;  // that are trained on, in the step that repeats
   if (!p.strategy.program.empty()) {
     for (const ProgramCall& call : p.strategy.program.back()) {
