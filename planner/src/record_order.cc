@@ -18,6 +18,8 @@ class Recorder {
   Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, bool flat)
       : trace_(trace), index_(index), partition_(partition), flat_(flat), to_run_(partition.units.size()) {}
 
+  const std::vector<std::set<ModuleId>>& to_run() const { return to_run_; }
+
   // A call before the first step.
   void NoteCall(const ModuleCall& call) {
     if (call.method == "set_is_last_backward") is_last_backward_ = call.value.value_or(true);
@@ -317,10 +319,14 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   Recorder recorder(trace, index, partition, strategy.policy == "fsdp1");
   for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
-  for (std::size_t s = 0; s < count; ++s) {
-    Result<RecordedStep> step = recorder.Record(program[s], s);
+  bool repeats = false;  // the last step once more: groups that a step leaves incomplete fire otherwise then
+  for (std::size_t s = 0; s < count || !repeats; ++s) {
+    const std::size_t last = std::min(s, count - 1);
+    const auto before = recorder.to_run();
+    Result<RecordedStep> step = recorder.Record(program[last], last);
     if (!step) return std::unexpected(step.error());
     steps.push_back(std::move(*step));
+    repeats = s + 1 >= count && (recorder.to_run() == before || s > count);
   }
   return steps;
 }
