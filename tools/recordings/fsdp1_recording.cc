@@ -107,12 +107,13 @@ class Converter {
       mixed.keep_low_precision_grads = mp["keep_low_precision_grads"];
       strategy.mixed_precision = mixed;
     }
-    CheckpointRule checkpoint;
+    const Json& checkpointing = settings.value("activation_checkpointing", Json());
+    const bool recomputes =
+        checkpointing.is_string() && checkpointing.get<std::string>().find("reentrant") == std::string::npos;
     for (const Json& unit : json_["units"]) {
       strategy.units.push_back({.modules = {Fqn(unit["fqn"])}});
-      if (unit.value("checkpointed", false)) checkpoint.modules.push_back(Fqn(unit["fqn"]));
+      if (recomputes && unit.value("checkpointed", false)) checkpointed_.push_back(Fqn(unit["fqn"]));
     }
-    if (!checkpoint.modules.empty()) strategy.checkpoint = checkpoint;
     knobs.ignored_modules = settings["ignored_modules"].get<std::vector<std::string>>();
     strategy.optimizer.in_backward = settings.value("optim_in_backward", false);
   }
@@ -197,8 +198,49 @@ class Converter {
         break;
       }
     }
+    for (const std::string& fqn : checkpointed_) InsertRecomputation(fqn, forward, pass.events);
     recording_.trace.backwards.push_back(std::move(pass));
     return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
+  }
+
+  // Whether the event belongs to something below the module.
+  bool IsBelow(const TraceEvent& event, const std::string& module) const {
+    const std::string* fqn = nullptr;
+    if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
+      fqn = &recording_.trace.modules[ready->module].fqn;
+    } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
+      fqn = &recording_.trace.parameters[grad->parameter].fqn;
+    }
+    return fqn != nullptr && fqn->starts_with(module + ".");
+  }
+
+  // The traces are of the plain model: a recomputation shows by the hooks of units below the checkpointed
+  // one. It starts with the first of the module's operators that needs something saved: behind the hook of
+  // the unit that the operator is in, if that is the first thing below the module. It stops in the last
+  // module with parameters, whose operator saves the last tensor.
+  void InsertRecomputation(const std::string& fqn, std::int32_t forward, std::vector<TraceEvent>& events) {
+    const std::vector<TraceEvent>& run = recording_.trace.forwards[forward].events;
+    const ModuleId checkpointed = module_id_[fqn];
+    std::vector<TraceEvent> again = {RecomputeEnterEvent{checkpointed}};
+    std::size_t end = 1;  // of `again`, where the recomputation stops
+    bool inside = false;
+    for (const TraceEvent& event : run) {
+      if (const auto* enter = std::get_if<EnterEvent>(&event)) {
+        if (inside) again.emplace_back(RecomputeEnterEvent{enter->module});
+        if (inside && !recording_.trace.modules[enter->module].parameters.empty()) end = again.size();
+        inside = inside || enter->module == checkpointed;
+      } else if (const auto* exit = std::get_if<ExitEvent>(&event); exit != nullptr && inside) {
+        if (exit->module == checkpointed) break;
+        again.emplace_back(RecomputeExitEvent{exit->module});
+      }
+    }
+    again.resize(end);
+    again.emplace_back(RecomputeExitEvent{checkpointed});
+    auto first = std::find_if(events.begin(), events.end(),
+                              [&](const TraceEvent& event) { return IsBelow(event, fqn); });
+    if (first == events.end()) return;
+    while (first != events.end() && std::holds_alternative<OutputGradReadyEvent>(*first)) ++first;
+    events.insert(first, again.begin(), again.end());
   }
 
   void ConvertProgram() {
@@ -241,6 +283,7 @@ class Converter {
 
   const Json& json_;
   Recording recording_;
+  std::vector<std::string> checkpointed_;  // units
   std::map<std::string, ModuleId> module_id_;
   std::map<std::string, ParameterId> parameter_id_;
   std::vector<std::map<std::string, std::vector<CallTensors>>> runs_;  // by forward, module
