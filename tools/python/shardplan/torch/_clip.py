@@ -36,6 +36,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     sharded = [flat for flat in flat_units(model) if flat.ranks > 1]
     if not sharded:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    for flat in sharded:
+        flat.write_back()
     norm_type = float(norm_type)
     sliced = {id(p): p for flat in sharded for p in flat.visible}
     others = [p for p in model.parameters() if id(p) not in sliced]

@@ -36,6 +36,8 @@ def _native_slots(slots: list[Slot], registered: bool) -> list[tuple]:
 @torch.no_grad()
 def flatten(unit, parameters: list[ModelParameter]) -> torch.Tensor:
     """The flat parameter: 1-D, zeros where it is padded."""
+    if not parameters:  # of a unit that has none
+        return torch.zeros(0)
     first = parameters[0].parameter
     whole = torch.zeros(unit.flat_numel, dtype=first.dtype, device=first.device)
     for expected, found in zip(unit.parameters, parameters):
@@ -70,7 +72,8 @@ class FlatUnit:
 
     @property
     def trains(self) -> bool:
-        return any(expected.requires_grad for expected in self.unit.parameters)
+        """Is its backward done with its flat gradient? (A unit without parameters has nothing to be done with.)"""
+        return not self.parameters or any(expected.requires_grad for expected in self.unit.parameters)
 
     def slice_of(self, position: int) -> tuple[int, int]:
         """(first element in the shard, elements) of what the shard holds of a parameter."""
@@ -97,8 +100,14 @@ class FlatUnit:
             setattr(slot.module, slot.name, view)
 
     def write_back(self) -> None:
-        """What the user replaced since is copied into the shard."""
+        """What the user replaced since is copied into the shard; a parameter that was itself replaced is forgotten."""
         self.runtime.write_back(self.id)
+        if not self.original:
+            return
+        for position, slots in enumerate(self.slots):
+            if self.slice_of(position)[1] > 0:
+                found = slots[0].module._parameters[slots[0].name]
+                self.parameters[position].parameter = self.visible[position] = found
 
     def _visible_original(self) -> list[tuple]:
         described = []
@@ -110,6 +119,8 @@ class FlatUnit:
         return described
 
     def _visible_flat(self) -> list[tuple]:
+        if not self.parameters:
+            return []
         for position in range(len(self.parameters)):
             self.show_view(position)
         parameter = nn.Parameter(self.shard, requires_grad=self.trains)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ._fit import trace_fqn
 from ._flat import FlatUnit
@@ -28,7 +29,8 @@ def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     ranks, own = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     pieces = torch.chunk(whole, ranks)
     piece = pieces[own] if own < len(pieces) else whole[:0]
-    return as_dtensor(piece.clone(), mesh, whole.shape)
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    return as_dtensor(piece.clone(), DTensorSpec(mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype)))
 
 
 class _StateDicts:
@@ -54,7 +56,7 @@ class _StateDicts:
         if self._opener is not None:
             return False
         inside = set(module.modules())
-        self._inside = [flat for flat in self.units if flat.module in inside]
+        self._inside = [flat for flat in self.units if flat.parameters and flat.module in inside]
         self._stack, self._opener = contextlib.ExitStack(), module
         self._wholes = self._stack.enter_context(summoned(self._inside, writeback))
         return True
@@ -78,7 +80,7 @@ class _StateDicts:
     def _before_load(self, module: nn.Module, state_dict: dict, prefix: str, *_args) -> None:
         if not self._open(module, writeback=True):
             return
-        plain = {trace_fqn(prefix + name) for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+        plain = {trace_fqn(prefix + name) for name, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)}
         for name, value in state_dict.items():
             if isinstance(value, DTensor) and trace_fqn(name) in plain:
                 state_dict[name] = value.full_tensor()

@@ -59,6 +59,7 @@ def _hide_flat(flat: FlatUnit) -> None:
 def summoned(units: list[FlatUnit], writeback: bool) -> Iterator[list[torch.Tensor]]:
     """Inside, the units' modules hold whole nn.Parameters under their own names. writeback: what was changed in them, the
     same on all ranks, is in the slices afterwards. Gives the flat parameters. Collective."""
+    units = [flat for flat in units if flat.parameters]
     wholes = [gather(flat) for flat in units]
     for flat, whole in zip(units, wholes):
         (_show_original if flat.original else _show_flat)(flat, whole)
