@@ -134,7 +134,7 @@ Status Fsdp2Policy::PreForward(const HostEvent& event) {
     WaitForUnshard(unit);
   }
   for (const UnitId target : group.forward_prefetch) {
-    Prefetch(target, TrainingState::kForward, "prefetch_forward");
+    if (Status s = Prefetch(unit, target, TrainingState::kForward, "prefetch_forward"); !s) return s;
   }
   return {};
 }
@@ -185,7 +185,9 @@ Status Fsdp2Policy::PreBackward(const HostEvent& event) {
     }
   }
   for (const UnitId target : group.backward_prefetch) {
-    Prefetch(target, TrainingState::kPreBackward, "prefetch_backward_explicit");
+    if (Status s = Prefetch(unit, target, TrainingState::kPreBackward, "prefetch_backward_explicit"); !s) {
+      return s;
+    }
   }
   return {};
 }
@@ -205,17 +207,30 @@ Status Fsdp2Policy::BackwardPrefetch(UnitId unit) {
         "order that the backward prefetch looks into",
         DisplayName(UnitOf(unit).fqn));
   }
-  Prefetch(order[target], TrainingState::kPreBackward, "prefetch_backward");
-  return {};
+  return Prefetch(unit, order[target], TrainingState::kPreBackward, "prefetch_backward");
 }
 
-void Fsdp2Policy::Prefetch(UnitId target, TrainingState as, std::string_view reason) {
+Status Fsdp2Policy::Prefetch(UnitId unit, UnitId target, TrainingState as, std::string_view reason) {
   Group& group = groups_[target];
-  if (!group.has_parameters) return;
+  if (!group.has_parameters) return {};
+  if (!lazily_initialised_[target]) {
+    return MakeInputError(
+        "/fsdp2",
+        "PyTorch fails here (AttributeError): a unit is prefetched before the first forward of "
+        "its own root",
+        fmt::format("{} prefetches {}", DisplayName(UnitOf(unit).fqn), DisplayName(UnitOf(target).fqn)));
+  }
+  if (comm_of_[unit] != comm_of_[target]) {
+    AddFault(
+        Rule::kReadBeforeWrite,
+        "a unit of another root is prefetched on that root's streams, which wait for the optimizer only in "
+        "its own pre-forward");
+  }
   const TrainingState before = group.training;
   group.training = as;
   Unshard(target, group.unshard_async_op, reason);
   group.training = before;
+  return {};
 }
 
 void Fsdp2Policy::PostBackwardFromAutograd(const HostEvent& event) {

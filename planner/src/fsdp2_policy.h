@@ -149,7 +149,7 @@ class Fsdp2Policy : public Policy {
   void OnSegment(const HostEvent& event);
   void OptimizerStep(const HostEvent& event);
   void ZeroGrad(const HostEvent& event);
-  void Prefetch(UnitId target, TrainingState as, std::string_view reason);
+  Status Prefetch(UnitId unit, UnitId target, TrainingState as, std::string_view reason);
   Status BackwardPrefetch(UnitId unit);
 
   // fsdp2_gather.cc: FSDPParamGroup.unshard, wait_for_unshard, reshard

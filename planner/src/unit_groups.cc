@@ -132,6 +132,14 @@ Status UnitGroups::SetHook(const std::string& pointer, UnitChoice& choice, Parti
       return MakeInputError(pointer, "an all-reduce hook of an HSDP unit cannot have a stream of its own",
                             DisplayName(choice.unit.fqn), "own_stream false");
     }
+    const auto own = [&](const std::vector<std::string>& dims) {
+      return std::ranges::find(dims, hook.mesh_dim) != dims.end();
+    };
+    if (own(choice.data_parallel.shard) || own(choice.data_parallel.replicate)) {
+      return MakeInputError(pointer,
+                            "an all-reduce hook works on a mesh dimension that FSDP reduces over itself",
+                            hook.mesh_dim, "another dimension");
+    }
     choice.all_reduce_hook = hook;
     Unit& unit = choice.unit;
     if (!hook.mesh_dim.empty()) unit.hook_communicator = GroupOfDim(hook.mesh_dim, partition);

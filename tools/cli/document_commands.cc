@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "commands.h"
+#include "explain_plan.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
@@ -97,14 +98,18 @@ void AddShowCommand(CLI::App& app, Invocation& invocation) {
       app.add_subcommand("show", "Print a plan as text, trigger by trigger; the text parses back");
   command->footer(
       "Examples: shardplan show plan.json > plan.txt\n"
-      "          shardplan show plan.txt --json -o plan.json");
+      "          shardplan show plan.txt --json -o plan.json\n"
+      "          shardplan show plan.json --explain | less");
   struct Options {
     std::string plan, output = "-";
     bool json = false;
+    bool explain = false;
   };
   auto options = std::make_shared<Options>();
   command->add_option("PLAN", options->plan, "plan.json, or the text form")->required();
-  command->add_flag("--json", options->json, "Print JSON instead of text");
+  CLI::Option* json = command->add_flag("--json", options->json, "Print JSON instead of text");
+  command->add_flag("--explain", options->explain, "Print every step, and why each instruction is there")
+      ->excludes(json);
   command->add_option("-o,--output", options->output, "Where to write (default: standard output)");
   command->callback([options, &invocation] {
     const Result<Plan> plan = ReadPlanFile(options->plan);
@@ -112,7 +117,10 @@ void AddShowCommand(CLI::App& app, Invocation& invocation) {
       invocation.exit_code = Fail(plan.error());
       return;
     }
-    const Status written = WriteOutput(options->output, options->json ? ToJson(*plan) : PlanText(*plan));
+    const std::string text = options->json      ? ToJson(*plan)
+                             : options->explain ? ExplainPlan(*plan, true)
+                                                : PlanText(*plan);
+    const Status written = WriteOutput(options->output, text);
     if (!written) invocation.exit_code = Fail(written.error());
   });
 }

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "commands.h"
+#include "explain_plan.h"
 #include "plan_flags.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
@@ -17,20 +18,6 @@ struct Options {
   bool explain = false;
   bool quiet = false;
 };
-
-// Every communication and wait of the steady step with its trigger and the reason the policy gave.
-std::string Explanation(const Plan& plan) {
-  std::string text;
-  const PlanStep& step = plan.steps[plan.steady_step];
-  for (const Trigger& trigger : step.triggers) {
-    text += Describe(plan, trigger) + "\n";
-    for (const Instruction& instruction : trigger.instructions) {
-      text += fmt::format("  {}{}\n", Describe(plan, instruction),
-                          instruction.reason.empty() ? "" : "  # " + instruction.reason);
-    }
-  }
-  return text;
-}
 
 Status RunPlan(const Options& options) {
   Result<Trace> trace = ReadTrace(options.trace);
@@ -60,7 +47,7 @@ Status RunPlan(const Options& options) {
     if (Status written = WriteOutput(options.strategy_output, ToJson(*strategy)); !written) return written;
     Progress(options.quiet, fmt::format("wrote {}", options.strategy_output));
   }
-  return options.explain ? WriteOutput("-", Explanation(planned->plan)) : Status{};
+  return options.explain ? WriteOutput("-", ExplainPlan(planned->plan, false)) : Status{};
 }
 
 }  // namespace
@@ -85,7 +72,7 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("--write-strategy", options->strategy_output,
                       "Write the strategy that the flags amount to");
   command->add_flag("--explain", options->explain,
-                    "Print the steady step with the reason of each instruction");
+                    "Print the step that repeats, and why each instruction is there");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   AddPlanFlags(*command, options->flags);
   command->callback([options, &invocation] {

@@ -1,0 +1,247 @@
+// Random combinations of fsdp2's knobs on the golden traces: every plan verifies, or has only faults that the
+// policy knows PyTorch to have; or the strategy is refused for a reason that PyTorch has, too.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <random>
+
+#include "planner/src/mesh.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/verifier.h"
+
+namespace shardplan {
+namespace {
+
+using testing::AnyOf;
+using testing::HasSubstr;
+
+Trace GoldenTrace(const std::string& name) {
+  Result<Trace> trace = ReadTrace(SHARDPLAN_SOURCE_DIR "/tests/planner/goldens/traces/" + name + ".json");
+  EXPECT_TRUE(trace) << ToString(trace.error());
+  return trace ? *trace : Trace{};
+}
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : engine_(seed) {}
+  std::int64_t Below(std::int64_t count) {
+    return static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(count));
+  }
+  bool Chance(int percent) { return Below(100) < percent; }
+  template <typename T>
+  T Pick(std::initializer_list<T> values) {
+    return values.begin()[Below(static_cast<std::int64_t>(values.size()))];
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+struct Case {
+  std::string trace;
+  Strategy strategy;
+  std::int64_t ranks = 1;
+};
+
+std::vector<StrategyMeshDim> RandomMesh(Random& random, bool tensor) {
+  std::vector<StrategyMeshDim> mesh;
+  if (random.Chance(30)) mesh.push_back({"replicate", 2});
+  mesh.push_back({"shard", random.Pick<std::int64_t>({1, 2, 3, 4})});
+  if (random.Chance(20)) mesh.push_back({"context", 2});
+  if (tensor) mesh.insert(mesh.begin() + random.Below(std::ssize(mesh) + 1), {"tensor", 2});
+  return mesh;
+}
+
+std::vector<UnitRule> RandomUnits(Random& random, bool two_parts) {
+  if (two_parts) {
+    if (random.Chance(50)) return {{.modules = {"encoder"}}, {.modules = {"decoder"}}};
+    return {{.modules = {"encoder.*"}},
+            {.modules = {"encoder"}},
+            {.modules = {"decoder.*"}},
+            {.modules = {"decoder"}}};
+  }
+  std::vector<UnitRule> units;
+  if (random.Chance(30)) units.push_back({.modules = {"layers.*.up"}});
+  units.push_back({.modules = {"layers.*"}});
+  if (random.Chance(30)) units.push_back({.modules = {"stem"}});
+  units.push_back({.modules = {""}});
+  for (UnitRule& unit : units) {
+    if (random.Chance(15)) unit.reshard_after_forward = ReshardAfterForward(random.Chance(50));
+    if (random.Chance(10)) unit.cpu_offload = true;
+  }
+  return units;
+}
+
+StepProgram RandomProgram(Random& random, const std::string& module) {
+  StepProgram step;
+  const auto call = [&](std::string method, bool value) {
+    step.push_back(ModuleCall{.method = std::move(method), .module = module, .value = value});
+  };
+  if (random.Chance(15)) step.push_back(ForwardCall{.microbatch = 5, .trace = 1});  // no_grad
+  if (random.Chance(15)) {
+    step.insert(step.end(), {ForwardCall{0, 0}, ForwardCall{1, 0}, BackwardCall{{0, 1}, 1}});
+  } else {
+    const std::string setter = random.Pick<std::string>(
+        {"set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward",
+         "set_reshard_after_backward", "set_reshard_after_forward", "_set_unshard_async_op"});
+    const bool accumulate = random.Chance(40);
+    if (accumulate) {
+      call(setter, false);
+      step.insert(step.end(), {ForwardCall{0, 0}, BackwardCall{{0}, 0}});
+      call(setter, true);
+    }
+    step.insert(step.end(), {ForwardCall{1, 0}, BackwardCall{{1}, 0}});
+  }
+  step.insert(step.end(), {OptimizerStepCall{}, ZeroGradCall{}});
+  return step;
+}
+
+void RandomKnobs(Random& random, Case& c) {
+  Fsdp2Knobs& knobs = c.strategy.fsdp2;
+  knobs.forward_prefetch = random.Chance(30) ? static_cast<std::int32_t>(random.Below(3)) : 0;
+  knobs.backward_prefetch = random.Chance(30) ? static_cast<std::int32_t>(random.Below(3)) : -1;
+  knobs.unshard_async_op = random.Chance(15);
+  knobs.force_sum_reduction = random.Chance(20);
+  if (random.Chance(20)) knobs.gradient_divide_factor = random.Pick({1.0, 2.0, 3.0});
+  if (random.Chance(20)) knobs.shard_dims = {{{"*.*.*.weight"}, random.Pick({1, -1, 0})}};
+  if (random.Chance(20)) {
+    knobs.extensions = {
+        {{"*.*.down.weight"}, {{.dtype = DType::kFloat8E4M3FN}, {.dtype = DType::kFloat32, .numel = 1}}, {}}};
+    if (random.Chance(50)) knobs.extensions[0].unsharded = {{.dtype = DType::kBFloat16}};
+  }
+  knobs.separate_reduce_scatter_communicator = random.Chance(20);
+  knobs.reduce_scatter_inputs_in_flight =
+      random.Chance(30) ? 1 + static_cast<std::int32_t>(random.Below(3)) : 1;
+  knobs.allocate_memory_from_process_group = random.Chance(20);
+  knobs.post_optim_event = random.Chance(20);
+  if (random.Chance(20)) {
+    AllReduceHook hook{.reduce_op = random.Pick({ReduceOp::kSum, ReduceOp::kAverage})};
+    for (const StrategyMeshDim& dim : c.strategy.mesh) {
+      if (dim.name == "context") hook.mesh_dim = "context";
+    }
+    if (random.Chance(30)) hook.divide = 2.0;
+    hook.own_stream = random.Chance(30);
+    if (random.Chance(30)) hook.modules = {c.trace == "two_parts" ? "encoder" : "layers.*"};
+    knobs.all_reduce_hooks = {hook};
+  }
+}
+
+Case RandomCase(std::uint64_t seed) {
+  Random random(seed);
+  Case c;
+  c.trace = random.Pick<std::string>(
+      {"small", "small", "frozen", "frozen_prefix", "quantised", "reused", "two_parts", "tensor_parallel"});
+  Strategy& strategy = c.strategy;
+  strategy.mesh = RandomMesh(random, c.trace == "tensor_parallel");
+  for (const StrategyMeshDim& dim : strategy.mesh) c.ranks *= dim.size;
+  const bool has_context =
+      std::ranges::any_of(strategy.mesh, [](const StrategyMeshDim& dim) { return dim.name == "context"; });
+  if (has_context && random.Chance(50)) {
+    strategy.data_parallel = DataParallelDims{.shard = {"shard", "context"}};
+    if (strategy.mesh.front().name == "replicate") strategy.data_parallel->replicate = {"replicate"};
+  }
+  strategy.units = RandomUnits(random, c.trace == "two_parts");
+  strategy.fsdp2.shard_root = c.trace != "two_parts" || random.Chance(50);
+  RandomKnobs(random, c);
+  if (!strategy.fsdp2.shard_root && random.Chance(50)) {
+    strategy.fsdp2.shared_comm_contexts = {{"encoder", "decoder"}};
+  }
+  if (random.Chance(30)) {
+    MixedPrecision mixed;
+    if (random.Chance(80)) mixed.param_dtype = random.Pick({DType::kBFloat16, DType::kFloat16});
+    if (random.Chance(50)) mixed.reduce_dtype = DType::kFloat32;
+    strategy.mixed_precision = mixed;
+  }
+  if (random.Chance(20)) strategy.reshard_after_forward = ReshardAfterForward(random.Chance(50));
+  if (random.Chance(10)) strategy.reshard_after_forward = ReshardAfterForward(std::int64_t{2});
+  strategy.cpu_offload = random.Chance(15);
+  strategy.pin_memory = random.Chance(70);
+  if (random.Chance(20)) strategy.checkpoint = CheckpointRule{.modules = {"class:Block"}};
+  if (random.Chance(10)) strategy.optimizer.kind = OptimizerKind::kSgd;
+  if (random.Chance(50)) {
+    strategy.program = {RandomProgram(random, strategy.fsdp2.shard_root ? "" : "encoder")};
+  }
+  return c;
+}
+
+TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
+  const char* given = std::getenv("SHARDPLAN_SEED");
+  const std::uint64_t first = given == nullptr ? 0 : std::strtoull(given, nullptr, 10);
+  const std::uint64_t last = given == nullptr ? 1500 : first + 1;
+  int planned_cases = 0, faulty = 0, refused = 0;
+  std::map<std::string, Trace> traces;
+  for (std::uint64_t seed = first; seed < last; ++seed) {
+    const Case c = RandomCase(seed);
+    if (!traces.contains(c.trace)) traces[c.trace] = GoldenTrace(c.trace);
+    const Cluster cluster{.name = "any", .ranks = c.ranks};
+    SCOPED_TRACE(fmt::format("seed {} trace {} ranks {}\n{}", seed, c.trace, c.ranks, ToJson(c.strategy)));
+    const Result<PlannerOutput> planned = MakePlan(traces[c.trace], c.strategy, cluster);
+    if (!planned) {
+      ++refused;
+      ASSERT_EQ(planned.error().code, ErrorCode::kBadInput) << ToString(planned.error());
+      EXPECT_THAT(planned.error().message,
+                  AnyOf(HasSubstr("divisor of the shard"), HasSubstr("smaller mesh with"),
+                        HasSubstr("has to divide evenly"), HasSubstr("first tensor of an extension"),
+                        HasSubstr("stream of its own"), HasSubstr("PyTorch fails here"),
+                        HasSubstr("do not group so"), HasSubstr("reduces over itself")));
+      continue;
+    }
+    ++planned_cases;
+    faulty += planned->faults.empty() ? 0 : 1;
+    const Result<Plan> again = ParsePlan(ToJson(planned->plan));
+    ASSERT_TRUE(again);
+    EXPECT_EQ(*again, planned->plan);
+    Remarks(planned->plan);
+  }
+  if (given != nullptr) return;
+  EXPECT_GT(planned_cases, 900);
+  EXPECT_GT(faulty, 5);
+  EXPECT_GT(refused, 20);
+}
+
+TEST(MeshTest, FlattensToAsFewDigitsAsCanBe) {
+  const Result<Mesh> mesh = Mesh::Make({{"a", 2}, {"b", 3}, {"one", 1}, {"c", 2}}, 12);
+  ASSERT_TRUE(mesh);
+  EXPECT_EQ(mesh->Flatten({"a", "b", "c"}), (MeshDigits{{12, 1}}));
+  EXPECT_EQ(mesh->Flatten({"b", "c"}), (MeshDigits{{6, 1}}));
+  EXPECT_EQ(mesh->Flatten({"c", "a"}), (MeshDigits{{2, 6}, {2, 1}}));
+  EXPECT_EQ(mesh->Flatten({"b", "one"}), (MeshDigits{{3, 2}}));
+  EXPECT_TRUE(mesh->Flatten({"one"}).empty());
+  EXPECT_FALSE(Mesh::Make({{"a", 2}}, 4));
+}
+
+TEST(MeshTest, InnermostRanksAreAdjacentInTheFlattenedDimension) {
+  const MeshDigits apart = {{4, 8}, {2, 1}};
+  EXPECT_EQ(Innermost(apart, 2), (MeshDigits{{2, 1}}));
+  EXPECT_EQ(Innermost(apart, 4), (MeshDigits{{2, 8}, {2, 1}}));
+  EXPECT_EQ(Innermost({{3, 2}, {2, 1}}, 3), std::nullopt);
+  EXPECT_EQ(Innermost(apart, 16), std::nullopt);
+}
+
+TEST(RemarksTest, TellWhatIsGatheredForNothingStaysOrIsStale) {
+  const auto remarks = [](const std::string& trace, const Strategy& strategy) {
+    const Result<PlannerOutput> planned =
+        MakePlan(GoldenTrace(trace), strategy, Cluster{.name = "any", .ranks = 2});
+    EXPECT_TRUE(planned) << ToString(planned.error());
+    std::vector<std::string> names;
+    for (const Remark& remark : planned ? Remarks(planned->plan) : std::vector<Remark>{}) {
+      names.push_back(fmt::format("{} {}", Name(remark.kind), planned->plan.units[remark.unit].fqn));
+    }
+    return names;
+  };
+  Strategy strategy{.units = {{.modules = {"stem"}}, {.modules = {"layers.*"}}, {.modules = {""}}}};
+  EXPECT_THAT(remarks("small", strategy), testing::ElementsAre("gather_for_nothing stem"));
+  EXPECT_THAT(remarks("frozen_prefix", strategy), testing::ElementsAre("gather_for_nothing layers.0"));
+  strategy.setup = {{.method = "set_unshard_in_backward", .module = "stem", .value = false}};
+  EXPECT_TRUE(remarks("small", strategy).empty());
+  strategy.setup = {{.method = "set_reshard_after_backward", .module = "layers.1", .value = false}};
+  strategy.units.erase(strategy.units.begin());
+  EXPECT_THAT(remarks("small", strategy),
+              testing::ElementsAre("stale_parameters layers.1", "stays_unsharded layers.1"));
+}
+
+}  // namespace
+}  // namespace shardplan
