@@ -49,7 +49,20 @@ Status Fsdp2Policy::SetUp() {
   for (std::size_t u = 0; u < groups_.size(); ++u) {
     builder_.plan().units[u].gradient_divide_factor = groups_[u].gradient_divide_factor;
   }
-  return {};
+  // Where the model's root is the first to be called, its first forward is like every other.
+  const UnitId first = FirstCalled();
+  return first >= 0 && partition_.units[first].is_root ? LazyInit(first) : Status{};
+}
+
+// The unit of the program's first forward or user call.
+UnitId Fsdp2Policy::FirstCalled() const {
+  for (const RecordedStep& step : steps_) {
+    for (const HostEvent& event : step.events) {
+      if (event.kind == HostEventKind::kModuleCall) return -1;
+      if (event.kind == HostEventKind::kPreForward) return event.unit;
+    }
+  }
+  return -1;
 }
 
 Status Fsdp2Policy::On(const HostEvent& event) {

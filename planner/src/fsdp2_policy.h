@@ -124,6 +124,7 @@ class Fsdp2Policy : public Policy {
   void InitCommContext(CommContext& comm);
   std::vector<UnitId> StatesUnder(ModuleId root) const;
   void RootPreForward(UnitId unit);
+  UnitId FirstCalled() const;
   StreamId AllReduceStream(UnitId unit);
   CommContext& Comm(UnitId unit) { return comms_[comm_of_[unit]]; }
   StateContext& Context(UnitId unit) { return contexts_[context_of_[unit]]; }
