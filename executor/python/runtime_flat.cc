@@ -80,9 +80,12 @@ Status Runtime::PublishFlatGradient(UnitId unit, BufferId buffer) {
 }
 
 Status Runtime::ZeroGrad(UnitId zeroed) {
+  const HoldGil gil;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     const bool meant = zeroed < 0 || zeroed == static_cast<UnitId>(unit);
-    if (meant && units_[unit].flat) units_[unit].flat->ForgetGradient();
+    if (!meant) continue;
+    if (units_[unit].flat) units_[unit].flat->ForgetGradient();
+    for (const ModelParameter& parameter : units_[unit].parameters) parameter.ForgetGrad();
   }
   return {};
 }
