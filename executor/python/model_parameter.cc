@@ -62,6 +62,18 @@ bool ModelParameter::CanReuseGrad() const {
   return grad_object_ && HasOneOwner(grad_object_.get()) && HasOneOwner(grad_local_object_);
 }
 
+bool ModelParameter::HoldsMemoryOf(const at::Tensor& local) const {
+  return grad_object_ && local.numel() > 0 &&
+         THPVariable_Unpack(grad_local_object_).storage().unsafeGetStorageImpl() ==
+             local.storage().unsafeGetStorageImpl();
+}
+
+void ModelParameter::ForgetGrad() const {
+  if (shard_.grad().defined() || !CanReuseGrad()) return;
+  const at::Tensor& local = THPVariable_Unpack(grad_local_object_);
+  local.unsafeGetTensorImpl()->set_storage_keep_dtype(at::empty({0}, local.options()).storage());
+}
+
 bool ModelParameter::PublishGrad(const at::Tensor& local) {
   const at::NoGradGuard no_grad;
   if (shard_.grad().defined()) {
@@ -72,6 +84,11 @@ bool ModelParameter::PublishGrad(const at::Tensor& local) {
     // The plan may have accumulated in the memory that was handed out for an earlier micro-batch.
     if (!accumulated.is_alias_of(local) || accumulated.numel() == 0) accumulated.add_(local);
     return true;
+  }
+  if (HoldsMemoryOf(local)) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "the gradient was dropped, but the plan adds to it: its program has no zero_grad here");
+    return false;
   }
   if (CanReuseGrad()) {
     c10::TensorImpl* reused = THPVariable_Unpack(grad_local_object_).unsafeGetTensorImpl();

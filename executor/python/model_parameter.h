@@ -54,10 +54,13 @@ class ModelParameter {
   // already. The DTensor of an earlier step is used again when nobody else holds it: making one costs more
   // than the whole hook. False with a Python error set on failure.
   bool PublishGrad(const at::Tensor& local);
+  // The plan drops the gradient: lets go of its memory, unless somebody else holds it.
+  void ForgetGrad() const;
 
  private:
   bool Bind(PyObject* parameter) const;
   bool CanReuseGrad() const;
+  bool HoldsMemoryOf(const at::Tensor& local) const;  // the gradient handed out last
 
   PyRef shard_object_;
   PyRef unsharded_object_;

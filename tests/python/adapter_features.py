@@ -22,7 +22,7 @@ from equivalence import (
     with_plan,
 )
 from equivalence_models import build, inputs_of, loss_of
-from equivalence_settings import case
+from equivalence_settings import END, case, micro
 
 import shardplan.torch as sp
 
@@ -33,7 +33,8 @@ SHARDED_ON_1 = case(
     arguments={"width": 8, "hidden": 12},
     fsdp2={"shard_dims": [{"parameters": ["layers.*.up.weight", "layers.*.down.weight"], "dim": 1}]},
 )
-PLANS = [DEFAULT, SHARDED_ON_1]
+ADDING = case("adding", program=[[*micro(0), *micro(1), *END]])
+PLANS = [DEFAULT, SHARDED_ON_1, ADDING]
 
 
 def both(plan: str, mesh, of: Case = DEFAULT) -> tuple[nn.Module, nn.Module]:
@@ -213,6 +214,19 @@ def deviation_stops(plan: str, mesh) -> tuple[float, str]:
     raise AssertionError("a step that deviates ran")
 
 
+def dropped_gradient(plan: str, mesh) -> tuple[float, str]:
+    """zero_grad between two micro-batches whose gradients the plan adds."""
+    ours = with_plan(ADDING, make_model(ADDING), mesh, plan)
+    try:
+        for number in range(2):
+            loss_of(ours(*inputs_of("mlp", number)[0])).backward()
+            ours.zero_grad()
+    except RuntimeError as error:
+        assert "the gradient was dropped, but the plan adds to it" in str(error), error
+        return 0.0, ""
+    raise AssertionError("a dropped gradient came back")
+
+
 def evaluation_between_forward_and_backward(plan: str, mesh) -> tuple[float, str]:
     """Something outside the plan that needs whole parameters in the middle of a step."""
     ours, theirs = both(plan, mesh)
@@ -284,6 +298,7 @@ def run_features(plans: dict[str, str], folder: str) -> dict[str, tuple]:
     results = {}
     calls = {feature.__name__: (feature, (plans["features"], mesh)) for feature in FEATURES}
     calls["shard_dims"] = (shard_dims, (plans["shard_dims"], mesh))
+    calls["dropped_gradient"] = (dropped_gradient, (plans["adding"], mesh))
     calls["optimizer_state"] = (optimizer_state, (plans["features"], folder, mesh))
     for name, (feature, arguments) in calls.items():
         try:

@@ -9,7 +9,7 @@ from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
 
-NAMES = [feature.__name__ for feature in adapter_features.FEATURES] + ["shard_dims", "optimizer_state"]
+NAMES = [feature.__name__ for feature in adapter_features.FEATURES] + ["shard_dims", "dropped_gradient", "optimizer_state"]
 # Finished without the plan, a step sums the same numbers with other roundings.
 TOLERANCE = {"deviation_is_planned_again": 1e-6}
 
