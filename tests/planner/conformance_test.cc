@@ -1,19 +1,14 @@
-// Every recording of real PyTorch, planned and compared event for event. The set of those that do not match
-// is exact: one that regresses fails, and so does one that begins to match and is still listed.
+// Every recording of real PyTorch, planned and compared event for event.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <filesystem>
-#include <set>
 
 #include "events.h"
 #include "recording.h"
 
 namespace shardplan::conformance {
 namespace {
-
-// fsdp1: gradients copied to the host, and optimizers that step inside the backward.
-const std::set<std::string> kDiffer = {"fsdp1/gptish_offload", "fsdp1/gptish_optim_bwd"};
 
 std::vector<std::string> Cases() {
   std::vector<std::string> cases;
@@ -36,12 +31,10 @@ TEST_P(ConformanceTest, IssuesWhatPyTorchIssued) {
   ASSERT_TRUE(recording) << ToString(recording.error());
   ASSERT_GT(recording->events.size(), 50u);
   const Comparison comparison = Compare(*recording);
-  if (kDiffer.contains(GetParam())) {
-    EXPECT_FALSE(comparison.matches) << GetParam() << " matches now: take it off the list";
-  } else {
-    EXPECT_TRUE(comparison.matches) << comparison.difference;
-    // Random cases (live) do what PyTorch does wrong, too.
-    if (!GetParam().starts_with("live")) EXPECT_EQ(comparison.objection, "");
+  EXPECT_TRUE(comparison.matches) << comparison.difference;
+  // Random cases (live) do what PyTorch does wrong, too.
+  if (!GetParam().starts_with("live")) {
+    EXPECT_EQ(comparison.objection, "");
   }
 }
 

@@ -85,25 +85,16 @@ class Converter {
   }
 
   void ConvertSetup() {
-    Strategy& strategy = recording_.strategy;
-    for (const Json& call : json_["setup"]) {
-      const std::string op = call["op"];
-      if (op == "set_modules_to_forward_prefetch" || op == "set_modules_to_backward_prefetch") {
-        auto& lists = op.find("forward") != std::string::npos ? strategy.fsdp2.forward_prefetch_lists
-                                                              : strategy.fsdp2.backward_prefetch_lists;
-        lists.push_back({call["module"], call["targets"].get<std::vector<std::string>>()});
-      } else if (op == "set_gradient_divide_factor") {
-        strategy.fsdp2.gradient_divide_factor = call["value"].get<double>();
-      } else {
-        strategy.setup.push_back(ToModuleCall(call));
-      }
-    }
+    for (const Json& call : json_["setup"]) recording_.strategy.setup.push_back(ToModuleCall(call));
   }
 
   static ModuleCall ToModuleCall(const Json& call) {
     ModuleCall converted{.method = call["op"], .module = call.value("module", "")};
-    if (call.contains("value")) converted.value = call["value"].get<bool>();
+    if (call.contains("value") && call["value"].is_boolean()) converted.value = call["value"].get<bool>();
+    if (call.contains("value") && call["value"].is_number()) converted.number = call["value"].get<double>();
     if (call.contains("async_op")) converted.value = call["async_op"].get<bool>();
+    if (call.contains("targets")) converted.modules = call["targets"].get<std::vector<std::string>>();
+    if (call.contains("recurse")) converted.recurse = call["recurse"].get<bool>();
     return converted;
   }
 
