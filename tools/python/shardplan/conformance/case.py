@@ -160,8 +160,8 @@ def load_cases(source: str) -> list[Case]:
         made = function()
     except Exception as error:
         raise CaseError(f'"{source}" failed: {type(error).__name__}: {error}') from error
-    cases = [made] if isinstance(made, Case) else list(made)
+    cases = made if isinstance(made, (list, tuple)) else [made]
     for case in cases:
         if not isinstance(case, Case):
             raise CaseError(f'"{source}" returned a {type(case).__name__}; expected a shardplan.conformance.Case or a list')
-    return cases
+    return list(cases)

@@ -69,6 +69,7 @@ def _work(rank: int, fake: bool, connection) -> None:
             frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
             where = ", ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
             connection.send((None, f"{type(error).__name__}: {str(error).strip()} ({where})"))
+    os._exit(0)  # nothing is left to write; torch's threads take seconds to end
 
 
 def _of_every_rank(lines: list[str]) -> list[str]:
