@@ -44,10 +44,10 @@ _FULL_PRECISION = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 _HOOKS = {
-    "all_reduce": default_hooks.allreduce_hook,
-    "reduce_scatter": default_hooks.reduce_scatter_hook,
-    "fp16_compress": default_hooks.fp16_compress_hook,
-    "bf16_compress": default_hooks.bf16_compress_hook,
+    "allreduce_hook": default_hooks.allreduce_hook,
+    "reduce_scatter_hook": default_hooks.reduce_scatter_hook,
+    "fp16_compress_hook": default_hooks.fp16_compress_hook,
+    "bf16_compress_hook": default_hooks.bf16_compress_hook,
 }
 
 
@@ -99,7 +99,7 @@ class AppliedFsdp1:
         if hook == "none":
             return
         group = self.root.process_group
-        state = LowPrecisionState(group) if hook.endswith("compress") else DefaultState(group)
+        state = LowPrecisionState(group) if "compress" in hook else DefaultState(group)
         self.root.register_comm_hook(state, _HOOKS[hook])
 
     def _wrap(self, call: UnitCall) -> None:
