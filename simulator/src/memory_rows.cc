@@ -66,7 +66,7 @@ class RowReader {
 
   void ReadTrigger(const Trigger& trigger) {
     now_.microbatch = trigger.microbatch;
-    if (trigger.unit >= 0) unit_ = trigger.unit;
+    if (trigger.unit >= 0 && HasRow(trigger)) unit_ = trigger.unit;
     const std::string name(Name(trigger.kind));
     const bool hook = trigger.kind == TriggerKind::kPreForward || trigger.kind == TriggerKind::kPostForward ||
                       trigger.kind == TriggerKind::kPreBackward ||
@@ -76,7 +76,10 @@ class RowReader {
     if (hook_open_) RowOf(name + ".before", trigger.unit);
     if (trigger.kind == TriggerKind::kPostBackward) reduced_.insert(trigger.unit);
     if (trigger.kind == TriggerKind::kBackwardEnd) FindLateUnits();
-    if (trigger.kind == TriggerKind::kOptimizerStep) phase_ = "optimizer";
+    if (trigger.kind == TriggerKind::kOptimizerStep) {
+      phase_ = "optimizer";
+      unit_ = -1;
+    }
     for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
       AdvanceTo({step_, trigger_, static_cast<std::int32_t>(i), kNone});
       ReadInstruction(trigger, trigger.instructions[i], name);
