@@ -41,10 +41,13 @@ class Engine::Impl {
         alive_(plan.buffers.size(), 0),
         filled_(plan.buffers.size(), 0),
         grads_made_(plan.buffers.size()),
-        segment_grads_(plan.segments.size()),
         bound_(plan.units.size(), -1) {
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) alive_[b] = filled_[b] = plan.buffers[b].persistent;
-    ResolveSegmentGrads();
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+      const Buffer& buffer = plan.buffers[b];
+      if (buffer.role != BufferRole::kGradUnsharded || buffer.unit < 0) continue;
+      grads_made_[b].resize(plan.units[buffer.unit].parameters.size());
+    }
   }
 
   Status Begin(const TriggerKey& key);
@@ -62,7 +65,6 @@ class Engine::Impl {
   void SetObserver(Observer* observer) { observer_ = observer; }
 
  private:
-  void ResolveSegmentGrads();
   Status RunCaught(const Op& op, bool& blocked);
   Status Run(const Op& op, bool& blocked);
   Status RunMemory(const Op& op);
@@ -96,35 +98,9 @@ class Engine::Impl {
   std::vector<std::uint8_t> alive_;                    // by buffer
   std::vector<std::uint8_t> filled_;                   // something was written since it was allocated
   std::vector<std::vector<std::uint8_t>> grads_made_;  // grad_unsharded: by parameter of the unit
-  std::vector<std::vector<std::vector<GradTarget>>>
-      segment_grads_;                // by segment and gradient: the candidates
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };
-
-// A parameter's gradient may have several buffers (a step in which others of its unit get none has a buffer
-// of its own): whichever is alive, else the first.
-void Engine::Impl::ResolveSegmentGrads() {
-  std::vector<std::vector<std::vector<GradTarget>>> candidates(plan_.units.size());
-  for (std::size_t u = 0; u < plan_.units.size(); ++u) candidates[u].resize(plan_.units[u].parameters.size());
-  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-    const Buffer& buffer = plan_.buffers[b];
-    if (buffer.role != BufferRole::kGradUnsharded || buffer.unit < 0) continue;
-    grads_made_[b].resize(plan_.units[buffer.unit].parameters.size());
-    const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const bool joined = buffer.parts_bytes.size() == 1;
-      candidates[buffer.unit][parameters[i]].push_back({static_cast<BufferId>(b),
-                                                        joined ? 0 : static_cast<std::int32_t>(i),
-                                                        buffer.unit, parameters[i], false});
-    }
-  }
-  for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
-    for (const SegmentGrad& grad : plan_.segments[s].grads) {
-      segment_grads_[s].push_back(candidates[grad.unit][grad.parameter]);
-    }
-  }
-}
 
 Status Engine::Impl::Prepare(std::int64_t rank) {
   if (Status status = device_.Prepare(plan_); !status) return status;
@@ -361,13 +337,9 @@ Status Engine::Impl::MakeGradient(GradTarget& target, StreamId stream) {
 }
 
 Status Engine::Impl::Compute(const Op& op) {
-  targets_.clear();
-  for (const std::vector<GradTarget>& candidates : segment_grads_[op.a]) {
-    if (candidates.empty()) continue;
-    const auto alive =
-        std::ranges::find_if(candidates, [&](const GradTarget& t) { return alive_[t.buffer] != 0; });
-    targets_.push_back(alive == candidates.end() ? candidates.front() : *alive);
-    if (Status status = MakeGradient(targets_.back(), op.stream); !status) return status;
+  targets_ = program_.grad_targets[op.src];
+  for (GradTarget& target : targets_) {
+    if (Status status = MakeGradient(target, op.stream); !status) return status;
   }
   if (model_ == nullptr) return {};
   ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};

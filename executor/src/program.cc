@@ -38,10 +38,58 @@ class Builder {
       }
     }
     program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
+    ResolveGradTargets();
     return std::move(program_);
   }
 
  private:
+  using TargetOf = std::vector<std::vector<GradTarget>>;  // by unit and parameter
+
+  void SetTargets(BufferId id, TargetOf& targets, bool only_first) const {
+    const Buffer& buffer = plan_.buffers[id];
+    if (buffer.role != BufferRole::kGradUnsharded || buffer.unit < 0) return;
+    const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
+    const bool joined = buffer.parts_bytes.size() == 1;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      GradTarget& target = targets[buffer.unit][parameters[i]];
+      if (only_first && target.buffer >= 0) continue;
+      target = {id, joined ? 0 : static_cast<std::int32_t>(i), buffer.unit, parameters[i], false};
+    }
+  }
+
+  // A parameter's gradient may have several buffers (a step in which others of its unit get none has a buffer
+  // of its own): it goes to the one that it is taken from next.
+  void ResolveGradTargets() {
+    TargetOf targets(plan_.units.size());
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) targets[u].resize(plan_.units[u].parameters.size());
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      SetTargets(static_cast<BufferId>(b), targets, true);
+    }
+    const auto steady =
+        static_cast<std::size_t>(program_.triggers[program_.step_begin[plan_.steady_step]].first);
+    for (const std::size_t first : {steady, std::size_t{0}}) {  // what follows the end is the steady step
+      for (std::size_t o = program_.ops.size(); o-- > first;) {
+        Op& op = program_.ops[o];
+        if (op.code == OpCode::kCompute) {
+          if (first == 0) AddTargets(op, targets);
+        } else if (op.code == OpCode::kCopy || op.code == OpCode::kGradCast ||
+                   op.code == OpCode::kAccumulate || op.code == OpCode::kCollective ||
+                   op.code == OpCode::kScale) {
+          SetTargets(op.src, targets, false);
+        }
+      }
+    }
+  }
+
+  void AddTargets(Op& op, const TargetOf& targets) {
+    op.src = static_cast<BufferId>(program_.grad_targets.size());
+    std::vector<GradTarget>& of_op = program_.grad_targets.emplace_back();
+    for (const SegmentGrad& grad : plan_.segments[op.a].grads) {
+      const GradTarget& target = targets[grad.unit][grad.parameter];
+      if (target.buffer >= 0) of_op.push_back(target);
+    }
+  }
+
   void FindAdded() {
     for (const PlanStep& step : plan_.steps) {
       for (const Trigger& trigger : step.triggers) {

@@ -15,7 +15,7 @@ namespace shardplan::executor {
 // What one instruction does, after resolution. `a`, `b`: see each.
 enum class OpCode : std::uint8_t {
   kNothing,        // a collective of one rank in place, memory that the model owns
-  kCompute,        // a: segment, b: micro-batch
+  kCompute,        // a: segment, b: micro-batch, src: index into Program::grad_targets
   kAllocate,       // a: buffer
   kFree,           // a: buffer, b: index into Program::safe_after
   kDropGradients,  // a: grad_unsharded buffer of a model that runs itself
@@ -60,6 +60,7 @@ struct Program {
   std::vector<std::int32_t> step_begin;  // by step: index into triggers; one more at the end
   std::vector<std::vector<StreamId>> safe_after;
   std::vector<double> divisors;
+  std::vector<std::vector<GradTarget>> grad_targets;  // of each compute instruction, as Segment::grads
   std::vector<CopySpec> copies;
   std::vector<CollectiveSpec> collectives;
 };
