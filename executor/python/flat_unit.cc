@@ -171,4 +171,28 @@ Status FlatUnit::PublishGradient(const at::Tensor& local) {
   return {};
 }
 
+Status FlatUnit::StepInBackward(std::int32_t parameter) {
+  const PyRef& object = visible_[parameter].object;
+  const at::Tensor tensor = THPVariable_Unpack(object.get());
+  if (!tensor.grad().defined()) return {};
+  const PyRef optimizers = PyRef::Steal(PyObject_GetAttrString(object.get(), "_in_backward_optimizers"));
+  if (!optimizers) {
+    PyErr_Clear();
+    return MakeError(
+        ErrorCode::kNegative,
+        fmt::format("the plan steps parameter {} in the backward, but it has no optimizer of its own",
+                    visible_[parameter].fqn));
+  }
+  const PyRef iterator = PyRef::Steal(PyObject_GetIter(optimizers.get()));
+  while (iterator) {
+    const PyRef optimizer = PyRef::Steal(PyIter_Next(iterator.get()));
+    if (!optimizer) break;
+    const PyRef stepped = PyRef::Steal(PyObject_CallMethod(optimizer.get(), "step", nullptr));
+    if (!stepped) break;
+  }
+  if (PyErr_Occurred() != nullptr) return PythonError("an optimizer in the backward");
+  tensor.mutable_grad() = at::Tensor();
+  return {};
+}
+
 }  // namespace shardplan::python

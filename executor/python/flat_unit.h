@@ -66,6 +66,9 @@ class FlatUnit {
   // `local`, the reduced gradient of the shard, becomes the visible parameters' .grad, or is added to one
   // that is there already.
   Status PublishGradient(const at::Tensor& local);
+  // Runs the optimizers that the user hung on an original parameter (its _in_backward_optimizers, as
+  // torch.distributed.optim._apply_optimizer_in_backward does) when it has a gradient, and drops that.
+  Status StepInBackward(std::int32_t parameter);
   // The plan lets go of the gradient: what it computes next is a new one.
   void ForgetGradient() { published_ = at::Tensor(); }
   // A frozen unit registers hooks on its inputs once a backward; true for the first call since Finish.

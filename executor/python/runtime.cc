@@ -145,6 +145,7 @@ void Runtime::UnshardOffPlan(UnitId unit) {
   if (units_[unit].unsharded) return;
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  OrThrow(ShardedParametersRead(unit));
   OrThrow(evaluation_->Unshard(unit));
   OrThrow(BindUnsharded(unit, -1));
   units_[unit].off_plan = true;

@@ -108,6 +108,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   Status DropGradients(UnitId unit, BufferId buffer) override;
   Status GradientsReduced(UnitId unit, BufferId buffer, StreamId stream) override;
   Status ShardedGradientsReady(UnitId unit, BufferId buffer) override;
+  Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
   Status ZeroGrad(UnitId unit) override;
 
  private:

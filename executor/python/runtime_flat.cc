@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -54,6 +55,10 @@ Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   units_[unit].unsharded = true;
   const bool evaluates = buffer < 0;
   if (!evaluates && firing_ != TriggerKind::kPreForward) return flat.BindViewsAgain();
+  if (!evaluates &&
+      plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
+    if (Status status = flat.WriteBack(); !status) return status;
+  }
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
     Result<at::Tensor> view =
@@ -73,10 +78,33 @@ Status Runtime::TakeFlatGradients(UnitId unit, BufferId buffer) {
   return device_->SetParts(buffer, std::move(parts));
 }
 
+// A backward may end with another buffer than it reduced into: kept in low precision, offloaded. The last one
+// that is alive counts.
 Status Runtime::PublishFlatGradient(UnitId unit, BufferId buffer) {
+  BufferId last = -1;
+  for (const ReadyGradients& ready : ready_) {
+    if (ready.unit == unit && device_->Part(ready.buffer, 0).defined()) last = ready.buffer;
+  }
+  if (buffer != last) return {};
   Result<at::Tensor> local = device_->ShardedView(buffer, 0, rank_);
   return local ? units_[unit].flat->PublishGradient(*local)
                : Status(std::unexpected(std::move(local.error())));
+}
+
+// An optimizer in the backward: that of one original parameter.
+Status Runtime::OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) {
+  if (unit < 0 || parameter < 0 || !units_[unit].flat) return {};
+  Status status;
+  const Status ran = device_->RunOn(std::max(stream, 0), [&] {
+    const InsideUserCode guards;
+    const std::vector<ReadyGradients> ready = ready_;
+    for (const ReadyGradients& gradients : ready) {
+      if (gradients.unit == unit && status) status = PublishFlatGradient(unit, gradients.buffer);
+    }
+    std::erase_if(ready_, [&](const ReadyGradients& gradients) { return gradients.unit == unit; });
+    if (status) status = units_[unit].flat->StepInBackward(parameter);
+  });
+  return ran ? status : ran;
 }
 
 Status Runtime::ZeroGrad(UnitId zeroed) {

@@ -80,7 +80,8 @@ class _StateDicts:
     def _before_load(self, module: nn.Module, state_dict: dict, prefix: str, *_args) -> None:
         if not self._open(module, writeback=True):
             return
-        plain = {trace_fqn(prefix + name) for name, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)}
+        parameters = module.named_parameters(remove_duplicate=False)
+        plain = {trace_fqn(prefix + name) for name, p in parameters if not isinstance(p, DTensor)}
         for name, value in state_dict.items():
             if isinstance(value, DTensor) and trace_fqn(name) in plain:
                 state_dict[name] = value.full_tensor()
