@@ -1,0 +1,168 @@
+"""What runs on the ranks in test_adapter_flat_user.py: what a user does to a flat model between steps, next to real FSDP1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from equivalence import Case, largest_difference, make_mesh, make_model, whole
+from equivalence_models import inputs_of, loss_of
+from flat_equivalence import clean, whole_parameters, with_fsdp1
+
+Models = tuple[nn.Module, nn.Module]  # by the plan, FSDP1
+
+
+def models_of(case: Case, plan: str) -> Models:
+    import shardplan.torch as sp
+
+    mesh = make_mesh(case)
+    return sp.apply(make_model(case), plan, mesh), with_fsdp1(case, make_model(case), mesh)
+
+
+def loss(case: Case, model: nn.Module, number: int) -> torch.Tensor:
+    args, kwargs = inputs_of(case.model, 100 * number + dist.get_rank())
+    return loss_of(model(*args, **kwargs))
+
+
+def train(case: Case, model: nn.Module, steps: int, first: int = 0) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for number in range(first, first + steps):
+        loss(case, model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return next(p for found, p in model.named_parameters() if clean(found) == name)
+
+
+def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return next(m for found, m in model.named_modules() if clean(found) == path and leaf in m._parameters), leaf
+
+
+def replace_data(model: nn.Module) -> None:
+    for name in ("layers.1.up.weight", "head.bias"):
+        slice_ = parameter(model, name)
+        slice_.data = torch.full_like(slice_, 0.25)
+
+
+def replace_parameter(model: nn.Module) -> None:
+    for name in ("layers.1.up.weight", "head.bias"):
+        module, leaf = holder(model, name)
+        setattr(module, leaf, nn.Parameter(torch.full_like(module._parameters[leaf], 0.125)))
+
+
+def change_summoned(model: nn.Module) -> None:
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    summon = FSDP.summon_full_params if isinstance(model, FSDP) else sp.summon_full_params
+    with summon(model), torch.no_grad():
+        for _, p in model.named_parameters():
+            p.mul_(0.5)
+
+
+def _same_after(change: Callable[[nn.Module], None], case: Case, plan: str) -> tuple[float, str]:
+    """Both train, are changed, and train on."""
+    both = models_of(case, plan)
+    for model in both:
+        train(case, model, 2)
+        change(model)
+        train(case, model, 2, first=2)
+    return largest_difference(*map(whole_parameters, both))
+
+
+def replaced_data(case: Case, plan: str) -> tuple[float, str]:
+    return _same_after(replace_data, case, plan)
+
+
+def replaced_parameter(case: Case, plan: str) -> tuple[float, str]:
+    return _same_after(replace_parameter, case, plan)
+
+
+def changed_summoned(case: Case, plan: str) -> tuple[float, str]:
+    return _same_after(change_summoned, case, plan)
+
+
+def replaced_by_another_shape(case: Case, plan: str) -> list[str]:
+    """What both say. Both ranks hold a part of the parameter."""
+    said = []
+    for model in models_of(case, plan):
+        train(case, model, 1)
+        slice_ = parameter(model, "layers.1.up.bias")
+        slice_.data = torch.zeros(slice_.numel() + 1)
+        try:
+            loss(case, model, 1)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def state_dicts(case: Case, plan: str) -> dict[str, bool]:
+    """state_dict equals FSDP1's, whole and sharded; a fresh model loads both."""
+    import shardplan.torch as sp
+
+    ours, theirs = models_of(case, plan)
+    for model in (ours, theirs):
+        train(case, model, 2)
+    full, expected = ours.state_dict(), {clean(k): v for k, v in theirs.state_dict().items()}
+    results = {"full": largest_difference(dict(full), expected)[0] == 0.0}
+    with sp.state_dict_type(ours, "sharded"):
+        sharded = ours.state_dict()
+    results["sharded"] = largest_difference({k: whole(v) for k, v in sharded.items()}, expected)[0] == 0.0
+    for name, state in (("load full", full), ("load sharded", sharded)):
+        other = models_of(case, plan)[0]
+        other.load_state_dict(state)
+        results[name] = largest_difference(dict(other.state_dict()), expected)[0] == 0.0
+    return results
+
+
+def evaluation(case: Case, plan: str) -> dict[str, bool]:
+    """A forward without gradients between steps sees the parameters and disturbs nothing."""
+    ours, _ = models_of(case, plan)
+    train(case, ours, 2)
+    alone = make_model(case)
+    alone.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        same = torch.equal(loss(case, ours, 50), loss(case, alone, 50))
+    train(case, ours, 2, first=2)
+    undisturbed, _ = models_of(case, plan)
+    train(case, undisturbed, 4)
+    return {"sees": same, "disturbs nothing": largest_difference(*map(whole_parameters, (ours, undisturbed)))[0] == 0.0}
+
+
+def parameters_shown(case: Case, plan: str) -> bool:
+    """The same names, shapes and values as FSDP1 shows."""
+    shown = [{clean(name): p.detach().clone() for name, p in model.named_parameters()} for model in models_of(case, plan)]
+    return largest_difference(*shown)[0] == 0.0
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        replaced_data,
+        replaced_parameter,
+        changed_summoned,
+        replaced_by_another_shape,
+        state_dicts,
+        evaluation,
+        parameters_shown,
+    )
+}
+
+
+def run_all(todo: list[tuple[str, Case]], plans: dict[str, str]) -> dict[tuple[str, str], object]:
+    """(scenario, case name) -> its result, or the message of what it raised."""
+    import traceback
+
+    results: dict[tuple[str, str], object] = {}
+    for scenario, case in todo:
+        try:
+            results[scenario, case.name] = SCENARIOS[scenario](case, plans[case.name])
+        except Exception:
+            results[scenario, case.name] = traceback.format_exc()
+    return results

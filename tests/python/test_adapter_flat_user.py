@@ -1,0 +1,40 @@
+"""Flat plans as a user of FSDP1 meets them: parameters replaced, whole parameters, state dicts, evaluation."""
+
+import flat_user
+import pytest
+from adapter_workers import run_on_ranks
+from conftest import build_folder
+from equivalence_plans import make_plans
+from flat_settings import case
+
+ORIGINAL = [case("full_orig", use_orig_params=True), case("no_shard_orig", use_orig_params=True, sharding="no_shard")]
+CASES = [*ORIGINAL, case("full"), case("gpt_tied", model="gpt")]
+TODO = [(scenario, c) for scenario in ("changed_summoned", "state_dicts", "evaluation", "parameters_shown") for c in CASES]
+TODO += [("replaced_data", c) for c in ORIGINAL] + [("replaced_parameter", c) for c in ORIGINAL]
+TODO += [("replaced_by_another_shape", ORIGINAL[0])]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    plans = make_plans(CASES, tmp_path_factory.mktemp("plans"), build_folder())
+    return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), flat_user.run_all, TODO, plans)
+
+
+def results(outcomes, scenario: str, name: str) -> list:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None, f"rank {rank} died"
+        assert outcome[0] == "returned", f"rank {rank}: {outcome[1:]}"
+    return [outcome[1][scenario, name] for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("scenario", "c"), TODO, ids=lambda value: getattr(value, "name", value))
+def test_as_fsdp1(outcomes, scenario, c):
+    for result in results(outcomes, scenario, c.name):
+        if scenario == "replaced_by_another_shape":
+            ours, theirs = result
+            assert "parameter layers.1.up.bias was replaced by one of another shape: expected [" in ours
+            assert "Cannot writeback when the parameter shape changes" in theirs
+        elif isinstance(result, dict):
+            assert all(result.values()), result
+        else:
+            assert result is True or (isinstance(result, tuple) and result[0] == 0.0), result
