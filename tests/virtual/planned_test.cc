@@ -49,7 +49,7 @@ void Check(const PlanCase& c, std::uint64_t seeds) {
   ASSERT_EQ(planned.has_value(), !kRefused.contains(c.name)) << (planned ? "" : ToString(planned.error()));
   if (!planned) return;
   const Plan& plan = planned->plan;
-  ExpectedValues expected(plan, c.trace, c.steps);
+  ExpectedValues expected(plan, c.trace, std::max<std::int64_t>(c.steps, std::ssize(plan.steps) + 1));
   const auto wrong = kWrong.find(c.name);
   if (wrong != kWrong.end()) {
     EXPECT_FALSE(Verify(plan).empty());

@@ -68,7 +68,7 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
   }
   const Plan& plan = planned->plan;
   const std::vector<Violation> violations = Verify(plan);
-  ExpectedValues expected(plan, c.trace, c.steps);
+  ExpectedValues expected(plan, c.trace, std::max<std::int64_t>(c.steps, std::ssize(plan.steps) + 1));
   std::string failure;
   std::set<std::string> stale;
   std::uint64_t seed = 0;
