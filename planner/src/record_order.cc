@@ -83,6 +83,11 @@ class Recorder {
     segment_name_ = forward_names_.back();
   }
 
+  bool IsTrainable(UnitId unit) const {
+    return std::ranges::any_of(partition_.units[unit].unit.parameters,
+                               [](const UnitParameter& parameter) { return parameter.requires_grad; });
+  }
+
   // A group's pre-forward hook runs for the first of its modules, its post-forward hook when all have run:
   // one that does not run keeps it from running. These say whether the hook runs.
   bool EnterGroup(UnitId unit) {
@@ -105,6 +110,8 @@ class Recorder {
     for (const TensorId tensor : exit.outputs) {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
     }
+    // Part of a forward can run without gradients: then nothing that trainable parameters made needs one.
+    if (!event.outputs_require_grad && !exit.outputs.empty() && IsTrainable(unit)) event.grad_enabled = false;
     if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
     forward_names_.pop_back();
     segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();
