@@ -120,7 +120,8 @@ TEST(ReaderErrors, EveryFieldRemoved) {
 TEST(ReaderErrors, NumbersOutOfRangeAtEveryPlace) {
   ForEachPlaceOfRandomDocuments([](const Json& json, const Json::json_pointer& place) {
     const std::string& name = place.back();
-    const bool is_real = name.ends_with("divisor") || name == "divide" || name == "number" || name.ends_with("_factor");
+    const bool is_real =
+        name.ends_with("divisor") || name == "divide" || name == "number" || name.ends_with("_factor");
     // "dim" of a shard rule may be negative, as "priority".
     if (!json[place].is_number_integer() || name == "priority" || name == "dim" || is_real) return;
     for (const char* number : {"-9223372036854775808", "99999999999999999999", "1e300", "0.5"}) {
