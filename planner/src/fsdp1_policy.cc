@@ -31,7 +31,10 @@ std::string Fsdp1Policy::EventName(UnitId unit, std::string_view what) const {
 }
 
 Status Fsdp1Policy::SetUp() {
-  const bool hybrid = partition_.replicate_size > 1;
+  const bool hybrid = std::ranges::any_of(partition_.units, [](const UnitChoice& choice) {
+    return choice.sharding != Fsdp1Sharding::kNoShard && choice.unit.shard_communicator >= 0 &&
+           choice.unit.replicate_communicator >= 0;
+  });
   const std::int32_t priority = hybrid && strategy_.fsdp1.limit_all_gathers ? -1 : 0;
   builder_.Stream("compute");
   unshard_stream_ = builder_.Stream("unshard", priority);
@@ -39,8 +42,7 @@ Status Fsdp1Policy::SetUp() {
   pre_unshard_stream_ = builder_.Stream("pre_unshard", priority);
   if (Status status = CheckKnobs(); !status) return status;
   if (Status status = MakeHandles(); !status) return status;
-  const bool sharded = std::ranges::any_of(handles_, [](const Handle& handle) { return handle.sharded; });
-  if (hybrid && sharded) all_reduce_stream_ = builder_.Stream("all_reduce");
+  if (hybrid) all_reduce_stream_ = builder_.Stream("all_reduce");
   return {};
 }
 

@@ -14,6 +14,10 @@
 namespace shardplan {
 namespace {
 
+bool IsHybrid(Fsdp1Sharding sharding) {
+  return sharding == Fsdp1Sharding::kHybridShard || sharding == Fsdp1Sharding::kHybridShardZero2;
+}
+
 using Rules = std::vector<UnitRule>;
 
 // One unit to make: the modules of one fully_shard call (one module for FSDP1).
@@ -93,7 +97,8 @@ class Partitioner {
       result_.replicate_size = ranks;
     }
     if (result_.shard_size > 1) result_.communicators.push_back({"shard", result_.shard_size, 1});
-    if (result_.replicate_size > 1) {
+    // Of one rank, too: hybrid sharding over one replica, and what is not sharded because there is one rank.
+    if (result_.replicate_size > 1 || result_.shard_size == 1 || IsHybrid(strategy_.fsdp1.sharding)) {
       result_.communicators.push_back({"replicate", result_.replicate_size, result_.shard_size});
     }
     return {};
@@ -279,10 +284,7 @@ class Partitioner {
 
   // A unit may differ from the others in when it is freed, or not be sharded at all; not in its ranks.
   static bool SharesRanks(Fsdp1Sharding own, Fsdp1Sharding all) {
-    const auto hybrid = [](Fsdp1Sharding s) {
-      return s == Fsdp1Sharding::kHybridShard || s == Fsdp1Sharding::kHybridShardZero2;
-    };
-    return own == all || (hybrid(own) == hybrid(all) && all != Fsdp1Sharding::kNoShard);
+    return own == all || (IsHybrid(own) == IsHybrid(all) && all != Fsdp1Sharding::kNoShard);
   }
 
   Status LayOut(const std::string& pointer, UnitChoice& choice) {
@@ -292,7 +294,8 @@ class Partitioner {
                             DisplayName(unit.fqn));
     }
     if (result_.shard_size > 1) unit.shard_communicator = 0;
-    if (result_.replicate_size > 1) unit.replicate_communicator = unit.shard_communicator + 1;
+    const CommunicatorId last = static_cast<CommunicatorId>(result_.communicators.size()) - 1;
+    if (last > unit.shard_communicator) unit.replicate_communicator = last;
     const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
     if (no_shard && unit.shard_communicator >= 0) {  // among sharded ones: replicated over the same ranks
       std::swap(unit.shard_communicator, unit.replicate_communicator);

@@ -165,7 +165,7 @@ class Writer {
 
   void OnInstruction(const Instruction& i, const Instruction* previous, const Instruction* next) {
     switch (i.kind) {
-      case InstructionKind::kAllocate:
+      case InstructionKind::kCopyIn:  // into memory that may be there already
         if (IsLowPrecision(i.dst)) {
           LogEvent& event = Add("mp_shard_alloc", i.unit);
           AddSize(event, plan_.buffers[i.dst]);
