@@ -207,6 +207,7 @@ class Checkpointer {
       } else if (const auto* born = std::get_if<AllocateEvent>(&event)) {
         born_in_backward_.insert(born->storage);
       } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
+        EndWithNode(free->storage, i);
         const auto life = lives_.find(free->storage);
         if (life == lives_.end()) continue;
         life->second.dies = true;
@@ -214,6 +215,15 @@ class Checkpointer {
         life->second.death = i;
       }
     }
+  }
+
+  // A node may run operators behind the last one that reads what it saved; it gives that up when all have
+  // run.
+  void EndWithNode(StorageId storage, std::size_t position) {
+    const auto born = region_of_birth_.find(storage);
+    if (born == region_of_birth_.end() || needed_outside_.contains(storage)) return;
+    Region& region = regions_[born->second];
+    if (region.saved.contains(storage) && !region.done) region.end = position;
   }
 
   // Whether the node of an operator holds anything from the forward: sums of gradients do not.

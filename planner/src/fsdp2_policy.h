@@ -182,6 +182,9 @@ class Fsdp2Policy : public Policy {
   void FinalizeBackward(UnitId unit);
   void ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters,
                      const std::vector<BufferId>& grads);
+  void ReduceInput(UnitId unit, const std::vector<std::int32_t>& parameters, BufferId input,
+                   std::string_view again);
+  bool KeepsGrad(UnitId unit, const std::vector<std::int32_t>& parameters) const;
   BufferId CopyInGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
                        const std::vector<BufferId>& grads, std::string_view suffix);
   void ReduceScatter(UnitId unit, BufferId input, BufferId output);

@@ -197,6 +197,11 @@ void Fsdp2Policy::Scale(const std::optional<double>& factor, BufferId buffer, St
   instruction.divisor = *factor;
 }
 
+// On several ranks a loop variable of foreach_reduce names the last unsharded gradient until it returns.
+bool Fsdp2Policy::KeepsGrad(UnitId id, const std::vector<std::int32_t>& parameters) const {
+  return ShardRanks(id) > 1 && parameters.size() == 1;
+}
+
 // The gradients, cut and padded, one rank's piece after another.
 BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& parameters,
                                   const std::vector<BufferId>& grads, std::string_view suffix) {
@@ -222,7 +227,9 @@ BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& pa
                                     Bytes{numel * ranks * SizeBytes(unit.reduce_dtype)}, parameters, suffix);
   builder_.Allocate(input, kCompute);
   for (const BufferId grad : grads) builder_.Move(InstructionKind::kGradCopyIn, grad, input, kCompute);
-  for (const BufferId grad : grads) builder_.Free(grad, kCompute);
+  if (!KeepsGrad(id, parameters)) {
+    for (const BufferId grad : grads) builder_.Free(grad, kCompute);
+  }
   if (reordered >= 0) builder_.Free(reordered, kCompute);
   return input;
 }
@@ -305,13 +312,22 @@ StreamId Fsdp2Policy::RunHook(UnitId id, BufferId output, StreamId stream) {
 
 void Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& parameters,
                                 const std::vector<BufferId>& grads) {
-  Group& group = groups_[id];
-  CommContext& comm = Comm(id);
-  const Unit& unit = UnitOf(id);
+  const CommContext& comm = Comm(id);
   // With several in flight a unit that reduces again may meet its own last input.
   const auto same = std::ranges::count(comm.reduce_scatters, id, &PendingReduce::unit);
   const std::string again = same == 0 ? "" : fmt::format("again_{}", same + 1);
   const BufferId input = CopyInGrads(id, parameters, grads, again);
+  ReduceInput(id, parameters, input, again);
+  if (KeepsGrad(id, parameters)) {
+    for (const BufferId grad : grads) builder_.Free(grad, kCompute);
+  }
+}
+
+void Fsdp2Policy::ReduceInput(UnitId id, const std::vector<std::int32_t>& parameters, BufferId input,
+                              std::string_view again) {
+  Group& group = groups_[id];
+  CommContext& comm = Comm(id);
+  const Unit& unit = UnitOf(id);
   const Bytes bytes{SizeBytes(builder_.plan().buffers[input]).value / ShardRanks(id)};
   builder_.WaitStream(comm.reduce_scatter, kCompute, EventName(id, "grads_ready"));
   const bool partial_only = unit.replicate_communicator >= 0 && !group.all_reduce_grads;
@@ -321,8 +337,8 @@ void Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& para
                   : CommBuffer(id, BufferRole::kReduceScatterOutput, unit.reduce_dtype, bytes, parameters);
   builder_.Allocate(output, comm.reduce_scatter);
   ReduceScatter(id, input, output);
-  const EventId event =
-      builder_.Event(EventName(id, again.empty() ? "reduce_scatter" : "reduce_scatter." + again));
+  const EventId event = builder_.Event(
+      EventName(id, again.empty() ? "reduce_scatter" : fmt::format("reduce_scatter.{}", again)));
   builder_.Record(event, comm.reduce_scatter);
   comm.reduce_scatters.push_back({id, input, event});
   group.post_reduce_event = builder_.Event(EventName(id, "post_reduce"));

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
@@ -66,6 +68,34 @@ TEST(Fsdp2StructureTest, NoReshardSavesTheBackwardGathers) {
   int gathers = 0;
   for (const std::string& line : Collectives(plan)) gathers += line.find("all_gather") != std::string::npos;
   EXPECT_EQ(gathers, 3);
+}
+
+// foreach_reduce's loop over the gradients leaves a name for the last one; on one rank there is no loop.
+TEST(Fsdp2StructureTest, TheGradientOfALonelyParameterLivesUntilItsReductionIsIssued) {
+  const Trace trace = testing::TraceOf(
+      {.children = {{.name = "one", .parameters = {{8, 8}}}, {.name = "two", .parameters = {{8, 8}, {8}}}}});
+  const Strategy strategy{.units = {{.modules = {"one"}}, {.modules = {"two"}}},
+                          .mixed_precision = MixedPrecision{.reduce_dtype = DType::kBFloat16}};
+  for (const std::int64_t ranks : {1, 4}) {
+    const Plan plan = MustPlan(trace, strategy, ranks);
+    std::map<std::string, std::vector<std::string>> order;
+    for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        const BufferId buffer = i.kind == InstructionKind::kFree ? i.src : i.dst;
+        if (buffer < 0 || plan.buffers[buffer].unit < 0) continue;
+        const BufferRole role = plan.buffers[buffer].role;
+        const bool free = i.kind == InstructionKind::kFree && role == BufferRole::kGradUnsharded;
+        const bool cast = i.kind == InstructionKind::kGradCast && role == BufferRole::kGradSharded;
+        if (free || cast) order[plan.units[plan.buffers[buffer].unit].fqn].emplace_back(Name(i.kind));
+      }
+    }
+    EXPECT_THAT(order["two"], ElementsAre("free", "grad_cast")) << ranks;
+    if (ranks == 1) {
+      EXPECT_THAT(order["one"], ElementsAre("free", "grad_cast"));
+    } else {
+      EXPECT_THAT(order["one"], ElementsAre("grad_cast", "free"));
+    }
+  }
 }
 
 TEST(Fsdp1StructureTest, DefaultLimitsTheHostAndGathersOneAheadInTheBackward) {
