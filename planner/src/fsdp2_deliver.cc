@@ -26,30 +26,63 @@ void Fsdp2Policy::DropReduced(UnitId unit, BufferId output, StreamId stream, boo
       "it or to add it to an earlier gradient: the next reduce-scatter may get its memory");
 }
 
+Fsdp2Policy::Destinations Fsdp2Policy::DestinationsOf(UnitId id,
+                                                      const std::vector<std::int32_t>& parameters) const {
+  Destinations to;
+  for (const std::int32_t p : parameters) {
+    const auto found = groups_[id].sharded_grads.find(p);
+    if (found == groups_[id].sharded_grads.end()) {
+      to.fresh.push_back(p);
+    } else {
+      to.added[found->second].push_back(p);
+    }
+  }
+  return to;
+}
+
+// What was reduced, in the parameters' dtype: `output` itself, or a new buffer that the caller frees.
+BufferId Fsdp2Policy::CastReduced(UnitId id, BufferId output, StreamId stream,
+                                  const std::vector<std::int32_t>& parameters) {
+  const Unit& unit = UnitOf(id);
+  if (unit.reduce_dtype == unit.orig_dtype) return output;
+  const BufferId cast = builder_.UnitBuffer(id, BufferRole::kReduceScatterOutput, unit.orig_dtype,
+                                            ShardedGradParts(id, parameters), parameters, "cast");
+  builder_.Allocate(cast, stream);
+  builder_.Move(InstructionKind::kGradCast, output, cast, stream);
+  return cast;
+}
+
+// Parameter by parameter the gradient is added to .grad, or becomes it: a view of what was reduced, all of
+// whose memory then stays.
 void Fsdp2Policy::DeliverGrad(UnitId id, BufferId output, StreamId stream,
                               const std::vector<std::int32_t>& parameters) {
   Group& group = groups_[id];
   if (group.offloads) return DeliverGradToHost(id, output, stream, parameters);
   const Unit& unit = UnitOf(id);
   const bool casts = unit.reduce_dtype != unit.orig_dtype;
-  const std::vector<Bytes> parts = ShardedGradParts(id, parameters);
-  const BufferId grad = builder_.UnitBuffer(id, BufferRole::kGradSharded, unit.orig_dtype, parts, parameters);
-  if (!group.has_sharded_grad) {
+  const Destinations to = DestinationsOf(id, parameters);
+  const auto gradient = [&] {
+    return builder_.UnitBuffer(id, BufferRole::kGradSharded, unit.orig_dtype, ShardedGradParts(id, to.fresh),
+                               to.fresh);
+  };
+  if (to.added.empty()) {
+    const BufferId grad = gradient();
     if (casts) builder_.Allocate(grad, stream);
     builder_.Move(InstructionKind::kGradCast, output, grad, stream);
-  } else if (casts) {
-    const BufferId cast =
-        builder_.UnitBuffer(id, BufferRole::kReduceScatterOutput, unit.orig_dtype, parts, parameters, "cast");
-    builder_.Allocate(cast, stream);
-    builder_.Move(InstructionKind::kGradCast, output, cast, stream);
-    builder_.Move(InstructionKind::kGradAccumulate, cast, grad, stream);
-    builder_.Free(cast, stream);
+    for (const std::int32_t p : to.fresh) group.sharded_grads[p] = grad;
   } else {
-    builder_.Move(InstructionKind::kGradAccumulate, output, grad, stream);
+    const BufferId reduced = CastReduced(id, output, stream, parameters);
+    for (const auto& [grad, added] : to.added) {
+      builder_.Move(InstructionKind::kGradAccumulate, reduced, grad, stream);
+    }
+    if (!to.fresh.empty()) {
+      const BufferId grad = gradient();
+      builder_.Move(InstructionKind::kGradCast, reduced, grad, stream);
+      for (const std::int32_t p : to.fresh) group.sharded_grads[p] = grad;
+    }
+    if (casts) builder_.Free(reduced, stream);
   }
-  const bool is_gradient = !casts && !group.has_sharded_grad;
-  group.has_sharded_grad = true;
-  DropReduced(id, output, stream, is_gradient);
+  DropReduced(id, output, stream, !casts && !to.fresh.empty());
   if (strategy_.optimizer.in_backward) StepInBackward(id, stream);
 }
 
@@ -62,7 +95,7 @@ void Fsdp2Policy::StepInBackward(UnitId id, StreamId stream) {
   builder_.SetUnit(id);
   builder_.SetReason(reason);
   builder_.Emit(InstructionKind::kZeroGrad, -1);
-  groups_[id].has_sharded_grad = false;
+  groups_[id].sharded_grads.clear();
   if (!offloads) return;
   const std::string why =
       "the hook steps a parameter on the host while its gradient is still on the way there: foreach_reduce "
@@ -74,36 +107,32 @@ void Fsdp2Policy::StepInBackward(UnitId id, StreamId stream) {
 void Fsdp2Policy::DeliverGradToHost(UnitId id, BufferId output, StreamId stream,
                                     const std::vector<std::int32_t>& parameters) {
   Group& group = groups_[id];
-  const Unit& unit = UnitOf(id);
-  const std::vector<Bytes> parts = ShardedGradParts(id, parameters);
-  BufferId reduced = output;
-  if (unit.reduce_dtype != unit.orig_dtype) {
-    reduced =
-        builder_.UnitBuffer(id, BufferRole::kReduceScatterOutput, unit.orig_dtype, parts, parameters, "cast");
-    builder_.Allocate(reduced, stream);
-    builder_.Move(InstructionKind::kGradCast, output, reduced, stream);
-  }
-  const bool adds = group.has_sharded_grad;
-  const BufferId grad =
-      builder_.UnitBuffer(id, BufferRole::kGradHost, unit.orig_dtype, parts, parameters, {}, ShardMemory(id));
-  const BufferId arrived = adds ? builder_.UnitBuffer(id, BufferRole::kGradHost, unit.orig_dtype, parts,
-                                                      parameters, "new", ShardMemory(id))
-                                : grad;
-  builder_.Allocate(arrived, -1);
-  builder_.Move(InstructionKind::kCopyToHost, reduced, arrived, stream);
-  const EventId event = builder_.Event(EventName(id, "grad_offload"));
-  builder_.Record(event, stream);
-  // The copy overlaps only into pinned memory, and not when the host adds it to an earlier gradient.
-  if (strategy_.pin_memory && !adds) {
-    group.grad_offload_event = event;
-  } else {
-    builder_.HostWait(event);
-  }
-  if (adds) {
+  const Destinations to = DestinationsOf(id, parameters);
+  const BufferId reduced = CastReduced(id, output, stream, parameters);
+  const auto copy = [&](const std::vector<std::int32_t>& copied, std::string_view suffix, MemoryKind memory) {
+    const BufferId host = builder_.UnitBuffer(id, BufferRole::kGradHost, UnitOf(id).orig_dtype,
+                                              ShardedGradParts(id, copied), copied, suffix, memory);
+    builder_.Allocate(host, -1);
+    builder_.Move(InstructionKind::kCopyToHost, reduced, host, stream);
+    const EventId event = builder_.Event(EventName(id, suffix.empty() ? "grad_offload" : "grad_arrived"));
+    builder_.Record(event, stream);
+    // The copy overlaps only into pinned memory, and not when the host adds it to an earlier gradient.
+    if (memory == MemoryKind::kPinnedHost) {
+      group.grad_offload_event = event;
+    } else {
+      builder_.HostWait(event);
+    }
+    return host;
+  };
+  for (const auto& [grad, added] : to.added) {
+    const BufferId arrived = copy(added, "new", MemoryKind::kHost);
     builder_.Move(InstructionKind::kGradAccumulate, arrived, grad, -1);
     builder_.Free(arrived, -1);
   }
-  group.has_sharded_grad = true;
+  if (!to.fresh.empty()) {
+    const BufferId grad = copy(to.fresh, {}, ShardMemory(id));
+    for (const std::int32_t p : to.fresh) group.sharded_grads[p] = grad;
+  }
   if (reduced != output) builder_.Free(reduced, stream);
   DropReduced(id, output, stream, false);
   if (strategy_.optimizer.in_backward) StepInBackward(id, stream);

@@ -12,6 +12,15 @@ constexpr StreamId kCompute = 0;
 
 std::string ListState(const auto& list) { return fmt::format("[{}]", fmt::join(list, ",")); }
 
+std::string GradState(const std::set<std::int32_t>& grads,
+                      const std::vector<std::set<std::int32_t>>& accumulated,
+                      const std::map<std::int32_t, BufferId>& sharded) {
+  std::string state = ListState(grads);
+  for (const std::set<std::int32_t>& waiting : accumulated) state += "+" + ListState(waiting);
+  for (const auto& [parameter, buffer] : sharded) state += fmt::format(" {}:{}", parameter, buffer);
+  return state;
+}
+
 }  // namespace
 
 Fsdp2Policy::Fsdp2Policy(const PolicyInput& input, ProgramBuilder& builder)
@@ -80,11 +89,9 @@ Status Fsdp2Policy::On(const HostEvent& event) {
     case HostEventKind::kPreBackward:
       return PreBackward(event);
     case HostEventKind::kInputsGradDone:
-      PostBackwardFromAutograd(event);
-      break;
+      return PostBackwardFromAutograd(event);
     case HostEventKind::kBackwardEnd:
-      BackwardEnd(event);
-      break;
+      return BackwardEnd(event);
     case HostEventKind::kOptimizerStep:
       OptimizerStep(event);
       break;
@@ -246,25 +253,30 @@ Status Fsdp2Policy::Prefetch(UnitId unit, UnitId target, TrainingState as, std::
   return {};
 }
 
-void Fsdp2Policy::PostBackwardFromAutograd(const HostEvent& event) {
-  if (!groups_[event.unit].has_parameters) return;
+Status Fsdp2Policy::PostBackwardFromAutograd(const HostEvent& event) {
+  if (!groups_[event.unit].has_parameters) return {};
   builder_.BeginTrigger(TriggerKind::kPostBackward, event.unit, event.microbatch);
-  PostBackward(event.unit, "autograd");
+  return PostBackward(event.unit, "autograd");
 }
 
 // The engine runs the callbacks that roots have queued, in that order.
-void Fsdp2Policy::BackwardEnd(const HostEvent& event) {
+Status Fsdp2Policy::BackwardEnd(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
   backward_unit_ = -1;
-  for (const auto& [context, comm] : final_callbacks_) FinalCallback(contexts_[context], comms_[comm]);
+  for (const auto& [context, comm] : final_callbacks_) {
+    if (Status s = FinalCallback(contexts_[context], comms_[comm]); !s) return s;
+  }
   final_callbacks_.clear();
+  return {};
 }
 
-void Fsdp2Policy::FinalCallback(StateContext& context, CommContext& comm) {
+Status Fsdp2Policy::FinalCallback(StateContext& context, CommContext& comm) {
   for (const UnitId unit : context.states) {
     Group& group = groups_[unit];
     builder_.SetUnit(unit);
-    if (group.has_parameters && group.training != TrainingState::kPostBackward) PostBackward(unit, "final");
+    if (group.has_parameters && group.training != TrainingState::kPostBackward) {
+      if (Status s = PostBackward(unit, "final"); !s) return s;
+    }
     group.state_training = group.training = TrainingState::kIdle;
     builder_.SetReason("finalize");
     if (context.is_last_backward && group.has_parameters) FinalizeBackward(unit);
@@ -275,13 +287,14 @@ void Fsdp2Policy::FinalCallback(StateContext& context, CommContext& comm) {
     WaitReduceScatter(comm, 0);
   }
   context.final_callback_queued = false;
+  return {};
 }
 
 void Fsdp2Policy::OptimizerStep(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
   std::vector<UnitId> units;
   for (std::size_t u = 0; u < groups_.size(); ++u) {
-    if (groups_[u].has_sharded_grad) units.push_back(static_cast<UnitId>(u));
+    if (!groups_[u].sharded_grads.empty()) units.push_back(static_cast<UnitId>(u));
   }
   optimizer_.Step(units);
   if (!strategy_.fsdp2.post_optim_event) return;
@@ -298,7 +311,7 @@ void Fsdp2Policy::ZeroGrad(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
   builder_.SetReason("user");
   builder_.Emit(InstructionKind::kZeroGrad, -1);
-  for (Group& group : groups_) group.has_sharded_grad = false;
+  for (Group& group : groups_) group.sharded_grads.clear();
 }
 
 std::string Fsdp2Policy::State() const {
@@ -319,8 +332,8 @@ std::string Fsdp2Policy::State() const {
         static_cast<int>(g.training), static_cast<int>(g.sharded), g.pending.has_value(),
         g.pending ? g.pending->async : false, ListState(g.post_forward_indices),
         g.reshard_after_forward_recorded, g.post_reduce_event, g.all_reduce.has_value(),
-        g.partial_reduce_output, g.post_forward_shard, ListState(g.grads) + ListState(g.accumulated),
-        g.has_sharded_grad, g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward,
+        g.partial_reduce_output, g.post_forward_shard, GradState(g.grads, g.accumulated, g.sharded_grads),
+        g.sharded_grads.size(), g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward,
         g.unshard_in_backward, g.force_sum_reduction, g.separate_reduce_scatter, g.process_group_memory,
         g.reduce_scatters_in_flight, g.post_forward_size);
     state += ListState(g.forward_prefetch) + ListState(g.backward_prefetch);

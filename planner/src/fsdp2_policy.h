@@ -17,6 +17,7 @@
 //   the backward.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -66,8 +67,9 @@ class Fsdp2Policy : public Policy {
     BufferId partial_reduce_output = -1;
     BufferId post_forward_shard = -1;  // alive
     std::set<std::int32_t> grads;      // parameters whose unsharded .grad is alive
-    std::set<std::int32_t> accumulated;
-    bool has_sharded_grad = false;
+    // Gradients that wait in the reduce dtype: one buffer each of parameters that came to wait together.
+    std::vector<std::set<std::int32_t>> accumulated;
+    std::map<std::int32_t, BufferId> sharded_grads;  // by parameter: what its sharded .grad is a part of
     EventId grad_offload_event = -1;
     // setters
     bool reduce_grads = true;
@@ -144,9 +146,9 @@ class Fsdp2Policy : public Policy {
   Status PreForward(const HostEvent& event);
   void PostForward(const HostEvent& event);
   Status PreBackward(const HostEvent& event);
-  void PostBackwardFromAutograd(const HostEvent& event);
-  void BackwardEnd(const HostEvent& event);
-  void FinalCallback(StateContext& context, CommContext& comm);
+  Status PostBackwardFromAutograd(const HostEvent& event);
+  Status BackwardEnd(const HostEvent& event);
+  Status FinalCallback(StateContext& context, CommContext& comm);
   void OnSegment(const HostEvent& event);
   void OptimizerStep(const HostEvent& event);
   void ZeroGrad(const HostEvent& event);
@@ -172,7 +174,7 @@ class Fsdp2Policy : public Policy {
   bool Casts(UnitId unit, std::int32_t parameter) const;
 
   // fsdp2_reduce.cc: FSDPParamGroup.post_backward, foreach_reduce
-  void PostBackward(UnitId unit, std::string_view reason);
+  Status PostBackward(UnitId unit, std::string_view reason);
   void ToAccumulatedGrad(UnitId unit);
   void AddToAccumulatedGrad(UnitId unit);
   std::vector<BufferId> TakeGrads(UnitId unit);
@@ -180,15 +182,16 @@ class Fsdp2Policy : public Policy {
   void WaitReduceScatter(CommContext& comm, std::size_t keep);
   void WaitForPostBackward(UnitId unit);
   void FinalizeBackward(UnitId unit);
-  void ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters,
-                     const std::vector<BufferId>& grads);
+  Status ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters,
+                       const std::vector<BufferId>& grads);
   void ReduceInput(UnitId unit, const std::vector<std::int32_t>& parameters, BufferId input,
                    std::string_view again);
   bool KeepsGrad(UnitId unit, const std::vector<std::int32_t>& parameters) const;
   BufferId CopyInGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
                        const std::vector<BufferId>& grads, std::string_view suffix);
   void ReduceScatter(UnitId unit, BufferId input, BufferId output);
-  bool KeepPartial(UnitId unit, BufferId output, bool is_new);
+  void KeepPartial(UnitId unit, BufferId output, bool is_new);
+  Status CheckPartial(UnitId unit, const std::vector<std::int32_t>& parameters) const;
   StreamId AllReduce(UnitId unit, BufferId output);
   StreamId RunHook(UnitId unit, BufferId output, StreamId stream);
   void Scale(const std::optional<double>& factor, BufferId buffer, StreamId stream);
@@ -198,6 +201,14 @@ class Fsdp2Policy : public Policy {
                    const std::vector<std::int32_t>& parameters);
   void DeliverGradToHost(UnitId unit, BufferId output, StreamId stream,
                          const std::vector<std::int32_t>& parameters);
+  // Of `parameters`: those whose .grad is there already, by the buffer that it is in, and those without.
+  struct Destinations {
+    std::map<BufferId, std::vector<std::int32_t>> added;
+    std::vector<std::int32_t> fresh;
+  };
+  Destinations DestinationsOf(UnitId unit, const std::vector<std::int32_t>& parameters) const;
+  BufferId CastReduced(UnitId unit, BufferId output, StreamId stream,
+                       const std::vector<std::int32_t>& parameters);
   void DropReduced(UnitId unit, BufferId output, StreamId stream, bool is_gradient);
   void StepInBackward(UnitId unit, StreamId stream);
   std::vector<Bytes> ShardedGradParts(UnitId unit, const std::vector<std::int32_t>& parameters) const;

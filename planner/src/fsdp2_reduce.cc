@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <utility>
 
 #include "fsdp2_policy.h"
 #include "layout.h"
@@ -25,26 +27,30 @@ BufferId Fsdp2Policy::GradBuffer(UnitId id, const std::set<std::int32_t>& parame
   return builder_.UnitBuffer(id, role, dtype, std::move(parts), {parameters.begin(), parameters.end()});
 }
 
+// Of parameters that have both (FSDPParam.accumulate_unsharded_grad_if_needed).
 void Fsdp2Policy::AddToAccumulatedGrad(UnitId unit) {
   Group& group = groups_[unit];
-  if (group.accumulated.empty() || group.grads.empty()) return;
-  const BufferId grads = GradBuffer(unit, group.grads, false);
-  builder_.Move(InstructionKind::kGradAccumulate, grads, GradBuffer(unit, group.accumulated, true), kCompute);
-  builder_.Free(grads, kCompute);
-  group.grads.clear();
+  for (const std::set<std::int32_t>& waiting : group.accumulated) {
+    std::set<std::int32_t> both;
+    std::ranges::set_intersection(waiting, group.grads, std::inserter(both, both.end()));
+    if (both.empty()) continue;
+    const BufferId grads = GradBuffer(unit, both, false);
+    builder_.Move(InstructionKind::kGradAccumulate, grads, GradBuffer(unit, waiting, true), kCompute);
+    builder_.Free(grads, kCompute);
+    for (const std::int32_t p : both) group.grads.erase(p);
+  }
 }
 
-// Without synchronisation gradients wait in the reduce dtype.
+// Without synchronisation gradients wait in the reduce dtype (FSDPParam.to_accumulated_grad_if_needed).
 void Fsdp2Policy::ToAccumulatedGrad(UnitId unit) {
   Group& group = groups_[unit];
   if (UnitOf(unit).reduce_dtype == group.grad_dtype || group.grads.empty()) return;
-  group.accumulated = group.grads;
   const BufferId grads = GradBuffer(unit, group.grads, false);
-  const BufferId accumulated = GradBuffer(unit, group.accumulated, true);
+  const BufferId accumulated = GradBuffer(unit, group.grads, true);
   builder_.Allocate(accumulated, kCompute);
   builder_.Move(InstructionKind::kGradCast, grads, accumulated, kCompute);
   builder_.Free(grads, kCompute);
-  group.grads.clear();
+  group.accumulated.push_back(std::exchange(group.grads, {}));
 }
 
 // A parameter that is replicated over a tensor-parallel dimension may get its gradient as a partial sum over
@@ -76,17 +82,19 @@ std::vector<BufferId> Fsdp2Policy::ReducePartialGrads(UnitId id, std::set<std::i
 std::vector<BufferId> Fsdp2Policy::TakeGrads(UnitId unit) {
   Group& group = groups_[unit];
   std::vector<BufferId> taken;
-  for (const bool accumulated : {true, false}) {
-    std::set<std::int32_t>& grads = accumulated ? group.accumulated : group.grads;
+  const auto take = [&](std::set<std::int32_t> grads, bool accumulated) {
     const std::vector<BufferId> partial = ReducePartialGrads(unit, grads, accumulated);
     if (!grads.empty()) taken.push_back(GradBuffer(unit, grads, accumulated));
     taken.insert(taken.end(), partial.begin(), partial.end());
-    grads.clear();
-  }
+  };
+  for (const std::set<std::int32_t>& waiting : group.accumulated) take(waiting, true);
+  take(group.grads, false);
+  group.accumulated.clear();
+  group.grads.clear();
   return taken;
 }
 
-void Fsdp2Policy::PostBackward(UnitId unit, std::string_view reason) {
+Status Fsdp2Policy::PostBackward(UnitId unit, std::string_view reason) {
   Group& group = groups_[unit];
   builder_.SetUnit(unit);
   builder_.SetReason(reason);
@@ -95,16 +103,24 @@ void Fsdp2Policy::PostBackward(UnitId unit, std::string_view reason) {
   if (!group.reduce_grads) {
     if (group.reshard_after_backward) Reshard(unit);
     ToAccumulatedGrad(unit);
-    return;
+    return {};
   }
-  std::set<std::int32_t> with_grad = group.accumulated;
-  with_grad.insert(group.grads.begin(), group.grads.end());
+  if (!group.accumulated.empty() && !group.grads.empty()) {
+    return MakeInputError(
+        "/program",
+        "PyTorch fails here (FSDP reduce-scatter expects uniform gradient dtype): parameters that get their "
+        "first gradient in this backward have it in another dtype than those that accumulated without sync",
+        DisplayName(UnitOf(unit).fqn));
+  }
+  std::set<std::int32_t> with_grad = group.grads;
+  for (const std::set<std::int32_t>& waiting : group.accumulated)
+    with_grad.insert(waiting.begin(), waiting.end());
   const std::vector<BufferId> grads = TakeGrads(unit);
   if (group.reshard_after_backward) Reshard(unit);
-  if (with_grad.empty()) return;
+  if (with_grad.empty()) return {};
   WaitReduceScatter(Comm(unit), group.reduce_scatters_in_flight - 1);
   WaitForPostBackward(unit);
-  ForeachReduce(unit, {with_grad.begin(), with_grad.end()}, grads);
+  return ForeachReduce(unit, {with_grad.begin(), with_grad.end()}, grads);
 }
 
 // Waits for the oldest reduce-scatters in flight until `keep` are left: their inputs may be used again.
@@ -255,11 +271,10 @@ void Fsdp2Policy::ReduceScatter(UnitId id, BufferId input, BufferId output) {
   }
 }
 
-// HSDP accumulation: reduced over the shards, not yet over the replicas. True: that was all.
-bool Fsdp2Policy::KeepPartial(UnitId id, BufferId output, bool is_new) {
+// HSDP accumulation: reduced over the shards, not yet over the replicas.
+void Fsdp2Policy::KeepPartial(UnitId id, BufferId output, bool is_new) {
   Group& group = groups_[id];
   const StreamId stream = Comm(id).reduce_scatter;
-  if (UnitOf(id).replicate_communicator < 0 || group.all_reduce_grads) return false;
   if (is_new) {
     group.partial_reduce_output = output;
   } else {
@@ -267,7 +282,17 @@ bool Fsdp2Policy::KeepPartial(UnitId id, BufferId output, bool is_new) {
     builder_.Free(output, stream);
   }
   builder_.Record(group.post_reduce_event, stream);
-  return true;
+}
+
+// What waits for the all-reduce is one buffer: it has to be of the same parameters every time.
+Status Fsdp2Policy::CheckPartial(UnitId id, const std::vector<std::int32_t>& parameters) const {
+  const BufferId partial = groups_[id].partial_reduce_output;
+  if (partial < 0 || builder_.plan().buffers[partial].parameters == parameters) return {};
+  return MakeInputError(
+      "/program",
+      "PyTorch adds the gradients that wait for the all-reduce to those of other parameters here: it fails, "
+      "or where both are of one size gives wrong gradients",
+      DisplayName(UnitOf(id).fqn));
 }
 
 StreamId Fsdp2Policy::AllReduce(UnitId id, BufferId output) {
@@ -310,8 +335,9 @@ StreamId Fsdp2Policy::RunHook(UnitId id, BufferId output, StreamId stream) {
   return stream;
 }
 
-void Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& parameters,
-                                const std::vector<BufferId>& grads) {
+Status Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& parameters,
+                                  const std::vector<BufferId>& grads) {
+  if (Status s = CheckPartial(id, parameters); !s) return s;
   const CommContext& comm = Comm(id);
   // With several in flight a unit that reduces again may meet its own last input.
   const auto same = std::ranges::count(comm.reduce_scatters, id, &PendingReduce::unit);
@@ -321,6 +347,7 @@ void Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& para
   if (KeepsGrad(id, parameters)) {
     for (const BufferId grad : grads) builder_.Free(grad, kCompute);
   }
+  return {};
 }
 
 void Fsdp2Policy::ReduceInput(UnitId id, const std::vector<std::int32_t>& parameters, BufferId input,
@@ -342,7 +369,10 @@ void Fsdp2Policy::ReduceInput(UnitId id, const std::vector<std::int32_t>& parame
   builder_.Record(event, comm.reduce_scatter);
   comm.reduce_scatters.push_back({id, input, event});
   group.post_reduce_event = builder_.Event(EventName(id, "post_reduce"));
-  if (KeepPartial(id, output, new_partial)) return;
+  if (partial_only) {
+    KeepPartial(id, output, new_partial);
+    return;
+  }
   const StreamId stream = RunHook(id, output, AllReduce(id, output));
   Scale(DivideFactors(id).post, output, stream);
   DeliverGrad(id, output, stream, parameters);

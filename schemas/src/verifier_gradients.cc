@@ -83,8 +83,8 @@ void Gradients::CheckMade(const Value& value, const std::vector<std::int32_t>& p
   }
 }
 
-// The part of `source` that the instruction takes: all of it, or for a copy-in the parameters that both
-// buffers hold. What is taken is used up.
+// The part of `source` that the instruction takes: the parameters that both buffers hold. What is taken is
+// used up.
 Gradients::Value Gradients::Select(Value& source, const Instruction& instruction, Position at) {
   if (source.used_up) {
     reporter_.Add(Rule::kGradNotReduced, at, instruction.src,
@@ -93,10 +93,8 @@ Gradients::Value Gradients::Select(Value& source, const Instruction& instruction
                   Chain(source, at));
   }
   std::vector<std::int32_t> parameters = ParametersOf(instruction.src, source.unit);
-  if (instruction.kind == InstructionKind::kGradCopyIn) {
-    const std::vector<std::int32_t> held = ParametersOf(instruction.dst, source.unit);
-    std::erase_if(parameters, [&](std::int32_t p) { return !std::ranges::binary_search(held, p); });
-  }
+  const std::vector<std::int32_t> held = ParametersOf(instruction.dst, source.unit);
+  std::erase_if(parameters, [&](std::int32_t p) { return !std::ranges::binary_search(held, p); });
   CheckMade(source, parameters, instruction.src, at);
   Value taken = source;
   taken.used_up = false;

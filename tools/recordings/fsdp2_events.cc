@@ -200,7 +200,7 @@ class Writer {
         break;
       case InstructionKind::kGradCast:
         if (plan_.buffers[i.dst].role == BufferRole::kGradUnshardedAccumulated)
-          accumulated_[i.unit] = grads_[i.unit];
+          for (const std::int32_t p : plan_.buffers[i.dst].parameters) accumulated_[i.unit].insert(p);
         break;
       case InstructionKind::kFree:
         OnFree(plan_.buffers[i.src], backward_end);
@@ -225,14 +225,18 @@ class Writer {
         if (backward_end) Add("discard_all_gather", UnitName(plan_.units[buffer.unit]));
         break;
       case BufferRole::kGradUnsharded:
-        grads_[buffer.unit].clear();
+        Erase(grads_[buffer.unit], buffer);
         break;
       case BufferRole::kGradUnshardedAccumulated:
-        accumulated_[buffer.unit].clear();
+        Erase(accumulated_[buffer.unit], buffer);
         break;
       default:
         break;
     }
+  }
+
+  static void Erase(std::set<std::int32_t>& held, const Buffer& buffer) {
+    for (const std::int32_t p : buffer.parameters) held.erase(p);
   }
 
   std::int64_t UnshardedBytes(UnitId unit) const {

@@ -1,0 +1,124 @@
+// Micro-batches that take different branches of one unit: PyTorch accumulates parameter by parameter. Every
+// pair of branches, with and without synchronisation, computes the right numbers or is refused as in PyTorch.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "shardplan/planner/planner.h"
+#include "tests/virtual/checked_run.h"
+#include "tests/virtual/plan_cases.h"
+
+namespace shardplan::test {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr std::int32_t kTraces = 3;  // all branches; without c; d and b
+
+struct Variant {
+  const char* name;
+  const char* setter;  // false before the first micro-batch, true before the last one
+  bool low_precision = false, offload = false, pin = false, replicated = false;
+};
+const Variant kVariants[] = {
+    {.name = "sync", .setter = nullptr},
+    {.name = "sync_cast", .setter = nullptr, .low_precision = true},
+    {.name = "sync_offload", .setter = nullptr, .offload = true},
+    {.name = "sync_offload_pinned_cast",
+     .setter = nullptr,
+     .low_precision = true,
+     .offload = true,
+     .pin = true},
+    {.name = "sync_replicated", .setter = nullptr, .replicated = true},
+    {.name = "no_sync", .setter = "set_requires_gradient_sync"},
+    {.name = "no_sync_cast", .setter = "set_requires_gradient_sync", .low_precision = true},
+    {.name = "no_all_reduce", .setter = "set_requires_all_reduce", .replicated = true},
+};
+
+PlanCase Branches(const Variant& variant, const std::vector<std::int32_t>& traces) {
+  PlanCase c = RecordedCase("fsdp2/branchy_default_w2");
+  c.name = variant.name;
+  c.strategy.units = {{.modules = {""}}};
+  c.strategy.cpu_offload = variant.offload;
+  c.strategy.pin_memory = variant.pin;
+  if (variant.low_precision) {
+    c.strategy.mixed_precision =
+        MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
+  }
+  if (variant.replicated) {
+    c.strategy.mesh = {{"replicate", 2}, {"shard", 2}};
+    c.cluster.ranks = 4;
+  }
+  StepProgram step;
+  for (std::size_t m = 0; m < traces.size(); ++m) {
+    const bool last = m + 1 == traces.size();
+    if (variant.setter != nullptr && (m == 0 || last))
+      step.push_back(ModuleCall{.method = variant.setter, .value = last});
+    const auto microbatch = static_cast<std::int32_t>(m);
+    step.push_back(ForwardCall{.microbatch = microbatch, .trace = traces[m]});
+    step.push_back(BackwardCall{.microbatches = {microbatch}, .trace = traces[m]});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  c.strategy.program = {step};
+  c.steps = 3;
+  return c;
+}
+
+std::set<ParameterId> Used(const Trace& trace, std::int32_t backward) {
+  std::set<ParameterId> used;
+  for (const TraceEvent& event : trace.backwards[backward].events) {
+    if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) used.insert(grad->parameter);
+  }
+  return used;
+}
+
+// Why PyTorch fails with these micro-batches; empty when it does not.
+std::string Refusal(const Variant& variant, const Trace& trace, const std::vector<std::int32_t>& traces) {
+  if (variant.setter == nullptr) return {};
+  std::set<ParameterId> before;
+  bool alike = true;
+  for (std::size_t m = 0; m + 1 < traces.size(); ++m) {
+    const std::set<ParameterId> used = Used(trace, traces[m]);
+    if (m > 0) alike = alike && used == before;
+    before.insert(used.begin(), used.end());
+  }
+  const std::set<ParameterId> last = Used(trace, traces.back());
+  const bool fresh = !std::ranges::includes(before, last);
+  if (variant.replicated) return alike && last == before ? "" : "wait for the all-reduce";
+  return variant.low_precision && fresh ? "uniform gradient dtype" : "";
+}
+
+void Check(const Variant& variant, const std::vector<std::int32_t>& traces) {
+  const PlanCase c = Branches(variant, traces);
+  SCOPED_TRACE(fmt::format("{} {}", variant.name, fmt::join(traces, ",")));
+  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  const std::string refusal = Refusal(variant, c.trace, traces);
+  ASSERT_EQ(planned.has_value(), refusal.empty()) << (planned ? "" : ToString(planned.error()));
+  if (!planned) {
+    EXPECT_THAT(ToString(planned.error()), HasSubstr(refusal));
+    return;
+  }
+  EXPECT_TRUE(planned->faults.empty());
+  ExpectedValues expected(planned->plan, c.trace, c.steps);
+  for (std::uint64_t seed = 1; seed <= 2; ++seed) {
+    ASSERT_EQ(RunChecked(planned->plan, expected, seed).failure, "") << "seed " << seed;
+  }
+}
+
+TEST(AccumulationTest, EveryTwoAndThreeBranchesComputeTheRightNumbersOrAreRefused) {
+  for (const Variant& variant : kVariants) {
+    for (std::int32_t a = 0; a < kTraces; ++a) {
+      for (std::int32_t b = 0; b < kTraces; ++b) {
+        Check(variant, {a, b});
+        for (std::int32_t c = 0; c < kTraces; ++c) Check(variant, {a, b, c});
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardplan::test
