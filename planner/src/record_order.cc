@@ -51,20 +51,24 @@ class Recorder {
     std::erase_if(input_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
     std::erase_if(output_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
     std::map<ModuleId, std::int32_t> runs;
-    std::vector<std::int32_t> open;  // occurrence of every module that is running
+    std::vector<std::int32_t> open;          // occurrence of every module that is running
+    std::vector<const EnterEvent*> entered;  // and how it was entered
     Push(HostEventKind::kForwardBegin, -1);
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
       if (const auto* enter = std::get_if<EnterEvent>(&pass_->events[i])) {
         const ModuleId module = index_.canonical[enter->module];
         open.push_back(runs[module]++);
+        entered.push_back(enter);
         OnEnter(module, open.back(), static_cast<std::int32_t>(i));
       } else if (const auto* exit = std::get_if<ExitEvent>(&pass_->events[i])) {
         if (open.empty()) {
           return MakeInputError(fmt::format("/forwards/{}/events/{}", call.trace, i),
                                 "a module is left that was not entered");
         }
-        OnExit(index_.canonical[exit->module], open.back(), *exit, static_cast<std::int32_t>(i));
+        OnExit(index_.canonical[exit->module], open.back(), *entered.back(), *exit,
+               static_cast<std::int32_t>(i));
         open.pop_back();
+        entered.pop_back();
       }
     }
     Cut(static_cast<std::int32_t>(pass_->events.size()));
@@ -101,7 +105,8 @@ class Recorder {
     return to_run_[unit].empty();
   }
 
-  void OnExit(ModuleId module, std::int32_t occurrence, const ExitEvent& exit, std::int32_t position) {
+  void OnExit(ModuleId module, std::int32_t occurrence, const EnterEvent& enter, const ExitEvent& exit,
+              std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
     if (!LeaveGroup(unit, module)) return;
@@ -111,7 +116,11 @@ class Recorder {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
     }
     // Part of a forward can run without gradients: then nothing that trainable parameters made needs one.
-    if (!event.outputs_require_grad && !exit.outputs.empty() && IsTrainable(unit)) event.grad_enabled = false;
+    // What is passed through says nothing.
+    const bool makes = std::ranges::any_of(exit.outputs, [&](TensorId tensor) {
+      return std::ranges::find(enter.inputs, tensor) == enter.inputs.end();
+    });
+    if (!event.outputs_require_grad && makes && IsTrainable(unit)) event.grad_enabled = false;
     if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
     forward_names_.pop_back();
     segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();

@@ -57,8 +57,8 @@ def random_case(policy: str, seed: int) -> Case:
 
 
 def _mesh(rng: random.Random, policy: str) -> tuple[int, list[dict]]:
-    hybrid = [(4, [2, 2]), (2, [2, 1])] if policy == "fsdp2" else [(4, [2, 2])]
-    flat = [(n, [n]) for n in ((1, 2, 2, 3, 4) if policy == "fsdp2" else (2, 2, 3, 4))]
+    hybrid = [(4, [2, 2]), (2, [2, 1] if policy == "fsdp2" else [1, 2])]
+    flat = [(n, [n]) for n in (1, 2, 2, 3, 4)]
     ranks, sizes = rng.choice(flat * 2 + hybrid)
     names = ["replicate", "shard"][-len(sizes) :]
     return ranks, [{"name": name, "size": size} for name, size in zip(names, sizes)]
