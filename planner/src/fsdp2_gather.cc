@@ -81,9 +81,9 @@ void Fsdp2Policy::IssueAllGather(UnitId id, bool async) {
       group.training == TrainingState::kForward || group.training == TrainingState::kPreBackward;
   const bool own_streams = !async && in_hook && comm.initialised;
   const StreamId copy_in = own_streams ? comm.copy_in : kCompute;
-  const StreamId gather = own_streams ? comm.all_gather : kCompute;
   const bool post_forward = group.sharded == ShardedState::kShardedPostForward;
   const CommunicatorId communicator = post_forward ? unit.post_forward_communicator : unit.shard_communicator;
+  const StreamId gather = async ? CommunicatorStream(communicator) : own_streams ? comm.all_gather : kCompute;
 
   std::vector<BufferId> temporaries;  // dropped when foreach_all_gather returns
   const std::vector<BufferId> sources = GatherSources(id, copy_in, temporaries);
@@ -104,6 +104,12 @@ void Fsdp2Policy::IssueAllGather(UnitId id, bool async) {
   builder_.Record(event, gather);
   for (const BufferId buffer : temporaries) builder_.Free(buffer, copy_in);
   group.pending = PendingAllGather{output, event, async};
+}
+
+// ProcessGroupNCCL runs what is issued with async_op on a stream of its own, which waits for the current one;
+// the current one waits for it at the copy-out (Work.wait).
+StreamId Fsdp2Policy::CommunicatorStream(CommunicatorId communicator) {
+  return builder_.Stream(fmt::format("nccl.{}", partition_.communicators[communicator].name));
 }
 
 // Allocates a buffer of these parameters and copies `source` into it.

@@ -158,6 +158,7 @@ class Fsdp2Policy : public Policy {
   // fsdp2_gather.cc: FSDPParamGroup.unshard, wait_for_unshard, reshard
   void Unshard(UnitId unit, bool async, std::string_view reason);
   void IssueAllGather(UnitId unit, bool async);
+  StreamId CommunicatorStream(CommunicatorId communicator);
   std::vector<BufferId> GatherSources(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
   std::vector<BufferId> CopyShardsToDevice(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
   BufferId CopyInto(UnitId unit, BufferId source, std::vector<Bytes> parts,

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <map>
 #include <random>
 
 #include "planner/src/mesh.h"
@@ -200,6 +201,41 @@ TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
   EXPECT_GT(planned_cases, 900);
   EXPECT_GT(faulty, 5);
   EXPECT_GT(refused, 20);
+}
+
+// Issued with async_op, an all-gather runs on the process group's own stream between its copy-in and the wait
+// at its copy-out; nothing of it is on the runtime's all-gather streams.
+TEST(Fsdp2KnobsTest, AsynchronousAllGathersRunOnTheCommunicatorsStream) {
+  Strategy strategy{.units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
+  strategy.fsdp2.unshard_async_op = true;
+  const Result<PlannerOutput> planned =
+      MakePlan(GoldenTrace("small"), strategy, Cluster{.name = "any", .ranks = 2});
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  const Plan& plan = planned->plan;
+  const auto name = [&](const Instruction& i) { return plan.streams[i.stream].name; };
+  std::map<EventId, std::string> recorded_on;
+  std::map<UnitId, bool> arrived;  // by unit: the compute stream has waited for its gather
+  int gathers = 0, copies = 0;
+  for (const Trigger& trigger : plan.steps.front().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind == InstructionKind::kRecord) recorded_on[i.event] = name(i);
+      if (i.kind == InstructionKind::kCopyIn) {
+        EXPECT_EQ(name(i), "compute");
+      }
+      if (i.kind == InstructionKind::kAllGather) {
+        EXPECT_EQ(name(i), "nccl.shard");
+        arrived[i.unit] = false;
+        ++gathers;
+      } else if (i.kind == InstructionKind::kWait && name(i) == "compute") {
+        if (recorded_on[i.event] == "nccl.shard") arrived[i.unit] = true;
+      } else if (i.kind == InstructionKind::kCopyOut) {
+        EXPECT_TRUE(arrived[i.unit]) << i.unit;
+        ++copies;
+      }
+    }
+  }
+  EXPECT_EQ(gathers, copies);
+  EXPECT_EQ(gathers, 7);  // three layers twice, the root once
 }
 
 TEST(MeshTest, FlattensToAsFewDigitsAsCanBe) {
