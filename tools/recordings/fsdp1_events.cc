@@ -200,6 +200,7 @@ class Writer {
         break;
       case InstructionKind::kReduceScatter:
         AddCollective("reduce_scatter", plan_.buffers[i.src], i, "shard");
+        host_gradients_.Reduce(i.unit);
         reduced_ = true;
         break;
       case InstructionKind::kAllReduce:
@@ -209,7 +210,7 @@ class Writer {
       case InstructionKind::kGradAccumulate:
         // NO_SHARD: the gradient that is there is the unsharded one, which autograd adds to.
         if (plan_.buffers[i.dst].role == BufferRole::kGradSharded &&
-            plan_.units[i.unit].shard_communicator >= 0) {
+            plan_.units[i.unit].shard_communicator >= 0 && host_gradients_.AddsReduced(i.unit)) {
           AddSize(Add("accumulate_sharded", i.unit), plan_.buffers[i.dst]);
         }
         break;
@@ -220,7 +221,8 @@ class Writer {
         if (i.unit >= 0) host_gradients_.StepInBackward(i.unit);
         break;
       case InstructionKind::kOptimizerStep:
-        if (i.parameter >= 0 && HoldsPiece(plan_.units[i.unit], i.parameter)) {
+        if (i.parameter >= 0 &&
+            HoldsPiece(plan_, plan_.units[i.unit], plan_.units[i.unit].parameters[i.parameter])) {
           Add("optim_in_backward", i.unit).keys["param"] = plan_.units[i.unit].parameters[i.parameter].fqn;
         }
         break;
@@ -247,13 +249,6 @@ class Writer {
     if (gradient.role != BufferRole::kGradSharded) return;
     if (host_gradients_.Offload(i.unit)) AddSize(Add("accumulate_sharded", i.unit), plan_.buffers[i.dst]);
     AddSize(Add("offload_grad", i.unit), gradient);
-  }
-
-  // Whether rank 0, whose log it is, has a piece of the parameter.
-  bool HoldsPiece(const Unit& unit, std::int32_t parameter) const {
-    if (unit.shard_communicator < 0) return true;
-    return unit.parameters[parameter].flat_offset <
-           unit.flat_numel / plan_.communicators[unit.shard_communicator].size;
   }
 
   void OnFree(const Instruction& i) {

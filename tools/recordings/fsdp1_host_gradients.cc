@@ -4,6 +4,11 @@
 
 namespace shardplan::conformance {
 
+bool HoldsPiece(const Plan& plan, const Unit& unit, const UnitParameter& parameter) {
+  if (unit.shard_communicator < 0) return true;
+  return parameter.flat_offset < unit.flat_numel / plan.communicators[unit.shard_communicator].size;
+}
+
 HostGradients::HostGradients(const Plan& plan)
     : original_parameters_(plan.strategy.fsdp1.use_orig_params), units_(plan.units.size()) {
   const Fsdp1Sharding sharding = plan.strategy.fsdp1.sharding;
@@ -13,7 +18,11 @@ HostGradients::HostGradients(const Plan& plan)
     if (buffer.role != BufferRole::kParamSharded || buffer.unit < 0) continue;
     const Unit& unit = plan.units[buffer.unit];
     units_[buffer.unit].offloads = buffer.memory != MemoryKind::kDevice && unit.shard_communicator >= 0;
-    units_[buffer.unit].trains = std::ranges::any_of(unit.parameters, &UnitParameter::requires_grad);
+    State& state = units_[buffer.unit];
+    state.trains = std::ranges::any_of(unit.parameters, &UnitParameter::requires_grad);
+    state.holds = std::ranges::any_of(unit.parameters, [&](const UnitParameter& parameter) {
+      return parameter.requires_grad && HoldsPiece(plan, unit, parameter);
+    });
   }
 }
 
@@ -22,6 +31,7 @@ void HostGradients::RootPreForward() {
   if (!original_parameters_) return;
   for (State& unit : units_) {
     if (!unit.shown) unit.flat = unit.unsharded = false;
+    unit.forgotten = !unit.holds && !unit.unsharded;
   }
 }
 
@@ -29,7 +39,7 @@ void HostGradients::Reshard(UnitId id, bool in_forward, bool grad_enabled) {
   State& unit = units_[id];
   unit.sharded_now = true;
   unit.skipped_views = original_parameters_ && in_forward && grad_enabled && !reshards_after_forward_;
-  if (original_parameters_ && unit.trains && in_forward && !unit.skipped_views) unit.shown = true;
+  if (original_parameters_ && unit.holds && in_forward && !unit.skipped_views) unit.shown = true;
 }
 
 // _writeback_orig_params
@@ -52,8 +62,15 @@ bool HostGradients::Offload(UnitId id) {
   State& unit = units_[id];
   const bool adds = unit.offloads && unit.saved;
   unit.unsharded = false;
-  unit.saved = unit.shown = true;
+  unit.saved = true;
+  unit.shown = unit.holds || !original_parameters_;
   return adds;
+}
+
+void HostGradients::Reduce(UnitId id) {
+  State& unit = units_[id];
+  unit.dropped = unit.forgotten;
+  unit.forgotten = unit.unsharded = false;
 }
 
 void HostGradients::StepInBackward(UnitId id) {

@@ -1,4 +1,5 @@
-// Which gradients in host memory FSDP1 adds to on ranks that compute on a CPU.
+// Which sharded gradients FSDP1 adds to on rank 0: those in host memory where the ranks compute on a CPU, and
+// those on the device.
 #pragma once
 
 #include <vector>
@@ -7,12 +8,19 @@
 
 namespace shardplan::conformance {
 
+// Whether rank 0, whose log it is, has a piece of the parameter.
+bool HoldsPiece(const Plan& plan, const Unit& unit, const UnitParameter& parameter);
+
 // [Note: offloaded gradients on a CPU]
 // On a GPU the gradient of an earlier backward lies on another device than the flat parameter, and the new
 // one overwrites it. Where the ranks compute on the CPU, the runtime takes it for a gradient to accumulate
 // into. With use_orig_params it is there even without an earlier backward: the post-forward shows the (zero)
 // host gradient to the original parameters, and the next unshard takes that for a gradient that the user has
 // set.
+//
+// [Note: gradients that a rank forgets]
+// With use_orig_params the root's pre-forward drops a sharded gradient that no original parameter shows. On a
+// rank whose shard has no element of a trainable parameter that is every gradient of the unit.
 class HostGradients {
  public:
   explicit HostGradients(const Plan& plan);
@@ -26,6 +34,10 @@ class HostGradients {
   void Accumulate(UnitId unit);
   // The reduced gradient goes to the host: whether it is added to one.
   bool Offload(UnitId unit);
+  // The gradient is reduced on the device.
+  void Reduce(UnitId unit);
+  // Whether what was reduced last is added to a gradient that is there.
+  bool AddsReduced(UnitId unit) const { return !units_[unit].dropped; }
   void StepInBackward(UnitId unit);
   void BackwardEnd(bool synchronised);
   void ZeroGrad();
@@ -34,6 +46,9 @@ class HostGradients {
   struct State {
     bool offloads = false;
     bool trains = false;
+    bool holds = false;      // rank 0 has an element of a trainable parameter
+    bool forgotten = false;  // the sharded gradient on the device, as no original parameter shows it
+    bool dropped = false;    // ... when the last reduction ended
     bool shown = false;      // the original parameters' .grad
     bool flat = false;       // the flat parameter's, a shard
     bool unsharded = false;  // the flat parameter's, of micro-batches that did not reduce
