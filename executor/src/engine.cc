@@ -123,7 +123,7 @@ const Instruction& Engine::Impl::CurrentInstruction() const {
 
 std::string Engine::Impl::Where() const {
   const ProgramTrigger& trigger = program_.triggers[trigger_];
-  const std::string at = fmt::format("step {}, {}", steps_completed_, Describe(plan_, trigger.key));
+  std::string at = fmt::format("step {}, {}", steps_completed_, Describe(plan_, trigger.key));
   if (!in_trigger_) return fmt::format("before {}", at);
   if (op_ >= trigger.count) return at;
   return fmt::format("{}, instruction {}: {}", at, op_, shardplan::Describe(plan_, CurrentInstruction()));

@@ -117,7 +117,7 @@ inline constexpr bool kIsBlock = false;
 // Alternatives of a variant are told apart by a tag. An event is an array [tag, field, ...] of which optional
 // fields at the end may be missing; anything else is an object with the tag in the field "call".
 template <typename T>
-inline constexpr std::string_view kTag = "";
+inline constexpr std::string_view kTag{};
 template <typename T>
 inline constexpr bool kIsEvent = false;
 inline constexpr std::string_view kTagField = "call";

@@ -145,7 +145,7 @@ class Lowering {
     step_.origins.push_back(origin);
     step_.next_in_stream.push_back(-1);
     if (instruction.stream < 0) return;
-    const auto stream = static_cast<std::size_t>(instruction.stream);
+    const auto stream = static_cast<std::size_t>(std::int32_t{instruction.stream});
     std::int32_t& last = last_in_stream_[stream];
     (last < 0 ? step_.first_in_stream[stream] : step_.next_in_stream[static_cast<std::size_t>(last)]) = index;
     last = index;

@@ -370,7 +370,7 @@ class StreamBuilder {
   void RunOptimizer(UnitId unit) {
     if (has_state_buffers_) return;  // the plan says it all
     MemoryBlock block{.category = CategoryOf(BufferRole::kOptimizerState), .unit = unit};
-    std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit + 1)];
+    std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
     if (!made) {
       made = true;
       for (const Bytes tensor : OptimizerStateTensors(plan_, unit)) {

@@ -206,7 +206,8 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryStream& stream, const
     Reserver again(plan, stream, options);
     result.map_at_peak = again.MapAfter(reserver.peak_action() + 1);
   }
-  return result;
+  // Values only, nothing that points into the reserver.
+  return result;  // NOLINT(clang-analyzer-core.StackAddressEscape)
 }
 
 std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryStream& stream,
