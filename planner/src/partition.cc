@@ -147,7 +147,10 @@ class Partitioner {
           }
         }
       }
-      if (rule.group && !group.modules.empty()) calls_.push_back(std::move(group));
+      if (!group.modules.empty()) {
+        DropInner(group.modules);
+        calls_.push_back(std::move(group));
+      }
     }
     if (!taken.contains(0) && (flat_ || strategy_.fsdp2.shard_root)) {
       calls_.push_back({{0}, nullptr, "/units"});
@@ -159,6 +162,19 @@ class Partitioner {
                        [](const Call& a, const Call& b) { return a.modules[0] > b.modules[0]; });
     }
     return {};
+  }
+
+  void AddReachable(ModuleId entry, std::set<ModuleId>& found) const {
+    for (const ModuleId child : index_.children[index_.canonical[entry]]) {
+      if (found.insert(index_.canonical[child]).second) AddReachable(child, found);
+    }
+  }
+
+  // _get_root_modules: of a group's modules those that are inside another of them are nothing of their own.
+  void DropInner(std::vector<ModuleId>& modules) const {
+    std::set<ModuleId> inner;
+    for (const ModuleId module : modules) AddReachable(module, inner);
+    std::erase_if(modules, [&](ModuleId module) { return inner.contains(module); });
   }
 
   // _get_managed_modules: the call's modules and what is under them, without units made before, children
@@ -188,9 +204,6 @@ class Partitioner {
     for (const ModuleId module : call.modules) Collect(module, visited, managed);
     for (const std::string& fqn : choice.unit.modules) {
       choice.unit.fqn += (choice.unit.fqn.empty() ? "" : ",") + fqn;
-    }
-    if (choice.is_root && call.modules.size() > 1) {
-      return MakeInputError(call.pointer, "the root cannot be in a group of modules", choice.unit.fqn);
     }
     for (const ModuleId module : managed) {
       if (result_.managed_by[module] >= 0) {

@@ -73,6 +73,17 @@ TEST(PartitionTest, GroupIsOneUnit) {
   EXPECT_EQ(plan.units[1].parameters.size(), 2u);
 }
 
+TEST(PartitionTest, GroupDropsModulesInsideItsOthers) {
+  const auto planned = [](std::vector<std::string> modules) {
+    return MustPlan(Nested(), {.units = {{.modules = std::move(modules), .group = true}}});
+  };
+  const Plan nested = planned({"blocks.0.mlp.up", "blocks.0", "blocks.1.attn"});
+  EXPECT_THAT(UnitNames(nested), ElementsAre("", "blocks.0,blocks.1.attn"));
+  EXPECT_THAT(nested.units[1].modules, ElementsAre("blocks.0", "blocks.1.attn"));
+  EXPECT_EQ(nested.units[1].parameters.size(), 5u);
+  EXPECT_THAT(UnitNames(planned({"blocks.0", ""})), ElementsAre(""));
+}
+
 TEST(PartitionTest, ParameterOrderIsChildrenFirstInFsdp2AndTreeOrderInFsdp1) {
   const Strategy fsdp2{.units = {{.modules = {"blocks.0"}}}};
   EXPECT_THAT(ParameterNames(MustPlan(Nested(), fsdp2).units[1]),

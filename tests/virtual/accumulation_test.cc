@@ -22,6 +22,7 @@ struct Variant {
   const char* name;
   const char* setter;  // false before the first micro-batch, true before the last one
   bool low_precision = false, offload = false, pin = false, replicated = false;
+  bool group = false;  // two branches, one of which is not always taken, are a unit
 };
 const Variant kVariants[] = {
     {.name = "sync", .setter = nullptr},
@@ -35,6 +36,8 @@ const Variant kVariants[] = {
     {.name = "sync_replicated", .setter = nullptr, .replicated = true},
     {.name = "no_sync", .setter = "set_requires_gradient_sync"},
     {.name = "no_sync_cast", .setter = "set_requires_gradient_sync", .low_precision = true},
+    {.name = "sync_group", .setter = nullptr, .group = true},
+    {.name = "no_sync_group", .setter = "set_requires_gradient_sync", .group = true},
     {.name = "no_all_reduce", .setter = "set_requires_all_reduce", .replicated = true},
 };
 
@@ -42,6 +45,9 @@ PlanCase Branches(const Variant& variant, const std::vector<std::int32_t>& trace
   PlanCase c = RecordedCase("fsdp2/branchy_default_w2");
   c.name = variant.name;
   c.strategy.units = {{.modules = {""}}};
+  if (variant.group) {
+    c.strategy.units = {{.modules = {"branches.c", "branches.d"}, .group = true}, {.modules = {""}}};
+  }
   c.strategy.cpu_offload = variant.offload;
   c.strategy.pin_memory = variant.pin;
   if (variant.low_precision) {
