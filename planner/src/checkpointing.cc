@@ -24,6 +24,7 @@ struct Region {
   std::size_t enter = 0, exit = 0;  // events of the forward
   std::vector<StorageId> inputs;
   std::set<StorageId> saved;              // born inside, read by the region's own backward
+  std::set<ParameterId> parameters;       // read by the region's own backward
   std::map<StorageId, StorageId> remade;  // by the recomputation
   std::size_t first_use = 0;              // position in the backward that needs the recomputation
   bool recomputes = false;
@@ -195,7 +196,7 @@ class Checkpointer {
       if (const auto* op = std::get_if<OperatorEvent>(&event)) {
         if (op->module >= 0 && ReadsSaved(*op)) {
           for (Region& region : regions_) {
-            if (!region.done && IsUnder(op->module, region.module)) region.end = i;
+            if (!region.done && IsUnder(op->module, region.module)) Unpack(region, *op, i);
           }
         }
         for (const StorageId s : op->reads) UseInBackward(s, op->module, i);
@@ -215,6 +216,15 @@ class Checkpointer {
         life->second.death = i;
       }
     }
+  }
+
+  // Whatever a node of the region saved, also a parameter, comes from the recomputation.
+  static void Unpack(Region& region, const OperatorEvent& op, std::size_t position) {
+    region.end = position;
+    if (!region.started) return;
+    region.parameters.insert(op.parameters.begin(), op.parameters.end());
+    if (!region.recomputes) region.first_use = position;
+    region.recomputes = true;
   }
 
   // A node may run operators behind the last one that reads what it saved; it gives that up when all have
@@ -310,7 +320,8 @@ class Checkpointer {
     if (!forward_only && allocate.role == StorageRole::kForwardTemp) allocate.role = StorageRole::kSaved;
   }
 
-  // Everything of the region's forward up to the point where the last saved tensor is there.
+  // Everything of the region's forward up to the point where the last tensor has been saved: an operator
+  // saves inputs, its parameters among them, before it runs, outputs behind it.
   std::vector<TraceEvent> Recompute(Region& region) {
     const Pass& pass = trace_.forwards[region.forward];
     std::size_t stop = region.exit;
@@ -319,6 +330,10 @@ class Checkpointer {
       for (std::size_t i = region.enter; i <= region.exit; ++i) {
         const auto* op = std::get_if<OperatorEvent>(&pass.events[i]);
         if (op == nullptr) continue;
+        if (std::ranges::any_of(op->parameters,
+                                [&](ParameterId p) { return region.parameters.contains(p); })) {
+          stop = std::max(stop, BeforeAllocations(pass.events, i) - 1);
+        }
         for (const StorageId s : op->writes) {
           if (region.saved.contains(s)) stop = i;
         }
@@ -366,16 +381,17 @@ class Checkpointer {
     return op;
   }
 
-  // A node unpacks what it saved before it allocates its results.
-  std::size_t BeforeAllocations(std::size_t position) const {
-    while (position > 0 && std::holds_alternative<AllocateEvent>(backward_->events[position - 1])) --position;
+  // A node packs what it saves of its inputs, and unpacks that, before it allocates its results.
+  static std::size_t BeforeAllocations(const std::vector<TraceEvent>& events, std::size_t position) {
+    while (position > 0 && std::holds_alternative<AllocateEvent>(events[position - 1])) --position;
     return position;
   }
 
   void RewriteBackward(std::size_t b) {
     std::map<std::size_t, std::vector<Region*>> recompute_at;
     for (Region& region : regions_) {
-      if (region.recomputes) recompute_at[BeforeAllocations(region.first_use)].push_back(&region);
+      if (region.recomputes)
+        recompute_at[BeforeAllocations(backward_->events, region.first_use)].push_back(&region);
     }
     std::map<std::size_t, std::vector<StorageId>> drop_behind;  // inputs that live longer than before
     for (const auto& [storage, until] : kept_until_) {

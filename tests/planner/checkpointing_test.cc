@@ -101,6 +101,31 @@ TEST(CheckpointingTest, EarlyStopEndsWithTheLastSavedTensor) {
   EXPECT_EQ(Replay(*stopped).left, 0);
 }
 
+// A matrix product with a frozen weight saves nothing but that: what comes before it runs again for it.
+TEST(CheckpointingTest, EarlyStopIsBehindWhatLeadsToTheLastSavedParameter) {
+  Trace plain = Blocks();
+  for (TraceEvent& event : plain.backwards[0].events) {
+    auto* op = std::get_if<OperatorEvent>(&event);
+    if (op == nullptr) continue;
+    const std::string& fqn = plain.modules[op->module].fqn;
+    if (fqn.ends_with(".y")) op->reads = {op->reads[0] - 1};
+    if (fqn.ends_with(".z")) op->reads.clear();
+  }
+  const Result<Trace> stopped = ApplyCheckpointing(plain, {.modules = {"blocks.*"}});
+  ASSERT_TRUE(stopped);
+  EXPECT_EQ(Flops(stopped->backwards[0]) - Flops(plain.backwards[0]), 2 * kBlocks * 1'000'000);
+  EXPECT_EQ(Replay(*stopped).left, 0);
+  int again = 0, products = 0;
+  for (const TraceEvent& event : stopped->backwards[0].events) {
+    if (std::holds_alternative<RecomputeEnterEvent>(event)) ++again;
+    const auto* op = std::get_if<OperatorEvent>(&event);
+    if (op == nullptr || op->flops != 2'000'000 || !plain.modules[op->module].fqn.ends_with(".z")) continue;
+    ++products;
+    EXPECT_EQ(again, 4 * products) << "the block and its three modules are entered again before its backward";
+  }
+  EXPECT_EQ(products, kBlocks);
+}
+
 // The last node that saved something may end with operators that read none of it (the square of a norm): the
 // block's input is there until the node gives up what it saved.
 TEST(CheckpointingTest, InputsStayUntilTheLastNodeIsThrough) {
