@@ -109,6 +109,15 @@ void Check(const Variant& variant, const std::vector<std::int32_t>& traces) {
     return;
   }
   EXPECT_TRUE(planned->faults.empty());
+  // A gradient that is added to an earlier one on the host comes without overlap, into pageable memory.
+  int arrived = 0;
+  for (const Buffer& buffer : planned->plan.buffers) {
+    if (buffer.role != BufferRole::kGradHost) continue;
+    const bool added = buffer.name.contains("grad_host.new");
+    arrived += added ? 1 : 0;
+    EXPECT_EQ(buffer.memory == MemoryKind::kPinnedHost, variant.pin && !added) << buffer.name;
+  }
+  EXPECT_EQ(arrived > 0, variant.offload);
   ExpectedValues expected(planned->plan, c.trace, c.steps);
   for (std::uint64_t seed = 1; seed <= 2; ++seed) {
     ASSERT_EQ(RunChecked(planned->plan, expected, seed).failure, "") << "seed " << seed;
