@@ -6,6 +6,7 @@ from equivalence import Case
 from equivalence_models import BLOCKS
 
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
+ONE_REPLICA = [{"name": "replicate", "size": 1}, {"name": "shard", "size": 2}]
 FORWARD, BACKWARD = {"call": "forward"}, {"call": "backward"}
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
@@ -57,6 +58,9 @@ _BOTH = [
     ("no_shard_3", {"sharding": "no_shard", "ranks": 3}),
     ("hybrid", {"sharding": "hybrid_shard", "ranks": 4, "mesh": HSDP}),
     ("hybrid_zero2", {"sharding": "hybrid_shard_zero2", "ranks": 4, "mesh": HSDP}),
+    ("one_rank", {"ranks": 1}),
+    ("one_rank_bf16", {"ranks": 1, "mixed_precision": BF16}),
+    ("one_replica", {"sharding": "hybrid_shard", "ranks": 2, "mesh": ONE_REPLICA}),
     ("post", {"backward_prefetch": "backward_post"}),
     ("none", {"backward_prefetch": "none", "limit_all_gathers": False}),
     ("forward_prefetch", {"forward_prefetch": True}),
