@@ -150,6 +150,7 @@ Status Fsdp2Policy::PreForward(const HostEvent& event) {
   RootPreForward(unit);
   if (group.has_parameters) {
     group.training = TrainingState::kForward;
+    group.forward_open = !recompute;
     Unshard(unit, group.unshard_async_op, recompute ? "recompute" : "pre_forward");
     WaitForUnshard(unit);
   }
@@ -167,6 +168,7 @@ void Fsdp2Policy::PostForward(const HostEvent& event) {
   if (group.state_training == TrainingState::kPreBackward) return;
   CommContext& comm = Comm(unit);
   if (group.has_parameters) {
+    group.forward_open = false;
     if (event.kind == HostEventKind::kPostForward) {  // not in a backward
       Reshard(unit);
       group.post_forward_indices.push_back(static_cast<std::int32_t>(comm.post_forward_order.size()));
@@ -278,6 +280,13 @@ Status Fsdp2Policy::FinalCallback(StateContext& context, CommContext& comm) {
       if (Status s = PostBackward(unit, "final"); !s) return s;
     }
     group.state_training = group.training = TrainingState::kIdle;
+    if (group.forward_open && !context.is_last_backward && partition_.units[unit].modules.size() > 1) {
+      AddFault(Rule::kUseBeforeUnshard,
+               "a module of a group has not run in its last forward, and before the last backward nothing "
+               "makes the "
+               "group's hooks forget it: PyTorch does not unshard the group in the next forward, and fails");
+    }
+    group.forward_open = false;
     builder_.SetReason("finalize");
     if (context.is_last_backward && group.has_parameters) FinalizeBackward(unit);
   }

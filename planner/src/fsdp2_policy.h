@@ -60,6 +60,7 @@ class Fsdp2Policy : public Policy {
     TrainingState training = TrainingState::kIdle;        // FSDPParamGroup's
     ShardedState sharded = ShardedState::kSharded;
     std::optional<PendingAllGather> pending;
+    bool forward_open = false;  // its pre-forward has run, its post-forward not yet
     std::vector<std::int32_t> post_forward_indices;
     bool reshard_after_forward_recorded = false;
     EventId post_reduce_event = -1;
