@@ -281,10 +281,10 @@ Status Fsdp2Policy::FinalCallback(StateContext& context, CommContext& comm) {
     }
     group.state_training = group.training = TrainingState::kIdle;
     if (group.forward_open && !context.is_last_backward && partition_.units[unit].modules.size() > 1) {
-      AddFault(Rule::kUseBeforeUnshard,
-               "a module of a group has not run in its last forward, and before the last backward nothing "
-               "makes the "
-               "group's hooks forget it: PyTorch does not unshard the group in the next forward, and fails");
+      AddFault(
+          Rule::kUseBeforeUnshard,
+          "a module of a group has not run in its last forward, and before the last backward nothing makes "
+          "the group's hooks forget it: PyTorch does not unshard the group in the next forward, and fails");
     }
     group.forward_open = false;
     builder_.SetReason("finalize");
