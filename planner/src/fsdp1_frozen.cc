@@ -86,11 +86,11 @@ class ForwardGradients {
     frame.trains = HasTrainableParameter(module) || std::ranges::any_of(enter.inputs, [&](TensorId t) {
                      return pass_.tensors[t].requires_grad;
                    });
-    open_.push_back(std::move(frame));
+    open_.push_back(frame);
   }
 
   void Exit(const ExitEvent& exit, std::int32_t position) {
-    const Frame frame = std::move(open_.back());
+    const Frame frame = open_.back();
     open_.pop_back();
     // What needs no gradient although the plain module trains is detached.
     for (const TensorId tensor : exit.outputs) See(tensor, frame.uses_gradients && !frame.trains);

@@ -208,7 +208,7 @@ Result<std::vector<UnitRule>> ExpandWrapPolicy(const Trace& trace, const ModelIn
   return rules;
 }
 
-void CastBuffers(const Trace& trace, const ModelIndex& index, const Partition& partition,
+void CastBuffers(const ModelIndex& index, const Partition& partition,
                  const std::set<ModuleId>& ignored_modules, std::vector<ModuleBuffer>& buffers) {
   for (ModuleBuffer& buffer : buffers) {
     const std::size_t dot = buffer.fqn.rfind('.');

@@ -29,7 +29,7 @@ Result<std::vector<UnitRule>> ExpandWrapPolicy(const Trace& trace, const ModelIn
 
 // The model's buffers as FSDP1 casts them before the first forward: floating ones to the buffer_dtype of the
 // innermost unit around them, those of ignored modules not.
-void CastBuffers(const Trace& trace, const ModelIndex& index, const Partition& partition,
+void CastBuffers(const ModelIndex& index, const Partition& partition,
                  const std::set<ModuleId>& ignored_modules, std::vector<ModuleBuffer>& buffers);
 
 }  // namespace shardplan

@@ -182,7 +182,7 @@ Fsdp2Policy::Divide Fsdp2Policy::DivideFactors(UnitId unit) const {
     } else if (*group.gradient_divide_factor == static_cast<double>(ShardRanks(unit))) {
       divide.reduce_scatter = ReduceOp::kAverage;
     } else if (!single) {
-      divide.pre = *group.gradient_divide_factor;  // NCCL multiplies while it sums (premul_sum)
+      divide.pre = group.gradient_divide_factor;  // NCCL multiplies while it sums (premul_sum)
     }
     return divide;
   }

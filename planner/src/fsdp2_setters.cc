@@ -220,7 +220,7 @@ Status Fsdp2Policy::NumberSetter(const ModuleCall& call, UnitId unit, bool in_se
       return MakeInputError("", "the divide factor can be set before the first step only", call.method,
                             "in setup");
     }
-    groups_[unit].gradient_divide_factor = *call.number;
+    groups_[unit].gradient_divide_factor = call.number;
     return {};
   }
   const auto count = static_cast<std::int64_t>(*call.number);

@@ -23,7 +23,7 @@ OptimizerMemory::OptimizerMemory(const Optimizer& optimizer, const Partition& pa
 std::vector<Bytes> OptimizerMemory::TrainableShards(UnitId id) const {
   const Unit& unit = partition_.units[id].unit;
   const std::int64_t ranks = unit.shard_communicator < 0 ? 1 : partition_.units[id].shard_size;
-  const std::vector<Bytes> shards = ShardParts(unit, ranks, unit.orig_dtype);
+  std::vector<Bytes> shards = ShardParts(unit, ranks, unit.orig_dtype);
   if (unit.layout == LayoutKind::kFlat) return shards;
   std::vector<Bytes> trainable;
   for (std::size_t p = 0; p < shards.size(); ++p) {

@@ -111,7 +111,7 @@ Status DescribePass(Planning& p) {
   if (p.strategy.policy == "fsdp1") {
     Result<std::set<ModuleId>> ignored = IgnoredModules(*p.trace, p.index, p.strategy);
     if (!ignored) return std::unexpected(ignored.error());
-    CastBuffers(*p.trace, p.index, p.partition, *ignored, plan.model_buffers);
+    CastBuffers(p.index, p.partition, *ignored, plan.model_buffers);
   }
   std::int64_t forwards = 0;  // that are trained on, in the step that repeats
   if (!p.strategy.program.empty()) {
@@ -174,7 +174,7 @@ Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, con
     if (!status) return std::unexpected(std::move(status.error()));
   }
   Plan& plan = planning.output.plan;
-  Status status = RunTimed("digest", options, [&]() -> Status {
+  Status status = RunTimed("digest", options, [&] -> Status {
     plan.digests = {Digest(ToJson(trace)), Digest(ToJson(strategy)), Digest(ToJson(cluster))};
     return {};
   });

@@ -36,7 +36,7 @@ class GraphBuilder {
         }
       }
     }
-    return std::move(graph_);
+    return graph_;
   }
 
  private:
