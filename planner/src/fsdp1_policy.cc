@@ -10,7 +10,6 @@
 namespace shardplan {
 namespace {
 
-constexpr StreamId kCompute = 0;
 constexpr StreamId kHost = -1;
 
 }  // namespace

@@ -3,12 +3,12 @@
 #include <algorithm>
 
 #include "fsdp1_policy.h"
+#include "gradient_division.h"
 #include "layout.h"
 
 namespace shardplan {
 namespace {
 
-constexpr StreamId kCompute = 0;
 constexpr StreamId kHost = -1;
 
 }  // namespace
@@ -21,17 +21,13 @@ std::int64_t Fsdp1Policy::DataParallelRanks(const Unit& unit) const {
   return ranks;
 }
 
-// Default: a power of two, about the square root of the ranks (DefaultState._get_gradient_predivide_factor).
 // A communication hook has a state of its own with the defaults.
 double Fsdp1Policy::PredivideFactor(const Unit& unit) const {
   const Fsdp1Knobs& knobs = strategy_.fsdp1;
   if (knobs.gradient_predivide_factor && knobs.comm_hook == Fsdp1CommHook::kNone) {
     return *knobs.gradient_predivide_factor;
   }
-  const std::int64_t ranks = DataParallelRanks(unit);
-  std::int64_t factor = 1;
-  while (ranks % factor == 0 && ranks / factor > factor) factor *= 2;
-  return static_cast<double>(factor);
+  return shardplan::PredivideFactor(static_cast<double>(DataParallelRanks(unit)));
 }
 
 double Fsdp1Policy::PostdivideFactor(const Unit& unit) const {
@@ -40,10 +36,8 @@ double Fsdp1Policy::PostdivideFactor(const Unit& unit) const {
     return *knobs.gradient_postdivide_factor;
   }
   // Set when FSDP1 is constructed: the other factor's later change does not change it.
-  const std::int64_t ranks = DataParallelRanks(unit);
-  std::int64_t factor = 1;
-  while (ranks % factor == 0 && ranks / factor > factor) factor *= 2;
-  return static_cast<double>(ranks) / static_cast<double>(factor);
+  const auto ranks = static_cast<double>(DataParallelRanks(unit));
+  return ranks / shardplan::PredivideFactor(ranks);
 }
 
 // Of the gradient that autograd makes.

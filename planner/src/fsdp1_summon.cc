@@ -8,8 +8,6 @@
 namespace shardplan {
 namespace {
 
-constexpr StreamId kCompute = 0;
-
 bool IsUnder(const std::string& fqn, const std::string& module) {
   return module.empty() || fqn == module || fqn.starts_with(module + ".");
 }

@@ -13,12 +13,6 @@
 #include "fsdp2_policy.h"
 
 namespace shardplan {
-namespace {
-
-constexpr StreamId kCompute = 0;
-
-}  // namespace
-
 Status Fsdp2Policy::ShareCommContexts() {
   const auto& shared = strategy_.fsdp2.shared_comm_contexts;
   for (std::size_t s = 0; s < shared.size(); ++s) {

@@ -17,8 +17,6 @@
 namespace shardplan {
 namespace {
 
-constexpr StreamId kCompute = 0;
-
 std::vector<std::int32_t> AllParameters(const Unit& unit) {
   std::vector<std::int32_t> all(unit.parameters.size());
   std::iota(all.begin(), all.end(), 0);

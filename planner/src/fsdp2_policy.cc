@@ -8,8 +8,6 @@
 namespace shardplan {
 namespace {
 
-constexpr StreamId kCompute = 0;
-
 std::string ListState(const auto& list) { return fmt::format("[{}]", fmt::join(list, ",")); }
 
 std::string GradState(const std::set<std::int32_t>& grads,

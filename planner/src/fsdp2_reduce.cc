@@ -2,20 +2,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <utility>
 
 #include "fsdp2_policy.h"
+#include "gradient_division.h"
 #include "layout.h"
 
 namespace shardplan {
-namespace {
-
-constexpr StreamId kCompute = 0;
-
-}  // namespace
-
 BufferId Fsdp2Policy::GradBuffer(UnitId id, const std::set<std::int32_t>& parameters, bool accumulated) {
   const Unit& unit = UnitOf(id);
   const DType dtype = accumulated ? unit.reduce_dtype : groups_[id].grad_dtype;
@@ -191,10 +185,8 @@ Fsdp2Policy::Divide Fsdp2Policy::DivideFactors(UnitId unit) const {
     divide.post = factor;
     return divide;
   }
-  double pre = 1;  // about the square root of the factor before, the rest after: neither over- nor underflow
-  while (std::fmod(factor, pre) == 0 && factor / pre > pre) pre *= 2;
-  divide.pre = pre;
-  divide.post = factor / pre;
+  divide.pre = PredivideFactor(factor);
+  divide.post = factor / *divide.pre;
   return divide;
 }
 

@@ -8,7 +8,6 @@
 namespace shardplan {
 namespace {
 
-constexpr StreamId kCompute = 0;
 constexpr StreamId kHost = -1;
 
 }  // namespace

@@ -13,6 +13,9 @@
 
 namespace shardplan {
 
+// Where the model computes: streams[0] of every plan.
+inline constexpr StreamId kCompute = 0;
+
 class ProgramBuilder {
  public:
   ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan);

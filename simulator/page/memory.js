@@ -1,11 +1,5 @@
-'use strict';
 // data: categories, labels, units, marks [[action, text index]...], begin, end (actions), peak (action), blocks
 // [bytes, category, unit, label, born, died, address, size]..., segments [address, bytes, from, to]...
-const data = JSON.parse(document.getElementById('data').textContent);
-const $ = (id) => document.getElementById(id);
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
-const stack = ['#4e79a7', '#f28e2b', '#59a14f', '#e15759', '#b07aa1', '#76b7b2', '#edc948', '#9c755f', '#ff9da7',
-  '#86bcb6', '#d37295', '#a0cbe8', '#8cd17d', '#bab0ac', '#499894', '#d4a6c8'];
 const left = 92, axis = 24;
 let view = [data.begin, data.end];
 
@@ -14,7 +8,6 @@ function size(bytes) {
   if (bytes >= 2 ** 20) return (bytes / 2 ** 20).toFixed(2) + ' MiB';
   return (bytes / 1024).toFixed(1) + ' KiB';
 }
-const escape = (text) => text.replace(/[&<>"]/g, (c) => '&#' + c.charCodeAt(0) + ';');
 const blocks = data.blocks.map((b) => ({bytes: b[0], category: b[1], unit: b[2], label: data.labels[b[3]], born: b[4],
   died: b[5] < 0 ? Infinity : b[5], address: b[6], size: b[7]}));
 
@@ -57,14 +50,7 @@ shown.forEach((c, i) => { hue[c] = stack[i % stack.length]; });
 const top_ = series.reduce((a, p) => Math.max(a, p.total), 1);
 
 function surface(id, height) {
-  const canvas = $(id), ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
-  canvas.style.height = height + 'px';
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const c = canvas.getContext('2d');
-  c.scale(ratio, ratio);
-  c.font = '12px system-ui, sans-serif';
-  c.textBaseline = 'middle';
+  const {c, width} = scaledCanvas(id, height);
   return {c, width, height, x: (at) => left + (at - view[0]) / Math.max(1, view[1] - view[0]) * (width - left)};
 }
 function marks(s, bottom) {

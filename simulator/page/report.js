@@ -1,10 +1,3 @@
-'use strict';
-const data = JSON.parse(document.getElementById('data').textContent);
-const $ = (id) => document.getElementById(id);
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
-// Twelve hues far enough apart for neighbours in a stack.
-const stack = ['#4e79a7', '#f28e2b', '#59a14f', '#e15759', '#b07aa1', '#76b7b2', '#edc948', '#9c755f', '#ff9da7',
-  '#86bcb6', '#d37295', '#a0cbe8', '#8cd17d', '#bab0ac', '#499894', '#d4a6c8'];
 const rowHeight = 26, rowGap = 5, left = 132, axis = 22;
 const groups = ['forward', 'backward', 'optimizer', 'all_gather', 'reduce_scatter', 'all_reduce', 'copy', 'wait', 'host', 'trigger'];
 const groupNames = {forward: 'forward compute', backward: 'backward compute', optimizer: 'optimizer', copy: 'copies and casts',
@@ -25,7 +18,6 @@ function size(bytes) {
   return (bytes / 1024).toFixed(1) + ' KiB';
 }
 const percent = (part) => (100 * part).toFixed(1) + ' %';
-const escape = (text) => text.replace(/[&<>"]/g, (c) => '&#' + c.charCodeAt(0) + ';');
 const element = (tag, text, name) => {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
@@ -130,14 +122,7 @@ const columnMinimum = (p, c) => p.memory.reduce((a, m) => Math.min(a, m[c + 1]),
 
 // ---- drawing ----
 function surface(id, height) {
-  const canvas = $(id), ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
-  canvas.style.height = height + 'px';
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const c = canvas.getContext('2d');
-  c.scale(ratio, ratio);
-  c.font = '12px system-ui, sans-serif';
-  c.textBaseline = 'middle';
+  const {c, width} = scaledCanvas(id, height);
   return {c, width, height, x: (t) => left + (t - view[0]) / (view[1] - view[0]) * (width - left)};
 }
 function ticks(s, y) {

@@ -140,33 +140,25 @@ class PageWriter {
   std::map<std::string, std::size_t> label_index_;
 };
 
-void Replace(std::string& text, std::string_view what, const std::string& with) {
-  text.replace(text.find(what), what.size(), with);
-}
-
 }  // namespace
 
 std::string MemoryHtml(const Plan& plan, const MemoryStream& stream, const ReservedMemory* reserved) {
   const MemoryExplanation explanation = ExplainMemory(plan, stream);
   const std::string model = internal::HtmlText(plan.model.empty() ? "shardplan" : plan.model);
   std::string body(kBody);
-  Replace(body, "@MODEL", model);
-  Replace(body, "@ABOUT",
-          internal::HtmlText(fmt::format("{}, {} ranks, memory of one", plan.policy, plan.world_size)));
-  Replace(body, "@PEAK",
-          internal::HtmlText(fmt::format("Peak {} in {}.", internal::Gibibytes(explanation.peak_bytes),
-                                         explanation.peak_text)));
+  internal::Replace(body, "@MODEL", model);
+  internal::Replace(
+      body, "@ABOUT",
+      internal::HtmlText(fmt::format("{}, {} ranks, memory of one", plan.policy, plan.world_size)));
+  internal::Replace(
+      body, "@PEAK",
+      internal::HtmlText(
+          fmt::format("Peak {} in {}.", internal::Gibibytes(explanation.peak_bytes), explanation.peak_text)));
   const Bytes held = reserved == nullptr ? Bytes{} : reserved->peak_reserved_bytes;
-  Replace(body, "@RESERVED", fmt::format("At most {} reserved.", internal::Gibibytes(held)));
-  std::string out = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n";
-  out += "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>";
-  out += model + " &ndash; memory</title>\n<style>\n";
-  out += internal::ReportStyle();
-  out += "</style></head><body>" + body + "<script type=\"application/json\" id=\"data\">";
+  internal::Replace(body, "@RESERVED", fmt::format("At most {} reserved.", internal::Gibibytes(held)));
+  std::string out = internal::PageHead(model + " &ndash; memory", body);
   PageWriter(plan, stream, reserved, out).Write(explanation.peak_action);
-  out += "</script>\n<script>\n";
-  out += internal::MemoryScript();
-  out += "</script></body></html>\n";
+  out += internal::PageTail(internal::MemoryScript());
   return out;
 }
 

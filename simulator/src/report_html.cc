@@ -262,10 +262,6 @@ constexpr std::string_view kBody = R"page(
 </main><div id="tip"></div>
 )page";
 
-void Replace(std::string& text, std::string_view what, const std::string& with) {
-  text.replace(text.find(what), what.size(), with);
-}
-
 }  // namespace
 
 std::string ReportHtml(const std::vector<const Plan*>& plans,
@@ -274,26 +270,20 @@ std::string ReportHtml(const std::vector<const Plan*>& plans,
   const Report first = simulations.empty() ? Report{} : simulations.front()->report;
   const std::string model = first.model.empty() ? "shardplan" : first.model;
   std::string body(kBody);
-  Replace(body, "@MODEL", internal::HtmlText(model));
-  Replace(body, "@CLUSTER",
-          internal::HtmlText(fmt::format("{}, {} ranks, simulated", first.cluster, first.world_size)));
-  std::string out = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n";
-  out += "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>";
-  out += internal::HtmlText(model) + " &ndash; shardplan</title>\n<style>\n";
-  out += internal::ReportStyle();
-  out += "</style></head><body>";
-  out += body;
-  out += fmt::format("<script type=\"application/json\" id=\"data\">{{\"ranks\":{},\"comparison\":[",
-                     first.world_size);
+  internal::Replace(body, "@MODEL", internal::HtmlText(model));
+  internal::Replace(
+      body, "@CLUSTER",
+      internal::HtmlText(fmt::format("{}, {} ranks, simulated", first.cluster, first.world_size)));
+  std::string out = internal::PageHead(internal::HtmlText(model) + " &ndash; shardplan", body);
+  out += fmt::format("{{\"ranks\":{},\"comparison\":[", first.world_size);
   AppendComparison(simulations, out);
   out += "],\n\"plans\":[";
   for (std::size_t p = 0; p < plans.size(); ++p) {
     if (p > 0) out += ",\n";
     PlanWriter(*plans[p], *simulations[p], titles[p], out).Write();
   }
-  out += "]}</script>\n<script>\n";
-  out += internal::ReportScript();
-  out += "</script></body></html>\n";
+  out += "]}";
+  out += internal::PageTail(internal::ReportScript());
   return out;
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -291,25 +292,33 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return worst
 
 
-def compare(case: Case, plan: str) -> tuple[float, str]:
-    """On a rank: both trainings side by side -> the largest relative difference and what it is of."""
-    mesh = make_mesh(case)
-    ours_model = with_plan(case, make_model(case), mesh, plan)
-    theirs_model = with_fsdp2(case, make_model(case), mesh)
-    ours = Trainer(case, ours_model, PlanCalls(ours_model))
-    theirs = Trainer(case, theirs_model, Fsdp2Calls(theirs_model))
+def compare_training(case: Case, ours: Trainer, theirs: Trainer, whole_parameters) -> tuple[float, str]:
+    """Both trainings side by side -> the largest relative difference and what it is of."""
     worst = (0.0, "")
     for step in range(case.steps):
         difference, where = largest_difference(ours.step(step), theirs.step(step))
         if difference > case.tolerance:
             return difference, f"step {step}, {where}"
         worst = max(worst, (difference, f"step {step}, {where}" if where else ""))
-    parameters = [{name: whole(p) for name, p in model.named_parameters()} for model in (ours_model, theirs_model)]
-    return max(worst, largest_difference(*parameters))
+    return max(worst, largest_difference(whole_parameters(ours.model), whole_parameters(theirs.model)))
 
 
-def compare_all(cases: list[Case], plans: dict[str, str], on_error: str = "continue") -> dict[str, tuple]:
-    """On a rank: case name -> ("difference", how large, of what) or ("raised", message).
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def compare(case: Case, plan: str) -> tuple[float, str]:
+    """On a rank: the adapter next to FSDP2."""
+    mesh = make_mesh(case)
+    ours_model = with_plan(case, make_model(case), mesh, plan)
+    theirs_model = with_fsdp2(case, make_model(case), mesh)
+    ours = Trainer(case, ours_model, PlanCalls(ours_model))
+    theirs = Trainer(case, theirs_model, Fsdp2Calls(theirs_model))
+    return compare_training(case, ours, theirs, whole_parameters)
+
+
+def compare_all(cases: list[Case], plans: dict[str, str], compare=compare) -> dict[str, tuple]:
+    """On a rank: case name -> ("difference", how large, of what) or ("raised", message, traceback).
 
     An error on one rank leaves the others in a collective: the cases after it would not mean anything, so the process
     group's timeout ends the run unless all ranks raise together, which a deviation from a plan makes them do.
@@ -319,9 +328,5 @@ def compare_all(cases: list[Case], plans: dict[str, str], on_error: str = "conti
         try:
             results[case.name] = ("difference", *compare(case, plans[case.name]))
         except Exception as error:
-            import traceback
-
             results[case.name] = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
-            if on_error != "continue":
-                raise
     return results

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from equivalence import Case, Trainer, largest_difference, make_mesh, make_model, modules_named
+from equivalence import Case, Trainer, compare_training, make_mesh, make_model, modules_named
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -154,7 +151,7 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compare(case: Case, plan: str) -> tuple[float, str]:
-    """On a rank: both trainings side by side -> the largest relative difference and what it is of."""
+    """On a rank: the adapter next to FSDP1."""
     import shardplan.torch as sp
 
     mesh = make_mesh(case)
@@ -162,27 +159,4 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
     theirs_model = with_fsdp1(case, make_model(case), mesh)
     ours = FlatTrainer(case, ours_model, PlanCalls(ours_model), _plan_clip)
     theirs = FlatTrainer(case, theirs_model, Fsdp1Calls(theirs_model), _fsdp1_clip)
-    worst = (0.0, "")
-    for step in range(case.steps):
-        difference, where = largest_difference(ours.step(step), theirs.step(step))
-        if difference > case.tolerance:
-            return difference, f"step {step}, {where}"
-        worst = max(worst, (difference, f"step {step}, {where}" if where else ""))
-    return max(worst, largest_difference(whole_parameters(ours_model), whole_parameters(theirs_model)))
-
-
-def compare_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple]:
-    """On a rank: case name -> ("difference", how large, of what) or ("raised", message, traceback)."""
-    import traceback
-
-    dist.barrier()
-    results = {}
-    for case in cases:
-        try:
-            results[case.name] = ("difference", *compare(case, plans[case.name]))
-        except Exception as error:
-            results[case.name] = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
-        if path := os.environ.get("SHARDPLAN_PROGRESS"):
-            with open(f"{path}.{dist.get_rank()}", "a") as file:
-                print(case.name, results[case.name][:2], file=file, flush=True)
-    return results
+    return compare_training(case, ours, theirs, whole_parameters)

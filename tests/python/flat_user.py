@@ -155,12 +155,12 @@ SCENARIOS = {
 }
 
 
-def run_all(todo: list[tuple[str, Case]], plans: dict[str, str]) -> dict[tuple[str, str], object]:
+def run_all(runs: list[tuple[str, Case]], plans: dict[str, str]) -> dict[tuple[str, str], object]:
     """(scenario, case name) -> its result, or the message of what it raised."""
     import traceback
 
     results: dict[tuple[str, str], object] = {}
-    for scenario, case in todo:
+    for scenario, case in runs:
         try:
             results[scenario, case.name] = SCENARIOS[scenario](case, plans[case.name])
         except Exception:

@@ -4,6 +4,7 @@ import flat_equivalence
 import pytest
 from adapter_workers import run_on_ranks
 from conftest import build_folder
+from equivalence import compare_all
 from equivalence_plans import make_plans
 from flat_settings import CASES
 
@@ -22,7 +23,7 @@ def outcomes(flat_plans, tmp_path_factory):
     for ranks in RANKS:
         cases = [case for case in CASES if case.ranks == ranks]
         folder = tmp_path_factory.mktemp("ranks")
-        results[ranks] = run_on_ranks(ranks, folder, flat_equivalence.compare_all, cases, flat_plans, timeout_s=60)
+        results[ranks] = run_on_ranks(ranks, folder, compare_all, cases, flat_plans, flat_equivalence.compare, timeout_s=60)
     return results
 
 

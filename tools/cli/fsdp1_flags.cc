@@ -14,15 +14,6 @@ constexpr std::pair<const char*, Fsdp1CommHook> kCommHooks[] = {
     {"fp16_compress_hook", Fsdp1CommHook::kFp16Compress},
     {"bf16_compress_hook", Fsdp1CommHook::kBf16Compress}};
 
-std::unexpected<Error> BadFlag(const char* flag, const std::string& found, const char* expected) {
-  Error error;
-  error.code = ErrorCode::kUsage;
-  error.message = std::string(flag) + " has a value that it does not take";
-  error.found = found;
-  error.expected = expected;
-  return std::unexpected(error);
-}
-
 Status ApplyCommHook(const std::optional<std::string>& text, Strategy& strategy) {
   if (!text) return {};
   const auto* known = std::ranges::find_if(kCommHooks, [&](const auto& hook) { return *text == hook.first; });
@@ -46,33 +37,32 @@ Status ApplyPrecision(const Fsdp1Flags& flags, Strategy& strategy) {
 
 }  // namespace
 
-void AddFsdp1Flags(CLI::App& command, Fsdp1Flags& flags, const std::string& group) {
-  const auto add = [&](const std::string& name, auto& value, const std::string& help) {
-    return command.add_option(name, value, help)->group(group);
-  };
-  const auto flag = [&](const std::string& name, bool& value, const std::string& help) {
-    command.add_flag(name, value, help)->group(group);
-  };
-  add("--ignore-module", flags.ignored_modules, "fsdp1: modules that are left alone (rules as for --unit)");
-  add("--size-based-wrap", flags.size_based_wrap,
-      "fsdp1: size_based_auto_wrap_policy with this min_num_params")
+void AddFsdp1Flags(FlagGroup& group, Fsdp1Flags& flags) {
+  group.Option("--ignore-module", flags.ignored_modules,
+               "fsdp1: modules that are left alone (rules as for --unit)");
+  group
+      .Option("--size-based-wrap", flags.size_based_wrap,
+              "fsdp1: size_based_auto_wrap_policy with this min_num_params")
       ->check(CLI::NonNegativeNumber);
-  add("--force-leaf", flags.force_leaf, "... classes below which nothing is wrapped");
-  add("--exclude-wrap", flags.exclude_wrap, "... classes that are not wrapped themselves");
-  add("--comm-hook", flags.comm_hook,
-      "fsdp1: allreduce_hook, reduce_scatter_hook, fp16_compress_hook or bf16_compress_hook");
-  add("--predivide-factor", flags.predivide_factor, "fsdp1: what gradients are divided by before reduction")
+  group.Option("--force-leaf", flags.force_leaf, "... classes below which nothing is wrapped");
+  group.Option("--exclude-wrap", flags.exclude_wrap, "... classes that are not wrapped themselves");
+  group.Option("--comm-hook", flags.comm_hook,
+               "fsdp1: allreduce_hook, reduce_scatter_hook, fp16_compress_hook or bf16_compress_hook");
+  group
+      .Option("--predivide-factor", flags.predivide_factor,
+              "fsdp1: what gradients are divided by before reduction")
       ->check(CLI::PositiveNumber);
-  add("--postdivide-factor", flags.postdivide_factor, "fsdp1: ... and after")->check(CLI::PositiveNumber);
-  add("--buffer-dtype", flags.buffer_dtype, "fsdp1: dtype of the model's floating-point buffers");
-  flag("--keep-low-precision-grads", flags.keep_low_precision_grads,
-       "fsdp1: gradient shards stay in the low precision");
-  flag("--full-precision-in-eval", flags.full_precision_in_eval,
-       "fsdp1: forwards in evaluation mode gather the original dtype");
-  flag("--validate-order", flags.validate_execution_order,
-       "fsdp1: all ranks compare the order of units in the first iteration");
-  flag("--optimizer-in-backward", flags.optimizer_in_backward,
-       "A parameter is stepped as soon as its gradient is reduced");
+  group.Option("--postdivide-factor", flags.postdivide_factor, "fsdp1: ... and after")
+      ->check(CLI::PositiveNumber);
+  group.Option("--buffer-dtype", flags.buffer_dtype, "fsdp1: dtype of the model's floating-point buffers");
+  group.Flag("--keep-low-precision-grads", flags.keep_low_precision_grads,
+             "fsdp1: gradient shards stay in the low precision");
+  group.Flag("--full-precision-in-eval", flags.full_precision_in_eval,
+             "fsdp1: forwards in evaluation mode gather the original dtype");
+  group.Flag("--validate-order", flags.validate_execution_order,
+             "fsdp1: all ranks compare the order of units in the first iteration");
+  group.Flag("--optimizer-in-backward", flags.optimizer_in_backward,
+             "A parameter is stepped as soon as its gradient is reduced");
 }
 
 Status ApplyFsdp1Flags(const Fsdp1Flags& flags, Strategy& strategy) {

@@ -1,11 +1,11 @@
 // The flags of `shardplan plan` for knobs that are fsdp1's, or both policies' but seldom set.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "flag_group.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 
@@ -24,7 +24,7 @@ struct Fsdp1Flags {
   bool optimizer_in_backward = false;
 };
 
-void AddFsdp1Flags(CLI::App& command, Fsdp1Flags& flags, const std::string& group);
+void AddFsdp1Flags(FlagGroup& group, Fsdp1Flags& flags);
 
 // Writes the given flags over `strategy`. kUsage as ApplyPlanFlags.
 Status ApplyFsdp1Flags(const Fsdp1Flags& flags, Strategy& strategy);

@@ -14,52 +14,44 @@ Result<ShardDimRule> ToShardDim(const std::string& text) {
     rule.parameters = {text.substr(0, equals)};
     if (error == std::errc{} && stop == end) return rule;
   }
-  Error error;
-  error.code = ErrorCode::kUsage;
-  error.message = "--shard-dim has a value that it does not take";
-  error.found = text;
-  error.expected = "PARAMETER=DIM, say 'layers.*.weight=1'";
-  return std::unexpected(error);
+  return BadFlag("--shard-dim", text, "PARAMETER=DIM, say 'layers.*.weight=1'");
 }
 
 }  // namespace
 
-void AddFsdp2Flags(CLI::App& command, Fsdp2Flags& flags, const std::string& group) {
-  const auto add = [&](const std::string& name, auto& value, const std::string& help) {
-    return command.add_option(name, value, help)->group(group);
-  };
-  const auto flag = [&](const std::string& name, bool& value, const std::string& help) {
-    command.add_flag(name, value, help)->group(group);
-  };
-  add("--shard-over", flags.shard_over,
+void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
+  group.Option(
+      "--shard-over", flags.shard_over,
       "fsdp2: the mesh dimensions that FSDP shards over, flattened into one (default: the one named shard)");
-  add("--replicate-over", flags.replicate_over,
-      "fsdp2: the mesh dimensions of replicas (default: the one named replicate)");
-  add("--shard-dim", flags.shard_dims,
-      "fsdp2: PARAMETER=DIM, the dimension that these parameters are cut along");
-  add("--ignore", flags.ignored_parameters, "Parameters that FSDP leaves alone, by FQN");
-  flag("--cpu-offload", flags.cpu_offload, "Shards live in host memory");
-  flag("--no-pin-memory", flags.no_pin_memory, "... that is not pinned");
-  add("--gradient-divide-factor", flags.gradient_divide_factor,
-      "fsdp2: what gradients are divided by (default: the ranks)")
+  group.Option("--replicate-over", flags.replicate_over,
+               "fsdp2: the mesh dimensions of replicas (default: the one named replicate)");
+  group.Option("--shard-dim", flags.shard_dims,
+               "fsdp2: PARAMETER=DIM, the dimension that these parameters are cut along");
+  group.Option("--ignore", flags.ignored_parameters, "Parameters that FSDP leaves alone, by FQN");
+  group.Flag("--cpu-offload", flags.cpu_offload, "Shards live in host memory");
+  group.Flag("--no-pin-memory", flags.no_pin_memory, "... that is not pinned");
+  group
+      .Option("--gradient-divide-factor", flags.gradient_divide_factor,
+              "fsdp2: what gradients are divided by (default: the ranks)")
       ->check(CLI::PositiveNumber);
-  flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
-  flag("--unshard-async-op", flags.unshard_async_op,
-       "fsdp2: all-gathers on the compute stream, asynchronous");
-  flag("--separate-reduce-scatter", flags.separate_reduce_scatter,
-       "fsdp2: reduce-scatters have a communicator of their own");
-  add("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
-      "fsdp2: reduce-scatter inputs in flight (default 1)")
+  group.Flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
+  group.Flag("--unshard-async-op", flags.unshard_async_op,
+             "fsdp2: asynchronous all-gathers, on the process group's own stream");
+  group.Flag("--separate-reduce-scatter", flags.separate_reduce_scatter,
+             "fsdp2: reduce-scatters have a communicator of their own");
+  group
+      .Option("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
+              "fsdp2: reduce-scatter inputs in flight (default 1)")
       ->check(CLI::Range(1, 1000));
-  flag("--process-group-memory", flags.process_group_memory,
-       "fsdp2: collectives' buffers from the communicator's own memory pool");
-  flag("--post-optim-event", flags.post_optim_event,
-       "fsdp2: all-gathers wait for the optimizer's step alone");
-  add("--all-reduce-hook", flags.all_reduce_hook,
-      "fsdp2: a hook that averages reduced gradients over this mesh dimension");
-  flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
-  flag("--share-comm-context", flags.share_comm_context,
-       "fsdp2: with --no-root, the units given by --unit share one communication context");
+  group.Flag("--process-group-memory", flags.process_group_memory,
+             "fsdp2: collectives' buffers from the communicator's own memory pool");
+  group.Flag("--post-optim-event", flags.post_optim_event,
+             "fsdp2: all-gathers wait for the optimizer's step alone");
+  group.Option("--all-reduce-hook", flags.all_reduce_hook,
+               "fsdp2: a hook that averages reduced gradients over this mesh dimension");
+  group.Flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
+  group.Flag("--share-comm-context", flags.share_comm_context,
+             "fsdp2: with --no-root, the units given by --unit share one communication context");
 }
 
 Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {

@@ -1,11 +1,11 @@
 // The flags of `shardplan plan` for knobs that are fsdp2's, or both policies' but seldom set.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "flag_group.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 
@@ -28,7 +28,7 @@ struct Fsdp2Flags {
   bool share_comm_context = false;
 };
 
-void AddFsdp2Flags(CLI::App& command, Fsdp2Flags& flags, const std::string& group);
+void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags);
 
 // Writes the given flags over `strategy`. kUsage as ApplyPlanFlags.
 Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy);

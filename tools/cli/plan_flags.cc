@@ -11,15 +11,6 @@
 namespace shardplan::cli {
 namespace {
 
-std::unexpected<Error> BadFlag(std::string_view flag, std::string_view found, std::string_view expected) {
-  Error error;
-  error.code = ErrorCode::kUsage;
-  error.message = fmt::format("{} has a value that it does not take", flag);
-  error.found = found;
-  error.expected = expected;
-  return std::unexpected(error);
-}
-
 std::optional<std::int64_t> ToInteger(std::string_view text) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -156,39 +147,36 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
 }  // namespace
 
 void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
-  const std::string group = "Knobs (over those of --strategy)";
-  auto add = [&](const std::string& name, auto& value, const std::string& help) {
-    return command.add_option(name, value, help)->group(group);
-  };
-  add("--policy", flags.policy, "fsdp2 or fsdp1")->check(CLI::IsMember({"fsdp2", "fsdp1"}));
-  add("--mesh", flags.mesh,
-      "Mesh dimensions, outermost first: --mesh replicate=2 shard=8 (default: all ranks shard)");
-  add("--unit", flags.units,
+  FlagGroup group(command, "Knobs (over those of --strategy)");
+  group.Option("--policy", flags.policy, "fsdp2 or fsdp1")->check(CLI::IsMember({"fsdp2", "fsdp1"}));
+  group.Option("--mesh", flags.mesh,
+               "Mesh dimensions, outermost first: --mesh replicate=2 shard=8 (default: all ranks shard)");
+  group.Option(
+      "--unit", flags.units,
       "A unit rule: an FQN, a pattern (layers.*), or class:NAME; repeat it; the root is added (default: each "
       "repeated "
       "block)");
-  add("--reshard-after-forward", flags.reshard_after_forward,
-      "none (PyTorch's default), true, false, or a mesh size");
-  add("--backward-prefetch", flags.backward_prefetch,
-      "fsdp2: implicit or a number of units; fsdp1: pre, post, none");
-  add("--forward-prefetch", flags.forward_prefetch, "fsdp2: a number of units; fsdp1: true or false");
-  add("--param-dtype", flags.param_dtype, "Dtype that parameters are gathered and computed in");
-  add("--reduce-dtype", flags.reduce_dtype, "Dtype that gradients are reduced in");
-  add("--sharding", flags.sharding,
-      "fsdp1: full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2");
-  add("--limit-all-gathers", flags.limit_all_gathers, "fsdp1: the rate limiter, true or false");
-  command.add_flag("--use-orig-params", flags.use_orig_params, "fsdp1: original parameters as views")
-      ->group(group);
-  add("--checkpoint", flags.checkpoint, "Activation checkpointing of these modules (rules as for --unit)");
-  add("--optimizer", flags.optimizer,
-      "adamw, sgd, sgdm or none; with -foreach (default), -fused or -forloop");
-  add("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
-  command
-      .add_flag("--no-sync", flags.accumulate_without_sync,
-                "With --accumulate: only the last one reduces gradients")
-      ->group(group);
-  AddFsdp1Flags(command, flags.fsdp1, group);
-  AddFsdp2Flags(command, flags.fsdp2, group);
+  group.Option("--reshard-after-forward", flags.reshard_after_forward,
+               "none (PyTorch's default), true, false, or a mesh size");
+  group.Option("--backward-prefetch", flags.backward_prefetch,
+               "fsdp2: implicit or a number of units; fsdp1: pre, post, none");
+  group.Option("--forward-prefetch", flags.forward_prefetch,
+               "fsdp2: a number of units; fsdp1: true or false");
+  group.Option("--param-dtype", flags.param_dtype, "Dtype that parameters are gathered and computed in");
+  group.Option("--reduce-dtype", flags.reduce_dtype, "Dtype that gradients are reduced in");
+  group.Option("--sharding", flags.sharding,
+               "fsdp1: full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2");
+  group.Option("--limit-all-gathers", flags.limit_all_gathers, "fsdp1: the rate limiter, true or false");
+  group.Flag("--use-orig-params", flags.use_orig_params, "fsdp1: original parameters as views");
+  group.Option("--checkpoint", flags.checkpoint,
+               "Activation checkpointing of these modules (rules as for --unit)");
+  group.Option("--optimizer", flags.optimizer,
+               "adamw, sgd, sgdm or none; with -foreach (default), -fused or -forloop");
+  group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
+  group.Flag("--no-sync", flags.accumulate_without_sync,
+             "With --accumulate: only the last one reduces gradients");
+  AddFsdp1Flags(group, flags.fsdp1);
+  AddFsdp2Flags(group, flags.fsdp2);
 }
 
 Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {

@@ -1,0 +1,34 @@
+// What the files of flags share.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <expected>
+#include <string>
+#include <string_view>
+
+#include "shardplan/schemas/error.h"
+
+namespace shardplan::cli {
+
+// Adds options and flags to one group of a command's help.
+class FlagGroup {
+ public:
+  FlagGroup(CLI::App& command, std::string name) : command_(command), name_(std::move(name)) {}
+
+  template <typename T>
+  CLI::Option* Option(const std::string& flag, T& value, const std::string& help) {
+    return command_.add_option(flag, value, help)->group(name_);
+  }
+  CLI::Option* Flag(const std::string& flag, bool& value, const std::string& help) {
+    return command_.add_flag(flag, value, help)->group(name_);
+  }
+
+ private:
+  CLI::App& command_;
+  std::string name_;
+};
+
+// kUsage: `flag` was given `found`.
+std::unexpected<Error> BadFlag(std::string_view flag, std::string_view found, std::string_view expected);
+
+}  // namespace shardplan::cli
