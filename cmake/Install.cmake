@@ -13,6 +13,7 @@ function(shardplan_install_commands destination rpath)
 endfunction()
 
 if(SKBUILD)
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
   set(site_packages "$ORIGIN/../lib/python${Python3_VERSION_MAJOR}.${Python3_VERSION_MINOR}/site-packages")
   shardplan_install_commands(${SKBUILD_SCRIPTS_DIR} "${site_packages}/torch/lib;${site_packages}/nvidia/cu13/lib;${site_packages}/nvidia/nccl/lib")
   install(TARGETS _shardplan LIBRARY DESTINATION . COMPONENT wheel)

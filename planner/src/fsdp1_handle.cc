@@ -10,7 +10,6 @@
 namespace shardplan {
 namespace {
 
-constexpr StreamId kHost = -1;
 // _FreeEventQueue._max_num_inflight_all_gathers
 constexpr std::size_t kMaxInflightAllGathers = 2;
 

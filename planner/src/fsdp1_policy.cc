@@ -8,12 +8,6 @@
 #include "layout.h"
 
 namespace shardplan {
-namespace {
-
-constexpr StreamId kHost = -1;
-
-}  // namespace
-
 Fsdp1Policy::Fsdp1Policy(const PolicyInput& input, ProgramBuilder& builder)
     : trace_(input.trace),
       partition_(input.partition),

@@ -7,12 +7,6 @@
 #include "layout.h"
 
 namespace shardplan {
-namespace {
-
-constexpr StreamId kHost = -1;
-
-}  // namespace
-
 std::int64_t Fsdp1Policy::DataParallelRanks(const Unit& unit) const {
   std::int64_t ranks = 1;
   for (const CommunicatorId group : {unit.shard_communicator, unit.replicate_communicator}) {

@@ -6,12 +6,6 @@
 #include "shardplan/simulator/optimizer_temporaries.h"
 
 namespace shardplan {
-namespace {
-
-constexpr StreamId kHost = -1;
-
-}  // namespace
-
 OptimizerMemory::OptimizerMemory(const Optimizer& optimizer, const Partition& partition,
                                  ProgramBuilder& builder)
     : optimizer_(optimizer),

@@ -15,6 +15,7 @@ namespace shardplan {
 
 // Where the model computes: streams[0] of every plan.
 inline constexpr StreamId kCompute = 0;
+inline constexpr StreamId kHost = -1;  // on no stream
 
 class ProgramBuilder {
  public:

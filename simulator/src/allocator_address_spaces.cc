@@ -8,23 +8,23 @@
 namespace shardplan {
 namespace {
 
-using Segment = CachingAllocator::InitialSegment;
+using InitialSegment = CachingAllocator::InitialSegment;
 
 // [Note: address spaces of a log] A log has mapped ranges; the address space around them has to be inferred.
 // The ranges of one stream and pool share one: LibTorch begins a second only when the first, 9/8 of the
 // device's memory, is full. It begins at the lowest address that is mapped, now or later. Which pool a
 // segment_map row belongs to shows in its size: the small pool maps single pages of 2 MiB, the large pool
 // multiples of a larger page.
-std::vector<Segment> JoinRanges(std::vector<Segment> segments) {
+std::vector<InitialSegment> JoinRanges(std::vector<InitialSegment> segments) {
   std::map<std::pair<std::int32_t, bool>, std::size_t> spaces;  // index into joined, by stream and pool
-  std::vector<Segment> joined;
-  for (Segment& segment : segments) {
+  std::vector<InitialSegment> joined;
+  for (InitialSegment& segment : segments) {
     const std::pair<std::int32_t, bool> key{segment.stream, segment.small_pool};
     if (!segment.expandable || spaces.try_emplace(key, joined.size()).second) {
       joined.push_back(std::move(segment));
       continue;
     }
-    Segment& space = joined[spaces[key]];
+    InitialSegment& space = joined[spaces[key]];
     space.mapped.insert(space.mapped.end(), segment.mapped.begin(), segment.mapped.end());
     space.blocks.insert(space.blocks.end(), segment.blocks.begin(), segment.blocks.end());
   }
@@ -32,9 +32,9 @@ std::vector<Segment> JoinRanges(std::vector<Segment> segments) {
 }
 
 // True when `address` lies in the address space of another segment of the same pool than `space`.
-bool BelongsToAnother(DeviceAddress address, const Segment& space, std::int64_t size,
-                      const std::vector<Segment>& segments) {
-  return std::any_of(segments.begin(), segments.end(), [&](const Segment& other) {
+bool BelongsToAnother(DeviceAddress address, const InitialSegment& space, std::int64_t size,
+                      const std::vector<InitialSegment>& segments) {
+  return std::any_of(segments.begin(), segments.end(), [&](const InitialSegment& other) {
     return other.expandable && other.small_pool == space.small_pool && other.stream != space.stream &&
            other.address <= address && address < other.address + size;
   });
@@ -42,10 +42,10 @@ bool BelongsToAnother(DeviceAddress address, const Segment& space, std::int64_t 
 
 }  // namespace
 
-std::vector<Segment> InferAddressSpaces(const AllocatorLog& log) {
-  std::vector<Segment> segments = JoinRanges(log.initial_segments);
+std::vector<InitialSegment> InferAddressSpaces(const AllocatorLog& log) {
+  std::vector<InitialSegment> segments = JoinRanges(log.initial_segments);
   const std::int64_t device = log.device_bytes.value_or(kUnknownDeviceBytes).value;
-  for (Segment& space : segments) {
+  for (InitialSegment& space : segments) {
     if (!space.expandable) continue;
     const std::int64_t page = space.small_pool ? kSmallSegmentBytes : log.settings.large_segment_bytes.value;
     const std::int64_t size = RoundUp(device + device / 8, page);

@@ -89,11 +89,11 @@ Columns ParseColumns(const Json& root) {
   return columns;
 }
 
-using Segment = CachingAllocator::InitialSegment;
+using InitialSegment = CachingAllocator::InitialSegment;
 
-Segment ParseSegment(const Node& row, const Columns& columns, bool expandable,
-                     std::vector<std::int64_t>& streams) {
-  Segment segment;
+InitialSegment ParseSegment(const Node& row, const Columns& columns, bool expandable,
+                            std::vector<std::int64_t>& streams) {
+  InitialSegment segment;
   segment.address = row.At(columns.segment_address).Address();
   segment.size_bytes = {row.At(columns.segment_bytes).Integer(1)};
   streams.push_back(row.At(columns.segment_stream).Integer(0));
@@ -216,9 +216,9 @@ AllocatorLog ParseRoot(const Json& root) {
   ParseSegments(root, columns, log, streams);
   NumberStreams(root, columns, log, streams);
   std::sort(log.initial_segments.begin(), log.initial_segments.end(),
-            [](const Segment& a, const Segment& b) { return a.address < b.address; });
+            [](const InitialSegment& a, const InitialSegment& b) { return a.address < b.address; });
   for (std::size_t i = 1; i < log.initial_segments.size(); ++i) {
-    const Segment& before = log.initial_segments[i - 1];
+    const InitialSegment& before = log.initial_segments[i - 1];
     if (before.address + before.size_bytes.value > log.initial_segments[i].address) {
       Fail("/initial_segments", "two segments overlap", std::to_string(log.initial_segments[i].address),
            "at least " + std::to_string(before.address + before.size_bytes.value));

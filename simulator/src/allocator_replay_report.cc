@@ -7,8 +7,6 @@
 namespace shardplan {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 constexpr std::int64_t kRowsAround = 5;
 
 std::string WithSeparators(std::int64_t number) {
@@ -103,11 +101,11 @@ std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay) {
 }
 
 std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay) {
-  Json json;
+  nlohmann::ordered_json json;
   json["settings"] = ToString(log.settings);
   json["actions"] = replay.actions;
   json["reproduced"] = replay.reproduced;
-  Json& kinds = json["actions_by_kind"] = Json::object();
+  nlohmann::ordered_json& kinds = json["actions_by_kind"] = nlohmann::ordered_json::object();
   for (const LogActionKind kind : AllKinds()) {
     if (const std::int64_t count = CountOf(log, kind); count > 0) kinds[std::string(Name(kind))] = count;
   }
@@ -128,7 +126,7 @@ std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay) {
                          {"log", replay.departure->log}};
   }
   json["notes"] = log.notes;
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace shardplan

@@ -11,7 +11,7 @@
 namespace shardplan::cli {
 namespace {
 
-struct Options {
+struct AllocatorArguments {
   std::string log;
   std::string report;
   // Over the settings of the log; text as in PYTORCH_ALLOC_CONF.
@@ -22,7 +22,7 @@ struct Options {
   std::optional<std::int64_t> device_bytes;
 };
 
-Status ApplyOptions(const Options& options, AllocatorLog& log) {
+Status ApplyOptions(const AllocatorArguments& options, AllocatorLog& log) {
   if (options.device_bytes) log.device_bytes = Bytes{*options.device_bytes};
   std::vector<std::string> settings = options.alloc_conf;
   auto add = [&](const char* key, const std::optional<std::string>& value) {
@@ -45,7 +45,7 @@ Status ApplyOptions(const Options& options, AllocatorLog& log) {
   return {};
 }
 
-Result<bool> RunAllocatorReplay(const Options& options) {
+Result<bool> RunAllocatorReplay(const AllocatorArguments& options) {
   Result<AllocatorLog> log = ReadAllocatorLog(options.log);
   if (!log) return std::unexpected(log.error());
   if (Status applied = ApplyOptions(options, *log); !applied) return std::unexpected(applied.error());
@@ -76,7 +76,7 @@ void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation) {
       "Examples: shardplan allocator-replay cuda_allocator_trace.json\n"
       "          shardplan allocator-replay log.json --max-split-size-mb 128 --json -\n"
       "Exit code: 0 when every action is reproduced, 1 when one is not.");
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<AllocatorArguments>();
   command->add_option("FILE", options->log, "The log (docs/allocator.md)")->required();
   command->add_option("--json", options->report,
                       "Write the result as JSON (-: to standard output, instead of text)");

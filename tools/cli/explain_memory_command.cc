@@ -14,13 +14,13 @@ namespace {
 
 constexpr std::size_t kShown = 20;
 
-struct Options {
+struct ExplainMemoryArguments {
   std::string plan, trace, json;
   bool all = false;
   bool no_kernel_temporaries = false;
 };
 
-Status RunExplainMemory(const Options& options) {
+Status RunExplainMemory(const ExplainMemoryArguments& options) {
   const Result<Plan> plan = ReadPlanFile(options.plan);
   if (!plan) return std::unexpected(plan.error());
   if (plan->steps.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
@@ -57,7 +57,7 @@ void AddExplainMemoryCommand(CLI::App& app, Invocation& invocation) {
       "Examples: shardplan explain-memory plan.json\n"
       "          shardplan explain-memory plan.json --trace trace.json   (tries the knobs)\n"
       "          shardplan explain-memory plan.json --json alive.json --all");
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<ExplainMemoryArguments>();
   command->add_option("PLAN", options->plan, "A plan")->required();
   command->add_option("--trace", options->trace,
                       "The trace that the plan was made from: knobs are tried by planning again");

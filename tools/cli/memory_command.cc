@@ -13,7 +13,7 @@
 namespace shardplan::cli {
 namespace {
 
-struct Options {
+struct MemoryArguments {
   MemoryInput input;
   std::string rows, alloc_conf, plot, map;
   bool no_kernel_temporaries = false;
@@ -21,7 +21,7 @@ struct Options {
   bool quiet = false;
 };
 
-Result<ReservedOptions> ReservedOptionsOf(const Options& options, const Plan& plan) {
+Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const Plan& plan) {
   ReservedOptions reserved;
   reserved.record_addresses = !options.map.empty();
   const Device& device = plan.cluster.device;
@@ -37,7 +37,7 @@ Result<ReservedOptions> ReservedOptionsOf(const Options& options, const Plan& pl
   return reserved;
 }
 
-Status WritePages(const Options& options, const Plan& plan, const MemoryStream& stream,
+Status WritePages(const MemoryArguments& options, const Plan& plan, const MemoryStream& stream,
                   const ReservedMemory* reserved) {
   if (!options.plot.empty()) {
     if (Status written = WriteOutput(options.plot, MemoryHtml(plan, stream)); !written) return written;
@@ -49,7 +49,7 @@ Status WritePages(const Options& options, const Plan& plan, const MemoryStream& 
   return {};
 }
 
-Status RunMemory(const Options& options, bool& fits) {
+Status RunMemory(const MemoryArguments& options, bool& fits) {
   const Result<Plan> plan = ReadMemoryInput(options.input);
   if (!plan) return std::unexpected(plan.error());
   const MemoryStream stream = MemoryStreamOf(*plan, {.kernel_temporaries = !options.no_kernel_temporaries});
@@ -92,7 +92,7 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan memory trace.json --strategy s.json --ranks 8 --rows rows.json\n"
       "          shardplan memory plan.json --reserved --plot plot.html --map map.html\n"
       "Exit code: 1 when it does not fit into the device's memory (of a trace: with --cluster).");
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<MemoryArguments>();
   AddMemoryInput(*command, options->input);
   command->add_option("--rows", options->rows,
                       "Write bytes by category before and after every hook of every unit (JSON)");

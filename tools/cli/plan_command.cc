@@ -12,14 +12,14 @@
 namespace shardplan::cli {
 namespace {
 
-struct Options {
+struct PlanArguments {
   std::string trace, cluster = "h100_sxm_8", strategy, output = "plan.json", graph, strategy_output;
   PlanFlags flags;
   bool explain = false;
   bool quiet = false;
 };
 
-Status RunPlan(const Options& options) {
+Status RunPlan(const PlanArguments& options) {
   Result<Trace> trace = ReadTrace(options.trace);
   if (!trace) return std::unexpected(trace.error());
   Result<Cluster> cluster = FindCluster(options.cluster);
@@ -61,7 +61,7 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
       "'model.layers.*'\n"
       "          shardplan plan trace.json --mesh replicate=2 shard=4 --reshard-after-forward false "
       "--explain");
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<PlanArguments>();
   command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
   command->add_option("--cluster", options->cluster, "A cluster file or the name of a shipped one")
       ->capture_default_str();

@@ -11,14 +11,14 @@
 namespace shardplan::cli {
 namespace {
 
-struct Options {
+struct SimulateArguments {
   std::vector<std::string> plans;
   std::string cluster, report, timeline, html;
   bool quiet = false;
 };
 
 // Everything that is written for a single plan: its report and its timeline.
-Status WriteSingle(const Options& options, const Plan& plan, const Simulation& simulation) {
+Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Simulation& simulation) {
   if (!options.report.empty()) {
     if (Status written = WriteOutput(options.report, ToJson(simulation.report)); !written) return written;
     Progress(options.quiet, fmt::format("wrote {}", options.report));
@@ -31,7 +31,7 @@ Status WriteSingle(const Options& options, const Plan& plan, const Simulation& s
   return {};
 }
 
-Status RunSimulate(const Options& options, bool& fits) {
+Status RunSimulate(const SimulateArguments& options, bool& fits) {
   std::optional<Cluster> cluster;
   if (!options.cluster.empty()) {
     Result<Cluster> found = FindCluster(options.cluster);
@@ -89,7 +89,7 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
       "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
       "          shardplan simulate fsdp1.json fsdp2.json\n"
       "Exit code: 1 when a plan does not fit into the device's memory.");
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<SimulateArguments>();
   command->add_option("PLAN", options->plans, "One or several plans")->required();
   command->add_option("--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
   command->add_option("--report", options->report, "Write the report (JSON)");

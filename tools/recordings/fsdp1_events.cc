@@ -14,9 +14,9 @@ namespace {
 // makes it free=true. wait_unshard is the compute stream's wait for an event of the unshard stream. The
 // recordings are of ranks on a CPU: copies between host and device are not in them, and gradients in host
 // memory are added to (fsdp1_host_gradients.h).
-class Writer {
+class Fsdp1EventWriter {
  public:
-  Writer(const Recording& recording, const Plan& plan)
+  Fsdp1EventWriter(const Recording& recording, const Plan& plan)
       : recording_(recording),
         plan_(plan),
         ran_pre_backward_(plan.units.size(), false),
@@ -280,7 +280,7 @@ class Writer {
 }  // namespace
 
 std::vector<LogEvent> Fsdp1Events(const Recording& recording, const Plan& plan) {
-  return Writer(recording, plan).Run();
+  return Fsdp1EventWriter(recording, plan).Run();
 }
 
 }  // namespace shardplan::conformance

@@ -15,9 +15,9 @@ std::string Fqn(const std::string& name) { return name == "(root)" ? "" : name; 
 
 DType ToDType(const Json& name) { return DTypeFromName(name.get<std::string>()).value_or(DType::kFloat32); }
 
-class Converter {
+class Fsdp1Converter {
  public:
-  explicit Converter(const Json& json) : json_(json) {}
+  explicit Fsdp1Converter(const Json& json) : json_(json) {}
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp1";
@@ -294,7 +294,7 @@ class Converter {
 Result<Recording> ConvertFsdp1(const std::string& json_text) {
   try {
     const Json json = Json::parse(json_text);
-    return Converter(json).Run();
+    return Fsdp1Converter(json).Run();
   } catch (const std::exception& e) {
     return MakeInputError("", e.what());
   }

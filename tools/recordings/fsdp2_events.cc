@@ -16,9 +16,9 @@ std::string UnitName(const Unit& unit) { return unit.fqn.empty() ? "(root)" : un
 // wait_all_gather by the copy-out, a reshard by binding the shard, a wait_reduce_scatter by freeing the
 // input. The final callback's post_backward calls that do nothing are in the log, so they are worked out
 // here: every unit whose last hook was not its post_backward.
-class Writer {
+class Fsdp2EventWriter {
  public:
-  Writer(const Recording& recording, const Plan& plan)
+  Fsdp2EventWriter(const Recording& recording, const Plan& plan)
       : recording_(recording),
         plan_(plan),
         last_hook_(plan.units.size(), TriggerKind::kStepBegin),
@@ -260,7 +260,7 @@ class Writer {
 }  // namespace
 
 std::vector<LogEvent> Fsdp2Events(const Recording& recording, const Plan& plan) {
-  return Writer(recording, plan).Run();
+  return Fsdp2EventWriter(recording, plan).Run();
 }
 
 }  // namespace shardplan::conformance

@@ -10,9 +10,9 @@ namespace {
 
 using Json = nlohmann::json;
 
-class Converter {
+class Fsdp2Converter {
  public:
-  explicit Converter(const Json& json) : json_(json) {}
+  explicit Fsdp2Converter(const Json& json) : json_(json) {}
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp2";
@@ -306,7 +306,7 @@ class Converter {
 Result<Recording> ConvertFsdp2(const std::string& json_text) {
   try {
     const Json json = Json::parse(json_text);
-    return Converter(json).Run();
+    return Fsdp2Converter(json).Run();
   } catch (const Json::exception& e) {
     return MakeInputError("", e.what());
   }
