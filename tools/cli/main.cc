@@ -1,9 +1,28 @@
 // shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, allocator-replay.
 #include <exception>
 #include <iostream>
+#include <string>
+#include <string_view>
 
 #include "commands.h"
 #include "shardplan/schemas/error.h"
+
+namespace {
+
+// What CLI11 says of a first word that is no command names neither the word nor the commands.
+std::string CommandsText(const CLI::App& app, std::string_view word) {
+  std::string text = "shardplan: a command is missing";
+  if (!word.empty()) {
+    text = word.starts_with('-') ? "shardplan: no such option: " : "shardplan: no such command: ";
+    text += word;
+  }
+  text += "\nThe commands are";
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; }))
+    text += " " + command->get_name();
+  return text + "\nRun with --help for more information.\n";
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using namespace shardplan;
@@ -31,6 +50,11 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
+    const std::string_view word = argc > 1 ? argv[1] : "";
+    if (error.get_exit_code() != 0 && app.get_subcommands().empty()) {
+      std::cerr << CommandsText(app, word);
+      return ExitCode(ErrorCode::kUsage);
+    }
     const int code = app.exit(error, std::cout, std::cerr);
     return code == 0 ? 0 : ExitCode(ErrorCode::kUsage);
   } catch (const std::exception& error) {
