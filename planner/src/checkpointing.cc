@@ -2,7 +2,8 @@
 //
 // [Note: what checkpointing changes]
 // A region is one call of a checkpointed module. In the forward, what only the region's own backward would
-// read is not kept: it dies at its last use. The region's inputs are kept instead, until its backward is
+// read is not kept: it dies at its last use, or when the last module that got it as an argument returns (what
+// else Python holds it by is not known). The region's inputs are kept instead, until its backward is
 // over. In the backward, the first node that needs something saved in the region runs the region's forward
 // again, up to the point where the last saved tensor has been remade (early stop), and the tensors made there
 // take the place of the saved ones. What is left of the interrupted forward dies at once.
@@ -157,6 +158,13 @@ class Checkpointer {
 
   void FindLives(std::int32_t f) {
     const Pass& pass = trace_.forwards[f];
+    std::vector<const EnterEvent*> running;
+    const auto use = [&](const std::vector<TensorId>& tensors, std::size_t i) {
+      for (const TensorId tensor : tensors) {
+        const StorageId s = pass.tensors[tensor].storage;
+        if (s >= 0) lives_[s].last_forward_use = i;
+      }
+    };
     for (std::size_t i = 0; i < pass.events.size(); ++i) {
       if (const auto* allocate = std::get_if<AllocateEvent>(&pass.events[i])) {
         lives_[allocate->storage] = {
@@ -170,15 +178,13 @@ class Checkpointer {
         for (const StorageId s : op->reads) lives_[s].last_forward_use = i;
         for (const StorageId s : op->writes) lives_[s].last_forward_use = i;
       } else if (const auto* exit = std::get_if<ExitEvent>(&pass.events[i])) {
-        for (const TensorId tensor : exit->outputs) {
-          const StorageId s = pass.tensors[tensor].storage;
-          if (s >= 0) lives_[s].last_forward_use = i;
-        }
+        use(exit->outputs, i);
+        if (running.empty()) continue;
+        use(running.back()->inputs, i);  // the call holds its arguments until it returns
+        running.pop_back();
       } else if (const auto* enter = std::get_if<EnterEvent>(&pass.events[i])) {
-        for (const TensorId tensor : enter->inputs) {
-          const StorageId s = pass.tensors[tensor].storage;
-          if (s >= 0) lives_[s].last_forward_use = i;
-        }
+        use(enter->inputs, i);
+        running.push_back(enter);
       }
     }
     for (std::size_t r = 0; r < regions_.size(); ++r) {

@@ -13,7 +13,7 @@ Fsdp1Policy::Fsdp1Policy(const PolicyInput& input, ProgramBuilder& builder)
       partition_(input.partition),
       strategy_(input.strategy),
       builder_(builder),
-      optimizer_(input.strategy.optimizer, input.partition, builder) {}
+      optimizer_(input.strategy, input.partition, builder) {}
 
 std::unique_ptr<Policy> MakeFsdp1Policy(const PolicyInput& input, ProgramBuilder& builder) {
   return std::make_unique<Fsdp1Policy>(input, builder);
@@ -34,6 +34,7 @@ Status Fsdp1Policy::SetUp() {
   post_backward_stream_ = builder_.Stream("post_backward", priority);
   pre_unshard_stream_ = builder_.Stream("pre_unshard", priority);
   if (Status status = CheckKnobs(); !status) return status;
+  if (Status status = optimizer_.Check(); !status) return status;
   if (Status status = MakeHandles(); !status) return status;
   if (hybrid) all_reduce_stream_ = builder_.Stream("all_reduce");
   return {};
@@ -366,9 +367,9 @@ void Fsdp1Policy::FinalCallback(const HostEvent& event) {
 
 void Fsdp1Policy::OptimizerStep(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
-  std::vector<UnitId> units;
+  std::vector<SteppedUnit> units;
   for (std::size_t u = 0; u < handles_.size(); ++u) {
-    if (handles_[u].has_sharded_grad) units.push_back(static_cast<UnitId>(u));
+    if (handles_[u].has_sharded_grad) units.push_back({.unit = static_cast<UnitId>(u)});
   }
   optimizer_.Step(units);
 }

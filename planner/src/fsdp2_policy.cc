@@ -28,7 +28,7 @@ Fsdp2Policy::Fsdp2Policy(const PolicyInput& input, ProgramBuilder& builder)
       strategy_(input.strategy),
       steps_(input.steps),
       builder_(builder),
-      optimizer_(input.strategy.optimizer, input.partition, builder) {}
+      optimizer_(input.strategy, input.partition, builder) {}
 
 std::unique_ptr<Policy> MakeFsdp2Policy(const PolicyInput& input, ProgramBuilder& builder) {
   return std::make_unique<Fsdp2Policy>(input, builder);
@@ -37,6 +37,7 @@ std::unique_ptr<Policy> MakeFsdp2Policy(const PolicyInput& input, ProgramBuilder
 Status Fsdp2Policy::SetUp() {
   builder_.Stream("compute");
   MakeGroups();
+  if (Status s = optimizer_.Check(); !s) return s;
   if (Status s = ShareCommContexts(); !s) return s;
   SetPrefetchDistances();
   const Fsdp2Knobs& knobs = strategy_.fsdp2;
@@ -299,9 +300,12 @@ Status Fsdp2Policy::FinalCallback(StateContext& context, CommContext& comm) {
 
 void Fsdp2Policy::OptimizerStep(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
-  std::vector<UnitId> units;
+  std::vector<SteppedUnit> units;
   for (std::size_t u = 0; u < groups_.size(); ++u) {
-    if (!groups_[u].sharded_grads.empty()) units.push_back(static_cast<UnitId>(u));
+    if (groups_[u].sharded_grads.empty()) continue;
+    units.push_back({.unit = static_cast<UnitId>(u)});
+    for (const auto& [parameter, grad] : groups_[u].sharded_grads)
+      units.back().parameters.push_back(parameter);
   }
   optimizer_.Step(units);
   if (!strategy_.fsdp2.post_optim_event) return;

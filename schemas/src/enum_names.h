@@ -28,7 +28,7 @@ SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "
 SHARDPLAN_ENUM_NAMES(Fsdp1BackwardPrefetch, "none", "backward_pre", "backward_post");
 SHARDPLAN_ENUM_NAMES(Fsdp1CommHook, "none", "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook",
                      "bf16_compress_hook");
-SHARDPLAN_ENUM_NAMES(OptimizerKind, "none", "sgd", "adamw");
+SHARDPLAN_ENUM_NAMES(OptimizerKind, "none", "sgd", "adamw", "adam", "adafactor");
 SHARDPLAN_ENUM_NAMES(OptimizerImplementation, "for_loop", "foreach", "fused");
 SHARDPLAN_ENUM_NAMES(LayoutKind, "per_parameter", "flat");
 SHARDPLAN_ENUM_NAMES(MemoryKind, "device", "pinned_host", "host");

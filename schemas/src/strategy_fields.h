@@ -103,10 +103,12 @@ inline constexpr auto kFields<CheckpointRule> = FieldList(Required("modules", &C
                                                                    &CheckpointRule::early_stop));
 
 template <>
-inline constexpr auto kFields<Optimizer> = FieldList(Optional("kind", &Optimizer::kind),
-                                                     Optional("implementation", &Optimizer::implementation),
-                                                     Optional("momentum", &Optimizer::momentum),
-                                                     Optional("in_backward", &Optimizer::in_backward));
+inline constexpr auto kFields<Optimizer> =
+    FieldList(Optional("kind", &Optimizer::kind), Optional("implementation", &Optimizer::implementation),
+              Optional("momentum", &Optimizer::momentum), Optional("nesterov", &Optimizer::nesterov),
+              Optional("weight_decay", &Optimizer::weight_decay), Optional("amsgrad", &Optimizer::amsgrad),
+              Optional("capturable", &Optimizer::capturable), Optional("maximize", &Optimizer::maximize),
+              Optional("in_backward", &Optimizer::in_backward));
 
 // ---- the training loop ----
 template <>

@@ -7,6 +7,7 @@
 #include "fixed_log.h"
 #include "optimizer_cost.h"
 #include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
 namespace {
@@ -345,7 +346,7 @@ class Lowering {
     const std::int64_t own = numel(At(unit.parameters, parameter));
     cost.read_bytes.value = internal::MulDiv(cost.read_bytes.value, own, all);
     cost.written_bytes.value = internal::MulDiv(cost.written_bytes.value, own, all);
-    const bool loops = plan_.strategy.optimizer.implementation == OptimizerImplementation::kForLoop;
+    const bool loops = ImplementationOf(plan_.strategy.optimizer) == OptimizerImplementation::kForLoop;
     if (loops && unit.layout == LayoutKind::kPerParameter) cost.kernels /= parameters;
     return cost;
   }

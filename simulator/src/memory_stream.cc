@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -36,7 +37,8 @@ class StreamBuilder {
     states_made_.resize(plan.units.size() + 1);
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
       const Buffer& buffer = plan.buffers[b];
-      has_state_buffers_ = has_state_buffers_ || buffer.role == BufferRole::kOptimizerState;
+      says_optimizer_ = says_optimizer_ || buffer.role == BufferRole::kOptimizerState ||
+                        buffer.role == BufferRole::kOptimizerTemp;
       if (buffer.role == BufferRole::kGradUnsharded && Has(plan.units, buffer.unit)) {
         grad_buffers_.resize(plan.units.size());
         grad_buffers_[static_cast<std::size_t>(buffer.unit)].push_back(static_cast<BufferId>(b));
@@ -184,6 +186,51 @@ class StreamBuilder {
     unused_memories_.push_back(index);
   }
 
+  // [Note: the last gradient] A variable of foreach_reduce names the last unsharded gradient that it reduces
+  // until it returns. Plans free the gradients of a unit together, behind the copy into the reduce-scatter
+  // input. If instruction `i` is such a free: the last instruction of that reduction; else `i`.
+  std::size_t ReduceEnd(const std::vector<Instruction>& instructions, std::size_t i) const {
+    const Instruction& free = instructions[i];
+    if (free.kind != InstructionKind::kFree || !Has(plan_.buffers, free.src)) return i;
+    const Buffer& buffer = BufferOf(free.src);
+    const bool grads =
+        buffer.role == BufferRole::kGradUnsharded || buffer.role == BufferRole::kGradUnshardedAccumulated;
+    if (!grads || !Has(plan_.units, buffer.unit)) return i;
+    const Unit& unit = plan_.units[static_cast<std::size_t>(buffer.unit)];
+    if (unit.layout != LayoutKind::kPerParameter || unit.shard_communicator < 0) return i;
+    const auto belongs = [&](const Instruction& other) {
+      return other.unit == free.unit && other.reason == free.reason;
+    };
+    std::size_t begin = i, end = i;
+    while (begin > 0 && belongs(instructions[begin - 1])) --begin;
+    while (end + 1 < instructions.size() && belongs(instructions[end + 1])) ++end;
+    const std::span run(instructions);
+    const bool copied = std::ranges::any_of(run.subspan(begin, i - begin), [&](const Instruction& before) {
+      return before.kind == InstructionKind::kGradCopyIn && before.src == free.src;
+    });
+    const bool reduced = std::ranges::any_of(run.subspan(i, end - i + 1), [](const Instruction& behind) {
+      return behind.kind == InstructionKind::kReduceScatter;
+    });
+    return copied && reduced ? end : i;
+  }
+
+  void FreeAllButLast(BufferId id, std::size_t until) {
+    if (MemoryIndex(id) < 0) return;
+    std::vector<std::int32_t>& parts = MemoryAt(MemoryIndex(id)).parts;
+    const auto last =
+        std::find_if(parts.rbegin(), parts.rend(), [](std::int32_t block) { return block >= 0; });
+    if (last != parts.rend()) {
+      const auto part = static_cast<std::size_t>(parts.rend() - last) - 1;
+      const std::vector<std::int32_t>& parameters = BufferOf(id).parameters;
+      const std::int32_t parameter = part < parameters.size() ? parameters[part] : -1;
+      if (held_.block < 0 || held_.parameter < parameter) {
+        Free(held_.block);  // of another buffer that is reduced together with this one
+        held_ = {std::exchange(*last, -1), parameter, until};
+      }
+    }
+    FreeBuffer(id);
+  }
+
   void MakeView(BufferId src, BufferId dst) {
     if (MemoryIndex(src) < 0 || MemoryIndex(dst) >= 0) return;
     MemoryIndex(dst) = MemoryIndex(src);
@@ -198,7 +245,9 @@ class StreamBuilder {
       const Trigger& trigger = step.triggers[t];
       for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
         at_ = {s, static_cast<std::int32_t>(t), static_cast<std::int32_t>(i), -1};
-        Apply(trigger.instructions[i]);
+        const std::size_t end = ReduceEnd(trigger.instructions, i);
+        end > i ? FreeAllButLast(trigger.instructions[i].src, end) : Apply(trigger.instructions[i]);
+        if (held_.block >= 0 && held_.until == i) Free(std::exchange(held_.block, -1));
       }
     }
     at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
@@ -368,7 +417,7 @@ class StreamBuilder {
   }
 
   void RunOptimizer(UnitId unit) {
-    if (has_state_buffers_) return;  // the plan says it all
+    if (says_optimizer_) return;  // the plan says it all
     MemoryBlock block{.category = CategoryOf(BufferRole::kOptimizerState), .unit = unit};
     std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
     if (!made) {
@@ -396,6 +445,10 @@ class StreamBuilder {
   std::vector<std::int32_t> unused_memories_;
   // Allocations (step, trigger, instruction) whose memory ends in another role.
   std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, std::int32_t> becomes_;
+  struct {
+    std::int32_t block = -1, parameter = -1;
+    std::size_t until = 0;                           // instruction of the trigger
+  } held_;                                           // see [Note: the last gradient]
   std::vector<std::vector<BufferId>> grad_buffers_;  // by unit
   std::vector<std::int32_t> new_grads_;              // blocks, of the segment that runs
   std::vector<std::int32_t> storages_;               // by micro-batch and storage: block, -1: not alive
@@ -403,7 +456,7 @@ class StreamBuilder {
   std::vector<Bytes> storage_bytes_;  // by storage
   bool workspace_made_[2] = {false, false};
   std::vector<bool> states_made_;  // [0]: of all units
-  bool has_state_buffers_ = false;
+  bool says_optimizer_ = false;
   MemoryPoint at_;
 };
 

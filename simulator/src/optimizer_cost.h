@@ -1,5 +1,4 @@
-// What the optimizer's step moves, launches and keeps (torch.optim.AdamW and SGD, not capturable, no
-// amsgrad).
+// What the optimizer's step moves and launches, and for plans that do not say it, what it keeps.
 #pragma once
 
 #include <cstdint>

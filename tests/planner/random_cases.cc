@@ -61,7 +61,7 @@ RandomPlanCase RandomCase(std::uint32_t seed, bool may_freeze) {
                      : random.Chance(60) ? Fsdp1Sharding::kFullShard
                      : random.Chance(70) ? Fsdp1Sharding::kShardGradOp
                                          : Fsdp1Sharding::kNoShard;
-  s.optimizer.kind = static_cast<OptimizerKind>(1 + random.Below(2));
+  s.optimizer.kind = static_cast<OptimizerKind>(1 + random.Below(4));
   if (random.Chance(40)) {  // accumulation, with or without synchronisation
     const bool sync = random.Chance(30);
     const ModuleCall off{.method = "set_requires_gradient_sync", .value = sync};

@@ -25,7 +25,7 @@ def computed(tmp_path_factory):
 
 
 def test_there_are_recordings():
-    assert len(CASES) == 6
+    assert len(CASES) == 9
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])

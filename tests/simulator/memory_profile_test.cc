@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "shardplan/simulator/optimizer_temporaries.h"
+#include "shardplan/simulator/optimizer_tensors.h"
 #include "tests/simulator/random_plan.h"
 #include "tests/support/plan_builder.h"
 
@@ -109,11 +109,15 @@ TEST(MemoryProfile, OptimizerStatesAppearAtTheFirstStepAndStay) {
   EXPECT_EQ(peak(OptimizerKind::kAdamW, kForeach), 4 * 5'120);      // shard, two moments, square roots
   EXPECT_EQ(peak(OptimizerKind::kAdamW, kFused), 3 * 5'120 + 512);  // the step count on the device
   EXPECT_EQ(peak(OptimizerKind::kAdamW, kForLoop), 5 * 5'120);      // two temporaries of one parameter
-  EXPECT_EQ(AdamWTemporaries(kForLoop, {{256'000}, {512}, {176'128}, {176'128}, {256'000}}),
+  const auto temporaries = [](const std::vector<std::int64_t>& numels) {
+    std::vector<OptimizerShard> shards;
+    for (const std::int64_t numel : numels) shards.push_back({.shape = {numel}});
+    return OptimizerTemporaries({.implementation = kForLoop}, shards);
+  };
+  EXPECT_EQ(temporaries({64'000, 128, 44'032, 44'032, 64'000}),
             (std::vector<Bytes>{
                 {176'128}, {256'000}, {256'000}}));  // the quotient of the one before is still there
-  EXPECT_EQ(AdamWTemporaries(kForLoop, {{1'000}, {8}}), (std::vector<Bytes>{{1'000}, {1'000}}));
-  EXPECT_TRUE(AdamWTemporaries(kFused, {{8}}).empty());
+  EXPECT_EQ(temporaries({250, 2}), (std::vector<Bytes>{{1'000}, {1'000}}));
   EXPECT_EQ(peak(OptimizerKind::kSgd, kForeach), 5'120);
   EXPECT_EQ(peak(OptimizerKind::kSgd, kForeach, true), 2 * 5'120);
   EXPECT_EQ(peak(OptimizerKind::kNone, kForeach), 5'120);

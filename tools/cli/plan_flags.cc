@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <string_view>
 #include <utility>
@@ -101,25 +102,47 @@ Status ApplySharding(const std::optional<std::string>& text, Strategy& strategy)
 
 Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy) {
   if (!text) return {};
-  const std::size_t dash = text->find('-');
+  static constexpr std::pair<std::string_view, OptimizerKind> kKinds[] = {
+      {"adamw", OptimizerKind::kAdamW}, {"adam", OptimizerKind::kAdam},
+      {"sgd", OptimizerKind::kSgd},     {"sgdm", OptimizerKind::kSgd},
+      {"none", OptimizerKind::kNone},   {"adafactor", OptimizerKind::kAdafactor},
+  };
+  static constexpr std::pair<std::string_view, OptimizerImplementation> kImplementations[] = {
+      {"foreach", OptimizerImplementation::kForeach},
+      {"fused", OptimizerImplementation::kFused},
+      {"forloop", OptimizerImplementation::kForLoop},
+  };
+  static constexpr std::pair<std::string_view, bool Optimizer::*> kArguments[] = {
+      {"nesterov", &Optimizer::nesterov}, {"decay", &Optimizer::weight_decay},
+      {"amsgrad", &Optimizer::amsgrad},   {"capturable", &Optimizer::capturable},
+      {"maximize", &Optimizer::maximize},
+  };
+  const auto bad = [&] {
+    return BadFlag(
+        "--optimizer", *text,
+        "adamw, adam, sgd, sgdm, adafactor or none; then perhaps -foreach, -fused or -forloop, and "
+        "-nesterov, -decay, -amsgrad, -capturable, -maximize");
+  };
+  const auto find = [](const auto& table, std::string_view word) {
+    return std::ranges::find(table, word, [](const auto& entry) { return entry.first; });
+  };
+  std::size_t dash = text->find('-');
   const std::string kind = text->substr(0, dash);
-  const std::string implementation = dash == std::string::npos ? "foreach" : text->substr(dash + 1);
-  Optimizer optimizer;
-  if (kind == "none") {
-    optimizer.kind = OptimizerKind::kNone;
-  } else if (kind == "sgd" || kind == "sgdm") {
-    optimizer.kind = OptimizerKind::kSgd;
-    optimizer.momentum = kind == "sgdm";
-  } else if (kind != "adamw") {
-    return BadFlag("--optimizer", *text,
-                   "adamw, sgd, sgdm or none, then perhaps -foreach, -fused or -forloop");
-  }
-  if (implementation == "fused") {
-    optimizer.implementation = OptimizerImplementation::kFused;
-  } else if (implementation == "forloop") {
-    optimizer.implementation = OptimizerImplementation::kForLoop;
-  } else if (implementation != "foreach") {
-    return BadFlag("--optimizer", *text, "an implementation -foreach, -fused or -forloop");
+  const auto* of_kind = find(kKinds, kind);
+  if (of_kind == std::end(kKinds)) return bad();
+  Optimizer optimizer{.kind = of_kind->second};
+  optimizer.momentum = kind == "sgdm";
+  while (dash != std::string::npos) {
+    const std::size_t next = text->find('-', dash + 1);
+    const std::string word = text->substr(dash + 1, next == std::string::npos ? next : next - dash - 1);
+    dash = next;
+    if (const auto* how = find(kImplementations, word); how != std::end(kImplementations)) {
+      optimizer.implementation = how->second;
+    } else if (const auto* argument = find(kArguments, word); argument != std::end(kArguments)) {
+      optimizer.*argument->second = true;
+    } else {
+      return bad();
+    }
   }
   strategy.optimizer = optimizer;
   return {};
@@ -171,7 +194,8 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Option("--checkpoint", flags.checkpoint,
                "Activation checkpointing of these modules (rules as for --unit)");
   group.Option("--optimizer", flags.optimizer,
-               "adamw, sgd, sgdm or none; with -foreach (default), -fused or -forloop");
+               "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
+               "PyTorch's), -nesterov, -decay, -amsgrad, -capturable, -maximize");
   group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
   group.Flag("--no-sync", flags.accumulate_without_sync,
              "With --accumulate: only the last one reduces gradients");

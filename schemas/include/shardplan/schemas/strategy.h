@@ -176,12 +176,18 @@ struct CheckpointRule {
   bool operator==(const CheckpointRule&) const = default;
 };
 
-enum class OptimizerKind : std::uint8_t { kNone, kSgd, kAdamW };
+// What torch.optim allocates depends on these arguments only; numbers (lr, betas, dampening) change nothing.
+enum class OptimizerKind : std::uint8_t { kNone, kSgd, kAdamW, kAdam, kAdafactor };
 enum class OptimizerImplementation : std::uint8_t { kForLoop, kForeach, kFused };
 struct Optimizer {
   OptimizerKind kind = OptimizerKind::kAdamW;
-  OptimizerImplementation implementation = OptimizerImplementation::kForeach;
-  bool momentum = false;  // sgd
+  std::optional<OptimizerImplementation> implementation;  // none: PyTorch's default
+  bool momentum = false;                                  // sgd
+  bool nesterov = false;                                  // sgd
+  bool weight_decay = false;                              // sgd, adam: added to the gradients
+  bool amsgrad = false;                                   // adam, adamw
+  bool capturable = false;                                // adam, adamw: step counts on the device
+  bool maximize = false;
   // One optimiser per parameter that steps as soon as its gradient is there, and drops the gradient:
   // torch.distributed.optim._apply_optimizer_in_backward (fsdp1), a post-accumulate-grad hook (fsdp2).
   bool in_backward = false;

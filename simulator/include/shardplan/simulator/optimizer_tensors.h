@@ -1,0 +1,40 @@
+// What torch.optim's optimizers (torch 2.11) keep, and what they allocate while a step runs.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan {
+
+// One tensor that the optimizer steps, as this rank holds it.
+struct OptimizerShard {
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kFloat32;
+  std::int32_t parameter = 0;  // index into Unit::parameters; of a flat parameter: its first one
+  bool operator==(const OptimizerShard&) const = default;
+};
+
+Bytes SizeBytes(const OptimizerShard& shard);
+
+// What the optimizer sees of a unit that `ranks` ranks shard, on the first of them: trainable parameters, or
+// their pieces, or the flat parameter as a whole (flat, without original parameters). Pieces of a flat
+// parameter have one dimension.
+std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ranks, bool use_orig_params);
+
+// What PyTorch does by default: foreach; Adafactor a loop.
+OptimizerImplementation ImplementationOf(const Optimizer& optimizer);
+
+// Requested sizes of what the first step leaves behind for a shard, in order of creation. Step counts are on
+// the device with the fused kernel and with `capturable` only.
+std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerShard& shard);
+
+// Requested sizes of the temporaries of a step that are alive at the same time, where that is most; `shards`
+// in the optimizer's order. As the Python of torch/optim/{adam,sgd,_adafactor}.py makes and drops them.
+std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
+                                        const std::vector<OptimizerShard>& shards);
+
+}  // namespace shardplan

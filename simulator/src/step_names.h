@@ -1,0 +1,47 @@
+// The temporaries of a piece of Python, by the names that hold them.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <string_view>
+#include <vector>
+
+#include "shardplan/schemas/quantity.h"
+
+namespace shardplan::internal {
+
+// Memory goes when no name holds it any more; a name that is bound again lets go of what it held only after
+// the new value is there. That is why a loop has one iteration's tensors while it makes the next one's.
+class StepNames {
+ public:
+  using Tensors = std::vector<Bytes>;
+
+  // Binds `name` to new tensors.
+  void Make(std::string_view name, Tensors tensors);
+  // Binds `name` to what `other` holds (nothing: unbinds it).
+  void Alias(std::string_view name, std::string_view other);
+  void Drop(std::string_view name);
+  void Rename(std::string_view from, std::string_view to);
+
+  // The tensors alive when they took most, in 512-byte blocks.
+  const Tensors& Most() const { return at_most_; }
+
+ private:
+  struct Value {
+    Tensors tensors;
+    Bytes bytes;  // in blocks
+    int names = 0;
+  };
+
+  void Bind(std::string_view name, std::size_t value);
+  void Release(std::size_t value);
+
+  std::map<std::string_view, std::size_t> bound_;
+  std::vector<Value> values_;  // alive, and unused ones
+  std::vector<std::size_t> unused_;
+  std::vector<std::size_t> order_;  // alive, in order of creation
+  Bytes alive_bytes_, most_bytes_;
+  Tensors at_most_;
+};
+
+}  // namespace shardplan::internal
