@@ -28,7 +28,8 @@ constexpr std::pair<std::string_view, LogActionKind> kActionNames[] = {
     {"segment_map", LogActionKind::kSegmentMap},
     {"segment_unmap", LogActionKind::kSegmentUnmap},
     {"oom", LogActionKind::kOom},
-    {"snapshot", LogActionKind::kSnapshot}};
+    {"snapshot", LogActionKind::kSnapshot},
+    {"workspace_snapshot", LogActionKind::kSnapshot}};
 
 constexpr std::size_t kAbsent = std::numeric_limits<std::size_t>::max();
 
@@ -185,9 +186,7 @@ void NumberStreams(const Json& root, const Columns& columns, AllocatorLog& log,
   for (std::size_t i = 0; i < of_actions.size(); ++i) {
     if (of_actions[i] >= 0) log.actions[i].stream = number(of_actions[i]);
   }
-  if (log.streams.size() == 1) {
-    for (LogAction& action : log.actions) action.stream = 0;
-  }
+  log.streams_told = columns.stream != kAbsent;
 }
 
 AllocatorLog ParseRoot(const Json& root) {

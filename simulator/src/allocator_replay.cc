@@ -1,146 +1,29 @@
 #include "shardplan/simulator/allocator_replay.h"
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "allocator_address_spaces.h"
-#include "allocator_sizes.h"
+#include "allocator_replay_state.h"
 
 namespace shardplan {
 namespace {
 
-// What a replay has reached: a value, so that another reading of the same rows can start from a copy.
-struct State {
-  explicit State(const AllocatorSettings& settings) : allocator(settings) {}
-
-  CachingAllocator allocator;
-  std::unordered_map<DeviceAddress, BlockId> live;  // blocks handed out; looked up, never iterated
-  std::size_t cursor = 0;                           // the next row that is not reproduced yet
-  Bytes log_reserved;                               // what the rows before it add up to
-  std::vector<Bytes> reserved;                      // after each of them
-  std::optional<AllocatorDeparture> departure;
-  bool opened_address_space = false;  // by the last request
-};
-
-std::string Describe(const LogAction& action) {
-  if (action.kind == LogActionKind::kOom)
-    return "oom of a request of " + std::to_string(action.size_bytes.value) + " B";
-  return std::string(Name(action.kind)) + " of " + std::to_string(action.size_bytes.value) + " B at " +
-         std::to_string(action.address);
-}
-
-std::string Describe(std::string_view what, Bytes size, DeviceAddress address) {
-  return std::string(what) + " of " + std::to_string(size.value) + " B at " + std::to_string(address);
-}
-
-// Plays the driver by reading the log: it answers what the log says the driver answered, and notes where the
-// model asks for something else.
-class LogDriver final : public DeviceDriver {
- public:
-  LogDriver(const AllocatorLog& log, State& state) : log_(log), state_(state) {}
-
-  std::optional<DeviceAddress> AllocateSegment(Bytes size, std::int32_t stream) override {
-    const LogAction* row = Row();
-    if (row == nullptr) return Depart("a new segment of " + std::to_string(size.value) + " B");
-    if (row->kind == LogActionKind::kSegmentAlloc && row->size_bytes == size &&
-        (row->stream < 0 || row->stream == stream)) {
-      return Take(size);
-    }
-    if (MeansOutOfMemory(row->kind)) return std::nullopt;
-    return Depart("a new segment of " + std::to_string(size.value) + " B");
-  }
-
-  void FreeSegment(DeviceAddress address, Bytes size) override {
-    Expect(LogActionKind::kSegmentFree, address, size, -size.value);
-  }
-
-  // A new address space begins with the first page that is mapped in it.
-  DeviceAddress ReserveAddresses(Bytes, std::int32_t) override {
-    state_.opened_address_space = true;
-    const LogAction* row = Row();
-    return row != nullptr && row->kind == LogActionKind::kSegmentMap ? row->address : 0;
-  }
-  void FreeAddresses(DeviceAddress, Bytes) override {}
-
-  bool MapPages(DeviceAddress address, Bytes size) override {
-    const LogAction* row = Row();
-    if (row != nullptr && MeansOutOfMemory(row->kind)) return false;
-    return Expect(LogActionKind::kSegmentMap, address, size, size.value);
-  }
-
-  void UnmapPages(DeviceAddress address, Bytes size) override {
-    Expect(LogActionKind::kSegmentUnmap, address, size, -size.value);
-  }
-
-  Bytes TotalMemory() const override { return log_.device_bytes.value_or(kUnknownDeviceBytes); }
-
-  std::vector<BlockId> Synchronize() override {
-    std::vector<BlockId> completed;
-    for (const LogAction* row = Row(); row != nullptr && row->kind == LogActionKind::kFreeCompleted;
-         row = Row()) {
-      const auto block = state_.live.find(row->address);
-      if (block == state_.live.end()) {
-        Depart("no block there that waits");
-        break;
-      }
-      // A free that was requested before the log began.
-      if (state_.allocator.IsAllocated(block->second)) state_.allocator.DeferFree(block->second);
-      completed.push_back(block->second);
-      state_.live.erase(block);
-      Take({0});
-    }
-    return completed;
-  }
-
- private:
-  // The row at the cursor; null after the last one and after a departure.
-  const LogAction* Row() const {
-    if (state_.departure || state_.cursor == log_.actions.size()) return nullptr;
-    return &log_.actions[state_.cursor];
-  }
-
-  // The rows that follow a request for memory that failed.
-  static bool MeansOutOfMemory(LogActionKind kind) {
-    return kind == LogActionKind::kSegmentFree || kind == LogActionKind::kSegmentUnmap ||
-           kind == LogActionKind::kFreeCompleted || kind == LogActionKind::kOom;
-  }
-
-  DeviceAddress Take(Bytes reserved_change) {
-    state_.log_reserved += reserved_change;
-    state_.reserved.push_back(state_.log_reserved);
-    return log_.actions[state_.cursor++].address;
-  }
-
-  bool Expect(LogActionKind kind, DeviceAddress address, Bytes size, std::int64_t reserved_change) {
-    const LogAction* row = Row();
-    if (row != nullptr && row->kind == kind && row->address == address && row->size_bytes == size) {
-      Take({reserved_change});
-      return true;
-    }
-    Depart(Describe(Name(kind), size, address));
-    return false;
-  }
-
-  std::nullopt_t Depart(std::string model) {
-    if (!state_.departure) {
-      const bool at_end = state_.cursor == log_.actions.size();
-      state_.departure = {static_cast<std::int64_t>(state_.cursor),
-                          std::move(model),
-                          at_end ? "the end of the log" : Describe(log_.actions[state_.cursor]),
-                          {}};
-    }
-    return std::nullopt;
-  }
-
-  const AllocatorLog& log_;
-  State& state_;
-};
+using allocator_replay::Describe;
+using allocator_replay::LogDriver;
+using allocator_replay::State;
+using allocator_replay::StreamChoice;
+using allocator_replay::StreamRange;
+using allocator_replay::StreamsByRow;
 
 class Replayer {
  public:
-  explicit Replayer(const AllocatorLog& log) : log_(log), state_(log.settings) {}
+  // `streams`: of new segments, by the row that makes them, where the log does not say it.
+  explicit Replayer(const AllocatorLog& log, StreamsByRow streams = {})
+      : log_(log), streams_(std::move(streams)), state_(log.settings) {}
 
   Result<AllocatorReplay> Run();
+  // After Run: segments whose stream was chosen; one of them may be of another. Those at the departure first.
+  std::vector<StreamChoice> Suspects() const;
   // After Run: the request at which it departed began a new address space.
   bool DepartedInNewAddressSpace() const { return state_.opened_address_space; }
 
@@ -165,7 +48,7 @@ class Replayer {
   void ReplayGroup(const Group& group);
   State Read(State state, const Group& group, Reading reading) const;
   void ReplayRequest(State& state, std::size_t request) const;
-  std::int32_t StreamOf(const State& state, const Group& group) const;
+  std::int32_t StreamOf(State& state, const LogAction& request) const;
   void ReplayFree();
   void Complete(State& state) const;
   void Depart(State& state, std::string model) const;
@@ -175,6 +58,7 @@ class Replayer {
   }
 
   const AllocatorLog& log_;
+  const StreamsByRow streams_;
   State state_;
 };
 
@@ -192,6 +76,8 @@ Result<Bytes> Replayer::TakeInitialState() {
     const Result<std::vector<BlockId>> blocks = state_.allocator.AddSegment(segment);
     if (!blocks) return std::unexpected(blocks.error());
     for (std::size_t i = 0; i < blocks->size(); ++i) state_.live[segment.blocks[i].address] = (*blocks)[i];
+    if (log_.streams_told) continue;
+    state_.ranges[segment.address] = {segment.address + segment.size_bytes.value - 1, {0, segment.stream}};
   }
   state_.log_reserved = state_.allocator.stats().reserved_bytes;
   return state_.log_reserved;
@@ -218,20 +104,38 @@ Replayer::Group Replayer::NextGroup() const {
 }
 
 // Where the log has no stream, the block's segment tells it; a new segment is taken to be of the first stream
-// on which the model has no cached block for the request either.
-std::int32_t Replayer::StreamOf(const State& state, const Group& group) const {
-  const LogAction& request = log_.actions[group.request];
+// on which the model has no cached block for the request either (but see [Note: streams of new segments]).
+std::int32_t Replayer::StreamOf(State& state, const LogAction& request) const {
+  state.choice.reset();
   if (request.stream >= 0) return request.stream;
-  for (const SegmentView& segment : state.allocator.MemoryMap()) {
-    if (request.kind == LogActionKind::kAlloc && request.address >= segment.address &&
-        request.address < segment.address + segment.size_bytes.value) {
-      return segment.stream;
+  const StreamRange* range = state.RangeAt(request.address);
+  if (request.kind == LogActionKind::kAlloc && range != nullptr) return range->of.stream;
+  StreamChoice choice{.row = state.cursor};
+  if (const auto told = streams_.find(choice.row); told != streams_.end()) {
+    choice.stream = told->second;
+  } else {
+    for (choice.stream = 0; choice.stream < std::ssize(log_.streams); ++choice.stream) {
+      if (!state.allocator.HasCachedBlock(request.size_bytes, choice.stream)) break;
     }
+    if (choice.stream == std::ssize(log_.streams)) choice.stream = 0;
   }
-  for (std::int32_t stream = 0; stream < static_cast<std::int32_t>(log_.streams.size()); ++stream) {
-    if (!state.allocator.HasCachedBlock(request.size_bytes, stream)) return stream;
+  state.choice = choice;
+  return choice.stream;
+}
+
+std::vector<StreamChoice> Replayer::Suspects() const {
+  std::vector<StreamChoice> suspects;
+  const auto add = [&](const StreamRange* range) {
+    if (range != nullptr && range->chosen) suspects.push_back(range->of);
+  };
+  if (!state_.departure) return suspects;
+  if (state_.choice) suspects.push_back(*state_.choice);
+  if (state_.model_address) add(state_.RangeAt(*state_.model_address));
+  if (state_.cursor < log_.actions.size()) add(state_.RangeAt(log_.actions[state_.cursor].address));
+  if (log_.streams.size() > 1) {  // a release goes through all
+    for (const auto& [address, range] : state_.ranges) add(&range);
   }
-  return 0;
+  return suspects;
 }
 
 // The free_completed row at the cursor.
@@ -249,9 +153,7 @@ void Replayer::ReplayRequest(State& state, std::size_t request) const {
   const LogAction& row = log_.actions[request];
   LogDriver driver(log_, state);
   state.opened_address_space = false;
-  Group group;
-  group.request = request;
-  const BlockId block = state.allocator.Allocate(row.size_bytes, StreamOf(state, group), driver);
+  const BlockId block = state.allocator.Allocate(row.size_bytes, StreamOf(state, row), driver);
   if (state.departure) return;
   if (block == kNoBlock) {
     if (state.cursor == request && row.kind == LogActionKind::kOom) return Advance(state);
@@ -260,6 +162,7 @@ void Replayer::ReplayRequest(State& state, std::size_t request) const {
   if (block == kEmptyBlock) return Advance(state);
   const DeviceAddress address = state.allocator.Address(block);
   if (state.cursor != request || row.kind != LogActionKind::kAlloc || address != row.address) {
+    state.model_address = address;
     return Depart(state, Describe("alloc", row.size_bytes, address));
   }
   state.live[address] = block;
@@ -407,13 +310,56 @@ Result<AllocatorReplay> SearchDeviceSize(const AllocatorLog& log, AllocatorRepla
   return best;
 }
 
+// [Note: streams of new segments] Which stream a new segment is for shows later, when the model and the log
+// disagree on a block in it: then the segment that the model took, or the one that the log did, is of another
+// stream. Each is tried on every stream and on one more than is known, and what reproduces most is kept.
+constexpr std::int64_t kMaxRowsReplayed = 30'000'000;
+
+Result<AllocatorReplay> SearchStreams(const AllocatorLog& log, std::vector<StreamChoice> suspects,
+                                      AllocatorReplay best) {
+  StreamsByRow streams;
+  std::int32_t known = static_cast<std::int32_t>(log.streams.size());
+  std::int64_t rows = 0;
+  for (bool better = true; better && best.departure;) {
+    better = false;
+    for (const StreamChoice& suspect : std::vector(suspects)) {
+      for (std::int32_t stream = 0; stream <= known && !better; ++stream) {
+        if (stream == suspect.stream) continue;
+        if (rows > kMaxRowsReplayed) return best;
+        StreamsByRow tried = streams;
+        tried[suspect.row] = stream;
+        Replayer replayer(log, tried);
+        Result<AllocatorReplay> replay = replayer.Run();
+        if (!replay) return replay;
+        rows += replay->reproduced;
+        if (replay->departure && replay->reproduced <= best.reproduced) continue;
+        better = true;
+        known = std::max(known, stream + 1);
+        streams = std::move(tried);
+        best = std::move(*replay);
+        suspects = replayer.Suspects();
+      }
+      if (better) break;
+    }
+  }
+  best.streams_searched = !streams.empty();
+  return best;
+}
+
 }  // namespace
 
 Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log) {
-  Result<AllocatorReplay> replay = Replayer(log).Run();
+  Replayer replayer(log);
+  Result<AllocatorReplay> replay = replayer.Run();
+  if (!replay || !replay->departure) return replay;
+  if (!log.streams_told) {
+    Result<AllocatorReplay> searched = SearchStreams(log, replayer.Suspects(), *replay);
+    // Where the state before is of one stream, another one has to explain everything.
+    if (!searched || !searched->departure || log.streams.size() > 1) replay = std::move(searched);
+    if (!replay || !replay->departure) return replay;
+  }
   const bool may_lack_size = !log.device_bytes && log.settings.expandable_segments;
-  if (!replay || !replay->departure || !may_lack_size) return replay;
-  return SearchDeviceSize(log, std::move(*replay));
+  return may_lack_size ? SearchDeviceSize(log, std::move(*replay)) : replay;
 }
 
 }  // namespace shardplan

@@ -81,6 +81,9 @@ std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay) {
     text += "size of the device, from the log's address spaces: about " +
             WithSeparators(replay.inferred_device_bytes->value) + " B\n";
   }
+  if (replay.streams_searched) {
+    text += "streams: the log does not say them; some new segments fit only another stream than the first\n";
+  }
   for (const std::string& note : log.notes) text += "note: " + note + "\n";
   text += "state before: " + std::to_string(log.initial_segments.size()) + " segments, " +
           WithSeparators(replay.initial_reserved_bytes.value) + " B reserved\n";
@@ -118,6 +121,7 @@ std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay) {
   json["inactive_split_bytes"] = replay.stats.inactive_split_bytes.value;
   json["inferred_device_bytes"] = nullptr;
   if (replay.inferred_device_bytes) json["inferred_device_bytes"] = replay.inferred_device_bytes->value;
+  json["streams_searched"] = replay.streams_searched;
   json["departure"] = nullptr;
   if (replay.departure) {
     json["departure"] = {{"action", replay.departure->action},

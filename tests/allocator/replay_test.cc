@@ -66,6 +66,20 @@ TEST(Replay, LibTorchUnderEverySetting) {
   }
 }
 
+// Without a column for them, streams of new segments follow from the blocks that requests get later.
+TEST(Replay, StreamsThatALogDoesNotSayAreFound) {
+  AllocatorLog log = Read("libtorch_expandable_max_split.json");
+  ASSERT_EQ(log.streams.size(), 2U);
+  log.streams_told = false;
+  log.streams = {0};
+  for (LogAction& action : log.actions) action.stream = -1;
+  const AllocatorReplay replay = *ReplayAllocatorLog(log);
+  EXPECT_FALSE(replay.departure) << Where(replay);
+  EXPECT_TRUE(replay.streams_searched);
+  EXPECT_NE(ReplayText(log, replay).find("streams: the log does not say them"), std::string::npos);
+  EXPECT_FALSE(ReplayAllocatorLog(Read("h100_training_step.json"))->streams_searched);
+}
+
 // The end of an address space shows how large the device is.
 TEST(Replay, TheSizeOfTheDeviceIsInferredWhereItMatters) {
   const AllocatorLog log = Read("libtorch_unknown_device.json");

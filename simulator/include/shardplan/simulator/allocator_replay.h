@@ -41,6 +41,7 @@ struct AllocatorLog {
   AllocatorSettings settings;
   std::optional<Bytes> device_bytes;  // where the log says how much memory the device has
   std::vector<std::int64_t> streams;  // as the log names them, ascending: the model's streams are indices
+  bool streams_told = false;          // every request says its stream
   std::vector<CachingAllocator::InitialSegment> initial_segments;
   std::vector<LogAction> actions;
   std::optional<Bytes> final_reserved_bytes;
@@ -71,6 +72,7 @@ struct AllocatorReplay {
   // Expandable segments only: a size of the device with which more is reproduced, where the log does not say
   // it.
   std::optional<Bytes> inferred_device_bytes;
+  bool streams_searched = false;  // streams of new segments were found by trying: the log does not say them
 };
 
 // Replays the requests (alloc and free rows) and compares everything else with what the model does: which
