@@ -1,6 +1,7 @@
 #include "memory_knobs.h"
 
-#include <fmt/format.h>
+#include <algorithm>
+#include <variant>
 
 #include "memory_categories.h"
 
@@ -12,13 +13,42 @@ void Set(AliveMemory& alive, std::string knob, Bytes bytes) {
   alive.knob_bytes = bytes;
 }
 
-// What lies in a unit's gathered parameters and is not needed now could be resharded.
-void AdviseUnsharded(const std::string& unit, const std::string& kept, AliveMemory& alive) {
-  if (alive.in_use) {
-    Set(alive, "needed now; units of fewer parameters", Bytes{0});
-  } else {
-    Set(alive, fmt::format("{} for {}", kept, unit), alive.bytes);
+void AdviseFewerParameters(AliveMemory& alive) {
+  Set(alive, "needed now; units of fewer parameters", Bytes{0});
+}
+
+// What lies in a unit's gathered parameters and is not needed now could be resharded, or gathered later.
+void AdviseUnsharded(const Plan& plan, AliveMemory& alive) {
+  if (alive.in_use) return AdviseFewerParameters(alive);
+  const std::string unit = UnitText(plan, alive.unit);
+  if (plan.policy != "fsdp1") return Set(alive, "reshard_after_forward: true for " + unit, alive.bytes);
+  const Fsdp1Sharding sharding = plan.strategy.fsdp1.sharding;
+  const bool keeps = sharding == Fsdp1Sharding::kShardGradOp ||
+                     sharding == Fsdp1Sharding::kHybridShardZero2 || sharding == Fsdp1Sharding::kNoShard;
+  if (alive.unit >= 0 && plan.units[static_cast<std::size_t>(alive.unit)].fqn.empty()) {
+    return Set(alive, "units of their own for the modules of " + unit, alive.bytes);
   }
+  Set(alive, keeps ? "sharding: full_shard" : "no prefetch, forward or backward", alive.bytes);
+}
+
+// Whether some backward does not reduce.
+bool AccumulatesWithoutSync(const Plan& plan) {
+  const auto skips = [](const ModuleCall& call) {
+    return call.method == "set_requires_gradient_sync" || call.method == "no_sync";
+  };
+  bool found = std::ranges::any_of(plan.strategy.setup, skips);
+  for (const StepProgram& step : plan.strategy.program) {
+    for (const ProgramCall& call : step) {
+      const auto* module = std::get_if<ModuleCall>(&call);
+      found = found || (module != nullptr && skips(*module));
+    }
+  }
+  return found;
+}
+
+void AdviseOffload(const Plan& plan, AliveMemory& alive) {
+  if (plan.strategy.cpu_offload) return Set(alive, "on its way to the host", Bytes{0});
+  Set(alive, "cpu_offload: true (twice the shard ranks: half of it)", alive.bytes);
 }
 
 bool IsFullPrecision(const Plan& plan, UnitId unit) {
@@ -28,18 +58,18 @@ bool IsFullPrecision(const Plan& plan, UnitId unit) {
 bool HasCheckpointing(const Plan& plan) { return plan.strategy.checkpoint.has_value(); }
 
 void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
-  const std::string unit = UnitText(plan, alive.unit);
   switch (role) {
     case BufferRole::kParamSharded:
     case BufferRole::kGradSharded:
-      return Set(alive, "cpu_offload: true (twice the shard ranks: half of it)", alive.bytes);
+    case BufferRole::kOptimizerState:
+      return AdviseOffload(plan, alive);
     case BufferRole::kParamUnsharded:
-      return AdviseUnsharded(unit, "reshard_after_forward: true", alive);
+      return AdviseUnsharded(plan, alive);
     case BufferRole::kParamPostForwardShard:
       return Set(alive, "reshard_after_forward: true instead of a number", alive.bytes);
     case BufferRole::kAllGatherInput:
     case BufferRole::kAllGatherOutput:
-      return alive.in_use ? Set(alive, "needed now; units of fewer parameters", Bytes{0})
+      return alive.in_use ? AdviseFewerParameters(alive)
                           : Set(alive, "a prefetch depth of 0, forward and backward", alive.bytes);
     case BufferRole::kReduceScatterInput:
     case BufferRole::kReduceScatterOutput:
@@ -47,14 +77,19 @@ void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
         return Set(alive, "reduce_dtype: bfloat16", Bytes{alive.bytes.value / 2});
       }
       return Set(alive, "units of fewer parameters", Bytes{0});
-    case BufferRole::kGradUnsharded:
-      return alive.in_use ? Set(alive, "needed now; units of fewer parameters", Bytes{0})
-                          : Set(alive, "units of their own for the modules of " + unit, alive.bytes);
     case BufferRole::kGradUnshardedAccumulated:
-      return Set(alive, "accumulation with gradient sync in every micro-batch", alive.bytes);
-    case BufferRole::kOptimizerState:
-      return Set(alive, "cpu_offload: true (twice the shard ranks: half of it)", alive.bytes);
+      if (AccumulatesWithoutSync(plan)) {
+        return Set(alive, "accumulation with gradient sync in every micro-batch", alive.bytes);
+      }
+      [[fallthrough]];  // fsdp1's flat gradient
+    case BufferRole::kGradUnsharded:
+      return alive.in_use ? AdviseFewerParameters(alive)
+                          : Set(alive, "units of their own for the modules of " + UnitText(plan, alive.unit),
+                                alive.bytes);
     case BufferRole::kOptimizerTemp:
+      if (plan.strategy.optimizer.kind == OptimizerKind::kAdafactor) {
+        return Set(alive, "optimizer implementation: for_loop", Bytes{0});
+      }
       return Set(alive, "optimizer implementation: fused", alive.bytes);
     default:
       return;

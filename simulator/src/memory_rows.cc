@@ -117,6 +117,12 @@ class RowReader {
       phase_ = "loss";
     }
   }
+  // Without units that the loss hangs on (a root that is none) no hook comes first.
+  void BeginBackward() {
+    if (phase_ == "loss") EndLoss();
+    if (phase_ == "forward") unit_ = -1;
+    phase_ = "backward";
+  }
   void EndLoss() {
     Row("loss_end");
     phase_ = "backward";
@@ -128,7 +134,7 @@ class RowReader {
       CloseReduction();
       PassLateUnits(-1);
       if (hook_open_) CloseHook(trigger, name);
-      if (phase_ == "loss" && segment->name.starts_with("backward")) EndLoss();
+      if (segment->name.starts_with("backward")) BeginBackward();
       const bool again = segment->name.starts_with("recompute");
       if (!again) CloseRecomputation();
       if (again && !recomputing_) {

@@ -1,6 +1,7 @@
 """shardplan memory and explain-memory: tables, pages, allocator settings, errors and exit codes."""
 
 import json
+import math
 import re
 
 import pytest
@@ -37,6 +38,20 @@ def test_a_trace_and_its_plan_have_the_same_memory(shardplan, plan):
     assert "nccl_buffers shard (8)" in table.stdout
     assert "fits H100" in table.stdout
     assert "cuda_context" not in shardplan("memory", TRACE, *GIVEN).stdout
+
+
+def test_parameters_of_no_unit_are_counted_outside(shardplan, tmp_path):
+    trace = json.loads(TRACE.read_text())
+    ignored = trace["parameters"][0]
+    size = {"bfloat16": 2, "float32": 4}[ignored.get("dtype", "float32")] * math.prod(ignored["shape"])
+    found = shardplan("memory", TRACE, *GIVEN, "--ignore", ignored["fqn"])
+    assert found.returncode == 0, found.stderr
+    rows = {name.strip(): int(value) for name, value in re.findall(r"^(.{28}) +(\d+) ", found.stdout, re.M)}
+    assert rows["parameters of no unit"] == rows["their gradients, at most"] == size
+    assert rows["their optimizer states"] == 2 * size
+    nccl = rows["nccl_buffers shard (8)"]
+    assert rows["total and outside"] == rows["total"] + nccl + 4 * size
+    assert "of no unit" not in shardplan("memory", TRACE, *GIVEN).stdout
 
 
 def test_what_does_not_fit_exits_1(shardplan, plan, tmp_path):

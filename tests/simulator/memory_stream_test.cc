@@ -264,6 +264,38 @@ TEST(MemoryExplanation, NamesTheKnobThatRemovesTheRootsParameters) {
   EXPECT_EQ(explanation.alive[1].knob_bytes.value, 0);
   EXPECT_EQ(explanation.allocation, "aten.mul");
   EXPECT_EQ(explanation.peak_text, "backward layers.0, after pre_backward layers.0");
+  b.plan().policy = "fsdp1";  // has no such knob
+  EXPECT_EQ(ExplainMemory(b.plan(), MemoryStreamOf(b.plan())).alive[0].knob,
+            "units of their own for the modules of (root)");
+}
+
+// A knob that is set already is no advice, and a gradient that every backward makes is not accumulated.
+TEST(MemoryExplanation, NamesNoKnobThatChangesNothing) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 1, 1 << 20);
+  const BufferId gathered = b.Buffer(BufferRole::kParamUnsharded, unit);
+  const BufferId grad = b.Buffer(BufferRole::kGradUnshardedAccumulated, unit);
+  const BufferId shard = b.Buffer(BufferRole::kGradSharded, unit);
+  b.Step("steady").At(TriggerKind::kPostBackward, unit).Allocate(gathered, 0).Allocate(grad, 0);
+  b.Allocate(shard, 0).Free(grad).Free(gathered).Free(shard);
+  const auto knobs = [&] {
+    std::vector<std::string> found(3);
+    for (const AliveMemory& alive : ExplainMemory(b.plan(), MemoryStreamOf(b.plan())).alive) {
+      found[alive.category == "param_unsharded" ? 0 : alive.category == "grad_sharded" ? 2 : 1] = alive.knob;
+    }
+    return found;
+  };
+  const std::string own = "units of their own for the modules of a";
+  const std::string offload = "cpu_offload: true (twice the shard ranks: half of it)";
+  EXPECT_EQ(knobs(), (std::vector<std::string>{"reshard_after_forward: true for a", own, offload}));
+  b.plan().policy = "fsdp1";
+  b.plan().strategy.cpu_offload = true;
+  b.plan().strategy.program = {{ModuleCall{.method = "no_sync", .value = true}}};
+  EXPECT_EQ(knobs(), (std::vector<std::string>{"no prefetch, forward or backward",
+                                               "accumulation with gradient sync in every micro-batch",
+                                               "on its way to the host"}));
+  b.plan().strategy.fsdp1.sharding = Fsdp1Sharding::kShardGradOp;
+  EXPECT_EQ(knobs()[0], "sharding: full_shard");
 }
 
 TEST(MemoryPage, HoldsEveryBlockOfTheStepAndNoForeignScript) {

@@ -50,8 +50,9 @@ Status WritePages(const MemoryArguments& options, const Plan& plan, const Memory
 }
 
 Status RunMemory(const MemoryArguments& options, bool& fits) {
-  const Result<Plan> plan = ReadMemoryInput(options.input);
-  if (!plan) return std::unexpected(plan.error());
+  const Result<MemoryPlan> input = ReadMemoryInput(options.input);
+  if (!input) return std::unexpected(input.error());
+  const Plan* plan = &input->plan;
   const MemoryStream stream = MemoryStreamOf(*plan, {.kernel_temporaries = !options.no_kernel_temporaries});
   const MemoryRows rows =
       RowsOf(*plan, ProfileMemory(*plan, stream, {.record_samples = true}), plan->steady_step);
@@ -63,7 +64,7 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
     reserved = ReserveMemory(*plan, stream, *reserved_options);
     fits = !reserved->out_of_memory;
   }
-  fits = fits && FitsDevice(*plan, reserved ? reserved->peak_reserved_bytes : rows.peak.total_bytes);
+  fits = fits && FitsDevice(*input, reserved ? reserved->peak_reserved_bytes : rows.peak.total_bytes);
   if (!options.rows.empty()) {
     if (Status written = WriteOutput(options.rows, RowsJson(*plan, rows)); !written) return written;
     if (options.rows == "-") return {};
@@ -71,7 +72,7 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   }
   const ReservedMemory* held = reserved ? &*reserved : nullptr;
   if (Status written = WritePages(options, *plan, stream, held); !written) return written;
-  std::string text = MemoryTable(*plan, rows, held);
+  std::string text = MemoryTable(*input, rows, held);
   if (held != nullptr) {
     std::vector<SettingsTrial> trials;
     if (options.reserved) trials = TryAllocatorSettings(*plan, stream, *reserved_options);

@@ -1,9 +1,11 @@
 #include "memory_input.h"
 
 #include <algorithm>
+#include <set>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/optimizer_tensors.h"
 #include "support.h"
 
 namespace shardplan::cli {
@@ -30,6 +32,33 @@ Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
   return std::move(planned->plan);
 }
 
+Bytes Blocks(Bytes bytes) { return {(bytes.value + 511) / 512 * 512}; }
+
+UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan) {
+  std::set<std::string_view> managed;
+  for (const Unit& unit : plan.units) {
+    for (const UnitParameter& parameter : unit.parameters) {
+      managed.insert(parameter.fqn);
+      managed.insert(parameter.shared_with.begin(), parameter.shared_with.end());
+    }
+  }
+  UnmanagedParameters unmanaged;
+  for (const Parameter& parameter : trace.parameters) {
+    const bool known = managed.contains(parameter.fqn) ||
+                       std::ranges::any_of(parameter.shared_with,
+                                           [&](const std::string& fqn) { return managed.contains(fqn); });
+    if (known) continue;
+    const OptimizerShard whole{.shape = parameter.shape, .dtype = parameter.dtype};
+    unmanaged.parameter_bytes += Blocks(SizeBytes(whole));
+    if (!parameter.requires_grad) continue;
+    unmanaged.gradient_bytes += Blocks(SizeBytes(whole));
+    for (const Bytes state : OptimizerStates(plan.strategy.optimizer, whole)) {
+      unmanaged.state_bytes += Blocks(state);
+    }
+  }
+  return unmanaged;
+}
+
 }  // namespace
 
 void AddMemoryInput(CLI::App& command, MemoryInput& input) {
@@ -43,7 +72,7 @@ void AddMemoryInput(CLI::App& command, MemoryInput& input) {
   AddPlanFlags(command, input.flags);
 }
 
-Result<Plan> ReadMemoryInput(const MemoryInput& input) {
+Result<MemoryPlan> ReadMemoryInput(const MemoryInput& input) {
   Result<Document> document = ReadDocument(input.path);
   if (!document) return std::unexpected(document.error());
   if (auto* plan = std::get_if<Plan>(&*document)) {
@@ -52,13 +81,16 @@ Result<Plan> ReadMemoryInput(const MemoryInput& input) {
       if (!found) return std::unexpected(found.error());
       plan->cluster = std::move(*found);
     }
-    return std::move(*plan);
+    return MemoryPlan{std::move(*plan), {}};
   }
   const auto* trace = std::get_if<Trace>(&*document);
   if (trace == nullptr) {
     return MakeError(ErrorCode::kBadInput, input.path + " is neither a trace nor a plan");
   }
-  return PlanFor(input, *trace);
+  Result<Plan> plan = PlanFor(input, *trace);
+  if (!plan) return std::unexpected(plan.error());
+  const UnmanagedParameters unmanaged = UnmanagedOf(*trace, *plan);
+  return MemoryPlan{std::move(*plan), unmanaged};
 }
 
 }  // namespace shardplan::cli

@@ -16,11 +16,22 @@ struct MemoryInput {
   PlanFlags flags;
 };
 
+// Parameters of a trace that are in no unit (ignored ones, or what no unit wraps): every rank has them whole,
+// in 512-byte blocks.
+struct UnmanagedParameters {
+  Bytes parameter_bytes, gradient_bytes, state_bytes;
+};
+
+struct MemoryPlan {
+  Plan plan;
+  UnmanagedParameters unmanaged;  // zero of a plan, which does not know them
+};
+
 // INPUT, --ranks, --cluster, --strategy and the flags of `plan`.
 void AddMemoryInput(CLI::App& command, MemoryInput& input);
 
 // The plan that it names. A trace without --cluster is planned for a cluster that has nothing but ranks: no
 // costs are needed.
-Result<Plan> ReadMemoryInput(const MemoryInput& input);
+Result<MemoryPlan> ReadMemoryInput(const MemoryInput& input);
 
 }  // namespace shardplan::cli

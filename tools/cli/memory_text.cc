@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "shardplan/simulator/memory_profile.h"
 
@@ -60,13 +61,25 @@ std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike
 
 }  // namespace
 
-bool FitsDevice(const Plan& plan, Bytes peak_bytes) {
-  const Device& device = plan.cluster.device;
-  const Bytes needed = peak_bytes + device.context_bytes + NcclBufferBytes(plan);
+namespace {
+
+// Between steps there are no gradients.
+Bytes OutsideBytes(const MemoryPlan& input, bool at_peak) {
+  const UnmanagedParameters& unmanaged = input.unmanaged;
+  return input.plan.cluster.device.context_bytes + NcclBufferBytes(input.plan) + unmanaged.parameter_bytes +
+         unmanaged.state_bytes + (at_peak ? unmanaged.gradient_bytes : Bytes{});
+}
+
+}  // namespace
+
+bool FitsDevice(const MemoryPlan& input, Bytes peak_bytes) {
+  const Device& device = input.plan.cluster.device;
+  const Bytes needed = peak_bytes + OutsideBytes(input, true);
   return device.memory_bytes.value == 0 || needed <= device.memory_bytes;
 }
 
-std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const ReservedMemory* reserved) {
+std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
+  const Plan& plan = input.plan;
   const MemoryPeak& peak = rows.peak;
   const MemoryRow& end = rows.rows.back();
   std::string text = fmt::format("{:<28} {:>18} {:>10}   {:>18} {:>10}\n", "category", "at the peak, bytes",
@@ -88,11 +101,18 @@ std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const Reserved
       text += Row(fmt::format("nccl_buffers {} ({})", communicator.name, communicator.size), bytes, bytes);
     }
   }
+  const UnmanagedParameters& unmanaged = input.unmanaged;
+  if (unmanaged.parameter_bytes.value > 0) {
+    text += Row("parameters of no unit", unmanaged.parameter_bytes, unmanaged.parameter_bytes);
+    text += Row("  their gradients, at most", unmanaged.gradient_bytes, {});
+    text += Row("  their optimizer states", unmanaged.state_bytes, unmanaged.state_bytes);
+  }
   const Bytes held = reserved != nullptr ? reserved->peak_reserved_bytes : peak.total_bytes;
-  const Bytes needed = held + device.context_bytes + NcclBufferBytes(plan);
-  text += Row(reserved != nullptr ? "reserved and outside" : "total and outside", needed, needed);
+  const Bytes held_between = reserved != nullptr ? held : end.total_bytes;
+  text += Row(reserved != nullptr ? "reserved and outside" : "total and outside",
+              held + OutsideBytes(input, true), held_between + OutsideBytes(input, false));
   if (device.memory_bytes.value > 0) {
-    text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(plan, held) ? "fits" : "does not fit",
+    text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(input, held) ? "fits" : "does not fit",
                         device.name, Gib(device.memory_bytes));
   }
   return text;
@@ -152,17 +172,22 @@ std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanat
     text += fmt::format(", at the allocation of {}", explanation.allocation);
   text += "\n\nalive there, largest first\n";
   const std::vector<AliveMemory>& alive = explanation.alive;
-  std::size_t shown = 0;
-  for (std::size_t i = 0; i < alive.size();) {
-    if (shown++ == count) {
-      text += fmt::format("{:>33}and {} more (--all)\n", "", alive.size() - i);
-      break;
-    }
+  struct Group {
+    std::size_t first, units;
+  };
+  std::vector<Group> groups;
+  for (std::size_t i = 0; i < alive.size(); i += groups.back().units) {
     std::size_t alike = 1;
     while (i + alike < alive.size() && Alike(alive[i], alive[i + alike])) ++alike;
-    text += AliveText(plan, alive[i], static_cast<std::int64_t>(alike));
-    i += alike;
+    groups.push_back({i, alike});
   }
+  std::ranges::stable_sort(groups, std::greater<>(), [&](const Group& group) {
+    return alive[group.first].bytes * static_cast<std::int64_t>(group.units);
+  });
+  for (std::size_t g = 0; g < std::min(count, groups.size()); ++g) {
+    text += AliveText(plan, alive[groups[g].first], static_cast<std::int64_t>(groups[g].units));
+  }
+  if (groups.size() > count) text += fmt::format("{:>33}and {} more (--all)\n", "", groups.size() - count);
   text +=
       fmt::format("\n{:<28} {:>18} {:>18}   {}\n", "unit", "at the peak, bytes", "its most, bytes", "then");
   for (const UnitMemory& unit : explanation.units) {

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "memory_input.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/simulator/memory_explanation.h"
 #include "shardplan/simulator/memory_rows.h"
@@ -10,13 +11,13 @@
 
 namespace shardplan::cli {
 
-// Bytes by category at the peak and between steps, where the peak is, and what lies outside "allocated":
-// context, NCCL's buffers per communicator, and whether it fits the device (when the plan's cluster says how
-// much it has).
-std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const ReservedMemory* reserved);
-// Whether peak (reserved when known), context and NCCL's buffers fit the device; true when its size is
+// Bytes by category at the peak and between steps, where the peak is, and what lies outside of it: context,
+// NCCL's buffers per communicator, parameters of no unit, and whether it fits the device (when the plan's
+// cluster says how much it has).
+std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved);
+// Whether peak (reserved when known) and what lies outside of it fit the device; true when its size is
 // unknown.
-bool FitsDevice(const Plan& plan, Bytes peak_bytes);
+bool FitsDevice(const MemoryPlan& input, Bytes peak_bytes);
 
 // {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
 // "by_category"}...]}

@@ -31,7 +31,9 @@ std::vector<Candidate> CommonCandidates(const Plan& plan) {
     if (!rule.modules.empty()) add("checkpoint every unit but the root").checkpoint = rule;
   }
   add("cpu_offload: true").cpu_offload = true;
-  add("optimizer implementation: fused").optimizer.implementation = OptimizerImplementation::kFused;
+  if (plan.strategy.optimizer.kind != OptimizerKind::kAdafactor) {
+    add("optimizer implementation: fused").optimizer.implementation = OptimizerImplementation::kFused;
+  }
   add("optimizer implementation: for_loop").optimizer.implementation = OptimizerImplementation::kForLoop;
   if (plan.strategy.mixed_precision) {
     add("reduce_dtype: bfloat16").mixed_precision->reduce_dtype = DType::kBFloat16;
@@ -40,7 +42,8 @@ std::vector<Candidate> CommonCandidates(const Plan& plan) {
   for (StepProgram& step : synced.program) {
     std::erase_if(step, [](const ProgramCall& call) {
       const auto* module = std::get_if<ModuleCall>(&call);
-      return module != nullptr && module->method == "set_requires_gradient_sync";
+      return module != nullptr &&
+             (module->method == "set_requires_gradient_sync" || module->method == "no_sync");
     });
   }
   return candidates;
