@@ -9,6 +9,15 @@
 
 namespace shardplan::python {
 namespace py = pybind11;
+namespace {
+
+c10d::ReduceOp OpOf(const executor::CollectiveSpec& spec) {
+  if (spec.reduce_op == ReduceOp::kAverage) return c10d::ReduceOp::AVG;
+  if (spec.divisor == 1.0) return c10d::ReduceOp::SUM;
+  return c10d::makeNCCLPreMulSum(1.0 / spec.divisor);
+}
+
+}  // namespace
 
 void CustomCollectives::Set(UnitId unit, CollectiveKind kind, PyRef comm) {
   if (comm) {
@@ -51,8 +60,7 @@ Status CustomCollectives::Call(const executor::CollectiveSpec& spec, PyObject* c
     arguments["group"] = py::cast(groups_[spec.communicator]);
     arguments["async_op"] = false;
     if (!gathers) {
-      const bool averages = spec.reduce_op == ReduceOp::kAverage;
-      arguments["op"] = py::cast(c10d::ReduceOp(averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM));
+      arguments["op"] = py::cast(OpOf(spec));
     }
     const py::object work = py::handle(comm)(**arguments);
     if (!work.is_none() && py::hasattr(work, "wait")) work.attr("wait")();

@@ -89,6 +89,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& pr
   const CollectiveSpec& spec = prepared.spec;
   at::Tensor src = device_.Tensors(spec.src)[0];
   at::Tensor dst = device_.Tensors(spec.dst)[0];
+  if (spec.divisor != 1.0) {  // only NCCL divides while it sums
+    src = spec.kind == CollectiveKind::kAllReduce ? src.div_(spec.divisor) : src.div(spec.divisor);
+  }
   switch (spec.kind) {
     case CollectiveKind::kAllGather: {
       c10d::AllgatherOptions options;

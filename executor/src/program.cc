@@ -335,7 +335,8 @@ class Builder {
     }
     const std::int64_t src_numel = PartNumel(from, 0);
     const std::int64_t dst_numel = PartNumel(to, 0);
-    CollectiveSpec spec = {kind, i.communicator, i.src, dst, 0, dst_numel, from.dtype, i.reduce_op};
+    CollectiveSpec spec = {kind,      i.communicator, i.src,       dst,      0,
+                           dst_numel, from.dtype,     i.reduce_op, i.divisor};
     std::int64_t small = dst_numel;
     std::int64_t large = src_numel;
     if (kind == CollectiveKind::kAllGather) {

@@ -75,7 +75,8 @@ Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::in
   }
   const CollectiveSpec& other = rendezvous.spec;
   if (other.kind == spec.kind && other.slot_numel == spec.slot_numel && other.dtype == spec.dtype &&
-      other.reduce_op == spec.reduce_op && other.src == spec.src && other.dst == spec.dst) {
+      other.reduce_op == spec.reduce_op && other.divisor == spec.divisor && other.src == spec.src &&
+      other.dst == spec.dst) {
     return &rendezvous;
   }
   const auto text = [&](const CollectiveSpec& s) {
@@ -165,7 +166,7 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
     const std::int64_t input_numel = spec.slot_numel * (scatter ? rendezvous.members : 1);
     const std::int64_t first = scatter ? item.position * spec.slot_numel : 0;
     const double divisor =
-        spec.reduce_op == ReduceOp::kAverage ? static_cast<double>(rendezvous.members) : 1.0;
+        spec.reduce_op == ReduceOp::kAverage ? static_cast<double>(rendezvous.members) : spec.divisor;
     ReduceOnHost(rendezvous.gathered.data() + first * SizeBytes(spec.dtype), rendezvous.members, input_numel,
                  item.output, spec.slot_numel, spec.dtype, divisor);
   }

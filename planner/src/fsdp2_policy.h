@@ -60,16 +60,16 @@ class Fsdp2Policy : public Policy {
     TrainingState training = TrainingState::kIdle;        // FSDPParamGroup's
     ShardedState sharded = ShardedState::kSharded;
     std::optional<PendingAllGather> pending;
+    bool unsharded_by_user = false;
     bool forward_open = false;  // its pre-forward has run, its post-forward not yet
     std::vector<std::int32_t> post_forward_indices;
     bool reshard_after_forward_recorded = false;
     EventId post_reduce_event = -1;
     std::optional<AllReduceState> all_reduce;
     BufferId partial_reduce_output = -1;
-    BufferId post_forward_shard = -1;  // alive
-    std::set<std::int32_t> grads;      // parameters whose unsharded .grad is alive
-    // Gradients that wait in the reduce dtype: one buffer each of parameters that came to wait together.
-    std::vector<std::set<std::int32_t>> accumulated;
+    BufferId post_forward_shard = -1;    // alive
+    std::set<std::int32_t> grads;        // parameters whose unsharded .grad is alive
+    std::set<std::int32_t> accumulated;  // ... whose gradient waits in the reduce dtype, a buffer each
     std::map<std::int32_t, BufferId> sharded_grads;  // by parameter: what its sharded .grad is a part of
     EventId grad_offload_event = -1;
     // setters
@@ -141,6 +141,7 @@ class Fsdp2Policy : public Policy {
   UnitId FindUnit(const std::string& fqn) const;
   Status Setter(const ModuleCall& call, bool in_setup);
   Status NumberSetter(const ModuleCall& call, UnitId unit, bool in_setup);
+  void ReshardForStateDict(const ModuleCall& call);
   Status UserCall(const HostEvent& event);
 
   // fsdp2_policy.cc: hooks
@@ -216,8 +217,9 @@ class Fsdp2Policy : public Policy {
   std::vector<Bytes> ShardedGradParts(UnitId unit, const std::vector<std::int32_t>& parameters) const;
 
   struct Divide {
-    // Of the reduce-scatter's input; where one rank copies it to the output instead; of what is reduced.
-    std::optional<double> pre, copy, post;
+    // Of the reduce-scatter's input; of its sum, while it sums; where one rank copies the input to the output
+    // instead; of what is reduced.
+    std::optional<double> pre, premultiply, copy, post;
     ReduceOp reduce_scatter = ReduceOp::kSum, all_reduce = ReduceOp::kSum;
   };
   Divide DivideFactors(UnitId unit) const;

@@ -18,33 +18,35 @@ BufferId Fsdp2Policy::GradBuffer(UnitId id, const std::set<std::int32_t>& parame
     parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(dtype)});
   }
   const BufferRole role = accumulated ? BufferRole::kGradUnshardedAccumulated : BufferRole::kGradUnsharded;
-  return builder_.UnitBuffer(id, role, dtype, std::move(parts), {parameters.begin(), parameters.end()});
+  const bool single = parameters.size() == 1 && unit.parameters.size() > 1;
+  return builder_.UnitBuffer(id, role, dtype, std::move(parts), {parameters.begin(), parameters.end()},
+                             single ? fmt::format("p{}", *parameters.begin()) : "");
 }
 
 // Of parameters that have both (FSDPParam.accumulate_unsharded_grad_if_needed).
 void Fsdp2Policy::AddToAccumulatedGrad(UnitId unit) {
   Group& group = groups_[unit];
-  for (const std::set<std::int32_t>& waiting : group.accumulated) {
-    std::set<std::int32_t> both;
-    std::ranges::set_intersection(waiting, group.grads, std::inserter(both, both.end()));
-    if (both.empty()) continue;
-    const BufferId grads = GradBuffer(unit, both, false);
-    builder_.Move(InstructionKind::kGradAccumulate, grads, GradBuffer(unit, waiting, true), kCompute);
-    builder_.Free(grads, kCompute);
-    for (const std::int32_t p : both) group.grads.erase(p);
+  for (const std::int32_t p : group.accumulated) {
+    if (group.grads.erase(p) == 0) continue;
+    const BufferId grad = GradBuffer(unit, {p}, false);
+    builder_.Move(InstructionKind::kGradAccumulate, grad, GradBuffer(unit, {p}, true), kCompute);
+    builder_.Free(grad, kCompute);
   }
 }
 
-// Without synchronisation gradients wait in the reduce dtype (FSDPParam.to_accumulated_grad_if_needed).
+// Without synchronisation gradients wait in the reduce dtype, each cast before the next one
+// (FSDPParam.to_accumulated_grad_if_needed).
 void Fsdp2Policy::ToAccumulatedGrad(UnitId unit) {
   Group& group = groups_[unit];
-  if (UnitOf(unit).reduce_dtype == group.grad_dtype || group.grads.empty()) return;
-  const BufferId grads = GradBuffer(unit, group.grads, false);
-  const BufferId accumulated = GradBuffer(unit, group.grads, true);
-  builder_.Allocate(accumulated, kCompute);
-  builder_.Move(InstructionKind::kGradCast, grads, accumulated, kCompute);
-  builder_.Free(grads, kCompute);
-  group.accumulated.push_back(std::exchange(group.grads, {}));
+  if (UnitOf(unit).reduce_dtype == group.grad_dtype) return;
+  for (const std::int32_t p : std::exchange(group.grads, {})) {
+    const BufferId grad = GradBuffer(unit, {p}, false);
+    const BufferId accumulated = GradBuffer(unit, {p}, true);
+    builder_.Allocate(accumulated, kCompute);
+    builder_.Move(InstructionKind::kGradCast, grad, accumulated, kCompute);
+    builder_.Free(grad, kCompute);
+    group.accumulated.insert(p);
+  }
 }
 
 // A parameter that is replicated over a tensor-parallel dimension may get its gradient as a partial sum over
@@ -81,7 +83,7 @@ std::vector<BufferId> Fsdp2Policy::TakeGrads(UnitId unit) {
     if (!grads.empty()) taken.push_back(GradBuffer(unit, grads, accumulated));
     taken.insert(taken.end(), partial.begin(), partial.end());
   };
-  for (const std::set<std::int32_t>& waiting : group.accumulated) take(waiting, true);
+  for (const std::int32_t p : group.accumulated) take({p}, true);
   take(group.grads, false);
   group.accumulated.clear();
   group.grads.clear();
@@ -107,8 +109,7 @@ Status Fsdp2Policy::PostBackward(UnitId unit, std::string_view reason) {
         DisplayName(UnitOf(unit).fqn));
   }
   std::set<std::int32_t> with_grad = group.grads;
-  for (const std::set<std::int32_t>& waiting : group.accumulated)
-    with_grad.insert(waiting.begin(), waiting.end());
+  with_grad.insert(group.accumulated.begin(), group.accumulated.end());
   const std::vector<BufferId> grads = TakeGrads(unit);
   if (group.reshard_after_backward) Reshard(unit);
   if (with_grad.empty()) return {};
@@ -176,7 +177,7 @@ Fsdp2Policy::Divide Fsdp2Policy::DivideFactors(UnitId unit) const {
     } else if (*group.gradient_divide_factor == static_cast<double>(ShardRanks(unit))) {
       divide.reduce_scatter = ReduceOp::kAverage;
     } else if (!single) {
-      divide.pre = group.gradient_divide_factor;  // NCCL multiplies while it sums (premul_sum)
+      divide.premultiply = group.gradient_divide_factor;
     }
     return divide;
   }
@@ -252,6 +253,7 @@ void Fsdp2Policy::ReduceScatter(UnitId id, BufferId input, BufferId output) {
     reduce.communicator =
         groups_[id].separate_reduce_scatter ? unit.reduce_scatter_communicator : unit.shard_communicator;
     reduce.reduce_op = divide.reduce_scatter;
+    reduce.divisor = divide.premultiply.value_or(1.0);
   } else {
     builder_.Move(InstructionKind::kGradCopyIn, input, output, stream);
     Scale(divide.copy, output, stream);

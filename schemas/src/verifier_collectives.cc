@@ -24,12 +24,14 @@ CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
   return {.at = at,
           .kind = i.kind,
           .reduce_op = i.kind == InstructionKind::kAllGather ? ReduceOp::kSum : i.reduce_op,
+          .divisor = i.divisor,
           .dtype = plan.buffers[full].dtype,
           .size_bytes = SizeBytes(plan.buffers[full])};
 }
 
 bool Match(const CollectiveCall& a, const CollectiveCall& b) {
-  return a.kind == b.kind && a.reduce_op == b.reduce_op && a.dtype == b.dtype && a.size_bytes == b.size_bytes;
+  return a.kind == b.kind && a.reduce_op == b.reduce_op && a.divisor == b.divisor && a.dtype == b.dtype &&
+         a.size_bytes == b.size_bytes;
 }
 
 }  // namespace

@@ -23,6 +23,7 @@ struct CollectiveCall {
   std::int32_t number = 0;  // 0, 1, ... on this group's communicator
   InstructionKind kind = InstructionKind::kAllGather;
   ReduceOp reduce_op = ReduceOp::kSum;
+  double divisor = 1;
   DType dtype = DType::kFloat32;
   Bytes size_bytes;  // of the full tensor: all ranks must agree
 };

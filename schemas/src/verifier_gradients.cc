@@ -143,12 +143,11 @@ bool Gradients::IsForeign(const Unit& unit, const Instruction& instruction) cons
 
 void Gradients::Reduce(Value& value, const Instruction& instruction, Position at) {
   const Unit& unit = plan_.units[value.unit];
-  if (IsForeign(unit, instruction)) {
-    if (instruction.reduce_op == ReduceOp::kAverage) {
-      value.divisor *= static_cast<double>(plan_.communicators[instruction.communicator].size);
-    }
-    return;
+  value.divisor *= instruction.divisor;
+  if (instruction.reduce_op == ReduceOp::kAverage) {
+    value.divisor *= static_cast<double>(plan_.communicators[instruction.communicator].size);
   }
+  if (IsForeign(unit, instruction)) return;
   const bool scatter = instruction.kind == InstructionKind::kReduceScatter;
   const bool over_shards =
       scatter || (SameGroups(plan_, instruction.communicator, unit.shard_communicator) &&
@@ -167,9 +166,6 @@ void Gradients::Reduce(Value& value, const Instruction& instruction, Position at
                   Chain(value, at));
   }
   done = true;
-  if (instruction.reduce_op == ReduceOp::kAverage) {
-    value.divisor *= static_cast<double>(plan_.communicators[instruction.communicator].size);
-  }
 }
 
 void Gradients::Accumulate(Value& into, const Value& value, BufferId dst, Position at) {

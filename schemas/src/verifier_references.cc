@@ -118,9 +118,7 @@ class InstructionCheck {
     for (const StreamId stream : i_.safe_after) {
       if (!Names(plan_.streams, stream)) Fail(fmt::format("safe_after stream {} does not exist", stream));
     }
-    if (i_.kind == InstructionKind::kGradScale && !(i_.divisor > 0)) {
-      Fail(fmt::format("divisor {} is not a positive number", i_.divisor));
-    }
+    CheckDivisor();
     const bool has_parameter =
         i_.unit >= 0 && Names(plan_.units, i_.unit) && Names(plan_.units[i_.unit].parameters, i_.parameter);
     if (i_.parameter != -1 && !has_parameter) Fail(fmt::format("parameter {} does not exist", i_.parameter));
@@ -132,6 +130,15 @@ class InstructionCheck {
   }
 
  private:
+  void CheckDivisor() {
+    const bool reduces = i_.kind == InstructionKind::kReduceScatter || i_.kind == InstructionKind::kAllReduce;
+    if (!reduces && i_.kind != InstructionKind::kGradScale) return;
+    if (!(i_.divisor > 0)) Fail(fmt::format("divisor {} is not a positive number", i_.divisor));
+    if (i_.reduce_op == ReduceOp::kAverage && i_.divisor != 1) {
+      Fail(fmt::format("an average has no divisor of its own ({})", i_.divisor));
+    }
+  }
+
   void Fail(std::string what) {
     good_ = false;
     reporter_.Add(Rule::kReference, at_, subject_++, fmt::format("{}: {}", Name(i_.kind), what));

@@ -225,11 +225,12 @@ class Reader {
   void MoveSum(const Instruction& i, int src, int dst, bool adds) {
     using enum InstructionKind;
     Sum sum = sums_[src];
-    double factor = i.kind == kGradScale ? 1.0 / i.divisor : 1.0;
+    double factor = 1.0;
+    if (i.kind == kGradScale || i.kind == kReduceScatter || i.kind == kAllReduce) factor = 1.0 / i.divisor;
     if (i.kind == kReduceScatter || i.kind == kAllReduce) {
       if (!sum.reduced.insert(i.communicator).second && !sum.terms.empty()) Problem("reduced_twice");
       const auto size = static_cast<double>(plan_.communicators[i.communicator].size);
-      if (i.reduce_op == ReduceOp::kAverage) factor = 1.0 / size;
+      if (i.reduce_op == ReduceOp::kAverage) factor /= size;
     }
     for (auto& [term, coefficient] : sum.terms) coefficient *= factor;
     if (adds) {

@@ -386,6 +386,21 @@ TEST_F(Rules, GradDivisionFollowsTheStrategysFactor) {
   EXPECT_THAT(Verify(plan), IsEmpty());
 }
 
+TEST_F(Rules, GradDivisionInASumIsOne) {
+  Plan plan = test::Fsdp2LikePlan({.units = 1});
+  plan.strategy.fsdp2.gradient_divide_factor = 3.0;
+  for (const test::Spot spot : test::SpotsOf(plan, kReduceScatter)) {
+    test::InstructionAt(plan, spot).divisor = 3.0;
+  }
+  EXPECT_THAT(RulesOf(plan), Contains("reference"));  // an average divides by itself
+  for (const test::Spot spot : test::SpotsOf(plan, kReduceScatter)) {
+    test::InstructionAt(plan, spot).reduce_op = ReduceOp::kSum;
+  }
+  EXPECT_THAT(Verify(plan), IsEmpty());
+  test::InstructionAt(plan, Steady(plan, kReduceScatter)[0]).divisor = 1.0;
+  EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"grad_division"}));
+}
+
 TEST_F(Rules, GradDivisionInTwoPartsIsOneDivision) {
   // As fp16 is reduced: a part before, the rest after.
   Plan plan = test::Fsdp2LikePlan({.units = 1, .shards = 8, .sum_reduction = true});

@@ -5,6 +5,7 @@
 // event on its stream; a watchdog thread looks at the oldest event that has not been reached and, when it is
 // older than the timeout or NCCL reports an asynchronous error, finds out who did not arrive and aborts all
 // communicators, which ends the kernels. From then on Issue and Check return that error.
+#include <ATen/ops/full.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <fmt/format.h>
 #include <nccl.h>
@@ -207,7 +208,21 @@ Result<CollectiveId> NcclCollectives::PrepareCollective(const CollectiveSpec& sp
     return MakeError(ErrorCode::kEnvironment, fmt::format("NCCL does not move {}", Name(spec.dtype)));
   }
   if (Status status = MakeCommunicator(spec.communicator); !status) return std::unexpected(status.error());
-  prepared_.push_back({spec, *dtype, spec.reduce_op == ReduceOp::kAverage ? ncclAvg : ncclSum});
+  Prepared prepared = {spec, *dtype, spec.reduce_op == ReduceOp::kAverage ? ncclAvg : ncclSum};
+  if (spec.divisor != 1.0) {
+    // The factor in the collective's own dtype; NCCL reads it before it returns. The communicator's end is
+    // the operation's, too.
+    at::Tensor factor =
+        at::full({1}, 1.0 / spec.divisor, at::TensorOptions().dtype(ToScalarType(spec.dtype)));
+    ncclComm_t communicator = communicators_[spec.communicator];
+    const ncclResult_t made = ncclRedOpCreatePreMulSum(&prepared.op, factor.mutable_data_ptr(), *dtype,
+                                                       ncclScalarHostImmediate, communicator);
+    if (made != ncclSuccess) {
+      return MakeError(ErrorCode::kEnvironment,
+                       fmt::format("NCCL makes no sum with a divisor: {}", ncclGetErrorString(made)));
+    }
+  }
+  prepared_.push_back(prepared);
   return static_cast<CollectiveId>(prepared_.size()) - 1;
 }
 

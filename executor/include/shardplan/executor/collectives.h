@@ -33,6 +33,7 @@ struct CollectiveSpec {
   std::int64_t slot_numel = 0;
   DType dtype = DType::kFloat32;
   ReduceOp reduce_op = ReduceOp::kSum;
+  double divisor = 1.0;  // of a sum: inputs are multiplied by 1 / divisor
   bool operator==(const CollectiveSpec&) const = default;
 };
 

@@ -176,8 +176,8 @@ enum class InstructionKind : std::uint8_t {
                         // shard
   kGradCopyIn,          // src (grad_unsharded) -> dst (reduce_scatter_input), cast, chunk and pad
   kGradScale,           // src in place: multiplied by 1 / divisor
-  kReduceScatter,       // src -> dst
-  kAllReduce,           // src in place
+  kReduceScatter,       // src -> dst, times 1 / divisor
+  kAllReduce,           // src in place, times 1 / divisor
   kGradCast,  // src (reduce_scatter_output) -> dst (grad_sharded) in its dtype; a view when the same dtype
   kGradAccumulate,  // dst += src
   kCopyToHost,      // src -> dst
@@ -203,7 +203,9 @@ struct Instruction {
   std::int32_t parameter = -1;
   std::int32_t microbatch = 0;  // compute
   ReduceOp reduce_op = ReduceOp::kSum;
-  double divisor = 1.0;              // grad_scale
+  // grad_scale; of a sum: every rank's input is multiplied by 1 / divisor on its way into it (NCCL's
+  // PREMUL_SUM).
+  double divisor = 1.0;
   std::vector<StreamId> safe_after;  // free: streams whose work issued so far must finish before reuse
   std::string reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
   bool operator==(const Instruction&) const = default;
