@@ -158,26 +158,31 @@ std::vector<BufferId> Fsdp2Policy::CopyShardsToDevice(UnitId id, StreamId stream
   const Unit& unit = UnitOf(id);
   const std::vector<std::int32_t> all = AllParameters(unit);
   const std::vector<Bytes> copies = OriginalShardParts(unit, ShardRanks(id));
-  const BufferId inputs = builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.param_dtype,
-                                              GatherInputParts(unit, ShardRanks(id)), all);
-  builder_.Allocate(inputs, stream);
-  temporaries.push_back(inputs);
+  const std::vector<Bytes> inputs = GatherInputParts(unit, ShardRanks(id));
   const auto changes = [&](std::int32_t p) {
     return Casts(id, p) || MakesTensors(unit.parameters[p], ShardRanks(id));
   };
+  std::vector<BufferId> sources;
+  const auto copy = [&](BufferId to) {
+    builder_.Allocate(to, stream);
+    builder_.Move(InstructionKind::kCopyToDevice, group.param_sharded, to, stream);
+  };
   if (std::ranges::none_of(all, changes)) {
-    builder_.Move(InstructionKind::kCopyToDevice, group.param_sharded, inputs, stream);
-    return {inputs};
+    sources.push_back(builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.param_dtype, inputs, all));
+    copy(sources.back());
+  } else {
+    for (const std::int32_t p : all) {
+      sources.push_back(builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.parameters[p].dtype,
+                                            {copies[p]}, {p}, fmt::format("device.{}", p)));
+      const BufferId original = sources.back();
+      copy(original);
+      if (!changes(p)) continue;
+      sources.back() = CopyInto(id, original, {inputs[p]}, {p}, fmt::format("cast.{}", p), stream);
+      builder_.Free(original, stream);
+    }
   }
-  for (const std::int32_t p : all) {
-    const BufferId copy = builder_.UnitBuffer(id, BufferRole::kAllGatherInput, unit.parameters[p].dtype,
-                                              {copies[p]}, {p}, fmt::format("device.{}", p));
-    builder_.Allocate(copy, stream);
-    builder_.Move(InstructionKind::kCopyToDevice, group.param_sharded, copy, stream);
-    builder_.Move(InstructionKind::kCopyIn, copy, inputs, stream);
-    builder_.Free(copy, stream);
-  }
-  return {inputs};
+  temporaries.insert(temporaries.end(), sources.begin(), sources.end());
+  return sources;
 }
 
 // Before its root's first forward a context has no streams yet.

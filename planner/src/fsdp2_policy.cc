@@ -10,11 +10,9 @@ namespace {
 
 std::string ListState(const auto& list) { return fmt::format("[{}]", fmt::join(list, ",")); }
 
-std::string GradState(const std::set<std::int32_t>& grads,
-                      const std::vector<std::set<std::int32_t>>& accumulated,
+std::string GradState(const std::set<std::int32_t>& grads, const std::set<std::int32_t>& accumulated,
                       const std::map<std::int32_t, BufferId>& sharded) {
-  std::string state = ListState(grads);
-  for (const std::set<std::int32_t>& waiting : accumulated) state += "+" + ListState(waiting);
+  std::string state = ListState(grads) + "+" + ListState(accumulated);
   for (const auto& [parameter, buffer] : sharded) state += fmt::format(" {}:{}", parameter, buffer);
   return state;
 }
@@ -234,7 +232,8 @@ Status Fsdp2Policy::BackwardPrefetch(UnitId unit) {
 Status Fsdp2Policy::Prefetch(UnitId unit, UnitId target, TrainingState as, std::string_view reason) {
   Group& group = groups_[target];
   if (!group.has_parameters) return {};
-  if (!lazily_initialised_[target]) {
+  const bool gathers = ShardRanks(target) > 1 && !group.pending && group.sharded != ShardedState::kUnsharded;
+  if (gathers && !lazily_initialised_[target]) {
     return MakeInputError(
         "/fsdp2",
         "PyTorch fails here (AttributeError): a unit is prefetched before the first forward of "

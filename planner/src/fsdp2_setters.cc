@@ -234,6 +234,21 @@ Status Fsdp2Policy::NumberSetter(const ModuleCall& call, UnitId unit, bool in_se
   return {};
 }
 
+// A unit's own lazy initialisation (its root's, or the user's first unshard) hooks the modules whose
+// parameters it manages: it is resharded before their states are read or written.
+void Fsdp2Policy::ReshardForStateDict(const ModuleCall& call) {
+  for (std::size_t m = 0; m < trace_.modules.size(); ++m) {
+    const std::string& fqn = trace_.modules[m].fqn;
+    const bool under = call.module.empty() || fqn == call.module || fqn.starts_with(call.module + ".");
+    const UnitId unit = partition_.managed_by[index_.canonical[m]];
+    if (!under || unit < 0 || !(lazily_initialised_[unit] || groups_[unit].unsharded_by_user) ||
+        trace_.modules[m].parameters.empty())
+      continue;
+    builder_.SetUnit(unit);
+    ToSharded(unit);
+  }
+}
+
 Status Fsdp2Policy::UserCall(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kUserCall, event.unit, event.microbatch);
   const ModuleCall& call = *event.call;
@@ -242,8 +257,17 @@ Status Fsdp2Policy::UserCall(const HostEvent& event) {
     // unshard(async_op) waits only when it is synchronous. Outside a hook the group's state is idle, so the
     // current stream is used.
     if (event.unit < 0 || !groups_[event.unit].has_parameters) return {};
+    groups_[event.unit].unsharded_by_user = true;
     Unshard(event.unit, call.value.value_or(false), "user");
     if (!call.value.value_or(false)) WaitForUnshard(event.unit);
+    return {};
+  }
+  if (call.method == "wait_for_unshard") {  // UnshardHandle.wait
+    if (event.unit >= 0) WaitForUnshard(event.unit);
+    return {};
+  }
+  if (call.method == "state_dict" || call.method == "load_state_dict") {
+    ReshardForStateDict(call);
     return {};
   }
   if (call.method == "reshard") {

@@ -37,7 +37,7 @@ class Partitioner {
         groups_(strategy) {}
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
-    if (Status s = flat_ ? MakeFlatMesh(cluster_ranks) : groups_.Begin(cluster_ranks, result_); !s) {
+    if (Status s = flat_ ? MakeFlatMesh(cluster_ranks) : groups_.Begin(cluster_ranks, trace_, result_); !s) {
       return std::unexpected(s.error());
     }
     Result<std::set<ModuleId>> ignored_modules = IgnoredModules(trace_, index_, strategy_);

@@ -38,18 +38,14 @@ class Joiner {
     for (std::size_t f = 0; f < backward.forwards.size(); ++f) {
       Follow(trace_.forwards[backward.forwards[f]], static_cast<std::int32_t>(f));
     }
-    std::map<std::int32_t, std::vector<std::int32_t>> moved = FindMoves(backward);
+    moves_.assign(backward.events.size(), false);
+    const std::map<std::int32_t, std::vector<TraceEvent>> moved = FindMoves(backward);
     if (moved.empty()) return std::nullopt;
-    std::vector<bool> moves(backward.events.size(), false);
-    for (const auto& [anchor, positions] : moved) {
-      for (const std::int32_t position : positions) moves[position] = true;
-    }
     std::vector<TraceEvent> events;
     for (std::size_t i = 0; i < backward.events.size(); ++i) {
-      if (!moves[i]) events.push_back(backward.events[i]);
+      if (!moves_[i]) events.push_back(backward.events[i]);
       const auto found = moved.find(static_cast<std::int32_t>(i));
-      if (found == moved.end()) continue;
-      for (const std::int32_t position : found->second) events.push_back(backward.events[position]);
+      if (found != moved.end()) events.insert(events.end(), found->second.begin(), found->second.end());
     }
     return events;
   }
@@ -120,8 +116,9 @@ class Joiner {
     return object;
   }
 
-  // Position behind which events go -> their positions, in the order of registration.
-  std::map<std::int32_t, std::vector<std::int32_t>> FindMoves(const Pass& backward) const {
+  // Position behind which events go -> these, in the order of registration. Also of what a module returned
+  // and nobody used: it is the tensor that the module got, whose gradient comes from elsewhere.
+  std::map<std::int32_t, std::vector<TraceEvent>> FindMoves(const Pass& backward) {
     std::map<Slot, std::int32_t> ready;
     std::map<std::tuple<ModuleId, std::int32_t, std::int32_t>, std::int32_t> done;
     for (std::size_t i = 0; i < backward.events.size(); ++i) {
@@ -133,20 +130,20 @@ class Joiner {
       }
     }
     struct Tensor {
-      std::vector<std::int32_t> hooks;  // positions of its events, in the order of registration
-      std::int32_t complete = -1;       // position behind which its gradient is complete
-      bool apart = false;               // some hooks are on what an identity that is not there made of it
+      std::vector<Slot> hooks;     // in the order of registration
+      std::int32_t complete = -1;  // position behind which its gradient is complete
+      bool apart = false;          // some hooks are on what an identity that is not there made of it
     };
     std::map<std::int32_t, Tensor> tensors;
     for (const auto& [slot, object] : slots_) {
-      const auto found = ready.find(slot);
-      if (found == ready.end()) continue;
       Tensor& tensor = tensors[Real(object)];
-      tensor.hooks.push_back(found->second);
-      tensor.complete = std::max(tensor.complete, found->second);
+      tensor.hooks.push_back(slot);
       tensor.apart = tensor.apart || Real(object) != object;
+      if (const auto found = ready.find(slot); found != ready.end()) {
+        tensor.complete = std::max(tensor.complete, found->second);
+      }
     }
-    std::map<std::int32_t, std::vector<std::int32_t>> moved;
+    std::map<std::int32_t, std::vector<TraceEvent>> moved;
     for (auto& [object, tensor] : tensors) {
       if (!tensor.apart) continue;
       for (const auto& identity : objects_[object].absent) {
@@ -154,7 +151,12 @@ class Joiner {
           tensor.complete = std::max(tensor.complete, at->second);
         }
       }
-      moved[tensor.complete] = std::move(tensor.hooks);
+      if (tensor.complete < 0) continue;  // it gets no gradient
+      for (const Slot& slot : tensor.hooks) {
+        const auto& [module, index, call, forward] = slot;
+        moved[tensor.complete].push_back(OutputGradReadyEvent{module, index, call, forward});
+        if (const auto at = ready.find(slot); at != ready.end()) moves_[at->second] = true;
+      }
     }
     return moved;
   }
@@ -164,6 +166,7 @@ class Joiner {
   const Partition& partition_;
   const bool flat_;
   std::vector<bool> marked_;  // by module: the tracer puts an identity around its inputs
+  std::vector<bool> moves_;   // by event of the backward
   std::vector<Object> objects_;
   std::vector<std::pair<Slot, std::int32_t>> slots_;  // outputs of modules and their objects, in host order
 };

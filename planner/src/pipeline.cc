@@ -16,6 +16,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"
+#include "split_ties.h"
 
 namespace shardplan {
 namespace {
@@ -25,7 +26,7 @@ struct Planning {
   const Trace* trace;  // the one to plan: given, or as the passes changed it
   const Strategy& strategy;
   const Cluster& cluster;
-  Trace checkpointed, with_gradients, joined;
+  Trace checkpointed, split, with_gradients, joined;
   ModelIndex index;
   Partition partition;
   std::vector<RecordedStep> steps;
@@ -56,6 +57,14 @@ Status ApplyCheckpointingPass(Planning& p) {
 Status ChooseUnitsPass(Planning& p) {
   if (Status s = Keep(MakeModelIndex(*p.trace), p.index); !s) return s;
   return Keep(ChooseUnits(*p.trace, p.index, p.strategy, p.cluster.ranks), p.partition);
+}
+
+Status SplitTiesPass(Planning& p) {
+  std::optional<Trace> split = SplitTies(*p.trace, p.index, p.partition);
+  if (!split) return {};
+  p.split = std::move(*split);
+  p.trace = &p.split;
+  return ChooseUnitsPass(p);
 }
 
 Status ExtendGradientsPass(Planning& p) {
@@ -129,6 +138,7 @@ Status DescribePass(Planning& p) {
 constexpr PlanningPass kPasses[] = {
     {"apply_checkpointing", ApplyCheckpointingPass},
     {"choose_units", ChooseUnitsPass},
+    {"split_ties", SplitTiesPass},
     {"extend_gradients", ExtendGradientsPass},
     {"join_tensors", JoinTensorsPass},
     {"record_order", RecordOrderPass},

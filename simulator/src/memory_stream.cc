@@ -178,12 +178,41 @@ class StreamBuilder {
   }
 
   void FreeBuffer(BufferId id) {
+    if (SharesGradients(id)) {
+      FreeGradients(id);
+      return;
+    }
     const std::int32_t index = std::exchange(MemoryIndex(id), -1);
     if (index < 0) return;
     Memory& memory = MemoryAt(index);
     if (--memory.names > 0) return;
     for (const std::int32_t block : memory.parts) Free(block);
     unused_memories_.push_back(index);
+  }
+
+  // A gradient may have several buffers: taken with others of its unit in one step, and by itself in another.
+  // Whichever of them it was counted for, it goes with the one that is freed.
+  bool SharesGradients(BufferId id) const {
+    const Buffer& buffer = BufferOf(id);
+    return buffer.role == BufferRole::kGradUnsharded && Has(grad_buffers_, buffer.unit) &&
+           grad_buffers_[static_cast<std::size_t>(buffer.unit)].size() > 1;
+  }
+  // Where the block of a parameter's gradient is noted that the buffer holds; nullptr: there is none.
+  std::int32_t* GradientBlock(BufferId id, std::int32_t parameter) {
+    std::vector<BufferId> candidates = {id};
+    if (SharesGradients(id)) candidates = grad_buffers_[static_cast<std::size_t>(BufferOf(id).unit)];
+    for (const BufferId candidate : candidates) {
+      if (MemoryIndex(candidate) < 0) continue;
+      std::vector<std::int32_t>& parts = MemoryAt(MemoryIndex(candidate)).parts;
+      const std::size_t part = PartOf(BufferOf(candidate), parameter);
+      if (part < parts.size() && parts[part] >= 0) return &parts[part];
+    }
+    return nullptr;
+  }
+  void FreeGradients(BufferId id) {
+    for (const std::int32_t parameter : BufferOf(id).parameters) {
+      if (std::int32_t* block = GradientBlock(id, parameter)) Free(std::exchange(*block, -1));
+    }
   }
 
   // [Note: the last gradient] A variable of foreach_reduce names the last unsharded gradient that it reduces
@@ -215,18 +244,17 @@ class StreamBuilder {
   }
 
   void FreeAllButLast(BufferId id, std::size_t until) {
-    if (MemoryIndex(id) < 0) return;
-    std::vector<std::int32_t>& parts = MemoryAt(MemoryIndex(id)).parts;
-    const auto last =
-        std::find_if(parts.rbegin(), parts.rend(), [](std::int32_t block) { return block >= 0; });
-    if (last != parts.rend()) {
-      const auto part = static_cast<std::size_t>(parts.rend() - last) - 1;
-      const std::vector<std::int32_t>& parameters = BufferOf(id).parameters;
-      const std::int32_t parameter = part < parameters.size() ? parameters[part] : -1;
-      if (held_.block < 0 || held_.parameter < parameter) {
-        Free(held_.block);  // of another buffer that is reduced together with this one
-        held_ = {std::exchange(*last, -1), parameter, until};
-      }
+    std::int32_t* last = nullptr;
+    std::int32_t parameter = -1;
+    for (const std::int32_t p : BufferOf(id).parameters) {
+      std::int32_t* block = GradientBlock(id, p);
+      if (block == nullptr || *block < 0) continue;
+      last = block;
+      parameter = p;
+    }
+    if (last != nullptr && (held_.block < 0 || held_.parameter < parameter)) {
+      Free(held_.block);  // of another buffer that is reduced together with this one
+      held_ = {std::exchange(*last, -1), parameter, until};
     }
     FreeBuffer(id);
   }

@@ -191,7 +191,7 @@ void ExpectedValues::RunForward(const ForwardCall& call, std::int64_t step) {
   const auto reads = [&](ParameterId parameter, ModuleId) {
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
       for (const UnitParameter& own : plan_.units[u].parameters) {
-        if (own.fqn == trace_.parameters[parameter].fqn && own.shared_with.empty()) {
+        if (own.fqn == trace_.parameters[parameter].fqn && trace_.parameters[parameter].shared_with.empty()) {
           reads_[step].insert({call.microbatch, static_cast<UnitId>(u)});
         }
       }
@@ -211,17 +211,41 @@ void ExpectedValues::RunForward(const ForwardCall& call, std::int64_t step) {
   }
 }
 
+// A parameter that several units hold gets a gradient in each of which a module has run that names it.
+bool ExpectedValues::GetsGradient(const UnitParameter& own, const shardplan::Parameter& traced,
+                                  const Pass& backward) const {
+  if (traced.shared_with.empty()) return own.fqn == traced.fqn;
+  std::vector<std::string> names = own.shared_with;
+  names.push_back(own.fqn);
+  const auto is_one = [&](const std::string& name) {
+    return name == traced.fqn || std::ranges::find(traced.shared_with, name) != traced.shared_with.end();
+  };
+  if (!std::ranges::all_of(names, is_one)) return false;
+  for (const std::int32_t f : backward.forwards) {
+    for (const TraceEvent& event : trace_.forwards[f].events) {
+      const auto* enter = std::get_if<EnterEvent>(&event);
+      if (enter == nullptr) continue;
+      const Module& module = trace_.modules[enter->module];
+      for (const NamedParameter& named : module.parameters) {
+        const std::string name = module.fqn.empty() ? named.name : module.fqn + "." + named.name;
+        if (std::ranges::find(names, name) != names.end()) return true;
+      }
+    }
+  }
+  return false;
+}
+
 void ExpectedValues::RunBackward(const BackwardCall& call) {
   std::set<UnitId> with_gradients;
   for (const TraceEvent& event : trace_.backwards[call.trace].events) {
     const auto* grad = std::get_if<ParameterGradEvent>(&event);
     if (grad == nullptr) continue;
-    const std::string& fqn = trace_.parameters[grad->parameter].fqn;
-    bool found = false;
-    for (std::size_t u = 0; u < plan_.units.size() && !found; ++u) {
-      for (std::size_t p = 0; p < plan_.units[u].parameters.size() && !found; ++p) {
-        if (plan_.units[u].parameters[p].fqn != fqn) continue;
-        found = true;
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      for (std::size_t p = 0; p < plan_.units[u].parameters.size(); ++p) {
+        if (!GetsGradient(plan_.units[u].parameters[p], trace_.parameters[grad->parameter],
+                          trace_.backwards[call.trace])) {
+          continue;
+        }
         with_gradients.insert(static_cast<UnitId>(u));
         of_[u][p].waiting.push_back(of_[u][p].made++);
       }

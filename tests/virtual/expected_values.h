@@ -76,6 +76,7 @@ class ExpectedValues {
   void MakeShards();
   void RunProgram();
   void RunForward(const ForwardCall& call, std::int64_t step);
+  bool GetsGradient(const UnitParameter& own, const shardplan::Parameter& traced, const Pass& backward) const;
   void RunBackward(const BackwardCall& call);
   void Call(const ModuleCall& call);
   void StepOptimizer(UnitId unit, std::int32_t parameter);

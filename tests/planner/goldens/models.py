@@ -59,6 +59,13 @@ class Reused(Small):
         return self.head(x * self.scale)
 
 
+def tied() -> nn.Module:
+    """The first and the last block share a weight."""
+    model = Small()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    return model
+
+
 def frozen() -> nn.Module:
     """The first block needs no gradients, and in the second one layer needs none."""
     model = Small()
@@ -114,6 +121,7 @@ def tensor_parallel(trace: dict, size: int) -> dict:
 def traces() -> dict[str, dict]:
     return {
         "small": record(Small()),
+        "tied": record(tied()),
         "frozen": record(frozen()),
         "frozen_prefix": record(frozen_prefix()),
         "quantised": quantised(record(frozen())),
