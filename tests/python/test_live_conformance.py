@@ -5,6 +5,7 @@ import os
 import subprocess
 
 import pytest
+import live_cases
 import reference_models
 from conftest import ROOT, build_folder
 
@@ -93,16 +94,28 @@ def test_random_cases_are_planned_as_the_installed_pytorch_runs_them(fake, polic
     seeds = [int(given)] if given else RANDOM
     recorded = 0
     for seed in seeds:
-        case = random_case(policy, seed)
+        make = functools.partial(random_case, policy, seed)
         try:
-            recording.write(case, functools.partial(fake.record, functools.partial(random_case, policy, seed)), tmp_path)
+            recording.write(make, functools.partial(fake.record, make), tmp_path)
         except RecordingFailed as error:
             print(f"seed {seed}: PyTorch does not run it: {error}")
             continue
         recorded += 1
-        result = compare(tmp_path, case.name)
+        result = compare(tmp_path, make().name)
         assert result.returncode == 0, f"seed {seed}\n{result.stdout}"
     assert recorded >= len(seeds) // 2
+
+
+def knob_case(index: int) -> Case:
+    return live_cases.cases()[index]
+
+
+@pytest.mark.parametrize("index", range(len(live_cases.cases())), ids=lambda index: live_cases.cases()[index].name)
+def test_knobs_are_planned_as_the_installed_pytorch_runs_them(fake, index, tmp_path):
+    make = functools.partial(knob_case, index)
+    recording.write(make, functools.partial(fake.record, make), tmp_path)
+    result = compare(tmp_path, make().name)
+    assert result.returncode == 0, result.stdout
 
 
 # ---- cases ----

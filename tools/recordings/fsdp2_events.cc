@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "events.h"
 
@@ -61,6 +62,10 @@ class Fsdp2EventWriter {
           last_hook_[trigger.unit] = trigger.kind;
         }
         in_backward_[trigger.unit] = true;
+        if (const UnitId root = RootOf(trigger.unit);
+            std::ranges::find(callbacks_, root) == callbacks_.end()) {
+          callbacks_.push_back(root);
+        }
         break;
       case TriggerKind::kPostBackward:
         phase_ = "backward";
@@ -95,10 +100,15 @@ class Fsdp2EventWriter {
   void OnBackwardEnd(const Trigger& trigger) {
     phase_ = "backward";
     in_pass_backward_ = false;
-    if (std::none_of(in_backward_.begin(), in_backward_.end(), [](bool b) { return b; })) return;
-    Add("finalize", "(root)");
     std::size_t next = 0;
-    for (const UnitId unit : States()) {
+    for (const UnitId root : std::exchange(callbacks_, {})) FinalCallback(root, trigger, next);
+    for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], true);
+  }
+
+  // The final callback that a root's units have queued, from the trigger's instruction `next` on.
+  void FinalCallback(UnitId root, const Trigger& trigger, std::size_t& next) {
+    Add("finalize", "(root)");
+    for (const UnitId unit : States(root)) {
       if (!plan_.units[unit].parameters.empty() && last_hook_[unit] != TriggerKind::kPostBackward) {
         Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
         // Its instructions: up to the finalisation ("final" waits and frees are issued for the unit, too).
@@ -111,9 +121,12 @@ class Fsdp2EventWriter {
         OnInstruction(trigger.instructions[next], /*backward_end=*/true);
       }
       last_hook_[unit] = TriggerKind::kStepBegin;
+      in_backward_[unit] = false;
     }
-    for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], true);
-    std::fill(in_backward_.begin(), in_backward_.end(), false);
+    // The last reduce-scatter's input goes, whose unit is none.
+    for (; next < trigger.instructions.size() && trigger.instructions[next].unit < 0; ++next) {
+      OnInstruction(trigger.instructions[next], true);
+    }
   }
 
   // Instructions of no unit (another unit's buffer is dropped) belong to the next one's unit.
@@ -122,8 +135,26 @@ class Fsdp2EventWriter {
     return i < instructions.size() && instructions[i].unit == unit;
   }
 
+  static bool IsUnder(const std::string& fqn, const std::string& module) {
+    return module.empty() || fqn == module || fqn.starts_with(module + ".");
+  }
+
+  // The outermost unit around a unit's (first) module.
+  UnitId RootOf(UnitId unit) const {
+    const std::string& module = plan_.units[unit].modules.front();
+    UnitId root = unit;
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      for (const std::string& other : plan_.units[u].modules) {
+        if (IsUnder(module, other) && other.size() < plan_.units[root].modules.front().size()) {
+          root = static_cast<UnitId>(u);
+        }
+      }
+    }
+    return root;
+  }
+
   // FSDPStateContext.all_states: named_modules() order, a group of two modules twice.
-  std::vector<UnitId> States() const {
+  std::vector<UnitId> States(UnitId root) const {
     std::map<std::string, UnitId> unit_of;
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
       for (const std::string& module : plan_.units[u].modules) unit_of[module] = static_cast<UnitId>(u);
@@ -131,7 +162,8 @@ class Fsdp2EventWriter {
     std::vector<UnitId> states;
     for (const Module& module : recording_.trace.modules) {
       const auto found = unit_of.find(module.fqn);
-      if (found != unit_of.end()) states.push_back(found->second);
+      if (found == unit_of.end() || !IsUnder(module.fqn, plan_.units[root].modules.front())) continue;
+      states.push_back(found->second);
     }
     return states;
   }
@@ -190,6 +222,8 @@ class Fsdp2EventWriter {
         if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
         break;
       case InstructionKind::kAllReduce:
+        // Partial sums that tensor parallelism leaves are reduced by DTensor, which is in no log.
+        if (plan_.buffers[i.src].role != BufferRole::kReduceScatterOutput) break;
         AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
         break;
       case InstructionKind::kGradCopyIn:  // one rank has nothing to reduce
@@ -239,11 +273,14 @@ class Fsdp2EventWriter {
     for (const std::int32_t p : buffer.parameters) held.erase(p);
   }
 
+  // What was gathered, all tensors of an extension included, but not what it made of that.
   std::int64_t UnshardedBytes(UnitId unit) const {
+    std::int64_t bytes = 0;
     for (const Buffer& buffer : plan_.buffers) {
-      if (buffer.unit == unit && buffer.role == BufferRole::kParamUnsharded) return SizeBytes(buffer).value;
+      if (buffer.unit != unit || buffer.role != BufferRole::kParamUnsharded) continue;
+      if (!buffer.name.ends_with(".extension_unsharded")) bytes += SizeBytes(buffer).value;
     }
-    return 0;
+    return bytes;
   }
 
   const Recording& recording_;
@@ -254,6 +291,7 @@ class Fsdp2EventWriter {
   bool in_pass_backward_ = false;
   std::vector<TriggerKind> last_hook_;  // by unit
   std::vector<std::set<std::int32_t>> grads_, accumulated_;
+  std::vector<UnitId> callbacks_;  // roots that have queued their final callback, in that order
   std::vector<bool> in_backward_;  // FSDPState._training_state is PRE_BACKWARD
 };
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command says itself when torch is missing
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_PROGRAM = [[{"call": call} for call in ("forward", "backward", "optimizer_step", "zero_grad")]]
 SCHEMA = "shardplan.strategy/1"
@@ -40,6 +41,7 @@ class Case:
         only, their `trace` is found.
     ranks: how many; the product of the strategy's mesh, if it has one.
     steps: how many to record and compare; None: three, or the program's if that is longer.
+    parallelize: what is done to the model before it is sharded, on the strategy's mesh: tensor or expert parallelism.
     loss: of the model's output; None: the sum of every floating output that needs a gradient (a scalar output, or an output's `loss`, as it is).
     """
 
@@ -49,6 +51,7 @@ class Case:
     ranks: int = 2
     steps: int | None = None
     loss: Callable | None = None
+    parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None
     name: str = "case"
 
     def program(self) -> list[list[dict]]:

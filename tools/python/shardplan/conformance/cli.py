@@ -144,7 +144,7 @@ def _compare_one(make: functools.partial, on, folder: Path, arguments: argparse.
     case = make()
     files = [folder / f"{case.name}{ending}" for ending in (".trace.json", ".strategy.json", ".log")]
     try:
-        recording.write(case, functools.partial(on.record, make), folder)
+        recording.write(make, functools.partial(on.record, make), folder)
         done = subprocess.run(
             [_comparison(arguments), folder, case.name], capture_output=True, text=True, check=False
         )

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, share_comm_ctx
+from torch.distributed.tensor import Shard
 
 from shardplan.conformance.case import CaseError
-from shardplan.conformance.units import UnitCall, picked
+from shardplan.conformance.extension import extend_parameters
+from shardplan.conformance.units import UnitCall, matches_any, matching_names, picked
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
 class AppliedFsdp2:
-    """`modules`: by the FQNs of the plain model. `order`: FQNs in the order in which the first forward enters them."""
+    """`mesh`: all of it. `modules`: by the FQNs of the plain model. `order`: FQNs in the order in which the first forward enters them."""
 
     def __init__(
         self, calls: list[UnitCall], strategy: dict, mesh: DeviceMesh, modules: dict[str, nn.Module], order: list[str]
     ):
         self._calls, self._strategy, self._mesh, self._modules = calls, strategy, mesh, modules
+        self._flat_meshes: dict[str, DeviceMesh] = {}
+        self._handles: dict = {}  # of unshard, by module
+        self._shard_dims = self._dims_by_parameter(strategy.get("fsdp2", {}).get("shard_dims", []))
+        extend_parameters(self._named_parameters(), strategy.get("fsdp2", {}).get("extensions", []))
         for call in self._calls:
             self._shard(call)
         self._set_knobs(order)
@@ -33,7 +40,9 @@ class AppliedFsdp2:
 
     def _shard(self, call: UnitCall) -> None:
         modules = [self.module(fqn) for fqn in call.modules]
-        arguments: dict = {"mesh": self._mesh}
+        arguments: dict = {"mesh": self._data_parallel_mesh(picked(call, self._strategy, "data_parallel"))}
+        if self._shard_dims:
+            arguments["shard_placement_fn"] = lambda p: Shard(self._shard_dims[p]) if p in self._shard_dims else None
         reshard = picked(call, self._strategy, "reshard_after_forward")
         if reshard is not None:
             arguments["reshard_after_forward"] = reshard
@@ -46,9 +55,37 @@ class AppliedFsdp2:
         else:
             arguments["offload_policy"] = OffloadPolicy()
         if ignored := self._strategy.get("ignored_parameters"):
-            named = dict(self.module("").named_parameters(remove_duplicate=False))
-            arguments["ignored_params"] = {named[_inner(named, fqn)] for fqn in ignored}
+            named = self._named_parameters()
+            arguments["ignored_params"] = {named[fqn] for fqn in ignored if fqn in named}
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+
+    def _data_parallel_mesh(self, given: dict | None) -> DeviceMesh:
+        """One dimension, or two for HSDP; several of the mesh's are flattened into one."""
+        names = self._mesh.mesh_dim_names or ()
+        dims = given or {"shard": ["shard"], "replicate": [name for name in names if name == "replicate"]}
+        return self._mesh[tuple(self._flattened(dims[kind]) for kind in ("replicate", "shard") if dims.get(kind))]
+
+    def _flattened(self, dims: list[str]) -> str:
+        if len(dims) == 1:
+            return dims[0]
+        name = "_".join(dims)
+        if name not in self._flat_meshes:
+            self._flat_meshes[name] = self._mesh[tuple(dims)]._flatten(name)
+        return name
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """Under the names that they have without checkpoint wrappers around their modules."""
+        named = self.module("").named_parameters(remove_duplicate=False)
+        return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
+
+    def _dims_by_parameter(self, rules: list[dict]) -> dict[nn.Parameter, int]:
+        """Of the first rule that names the parameter, by any of its names."""
+        dims: dict[nn.Parameter, int] = {}
+        for rule in rules:
+            for name, parameter in self._named_parameters().items():
+                if matches_any(rule["parameters"], name):
+                    dims.setdefault(parameter, rule.get("dim", 0))
+        return dims
 
     def _set_knobs(self, order: list[str]) -> None:
         knobs = self._strategy.get("fsdp2", {})
@@ -62,18 +99,44 @@ class AppliedFsdp2:
             targets = [self._first(fqn) for fqn in entry["prefetch"]]
             self._first(entry["unit"]).set_modules_to_backward_prefetch(targets)
         units = [self.module(call.modules[0]) for call in self._calls]
-        if knobs.get("unshard_async_op"):
-            self.module("")._set_unshard_async_op(True)
         for unit in units:
+            if knobs.get("unshard_async_op"):
+                unit._set_unshard_async_op(True)
             if knobs.get("force_sum_reduction"):
                 unit.set_force_sum_reduction_for_comms(True)
             if (factor := knobs.get("gradient_divide_factor")) is not None:
                 unit.set_gradient_divide_factor(factor)
             if knobs.get("allocate_memory_from_process_group"):
                 unit.set_allocate_memory_from_process_group_for_comm(True)
+        for roots in knobs.get("shared_comm_contexts", []):
+            share_comm_ctx([self._first(fqn) for fqn in roots])
+        for hook in reversed(knobs.get("all_reduce_hooks", [])):  # the first that names a unit counts
+            self._set_hook(hook)
         unknown = set(knobs) - _APPLIED
         if unknown:
             raise CaseError(f"/fsdp2/{sorted(unknown)[0]}: not something that a recording can be made of yet")
+
+    def _set_hook(self, hook: dict) -> None:
+        named = [fqn for entry in hook.get("modules", []) for fqn in matching_names(self._modules, entry)]
+        group = self._mesh.get_group(hook["mesh_dim"]) if hook.get("mesh_dim") else None
+        op = dist.ReduceOp.AVG if hook.get("reduce_op") == "average" else dist.ReduceOp.SUM
+
+        def reduce(gradients: torch.Tensor) -> None:
+            if group is not None and group.size() > 1:
+                dist.all_reduce(gradients, op=op, group=group)
+            if "divide" in hook:
+                gradients.div_(hook["divide"])
+
+        for call in self._calls:
+            if not hook.get("modules") or set(call.modules) & set(named):
+                stream = {"stream": torch.cpu.Stream()} if hook.get("own_stream") else {}
+                self.module(call.modules[0]).set_all_reduce_hook(reduce, **stream)
+
+    def optimizer_stepped(self) -> None:
+        if not self._strategy.get("fsdp2", {}).get("post_optim_event"):
+            return
+        for fqn in {call.modules[0] for call in self._calls}:
+            self.module(fqn).set_post_optim_event(torch.cpu.current_stream().record_event())
 
     def _first(self, fqn: str) -> nn.Module:
         """A unit by its FQN; a group by its FQNs with commas, or by one of them."""
@@ -93,10 +156,21 @@ class AppliedFsdp2:
                 module.set_modules_to_backward_prefetch(behind)
 
     def module_call(self, call: dict) -> None:
-        method = getattr(self.module(call.get("module", "")), call["method"])
+        module = self.module(call.get("module", ""))
+        if call["method"] == "wait_for_unshard":
+            if (handle := self._handles.pop(module, None)) is not None:
+                handle.wait()
+            return
+        method = getattr(module, call["method"])
         arguments: dict = {"recurse": False} if call.get("recurse") is False else {}
         if call["method"] == "unshard":
-            method(async_op=call.get("value", False))
+            self._handles[module] = method(async_op=call.get("value", False))
+        elif call["method"] == "state_dict":
+            method()
+        elif call["method"] == "load_state_dict":
+            method(module.state_dict())
+        elif call["method"] == "set_post_optim_event":
+            method(torch.cpu.current_stream().record_event())
         elif call["method"] == "reshard":
             method()
         elif call.get("modules"):
@@ -115,9 +189,9 @@ _APPLIED = {
     "force_sum_reduction",
     "allocate_memory_from_process_group",
     "shard_root",
+    "shard_dims",
+    "extensions",
+    "all_reduce_hooks",
+    "post_optim_event",
+    "shared_comm_contexts",
 }
-
-
-def _inner(named: dict, fqn: str) -> str:
-    """The name that a parameter has with checkpoint wrappers around its modules."""
-    return next(name for name in named if name.replace("_checkpoint_wrapped_module.", "") == fqn)

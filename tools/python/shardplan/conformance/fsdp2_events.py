@@ -22,7 +22,7 @@ class Fsdp2Events(EventLog):
         super().__init__(names)
         self._active: list = []  # parameter groups whose unshard or post_backward runs, innermost last
         self._final = False  # inside the root's final callback
-        self._reduced_by: str | None = None  # the unit whose reduce-scatter input is kept
+        self._reduced_by: dict[object, str] = {}  # by communication context: the unit whose reduce-scatter input it keeps
         self._reduced = False  # in the post_backward that runs
 
     def unit(self, group) -> str:
@@ -122,9 +122,9 @@ class Fsdp2Events(EventLog):
         if name != "reduce_scatter_state":
             return
         if value is not None:
-            self._reduced_by = self.unit(self._active[-1])
+            self._reduced_by[context] = self.unit(self._active[-1])
         elif getattr(context, name, None) is not None:
-            self.add("wait_reduce_scatter", self._reduced_by)
+            self.add("wait_reduce_scatter", self._reduced_by[context])
 
     def _final_callback(self, original):
         def replaced(state, *args, **kwargs):

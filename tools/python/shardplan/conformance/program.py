@@ -13,9 +13,13 @@ from shardplan.tracer.record import default_loss
 
 
 class Program:
-    """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or user call."""
+    """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or user call,
+    `stepped` what follows every step of the optimizer."""
 
-    def __init__(self, case: Case, model: nn.Module, optimizer, log, module_call: Callable[[dict], None]):
+    def __init__(
+        self, case: Case, model: nn.Module, optimizer, log, module_call: Callable[[dict], None], stepped: Callable[[], None] = lambda: None
+    ):
+        self._stepped = stepped
         self._case, self._model, self._optimizer, self._log, self._module_call = case, model, optimizer, log, module_call
         self._losses: dict[int, torch.Tensor] = {}
 
@@ -45,8 +49,10 @@ class Program:
             self._log.add("optim_step" if kind == "optimizer_step" else "zero_grad", "")
             if kind == "zero_grad":
                 (self._optimizer or self._model).zero_grad()
-            elif self._optimizer is not None:
-                self._optimizer.step()
+            else:
+                if self._optimizer is not None:
+                    self._optimizer.step()
+                self._stepped()
 
     def _forward(self, call: dict) -> None:
         forward = self._case.forwards[call.get("trace", 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -23,14 +24,17 @@ class Drawn:
     units: list[dict]  # rules; the root is the last
     ranks: int
     mesh: list[dict]
+    data_parallel: dict | None = None
 
     @property
     def hybrid(self) -> bool:
-        return len(self.mesh) == 2
+        return bool((self.data_parallel or {"replicate": len(self.mesh) == 2}).get("replicate"))
 
     @property
     def shard(self) -> int:
-        return self.mesh[-1]["size"]
+        if self.data_parallel is None:
+            return self.mesh[-1]["size"]
+        return math.prod(dim["size"] for dim in self.mesh if dim["name"] in self.data_parallel["shard"])
 
     def unit_names(self) -> list[str]:
         return [rule["modules"][0] for rule in self.units]
@@ -45,15 +49,17 @@ def random_case(policy: str, seed: int) -> Case:
         shape = (2,) if maker.takes_tokens else (2, maker.dim)
         x = torch.zeros(shape, dtype=torch.long if maker.takes_tokens else torch.float32)
         units = _units(rng, model, policy)
-        if all(loss_of(model(x, mode)).requires_grad for mode in range(MODES)) and not _tied_across(model, units):
+        if all(loss_of(model(x, mode)).requires_grad for mode in range(MODES)) and (policy == "fsdp2" or not _tied_across(model, units)):
             break
     forwards = [Forward((x, mode)) for mode in range(MODES)] + [Forward((x, mode), grad=False) for mode in range(MODES)]
     ranks, mesh = _mesh(rng, policy)
     drawn = Drawn(rng, model, units, ranks, mesh)
+    if policy == "fsdp2" and rng.random() < 0.15:
+        drawn.ranks, drawn.mesh, drawn.data_parallel = _composed_mesh(rng)
     strategy = _fsdp2_strategy(drawn) if policy == "fsdp2" else _fsdp1_strategy(drawn)
     if drawn.rng.random() < 0.2 and (checkpointed := _checkpointed(drawn)):
         strategy["checkpoint"] = {"modules": checkpointed, "early_stop": drawn.rng.random() < 0.8}
-    return Case(maker.build, forwards, strategy, ranks, loss=loss_of, name=f"{policy}_{seed}")
+    return Case(maker.build, forwards, strategy, drawn.ranks, loss=loss_of, name=f"{policy}_{seed}")
 
 
 def _mesh(rng: random.Random, policy: str) -> tuple[int, list[dict]]:
@@ -62,6 +68,15 @@ def _mesh(rng: random.Random, policy: str) -> tuple[int, list[dict]]:
     ranks, sizes = rng.choice(flat * 2 + hybrid)
     names = ["replicate", "shard"][-len(sizes) :]
     return ranks, [{"name": name, "size": size} for name, size in zip(names, sizes)]
+
+
+def _composed_mesh(rng: random.Random) -> tuple[int, list[dict], dict]:
+    """Four ranks in two dimensions, of which FSDP shards over one or both, or replicates over one."""
+    mesh = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}]
+    chosen = rng.choice(
+        [{"shard": ["inner"]}, {"shard": ["outer"]}, {"shard": ["outer", "inner"]}, {"replicate": ["outer"], "shard": ["inner"]}]
+    )
+    return 4, mesh, chosen
 
 
 def _is_unit_like(module: nn.Module) -> bool:
@@ -181,7 +196,14 @@ def _fsdp2_strategy(drawn: Drawn) -> dict:
             rule["reshard_after_forward"] = reshard
         if rng.random() < 0.1:
             rule["mixed_precision"] = {**(mixed or {}), "reduce_dtype": rng.choice(["float32", "bfloat16"])}
-    strategy: dict = {"policy": "fsdp2", "mesh": drawn.mesh, "units": drawn.units, "fsdp2": _fsdp2_knobs(drawn)}
+        if rng.random() < 0.05:
+            rule["cpu_offload"] = rng.random() < 0.5
+        if drawn.data_parallel and rng.random() < 0.2:  # a mesh of its own, as experts have
+            rule["data_parallel"] = rng.choice([{"shard": ["inner"]}, {"shard": ["outer"]}])
+    knobs = _fsdp2_knobs(drawn)
+    strategy: dict = {"policy": "fsdp2", "mesh": drawn.mesh, "units": drawn.units, "fsdp2": knobs}
+    if drawn.data_parallel:
+        strategy["data_parallel"] = drawn.data_parallel
     if mixed:
         strategy["mixed_precision"] = mixed
     if rng.random() < 0.15:
@@ -197,15 +219,16 @@ def _fsdp2_strategy(drawn: Drawn) -> dict:
 
 
 def _fsdp2_knobs(drawn: Drawn) -> dict:
-    rng, names = drawn.rng, drawn.unit_names()
-    knobs: dict = {}
+    rng = drawn.rng
+    knobs = _several_roots(drawn) if rng.random() < 0.15 else {}
+    names = [] if knobs else drawn.unit_names()  # a root prefetches its own units only
     if rng.random() < 0.2:
         knobs["forward_prefetch"] = rng.choice([1, 2])
-    elif rng.random() < 0.3:
+    elif names and rng.random() < 0.3:
         knobs["forward_prefetch_lists"] = _random_lists(rng, names)
     if rng.random() < 0.2:
         knobs["backward_prefetch"] = rng.choice([1, 2])
-    elif rng.random() < 0.3:
+    elif names and rng.random() < 0.3:
         knobs["backward_prefetch_lists"] = _random_lists(rng, names)
     if rng.random() < 0.15:
         knobs["unshard_async_op"] = True
@@ -213,7 +236,61 @@ def _fsdp2_knobs(drawn: Drawn) -> dict:
         knobs.update(force_sum_reduction=True)
         if rng.random() < 0.5:
             knobs["gradient_divide_factor"] = 3.0
+    if rng.random() < 0.1:
+        knobs["post_optim_event"] = True
+    if rng.random() < 0.15:
+        knobs["all_reduce_hooks"] = [_hook(drawn)]
+    if rng.random() < 0.2 and (rules := _shard_dims(drawn)):
+        knobs["shard_dims"] = rules
     return knobs
+
+
+def _several_roots(drawn: Drawn) -> dict:
+    """fully_shard is not called on the model's root. None of its outermost units is a group then: PyTorch refuses that."""
+    roots = [rule for rule in drawn.units if _is_outermost(rule, drawn.units)]
+    if len(roots) < 2 or any(rule.get("group") for rule in roots):
+        return {}
+    drawn.units = drawn.units[:-1]
+    knobs: dict = {"shard_root": False}
+    if drawn.rng.random() < 0.3:
+        knobs["shared_comm_contexts"] = [[rule["modules"][0] for rule in drawn.rng.sample(roots, 2)]]
+    return knobs
+
+
+def _is_outermost(rule: dict, units: list[dict]) -> bool:
+    """But for the root."""
+    others = [fqn for other in units if other is not rule for fqn in other["modules"] if fqn]
+    return rule["modules"] != [""] and not any(fqn.startswith(other + ".") for fqn in rule["modules"] for other in others)
+
+
+def _tops(units: list[dict]) -> list[str]:
+    """Modules that setters reach every unit from: the root, or where it is no unit the outermost ones."""
+    if units[-1]["modules"] == [""]:
+        return [""]
+    return [rule["modules"][0] for rule in units if _is_outermost(rule, units)]
+
+
+def _hook(drawn: Drawn) -> dict:
+    rng = drawn.rng
+    hook: dict = {"divide": 2.0} if rng.random() < 0.5 else {}
+    if rng.random() < 0.5:
+        hook["modules"] = rng.sample(drawn.unit_names(), 1)
+    used = drawn.data_parallel["shard"] + drawn.data_parallel.get("replicate", []) if drawn.data_parallel else []
+    free = [dim["name"] for dim in drawn.mesh if dim["name"] not in used] if drawn.data_parallel else []
+    if free and not any("data_parallel" in rule for rule in drawn.units):
+        hook.update(mesh_dim=free[0], reduce_op=rng.choice(["sum", "average"]))
+    if not drawn.hybrid and rng.random() < 0.3:
+        hook["own_stream"] = True
+    return hook
+
+
+def _shard_dims(drawn: Drawn) -> list[dict]:
+    """Of some matrices whose rows can be cut evenly. PyTorch does not reshard these to a smaller mesh."""
+    if any(type(rule.get("reshard_after_forward")) is int for rule in drawn.units) or drawn.data_parallel:
+        return []
+    named = [name for name, p in drawn.model.named_parameters() if p.dim() == 2 and p.shape[1] % drawn.shard == 0]
+    chosen = [name for name in named if drawn.rng.random() < 0.5]
+    return [{"parameters": chosen, "dim": drawn.rng.choice([1, -1])}] if chosen else []
 
 
 def _random_lists(rng: random.Random, names: list[str]) -> list[dict]:
@@ -240,7 +317,7 @@ def _fsdp2_accumulation(drawn: Drawn) -> list[dict]:
     chosen = rng.sample(setters, rng.randint(0, 2))
     calls = []
     for last in (False, True):
-        calls += [_call(setter, last) for setter in chosen]
+        calls += [_call(setter, last, module) for setter in chosen for module in _tops(drawn.units)]
         calls += [_forward(drawn, int(last)), _backward(int(last))]
     return calls
 
@@ -249,7 +326,9 @@ def _fsdp2_user_calls(drawn: Drawn) -> list[dict]:
     rng, calls = drawn.rng, []
     for _ in range(rng.randint(1, 3)):
         module = rng.choice(drawn.unit_names())
-        calls.append(_call(*rng.choice([("unshard", True), ("unshard", False), ("reshard", None)]), module))
+        calls.append(_call(*rng.choice([("unshard", True), ("unshard", False), ("reshard", None), ("state_dict", None)]), module))
+        if calls[-1]["method"] == "unshard" and rng.random() < 0.3:
+            calls.append(_call("wait_for_unshard", None, module))
     return calls
 
 

@@ -10,13 +10,14 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from shardplan.conformance.case import Case, CaseError
+from shardplan.conformance.meshes import fake_process_group, process_group
 from shardplan.conformance.record_case import record_case
 
 _TIMEOUT_SECONDS = 120
@@ -29,20 +30,9 @@ class RecordingFailed(CaseError):
     """PyTorch itself does not run the case: it raises an error, or crashes."""
 
 
-@contextlib.contextmanager
-def _process_group(**arguments) -> Iterator[None]:
-    dist.init_process_group(**arguments)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def record_on_fake_ranks(case: Case, order: list[str]) -> list[str]:
     """Rank 0's log where collectives do nothing. What the host issues does not depend on what they move."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with _process_group(backend="fake", store=FakeStore(), rank=0, world_size=case.ranks):
+    with fake_process_group(case.ranks):
         return record_case(case, order)
 
 
@@ -51,7 +41,7 @@ def _record_on_gloo(case: Case, order: list[str], rank: int, store_path: str) ->
         return None
     store = dist.FileStore(store_path, case.ranks)
     timeout = timedelta(seconds=_TIMEOUT_SECONDS)
-    with _process_group(backend="gloo", store=store, rank=rank, world_size=case.ranks, timeout=timeout):
+    with process_group(backend="gloo", store=store, rank=rank, world_size=case.ranks, timeout=timeout):
         return record_case(case, order)
 
 

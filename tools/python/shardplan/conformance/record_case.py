@@ -5,28 +5,14 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.conformance import checkpointing
 from shardplan.conformance.case import Case, CaseError
+from shardplan.conformance.meshes import device_mesh
 from shardplan.conformance.program import Program, make_optimizer
 from shardplan.conformance.trace_case import make_model
 from shardplan.conformance.units import UnitCall, unit_calls
-
-
-def mesh_of(strategy: dict, ranks: int) -> list[dict]:
-    return strategy.get("mesh") or [{"name": "shard", "size": ranks}]
-
-
-def _device_mesh(strategy: dict, ranks: int) -> DeviceMesh:
-    dimensions = mesh_of(strategy, ranks)
-    product = 1
-    for dimension in dimensions:
-        product *= dimension["size"]
-    if product != ranks:
-        raise CaseError(f"/mesh: {product} ranks; the case has {ranks}")
-    names = tuple(dimension["name"] for dimension in dimensions)
-    return init_device_mesh("cpu", tuple(dimension["size"] for dimension in dimensions), mesh_dim_names=names)
 
 
 def forward_order(trace: dict, strategy: dict) -> list[str]:
@@ -53,9 +39,7 @@ def _refuse_what_is_not_applied(strategy: dict) -> None:
     where = None
     if strategy.get("optimizer", {}).get("in_backward"):
         where = "/optimizer/in_backward"
-    elif "data_parallel" in strategy or any("data_parallel" in rule for rule in strategy.get("units", [])):
-        where = "/data_parallel"
-    elif any(dimension["name"] not in ("shard", "replicate") for dimension in strategy.get("mesh", [])):
+    elif strategy.get("policy") == "fsdp1" and any(d["name"] not in ("shard", "replicate") for d in strategy.get("mesh", [])):
         where = "/mesh"
     if where is not None:
         raise CaseError(f"{where}: not something that a recording can be made of yet")
@@ -65,12 +49,13 @@ def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
     from shardplan.conformance.fsdp2_apply import AppliedFsdp2
     from shardplan.conformance.fsdp2_events import Fsdp2Events
 
-    model, calls, modules = _checkpointed(case)
-    applied = AppliedFsdp2(calls, case.strategy, _device_mesh(case.strategy, case.ranks), modules, order)
+    mesh = device_mesh(case.strategy, case.ranks)
+    model, calls, modules = _checkpointed(case, mesh)
+    applied = AppliedFsdp2(calls, case.strategy, mesh, modules, order)
     log = Fsdp2Events(_names(modules))
     optimizer = make_optimizer(case.strategy, model.parameters())
     with log.patches(), checkpointing.early_stop(case.strategy):
-        Program(case, model, optimizer, log, applied.module_call).run()
+        Program(case, model, optimizer, log, applied.module_call, applied.optimizer_stepped).run()
     return log.lines
 
 
@@ -78,9 +63,10 @@ def _record_fsdp1(case: Case) -> list[str]:
     from shardplan.conformance.fsdp1_apply import AppliedFsdp1, runs_on_the_cpu
     from shardplan.conformance.fsdp1_events import Fsdp1Events
 
-    _, calls, modules = _checkpointed(case)
+    mesh = device_mesh(case.strategy, case.ranks)
+    _, calls, modules = _checkpointed(case, mesh)
     with runs_on_the_cpu():
-        applied = AppliedFsdp1(calls, case.strategy, _device_mesh(case.strategy, case.ranks), modules)
+        applied = AppliedFsdp1(calls, case.strategy, mesh, modules)
         log = Fsdp1Events(_names(modules))
         optimizer = make_optimizer(case.strategy, applied.root.parameters())
         with log.patches(), checkpointing.early_stop(case.strategy):
@@ -88,10 +74,12 @@ def _record_fsdp1(case: Case) -> list[str]:
     return log.lines
 
 
-def _checkpointed(case: Case) -> tuple[torch.nn.Module, list[UnitCall], dict[str, torch.nn.Module]]:
+def _checkpointed(case: Case, mesh: DeviceMesh) -> tuple[torch.nn.Module, list[UnitCall], dict[str, torch.nn.Module]]:
     """The model with its checkpoint wrappers, the units to make of it, and its modules by the FQNs of the plain model."""
     plain = make_model(case)
     calls = unit_calls(plain, case.strategy)
+    if case.parallelize is not None:
+        case.parallelize(plain, mesh)
     model, modules = checkpointing.wrap(plain, case.strategy)
     return model, calls, modules
 

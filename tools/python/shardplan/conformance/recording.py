@@ -10,21 +10,21 @@ import torch
 
 from shardplan.conformance.case import Case, planner_strategy
 from shardplan.conformance.record_case import forward_order
-from shardplan.conformance.trace_case import trace_case
+from shardplan.conformance.trace_case import trace
 from shardplan.tracer import document
 
 Record = Callable[[list[str]], list[str]]  # of the order of the first forward: the log's lines
 
 
-def write(case: Case, record: Record, folder: Path) -> int:
+def write(make_case: Callable[[], Case], record: Record, folder: Path) -> int:
     """Traces and records the case; the number of recorded events."""
-    trace = trace_case(case)
+    case, traced = make_case(), trace(make_case)
     with open(folder / f"{case.name}.trace.json", "w", encoding="utf-8") as file:
-        document.write(trace, file)
+        document.write(traced, file)
     strategy = planner_strategy(case)
     text = json.dumps(strategy, indent=1) + "\n"
     (folder / f"{case.name}.strategy.json").write_text(text, encoding="utf-8")
-    lines = record(forward_order(trace, strategy))
+    lines = record(forward_order(traced, strategy))
     head = [f"# case {case.name}", f"# torch {torch.__version__}", f"# ranks {case.ranks}"]
     (folder / f"{case.name}.log").write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
     return len(lines)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
 import torch
 
 from shardplan.conformance.case import Case, traced_program
+from shardplan.conformance.meshes import device_mesh, fake_process_group
 from shardplan.tracer import record, session
 
 _SEED = 0
@@ -20,6 +25,19 @@ def compute_dtype(strategy: dict) -> str | None:
     return (strategy.get("mixed_precision") or {}).get("param_dtype")
 
 
+def trace(make_case: Callable[[], Case]) -> dict:
+    """In a process of its own where DTensors take part: what their threads remember of one mesh would meet the next one."""
+    case = make_case()
+    if case.parallelize is None:
+        return trace_case(case)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_trace_made, make_case).result()
+
+
+def _trace_made(make_case: Callable[[], Case]) -> dict:
+    return trace_case(make_case())
+
+
 def trace_case(case: Case) -> dict:
     model = make_model(case)
     own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
@@ -27,4 +45,8 @@ def trace_case(case: Case) -> dict:
     options = session.Options(dtype=wanted, param_dtype=str(own).removeprefix("torch.") if wanted else None, name=case.name)
     calls = [record.Call(forward.args, forward.kwargs, forward.grad) for forward in case.forwards]
     groups = [record.Group([calls[i] for i in forwards], backward) for forwards, backward in traced_program(case).groups]
-    return session.trace_groups(model, groups, case.loss, options)
+    if case.parallelize is None:
+        return session.trace_groups(model, groups, case.loss, options)
+    with fake_process_group(case.ranks):
+        mesh = device_mesh(case.strategy, case.ranks)
+        return session.trace_groups(model, groups, case.loss, options, lambda module: case.parallelize(module, mesh))

@@ -39,6 +39,10 @@ def matching_names(modules: dict[str, nn.Module], entry: str) -> list[str]:
     return found
 
 
+def matches_any(patterns: list[str], name: str) -> bool:
+    return any(_pattern(pattern).fullmatch(name) for pattern in patterns)
+
+
 def unit_calls(model: nn.Module, strategy: dict) -> list[UnitCall]:
     """In call order, the root last."""
     if not strategy.get("units"):

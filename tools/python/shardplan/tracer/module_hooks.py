@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardplan.tracer.local_tensors import note_partial_gradient
 from shardplan.tracer.module_tree import ModuleTree
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.recorder import Recorder
@@ -160,4 +161,5 @@ class ModuleHooks:
         record = self._recorder.record_of(parameter.grad)
         if record is not None:
             record.gradient_of = parameter_id
+        note_partial_gradient(self._tree.parameters[parameter_id], parameter)
         self._recorder.emit(["param_grad", parameter_id, record.id if record is not None else -1])

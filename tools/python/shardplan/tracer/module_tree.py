@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardplan.tracer.local_tensors import local, placements, with_local
 from shardplan.tracer.operators import dtype_name
 
 
@@ -40,9 +41,11 @@ class ModuleTree:
                 self.parameters[self.parameter_ids[parameter]].setdefault("shared_with", []).append(fqn)
                 continue
             self.parameter_ids[parameter] = len(self.parameters)
-            entry = {"fqn": fqn, "shape": list(parameter.shape), "dtype": dtype_name(parameter.dtype)}
+            entry = {"fqn": fqn, "shape": list(local(parameter).shape), "dtype": dtype_name(parameter.dtype)}
             if not parameter.requires_grad:
                 entry["requires_grad"] = False
+            if placed := placements(parameter):
+                entry["placements"] = placed
             self.parameters.append(entry)
 
     def _add_module(self, module: nn.Module, fqn: str) -> None:
@@ -76,8 +79,9 @@ class ModuleTree:
 
 
 def on_fake_cuda(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A fake CUDA tensor of the same shape and strides. Call inside FakeTensorMode."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cuda")
+    """A fake CUDA tensor of the same shape and strides, or a distributed one of such a part. Call inside FakeTensorMode."""
+    part = local(tensor)
+    return with_local(tensor, torch.empty_strided(part.shape, part.stride(), dtype=dtype or part.dtype, device="cuda"))
 
 
 def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardplan.tracer import operators
+from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
 
 aten = torch.ops.aten
@@ -79,21 +80,21 @@ class Recorder(TorchDispatchMode):
     # ---- what is alive before the step ----
 
     def add_parameter(self, tensor: torch.Tensor, parameter: int, module: int) -> None:
-        self._parameters[tensor.untyped_storage()._cdata] = parameter
+        self._parameters[local(tensor).untyped_storage()._cdata] = parameter
         self._owners[parameter] = module
 
     def add_resident(self, tensor: torch.Tensor) -> int:
         """A buffer or input: it gets an id, and no events."""
-        return self._birth(tensor.untyped_storage(), resident=True).id
+        return self._birth(local(tensor).untyped_storage(), resident=True).id
 
     # ---- questions ----
 
     def storage_id(self, tensor: torch.Tensor) -> int:
-        record = self._live.get(tensor.untyped_storage()._cdata)
+        record = self.record_of(tensor)
         return record.id if record is not None else _NONE
 
     def record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
-        return self._live.get(tensor.untyped_storage()._cdata)
+        return self._live.get(local(tensor).untyped_storage()._cdata)
 
     def in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):
 
     def _leaf(self, node) -> int:
         variable = getattr(node, "variable", None)
-        return _NONE if variable is None else self._parameters.get(variable.untyped_storage()._cdata, _NONE)
+        return _NONE if variable is None else self._parameters.get(local(variable).untyped_storage()._cdata, _NONE)
 
     # ---- events ----
 
@@ -175,6 +176,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # it calls operators on this rank's part
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # a copy on fake tensors alone
         if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
             return self.answers.scalar
         out = func(*args, **kwargs)

@@ -20,6 +20,7 @@ from shardplan.tracer import document, record, source as sources
 from shardplan.tracer.attention import device_attention
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
+from shardplan.tracer.fake_meshes import fake_meshes
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.recorder import Answers
@@ -60,6 +61,7 @@ def _recording(options: Options):
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
         stack.enter_context(record.fake_mode())
+        stack.enter_context(fake_meshes())
         stack.enter_context(torch.set_grad_enabled(options.grad))
         yield
 
@@ -100,11 +102,20 @@ def trace_module(
 
 
 def trace_groups(
-    module: nn.Module, groups: list[record.Group], loss: Callable | None = None, options: Options | None = None
+    module: nn.Module,
+    groups: list[record.Group],
+    loss: Callable | None = None,
+    options: Options | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> dict:
-    """The trace of a module that exists, with a forward or backward pass for each that `groups` asks for, in their order."""
+    """The trace of a module that exists, with a forward or backward pass for each that `groups` asks for, in their order. `prepare` changes
+    the module before, when it is on fake CUDA tensors: makes its parameters distributed ones, say.
+    """
     options = options or Options()
     with _recording(options):
+        if prepare is not None:
+            move_to_fake_cuda(module, None)
+            prepare(module)
         return _trace_groups(module, groups, loss, type(module).__name__, options, lambda text: None)
 
 

@@ -1,0 +1,35 @@
+"""Device meshes of a model that is traced: made outside fake mode (a mesh looks into a tensor of ranks), and of CUDA devices whatever they say.
+
+The styles of tensor parallelism move tensors to their mesh's device, which is where everything is that a trace works on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def _is_faking() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextlib.contextmanager
+def fake_meshes() -> Iterator[None]:
+    make, device_type = DeviceMesh.__init__, DeviceMesh.device_type
+
+    def made_of_ranks(mesh, *args, _rank_map=None, **kwargs) -> None:
+        with unset_fake_temporarily(), torch.device("cpu"):
+            if isinstance(_rank_map, FakeTensor):  # init_device_mesh: all ranks in their order
+                _rank_map = torch.arange(_rank_map.numel(), dtype=torch.int)
+            make(mesh, *args, _rank_map=_rank_map, **kwargs)
+
+    DeviceMesh.__init__ = made_of_ranks
+    DeviceMesh.device_type = property(lambda mesh: "cuda" if _is_faking() else device_type.fget(mesh))
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__, DeviceMesh.device_type = make, device_type
