@@ -65,7 +65,7 @@ void AddMemoryInput(CLI::App& command, MemoryInput& input) {
   command.add_option("INPUT", input.path, "A plan, or a trace that is planned first")->required();
   command
       .add_option("--ranks", input.ranks, "Of a trace: how many ranks (default: the mesh's, the cluster's)")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
   command.add_option("--cluster", input.cluster,
                      "Device memory and context from this cluster (of a trace: default none)");
   command.add_option("--strategy", input.strategy, "Of a trace: a strategy file; flags go over it");

@@ -75,4 +75,5 @@ def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | None:
         return None
     if kind == "sgd":
         return torch.optim.SGD(trainable, lr=0.01, momentum=0.9 if options.get("momentum") else 0.0, foreach=False)
-    return torch.optim.AdamW(trainable, lr=0.01, foreach=False)
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
+    return kinds[kind](trainable, lr=0.01, foreach=False)

@@ -39,6 +39,8 @@ def _refuse_what_is_not_applied(strategy: dict) -> None:
     where = None
     if strategy.get("optimizer", {}).get("in_backward"):
         where = "/optimizer/in_backward"
+    elif strategy.get("optimizer", {}).get("kind") == "adafactor" and strategy.get("policy", "fsdp2") == "fsdp2":
+        where = "/optimizer/kind"  # DTensor refuses Adafactor's operations in place
     elif strategy.get("policy") == "fsdp1" and any(d["name"] not in ("shard", "replicate") for d in strategy.get("mesh", [])):
         where = "/mesh"
     if where is not None:
