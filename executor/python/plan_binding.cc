@@ -68,7 +68,8 @@ void BindStrategy(py::module_& module) {
       .def_property_readonly("buffer_dtype",
                              [](const MixedPrecision& mp) { return OptionalName(mp.buffer_dtype); })
       .def_readonly("keep_low_precision_grads", &MixedPrecision::keep_low_precision_grads)
-      .def_readonly("cast_forward_inputs", &MixedPrecision::cast_forward_inputs);
+      .def_readonly("cast_forward_inputs", &MixedPrecision::cast_forward_inputs)
+      .def_readonly("cast_root_forward_inputs", &MixedPrecision::cast_root_forward_inputs);
   py::class_<UnitRule>(module, "UnitRule")
       .def_readonly("modules", &UnitRule::modules)
       .def_readonly("group", &UnitRule::group)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <tuple>
 
 namespace shardplan {
@@ -116,6 +117,8 @@ class EngineEvents {
       last_[times[i]] = position;
       if (const auto* done = std::get_if<InputsGradDoneEvent>(&pass_.events[i])) {
         inputs_done_[{done->forward, index.canonical[done->module], done->occurrence}] = position + 1;
+      } else if (const auto* ready = std::get_if<OutputGradReadyEvent>(&pass_.events[i])) {
+        ready_.insert({ready->forward, index.canonical[ready->module], ready->occurrence, ready->index});
       }
     }
     std::int32_t latest = -1;
@@ -126,6 +129,7 @@ class EngineEvents {
     for (std::size_t f = 0; f < pass_.forwards.size(); ++f) {
       const Pass& forward = trace_.forwards[pass_.forwards[f]];
       const ForwardIndex seen = MakeForwardIndex(forward, index_);
+      const std::set<TensorId> without_gradient = WithoutGradient(seen, static_cast<std::int32_t>(f));
       std::map<UnitId, std::int32_t> runs;
       for (std::size_t i = 0; i < forward.events.size(); ++i) {
         const auto* enter = std::get_if<EnterEvent>(&forward.events[i]);
@@ -135,7 +139,7 @@ class EngineEvents {
         const EngineEvent call{
             .unit = unit, .occurrence = runs[unit]++, .forward = static_cast<std::int32_t>(f)};
         Add({call.forward, static_cast<std::int32_t>(4 * i)}, call);
-        AddInputs(*enter, forward, seen, call);
+        AddInputs(*enter, forward, seen, without_gradient, call);
       }
     }
     std::ranges::stable_sort(found_, [](const auto& a, const auto& b) { return a.first > b.first; });
@@ -157,12 +161,27 @@ class EngineEvents {
     found_.emplace_back(time, event);
   }
 
-  void AddInputs(const EnterEvent& enter, const Pass& forward, const ForwardIndex& seen, EngineEvent call) {
+  // Outputs of modules whose gradient does not come in this backward.
+  std::set<TensorId> WithoutGradient(const ForwardIndex& seen, std::int32_t forward) const {
+    std::set<TensorId> returned, with;
+    for (const auto& [call, exit] : seen.exits) {
+      for (std::size_t i = 0; i < exit->outputs.size(); ++i) {
+        const bool ready = ready_.contains({forward, call.first, call.second, static_cast<std::int32_t>(i)});
+        (ready ? with : returned).insert(exit->outputs[i]);
+      }
+    }
+    for (const TensorId tensor : with) returned.erase(tensor);
+    return returned;
+  }
+
+  void AddInputs(const EnterEvent& enter, const Pass& forward, const ForwardIndex& seen,
+                 const std::set<TensorId>& without_gradient, EngineEvent call) {
     const std::vector<UnitParameter>& parts = partition_.units[call.unit].unit.parameters;
     if (parts.empty() || std::ranges::any_of(parts, &UnitParameter::requires_grad)) return;
     std::int32_t oldest = -1;
     for (const TensorId tensor : enter.inputs) {
       const std::int32_t first = seen.first_seen[tensor];
+      if (without_gradient.contains(tensor)) continue;
       if (forward.tensors[tensor].requires_grad && (oldest < 0 || first < oldest)) oldest = first;
     }
     if (oldest < 0) return;
@@ -179,6 +198,8 @@ class EngineEvents {
   // The last event of the backward at or after each time, newest first.
   std::map<ForwardTime, std::int32_t, std::greater<>> last_;
   std::map<std::tuple<std::int32_t, ModuleId, std::int32_t>, std::int32_t> inputs_done_;
+  std::set<std::tuple<std::int32_t, ModuleId, std::int32_t, std::int32_t>>
+      ready_;  // forward, module, call, index
   std::vector<std::pair<ForwardTime, EngineEvent>> found_;
 };
 

@@ -10,6 +10,7 @@
 namespace shardplan {
 Fsdp1Policy::Fsdp1Policy(const PolicyInput& input, ProgramBuilder& builder)
     : trace_(input.trace),
+      index_(input.index),
       partition_(input.partition),
       strategy_(input.strategy),
       builder_(builder),
@@ -25,8 +26,7 @@ std::string Fsdp1Policy::EventName(UnitId unit, std::string_view what) const {
 
 Status Fsdp1Policy::SetUp() {
   const bool hybrid = std::ranges::any_of(partition_.units, [](const UnitChoice& choice) {
-    return choice.sharding != Fsdp1Sharding::kNoShard && choice.unit.shard_communicator >= 0 &&
-           choice.unit.replicate_communicator >= 0;
+    return choice.unit.shard_communicator >= 0 && choice.unit.replicate_communicator >= 0;
   });
   const std::int32_t priority = hybrid && strategy_.fsdp1.limit_all_gathers ? -1 : 0;
   builder_.Stream("compute");
@@ -47,18 +47,22 @@ Status Fsdp1Policy::CheckKnobs() const {
     return MakeInputError("/optimizer/in_backward", "FSDP1 steps in the backward with use_orig_params only",
                           "true", "fsdp1.use_orig_params true");
   }
-  const bool no_shard = knobs.sharding == Fsdp1Sharding::kNoShard;
-  if (knobs.comm_hook != Fsdp1CommHook::kNone && partition_.replicate_size > 1 && !no_shard) {
-    return MakeInputError("/fsdp1/comm_hook", "FSDP1 has no communication hooks with hybrid sharding");
-  }
-  if (knobs.comm_hook == Fsdp1CommHook::kAllReduce && !no_shard) {
-    return MakeInputError("/fsdp1/comm_hook", "an all-reduce is no reduction for sharded gradients",
-                          "allreduce_hook", "reduce_scatter_hook, or no_shard");
-  }
-  if (knobs.comm_hook == Fsdp1CommHook::kReduceScatter && no_shard) {
-    return MakeInputError("/fsdp1/comm_hook",
-                          "a reduce-scatter is no reduction for gradients that are not sharded",
-                          "reduce_scatter_hook", "allreduce_hook");
+  if (knobs.comm_hook == Fsdp1CommHook::kNone) return {};
+  for (const UnitChoice& choice : partition_.units) {
+    const bool sharded = choice.unit.shard_communicator >= 0;
+    if (sharded && choice.unit.replicate_communicator >= 0) {
+      return MakeInputError("/fsdp1/comm_hook", "FSDP1 has no communication hooks with hybrid sharding");
+    }
+    if (choice.unit.parameters.empty()) continue;
+    if (knobs.comm_hook == Fsdp1CommHook::kAllReduce && sharded) {
+      return MakeInputError("/fsdp1/comm_hook", "an all-reduce is no reduction for sharded gradients",
+                            "allreduce_hook", "reduce_scatter_hook, or no_shard");
+    }
+    if (knobs.comm_hook == Fsdp1CommHook::kReduceScatter && !sharded) {
+      return MakeInputError("/fsdp1/comm_hook",
+                            "a reduce-scatter is no reduction for gradients that are not sharded",
+                            "reduce_scatter_hook", "allreduce_hook");
+    }
   }
   return {};
 }
@@ -151,8 +155,7 @@ Status Fsdp1Policy::On(const HostEvent& event) {
       OnSegment(event);
       break;
     case HostEventKind::kForwardBegin:
-      std::erase_if(calls_, [&](const auto& call) { return call.first.second == event.microbatch; });
-      training_ = event.training;
+      OnForwardBegin(event);
       break;
     case HostEventKind::kPreForward:
     case HostEventKind::kRecomputePreForward:
@@ -172,10 +175,10 @@ Status Fsdp1Policy::On(const HostEvent& event) {
       OnInputsGradDone(event);
       break;
     case HostEventKind::kBackwardBegin:
-      backward_unit_ = -1;
+      OnBackwardBegin(event);
       break;
     case HostEventKind::kBackwardEnd:
-      FinalCallback(event);
+      BackwardEnd(event);
       break;
     case HostEventKind::kOptimizerStep:
       OptimizerStep(event);
@@ -233,6 +236,7 @@ void Fsdp1Policy::RootPreForward() {
   }
   builder_.WaitStream(unshard_stream_, kCompute, "forward_begin");
   builder_.Wait(builder_.Event("forward_begin"), pre_unshard_stream_);
+  DropZeroedGrads();
 }
 
 void Fsdp1Policy::PreForward(const HostEvent& event) {
@@ -243,7 +247,8 @@ void Fsdp1Policy::PreForward(const HostEvent& event) {
   if (partition_.units[unit].is_root && event.kind == HostEventKind::kPreForward) RootPreForward();
   std::int32_t& calls = calls_[{unit, event.microbatch}];
   current_call_ = {unit, calls, event.microbatch};
-  if (event.kind == HostEventKind::kPreForward) ++calls;
+  const bool recomputes = event.kind == HostEventKind::kRecomputePreForward;
+  if (!recomputes) ++calls;
   if (!handle.exists || handle.training == TrainingState::kBackwardPre) return;
   if (strategy_.fsdp1.validate_execution_order && first_iteration_ && event.training) CheckOrder();
   if (first_iteration_ && !handle.pre_forward_index) {
@@ -253,12 +258,16 @@ void Fsdp1Policy::PreForward(const HostEvent& event) {
   handle.training = TrainingState::kForward;
   if (!handle.prefetched) {
     Unshard(unit, "pre_forward");
-    if (event.grad_enabled && !handle.views) handle.views = current_call_;
+    if (!recomputes) handle.views = current_call_;
   }
   handle.needs_pre_forward_unshard = false;
   WaitForUnshard(unit);
   const UnitId target = Prefetch(unit, /*forward=*/true);
-  if (target >= 0 && event.grad_enabled && !handles_[target].views) handles_[target].views = current_call_;
+  if (target >= 0 && !recomputes) handles_[target].views = current_call_;
+  if (event.grad_enabled && !recomputes && handle.requires_grad) {
+    handle.uses.push_back({current_call_, handle.views});
+    if (!handle.hook) handle.hook = handle.views;
+  }
   if (handle.offloads && strategy_.optimizer.in_backward) AllocateOn(handle.host_grad, kHost);
   if (event.grad_enabled && !handle.requires_grad && !handle.hooked_inputs) {
     handle.hooked_inputs = current_call_;
@@ -291,116 +300,57 @@ void Fsdp1Policy::PostForward(const HostEvent& event) {
   handle.training = TrainingState::kIdle;
 }
 
-void Fsdp1Policy::PreBackward(const HostEvent& event) {
-  const UnitId unit = event.unit;
-  Handle& handle = handles_[unit];
-  builder_.BeginTrigger(TriggerKind::kPreBackward, unit, event.microbatch);
-  if (handle.exists && handle.ran_pre_backward_hook) return;
-  builder_.SetReason("pre_backward");
-  if (partition_.units[unit].is_root) final_callback_queued_ = true;
-  if (!handle.exists) return;
-  backward_unit_ = unit;
-  handle.training = TrainingState::kBackwardPre;
-  if (handle.needs_pre_backward_unshard) {
-    if (!handle.prefetched) Unshard(unit, "pre_backward");
-    WaitForUnshard(unit);
+void Fsdp1Policy::OnForwardBegin(const HostEvent& event) {
+  std::erase_if(calls_, [&](const auto& call) { return call.first.second == event.microbatch; });
+  for (Handle& handle : handles_) {
+    std::erase_if(handle.uses, [&](const Use& use) { return use.call.microbatch == event.microbatch; });
   }
-  handle.needs_pre_backward_unshard = false;
-  Prefetch(unit, /*forward=*/false);
-  PrepareGrad(unit);
-  handle.ran_pre_backward_hook = true;
-}
-
-// post_backward of every unit whose views were made in this pre-forward; a prefetched unit's are the newer.
-void Fsdp1Policy::OnForwardUndone(const HostEvent& event) {
-  const Call call{event.unit, event.occurrence, event.microbatch};
-  for (std::size_t u = 0; u < handles_.size(); ++u) {
-    const UnitId unit = static_cast<UnitId>(u);
-    const bool prefetched = unit != call.unit && handles_[u].views == call;
-    if (prefetched && !handles_[u].grads.empty()) PostBackward(unit, event.microbatch);
-  }
-  if (handles_[call.unit].views == call && !handles_[call.unit].grads.empty()) {
-    PostBackward(call.unit, event.microbatch);
-  }
-}
-
-// The reshard of a frozen unit.
-void Fsdp1Policy::OnInputsGradDone(const HostEvent& event) {
-  Handle& handle = handles_[event.unit];
-  if (handle.hooked_inputs != Call{event.unit, event.occurrence, event.microbatch}) return;
-  builder_.BeginTrigger(TriggerKind::kPostBackward, event.unit, event.microbatch);
-  builder_.SetReason("reshard_only");
-  handle.training = TrainingState::kBackwardPost;
-  PostBackwardReshard(event.unit);
-}
-
-void Fsdp1Policy::FinalCallback(const HostEvent& event) {
-  builder_.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
-  backward_unit_ = -1;
-  if (!final_callback_queued_) return;
-  builder_.SetReason("final");
-  if (sync_gradients_) {
-    builder_.WaitStream(kCompute, post_backward_stream_, "backward_end.post_backward");
-    if (all_reduce_stream_ >= 0) builder_.WaitStream(kCompute, all_reduce_stream_, "backward_end.all_reduce");
-    if (partition_.units[0].cpu_offload) {  // the root's: gradients have to be in host memory
-      const EventId offloaded = builder_.Event("backward_end.offload");
-      builder_.Record(offloaded, kCompute);
-      builder_.HostWait(offloaded);
-    }
-  }
-  first_iteration_ = false;
-  post_forward_order_.clear();
-  for (const UnitId unit : partition_.states) {
-    Handle& handle = handles_[unit];
-    if (!handle.exists) continue;
-    builder_.SetUnit(unit);
-    if (!handle.points_to_shard || handle.skipped_sharded_views) Reshard(unit, FreesInBackward(handle));
-    if (sync_gradients_) FinishGrad(unit);
-    handle.views.reset();
-    handle.ran_pre_backward_hook = handle.needs_pre_backward_unshard = handle.prefetched = false;
-    handle.post_forward_index.reset();
-    handle.training = TrainingState::kIdle;
-    handle.hooked_inputs.reset();
-  }
-  final_callback_queued_ = false;
+  training_ = event.training;
 }
 
 void Fsdp1Policy::OptimizerStep(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
   std::vector<SteppedUnit> units;
   for (std::size_t u = 0; u < handles_.size(); ++u) {
-    if (handles_[u].has_sharded_grad) units.push_back({.unit = static_cast<UnitId>(u)});
+    if (handles_[u].has_sharded_grad && !zeroed_) units.push_back({.unit = static_cast<UnitId>(u)});
   }
   optimizer_.Step(units);
 }
 
 void Fsdp1Policy::ZeroGrad(const HostEvent& event) {
   builder_.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
-  builder_.SetReason("user");
+  zeroed_ = true;
+  if (!strategy_.fsdp1.use_orig_params) DropZeroedGrads();
+}
+
+// The user drops the gradients of the original parameters; FSDP1 then drops that of the flat parameter, when
+// it looks at it next (_reset_flat_param_grad_info_if_needed).
+void Fsdp1Policy::DropZeroedGrads() {
+  if (!zeroed_) return;
+  zeroed_ = false;
+  const std::string reason = builder_.reason();
+  const UnitId unit = builder_.unit();
+  builder_.SetReason("zero_grad");
+  builder_.SetUnit(-1);
   builder_.Emit(InstructionKind::kZeroGrad, -1);
   for (std::size_t u = 0; u < handles_.size(); ++u) {
     Handle& handle = handles_[u];
     handle.has_sharded_grad = handle.has_low_grad = false;
+    handle.contributions.clear();
     if (handle.has_flat_grad) {  // of micro-batches that did not reduce
+      dropped_unreduced_ = true;
       builder_.SetUnit(static_cast<UnitId>(u));
       builder_.Free(FlatGrad(static_cast<UnitId>(u)), kCompute);
       handle.has_flat_grad = false;
     }
   }
-}
-
-std::vector<KnownFault> Fsdp1Policy::Faults() const {
-  std::vector<KnownFault> faults;
-  if (std::ranges::any_of(handles_, &Handle::offloads)) {
-    faults.push_back({Rule::kGradNotReduced,
-                      "FSDP1 does not add to a gradient that it has offloaded: only no_sync() accumulates"});
-  }
-  return faults;
+  builder_.SetReason(reason);
+  builder_.SetUnit(unit);
 }
 
 std::string Fsdp1Policy::State() const {
-  std::string state = fmt::format("{} {} {} [{}] [{}] [{}]|", first_iteration_, sync_gradients_,
-                                  final_callback_queued_, fmt::join(pre_forward_order_, ","),
+  std::string state = fmt::format("{} {} {} {} [{}] [{}] [{}]|", first_iteration_, sync_gradients_,
+                                  final_callback_queued_, zeroed_, fmt::join(pre_forward_order_, ","),
                                   fmt::join(post_forward_order_, ","), fmt::join(free_events_, ","));
   for (const Handle& h : handles_) {
     state += fmt::format("{} {}{}{}{} {} {} {}{}{} {} {}{} {};", static_cast<int>(h.training),
@@ -408,10 +358,17 @@ std::string Fsdp1Policy::State() const {
                          h.ran_pre_backward_hook, h.post_forward_index.value_or(-1),
                          h.pre_forward_index.value_or(-1), h.unsharded.allocated, h.points_to_shard,
                          h.skipped_sharded_views, fmt::join(h.grads, ","), h.has_flat_grad,
-                         h.has_sharded_grad, h.views ? h.views->unit : -1);
+                         h.has_sharded_grad, h.hook.has_value());
+    const auto call = [](const Call& c) {
+      return fmt::format("{}.{}.{} ", c.unit, c.occurrence, c.microbatch);
+    };
+    state += h.hook ? call(*h.hook) : "";
+    state += h.prefetched ? call(h.views) : "";
+    for (const Use& use : h.uses) state += call(use.call) + call(use.views);
     state += fmt::format("{}{}{}{}{};", h.full.allocated, h.low_precision.allocated, h.device_shard.allocated,
                          h.device_grad.allocated, h.has_low_grad);
-    state += h.summoned ? "summoned;" : "";
+    if (zeroed_) state += h.contributions;
+    state += fmt::format("{}{}{};", h.saved_grad, h.post_backward_called, h.summoned);
   }
   return state + optimizer_.State();
 }

@@ -7,7 +7,10 @@
 // made after the views has run backward (backward_times.h): normally the unit's own operators; for a unit
 // with units inside, theirs too. A unit that was prefetched in the forward had its views made in the
 // *previous* unit's pre-forward, so its post_backward waits for that unit's backward, too. Of a unit that is
-// used several times the first use counts.
+// used several times, in one or in several forwards, the first use counts that the backward reaches. But the
+// hook is registered once, until a backward is over: where each unshard changes the dtype of the flat
+// parameter, and with it the accumulator of its gradient, only the gradient of the first views has it. What
+// arrives elsewhere, and what a second backward brings, is added to the flat gradient and stays there.
 //
 // [Note: record_stream]
 // FSDP1 allocates on side streams and hands memory back by record_stream: the allocator holds a block until
@@ -48,6 +51,12 @@ class Fsdp1Policy : public Policy {
     auto operator<=>(const Call&) const = default;
   };
 
+  // A call of a unit, and the pre-forward in which the views that it uses were made.
+  struct Use {
+    Call call;
+    Call views;
+  };
+
   struct Copy {
     BufferId buffer = -1;
     bool allocated = false;
@@ -82,11 +91,17 @@ class Fsdp1Policy : public Policy {
     std::set<std::int32_t> grads;                 // parameters with a gradient in this backward
     bool has_flat_grad = false;
     bool has_sharded_grad = false;
+    std::string contributions;          // to the gradient that is there: the parameters of each
+    bool saved_grad = false;            // ... put aside for this backward
+    bool post_backward_called = false;  // since the last backward that reduced was over
     bool has_low_grad = false;          // ... kept in the low precision since the backward was over
     Copy host_grad;                     // _cpu_grad
     Copy device_grad;                   // of an offloaded gradient, until the backward is over
     std::optional<Call> hooked_inputs;  // reshard-only hook of a frozen unit: on the inputs of its first call
-    std::optional<Call> views;          // in whose pre-forward the views were made
+    Call views;                         // pre-forward in which the modules' views were made last
+    std::vector<Use> uses;              // that a backward may undo, in the order of the forwards
+    std::optional<Call> hook;           // post_backward hangs on the gradient of the views made there
+    std::optional<Call> fires;          // ... and runs in this backward when what was made since is undone
     // derived
     bool casts_params = false;
     std::int64_t numel = 0;  // of the flat parameter, tail padding left out
@@ -104,12 +119,16 @@ class Fsdp1Policy : public Policy {
   void RootPreForward();
   void PostForward(const HostEvent& event);
   void PreBackward(const HostEvent& event);
+  void OnForwardBegin(const HostEvent& event);
+  void OnBackwardBegin(const HostEvent& event);
   void OnForwardUndone(const HostEvent& event);
+  void BackwardEnd(const HostEvent& event);
   void OnInputsGradDone(const HostEvent& event);
-  void FinalCallback(const HostEvent& event);
+  void FinalCallback();
   void OnSegment(const HostEvent& event);
   void OptimizerStep(const HostEvent& event);
   void ZeroGrad(const HostEvent& event);
+  void DropZeroedGrads();
   Status UserCall(const HostEvent& event);
 
   // fsdp1_summon.cc
@@ -142,9 +161,14 @@ class Fsdp1Policy : public Policy {
   void FinishGrad(UnitId unit);
   void PrepareGrad(UnitId unit);
   BufferId FlatGrad(UnitId unit);
-  double PredivideFactor(const Unit& unit) const;
-  double PostdivideFactor(const Unit& unit) const;
-  std::int64_t DataParallelRanks(const Unit& unit) const;
+  BufferId ZerosForGrad(UnitId unit);
+  BufferId ReducedGrad(UnitId unit);
+  BufferId TakeReducedGrad(UnitId unit);
+  double PredivideFactor(UnitId unit) const;
+  double PostdivideFactor(UnitId unit) const;
+  double DataParallelRanks(UnitId unit) const {
+    return static_cast<double>(partition_.units[unit].shard_size * partition_.units[unit].replicate_size);
+  }
   DType GradDType(UnitId unit) const;
   DType ReduceDType(UnitId unit) const;
   DType FinalGradDType(UnitId unit) const;
@@ -168,6 +192,7 @@ class Fsdp1Policy : public Policy {
   std::string EventName(UnitId unit, std::string_view what) const;
 
   const Trace& trace_;
+  const ModelIndex& index_;
   const Partition& partition_;
   const Strategy& strategy_;
   ProgramBuilder& builder_;
@@ -186,7 +211,13 @@ class Fsdp1Policy : public Policy {
   bool sync_gradients_ = true;
   bool summoning_ = false;  // while summon_full_params unshards and reshards
   bool final_callback_queued_ = false;
+  bool zeroed_ = false;  // the user has dropped the gradients, the flat parameters still have them
   UnitId backward_unit_ = -1;
+  bool lost_grad_ = false;             // a gradient that was put aside did not come back
+  bool not_gathered_again_ = false;    // a backward that FSDP1 gathers nothing for
+  bool dropped_unreduced_ = false;     // the user zeroed gradients that nothing had reduced
+  bool missed_hook_ = false;           // a gradient was made that no post_backward reduces
+  std::vector<std::int32_t> covered_;  // micro-batches of the backward that runs
 };
 
 }  // namespace shardplan

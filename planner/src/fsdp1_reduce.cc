@@ -1,5 +1,8 @@
 // Gradients of flat parameters: post-backward, reduction, what happens to the reduced shard
 // (_runtime_utils.py, _flat_param.py, torch/distributed/algorithms/_comm_hooks/default_hooks.py).
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 
 #include "fsdp1_policy.h"
@@ -7,30 +10,23 @@
 #include "layout.h"
 
 namespace shardplan {
-std::int64_t Fsdp1Policy::DataParallelRanks(const Unit& unit) const {
-  std::int64_t ranks = 1;
-  for (const CommunicatorId group : {unit.shard_communicator, unit.replicate_communicator}) {
-    if (group >= 0) ranks *= partition_.communicators[group].size;
-  }
-  return ranks;
-}
 
 // A communication hook has a state of its own with the defaults.
-double Fsdp1Policy::PredivideFactor(const Unit& unit) const {
+double Fsdp1Policy::PredivideFactor(UnitId id) const {
   const Fsdp1Knobs& knobs = strategy_.fsdp1;
   if (knobs.gradient_predivide_factor && knobs.comm_hook == Fsdp1CommHook::kNone) {
     return *knobs.gradient_predivide_factor;
   }
-  return shardplan::PredivideFactor(static_cast<double>(DataParallelRanks(unit)));
+  return shardplan::PredivideFactor(DataParallelRanks(id));
 }
 
-double Fsdp1Policy::PostdivideFactor(const Unit& unit) const {
+double Fsdp1Policy::PostdivideFactor(UnitId id) const {
   const Fsdp1Knobs& knobs = strategy_.fsdp1;
   if (knobs.gradient_postdivide_factor && knobs.comm_hook == Fsdp1CommHook::kNone) {
     return *knobs.gradient_postdivide_factor;
   }
   // Set when FSDP1 is constructed: the other factor's later change does not change it.
-  const auto ranks = static_cast<double>(DataParallelRanks(unit));
+  const double ranks = DataParallelRanks(id);
   return ranks / shardplan::PredivideFactor(ranks);
 }
 
@@ -73,18 +69,52 @@ void Fsdp1Policy::GatherFlatGrad(UnitId id) {
   Handle& handle = handles_[id];
   const BufferId views = GradBuffer(id, handle.grads);
   const BufferId flat = FlatGrad(id);
-  const BufferId made = handle.has_flat_grad ? FlatBuffer(id, BufferRole::kGradUnshardedAccumulated,
-                                                          GradDType(id), handle.numel, "new")
-                                             : flat;
+  // Without sharding a gradient that was reduced is still the one that autograd adds to.
+  const bool adds_to_reduced = !handle.sharded && handle.has_sharded_grad && !handle.offloads;
+  const bool adds = handle.has_flat_grad || adds_to_reduced;
+  const BufferId made =
+      adds ? FlatBuffer(id, BufferRole::kGradUnshardedAccumulated, GradDType(id), handle.numel, "new") : flat;
+  const BufferId zeros = ZerosForGrad(id);
+  if (zeros >= 0) builder_.Allocate(zeros, kCompute);
   builder_.Allocate(made, kCompute);
   builder_.Move(InstructionKind::kGradCopyIn, views, made, kCompute);
+  if (zeros >= 0) builder_.Free(zeros, kCompute);
   builder_.Free(views, kCompute);
-  if (handle.has_flat_grad) {
-    builder_.Move(InstructionKind::kGradAccumulate, made, flat, kCompute);
-    builder_.Free(made, kCompute);
-  }
+  handle.contributions += fmt::format("{};", fmt::join(handle.grads, ","));
   handle.grads.clear();
-  handle.has_flat_grad = true;
+  if (!adds) {
+    handle.has_flat_grad = true;
+    return;
+  }
+  builder_.Move(InstructionKind::kGradAccumulate, made, adds_to_reduced ? ReducedGrad(id) : flat, kCompute);
+  builder_.Free(made, kCompute);
+}
+
+// What autograd makes for the pieces of the flat parameter that have no gradient: padding, and parameters
+// that this backward does not reach. -1: all have one.
+BufferId Fsdp1Policy::ZerosForGrad(UnitId id) {
+  const Handle& handle = handles_[id];
+  const std::vector<UnitParameter>& parameters = UnitOf(id).parameters;
+  const DType dtype = GradDType(id);
+  std::vector<Bytes> pieces;
+  std::int64_t end = 0;
+  const auto add = [&](std::int64_t numel) {
+    if (numel > 0) pieces.push_back(Bytes{numel * SizeBytes(dtype)});
+  };
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    add(parameters[p].flat_offset - end);
+    end = parameters[p].flat_offset + Numel(parameters[p]);
+    if (!handle.grads.contains(static_cast<std::int32_t>(p))) add(Numel(parameters[p]));
+  }
+  add(handle.numel - end);
+  if (pieces.empty()) return -1;
+  return builder_.UnitBuffer(id, BufferRole::kGradUnshardedAccumulated, dtype, std::move(pieces), {},
+                             "zeros");
+}
+
+BufferId Fsdp1Policy::ReducedGrad(UnitId id) {
+  return FlatBuffer(id, BufferRole::kGradSharded, FinalGradDType(id),
+                    UnitOf(id).flat_numel / handles_[id].ranks);
 }
 
 void Fsdp1Policy::PostBackward(UnitId id, std::int32_t microbatch) {
@@ -93,6 +123,7 @@ void Fsdp1Policy::PostBackward(UnitId id, std::int32_t microbatch) {
   builder_.SetReason("autograd");
   GatherFlatGrad(id);
   handle.training = TrainingState::kBackwardPost;
+  handle.post_backward_called = true;
   builder_.SetReason("post_backward");
   PostBackwardReshard(id);
   if (!sync_gradients_) return;
@@ -110,8 +141,9 @@ void Fsdp1Policy::Scale(BufferId buffer, double divisor, StreamId stream) {
 void Fsdp1Policy::ReduceGrad(UnitId id) {
   Handle& handle = handles_[id];
   const Unit& unit = UnitOf(id);
-  const BufferId flat = FlatGrad(id);
-  const DType grad_dtype = GradDType(id), reduce_dtype = ReduceDType(id);
+  const bool adds_to_reduced = !handle.has_flat_grad;
+  const BufferId flat = adds_to_reduced ? TakeReducedGrad(id) : FlatGrad(id);
+  const DType grad_dtype = builder_.plan().buffers[flat].dtype, reduce_dtype = ReduceDType(id);
   handle.has_flat_grad = false;
   std::vector<BufferId> temporaries;  // on the post-backward stream, dropped when the hook returns
   BufferId grad = flat;
@@ -146,12 +178,23 @@ void Fsdp1Policy::ReduceGrad(UnitId id) {
   builder_.Free(flat, kCompute, {post_backward_stream_});
 }
 
+// A gradient that was reduced and added to, to be reduced again: the name is free for the result.
+BufferId Fsdp1Policy::TakeReducedGrad(UnitId id) {
+  const BufferId reduced = ReducedGrad(id);
+  const BufferId sum =
+      FlatBuffer(id, BufferRole::kGradUnshardedAccumulated, FinalGradDType(id), UnitOf(id).flat_numel, "sum");
+  builder_.Move(InstructionKind::kGradCast, reduced, sum, kCompute);  // a view
+  builder_.Free(reduced, kCompute);
+  handles_[id].has_sharded_grad = false;
+  return sum;
+}
+
 BufferId Fsdp1Policy::ReduceScatterGrad(UnitId id, BufferId grad) {
   const Unit& unit = UnitOf(id);
   const BufferId output =
       FlatBuffer(id, BufferRole::kReduceScatterOutput, ReduceDType(id), unit.flat_numel / handles_[id].ranks);
   builder_.Allocate(output, post_backward_stream_);
-  Scale(grad, PredivideFactor(unit), post_backward_stream_);
+  Scale(grad, PredivideFactor(id), post_backward_stream_);
   builder_.Move(InstructionKind::kReduceScatter, grad, output, post_backward_stream_).communicator =
       unit.shard_communicator;
   StreamId stream = post_backward_stream_;
@@ -162,19 +205,19 @@ BufferId Fsdp1Policy::ReduceScatterGrad(UnitId id, BufferId grad) {
     reduce.src = output;
     reduce.communicator = unit.replicate_communicator;
   }
-  Scale(output, PostdivideFactor(unit), stream);
+  Scale(output, PostdivideFactor(id), stream);
   return output;
 }
 
 void Fsdp1Policy::ReduceGradNoShard(UnitId id, BufferId grad) {
   const Unit& unit = UnitOf(id);
-  Scale(grad, PredivideFactor(unit), post_backward_stream_);
+  Scale(grad, PredivideFactor(id), post_backward_stream_);
   if (unit.replicate_communicator >= 0) {
     Instruction& reduce = builder_.Emit(InstructionKind::kAllReduce, post_backward_stream_);
     reduce.src = grad;
     reduce.communicator = unit.replicate_communicator;
   }
-  Scale(grad, PostdivideFactor(unit), post_backward_stream_);
+  Scale(grad, PostdivideFactor(id), post_backward_stream_);
   DeliverGrad(id, grad, post_backward_stream_, -1);
 }
 
@@ -183,7 +226,7 @@ void Fsdp1Policy::DeliverGrad(UnitId id, BufferId output, StreamId stream, Strea
   Handle& handle = handles_[id];
   const std::int64_t numel = UnitOf(id).flat_numel / handle.ranks;
   const DType dtype = FinalGradDType(id);
-  const BufferId grad = FlatBuffer(id, BufferRole::kGradSharded, dtype, numel);
+  const BufferId grad = ReducedGrad(id);
   const bool casts = ReduceDType(id) != dtype;
   // An offloaded gradient is on the host by now: nothing is added to it.
   const bool accumulates = handle.has_sharded_grad && !handle.offloads;
@@ -239,6 +282,13 @@ void Fsdp1Policy::FinishGrad(UnitId id) {
   Handle& handle = handles_[id];
   const Unit& unit = UnitOf(id);
   FreeCopy(handle.device_grad, kCompute);
+  // A gradient that was put aside and that this backward brought nothing for is forgotten.
+  if (handle.saved_grad && !handle.post_backward_called) {
+    builder_.Free(ReducedGrad(id), kCompute);
+    handle.has_sharded_grad = false;
+    lost_grad_ = true;
+  }
+  handle.saved_grad = handle.post_backward_called = false;
   const bool keeps = handle.sharded && !handle.offloads && handle.casts_params && !ForcesFullPrecision() &&
                      partition_.units[id].mixed_precision.keep_low_precision_grads;
   if (!keeps || !handle.has_sharded_grad || handle.has_low_grad) return;
@@ -251,10 +301,11 @@ void Fsdp1Policy::FinishGrad(UnitId id) {
   handle.has_low_grad = true;
 }
 
-// prepare_gradient_for_backward: a shard that was kept in the low precision is added to in the original
-// dtype.
+// prepare_gradient_for_backward: puts the reduced gradient aside. A shard that was kept in the low precision
+// is added to in the original dtype.
 void Fsdp1Policy::PrepareGrad(UnitId id) {
   Handle& handle = handles_[id];
+  handle.saved_grad = handle.saved_grad || (handle.sharded && handle.has_sharded_grad && !handle.offloads);
   if (!handle.has_low_grad) return;
   const Unit& unit = UnitOf(id);
   const std::int64_t numel = unit.flat_numel / handle.ranks;

@@ -92,16 +92,38 @@ class Partitioner {
       return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
                             fmt::format("{}", cluster_ranks));
     }
-    if (strategy_.fsdp1.sharding == Fsdp1Sharding::kNoShard) {  // DDP over everything
-      result_.shard_size = 1;
-      result_.replicate_size = ranks;
-    }
-    if (result_.shard_size > 1) result_.communicators.push_back({"shard", result_.shard_size, 1});
-    // Of one rank, too: hybrid sharding over one replica, and what is not sharded because there is one rank.
-    if (result_.replicate_size > 1 || result_.shard_size == 1 || IsHybrid(strategy_.fsdp1.sharding)) {
-      result_.communicators.push_back({"replicate", result_.replicate_size, result_.shard_size});
-    }
+    UnitChoice as_most{.sharding = strategy_.fsdp1.sharding};
+    SetFlatGroups(as_most);  // their communicators come first
     return {};
+  }
+
+  // The ranks that a unit of FSDP1 communicates with: the mesh's dimensions with hybrid sharding, all ranks
+  // with any other.
+  void SetFlatGroups(UnitChoice& choice) {
+    const std::int64_t ranks = result_.shard_size * result_.replicate_size;
+    const bool hybrid = IsHybrid(choice.sharding);
+    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
+    choice.shard_size = hybrid ? result_.shard_size : no_shard ? 1 : ranks;
+    choice.replicate_size = ranks / choice.shard_size;
+    if (choice.shard_size > 1) choice.unit.shard_communicator = FlatGroup("shard", choice.shard_size, 1);
+    // Of one rank, too: hybrid sharding over one replica, and what is not sharded because there is one rank.
+    if (choice.shard_size == 1) {
+      // FSDP1 takes the one rank that it would shard over for all that there are.
+      choice.unit.replicate_communicator = FlatGroup("replicate", hybrid ? 1 : ranks, 1);
+    } else if (hybrid) {
+      choice.unit.replicate_communicator = FlatGroup("replicate", choice.replicate_size, choice.shard_size);
+    }
+  }
+
+  CommunicatorId FlatGroup(const std::string& name, std::int64_t size, std::int64_t stride) {
+    std::vector<Communicator>& groups = result_.communicators;
+    Communicator group{name, size, stride};
+    const auto same =
+        std::ranges::find_if(groups, [&](const Communicator& g) { return SameRanks(g, group); });
+    if (same != groups.end()) return static_cast<CommunicatorId>(same - groups.begin());
+    if (std::ranges::find(groups, name, &Communicator::name) != groups.end()) group.name = name + ".all";
+    groups.push_back(std::move(group));
+    return static_cast<CommunicatorId>(groups.size()) - 1;
   }
 
   Status ChooseRules(const std::set<ModuleId>& ignored_modules) {
@@ -227,10 +249,11 @@ class Partitioner {
         !s) {
       return s;
     }
-    if (Status s =
-            flat_ ? LayOut(call.pointer, choice) : groups_.SetCommunicators(call.pointer, choice, result_);
-        !s)
+    if (flat_) {
+      LayOut(choice);
+    } else if (Status s = groups_.SetCommunicators(call.pointer, choice, result_); !s) {
       return s;
+    }
     result_.units.push_back(std::move(choice));
     return {};
   }
@@ -295,30 +318,14 @@ class Partitioner {
     return {};
   }
 
-  // A unit may differ from the others in when it is freed, or not be sharded at all; not in its ranks.
-  static bool SharesRanks(Fsdp1Sharding own, Fsdp1Sharding all) {
-    return own == all || (IsHybrid(own) == IsHybrid(all) && all != Fsdp1Sharding::kNoShard);
-  }
-
-  Status LayOut(const std::string& pointer, UnitChoice& choice) {
+  void LayOut(UnitChoice& choice) {
+    SetFlatGroups(choice);
     Unit& unit = choice.unit;
-    if (!SharesRanks(choice.sharding, strategy_.fsdp1.sharding)) {
-      return MakeInputError(pointer, "a unit is sharded over other ranks than the strategy's",
-                            DisplayName(unit.fqn));
-    }
-    if (result_.shard_size > 1) unit.shard_communicator = 0;
-    const CommunicatorId last = static_cast<CommunicatorId>(result_.communicators.size()) - 1;
-    if (last > unit.shard_communicator) unit.replicate_communicator = last;
-    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
-    if (no_shard && unit.shard_communicator >= 0) {  // among sharded ones: replicated over the same ranks
-      std::swap(unit.shard_communicator, unit.replicate_communicator);
-      std::swap(choice.shard_size, choice.replicate_size);
-    }
     unit.layout = LayoutKind::kFlat;
     // Aligned flat parameters are padded for the whole process group even where they are not sharded.
+    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
     LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
                no_shard && strategy_.fsdp1.use_orig_params ? choice.replicate_size : choice.shard_size);
-    return {};
   }
 
   // Units get their final ids in the order of their first modules in the tree, the root first.

@@ -115,12 +115,21 @@ class Recorder {
     for (const TensorId tensor : exit.outputs) {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
     }
-    // Part of a forward can run without gradients: then nothing that trainable parameters made needs one.
-    // What is passed through says nothing.
-    const bool makes = std::ranges::any_of(exit.outputs, [&](TensorId tensor) {
+    // Part of a forward can run without gradients: then nothing that trainable parameters made needs one, or
+    // that any parameters made, would they train. What is passed through says nothing.
+    const auto is_made = [&](TensorId tensor) {
       return std::ranges::find(enter.inputs, tensor) == enter.inputs.end();
-    });
-    if (!event.outputs_require_grad && makes && IsTrainable(unit)) event.grad_enabled = false;
+    };
+    const auto never_requires = [&](TensorId tensor) {
+      return is_made(tensor) && pass_->tensors[tensor].may_require_grad == false;
+    };
+    const bool makes = std::ranges::any_of(exit.outputs, is_made);
+    if (!event.outputs_require_grad && makes &&
+        (IsTrainable(unit) || (!partition_.units[unit].unit.parameters.empty() &&
+                               std::ranges::any_of(exit.outputs, never_requires)))) {
+      event.grad_enabled = false;
+    }
+    post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
     if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
     forward_names_.pop_back();
     segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();
@@ -149,7 +158,11 @@ class Recorder {
             .occurrence = next->occurrence;
       }
     };
-    Push(HostEventKind::kBackwardBegin, -1);
+    HostEvent& begin = Push(HostEventKind::kBackwardBegin, -1);
+    begin.range = {.backward = true, .pass = call.trace};
+    for (std::size_t f = 0; f < pass_->forwards.size(); ++f) {
+      begin.microbatches.push_back(MicrobatchOf(call, static_cast<std::int32_t>(f)));
+    }
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
       push_engine_events(static_cast<std::int32_t>(i));
       OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
@@ -237,8 +250,13 @@ class Recorder {
         kind == HostEventKind::kRecomputePreForward ? EnterGroup(unit) : LeaveGroup(unit, module);
     if (!runs) return;
     Cut(position);
-    // Recomputation runs with gradients enabled, as its forward did.
-    Push(kind, unit).outputs_require_grad = true;
+    // Recomputation runs as its forward did: with gradients enabled, or in part without.
+    HostEvent& event = Push(kind, unit);
+    event.outputs_require_grad = true;
+    if (kind == HostEventKind::kRecomputePreForward) return;
+    if (const auto found = post_forwards_.find(unit); found != post_forwards_.end()) {
+      std::tie(event.grad_enabled, event.outputs_require_grad) = found->second;
+    }
   }
 
   Status Call(const OptimizerStepCall&) {
@@ -317,6 +335,8 @@ class Recorder {
   std::vector<std::string> forward_names_;
   std::vector<std::set<ModuleId>> to_run_;  // by unit: its modules that have not been left yet
   bool is_last_backward_ = true;
+  std::map<UnitId, std::pair<bool, bool>>
+      post_forwards_;  // of the latest: gradients enabled, outputs need one
   std::map<ModuleRun, UnitId> input_hooks_, output_hooks_;
 };
 

@@ -12,6 +12,7 @@ inline constexpr auto kFields<MixedPrecision> =
               Optional("reduce_dtype", &MixedPrecision::reduce_dtype),
               Optional("output_dtype", &MixedPrecision::output_dtype),
               Optional("cast_forward_inputs", &MixedPrecision::cast_forward_inputs),
+              Optional("cast_root_forward_inputs", &MixedPrecision::cast_root_forward_inputs),
               Optional("buffer_dtype", &MixedPrecision::buffer_dtype),
               Optional("keep_low_precision_grads", &MixedPrecision::keep_low_precision_grads),
               Optional("module_classes_to_ignore", &MixedPrecision::module_classes_to_ignore));

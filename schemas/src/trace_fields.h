@@ -44,6 +44,8 @@ template <>
 inline constexpr auto kFields<Tensor> = FieldList(Required("shape", &Tensor::shape).Shape(),
                                                   Required("dtype", &Tensor::dtype),
                                                   Optional("requires_grad", &Tensor::requires_grad),
+                                                  Optional("may_require_grad", &Tensor::may_require_grad),
+                                                  Optional("in_loss", &Tensor::in_loss),
                                                   Optional("storage", &Tensor::storage).OrNone().Storage());
 
 template <>

@@ -168,7 +168,23 @@ void Gradients::Reduce(Value& value, const Instruction& instruction, Position at
   done = true;
 }
 
+// Adding to an average over all ranks, which every rank holds, what one rank made: the average of the sums is
+// the sum of the averages.
+bool Gradients::AddsToAverage(const Value& into, const Value& value) const {
+  const Unit& unit = plan_.units[value.unit];
+  if (into.unit != value.unit || into.used_up || IsLong(plan_, unit.shard_communicator)) return false;
+  const double ranks = IsLong(plan_, unit.replicate_communicator)
+                           ? static_cast<double>(plan_.communicators[unit.replicate_communicator].size)
+                           : 1.0;
+  return into.replicated && Near(into.divisor, ranks) && !value.replicated && Near(value.divisor, 1.0);
+}
+
 void Gradients::Accumulate(Value& into, const Value& value, BufferId dst, Position at) {
+  if (AddsToAverage(into, value)) {
+    into.replicated = false;
+    into.divisor = 1.0;
+    into.checked = false;
+  }
   if (into.unit != value.unit || into.sharded != value.sharded || into.replicated != value.replicated ||
       into.used_up) {
     reporter_.Add(Rule::kGradNotReduced, at, dst,

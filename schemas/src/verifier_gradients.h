@@ -59,6 +59,7 @@ class Gradients {
   void CheckMade(const Value& value, const std::vector<std::int32_t>& parameters, BufferId buffer,
                  Position at);
   bool JoinOther(Value& into, const Value& value) const;
+  bool AddsToAverage(const Value& into, const Value& value) const;
   void Accumulate(Value& into, const Value& value, BufferId dst, Position at);
   void Overwrite(Value& old, BufferId dst, Position at);
   Value Select(Value& source, const Instruction& instruction, Position at);

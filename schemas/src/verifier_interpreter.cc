@@ -170,7 +170,8 @@ void Interpreter::Free(BufferId buffer, const std::vector<StreamId>& safe_after,
   std::int32_t slot = -1;
   if (memory_.IsAlive(buffer)) {
     slot = memory_.Slot(buffer);
-    gradients_.Release(buffer, at);
+    if (memory_.Names(buffer) == 1)
+      gradients_.Release(buffer, at);  // another name goes on with what is in it
   }
   if (memory_.Free(buffer, safe_after, at)) gradients_.Drop(slot, buffer, at);
 }
@@ -276,11 +277,8 @@ void Interpreter::RunZeroGrad(const Instruction& i, Position at) {
     if (i.unit >= 0 && i.unit != static_cast<UnitId>(u)) continue;
     for (const BufferId grad : unit_grads_[u]) {
       if (!memory_.IsAlive(grad)) continue;
-      if (plan_.buffers[grad].persistent) {
-        gradients_.Release(grad, at);
-      } else {
-        Free(grad, {}, at);
-      }
+      gradients_.Release(grad, at);
+      if (!plan_.buffers[grad].persistent) Free(grad, {}, at);
     }
   }
 }

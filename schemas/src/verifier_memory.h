@@ -45,6 +45,8 @@ class Memory {
   bool IsAlive(BufferId buffer) const { return slot_[buffer] >= 0; }
   // The memory behind a living buffer: an index that gradients and others may key by.
   std::int32_t Slot(BufferId buffer) const { return slot_[buffer]; }
+  // Of a buffer that is alive: how many buffers refer to its memory.
+  std::int32_t Names(BufferId buffer) const { return slots_[slot_[buffer]].names; }
   Content ContentOf(BufferId buffer) const { return slots_[slot_[buffer]].content; }
   void SetContent(BufferId buffer, Content content) { slots_[slot_[buffer]].content = content; }
   Position AllocatedAt(BufferId buffer) const { return slots_[slot_[buffer]].allocated; }

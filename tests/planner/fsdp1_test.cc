@@ -113,12 +113,41 @@ TEST(Fsdp1WrapTest, IgnoredModulesAreNoUnitsAndTheirParametersAreInNone) {
   }
 }
 
-TEST(Fsdp1WrapTest, AUnitIsNotShardedOverOtherRanks) {
+TEST(Fsdp1WrapTest, EachUnitCommunicatesWithTheRanksOfItsOwnSharding) {
   Strategy strategy = Flat();
-  strategy.units = {{.modules = {"layers.0"}, .sharding = Fsdp1Sharding::kHybridShard}, {.modules = {""}}};
+  strategy.mesh = {{"replicate", 2}, {"shard", 2}};
+  strategy.fsdp1.sharding = Fsdp1Sharding::kNoShard;
+  strategy.units = {{.modules = {"layers.0"}, .sharding = Fsdp1Sharding::kHybridShard},
+                    {.modules = {"layers.1"}, .sharding = Fsdp1Sharding::kFullShard},
+                    {.modules = {""}}};
+  const Plan plan = Planned(LayeredTrace(2, 8, 8), strategy, 4);
+  const auto ranks = [&](CommunicatorId id) {
+    return id < 0 ? std::pair<std::int64_t, std::int64_t>{}
+                  : std::pair{plan.communicators[id].size, plan.communicators[id].stride};
+  };
+  const auto groups = [&](const std::string& fqn) {
+    const Unit& unit = *std::ranges::find(plan.units, fqn, &Unit::fqn);
+    return std::pair{ranks(unit.shard_communicator), ranks(unit.replicate_communicator)};
+  };
+  const std::pair<std::int64_t, std::int64_t> none, all{4, 1};
+  EXPECT_EQ(groups("layers.0"), std::pair(std::pair(std::int64_t{2}, std::int64_t{1}),
+                                          std::pair(std::int64_t{2}, std::int64_t{2})));
+  EXPECT_EQ(groups("layers.1"), std::pair(all, none));
+  EXPECT_EQ(groups(""), std::pair(none, all));
+  EXPECT_THAT(Verify(plan), IsEmpty());
+}
+
+// Hybrid sharding over one rank takes that rank for all: replicas drift apart.
+TEST(Fsdp1WrapTest, HybridShardingOverOneRankAveragesOverItAlone) {
+  Strategy strategy = Flat();
+  strategy.mesh = {{"replicate", 2}, {"shard", 1}};
+  strategy.fsdp1.sharding = Fsdp1Sharding::kHybridShard;
   const Result<PlannerOutput> planned = MakePlan(LayeredTrace(2, 8, 8), strategy, ClusterOf(2));
-  ASSERT_FALSE(planned);
-  EXPECT_THAT(planned.error().message, HasSubstr("other ranks"));
+  ASSERT_TRUE(planned);
+  for (const Instruction* reduce : Instructions(planned->plan, InstructionKind::kAllReduce)) {
+    EXPECT_EQ(planned->plan.communicators[reduce->communicator].size, 1);
+  }
+  EXPECT_THAT(planned->faults, Contains(HasSubstr("one rank")));
 }
 
 TEST(Fsdp1Test, FactorsDivideBeforeAndAfterAndThePlanVerifies) {

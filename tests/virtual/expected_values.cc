@@ -251,6 +251,19 @@ void ExpectedValues::RunBackward(const BackwardCall& call) {
       }
     }
   }
+  // Frozen parts of a flat parameter that trains get gradients, which the trace of the plain model has not.
+  std::set<std::pair<UnitId, std::int32_t>> of_frozen;
+  for (const Segment& segment : plan_.segments) {
+    for (const SegmentGrad& grad : segment.grads) {
+      if (!plan_.units[grad.unit].parameters[grad.parameter].requires_grad) {
+        of_frozen.insert({grad.unit, grad.parameter});
+      }
+    }
+  }
+  for (const auto& [unit, parameter] : of_frozen) {
+    with_gradients.insert(unit);
+    of_[unit][parameter].waiting.push_back(of_[unit][parameter].made++);
+  }
   const bool fsdp1 = plan_.strategy.policy == "fsdp1";
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     const auto unit = static_cast<UnitId>(u);

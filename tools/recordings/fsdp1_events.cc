@@ -21,6 +21,7 @@ class Fsdp1EventWriter {
         plan_(plan),
         ran_pre_backward_(plan.units.size(), false),
         in_pre_backward_(plan.units.size(), false),
+        resharded_(plan.units.size(), false),
         host_gradients_(plan) {}
 
   std::vector<LogEvent> Run() {
@@ -82,6 +83,9 @@ class Fsdp1EventWriter {
         Add(trigger.kind == TriggerKind::kOptimizerStep ? "optim_step" : "zero_grad", -1);
         if (trigger.kind == TriggerKind::kZeroGrad) host_gradients_.ZeroGrad();
         break;
+      case TriggerKind::kUserCall:
+        phase_ = "forward";
+        break;
       default:
         break;
     }
@@ -119,24 +123,23 @@ class Fsdp1EventWriter {
   void BeginForward() {
     host_gradients_.RootPreForward();
     const std::vector<StepProgram>& program = recording_.strategy.program;
-    grad_enabled_ = true;
+    grad_enabled_ = training_ = true;
     if (program.empty()) return;
     std::int32_t forward = forwards_++;
     for (const ProgramCall& call : program[std::min<std::size_t>(step_, program.size() - 1)]) {
       const auto* called = std::get_if<ForwardCall>(&call);
       if (called == nullptr || forward-- > 0) continue;
       grad_enabled_ = recording_.trace.forwards[called->trace].grad_enabled;
+      training_ = called->training.value_or(grad_enabled_);
       return;
     }
   }
 
+  bool ForcesFullPrecision() const { return plan_.strategy.fsdp1.full_precision_in_eval && !training_; }
+
   void Accumulate(UnitId unit) {
     host_gradients_.Accumulate(unit);
-    for (const Buffer& buffer : plan_.buffers) {
-      if (buffer.unit != unit || buffer.role != BufferRole::kGradUnshardedAccumulated) continue;
-      AddSize(Add("accumulate", unit), buffer);
-      return;
-    }
+    if (gradient_ >= 0) AddSize(Add("accumulate", unit), plan_.buffers[gradient_]);
   }
 
   static void AddSize(LogEvent& event, const Buffer& buffer) {
@@ -179,7 +182,10 @@ class Fsdp1EventWriter {
         if (plan_.events[i.event] == "backward_end.offload") Add("stream_synchronize", -1);
         break;
       case InstructionKind::kAllGather:
-        if (plan_.buffers[i.dst].role == BufferRole::kOrderCheck) break;
+        if (plan_.buffers[i.dst].role == BufferRole::kOrderCheck) {
+          AddCollective("order_check", plan_.buffers[i.dst], i, "shard");
+          break;
+        }
         MarkPrefetch(AddCollective("all_gather", plan_.buffers[i.dst], i, "shard"), i);
         break;
       case InstructionKind::kBindUnsharded:
@@ -187,13 +193,21 @@ class Fsdp1EventWriter {
         if (previous == nullptr || previous->kind != InstructionKind::kAllGather) {
           MarkPrefetch(Add("unshard_noop", i.unit), i);
         }
-        if (next == nullptr || next->kind != InstructionKind::kFree || !IsLowPrecision(next->src)) {
+        if (plan_.units[i.unit].shard_communicator >= 0 &&
+            (next == nullptr || next->kind != InstructionKind::kFree || !IsLowPrecision(next->src))) {
           FreeNothing(i.unit);
         }
         break;
       case InstructionKind::kBindSharded:
+        if (trigger_ == TriggerKind::kBackwardEnd && StaysOnHost(i)) break;
+        resharded_[i.unit] = true;
         Add("reshard", i.unit).keys["free"] = "false";
         host_gradients_.Reshard(i.unit, trigger_ == TriggerKind::kPostForward, grad_enabled_);
+        // post_reshard frees what the modules used without sharding, also where there is nothing.
+        if (plan_.units[i.unit].shard_communicator < 0 && !ForcesFullPrecision() &&
+            (next == nullptr || next->kind != InstructionKind::kFree || !IsLowPrecision(next->src))) {
+          FreeNothing(i.unit);
+        }
         break;
       case InstructionKind::kWait:
         if (i.stream == 0 && plan_.events[i.event].ends_with(".unshard")) Add("wait_unshard", i.unit);
@@ -207,7 +221,11 @@ class Fsdp1EventWriter {
         AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
         reduced_ = true;
         break;
+      case InstructionKind::kGradCopyIn:
+        gradient_ = i.dst;
+        break;
       case InstructionKind::kGradAccumulate:
+        gradient_ = i.dst;
         // NO_SHARD: the gradient that is there is the unsharded one, which autograd adds to.
         if (plan_.buffers[i.dst].role == BufferRole::kGradSharded &&
             plan_.units[i.unit].shard_communicator >= 0 && host_gradients_.AddsReduced(i.unit)) {
@@ -231,10 +249,18 @@ class Fsdp1EventWriter {
     }
   }
 
-  // The runtime frees a low-precision shard after every unshard, also where there is none.
+  // On a CPU an offloaded parameter that is neither sharded nor cast is its own shard while it is used: the
+  // catch-all finds it resharded.
+  bool StaysOnHost(const Instruction& i) const {
+    const Unit& unit = plan_.units[i.unit];
+    return unit.shard_communicator < 0 && plan_.buffers[i.src].memory != MemoryKind::kDevice &&
+           unit.param_dtype == unit.orig_dtype && resharded_[i.unit];
+  }
+
+  // The runtime frees a low-precision shard, also where there is none.
   void FreeNothing(UnitId id) {
     const Unit& unit = plan_.units[id];
-    if (unit.param_dtype == unit.orig_dtype || unit.shard_communicator < 0) return;
+    if (unit.param_dtype == unit.orig_dtype) return;
     LogEvent& event = Add("mp_shard_free", id);
     for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
       if (plan_.buffers[b].unit == id && IsLowPrecision(static_cast<BufferId>(b))) {
@@ -256,7 +282,7 @@ class Fsdp1EventWriter {
     if (IsLowPrecision(i.src)) {
       AddSize(Add("mp_shard_free", buffer.unit), buffer);
     } else if (buffer.role == BufferRole::kParamUnsharded &&
-               plan_.units[buffer.unit].shard_communicator >= 0) {
+               plan_.units[buffer.unit].shard_communicator >= 0 && events_.back().At("op") == "reshard") {
       LogEvent& event = events_.back();
       event.keys["free"] = "true";
       event.keys["freed_bytes"] = std::to_string(SizeBytes(buffer).value);
@@ -270,10 +296,13 @@ class Fsdp1EventWriter {
   std::string phase_ = "forward";
   TriggerKind trigger_ = TriggerKind::kStepBegin;
   bool reduced_ = false;
+  BufferId gradient_ = -1;     // where autograd has put the flat gradient of the trigger
   bool grad_enabled_ = true;   // of the forward that runs
+  bool training_ = true;       // mode of the modules in it
   std::int32_t forwards_ = 0;  // of the step, so far
   std::vector<bool> ran_pre_backward_;
   std::vector<bool> in_pre_backward_;  // the handle's training state is BACKWARD_PRE
+  std::vector<bool> resharded_;        // at least once
   HostGradients host_gradients_;
 };
 

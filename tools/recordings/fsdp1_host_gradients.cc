@@ -31,7 +31,7 @@ void HostGradients::RootPreForward() {
   if (!original_parameters_) return;
   for (State& unit : units_) {
     if (!unit.shown) unit.flat = unit.unsharded = false;
-    unit.forgotten = !unit.holds && !unit.unsharded;
+    unit.forgotten = unit.forgotten || (!unit.holds && !unit.unsharded);
   }
 }
 

@@ -21,10 +21,11 @@ using ReshardAfterForward = std::variant<bool, std::int64_t>;
 struct MixedPrecision {
   std::optional<DType> param_dtype;
   std::optional<DType> reduce_dtype;
-  std::optional<DType> output_dtype;  // fsdp2
-  bool cast_forward_inputs = true;
-  std::optional<DType> buffer_dtype;      // fsdp1
-  bool keep_low_precision_grads = false;  // fsdp1
+  std::optional<DType> output_dtype;        // fsdp2
+  std::optional<bool> cast_forward_inputs;  // left out: true with fsdp2, false with fsdp1
+  bool cast_root_forward_inputs = true;     // fsdp1: those of the root, whatever the other one says
+  std::optional<DType> buffer_dtype;        // fsdp1
+  bool keep_low_precision_grads = false;    // fsdp1
   // fsdp1 with a wrap policy: modules of these classes become units of their own in full precision.
   // "_BatchNorm" stands for every batch norm.
   std::vector<std::string> module_classes_to_ignore = {"_BatchNorm"};

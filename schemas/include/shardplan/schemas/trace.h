@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -74,6 +75,10 @@ struct Tensor {
   std::vector<std::int64_t> shape;
   DType dtype = DType::kFloat32;
   bool requires_grad = false;
+  // Of one that needs no gradient, when it is known: whether it would if every parameter did, and whether the
+  // loss depended on it then.
+  std::optional<bool> may_require_grad;
+  std::optional<bool> in_loss;
   StorageId storage = -1;  // -1 when unknown
   bool operator==(const Tensor&) const = default;
 };

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the command says itself when torch is missing
     from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_PROGRAM = [[{"call": call} for call in ("forward", "backward", "optimizer_step", "zero_grad")]]
+STEPS_IN_BACKWARD = [[{"call": "forward"}, {"call": "backward"}]]
 SCHEMA = "shardplan.strategy/1"
 
 
@@ -55,7 +56,8 @@ class Case:
     name: str = "case"
 
     def program(self) -> list[list[dict]]:
-        return self.strategy.get("program") or DEFAULT_PROGRAM
+        in_backward = self.strategy.get("optimizer", {}).get("in_backward")
+        return self.strategy.get("program") or (STEPS_IN_BACKWARD if in_backward else DEFAULT_PROGRAM)
 
     def step_count(self) -> int:
         return self.steps if self.steps is not None else max(3, len(self.program()))

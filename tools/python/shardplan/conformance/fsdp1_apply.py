@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from shardplan.conformance.case import CaseError
 from shardplan.conformance.units import UnitCall, matching_names, picked
@@ -39,6 +42,8 @@ _APPLIED = {
     "comm_hook",
     "gradient_predivide_factor",
     "gradient_postdivide_factor",
+    "size_based_wrap",
+    "validate_execution_order",
 }
 _FULL_PRECISION = "FSDP_USE_FULL_PREC_IN_EVAL"
 
@@ -65,15 +70,28 @@ class AppliedFsdp1:
         if unknown:
             raise CaseError(f"/fsdp1/{sorted(unknown)[0]}: not something that a recording can be made of yet")
         self._no_sync = contextlib.ExitStack()
+        self._summoned: dict[str, contextlib.ExitStack] = {}
         self._ignored = self._ignored_parameters()
         self._set_environment()
         order = {fqn: i for i, fqn in enumerate(modules)}  # pre-order: children come later, and are wrapped first
         self.root = modules[""]
-        for call in sorted(calls, key=lambda call: -order[call.modules[0]]):
-            self._wrap(call)
+        with self._debug_level():
+            for call in sorted(calls, key=lambda call: -order[call.modules[0]]):
+                self._wrap(call)
         self._set_reduction()
         for call in strategy.get("setup", []):
             self.module_call(call)
+
+    @contextlib.contextmanager
+    def _debug_level(self) -> Iterator[None]:
+        """FSDP1 validates the order of execution where it was constructed with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+        before = dist.get_debug_level()
+        if self._knobs.get("validate_execution_order"):
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
+        try:
+            yield
+        finally:
+            dist.set_debug_level(before)
 
     def _ignored_parameters(self) -> list[nn.Parameter]:
         wanted = set(self._strategy.get("ignored_parameters", []))
@@ -106,7 +124,10 @@ class AppliedFsdp1:
         if len(call.modules) > 1:
             raise CaseError(f"/units: fsdp1 wraps single modules, not {', '.join(call.modules)} together")
         module = self._modules[call.modules[0]]
-        wrapped = FullyShardedDataParallel(module, **self._arguments(call))
+        arguments = self._arguments(call)
+        if module is self.root and (sizes := self._knobs.get("size_based_wrap")) is not None:
+            arguments["auto_wrap_policy"] = _size_based_policy(sizes)
+        wrapped = FullyShardedDataParallel(module, **arguments)
         if module is self.root:
             self.root = wrapped
             return
@@ -135,6 +156,7 @@ class AppliedFsdp1:
                 **dtypes,
                 keep_low_precision_grads=mixed.get("keep_low_precision_grads", False),
                 cast_forward_inputs=mixed.get("cast_forward_inputs", False),
+                cast_root_forward_inputs=mixed.get("cast_root_forward_inputs", True),
             )
         if picked(call, self._strategy, "cpu_offload"):
             arguments["cpu_offload"] = CPUOffload(offload_params=True)
@@ -143,6 +165,9 @@ class AppliedFsdp1:
         return arguments
 
     def module_call(self, call: dict) -> None:
+        if call["method"] == "summon_full_params":
+            self._summon(call)
+            return
         if call["method"] not in ("no_sync", "set_requires_gradient_sync"):
             raise CaseError(f"fsdp1 has no {call['method']}")
         entered = call.get("value", True) if call["method"] == "no_sync" else not call.get("value", True)
@@ -151,17 +176,38 @@ class AppliedFsdp1:
             self._no_sync.enter_context(self.root.no_sync())
 
 
+    def _summon(self, call: dict) -> None:
+        if not call.get("value", True):
+            self._summoned.pop(call["module"]).close()
+            return
+        if call.get("flags"):
+            raise CaseError(f"/program: summon_full_params with {call['flags'][0]}: not something that a recording can be made of yet")
+        inner = self._modules[call["module"]]
+        module = next(m for m in FullyShardedDataParallel.fsdp_modules(self.root) if m.module is inner)
+        stack = self._summoned[call["module"]] = contextlib.ExitStack()
+        recurse = call.get("recurse", True)
+        stack.enter_context(FullyShardedDataParallel.summon_full_params(module, recurse=recurse, writeback=False))
+
+
+def _size_based_policy(sizes: dict) -> Callable:
+    names = {"force_leaf_modules": ["MultiheadAttention"], "exclude_wrap_modules": ["ModuleList", "ModuleDict"]}
+    classes = {key: {getattr(nn, name) for name in sizes.get(key, default)} for key, default in names.items()}
+    return functools.partial(size_based_auto_wrap_policy, min_num_params=sizes.get("min_num_params", 100_000_000), **classes)
+
+
 @contextlib.contextmanager
 def runs_on_the_cpu() -> Iterator[None]:
-    """What parameters on the host need on a machine without an accelerator: memory is not pinned, and a stream of the CPU is always done."""
+    """What parameters on the host and compressing hooks need on a machine without an accelerator: memory is not pinned, a stream of the CPU is
+    always done, and no memory waits for one."""
     missing = not hasattr(torch.cpu.Stream, "synchronize")
-    pin_memory = torch.Tensor.pin_memory
+    pin_memory, record_stream = torch.Tensor.pin_memory, torch.Tensor.record_stream
     torch.Tensor.pin_memory = lambda tensor, *_args: tensor.clone()
+    torch.Tensor.record_stream = lambda _tensor, _stream: None
     if missing:
         torch.cpu.Stream.synchronize = lambda _stream: None
     try:
         yield
     finally:
-        torch.Tensor.pin_memory = pin_memory
+        torch.Tensor.pin_memory, torch.Tensor.record_stream = pin_memory, record_stream
         if missing:
             del torch.cpu.Stream.synchronize

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import _flat_param, _limiter_utils, _runtime_utils, fully_sharded_data_parallel
+from torch.distributed.fsdp import (
+    _flat_param,
+    _limiter_utils,
+    _runtime_utils,
+    _unshard_param_utils,
+    fully_sharded_data_parallel,
+)
 
 from shardplan.conformance.events import EventLog, size_bytes
 from shardplan.conformance.patches import Patches
@@ -44,8 +50,9 @@ class Fsdp1Events(EventLog):
             runtime, "_post_backward_reshard_only_hook", lambda s, h, *_a: self.add("post_backward_reshard_only", self.unit(h))
         )
         hooks.before(runtime, "_post_backward_final_callback", lambda s, m: self.add("finalize", ""))
-        hooks.wrap(runtime, "_unshard", self._unshard)
-        hooks.wrap(runtime, "_reshard", self._reshard)
+        for place in (runtime, _unshard_param_utils):
+            hooks.wrap(place, "_unshard", self._unshard)
+            hooks.wrap(place, "_reshard", self._reshard)
         hooks.wrap(runtime, "_prefetch_handle", self._prefetch)
         hooks.before(runtime, "_accumulate_sharded_grad", self._accumulate_sharded)
         hooks.before(runtime, "_offload_grad", self._offload)
@@ -58,6 +65,8 @@ class Fsdp1Events(EventLog):
         hooks.wrap(_limiter_utils._FreeEventQueue, "dequeue_if_needed", self._rate_limit)
         hooks.before(dist, "reduce_scatter_tensor", lambda out, inp, *a, **k: self._reduce("reduce_scatter", inp, k))
         hooks.before(dist, "all_reduce", lambda tensor, *a, **k: self._reduce("all_reduce", tensor, k))
+        # On the CPU parameters are gathered by `all_gather`; this is the execution order's check.
+        hooks.before(dist, "all_gather_into_tensor", self._order_check)
         hooks.before(torch.cpu.Stream, "wait_stream", self._wait_stream)
         hooks.before(torch.cpu.Stream, "synchronize", lambda stream: self.add("stream_synchronize", ""))
         return hooks
@@ -152,6 +161,23 @@ class Fsdp1Events(EventLog):
         self.add_tensor(
             "all_gather", self.unit(handle), padded, group="shard", ranks=handle.world_size, **self._prefetch_key()
         )
+
+    def _order_check(self, gathered, _own, group=None, **_options) -> None:
+        self.add_tensor("order_check", "", gathered, group="shard", ranks=dist.get_world_size(group))
+
+    def steps_in_backward(self, root: torch.nn.Module) -> None:
+        """Notes every step of an optimizer of a parameter's own."""
+        for state in fully_sharded_data_parallel.FullyShardedDataParallel.fsdp_modules(root):
+            handle = state._handle
+            if not handle:
+                continue
+            unit = self.unit(handle)
+            for fqn, parameter in zip(handle.flat_param._fqns, handle.flat_param._params or ()):
+                name = f"{unit}.{fqn}" if unit else fqn
+                for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+                    optimizer.register_step_pre_hook(
+                        lambda *_a, unit=unit, name=name: self.add("optim_in_backward", unit, param=name)
+                    )
 
     def _low_precision_shard(self, original: Callable) -> Callable:
         def replaced(handle):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardplan.conformance.case import Case
 from shardplan.tracer.record import default_loss
@@ -68,12 +69,17 @@ class Program:
 
 
 def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | None:
+    """None: there is none, or each parameter has its own, which steps in the backward."""
     options = strategy.get("optimizer", {})
     kind = options.get("kind", "adamw")
     trainable = [p for p in parameters if p.requires_grad]
     if kind == "none" or not trainable:
         return None
+    arguments: dict = {"lr": 0.01, "foreach": False}
     if kind == "sgd":
-        return torch.optim.SGD(trainable, lr=0.01, momentum=0.9 if options.get("momentum") else 0.0, foreach=False)
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
-    return kinds[kind](trainable, lr=0.01, foreach=False)
+        arguments["momentum"] = 0.9 if options.get("momentum") else 0.0
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
+    if not options.get("in_backward"):
+        return kinds[kind](trainable, **arguments)
+    _apply_optimizer_in_backward(kinds[kind], trainable, arguments, register_hook=False)
+    return None

@@ -57,13 +57,14 @@ def random_case(policy: str, seed: int) -> Case:
     if policy == "fsdp2" and rng.random() < 0.15:
         drawn.ranks, drawn.mesh, drawn.data_parallel = _composed_mesh(rng)
     strategy = _fsdp2_strategy(drawn) if policy == "fsdp2" else _fsdp1_strategy(drawn)
-    if drawn.rng.random() < 0.2 and (checkpointed := _checkpointed(drawn)):
+    frozen = policy == "fsdp1" and any(not p.requires_grad for p in model.parameters())  # docs/conformance.md
+    if not frozen and drawn.rng.random() < 0.2 and (checkpointed := _checkpointed(drawn)):
         strategy["checkpoint"] = {"modules": checkpointed, "early_stop": drawn.rng.random() < 0.8}
     return Case(maker.build, forwards, strategy, drawn.ranks, loss=loss_of, name=f"{policy}_{seed}")
 
 
 def _mesh(rng: random.Random, policy: str) -> tuple[int, list[dict]]:
-    hybrid = [(4, [2, 2]), (2, [2, 1] if policy == "fsdp2" else [1, 2])]
+    hybrid = [(4, [2, 2]), (2, [2, 1]), *([(2, [1, 2])] if policy == "fsdp1" else [])]
     flat = [(n, [n]) for n in (1, 2, 2, 3, 4)]
     ranks, sizes = rng.choice(flat * 2 + hybrid)
     names = ["replicate", "shard"][-len(sizes) :]
@@ -334,32 +335,68 @@ def _fsdp2_user_calls(drawn: Drawn) -> list[dict]:
 
 # ---- fsdp1 ----
 
+_FLAT = ["full_shard", "full_shard", "shard_grad_op", "shard_grad_op", "no_shard"]
+_HYBRID = ["hybrid_shard", "hybrid_shard_zero2"]
+_PREFETCH = ["backward_pre", "backward_pre", "backward_post", "none"]
+
 
 def _fsdp1_strategy(drawn: Drawn) -> dict:
     rng = drawn.rng
-    flat = ["full_shard", "full_shard", "shard_grad_op", "shard_grad_op", "no_shard"]
+    sharding = _HYBRID if drawn.hybrid else _FLAT
     knobs = {
-        "sharding": rng.choice(["hybrid_shard", "hybrid_shard_zero2"] if drawn.hybrid else flat),
-        "backward_prefetch": rng.choice(["backward_pre", "backward_pre", "backward_post", "none"]),
+        "sharding": rng.choice(sharding),
+        "backward_prefetch": rng.choice(_PREFETCH),
         "forward_prefetch": rng.random() < 0.3,
         "limit_all_gathers": rng.random() < 0.8,
         "use_orig_params": rng.random() < 0.5 or any(not p.requires_grad for p in drawn.model.parameters()),
     }
+    if rng.random() < 0.2:
+        knobs["full_precision_in_eval"] = True
     strategy: dict = {"policy": "fsdp1", "mesh": drawn.mesh, "units": drawn.units, "fsdp1": knobs}
     keep_low = rng.random() < 0.3
     if mixed := _mixed_precision(rng):
         strategy["mixed_precision"] = {**mixed, "keep_low_precision_grads": keep_low}
-    if rng.random() < 0.1:
+    if rng.random() < 0.3:
+        _differ_by_unit(drawn, knobs, mixed)
+    if rng.random() < 0.15 and all("sharding" not in rule for rule in drawn.units):
         strategy["cpu_offload"] = True
+    if rng.random() < 0.1 and "param_dtype" not in (mixed or {}):  # ignored parameters keep their dtype
+        names = [fqn for fqn, _ in drawn.model.named_parameters()]
+        strategy["ignored_parameters"] = rng.sample(names, min(len(names) - 1, 2))
+    if not drawn.hybrid and rng.random() < 0.1:
+        one = "allreduce_hook" if knobs["sharding"] == "no_shard" or drawn.ranks == 1 else "reduce_scatter_hook"
+        alike = all("sharding" not in rule for rule in drawn.units)
+        knobs["comm_hook"] = rng.choice([*([one] if alike else []), "fp16_compress_hook", "bf16_compress_hook"])
     # AdamW takes no gradients of another dtype than their parameters'.
     strategy["optimizer"] = {"kind": "none" if mixed and keep_low else rng.choice(["sgd", "adamw"])}
-    strategy["program"] = _program(drawn, lambda: _fsdp1_accumulation(drawn), list, ())
+    # After a backward FSDP1 has freed what another forward's needs, except on one rank.
+    more = ("two forwards", "in turn") if drawn.ranks == 1 or rng.random() < 0.1 else ("two forwards",)
+    strategy["program"] = _program(drawn, lambda: _fsdp1_accumulation(drawn), list, more)
+    if rng.random() < 0.15:  # gradients stay over steps
+        for step in strategy["program"]:
+            step[:] = [call for call in step if call["call"] != "zero_grad" or rng.random() < 0.5]
     return strategy
+
+
+def _differ_by_unit(drawn: Drawn, knobs: dict, mixed: dict | None) -> None:
+    """Knobs that a wrap may have of its own."""
+    rng = drawn.rng
+    for rule in drawn.units:
+        if rng.random() < 0.3:
+            rule["sharding"] = rng.choice([*_HYBRID, *_FLAT] if drawn.hybrid else _FLAT)
+        if rng.random() < 0.3:
+            rule["backward_prefetch"] = rng.choice(_PREFETCH)
+        if rng.random() < 0.3:
+            rule["forward_prefetch"] = rng.random() < 0.5
+        if rng.random() < 0.2:
+            rule["mixed_precision"] = {**(mixed or {}), "reduce_dtype": rng.choice(["float32", "bfloat16"])}
 
 
 def _fsdp1_accumulation(drawn: Drawn) -> list[dict]:
     no_sync = drawn.rng.random() < 0.6
     first = [_forward(drawn, 0), _backward(0)]
+    if drawn.rng.random() < 0.2:
+        first += [_forward(drawn, 2), _backward(2)]
     if no_sync:
         first = [_call("no_sync", True), *first, _call("no_sync", False)]
     return [*first, _forward(drawn, 1), _backward(1)]

@@ -63,8 +63,9 @@ def _work(rank: int, fake: bool, connection) -> None:
 
 
 def _of_every_rank(lines: list[str]) -> list[str]:
-    """Without what a rank does for its slices only: FSDP1 drops the gradient of a rank that holds none of the original parameters."""
-    return [line for line in lines if " op=accumulate_sharded " not in line]
+    """Without what a rank does for its slices only: FSDP1 drops the gradient of a rank that holds none of the original parameters, and steps
+    in the backward what a rank holds."""
+    return [line for line in lines if " op=accumulate_sharded " not in line and " op=optim_in_backward " not in line]
 
 
 class Ranks:

@@ -37,7 +37,7 @@ def record_case(case: Case, order: list[str]) -> list[str]:
 
 def _refuse_what_is_not_applied(strategy: dict) -> None:
     where = None
-    if strategy.get("optimizer", {}).get("in_backward"):
+    if strategy.get("optimizer", {}).get("in_backward") and strategy.get("policy") != "fsdp1":
         where = "/optimizer/in_backward"
     elif strategy.get("optimizer", {}).get("kind") == "adafactor" and strategy.get("policy", "fsdp2") == "fsdp2":
         where = "/optimizer/kind"  # DTensor refuses Adafactor's operations in place
@@ -71,6 +71,7 @@ def _record_fsdp1(case: Case) -> list[str]:
         applied = AppliedFsdp1(calls, case.strategy, mesh, modules)
         log = Fsdp1Events(_names(modules))
         optimizer = make_optimizer(case.strategy, applied.root.parameters())
+        log.steps_in_backward(applied.root)
         with log.patches(), checkpointing.early_stop(case.strategy):
             Program(case, applied.root, optimizer, log, applied.module_call).run()
     return log.lines

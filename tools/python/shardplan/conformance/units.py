@@ -45,10 +45,10 @@ def matches_any(patterns: list[str], name: str) -> bool:
 
 def unit_calls(model: nn.Module, strategy: dict) -> list[UnitCall]:
     """In call order, the root last."""
-    if not strategy.get("units"):
+    if not strategy.get("units") and "size_based_wrap" not in strategy.get("fsdp1", {}):
         raise CaseError("the strategy of a recorded case names its units")
     calls = []
-    for rule in strategy["units"]:
+    for rule in strategy.get("units", []):
         found = [fqn for entry in rule["modules"] for fqn in matching(model, entry)]
         calls += [UnitCall(found, rule)] if rule.get("group") else [UnitCall([fqn], rule) for fqn in found]
     if strategy.get("fsdp2", {}).get("shard_root", True) and all("" not in call.modules for call in calls):

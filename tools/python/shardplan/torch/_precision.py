@@ -36,5 +36,10 @@ def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, tor
     precision = precision_of(plan, fqn, module)
     if precision is None:
         return None, None
-    input_dtype = torch_dtype(precision.param_dtype) if precision.cast_forward_inputs else None
-    return input_dtype, torch_dtype(precision.output_dtype)
+    flat = plan.policy == "fsdp1"
+    casts = precision.cast_forward_inputs
+    if casts is None:
+        casts = not flat
+    if flat and fqn == "":
+        casts = casts or precision.cast_root_forward_inputs
+    return torch_dtype(precision.param_dtype) if casts else None, torch_dtype(precision.output_dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shardplan.tracer import placement
+from shardplan.tracer import frozen, placement
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
@@ -76,8 +76,19 @@ def record(
     answers: Answers | None = None,
     progress: Progress | None = None,
 ) -> dict:
-    """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda. See [Note: two recordings] in placement.py."""
+    """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
     progress = progress or (lambda text: None)
+    fields = _record_placed(step, mark_inputs, answers, progress)
+    if frozen.has_frozen_parameters(step.module):
+        progress("once more, as if all parameters trained")
+        with frozen.everything_trains(step.module), contextlib.suppress(TracerError, RuntimeError):
+            trained, _ = _record_once(step, False, answers, progress)
+            frozen.mark_tensors(fields, trained)
+    return fields
+
+
+def _record_placed(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress) -> dict:
+    """See [Note: two recordings] in placement.py."""
     marked, regrouped = _record_once(step, mark_inputs, answers, progress)
     if not regrouped:
         return marked
