@@ -42,7 +42,8 @@ Evaluation::Evaluation(const Plan& plan, executor::TorchDevice& device,
       groups_(std::move(groups)),
       shards_(shards),
       unsharded_buffer_(plan.units.size(), -1),
-      gathered_(plan.units.size(), false) {
+      gathered_(plan.units.size(), false),
+      full_(plan.units.size()) {
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
     if (plan.buffers[i].role == BufferRole::kParamUnsharded && unsharded_buffer_[plan.buffers[i].unit] < 0) {
       unsharded_buffer_[plan.buffers[i].unit] = static_cast<BufferId>(i);
@@ -50,14 +51,20 @@ Evaluation::Evaluation(const Plan& plan, executor::TorchDevice& device,
   }
 }
 
-Status Evaluation::Unshard(UnitId id) {
+Status Evaluation::Unshard(UnitId id, bool full_precision) {
   if (unsharded_buffer_[id] < 0) return {};  // a unit without parameters, or one that is not sharded
   // A plan may keep it from step to step (fsdp1: a frozen unit that is not resharded after the forward).
   if (device_.Part(unsharded_buffer_[id], 0).storage().nbytes() > 0) return {};
   const Unit& unit = plan_.units[id];
   const std::int64_t ranks = executor::ShardCount(plan_, unit);
   const auto group = ranks > 1 ? groups_[unit.shard_communicator] : nullptr;
+  const bool flat = unit.layout == LayoutKind::kFlat;
   try {
+    if (full_precision && flat && unit.param_dtype != unit.orig_dtype) {
+      const at::Device device = device_.Part(unsharded_buffer_[id], 0).device();
+      full_[id] = Gather(shards_[id][0].to(device), ranks, group.get()).view({-1});
+      return {};
+    }
     if (Status allocated = device_.Allocate(unsharded_buffer_[id], 0); !allocated) return allocated;
     gathered_[id] = true;
     std::vector<at::Tensor> parts, own;
@@ -72,7 +79,6 @@ Status Evaluation::Unshard(UnitId id) {
       if (i + 1 < own.size() && own[i + 1].scalar_type() == own[i].scalar_type()) continue;
       const at::Tensor all = Gather(at::cat(same), ranks, group.get());
       for (std::int64_t offset = 0; first <= i; offset += own[first++].numel()) {
-        const bool flat = unit.layout == LayoutKind::kFlat;
         PutTogether(all.narrow(1, offset, own[first].numel()), flat ? nullptr : &unit.parameters[first],
                     parts[first]);
       }
@@ -85,7 +91,15 @@ Status Evaluation::Unshard(UnitId id) {
   return {};
 }
 
+Result<at::Tensor> Evaluation::FlatView(UnitId id, std::int32_t parameter) const {
+  if (!full_[id].defined()) return device_.ParameterView(unsharded_buffer_[id], parameter);
+  const UnitParameter& of = plan_.units[id].parameters[parameter];
+  const at::IntArrayRef shape = of.shape;
+  return full_[id].narrow(0, of.flat_offset, c10::multiply_integers(shape)).view(shape);
+}
+
 Status Evaluation::Reshard(UnitId id) {
+  full_[id] = at::Tensor();
   if (!gathered_[id]) return {};
   gathered_[id] = false;
   return device_.Free(unsharded_buffer_[id], {});

@@ -24,9 +24,13 @@ class Evaluation {
              const std::vector<std::vector<at::Tensor>>& shards);
 
   // Fills the unit's param_unsharded buffer. Blocks until the parameters can be read on the current stream.
-  Status Unshard(UnitId unit);
+  // full_precision: of a flat unit whose buffer is of another dtype than its shard, the parameters are in
+  // memory of their own, in the shard's dtype.
+  Status Unshard(UnitId unit, bool full_precision);
   // Frees it.
   Status Reshard(UnitId unit);
+  // A parameter of a flat unit that is gathered, in its shape.
+  Result<at::Tensor> FlatView(UnitId unit, std::int32_t parameter) const;
 
  private:
   const Plan& plan_;
@@ -35,6 +39,7 @@ class Evaluation {
   const std::vector<std::vector<at::Tensor>>& shards_;
   std::vector<BufferId> unsharded_buffer_;  // by UnitId
   std::vector<bool> gathered_;              // by UnitId: by Unshard
+  std::vector<at::Tensor> full_;            // by UnitId: 1-D; undefined where the buffer is filled
 };
 
 }  // namespace shardplan::python

@@ -21,8 +21,6 @@ constexpr const char* kCapsuleName = "shardplan.unit_hooks";
 struct UnitHooks {
   std::shared_ptr<Runtime> runtime;
   HookOptions options;
-  int entered = 0;  // modules of the unit entered since the unit was
-  int left = 0;
 };
 
 UnitHooks& FromCapsule(PyObject* capsule) {
@@ -55,18 +53,25 @@ void WatchInputs(const UnitHooks& hooks, std::vector<at::Tensor> tensors) {
                     [runtime = hooks.runtime, unit = hooks.options.unit] { runtime->PostBackward(unit); });
 }
 
+// module.training. False with a Python error set on failure.
+bool IsTraining(PyObject* module) {
+  const PyRef training = PyRef::Steal(PyObject_GetAttrString(module, "training"));
+  return training && PyObject_IsTrue(training.get()) == 1;
+}
+
 // (args, kwargs) with the unit's changes, or a new reference to None when nothing changed.
-PyObject* PreparedInputs(UnitHooks& hooks, PyObject* args, PyObject* kwargs) {
+PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, PyObject* kwargs) {
+  const bool casts = hooks.options.input_dtype && !full_precision;
   FlatUnit* flat = hooks.runtime->Flat(hooks.options.unit);
   const bool grad = hooks.options.unit >= 0 && at::GradMode::is_enabled();
   const bool insert_node = grad && flat == nullptr;
   const bool watch = grad && flat != nullptr && !flat->options().trains && flat->ClaimInputHooks();
-  if (!insert_node && !watch && !hooks.options.input_dtype) Py_RETURN_NONE;
+  if (!insert_node && !watch && !casts) Py_RETURN_NONE;
   std::vector<at::Tensor> tensors;
   if (!CollectTensors(args, tensors)) return nullptr;
   const std::size_t positional = tensors.size();
   if (!CollectTensors(kwargs, tensors)) return nullptr;
-  bool changed = hooks.options.input_dtype && CastFloatingPoint(tensors, *hooks.options.input_dtype);
+  bool changed = casts && CastFloatingPoint(tensors, *hooks.options.input_dtype);
   if (insert_node) {
     const std::vector<std::size_t> indices = NeedingGrad(tensors);
     if (!indices.empty()) {
@@ -86,14 +91,15 @@ PyObject* PreparedInputs(UnitHooks& hooks, PyObject* args, PyObject* kwargs) {
 PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
+  if (!hooks.runtime->EnterGroup(hooks.options.unit, hooks.options.modules)) Py_RETURN_NONE;
   if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
     hooks.runtime->Recompute(TriggerKind::kPreForward, hooks.options.unit);
     Py_RETURN_NONE;
   }
-  if (hooks.options.modules > 1 && hooks.entered++ > 0) Py_RETURN_NONE;
-  hooks.left = 0;
-  hooks.runtime->PreForward(hooks.options.unit);
-  return PreparedInputs(hooks, arguments[1], arguments[2]);
+  const bool full_precision = hooks.options.full_precision_in_eval && !IsTraining(arguments[0]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  hooks.runtime->PreForward(hooks.options.unit, full_precision);
+  return PreparedInputs(hooks, full_precision, arguments[1], arguments[2]);
   END_HANDLE_TH_ERRORS
 }
 
@@ -101,12 +107,11 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
 PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
+  if (!hooks.runtime->LeaveGroup(hooks.options.unit, arguments[0])) Py_RETURN_NONE;
   if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
     hooks.runtime->Recompute(TriggerKind::kPostForward, hooks.options.unit);
     Py_RETURN_NONE;
   }
-  if (hooks.options.modules > 1 && ++hooks.left < hooks.options.modules) Py_RETURN_NONE;
-  hooks.entered = 0;
   PyObject* output = arguments[2];
   hooks.runtime->PostForward(hooks.options.unit);
   const bool grad = at::GradMode::is_enabled();

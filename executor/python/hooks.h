@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "py_ref.h"
 #include "shardplan/schemas/plan.h"
@@ -17,9 +18,12 @@ class Runtime;
 // What the hooks of a unit do besides firing triggers.
 struct HookOptions {
   UnitId unit = -1;  // -1: a root that is no unit of the plan (it holds no parameter of its own)
-  int modules = 1;   // of the unit: the first one entered and the last one left count
+  std::vector<const void*> modules;            // of the unit, as identities; see [Note: groups]
   std::optional<at::ScalarType> input_dtype;   // floating-point inputs are cast to it
   std::optional<at::ScalarType> output_dtype;  // and outputs to this
+  // Modules that are not in training mode compute with parameters in full precision, and their inputs are
+  // left as they are (fsdp1).
+  bool full_precision_in_eval = false;
 };
 
 struct ModuleHooks {

@@ -29,8 +29,10 @@ ModelParameter::ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad, Py
       make_grad_(std::move(make_grad)),
       local_grad_(std::move(local_grad)),
       slots_(std::move(slots)),
-      shard_(THPVariable_Unpack(shard_object_.get())),
+      shard_impl_(THPVariable_Unpack(shard_object_.get()).unsafeGetTensorImpl()),
       unsharded_(THPVariable_Unpack(unsharded_object_.get())) {}
+
+const at::Tensor& ModelParameter::shard() const { return THPVariable_Unpack(shard_object_.get()); }
 
 at::Tensor ModelParameter::Gradient() const {
   const PyRef object = PyRef::Steal(THPVariable_Wrap(unsharded_.grad()));
@@ -51,11 +53,25 @@ bool ModelParameter::Bind(PyObject* parameter) const {
   return true;
 }
 
-bool ModelParameter::IsBoundSharded() const {
+PyObject* ModelParameter::Replacement() const {
   for (const ParameterSlot& slot : slots_) {
-    if (PyDict_GetItem(slot.dict.get(), slot.name.get()) != shard_object_.get()) return false;
+    PyObject* held = PyDict_GetItem(slot.dict.get(), slot.name.get());
+    if (held != shard_object_.get()) return held == nullptr ? Py_None : held;
   }
-  return true;
+  return shard().unsafeGetTensorImpl() == shard_impl_ ? nullptr : shard_object_.get();
+}
+
+void ModelParameter::SetUnsharded(PyRef unsharded) {
+  unsharded_object_ = std::move(unsharded);
+  unsharded_ = THPVariable_Unpack(unsharded_object_.get());
+}
+
+void ModelParameter::Adopt(PyRef shard_object) {
+  shard_object_ = std::move(shard_object);
+  shard_impl_ = shard().unsafeGetTensorImpl();
+  // Gradients made before are of the other parameter.
+  grad_object_ = {};
+  grad_local_object_ = nullptr;
 }
 
 bool ModelParameter::CanReuseGrad() const {
@@ -69,15 +85,15 @@ bool ModelParameter::HoldsMemoryOf(const at::Tensor& local) const {
 }
 
 void ModelParameter::ForgetGrad() const {
-  if (shard_.grad().defined() || !CanReuseGrad()) return;
+  if (shard().grad().defined() || !CanReuseGrad()) return;
   const at::Tensor& local = THPVariable_Unpack(grad_local_object_);
   local.unsafeGetTensorImpl()->set_storage_keep_dtype(at::empty({0}, local.options()).storage());
 }
 
 bool ModelParameter::PublishGrad(const at::Tensor& local) {
   const at::NoGradGuard no_grad;
-  if (shard_.grad().defined()) {
-    PyRef present = PyRef::Steal(THPVariable_Wrap(shard_.grad()));
+  if (shard().grad().defined()) {
+    PyRef present = PyRef::Steal(THPVariable_Wrap(shard().grad()));
     PyRef present_local = present ? LocalTensor(present.get()) : PyRef();
     if (!present_local) return false;
     at::Tensor accumulated = THPVariable_Unpack(present_local.get());
@@ -103,14 +119,14 @@ bool ModelParameter::PublishGrad(const at::Tensor& local) {
     if (!inner) return false;
     grad_local_object_ = inner.get();  // kept alive by grad_object_
   }
-  shard_.mutable_grad() = THPVariable_Unpack(grad_object_.get());
+  shard().mutable_grad() = THPVariable_Unpack(grad_object_.get());
   return true;
 }
 
 bool ModelParameter::HasGradHooks() const {
-  return torch::autograd::impl::post_acc_grad_hooks(shard_) != nullptr;
+  return torch::autograd::impl::post_acc_grad_hooks(shard()) != nullptr;
 }
 
-void ModelParameter::RunGradHooks() const { (*torch::autograd::impl::post_acc_grad_hooks(shard_))(shard_); }
+void ModelParameter::RunGradHooks() const { (*torch::autograd::impl::post_acc_grad_hooks(shard()))(shard()); }
 
 }  // namespace shardplan::python

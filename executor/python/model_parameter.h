@@ -30,7 +30,9 @@ class ModelParameter {
   ModelParameter(PyRef shard, PyRef unsharded, PyRef make_grad, PyRef local_grad,
                  std::vector<ParameterSlot> slots);
 
-  const at::Tensor& shard() const { return shard_; }
+  // Of what the modules hold between steps. Not kept: torch.utils.swap_tensors (Module.to) wants to be its
+  // only owner.
+  const at::Tensor& shard() const;
   const at::Tensor& unsharded() const { return unsharded_; }
 
   // Is the gradient that autograd leaves the local tensor to reduce? Otherwise Gradient() makes that of it,
@@ -42,8 +44,14 @@ class ModelParameter {
   // failure.
   bool BindUnsharded() const { return Bind(unsharded_object_.get()); }
   bool BindSharded() const { return Bind(shard_object_.get()); }
-  // Do all modules hold the sharded parameter? (Someone may have replaced it since.)
-  bool IsBoundSharded() const;
+  // The whole parameter is another tensor from now on.
+  void SetUnsharded(PyRef unsharded);
+  // What the modules hold in its place, where the user has replaced it or what is in it since (Module.to,
+  // load_state_dict(assign=True)); borrowed, null where they have not. Different ones in different modules:
+  // the first that is not ours.
+  PyObject* Replacement() const;
+  // The modules hold `shard` from now on: takes it for its own.
+  void Adopt(PyRef shard);
 
   // Has the user registered hooks on the sharded parameter (register_post_accumulate_grad_hook)?
   bool HasGradHooks() const;
@@ -67,7 +75,7 @@ class ModelParameter {
   PyRef make_grad_;
   PyRef local_grad_;
   std::vector<ParameterSlot> slots_;
-  at::Tensor shard_;
+  const void* shard_impl_;  // of the tensor in shard_object_ when it was taken; an identity
   at::Tensor unsharded_;
   PyRef grad_object_;                      // DTensor made last
   PyObject* grad_local_object_ = nullptr;  // its local tensor, owned by it

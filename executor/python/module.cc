@@ -34,16 +34,17 @@ T ValueOrThrow(Result<T> result) {
 // cpu: collectives go through `groups` (by communicator; None where the size is 1). cuda: NCCL communicators
 // of the executor's own, made through `store`.
 std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
-                                     ProcessGroups groups, StorePointer store, double timeout_s) {
+                                     ProcessGroups groups, StorePointer store, double timeout_s, bool arena) {
+  const auto memory = arena ? executor::MemoryPlan::kArena : executor::MemoryPlan::kAllocator;
   const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
   std::unique_ptr<executor::TorchDevice> torch_device;
   std::unique_ptr<executor::Collectives> collectives;
   if (device.is_cuda()) {
-    torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index()));
+    torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index(), memory));
     collectives = ValueOrThrow(
         executor::MakeNcclCollectives(*torch_device, {timeout, std::move(store), plan->world_size}));
   } else if (device.is_cpu()) {
-    torch_device = executor::MakeCpuDevice();
+    torch_device = executor::MakeCpuDevice(memory);
     collectives = executor::MakeProcessGroupCollectives(*torch_device, {groups, timeout, std::move(store)});
   } else {
     throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
@@ -103,9 +104,14 @@ void WriteBack(Runtime& runtime, UnitId unit) {
   }
 }
 
-py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, int modules,
-                std::optional<at::ScalarType> input_dtype, std::optional<at::ScalarType> output_dtype) {
-  ModuleHooks hooks = MakeModuleHooks(std::move(runtime), {unit, modules, input_dtype, output_dtype});
+// modules: of the unit; they own the hooks, so these know them by their addresses only.
+py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector<py::object>& modules,
+                std::optional<at::ScalarType> input_dtype, std::optional<at::ScalarType> output_dtype,
+                bool full_precision_in_eval) {
+  std::vector<const void*> identities;
+  for (const py::object& module : modules) identities.push_back(module.ptr());
+  ModuleHooks hooks = MakeModuleHooks(
+      std::move(runtime), {unit, std::move(identities), input_dtype, output_dtype, full_precision_in_eval});
   if (!hooks.pre_forward || !hooks.post_forward) throw py::error_already_set();
   return py::make_tuple(py::reinterpret_steal<py::object>(hooks.pre_forward.release()),
                         py::reinterpret_steal<py::object>(hooks.post_forward.release()));
@@ -135,18 +141,25 @@ void SetCustomCollective(Runtime& runtime, UnitId unit, bool gathers, const py::
 void BindRuntime(py::module_& module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&MakeRuntime), py::arg("plan"), py::arg("rank"), py::arg("device"), py::arg("groups"),
-           py::arg("store"), py::arg("timeout_s"))
+           py::arg("store"), py::arg("timeout_s"), py::arg("arena"))
       .def("set_shards", &Runtime::SetShards, py::arg("unit"), py::arg("padded"))
       .def("start", &Runtime::Start, py::call_guard<py::gil_scoped_release>())
       .def("unsharded_view", &Runtime::UnshardedView, py::arg("unit"), py::arg("parameter"))
       .def("add_parameter", &AddParameter, py::arg("unit"), py::arg("shard"), py::arg("unsharded"),
            py::arg("slots"), py::arg("make_grad"), py::arg("local_grad"))
+      .def(
+          "add_extension",
+          [](Runtime& runtime, UnitId unit, std::int32_t parameter, const py::object& inputs,
+             const py::object& finish) {
+            runtime.AddExtension(unit, parameter, PyRef::Borrow(inputs.ptr()), PyRef::Borrow(finish.ptr()));
+          },
+          py::arg("unit"), py::arg("parameter"), py::arg("inputs"), py::arg("finish"))
       .def("set_flat_shard", &Runtime::SetFlatShard, py::arg("unit"), py::arg("shard"))
       .def("add_flat_unit", &AddFlatUnit, py::arg("unit"), py::arg("original_parameters"), py::arg("trains"),
            py::arg("grad_dtype"), py::arg("visible"), py::arg("views"))
       .def("write_back", &WriteBack, py::arg("unit"))
       .def("hooks", &Hooks, py::arg("unit"), py::arg("modules"), py::arg("input_dtype"),
-           py::arg("output_dtype"))
+           py::arg("output_dtype"), py::arg("full_precision_in_eval"))
       .def("unshard", &Runtime::Unshard, py::arg("unit"))
       .def("fall_back_on_deviation",
            [](Runtime& runtime, const py::object& on_step_end) {
@@ -154,6 +167,10 @@ void BindRuntime(py::module_& module) {
            })
       .def_property_readonly("deviation", &Runtime::deviation)
       .def_property_readonly("log", &Log)
+      .def(
+          "set_adopt",
+          [](Runtime& runtime, const py::object& adopt) { runtime.SetAdopt(PyRef::Borrow(adopt.ptr())); },
+          py::arg("adopt"))
       .def("suspend", &Runtime::Suspend, py::arg("reason"))
       .def("set_reduction_hook", &SetReductionHook, py::arg("unit"), py::arg("hook"))
       .def("set_custom_collective", &SetCustomCollective, py::arg("unit"), py::arg("gathers"),

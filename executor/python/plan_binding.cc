@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -35,6 +36,9 @@ std::optional<std::string> OptionalName(const std::optional<DType>& dtype) {
 }
 
 void BindUnits(py::module_& module) {
+  py::class_<ExtensionBuffer>(module, "ExtensionBuffer")
+      .def_property_readonly("dtype", [](const ExtensionBuffer& b) { return std::string(Name(b.dtype)); })
+      .def_readonly("numel", &ExtensionBuffer::numel);
   py::class_<UnitParameter>(module, "UnitParameter")
       .def_readonly("fqn", &UnitParameter::fqn)
       .def_readonly("shared_with", &UnitParameter::shared_with)
@@ -42,8 +46,8 @@ void BindUnits(py::module_& module) {
       .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
       .def_readonly("shard_dim", &UnitParameter::shard_dim)
-      .def_property_readonly(
-          "extended", [](const UnitParameter& p) { return !p.gathered.empty() || !p.unsharded.empty(); })
+      .def_readonly("gathered", &UnitParameter::gathered)
+      .def_readonly("unsharded", &UnitParameter::unsharded)
       .def_readonly("flat_offset", &UnitParameter::flat_offset);
   py::class_<Unit>(module, "Unit")
       .def_readonly("fqn", &Unit::fqn)
@@ -63,6 +67,8 @@ void BindStrategy(py::module_& module) {
   py::class_<MixedPrecision>(module, "MixedPrecision")
       .def_property_readonly("param_dtype",
                              [](const MixedPrecision& mp) { return OptionalName(mp.param_dtype); })
+      .def_property_readonly("reduce_dtype",
+                             [](const MixedPrecision& mp) { return OptionalName(mp.reduce_dtype); })
       .def_property_readonly("output_dtype",
                              [](const MixedPrecision& mp) { return OptionalName(mp.output_dtype); })
       .def_property_readonly("buffer_dtype",
@@ -97,8 +103,21 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })
       .def_property_readonly("cluster_json", [](const Plan& plan) { return ToJson(plan.cluster); })
       .def_readonly("communicators", &Plan::communicators)
+      .def(
+          "shards_on_host",
+          [](const Plan& plan, UnitId unit) {
+            return std::ranges::any_of(plan.buffers, [&](const Buffer& buffer) {
+              return buffer.unit == unit && buffer.role == BufferRole::kParamSharded &&
+                     buffer.memory != MemoryKind::kDevice;
+            });
+          },
+          py::arg("unit"))
       .def_property_readonly("use_orig_params",
                              [](const Plan& plan) { return plan.strategy.fsdp1.use_orig_params; })
+      .def_property_readonly("full_precision_in_eval",
+                             [](const Plan& plan) { return plan.strategy.fsdp1.full_precision_in_eval; })
+      .def_property_readonly("ignored_modules",
+                             [](const Plan& plan) { return plan.strategy.fsdp1.ignored_modules; })
       .def_property_readonly("ignored_parameters",
                              [](const Plan& plan) { return plan.strategy.ignored_parameters; })
       .def_property_readonly("unit_rules", [](const Plan& plan) { return plan.strategy.units; })

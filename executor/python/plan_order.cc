@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <variant>
 
 namespace shardplan::python {
 namespace {
@@ -39,6 +40,26 @@ bool HasBackward(const std::vector<Trigger>& triggers, const Forward& forward) {
   return false;
 }
 
+// Of every step of the plan: are its backwards, in order, last ones? As the strategy's program sets it. Steps
+// after the program's are like its last one.
+std::vector<std::vector<bool>> LastBackwards(const Plan& plan) {
+  bool last = true;
+  const auto note = [&](const ModuleCall& call) {
+    if (call.method == "set_is_last_backward") last = call.value.value_or(true);
+  };
+  for (const ModuleCall& call : plan.strategy.setup) note(call);
+  const std::vector<StepProgram>& program = plan.strategy.program;
+  std::vector<std::vector<bool>> steps(plan.steps.size());
+  for (std::size_t s = 0; s < steps.size() && !program.empty(); ++s) {
+    for (const ProgramCall& call : program[std::min(s, program.size() - 1)]) {
+      if (const auto* of_module = std::get_if<ModuleCall>(&call)) note(*of_module);
+      if (std::holds_alternative<BackwardCall>(call)) steps[s].push_back(last);
+    }
+  }
+  if (!last && program.empty()) steps.assign(steps.size(), {false});
+  return steps;
+}
+
 }  // namespace
 
 bool PassedSilently(TriggerKind kind) {
@@ -60,6 +81,16 @@ PlanOrder::PlanOrder(const Plan& plan) : plan_(plan) {
     for (const Forward& forward : ForwardsOf(step.triggers)) {
       if (HasBackward(step.triggers, forward)) continue;
       for (std::size_t i = forward.begin; i <= forward.end; ++i) without[i] = true;
+    }
+  }
+  const std::vector<std::vector<bool>> last = LastBackwards(plan);
+  for (std::size_t s = 0; s < plan.steps.size(); ++s) {
+    const std::vector<Trigger>& triggers = plan.steps[s].triggers;
+    std::vector<bool>& is_last = last_backward_.emplace_back(triggers.size(), true);
+    std::size_t backward = 0;
+    for (std::size_t i = 0; i < triggers.size(); ++i) {
+      if (triggers[i].kind != TriggerKind::kBackwardEnd || backward >= last[s].size()) continue;
+      is_last[i] = last[s][backward++];
     }
   }
 }

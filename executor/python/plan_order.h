@@ -29,12 +29,16 @@ class PlanOrder {
   PlanPosition NextHooked(PlanPosition position) const;
   // Is it of a forward whose micro-batch has no backward: one that the loop may run under no_grad?
   bool HasNoBackward(PlanPosition position) const { return no_backward_[position.step][position.trigger]; }
+  // Does the backward that this trigger is the end of forget what its forwards left behind (FSDP2's
+  // set_is_last_backward)?
+  bool IsLastBackward(PlanPosition position) const { return last_backward_[position.step][position.trigger]; }
   // The next user call of the unit that does something, before the next trigger of a hook.
   std::optional<PlanPosition> NextUserCall(PlanPosition position, UnitId unit) const;
 
  private:
   const Plan& plan_;
-  std::vector<std::vector<bool>> no_backward_;  // by step and trigger
+  std::vector<std::vector<bool>> no_backward_;    // by step and trigger
+  std::vector<std::vector<bool>> last_backward_;  // the same
 };
 
 // Has the model no hook for it? The user's calls are passed when the next trigger that has one comes.

@@ -35,6 +35,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       shards_(plan_->units.size()),
       evaluation_(std::make_unique<Evaluation>(*plan_, *device_, groups, shards_)),
       unsharded_buffer_(plan_->units.size(), -1),
+      extensions_(*plan_, *device_),
       order_(*plan_),
       on_demand_reduction_(*plan_, rank_, std::move(groups)) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
@@ -60,6 +61,8 @@ Runtime::~Runtime() {
     }
     collectives_->Clear();
     on_fallback_end_ = {};
+    adopt_ = {};
+    extensions_.Clear();
     const ReleaseGil no_gil;
     engine_.reset();
     collectives_.reset();
@@ -114,7 +117,10 @@ void Runtime::Pass(TriggerKind kind, UnitId unit) {
     return Demand(kind, unit);
   }
   while (PassedSilently(engine_->Expected().kind)) {
-    if (engine_->AtStepBegin()) CheckParametersInPlace();
+    if (engine_->AtStepBegin()) {
+      AdoptReplacements();
+      CheckRequiresGrad();
+    }
     Fire(executor::TriggerKey(engine_->Expected()));
   }
   if (on_fallback_end_ && !IsAsPlanned(kind, unit)) [[unlikely]] {
@@ -137,16 +143,23 @@ bool Runtime::IsEvaluation(UnitId entered) {
   if (trigger.kind == TriggerKind::kPreForward && trigger.unit == entered && order_.HasNoBackward(next)) {
     return false;
   }
+  AdoptReplacements();
   evaluation_root_ = entered;
   return true;
 }
 
-void Runtime::UnshardOffPlan(UnitId unit) {
+void Runtime::UnshardOffPlan(UnitId unit, bool full_precision) {
   if (units_[unit].unsharded) return;
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (extensions_.Has(unit)) {
+    throw std::runtime_error(
+        fmt::format("shardplan: {} has parameters with an all-gather extension: it can be gathered where the "
+                    "plan does so, and in no forward beside it",
+                    plan_->units[unit].fqn));
+  }
   OrThrow(ShardedParametersRead(unit));
-  OrThrow(evaluation_->Unshard(unit));
+  OrThrow(evaluation_->Unshard(unit, full_precision));
   OrThrow(BindUnsharded(unit, -1));
   units_[unit].off_plan = true;
 }
@@ -163,10 +176,10 @@ void Runtime::ReshardAllOffPlan() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) ReshardOffPlan(static_cast<UnitId>(unit));
 }
 
-void Runtime::PreForward(UnitId unit) {
+void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
   if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
-  if (IsEvaluation(unit)) return UnshardOffPlan(unit);
+  if (IsEvaluation(unit)) return UnshardOffPlan(unit, full_precision);
   if (forward_root_ == kNoUnit) {
     forward_root_ = unit;
     ReshardAllOffPlan();
@@ -190,6 +203,21 @@ void Runtime::Recompute(TriggerKind kind, UnitId unit) {
   if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
 }
 
+bool Runtime::EnterGroup(UnitId unit, const std::vector<const void*>& modules) {
+  if (modules.size() < 2) return true;
+  std::set<const void*>& to_run = units_[unit].to_run;
+  if (!to_run.empty()) return false;
+  to_run.insert(modules.begin(), modules.end());
+  return true;
+}
+
+bool Runtime::LeaveGroup(UnitId unit, const void* module) {
+  if (unit < 0) return true;
+  std::set<const void*>& to_run = units_[unit].to_run;
+  to_run.erase(module);
+  return to_run.empty();
+}
+
 void Runtime::PreBackward(UnitId unit) {
   QueueBackwardEnd();
   if (unit < 0) return;
@@ -201,6 +229,7 @@ void Runtime::PreBackward(UnitId unit) {
   }
   Pass(TriggerKind::kPreBackward, unit);
   state.in_backward = true;
+  state.backward_begun = true;
 }
 
 void Runtime::PostBackward(UnitId unit) {
@@ -224,9 +253,12 @@ void Runtime::BackwardEnd() {
     if (on_fallback_end_ && !IsAsPlanned(TriggerKind::kPostBackward, unit)) break;
     Fire(executor::TriggerKey(engine_->Expected()));
   }
+  const bool forgets = on_demand_ || order_.IsLastBackward(order_.NextHooked(Position()));
   Pass(TriggerKind::kBackwardEnd, -1);
   for (UnitState& unit : units_) {
     unit.in_backward = false;
+    unit.backward_begun = false;
+    if (forgets) unit.to_run.clear();
     if (unit.flat) unit.flat->Finish();
   }
   PublishGradients();
@@ -239,7 +271,24 @@ void Runtime::PublishGradients() {
   ready_.clear();
 }
 
+Result<bool> Runtime::MoveExtended(BufferId src, BufferId dst, StreamId stream) {
+  Result<bool> moved = false;
+  const Status ran = device_->RunOn(std::max(stream, 0), [&] {
+    const InsideUserCode guards;
+    moved = extensions_.Move(src, dst);
+  });
+  return ran ? moved : std::unexpected(ran.error());
+}
+
 Status Runtime::BindUnsharded(UnitId unit, BufferId buffer) {
+  if (extensions_.Has(unit)) {
+    Status status;
+    const Status ran = device_->RunOn(0, [&] {
+      const InsideUserCode guards;
+      status = extensions_.Finish(unit, units_[unit].parameters);
+    });
+    if (!ran || !status) return ran ? status : ran;
+  }
   const HoldGil gil;
   if (units_[unit].flat) return BindFlatViews(unit, buffer);
   for (const ModelParameter& parameter : units_[unit].parameters) {
@@ -301,15 +350,32 @@ std::string Runtime::Describe(UnitId unit, std::int32_t parameter) const {
   return fmt::format("parameter {}", plan_->units[unit].parameters[parameter].fqn);
 }
 
-void Runtime::CheckParametersInPlace() const {
+void Runtime::AdoptReplacements() {
   const HoldGil gil;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].unsharded) continue;  // its modules hold others, rightly
     for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
-      if (units_[unit].parameters[i].IsBoundSharded()) continue;
-      throw std::runtime_error(
-          fmt::format("shardplan: {} was replaced after shardplan.torch.apply; change it in place, or apply "
-                      "the plan to the new model",
-                      Describe(static_cast<UnitId>(unit), static_cast<std::int32_t>(i))));
+      ModelParameter& parameter = units_[unit].parameters[i];
+      PyObject* found = parameter.Replacement();
+      if (found == nullptr) [[likely]] {
+        continue;
+      }
+      const PyRef adopted = PyRef::Steal(PyObject_CallFunction(adopt_.get(), "nnO", unit, i, found));
+      if (!adopted) throw std::runtime_error("shardplan: " + ToString(PythonError("a parameter").error()));
+      parameter.Adopt(PyRef::Borrow(found));
+    }
+  }
+}
+
+void Runtime::CheckRequiresGrad() const {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
+      const bool expected = plan_->units[unit].parameters[i].requires_grad;
+      if (units_[unit].parameters[i].shard().requires_grad() == expected) continue;
+      throw std::runtime_error(fmt::format(
+          "shardplan: {}: requires_grad expected {}, found {}: it was changed after "
+          "shardplan.torch.apply; plan the model as it is now",
+          Describe(static_cast<UnitId>(unit), static_cast<std::int32_t>(i)), expected, !expected));
     }
   }
 }

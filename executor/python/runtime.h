@@ -17,6 +17,7 @@
 
 #include "custom_comm.h"
 #include "evaluation.h"
+#include "extensions.h"
 #include "flat_unit.h"
 #include "model_parameter.h"
 #include "on_demand.h"
@@ -55,20 +56,36 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   at::Tensor UnshardedView(UnitId unit, std::int32_t parameter) const;
   // In the order of Unit::parameters.
   void AddParameter(UnitId unit, ModelParameter parameter);
+  // ... with an all-gather extension; see Extensions::Add. Its AddParameter has a placeholder of the whole
+  // one.
+  void AddExtension(UnitId unit, std::int32_t parameter, PyRef inputs, PyRef finish) {
+    extensions_.Add(unit, parameter, std::move(inputs), std::move(finish));
+  }
   // ... of a flat unit, in place of SetShards and AddParameter; runtime_flat.cc.
   void SetFlatShard(UnitId unit, at::Tensor shard);
   void AddFlatUnit(UnitId unit, FlatUnit::Options options, std::vector<VisibleParameter> visible,
                    std::vector<std::vector<ParameterSlot>> views);
 
   // ---- from the hooks ----
-  void PreForward(UnitId unit);
+  // full_precision: the unit is not to be gathered in the low one, where the plan has no say.
+  void PreForward(UnitId unit, bool full_precision = false);
   void PostForward(UnitId unit);
   void PreBackward(UnitId unit);
   void PostBackward(UnitId unit);
-  // Is the unit between its pre_backward and its post_backward? A forward of it is then a recomputation,
+  // Has the unit had its pre_backward in the backward under way? A forward of it is then a recomputation,
   // which finds the parameters that pre_backward gathered. A plan may name the point, but need not.
-  bool IsRecomputing(UnitId unit) const { return unit >= 0 && units_[unit].in_backward; }
+  // (FSDP1 forgets it at the post_backward.)
+  bool IsRecomputing(UnitId unit) const {
+    if (unit < 0) return false;
+    return units_[unit].flat ? units_[unit].in_backward : units_[unit].backward_begun;
+  }
   void Recompute(TriggerKind kind, UnitId unit);
+  // [Note: groups] The pre-forward of a unit of several modules runs for the first one entered of those that
+  // have yet to run, which are then all of them; its post-forward when the last of them has been left. So a
+  // module that does not run keeps the post-forward from running, until the end of a last backward forgets
+  // it. FSDP2's _register_group_forward_hooks. Do these hooks of the unit's module run?
+  bool EnterGroup(UnitId unit, const std::vector<const void*>& modules);
+  bool LeaveGroup(UnitId unit, const void* module);
   // Null: the unit's layout is per_parameter.
   FlatUnit* Flat(UnitId unit) const { return unit < 0 ? nullptr : units_[unit].flat.get(); }
 
@@ -77,6 +94,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // the plan gathers (frees) the unit for as long as no step of the plan runs.
   void Unshard(UnitId unit);
   void Reshard(UnitId unit);
+  // adopt(unit, parameter, found): the modules hold another sharded parameter than they were given, or there
+  // is another tensor in it: makes it ours, or raises.
+  void SetAdopt(PyRef adopt) { adopt_ = std::move(adopt); }
   // A forward fails with this reason; "": it does not.
   void Suspend(std::string reason) { suspended_ = std::move(reason); }
   // hook(reduced gradient) after the last collective of the unit's reductions, as FSDP2's
@@ -102,6 +122,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // ---- executor::Model ----
   bool RunsItself() const override { return true; }
   Status ShardedParametersRead(UnitId unit) override;
+  Result<bool> MoveExtended(BufferId src, BufferId dst, StreamId stream) override;
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
   Status BindSharded(UnitId unit, BufferId buffer) override;
   Status TakeGradients(UnitId unit, BufferId buffer) override;
@@ -117,9 +138,11 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
     std::unique_ptr<FlatUnit> flat;  // in place of `parameters`
     PyRef reduction_hook;
     StreamId reduction_stream = -1;  // of the last reduction
-    bool in_backward = false;
-    bool unsharded = false;  // its modules hold the whole parameters
-    bool off_plan = false;   // gathered by something that is not in the plan
+    bool in_backward = false;        // between its pre_backward and its post_backward
+    bool backward_begun = false;     // from its pre_backward to the end of the backward
+    std::set<const void*> to_run;    // of a group: the modules that have not been left yet
+    bool unsharded = false;          // its modules hold the whole parameters
+    bool off_plan = false;           // gathered by something that is not in the plan
   };
   struct ReadyGradients {
     UnitId unit;
@@ -131,7 +154,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   PlanPosition Position() const { return {engine_->step_index(), engine_->trigger_index()}; }
   bool IsEvaluation(UnitId entered);
   bool PassUserCall(UnitId unit);
-  void UnshardOffPlan(UnitId unit);
+  void UnshardOffPlan(UnitId unit, bool full_precision = false);
   void ReshardOffPlan(UnitId unit);
   void ReshardAllOffPlan();
   void Pass(TriggerKind kind, UnitId unit);
@@ -147,7 +170,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void Fire(const executor::TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
-  void CheckParametersInPlace() const;
+  void AdoptReplacements();
+  void CheckRequiresGrad() const;
   void CheckNoGradientIsLeft();
   void PublishGradients();
   Status BindFlatViews(UnitId unit, BufferId buffer);
@@ -168,6 +192,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::unique_ptr<Evaluation> evaluation_;
   std::vector<std::vector<std::int32_t>> buffer_parameters_;  // by BufferId
   std::vector<BufferId> unsharded_buffer_;                    // by UnitId
+  Extensions extensions_;
+  PyRef adopt_;
   std::string suspended_;
   PlanOrder order_;
   UnitId forward_root_ = kNoUnit;      // the unit entered first in the forward of the plan that is under way

@@ -61,8 +61,9 @@ Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   }
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
+    const auto parameter = static_cast<std::int32_t>(i);
     Result<at::Tensor> view =
-        device_->ParameterView(evaluates ? unsharded_buffer_[unit] : buffer, static_cast<std::int32_t>(i));
+        evaluates ? evaluation_->FlatView(unit, parameter) : device_->ParameterView(buffer, parameter);
     if (!view) return std::unexpected(std::move(view.error()));
     views.push_back(std::move(*view));
   }

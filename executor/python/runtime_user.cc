@@ -29,6 +29,7 @@ void Runtime::Unshard(UnitId unit) {
     throw std::runtime_error(fmt::format("shardplan: the plan has no call of unshard of {} here ({})",
                                          plan_->units[unit].fqn, Where()));
   }
+  AdoptReplacements();
   UnshardOffPlan(unit);
 }
 

@@ -40,8 +40,9 @@ std::optional<RankEnvironment> ReadEnvironment() {
   environment.master_port = static_cast<std::uint16_t>(FromEnvironment("MASTER_PORT", 29500));
   if (const char* address = std::getenv("MASTER_ADDR")) environment.master_address = address;
   const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  environment.started_here = std::getenv("SHARDPLAN_RUN_CHILD") != nullptr;
   environment.store_is_served =
-      std::getenv("SHARDPLAN_RUN_CHILD") != nullptr || (agent != nullptr && std::string(agent) == "True");
+      environment.started_here || (agent != nullptr && std::string(agent) == "True");
   return environment;
 }
 
@@ -67,6 +68,7 @@ void AddFlags(CLI::App& app, RunOptions& options) {
   app.add_option("--seed", options.seed, "virtual: which order the streams run in")->capture_default_str();
   app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with")
       ->check(CLI::ExistingFile);
+  app.add_flag("--arena", options.arena, "Buffers at addresses of their own in one block of memory");
   app.add_flag("!--no-activations", options.activations, "Do not allocate the model's own memory");
   app.add_flag("--progress", options.progress, "Each rank says when a step is done");
   app.footer(

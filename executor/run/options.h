@@ -18,6 +18,7 @@ struct RunOptions {
   std::int64_t timeout_s = 60;
   std::uint64_t seed = 1;
   bool activations = true;
+  bool arena = false;
   bool progress = false;
 };
 
@@ -28,6 +29,7 @@ struct RankEnvironment {
   std::int64_t local_rank = 0;
   std::string master_address = "127.0.0.1";
   std::uint16_t master_port = 0;
+  bool started_here = false;     // by our launcher, as all ranks
   bool store_is_served = false;  // by the launcher; otherwise rank 0 serves it
 };
 

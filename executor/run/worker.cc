@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <sstream>
@@ -63,6 +64,7 @@ class Rank {
  private:
   Status Connect();
   Status MakeBackend();
+  int ChooseGpu() const;
   Status RunStep();
   Status Report();
 
@@ -91,11 +93,21 @@ Status Rank::Connect() {
   return {};
 }
 
+// Ranks that were started here share GPUs where there are not enough. NCCL takes those for ranks of several
+// hosts.
+int Rank::ChooseGpu() const {
+  const int gpus = executor::CudaDeviceCount();
+  const bool shares = environment_.started_here && gpus > 0 && environment_.world_size > gpus;
+  if (!shares) return static_cast<int>(environment_.local_rank);
+  (void)setenv("NCCL_HOSTID", fmt::format("shardplan-{}", environment_.rank).c_str(), 0);
+  return static_cast<int>(environment_.local_rank % gpus);
+}
+
 Status Rank::MakeBackend() {
   std::unique_ptr<Spinner> spinner;
   if (options_.device == DeviceKind::kCuda) {
-    Result<std::unique_ptr<executor::TorchDevice>> device =
-        executor::MakeCudaDevice(static_cast<int>(environment_.local_rank));
+    const auto memory = options_.arena ? executor::MemoryPlan::kArena : executor::MemoryPlan::kAllocator;
+    Result<std::unique_ptr<executor::TorchDevice>> device = executor::MakeCudaDevice(ChooseGpu(), memory);
     if (!device) return std::unexpected(device.error());
     device_ = std::move(*device);
     auto collectives = executor::MakeNcclCollectives(*device_, {timeout(), store_, plan_.world_size});
@@ -103,7 +115,8 @@ Status Rank::MakeBackend() {
     collectives_ = std::move(*collectives);
     spinner = MakeMatmulSpinner(device_->torch_device());
   } else {
-    device_ = executor::MakeCpuDevice();
+    device_ = executor::MakeCpuDevice(options_.arena ? executor::MemoryPlan::kArena
+                                                     : executor::MemoryPlan::kAllocator);
     executor::GlooOptions gloo;
     gloo.store = store_;
     gloo.timeout = timeout();

@@ -12,7 +12,11 @@
 
 namespace shardplan::executor {
 
-std::unique_ptr<TorchDevice> MakeCpuDevice() { return std::make_unique<CpuDevice>(); }
+std::unique_ptr<TorchDevice> MakeCpuDevice(MemoryPlan memory) { return std::make_unique<CpuDevice>(memory); }
+
+at::Tensor CpuDevice::MakeArena(std::int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions(at::kByte).device(c10::kCPU));
+}
 
 Status CpuDevice::PrepareStreams(const Plan& plan) {
   streams_.resize(plan.streams.size());

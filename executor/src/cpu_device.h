@@ -29,6 +29,8 @@ struct PendingCollective {
 
 class CpuDevice final : public TorchBuffers {
  public:
+  explicit CpuDevice(MemoryPlan memory) : TorchBuffers(memory) {}
+
   c10::Device torch_device() const override { return c10::Device(c10::kCPU); }
 
   Status Copy(CopyId copy, StreamId stream) override;
@@ -51,7 +53,8 @@ class CpuDevice final : public TorchBuffers {
   at::Tensor MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) override;
   void FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) override;
   Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) override;
-  Status BeforeFill(BufferId) override { return {}; }
+  at::Tensor MakeArena(std::int64_t bytes) override;
+  Status BeforeReuse(BufferId, StreamId) override { return {}; }  // what used it is done: BeforeFree
 
  private:
   using PendingList = std::vector<std::shared_ptr<PendingCollective>>;

@@ -274,7 +274,12 @@ Status Engine::Impl::RunMove(const Op& op) {
     return device_.Scale(op.a, program_.divisors[op.b], op.stream);
   } else {
     if (Status alive = RequireAlive(op.dst); !alive) return alive;
-    if (op.code == OpCode::kCollective) {
+    Result<bool> moved = op.extended && model_ != nullptr ? model_->MoveExtended(op.src, op.dst, op.stream)
+                                                          : Result<bool>(false);
+    if (!moved) return std::unexpected(std::move(moved.error()));
+    if (*moved) {
+      status = {};
+    } else if (op.code == OpCode::kCollective) {
       status = collectives_.Issue(op.a, op.stream);
     } else if (op.code == OpCode::kAccumulate && filled_[op.dst]) {
       status = device_.Accumulate(op.a, op.stream);

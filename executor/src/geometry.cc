@@ -20,7 +20,40 @@ DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
   return parameter.param_dtype.value_or(unit.param_dtype);
 }
 
+// A unit may hold parameters of several dtypes. Gathered as bytes they keep them.
+DType DTypeIn(const Plan& plan, const Buffer& buffer, std::int32_t p) {
+  const Unit& unit = plan.units[buffer.unit];
+  const UnitParameter& parameter = unit.parameters[p];
+  switch (buffer.role) {
+    case BufferRole::kParamSharded:
+      return parameter.dtype;
+    case BufferRole::kParamUnsharded:
+    case BufferRole::kParamPostForwardShard:
+    case BufferRole::kAllGatherOutput:
+      return ComputeDType(unit, parameter);
+    case BufferRole::kAllGatherInput:  // of the dtype that is gathered, or a copy of the shard on the device
+      return buffer.dtype == unit.param_dtype ? ComputeDType(unit, parameter) : buffer.dtype;
+    default:
+      return buffer.dtype;
+  }
+}
+
 }  // namespace
+
+DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part) {
+  if (buffer.unit < 0 || plan.units[buffer.unit].layout == LayoutKind::kFlat) return buffer.dtype;
+  const std::vector<std::int32_t> parameters = ParametersOf(plan, buffer);
+  const bool own =
+      buffer.parts_bytes.size() == parameters.size() && ArrangementOf(buffer.role) != Arrangement::kGathered;
+  if (!own) return buffer.dtype;
+  // What an extension has beside the parameter itself is memory of any kind.
+  const bool bytes = buffer.dtype == DType::kUInt8 && plan.units[buffer.unit].param_dtype != DType::kUInt8;
+  if (buffer.role == BufferRole::kParamUnsharded && bytes) return DType::kUInt8;
+  // Several tensors of an extension lie behind one another.
+  const UnitParameter& parameter = plan.units[buffer.unit].parameters[parameters[part]];
+  if (buffer.role == BufferRole::kAllGatherInput && parameter.gathered.size() > 1) return DType::kUInt8;
+  return DTypeIn(plan, buffer, parameters[part]);
+}
 
 Arrangement ArrangementOf(BufferRole role) {
   switch (role) {
@@ -38,24 +71,6 @@ Arrangement ArrangementOf(BufferRole role) {
 
 std::int64_t PartNumel(const Buffer& buffer, std::int32_t part) {
   return buffer.parts_bytes[part].value / SizeBytes(buffer.dtype);
-}
-
-// A unit may hold parameters of several dtypes. Gathered as bytes they keep them.
-DType Geometry::DTypeIn(const Buffer& buffer, std::int32_t p) const {
-  const Unit& unit = plan_.units[buffer.unit];
-  const UnitParameter& parameter = unit.parameters[p];
-  switch (buffer.role) {
-    case BufferRole::kParamSharded:
-      return parameter.dtype;
-    case BufferRole::kParamUnsharded:
-    case BufferRole::kParamPostForwardShard:
-    case BufferRole::kAllGatherOutput:
-      return ComputeDType(unit, parameter);
-    case BufferRole::kAllGatherInput:  // of the dtype that is gathered, or a copy of the shard on the device
-      return buffer.dtype == unit.param_dtype ? ComputeDType(unit, parameter) : buffer.dtype;
-    default:
-      return buffer.dtype;
-  }
 }
 
 // Into how many pieces a parameter is cut in this buffer. After a forward a shard may belong to the smaller
@@ -78,7 +93,7 @@ Geometry::Place Geometry::PlaceOf(const Buffer& buffer, std::int32_t p, std::int
   const UnitParameter& parameter = unit.parameters[p];
   const std::int64_t shards = ShardCount(plan_, unit);
   const Arrangement arrangement = ArrangementOf(buffer.role);
-  Place place = {.parameter = p, .dtype = DTypeIn(buffer, p)};
+  Place place = {.parameter = p, .dtype = DTypeIn(plan_, buffer, p)};
   const bool is_gradient = arrangement == Arrangement::kWhole && buffer.role != BufferRole::kParamUnsharded;
   const bool is_parameter = buffer.role == BufferRole::kParamUnsharded ||
                             buffer.role == BufferRole::kAllGatherOutput ||
@@ -344,14 +359,25 @@ Result<CopySpec> Geometry::Copy(const Instruction& instruction, std::int64_t slo
   if (!sources) return std::unexpected(sources.error());
   Result<std::vector<Place>> targets = Places(instruction.dst, slots);
   if (!targets) return std::unexpected(targets.error());
+  const auto source_of = [&](const Place& target) {
+    return std::ranges::find_if(*sources, [&](const Place& p) { return p.parameter == target.parameter; });
+  };
+  // Straight from the shards goes what is gathered as it is, if anything is; the others are converted on
+  // their way, through buffers of their own.
+  const auto as_it_is = [&](const Place& target) {
+    const auto source = source_of(target);
+    return source != sources->end() && source->dtype == target.dtype && source->bytes == target.bytes;
+  };
+  const bool straight = from.role == BufferRole::kParamSharded && to.role == BufferRole::kAllGatherOutput &&
+                        std::ranges::any_of(*targets, as_it_is);
   Movement movement;
   bool any = targets->empty();
   for (const Place& target : *targets) {
-    const auto source =
-        std::ranges::find_if(*sources, [&](const Place& p) { return p.parameter == target.parameter; });
+    const auto source = source_of(target);
     if (source == sources->end())
       continue;  // comes from another buffer (accumulated gradients and fresh ones)
     any = true;
+    if (straight && !as_it_is(target)) continue;
     if (target.numel > 0) AddMovement(instruction, *source, target, slots, slot, movement);
   }
   if (!any) {

@@ -19,6 +19,10 @@ Arrangement ArrangementOf(BufferRole role);
 // Elements of a buffer's part.
 std::int64_t PartNumel(const Buffer& buffer, std::int32_t part);
 
+// Of the elements in a buffer's part: a unit may hold parameters of several dtypes, each with a part of its
+// own.
+DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part);
+
 // Makes the copies of one plan. Errors are kBadInput with a pointer into the plan.
 class Geometry {
  public:
@@ -65,7 +69,6 @@ class Geometry {
     std::vector<Zeros> zeros;
   };
 
-  DType DTypeIn(const Buffer& buffer, std::int32_t parameter) const;
   std::int64_t PiecesOf(const Buffer& buffer, std::int64_t slots) const;
   Place PlaceOf(const Buffer& buffer, std::int32_t parameter, std::int64_t pieces) const;
   Result<std::vector<Place>> Places(BufferId buffer, std::int64_t slots) const;

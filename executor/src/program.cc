@@ -288,6 +288,9 @@ class Builder {
     const std::int64_t slots = SlotsOf(i, slot);
     op.takes_gradients = IsModels(i.src);
     op.reads_shard = IsShard(i.src);
+    op.extended = (i.kind == InstructionKind::kCopyIn || i.kind == InstructionKind::kCopyOut) &&
+                  std::ranges::any_of(plan_.units[plan_.buffers[i.src].unit].parameters,
+                                      [](const UnitParameter& p) { return !p.gathered.empty(); });
     op.final_gradient = IsFinalGradient(plan_.buffers[i.dst].role) && !IsAddedToAnother(i.dst);
     const auto key = std::tuple(i.kind, i.src, i.dst, slots);
     const auto known = copy_ids_.find(key);

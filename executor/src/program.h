@@ -37,6 +37,7 @@ struct Op {
   OpCode code = OpCode::kNothing;
   bool takes_gradients = false;  // src is a grad_unsharded buffer that the model supplies
   bool reads_shard = false;      // src is a param_sharded buffer
+  bool extended = false;         // moves parameters with an all-gather extension: ask the model
   bool final_gradient = false;   // dst is a sharded gradient: tell the model
   bool last_reduction = false;   // dst is reduced over all ranks after it: tell the model
   StreamId stream = -1;

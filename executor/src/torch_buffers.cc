@@ -1,5 +1,6 @@
 #include "torch_buffers.h"
 
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
@@ -65,6 +66,41 @@ at::ScalarType ToScalarType(DType dtype) {
   return at::kByte;
 }
 
+DType TorchBuffers::DTypeOf(BufferId id, std::size_t part) const {
+  return DTypeOfPart(*plan_, plan_->buffers[id], static_cast<std::int32_t>(part));
+}
+
+std::int64_t TorchBuffers::NumelOf(BufferId id, std::size_t part) const {
+  return plan_->buffers[id].parts_bytes[part].value / SizeBytes(DTypeOf(id, part));
+}
+
+std::byte* TorchBuffers::ArenaPart(BufferId id, std::size_t part) const {
+  return static_cast<std::byte*>(arena_.mutable_data_ptr()) + layout_.offsets[id] +
+         ArenaPartOffset(plan_->buffers[id], static_cast<std::int32_t>(part));
+}
+
+// True: the buffer's place in the arena is its own until it is freed. What a plan allocates finds it free; an
+// evaluation beside the plan may have taken it, or find it taken.
+Result<bool> TorchBuffers::EnterArena(BufferId id, StreamId stream) {
+  if (memory_ != MemoryPlan::kArena || layout_.offsets[id] < 0) return false;
+  for (const BufferId sharer : layout_.sharers[id]) {
+    if (slots_[sharer].in_arena) return false;
+  }
+  for (const BufferId sharer : layout_.sharers[id]) {
+    if (Status status = BeforeReuse(sharer, stream); !status) return std::unexpected(status.error());
+  }
+  if (Status status = BeforeReuse(id, stream); !status) return std::unexpected(status.error());
+  return true;
+}
+
+at::Tensor TorchBuffers::MakePart(BufferId id, std::size_t part, StreamId stream) {
+  if (slots_[id].in_arena) {
+    return at::from_blob(ArenaPart(id, part), {NumelOf(id, part)},
+                         at::TensorOptions(ToScalarType(DTypeOf(id, part))).device(torch_device()));
+  }
+  return MakeTensor(NumelOf(id, part), DTypeOf(id, part), plan_->buffers[id].memory, stream);
+}
+
 Status TorchBuffers::Prepare(const Plan& plan) {
   plan_ = &plan;
   slots_.resize(plan.buffers.size());
@@ -82,6 +118,10 @@ Status TorchBuffers::Prepare(const Plan& plan) {
     }
   }
   if (Status status = PrepareStreams(plan); !status) return status;
+  if (memory_ == MemoryPlan::kArena) {
+    layout_ = LayOutArena(plan);
+    arena_ = MakeArena(layout_.size_bytes);
+  }
   for (auto& [buffer, parts] : std::exchange(early_, {})) {
     if (Status status = SetParts(buffer, std::move(parts)); !status) return status;
   }
@@ -92,8 +132,7 @@ Status TorchBuffers::Prepare(const Plan& plan) {
       if (Status status = MakePersistent(static_cast<BufferId>(b)); !status) return status;
     } else if (slot.keeps_storage) {
       for (std::size_t i = 0; i < buffer.parts_bytes.size(); ++i) {
-        const auto numel = PartNumel(buffer, static_cast<std::int32_t>(i));
-        slot.parts.push_back(MakeTensor(numel, buffer.dtype, buffer.memory, -1));
+        slot.parts.push_back(MakePart(static_cast<BufferId>(b), i, -1));
         FillStorage(slot.parts.back(), 0, -1);
       }
     }
@@ -106,8 +145,7 @@ Status TorchBuffers::MakePersistent(BufferId id) {
   if (slot.alive) return {};  // supplied
   const Buffer& buffer = plan_->buffers[id];
   for (std::size_t i = 0; i < buffer.parts_bytes.size(); ++i) {
-    slot.parts.push_back(
-        MakeTensor(PartNumel(buffer, static_cast<std::int32_t>(i)), buffer.dtype, buffer.memory, -1));
+    slot.parts.push_back(MakePart(id, i, -1));
     slot.parts.back().zero_();
   }
   slot.alive = true;
@@ -115,15 +153,6 @@ Status TorchBuffers::MakePersistent(BufferId id) {
 }
 
 Result<CopyId> TorchBuffers::PrepareCopy(CopySpec spec) {
-  for (const auto& [buffer, dtype] :
-       {std::pair(spec.src, spec.src_dtype), std::pair(spec.dst, spec.dst_dtype)}) {
-    const Buffer& description = plan().buffers[buffer];
-    if (dtype == description.dtype) continue;
-    return MakeInputError(
-        fmt::format("/buffers/{}/dtype", buffer),
-        fmt::format("{} holds parameters of several dtypes, which only the virtual backend replays",
-                    description.name));
-  }
   copies_.push_back(std::move(spec));
   return static_cast<CopyId>(copies_.size()) - 1;
 }
@@ -131,16 +160,24 @@ Result<CopyId> TorchBuffers::PrepareCopy(CopySpec spec) {
 Status TorchBuffers::Allocate(BufferId id, StreamId stream) {
   Slot& slot = slots_[id];
   const Buffer& buffer = plan_->buffers[id];
+  const Result<bool> in_arena = EnterArena(id, stream);
+  if (!in_arena) return std::unexpected(in_arena.error());
+  slot.in_arena = *in_arena;
   if (slot.keeps_storage) {
-    if (Status status = BeforeFill(id); !status) return status;
     for (std::size_t i = 0; i < slot.parts.size(); ++i) {
-      FillStorage(slot.parts[i], buffer.parts_bytes[i].value, stream);
+      const std::int64_t bytes = buffer.parts_bytes[i].value;
+      if (slot.in_arena && bytes > 0) {
+        c10::StorageImpl* storage = slot.parts[i].storage().unsafeGetStorageImpl();
+        storage->set_data_ptr_noswap(c10::DataPtr(ArenaPart(id, i), torch_device()));
+        storage->set_nbytes(static_cast<std::size_t>(bytes));
+      } else {
+        FillStorage(slot.parts[i], bytes, stream);
+      }
     }
   } else {
     slot.parts.clear();
     for (std::size_t i = 0; i < buffer.parts_bytes.size(); ++i) {
-      slot.parts.push_back(
-          MakeTensor(PartNumel(buffer, static_cast<std::int32_t>(i)), buffer.dtype, buffer.memory, stream));
+      slot.parts.push_back(MakePart(id, i, stream));
     }
   }
   slot.alive = true;
@@ -152,7 +189,7 @@ Status TorchBuffers::Free(BufferId id, std::span<const StreamId> safe_after) {
   if (slot.alive) {
     if (Status status = BeforeFree(id, safe_after); !status) return status;
   }
-  slot.alive = false;
+  slot.alive = slot.in_arena = false;
   if (slot.keeps_storage) {
     for (const at::Tensor& part : slot.parts) FillStorage(part, 0, -1);
   } else {
@@ -177,11 +214,17 @@ Status TorchBuffers::MakeAlias(CopyId id) {
 // A persistent part is used in place and has padding; a gradient is read once and has none.
 Status TorchBuffers::CheckPart(BufferId id, std::size_t part, const at::Tensor& tensor) const {
   const Buffer& buffer = plan_->buffers[id];
-  if (tensor.scalar_type() != ToScalarType(buffer.dtype)) {
-    return Misfit(fmt::format("part {} of {} has another dtype", part, buffer.name),
-                  c10::toString(tensor.scalar_type()), std::string(Name(buffer.dtype)));
+  // The shard of a parameter with an extension is the model's own: it is never copied from here.
+  if (buffer.role == BufferRole::kParamSharded &&
+      plan_->units[buffer.unit].layout == LayoutKind::kPerParameter &&
+      !plan_->units[buffer.unit].parameters[ParametersOf(*plan_, buffer)[part]].gathered.empty()) {
+    return {};
   }
-  const std::int64_t expected = PartNumel(buffer, static_cast<std::int32_t>(part));
+  if (tensor.scalar_type() != ToScalarType(DTypeOf(id, part))) {
+    return Misfit(fmt::format("part {} of {} has another dtype", part, buffer.name),
+                  c10::toString(tensor.scalar_type()), std::string(Name(DTypeOf(id, part))));
+  }
+  const std::int64_t expected = NumelOf(id, part);
   const bool fits = IsUnpaddedGradient(buffer.role) ? tensor.numel() == expected : tensor.numel() >= expected;
   if (!fits) {
     return Misfit(fmt::format("part {} of {} has another size", part, buffer.name),
@@ -207,9 +250,10 @@ Status TorchBuffers::SetParts(BufferId id, std::vector<at::Tensor> parts) {
                   std::to_string(buffer.parts_bytes.size()));
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    const std::int64_t numel = PartNumel(buffer, static_cast<std::int32_t>(i));
     if (!parts[i].defined()) {
-      parts[i] = at::zeros({numel}, at::TensorOptions(ToScalarType(buffer.dtype)).device(torch_device()));
+      const at::TensorOptions options =
+          at::TensorOptions(ToScalarType(DTypeOf(id, i))).device(torch_device());
+      parts[i] = at::zeros({NumelOf(id, i)}, options);
     }
     if (Status status = CheckPart(id, i, parts[i]); !status) return status;
     parts[i] = parts[i].detach().contiguous().view({-1});

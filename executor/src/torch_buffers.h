@@ -7,12 +7,15 @@
 #include <string>
 #include <vector>
 
+#include "shardplan/executor/arena.h"
 #include "shardplan/executor/torch_device.h"
 
 namespace shardplan::executor {
 
 class TorchBuffers : public TorchDevice {
  public:
+  explicit TorchBuffers(MemoryPlan memory) : memory_(memory) {}
+
   Status Prepare(const Plan& plan) override;
   Result<CopyId> PrepareCopy(CopySpec spec) override;
   Status Allocate(BufferId buffer, StreamId stream) override;
@@ -26,6 +29,8 @@ class TorchBuffers : public TorchDevice {
   // The 1-D tensors of a living buffer, for kernels and collectives.
   const std::vector<at::Tensor>& Tensors(BufferId buffer) const { return slots_[buffer].parts; }
   const Plan& plan() const { return *plan_; }
+  // Undefined without an arena.
+  const at::Tensor& arena() const { return arena_; }
   std::string NameOf(BufferId buffer) const { return plan_->buffers[buffer].name; }
 
  protected:
@@ -38,8 +43,12 @@ class TorchBuffers : public TorchDevice {
   // Called before the memory of a buffer goes; the kernels that a stream in `safe_after` was given may still
   // use it.
   virtual Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) = 0;
-  // Called before a collective's or kernel's output comes to life in reused storage.
-  virtual Status BeforeFill(BufferId buffer) = 0;
+  // The memory of the arena, 1-D bytes.
+  virtual at::Tensor MakeArena(std::int64_t bytes) = 0;
+  // The arena's memory of `buffer`, freed before (see BeforeFree), is given to work on `stream`.
+  virtual Status BeforeReuse(BufferId buffer, StreamId stream) = 0;
+  // Is the buffer's memory, which is alive, the arena's?
+  bool IsInArena(BufferId buffer) const { return slots_[buffer].in_arena; }
 
   const CopySpec& copy(CopyId id) const { return copies_[id]; }
 
@@ -48,12 +57,21 @@ class TorchBuffers : public TorchDevice {
     std::vector<at::Tensor> parts;
     bool alive = false;
     bool keeps_storage = false;  // always the same tensors, whose storage comes and goes
+    bool in_arena = false;       // alive, in the arena
   };
+  DType DTypeOf(BufferId buffer, std::size_t part) const;
+  std::int64_t NumelOf(BufferId buffer, std::size_t part) const;
+  at::Tensor MakePart(BufferId buffer, std::size_t part, StreamId stream);
+  std::byte* ArenaPart(BufferId buffer, std::size_t part) const;
+  Result<bool> EnterArena(BufferId buffer, StreamId stream);
   Status MakePersistent(BufferId buffer);
   Status CheckPart(BufferId buffer, std::size_t part, const at::Tensor& tensor) const;
   Result<std::pair<at::Tensor, std::int64_t>> Place(BufferId buffer, std::int32_t parameter,
                                                     std::int64_t pieces) const;
 
+  const MemoryPlan memory_;
+  ArenaLayout layout_;  // empty without an arena
+  at::Tensor arena_;
   const Plan* plan_ = nullptr;
   std::vector<Slot> slots_;
   std::vector<std::pair<BufferId, std::vector<at::Tensor>>> early_;  // SetParts before Prepare

@@ -1,6 +1,7 @@
-"""Wall time of a training step of a GPT of about 100 million parameters on CPU ranks (Gloo): by a plan, next to real FSDP2.
+"""Wall time of a training step of a GPT of about 100 million parameters: by a plan, next to real FSDP2. On CPU ranks (Gloo), or
+with SHARDPLAN_TEST_DEVICE=cuda on GPUs (NCCL).
 
-    .venv/bin/python tests/benchmarks/bench_adapter_gpt_step.py [--ranks 2] [--steps 8]
+    .venv/bin/python tests/benchmarks/bench_adapter_gpt_step.py [--ranks 2] [--steps 8] [--memory arena]
 
 Both train in the same processes, their steps taking turns; reported: medians over the steps of the slowest rank, and their
 ratio (below 1: the plan is faster). Losses of both must be equal bit for bit.
@@ -23,7 +24,7 @@ import make_plan  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn as nn  # noqa: E402
-from adapter_workers import run_on_ranks  # noqa: E402
+from adapter_workers import DEVICE, run_on_ranks  # noqa: E402
 from model import Gpt, GptConfig, loss_fn  # noqa: E402
 
 CONFIG = GptConfig(vocabulary=16_384, context=64, layers=12, heads=12, width=768)
@@ -43,26 +44,33 @@ def with_fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def finish() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> tuple[float, float]:
     """(seconds, loss), from a barrier on."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(CONFIG.vocabulary, (BATCH, SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(CONFIG.vocabulary, (BATCH, SEQUENCE + 1), generator=generator).to(DEVICE)
+    finish()
     dist.barrier()
     start = time.perf_counter()
     loss = loss_fn(model(tokens[:, :-1]), tokens[:, 1:])
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    finish()
     return time.perf_counter() - start, loss.item()
 
 
-def measure(plan: str, steps: int) -> dict[str, list[float]]:
+def measure(plan: str, steps: int, memory: str) -> dict[str, list[float]]:
     import shardplan.torch as sp
 
     models = {}
-    for name, wrap in (("plan", lambda model: sp.apply(model, plan)), ("FSDP2", with_fsdp2)):
+    for name, wrap in (("plan", lambda model: sp.apply(model, plan, memory=memory)), ("FSDP2", with_fsdp2)):
         torch.manual_seed(7)
-        models[name] = wrap(big_gpt())
+        models[name] = wrap(big_gpt().to(DEVICE))
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for step in range(steps + 2):
@@ -80,12 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--memory", default="allocator", choices=("allocator", "arena"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         trace = make_plan.make_trace(folder, "bench_adapter_gpt_step:big_gpt", HERE, BATCH, SEQUENCE)
         plan = make_plan.make_plan(folder, trace, arguments.ranks, "plan", "--unit", "blocks.*", "--optimizer", "sgd")
-        outcomes = run_on_ranks(arguments.ranks, folder / "ranks", measure, str(plan), arguments.steps, timeout_s=600)
+        outcomes = run_on_ranks(arguments.ranks, folder / "ranks", measure, str(plan), arguments.steps, arguments.memory, timeout_s=600)
     for rank, outcome in enumerate(outcomes):
         if outcome is None or outcome[0] != "returned":
             sys.exit(f"rank {rank}: {outcome}")
@@ -95,7 +104,7 @@ def main() -> None:
     }
     medians = {name: statistics.median(seconds) for name, seconds in slowest.items()}
     parameters = sum(p.numel() for p in big_gpt().parameters())
-    print(f"GPT of {parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, Gloo: seconds per step")
+    print(f"GPT of {parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}: seconds per step")
     for name, seconds in slowest.items():
         print(f"  {name:6} median {medians[name]:.2f}  fastest {min(seconds):.2f}")
     print(f"  ratio  median {medians['plan'] / medians['FSDP2']:.3f}  fastest {min(slowest['plan']) / min(slowest['FSDP2']):.3f}")

@@ -27,8 +27,9 @@ constexpr std::int64_t kSteps = 3;
 constexpr std::chrono::milliseconds kTimeout{60'000};
 
 // "" or what went wrong.
-std::string RunCase(const Plan& plan, std::int64_t rank, c10::intrusive_ptr<c10d::Store> store) {
-  const auto device = executor::MakeCpuDevice();
+std::string RunCase(const Plan& plan, std::int64_t rank, executor::MemoryPlan memory,
+                    c10::intrusive_ptr<c10d::Store> store) {
+  const auto device = executor::MakeCpuDevice(memory);
   executor::GlooOptions gloo;
   gloo.store = store;
   gloo.timeout = kTimeout;
@@ -47,12 +48,16 @@ int RunRank(std::int64_t world_size, std::int64_t rank, const std::string& path)
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const Plan plan = MakeShardedPlan(cases[i]);
     if (plan.world_size != world_size) continue;
-    const std::string failure =
-        RunCase(plan, rank, c10::make_intrusive<c10d::PrefixStore>("case" + std::to_string(i), store));
-    if (failure.empty()) continue;
-    std::fprintf(stderr, "%s, rank %d: %s\n", ToString(cases[i]).c_str(), static_cast<int>(rank),
-                 failure.c_str());
-    return static_cast<int>(i) + 1;
+    for (const auto memory : {executor::MemoryPlan::kAllocator, executor::MemoryPlan::kArena}) {
+      const bool arena = memory == executor::MemoryPlan::kArena;
+      const std::string prefix = "case" + std::to_string(i) + (arena ? "arena" : "");
+      const std::string failure =
+          RunCase(plan, rank, memory, c10::make_intrusive<c10d::PrefixStore>(prefix, store));
+      if (failure.empty()) continue;
+      std::fprintf(stderr, "%s%s, rank %d: %s\n", ToString(cases[i]).c_str(), arena ? ", arena" : "",
+                   static_cast<int>(rank), failure.c_str());
+      return static_cast<int>(i) + 1;
+    }
   }
   return 0;
 }

@@ -23,10 +23,12 @@ class Gpu : public testing::Test {
 };
 
 TEST_F(Gpu, ParametersAreExactOnOneRank) {
-  for (const bool flat : {false, true}) {
+  for (const auto& [flat, memory] :
+       {std::pair(false, executor::MemoryPlan::kAllocator), std::pair(true, executor::MemoryPlan::kAllocator),
+        std::pair(false, executor::MemoryPlan::kArena)}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       const Plan plan = MakeShardedPlan({.shards = 1, .microbatches = 2, .flat = flat, .param_dtype = dtype});
-      auto device = executor::MakeCudaDevice(0);
+      auto device = executor::MakeCudaDevice(0, memory);
       ASSERT_TRUE(device.has_value()) << ToString(device.error());
       auto collectives = executor::MakeNcclCollectives(**device, Nccl(1));
       ASSERT_TRUE(collectives.has_value()) << ToString(collectives.error());

@@ -71,6 +71,11 @@ TEST_F(Run, ReplaysOnCpuRanksAndPrintsWhatItMeasured) {
   EXPECT_THAT(output.text, HasSubstr("peak memory"));
 }
 
+TEST_F(Run, ReplaysInAnArena) {
+  const Output output = Execute(WritePlan(2) + " --device cpu --arena --steps 2 --compute-scale 0.001");
+  EXPECT_EQ(output.exit_code, 0) << output.text;
+}
+
 TEST_F(Run, ComparesWithAReport) {
   Report report;
   report.cluster = "a cluster";

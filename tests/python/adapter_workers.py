@@ -1,4 +1,5 @@
-"""Runs a function on several local CPU ranks (gloo, FileStore) and collects what each returns or raises."""
+"""Runs a function on several local ranks and collects what each returns or raises. On the CPU with gloo; with
+SHARDPLAN_TEST_DEVICE=cuda with NCCL, all ranks on one GPU where there are not enough (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -15,10 +16,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+DEVICE = os.environ.get("SHARDPLAN_TEST_DEVICE", "cpu")
+
+
+def _use_device(rank: int) -> str:
+    """The backend of the process group."""
+    if DEVICE == "cpu":
+        return "gloo"
+    os.environ["NCCL_HOSTID"] = f"shardplan-{rank}"  # several ranks on one GPU: NCCL takes them for hosts
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return "cpu:gloo,cuda:nccl"
+
+
 def _entry(rank: int, ranks: int, folder: str, function: Callable, arguments: tuple, timeout_s: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        _use_device(rank),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,

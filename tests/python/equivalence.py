@@ -16,7 +16,9 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from adapter_workers import DEVICE
 from equivalence_models import build, inputs_of, loss_of
+from torch.utils._pytree import tree_map_only
 
 STEPS = 10
 DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
@@ -78,7 +80,7 @@ def wrap_checkpoints(case: Case, model: nn.Module) -> None:
 
 
 def make_model(case: Case) -> nn.Module:
-    model = build(case.model, case.arguments)
+    model = build(case.model, case.arguments).to(DEVICE)
     wrap_checkpoints(case, model)
     return model
 
@@ -86,7 +88,7 @@ def make_model(case: Case) -> nn.Module:
 def make_mesh(case: Case):
     dims = case.mesh
     return dist.device_mesh.init_device_mesh(
-        "cpu", tuple(d["size"] for d in dims), mesh_dim_names=tuple(d["name"] for d in dims)
+        DEVICE, tuple(d["size"] for d in dims), mesh_dim_names=tuple(d["name"] for d in dims)
     )
 
 
@@ -226,11 +228,18 @@ class Trainer:
         self.losses: dict[int, torch.Tensor] = {}
 
     def step(self, number: int) -> dict[str, torch.Tensor]:
-        program = self.case.strategy.get("program") or DEFAULT_PROGRAM
+        program = self.program()
         seen: dict[str, torch.Tensor] = {}
         for index, call in enumerate(program[min(number, len(program) - 1)]):
             getattr(self, call["call"])(number, f"call {index}", call, seen)
         return seen
+
+    def program(self) -> list[list[dict]]:
+        return self.case.strategy.get("program") or DEFAULT_PROGRAM
+
+    def has_grad(self, call: dict) -> bool:
+        """Of a forward: it records gradients."""
+        return [grad for group in self.case.groups for grad in group][call.get("trace", 0)]
 
     def rank(self) -> int:
         """Ranks with the same number see the same batch."""
@@ -238,9 +247,9 @@ class Trainer:
 
     def forward(self, number: int, place: str, call: dict, seen: dict) -> None:
         microbatch = call.get("microbatch", 0)
-        args, kwargs = inputs_of(self.case.model, 10_000 * number + 100 * microbatch + self.rank())
-        records = [grad for group in self.case.groups for grad in group][call.get("trace", 0)]
-        with contextlib.nullcontext() if records else torch.no_grad():
+        made = inputs_of(self.case.model, 10_000 * number + 100 * microbatch + self.rank())
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), made)
+        with contextlib.nullcontext() if self.has_grad(call) else torch.no_grad():
             loss = loss_of(self.model(*args, **kwargs))
         seen[f"{place}: loss"] = loss.detach().clone()
         self.losses[microbatch] = loss

@@ -51,7 +51,7 @@ def loss_of(output) -> torch.Tensor:
 class Mlp(nn.Module):
     """`layers` residual blocks of two Linears between a stem and a head.
 
-    used_twice: a block that runs again at the end. unused: blocks that never run. outputs: the head's output alone
+    used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
     ("tensor"), with the hidden state ("tuple") or in a dict. frozen: prefixes of FQNs that need no gradient.
     """
 
@@ -62,6 +62,7 @@ class Mlp(nn.Module):
         hidden: int = 13,
         bias: bool = True,
         used_twice: int | None = None,
+        in_a_row: int | None = None,
         unused: tuple[int, ...] = (),
         outputs: str = "tensor",
         frozen: tuple[str, ...] = (),
@@ -77,6 +78,7 @@ class Mlp(nn.Module):
         if tied:
             self.layers[-1].up.weight = self.layers[0].up.weight
         self.used_twice, self.unused, self.outputs, self.recomputed = used_twice, unused, outputs, recomputed
+        self.in_a_row = in_a_row
         for name, parameter in self.named_parameters():
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
@@ -89,6 +91,8 @@ class Mlp(nn.Module):
             if index in self.unused:
                 continue
             x = checkpoint(layer, x, use_reentrant=False) if index in self.recomputed else layer(x)
+            if index == self.in_a_row:
+                x = layer(x)
         if self.used_twice is not None:
             x = self.layers[self.used_twice](x)
         y = self.head(x)

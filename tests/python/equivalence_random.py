@@ -10,22 +10,22 @@ import random
 import sys
 import tempfile
 
-from equivalence import Case, compare_all
+from equivalence import Case, compare, compare_all
 from equivalence_settings import END, HSDP, micro, setter
 
 DTYPES = [None, None, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"reduce_dtype": "float64"}]
 
 
 def _arguments(draw: random.Random, shape: str) -> dict:
-    """`shape`: of the units. Modules of a group run once each, ties are within a unit."""
+    """`shape`: of the units. Ties are within a unit."""
     layers = draw.randint(1, 4)
     arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
     arguments["bias"] = draw.random() < 0.7
     arguments["outputs"] = draw.choice(["tensor", "tuple", "dict"])
     arguments["bare_root"] = draw.random() < 0.3
-    if shape != "group" and draw.random() < 0.25:
-        arguments["used_twice"] = draw.randrange(layers)
-    if shape != "group" and layers > 1 and draw.random() < 0.2:
+    if draw.random() < 0.25:
+        arguments[draw.choice(["used_twice", "in_a_row"])] = draw.randrange(layers)
+    if layers > 1 and draw.random() < 0.2:
         arguments["unused"] = [draw.choice([i for i in range(layers) if i != arguments.get("used_twice")])]
     if shape == "root" and layers > 1 and draw.random() < 0.5:
         arguments["tied"] = True
@@ -113,7 +113,7 @@ def make_case(seed: int) -> Case:
     if (program := _program(draw, hsdp)) is not None:
         strategy["program"] = program
     checkpoint = ()
-    if draw.random() < 0.2 and not arguments.get("used_twice"):
+    if draw.random() < 0.2:
         checkpoint = ("layers.*",)
         strategy["checkpoint"] = {"modules": ["layers.*"]}
     clip = 0.05 if draw.random() < 0.2 and not strategy.get("cpu_offload") else None
@@ -123,7 +123,7 @@ def make_case(seed: int) -> Case:
     )
 
 
-def run(cases: list[Case], folder: pathlib.Path, build_folder: pathlib.Path) -> dict[str, str]:
+def run(cases: list[Case], folder: pathlib.Path, build_folder: pathlib.Path, compare=compare) -> dict[str, str]:
     """Case name -> what is wrong with it; "" when ours equals theirs on every rank."""
     from adapter_workers import run_on_ranks
     from equivalence_plans import make_plans
@@ -132,7 +132,7 @@ def run(cases: list[Case], folder: pathlib.Path, build_folder: pathlib.Path) -> 
     verdicts = {}
     for ranks in sorted({case.ranks for case in cases}):
         group = [case for case in cases if case.ranks == ranks]
-        outcomes = run_on_ranks(ranks, folder / f"ranks{ranks}", compare_all, group, plans, timeout_s=60)
+        outcomes = run_on_ranks(ranks, folder / f"ranks{ranks}", compare_all, group, plans, compare, timeout_s=60)
         for case in group:
             verdicts[case.name] = _verdict(case, outcomes)
     return verdicts
@@ -148,10 +148,11 @@ def _verdict(case: Case, outcomes: list) -> str:
     return ""
 
 
-def main() -> int:
+def main_of(make_case, compare, description: str) -> int:
+    """The command line of random cases: exit code 1 when some differ."""
     from conftest import build_folder
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--batch", type=int, default=50, help="cases per set of processes")
@@ -160,7 +161,7 @@ def main() -> int:
     for first in range(arguments.seed, arguments.seed + arguments.cases, arguments.batch):
         last = min(first + arguments.batch, arguments.seed + arguments.cases)
         with tempfile.TemporaryDirectory() as folder:
-            verdicts = run([make_case(seed) for seed in range(first, last)], pathlib.Path(folder), build_folder())
+            verdicts = run([make_case(seed) for seed in range(first, last)], pathlib.Path(folder), build_folder(), compare)
         for name, verdict in verdicts.items():
             agreeing += verdict == ""
             if verdict:
@@ -171,4 +172,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(make_case, compare, __doc__))

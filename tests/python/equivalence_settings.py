@@ -41,6 +41,7 @@ def checkpointed(name: str, entry: str, **fields) -> Case:
     return case(name, checkpoint=(entry,), strategy_checkpoint={"modules": [entry]}, **fields)
 
 
+GROUP = [{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2"]}, {"modules": [""]}]
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 CASES = [
@@ -114,8 +115,21 @@ CASES = [
         ],
     ),
     case("precision_by_unit", units=[{"modules": ["layers.1"], "mixed_precision": {"param_dtype": "bfloat16", "output_dtype": "float32"}}, {"modules": [""]}]),
-    case("group", units=[{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2"]}, {"modules": [""]}]),
+    case("group", units=GROUP),
     case("group_last", units=[{"modules": ["layers.*"]}, {"modules": ["head", "stem"], "group": True}, {"modules": [""]}]),
+    case("group_one_does_not_run", arguments={"unused": [1]}, units=GROUP),
+    case("group_first_does_not_run", arguments={"unused": [0]}, units=GROUP),
+    case("group_one_runs_in_a_row", arguments={"in_a_row": 0}, units=GROUP),
+    case("group_last_runs_in_a_row", arguments={"in_a_row": 1}, units=GROUP),
+    case("group_one_runs_again_at_the_end", arguments={"used_twice": 0}, units=GROUP),
+    case("group_incomplete_accumulates", arguments={"unused": [1]}, units=GROUP, program=[[*micro(0), *micro(1), *END]]),
+    case("group_incomplete_without_communication", arguments={"unused": [1]}, units=GROUP, program=accumulation()),
+    case("group_twice_a_step", arguments={"in_a_row": 1}, units=GROUP, program=[[*micro(0), *micro(1), *END]]),
+    case("group_kept", arguments={"used_twice": 0}, units=GROUP, reshard_after_forward=False),
+    checkpointed("group_checkpointed", "layers.*", units=GROUP),
+    checkpointed("group_checkpointed_in_a_row", "layers.*", arguments={"in_a_row": 0}, units=GROUP),
+    checkpointed("checkpoint_unit_used_twice", "layers.*", arguments={"used_twice": 0}),
+    case("checkpoint_call_outside_used_twice", arguments={"recomputed": [0, 1, 2], "used_twice": 0}),
     case("nested", units=[{"modules": ["layers.*.up"]}, {"modules": ["layers.*"]}, {"modules": [""]}]),
     case("root_without_parameters", arguments={"bare_root": True}, units=[{"modules": ["stem"]}, {"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}]),
     case("root_alone", units=[{"modules": [""]}]),

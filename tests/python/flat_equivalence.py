@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn as nn
-from equivalence import Case, Trainer, compare_training, make_mesh, make_model, modules_named
+from adapter_workers import DEVICE
+from equivalence import DEFAULT_PROGRAM, Case, Trainer, compare_training, make_mesh, make_model, modules_named
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -53,22 +56,36 @@ def _options(case: Case, rule: dict, model: nn.Module, mesh) -> dict:
     by_name = {clean(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     return {
         "process_group": groups,
-        "device_id": torch.device("cpu"),
+        "device_id": torch.device(DEVICE),
         "sharding_strategy": strategies[rule.get("sharding") or knobs.get("sharding", "full_shard")],
         "backward_prefetch": prefetch[knobs.get("backward_prefetch", "backward_pre")],
         "forward_prefetch": knobs.get("forward_prefetch", False),
         "limit_all_gathers": knobs.get("limit_all_gathers", True),
         "use_orig_params": knobs.get("use_orig_params", False),
         "mixed_precision": _precision(rule.get("mixed_precision") or case.strategy.get("mixed_precision")),
-        "cpu_offload": CPUOffload(True) if case.strategy.get("cpu_offload") else None,
+        "cpu_offload": CPUOffload(True) if offloads(case) else None,
         "ignored_states": [by_name[fqn] for fqn in case.strategy.get("ignored_parameters", [])] or None,
     }
+
+
+def offloads(case: Case) -> bool:
+    """Does FSDP1 offload on its side? With original parameters and the CPU as its device it takes the gradient of the last step,
+    which is in host memory as it is on a GPU, for one to add to: there it is run without."""
+    original = case.strategy.get("fsdp1", {}).get("use_orig_params", False)
+    return case.strategy.get("cpu_offload", False) and (DEVICE != "cpu" or not original or steps_in_backward(case))
+
+
+def evaluates(case: Case) -> bool:
+    """Has it forwards without gradients? FSDP1 keeps the root gathered behind them, and shows that as the whole parameters."""
+    return not all(grad for group in case.groups for grad in group)
 
 
 def with_fsdp1(case: Case, model: nn.Module, mesh) -> nn.Module:
     """FullyShardedDataParallel for every unit of the strategy, the innermost first, and the root."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+    full_precision = case.strategy.get("fsdp1", {}).get("full_precision_in_eval", False)
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1" if full_precision else "0"
     options: dict[nn.Module, dict] = {}
     for rule in case.strategy["units"]:
         for entry in rule["modules"]:
@@ -108,10 +125,30 @@ class PlanCalls:
 # ---- a training loop ----
 
 
+def steps_in_backward(case: Case) -> bool:
+    return case.strategy.get("optimizer", {}).get("in_backward", False)
+
+
+def give_optimizers(model: nn.Module) -> nn.Module:
+    """Every parameter its own, which FSDP1 and the adapter step in the backward."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 0.1, "momentum": 0.9}, register_hook=False)
+    return model
+
+
 class FlatTrainer(Trainer):
     def __init__(self, case: Case, model: nn.Module, calls, clip) -> None:
         super().__init__(case, model, calls)
         self.clip = clip
+
+    def program(self) -> list[list[dict]]:
+        return [DEFAULT_PROGRAM[0][:2]] if steps_in_backward(self.case) else super().program()
+
+    def forward(self, number: int, place: str, call: dict, seen: dict) -> None:
+        self.model.train(call.get("training", self.has_grad(call)))
+        super().forward(number, place, call, seen)
 
     def backward(self, number: int, place: str, call: dict, seen: dict) -> None:
         losses = [self.losses.pop(microbatch) for microbatch in call.get("microbatches", [0])]
@@ -121,6 +158,8 @@ class FlatTrainer(Trainer):
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and parameter.grad.numel() > 0:
                 seen[f"{place}: gradient of {clean(name)}"] = parameter.grad.detach().clone()
+            if steps_in_backward(self.case):
+                seen[f"{place}: {clean(name)}"] = parameter.detach().clone()
 
     def optimizer_step(self, number: int, place: str, call: dict, seen: dict) -> None:
         if self.case.clip is not None:
@@ -153,10 +192,14 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def compare(case: Case, plan: str) -> tuple[float, str]:
     """On a rank: the adapter next to FSDP1."""
     import shardplan.torch as sp
+    from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
 
     mesh = make_mesh(case)
-    ours_model = sp.apply(make_model(case), plan, mesh)
-    theirs_model = with_fsdp1(case, make_model(case), mesh)
-    ours = FlatTrainer(case, ours_model, PlanCalls(ours_model), _plan_clip)
-    theirs = FlatTrainer(case, theirs_model, Fsdp1Calls(theirs_model), _fsdp1_clip)
-    return compare_training(case, ours, theirs, whole_parameters)
+    prepare = give_optimizers if steps_in_backward(case) else lambda model: model
+    with runs_on_the_cpu():
+        ours_model = sp.apply(prepare(make_model(case)), plan, mesh)
+        theirs_model = with_fsdp1(case, prepare(make_model(case)), mesh)
+        ours = FlatTrainer(case, ours_model, PlanCalls(ours_model), _plan_clip)
+        theirs = FlatTrainer(case, theirs_model, Fsdp1Calls(theirs_model), _fsdp1_clip)
+        at_the_end = (lambda model: {}) if evaluates(case) else whole_parameters
+        return compare_training(case, ours, theirs, at_the_end)

@@ -9,6 +9,7 @@ HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
 ONE_REPLICA = [{"name": "replicate", "size": 1}, {"name": "shard", "size": 2}]
 FORWARD, BACKWARD = {"call": "forward"}, {"call": "backward"}
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
+IN_BACKWARD = {"kind": "sgd", "in_backward": True}
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
@@ -29,12 +30,19 @@ def no_sync(count: int = 3) -> list[list[dict]]:
     return [[*step, call(False), *micro(count - 1), *END]]
 
 
+def evaluating(before: bool = True, training: bool | None = None) -> dict:
+    """Steps with a forward without gradients, before the micro-batch or behind it. training: of the modules in it."""
+    call = {"call": "forward", "microbatch": 1, "trace": 1, **({} if training is None else {"training": training})}
+    program = [call, FORWARD, BACKWARD, *END] if before else [FORWARD, BACKWARD, call, *END]
+    return {"groups": ((True,), (False,)), "program": [program]}
+
+
 def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: dict | None = None, **fields) -> Case:
     """Fields of Case and of the strategy; what is left are knobs of fsdp1."""
     own_names = ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance")
     own = {key: fields.pop(key) for key in own_names if key in fields}
     strategy = {"policy": "fsdp1", "units": [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units}
-    for key in ("mesh", "mixed_precision", "cpu_offload", "ignored_parameters", "program", "strategy_checkpoint"):
+    for key in ("mesh", "mixed_precision", "cpu_offload", "ignored_parameters", "program", "strategy_checkpoint", "strategy_optimizer"):
         if key in fields:
             strategy[key.removeprefix("strategy_")] = fields.pop(key)
     return Case(name, model, arguments or {}, {**strategy, "fsdp1": fields}, ranks, **own)
@@ -86,6 +94,19 @@ _BOTH = [
     ("root_alone", {"units": [{"modules": [""]}]}),
     ("ignored", {"ignored_parameters": ["layers.1.up.weight", "head.bias"]}),
     ("clip", {"clip": 0.05}),
+    ("offload", {"cpu_offload": True}),
+    ("offload_3_bf16", {"cpu_offload": True, "ranks": 3, "mixed_precision": BF16}),
+    ("offload_no_sync", {"cpu_offload": True, "program": no_sync()}),
+    ("offload_hybrid", {"cpu_offload": True, "sharding": "hybrid_shard", "ranks": 4, "mesh": HSDP}),
+    ("offload_clip", {"cpu_offload": True, "clip": 0.05}),
+    ("evaluate", evaluating()),
+    ("evaluate_between", evaluating(before=False)),
+    ("evaluate_bf16", {**evaluating(), "mixed_precision": BF16}),
+    ("evaluate_full", {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True}),
+    ("evaluate_full_between", {**evaluating(before=False), "mixed_precision": BF16, "full_precision_in_eval": True}),
+    ("evaluate_full_training", {**evaluating(training=True), "mixed_precision": BF16, "full_precision_in_eval": True}),
+    ("evaluate_full_zero2", {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True, "sharding": "shard_grad_op"}),
+    ("evaluate_full_no_shard", {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True, "sharding": "no_shard"}),
     ("clip_3", {"clip": 0.05, "ranks": 3, "arguments": {"layers": 1}}),
     ("gpt", {"model": "gpt"}),
 ]
@@ -95,6 +116,9 @@ CASES = [
     for suffix, original in (("", False), ("_orig", True))
 ]
 CASES += [
+    case("optimizer_in_backward", strategy_optimizer=IN_BACKWARD, use_orig_params=True),
+    case("optimizer_in_backward_3", strategy_optimizer=IN_BACKWARD, use_orig_params=True, ranks=3, mixed_precision=BF16),
+    case("optimizer_in_backward_offload", strategy_optimizer=IN_BACKWARD, use_orig_params=True, cpu_offload=True),
     case("frozen_stem", arguments={"frozen": ["stem", "layers.0"]}, use_orig_params=True),
     case("partly_frozen", arguments=PARTLY, use_orig_params=True),
     case("partly_frozen_bf16", arguments=PARTLY, use_orig_params=True, mixed_precision=BF16),

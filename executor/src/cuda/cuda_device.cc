@@ -2,10 +2,12 @@
 
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/split_with_sizes_copy.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <fmt/format.h>
+#include <nccl.h>
 
 #include "shardplan/executor/cuda_backend.h"
 
@@ -25,24 +27,29 @@ bool CudaIsAvailable(std::string* reason) {
   return false;
 }
 
-Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index) {
+int CudaDeviceCount() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  (void)cudaGetLastError();
+  return 0;
+}
+
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index, MemoryPlan memory) {
   std::string reason;
   if (!CudaIsAvailable(&reason)) return MakeError(ErrorCode::kEnvironment, "no GPU can be used: " + reason);
-  int count = 0;
-  if (Status status = CheckCuda(cudaGetDeviceCount(&count), "counting GPUs"); !status) {
-    return std::unexpected(status.error());
-  }
+  const int count = CudaDeviceCount();
   if (device_index < 0 || device_index >= count) {
     Error error = {ErrorCode::kEnvironment, "this machine has no such GPU", {}, {}, {}, {}};
     error.found = fmt::format("GPU {}", device_index);
     error.expected = fmt::format("0 to {}", count - 1);
     return std::unexpected(std::move(error));
   }
-  return std::make_unique<CudaDevice>(device_index);
+  return std::make_unique<CudaDevice>(device_index, memory);
 }
 
 CudaDevice::~CudaDevice() {
   for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+  for (const auto& [use, left] : left_) (void)cudaEventDestroy(left.event);
 }
 
 Status CudaDevice::PrepareStreams(const Plan& plan) {
@@ -85,7 +92,43 @@ void CudaDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, Strea
   storage->set_nbytes(static_cast<std::size_t>(bytes));
 }
 
+// NCCL's own memory can be registered with its communicators; without NCCL's help it is the allocator's.
+at::Tensor CudaDevice::MakeArena(std::int64_t bytes) {
+  c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+  const at::TensorOptions options = at::TensorOptions(at::kByte).device(torch_device());
+  void* memory = nullptr;
+  if (bytes > 0 && ncclMemAlloc(&memory, static_cast<std::size_t>(bytes)) == ncclSuccess) {
+    return at::from_blob(
+        memory, {bytes}, [](void* pointer) { (void)ncclMemFree(pointer); }, options);
+  }
+  (void)cudaGetLastError();
+  return at::empty({bytes}, options);
+}
+
+Status CudaDevice::BeforeReuse(BufferId buffer, StreamId stream) {
+  for (auto it = left_.lower_bound({buffer, -1}); it != left_.end() && it->first.first == buffer; ++it) {
+    if (!std::exchange(it->second.pending, false)) continue;
+    const cudaError_t result =
+        cudaStreamWaitEvent(streams_[std::max(stream, 0)].stream(), it->second.event, 0);
+    if (Status status = CheckCuda(result, "waiting for an event"); !status) return status;
+  }
+  return {};
+}
+
 Status CudaDevice::BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) {
+  if (IsInArena(buffer)) {
+    for (const StreamId stream : safe_after) {
+      Left& left = left_[{buffer, stream}];
+      if (left.event == nullptr) {
+        const cudaError_t made = cudaEventCreateWithFlags(&left.event, cudaEventDisableTiming);
+        if (Status status = CheckCuda(made, "making an event"); !status) return status;
+      }
+      left.pending = true;
+      const cudaError_t recorded = cudaEventRecord(left.event, streams_[stream].stream());
+      if (Status status = CheckCuda(recorded, "recording an event"); !status) return status;
+    }
+    return {};
+  }
   for (const StreamId stream : safe_after) {
     for (const at::Tensor& part : Tensors(buffer)) {
       if (part.is_cuda()) {
@@ -95,6 +138,21 @@ Status CudaDevice::BeforeFree(BufferId buffer, std::span<const StreamId> safe_af
   }
   return {};
 }
+
+namespace {
+
+// The same memory, in elements of the copy's dtype: parameters of several dtypes are gathered as bytes.
+std::vector<at::Tensor> As(DType dtype, const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> views;
+  views.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    const at::ScalarType type = ToScalarType(dtype);
+    views.push_back(tensor.scalar_type() == type ? tensor : tensor.view(type));
+  }
+  return views;
+}
+
+}  // namespace
 
 CudaDevice::Split CudaDevice::FindSplit(const CopySpec& spec) {
   Split split;
@@ -119,8 +177,8 @@ Result<CopyId> CudaDevice::PrepareCopy(CopySpec spec) {
 
 // Contiguous pieces, all in one call: torch fuses them into a few kernels, conversions included.
 void CudaDevice::CopyPieces(const CopySpec& spec) {
-  const std::vector<at::Tensor>& src = Tensors(spec.src);
-  const std::vector<at::Tensor>& dst = Tensors(spec.dst);
+  const std::vector<at::Tensor> src = As(spec.src_dtype, Tensors(spec.src));
+  const std::vector<at::Tensor> dst = As(spec.dst_dtype, Tensors(spec.dst));
   for (const ZeroRun& zero : spec.zeros) dst[zero.part].narrow(0, zero.offset, zero.numel).zero_();
   std::vector<at::Tensor> from;
   std::vector<at::Tensor> to;
@@ -153,12 +211,13 @@ Status CudaDevice::Copy(CopyId id, StreamId stream) {
     CopyPieces(spec);
     return {};
   }
+  const std::vector<at::Tensor> targets = As(spec.dst_dtype, Tensors(spec.dst));
   std::vector<at::Tensor> outputs;
   for (std::size_t i = 0; i < spec.runs.size(); ++i) {
-    const at::Tensor& part = Tensors(spec.dst)[spec.runs[i].dst_part];
+    const at::Tensor& part = targets[spec.runs[i].dst_part];
     outputs.push_back(part.narrow(0, 0, split.rows * split.sizes[i]).view({split.rows, -1}));
   }
-  const at::Tensor& source = Tensors(spec.src)[0];
+  const at::Tensor source = As(spec.src_dtype, Tensors(spec.src))[0];
   at::split_with_sizes_copy_out(outputs, source.view({split.rows, -1}), split.sizes, 1);
   return {};
 }

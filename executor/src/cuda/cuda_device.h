@@ -4,6 +4,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "torch_buffers.h"
@@ -12,7 +14,7 @@ namespace shardplan::executor {
 
 class CudaDevice final : public TorchBuffers {
  public:
-  explicit CudaDevice(int index) : index_(index) {}
+  CudaDevice(int index, MemoryPlan memory) : TorchBuffers(memory), index_(index) {}
   ~CudaDevice() override;
 
   c10::Device torch_device() const override {
@@ -37,7 +39,8 @@ class CudaDevice final : public TorchBuffers {
   at::Tensor MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) override;
   void FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) override;
   Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) override;
-  Status BeforeFill(BufferId) override { return {}; }
+  at::Tensor MakeArena(std::int64_t bytes) override;
+  Status BeforeReuse(BufferId buffer, StreamId stream) override;
 
  private:
   // An all-gather's copy-out: one kernel splits the rows of the source among the parts of the destination.
@@ -53,6 +56,12 @@ class CudaDevice final : public TorchBuffers {
   std::vector<c10::cuda::CUDAStream> streams_;
   std::vector<cudaEvent_t> events_;
   std::vector<bool> recorded_;
+  // What streams did with memory of the arena that was freed since and not given to anybody.
+  struct Left {
+    cudaEvent_t event = nullptr;
+    bool pending = false;
+  };
+  std::map<std::pair<BufferId, StreamId>, Left> left_;
   std::vector<Split> splits_;  // by copy
 };
 

@@ -86,6 +86,9 @@ class NcclCollectives final : public Collectives {
   void WatchOnce(std::unique_lock<std::mutex>& lock);
   std::string Describe(CollectiveId id, std::int64_t sequence) const;
   void AbortCommunicators();
+  bool FinishWork();
+  void Destroy(ncclComm_t communicator);
+  void RegisterArena(ncclComm_t communicator);
 
   CudaDevice& device_;
   NcclOptions options_;
@@ -93,6 +96,7 @@ class NcclCollectives final : public Collectives {
   std::int64_t rank_ = 0;
   ncclComm_t world_ = nullptr;
   std::vector<ncclComm_t> communicators_;  // by CommunicatorId; null until the first collective on it
+  std::vector<std::pair<ncclComm_t, void*>> registered_;  // handles of the arena
   std::vector<Prepared> prepared_;
 
   std::mutex mutex_;  // of everything below
@@ -114,14 +118,53 @@ NcclCollectives::~NcclCollectives() {
   }
   changed_.notify_all();
   if (watchdog_.joinable()) watchdog_.join();
-  if (!aborted_) {
+  if (!aborted_ && FinishWork()) {
     for (ncclComm_t communicator : communicators_) {
-      if (communicator != nullptr && communicator != world_) (void)ncclCommAbort(communicator);
+      if (communicator != world_) Destroy(communicator);
     }
-    if (world_ != nullptr) (void)ncclCommAbort(world_);
+    Destroy(world_);
+  } else {
+    AbortCommunicators();
   }
   for (const InFlight& flight : in_flight_) (void)cudaEventDestroy(flight.done);
   for (cudaEvent_t event : unused_events_) (void)cudaEventDestroy(event);
+}
+
+// What was issued is let finish, as other ranks may need this one's part. False: it does not, in time.
+bool NcclCollectives::FinishWork() {
+  const auto deadline = Clock::now() + options_.timeout;
+  for (const InFlight& flight : in_flight_) {
+    cudaError_t state = cudaEventQuery(flight.done);
+    for (; state == cudaErrorNotReady && Clock::now() < deadline; state = cudaEventQuery(flight.done)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    if (state != cudaSuccess) return false;
+  }
+  return true;
+}
+
+void NcclCollectives::Destroy(ncclComm_t communicator) {
+  if (communicator == nullptr) return;
+  for (const auto& [of, handle] : registered_) {
+    if (of == communicator) (void)ncclCommDeregister(communicator, handle);
+  }
+  const ncclResult_t result = ncclCommFinalize(communicator);
+  const bool begun = result == ncclSuccess || result == ncclInProgress;
+  if (begun && WaitUntilReady(communicator, "ending a NCCL communicator")) {
+    (void)ncclCommDestroy(communicator);
+  } else {
+    (void)ncclCommAbort(communicator);
+  }
+}
+
+// NCCL may then read and write the arena without staging. It need not allow it: an optimisation.
+void NcclCollectives::RegisterArena(ncclComm_t communicator) {
+  const at::Tensor& arena = device_.arena();
+  if (!arena.defined() || arena.numel() == 0) return;
+  void* handle = nullptr;
+  const ncclResult_t result = ncclCommRegister(communicator, arena.mutable_data_ptr(),
+                                               static_cast<std::size_t>(arena.numel()), &handle);
+  if (result == ncclSuccess && handle != nullptr) registered_.emplace_back(communicator, handle);
 }
 
 Status NcclCollectives::Prepare(const Plan& plan, std::int64_t rank) {
@@ -186,6 +229,7 @@ Status NcclCollectives::MakeCommunicator(CommunicatorId id) {
   const Communicator& communicator = plan_->communicators[id];
   if (fresh && communicator.size == options_.world_size) {
     communicators_[id] = world_;
+    RegisterArena(world_);
     return {};
   }
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -199,7 +243,10 @@ Status NcclCollectives::MakeCommunicator(CommunicatorId id) {
   }
   if (Status status = WaitUntilReady(world_, "splitting the world's NCCL communicator"); !status)
     return status;
-  return WaitUntilReady(communicators_[id], "making a NCCL communicator");
+  if (Status status = WaitUntilReady(communicators_[id], "making a NCCL communicator"); !status)
+    return status;
+  RegisterArena(communicators_[id]);
+  return {};
 }
 
 Result<CollectiveId> NcclCollectives::PrepareCollective(const CollectiveSpec& spec) {
@@ -292,6 +339,8 @@ std::string NcclCollectives::Describe(CollectiveId id, std::int64_t sequence) co
 }
 
 void NcclCollectives::Watch() {
+  // A thread of its own begins on GPU 0, where asking for an event would make a context.
+  (void)cudaSetDevice(device_.index());
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     changed_.wait_for(lock, std::chrono::milliseconds(100));
@@ -301,33 +350,39 @@ void NcclCollectives::Watch() {
 
 void NcclCollectives::WatchOnce(std::unique_lock<std::mutex>& lock) {
   // Collectives of different streams finish in any order.
+  cudaError_t error = cudaSuccess;  // of the device: no collective will finish any more
   std::erase_if(in_flight_, [&](const InFlight& flight) {
-    if (cudaEventQuery(flight.done) != cudaSuccess) return false;
+    const cudaError_t state = cudaEventQuery(flight.done);
+    if (state != cudaSuccess && state != cudaErrorNotReady) error = state;
+    if (state != cudaSuccess) return false;
     unused_events_.push_back(flight.done);
     return true;
   });
+  (void)cudaGetLastError();
   if (in_flight_.empty()) return;
   const InFlight oldest = in_flight_.front();
   const CollectiveSpec& spec = prepared_[oldest.collective].spec;
   ncclResult_t state = ncclSuccess;
   (void)ncclCommGetAsyncError(communicators_[spec.communicator], &state);
   const bool late = Clock::now() - oldest.issued > options_.timeout;
-  const bool broken = state != ncclSuccess && state != ncclInProgress;
+  const bool broken = (state != ncclSuccess && state != ncclInProgress) || error != cudaSuccess;
   if (!late && !broken) return;
+  const char* reason = error != cudaSuccess ? cudaGetErrorString(error)
+                       : broken             ? ncclGetErrorString(state)
+                                            : "timed out";
   arrivals_.Report(rank_, issued_);
   const std::vector<std::int64_t> group = GroupOf(plan_->communicators[spec.communicator], rank_);
   lock.unlock();
   const std::string missing =
       arrivals_.Missing(group, rank_, spec.communicator, oldest.sequence, std::chrono::milliseconds(3000));
   lock.lock();
-  failure_ = Error{
-      ErrorCode::kEnvironment,
-      fmt::format("{} failed: {}{}", Describe(oldest.collective, oldest.sequence),
-                  missing.empty() ? "" : missing + ": ", broken ? ncclGetErrorString(state) : "timed out"),
-      {},
-      {},
-      {},
-      {}};
+  failure_ = Error{ErrorCode::kEnvironment,
+                   fmt::format("{} failed: {}{}", Describe(oldest.collective, oldest.sequence),
+                               missing.empty() ? "" : missing + ": ", reason),
+                   {},
+                   {},
+                   {},
+                   {}};
   AbortCommunicators();
 }
 

@@ -13,7 +13,9 @@ bool CudaIsAvailable(std::string* reason) {
   return false;
 }
 
-Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int) {
+int CudaDeviceCount() { return 0; }
+
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int, MemoryPlan) {
   return MakeError(ErrorCode::kEnvironment, kReason);
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/torch_device.h"
 
@@ -12,11 +13,16 @@ namespace shardplan::executor {
 
 // True if a GPU can be used; otherwise `reason` (may be null) says why not.
 bool CudaIsAvailable(std::string* reason);
+// 0: none can be used.
+int CudaDeviceCount();
 
 // streams[0] of the plan is the current CUDA stream of the calling thread when the engine is made (where the
 // model computes); the others are taken from LibTorch's pool, high priority where the plan says priority < 0.
 // Waiting, recording and freeing follow the plan alone. kEnvironment: no such GPU.
-Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index);
+// memory: an arena is NCCL's memory (ncclMemAlloc) where that is to be had, and MakeNcclCollectives registers
+// it with every communicator.
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index,
+                                                    MemoryPlan memory = MemoryPlan::kAllocator);
 
 struct NcclOptions {
   std::chrono::milliseconds timeout{600'000};

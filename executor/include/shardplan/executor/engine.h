@@ -72,6 +72,10 @@ class Model {
   // parameters in another place.
   virtual Status ShardedParametersRead(UnitId) { return {}; }
 
+  // A copy from `src` to `dst` (an all-gather's input or of its output) of a unit with an all-gather
+  // extension is to be made on the stream. True: the model has filled `dst` itself.
+  virtual Result<bool> MoveExtended(BufferId /*src*/, BufferId /*dst*/, StreamId) { return false; }
+
   // RunsItself only. Before an instruction reads a grad_unsharded buffer: give the device the gradients, one
   // tensor per part, in the order of Buffer::parameters (TorchDevice::SetParts). They may be of any layout
   // and strides; a parameter that got no gradient gives zeros.

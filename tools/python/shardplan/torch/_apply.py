@@ -13,15 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _flat
 from ._errors import PlanError
+from ._extension import ExtendedParameter
 from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, unwrapped
 from ._flat_state_dict import hook_state_dicts
 from ._init import Initialise, Source, reset_parameters
 from ._mesh import mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
-from ._precision import casts_of
+from ._precision import casts_of, precision_of, torch_dtype
 from ._replan import plan_again
 from ._shard import (
     ShardedParameter,
+    adopt_parameter,
     as_dtensor,
     data_parallel_dims,
     gradient_unwrapper,
@@ -49,39 +51,76 @@ def load_plan(path: str | os.PathLike) -> native.Plan:
         raise PlanError(str(error)) from None
 
 
-def _shard_unit(plan, unit, by_fqn: dict[str, ModelParameter], mesh: DeviceMesh) -> list[ShardedParameter]:
+def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], mesh: DeviceMesh) -> list[ShardedParameter]:
     """Replaces the unit's parameters by their shards."""
+    unit = plan.units[unit_id]
     dims = data_parallel_dims(plan, unit, mesh)
-    sharded = [shard_parameter(by_fqn[p.fqn].parameter, dims, p.shard_dim) for p in unit.parameters]
+    host = plan.shards_on_host(unit_id)
+    sharded = [shard_parameter(by_fqn[p.fqn].parameter, dims, p.shard_dim, host) for p in unit.parameters]
     for expected, result in zip(unit.parameters, sharded):
         for slot in by_fqn[expected.fqn].slots:
             slot.module.register_parameter(slot.name, result.shard)
     return sharded
 
 
+def _supply_shards(runtime, unit_id: int, unit, sharded: list[ShardedParameter]) -> None:
+    """What is gathered. Of a parameter with an extension that is what the extension makes: a tensor like the shard is put
+    where the shard would be."""
+
+    def part(expected, result: ShardedParameter) -> torch.Tensor:
+        if not expected.gathered:
+            return result.padded
+        like_the_shard = [(t.dtype, t.numel) for t in expected.gathered] == [(expected.dtype, result.padded.numel())]
+        dtype = torch_dtype(expected.dtype)
+        return torch.empty(result.padded.numel() if like_the_shard else 0, dtype=dtype, device=result.padded.device)
+
+    runtime.set_shards(unit_id, [part(*both) for both in zip(unit.parameters, sharded)])
+
+
 def _grad_maker(spec):
     return lambda local: as_dtensor(local, spec)
 
 
+def _adopter(plan, shards: list):
+    """What is called when a module holds another sharded parameter than ours."""
+
+    def adopt(unit: int, parameter: int, found) -> None:
+        adopt_parameter(plan.units[unit].parameters[parameter], shards[unit][parameter], found)
+
+    return adopt
+
+
+def _add_extensions(runtime, plan, unit_id: int, by_fqn: dict[str, ModelParameter], sharded, mesh, model) -> None:
+    unit = plan.units[unit_id]
+    for index, (expected, result) in enumerate(zip(unit.parameters, sharded)):
+        if not expected.gathered:
+            continue
+        precision = precision_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
+        holder = by_fqn[expected.fqn].slots[0].module
+        extension = ExtendedParameter(expected, result, holder, data_parallel_dims(plan, unit, mesh), precision)
+        runtime.add_extension(unit_id, index, extension.inputs, extension.finish)
+
+
 def _add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter], sharded) -> None:
     for index, (expected, result) in enumerate(zip(unit.parameters, sharded)):
-        unsharded = whole_parameter(runtime.unsharded_view(unit_id, index), result)
+        view = torch.empty(0) if expected.gathered else runtime.unsharded_view(unit_id, index)
+        unsharded = whole_parameter(view, result)
         slots = [
             (slot.module, slot.module._parameters, slot.name, _flat.fast_slot(slot.module))
             for slot in by_fqn[expected.fqn].slots
         ]
-        make_grad = _grad_maker(result.shard._spec)
+        make_grad = _grad_maker(result.spec)
         runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
 
 
-def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list):
+def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, memory: str):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout_s(mesh))
+    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout_s(mesh), memory == "arena")
 
 
-def _hook_unit(runtime, unit: int, modules: list[nn.Module], casts) -> list:
-    pre_forward, post_forward = runtime.hooks(unit, len(modules), *casts)
+def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> list:
+    pre_forward, post_forward = runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval)
     handles = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
@@ -95,12 +134,12 @@ def _hook_modules(plan, model: nn.Module, runtime) -> list:
     handles = []
     for unit_id, unit in enumerate(plan.units):
         of_unit = [modules[fqn] for fqn in unit.modules]
-        handles += _hook_unit(runtime, unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
+        handles += _hook_unit(runtime, plan, unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
     if not any("" in unit.modules for unit in plan.units):
         # A root without parameters of its own is no unit, yet it casts inputs and outputs.
         casts = casts_of(plan, "", model)
         if casts != (None, None):
-            handles += _hook_unit(runtime, -1, [model], casts)
+            handles += _hook_unit(runtime, plan, -1, [model], casts)
     return handles
 
 
@@ -115,8 +154,8 @@ def _shard_all(runtime, plan, model, by_fqn, mesh: DeviceMesh, source: Source, g
         if unit.flat:
             shards.append(_flat.FlatUnit(runtime, i, plan, by_fqn, mesh_rank(mesh), groups))
         else:
-            shards.append(_shard_unit(plan, unit, by_fqn, mesh))
-            runtime.set_shards(i, [result.padded for result in shards[i]])
+            shards.append(_shard_unit(plan, i, by_fqn, mesh))
+            _supply_shards(runtime, i, unit, shards[i])
     source.prepare([module for module in model.modules() if id(module) not in prepared])
     return shards
 
@@ -133,17 +172,20 @@ class Applied:
     runtime: native.Runtime
     by_fqn: dict[str, ModelParameter]
     shards: list  # by unit: [ShardedParameter], or a FlatUnit
+    memory: str
     handles: list = dataclasses.field(default_factory=list)
     settings: dict = dataclasses.field(default_factory=dict)
 
     def start(self) -> None:
         """The shards are there: makes the engine, and hooks it into the model."""
         self.runtime.start()
+        self.runtime.set_adopt(_adopter(self.plan, self.shards))
         for i, unit in enumerate(self.plan.units):
             if unit.flat:
                 self.shards[i].add(self.plan, modules_of(self.model)[unit.modules[0]])
             else:
                 _add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
+                _add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.mesh, self.model)
         self.handles = _hook_modules(self.plan, self.model, self.runtime)
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
@@ -161,6 +203,8 @@ class Applied:
         for unit in self.plan.units:
             if unit.flat:
                 raise PlanError('on_deviation="replan" is for layout per_parameter (policy fsdp2)')
+            if any(parameter.gathered for parameter in unit.parameters):
+                raise PlanError('on_deviation="replan" is for units without all-gather extensions')
         applied = weakref.ref(self)  # the runtime is the model's, through its hooks
 
         def on_step_end() -> None:
@@ -180,9 +224,9 @@ class Applied:
             handle.remove()
         self.plan = plan
         self.groups = process_groups(plan, self.mesh)
-        self.runtime = _make_runtime(plan, self.mesh, self.device, self.groups)
+        self.runtime = _make_runtime(plan, self.mesh, self.device, self.groups, self.memory)
         for i, sharded in enumerate(self.shards):
-            self.runtime.set_shards(i, [result.padded for result in sharded])
+            _supply_shards(self.runtime, i, plan.units[i], sharded)
         self.start()
         self.fall_back_on_deviation()
 
@@ -209,6 +253,7 @@ def apply(
     initialise: Initialise = reset_parameters,
     broadcast_from_rank_0: bool = False,
     on_deviation: str = "stop",
+    memory: str = "allocator",
 ) -> nn.Module:
     """Makes `model` train by replaying `plan`; returns the same module.
 
@@ -218,6 +263,8 @@ def apply(
     on_deviation: what happens in a step that does not pass the plan's points. "stop": RuntimeError where it deviates.
     "replan": a warning that says where; the step is finished without the plan, slowly, and the next one follows a plan made
     of what this one did (all ranks have to deviate alike).
+    memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer at an
+    address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
     plan: a plan document's path, or what load_plan returned.
     mesh: ranks in the plan's arrangement; None: all ranks of the default process group.
@@ -231,6 +278,8 @@ def apply(
     """
     if on_deviation not in ("stop", "replan"):
         raise ValueError(f'on_deviation is "stop" or "replan", not {on_deviation!r}')
+    if memory not in ("allocator", "arena"):
+        raise ValueError(f'memory is "allocator" or "arena", not {memory!r}')
     if hasattr(model, _ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
     if not isinstance(plan, native.Plan):
@@ -240,10 +289,10 @@ def apply(
     device = check_placement(by_fqn, mesh)
     mesh = resolve_mesh(plan, mesh, device)
     groups = process_groups(plan, mesh)
-    runtime = _make_runtime(plan, mesh, device, groups)
+    runtime = _make_runtime(plan, mesh, device, groups, memory)
     source = Source(by_fqn, mesh, device, initialise, broadcast_from_rank_0)
     shards = _shard_all(runtime, plan, model, by_fqn, mesh, source, groups)
-    applied = Applied(model, plan, mesh, device, groups, runtime, by_fqn, shards)
+    applied = Applied(model, plan, mesh, device, groups, runtime, by_fqn, shards, memory)
     applied.start()
     if plan.policy == "fsdp1":
         flat = [shard for shard in shards if isinstance(shard, _flat.FlatUnit)]

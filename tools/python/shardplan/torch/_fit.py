@@ -99,6 +99,17 @@ def _difference(expected, found: ModelParameter | None, unit) -> str | None:
     return None
 
 
+def _extension_difference(expected, found: ModelParameter, unit) -> str | None:
+    """An all-gather extension that only the plan or only the model knows, or that is not replayed."""
+    name = f"parameter {expected.fqn} of {_unit_name(unit)}"
+    in_plan, in_model = bool(expected.gathered), hasattr(found.parameter, "fsdp_pre_all_gather")
+    if in_plan != in_model:
+        return f"{name}: all-gather extension expected {in_plan}, found {in_model}"
+    if in_plan and (unit.shard_communicator < 0 or expected.shard_dim != 0):
+        return f"{name}: all-gather extensions are replayed on several ranks and for dimension 0 only"
+    return None
+
+
 def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> Iterable[str]:
     held: dict[int, object] = {}  # id of the parameter -> its unit
     for unit in plan.units:
@@ -114,8 +125,8 @@ def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> 
                         f"parameter {expected.fqn} of {_unit_name(unit)}: tied, and of {_unit_name(other)} as well; one "
                         "unit has to hold it (a group of both modules, or the root)"
                     )
-            if expected.extended:
-                yield f"parameter {expected.fqn} of {_unit_name(unit)}: all-gather extensions are not replayed"
+            if found is not None and (difference := _extension_difference(expected, found, unit)):
+                yield difference
             if difference := _difference(expected, found, unit):
                 yield difference
     ignored = set(plan.ignored_parameters)

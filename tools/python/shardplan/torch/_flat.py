@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ._fit import ModelParameter, Slot, modules_of
-from ._precision import precision_of, torch_dtype
+from ._precision import matches, precision_of, torch_dtype
 
 FLAT_NAME = "_flat_param"
 _ATTRIBUTE = "_shardplan_flat_units"
@@ -141,21 +141,39 @@ class FlatUnit:
         self.runtime.add_flat_unit(self.id, self.original, self.trains, grad_dtype, described, views)
 
 
-@torch.no_grad()
-def cast_buffers(plan, model: nn.Module) -> None:
-    """Mixed precision's buffer_dtype: floating-point buffers are cast once; of nested units the innermost one decides."""
+def _buffer_dtypes(plan, model: nn.Module) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """(floating-point buffer, the buffer_dtype of its unit): of nested units the innermost one decides."""
     modules = modules_of(model)
     fqns = {fqn for unit in plan.units for fqn in unit.modules} | {""}
-    done: set[int] = set()
+    ignored = [m for fqn, m in modules.items() if any(matches(entry, fqn, m) for entry in plan.ignored_modules)]
+    done = {id(buffer) for module in ignored for buffer in module.buffers()}
+    found = []
     for fqn in sorted(fqns, key=lambda fqn: -len(fqn.split(".")) if fqn else 1):
         precision = precision_of(plan, fqn, modules[fqn])
         dtype = torch_dtype(precision.buffer_dtype) if precision is not None else None
         for buffer in modules[fqn].buffers():
-            if id(buffer) in done:
-                continue
+            if id(buffer) not in done and dtype is not None and buffer.is_floating_point():
+                found.append((buffer, dtype))
             done.add(id(buffer))
-            if dtype is not None and buffer.is_floating_point():
-                buffer.data = buffer.to(dtype)
+    return found
+
+
+def cast_buffers(plan, model: nn.Module) -> None:
+    """Mixed precision's buffer_dtype: floating-point buffers are cast now; with full_precision_in_eval a forward of a model
+    that is not in training mode finds them in their own dtype again."""
+    casts = [(buffer, dtype, buffer.dtype) for buffer, dtype in _buffer_dtypes(plan, model)]
+
+    @torch.no_grad()
+    def cast(low: bool) -> None:
+        for buffer, dtype, original in casts:
+            buffer.data = buffer.to(dtype if low else original)
+
+    cast(low=True)
+    modules = modules_of(model)
+    units = [unit for unit in plan.units if unit.parameters and "" in unit.modules] or plan.units
+    precisions = [precision_of(plan, unit.modules[0], modules[unit.modules[0]]) for unit in units]
+    if casts and plan.full_precision_in_eval and any(p is not None and p.param_dtype for p in precisions):
+        model.register_forward_pre_hook(lambda module, _args: cast(low=module.training), prepend=True)
 
 
 def remember(model: nn.Module, units: list[FlatUnit]) -> None:

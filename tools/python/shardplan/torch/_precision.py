@@ -15,7 +15,7 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _matches(entry: str, fqn: str, module: nn.Module) -> bool:
+def matches(entry: str, fqn: str, module: nn.Module) -> bool:
     """A unit rule's entry against a module: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
     if entry.startswith("class:"):
         return type(unwrapped(module)).__name__ == entry.removeprefix("class:")
@@ -26,7 +26,7 @@ def _matches(entry: str, fqn: str, module: nn.Module) -> bool:
 def precision_of(plan, fqn: str, module: nn.Module):
     """The mixed precision of the unit whose first module this is, or None."""
     for rule in plan.unit_rules:
-        if any(_matches(entry, fqn, module) for entry in rule.modules):
+        if any(matches(entry, fqn, module) for entry in rule.modules):
             return rule.mixed_precision or plan.mixed_precision
     return plan.mixed_precision
 

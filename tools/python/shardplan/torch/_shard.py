@@ -21,11 +21,13 @@ class ShardedParameter:
 
     shard: what the modules hold between steps, a DTensor whose local tensor is the first rows of `padded`.
     padded: flat, the size of the first rank's piece, zeros after this rank's own: what is gathered.
+    spec: of `shard`.
     whole_spec: of a DTensor parameter (cut over dimensions of the mesh that are not FSDP's), its own spec.
     """
 
     shard: nn.Parameter
     padded: torch.Tensor
+    spec: DTensorSpec
     whole_spec: DTensorSpec | None = None
 
 
@@ -87,9 +89,9 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 @torch.no_grad()
-def shard_parameter(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: int) -> ShardedParameter:
+def shard_parameter(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: int, host: bool) -> ShardedParameter:
     """Cuts as torch.chunk does. `parameter` holds the whole values (of a DTensor: this rank's part of them), the same on
-    all ranks of FSDP's dimensions."""
+    all ranks of FSDP's dimensions. host: the shard is in host memory (pinned, where the values came from a GPU)."""
     spec = _spec(parameter, dims, shard_dim)
     whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     ranks = dims.mesh.size(dims.shard)
@@ -102,9 +104,41 @@ def shard_parameter(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: 
     padded = whole.new_zeros(shape)
     if own:
         padded.narrow(shard_dim, 0, length).copy_(own[0])
+    if host and padded.device.type != "cpu":
+        padded = padded.cpu().pin_memory()
     local = as_dtensor(padded.narrow(shard_dim, 0, length), spec)
     shard = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    return ShardedParameter(shard, padded.view(-1), parameter._spec if isinstance(parameter, DTensor) else None)
+    return ShardedParameter(shard, padded.view(-1), spec, parameter._spec if isinstance(parameter, DTensor) else None)
+
+
+@torch.no_grad()
+def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
+    """`found` is what modules hold now in place of the sharded parameter (Module.to, load_state_dict(assign=True)): its values
+    go into our memory, which becomes its own, as FSDP2 does. Raises PlanError for one that the plan does not fit."""
+    if not isinstance(found, DTensor):
+        raise PlanError(
+            f"parameter {expected.fqn} was replaced by a {type(found).__name__}: expected a DTensor like the one that "
+            "shardplan.torch.apply made"
+        )
+    meta, new = sharded.spec.tensor_meta, found._spec.tensor_meta
+    for what, wanted, is_now in (
+        ("dtype", meta.dtype, new.dtype),
+        ("shape", list(meta.shape), list(new.shape)),
+        ("placements", sharded.spec.placements, found.placements),
+    ):
+        if wanted != is_now:
+            raise PlanError(
+                f"parameter {expected.fqn} was changed after shardplan.torch.apply: {what} expected {wanted}, found {is_now}; "
+                "plan the model as it is now"
+            )
+    sharded.shard = found
+    local = found._local_tensor
+    if expected.gathered:  # an extension, which is asked anew each time
+        return
+    kept = sharded.padded[: local.numel()].view(local.shape)
+    if local.data_ptr() != kept.data_ptr():
+        kept.copy_(local)
+        found._local_tensor = kept
 
 
 def whole_parameter(view: torch.Tensor, sharded: ShardedParameter) -> nn.Parameter:

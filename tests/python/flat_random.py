@@ -1,0 +1,116 @@
+"""Random small models and settings of fsdp1: `python tests/python/flat_random.py --cases 300 [--seed N]` runs many next to real
+FullyShardedDataParallel and says how many agree; the test suite runs some. A case is made of its number alone.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import flat_equivalence
+from equivalence import Case
+from equivalence_random import main_of
+from flat_settings import END, HSDP, IN_BACKWARD, case, evaluating, micro, no_sync
+
+DTYPES = [
+    None,
+    None,
+    {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    {"param_dtype": "bfloat16"},
+    {"reduce_dtype": "bfloat16"},
+    {"param_dtype": "bfloat16", "keep_low_precision_grads": True},
+]
+
+
+def _arguments(draw: random.Random, shape: str, original: bool) -> dict:
+    layers = draw.randint(1, 4)
+    arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
+    arguments["bias"] = draw.random() < 0.7
+    arguments["outputs"] = draw.choice(["tensor", "tuple", "dict"])
+    arguments["bare_root"] = draw.random() < 0.3
+    if draw.random() < 0.25:
+        arguments[draw.choice(["used_twice", "in_a_row"])] = draw.randrange(layers)
+    if layers > 1 and draw.random() < 0.2:
+        arguments["unused"] = [draw.choice([i for i in range(layers) if i != arguments.get("used_twice")])]
+    if shape == "root" and layers > 1 and draw.random() < 0.5:
+        arguments["tied"] = True
+    if draw.random() < 0.3:
+        frozen = [f"layers.{i}" for i in range(layers)] if shape == "layers" else []
+        if original:
+            frozen += ["stem", "head.bias", "scale"]
+            frozen += [f"layers.{i}.{part}" for i in range(layers) for part in ("norm", "up", "down.weight")]
+        # The head trains: something has to.
+        arguments["frozen"] = draw.sample(frozen, min(len(frozen), draw.randint(1, 3)))
+    return arguments
+
+
+def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
+    units: list[dict] = []
+    if shape == "nested":
+        units.append({"modules": [draw.choice(["layers.*.up", "layers.*.norm"])]})
+    if shape in ("layers", "nested"):
+        units.append({"modules": ["layers.*"]})
+    elif shape == "some":
+        units += [{"modules": [f"layers.{i}"]} for i in range(layers) if draw.random() < 0.6]
+    units += [{"modules": [name]} for name in ("head", "stem") if draw.random() < 0.25]
+    return [*units, {"modules": [""]}]
+
+
+def _program(draw: random.Random) -> dict:
+    """What a step does: `program` and, where a forward has no gradients, `groups`."""
+    kind = draw.choice(["", "", "", "accumulate", "no_sync", "evaluate"])
+    if kind == "accumulate":
+        count = draw.randint(2, 3)
+        return {"program": [[call for number in range(count) for call in micro(number)] + END]}
+    if kind == "no_sync":
+        return {"program": no_sync(draw.randint(2, 3))}
+    if kind == "evaluate":
+        return evaluating(before=draw.random() < 0.5)
+    return {}
+
+
+def make_case(seed: int) -> Case:
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2, 2, 2, 3, 4])
+    shape = draw.choice(["layers", "layers", "nested", "some", "root"])
+    original = draw.random() < 0.5
+    arguments = _arguments(draw, shape, original)
+    fields: dict = {"use_orig_params": original, "steps": 3, "optimizer": draw.choice(["adamw", "sgd"]), **_program(draw)}
+    shardings = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
+    if ranks == 4:
+        shardings += ["hybrid_shard", "hybrid_shard_zero2"]
+    fields["sharding"] = draw.choice(shardings)
+    if fields["sharding"].startswith("hybrid"):
+        fields["mesh"] = HSDP
+    units = _units(draw, shape, arguments["layers"])
+    reduces_twice = fields.get("program", [[]])[0][:1] == micro(0)[:1] and "groups" not in fields
+    whole = ranks == 1 or fields["sharding"] == "no_shard"
+    if whole and reduces_twice:
+        fields["tolerance"] = 1e-6  # FSDP1 adds to the reduced gradient, and reduces the sum
+    if fields["sharding"] == "full_shard" and not reduces_twice and draw.random() < 0.15:
+        units[0]["sharding"] = draw.choice(["no_shard", "shard_grad_op"])
+    if (dtypes := draw.choice(DTYPES)) is not None and not (whole and reduces_twice):
+        fields["mixed_precision"] = dtypes
+        if "keep_low_precision_grads" in dtypes:
+            fields["optimizer"] = "sgd"
+        if "groups" in fields:
+            fields["full_precision_in_eval"] = draw.random() < 0.6
+    fields["backward_prefetch"] = draw.choice(["backward_pre", "backward_pre", "backward_post", "none"])
+    fields["forward_prefetch"] = draw.random() < 0.3
+    fields["limit_all_gathers"] = draw.random() < 0.7
+    # FSDP1 would lose the first gradient; an optimizer could overtake the copies of a forward without gradients.
+    if draw.random() < 0.2 and not reduces_twice and "groups" not in fields:
+        fields["cpu_offload"] = True
+    if original and draw.random() < 0.2 and not fields.keys() & {"program", "cpu_offload"}:
+        fields["strategy_optimizer"] = IN_BACKWARD
+    elif draw.random() < 0.2:
+        fields["clip"] = 0.05
+    if draw.random() < 0.15:
+        fields["checkpoint"], fields["strategy_checkpoint"] = ("layers.*.up",), {"modules": ["layers.*.up"]}
+    if draw.random() < 0.1 and not arguments.get("tied") and "mixed_precision" not in fields:
+        fields["ignored_parameters"] = ["head.weight"]
+    return case(f"flat{seed}", units=units, ranks=ranks, arguments=arguments, **fields)
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(make_case, flat_equivalence.compare, __doc__))
