@@ -59,11 +59,14 @@ Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
       plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
     if (Status status = flat.WriteBack(); !status) return status;
   }
+  // Nothing is gathered of a unit that is not sharded: its parameters are views of the shard.
+  const BufferId whole = evaluates ? unsharded_buffer_[unit] : buffer;
+  const bool gathers = whole >= 0 && plan_->buffers[whole].role == BufferRole::kParamUnsharded;
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
     const auto parameter = static_cast<std::int32_t>(i);
-    Result<at::Tensor> view =
-        evaluates ? evaluation_->FlatView(unit, parameter) : device_->ParameterView(buffer, parameter);
+    Result<at::Tensor> view = evaluates && gathers ? evaluation_->FlatView(unit, parameter)
+                                                   : device_->ParameterView(whole, parameter);
     if (!view) return std::unexpected(std::move(view.error()));
     views.push_back(std::move(*view));
   }

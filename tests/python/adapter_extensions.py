@@ -83,7 +83,7 @@ class Bfloat16(Wrapper):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         (gathered,) = outputs
         if out is not None:
-            with torch.autograd._unsafe_preserve_version_counter(out):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(gathered[: metadata[0]])
             return None
         made = gathered[: metadata[0]].to(param_dtype)
@@ -103,7 +103,7 @@ class Float8(Wrapper):
         rows = numbers.shape[0] // scales.numel()
         made = (numbers.to(param_dtype) * scales.repeat_interleave(rows)[:, None].to(param_dtype))[: metadata[0]]
         if out is not None:
-            with torch.autograd._unsafe_preserve_version_counter(out):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(made)
             return None
         made = made.clone()

@@ -141,6 +141,25 @@ def parameters_shown(case: Case, plan: str) -> bool:
     return largest_difference(*shown)[0] == 0.0
 
 
+def gradients_summoned(case: Case, plan: str) -> tuple[float, str]:
+    """Whole gradients, changed, and what the optimizer makes of them."""
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    both, seen = models_of(case, plan), []
+    for model in both:
+        train(case, model, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss(case, model, 7).backward()
+        summon = FSDP.summon_full_params if isinstance(model, FSDP) else sp.summon_full_params
+        with summon(model, with_grads=True), torch.no_grad():
+            seen.append({clean(name): p.grad.clone() for name, p in model.named_parameters()})
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+        optimizer.step()
+    return max(largest_difference(*seen), largest_difference(*map(whole_parameters, both)))
+
+
 SCENARIOS = {
     f.__name__: f
     for f in (
@@ -151,6 +170,7 @@ SCENARIOS = {
         state_dicts,
         evaluation,
         parameters_shown,
+        gradients_summoned,
     )
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,58 @@ def _hide_flat(flat: FlatUnit) -> None:
     for position, slots in enumerate(flat.slots):
         flat.show_view(position)
     flat.module._parameters[FLAT_NAME] = flat.visible[0]
+
+
+@torch.no_grad()
+def _gather_gradient(flat: FlatUnit) -> torch.Tensor | None:
+    """The whole flat gradient, zeros where a rank has none; None when no rank has any. Collective."""
+    grads = [parameter.grad for parameter in flat.visible]
+    without = torch.tensor([all(grad is None for grad in grads)], dtype=torch.int32, device=flat.shard.device)
+    dist.all_reduce(without, group=flat.group)
+    if without.item() == flat.ranks:
+        return None
+    own = torch.zeros_like(flat.shard)
+    for position, grad in enumerate(grads):
+        offset, numel = flat.slice_of(position)
+        if grad is not None and numel > 0:
+            own[offset : offset + numel].copy_(grad.view(-1))
+    whole = own.new_empty(flat.ranks * own.numel())
+    dist.all_gather_into_tensor(whole, own, group=flat.group)
+    return whole
+
+
+@contextlib.contextmanager
+def summoned_gradients(units: list[FlatUnit], writeback: bool) -> Iterator[tuple[Callable, Callable]]:
+    """Around `summoned`: gives functions that show and hide the whole .grad of original parameters inside of it."""
+    kept = []
+    for flat in units:
+        if flat.original and flat.ranks > 1 and flat.parameters:
+            kept.append((flat, [parameter.grad for parameter in flat.visible], _gather_gradient(flat)))
+    for flat, _, _ in kept:
+        for parameter in flat.visible:
+            parameter.grad = None
+
+    def show() -> None:
+        for flat, _, whole in kept:
+            if whole is not None:
+                for found, view in zip(flat.parameters, _views(flat, whole)):
+                    found.parameter.grad = view
+
+    def hide() -> None:
+        for flat, _, _ in kept:
+            for found in flat.parameters:
+                found.parameter.grad = None
+
+    try:
+        yield show, hide
+    finally:
+        for flat, grads, whole in kept:
+            begin = flat.index * flat.shard.numel()
+            for position, (parameter, grad) in enumerate(zip(flat.visible, grads)):
+                offset, numel = flat.slice_of(position)
+                if writeback and whole is not None and grad is not None and numel > 0:
+                    grad.copy_(whole[begin + offset : begin + offset + numel].view_as(grad))
+                parameter.grad = grad
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ._fit import Slot, parameters_of
 from ._flat import flat_units
-from ._flat_whole import summoned
+from ._flat_whole import summoned, summoned_gradients
 
 
 def _own_part(whole: torch.Tensor, shard: DTensor) -> torch.Tensor:
@@ -33,10 +33,11 @@ def _bind(slots: list[Slot], parameter: nn.Parameter) -> None:
 
 
 @contextlib.contextmanager
-def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[None]:
+def summon_full_params(model: nn.Module, writeback: bool = True, with_grads: bool = False) -> Iterator[None]:
     """Inside, the modules of an applied plan hold whole parameters, in the dtype that they have between steps.
 
     writeback: what was changed in them, the same on all ranks, is there afterwards; otherwise changes are dropped.
+    with_grads: the same for their gradients; for flat plans with original parameters.
     Collective; only between steps; the model cannot run inside.
     """
     from ._apply import applied_to
@@ -45,6 +46,8 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     if not runtime.between_steps:
         raise RuntimeError("shardplan: summon_full_params works between steps only; a forward waits for its backward")
     flat = flat_units(model)
+    if with_grads and (not flat or not all(unit.original for unit in flat)):
+        raise ValueError("shardplan: summon_full_params: with_grads is for flat plans with original parameters (use_orig_params)")
     seen = {id(parameter) for unit in flat for parameter in unit.visible}
     found = list({id(p): p for p in parameters_of(model).values() if id(p.parameter) not in seen}.values())
     runtime.suspend("the model cannot run inside summon_full_params")
@@ -57,8 +60,10 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
             whole.requires_grad_(shard.requires_grad)
             wholes.append(whole)
             _bind(entry.slots, whole)
-        with summoned(flat, writeback):
+        with summoned_gradients(flat if with_grads else [], writeback) as (show, hide), summoned(flat, writeback):
+            show()
             yield
+            hide()
         if writeback:
             with torch.no_grad():
                 for shard, whole in zip(sharded, wholes):
