@@ -85,11 +85,14 @@ def make_case(seed: int) -> Case:
     units = _units(draw, shape, arguments["layers"])
     reduces_twice = fields.get("program", [[]])[0][:1] == micro(0)[:1] and "groups" not in fields
     whole = ranks == 1 or fields["sharding"] == "no_shard"
-    if whole and reduces_twice:
-        fields["tolerance"] = 1e-6  # FSDP1 adds to the reduced gradient, and reduces the sum
+    sums_in_another_order = (whole and reduces_twice) or (
+        "program" in fields and "groups" not in fields and arguments.keys() & {"used_twice", "in_a_row"}
+    )
+    if sums_in_another_order:
+        fields["tolerance"] = 1e-6
     if fields["sharding"] == "full_shard" and not reduces_twice and draw.random() < 0.15:
         units[0]["sharding"] = draw.choice(["no_shard", "shard_grad_op"])
-    if (dtypes := draw.choice(DTYPES)) is not None and not (whole and reduces_twice):
+    if (dtypes := draw.choice(DTYPES)) is not None and not sums_in_another_order:
         fields["mixed_precision"] = dtypes
         if "keep_low_precision_grads" in dtypes:
             fields["optimizer"] = "sgd"
@@ -99,7 +102,9 @@ def make_case(seed: int) -> Case:
     fields["forward_prefetch"] = draw.random() < 0.3
     fields["limit_all_gathers"] = draw.random() < 0.7
     # FSDP1 would lose the first gradient; an optimizer could overtake the copies of a forward without gradients.
-    if draw.random() < 0.2 and not reduces_twice and "groups" not in fields:
+    # FSDP1 cannot assign an offloaded gradient in low precision.
+    low = fields.get("mixed_precision", {}).get("keep_low_precision_grads", False)
+    if draw.random() < 0.2 and not reduces_twice and "groups" not in fields and not low:
         fields["cpu_offload"] = True
     if original and draw.random() < 0.2 and not fields.keys() & {"program", "cpu_offload"}:
         fields["strategy_optimizer"] = IN_BACKWARD
