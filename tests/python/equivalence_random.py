@@ -16,8 +16,8 @@ from equivalence_settings import END, HSDP, micro, setter
 DTYPES = [None, None, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"reduce_dtype": "float64"}]
 
 
-def _arguments(draw: random.Random, shape: str) -> dict:
-    """`shape`: of the units. Ties are within a unit."""
+def random_arguments(draw: random.Random, shape: str, freezable) -> dict:
+    """Of the model. `shape`: of the units; ties are within a unit. `freezable(layers)`: names of what may be frozen."""
     layers = draw.randint(1, 4)
     arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
     arguments["bias"] = draw.random() < 0.7
@@ -30,11 +30,18 @@ def _arguments(draw: random.Random, shape: str) -> dict:
     if shape == "root" and layers > 1 and draw.random() < 0.5:
         arguments["tied"] = True
     if draw.random() < 0.3:
-        frozen = ["stem", "head.bias", "scale", *(f"layers.{i}" for i in range(layers))]
-        frozen += [f"layers.{i}.{part}" for i in range(layers) for part in ("norm", "up", "down.weight")]
+        frozen = freezable(layers)
         # The head trains: something has to.
-        arguments["frozen"] = draw.sample(frozen, draw.randint(1, 3))
+        arguments["frozen"] = draw.sample(frozen, min(len(frozen), draw.randint(1, 3)))
     return arguments
+
+
+def layer_parts(layers: int) -> list[str]:
+    return [f"layers.{i}.{part}" for i in range(layers) for part in ("norm", "up", "down.weight")]
+
+
+def _freezable(layers: int) -> list[str]:
+    return ["stem", "head.bias", "scale", *(f"layers.{i}" for i in range(layers)), *layer_parts(layers)]
 
 
 def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
@@ -83,7 +90,7 @@ def make_case(seed: int) -> Case:
     draw = random.Random(seed)
     ranks = draw.choice([2, 2, 3, 4])
     shape = draw.choice(["layers", "layers", "nested", "group", "some", "root"])
-    arguments = _arguments(draw, shape)
+    arguments = random_arguments(draw, shape, _freezable)
     strategy: dict = {"units": _units(draw, shape, arguments["layers"])}
     hsdp = ranks == 4 and draw.random() < 0.6
     if hsdp:

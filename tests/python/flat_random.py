@@ -4,12 +4,13 @@ FullyShardedDataParallel and says how many agree; the test suite runs some. A ca
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 
 import flat_equivalence
 from equivalence import Case
-from equivalence_random import main_of
+from equivalence_random import layer_parts, main_of, random_arguments
 from flat_settings import END, HSDP, IN_BACKWARD, case, evaluating, micro, no_sync
 
 DTYPES = [
@@ -22,26 +23,10 @@ DTYPES = [
 ]
 
 
-def _arguments(draw: random.Random, shape: str, original: bool) -> dict:
-    layers = draw.randint(1, 4)
-    arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
-    arguments["bias"] = draw.random() < 0.7
-    arguments["outputs"] = draw.choice(["tensor", "tuple", "dict"])
-    arguments["bare_root"] = draw.random() < 0.3
-    if draw.random() < 0.25:
-        arguments[draw.choice(["used_twice", "in_a_row"])] = draw.randrange(layers)
-    if layers > 1 and draw.random() < 0.2:
-        arguments["unused"] = [draw.choice([i for i in range(layers) if i != arguments.get("used_twice")])]
-    if shape == "root" and layers > 1 and draw.random() < 0.5:
-        arguments["tied"] = True
-    if draw.random() < 0.3:
-        frozen = [f"layers.{i}" for i in range(layers)] if shape == "layers" else []
-        if original:
-            frozen += ["stem", "head.bias", "scale"]
-            frozen += [f"layers.{i}.{part}" for i in range(layers) for part in ("norm", "up", "down.weight")]
-        # The head trains: something has to.
-        arguments["frozen"] = draw.sample(frozen, min(len(frozen), draw.randint(1, 3)))
-    return arguments
+def _freezable(shape: str, original: bool, layers: int) -> list[str]:
+    """Whole units; with original parameters parts of units too."""
+    units = [f"layers.{i}" for i in range(layers)] if shape == "layers" else []
+    return units + (["stem", "head.bias", "scale", *layer_parts(layers)] if original else [])
 
 
 def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
@@ -74,7 +59,7 @@ def make_case(seed: int) -> Case:
     ranks = draw.choice([1, 2, 2, 2, 3, 4])
     shape = draw.choice(["layers", "layers", "nested", "some", "root"])
     original = draw.random() < 0.5
-    arguments = _arguments(draw, shape, original)
+    arguments = random_arguments(draw, shape, functools.partial(_freezable, shape, original))
     fields: dict = {"use_orig_params": original, "steps": 3, "optimizer": draw.choice(["adamw", "sgd"]), **_program(draw)}
     shardings = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
     if ranks == 4:
