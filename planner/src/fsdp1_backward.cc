@@ -1,7 +1,9 @@
 // The hooks of a backward and what follows it (_runtime_utils.py).
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <set>
+#include <tuple>
 
 #include "fsdp1_policy.h"
 
@@ -36,27 +38,59 @@ void Fsdp1Policy::PreBackward(const HostEvent& event) {
 void Fsdp1Policy::OnBackwardBegin(const HostEvent& event) {
   backward_unit_ = -1;
   covered_ = event.microbatches;
-  std::set<Call> reached;
-  for (const TraceEvent& traced : trace_.backwards[event.range.pass].events) {
-    const auto* ready = std::get_if<OutputGradReadyEvent>(&traced);
-    if (ready == nullptr || ready->forward >= static_cast<std::int32_t>(covered_.size())) continue;
-    const UnitId unit = partition_.unit_of_module[index_.canonical[ready->module]];
-    if (unit >= 0) reached.insert({unit, ready->occurrence, covered_[ready->forward]});
-  }
+  const UndoneCalls calls = CallsUndoneBy(trace_.backwards[event.range.pass]);
   for (Handle& handle : handles_) {
-    handle.fires.reset();
-    if (!handle.hook) continue;
-    std::vector<Use> undone;
+    handle.undone.clear();
     for (const Use& use : handle.uses) {
-      if (std::ranges::find(covered_, use.call.microbatch) != covered_.end()) undone.push_back(use);
+      if (std::ranges::find(covered_, use.call.microbatch) != covered_.end()) handle.undone.push_back(use);
     }
-    const auto is_reached = [&](const Use& use) { return reached.contains(use.call); };
-    if (std::ranges::any_of(undone, is_reached)) std::erase_if(undone, std::not_fn(is_reached));
-    for (const Use& use : undone) {
-      if (handle.casts_params && use.views != *handle.hook) continue;
-      handle.fires = use.views;
-      break;
+    for (const std::set<Call>* kept : {&calls.reached, &calls.with_gradients}) {
+      const auto is_kept = [&](const Use& use) { return kept->contains(use.call); };
+      if (std::ranges::any_of(handle.undone, is_kept)) std::erase_if(handle.undone, std::not_fn(is_kept));
     }
+    FindWhereItFires(handle);
+  }
+}
+
+// Which calls of units a backward reaches, and in which of them a module's own parameters get gradients.
+Fsdp1Policy::UndoneCalls Fsdp1Policy::CallsUndoneBy(const Pass& backward) const {
+  UndoneCalls result;
+  std::set<ParameterId> trained;
+  std::set<std::tuple<ModuleId, std::int32_t, std::size_t>> ready;  // calls of modules, by covered forward
+  for (const TraceEvent& event : backward.events) {
+    if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) trained.insert(grad->parameter);
+    const auto* output = std::get_if<OutputGradReadyEvent>(&event);
+    if (output == nullptr || output->forward >= std::ssize(covered_)) continue;
+    ready.insert({index_.canonical[output->module], output->occurrence, output->forward});
+  }
+  for (std::size_t f = 0; f < std::min(covered_.size(), backward.forwards.size()); ++f) {
+    std::map<ModuleId, std::int32_t> calls;
+    for (const TraceEvent& event : trace_.forwards[backward.forwards[f]].events) {
+      const auto* enter = std::get_if<EnterEvent>(&event);
+      if (enter == nullptr) continue;
+      const ModuleId module = index_.canonical[enter->module];
+      const std::int32_t occurrence = calls[module]++;
+      if (!ready.contains({module, occurrence, f})) continue;
+      const UnitId own = partition_.unit_of_module[module];
+      if (own >= 0) result.reached.insert({own, occurrence, covered_[f]});
+      const UnitId unit = partition_.managed_by[module];
+      const auto trains = [&](const NamedParameter& named) { return trained.contains(named.parameter); };
+      if (unit < 0 || !std::ranges::any_of(trace_.modules[module].parameters, trains)) continue;
+      const ModuleId wrapped = index_.by_fqn.find(UnitOf(unit).fqn)->second;
+      const auto entered = calls.find(index_.canonical[wrapped]);
+      if (entered != calls.end()) result.with_gradients.insert({unit, entered->second - 1, covered_[f]});
+    }
+  }
+  return result;
+}
+
+void Fsdp1Policy::FindWhereItFires(Handle& handle) {
+  handle.fires.reset();
+  if (!handle.hook) return;
+  for (const Use& use : handle.undone) {
+    if (handle.casts_params && use.views != *handle.hook) continue;
+    handle.fires = use.views;
+    return;
   }
 }
 
@@ -93,6 +127,7 @@ void Fsdp1Policy::BackwardEnd(const HostEvent& event) {
     std::erase_if(handle.uses, [&](const Use& use) {
       return std::ranges::find(covered_, use.call.microbatch) != covered_.end();
     });
+    handle.undone.clear();
     handle.fires.reset();
   }
   if (final_callback_queued_) FinalCallback();

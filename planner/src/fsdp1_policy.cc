@@ -267,6 +267,11 @@ void Fsdp1Policy::PreForward(const HostEvent& event) {
   if (event.grad_enabled && !recomputes && handle.requires_grad) {
     handle.uses.push_back({current_call_, handle.views});
     if (!handle.hook) handle.hook = handle.views;
+  } else if (recomputes && handle.requires_grad && !handle.hook) {
+    // Hooked anew behind an earlier backward: on the accumulator that the forward's gradients go to, unless
+    // casts have made others.
+    handle.hook = handle.casts_params ? Call{} : handle.views;
+    FindWhereItFires(handle);
   }
   if (handle.offloads && strategy_.optimizer.in_backward) AllocateOn(handle.host_grad, kHost);
   if (event.grad_enabled && !handle.requires_grad && !handle.hooked_inputs) {

@@ -57,6 +57,11 @@ class Fsdp1Policy : public Policy {
     Call views;
   };
 
+  struct UndoneCalls {
+    std::set<Call> reached;
+    std::set<Call> with_gradients;
+  };
+
   struct Copy {
     BufferId buffer = -1;
     bool allocated = false;
@@ -100,6 +105,7 @@ class Fsdp1Policy : public Policy {
     std::optional<Call> hooked_inputs;  // reshard-only hook of a frozen unit: on the inputs of its first call
     Call views;                         // pre-forward in which the modules' views were made last
     std::vector<Use> uses;              // that a backward may undo, in the order of the forwards
+    std::vector<Use> undone;            // ... that this one does, and brings gradients
     std::optional<Call> hook;           // post_backward hangs on the gradient of the views made there
     std::optional<Call> fires;          // ... and runs in this backward when what was made since is undone
     // derived
@@ -121,6 +127,8 @@ class Fsdp1Policy : public Policy {
   void PreBackward(const HostEvent& event);
   void OnForwardBegin(const HostEvent& event);
   void OnBackwardBegin(const HostEvent& event);
+  UndoneCalls CallsUndoneBy(const Pass& backward) const;
+  static void FindWhereItFires(Handle& handle);
   void OnForwardUndone(const HostEvent& event);
   void BackwardEnd(const HostEvent& event);
   void OnInputsGradDone(const HostEvent& event);

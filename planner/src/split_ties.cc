@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -15,8 +16,8 @@ class Splitter {
       : trace_(trace), index_(index), partition_(partition) {}
 
   std::optional<Trace> Run() {
-    const bool shared =
-        std::ranges::any_of(partition_.owners, [](const auto& owners) { return owners.size() > 1; });
+    FindOwners();
+    const bool shared = std::ranges::any_of(owners_, [](const auto& owners) { return owners.size() > 1; });
     if (!shared) return std::nullopt;
     result_ = trace_;
     SplitParameters();
@@ -35,19 +36,41 @@ class Splitter {
     ParameterId parameter = -1;
   };
 
-  UnitId UnitOf(ModuleId module) const {
-    return module < 0 ? -1 : partition_.managed_by[index_.canonical[module]];
+  // What the events of a backward say of its storages.
+  struct Storages {
+    std::map<StorageId, Bytes> size;
+    std::map<StorageId, std::size_t> born, dead;
+    std::map<StorageId, std::vector<std::size_t>> written;  // by operators that write nothing else
+  };
+
+  UnitId UnitOf(ModuleId module) const { return partition_.managed_by[index_.canonical[module]]; }
+
+  // A unit's own parameters, and -1, last, where a module of no unit has the parameter as well: it goes on
+  // with what the model was made with.
+  void FindOwners() {
+    for (const std::vector<UnitParameterRef>& owners : partition_.owners) {
+      owners_.emplace_back();
+      for (const UnitParameterRef& owner : owners) owners_.back().push_back(owner.unit);
+    }
+    for (std::size_t m = 0; m < trace_.modules.size(); ++m) {
+      if (UnitOf(static_cast<ModuleId>(m)) >= 0) continue;
+      for (const NamedParameter& named : trace_.modules[m].parameters) {
+        std::vector<UnitId>& owners = owners_[named.parameter];
+        if (!owners.empty() && owners.back() >= 0) owners.push_back(-1);
+      }
+    }
   }
 
   // The parameter that stands for `parameter` in the module's unit.
   ParameterId In(ModuleId module, ParameterId parameter) const {
+    if (module < 0) return parameter;
     const auto found = copies_.find({parameter, UnitOf(module)});
     return found == copies_.end() ? parameter : found->second;
   }
 
   void SplitParameters() {
     for (std::size_t p = 0; p < trace_.parameters.size(); ++p) {
-      const std::vector<UnitParameterRef>& owners = partition_.owners[p];
+      const std::vector<UnitId>& owners = owners_[p];
       if (owners.size() < 2) continue;
       for (std::size_t o = 0; o < owners.size(); ++o) {
         auto id = static_cast<ParameterId>(p);
@@ -55,7 +78,7 @@ class Splitter {
           id = static_cast<ParameterId>(result_.parameters.size());
           result_.parameters.push_back(trace_.parameters[p]);
         }
-        copies_[{static_cast<ParameterId>(p), owners[o].unit}] = id;
+        copies_[{static_cast<ParameterId>(p), owners[o]}] = id;
         result_.parameters[id].fqn.clear();
         result_.parameters[id].shared_with.clear();
       }
@@ -84,17 +107,14 @@ class Splitter {
   }
 
   bool IsShared(ParameterId parameter) const {
-    return parameter < std::ssize(partition_.owners) && partition_.owners[parameter].size() > 1;
+    return parameter < std::ssize(owners_) && owners_[parameter].size() > 1;
   }
 
   void SplitBackward(Pass& pass) {
     drop_.clear();
     behind_.clear();
     roles_.clear();
-    born_.clear();
-    for (const TraceEvent& event : pass.events) {
-      if (const auto* born = std::get_if<AllocateEvent>(&event)) born_[born->storage] = born->size_bytes;
-    }
+    LookAt(pass);
     for (std::size_t i = 0; i < pass.events.size(); ++i) {
       const auto* grad = std::get_if<ParameterGradEvent>(&pass.events[i]);
       if (grad == nullptr || !IsShared(grad->parameter)) continue;
@@ -122,36 +142,71 @@ class Splitter {
     pass.events = std::move(events);
   }
 
+  void LookAt(const Pass& pass) {
+    storages_ = {};
+    inputs_done_.clear();
+    ran_.clear();
+    for (std::size_t i = 0; i < pass.events.size(); ++i) {
+      if (const auto* born = std::get_if<AllocateEvent>(&pass.events[i])) {
+        storages_.size[born->storage] = born->size_bytes;
+        storages_.born[born->storage] = i;
+      } else if (const auto* dead = std::get_if<FreeEvent>(&pass.events[i])) {
+        storages_.dead[dead->storage] = i;
+      } else if (const auto* op = std::get_if<OperatorEvent>(&pass.events[i])) {
+        if (op->writes.size() == 1) storages_.written[op->writes[0]].push_back(i);
+      } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&pass.events[i])) {
+        inputs_done_[partition_.unit_of_module[index_.canonical[done->module]]] = i;
+      }
+    }
+    for (const std::int32_t f : pass.forwards) {
+      for (const TraceEvent& event : trace_.forwards[f].events) {
+        const auto* enter = std::get_if<EnterEvent>(&event);
+        if (enter == nullptr) continue;
+        for (const NamedParameter& named : trace_.modules[enter->module].parameters) {
+          ran_.insert({named.parameter, UnitOf(enter->module)});
+        }
+      }
+    }
+  }
+
   // Of two tensors of its result's size that the backward has made.
   bool IsSum(const OperatorEvent& op) const {
     if (op.name != "aten.add" && op.name != "aten.add_") return false;
+    const auto& size = storages_.size;
     return op.reads.size() == 2 && op.parameters.empty() &&
            std::ranges::all_of(op.reads, [&](StorageId read) {
-             return born_.contains(read) && born_.at(read) == born_.at(op.writes[0]);
+             return size.contains(read) && size.at(read) == size.at(op.writes[0]);
            });
+  }
+
+  std::optional<std::size_t> LastWriter(StorageId storage, std::size_t before) const {
+    const auto found = storages_.written.find(storage);
+    if (found == storages_.written.end()) return std::nullopt;
+    const std::vector<std::size_t>& writers = found->second;
+    const auto behind = std::ranges::lower_bound(writers, before);
+    return behind == writers.begin() ? std::nullopt : std::optional(*std::prev(behind));
   }
 
   // Every part of the gradient that ends in `grad`, and the engine's sums between them, which go.
   std::vector<Part> PartsOf(const Pass& pass, const ParameterGradEvent& grad, std::size_t end) {
-    std::set<StorageId> sums = {grad.storage};  // and, once looked at, what is summed
-    std::map<StorageId, Part> parts;
-    for (std::size_t i = end; i-- > 0;) {
-      const auto* op = std::get_if<OperatorEvent>(&pass.events[i]);
-      if (op == nullptr || op->writes.size() != 1 || !sums.contains(op->writes[0])) continue;
-      const StorageId written = op->writes[0];
-      if (parts.contains(written)) continue;
-      if (IsSum(*op)) {
-        sums.insert(op->reads.begin(), op->reads.end());
-        drop_.insert(i);
-        if (op->name == "aten.add") summed_.insert(written);
-      } else {
-        parts[written] = {written, i, In(op->module, grad.parameter)};
+    std::vector<Part> parts;
+    std::vector<std::pair<StorageId, std::size_t>> open = {{grad.storage, end}};  // as written before there
+    while (!open.empty()) {
+      const auto [storage, before] = open.back();
+      open.pop_back();
+      const std::optional<std::size_t> writer = LastWriter(storage, before);
+      if (!writer) continue;
+      const auto& op = std::get<OperatorEvent>(pass.events[*writer]);
+      if (!IsSum(op)) {
+        parts.push_back({storage, *writer, In(op.module, grad.parameter)});
+        continue;
       }
+      for (const StorageId read : op.reads) open.emplace_back(read, *writer);
+      drop_.insert(*writer);
+      if (op.name == "aten.add") summed_.insert(storage);
     }
-    std::vector<Part> ordered;
-    for (const auto& [storage, part] : parts) ordered.push_back(part);
-    std::ranges::sort(ordered, {}, &Part::made);
-    return ordered;
+    std::ranges::sort(parts, {}, &Part::made);
+    return parts;
   }
 
   void PlaceParts(const Pass& pass, const ParameterGradEvent& grad, std::size_t end) {
@@ -165,12 +220,12 @@ class Splitter {
       by_copy[part.parameter].push_back(part);
       gone.insert(part.storage);
     }
-    for (std::size_t i = 0; i < end; ++i) {
-      const auto* born = std::get_if<AllocateEvent>(&pass.events[i]);
-      if (born != nullptr && summed_.contains(born->storage)) drop_.insert(i);
-      const auto* dead = std::get_if<FreeEvent>(&pass.events[i]);
-      if (dead != nullptr && gone.contains(dead->storage)) drop_.insert(i);
-    }
+    const auto drop = [&](const std::map<StorageId, std::size_t>& positions, StorageId storage) {
+      const auto found = positions.find(storage);
+      if (found != positions.end() && found->second < end) drop_.insert(found->second);
+    };
+    for (const StorageId storage : summed_) drop(storages_.born, storage);
+    for (const StorageId storage : gone) drop(storages_.dead, storage);
     for (const auto& [parameter, own] : by_copy) {
       const StorageId first = own.front().storage;
       roles_[first] = parameter;
@@ -182,7 +237,7 @@ class Splitter {
   void AddInPlace(const Pass& pass, StorageId sum, const Part& part) {
     const auto& maker = std::get<OperatorEvent>(pass.events[part.made]);
     OperatorEvent add{.name = "aten.add_", .module = maker.module, .dtype = maker.dtype};
-    add.bytes_written = born_.at(part.storage);
+    add.bytes_written = storages_.size.at(part.storage);
     add.bytes_read.value = 2 * add.bytes_written.value;
     add.reads = {sum, part.storage};
     add.writes = {sum};
@@ -194,43 +249,32 @@ class Splitter {
     drop_.insert(position);
     std::size_t last = pass.events.size() - 1;
     if (last > 0 && std::holds_alternative<BackwardEndEvent>(pass.events[last])) --last;
-    for (const UnitParameterRef& owner : partition_.owners[parameter]) {
-      if (!Ran(pass, parameter, owner.unit)) continue;
-      std::size_t behind = last;
-      for (std::size_t i = 0; i < pass.events.size(); ++i) {
-        const auto* done = std::get_if<InputsGradDoneEvent>(&pass.events[i]);
-        if (done == nullptr) continue;
-        if (partition_.unit_of_module[index_.canonical[done->module]] == owner.unit && i > 0) behind = i - 1;
-      }
-      behind_[behind].push_back(ParameterGradEvent{copies_.at({parameter, owner.unit}), -1});
+    for (const UnitId owner : owners_[parameter]) {
+      // Whether a module of the unit that names the parameter ran in the forwards of this backward.
+      if (!ran_.contains({parameter, owner})) continue;
+      const auto done = inputs_done_.find(owner);
+      const bool known = owner >= 0 && done != inputs_done_.end() && done->second > 0;
+      behind_[known ? done->second - 1 : last].push_back(
+          ParameterGradEvent{copies_.at({parameter, owner}), -1});
     }
-  }
-
-  // Whether a module of the unit that names the parameter ran in the forwards of this backward.
-  bool Ran(const Pass& backward, ParameterId parameter, UnitId unit) const {
-    for (const std::int32_t f : backward.forwards) {
-      for (const TraceEvent& event : trace_.forwards[f].events) {
-        const auto* enter = std::get_if<EnterEvent>(&event);
-        if (enter == nullptr || UnitOf(enter->module) != unit) continue;
-        const std::vector<NamedParameter>& named = trace_.modules[enter->module].parameters;
-        if (std::ranges::find(named, parameter, &NamedParameter::parameter) != named.end()) return true;
-      }
-    }
-    return false;
   }
 
   const Trace& trace_;
   const ModelIndex& index_;
   const Partition& partition_;
   Trace result_;
+  std::vector<std::vector<UnitId>> owners_;  // by parameter
   std::map<std::pair<ParameterId, UnitId>, ParameterId> copies_;
-  // Of the backward that is looked at: positions that go, what comes behind a position, storages that become
-  // gradients, results of the engine's sums.
+  // Of the backward that is looked at: what its events say, the last of a unit's inputs_done, which units'
+  // modules that name a parameter ran before it; positions that go, what comes behind a position, storages
+  // that become gradients, results of the engine's sums.
+  Storages storages_;
+  std::map<UnitId, std::size_t> inputs_done_;
+  std::set<std::pair<ParameterId, UnitId>> ran_;
   std::set<std::size_t> drop_;
   std::map<std::size_t, std::vector<TraceEvent>> behind_;
   std::map<StorageId, ParameterId> roles_;
   std::set<StorageId> summed_;
-  std::map<StorageId, Bytes> born_;  // sizes
 };
 
 }  // namespace
