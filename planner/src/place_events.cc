@@ -29,18 +29,23 @@ Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder
   return {};
 }
 
-// If every repetition of the last step after some point came out the same: keeps the first of these.
-bool KeepOneOfEqualSteps(std::size_t first_repetition, Plan& plan) {
-  std::size_t first_equal = plan.steps.size() - 1;
-  while (first_equal > first_repetition &&
-         plan.steps[first_equal - 1].triggers == plan.steps.back().triggers) {
-    --first_equal;
+// If the repetitions of the last step came out the same from some point on, in turns of a few (two events
+// that take turns): keeps one turn of these.
+bool KeepOneTurnOfEqualSteps(std::size_t first_repetition, Plan& plan) {
+  const std::size_t count = plan.steps.size();
+  for (std::size_t turn = 1; 3 * turn <= count - first_repetition; ++turn) {
+    std::size_t first_equal = count - turn;
+    while (first_equal > first_repetition &&
+           plan.steps[first_equal - 1].triggers == plan.steps[first_equal - 1 + turn].triggers) {
+      --first_equal;
+    }
+    if (first_equal + 3 * turn > count) continue;
+    plan.steps.resize(first_equal + turn);
+    plan.steps[first_equal].name = "steady";
+    plan.steady_step = static_cast<std::int32_t>(first_equal);
+    return true;
   }
-  if (first_equal + 2 >= plan.steps.size()) return false;
-  plan.steps.resize(first_equal + 1);
-  plan.steps.back().name = "steady";
-  plan.steady_step = static_cast<std::int32_t>(first_equal);
-  return true;
+  return false;
 }
 
 }  // namespace
@@ -69,7 +74,7 @@ Status PlaceEvents(const PolicyInput& input, Plan& plan, std::vector<KnownFault>
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
   faults = (*policy)->Faults();
-  if (KeepOneOfEqualSteps(given - 1, plan)) return {};
+  if (KeepOneTurnOfEqualSteps(given - 1, plan)) return {};
   return std::unexpected(
       Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});
 }

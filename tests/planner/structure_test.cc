@@ -7,6 +7,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/verifier.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {
@@ -14,6 +15,7 @@ namespace {
 
 using testing::ClusterOf;
 using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 using testing::LayeredTrace;
 
 Plan MustPlan(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 4) {
@@ -113,6 +115,22 @@ TEST(Fsdp1StructureTest, DefaultLimitsTheHostAndGathersOneAheadInTheBackward) {
     for (const Instruction& i : trigger.instructions) waits += i.kind == InstructionKind::kHostWait;
   }
   EXPECT_EQ(waits, 6);  // from the second step on every all-gather finds two frees pending
+}
+
+// Nothing is trained: no backward tells the runtime that a step is over, and two events of the rate limiter
+// take turns from step to step.
+TEST(Fsdp1StructureTest, StepsOfAFrozenModelRepeatInTurns) {
+  const Trace trace =
+      testing::TraceOf({.parameters = {{8, 8}},
+                        .trainable = false,
+                        .children = {{.name = "a", .parameters = {{8, 8}}, .trainable = false}}});
+  const Plan plan = MustPlan(trace, {.policy = "fsdp1",
+                                     .units = {{.modules = {"a"}}, {.modules = {""}}},
+                                     .fsdp1 = {.use_orig_params = true}});
+  ASSERT_EQ(std::ssize(plan.steps), plan.steady_step + 2);
+  EXPECT_NE(plan.steps[plan.steady_step].triggers, plan.steps[plan.steady_step + 1].triggers);
+  EXPECT_THAT(Verify(plan), IsEmpty());
+  EXPECT_THAT(Collectives(plan), ElementsAre("pre_forward a: all_gather a"));  // the root stays gathered
 }
 
 TEST(StructureTest, EverythingInTheTraceIsInTheStepOnce) {

@@ -5,6 +5,7 @@
 
 #include "shardplan/executor/engine.h"
 #include "shardplan/executor/virtual_backend.h"
+#include "shardplan/schemas/verifier.h"
 
 namespace shardplan::test {
 
@@ -34,6 +35,14 @@ Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t se
   }
   for (const std::unique_ptr<CheckedModel>& model : models) model->CheckEnd();
   return findings;
+}
+
+std::set<std::string> StaleUnits(const Plan& plan) {
+  std::set<std::string> units;
+  for (const Remark& remark : Remarks(plan)) {
+    if (remark.kind == RemarkKind::kStaleParameters) units.insert(plan.units[remark.unit].fqn);
+  }
+  return units;
 }
 
 }  // namespace shardplan::test

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
+#include <string>
 
 #include "shardplan/schemas/plan.h"
 #include "tests/virtual/checked_model.h"
@@ -14,5 +16,9 @@ namespace shardplan::test {
 // deadlock, ranks that issue different collectives) is the failure.
 Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
                     const Plan* last_rank_plan = nullptr);
+
+// Units of which the verifier says that a segment reads their parameters as they were before an optimizer
+// step.
+std::set<std::string> StaleUnits(const Plan& plan);
 
 }  // namespace shardplan::test

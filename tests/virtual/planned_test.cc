@@ -35,14 +35,6 @@ const std::map<std::string, std::string> kWrong = {
     {"golden/fsdp2/unshard_in_backward_needed", "which is not bound"},
 };
 
-std::set<std::string> StaleUnits(const Plan& plan) {
-  std::set<std::string> units;
-  for (const Remark& remark : Remarks(plan)) {
-    if (remark.kind == RemarkKind::kStaleParameters) units.insert(plan.units[remark.unit].fqn);
-  }
-  return units;
-}
-
 // Runs the case under some seeds: all right, and stale parameters are read where the verifier says so.
 void Check(const PlanCase& c, std::uint64_t seeds) {
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <string>
@@ -76,6 +77,10 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
     const Findings findings = RunChecked(plan, expected, ++seed);
     if (!findings.failure.empty()) failure = fmt::format("seed {}: {}", seed, findings.failure);
     stale.insert(findings.stale.begin(), findings.stale.end());
+  }
+  const std::set<std::string> remarked = StaleUnits(plan);
+  if (failure.empty() && violations.empty() && !std::ranges::includes(remarked, stale)) {
+    failure = "reads stale parameters of which the verifier does not say so";
   }
   totals.runs += seed;
   totals.right += failure.empty() ? 1 : 0;
