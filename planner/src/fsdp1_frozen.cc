@@ -158,9 +158,12 @@ class ForwardGradients {
       See(tensor, call.uses_gradients, call.trains);
       made_in_[tensor] = call.parent;
     }
+    // What it returns carries gradients on, unless it ran without.
+    const bool carries =
+        exit.outputs.empty() || std::ranges::any_of(exit.outputs, [&](TensorId t) { return requires_[t]; });
     open_ = call.parent;
     if (open_ < 0) return;
-    calls_[open_].uses_gradients = calls_[open_].uses_gradients || call.uses_gradients;
+    calls_[open_].uses_gradients = calls_[open_].uses_gradients || (call.uses_gradients && carries);
     calls_[open_].trains = calls_[open_].trains || call.trains;
   }
 

@@ -228,6 +228,7 @@ void Fsdp1Policy::OnSegment(const HostEvent& event) {
 }
 
 void Fsdp1Policy::RootPreForward() {
+  initialized_ = true;
   if (partition_.units[0].forward_prefetch) {
     for (Handle& handle : handles_) {
       handle.needs_pre_forward_unshard = true;

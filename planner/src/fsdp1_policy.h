@@ -90,6 +90,7 @@ class Fsdp1Policy : public Policy {
     Copy low_precision;  // _mp_shard
     Copy device_shard;   // of an offloaded shard
     bool summoned = false, summon_frees = false;  // inside summon_full_params, which gathered it
+    Copy summoned_host, summoned_grad;            // ... parameters on the host, the gathered gradient
     bool points_to_shard = true;                  // flat_param.data is the local shard
     bool on_device = false;                       // ... is on the device although the shard is offloaded
     bool skipped_sharded_views = false;           // use_orig_params without reshard after forward
@@ -141,6 +142,11 @@ class Fsdp1Policy : public Policy {
 
   // fsdp1_summon.cc
   Status SummonFullParams(const HostEvent& event);
+  Status CheckSummonFlags(const ModuleCall& call, const std::vector<UnitId>& units) const;
+  void Summon(UnitId unit, const std::vector<std::string>& flags);
+  void EndSummon(UnitId unit);
+  void SummonGrad(UnitId unit);
+  void WaitForHost(const std::string& event);
   std::vector<UnitId> UnitsUnder(const ModuleCall& call) const;
   void Synchronize();
 
@@ -214,6 +220,7 @@ class Fsdp1Policy : public Policy {
   Call current_call_;                                              // the latest
   bool training_ = true;                                           // mode of the modules
   bool first_iteration_ = true;
+  bool initialized_ = false;  // the root knows that it is
   std::deque<EventId> free_events_;
   std::int32_t frees_in_step_ = 0;
   bool sync_gradients_ = true;

@@ -269,7 +269,11 @@ void Fsdp1Policy::OffloadGrad(UnitId id, BufferId grad, StreamId stream) {
 void Fsdp1Policy::StepInBackward(UnitId id, StreamId stream) {
   Handle& handle = handles_[id];
   FreeCopy(handle.device_grad, stream);
-  optimizer_.StepParameters(id, handle.offloads ? kHost : stream);
+  std::vector<std::int32_t> trainable;
+  for (std::size_t p = 0; p < UnitOf(id).parameters.size(); ++p) {
+    if (UnitOf(id).parameters[p].requires_grad) trainable.push_back(static_cast<std::int32_t>(p));
+  }
+  optimizer_.StepParameters(id, handle.offloads ? kHost : stream, std::move(trainable));
   builder_.SetUnit(id);
   builder_.SetReason("post_backward");
   builder_.Emit(InstructionKind::kZeroGrad, kHost);

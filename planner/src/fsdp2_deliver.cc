@@ -83,15 +83,15 @@ void Fsdp2Policy::DeliverGrad(UnitId id, BufferId output, StreamId stream,
     if (casts) builder_.Free(reduced, stream);
   }
   DropReduced(id, output, stream, !casts && !to.fresh.empty());
-  if (strategy_.optimizer.in_backward) StepInBackward(id, stream);
+  if (strategy_.optimizer.in_backward) StepInBackward(id, stream, parameters);
 }
 
 // Hooks after the accumulation of a sharded gradient: they step the parameter and drop its gradient, on the
 // stream that has just delivered it.
-void Fsdp2Policy::StepInBackward(UnitId id, StreamId stream) {
+void Fsdp2Policy::StepInBackward(UnitId id, StreamId stream, const std::vector<std::int32_t>& parameters) {
   const std::string reason = builder_.reason();
   const bool offloads = groups_[id].offloads;
-  optimizer_.StepParameters(id, offloads ? -1 : stream);
+  optimizer_.StepParameters(id, offloads ? -1 : stream, parameters);
   builder_.SetUnit(id);
   builder_.SetReason(reason);
   builder_.Emit(InstructionKind::kZeroGrad, -1);
@@ -135,7 +135,7 @@ void Fsdp2Policy::DeliverGradToHost(UnitId id, BufferId output, StreamId stream,
   }
   if (reduced != output) builder_.Free(reduced, stream);
   DropReduced(id, output, stream, false);
-  if (strategy_.optimizer.in_backward) StepInBackward(id, stream);
+  if (strategy_.optimizer.in_backward) StepInBackward(id, stream, parameters);
 }
 
 }  // namespace shardplan

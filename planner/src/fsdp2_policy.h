@@ -213,7 +213,7 @@ class Fsdp2Policy : public Policy {
   BufferId CastReduced(UnitId unit, BufferId output, StreamId stream,
                        const std::vector<std::int32_t>& parameters);
   void DropReduced(UnitId unit, BufferId output, StreamId stream, bool is_gradient);
-  void StepInBackward(UnitId unit, StreamId stream);
+  void StepInBackward(UnitId unit, StreamId stream, const std::vector<std::int32_t>& parameters);
   std::vector<Bytes> ShardedGradParts(UnitId unit, const std::vector<std::int32_t>& parameters) const;
 
   struct Divide {

@@ -4,13 +4,10 @@
 
 namespace shardplan {
 
-void OptimizerMemory::StepParameters(UnitId id, StreamId stream) {
+void OptimizerMemory::StepParameters(UnitId id, StreamId stream, std::vector<std::int32_t> parameters) {
   if (optimizer_.kind == OptimizerKind::kNone) return;
   const Unit& unit = partition_.units[id].unit;
-  SteppedUnit stepped{.unit = id};
-  for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
-    if (unit.parameters[p].requires_grad) stepped.parameters.push_back(static_cast<std::int32_t>(p));
-  }
+  const SteppedUnit stepped{.unit = id, .parameters = std::move(parameters)};
   builder_.SetReason("optimizer_in_backward");
   const std::vector<OptimizerShard> shards = ShardsOf(stepped);
   AllocateStates(id, shards, stream);

@@ -24,9 +24,9 @@ class OptimizerMemory {
   Status Check() const;
   // Emits the step: states of the parameters that have a gradient and none yet, temporaries, the step itself.
   void Step(const std::vector<SteppedUnit>& units);
-  // Emits a step in the backward of every trainable parameter of `unit` by an optimiser of its own, on
-  // `stream` (-1: on the host).
-  void StepParameters(UnitId unit, StreamId stream);
+  // Emits a step in the backward of these parameters of `unit`, each by an optimiser of its own, on `stream`
+  // (-1: on the host).
+  void StepParameters(UnitId unit, StreamId stream, std::vector<std::int32_t> parameters);
   std::string State() const;
 
  private:

@@ -55,6 +55,7 @@ class Partitioner {
     for (const Call& call : calls_) {
       if (Status s = MakeUnit(call); !s) return std::unexpected(s.error());
     }
+    if (Status s = CheckTies(); !s) return std::unexpected(s.error());
     OrderUnits();
     return std::move(result_);
   }
@@ -271,6 +272,17 @@ class Partitioner {
                                       .dtype = parameter.dtype,
                                       .requires_grad = parameter.requires_grad,
                                       .placements = parameter.placements});
+  }
+
+  // FSDP1 makes a shard of the original parameter: the other unit's modules are left with that.
+  Status CheckTies() const {
+    if (!flat_ || !strategy_.fsdp1.use_orig_params) return {};
+    for (std::size_t p = 0; p < result_.owners.size(); ++p) {
+      if (result_.owners[p].size() < 2) continue;
+      return MakeInputError("/fsdp1/use_orig_params", "FSDP1 breaks a parameter that two units share",
+                            trace_.parameters[p].fqn, "false, or one unit that has it");
+    }
+    return {};
   }
 
   void SetKnobs(const Call& call, UnitChoice& choice) {

@@ -243,7 +243,8 @@ class StepDiff {
     add(has(InstructionKind::kReshardPostForward), "reshards to the smaller mesh");
     add(has(InstructionKind::kFree, BufferRole::kParamUnsharded), "reshards");
     add(has(InstructionKind::kReduceScatter), "reduce-scatters the gradients of");
-    add(has(InstructionKind::kAllReduce), "all-reduces the gradients of");
+    const bool counts = has(InstructionKind::kAllReduce, BufferRole::kOrderCheck);
+    add(has(InstructionKind::kAllReduce) && !counts, "all-reduces the gradients of");
     if (!deed.empty()) return fmt::format("{} ({})", deed, Kinds(lines));
     constexpr std::size_t kMostLines = 4;
     if (lines.size() > kMostLines)

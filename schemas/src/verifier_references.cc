@@ -66,8 +66,8 @@ Shape ShapeOf(InstructionKind kind) {
               .dst = Set({kAllGatherInput, kModelBuffer}) | kGathered};
     case kAllGather:
       return {.stream = kStream,
-              .src = kShards | kGathered | Set({kOrderCheck}),
-              .dst = kGathered | Set({kOrderCheck}),
+              .src = kShards | kGathered | Set({kOrderCheck, kGradSharded}),
+              .dst = kGathered | Set({kOrderCheck, kGradUnshardedAccumulated}),
               .communicator = true};
     case kCopyOut:
       return {.stream = kStream, .src = kShards | kGathered, .dst = Set({kParamUnsharded})};
@@ -80,7 +80,7 @@ Shape ShapeOf(InstructionKind kind) {
     case kReduceScatter:
       return {.stream = kStream, .src = kUnreduced, .dst = kReduced, .communicator = true};
     case kAllReduce:
-      return {.stream = kStream, .src = kGradients, .communicator = true};
+      return {.stream = kStream, .src = kGradients | Set({kOrderCheck}), .communicator = true};
     case kGradCast:
       return {.stream = kStreamOrHost, .src = kGradients, .dst = kGradients};
     case kGradAccumulate:

@@ -107,6 +107,19 @@ TEST(PartitionTest, TiedParameterCountsOnceInItsUnit) {
   EXPECT_THAT(plan.units[0].parameters[0].shared_with, ElementsAre("head.weight0"));
 }
 
+TEST(PartitionTest, OriginalParametersOfFsdp1AreInOneUnit) {
+  Trace trace = Nested();
+  trace.modules.back().parameters[0].parameter = 0;
+  trace.parameters[0].shared_with = {"head.weight0"};
+  Strategy strategy{.policy = "fsdp1", .units = {{.modules = {"embed"}}}};
+  EXPECT_TRUE(MakePlan(trace, strategy, ClusterOf(2)));
+  strategy.fsdp1.use_orig_params = true;
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(2));
+  ASSERT_FALSE(planned);
+  EXPECT_EQ(planned.error().pointer, "/fsdp1/use_orig_params");
+  EXPECT_THAT(ToString(planned.error()), HasSubstr("embed.weight0"));
+}
+
 TEST(PartitionTest, UnevenRowsArePaddedOnEveryRank) {
   const Plan plan = MustPlan(Nested(), {.units = {{.modules = {"blocks.0.mlp.up"}}}}, 4);
   for (const Buffer& buffer : plan.buffers) {

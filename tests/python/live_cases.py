@@ -32,6 +32,18 @@ class Blocks(nn.Module):
         return x
 
 
+class Buffers(Blocks):
+    """With buffers of floating point in every block."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("offset", torch.zeros(8))
+
+    def forward(self, x):
+        return super().forward(x) + sum(layer.offset for layer in self.layers)
+
+
 class Experts(nn.Module):
     """Every rank has a part of the experts' weights, and mixes what these make."""
 
@@ -79,11 +91,47 @@ def _case(name: str, model=Blocks, parallelize=None, ranks: int = 4, **strategy)
     return Case(model, [Forward((x,))], {"policy": "fsdp2", "units": LAYERS, **strategy}, ranks, parallelize=parallelize, name=name)
 
 
+def _flat_case(name: str, model=Blocks, ranks: int = 2, program=None, fsdp1=None, **strategy) -> Case:
+    """Without gradients: the second forward of the case."""
+    x = torch.zeros(2, 4, 8)
+    given = {"policy": "fsdp1", "units": LAYERS, "fsdp1": fsdp1 or {}, **({"program": program} if program else {}), **strategy}
+    return Case(model, [Forward((x,)), Forward((x,), grad=False)], given, ranks, name=f"flat_{name}")
+
+
 def _call(method: str, module: str, value: bool | None = None) -> dict:
     return {"call": "module", "method": method, "module": module, **({} if value is None else {"value": value})}
 
 
 _STEP = [{"call": call} for call in ("forward", "backward", "optimizer_step", "zero_grad")]
+
+
+def _summoned(*modules: str, **more) -> list[dict]:
+    entered = [{**_call("summon_full_params", module, True), **more} for module in modules]
+    return [*entered, *({**call, "value": False} for call in reversed(entered)), *_STEP]
+
+
+def _flat_cases() -> list[Case]:
+    evaluated = [{"call": "forward", "microbatch": 9, "trace": 1}, *_STEP]
+    original = {"use_orig_params": True}
+    low = {"param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}
+    return [
+        _flat_case("optimizer_in_backward", fsdp1=original, optimizer={"kind": "sgd", "in_backward": True}),
+        _flat_case("order_validated", fsdp1={"validate_execution_order": True}),
+        _flat_case("size_based_wrap", units=[], fsdp1={"size_based_wrap": {"min_num_params": 100}}),
+        _flat_case("hook", fsdp1={"comm_hook": "bf16_compress_hook"}, ranks=3),
+        _flat_case("offload", cpu_offload=True, mixed_precision={"param_dtype": "bfloat16"}),
+        _flat_case("buffers", Buffers, program=[evaluated], fsdp1={"full_precision_in_eval": True}, mixed_precision=low),
+        _flat_case("summon", program=[_summoned("")], mixed_precision=LOW),
+        _flat_case("summon_module", program=[_STEP, _summoned("layers.1", "layers.0")], fsdp1={"sharding": "shard_grad_op"}),
+        _flat_case(
+            "summon_gradients",
+            program=[[*_STEP[:2], *_summoned("", flags=["with_grads"])[:2], *_STEP[2:]]],
+            fsdp1=original,
+            mixed_precision=LOW,
+        ),
+        _flat_case("summon_rank_0", program=[_summoned("", flags=["rank0_only", "writeback"])]),
+        _flat_case("summon_alone", program=[_summoned("", recurse=False)], fsdp1=original),
+    ]
 
 
 def cases() -> list[Case]:
@@ -120,4 +168,6 @@ def cases() -> list[Case]:
         _case("state_dict_between_steps", ranks=2, program=[[keep, _call("state_dict", ""), *_STEP], [_call("load_state_dict", "layers.1"), *_STEP]]),
         _case("wait_for_unshard", ranks=2, program=[[_call("unshard", "layers.1", True), _call("wait_for_unshard", "layers.1"), *_STEP]]),
         _case("divide_factor", ranks=2, fsdp2={"gradient_divide_factor": 3.0}),
+        *_flat_cases(),
+        _case("optimizer_in_backward", mesh=_mesh(replicate=2, shard=2), mixed_precision=LOW, optimizer={"kind": "adamw", "in_backward": True}),
     ]

@@ -9,8 +9,8 @@
 namespace shardplan::conformance {
 namespace {
 
-constexpr const char* kFsdp2Keys[] = {"step",  "phase", "op", "unit", "bytes", "dtype",
-                                      "group", "ranks", "to", "noop", "via",   "kind"};
+constexpr const char* kFsdp2Keys[] = {"step",  "phase", "op",   "unit", "bytes", "dtype", "group",
+                                      "ranks", "to",    "noop", "via",  "kind",  "param"};
 constexpr const char* kFsdp1Keys[] = {"step",  "phase", "op",   "unit",        "bytes",    "dtype",
                                       "group", "ranks", "free", "freed_bytes", "prefetch", "param"};
 constexpr std::size_t kContext = 6;

@@ -219,6 +219,10 @@ class Fsdp1EventWriter {
         break;
       case InstructionKind::kAllReduce:
         AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
+        if (plan_.buffers[i.src].role == BufferRole::kOrderCheck) {  // summon_full_params, before gradients
+          events_.back().keys["unit"] = UnitName(i.unit);
+          break;
+        }
         reduced_ = true;
         break;
       case InstructionKind::kGradCopyIn:

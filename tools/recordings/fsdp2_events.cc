@@ -226,6 +226,12 @@ class Fsdp2EventWriter {
         if (plan_.buffers[i.src].role != BufferRole::kReduceScatterOutput) break;
         AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
         break;
+      case InstructionKind::kOptimizerStep:
+        if (i.parameter >= 0) {
+          const Unit& unit = plan_.units[i.unit];
+          Add("optim_in_backward", UnitName(unit)).keys["param"] = unit.parameters[i.parameter].fqn;
+        }
+        break;
       case InstructionKind::kGradCopyIn:  // one rank has nothing to reduce
         if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
         break;

@@ -97,7 +97,7 @@ enum class BufferRole : std::uint8_t {
   kGradHost,  // offloaded gradient shard
   kOptimizerState,
   kOptimizerTemp,
-  kOrderCheck,   // fsdp1's execution-order validation: counts and indices of units, of no unit
+  kOrderCheck,   // what fsdp1's ranks compare: counts and indices of units, of no unit
   kModelBuffer,  // the model's own buffers in another dtype than the trace's, of no unit
 };
 

@@ -175,18 +175,19 @@ class AppliedFsdp1:
         if entered:
             self._no_sync.enter_context(self.root.no_sync())
 
-
     def _summon(self, call: dict) -> None:
         if not call.get("value", True):
             self._summoned.pop(call["module"]).close()
             return
-        if call.get("flags"):
-            raise CaseError(f"/program: summon_full_params with {call['flags'][0]}: not something that a recording can be made of yet")
+        flags = call.get("flags", [])
+        if "offload_to_cpu" in flags:
+            raise CaseError("/program: summon_full_params with offload_to_cpu: PyTorch frees what it has moved where that is the CPU already")
         inner = self._modules[call["module"]]
         module = next(m for m in FullyShardedDataParallel.fsdp_modules(self.root) if m.module is inner)
         stack = self._summoned[call["module"]] = contextlib.ExitStack()
-        recurse = call.get("recurse", True)
-        stack.enter_context(FullyShardedDataParallel.summon_full_params(module, recurse=recurse, writeback=False))
+        arguments = {"recurse": call.get("recurse", True), "writeback": "writeback" not in flags}
+        arguments.update({flag: True for flag in flags if flag != "writeback"})
+        stack.enter_context(FullyShardedDataParallel.summon_full_params(module, **arguments))
 
 
 def _size_based_policy(sizes: dict) -> Callable:

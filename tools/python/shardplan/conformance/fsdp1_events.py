@@ -53,6 +53,7 @@ class Fsdp1Events(EventLog):
         for place in (runtime, _unshard_param_utils):
             hooks.wrap(place, "_unshard", self._unshard)
             hooks.wrap(place, "_reshard", self._reshard)
+        hooks.wrap(_unshard_param_utils, "_unshard_grads", lambda f: self._waiting(f, lambda h: h))
         hooks.wrap(runtime, "_prefetch_handle", self._prefetch)
         hooks.before(runtime, "_accumulate_sharded_grad", self._accumulate_sharded)
         hooks.before(runtime, "_offload_grad", self._offload)
@@ -65,8 +66,8 @@ class Fsdp1Events(EventLog):
         hooks.wrap(_limiter_utils._FreeEventQueue, "dequeue_if_needed", self._rate_limit)
         hooks.before(dist, "reduce_scatter_tensor", lambda out, inp, *a, **k: self._reduce("reduce_scatter", inp, k))
         hooks.before(dist, "all_reduce", lambda tensor, *a, **k: self._reduce("all_reduce", tensor, k))
-        # On the CPU parameters are gathered by `all_gather`; this is the execution order's check.
-        hooks.before(dist, "all_gather_into_tensor", self._order_check)
+        # On the CPU parameters are gathered by `all_gather`; this is the execution order's check, or a gradient.
+        hooks.before(dist, "all_gather_into_tensor", self._all_gather_into_tensor)
         hooks.before(torch.cpu.Stream, "wait_stream", self._wait_stream)
         hooks.before(torch.cpu.Stream, "synchronize", lambda stream: self.add("stream_synchronize", ""))
         return hooks
@@ -162,8 +163,9 @@ class Fsdp1Events(EventLog):
             "all_gather", self.unit(handle), padded, group="shard", ranks=handle.world_size, **self._prefetch_key()
         )
 
-    def _order_check(self, gathered, _own, group=None, **_options) -> None:
-        self.add_tensor("order_check", "", gathered, group="shard", ranks=dist.get_world_size(group))
+    def _all_gather_into_tensor(self, gathered, _own, group=None, **_options) -> None:
+        op, unit = ("all_gather", self._units[-1]) if self._units and gathered.is_floating_point() else ("order_check", "")
+        self.add_tensor(op, unit, gathered, group="shard", ranks=dist.get_world_size(group))
 
     def steps_in_backward(self, root: torch.nn.Module) -> None:
         """Notes every step of an optimizer of a parameter's own."""

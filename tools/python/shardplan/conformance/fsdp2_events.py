@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard import _fsdp_state as states
@@ -51,6 +52,18 @@ class Fsdp2Events(EventLog):
         hooks.before(dist, "all_reduce", self._all_reduce)
         hooks.wrap(states.FSDPState, "_root_post_backward_final_callback", self._final_callback)
         return hooks
+
+    def steps_in_backward(self, model: torch.nn.Module) -> None:
+        """Notes where the sharded parameters' hooks step them. Call before these are registered."""
+        names = {p: name.replace("_checkpoint_wrapped_module.", "") for name, p in model.named_parameters()}
+        units = [m._get_fsdp_state()._fsdp_param_group for m in self.names if isinstance(m, FSDPModule)]
+        for group in {group: None for group in units if group is not None}:
+            for parameter in (p.sharded_param for p in group.fsdp_params):
+                unit, name = self.unit(group), names[parameter]
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _p, unit=unit, name=name: self.add("optim_in_backward", unit, param=name)
+                    )
 
     def _pre_backward(self, group, *_args, **_kwargs) -> None:
         again = group._training_state == groups.TrainingState.PRE_BACKWARD

@@ -81,5 +81,17 @@ def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | None:
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
     if not options.get("in_backward"):
         return kinds[kind](trainable, **arguments)
-    _apply_optimizer_in_backward(kinds[kind], trainable, arguments, register_hook=False)
+    if strategy.get("policy", "fsdp2") == "fsdp1":
+        _apply_optimizer_in_backward(kinds[kind], trainable, arguments, register_hook=False)
+        return None
+    for parameter in trainable:
+        parameter.register_post_accumulate_grad_hook(_stepping(kinds[kind]([parameter], **arguments)))
     return None
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    def step(_parameter: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -49,7 +49,8 @@ def random_case(policy: str, seed: int) -> Case:
         shape = (2,) if maker.takes_tokens else (2, maker.dim)
         x = torch.zeros(shape, dtype=torch.long if maker.takes_tokens else torch.float32)
         units = _units(rng, model, policy)
-        if all(loss_of(model(x, mode)).requires_grad for mode in range(MODES)) and (policy == "fsdp2" or not _tied_across(model, units)):
+        trains = all(loss_of(model(x, mode)).requires_grad for mode in range(MODES))
+        if trains and (policy == "fsdp2" or not (_is_frozen_in_part(model) and _tied_across(model, units))):
             break
     forwards = [Forward((x, mode)) for mode in range(MODES)] + [Forward((x, mode), grad=False) for mode in range(MODES)]
     ranks, mesh = _mesh(rng, policy)
@@ -57,8 +58,7 @@ def random_case(policy: str, seed: int) -> Case:
     if policy == "fsdp2" and rng.random() < 0.15:
         drawn.ranks, drawn.mesh, drawn.data_parallel = _composed_mesh(rng)
     strategy = _fsdp2_strategy(drawn) if policy == "fsdp2" else _fsdp1_strategy(drawn)
-    frozen = policy == "fsdp1" and any(not p.requires_grad for p in model.parameters())  # docs/conformance.md
-    if not frozen and drawn.rng.random() < 0.2 and (checkpointed := _checkpointed(drawn)):
+    if drawn.rng.random() < 0.2 and (checkpointed := _checkpointed(drawn, policy)):
         strategy["checkpoint"] = {"modules": checkpointed, "early_stop": drawn.rng.random() < 0.8}
     return Case(maker.build, forwards, strategy, drawn.ranks, loss=loss_of, name=f"{policy}_{seed}")
 
@@ -102,6 +102,10 @@ def _units(rng: random.Random, model: nn.Module, policy: str) -> list[dict]:
     return [*rules, {"modules": [""]}]
 
 
+def _is_frozen_in_part(module: nn.Module) -> bool:
+    return any(not p.requires_grad for p in module.parameters())
+
+
 def _tied_across(model: nn.Module, units: list[dict]) -> bool:
     """Whether two units hold the same parameter. FSDP gives each a copy of its own: they are tied no longer."""
     unit_of = {fqn: number for number, rule in enumerate(units) for fqn in rule["modules"]}
@@ -115,15 +119,24 @@ def _tied_across(model: nn.Module, units: list[dict]) -> bool:
     return any(len(numbers) > 1 for numbers in owners.values())
 
 
-def _checkpointed(drawn: Drawn) -> list[str]:
+def _checkpointed(drawn: Drawn, policy: str) -> list[str]:
     """Modules none of which is inside another."""
-    names = [fqn for fqn, m in drawn.model.named_modules() if fqn and _is_unit_like(m) and recomputation_is_planned(m)]
+    names = [
+        fqn
+        for fqn, m in drawn.model.named_modules()
+        if fqn and _is_unit_like(m) and recomputation_is_planned(m) and (policy == "fsdp2" or _trains(m))
+    ]
     drawn.rng.shuffle(names)
     chosen: list[str] = []
     for name in names[: drawn.rng.randint(1, 3)]:
         if not any(name.startswith(c + ".") or c.startswith(name + ".") for c in chosen):
             chosen.append(name)
     return chosen
+
+
+def _trains(module: nn.Module) -> bool:
+    """Or has no parameters (docs/conformance.md)."""
+    return any(p.requires_grad for p in module.parameters()) or not any(True for _ in module.parameters())
 
 
 def _mixed_precision(rng: random.Random) -> dict | None:
@@ -216,6 +229,8 @@ def _fsdp2_strategy(drawn: Drawn) -> dict:
     strategy["optimizer"] = {"kind": rng.choice(["sgd", "adamw"])}
     more = ("two forwards", "in turn")
     strategy["program"] = _program(drawn, lambda: _fsdp2_accumulation(drawn), lambda: _fsdp2_user_calls(drawn), more)
+    if rng.random() < 0.08:
+        strategy["optimizer"]["in_backward"] = True
     return strategy
 
 
@@ -343,12 +358,14 @@ _PREFETCH = ["backward_pre", "backward_pre", "backward_post", "none"]
 def _fsdp1_strategy(drawn: Drawn) -> dict:
     rng = drawn.rng
     sharding = _HYBRID if drawn.hybrid else _FLAT
+    frozen = _is_frozen_in_part(drawn.model)
+    tied = _tied_across(drawn.model, drawn.units)  # without original parameters each has a copy of its own
     knobs = {
         "sharding": rng.choice(sharding),
         "backward_prefetch": rng.choice(_PREFETCH),
         "forward_prefetch": rng.random() < 0.3,
         "limit_all_gathers": rng.random() < 0.8,
-        "use_orig_params": rng.random() < 0.5 or any(not p.requires_grad for p in drawn.model.parameters()),
+        "use_orig_params": (rng.random() < 0.5 or frozen) and not tied,
     }
     if rng.random() < 0.2:
         knobs["full_precision_in_eval"] = True

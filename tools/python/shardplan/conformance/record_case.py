@@ -37,9 +37,7 @@ def record_case(case: Case, order: list[str]) -> list[str]:
 
 def _refuse_what_is_not_applied(strategy: dict) -> None:
     where = None
-    if strategy.get("optimizer", {}).get("in_backward") and strategy.get("policy") != "fsdp1":
-        where = "/optimizer/in_backward"
-    elif strategy.get("optimizer", {}).get("kind") == "adafactor" and strategy.get("policy", "fsdp2") == "fsdp2":
+    if strategy.get("optimizer", {}).get("kind") == "adafactor" and strategy.get("policy", "fsdp2") == "fsdp2":
         where = "/optimizer/kind"  # DTensor refuses Adafactor's operations in place
     elif strategy.get("policy") == "fsdp1" and any(d["name"] not in ("shard", "replicate") for d in strategy.get("mesh", [])):
         where = "/mesh"
@@ -55,6 +53,8 @@ def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
     model, calls, modules = _checkpointed(case, mesh)
     applied = AppliedFsdp2(calls, case.strategy, mesh, modules, order)
     log = Fsdp2Events(_names(modules))
+    if case.strategy.get("optimizer", {}).get("in_backward"):
+        log.steps_in_backward(model)
     optimizer = make_optimizer(case.strategy, model.parameters())
     with log.patches(), checkpointing.early_stop(case.strategy):
         Program(case, model, optimizer, log, applied.module_call, applied.optimizer_stepped).run()
