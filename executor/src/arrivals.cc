@@ -22,6 +22,14 @@ std::int64_t CountOf(const std::vector<std::uint8_t>& text, CommunicatorId commu
 
 }  // namespace
 
+std::string DescribeCollective(const Plan& plan, const CollectiveSpec& spec, std::int64_t sequence) {
+  const char* kind = spec.kind == CollectiveKind::kAllGather       ? "all_gather"
+                     : spec.kind == CollectiveKind::kReduceScatter ? "reduce_scatter"
+                                                                   : "all_reduce";
+  return fmt::format("{} {} on communicator {}, into {}", kind, sequence,
+                     plan.communicators[spec.communicator].name, plan.buffers[spec.dst].name);
+}
+
 void Arrivals::Report(std::int64_t rank, const std::vector<std::int64_t>& issued) {
   if (!store_ || reported_) return;
   reported_ = true;

@@ -8,9 +8,16 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::executor {
+
+// How long to wait for other ranks to report, after a failure.
+inline constexpr std::chrono::milliseconds kPatience{3000};
+
+// "all_gather 3 on communicator shard, into layers.0.all_gather_output"
+std::string DescribeCollective(const Plan& plan, const CollectiveSpec& spec, std::int64_t sequence);
 
 class Arrivals {
  public:

@@ -69,6 +69,7 @@ class Engine::Impl {
   Status Run(const Op& op, bool& blocked);
   Status RunMemory(const Op& op);
   Status RunMove(const Op& op);
+  Status IssueCollective(const Op& op);
   Status RunModel(const Op& op);
   Status RunOrder(const Op& op, bool& blocked);
   Status Compute(const Op& op);
@@ -280,7 +281,7 @@ Status Engine::Impl::RunMove(const Op& op) {
     if (*moved) {
       status = {};
     } else if (op.code == OpCode::kCollective) {
-      status = collectives_.Issue(op.a, op.stream);
+      status = IssueCollective(op);
     } else if (op.code == OpCode::kAccumulate && filled_[op.dst]) {
       status = device_.Accumulate(op.a, op.stream);
     } else {
@@ -296,6 +297,14 @@ Status Engine::Impl::RunMove(const Op& op) {
     return model_->ShardedGradientsReady(plan_.buffers[op.dst].unit, op.dst);
   }
   return {};
+}
+
+Status Engine::Impl::IssueCollective(const Op& op) {
+  if (op.begins_group) {
+    if (Status status = collectives_.BeginGroup(); !status) return status;
+  }
+  Status status = collectives_.Issue(op.a, op.stream);
+  return status && op.ends_group ? collectives_.EndGroup() : status;
 }
 
 Status Engine::Impl::RunModel(const Op& op) {

@@ -11,8 +11,6 @@
 namespace shardplan::executor {
 namespace {
 
-constexpr std::chrono::milliseconds kPatience{3000};
-
 class ProcessGroupCollectives final : public Collectives {
  public:
   ProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options)
@@ -157,11 +155,7 @@ Status ProcessGroupCollectives::Failed(CollectiveId id, std::int64_t sequence,
       arrivals_.Missing(GroupOf(communicator, rank_), rank_, spec.communicator, sequence, kPatience);
   const std::string what = exception.what();
   failure_ = Error{ErrorCode::kEnvironment,
-                   fmt::format("{} {} on communicator {}, into {}, failed: {}{}",
-                               spec.kind == CollectiveKind::kAllGather       ? "all_gather"
-                               : spec.kind == CollectiveKind::kReduceScatter ? "reduce_scatter"
-                                                                             : "all_reduce",
-                               sequence, communicator.name, plan_->buffers[spec.dst].name,
+                   fmt::format("{}, failed: {}{}", DescribeCollective(*plan_, spec, sequence),
                                missing.empty() ? "" : missing + ": ", what.substr(0, what.find('\n'))),
                    {},
                    {},

@@ -39,6 +39,7 @@ class Builder {
     }
     program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
     ResolveGradTargets();
+    FindGroups(plan_, program_);
     return std::move(program_);
   }
 

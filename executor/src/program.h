@@ -40,6 +40,8 @@ struct Op {
   bool extended = false;         // moves parameters with an all-gather extension: ask the model
   bool final_gradient = false;   // dst is a sharded gradient: tell the model
   bool last_reduction = false;   // dst is reduced over all ranks after it: tell the model
+  bool begins_group = false;     // of collectives: this one and those behind it up to ends_group
+  bool ends_group = false;
   StreamId stream = -1;
   std::int32_t a = -1;
   std::int32_t b = -1;
@@ -65,6 +67,9 @@ struct Program {
   std::vector<CopySpec> copies;
   std::vector<CollectiveSpec> collectives;
 };
+
+// Marks collectives that follow one another and may be launched as one.
+void FindGroups(const Plan& plan, Program& program);
 
 // Resolves the plan for one rank. Errors as Engine::Create.
 Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, bool model_runs_itself);

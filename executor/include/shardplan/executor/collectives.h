@@ -51,6 +51,10 @@ class Collectives {
   // Issues it on the stream; does not wait. kEnvironment when an earlier one has failed or timed out
   // (`message` says which ranks did not arrive).
   virtual Status Issue(CollectiveId collective, StreamId stream) = 0;
+  // Around several Issues that follow one another, on one stream and communicator, none of which needs what
+  // another one does: a backend may launch them as one. After an error of Issue the group is over.
+  virtual Status BeginGroup() { return {}; }
+  virtual Status EndGroup() { return {}; }
   // The error of anything issued so far that has failed, without waiting.
   virtual Status Check() = 0;
   // Everything in flight fails, here and, as far as the backend can, on the other ranks. `reason` is passed
