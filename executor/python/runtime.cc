@@ -335,14 +335,18 @@ at::Tensor Runtime::LocalGradient(const ModelParameter& parameter) {
   return local;
 }
 
-Status Runtime::DropGradients(UnitId unit, BufferId buffer) {
+Status Runtime::DropGradients(UnitId unit, BufferId buffer, std::span<const std::int32_t> parts) {
   if (units_[unit].flat) {
-    units_[unit].flat->gradient().Clear();
+    if (parts.empty())
+      units_[unit].flat->gradient().Clear();  // one flat gradient: it goes with the last part
     return {};
   }
-  for (const std::int32_t parameter : ParametersOf(buffer)) {
+  const auto drop = [&](std::int32_t parameter) {
     units_[unit].parameters[parameter].unsharded().mutable_grad() = at::Tensor();
-  }
+  };
+  const std::span<const std::int32_t> parameters = ParametersOf(buffer);
+  if (parts.empty()) std::ranges::for_each(parameters, drop);
+  for (const std::int32_t part : parts) drop(parameters[part]);
   return {};
 }
 

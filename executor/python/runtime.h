@@ -126,7 +126,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
   Status BindSharded(UnitId unit, BufferId buffer) override;
   Status TakeGradients(UnitId unit, BufferId buffer) override;
-  Status DropGradients(UnitId unit, BufferId buffer) override;
+  Status DropGradients(UnitId unit, BufferId buffer, std::span<const std::int32_t> parts) override;
   Status GradientsReduced(UnitId unit, BufferId buffer, StreamId stream) override;
   Status ShardedGradientsReady(UnitId unit, BufferId buffer) override;
   Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;

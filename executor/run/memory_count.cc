@@ -24,6 +24,16 @@ void MemoryCount::Free(BufferId buffer) {
   if (--names_[memory] == 0) Change({-size_bytes_[memory].value});
 }
 
+void MemoryCount::FreeParts(BufferId buffer, const std::vector<std::int32_t>& parts) {
+  const std::int32_t memory = memory_of_[buffer];
+  if (memory < 0 || plan_.buffers[buffer].memory != MemoryKind::kDevice) return;
+  for (const std::int32_t part : parts) {
+    const Bytes gone = Rounded(plan_.buffers[buffer].parts_bytes[part]);
+    size_bytes_[memory] -= gone;
+    Remove(plan_.buffers[buffer].parts_bytes[part]);
+  }
+}
+
 void MemoryCount::Alias(BufferId buffer, BufferId owner) {
   if (memory_of_[buffer] >= 0 || memory_of_[owner] < 0) return;
   memory_of_[buffer] = memory_of_[owner];
@@ -32,7 +42,7 @@ void MemoryCount::Alias(BufferId buffer, BufferId owner) {
 
 void MemoryCount::On(const Instruction& i) {
   if (i.kind == InstructionKind::kAllocate) Allocate(i.dst);
-  if (i.kind == InstructionKind::kFree) Free(i.src);
+  if (i.kind == InstructionKind::kFree) i.parts.empty() ? Free(i.src) : FreeParts(i.src, i.parts);
   if (i.kind == InstructionKind::kGradCast) Alias(i.dst, i.src);
   if (i.kind != InstructionKind::kZeroGrad) return;
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {

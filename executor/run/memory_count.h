@@ -36,6 +36,7 @@ class MemoryCount {
     peak_ = std::max(peak_, now_);
   }
   void Free(BufferId buffer);
+  void FreeParts(BufferId buffer, const std::vector<std::int32_t>& parts);
   void Alias(BufferId buffer, BufferId owner);
 
   const Plan& plan_;

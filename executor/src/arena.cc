@@ -65,7 +65,7 @@ class Lifetimes {
       for (const Instruction& i : trigger.instructions) {
         ++now_;
         if (i.kind == InstructionKind::kAllocate) Begin(static_cast<std::size_t>(i.dst), i.stream);
-        if (i.kind == InstructionKind::kFree) End(static_cast<std::size_t>(i.src));
+        if (i.kind == InstructionKind::kFree && i.parts.empty()) End(static_cast<std::size_t>(i.src));
         // A gradient in the same dtype becomes another name of the memory, which the user gets.
         if (i.kind == InstructionKind::kGradCast &&
             plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {

@@ -76,6 +76,7 @@ class Engine::Impl {
   Status MakeGradient(GradTarget& target, StreamId stream);
   Status ZeroGrad(UnitId unit);
   Status RequireAlive(BufferId buffer) const;
+  Status NotAlive(BufferId buffer) const;
   Status Fail(Error error);
   const Instruction& CurrentInstruction() const;
   void EndTrigger();
@@ -96,7 +97,8 @@ class Engine::Impl {
   std::int64_t instructions_issued_ = 0;
   std::optional<Error> failure_;
 
-  std::vector<std::uint8_t> alive_;                    // by buffer
+  static constexpr std::uint8_t kInPart = 2;
+  std::vector<std::uint8_t> alive_;                    // by buffer; kInPart: parts of it were freed
   std::vector<std::uint8_t> filled_;                   // something was written since it was allocated
   std::vector<std::vector<std::uint8_t>> grads_made_;  // grad_unsharded: by parameter of the unit
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
@@ -193,9 +195,13 @@ Result<bool> Engine::Impl::Advance() {
 }
 
 Status Engine::Impl::RequireAlive(BufferId buffer) const {
-  if (alive_[buffer]) [[likely]] {
+  if (alive_[buffer] == 1) [[likely]] {
     return {};
   }
+  return NotAlive(buffer);
+}
+
+Status Engine::Impl::NotAlive(BufferId buffer) const {
   return MakeError(ErrorCode::kBadInput,
                    fmt::format("{} is used while it is not allocated", plan_.buffers[buffer].name));
 }
@@ -243,18 +249,23 @@ Status Engine::Impl::RunMemory(const Op& op) {
     filled_[buffer] = 0;
     return device_.Allocate(buffer, op.stream);
   }
-  if (Status status = RequireAlive(buffer); !status) return status;
+  if (!alive_[buffer]) return NotAlive(buffer);
+  const FreeSpec& free = program_.frees[op.b];
   const UnitId unit = plan_.buffers[buffer].unit;
   if (unit >= 0 && bound_[unit] == buffer) {
     return MakeError(ErrorCode::kBadInput,
                      fmt::format("{} is freed while the parameters of {} are views of it",
                                  plan_.buffers[buffer].name, plan_.units[unit].fqn));
   }
-  alive_[buffer] = filled_[buffer] = 0;
+  alive_[buffer] = free.parts.empty() ? 0 : kInPart;
+  filled_[buffer] = 0;
   std::ranges::fill(grads_made_[buffer], 0);
-  if (op.code == OpCode::kFree) return device_.Free(buffer, program_.safe_after[op.b]);
-  if (Status status = device_.Free(buffer, {}); !status) return status;
-  return model_->DropGradients(unit, buffer);
+  if (Status status = free.parts.empty() ? device_.Free(buffer, free.safe_after)
+                                         : device_.FreeParts(buffer, free.parts, free.safe_after);
+      !status) {
+    return status;
+  }
+  return op.code == OpCode::kFree ? Status() : model_->DropGradients(unit, buffer, free.parts);
 }
 
 Status Engine::Impl::RunMove(const Op& op) {

@@ -171,6 +171,10 @@ class Builder {
     for (const StreamId stream : i.safe_after) {
       if (Status status = Check(stream, plan_.streams, true, "stream"); !status) return status;
     }
+    for (const std::int32_t part : i.parts) {
+      if (i.kind != kFree) return MakeInputError("", "only a free has parts", std::string(Name(i.kind)));
+      if (Status status = Check(part, plan_.buffers[i.src].parts_bytes, true, "part"); !status) return status;
+    }
     return {};
   }
 
@@ -252,14 +256,13 @@ class Builder {
   }
 
   Op ResolveFree(Op op, const Instruction& i) {
-    if (IsModels(i.src)) {
-      if (plan_.buffers[i.src].role != BufferRole::kGradUnsharded) return op;
-      return Simple(op, OpCode::kDropGradients, i.src);
-    }
-    const auto found = std::ranges::find(program_.safe_after, i.safe_after);
-    const auto index = static_cast<std::int32_t>(found - program_.safe_after.begin());
-    if (found == program_.safe_after.end()) program_.safe_after.push_back(i.safe_after);
-    return Simple(op, OpCode::kFree, i.src, index);
+    const bool models = IsModels(i.src);
+    if (models && plan_.buffers[i.src].role != BufferRole::kGradUnsharded) return op;
+    const FreeSpec spec = {i.safe_after, i.parts};
+    const auto found = std::ranges::find(program_.frees, spec);
+    const auto index = static_cast<std::int32_t>(found - program_.frees.begin());
+    if (found == program_.frees.end()) program_.frees.push_back(spec);
+    return Simple(op, models ? OpCode::kDropGradients : OpCode::kFree, i.src, index);
   }
 
   // The smaller mesh is meant where its shard is: the buffer it comes from, or the all_gather that came

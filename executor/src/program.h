@@ -17,8 +17,8 @@ enum class OpCode : std::uint8_t {
   kNothing,        // a collective of one rank in place, memory that the model owns
   kCompute,        // a: segment, b: micro-batch, src: index into Program::grad_targets
   kAllocate,       // a: buffer
-  kFree,           // a: buffer, b: index into Program::safe_after
-  kDropGradients,  // a: grad_unsharded buffer of a model that runs itself
+  kFree,           // a: buffer, b: index into Program::frees
+  kDropGradients,  // the same, of a grad_unsharded buffer of a model that runs itself
   kBindUnsharded,  // a: unit, b: buffer
   kBindSharded,    // a: unit, b: buffer
   kCopy,           // a: copy
@@ -49,6 +49,12 @@ struct Op {
   BufferId dst = -1;
 };
 
+struct FreeSpec {
+  std::vector<StreamId> safe_after;
+  std::vector<std::int32_t> parts;  // empty: the buffer ends
+  bool operator==(const FreeSpec&) const = default;
+};
+
 struct ProgramTrigger {
   TriggerKey key;
   std::int32_t first = 0;  // ops [first, first + count)
@@ -61,7 +67,7 @@ struct Program {
   std::vector<ProgramTrigger> triggers;  // of all steps, in order
   std::vector<Op> ops;                   // one for each instruction
   std::vector<std::int32_t> step_begin;  // by step: index into triggers; one more at the end
-  std::vector<std::vector<StreamId>> safe_after;
+  std::vector<FreeSpec> frees;
   std::vector<double> divisors;
   std::vector<std::vector<GradTarget>> grad_targets;  // of each compute instruction, as Segment::grads
   std::vector<CopySpec> copies;

@@ -198,6 +198,17 @@ Status TorchBuffers::Free(BufferId id, std::span<const StreamId> safe_after) {
   return {};
 }
 
+Status TorchBuffers::FreeParts(BufferId id, std::span<const std::int32_t> parts,
+                               std::span<const StreamId> safe_after) {
+  Slot& slot = slots_[id];
+  if (!slot.alive || slot.in_arena) return {};  // the place in an arena is the buffer's until its end
+  if (Status status = BeforeFree(id, safe_after); !status) return status;
+  for (const std::int32_t part : parts) {
+    slot.keeps_storage ? FillStorage(slot.parts[part], 0, -1) : slot.parts[part].reset();
+  }
+  return {};
+}
+
 Status TorchBuffers::MakeAlias(CopyId id) {
   const CopySpec& spec = copies_[id];
   const Slot& owner = slots_[spec.src];

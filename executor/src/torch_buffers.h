@@ -20,6 +20,8 @@ class TorchBuffers : public TorchDevice {
   Result<CopyId> PrepareCopy(CopySpec spec) override;
   Status Allocate(BufferId buffer, StreamId stream) override;
   Status Free(BufferId buffer, std::span<const StreamId> safe_after) override;
+  Status FreeParts(BufferId buffer, std::span<const std::int32_t> parts,
+                   std::span<const StreamId> safe_after) override;
   Status MakeAlias(CopyId copy) override;
   Status SetParts(BufferId buffer, std::vector<at::Tensor> parts) override;
   at::Tensor Part(BufferId buffer, std::int32_t part) const override;

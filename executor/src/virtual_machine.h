@@ -123,6 +123,8 @@ class VirtualRank final : public Device, public Collectives {
   Result<CopyId> PrepareCopy(CopySpec spec) override;
   Status Allocate(BufferId buffer, StreamId stream) override;
   Status Free(BufferId buffer, std::span<const StreamId> safe_after) override;
+  Status FreeParts(BufferId buffer, std::span<const std::int32_t> parts,
+                   std::span<const StreamId> safe_after) override;
   Status MakeAlias(CopyId copy) override;
   Status Copy(CopyId copy, StreamId stream) override;
   Status Accumulate(CopyId copy, StreamId stream) override;
@@ -168,6 +170,8 @@ class VirtualRank final : public Device, public Collectives {
                               std::span<std::byte* const> dst);
   Status PushRuns(WorkLabel::Kind kind, CopyId copy, StreamId stream, RunsKernel kernel);
   void PushWork(StreamId stream, WorkLabel label, Debts debts, std::function<void()> work);
+  // Gives memory back, once the streams have done what they were given so far.
+  void Release(BufferId buffer, std::shared_ptr<Instance> memory, std::span<const StreamId> safe_after);
   void ReleaseFinished();
   std::string NameOf(BufferId buffer) const { return plan_.buffers[buffer].name; }
   Status NotRecorded(EventId event) const;

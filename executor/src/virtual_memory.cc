@@ -25,6 +25,13 @@ void Poison(const Debts& debts) {
   }
 }
 
+std::shared_ptr<Instance> TakeParts(Instance& from, std::span<const std::int32_t> parts) {
+  auto taken = std::make_shared<Instance>();
+  taken->stream = from.stream;
+  for (const std::int32_t part : parts) taken->blocks.push_back(std::exchange(from.blocks[part], nullptr));
+  return taken;
+}
+
 Block* VirtualMemory::TakeBlock(Pool* pool, std::size_t bytes) {
   if (pool != nullptr) {
     for (auto it = pool->unused.rbegin(); it != pool->unused.rend(); ++it) {
@@ -62,6 +69,7 @@ void VirtualMemory::Release(const Instance& instance) {
   if (instance.stream < 0) return;
   Pool& pool = pools_[instance.stream];
   for (Block* block : instance.blocks) {
+    if (block == nullptr) continue;
     block->in_use = false;
     pool.unused.push_back(block);
     pool.debts.push_back({block, block->generation});

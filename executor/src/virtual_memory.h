@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -38,9 +39,12 @@ void Poison(const Debts& debts);
 // The memory of one buffer, or of several that are aliases.
 struct Instance {
   StreamId stream = -1;
-  std::vector<Block*> blocks;
-  Debts debts;  // to poison at the first use
+  std::vector<Block*> blocks;  // nullptr: taken out of it
+  Debts debts;                 // to poison at the first use
 };
+
+// Moves the blocks of these parts to an instance of their own.
+std::shared_ptr<Instance> TakeParts(Instance& from, std::span<const std::int32_t> parts);
 
 class VirtualMemory {
  public:

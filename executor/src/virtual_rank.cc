@@ -105,11 +105,25 @@ Status VirtualRank::Free(BufferId buffer, std::span<const StreamId> safe_after) 
   std::shared_ptr<Instance> instance = std::exchange(name.instance, nullptr);
   name.parts = nullptr;
   if (instance.use_count() > 1) return {};  // an alias is left
-  if (safe_after.empty()) {
-    memory_.Release(*instance);
-    return {};
+  Release(buffer, std::move(instance), safe_after);
+  return {};
+}
+
+Status VirtualRank::FreeParts(BufferId buffer, std::span<const std::int32_t> parts,
+                              std::span<const StreamId> safe_after) {
+  const std::shared_ptr<Instance>& instance = names_[buffer].instance;
+  if (!instance) {
+    return MakeError(ErrorCode::kBadInput,
+                     fmt::format("parts of {} are freed while it is not allocated", NameOf(buffer)));
   }
-  PendingRelease pending = {std::move(instance), {}};
+  Release(buffer, TakeParts(*instance, parts), safe_after);
+  return {};
+}
+
+void VirtualRank::Release(BufferId buffer, std::shared_ptr<Instance> memory,
+                          std::span<const StreamId> safe_after) {
+  if (safe_after.empty()) return memory_.Release(*memory);
+  PendingRelease pending = {std::move(memory), {}};
   for (const StreamId stream : safe_after) {
     WorkItem item;
     item.kind = WorkItem::Kind::kRecord;
@@ -119,7 +133,6 @@ Status VirtualRank::Free(BufferId buffer, std::span<const StreamId> safe_after) 
     machine_.Push(rank_, stream, std::move(item));
   }
   pending_.push_back(std::move(pending));
-  return {};
 }
 
 Status VirtualRank::MakeAlias(CopyId id) {

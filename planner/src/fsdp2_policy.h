@@ -185,13 +185,13 @@ class Fsdp2Policy : public Policy {
   void WaitReduceScatter(CommContext& comm, std::size_t keep);
   void WaitForPostBackward(UnitId unit);
   void FinalizeBackward(UnitId unit);
-  Status ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters,
-                       const std::vector<BufferId>& grads);
+  Status ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters, std::vector<BufferId> grads);
   void ReduceInput(UnitId unit, const std::vector<std::int32_t>& parameters, BufferId input,
                    std::string_view again);
-  bool KeepsGrad(UnitId unit, const std::vector<std::int32_t>& parameters) const;
-  BufferId CopyInGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
-                       const std::vector<BufferId>& grads, std::string_view suffix);
+  std::vector<BufferId> DropCopiedGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
+                                        const std::vector<BufferId>& grads);
+  BufferId CopyInGrads(UnitId unit, const std::vector<std::int32_t>& parameters, std::vector<BufferId>& grads,
+                       std::string_view suffix);
   void ReduceScatter(UnitId unit, BufferId input, BufferId output);
   void KeepPartial(UnitId unit, BufferId output, bool is_new);
   Status CheckPartial(UnitId unit, const std::vector<std::int32_t>& parameters) const;

@@ -206,14 +206,39 @@ void Fsdp2Policy::Scale(const std::optional<double>& factor, BufferId buffer, St
   instruction.divisor = *factor;
 }
 
-// On several ranks a loop variable of foreach_reduce names the last unsharded gradient until it returns.
-bool Fsdp2Policy::KeepsGrad(UnitId id, const std::vector<std::int32_t>& parameters) const {
-  return ShardRanks(id) > 1 && parameters.size() == 1;
+// Gradients that are copied into the reduce-scatter input are dropped, but on several ranks variables of
+// foreach_reduce's loop name two of them until it returns: the last one, and the last of those that are cut
+// along another dimension than the first (its chunks are views). Returns the buffers with what is left.
+std::vector<BufferId> Fsdp2Policy::DropCopiedGrads(UnitId id, const std::vector<std::int32_t>& parameters,
+                                                   const std::vector<BufferId>& grads) {
+  std::set<std::int32_t> named;
+  if (ShardRanks(id) > 1) {
+    named.insert(parameters.back());
+    const auto is_chunked = [&](std::int32_t p) { return UnitOf(id).parameters[p].shard_dim != 0; };
+    const auto chunked = std::ranges::find_if(parameters.rbegin(), parameters.rend(), is_chunked);
+    if (chunked != parameters.rend()) named.insert(*chunked);
+  }
+  std::vector<BufferId> left;
+  for (const BufferId grad : grads) {
+    const std::vector<std::int32_t>& held = builder_.plan().buffers[grad].parameters;
+    std::vector<std::int32_t> dropped;
+    for (std::size_t part = 0; part < held.size(); ++part) {
+      if (!named.contains(held[part])) dropped.push_back(static_cast<std::int32_t>(part));
+    }
+    if (dropped.size() == held.size()) {
+      builder_.Free(grad, kCompute);
+      continue;
+    }
+    if (!dropped.empty()) builder_.FreeParts(grad, kCompute, std::move(dropped));
+    left.push_back(grad);
+  }
+  return left;
 }
 
-// The gradients, cut and padded, one rank's piece after another.
+// The gradients, cut and padded, one rank's piece after another. Of `grads` those are left that still hold
+// one.
 BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& parameters,
-                                  const std::vector<BufferId>& grads, std::string_view suffix) {
+                                  std::vector<BufferId>& grads, std::string_view suffix) {
   const Unit& unit = UnitOf(id);
   const std::int64_t ranks = ShardRanks(id);
   std::int64_t numel = 0;
@@ -236,9 +261,7 @@ BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& pa
                                     Bytes{numel * ranks * SizeBytes(unit.reduce_dtype)}, parameters, suffix);
   builder_.Allocate(input, kCompute);
   for (const BufferId grad : grads) builder_.Move(InstructionKind::kGradCopyIn, grad, input, kCompute);
-  if (!KeepsGrad(id, parameters)) {
-    for (const BufferId grad : grads) builder_.Free(grad, kCompute);
-  }
+  grads = DropCopiedGrads(id, parameters, grads);
   if (reordered >= 0) builder_.Free(reordered, kCompute);
   return input;
 }
@@ -330,7 +353,7 @@ StreamId Fsdp2Policy::RunHook(UnitId id, BufferId output, StreamId stream) {
 }
 
 Status Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& parameters,
-                                  const std::vector<BufferId>& grads) {
+                                  std::vector<BufferId> grads) {
   if (Status s = CheckPartial(id, parameters); !s) return s;
   const CommContext& comm = Comm(id);
   // With several in flight a unit that reduces again may meet its own last input.
@@ -338,9 +361,7 @@ Status Fsdp2Policy::ForeachReduce(UnitId id, const std::vector<std::int32_t>& pa
   const std::string again = same == 0 ? "" : fmt::format("again_{}", same + 1);
   const BufferId input = CopyInGrads(id, parameters, grads, again);
   ReduceInput(id, parameters, input, again);
-  if (KeepsGrad(id, parameters)) {
-    for (const BufferId grad : grads) builder_.Free(grad, kCompute);
-  }
+  for (const BufferId grad : grads) builder_.Free(grad, kCompute);
   return {};
 }
 

@@ -92,6 +92,12 @@ void ProgramBuilder::Free(BufferId buffer, StreamId stream, std::vector<StreamId
   free.safe_after = std::move(safe_after);
 }
 
+void ProgramBuilder::FreeParts(BufferId buffer, StreamId stream, std::vector<std::int32_t> parts) {
+  Instruction& free = Emit(InstructionKind::kFree, stream);
+  free.src = buffer;
+  free.parts = std::move(parts);
+}
+
 Instruction& ProgramBuilder::Move(InstructionKind kind, BufferId src, BufferId dst, StreamId stream) {
   Instruction& move = Emit(kind, stream);
   move.src = src;

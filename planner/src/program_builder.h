@@ -42,6 +42,7 @@ class ProgramBuilder {
   Instruction& Emit(InstructionKind kind, StreamId stream);
   void Allocate(BufferId buffer, StreamId stream);
   void Free(BufferId buffer, StreamId stream, std::vector<StreamId> safe_after = {});
+  void FreeParts(BufferId buffer, StreamId stream, std::vector<std::int32_t> parts);
   Instruction& Move(InstructionKind kind, BufferId src, BufferId dst, StreamId stream);
   void Record(EventId event, StreamId stream);
   void Wait(EventId event, StreamId stream);

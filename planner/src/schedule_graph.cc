@@ -94,7 +94,7 @@ class GraphBuilder {
       const Buffer& buffer = plan_.buffers[src];
       if (instruction.kind == InstructionKind::kFree) {
         Edge(last_use_[src], vertex, EdgeKind::kMemory);
-        writer_[src] = -1;
+        if (instruction.parts.empty()) writer_[src] = -1;
       } else {
         const bool made_by_segment = buffer.role == BufferRole::kGradUnsharded && buffer.unit >= 0;
         Edge(made_by_segment ? made_grad_[buffer.unit] : writer_[src], vertex, EdgeKind::kData);

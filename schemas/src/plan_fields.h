@@ -85,7 +85,7 @@ inline constexpr auto kFields<Instruction> = FieldList(
     Optional("reduce_op", &Instruction::reduce_op), Optional("divisor", &Instruction::divisor).Positive(),
     Optional("stream", &Instruction::stream).Ref(RefKind::kStream),
     Optional("safe_after", &Instruction::safe_after).Ref(RefKind::kStream),
-    Optional("unit", &Instruction::unit).Ref(RefKind::kUnit),
+    Optional("parts", &Instruction::parts), Optional("unit", &Instruction::unit).Ref(RefKind::kUnit),
     Optional("parameter", &Instruction::parameter).AtLeast(-1), Optional("reason", &Instruction::reason));
 
 template <>

@@ -81,6 +81,17 @@ std::string ReferenceListJson(WordReader& words) {
   return list + "]";
 }
 
+// Numbers, separated by commas.
+std::string NumberListJson(WordReader& words) {
+  std::string list = "[";
+  do {
+    const std::string number = NumberJson(words);
+    if (number.empty()) return "";
+    list += (list.size() > 1 ? ", " : "") + number;
+  } while (words.Skip(','));
+  return list + "]";
+}
+
 struct Clause {
   std::string_view word;   // as in the text
   std::string_view field;  // as in the JSON
@@ -93,6 +104,7 @@ std::string KeyValueJson(const std::string& key, WordReader& words, std::string&
   field = key == "mb" ? "microbatch" : (key == "occ" ? "occurrence" : (key == "op" ? "reduce_op" : key));
   if (key == "mb" || key == "occ" || key == "divisor" || key == "parameter") return NumberJson(words);
   if (key == "safe_after") return ReferenceListJson(words);
+  if (key == "parts") return NumberListJson(words);
   if (key == "op") {
     const std::optional<std::string> word = words.NextName();
     return word.has_value() ? JsonString(*word) : "";

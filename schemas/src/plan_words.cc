@@ -118,6 +118,9 @@ std::string PlanWords::Line(const Instruction& instruction) const {
   for (std::size_t i = 0; i < instruction.safe_after.size(); ++i) {
     line += (i == 0 ? " safe_after=" : ",") + Word(RefKind::kStream, instruction.safe_after[i]);
   }
+  for (std::size_t i = 0; i < instruction.parts.size(); ++i) {
+    line += fmt::format("{}{}", i == 0 ? " parts=" : ",", instruction.parts[i]);
+  }
   if (instruction.unit != -1) line += " for " + Word(RefKind::kUnit, instruction.unit);
   if (!instruction.reason.empty()) line += " because " + QuoteWord(instruction.reason);
   return line;

@@ -64,7 +64,7 @@ void Interpreter::Run(const Instruction& i, Position at) {
     case kAllocate:
       return memory_.Allocate(i.dst, i.stream < 0 ? clocks_.host() : i.stream, at);
     case kFree:
-      return Free(i.src, i.safe_after, at);
+      return Free(i.src, i.parts, i.safe_after, at);
     case kBindUnsharded:
     case kBindSharded:
       return Bind(i, at);
@@ -159,7 +159,8 @@ void Interpreter::Bind(const Instruction& i, Position at) {
   }
 }
 
-void Interpreter::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Position at) {
+void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
+                       const std::vector<StreamId>& safe_after, Position at) {
   const UnitId unit = plan_.buffers[buffer].unit;
   if (unit >= 0 && bound_[unit] == buffer) {
     reporter_.Add(Rule::kUseAfterFree, at, buffer,
@@ -167,6 +168,7 @@ void Interpreter::Free(BufferId buffer, const std::vector<StreamId>& safe_after,
                               reporter_.BufferName(buffer), reporter_.UnitName(unit)),
                   {"bound: " + reporter_.Describe(bound_at_[unit]), "freed: " + reporter_.Describe(at)});
   }
+  if (!parts.empty()) return memory_.FreeParts(buffer, parts, safe_after, at);
   std::int32_t slot = -1;
   if (memory_.IsAlive(buffer)) {
     slot = memory_.Slot(buffer);
@@ -278,7 +280,7 @@ void Interpreter::RunZeroGrad(const Instruction& i, Position at) {
     for (const BufferId grad : unit_grads_[u]) {
       if (!memory_.IsAlive(grad)) continue;
       gradients_.Release(grad, at);
-      if (!plan_.buffers[grad].persistent) Free(grad, {}, at);
+      if (!plan_.buffers[grad].persistent) Free(grad, {}, {}, at);
     }
   }
 }

@@ -46,7 +46,8 @@ class Interpreter {
   void RunOptimizer(const Instruction& i, Position at);
   void RunZeroGrad(const Instruction& i, Position at);
   void Bind(const Instruction& i, Position at);
-  void Free(BufferId buffer, const std::vector<StreamId>& safe_after, Position at);
+  void Free(BufferId buffer, const std::vector<std::int32_t>& parts, const std::vector<StreamId>& safe_after,
+            Position at);
   void ReadParameters(UnitId unit, const Work& work);
   Work Issue(const Instruction& i, Position at) {
     return clocks_.Issue(i.stream < 0 ? clocks_.host() : i.stream, at);

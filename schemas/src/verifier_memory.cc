@@ -37,6 +37,7 @@ std::int32_t Memory::NewSlot() {
   memory.allocated = {};
   memory.content = Content::kNothing;
   memory.debt_settled = true;
+  memory.freed_parts.clear();
   memory.used_step = -1;
   memory.last_write = {};
   memory.last_access.assign(clocks_.width(), {});
@@ -63,7 +64,7 @@ void Memory::Allocate(BufferId buffer, std::int32_t pool, Position at) {
   }
 }
 
-bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Position at) {
+bool Memory::CheckFreeable(BufferId buffer, Position at) {
   if (!IsAlive(buffer)) {
     if (freed_step_[buffer] == step_) {
       reporter_.Add(Rule::kDoubleFree, at, buffer,
@@ -75,6 +76,11 @@ bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Posi
     }
     return false;
   }
+  return true;
+}
+
+bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Position at) {
+  if (!CheckFreeable(buffer, at)) return false;
   const std::int32_t slot = slot_[buffer];
   slot_[buffer] = -1;
   freed_step_[buffer] = step_;
@@ -82,7 +88,30 @@ bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Posi
   Allocation& memory = slots_[slot];
   if (--memory.names > 0) return false;
   unused_slots_.push_back(slot);
-  if (plan_.buffers[memory.owner].memory != MemoryKind::kDevice || memory.pool == clocks_.host()) return true;
+  GiveBack(buffer, memory, safe_after, at);
+  return true;
+}
+
+void Memory::FreeParts(BufferId buffer, const std::vector<std::int32_t>& parts,
+                       const std::vector<StreamId>& safe_after, Position at) {
+  if (!CheckFreeable(buffer, at)) return;
+  Allocation& memory = slots_[slot_[buffer]];
+  for (const std::int32_t part : parts) {
+    if (std::ranges::find(memory.freed_parts, part) == memory.freed_parts.end()) continue;
+    reporter_.Add(
+        Rule::kDoubleFree, at, buffer,
+        fmt::format("part {} of {} is freed twice", part, reporter_.BufferName(buffer)),
+        {"earlier: " + reporter_.Describe(memory.freed_parts_at), "again: " + reporter_.Describe(at)});
+  }
+  memory.freed_parts.insert(memory.freed_parts.end(), parts.begin(), parts.end());
+  memory.freed_parts_at = at;
+  GiveBack(buffer, memory, safe_after, at);
+}
+
+// What may still use the memory, behind what it is handed out for next.
+void Memory::GiveBack(BufferId buffer, const Allocation& memory, const std::vector<StreamId>& safe_after,
+                      Position at) {
+  if (plan_.buffers[memory.owner].memory != MemoryKind::kDevice || memory.pool == clocks_.host()) return;
   std::vector<Debt>& pool = pools_[memory.pool];
   for (const Work& use : memory.last_access) {
     if (use.tick == 0) continue;
@@ -92,7 +121,6 @@ bool Memory::Free(BufferId buffer, const std::vector<StreamId>& safe_after, Posi
     if (std::ranges::any_of(safe_after, is_held_back)) continue;
     if (use.tick > pool[use.stream].use.tick) pool[use.stream] = {use, at, buffer};
   }
-  return true;
 }
 
 void Memory::MakeAlias(BufferId alias, BufferId buffer) {
@@ -101,8 +129,15 @@ void Memory::MakeAlias(BufferId alias, BufferId buffer) {
 }
 
 bool Memory::CheckAlive(BufferId buffer, Position at) {
-  if (IsAlive(buffer)) return true;
   const std::string name = reporter_.BufferName(buffer);
+  if (IsAlive(buffer)) {
+    const Allocation& memory = slots_[slot_[buffer]];
+    if (memory.freed_parts.empty()) return true;
+    reporter_.Add(Rule::kUseAfterFree, at, buffer,
+                  fmt::format("{} uses {}, of which parts were freed", reporter_.Instruction(at), name),
+                  {"freed: " + reporter_.Describe(memory.freed_parts_at), "used: " + reporter_.Describe(at)});
+    return false;
+  }
   if (freed_step_[buffer] == step_) {
     reporter_.Add(Rule::kUseAfterFree, at, buffer,
                   fmt::format("{} uses {}, which was freed", reporter_.Instruction(at), name),

@@ -39,6 +39,9 @@ class Memory {
   void Allocate(BufferId buffer, std::int32_t pool, Position at);
   // True if the buffer's memory went away with it (false: it was not alive, or an alias still holds it).
   bool Free(BufferId buffer, const std::vector<StreamId>& safe_after, Position at);
+  // These parts go, for all names of the memory; the buffer is alive, and may not be used, until it is freed.
+  void FreeParts(BufferId buffer, const std::vector<std::int32_t>& parts,
+                 const std::vector<StreamId>& safe_after, Position at);
   // `alias` becomes another name of the memory of `buffer`; the memory lives until both are freed.
   void MakeAlias(BufferId alias, BufferId buffer);
 
@@ -77,6 +80,8 @@ class Memory {
     Position allocated;
     Content content = Content::kNothing;
     bool debt_settled = true;
+    std::vector<std::int32_t> freed_parts;
+    Position freed_parts_at;  // the latest free of parts
     std::int32_t used_step = -1;
     Work last_write;
     std::vector<Work> last_access;  // by stream
@@ -85,6 +90,9 @@ class Memory {
 
   std::int32_t NewSlot();
   bool CheckAlive(BufferId buffer, Position at);
+  bool CheckFreeable(BufferId buffer, Position at);
+  void GiveBack(BufferId buffer, const Allocation& memory, const std::vector<StreamId>& safe_after,
+                Position at);
   void CheckDebt(std::int32_t pool, const std::vector<Debt>& debt, const Work& work, BufferId reused_as);
   Allocation& Touch(BufferId buffer, const Work& work);
   std::vector<std::string> Chain(const Work& earlier, const Work& later) const;

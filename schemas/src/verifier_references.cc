@@ -118,6 +118,7 @@ class InstructionCheck {
     for (const StreamId stream : i_.safe_after) {
       if (!Names(plan_.streams, stream)) Fail(fmt::format("safe_after stream {} does not exist", stream));
     }
+    CheckParts();
     CheckDivisor();
     const bool has_parameter =
         i_.unit >= 0 && Names(plan_.units, i_.unit) && Names(plan_.units[i_.unit].parameters, i_.parameter);
@@ -130,6 +131,17 @@ class InstructionCheck {
   }
 
  private:
+  void CheckParts() {
+    if (i_.parts.empty()) return;
+    if (i_.kind != InstructionKind::kFree) return Fail("only a free has parts");
+    if (!Names(plan_.buffers, i_.src)) return;
+    for (std::size_t k = 0; k < i_.parts.size(); ++k) {
+      if (!Names(plan_.buffers[i_.src].parts_bytes, i_.parts[k]))
+        return Fail(fmt::format("part {} does not exist", i_.parts[k]));
+      if (k > 0 && i_.parts[k] <= i_.parts[k - 1]) return Fail("parts are not ascending");
+    }
+  }
+
   void CheckDivisor() {
     const bool reduces = i_.kind == InstructionKind::kReduceScatter || i_.kind == InstructionKind::kAllReduce;
     if (!reduces && i_.kind != InstructionKind::kGradScale) return;

@@ -65,6 +65,7 @@ std::string Reporter::Instruction(Position at) const {
   i.reason.clear();
   i.unit = i.src = i.dst = i.communicator = -1;
   i.safe_after.clear();
+  i.parts.clear();
   i.reduce_op = {};
   return shardplan::Describe(plan_, i);
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <span>
 #include <tuple>
 #include <utility>
 
@@ -177,9 +176,14 @@ class StreamBuilder {
            (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput);
   }
 
-  void FreeBuffer(BufferId id) {
+  // `parts`: only these; empty: what is left.
+  void FreeBuffer(BufferId id, const std::vector<std::int32_t>& parts = {}) {
     if (SharesGradients(id)) {
-      FreeGradients(id);
+      FreeGradients(id, parts);
+      return;
+    }
+    if (!parts.empty()) {
+      if (MemoryIndex(id) >= 0) FreeParts(MemoryAt(MemoryIndex(id)), parts);
       return;
     }
     const std::int32_t index = std::exchange(MemoryIndex(id), -1);
@@ -188,6 +192,12 @@ class StreamBuilder {
     if (--memory.names > 0) return;
     for (const std::int32_t block : memory.parts) Free(block);
     unused_memories_.push_back(index);
+  }
+
+  void FreeParts(Memory& memory, const std::vector<std::int32_t>& parts) {
+    for (const std::int32_t part : parts) {
+      if (Has(memory.parts, part)) Free(std::exchange(memory.parts[static_cast<std::size_t>(part)], -1));
+    }
   }
 
   // A gradient may have several buffers: taken with others of its unit in one step, and by itself in another.
@@ -209,54 +219,13 @@ class StreamBuilder {
     }
     return nullptr;
   }
-  void FreeGradients(BufferId id) {
-    for (const std::int32_t parameter : BufferOf(id).parameters) {
+  void FreeGradients(BufferId id, const std::vector<std::int32_t>& parts) {
+    const std::vector<std::int32_t>& parameters = BufferOf(id).parameters;
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      const std::int32_t parameter = parameters[p];
+      if (!parts.empty() && !std::ranges::binary_search(parts, static_cast<std::int32_t>(p))) continue;
       if (std::int32_t* block = GradientBlock(id, parameter)) Free(std::exchange(*block, -1));
     }
-  }
-
-  // [Note: the last gradient] A variable of foreach_reduce names the last unsharded gradient that it reduces
-  // until it returns. Plans free the gradients of a unit together, behind the copy into the reduce-scatter
-  // input. If instruction `i` is such a free: the last instruction of that reduction; else `i`.
-  std::size_t ReduceEnd(const std::vector<Instruction>& instructions, std::size_t i) const {
-    const Instruction& free = instructions[i];
-    if (free.kind != InstructionKind::kFree || !Has(plan_.buffers, free.src)) return i;
-    const Buffer& buffer = BufferOf(free.src);
-    const bool grads =
-        buffer.role == BufferRole::kGradUnsharded || buffer.role == BufferRole::kGradUnshardedAccumulated;
-    if (!grads || !Has(plan_.units, buffer.unit)) return i;
-    const Unit& unit = plan_.units[static_cast<std::size_t>(buffer.unit)];
-    if (unit.layout != LayoutKind::kPerParameter || unit.shard_communicator < 0) return i;
-    const auto belongs = [&](const Instruction& other) {
-      return other.unit == free.unit && other.reason == free.reason;
-    };
-    std::size_t begin = i, end = i;
-    while (begin > 0 && belongs(instructions[begin - 1])) --begin;
-    while (end + 1 < instructions.size() && belongs(instructions[end + 1])) ++end;
-    const std::span run(instructions);
-    const bool copied = std::ranges::any_of(run.subspan(begin, i - begin), [&](const Instruction& before) {
-      return before.kind == InstructionKind::kGradCopyIn && before.src == free.src;
-    });
-    const bool reduced = std::ranges::any_of(run.subspan(i, end - i + 1), [](const Instruction& behind) {
-      return behind.kind == InstructionKind::kReduceScatter;
-    });
-    return copied && reduced ? end : i;
-  }
-
-  void FreeAllButLast(BufferId id, std::size_t until) {
-    std::int32_t* last = nullptr;
-    std::int32_t parameter = -1;
-    for (const std::int32_t p : BufferOf(id).parameters) {
-      std::int32_t* block = GradientBlock(id, p);
-      if (block == nullptr || *block < 0) continue;
-      last = block;
-      parameter = p;
-    }
-    if (last != nullptr && (held_.block < 0 || held_.parameter < parameter)) {
-      Free(held_.block);  // of another buffer that is reduced together with this one
-      held_ = {std::exchange(*last, -1), parameter, until};
-    }
-    FreeBuffer(id);
   }
 
   void MakeView(BufferId src, BufferId dst) {
@@ -273,9 +242,7 @@ class StreamBuilder {
       const Trigger& trigger = step.triggers[t];
       for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
         at_ = {s, static_cast<std::int32_t>(t), static_cast<std::int32_t>(i), -1};
-        const std::size_t end = ReduceEnd(trigger.instructions, i);
-        end > i ? FreeAllButLast(trigger.instructions[i].src, end) : Apply(trigger.instructions[i]);
-        if (held_.block >= 0 && held_.until == i) Free(std::exchange(held_.block, -1));
+        Apply(trigger.instructions[i]);
       }
     }
     at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
@@ -309,7 +276,7 @@ class StreamBuilder {
         if (Has(plan_.buffers, instruction.dst)) AllocateBuffer(instruction.dst, instruction.stream);
         break;
       case InstructionKind::kFree:
-        if (Has(plan_.buffers, instruction.src)) FreeBuffer(instruction.src);
+        if (Has(plan_.buffers, instruction.src)) FreeBuffer(instruction.src, instruction.parts);
         break;
       case InstructionKind::kGradCast:
         if (IsView(instruction)) MakeView(instruction.src, instruction.dst);
@@ -473,10 +440,6 @@ class StreamBuilder {
   std::vector<std::int32_t> unused_memories_;
   // Allocations (step, trigger, instruction) whose memory ends in another role.
   std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, std::int32_t> becomes_;
-  struct {
-    std::int32_t block = -1, parameter = -1;
-    std::size_t until = 0;                           // instruction of the trigger
-  } held_;                                           // see [Note: the last gradient]
   std::vector<std::vector<BufferId>> grad_buffers_;  // by unit
   std::vector<std::int32_t> new_grads_;              // blocks, of the segment that runs
   std::vector<std::int32_t> storages_;               // by micro-batch and storage: block, -1: not alive

@@ -62,6 +62,13 @@ def test_what_does_not_fit_exits_1(shardplan, plan, tmp_path):
     found = shardplan("memory", plan, "--cluster", small)
     assert found.returncode == 1
     assert "does not fit" in found.stdout
+    reserved = shardplan("memory", plan, "--cluster", small, "--reserved")
+    assert reserved.returncode == 1
+    assert "does not fit" in reserved.stdout
+    assert "reserved: out of memory at" in reserved.stdout
+    rows = {name.strip(): int(value) for name, value in re.findall(r"^(.{28}) +(\d+) ", reserved.stdout, re.M)}
+    assert rows["total and outside"] > rows["total"]
+    assert rows["reserved without a limit"] >= rows["total"]
 
 
 def test_reserved_bytes_cover_the_peak_and_other_settings_are_tried(shardplan, plan):

@@ -69,6 +69,7 @@ TEST(RoundTrip, RandomDocumentsUseEveryField) {
                             "post_forward_communicator",
                             "flat_numel",
                             "safe_after",
+                            "\"parts\"",
                             "divisor",
                             "reduce_op",
                             "occurrence",

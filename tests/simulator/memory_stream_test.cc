@@ -160,6 +160,27 @@ TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {
   EXPECT_EQ(profile.end_bytes.value, 2 * 8'519'680);
 }
 
+TEST(MemoryStream, AFreeOfPartsLeavesTheOthers) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 3, 256);
+  const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
+  b.plan().buffers[0].parts_bytes = {Bytes{1'024}, Bytes{2'048}, Bytes{4'096}};
+  const BufferId other = b.Buffer(BufferRole::kReduceScatterOutput, unit);
+  const SegmentId segment = b.Segment("backward a", {unit}, {{unit, 0}, {unit, 1}, {unit, 2}});
+  b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).FreeParts(grads, {0, 2});
+  b.Allocate(other, 0).Free(grads).Free(other);
+  const MemoryStream stream = MemoryStreamOf(b.plan());
+  std::vector<std::string> order;  // of the steady step
+  for (std::size_t a = stream.first_recorded; a < stream.actions.size(); ++a) {
+    const MemoryBlock& block = stream.blocks[static_cast<std::size_t>(stream.actions[a].block)];
+    const std::string name = block.buffer == grads ? "part " + std::to_string(block.part) : "other";
+    order.push_back((stream.actions[a].frees ? "- " : "+ ") + name);
+  }
+  const std::vector<std::string> expected = {"+ part 0", "+ part 1", "+ part 2", "- part 0",
+                                             "- part 2", "+ other",  "- part 1", "- other"};
+  EXPECT_EQ(order, expected);
+}
+
 TEST(ReservedMemory, SegmentsAreThoseOfTheAllocator) {
   PlanBuilder b(2);
   const UnitId unit = b.Unit("a", 1, 3 << 20);  // 12 MiB unsharded, shards of 6 MiB

@@ -99,6 +99,9 @@ class PlanBuilder {
   PlanBuilder& Free(BufferId src, std::vector<StreamId> safe_after = {}) {
     return Do({.kind = InstructionKind::kFree, .src = src, .safe_after = std::move(safe_after)});
   }
+  PlanBuilder& FreeParts(BufferId src, std::vector<std::int32_t> parts) {
+    return Do({.kind = InstructionKind::kFree, .src = src, .parts = std::move(parts)});
+  }
   PlanBuilder& Bind(BufferId src) {
     return Do({.kind = InstructionKind::kBindUnsharded, .unit = UnitOf(src), .src = src});
   }

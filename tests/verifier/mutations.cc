@@ -112,6 +112,11 @@ Plan RandomChange(Plan plan, std::mt19937_64& random, std::string& what) {
         what = "for event " + plan.events[i.event] + ", " + text;
         return plan;
       }
+      if (i.kind == InstructionKind::kFree && pick(2) == 0) {
+        i.parts = {0};
+        what = "of a part only, " + text;
+        return plan;
+      }
       if (i.kind == InstructionKind::kFree) {
         const StreamId stream = static_cast<StreamId>(pick(plan.streams.size()));
         if (std::erase(i.safe_after, stream) == 0) i.safe_after.push_back(stream);

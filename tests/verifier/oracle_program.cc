@@ -74,6 +74,10 @@ class Reader {
   }
 
   int Use(BufferId buffer) {  // -1 where it is not alive
+    if (freed_parts_.contains(buffer)) Problem("used_without_all_parts");
+    return Find(buffer);
+  }
+  int Find(BufferId buffer) {
     const auto found = alive_.find(buffer);
     if (found != alive_.end()) return found->second;
     Problem("used_while_not_alive");
@@ -94,7 +98,7 @@ class Reader {
       case kAllocate:
         return Allocate(i.dst, i.stream);
       case kFree:
-        return Free(i.src, i.safe_after);
+        return i.parts.empty() ? Free(i.src, i.safe_after) : FreeParts(i);
       case kBindUnsharded:
         if (const int instance = Use(i.src); instance >= 0) {
           if (filled_[instance] != Filled::kYes) Problem("bound_before_unsharded");
@@ -139,8 +143,9 @@ class Reader {
   }
 
   void Free(BufferId buffer, const std::vector<StreamId>& safe_after) {
-    const int instance = Use(buffer);
+    const int instance = Find(buffer);
     if (instance < 0) return;
+    freed_parts_.erase(buffer);
     for (const auto& [unit, bound] : bound_) {
       if (bound == instance) Problem("freed_while_bound");
     }
@@ -149,6 +154,16 @@ class Reader {
       if (shared == instance) return;  // another name keeps it
     }
     program_.items.push_back({.kind = Item::Kind::kFree, .instance = instance, .safe_after = safe_after});
+  }
+
+  void FreeParts(const Instruction& i) {
+    const int instance = Find(i.src);
+    if (instance < 0) return;
+    std::set<std::int32_t>& freed = freed_parts_[i.src];
+    for (const std::int32_t part : i.parts) {
+      if (!freed.insert(part).second) Problem("part_freed_twice");
+    }
+    program_.items.push_back({.kind = Item::Kind::kFree, .instance = instance, .safe_after = i.safe_after});
   }
 
   void AddWork(StreamId stream, std::vector<int> reads, std::vector<int> writes) {
@@ -181,6 +196,7 @@ class Reader {
     for (const SegmentGrad& grad : segment.grads) {
       const BufferId buffer = GradBuffer(grad);
       if (!alive_.contains(buffer)) Allocate(buffer, i.stream);
+      if (freed_parts_.contains(buffer)) Problem("used_without_all_parts");
       const int instance = alive_[buffer];
       if (filled_[instance] == Filled::kYes) reads.push_back(instance);  // adds to it
       writes.push_back(instance);
@@ -280,6 +296,7 @@ class Reader {
   const Plan& plan_;
   Program program_;
   std::map<BufferId, int> alive_;  // buffer -> instance
+  std::map<BufferId, std::set<std::int32_t>> freed_parts_;
   std::map<int, Filled> filled_;
   std::map<int, Sum> sums_;
   std::map<UnitId, int> bound_;

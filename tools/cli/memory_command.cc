@@ -37,6 +37,13 @@ Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const 
   return reserved;
 }
 
+// What the allocator would reserve on a device without end.
+Bytes WithoutLimit(const Plan& plan, const MemoryStream& stream, ReservedOptions options) {
+  options.device_bytes = ReservedOptions().device_bytes;
+  options.record_addresses = false;
+  return ReserveMemory(plan, stream, options).peak_reserved_bytes;
+}
+
 Status WritePages(const MemoryArguments& options, const Plan& plan, const MemoryStream& stream,
                   const ReservedMemory* reserved) {
   if (!options.plot.empty()) {
@@ -62,21 +69,20 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (!reserved_options) return std::unexpected(reserved_options.error());
   if (options.reserved || !options.map.empty() || !options.alloc_conf.empty()) {
     reserved = ReserveMemory(*plan, stream, *reserved_options);
-    fits = !reserved->out_of_memory;
   }
-  fits = fits && FitsDevice(*input, reserved ? reserved->peak_reserved_bytes : rows.peak.total_bytes);
+  const ReservedMemory* held = reserved ? &*reserved : nullptr;
+  fits = FitsDevice(*input, rows, held);
   if (!options.rows.empty()) {
     if (Status written = WriteOutput(options.rows, RowsJson(*plan, rows)); !written) return written;
     if (options.rows == "-") return {};
     Progress(options.quiet, fmt::format("wrote {}", options.rows));
   }
-  const ReservedMemory* held = reserved ? &*reserved : nullptr;
   if (Status written = WritePages(options, *plan, stream, held); !written) return written;
   std::string text = MemoryTable(*input, rows, held);
   if (held != nullptr) {
     std::vector<SettingsTrial> trials;
     if (options.reserved) trials = TryAllocatorSettings(*plan, stream, *reserved_options);
-    text += ReservedTable(*plan, *held, trials);
+    text += ReservedTable(*plan, *held, WithoutLimit(*plan, stream, *reserved_options), trials);
     if (options.map == "-") text += "\n" + AsciiMemoryMap(held->map_at_peak);
   }
   return WriteOutput("-", text);

@@ -72,10 +72,11 @@ Bytes OutsideBytes(const MemoryPlan& input, bool at_peak) {
 
 }  // namespace
 
-bool FitsDevice(const MemoryPlan& input, Bytes peak_bytes) {
+bool FitsDevice(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
+  if (reserved != nullptr && reserved->out_of_memory) return false;
   const Device& device = input.plan.cluster.device;
-  const Bytes needed = peak_bytes + OutsideBytes(input, true);
-  return device.memory_bytes.value == 0 || needed <= device.memory_bytes;
+  const Bytes peak = reserved != nullptr ? reserved->peak_reserved_bytes : rows.peak.total_bytes;
+  return device.memory_bytes.value == 0 || peak + OutsideBytes(input, true) <= device.memory_bytes;
 }
 
 std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
@@ -107,12 +108,14 @@ std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const R
     text += Row("  their gradients, at most", unmanaged.gradient_bytes, {});
     text += Row("  their optimizer states", unmanaged.state_bytes, unmanaged.state_bytes);
   }
-  const Bytes held = reserved != nullptr ? reserved->peak_reserved_bytes : peak.total_bytes;
-  const Bytes held_between = reserved != nullptr ? held : end.total_bytes;
-  text += Row(reserved != nullptr ? "reserved and outside" : "total and outside",
-              held + OutsideBytes(input, true), held_between + OutsideBytes(input, false));
+  // Out of memory, what was reserved until then says little.
+  const bool by_reserved = reserved != nullptr && !reserved->out_of_memory;
+  const Bytes held = by_reserved ? reserved->peak_reserved_bytes : peak.total_bytes;
+  const Bytes held_between = by_reserved ? held : end.total_bytes;
+  text += Row(by_reserved ? "reserved and outside" : "total and outside", held + OutsideBytes(input, true),
+              held_between + OutsideBytes(input, false));
   if (device.memory_bytes.value > 0) {
-    text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(input, held) ? "fits" : "does not fit",
+    text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(input, rows, reserved) ? "fits" : "does not fit",
                         device.name, Gib(device.memory_bytes));
   }
   return text;
@@ -140,27 +143,32 @@ std::string RowsJson(const Plan& plan, const MemoryRows& rows) {
   return text + "  ]\n}\n";
 }
 
-std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved,
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
                           const std::vector<SettingsTrial>& trials) {
+  std::string text;
   if (reserved.out_of_memory) {
-    return fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
+    text = fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
                        PointText(plan, reserved.out_of_memory_at), reserved.end_reserved_bytes.value);
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit", without_limit.value,
+                        Gib(without_limit));
+  } else {
+    text = fmt::format("\n{:<28} {:>18} {:>10.3f}\n", "reserved at its peak",
+                       reserved.peak_reserved_bytes.value, Gib(reserved.peak_reserved_bytes));
+    text += fmt::format("{:<28} {:>18} {:>10.3f}   {:.1f} % of it is not allocated\n", "allocated then",
+                        reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
+                        static_cast<double>(reserved.FragmentationPpm()) / 1e4);
+    text += fmt::format("first reserved at {}; {} requests released the cache\n",
+                        PointText(plan, reserved.peak_at), reserved.retries);
   }
-  std::string text = fmt::format("\n{:<28} {:>18} {:>10.3f}\n", "reserved at its peak",
-                                 reserved.peak_reserved_bytes.value, Gib(reserved.peak_reserved_bytes));
-  text += fmt::format("{:<28} {:>18} {:>10.3f}   {:.1f} % of it is not allocated\n", "allocated then",
-                      reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
-                      static_cast<double>(reserved.FragmentationPpm()) / 1e4);
-  text += fmt::format("first reserved at {}; {} requests released the cache\n",
-                      PointText(plan, reserved.peak_at), reserved.retries);
   if (trials.empty()) return text;
   text += fmt::format("\n{:<52} {:>18} {:>18} {:>14}\n", "with PYTORCH_CUDA_ALLOC_CONF", "reserved, bytes",
                       "saved", "cache released");
   for (const SettingsTrial& trial : trials) {
     const std::int64_t saved = (reserved.peak_reserved_bytes - trial.peak_reserved_bytes).value;
+    const std::string saves = reserved.out_of_memory ? "it fits" : fmt::format("{}", saved);
     text += trial.out_of_memory ? fmt::format("{:<52} {:>18}\n", trial.text, "out of memory")
                                 : fmt::format("{:<52} {:>18} {:>18} {:>14}\n", trial.text,
-                                              trial.peak_reserved_bytes.value, saved, trial.retries);
+                                              trial.peak_reserved_bytes.value, saves, trial.retries);
   }
   return text;
 }

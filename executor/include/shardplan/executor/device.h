@@ -71,6 +71,9 @@ class Device {
   // Gives the memory back, in host order: work issued later on the allocation's stream may get it at once,
   // and after the work issued so far on the streams in `safe_after` is done.
   virtual Status Free(BufferId buffer, std::span<const StreamId> safe_after) = 0;
+  // The same of these parts. The buffer stays, and is not used, until it is freed.
+  virtual Status FreeParts(BufferId buffer, std::span<const std::int32_t> parts,
+                           std::span<const StreamId> safe_after) = 0;
   // `copy.dst`, not alive, becomes a name of the parts of `copy.src` that the copy would read (same dtype;
   // contiguous runs, one per part of dst). The memory lives until both are freed.
   virtual Status MakeAlias(CopyId copy) = 0;

@@ -82,7 +82,7 @@ class Model {
   virtual Status TakeGradients(UnitId, BufferId) { return {}; }
   // RunsItself only. The plan frees a grad_unsharded buffer: drop your references (parameter.grad = None).
   // The device has dropped its own.
-  virtual Status DropGradients(UnitId, BufferId) { return {}; }
+  virtual Status DropGradients(UnitId, BufferId, std::span<const std::int32_t> /*parts*/) { return {}; }
 
   // The last collective of a reduction was issued on the stream: reduce_scatter, all_reduce where there are
   // replicas. `buffer` holds its result when the stream gets there; work issued now on the stream may change

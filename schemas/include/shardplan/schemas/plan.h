@@ -166,7 +166,7 @@ struct Segment {
 enum class InstructionKind : std::uint8_t {
   kCompute,        // run `segment` on `stream`
   kAllocate,       // dst, on `stream`
-  kFree,           // src; safe_after lists streams recorded on it (record_stream)
+  kFree,           // src, or some of its parts; safe_after lists streams recorded on it (record_stream)
   kBindUnsharded,  // the modules' parameters become views of src (param_unsharded)
   kBindSharded,    // ... of src (param_sharded)
   kCopyIn,         // src -> dst: cast if dtypes differ, flatten into this rank's slot of an all-gather buffer
@@ -207,6 +207,9 @@ struct Instruction {
   // PREMUL_SUM).
   double divisor = 1.0;
   std::vector<StreamId> safe_after;  // free: streams whose work issued so far must finish before reuse
+  // free: indices into the buffer's parts_bytes, ascending. Only these go; the others stay until a free
+  // without parts, which ends the buffer. Nothing uses a buffer of which parts are gone.
+  std::vector<std::int32_t> parts;
   std::string reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
   bool operator==(const Instruction&) const = default;
 };

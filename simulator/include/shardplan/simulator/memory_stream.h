@@ -3,10 +3,9 @@
 //
 // [Note: who makes and drops what]
 // The stream has the plan's own allocations and frees, those of the model inside the segments, and the
-// optimizer's. It never guesses a free: they are instructions of the plan. Four things are implied by an
+// optimizer's. It never guesses a free: they are instructions of the plan. Three things are implied by an
 // instruction: a segment makes the unsharded gradients that it lists (a plan's `free` drops them), the first
-// optimizer step makes the optimizer's states, a zero_grad drops the sharded gradients that are left, and the
-// last gradient of a unit lives through its reduction ([Note: the last gradient], memory_stream.cc).
+// optimizer step makes the optimizer's states, and a zero_grad drops the sharded gradients that are left.
 #pragma once
 
 #include <cstddef>
