@@ -84,7 +84,7 @@ TEST_F(FreedParts, FreesOfPartsDoNotEndABuffer) {
   ++end.instruction;
   const std::vector<Violation> violations = Verify(test::Without(plan_, end));
   ASSERT_FALSE(violations.empty());
-  EXPECT_EQ(Name(violations[0].rule), "use_after_free");  // the next step's gradients
+  EXPECT_EQ(Name(violations[0].rule), "leak");
 }
 
 TEST_F(FreedParts, PartsAreThoseOfTheBuffer) {
