@@ -120,9 +120,7 @@ void Fsdp1Policy::MakeParamBuffers(UnitId id) {
   if (handle.sharded) {
     handle.unsharded.buffer = FlatBuffer(id, BufferRole::kParamUnsharded, unit.param_dtype, unit.flat_numel);
   }
-  if (handle.sharded && handle.casts_params && strategy_.fsdp1.full_precision_in_eval) {
-    MakeFullPrecisionBuffer(id);
-  }
+  if (handle.sharded && handle.casts_params) MakeFullPrecisionBuffer(id);
   if (handle.casts_params) handle.low_precision.buffer = FlatBuffer(id, copy_role, unit.param_dtype, numel);
   if (handle.offloads) {
     // _cpu_grad: there for ever, or, stepped and dropped in the backward, from one forward to its backward.
@@ -227,8 +225,28 @@ void Fsdp1Policy::OnSegment(const HostEvent& event) {
   builder_.Compute(event, {}, reads);
 }
 
-void Fsdp1Policy::RootPreForward() {
+// FlatParamHandle.init_flat_param_attributes: what will hold the parameters is allocated once and emptied.
+void Fsdp1Policy::LazyInit() {
+  if (initialized_) return;
   initialized_ = true;
+  const std::string reason = builder_.reason();
+  const UnitId current = builder_.unit();
+  builder_.SetReason("lazy_init");
+  for (const UnitId id : partition_.states) {
+    Handle& handle = handles_[id];
+    builder_.SetUnit(id);
+    for (Copy* copy : {&handle.low_precision, &handle.unsharded, &handle.full}) {
+      if (copy->buffer < 0) continue;
+      AllocateOn(*copy, kCompute);
+      FreeCopy(*copy, kCompute);
+    }
+  }
+  builder_.SetUnit(current);
+  builder_.SetReason(reason);
+}
+
+void Fsdp1Policy::RootPreForward() {
+  LazyInit();
   if (partition_.units[0].forward_prefetch) {
     for (Handle& handle : handles_) {
       handle.needs_pre_forward_unshard = true;

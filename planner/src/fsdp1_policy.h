@@ -123,6 +123,7 @@ class Fsdp1Policy : public Policy {
   void MakeParamBuffers(UnitId unit);
   void MakeFullPrecisionBuffer(UnitId unit);
   void PreForward(const HostEvent& event);
+  void LazyInit();
   void RootPreForward();
   void PostForward(const HostEvent& event);
   void PreBackward(const HostEvent& event);

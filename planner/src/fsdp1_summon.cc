@@ -63,8 +63,7 @@ Status Fsdp1Policy::CheckSummonFlags(const ModuleCall& call, const std::vector<U
 // back to this rank's shard: a copy on the device that is no instruction.)
 Status Fsdp1Policy::SummonFullParams(const HostEvent& event) {
   const ModuleCall& call = *event.call;
-  initialized_ = initialized_ || call.module.empty();
-  if (!initialized_) {
+  if (!initialized_ && !call.module.empty()) {
     return MakeInputError(
         "/program",
         "a module whose parameters are summoned before the model has run is taken for a root "
@@ -77,6 +76,7 @@ Status Fsdp1Policy::SummonFullParams(const HostEvent& event) {
   if (!enters) std::ranges::reverse(units);
   const StreamId unshard_stream = unshard_stream_, pre_unshard_stream = pre_unshard_stream_;
   builder_.SetReason("summon_full_params");
+  LazyInit();
   if (enters) DropZeroedGrads();
   for (const UnitId id : units) {
     Handle& handle = handles_[id];
@@ -104,7 +104,6 @@ Status Fsdp1Policy::SummonFullParams(const HostEvent& event) {
 
 void Fsdp1Policy::Summon(UnitId id, const std::vector<std::string>& flags) {
   Handle& handle = handles_[id];
-  if (handle.sharded && handle.casts_params && handle.full.buffer < 0) MakeFullPrecisionBuffer(id);
   Copy& copy = handle.casts_params ? handle.full : handle.unsharded;
   handle.summon_frees = handle.sharded && !copy.allocated;
   Unshard(id, "summon_full_params");

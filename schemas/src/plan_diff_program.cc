@@ -16,6 +16,9 @@
 namespace shardplan {
 namespace {
 
+// The reason of what fsdp1's root does once, at its first forward.
+constexpr std::string_view kLazyInit = "lazy_init";
+
 // An instruction of one plan that has no counterpart in its place in the other.
 struct Leftover {
   const DiffLine* line = nullptr;
@@ -231,13 +234,17 @@ class StepDiff {
     const auto has = [&](InstructionKind kind, auto... role) {
       return std::ranges::any_of(lines, [&](const DiffLine* line) {
         const Instruction& instruction = *line->instruction;
-        return instruction.kind == kind && (HasRole(plan, instruction.src, role) && ...);
+        return instruction.reason != kLazyInit && instruction.kind == kind &&
+               (HasRole(plan, instruction.src, role) && ...);
       });
     };
     const auto add = [&](bool done, const char* what) {
       if (done) deed += fmt::format("{}{} {}", deed.empty() ? "" : " and ", what, unit);
     };
     const bool gathers = has(InstructionKind::kAllGather);
+    add(std::ranges::any_of(lines,
+                            [](const DiffLine* line) { return line->instruction->reason == kLazyInit; }),
+        "prepares");
     add(gathers, "unshards");
     add(!gathers && has(InstructionKind::kBindUnsharded), "finishes unsharding");
     add(has(InstructionKind::kReshardPostForward), "reshards to the smaller mesh");

@@ -16,7 +16,7 @@ struct Reason {
 };
 
 // Instruction::reason of both policies (docs/planner.md).
-constexpr std::array<Reason, 18> kReasons = {{
+constexpr std::array<Reason, 19> kReasons = {{
     {"pre_forward", "the unit's forward begins and needs its parameters"},
     {"post_forward", "the unit's forward is over"},
     {"pre_backward", "the gradient of an output is ready: the unit's backward needs its parameters"},
@@ -38,6 +38,8 @@ constexpr std::array<Reason, 18> kReasons = {{
     {"optimizer", "the user steps the optimizer"},
     {"optimizer_in_backward", "the optimizer steps a parameter as soon as its gradient is reduced"},
     {"post_optim_event", "the user's own event after the optimizer, which the next all-gathers wait for"},
+    {"lazy_init",
+     "the root prepares every unit at its first forward: memory for parameters is made and emptied"},
     {"order_check", "all ranks compare which unit they gather next"},
     {"user", "the user calls it"},
 }};

@@ -175,7 +175,7 @@ class Fsdp1EventWriter {
         }
         break;
       case InstructionKind::kFree:
-        OnFree(i);
+        if (i.reason != "lazy_init") OnFree(i);
         break;
       case InstructionKind::kHostWait:
         if (plan_.events[i.event].starts_with("free.")) MarkPrefetch(Add("rate_limit_wait", i.unit), i);
