@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -38,9 +39,7 @@ class FlatGradient::Split : public torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     const auto owner = owner_.lock();
     if (!owner) throw std::runtime_error("shardplan: backward of a model that is gone");
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-      if (gradients[i].defined()) owner->Add(parameters_[i], std::move(gradients[i]));
-    }
+    owner->Add(parameters_, std::move(gradients));
     return {at::Tensor()};
   }
   std::string name() const override { return "ShardplanFlatViews"; }
@@ -50,8 +49,12 @@ class FlatGradient::Split : public torch::autograd::Node {
   std::vector<std::size_t> parameters_;  // of each input
 };
 
-FlatGradient::FlatGradient(std::vector<bool> tracked, std::function<void()> done)
-    : tracked_(std::move(tracked)), gradients_(tracked_.size()), done_(std::move(done)) {}
+FlatGradient::FlatGradient(std::vector<bool> tracked, std::function<void()> done,
+                           std::function<bool(const Gradients&)> add_alone)
+    : tracked_(std::move(tracked)),
+      gradients_(tracked_.size()),
+      done_(std::move(done)),
+      add_alone_(std::move(add_alone)) {}
 FlatGradient::~FlatGradient() = default;
 
 void FlatGradient::Track(std::vector<at::Tensor>& views) {
@@ -68,9 +71,15 @@ void FlatGradient::Track(std::vector<at::Tensor>& views) {
   for (const std::size_t i : parameters) torch::autograd::create_gradient_edge(views[i], split);
 }
 
-void FlatGradient::Add(std::size_t parameter, at::Tensor gradient) {
-  at::Tensor& sum = gradients_[parameter];
-  sum = sum.defined() ? sum.add(gradient) : std::move(gradient);
+// One use's; see [Note: gradients of several uses].
+void FlatGradient::Add(const std::vector<std::size_t>& parameters, variable_list&& gradients) {
+  const bool again = std::ranges::any_of(gradients_, [](const at::Tensor& sum) { return sum.defined(); });
+  if (again && add_alone_ && add_alone_(gradients_)) Clear();
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    at::Tensor& sum = gradients_[parameters[i]];
+    if (!gradients[i].defined()) continue;
+    sum = sum.defined() ? sum.add(gradients[i]) : std::move(gradients[i]);
+  }
 }
 
 void FlatGradient::Clear() {

@@ -150,16 +150,16 @@ Status FlatUnit::WriteBackGradient(const VisibleParameter& visible) {
 
 Status FlatUnit::PublishGradient(const at::Tensor& local) {
   const at::NoGradGuard no_grad;
+  const bool continued = published_.defined();
   published_ = local;
   for (const VisibleParameter& visible : visible_) {
     const at::Tensor tensor = THPVariable_Unpack(visible.object.get());
     if (!visible.in_shard || !tensor.requires_grad()) continue;
     const at::Tensor slice = Slice(local, visible);
     at::Tensor& grad = tensor.mutable_grad();
-    const bool in_place = grad.defined() && SameStorage(grad, local);
     const bool converts = options_.grad_dtype && *options_.grad_dtype != slice.scalar_type();
-    if (in_place && !converts) continue;
-    if (!grad.defined() || in_place) {
+    if (grad.defined() && SameStorage(grad, local) && !converts) continue;
+    if (!grad.defined() || continued) {
       grad = slice;
     } else if (grad.scalar_type() == slice.scalar_type()) {
       grad.add_(slice);  // the user kept a gradient that the plan let go of

@@ -63,8 +63,9 @@ class FlatUnit {
   // is copied into the shard. FlatParamHandle._writeback_orig_params. kNegative: it has another shape.
   Status WriteBack();
 
-  // `local`, the reduced gradient of the shard, becomes the visible parameters' .grad, or is added to one
-  // that is there already.
+  // `local`, the reduced gradient of the shard, becomes the visible parameters' .grad, in place of the one
+  // that the plan has added to (WriteBack saw what the user made of that); it is added to one that the plan
+  // let go of.
   Status PublishGradient(const at::Tensor& local);
   // Runs the optimizers that the user hung on an original parameter (its _in_backward_optimizers, as
   // torch.distributed.optim._apply_optimizer_in_backward does) when it has a gradient, and drops that.
@@ -80,7 +81,6 @@ class FlatUnit {
   at::Tensor Slice(const at::Tensor& whole, const VisibleParameter& visible) const;
   Status WriteBackParameter(VisibleParameter& visible);
   Status WriteBackGradient(const VisibleParameter& visible);
-  bool Replace(VisibleParameter& visible, PyObject* found) const;
 
   Options options_;
   at::Tensor shard_;

@@ -176,6 +176,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void PublishGradients();
   Status BindFlatViews(UnitId unit, BufferId buffer);
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
+  bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
   Status PublishFlatGradient(UnitId unit, BufferId buffer);
   Status Publish(UnitId unit, BufferId buffer);
   Status PublishInBackward(UnitId unit, BufferId buffer);

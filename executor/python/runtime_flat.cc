@@ -8,6 +8,7 @@
 
 #include "python_error.h"
 #include "runtime.h"
+#include "shardplan/executor/layout.h"
 
 namespace shardplan::python {
 
@@ -36,9 +37,18 @@ void Runtime::AddFlatUnit(UnitId unit, FlatUnit::Options options, std::vector<Vi
     if (buffer.unit != unit || buffer.role != BufferRole::kGradUnsharded) continue;
     for (const std::int32_t parameter : buffer_parameters_[b]) tracked[parameter] = true;
   }
-  auto gradient = std::make_shared<FlatGradient>(std::move(tracked), [runtime = weak_from_this(), unit] {
+  std::function<bool(const FlatGradient::Gradients&)> add_alone;
+  const Unit& planned = plan_->units[unit];
+  if (planned.param_dtype != planned.orig_dtype || shards_[unit][0].device() != device_->torch_device()) {
+    add_alone = [runtime = weak_from_this(), unit](const FlatGradient::Gradients& gradients) {
+      const auto self = runtime.lock();
+      return self && self->AddToAccumulated(unit, gradients);
+    };
+  }
+  auto done = [runtime = weak_from_this(), unit] {
     if (const auto self = runtime.lock()) self->PostBackward(unit);
-  });
+  };
+  auto gradient = std::make_shared<FlatGradient>(std::move(tracked), std::move(done), std::move(add_alone));
   units_[unit].flat = std::make_unique<FlatUnit>(options, shards_[unit][0], std::move(visible),
                                                  std::move(views), std::move(gradient));
 }
@@ -80,6 +90,25 @@ Status Runtime::TakeFlatGradients(UnitId unit, BufferId buffer) {
     parts.push_back(units_[unit].flat->gradient().gradient(parameter));
   }
   return device_->SetParts(buffer, std::move(parts));
+}
+
+// To the gradient that an earlier backward left unreduced, which the plan is to add this backward's to.
+bool Runtime::AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients) {
+  const auto holds = [&](const Buffer& buffer) {
+    return buffer.unit == unit && buffer.role == BufferRole::kGradUnshardedAccumulated &&
+           device_->Part(static_cast<BufferId>(&buffer - plan_->buffers.data()), 0).defined();
+  };
+  const auto found = std::ranges::find_if(plan_->buffers, holds);
+  if (found == plan_->buffers.end()) return false;
+  const at::NoGradGuard no_grad;
+  for (const std::int32_t parameter : executor::ParametersOf(*plan_, *found)) {
+    if (!gradients[parameter].defined()) continue;
+    const auto id = static_cast<BufferId>(found - plan_->buffers.begin());
+    const Result<at::Tensor> sum = device_->ParameterView(id, parameter);
+    if (!sum) throw std::runtime_error("shardplan: " + ToString(sum.error()));
+    sum->add_(gradients[parameter]);
+  }
+  return true;
 }
 
 // A backward may end with another buffer than it reduced into: kept in low precision, offloaded. The last one

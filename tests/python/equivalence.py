@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import re
 import traceback
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from adapter_workers import DEVICE
+from adapter_workers import DEVICE, run_on_ranks
 from equivalence_models import build, inputs_of, loss_of
 from torch.utils._pytree import tree_map_only
 
@@ -329,8 +330,7 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
 def compare_all(cases: list[Case], plans: dict[str, str], compare=compare) -> dict[str, tuple]:
     """On a rank: case name -> ("difference", how large, of what) or ("raised", message, traceback).
 
-    An error on one rank leaves the others in a collective: the cases after it would not mean anything, so the process
-    group's timeout ends the run unless all ranks raise together, which a deviation from a plan makes them do.
+    Ends behind the first case that raises: the other ranks may not have raised, and be in a collective of it.
     """
     results = {}
     for case in cases:
@@ -338,4 +338,37 @@ def compare_all(cases: list[Case], plans: dict[str, str], compare=compare) -> di
             results[case.name] = ("difference", *compare(case, plans[case.name]))
         except Exception as error:
             results[case.name] = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
+            break
     return results
+
+
+def compare_on_ranks(cases: list[Case], folder: pathlib.Path, plans: dict[str, str], compare=compare) -> list[dict]:
+    """By rank what compare_all returns, of all cases. They have one number of ranks.
+
+    One set of processes runs them: starting it takes longer than a case. A new one is started for the cases behind one that
+    raised, and for each half of those of which a rank died without a word.
+    """
+    ranks = cases[0].ranks
+    attempt = folder / f"{cases[0].name}-{len(cases)}"
+    outcomes = run_on_ranks(ranks, attempt, compare_all, cases, plans, compare, timeout_s=60)
+    died = [rank for rank, outcome in enumerate(outcomes) if outcome is None or outcome[0] != "returned"]
+    if died and len(cases) == 1:
+        return [{cases[0].name: ("raised", f"rank {died} died: {outcomes[died[0]]}", "")}] * ranks
+    done = len(cases) // 2 if died else min(len(outcome[1]) for outcome in outcomes)
+    groups = [cases[:done], cases[done:]] if died else [cases[done:]]
+    results = [{} if died else outcome[1] for outcome in outcomes]
+    for group in filter(None, groups):
+        for result, more in zip(results, compare_on_ranks(group, folder, plans, compare)):
+            result.update(more)
+    return results
+
+
+def verdict(case: Case, results: list[dict]) -> str:
+    """What is wrong with a case of compare_on_ranks; "" when ours equals theirs on every rank."""
+    for rank, result in enumerate(results):
+        what, *details = result[case.name]
+        if what != "difference":
+            return f"rank {rank}: {details[0]}\n{details[1]}"
+        if details[0] > case.tolerance:
+            return f"rank {rank}: {details[1]} differs by {details[0]:.1e} (relative)"
+    return ""

@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 
-from equivalence import Case, compare, compare_all
+from equivalence import Case, compare, compare_on_ranks, verdict
 from equivalence_settings import END, HSDP, micro, setter
 
 DTYPES = [None, None, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"reduce_dtype": "float64"}]
@@ -132,27 +132,15 @@ def make_case(seed: int) -> Case:
 
 def run(cases: list[Case], folder: pathlib.Path, build_folder: pathlib.Path, compare=compare) -> dict[str, str]:
     """Case name -> what is wrong with it; "" when ours equals theirs on every rank."""
-    from adapter_workers import run_on_ranks
     from equivalence_plans import make_plans
 
     plans = make_plans(cases, folder / "plans", build_folder)
     verdicts = {}
     for ranks in sorted({case.ranks for case in cases}):
         group = [case for case in cases if case.ranks == ranks]
-        outcomes = run_on_ranks(ranks, folder / f"ranks{ranks}", compare_all, group, plans, compare, timeout_s=60)
-        for case in group:
-            verdicts[case.name] = _verdict(case, outcomes)
+        results = compare_on_ranks(group, folder / f"ranks{ranks}", plans, compare)
+        verdicts |= {case.name: verdict(case, results) for case in group}
     return verdicts
-
-
-def _verdict(case: Case, outcomes: list) -> str:
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None or outcome[0] != "returned":
-            return f"rank {rank}: {outcome and outcome[1]}"
-        what, *details = outcome[1][case.name]
-        if what != "difference" or details[0] > case.tolerance:
-            return f"rank {rank}: {what} {details[0]}" + (f" {details[1]}" if what == "difference" else "")
-    return ""
 
 
 def main_of(make_case, compare, description: str) -> int:

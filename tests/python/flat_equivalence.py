@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.nn as nn
 from adapter_workers import DEVICE
 from equivalence import DEFAULT_PROGRAM, Case, Trainer, compare_training, make_mesh, make_model, modules_named
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.utils import _free_storage
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -63,21 +67,38 @@ def _options(case: Case, rule: dict, model: nn.Module, mesh) -> dict:
         "limit_all_gathers": knobs.get("limit_all_gathers", True),
         "use_orig_params": knobs.get("use_orig_params", False),
         "mixed_precision": _precision(rule.get("mixed_precision") or case.strategy.get("mixed_precision")),
-        "cpu_offload": CPUOffload(True) if offloads(case) else None,
+        "cpu_offload": CPUOffload(True) if case.strategy.get("cpu_offload") else None,
         "ignored_states": [by_name[fqn] for fqn in case.strategy.get("ignored_parameters", [])] or None,
     }
 
 
-def offloads(case: Case) -> bool:
-    """Does FSDP1 offload on its side? With original parameters and the CPU as its device it takes the gradient of the last step,
-    which is in host memory as it is on a GPU, for one to add to: there it is run without."""
-    original = case.strategy.get("fsdp1", {}).get("use_orig_params", False)
-    return case.strategy.get("cpu_offload", False) and (DEVICE != "cpu" or not original or steps_in_backward(case))
+@contextlib.contextmanager
+def gradients_in_host_memory() -> Iterator[None]:
+    """FSDP1 on the CPU with parameters offloaded does with gradients what it does on a GPU.
 
+    Behind a forward it shows the offloaded gradient of the last step again (_flat_param.py:2575), and takes one on its own
+    device for a gradient to add to (_flat_param.py:1635). On a GPU that one is never on its device, and is let go.
+    """
+    prepare = FlatParamHandle.prepare_gradient_for_backward
 
-def evaluates(case: Case) -> bool:
-    """Has it forwards without gradients? FSDP1 keeps the root gathered behind them, and shows that as the whole parameters."""
-    return not all(grad for group in case.groups for grad in group)
+    def would_be_in_host_memory(handle) -> bool:
+        parameter = handle.flat_param
+        if not handle._offload_params or parameter.grad is None:
+            return False
+        if handle.uses_sharded_strategy:
+            return parameter.grad.size() == parameter._local_shard.size()
+        return parameter.grad.data_ptr() == parameter._cpu_grad.data_ptr()
+
+    def prepare_offloaded(handle) -> None:
+        if would_be_in_host_memory(handle):
+            handle.flat_param.grad = None
+        prepare(handle)
+
+    FlatParamHandle.prepare_gradient_for_backward = prepare_offloaded
+    try:
+        yield
+    finally:
+        FlatParamHandle.prepare_gradient_for_backward = prepare
 
 
 def with_fsdp1(case: Case, model: nn.Module, mesh) -> nn.Module:
@@ -185,6 +206,12 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     summon = FSDP.summon_full_params if isinstance(model, FSDP) else sp.summon_full_params
+    for unit in FSDP.fsdp_modules(model):
+        # Behind a forward without gradients FSDP1's root stays gathered, and is what it would show and write back,
+        # whatever an optimizer has done since.
+        for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+            if unit._handle is not None and hasattr(unit._handle.flat_param, name):
+                _free_storage(getattr(unit._handle.flat_param, name))
     with summon(model):
         return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
 
@@ -196,10 +223,9 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
 
     mesh = make_mesh(case)
     prepare = give_optimizers if steps_in_backward(case) else lambda model: model
-    with runs_on_the_cpu():
+    with runs_on_the_cpu(), gradients_in_host_memory():
         ours_model = sp.apply(prepare(make_model(case)), plan, mesh)
         theirs_model = with_fsdp1(case, prepare(make_model(case)), mesh)
         ours = FlatTrainer(case, ours_model, PlanCalls(ours_model), _plan_clip)
         theirs = FlatTrainer(case, theirs_model, Fsdp1Calls(theirs_model), _fsdp1_clip)
-        at_the_end = (lambda model: {}) if evaluates(case) else whole_parameters
-        return compare_training(case, ours, theirs, at_the_end)
+        return compare_training(case, ours, theirs, whole_parameters)

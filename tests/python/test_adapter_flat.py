@@ -2,9 +2,8 @@
 
 import flat_equivalence
 import pytest
-from adapter_workers import run_on_ranks
 from conftest import build_folder
-from equivalence import compare_all
+from equivalence import compare_on_ranks, verdict
 from equivalence_plans import make_plans
 from flat_settings import CASES
 
@@ -17,21 +16,15 @@ def flat_plans(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def outcomes(flat_plans, tmp_path_factory):
-    """By number of ranks: all cases in one set of processes; starting them takes longer than a case."""
-    results = {}
+def results(flat_plans, tmp_path_factory):
+    """By number of ranks."""
+    made = {}
     for ranks in RANKS:
         cases = [case for case in CASES if case.ranks == ranks]
-        folder = tmp_path_factory.mktemp("ranks")
-        results[ranks] = run_on_ranks(ranks, folder, compare_all, cases, flat_plans, flat_equivalence.compare, timeout_s=60)
-    return results
+        made[ranks] = compare_on_ranks(cases, tmp_path_factory.mktemp("ranks"), flat_plans, flat_equivalence.compare)
+    return made
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_fsdp1(outcomes, case):
-    for rank, outcome in enumerate(outcomes[case.ranks]):
-        assert outcome is not None, f"rank {rank} died"
-        assert outcome[0] == "returned", f"rank {rank}: {outcome[1:]}"
-        result = outcome[1][case.name]
-        assert result[0] == "difference", f"rank {rank}: {result[2]}"
-        assert result[1] <= case.tolerance, f"rank {rank}: {result[2]} differs by {result[1]:.1e} (relative)"
+def test_equals_fsdp1(results, case):
+    assert verdict(case, results[case.ranks]) == ""

@@ -4,9 +4,8 @@ Both run live on the same ranks (equivalence.py). One set of processes runs all 
 """
 
 import pytest
-from adapter_workers import run_on_ranks
 from conftest import build_folder
-from equivalence import compare_all
+from equivalence import compare_on_ranks, verdict
 from equivalence_families import CASES as FAMILIES
 from equivalence_plans import make_plans
 from equivalence_random import make_case
@@ -17,39 +16,29 @@ ALL = [*SETTINGS, *FAMILIES]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def results(tmp_path_factory):
     """ranks -> what each rank returned; plans are made at once, ranks started when first asked for."""
     folder = tmp_path_factory.mktemp("equivalence")
     plans = make_plans(ALL, folder / "plans", build_folder())
     made = {}
 
-    def of(ranks: int) -> list:
+    def of(ranks: int) -> list[dict]:
         if ranks not in made:
             cases = [case for case in ALL if case.ranks == ranks]
-            made[ranks] = run_on_ranks(ranks, folder / f"ranks{ranks}", compare_all, cases, plans, timeout_s=60)
+            made[ranks] = compare_on_ranks(cases, folder / f"ranks{ranks}", plans)
         return made[ranks]
 
     return of
 
 
-def agree(outcomes: list, case) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome is not None, f"rank {rank} died"
-        assert outcome[0] == "returned", f"rank {rank}: {outcome[1:]}"
-        what, *details = outcome[1][case.name]
-        assert what == "difference", f"rank {rank}: {details}"
-        difference, where = details
-        assert difference <= case.tolerance, f"rank {rank}: {where} differs by {difference:.1e} (relative)"
-
-
 @pytest.mark.parametrize("case", SETTINGS, ids=lambda case: case.name)
-def test_setting(outcomes, case):
-    agree(outcomes(case.ranks), case)
+def test_setting(results, case):
+    assert verdict(case, results(case.ranks)) == ""
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
-def test_family(outcomes, case):
-    agree(outcomes(case.ranks), case)
+def test_family(results, case):
+    assert verdict(case, results(case.ranks)) == ""
 
 
 SEEDS = range(36)
