@@ -38,6 +38,17 @@ bool CastFloatingPoint(std::vector<at::Tensor>& tensors, at::ScalarType dtype) {
   return changed;
 }
 
+// True if any was elsewhere.
+bool MoveTo(c10::Device device, std::vector<at::Tensor>& tensors) {
+  bool changed = false;
+  for (at::Tensor& tensor : tensors) {
+    if (tensor.device() == device) continue;
+    tensor = tensor.to(device);
+    changed = true;
+  }
+  return changed;
+}
+
 std::vector<std::size_t> NeedingGrad(const std::vector<at::Tensor>& tensors) {
   std::vector<std::size_t> indices;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -66,12 +77,15 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, 
   const bool grad = hooks.options.unit >= 0 && at::GradMode::is_enabled();
   const bool insert_node = grad && flat == nullptr;
   const bool watch = grad && flat != nullptr && !flat->options().trains && flat->ClaimInputHooks();
-  if (!insert_node && !watch && !casts) Py_RETURN_NONE;
+  const c10::Device device = hooks.runtime->torch_device();
+  const bool moves = !device.is_cpu() && hooks.runtime->IsOutermost(hooks.options.unit);
+  if (!insert_node && !watch && !casts && !moves) Py_RETURN_NONE;
   std::vector<at::Tensor> tensors;
   if (!CollectTensors(args, tensors)) return nullptr;
   const std::size_t positional = tensors.size();
   if (!CollectTensors(kwargs, tensors)) return nullptr;
-  bool changed = casts && CastFloatingPoint(tensors, *hooks.options.input_dtype);
+  bool changed = moves && MoveTo(device, tensors);
+  if (casts && CastFloatingPoint(tensors, *hooks.options.input_dtype)) changed = true;
   if (insert_node) {
     const std::vector<std::size_t> indices = NeedingGrad(tensors);
     if (!indices.empty()) {

@@ -69,6 +69,11 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // ---- from the hooks ----
   // full_precision: the unit is not to be gathered in the low one, where the plan has no say.
   void PreForward(UnitId unit, bool full_precision = false);
+  // Is the unit, whose forward has begun, in no other one's? -1: a root that is no unit.
+  bool IsOutermost(UnitId unit) const {
+    return unit < 0 || forward_root_ == unit || evaluation_root_ == unit;
+  }
+  c10::Device torch_device() const { return device_->torch_device(); }
   void PostForward(UnitId unit);
   void PreBackward(UnitId unit);
   void PostBackward(UnitId unit);

@@ -39,35 +39,103 @@ TEST_F(Gpu, ParametersAreExactOnOneRank) {
 }
 
 // A communicator of one rank, which the engine itself would not use: NCCL is set up, moves the data, and
-// comes down.
-TEST_F(Gpu, NcclGathersAndReducesWithItself) {
-  const Plan plan = MakeShardedPlan({.shards = 1});
-  auto device = executor::MakeCudaDevice(0);
-  ASSERT_TRUE(device.has_value()) << ToString(device.error());
-  ASSERT_TRUE((*device)->Prepare(plan).has_value());
-  auto collectives = executor::MakeNcclCollectives(**device, Nccl(1));
-  ASSERT_TRUE(collectives.has_value()) << ToString(collectives.error());
-  ASSERT_TRUE((*collectives)->Prepare(plan, 0).has_value());
-  BufferId input = -1;
-  BufferId output = -1;
-  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    if (plan.buffers[b].unit != 0) continue;
-    if (plan.buffers[b].role == BufferRole::kReduceScatterInput) input = static_cast<BufferId>(b);
-    if (plan.buffers[b].role == BufferRole::kReduceScatterOutput) output = static_cast<BufferId>(b);
+// comes down. Reductions copy their input.
+class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::MemoryPlan> {
+ protected:
+  void SetUp() override {
+    Gpu::SetUp();
+    if (IsSkipped()) return;
+    plan_.communicators.push_back({.name = "another", .size = 1, .stride = 1});
+    for (Buffer& buffer : plan_.buffers) {  // bytes like any others
+      if (buffer.unit == 2) buffer.dtype = DType::kFloat8E4M3FN;
+    }
+    auto device = executor::MakeCudaDevice(0, GetParam());
+    ASSERT_TRUE(device.has_value()) << ToString(device.error());
+    device_ = std::move(*device);
+    ASSERT_TRUE(device_->Prepare(plan_).has_value());
+    auto collectives = executor::MakeNcclCollectives(*device_, Nccl(1));
+    ASSERT_TRUE(collectives.has_value()) << ToString(collectives.error());
+    collectives_ = std::move(*collectives);
+    ASSERT_TRUE(collectives_->Prepare(plan_, 0).has_value());
   }
-  ASSERT_TRUE((*device)->Allocate(input, 0).has_value());
-  ASSERT_TRUE((*device)->Allocate(output, 0).has_value());
-  (*device)->Part(input, 0).fill_(3);
-  const std::int64_t numel = (*device)->Part(input, 0).numel();
-  const auto id = (*collectives)
-                      ->PrepareCollective({CollectiveKind::kReduceScatter, 0, input, output, 0, numel,
-                                           DType::kFloat32, ReduceOp::kSum});
-  ASSERT_TRUE(id.has_value()) << ToString(id.error());
-  ASSERT_TRUE((*collectives)->Issue(*id, 0).has_value());
-  ASSERT_TRUE((*device)->Synchronize().has_value());
-  EXPECT_TRUE((*collectives)->Check().has_value());
-  EXPECT_EQ((*device)->Part(output, 0).sum().item<float>(), 3.0F * static_cast<float>(numel));
+
+  // From a reduce-scatter's input, filled with threes, to its output.
+  executor::CollectiveId Prepare(CollectiveKind kind, UnitId unit, CommunicatorId communicator = 0) {
+    const BufferId input = Find(unit, BufferRole::kReduceScatterInput);
+    const BufferId output = Find(unit, BufferRole::kReduceScatterOutput);
+    EXPECT_TRUE(device_->Allocate(input, 0).has_value());
+    EXPECT_TRUE(device_->Allocate(output, 0).has_value());
+    AsBytes(input).fill_(3);
+    const std::int64_t numel = device_->Part(input, 0).numel();
+    const auto id = collectives_->PrepareCollective(
+        {kind, communicator, input, output, 0, numel, plan_.buffers[input].dtype, ReduceOp::kSum});
+    EXPECT_TRUE(id.has_value()) << ToString(id.error());
+    return id.value_or(-1);
+  }
+  void ExpectMoved(UnitId unit) {
+    const Result<bool> done = device_->Synchronize();
+    ASSERT_TRUE(done.has_value()) << ToString(done.error());
+    EXPECT_TRUE(collectives_->Check().has_value());
+    EXPECT_TRUE(AsBytes(Find(unit, BufferRole::kReduceScatterOutput)).eq(3).all().item<bool>());
+  }
+  BufferId Find(UnitId unit, BufferRole role) const {
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      if (plan_.buffers[b].unit == unit && plan_.buffers[b].role == role) return static_cast<BufferId>(b);
+    }
+    ADD_FAILURE() << "no such buffer";
+    return 0;
+  }
+  at::Tensor AsBytes(BufferId buffer) { return device_->Part(buffer, 0).view(at::kByte); }
+
+  Plan plan_ = MakeShardedPlan({.shards = 1});
+  std::unique_ptr<executor::TorchDevice> device_;
+  std::unique_ptr<executor::Collectives> collectives_;
+};
+
+TEST_P(NcclWithItself, Reduces) {
+  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 0);
+  ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
+  ExpectMoved(0);
 }
+
+TEST_P(NcclWithItself, GathersFloat8) {
+  const executor::CollectiveId id = Prepare(CollectiveKind::kAllGather, 2);
+  ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
+  ExpectMoved(2);
+}
+
+TEST_P(NcclWithItself, MovesOnACommunicatorThatIsSplitFromTheWorlds) {
+  Prepare(CollectiveKind::kReduceScatter, 0);
+  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 1, 1);
+  ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
+  ExpectMoved(1);
+}
+
+TEST_P(NcclWithItself, LaunchesAGroupAsOne) {
+  const executor::CollectiveId first = Prepare(CollectiveKind::kReduceScatter, 0);
+  const executor::CollectiveId second = Prepare(CollectiveKind::kReduceScatter, 1);
+  ASSERT_TRUE(collectives_->BeginGroup().has_value());
+  ASSERT_TRUE(collectives_->Issue(first, 0).has_value());
+  ASSERT_TRUE(collectives_->Issue(second, 0).has_value());
+  ASSERT_TRUE(collectives_->EndGroup().has_value());
+  ExpectMoved(0);
+  ExpectMoved(1);
+}
+
+TEST_P(NcclWithItself, AnAbortIsTheErrorOfWhateverFollows) {
+  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 0);
+  ASSERT_TRUE(collectives_->BeginGroup().has_value());
+  ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
+  collectives_->Abort("the model deviates from the plan");
+  for (const Status& status :
+       {collectives_->Check(), collectives_->Issue(id, 0), collectives_->BeginGroup()}) {
+    ASSERT_FALSE(status.has_value());
+    EXPECT_EQ(status.error().message, "the model deviates from the plan");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(MemoryPlans, NcclWithItself,
+                         testing::Values(executor::MemoryPlan::kAllocator, executor::MemoryPlan::kArena));
 
 TEST(CudaBackend, WithoutAGpuADeviceIsAnEnvironmentError) {
   if (executor::CudaIsAvailable(nullptr)) GTEST_SKIP() << "there is a GPU";

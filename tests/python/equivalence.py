@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from adapter_workers import DEVICE, run_on_ranks
-from equivalence_models import build, inputs_of, loss_of
+from equivalence_models import build, inputs_of, loss_of, register_forward_methods
 from torch.utils._pytree import tree_map_only
 
 STEPS = 10
@@ -153,7 +153,7 @@ def _set_knobs(case: Case, model: nn.Module) -> None:
 
 def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
     """fully_shard for every unit of the strategy, and its knobs."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     for rule in case.strategy["units"]:
         found = [module for entry in rule["modules"] for module in modules_named(model, entry)]
@@ -161,6 +161,7 @@ def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
             fully_shard(target, mesh=mesh, **_options(case, rule, model))
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=mesh, **_options(case, {}, model))
+    register_forward_methods(model, register_fsdp_forward_method)
     _set_knobs(case, model)
     for call in case.strategy.get("setup", []):
         Fsdp2Calls(model)(call)
@@ -194,6 +195,7 @@ class Fsdp2Calls:
 def with_plan(case: Case, model: nn.Module, mesh, plan: str) -> nn.Module:
     import shardplan.torch as sp
 
+    register_forward_methods(model, sp.register_forward_method)
     return sp.apply(model, plan, mesh)
 
 

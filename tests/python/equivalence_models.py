@@ -52,7 +52,8 @@ class Mlp(nn.Module):
     """`layers` residual blocks of two Linears between a stem and a head.
 
     used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
-    ("tensor"), with the hidden state ("tuple") or in a dict. frozen: prefixes of FQNs that need no gradient.
+    ("tensor"), with the hidden state ("tuple") or in a dict. frozen: prefixes of FQNs that need no gradient. by_method: blocks of
+    which another method than forward runs, too.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Mlp(nn.Module):
         tied: bool = False,
         bare_root: bool = False,
         recomputed: tuple[int, ...] = (),
+        by_method: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.stem = nn.Linear(7, width, bias=bias)
@@ -78,7 +80,7 @@ class Mlp(nn.Module):
         if tied:
             self.layers[-1].up.weight = self.layers[0].up.weight
         self.used_twice, self.unused, self.outputs, self.recomputed = used_twice, unused, outputs, recomputed
-        self.in_a_row = in_a_row
+        self.in_a_row, self.by_method = in_a_row, by_method
         for name, parameter in self.named_parameters():
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
@@ -93,6 +95,8 @@ class Mlp(nn.Module):
             x = checkpoint(layer, x, use_reentrant=False) if index in self.recomputed else layer(x)
             if index == self.in_a_row:
                 x = layer(x)
+            if index in self.by_method:
+                x = layer.encode(x)
         if self.used_twice is not None:
             x = self.layers[self.used_twice](x)
         y = self.head(x)
@@ -100,6 +104,8 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
+    forward_method = "encode"
+
     def __init__(self, width: int, hidden: int, bias: bool = True) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, bias=bias)
@@ -108,6 +114,16 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.down(self.up(self.norm(x)).tanh())
+
+
+def register_forward_methods(model: nn.Module, register: Callable[[nn.Module, str], None]) -> None:
+    """register(module, method) for every module that may be run by another method than forward."""
+    for module in list(model.modules()):
+        if name := getattr(module, "forward_method", None):
+            register(module, name)
 
 
 def build_gpt(frozen: tuple[str, ...] = (), **config) -> nn.Module:

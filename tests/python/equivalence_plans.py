@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 
-from equivalence_models import ROOT, build, inputs_of, loss_of
+from equivalence_models import ROOT, build, inputs_of, loss_of, register_forward_methods
 
 
 def trace_key(case) -> str:
@@ -20,13 +20,14 @@ def trace_key(case) -> str:
 
 def trace(case) -> dict:
     """The trace of the case's model, with the forwards and backwards that its program names."""
+    import shardplan.torch as sp
     from shardplan.tracer import record, session
 
     args, kwargs = inputs_of(case.model, 0)
     groups = [record.Group([record.Call(args, kwargs, grad) for grad in group], any(group)) for group in case.groups]
-    return session.trace_groups(
-        build(case.model, case.arguments), groups, loss_of, session.Options(dtype="float32")
-    )
+    model = build(case.model, case.arguments)
+    register_forward_methods(model, sp.register_forward_method)
+    return session.trace_groups(model, groups, loss_of, session.Options(dtype="float32"))
 
 
 def cluster(folder: pathlib.Path, ranks: int) -> pathlib.Path:

@@ -140,6 +140,8 @@ CASES = [
     case("tied_gpt", model="gpt"),
     case("untied_gpt", model="gpt", arguments={"tied": False, "layers": 2, "width": 36}),
     case("used_twice", arguments={"used_twice": 1}),
+    case("forward_method", arguments={"by_method": [0, 2]}),
+    case("forward_method_bf16", arguments={"by_method": [1]}, mixed_precision=BF16),
     case("used_twice_last", arguments={"used_twice": 2}),
     case("used_twice_keep", arguments={"used_twice": 1}, reshard_after_forward=False),
     case("unused_unit", arguments={"unused": [1]}),

@@ -16,6 +16,7 @@ from ._calls import reshard, set_all_reduce_hook, set_custom_all_gather, set_cus
 from ._clip import clip_grad_norm_
 from ._errors import PlanError
 from ._flat_state_dict import state_dict_type
+from ._forward_method import register_forward_method
 from ._summon import summon_full_params
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "apply",
     "clip_grad_norm_",
     "load_plan",
+    "register_forward_method",
     "reshard",
     "set_all_reduce_hook",
     "set_custom_all_gather",
