@@ -254,6 +254,7 @@ void Fsdp2Policy::WaitForUnshard(UnitId unit) {
   }
   builder_.Emit(InstructionKind::kBindUnsharded, -1).src = group.param_unsharded;
   group.sharded = ShardedState::kUnsharded;
+  group.was_unsharded = true;
   const EventId copy_out = builder_.Event(EventName(unit, "copy_out"));
   builder_.Record(copy_out, kCompute);
   if (!pending.async && forward && !single) {

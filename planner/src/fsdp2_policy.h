@@ -72,6 +72,7 @@ class Fsdp2Policy : public Policy {
     std::set<std::int32_t> accumulated;  // ... whose gradient waits in the reduce dtype, a buffer each
     std::map<std::int32_t, BufferId> sharded_grads;  // by parameter: what its sharded .grad is a part of
     EventId grad_offload_event = -1;
+    bool was_unsharded = false;  // ever: its unsharded parameters exist
     // setters
     bool reduce_grads = true;
     bool all_reduce_grads = true;

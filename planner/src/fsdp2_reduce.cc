@@ -97,6 +97,13 @@ Status Fsdp2Policy::PostBackward(UnitId unit, std::string_view reason) {
   group.training = TrainingState::kPostBackward;
   AddToAccumulatedGrad(unit);
   if (!group.reduce_grads) {
+    const MixedPrecision& mixed = partition_.units[unit].mixed_precision;
+    if (!group.was_unsharded && mixed.reduce_dtype && mixed.reduce_dtype != mixed.param_dtype) {
+      return MakeInputError("/program",
+                            "PyTorch fails here ('FSDPParam' object has no attribute '_unsharded_param'): it "
+                            "looks for gradients that wait in the reduce dtype in a unit that has never run",
+                            DisplayName(UnitOf(unit).fqn));
+    }
     if (group.reshard_after_backward) Reshard(unit);
     ToAccumulatedGrad(unit);
     return {};

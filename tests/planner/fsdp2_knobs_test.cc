@@ -205,6 +205,23 @@ TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
 
 // Issued with async_op, an all-gather runs on the process group's own stream between its copy-in and the wait
 // at its copy-out; nothing of it is on the runtime's all-gather streams.
+TEST(Fsdp2KnobsTest, AUnitThatNeverRanCannotWaitForItsReduction) {
+  Trace trace = GoldenTrace("small");
+  trace.modules[0].children.push_back("unused");
+  trace.modules.push_back({.fqn = "unused", .class_name = "Linear"});
+  trace.modules.back().parameters.push_back({"weight", static_cast<ParameterId>(trace.parameters.size())});
+  trace.parameters.push_back({.fqn = "unused.weight", .shape = {4, 4}});
+  Strategy strategy{.policy = "fsdp2", .units = {{.modules = {"unused"}}}};
+  const Cluster cluster{.name = "any", .ranks = 2};
+  strategy.setup = {{.method = "set_requires_gradient_sync", .value = false}};
+  strategy.mixed_precision = MixedPrecision{.param_dtype = DType::kBFloat16};
+  EXPECT_TRUE(MakePlan(trace, strategy, cluster, {.verify = false}));  // steps unreduced gradients
+  strategy.mixed_precision->reduce_dtype = DType::kFloat32;
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster, {.verify = false});
+  ASSERT_FALSE(planned);
+  EXPECT_THAT(ToString(planned.error()), HasSubstr("_unsharded_param"));
+}
+
 TEST(Fsdp2KnobsTest, AsynchronousAllGathersRunOnTheCommunicatorsStream) {
   Strategy strategy{.units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
   strategy.fsdp2.unshard_async_op = true;
