@@ -64,7 +64,22 @@ Status SplitTiesPass(Planning& p) {
   if (!split) return {};
   p.split = std::move(*split);
   p.trace = &p.split;
-  return ChooseUnitsPass(p);
+  Partition chosen = std::move(p.partition);
+  if (Status s = ChooseUnitsPass(p); !s) return s;
+  // Rules name a parameter by any of its names, also one that its copy in this unit does not have: what they
+  // say was chosen before.
+  for (std::size_t u = 0; u < chosen.units.size(); ++u) {
+    UnitChoice& unit = chosen.units[u];
+    unit.parameter_ids = p.partition.units[u].parameter_ids;
+    for (std::size_t i = 0; i < unit.unit.parameters.size(); ++i) {
+      const UnitParameter& named = p.partition.units[u].unit.parameters[i];
+      unit.unit.parameters[i].fqn = named.fqn;
+      unit.unit.parameters[i].shared_with = named.shared_with;
+    }
+  }
+  chosen.owners = std::move(p.partition.owners);
+  p.partition = std::move(chosen);
+  return {};
 }
 
 Status ExtendGradientsPass(Planning& p) {

@@ -205,6 +205,22 @@ TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
 
 // Issued with async_op, an all-gather runs on the process group's own stream between its copy-in and the wait
 // at its copy-out; nothing of it is on the runtime's all-gather streams.
+TEST(Fsdp2KnobsTest, ARuleNamesEveryCopyOfATiedParameter) {
+  const Trace trace = GoldenTrace("tied");
+  const auto tied =
+      std::ranges::find_if(trace.parameters, [](const Parameter& p) { return !p.shared_with.empty(); });
+  ASSERT_NE(tied, trace.parameters.end());
+  Strategy strategy{.policy = "fsdp2", .units = {{.modules = {"layers.*"}}}};
+  strategy.fsdp2.shard_dims = {{.parameters = {tied->fqn}, .dim = 1}};
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, {.name = "any", .ranks = 2});
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  int cut = 0;
+  for (const Unit& unit : planned->plan.units) {
+    cut += static_cast<int>(std::ranges::count(unit.parameters, 1, &UnitParameter::shard_dim));
+  }
+  EXPECT_EQ(cut, 2);
+}
+
 TEST(Fsdp2KnobsTest, AUnitThatNeverRanCannotWaitForItsReduction) {
   Trace trace = GoldenTrace("small");
   trace.modules[0].children.push_back("unused");
