@@ -68,25 +68,40 @@ class Program:
                 self._losses[microbatch] = (self._case.loss or default_loss)(output)
 
 
-def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | None:
-    """None: there is none, or each parameter has its own, which steps in the backward."""
+class NoOptimizer:
+    """Zeroes what one would have been given. (Of a unit that is unsharded the model's own zero_grad would drop the unsharded gradients.)"""
+
+    def __init__(self, parameters: list[torch.Tensor]):
+        self._parameters = parameters
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | NoOptimizer | None:
+    """None: there is none, or each parameter has its own, which steps in the backward; the model zeroes its gradients."""
     options = strategy.get("optimizer", {})
     kind = options.get("kind", "adamw")
+    flat = strategy.get("policy", "fsdp2") == "fsdp1"
     trainable = [p for p in parameters if p.requires_grad]
     if kind == "none" or not trainable:
-        return None
+        return None if flat else NoOptimizer(trainable)
     arguments: dict = {"lr": 0.01, "foreach": False}
     if kind == "sgd":
         arguments["momentum"] = 0.9 if options.get("momentum") else 0.0
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
     if not options.get("in_backward"):
         return kinds[kind](trainable, **arguments)
-    if strategy.get("policy", "fsdp2") == "fsdp1":
+    if flat:
         _apply_optimizer_in_backward(kinds[kind], trainable, arguments, register_hook=False)
         return None
     for parameter in trainable:
         parameter.register_post_accumulate_grad_hook(_stepping(kinds[kind]([parameter], **arguments)))
-    return None
+    return NoOptimizer(trainable)
 
 
 def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
