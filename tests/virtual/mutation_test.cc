@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
+#include "tests/virtual/effects.h"
 #include "tests/virtual/mutations.h"
 #include "tests/virtual/plan_cases.h"
 
@@ -42,7 +43,8 @@ TEST_P(PlanMutations, VerifierAndVirtualMachineAgree) {
   for (const Mutation& mutation : MutationsOf(planned->plan)) {
     const Judgement judgement = Judge(planned->plan, mutation, expected, {}, kSeedsToFind, kSeedsToTrust);
     if (judgement.verdict == Verdict::kCaught) ++caught[static_cast<int>(mutation.kind)];
-    EXPECT_TRUE(judgement.verdict == Verdict::kCaught || judgement.verdict == Verdict::kHarmless)
+    EXPECT_TRUE(judgement.verdict != Verdict::kMissedByVirtual &&
+                judgement.verdict != Verdict::kMissedByVerifier)
         << Describe(planned->plan, mutation) << "\n  verifier: " << judgement.verifier
         << "\n  run: " << judgement.run << " (" << judgement.seeds << " seeds)";
   }
@@ -63,6 +65,32 @@ INSTANTIATE_TEST_SUITE_P(Virtual, PlanMutations, testing::ValuesIn(Cases()), [](
   std::ranges::replace(name, '/', '_');
   return name;
 });
+
+std::int64_t CountOf(const Plan& plan, InstructionKind kind) {
+  std::int64_t count = 0;
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers)
+      count += std::ranges::count(trigger.instructions, kind, &Instruction::kind);
+  }
+  return count;
+}
+
+// What no number depends on: all-reduces of one rank, the prefetch of a unit whose backward needs nothing.
+TEST(IdleWork, IsWhatNobodyReadsAndNothingElse) {
+  const auto plan_of = [](const std::string& name) {
+    const PlanCase c = GoldenCase(name);
+    return MakePlan(c.trace, c.strategy, c.cluster, {.verify = false})->plan;
+  };
+  const Plan alone = plan_of("golden/fsdp1/one_rank");
+  EXPECT_GT(CountOf(alone, InstructionKind::kAllReduce), 0);
+  EXPECT_EQ(CountOf(WithoutIdleWork(alone, false), InstructionKind::kAllReduce), 0);
+  const Plan frozen = plan_of("golden/fsdp2/frozen_prefix");
+  EXPECT_EQ(WithoutIdleWork(frozen, false), frozen);
+  EXPECT_LT(CountOf(WithoutIdleWork(frozen, true), InstructionKind::kAllGather),
+            CountOf(frozen, InstructionKind::kAllGather));
+  const Plan plan = plan_of("golden/fsdp2/hsdp");
+  EXPECT_EQ(WithoutIdleWork(plan, true), plan);
+}
 
 TEST(PlanMutations, AllCasesAreThere) { EXPECT_EQ(Cases().size(), kCases.size()); }
 

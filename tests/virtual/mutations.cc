@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
 #include "tests/virtual/checked_run.h"
+#include "tests/virtual/effects.h"
 
 namespace shardplan::test {
 namespace {
@@ -31,12 +33,21 @@ std::map<Rule, int> Broken(const std::vector<Violation>& violations) {
   return broken;
 }
 
-std::string FirstNew(const std::vector<Violation>& before, const std::vector<Violation>& after) {
+std::optional<Violation> FirstNew(const std::vector<Violation>& before, const std::vector<Violation>& after) {
   std::map<Rule, int> known = Broken(before);
   for (const Violation& violation : after) {
-    if (--known[violation.rule] < 0) return violation.message;
+    if (--known[violation.rule] < 0) return violation;
   }
-  return {};
+  return std::nullopt;
+}
+
+// What the verifier says to the mutated plan (of the last rank alone) and did not say before.
+std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool on_last_rank) {
+  if (!on_last_rank) return FirstNew(Verify(plan), Verify(mutated));
+  std::vector<Plan> ranks(static_cast<std::size_t>(plan.world_size), plan);
+  const std::vector<Violation> before = VerifyRanks(ranks);
+  ranks.back() = mutated;
+  return FirstNew(before, VerifyRanks(ranks));
 }
 
 }  // namespace
@@ -126,15 +137,9 @@ Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expe
   const Plan mutated = Mutated(plan, mutation);
   const bool on_last_rank = mutation.kind == MutationKind::kSwappedCollectives;
   Judgement judgement;
-  if (on_last_rank) {
-    std::vector<Plan> ranks(static_cast<std::size_t>(plan.world_size), plan);
-    const std::vector<Violation> before = VerifyRanks(ranks);
-    ranks.back() = mutated;
-    judgement.verifier = FirstNew(before, VerifyRanks(ranks));
-  } else {
-    judgement.verifier = FirstNew(Verify(plan), Verify(mutated));
-  }
-  const bool objects = !judgement.verifier.empty();
+  const std::optional<Violation> objection = Objection(plan, mutated, on_last_rank);
+  if (objection) judgement.verifier = objection->message;
+  const bool objects = objection.has_value();
   const std::uint64_t seeds = objects ? seeds_to_find : seeds_to_trust;
   while (judgement.seeds < seeds && judgement.run.empty()) {
     const std::uint64_t seed = ++judgement.seeds;
@@ -148,6 +153,14 @@ Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expe
   const bool wrong = !judgement.run.empty();
   judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
                               : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
+  if (judgement.verdict == Verdict::kMissedByVirtual) {
+    // What nobody reads may still be written over what is somebody else's by then.
+    const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
+    const Plan without = WithoutIdleWork(plan, unread_moves);
+    if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
+      judgement.verdict = Verdict::kIdle;
+    }
+  }
   return judgement;
 }
 

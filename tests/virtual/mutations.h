@@ -40,7 +40,10 @@ enum class Verdict : std::uint8_t {
   kHarmless,         // the verifier has a proof, and no order goes wrong
   kMissedByVirtual,  // the verifier objects, no order that was tried goes wrong
   kMissedByVerifier,
+  kIdle,  // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
+          // wrong
 };
+inline constexpr int kVerdicts = 5;
 
 struct Judgement {
   Verdict verdict = Verdict::kHarmless;

@@ -1,5 +1,6 @@
 // virtual_soak: runs planned cases under many adversarial orders, and every mutation of their plans.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -31,14 +32,14 @@ struct Options {
 
 struct Totals {
   std::uint64_t cases = 0, right = 0, faulty = 0, refused = 0, runs = 0, mutations = 0;
-  std::array<std::array<std::uint64_t, 4>, kMutationKinds> verdicts = {};  // by kind and verdict
+  std::array<std::array<std::uint64_t, kVerdicts>, kMutationKinds> verdicts = {};  // by kind and verdict
 };
 
 void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
                   const std::set<std::string>& stale, const Options& options, Totals& totals) {
   const auto begin = Clock::now();
   const std::vector<Mutation> mutations = MutationsOf(plan);
-  std::array<std::uint64_t, 4> counts = {};
+  std::array<std::uint64_t, kVerdicts> counts = {};
   std::uint64_t most_seeds = 0;
   for (const Mutation& mutation : mutations) {
     const Judgement judgement =
@@ -46,15 +47,17 @@ void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
     ++counts[static_cast<int>(judgement.verdict)];
     ++totals.verdicts[static_cast<int>(mutation.kind)][static_cast<int>(judgement.verdict)];
     if (judgement.verdict == Verdict::kCaught) most_seeds = std::max(most_seeds, judgement.seeds);
-    if (judgement.verdict == Verdict::kCaught || judgement.verdict == Verdict::kHarmless) continue;
+    if (judgement.verdict != Verdict::kMissedByVirtual && judgement.verdict != Verdict::kMissedByVerifier)
+      continue;
     fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", Describe(plan, mutation),
                judgement.verifier, judgement.run);
   }
   totals.mutations += mutations.size();
   fmt::print(
       "  {}: {} mutations in {:.1f} s: {} caught (within {} seeds), {} harmless, {} and {} missed by virtual "
-      "and verifier\n",
-      c.name, mutations.size(), Since(begin), counts[0], most_seeds, counts[1], counts[2], counts[3]);
+      "and verifier, {} of idle work\n",
+      c.name, mutations.size(), Since(begin), counts[0], most_seeds, counts[1], counts[2], counts[3],
+      counts[4]);
 }
 
 void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
@@ -121,10 +124,11 @@ int main(int argc, char** argv) {
              totals.cases, totals.right, totals.faulty, totals.refused, totals.runs, Since(begin));
   const bool good = totals.right + totals.faulty + totals.refused == totals.cases;
   if (!options.mutations) return good ? 0 : 1;
-  fmt::print("{} mutations: caught, harmless, missed by virtual, missed by the verifier\n", totals.mutations);
+  fmt::print("{} mutations: caught, harmless, missed by virtual, missed by the verifier, of idle work\n",
+             totals.mutations);
   for (int kind = 0; kind < kMutationKinds; ++kind) {
     const auto& v = totals.verdicts[kind];
-    fmt::print("  {}: {} {} {} {}\n", Name(static_cast<MutationKind>(kind)), v[0], v[1], v[2], v[3]);
+    fmt::print("  {}: {}\n", Name(static_cast<MutationKind>(kind)), fmt::join(v, " "));
   }
   return good ? 0 : 1;
 }
