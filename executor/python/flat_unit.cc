@@ -171,6 +171,14 @@ Status FlatUnit::PublishGradient(const at::Tensor& local) {
   return {};
 }
 
+void FlatUnit::PublishZeros() {
+  if (!options_.zeros_on_host) return;
+  for (const VisibleParameter& visible : visible_) {
+    at::Tensor& grad = THPVariable_Unpack(visible.object.get()).mutable_grad();
+    if (!grad.defined()) grad = at::zeros_like(shard_);
+  }
+}
+
 Status FlatUnit::StepInBackward(std::int32_t parameter) {
   const PyRef& object = visible_[parameter].object;
   const at::Tensor tensor = THPVariable_Unpack(object.get());

@@ -41,6 +41,9 @@ class FlatUnit {
     bool trains = true;  // does any parameter need a gradient?
     // The dtype in which a reduced gradient is handed over (keep_low_precision_grads); nullopt: as it is.
     std::optional<at::ScalarType> grad_dtype;
+    // Has it a gradient of zeros in host memory as long as there is none? FSDP1's flat parameters that are
+    // offloaded have.
+    bool zeros_on_host = false;
   };
 
   // shard: 1-D, padding included; used in place. views: by parameter of the unit, the places that hold its
@@ -67,6 +70,8 @@ class FlatUnit {
   // that the plan has added to (WriteBack saw what the user made of that); it is added to one that the plan
   // let go of.
   Status PublishGradient(const at::Tensor& local);
+  // A backward that reduces gradients is over: a unit that it did not reach may get zeros all the same.
+  void PublishZeros();
   // Runs the optimizers that the user hung on an original parameter (its _in_backward_optimizers, as
   // torch.distributed.optim._apply_optimizer_in_backward does) when it has a gradient, and drops that.
   Status StepInBackward(std::int32_t parameter);

@@ -268,6 +268,9 @@ void Runtime::BackwardEnd() {
 void Runtime::PublishGradients() {
   const HoldGil gil;
   for (const auto& [unit, buffer] : ready_) OrThrow(Publish(unit, buffer));
+  for (const UnitState& unit : units_) {
+    if (unit.flat && !ready_.empty()) unit.flat->PublishZeros();
+  }
   ready_.clear();
 }
 

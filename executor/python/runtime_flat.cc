@@ -48,6 +48,12 @@ void Runtime::AddFlatUnit(UnitId unit, FlatUnit::Options options, std::vector<Vi
   auto done = [runtime = weak_from_this(), unit] {
     if (const auto self = runtime.lock()) self->PostBackward(unit);
   };
+  const auto on_host = [&](const Buffer& buffer) {
+    return buffer.unit == unit && buffer.role == BufferRole::kParamSharded &&
+           buffer.memory != MemoryKind::kDevice;
+  };
+  options.zeros_on_host =
+      !options.original_parameters && options.trains && std::ranges::any_of(plan_->buffers, on_host);
   auto gradient = std::make_shared<FlatGradient>(std::move(tracked), std::move(done), std::move(add_alone));
   units_[unit].flat = std::make_unique<FlatUnit>(options, shards_[unit][0], std::move(visible),
                                                  std::move(views), std::move(gradient));
