@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import multiprocessing
 import os
 import pathlib
 import pickle
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "torch.optim", "shardplan.torch"]
 DEVICE = os.environ.get("SHARDPLAN_TEST_DEVICE", "cpu")
 
 
@@ -28,7 +30,11 @@ def _use_device(rank: int) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _entry(rank: int, ranks: int, folder: str, function: Callable, arguments: tuple, timeout_s: float) -> None:
+def _entry(
+    rank: int, ranks: int, folder: str, function: Callable, arguments: tuple, timeout_s: float, environment: dict
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         _use_device(rank),
@@ -53,8 +59,14 @@ def run_on_ranks(ranks: int, folder: pathlib.Path, function: Callable, *argument
     a process that died without a word."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = mp.spawn(
-        _entry, (ranks, str(folder), function, arguments, timeout_s), nprocs=ranks, join=False, start_method="spawn"
+    # Forks of a process that has imported torch, and done nothing else: importing takes longer than most cases.
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = mp.start_processes(
+        _entry,
+        (ranks, str(folder), function, arguments, timeout_s, dict(os.environ)),
+        nprocs=ranks,
+        join=False,
+        start_method="forkserver",
     )
     for process in context.processes:
         process.join()

@@ -22,6 +22,7 @@ from equivalence_models import build, inputs_of, loss_of, register_forward_metho
 from torch.utils._pytree import tree_map_only
 
 STEPS = 10
+FEW_STEPS = 4  # of one setting on the smallest model: the first, and some by the steady plan
 DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
 
 

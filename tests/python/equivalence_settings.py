@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equivalence import Case
+from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
 
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
@@ -22,6 +22,8 @@ def micro(number: int) -> list[dict]:
 def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: dict | None = None, **fields) -> Case:
     """Fields of Case, and every other as a field of the strategy."""
     own = {key: fields.pop(key) for key in ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance") if key in fields}
+    if model == "mlp":
+        own.setdefault("steps", FEW_STEPS)
     if "strategy_checkpoint" in fields:
         fields["checkpoint"] = fields.pop("strategy_checkpoint")
     units = [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equivalence import Case
+from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
 
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
@@ -41,6 +41,8 @@ def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: d
     """Fields of Case and of the strategy; what is left are knobs of fsdp1."""
     own_names = ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance")
     own = {key: fields.pop(key) for key in own_names if key in fields}
+    if model == "mlp":
+        own.setdefault("steps", FEW_STEPS)
     strategy = {"policy": "fsdp1", "units": [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units}
     for key in ("mesh", "mixed_precision", "cpu_offload", "ignored_parameters", "program", "strategy_checkpoint", "strategy_optimizer"):
         if key in fields:
