@@ -122,6 +122,8 @@ class Layer(nn.Module):
 def register_forward_methods(model: nn.Module, register: Callable[[nn.Module, str], None]) -> None:
     """register(module, method) for every module that may be run by another method than forward."""
     for module in list(model.modules()):
+        if hasattr(module, "_checkpoint_wrapped_module"):
+            continue  # it has the attributes of the module in it, which comes next
         if name := getattr(module, "forward_method", None):
             register(module, name)
 
