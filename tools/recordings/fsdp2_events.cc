@@ -111,8 +111,10 @@ class Fsdp2EventWriter {
     for (const UnitId unit : States(root)) {
       if (!plan_.units[unit].parameters.empty() && last_hook_[unit] != TriggerKind::kPostBackward) {
         Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
-        // Its instructions: up to the finalisation ("final" waits and frees are issued for the unit, too).
-        for (; next < trigger.instructions.size() && BelongsTo(trigger.instructions, next, unit); ++next) {
+        // Its instructions: up to the finalisation, whose waits and frees are issued for the unit, too.
+        for (; next < trigger.instructions.size() && BelongsTo(trigger.instructions, next, unit) &&
+               !Discards(trigger.instructions[next]);
+             ++next) {
           OnInstruction(trigger.instructions[next], /*backward_end=*/true);
         }
         Accumulate(unit);
@@ -127,6 +129,11 @@ class Fsdp2EventWriter {
     for (; next < trigger.instructions.size() && trigger.instructions[next].unit < 0; ++next) {
       OnInstruction(trigger.instructions[next], true);
     }
+  }
+
+  // At the end of a backward: what was gathered for nothing goes.
+  bool Discards(const Instruction& i) const {
+    return i.kind == InstructionKind::kFree && plan_.buffers[i.src].role == BufferRole::kAllGatherOutput;
   }
 
   // Instructions of no unit (another unit's buffer is dropped) belong to the next one's unit.
