@@ -10,16 +10,13 @@
 
 #include "tests/verifier/rules.h"
 
-namespace shardplan {
+namespace shardplan::test {
 namespace {
 
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using enum InstructionKind;
-using test::Rules;
-using test::RulesOf;
-using test::Steady;
 
 TEST_F(Rules, GradNotReducedWithoutTheCopyIn) {
   const Plan plan = test::Without(good_, Steady(good_, kGradCopyIn)[0]);
@@ -114,4 +111,4 @@ TEST_F(Rules, GradDivisionInTwoPartsIsOneDivision) {
 }
 
 }  // namespace
-}  // namespace shardplan
+}  // namespace shardplan::test

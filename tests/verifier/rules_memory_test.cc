@@ -11,7 +11,7 @@
 #include "tests/support/plan_builder.h"
 #include "tests/verifier/rules.h"
 
-namespace shardplan {
+namespace shardplan::test {
 namespace {
 
 using ::testing::Contains;
@@ -19,12 +19,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using enum InstructionKind;
-using test::BufferNamed;
-using test::Rules;
-using test::RulesOf;
-using test::Steady;
-using test::StreamNamed;
-using test::WaitBefore;
 
 // ---- lifetimes ----
 
@@ -174,4 +168,4 @@ TEST_F(Rules, WriteRaceWhenACopyInOverwritesWhatIsStillRead) {
 }
 
 }  // namespace
-}  // namespace shardplan
+}  // namespace shardplan::test

@@ -11,17 +11,12 @@
 #include "tests/support/plan_builder.h"
 #include "tests/verifier/rules.h"
 
-namespace shardplan {
+namespace shardplan::test {
 namespace {
 
 using ::testing::Contains;
 using ::testing::IsEmpty;
 using enum InstructionKind;
-using test::BufferNamed;
-using test::Rules;
-using test::RulesOf;
-using test::Steady;
-using test::WaitBefore;
 
 // ---- waits ----
 
@@ -102,4 +97,4 @@ TEST_F(Rules, TheSteadyStepIsFollowedRound) {
 }
 
 }  // namespace
-}  // namespace shardplan
+}  // namespace shardplan::test

@@ -10,19 +10,13 @@
 
 #include "tests/verifier/rules.h"
 
-namespace shardplan {
+namespace shardplan::test {
 namespace {
 
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using enum InstructionKind;
-using test::BufferNamed;
-using test::Rules;
-using test::RulesOf;
-using test::Steady;
-using test::StreamNamed;
-using test::WaitBefore;
 
 TEST_F(Rules, GoodPlansHaveNoViolation) {
   EXPECT_THAT(Verify(good_), IsEmpty());
@@ -129,4 +123,4 @@ TEST_F(Rules, ReadBeforeWriteWhenTheNextStepDoesNotWaitForTheOptimizer) {
 }
 
 }  // namespace
-}  // namespace shardplan
+}  // namespace shardplan::test
