@@ -28,9 +28,9 @@ void MemoryCount::FreeParts(BufferId buffer, const std::vector<std::int32_t>& pa
   const std::int32_t memory = memory_of_[buffer];
   if (memory < 0 || plan_.buffers[buffer].memory != MemoryKind::kDevice) return;
   for (const std::int32_t part : parts) {
-    const Bytes gone = Rounded(plan_.buffers[buffer].parts_bytes[part]);
-    size_bytes_[memory] -= gone;
-    Remove(plan_.buffers[buffer].parts_bytes[part]);
+    const Bytes gone = plan_.buffers[buffer].parts_bytes[part];
+    size_bytes_[memory] -= Rounded(gone);
+    Remove(gone);
   }
 }
 
