@@ -8,7 +8,7 @@
 
 #include "shardplan/executor/layout.h"
 #include "shardplan/executor/virtual_backend.h"
-#include "tests/executor/sharded_plan.h"
+#include "tests/executor/step_plan.h"
 
 namespace shardplan::executor {
 namespace {
@@ -23,7 +23,7 @@ class EngineTest : public testing::Test {
     return Engine::Create(plan_, rank, machine_->device(0), machine_->collectives(0), model);
   }
 
-  Plan plan_ = test::MakeShardedPlan({.shards = 2});
+  Plan plan_ = test::MakeStepPlan(2);
   std::unique_ptr<VirtualMachine> machine_;
 };
 
@@ -34,8 +34,8 @@ TEST_F(EngineTest, ATriggerThatIsNotTheNextOneNamesFoundAndExpected) {
   const Status status = (*engine)->Fire({TriggerKind::kPreForward, 1, 0});
   ASSERT_FALSE(status.has_value());
   EXPECT_EQ(status.error().code, ErrorCode::kNegative);
-  EXPECT_THAT(status.error().found, HasSubstr("layers.1"));
-  EXPECT_THAT(status.error().expected, HasSubstr("layers.0"));
+  EXPECT_THAT(status.error().found, HasSubstr("layers.0"));
+  EXPECT_THAT(status.error().expected, HasSubstr("(root)"));
   EXPECT_EQ(status.error().pointer, "/steps/0/triggers/1");
 }
 
@@ -83,8 +83,11 @@ TEST_F(EngineTest, AModelThatRunsItselfRefusesInstructionsAfterItsCompute) {
     bool RunsItself() const override { return true; }
   } model;
   ASSERT_TRUE(Make(&model).has_value());
-  std::vector<Instruction>& instructions = plan_.steps[0].triggers[1].instructions;
-  ASSERT_EQ(instructions.back().kind, InstructionKind::kCompute);
+  const auto computes = std::ranges::find_if(plan_.steps[0].triggers, [](const Trigger& t) {
+    return t.instructions.size() > 1 && t.instructions.back().kind == InstructionKind::kCompute;
+  });
+  ASSERT_NE(computes, plan_.steps[0].triggers.end());
+  std::vector<Instruction>& instructions = computes->instructions;
   std::swap(instructions.back(), *(instructions.end() - 2));
   const auto engine = Make(&model);
   ASSERT_FALSE(engine.has_value());

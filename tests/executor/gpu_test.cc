@@ -1,12 +1,11 @@
-// The cuda backend on one GPU: the conformance cases of one rank, and NCCL with itself. Skips without a GPU.
+// The cuda backend's collectives on one GPU: NCCL with itself. Skips without a GPU.
 #include <gtest/gtest.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/engine.h"
-#include "tests/executor/sharded_plan.h"
-#include "tests/executor/torch_stream.h"
+#include "tests/executor/step_plan.h"
 
 namespace shardplan::test {
 namespace {
@@ -21,22 +20,6 @@ class Gpu : public testing::Test {
     return {std::chrono::milliseconds(60'000), c10::make_intrusive<c10d::HashStore>(), world_size};
   }
 };
-
-TEST_F(Gpu, ParametersAreExactOnOneRank) {
-  for (const auto& [flat, memory] :
-       {std::pair(false, executor::MemoryPlan::kAllocator), std::pair(true, executor::MemoryPlan::kAllocator),
-        std::pair(false, executor::MemoryPlan::kArena)}) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-      const Plan plan = MakeShardedPlan({.shards = 1, .microbatches = 2, .flat = flat, .param_dtype = dtype});
-      auto device = executor::MakeCudaDevice(0, memory);
-      ASSERT_TRUE(device.has_value()) << ToString(device.error());
-      auto collectives = executor::MakeNcclCollectives(**device, Nccl(1));
-      ASSERT_TRUE(collectives.has_value()) << ToString(collectives.error());
-      TorchStream stream(**device, plan);
-      EXPECT_EQ(RunToyModel(plan, 0, **device, **collectives, stream, 3), "");
-    }
-  }
-}
 
 // A communicator of one rank, which the engine itself would not use: NCCL is set up, moves the data, and
 // comes down. Reductions copy their input.
@@ -87,7 +70,7 @@ class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::
   }
   at::Tensor AsBytes(BufferId buffer) { return device_->Part(buffer, 0).view(at::kByte); }
 
-  Plan plan_ = MakeShardedPlan({.shards = 1});
+  Plan plan_ = MakeStepPlan(1);
   std::unique_ptr<executor::TorchDevice> device_;
   std::unique_ptr<executor::Collectives> collectives_;
 };

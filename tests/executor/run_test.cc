@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "shardplan/schemas/io.h"
-#include "tests/executor/sharded_plan.h"
+#include "tests/executor/step_plan.h"
 
 namespace shardplan::test {
 namespace {
@@ -41,7 +41,7 @@ class Run : public testing::Test {
   }
   // A plan whose step takes a while: each segment one second of filler.
   std::string WritePlan(std::int64_t ranks) {
-    Plan plan = MakeShardedPlan({.shards = ranks});
+    Plan plan = MakeStepPlan(ranks);
     for (Segment& segment : plan.segments) {
       OperatorEvent op;
       op.name = "aten.mm";

@@ -9,14 +9,19 @@
 
 namespace shardplan::test {
 
-using executor::LoadElement;
-using executor::StoreElement;
+namespace {
 
-CheckedModel::CheckedModel(ExpectedValues& expected, executor::VirtualMachine& machine, std::int64_t rank,
+bool IsOptimizersOwn(const Buffer& buffer) {
+  return buffer.role == BufferRole::kOptimizerState || buffer.role == BufferRole::kOptimizerTemp;
+}
+
+}  // namespace
+
+CheckedModel::CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank,
                            Findings& findings)
     : expected_(expected),
       plan_(expected.plan()),
-      machine_(machine),
+      memory_(memory),
       rank_(rank),
       findings_(findings),
       bound_(plan_.units.size(), -1),
@@ -32,6 +37,10 @@ CheckedModel::CheckedModel(ExpectedValues& expected, executor::VirtualMachine& m
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
     if (buffer.role == BufferRole::kParamSharded) shard_of_[buffer.unit] = static_cast<BufferId>(b);
+    if (!IsOptimizersOwn(buffer)) continue;
+    for (const Bytes bytes : buffer.parts_bytes) {
+      scratch_.resize(std::max(scratch_.size(), static_cast<std::size_t>(bytes.value)), std::byte{0x5A});
+    }
   }
 }
 
@@ -54,10 +63,6 @@ void CheckedModel::Fail(std::string message) {
   if (findings_.failure.empty()) findings_.failure = fmt::format("rank {}: {}", rank_, message);
 }
 
-std::byte* CheckedModel::Part(BufferId buffer, std::int32_t part) {
-  return machine_.Memory(rank_, buffer, part).data();
-}
-
 CheckedModel::Piece CheckedModel::ShardPiece(const ShardRun& run, UnitId unit, BufferId id,
                                              std::span<const std::byte> whole) {
   const Buffer& buffer = plan_.buffers[id];
@@ -69,13 +74,14 @@ CheckedModel::Piece CheckedModel::ShardPiece(const ShardRun& run, UnitId unit, B
                                      buffer.parameters.begin());
   }
   Piece piece = {.dtype = dtype, .unit = unit, .parameter = run.parameter, .first = run.in_whole};
-  piece.at = Part(id, part) + run.in_shard * size;
+  piece.at = {id, part, run.in_shard * size};
   piece.expected = whole.subspan(static_cast<std::size_t>(run.in_whole * size),
                                  static_cast<std::size_t>(run.numel * size));
   return piece;
 }
 
-void CheckedModel::SetInitialShards() {
+Status CheckedModel::SetInitialShards() {
+  NumberWork work;
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     if (shard_of_[u] < 0) continue;
     const auto unit = static_cast<UnitId>(u);
@@ -83,41 +89,39 @@ void CheckedModel::SetInitialShards() {
       const DType dtype = DTypeOf(plan_.buffers[shard_of_[u]], run.parameter);
       const Piece piece =
           ShardPiece(run, unit, shard_of_[u], expected_.Parameter(unit, run.parameter, rank_, 0, dtype));
-      std::memcpy(piece.at, piece.expected.data(), piece.expected.size());
+      work.writes.push_back({piece.at, piece.expected, dtype});
     }
   }
+  return memory_.Enqueue(-1, std::move(work));
+}
+
+Status CheckedModel::Enqueue(StreamId stream, Work work, const std::string& where) {
+  NumberWork numbers;
+  for (const Piece& piece : work.checks) numbers.reads.push_back({piece.at, piece.expected.size()});
+  numbers.writes = std::move(work.writes);
+  numbers.check = [this, where, checks = std::move(work.checks)](std::span<const std::byte* const> found) {
+    for (std::size_t i = 0; i < checks.size(); ++i) Check(checks[i], found[i], where);
+  };
+  return memory_.Enqueue(stream, std::move(numbers));
 }
 
 // Equal, or a parameter as it was some optimizer steps ago, or wrong.
-void CheckedModel::Check(const Piece& piece, const std::string& where) {
-  if (std::memcmp(piece.at, piece.expected.data(), piece.expected.size()) == 0) return;
+void CheckedModel::Check(const Piece& piece, const std::byte* found, const std::string& where) {
+  if (std::memcmp(found, piece.expected.data(), piece.expected.size()) == 0) return;
   for (std::int64_t version = piece.version - 1; version >= 0; --version) {
     const std::span<const std::byte> old =
         expected_.Parameter(piece.unit, piece.parameter, rank_, version, piece.dtype);
-    if (std::memcmp(piece.at, old.data(), old.size()) != 0) continue;
+    if (std::memcmp(found, old.data(), old.size()) != 0) continue;
     findings_.stale.insert(plan_.units[piece.unit].fqn);
     return;
   }
   const auto numel = static_cast<std::int64_t>(piece.expected.size()) / SizeBytes(piece.dtype);
   for (std::int64_t e = 0; e < numel; ++e) {
-    const double found = LoadElement(piece.at, piece.dtype, e);
-    const double wanted = LoadElement(piece.expected.data(), piece.dtype, e);
-    if (found == wanted) continue;
+    const double is = executor::LoadElement(found, piece.dtype, e);
+    const double wanted = executor::LoadElement(piece.expected.data(), piece.dtype, e);
+    if (is == wanted) continue;
     return Fail(fmt::format("{}: element {} of {} is {} instead of {}", where, piece.first + e,
-                            NameOf(piece.unit, piece.parameter), found, wanted));
-  }
-}
-
-void CheckedModel::Make(const Gradient& gradient) {
-  const Piece& piece = gradient.piece;
-  if (!gradient.adds) {
-    std::memcpy(piece.at, piece.expected.data(), piece.expected.size());
-    return;
-  }
-  const auto numel = static_cast<std::int64_t>(piece.expected.size()) / SizeBytes(piece.dtype);
-  for (std::int64_t e = 0; e < numel; ++e) {
-    StoreElement(piece.at, piece.dtype, e,
-                 LoadElement(piece.at, piece.dtype, e) + LoadElement(piece.expected.data(), piece.dtype, e));
+                            NameOf(piece.unit, piece.parameter), is, wanted));
   }
 }
 
@@ -156,7 +160,7 @@ void CheckedModel::AddReads(UnitId unit, BufferId id, std::vector<Piece>& pieces
     const std::int64_t offset = flat ? parameter.flat_offset * SizeBytes(dtype) : 0;
     // An extension that packs several elements into one has no numbers that could be compared.
     if (!flat && buffer.parts_bytes[p].value < std::ssize(whole)) continue;
-    pieces.push_back({.at = Part(id, flat ? 0 : index) + offset,
+    pieces.push_back({.at = {id, flat ? 0 : index, offset},
                       .expected = whole,
                       .dtype = dtype,
                       .unit = unit,
@@ -167,18 +171,15 @@ void CheckedModel::AddReads(UnitId unit, BufferId id, std::vector<Piece>& pieces
 
 Status CheckedModel::Compute(const executor::ComputeCall& call) {
   const Segment& segment = plan_.segments[call.segment];
-  std::vector<BufferId> uses;
-  std::vector<Piece> reads;
+  Work work;
   for (const UnitId unit : segment.reads) {
     if (bound_[unit] < 0) {
       return MakeError(ErrorCode::kInternal,
                        fmt::format("{} reads {}, which is not bound", segment.name, plan_.units[unit].fqn));
     }
     reads_[call.step].insert({call.microbatch, unit});
-    uses.push_back(bound_[unit]);
-    AddReads(unit, bound_[unit], reads);
+    AddReads(unit, bound_[unit], work.checks);
   }
-  std::vector<Gradient> gradients;
   for (const executor::GradTarget& target : call.grads) {
     const Buffer& buffer = plan_.buffers[target.buffer];
     const Unit& unit = plan_.units[target.unit];
@@ -186,32 +187,22 @@ Status CheckedModel::Compute(const executor::ComputeCall& call) {
     const bool joined =
         unit.layout == LayoutKind::kFlat && buffer.parts_bytes.size() < buffer.parameters.size();
     const std::int64_t offset = joined ? unit.parameters[target.parameter].flat_offset : 0;
-    uses.push_back(target.buffer);
-    Gradient gradient = {.adds = target.adds};
-    gradient.piece = {.at = Part(target.buffer, target.part) + offset * SizeBytes(buffer.dtype),
-                      .expected = expected_.Made(target.unit, target.parameter, rank_,
-                                                 made_[target.unit][target.parameter]++, buffer.dtype),
-                      .dtype = buffer.dtype,
-                      .unit = target.unit,
-                      .parameter = target.parameter};
-    gradients.push_back(gradient);
+    std::int64_t& made = made_[target.unit][target.parameter];
+    work.writes.push_back({{target.buffer, target.part, offset * SizeBytes(buffer.dtype)},
+                           expected_.Made(target.unit, target.parameter, rank_, made++, buffer.dtype),
+                           buffer.dtype,
+                           target.adds});
   }
-  machine_.Enqueue(rank_, call.stream, uses,
-                   [this, &segment, reads = std::move(reads), gradients = std::move(gradients)] {
-                     for (const Piece& piece : reads) Check(piece, segment.name);
-                     for (const Gradient& gradient : gradients) Make(gradient);
-                   });
-  return {};
+  return Enqueue(call.stream, std::move(work), segment.name);
 }
 
 // The reduced gradient that the parameter's next step needs, where it lies.
-void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<BufferId>& uses,
-                              std::vector<Piece>& checks) {
+void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks) {
   BufferId found = -1;
   for (const BufferId id : gradients_[unit]) {
     const std::vector<std::int32_t>& held = plan_.buffers[id].parameters;
     if (!held.empty() && std::ranges::find(held, parameter) == held.end()) continue;
-    if (machine_.Memory(rank_, id, 0).data() == nullptr) continue;
+    if (!memory_.IsAlive(id)) continue;
     if (found >= 0) return Fail(fmt::format("{} has two reduced gradients", NameOf(unit, parameter)));
     found = id;
   }
@@ -224,7 +215,6 @@ void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<B
   }
   // A flat gradient has zeros for parameters without one.
   static const std::vector<std::byte> kZeros(1 << 20);
-  uses.push_back(found);
   for (const ShardRun& run : expected_.Shard(unit, rank_)) {
     if (run.parameter == parameter) {
       checks.push_back(ShardPiece(run, unit, found, reduced.empty() ? std::span(kZeros) : reduced));
@@ -232,62 +222,56 @@ void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<B
   }
 }
 
-void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, std::vector<BufferId>& uses,
-                                 std::vector<Piece>& checks, std::vector<Piece>& writes) {
+void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, Work& work) {
   std::int64_t& version = versions_[unit][parameter];
   if (version >= expected_.Versions(unit, parameter)) {
     return Fail(fmt::format("the optimizer steps {} once too often", NameOf(unit, parameter)));
   }
-  AddReduced(unit, parameter, uses, checks);
-  const DType dtype = DTypeOf(plan_.buffers[shard_of_[unit]], parameter);
+  AddReduced(unit, parameter, work.checks);
+  const BufferId shard = shard_of_[unit];
+  const DType dtype = DTypeOf(plan_.buffers[shard], parameter);
   for (const ShardRun& run : expected_.Shard(unit, rank_)) {
     if (run.parameter != parameter) continue;
-    checks.push_back(
-        ShardPiece(run, unit, shard_of_[unit], expected_.Parameter(unit, parameter, rank_, version, dtype)));
-    writes.push_back(ShardPiece(run, unit, shard_of_[unit],
-                                expected_.Parameter(unit, parameter, rank_, version + 1, dtype)));
+    const auto piece = [&](std::int64_t of_version) {
+      return ShardPiece(run, unit, shard, expected_.Parameter(unit, parameter, rank_, of_version, dtype));
+    };
+    work.checks.push_back(piece(version));
+    const Piece stepped = piece(version + 1);
+    work.writes.push_back({stepped.at, stepped.expected, dtype});
   }
   ++version;
 }
 
+// The optimizer's own memory is overwritten, so that whoever shares it by mistake notices.
+void CheckedModel::AddScratch(UnitId only_unit, Work& work) const {
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    const auto id = static_cast<BufferId>(b);
+    const bool of_other = only_unit >= 0 && buffer.unit >= 0 && buffer.unit != only_unit;
+    if (!IsOptimizersOwn(buffer) || of_other || !memory_.IsAlive(id)) continue;
+    for (std::size_t part = 0; part < buffer.parts_bytes.size(); ++part) {
+      const auto bytes = static_cast<std::size_t>(buffer.parts_bytes[part].value);
+      work.writes.push_back({{id, static_cast<std::int32_t>(part), 0}, std::span(scratch_).first(bytes)});
+    }
+  }
+}
+
 Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter, StreamId stream) {
-  std::vector<BufferId> uses;
-  std::vector<Piece> checks, writes;
+  Work work;
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     const auto unit = static_cast<UnitId>(u);
     if (shard_of_[u] < 0 || (only_unit >= 0 && only_unit != unit)) continue;
-    uses.push_back(shard_of_[u]);
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {
       const auto parameter = static_cast<std::int32_t>(p);
-      if (only_parameter < 0 || only_parameter == parameter) {
-        StepParameter(unit, parameter, uses, checks, writes);
-      }
+      if (only_parameter < 0 || only_parameter == parameter) StepParameter(unit, parameter, work);
     }
   }
-  // The optimizer's own memory is overwritten, so that whoever shares it by mistake notices.
-  std::vector<std::span<std::byte>> scratch;
-  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-    const Buffer& buffer = plan_.buffers[b];
-    const bool own = buffer.role == BufferRole::kOptimizerState || buffer.role == BufferRole::kOptimizerTemp;
-    if (!own || (only_unit >= 0 && buffer.unit >= 0 && buffer.unit != only_unit)) continue;
-    for (std::size_t part = 0; part < buffer.parts_bytes.size(); ++part) {
-      scratch.push_back(machine_.Memory(rank_, static_cast<BufferId>(b), static_cast<std::int32_t>(part)));
-    }
-    if (!scratch.empty() && !scratch.back().empty()) uses.push_back(static_cast<BufferId>(b));
-  }
-  machine_.Enqueue(
-      rank_, stream, uses,
-      [this, checks = std::move(checks), writes = std::move(writes), scratch = std::move(scratch)] {
-        for (const Piece& piece : checks) Check(piece, "optimizer step");
-        for (const Piece& piece : writes) {
-          std::memcpy(piece.at, piece.expected.data(), piece.expected.size());
-        }
-        for (const std::span<std::byte> bytes : scratch) std::ranges::fill(bytes, std::byte{0x5A});
-      });
-  return {};
+  AddScratch(only_unit, work);
+  return Enqueue(stream, std::move(work), "optimizer step");
 }
 
-void CheckedModel::CheckEnd() {
+Status CheckedModel::CheckEnd() {
+  Work work;
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     const auto unit = static_cast<UnitId>(u);
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {
@@ -304,9 +288,9 @@ void CheckedModel::CheckEnd() {
     if (shard_of_[u] < 0) continue;
     for (const ShardRun& run : expected_.Shard(unit, rank_)) {
       const DType dtype = DTypeOf(plan_.buffers[shard_of_[u]], run.parameter);
-      Check(ShardPiece(run, unit, shard_of_[u],
-                       expected_.Parameter(unit, run.parameter, rank_, versions_[u][run.parameter], dtype)),
-            "at the end");
+      work.checks.push_back(
+          ShardPiece(run, unit, shard_of_[u],
+                     expected_.Parameter(unit, run.parameter, rank_, versions_[u][run.parameter], dtype)));
     }
   }
   for (std::size_t step = 0; step < reads_.size(); ++step) {
@@ -316,6 +300,7 @@ void CheckedModel::CheckEnd() {
                        microbatch));
     }
   }
+  return Enqueue(-1, std::move(work), "at the end");
 }
 
 }  // namespace shardplan::test

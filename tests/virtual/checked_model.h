@@ -1,4 +1,4 @@
-// A model of one rank on the virtual machine that checks every number it meets against ExpectedValues.
+// A model of one rank that checks every number it meets against ExpectedValues, on any backend.
 //
 // A segment compares all unsharded parameters of the units that it reads with what the last optimizer step
 // gave, and makes its gradients; an optimizer step compares the reduced gradients and the shards, and steps
@@ -11,12 +11,12 @@
 #include <vector>
 
 #include "shardplan/executor/engine.h"
-#include "shardplan/executor/virtual_backend.h"
 #include "tests/virtual/expected_values.h"
+#include "tests/virtual/number_memory.h"
 
 namespace shardplan::test {
 
-// What the ranks of one run found.
+// What the ranks of one run, or one of them, found.
 struct Findings {
   std::string failure;          // the first wrong number; "": none
   std::set<std::string> stale;  // units whose parameters are read as they were before an optimizer step
@@ -25,13 +25,12 @@ struct Findings {
 class CheckedModel final : public executor::Model {
  public:
   // All outlive the model.
-  CheckedModel(ExpectedValues& expected, executor::VirtualMachine& machine, std::int64_t rank,
-               Findings& findings);
+  CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings);
 
   // Writes the initial shards; once, after the engine is made.
-  void SetInitialShards();
+  Status SetInitialShards();
   // After everything has run: the final shards, and that nothing was left out.
-  void CheckEnd();
+  Status CheckEnd();
 
   Status Compute(const executor::ComputeCall& call) override;
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
@@ -41,9 +40,9 @@ class CheckedModel final : public executor::Model {
   Status ZeroGrad(UnitId unit) override;
 
  private:
-  // Bytes that have to be, or will be, `expected`. `version`: of a parameter, -1: of a gradient.
+  // Bytes that have to be `expected`. `version`: of a parameter, -1: of a gradient.
   struct Piece {
-    std::byte* at = nullptr;
+    BytePlace at;
     std::span<const std::byte> expected;
     DType dtype = DType::kFloat32;
     UnitId unit = -1;
@@ -51,27 +50,26 @@ class CheckedModel final : public executor::Model {
     std::int64_t first = 0;  // element of the parameter
     std::int64_t version = -1;
   };
-  struct Gradient {
-    Piece piece;
-    bool adds = false;
+  // Checks, then writes.
+  struct Work {
+    std::vector<Piece> checks;
+    std::vector<NumberWork::Write> writes;
   };
 
-  std::byte* Part(BufferId buffer, std::int32_t part);
   DType DTypeOf(const Buffer& buffer, std::int32_t parameter) const;
   void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
   Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
-  void StepParameter(UnitId unit, std::int32_t parameter, std::vector<BufferId>& uses,
-                     std::vector<Piece>& checks, std::vector<Piece>& writes);
-  void AddReduced(UnitId unit, std::int32_t parameter, std::vector<BufferId>& uses,
-                  std::vector<Piece>& checks);
-  void Check(const Piece& piece, const std::string& where);
-  void Make(const Gradient& gradient);
+  void StepParameter(UnitId unit, std::int32_t parameter, Work& work);
+  void AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks);
+  void AddScratch(UnitId only_unit, Work& work) const;
+  Status Enqueue(StreamId stream, Work work, const std::string& where);
+  void Check(const Piece& piece, const std::byte* found, const std::string& where);
   void Fail(std::string message);
   std::string NameOf(UnitId unit, std::int32_t parameter) const;
 
   ExpectedValues& expected_;
   const Plan& plan_;
-  executor::VirtualMachine& machine_;
+  NumberMemory& memory_;
   const std::int64_t rank_;
   Findings& findings_;
   std::vector<BufferId> bound_;                                   // by unit, -1
@@ -80,6 +78,7 @@ class CheckedModel final : public executor::Model {
   std::vector<std::vector<std::int64_t>> versions_;               // by unit and parameter, in host order
   std::vector<std::vector<std::int64_t>> made_;                   // gradients, likewise
   std::vector<std::set<std::pair<std::int32_t, UnitId>>> reads_;  // by step
+  std::vector<std::byte> scratch_;                                // what the optimizer leaves in its memory
 };
 
 }  // namespace shardplan::test

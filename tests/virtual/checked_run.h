@@ -8,6 +8,7 @@
 #include "shardplan/schemas/plan.h"
 #include "tests/virtual/checked_model.h"
 #include "tests/virtual/expected_values.h"
+#include "tests/virtual/plan_cases.h"
 
 namespace shardplan::test {
 
@@ -20,5 +21,9 @@ Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t se
 // Units of which the verifier says that a segment reads their parameters as they were before an optimizer
 // step.
 std::set<std::string> StaleUnits(const Plan& plan);
+
+// "" if what a run of the case's plan found is right: no failure, and stale parameters are read of the units
+// of which the verifier says so.
+std::string WhatIsWrong(const PlanCase& c, const std::set<std::string>& remarked, const Findings& findings);
 
 }  // namespace shardplan::test

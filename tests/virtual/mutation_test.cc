@@ -1,13 +1,19 @@
 // Every wait, record, host wait, free and collective of planner-made plans, broken one at a time: what the
 // verifier objects to goes wrong in some order of execution, what it accepts never does.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "shardplan/executor/engine.h"
+#include "shardplan/executor/virtual_backend.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/plan_text.h"
+#include "tests/virtual/checked_run.h"
 #include "tests/virtual/effects.h"
 #include "tests/virtual/mutations.h"
 #include "tests/virtual/plan_cases.h"
@@ -93,6 +99,99 @@ TEST(IdleWork, IsWhatNobodyReadsAndNothingElse) {
 }
 
 TEST(PlanMutations, AllCasesAreThere) { EXPECT_EQ(Cases().size(), kCases.size()); }
+
+// The plan of a knob, and runs of it with other instructions.
+class KnobPlan {
+ public:
+  explicit KnobPlan(const std::string& name) {
+    for (PlanCase& c : KnobCases()) {
+      if (c.name == name) case_ = std::move(c);
+    }
+    plan_ = MakePlan(case_.trace, case_.strategy, case_.cluster)->plan;
+    expected_ = std::make_unique<ExpectedValues>(plan_, case_.trace, case_.steps);
+  }
+  const Plan& plan() const { return plan_; }
+  std::string FirstFailure(const Plan& plan, const Plan* last_rank_plan = nullptr) {
+    std::string failure;
+    for (std::uint64_t seed = 1; seed <= kSeedsToFind && failure.empty(); ++seed) {
+      const Findings findings = RunChecked(plan, *expected_, seed, last_rank_plan);
+      failure = findings.failure.empty() && !findings.stale.empty() ? "stale parameters" : findings.failure;
+    }
+    return failure;
+  }
+
+ private:
+  PlanCase case_;
+  Plan plan_;
+  std::unique_ptr<ExpectedValues> expected_;
+};
+
+TEST(LeftOut, AnyMoveIsFound) {
+  for (const std::string name :
+       {"knob/fsdp2/reshard_2_bf16", "knob/fsdp2/bf16_hsdp", "knob/fsdp1/full_shard1"}) {
+    KnobPlan knob(name);
+    int tried = 0;
+    const std::vector<Trigger>& triggers = knob.plan().steps.back().triggers;
+    for (std::size_t t = 0; t < triggers.size(); ++t) {
+      for (std::size_t i = 0; i < triggers[t].instructions.size(); ++i) {
+        using enum InstructionKind;
+        const InstructionKind kind = triggers[t].instructions[i].kind;
+        if (kind != kCopyIn && kind != kAllGather && kind != kCopyOut && kind != kGradCopyIn &&
+            kind != kReduceScatter && kind != kAllReduce && kind != kGradCast && kind != kAllocate &&
+            kind != kBindUnsharded) {
+          continue;
+        }
+        Plan other = knob.plan();
+        std::vector<Instruction>& instructions = other.steps.back().triggers[t].instructions;
+        instructions.erase(instructions.begin() + static_cast<std::ptrdiff_t>(i));
+        EXPECT_NE(knob.FirstFailure(other), "")
+            << name << ": " << Describe(knob.plan(), triggers[t].instructions[i]);
+        ++tried;
+      }
+    }
+    EXPECT_GT(tried, 20);
+  }
+}
+
+// Without a model, which would find a wrong number first.
+TEST(LeftOut, TheLastCollectiveOfOneRankIsADeadlock) {
+  const KnobPlan knob("knob/fsdp2/ranks2");
+  Plan other = knob.plan();
+  std::vector<Trigger>& triggers = other.steps.front().triggers;
+  const auto reduces = [](const Instruction& i) { return i.kind == InstructionKind::kReduceScatter; };
+  const auto last = std::find_if(triggers.rbegin(), triggers.rend(), [&](const Trigger& t) {
+    return std::ranges::any_of(t.instructions, reduces);
+  });
+  ASSERT_NE(last, triggers.rend());
+  std::erase_if(last->instructions, reduces);
+  const auto machine = executor::VirtualMachine::Create(knob.plan(), 1);
+  std::vector<std::unique_ptr<executor::Engine>> engines;
+  for (const std::int64_t rank : {0, 1}) {
+    auto engine = executor::Engine::Create(rank == 0 ? knob.plan() : other, rank, machine->device(rank),
+                                           machine->collectives(rank));
+    ASSERT_TRUE(engine) << ToString(engine.error());
+    engines.push_back(std::move(*engine));
+  }
+  const std::vector<executor::Engine*> pointers = {engines[0].get(), engines[1].get()};
+  const Status status = executor::ReplayOnVirtual(*machine, pointers, 1);
+  ASSERT_FALSE(status);
+  EXPECT_THAT(
+      status.error().message,
+      testing::ContainsRegex("deadlock: rank 0, .*: collective [0-9]+ on communicator .*reduce_scatter"));
+}
+
+// One rank gathers a unit only after a collective that the others issue behind it.
+TEST(SwappedCollectives, RanksThatIssueDifferentOnesAreNamed) {
+  KnobPlan knob("knob/fsdp2/ranks2");
+  for (const Mutation& mutation : MutationsOf(knob.plan())) {
+    if (mutation.kind != MutationKind::kSwappedCollectives) continue;
+    const Plan other = Mutated(knob.plan(), mutation);
+    const std::string failure = knob.FirstFailure(knob.plan(), &other);
+    EXPECT_THAT(failure, testing::AnyOf(testing::HasSubstr("ranks issue different ones"),
+                                        testing::HasSubstr("while it is not allocated")))
+        << Describe(knob.plan(), mutation);
+  }
+}
 
 }  // namespace
 }  // namespace shardplan::test

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <ostream>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -34,5 +36,10 @@ std::vector<PlanCase> KnobCases();
 
 // A random module tree, random units, random knobs.
 PlanCase RandomCase(std::uint32_t seed);
+
+// Golden strategies that PyTorch refuses: there is nothing to run.
+const std::set<std::string>& RefusedByPyTorch();
+// What PyTorch itself computes wrongly, by case, and how it shows. The verifier objects to these, too.
+const std::map<std::string, std::string>& WrongInPyTorch();
 
 }  // namespace shardplan::test

@@ -1,0 +1,34 @@
+// The numbers of the checked model in LibTorch's tensors: the cpu and the cuda backend.
+#pragma once
+
+#include <vector>
+
+#include "shardplan/executor/torch_device.h"
+#include "tests/virtual/number_memory.h"
+
+namespace shardplan::test {
+
+// Of host memory everything is done at once. Of a GPU's memory the stream copies what is read to the host,
+// and Finish looks at it: so the checks make nobody wait.
+class TorchNumbers final : public NumberMemory {
+ public:
+  explicit TorchNumbers(executor::TorchDevice& device) : device_(device) {}
+  bool IsAlive(BufferId buffer) override { return device_.Part(buffer, 0).defined(); }
+  Status Enqueue(StreamId stream, NumberWork work) override;
+  // Once the device has done all its work.
+  void Finish();
+
+ private:
+  struct Unchecked {
+    NumberWork work;
+    std::vector<at::Tensor> found;
+  };
+  at::Tensor Bytes(const BytePlace& place, std::size_t bytes) const;
+  void Read(NumberWork& work);
+  void Write(const NumberWork::Write& write) const;
+
+  executor::TorchDevice& device_;
+  std::vector<Unchecked> unchecked_;
+};
+
+}  // namespace shardplan::test
