@@ -20,6 +20,9 @@ VirtualMachineImpl::VirtualMachineImpl(const Plan& plan, std::uint64_t seed)
       queues_(plan.streams.size() * static_cast<std::size_t>(plan.world_size)),
       order_(queues_.size()),
       in_order_(random_() % 2 == 0),
+      hand_out_(static_cast<HandOut>(Random(4))),
+      longest_shuffle_(Random(2) == 0 ? 100 : 2000),
+      has_outsider_(Random(2) == 0),
       collectives_done_(plan.communicators.size() * static_cast<std::size_t>(plan.world_size)) {
   std::iota(order_.begin(), order_.end(), std::size_t{0});
   for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
@@ -173,10 +176,16 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
   if (++rendezvous.finished == rendezvous.members) rendezvous_.erase(RendezvousKey(rendezvous.key));
 }
 
-// New preferences: some streams first, for a while.
+// New preferences, for a while.
 void VirtualMachineImpl::Shuffle() {
   for (std::size_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[Random(i)]);
-  until_shuffle_ = static_cast<std::int64_t>(1 + Random(1 + Random(100)));
+  until_shuffle_ = static_cast<std::int64_t>(1 + Random(1 + Random(longest_shuffle_)));
+  if (!has_outsider_) return;
+  const std::size_t streams = plan_.streams.size();
+  const std::size_t outsider = Random(streams);
+  const bool first = Random(3) == 0;
+  std::ranges::stable_partition(order_,
+                                [&](std::size_t queue) { return (queue % streams == outsider) == first; });
 }
 
 Result<bool> VirtualMachineImpl::RunOne() {

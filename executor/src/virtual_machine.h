@@ -88,6 +88,7 @@ class VirtualMachineImpl final : public VirtualMachine {
   Result<Rendezvous*> Join(const CollectiveSpec& spec, std::int64_t rank, std::int64_t first_rank,
                            std::int64_t sequence);
   const Plan& plan() const { return plan_; }
+  HandOut hand_out() const { return hand_out_; }
 
  private:
   bool CanRun(std::size_t queue) const;
@@ -108,8 +109,11 @@ class VirtualMachineImpl final : public VirtualMachine {
   std::vector<std::deque<WorkItem>> queues_;  // rank * streams + stream
   std::vector<std::size_t> order_;            // of preference
   std::int64_t until_shuffle_ = 0;
-  const bool in_order_;        // a communicator runs one collective at a time
-  std::vector<bool> reached_;  // by record
+  const bool in_order_;  // a communicator runs one collective at a time
+  const HandOut hand_out_;
+  const std::int64_t longest_shuffle_;  // items of work until there are new preferences
+  const bool has_outsider_;             // preferences have one stream first or last, on all ranks
+  std::vector<bool> reached_;           // by record
   std::map<RendezvousKey, Rendezvous> rendezvous_;
   std::vector<std::int64_t> collectives_done_;  // rank * communicators + communicator
 };

@@ -4,9 +4,14 @@
 // A free takes effect in host order, and the block goes to the pool of the stream S it was allocated on. What
 // may then overwrite it is the first use of anything allocated later from that pool, wherever that use runs;
 // the model's own compute, which allocates without instructions, uses the pool of its stream at once. So
-// every freed block stays a debt of its pool; the next allocation takes the debts over and its first use
-// poisons them (NaN) before anything else. A reader that is not ordered before that use finds NaN under some
-// seed, and one that is ordered never does.
+// every freed block is a debt of its pool until it is poisoned (NaN) or handed out; every allocation takes
+// the debts of that moment over, and its first use poisons them before anything else. A reader that is not
+// ordered before that use finds NaN under some seed, and one that is ordered never does.
+//
+// [Note: which block is handed out]
+// A caching allocator splits and merges blocks, so whatever was freed may become a part of whatever is
+// allocated next. A seed hands out the block that was freed last, or any of them; only those that are large
+// enough, or all: then every block has room for the largest part of the plan.
 //
 // Host memory (stream -1) is never handed out again: the host's allocators see to that nobody uses it any
 // more.
@@ -14,6 +19,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -23,15 +29,17 @@
 namespace shardplan::executor {
 
 struct Block {
-  std::vector<std::byte> data;
+  std::unique_ptr<std::byte[]> data;
+  std::size_t bytes = 0;        // that were handed out
   std::int64_t generation = 0;  // how often it was handed out
-  bool in_use = false;
+  bool poisoned = false;        // since it was freed
 };
 
-// A block to poison, unless it was handed out again since.
+// A block to poison, unless it was handed out again since: new memory of its owner, or freed memory.
 struct Debt {
   Block* block = nullptr;
   std::int64_t generation = 0;
+  bool freed = false;
 };
 using Debts = std::vector<Debt>;
 void Poison(const Debts& debts);
@@ -46,26 +54,33 @@ struct Instance {
 // Moves the blocks of these parts to an instance of their own.
 std::shared_ptr<Instance> TakeParts(Instance& from, std::span<const std::int32_t> parts);
 
+// How blocks are handed out.
+enum class HandOut : std::uint8_t { kLastThatFits, kAnyThatFits, kLast, kAny };
+
 class VirtualMemory {
  public:
-  explicit VirtualMemory(std::size_t streams) : pools_(streams) {}
+  // `random(n)`: a number in [0, n).
+  VirtualMemory(const Plan& plan, HandOut hand_out, std::function<std::uint64_t(std::uint64_t)> random);
 
-  // Blocks that just became free are handed out first, if they are large enough.
   std::shared_ptr<Instance> Allocate(const std::vector<Bytes>& parts_bytes, StreamId stream);
   // The last name of the instance is gone.
   void Release(const Instance& instance);
   // Adds the debts of an instance at its first use, which has none afterwards.
   void TakeDebts(Instance& instance, Debts& debts);
   // ... of a whole pool, for compute on its stream.
-  void TakeDebts(StreamId stream, Debts& debts);
+  void AddDebts(StreamId stream, Debts& debts);
 
  private:
   struct Pool {
     std::vector<Block*> unused;  // the last one was freed last
     Debts debts;
   };
-  Block* TakeBlock(Pool* pool, std::size_t bytes);
+  Block* TakeBlock(Pool& pool, std::size_t bytes);
+  Block* NewBlock(std::size_t room_bytes);
 
+  const HandOut hand_out_;
+  std::function<std::uint64_t(std::uint64_t)> random_;
+  std::size_t largest_bytes_ = 0;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Pool> pools_;  // by stream
 };

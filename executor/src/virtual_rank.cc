@@ -1,5 +1,7 @@
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "geometry.h"
 #include "host_kernels.h"
 #include "virtual_machine.h"
@@ -10,14 +12,15 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
     : machine_(machine),
       plan_(plan),
       rank_(rank),
-      memory_(plan.streams.size()),
+      memory_(plan, machine.hand_out(), [&machine](std::uint64_t n) { return machine.Random(n); }),
       names_(plan.buffers.size()),
       latest_record_(plan.events.size(), -1),
       issued_(plan.communicators.size(), 0) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     if (!plan.buffers[b].persistent) continue;
     std::shared_ptr<Instance> instance = memory_.Allocate(plan.buffers[b].parts_bytes, -1);
-    instance->debts.clear();  // zero-filled
+    instance->debts.clear();
+    for (Block* block : instance->blocks) std::fill_n(block->data.get(), block->bytes, std::byte{0});
     SetMemory(static_cast<BufferId>(b), std::move(instance));
   }
   for (const Communicator& communicator : plan.communicators) {
@@ -27,7 +30,7 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
 
 void VirtualRank::SetMemory(BufferId buffer, std::shared_ptr<Instance> instance) {
   std::vector<std::byte*> parts;
-  for (Block* block : instance->blocks) parts.push_back(block->data.data());
+  for (Block* block : instance->blocks) parts.push_back(block->data.get());
   names_[buffer] = {std::move(instance), std::make_shared<const std::vector<std::byte*>>(std::move(parts))};
 }
 
@@ -62,7 +65,7 @@ Result<VirtualRank::Parts> VirtualRank::Use(BufferId buffer, Debts& debts) {
 
 Debts VirtualRank::TakeDebts(StreamId stream, std::span<const BufferId> buffers) {
   Debts debts;
-  if (stream >= 0) memory_.TakeDebts(stream, debts);
+  if (stream >= 0) memory_.AddDebts(stream, debts);
   for (const BufferId buffer : buffers) (void)Use(buffer, debts);
   return debts;
 }

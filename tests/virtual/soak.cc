@@ -40,13 +40,16 @@ void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
   const auto begin = Clock::now();
   const std::vector<Mutation> mutations = MutationsOf(plan);
   std::array<std::uint64_t, kVerdicts> counts = {};
-  std::uint64_t most_seeds = 0;
+  std::uint64_t most_seeds = 0, all_seeds = 0;
   for (const Mutation& mutation : mutations) {
     const Judgement judgement =
         Judge(plan, mutation, expected, stale, options.seeds_to_find, options.seeds_to_trust);
     ++counts[static_cast<int>(judgement.verdict)];
     ++totals.verdicts[static_cast<int>(mutation.kind)][static_cast<int>(judgement.verdict)];
-    if (judgement.verdict == Verdict::kCaught) most_seeds = std::max(most_seeds, judgement.seeds);
+    if (judgement.verdict == Verdict::kCaught) {
+      most_seeds = std::max(most_seeds, judgement.seeds);
+      all_seeds += judgement.seeds;
+    }
     if (judgement.verdict != Verdict::kMissedByVirtual && judgement.verdict != Verdict::kMissedByVerifier)
       continue;
     fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", Describe(plan, mutation),
@@ -54,10 +57,11 @@ void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
   }
   totals.mutations += mutations.size();
   fmt::print(
-      "  {}: {} mutations in {:.1f} s: {} caught (within {} seeds), {} harmless, {} and {} missed by virtual "
+      "  {}: {} mutations in {:.1f} s: {} caught (with {} seeds, at most {}), {} harmless, {} and {} missed "
+      "by virtual "
       "and verifier, {} of idle work\n",
-      c.name, mutations.size(), Since(begin), counts[0], most_seeds, counts[1], counts[2], counts[3],
-      counts[4]);
+      c.name, mutations.size(), Since(begin), counts[0], all_seeds, most_seeds, counts[1], counts[2],
+      counts[3], counts[4]);
 }
 
 void RunCase(const PlanCase& c, const Options& options, Totals& totals) {

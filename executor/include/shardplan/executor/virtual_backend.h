@@ -6,9 +6,11 @@
 // [Note: how adversarial]
 // A freed block is poisoned by the first use of whatever is allocated next from its stream's pool, wherever
 // that use runs: the earliest moment at which a caching allocator's next owner could overwrite it. New memory
-// is poisoned as well. A collective reads its inputs and writes its outputs at different times. For a seed,
-// some streams are preferred over others for long stretches, so that a stream may lag arbitrarily far behind,
-// and the hosts run ahead of the work by an amount that the seed decides. Under half of the seeds a
+// is poisoned as well. Which freed block is handed out, and whether only to what is not larger, the seed
+// decides. A collective reads its inputs and writes its outputs at different times. For a seed, some streams
+// are preferred over others for stretches of a length that the seed decides, so that a stream may lag
+// arbitrarily far behind; under half of them the same stream of all ranks is the first or the last one. The
+// hosts run ahead of the work by an amount that the seed decides. Under half of the seeds a
 // communicator runs its collectives one after the other, in the order of issue, as NCCL does: that finds
 // deadlocks. Under the others it runs those of different streams at once, so that no plan is right only
 // because two collectives share a communicator.
