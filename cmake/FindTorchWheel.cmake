@@ -74,7 +74,6 @@ if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
                PATH_SUFFIXES lib lib64 lib/x86_64-linux-gnu NO_DEFAULT_PATH NO_CACHE)
   if(TorchWheel_CUDA_INCLUDE AND TorchWheel_CUDART AND TorchWheel_NCCL_INCLUDE AND TorchWheel_NCCL)
     set(TorchWheel_CUDA_FOUND TRUE)
-    _torch_library(TorchWheel::torch_cuda "${TorchWheel_DIR}/lib/libtorch_cuda.so")
     _torch_library(TorchWheel::c10_cuda "${TorchWheel_DIR}/lib/libc10_cuda.so")
     _torch_library(TorchWheel::cudart "${TorchWheel_CUDART}")
     _torch_library(TorchWheel::nccl "${TorchWheel_NCCL}")
@@ -82,8 +81,12 @@ if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
       add_library(TorchWheel::cuda INTERFACE IMPORTED)
       target_include_directories(TorchWheel::cuda SYSTEM INTERFACE "${TorchWheel_CUDA_INCLUDE}"
                                                                    "${TorchWheel_NCCL_INCLUDE}")
-      target_link_libraries(TorchWheel::cuda INTERFACE TorchWheel::cpu TorchWheel::torch_cuda TorchWheel::c10_cuda
-                                                       TorchWheel::cudart TorchWheel::nccl)
+      # No symbol of libtorch_cuda is used, and it would be left out; but torch finds its CUDA kernels only where it is
+      # loaded.
+      target_link_libraries(
+        TorchWheel::cuda INTERFACE
+        TorchWheel::cpu "-Wl,--push-state,--no-as-needed,${TorchWheel_DIR}/lib/libtorch_cuda.so,--pop-state" TorchWheel::c10_cuda
+        TorchWheel::cudart TorchWheel::nccl)
     endif()
     message(STATUS "torch ${TorchWheel_VERSION}, CUDA from ${TorchWheel_CUDA_INCLUDE} and ${TorchWheel_CUDART}, NCCL ${TorchWheel_NCCL}")
   else()

@@ -1,4 +1,5 @@
 // The cuda backend's collectives on one GPU: NCCL with itself. Skips without a GPU.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -119,6 +120,13 @@ TEST_P(NcclWithItself, AnAbortIsTheErrorOfWhateverFollows) {
 
 INSTANTIATE_TEST_SUITE_P(MemoryPlans, NcclWithItself,
                          testing::Values(executor::MemoryPlan::kAllocator, executor::MemoryPlan::kArena));
+
+// Its library registers them when it is loaded; nothing else in this program needs it.
+TEST(CudaBackend, TorchsCudaKernelsAreThere) {
+  const auto empty = c10::Dispatcher::singleton().findSchema({"aten::empty", "memory_format"});
+  ASSERT_TRUE(empty.has_value());
+  EXPECT_TRUE(empty->hasKernelForDispatchKey(c10::DispatchKey::CUDA));
+}
 
 TEST(CudaBackend, WithoutAGpuADeviceIsAnEnvironmentError) {
   if (executor::CudaIsAvailable(nullptr)) GTEST_SKIP() << "there is a GPU";

@@ -96,6 +96,9 @@ Status CheckedModel::SetInitialShards() {
 }
 
 Status CheckedModel::Enqueue(StreamId stream, Work work, const std::string& where) {
+  // Parameters without elements.
+  std::erase_if(work.checks, [](const Piece& piece) { return piece.expected.empty(); });
+  std::erase_if(work.writes, [](const NumberWork::Write& write) { return write.value.empty(); });
   NumberWork numbers;
   for (const Piece& piece : work.checks) numbers.reads.push_back({piece.at, piece.expected.size()});
   numbers.writes = std::move(work.writes);
