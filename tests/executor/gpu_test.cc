@@ -29,9 +29,11 @@ class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::
   void SetUp() override {
     Gpu::SetUp();
     if (IsSkipped()) return;
-    plan_.communicators.push_back({.name = "another", .size = 1, .stride = 1});
+    for (const char* name : {"one", "another"}) {
+      plan_.communicators.push_back({.name = name, .size = 1, .stride = 1});
+    }
     for (Buffer& buffer : plan_.buffers) {  // bytes like any others
-      if (buffer.unit == 2) buffer.dtype = DType::kFloat8E4M3FN;
+      if (buffer.unit == 3) buffer.dtype = DType::kFloat8E4M3FN;
     }
     auto device = executor::MakeCudaDevice(0, GetParam());
     ASSERT_TRUE(device.has_value()) << ToString(device.error());
@@ -71,43 +73,43 @@ class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::
   }
   at::Tensor AsBytes(BufferId buffer) { return device_->Part(buffer, 0).view(at::kByte); }
 
-  Plan plan_ = MakeStepPlan(1);
+  Plan plan_ = MakeStepPlan(1);  // units 1 to 3 have parameters
   std::unique_ptr<executor::TorchDevice> device_;
   std::unique_ptr<executor::Collectives> collectives_;
 };
 
 TEST_P(NcclWithItself, Reduces) {
-  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 0);
+  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 1);
   ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
-  ExpectMoved(0);
+  ExpectMoved(1);
 }
 
 TEST_P(NcclWithItself, GathersFloat8) {
-  const executor::CollectiveId id = Prepare(CollectiveKind::kAllGather, 2);
+  const executor::CollectiveId id = Prepare(CollectiveKind::kAllGather, 3);
+  ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
+  ExpectMoved(3);
+}
+
+TEST_P(NcclWithItself, MovesOnACommunicatorThatIsSplitFromTheWorlds) {
+  Prepare(CollectiveKind::kReduceScatter, 1);
+  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 2, 1);
   ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
   ExpectMoved(2);
 }
 
-TEST_P(NcclWithItself, MovesOnACommunicatorThatIsSplitFromTheWorlds) {
-  Prepare(CollectiveKind::kReduceScatter, 0);
-  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 1, 1);
-  ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
-  ExpectMoved(1);
-}
-
 TEST_P(NcclWithItself, LaunchesAGroupAsOne) {
-  const executor::CollectiveId first = Prepare(CollectiveKind::kReduceScatter, 0);
-  const executor::CollectiveId second = Prepare(CollectiveKind::kReduceScatter, 1);
+  const executor::CollectiveId first = Prepare(CollectiveKind::kReduceScatter, 1);
+  const executor::CollectiveId second = Prepare(CollectiveKind::kReduceScatter, 2);
   ASSERT_TRUE(collectives_->BeginGroup().has_value());
   ASSERT_TRUE(collectives_->Issue(first, 0).has_value());
   ASSERT_TRUE(collectives_->Issue(second, 0).has_value());
   ASSERT_TRUE(collectives_->EndGroup().has_value());
-  ExpectMoved(0);
   ExpectMoved(1);
+  ExpectMoved(2);
 }
 
 TEST_P(NcclWithItself, AnAbortIsTheErrorOfWhateverFollows) {
-  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 0);
+  const executor::CollectiveId id = Prepare(CollectiveKind::kReduceScatter, 1);
   ASSERT_TRUE(collectives_->BeginGroup().has_value());
   ASSERT_TRUE(collectives_->Issue(id, 0).has_value());
   collectives_->Abort("the model deviates from the plan");
