@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <optional>
 
 #include "program.h"
@@ -76,6 +77,7 @@ class Engine::Impl {
   Status MakeGradient(GradTarget& target, StreamId stream);
   Status ZeroGrad(UnitId unit);
   Status RequireAlive(BufferId buffer) const;
+  Status RequireReadable(const Op& op) const;
   Status NotAlive(BufferId buffer) const;
   Status Fail(Error error);
   const Instruction& CurrentInstruction() const;
@@ -98,7 +100,8 @@ class Engine::Impl {
   std::optional<Error> failure_;
 
   static constexpr std::uint8_t kInPart = 2;
-  std::vector<std::uint8_t> alive_;                    // by buffer; kInPart: parts of it were freed
+  std::vector<std::uint8_t> alive_;  // by buffer; kInPart: parts of it were freed
+  std::map<BufferId, std::vector<std::int32_t>> freed_parts_;
   std::vector<std::uint8_t> filled_;                   // something was written since it was allocated
   std::vector<std::vector<std::uint8_t>> grads_made_;  // grad_unsharded: by parameter of the unit
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
@@ -206,6 +209,16 @@ Status Engine::Impl::NotAlive(BufferId buffer) const {
                    fmt::format("{} is used while it is not allocated", plan_.buffers[buffer].name));
 }
 
+// A copy may use what is left of a buffer of which parts were freed.
+Status Engine::Impl::RequireReadable(const Op& op) const {
+  if (alive_[op.src] != kInPart || op.code != OpCode::kCopy) return RequireAlive(op.src);
+  const std::vector<std::int32_t>& freed = freed_parts_.at(op.src);
+  const bool touched = std::ranges::any_of(program_.copies[op.a].runs, [&](const CopyRun& run) {
+    return std::ranges::find(freed, run.src_part) != freed.end();
+  });
+  return touched ? NotAlive(op.src) : Status();
+}
+
 // LibTorch, and models written against it, throw (out of memory, say). This is where that ends.
 Status Engine::Impl::RunCaught(const Op& op, bool& blocked) {
   try {
@@ -258,6 +271,12 @@ Status Engine::Impl::RunMemory(const Op& op) {
                                  plan_.buffers[buffer].name, plan_.units[unit].fqn));
   }
   alive_[buffer] = free.parts.empty() ? 0 : kInPart;
+  if (free.parts.empty()) {
+    freed_parts_.erase(buffer);
+  } else {
+    std::vector<std::int32_t>& freed = freed_parts_[buffer];
+    freed.insert(freed.end(), free.parts.begin(), free.parts.end());
+  }
   filled_[buffer] = 0;
   std::ranges::fill(grads_made_[buffer], 0);
   if (Status status = free.parts.empty() ? device_.Free(buffer, free.safe_after)
@@ -269,7 +288,7 @@ Status Engine::Impl::RunMemory(const Op& op) {
 }
 
 Status Engine::Impl::RunMove(const Op& op) {
-  if (Status status = RequireAlive(op.src); !status) return status;
+  if (Status status = RequireReadable(op); !status) return status;
   if (op.reads_shard && model_ != nullptr) {
     if (Status status = model_->ShardedParametersRead(plan_.buffers[op.src].unit); !status) return status;
   }

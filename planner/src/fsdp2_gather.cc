@@ -23,9 +23,10 @@ std::vector<std::int32_t> AllParameters(const Unit& unit) {
   return all;
 }
 
-std::vector<Bytes> Pick(const std::vector<Bytes>& parts, const std::vector<std::int32_t>& parameters) {
-  std::vector<Bytes> picked;
-  for (const std::int32_t p : parameters) picked.push_back(parts[p]);
+template <typename T>
+std::vector<T> Pick(const std::vector<T>& of_all, const std::vector<std::int32_t>& parameters) {
+  std::vector<T> picked;
+  for (const std::int32_t p : parameters) picked.push_back(of_all[p]);
   return picked;
 }
 
@@ -110,14 +111,14 @@ StreamId Fsdp2Policy::CommunicatorStream(CommunicatorId communicator) {
   return builder_.Stream(fmt::format("nccl.{}", partition_.communicators[communicator].name));
 }
 
-// Allocates a buffer of these parameters and copies `source` into it.
-BufferId Fsdp2Policy::CopyInto(UnitId id, BufferId source, std::vector<Bytes> parts,
+// Allocates a buffer of these parameters and copies what `sources` have of them into it.
+BufferId Fsdp2Policy::CopyInto(UnitId id, const std::vector<BufferId>& sources, std::vector<Bytes> parts,
                                std::vector<std::int32_t> parameters, std::string_view suffix,
                                StreamId stream) {
   const BufferId into = builder_.UnitBuffer(id, BufferRole::kAllGatherInput, UnitOf(id).param_dtype,
                                             std::move(parts), std::move(parameters), suffix);
   builder_.Allocate(into, stream);
-  builder_.Move(InstructionKind::kCopyIn, source, into, stream);
+  for (const BufferId source : sources) builder_.Move(InstructionKind::kCopyIn, source, into, stream);
   return into;
 }
 
@@ -128,24 +129,27 @@ std::vector<BufferId> Fsdp2Policy::GatherSources(UnitId id, StreamId stream,
   const Unit& unit = UnitOf(id);
   const bool post_forward = group.sharded == ShardedState::kShardedPostForward;
   if (group.offloads && !post_forward) return CopyShardsToDevice(id, stream, temporaries);
-  const BufferId shard = post_forward ? group.post_forward_shard : group.param_sharded;
   std::vector<std::int32_t> plain, cast, extended;
   for (const std::int32_t p : AllParameters(unit)) {
     const bool makes = MakesTensors(unit.parameters[p], ShardRanks(id));
     (makes ? extended : Casts(id, p) ? cast : plain).push_back(p);
   }
   const std::vector<Bytes> parts = GatherInputParts(unit, ShardRanks(id));
+  const auto shards = [&](const std::vector<std::int32_t>& of) {
+    return post_forward ? Pick(group.post_forward_shards, of) : std::vector{group.param_sharded};
+  };
   std::vector<BufferId> sources;
-  if (!plain.empty()) sources.push_back(shard);
+  if (!plain.empty()) sources = shards(plain);
   if (!extended.empty()) {
-    temporaries.push_back(
-        CopyInto(id, shard, Pick(parts, extended), extended, cast.empty() ? "" : "extension", stream));
+    temporaries.push_back(CopyInto(id, shards(extended), Pick(parts, extended), extended,
+                                   cast.empty() ? "" : "extension", stream));
     sources.push_back(temporaries.back());
   }
   if (!cast.empty()) {  // all at once into one flat buffer of the low precision
     Bytes bytes = Sum(Pick(parts, cast));
     if (post_forward) bytes.value = bytes.value * ShardRanks(id) / group.post_forward_size;
-    temporaries.push_back(CopyInto(id, shard, {bytes}, cast, post_forward ? "post_forward" : "", stream));
+    temporaries.push_back(
+        CopyInto(id, shards(cast), {bytes}, cast, post_forward ? "post_forward" : "", stream));
     sources.push_back(temporaries.back());
   }
   return sources;
@@ -177,7 +181,7 @@ std::vector<BufferId> Fsdp2Policy::CopyShardsToDevice(UnitId id, StreamId stream
       const BufferId original = sources.back();
       copy(original);
       if (!changes(p)) continue;
-      sources.back() = CopyInto(id, original, {inputs[p]}, {p}, fmt::format("cast.{}", p), stream);
+      sources.back() = CopyInto(id, {original}, {inputs[p]}, {p}, fmt::format("cast.{}", p), stream);
       builder_.Free(original, stream);
     }
   }
@@ -249,8 +253,7 @@ void Fsdp2Policy::WaitForUnshard(UnitId unit) {
   }
   CopyOut(unit, pending);
   if (group.sharded == ShardedState::kShardedPostForward) {
-    builder_.Free(group.post_forward_shard, kCompute);
-    group.post_forward_shard = -1;
+    for (const BufferId shard : std::exchange(group.post_forward_shards, {})) builder_.Free(shard, kCompute);
   }
   builder_.Emit(InstructionKind::kBindUnsharded, -1).src = group.param_unsharded;
   group.sharded = ShardedState::kUnsharded;
@@ -303,21 +306,28 @@ void Fsdp2Policy::ToSharded(UnitId unit) {
   group.sharded = ShardedState::kSharded;
 }
 
+// Parameter by parameter: its shard of the smaller mesh is copied, then the whole goes
+// (FSDPParam.to_sharded_post_forward).
 void Fsdp2Policy::ToShardedPostForward(UnitId id) {
   Group& group = groups_[id];
   if (group.sharded == ShardedState::kShardedPostForward) return;
   const Unit& unit = UnitOf(id);
-  std::vector<Bytes> parts = UnshardedParts(unit, ShardRanks(id));
-  for (Bytes& part : parts) part.value /= group.post_forward_size;
-  if (group.post_forward_shard >= 0) builder_.Free(group.post_forward_shard, kCompute);
-  group.post_forward_shard = builder_.UnitBuffer(id, BufferRole::kParamPostForwardShard, unit.param_dtype,
-                                                 std::move(parts), AllParameters(unit));
-  builder_.Allocate(group.post_forward_shard, kCompute);
-  builder_
-      .Move(InstructionKind::kReshardPostForward, group.param_unsharded, group.post_forward_shard, kCompute)
-      .communicator = unit.post_forward_communicator;
-  builder_.Emit(InstructionKind::kBindSharded, -1).src = group.post_forward_shard;
-  FreeUnsharded(id);
+  const std::vector<Bytes> parts = UnshardedParts(unit, ShardRanks(id));
+  const std::vector<BufferId> old = std::exchange(group.post_forward_shards, {});
+  for (const std::int32_t p : AllParameters(unit)) {
+    const Bytes bytes{parts[p].value / group.post_forward_size};
+    const BufferId shard =
+        builder_.UnitBuffer(id, BufferRole::kParamPostForwardShard, ComputeDType(unit, unit.parameters[p]),
+                            {bytes}, {p}, parts.size() == 1 ? "" : fmt::format("p{}", p));
+    if (!old.empty()) builder_.Free(old[p], kCompute);
+    builder_.Allocate(shard, kCompute);
+    builder_.Move(InstructionKind::kReshardPostForward, group.param_unsharded, shard, kCompute).communicator =
+        unit.post_forward_communicator;
+    if (p == 0) builder_.Emit(InstructionKind::kBindSharded, -1).src = shard;  // the first one stands for all
+    const bool last = p + 1 == std::ssize(parts);
+    last ? FreeUnsharded(id) : builder_.FreeParts(group.param_unsharded, kCompute, {p});
+    group.post_forward_shards.push_back(shard);
+  }
   group.sharded = ShardedState::kShardedPostForward;
 }
 

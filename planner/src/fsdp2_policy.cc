@@ -342,10 +342,10 @@ std::string Fsdp2Policy::State() const {
         static_cast<int>(g.training), static_cast<int>(g.sharded), g.pending.has_value(),
         g.pending ? g.pending->async : false, ListState(g.post_forward_indices),
         g.reshard_after_forward_recorded, g.post_reduce_event, g.all_reduce.has_value(),
-        g.partial_reduce_output, g.post_forward_shard, GradState(g.grads, g.accumulated, g.sharded_grads),
-        g.sharded_grads.size(), g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward,
-        g.unshard_in_backward, g.force_sum_reduction, g.separate_reduce_scatter, g.process_group_memory,
-        g.reduce_scatters_in_flight, g.post_forward_size);
+        g.partial_reduce_output, ListState(g.post_forward_shards),
+        GradState(g.grads, g.accumulated, g.sharded_grads), g.sharded_grads.size(), g.reduce_grads,
+        g.all_reduce_grads, g.reshard_after_backward, g.unshard_in_backward, g.force_sum_reduction,
+        g.separate_reduce_scatter, g.process_group_memory, g.reduce_scatters_in_flight, g.post_forward_size);
     state += ListState(g.forward_prefetch) + ListState(g.backward_prefetch);
   }
   return state + optimizer_.State();

@@ -67,9 +67,9 @@ class Fsdp2Policy : public Policy {
     EventId post_reduce_event = -1;
     std::optional<AllReduceState> all_reduce;
     BufferId partial_reduce_output = -1;
-    BufferId post_forward_shard = -1;    // alive
-    std::set<std::int32_t> grads;        // parameters whose unsharded .grad is alive
-    std::set<std::int32_t> accumulated;  // ... whose gradient waits in the reduce dtype, a buffer each
+    std::vector<BufferId> post_forward_shards;  // alive, one of each parameter
+    std::set<std::int32_t> grads;               // parameters whose unsharded .grad is alive
+    std::set<std::int32_t> accumulated;         // ... whose gradient waits in the reduce dtype, a buffer each
     std::map<std::int32_t, BufferId> sharded_grads;  // by parameter: what its sharded .grad is a part of
     EventId grad_offload_event = -1;
     bool was_unsharded = false;  // ever: its unsharded parameters exist
@@ -164,7 +164,7 @@ class Fsdp2Policy : public Policy {
   StreamId CommunicatorStream(CommunicatorId communicator);
   std::vector<BufferId> GatherSources(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
   std::vector<BufferId> CopyShardsToDevice(UnitId unit, StreamId stream, std::vector<BufferId>& temporaries);
-  BufferId CopyInto(UnitId unit, BufferId source, std::vector<Bytes> parts,
+  BufferId CopyInto(UnitId unit, const std::vector<BufferId>& sources, std::vector<Bytes> parts,
                     std::vector<std::int32_t> parameters, std::string_view suffix, StreamId stream);
   void WaitForUnshard(UnitId unit);
   void CopyOut(UnitId unit, const PendingAllGather& pending);
@@ -189,6 +189,13 @@ class Fsdp2Policy : public Policy {
   Status ForeachReduce(UnitId unit, const std::vector<std::int32_t>& parameters, std::vector<BufferId> grads);
   void ReduceInput(UnitId unit, const std::vector<std::int32_t>& parameters, BufferId input,
                    std::string_view again);
+  struct OrderedGrads {
+    std::vector<BufferId> copies;
+    BufferId last_grad = -1;  // what the last of them was made of
+  };
+  bool IsChunked(UnitId unit, std::int32_t parameter) const;
+  OrderedGrads OrderChunkedGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
+                                 std::vector<BufferId>& grads);
   std::vector<BufferId> DropCopiedGrads(UnitId unit, const std::vector<std::int32_t>& parameters,
                                         const std::vector<BufferId>& grads);
   BufferId CopyInGrads(UnitId unit, const std::vector<std::int32_t>& parameters, std::vector<BufferId>& grads,

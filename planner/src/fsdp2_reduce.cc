@@ -80,6 +80,11 @@ std::vector<BufferId> Fsdp2Policy::TakeGrads(UnitId unit) {
   std::vector<BufferId> taken;
   const auto take = [&](std::set<std::int32_t> grads, bool accumulated) {
     const std::vector<BufferId> partial = ReducePartialGrads(unit, grads, accumulated);
+    for (const std::int32_t p : std::set(grads)) {  // each goes by itself
+      if (!IsChunked(unit, p)) continue;
+      taken.push_back(GradBuffer(unit, {p}, accumulated));
+      grads.erase(p);
+    }
     if (!grads.empty()) taken.push_back(GradBuffer(unit, grads, accumulated));
     taken.insert(taken.end(), partial.begin(), partial.end());
   };
@@ -213,18 +218,51 @@ void Fsdp2Policy::Scale(const std::optional<double>& factor, BufferId buffer, St
   instruction.divisor = *factor;
 }
 
-// Gradients that are copied into the reduce-scatter input are dropped, but on several ranks variables of
-// foreach_reduce's loop name two of them until it returns: the last one, and the last of those that are cut
-// along another dimension than the first (its chunks are views). Returns the buffers with what is left.
+// Cut along another dimension than the first: the gradient's pieces do not lie one behind another.
+bool Fsdp2Policy::IsChunked(UnitId id, std::int32_t p) const {
+  return ShardRanks(id) > 1 && UnitOf(id).parameters[p].shard_dim != 0;
+}
+
+// Gradients whose pieces do not lie one behind another are put in that order one by one, and go when
+// foreach_reduce's loop names them no more: its chunks are views of the latest one until the next one's turn,
+// and Python's zip keeps every second tuple that it gave, beginning with the first, until it is asked for the
+// second next. Moves them from `grads` to what is returned.
+Fsdp2Policy::OrderedGrads Fsdp2Policy::OrderChunkedGrads(UnitId id,
+                                                         const std::vector<std::int32_t>& parameters,
+                                                         std::vector<BufferId>& grads) {
+  OrderedGrads ordered;
+  std::vector<std::pair<std::size_t, BufferId>> named;  // turn and gradient
+  for (std::size_t turn = 0; turn < parameters.size(); ++turn) {
+    const std::int32_t p = parameters[turn];
+    if (!IsChunked(id, p)) continue;
+    std::erase_if(named, [&](const auto& earlier) {
+      if (earlier.first % 2 == 0 && turn < earlier.first + 2) return false;
+      builder_.Free(earlier.second, kCompute);
+      return true;
+    });
+    const auto grad = std::ranges::find_if(
+        grads, [&](BufferId b) { return builder_.plan().buffers[b].parameters == std::vector{p}; });
+    const Buffer from = builder_.plan().buffers[*grad];
+    ordered.copies.push_back(builder_.UnitBuffer(id, BufferRole::kGradUnshardedAccumulated, from.dtype,
+                                                 from.parts_bytes, {p}, fmt::format("chunks.p{}", p)));
+    builder_.Allocate(ordered.copies.back(), kCompute);
+    builder_.Move(InstructionKind::kGradCopyIn, *grad, ordered.copies.back(), kCompute);
+    named.emplace_back(turn, *grad);
+    grads.erase(grad);
+  }
+  if (named.empty()) return ordered;
+  ordered.last_grad = named.back().second;
+  named.pop_back();
+  for (const auto& [turn, grad] : named) builder_.Free(grad, kCompute);
+  return ordered;
+}
+
+// Gradients that are copied into the reduce-scatter input are dropped, but on several ranks a variable of
+// foreach_reduce's loop names the last one until it returns. Returns the buffers with what is left.
 std::vector<BufferId> Fsdp2Policy::DropCopiedGrads(UnitId id, const std::vector<std::int32_t>& parameters,
                                                    const std::vector<BufferId>& grads) {
   std::set<std::int32_t> named;
-  if (ShardRanks(id) > 1) {
-    named.insert(parameters.back());
-    const auto is_chunked = [&](std::int32_t p) { return UnitOf(id).parameters[p].shard_dim != 0; };
-    const auto chunked = std::ranges::find_if(parameters.rbegin(), parameters.rend(), is_chunked);
-    if (chunked != parameters.rend()) named.insert(*chunked);
-  }
+  if (ShardRanks(id) > 1) named.insert(parameters.back());
   std::vector<BufferId> left;
   for (const BufferId grad : grads) {
     const std::vector<std::int32_t>& held = builder_.plan().buffers[grad].parameters;
@@ -249,27 +287,19 @@ BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& pa
   const Unit& unit = UnitOf(id);
   const std::int64_t ranks = ShardRanks(id);
   std::int64_t numel = 0;
-  std::vector<std::int32_t> chunked;
-  std::vector<Bytes> chunks;
-  for (const std::int32_t p : parameters) {
-    numel += PaddedShardNumel(unit.parameters[p], ranks);
-    if (unit.parameters[p].shard_dim == 0 || ranks == 1) continue;
-    chunked.push_back(p);
-    chunks.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(groups_[id].grad_dtype)});
-  }
-  // Those cut along another dimension than the first are put in that order by a copy of their own.
-  BufferId reordered = -1;
-  if (!chunked.empty()) {
-    reordered = builder_.UnitBuffer(id, BufferRole::kReduceScatterOutput, groups_[id].grad_dtype, chunks,
-                                    chunked, "chunks");
-    builder_.Allocate(reordered, kCompute);
-  }
+  for (const std::int32_t p : parameters) numel += PaddedShardNumel(unit.parameters[p], ranks);
+  const OrderedGrads ordered = OrderChunkedGrads(id, parameters, grads);
   const BufferId input = CommBuffer(id, BufferRole::kReduceScatterInput, unit.reduce_dtype,
                                     Bytes{numel * ranks * SizeBytes(unit.reduce_dtype)}, parameters, suffix);
   builder_.Allocate(input, kCompute);
-  for (const BufferId grad : grads) builder_.Move(InstructionKind::kGradCopyIn, grad, input, kCompute);
+  for (const std::vector<BufferId>& sources : {grads, ordered.copies}) {
+    for (const BufferId source : sources) {
+      builder_.Move(InstructionKind::kGradCopyIn, source, input, kCompute);
+    }
+  }
   grads = DropCopiedGrads(id, parameters, grads);
-  if (reordered >= 0) builder_.Free(reordered, kCompute);
+  for (const BufferId copy : ordered.copies) builder_.Free(copy, kCompute);
+  if (ordered.last_grad >= 0) grads.push_back(ordered.last_grad);
   return input;
 }
 
@@ -315,7 +345,7 @@ Status Fsdp2Policy::CheckPartial(UnitId id, const std::vector<std::int32_t>& par
   return MakeInputError(
       "/program",
       "PyTorch adds the gradients that wait for the all-reduce to those of other parameters here: it fails, "
-      "or where both are of one size gives wrong gradients",
+      "or where both have one number of elements, or what is added has a single one, gives wrong gradients",
       DisplayName(UnitOf(id).fqn));
 }
 

@@ -60,25 +60,11 @@ Status ChooseUnitsPass(Planning& p) {
 }
 
 Status SplitTiesPass(Planning& p) {
-  std::optional<Trace> split = SplitTies(*p.trace, p.index, p.partition);
+  std::optional<SplitTrace> split = SplitTies(*p.trace, p.index, p.partition);
   if (!split) return {};
-  p.split = std::move(*split);
+  p.split = std::move(split->trace);
   p.trace = &p.split;
-  Partition chosen = std::move(p.partition);
-  if (Status s = ChooseUnitsPass(p); !s) return s;
-  // Rules name a parameter by any of its names, also one that its copy in this unit does not have: what they
-  // say was chosen before.
-  for (std::size_t u = 0; u < chosen.units.size(); ++u) {
-    UnitChoice& unit = chosen.units[u];
-    unit.parameter_ids = p.partition.units[u].parameter_ids;
-    for (std::size_t i = 0; i < unit.unit.parameters.size(); ++i) {
-      const UnitParameter& named = p.partition.units[u].unit.parameters[i];
-      unit.unit.parameters[i].fqn = named.fqn;
-      unit.unit.parameters[i].shared_with = named.shared_with;
-    }
-  }
-  chosen.owners = std::move(p.partition.owners);
-  p.partition = std::move(chosen);
+  p.partition = std::move(split->partition);
   return {};
 }
 

@@ -15,7 +15,7 @@ class Splitter {
   Splitter(const Trace& trace, const ModelIndex& index, const Partition& partition)
       : trace_(trace), index_(index), partition_(partition) {}
 
-  std::optional<Trace> Run() {
+  std::optional<SplitTrace> Run() {
     FindOwners();
     const bool shared = std::ranges::any_of(owners_, [](const auto& owners) { return owners.size() > 1; });
     if (!shared) return std::nullopt;
@@ -25,7 +25,8 @@ class Splitter {
       for (TraceEvent& event : pass.events) Rename(event);
     }
     for (std::size_t b = 0; b < result_.backwards.size(); ++b) SplitBackward(result_.backwards[b]);
-    return std::move(result_);
+    Partition partition = SplitUnits();
+    return SplitTrace{std::move(result_), std::move(partition)};
   }
 
  private:
@@ -98,6 +99,27 @@ class Splitter {
         }
       }
     }
+  }
+
+  // Every unit's own parameters in place of those that it shares.
+  Partition SplitUnits() const {
+    Partition split = partition_;
+    split.owners.resize(result_.parameters.size());
+    for (const auto& [shared, id] : copies_) {
+      const auto& [parameter, unit] = shared;
+      std::vector<UnitParameterRef>& owners = split.owners[id];
+      owners.clear();
+      for (const UnitParameterRef& owner : partition_.owners[parameter]) {
+        if (owner.unit != unit) continue;
+        owners.push_back(owner);
+        UnitChoice& choice = split.units[unit];
+        choice.parameter_ids[owner.parameter] = id;
+        UnitParameter& own = choice.unit.parameters[owner.parameter];
+        own.fqn = result_.parameters[id].fqn;
+        own.shared_with = result_.parameters[id].shared_with;
+      }
+    }
+    return split;
   }
 
   void Rename(TraceEvent& event) const {
@@ -279,7 +301,7 @@ class Splitter {
 
 }  // namespace
 
-std::optional<Trace> SplitTies(const Trace& trace, const ModelIndex& index, const Partition& partition) {
+std::optional<SplitTrace> SplitTies(const Trace& trace, const ModelIndex& index, const Partition& partition) {
   return Splitter(trace, index, partition).Run();
 }
 

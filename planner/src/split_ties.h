@@ -17,8 +17,13 @@ namespace shardplan {
 // of no unit. Traces without operators: before the last of the unit's modules that
 // name the parameter is done with its inputs, else at the end.
 //
-// The trace with a parameter of its own for each unit, under the first of the unit's names for it. nullopt:
-// no parameter is in two units, or in one and in a module of none.
-std::optional<Trace> SplitTies(const Trace& trace, const ModelIndex& index, const Partition& partition);
+// The trace with a parameter of its own for each unit, under the first of the unit's names for it, and the
+// units that have these.
+struct SplitTrace {
+  Trace trace;
+  Partition partition;
+};
+// nullopt: no parameter is in two units, or in one and in a module of none.
+std::optional<SplitTrace> SplitTies(const Trace& trace, const ModelIndex& index, const Partition& partition);
 
 }  // namespace shardplan

@@ -16,9 +16,6 @@
 namespace shardplan {
 namespace {
 
-// The reason of what fsdp1's root does once, at its first forward.
-constexpr std::string_view kLazyInit = "lazy_init";
-
 // An instruction of one plan that has no counterpart in its place in the other.
 struct Leftover {
   const DiffLine* line = nullptr;
@@ -29,6 +26,26 @@ struct Leftover {
 bool HasRole(const Plan& plan, BufferId buffer, BufferRole role) {
   return buffer >= 0 && buffer < static_cast<BufferId>(plan.buffers.size()) &&
          plan.buffers[static_cast<std::size_t>(buffer)].role == role;
+}
+
+// Allocations of unsharded parameters that are given back unused, and their frees: what fsdp1's root does
+// once, at its first forward.
+std::set<const Instruction*> Preparations(const Plan& plan, const std::vector<const DiffLine*>& lines) {
+  std::map<BufferId, const Instruction*> unused;
+  std::set<const Instruction*> found;
+  for (const DiffLine* line : lines) {
+    const Instruction& i = *line->instruction;
+    if (i.kind == InstructionKind::kAllocate && HasRole(plan, i.dst, BufferRole::kParamUnsharded)) {
+      unused[i.dst] = &i;
+    } else if (i.kind == InstructionKind::kFree && unused.contains(i.src)) {
+      found.insert({unused[i.src], &i});
+      unused.erase(i.src);
+    } else {
+      unused.erase(i.src);
+      unused.erase(i.dst);
+    }
+  }
+  return found;
 }
 
 // Positions of `a` and `b` that have no equal line in the other, whatever the order.
@@ -231,10 +248,11 @@ class StepDiff {
   static std::string Deed(const Plan& plan, const std::vector<const DiffLine*>& lines) {
     std::string deed;
     const std::string& unit = lines.front()->unit;
+    const std::set<const Instruction*> preparations = Preparations(plan, lines);
     const auto has = [&](InstructionKind kind, auto... role) {
       return std::ranges::any_of(lines, [&](const DiffLine* line) {
         const Instruction& instruction = *line->instruction;
-        return instruction.reason != kLazyInit && instruction.kind == kind &&
+        return instruction.kind == kind && !preparations.contains(&instruction) &&
                (HasRole(plan, instruction.src, role) && ...);
       });
     };
@@ -242,13 +260,12 @@ class StepDiff {
       if (done) deed += fmt::format("{}{} {}", deed.empty() ? "" : " and ", what, unit);
     };
     const bool gathers = has(InstructionKind::kAllGather);
-    add(std::ranges::any_of(lines,
-                            [](const DiffLine* line) { return line->instruction->reason == kLazyInit; }),
-        "prepares");
+    add(!preparations.empty(), "prepares");
     add(gathers, "unshards");
     add(!gathers && has(InstructionKind::kBindUnsharded), "finishes unsharding");
-    add(has(InstructionKind::kReshardPostForward), "reshards to the smaller mesh");
-    add(has(InstructionKind::kFree, BufferRole::kParamUnsharded), "reshards");
+    const bool keeps = has(InstructionKind::kReshardPostForward);
+    add(keeps, "reshards to the smaller mesh");
+    add(!keeps && has(InstructionKind::kFree, BufferRole::kParamUnsharded), "reshards");
     add(has(InstructionKind::kReduceScatter), "reduce-scatters the gradients of");
     const bool counts = has(InstructionKind::kAllReduce, BufferRole::kOrderCheck);
     add(has(InstructionKind::kAllReduce) && !counts, "all-reduces the gradients of");

@@ -181,12 +181,15 @@ void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
 void Interpreter::RunUnshard(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   const bool in_place = i.kind == InstructionKind::kAllGather && i.src == i.dst;
-  memory_.Read(i.src, work, in_place ? Content::kOwnSlot : Content::kEverything);
+  const BufferId other = i.kind == InstructionKind::kAllGather ? -1 : i.dst;
+  memory_.Read(i.src, work, in_place ? Content::kOwnSlot : Content::kEverything, Rule::kReadBeforeWrite,
+               other);
   if (!memory_.Write(i.dst, work)) return;
   const bool slot_only = i.kind == InstructionKind::kCopyIn &&
                          plan_.buffers[i.dst].role != BufferRole::kAllGatherInput &&
                          !IsSingleRank(plan_.buffers[i.dst].unit);
-  memory_.SetContent(i.dst, slot_only ? Content::kOwnSlot : Content::kEverything);
+  const Content content = slot_only ? Content::kOwnSlot : Content::kEverything;
+  other >= 0 ? memory_.FillFrom(i.src, i.dst, content) : memory_.SetContent(i.dst, content);
 }
 
 void Interpreter::RunGradient(const Instruction& i, Position at) {

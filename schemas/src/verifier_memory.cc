@@ -36,6 +36,7 @@ std::int32_t Memory::NewSlot() {
   memory.pool = clocks_.host();
   memory.allocated = {};
   memory.content = Content::kNothing;
+  memory.filled_parameters.clear();
   memory.debt_settled = true;
   memory.freed_parts.clear();
   memory.used_step = -1;
@@ -128,11 +129,38 @@ void Memory::MakeAlias(BufferId alias, BufferId buffer) {
   ++slots_[slot_[buffer]].names;
 }
 
-bool Memory::CheckAlive(BufferId buffer, Position at) {
+void Memory::FillFrom(BufferId source, BufferId buffer, Content content) {
+  Allocation& memory = slots_[slot_[buffer]];
+  const std::vector<std::int32_t>& brought = plan_.buffers[source].parameters;
+  const std::vector<std::int32_t>& wanted = plan_.buffers[buffer].parameters;
+  std::vector<std::int32_t>& filled = memory.filled_parameters;
+  if (!brought.empty() && !wanted.empty()) {
+    filled.insert(filled.end(), brought.begin(), brought.end());
+    const auto is_missing = [&](std::int32_t p) { return std::ranges::find(filled, p) == filled.end(); };
+    if (std::ranges::any_of(wanted, is_missing)) return;
+  }
+  filled.clear();
+  memory.content = content;
+}
+
+bool Memory::TouchesFreedPart(BufferId buffer, BufferId other) const {
+  const Allocation& memory = slots_[slot_[buffer]];
+  if (memory.freed_parts.empty()) return false;
+  const std::vector<std::int32_t>& held = plan_.buffers[buffer].parameters;
+  const bool by_parameter =
+      other >= 0 && memory.owner == buffer && held.size() == plan_.buffers[buffer].parts_bytes.size();
+  if (!by_parameter) return true;
+  const std::vector<std::int32_t>& wanted = plan_.buffers[other].parameters;
+  return wanted.empty() || std::ranges::any_of(memory.freed_parts, [&](std::int32_t part) {
+           return std::ranges::binary_search(wanted, held[part]);
+         });
+}
+
+bool Memory::CheckAlive(BufferId buffer, BufferId other, Position at) {
   const std::string name = reporter_.BufferName(buffer);
   if (IsAlive(buffer)) {
+    if (!TouchesFreedPart(buffer, other)) return true;
     const Allocation& memory = slots_[slot_[buffer]];
-    if (memory.freed_parts.empty()) return true;
     reporter_.Add(Rule::kUseAfterFree, at, buffer,
                   fmt::format("{} uses {}, of which parts were freed", reporter_.Instruction(at), name),
                   {"freed: " + reporter_.Describe(memory.freed_parts_at), "used: " + reporter_.Describe(at)});
@@ -198,8 +226,8 @@ Memory::Allocation& Memory::Touch(BufferId buffer, const Work& work) {
   return memory;
 }
 
-bool Memory::Read(BufferId buffer, const Work& work, Content needed, Rule invisible) {
-  if (!CheckAlive(buffer, work.at)) return false;
+bool Memory::Read(BufferId buffer, const Work& work, Content needed, Rule invisible, BufferId other) {
+  if (!CheckAlive(buffer, other, work.at)) return false;
   Allocation& memory = Touch(buffer, work);
   if (memory.content < needed) {
     const char* state = memory.content == Content::kNothing ? "nothing has been written to it"
@@ -221,7 +249,7 @@ bool Memory::Read(BufferId buffer, const Work& work, Content needed, Rule invisi
 }
 
 bool Memory::Write(BufferId buffer, const Work& work) {
-  if (!CheckAlive(buffer, work.at)) return false;
+  if (!CheckAlive(buffer, -1, work.at)) return false;
   Allocation& memory = Touch(buffer, work);
   for (const Work& use : memory.last_access) {
     if (use.tick == 0 || clocks_.IsBefore(use, work.stream)) continue;

@@ -39,7 +39,8 @@ class Memory {
   void Allocate(BufferId buffer, std::int32_t pool, Position at);
   // True if the buffer's memory went away with it (false: it was not alive, or an alias still holds it).
   bool Free(BufferId buffer, const std::vector<StreamId>& safe_after, Position at);
-  // These parts go, for all names of the memory; the buffer is alive, and may not be used, until it is freed.
+  // These parts go, for all names of the memory; the buffer is alive, but they may not be used, until it is
+  // freed.
   void FreeParts(BufferId buffer, const std::vector<std::int32_t>& parts,
                  const std::vector<StreamId>& safe_after, Position at);
   // `alias` becomes another name of the memory of `buffer`; the memory lives until both are freed.
@@ -52,6 +53,9 @@ class Memory {
   std::int32_t Names(BufferId buffer) const { return slots_[slot_[buffer]].names; }
   Content ContentOf(BufferId buffer) const { return slots_[slot_[buffer]].content; }
   void SetContent(BufferId buffer, Content content) { slots_[slot_[buffer]].content = content; }
+  // A copy from `source` was written to the buffer: it has this content as soon as such copies have brought
+  // all of its parameters.
+  void FillFrom(BufferId source, BufferId buffer, Content content);
   Position AllocatedAt(BufferId buffer) const { return slots_[slot_[buffer]].allocated; }
   bool WasUsedSince(BufferId buffer, std::int32_t step) const {
     return slots_[slot_[buffer]].used_step >= step;
@@ -59,9 +63,10 @@ class Memory {
   std::int32_t step() const { return step_; }
 
   // `work` reads / writes the buffer. False if it is not alive (reported). `invisible` is the rule that a
-  // read breaks when the buffer holds less than `needed` or its last write is not ordered before.
+  // read breaks when the buffer holds less than `needed` or its last write is not ordered before. A copy
+  // touches the parameters that the buffer has in common with `other`; without `other` (-1) all are touched.
   bool Read(BufferId buffer, const Work& work, Content needed = Content::kEverything,
-            Rule invisible = Rule::kReadBeforeWrite);
+            Rule invisible = Rule::kReadBeforeWrite, BufferId other = -1);
   bool Write(BufferId buffer, const Work& work);
   // The model's own compute allocates and frees on its stream without instructions of the plan.
   void UsePool(const Work& work);
@@ -79,6 +84,7 @@ class Memory {
     std::int32_t pool = -1;
     Position allocated;
     Content content = Content::kNothing;
+    std::vector<std::int32_t> filled_parameters;  // while it holds nothing: what copies have brought
     bool debt_settled = true;
     std::vector<std::int32_t> freed_parts;
     Position freed_parts_at;  // the latest free of parts
@@ -89,7 +95,8 @@ class Memory {
   };
 
   std::int32_t NewSlot();
-  bool CheckAlive(BufferId buffer, Position at);
+  bool CheckAlive(BufferId buffer, BufferId other, Position at);
+  bool TouchesFreedPart(BufferId buffer, BufferId other) const;
   bool CheckFreeable(BufferId buffer, Position at);
   void GiveBack(BufferId buffer, const Allocation& memory, const std::vector<StreamId>& safe_after,
                 Position at);

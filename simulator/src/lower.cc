@@ -383,6 +383,13 @@ class Lowering {
             costs_.DeviceCopy({elements * SizeBytes(src.dtype)}, {elements * SizeBytes(dst.dtype)});
         break;
       }
+      case InstructionKind::kGradCopyIn: {  // of several that bring their parameters, each moves its own
+        const std::int64_t elements = read.value / SizeBytes(src.dtype);
+        const bool one_of_several = src.parameters.size() < dst.parameters.size();
+        lowered.duration_ns =
+            costs_.DeviceCopy(read, one_of_several ? Bytes{elements * SizeBytes(dst.dtype)} : written);
+        break;
+      }
       case InstructionKind::kGradCast:
         if (src.dtype == dst.dtype) {
           lowered.host_ns = {};  // a view

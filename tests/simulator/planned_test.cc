@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/simulator/memory_stream.h"
 #include "shardplan/simulator/simulate.h"
 #include "tests/planner/synthetic.h"
 #include "tests/simulator/layered_plan.h"
@@ -49,6 +50,70 @@ TEST(PlannedClosedForm, Fsdp2WithoutReshard) {
   const Report report = PlannedReport(3, strategy);
   EXPECT_EQ(report.forward_ns.value, 85 * kMillisecond);
   EXPECT_EQ(report.backward_ns.value, 160 * kMillisecond);
+}
+
+// Two blocks like a small Llama's, in bfloat16 on 4 ranks. Its parameters: a norm, four weights of the
+// attention, a norm, three of the feed-forward.
+Plan PlannedBlocks(std::int64_t hidden, Strategy strategy) {
+  const testing::TreeModule block = {
+      .class_name = "Block",
+      .parameters = {
+          {96}, {96, 96}, {48, 96}, {48, 96}, {96, 96}, {96}, {hidden, 96}, {hidden, 96}, {96, hidden}}};
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList", .children = {block, block}};
+  list.children[0].name = "0";
+  list.children[1].name = "1";
+  strategy.mixed_precision = MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
+  const Trace trace = testing::TraceOf({.class_name = "Model", .children = {list}});
+  for (const Parameter& parameter : trace.parameters) {
+    const bool matrix = parameter.shape.size() > 1;
+    if (matrix && strategy.fsdp2.shard_dims.size() == 1) {
+      strategy.fsdp2.shard_dims[0].parameters.push_back(parameter.fqn);
+    }
+  }
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, ConstantCluster(4, 1, 1));
+  EXPECT_TRUE(planned.has_value()) << ToString(planned.error());
+  return planned ? planned->plan : Plan{};
+}
+
+// What the first step allocates (+) and frees (-) at a trigger, each rounded up to 512 bytes.
+std::vector<std::int64_t> BytesAt(const Plan& plan, TriggerKind kind, UnitId unit) {
+  const MemoryStream stream = MemoryStreamOf(plan, {});
+  std::vector<std::int64_t> found;
+  for (const MemoryAction& action : stream.actions) {
+    if (action.at.step != 0 || action.at.trigger < 0) continue;
+    const Trigger& trigger = plan.steps[0].triggers[static_cast<std::size_t>(action.at.trigger)];
+    if (trigger.kind != kind || trigger.unit != unit) continue;
+    const MemoryBlock& block = stream.blocks[static_cast<std::size_t>(action.block)];
+    const std::int64_t bytes = (block.requested_bytes.value + 511) / 512 * 512;
+    found.push_back(action.frees ? -bytes : bytes);
+  }
+  return found;
+}
+
+// As real PyTorch does in the post-forward of a block that is kept on a mesh of 2.
+TEST(PlannedMemory, AnIntegerReshardGoesParameterByParameter) {
+  const Plan plan = PlannedBlocks(200, {.reshard_after_forward = std::int64_t{2}});
+  EXPECT_EQ(BytesAt(plan, TriggerKind::kPostForward, 1),
+            (std::vector<std::int64_t>{512, -512, 9216, -18432, 4608, -9216, 4608, -9216, 9216, -18432, 512,
+                                       -512, 19456, -38400, 19456, -38400, 19456, -38400}));
+}
+
+// As real PyTorch does in the post-backward of the last block, its matrices cut along dimension 1: what goes
+// between two allocations is one sum.
+TEST(PlannedMemory, GradientsOfOtherDimensionsGoOneByOne) {
+  const Plan plan = PlannedBlocks(400, {.fsdp2 = {.shard_dims = {{.parameters = {}, .dim = 1}}}});
+  std::vector<std::int64_t> found;
+  for (const std::int64_t bytes : BytesAt(plan, TriggerKind::kPostBackward, 2)) {
+    if (bytes < 0 && !found.empty() && found.back() < 0) {
+      found.back() += bytes;
+    } else {
+      found.push_back(bytes);
+    }
+  }
+  const std::int64_t whole = -(2 * 512 + 2 * 18432 + 2 * 9216 + 3 * 76800);
+  EXPECT_EQ(found,
+            (std::vector<std::int64_t>{whole, 18432, -18432, 9216, 9216, -2 * 9216, 18432, -18432, 76800,
+                                       76800, -2 * 76800, 76800, 572416, whole, 143360, -76800}));
 }
 
 }  // namespace

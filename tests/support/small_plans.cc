@@ -14,10 +14,11 @@ using enum InstructionKind;
 struct UnitBuffers {
   UnitId unit = -1;
   BufferId shard = -1, gather_input = -1, gather_output = -1, unsharded = -1;
+  std::vector<BufferId> post_forward;  // by parameter
   BufferId grad = -1, accumulated = -1, scatter_input = -1, scatter_output = -1, grad_shard = -1, state = -1;
   std::vector<SegmentId> forward, backward;  // by micro-batch
-  EventId gathered = -1, copied_out = -1, scattered = -1, all_reduced = -1, reduced = -1;
-  bool is_unsharded = false, is_gathering = false;
+  EventId resharded = -1, gathered = -1, copied_out = -1, scattered = -1, all_reduced = -1, reduced = -1;
+  bool is_unsharded = false, is_gathering = false, is_post_forward = false;
 };
 
 class Fsdp2Like {
@@ -76,6 +77,7 @@ class Fsdp2Like {
       u.forward.push_back(b_.Segment("forward " + fqn, {u.unit}));
       u.backward.push_back(b_.Segment("backward " + fqn, {u.unit}, grads));
     }
+    if (options_.reshard_to_shards) AddPostForwardShards(u, low);
     u.gathered = b_.Event(fqn + ".gathered");
     u.copied_out = b_.Event(fqn + ".copied_out");
     u.scattered = b_.Event(fqn + ".scattered");
@@ -84,15 +86,35 @@ class Fsdp2Like {
     return u;
   }
 
+  void AddPostForwardShards(UnitBuffers& u, DType low) {
+    std::vector<Buffer>& buffers = b_.plan().buffers;
+    const Bytes part{buffers[u.unsharded].parts_bytes[0].value / options_.parameters};
+    buffers[u.unsharded].parts_bytes.assign(options_.parameters, part);
+    for (int p = 0; p < options_.parameters; ++p) {
+      u.post_forward.push_back(b_.Buffer(kParamPostForwardShard, u.unit, low));
+      Buffer& shard = buffers[u.post_forward.back()];
+      shard.name += ".p" + std::to_string(p);
+      shard.parameters = {p};
+      shard.parts_bytes = {part};
+    }
+    u.resharded = b_.Event(b_.plan().units[u.unit].fqn + ".resharded");
+  }
+
   void Unshard(UnitBuffers& u) {
     if (u.is_unsharded || u.is_gathering) return;
     u.is_gathering = true;
-    BufferId source = u.shard;
-    if (u.gather_input >= 0) {
-      b_.Allocate(u.gather_input, copy_in_).CopyIn(u.shard, u.gather_input, copy_in_);
-      source = u.gather_input;
+    std::vector<BufferId> sources = {u.shard};
+    if (u.is_post_forward) {
+      sources = u.post_forward;
+      b_.Wait(copy_in_, u.resharded).Wait(gather_, u.resharded);
     }
-    b_.Allocate(u.gather_output, copy_in_).CopyIn(source, u.gather_output, copy_in_);
+    if (u.gather_input >= 0) {
+      b_.Allocate(u.gather_input, copy_in_);
+      for (const BufferId source : sources) b_.CopyIn(source, u.gather_input, copy_in_);
+      sources = {u.gather_input};
+    }
+    b_.Allocate(u.gather_output, copy_in_);
+    for (const BufferId source : sources) b_.CopyIn(source, u.gather_output, copy_in_);
     if (u.gather_input >= 0) b_.Free(u.gather_input);
     b_.Sync(copy_in_, gather_)
         .AllGather(u.gather_output, u.gather_output, gather_)
@@ -103,7 +125,12 @@ class Fsdp2Like {
     if (!u.is_gathering) return;
     if (forward) FreeDeferred();
     b_.Wait(kCompute0, u.gathered).Allocate(u.unsharded, kCompute0);
-    b_.CopyOut(u.gather_output, u.unsharded, kCompute0).Bind(u.unsharded).Record(u.copied_out, kCompute0);
+    b_.CopyOut(u.gather_output, u.unsharded, kCompute0);
+    if (u.is_post_forward) {
+      for (const BufferId shard : u.post_forward) b_.Free(shard);
+    }
+    u.is_post_forward = false;
+    b_.Bind(u.unsharded).Record(u.copied_out, kCompute0);
     u.is_gathering = false;
     u.is_unsharded = true;
     deferred_ = &u;
@@ -126,6 +153,19 @@ class Fsdp2Like {
     u.is_unsharded = false;
   }
 
+  // Each parameter's shard is copied, then the whole goes.
+  void ReshardToShards(UnitBuffers& u) {
+    for (int p = 0; p < options_.parameters; ++p) {
+      const BufferId shard = u.post_forward[p];
+      b_.Allocate(shard, kCompute0).Move(kReshardPostForward, u.unsharded, shard, kCompute0);
+      if (p == 0) b_.BindSharded(shard);
+      p + 1 < options_.parameters ? b_.FreeParts(u.unsharded, {p}) : b_.Free(u.unsharded);
+    }
+    b_.Record(u.resharded, kCompute0);
+    u.is_unsharded = false;
+    u.is_post_forward = true;
+  }
+
   void Forward(int microbatch) {
     b_.At(TriggerKind::kPreForward, -1, microbatch).Sync(kCompute0, copy_in_).Sync(kCompute0, gather_);
     for (UnitBuffers& u : units_) {
@@ -134,7 +174,9 @@ class Fsdp2Like {
       WaitForUnshard(u, true);
       b_.Compute(u.forward[microbatch]).At(TriggerKind::kPostForward, u.unit, microbatch);
       const bool last = &u == &units_.back();
-      if (options_.reshard_after_forward && !(last && options_.prefetch)) Reshard(u);
+      if (options_.reshard_after_forward && !(last && options_.prefetch)) {
+        options_.reshard_to_shards ? ReshardToShards(u) : Reshard(u);
+      }
     }
     b_.At(TriggerKind::kPostForward, -1, microbatch);
     FreeDeferred();

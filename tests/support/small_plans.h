@@ -14,8 +14,9 @@ struct SmallPlanOptions {
   bool mixed_precision = false;  // bf16 gather, fp32 reduce
   bool bf16_reduce = false;      // reduce in bf16, keep gradients in fp32
   bool reshard_after_forward = true;
-  bool prefetch = true;        // in the backward, of the unit before
-  bool sum_reduction = false;  // sum, then divide: force_sum_reduction_for_comms
+  bool reshard_to_shards = false;  // ... parameter by parameter, to shards of a smaller mesh
+  bool prefetch = true;            // in the backward, of the unit before
+  bool sum_reduction = false;      // sum, then divide: force_sum_reduction_for_comms
   bool reduce_into_grad =
       false;             // where dtypes agree: reduce_scatter writes grad_sharded, no separate output
   int microbatches = 1;  // all but the last accumulate without reducing

@@ -70,6 +70,39 @@ TEST_F(FreedParts, NothingUsesWhatIsLeft) {
   EXPECT_THAT(violations[0].message, HasSubstr("of which parts were freed"));
 }
 
+// A shard of the smaller mesh for each of two parameters: the whole of one goes before the next one's turn.
+class PartByPart : public ::testing::Test {
+ protected:
+  // The spot of the n-th instruction of the kind that works on this buffer in the steady step.
+  test::Spot SpotOf(InstructionKind kind, const std::string& src, std::size_t n = 0) const {
+    for (const test::Spot spot : test::SpotsOf(plan_, kind)) {
+      if (spot.step != 1 || plan_.buffers[test::InstructionAt(plan_, spot).src].name != src) continue;
+      if (n-- == 0) return spot;
+    }
+    ADD_FAILURE() << "no such instruction";
+    return {};
+  }
+
+  Plan plan_ = test::Fsdp2LikePlan({.units = 2, .parameters = 2, .reshard_to_shards = true});
+};
+
+TEST_F(PartByPart, CopiesUseTheOtherParts) {
+  EXPECT_THAT(Verify(plan_), IsEmpty());
+  test::InstructionAt(plan_, SpotOf(kFree, "layers.0.param_unsharded")).parts = {1};
+  const std::vector<Violation> violations = Verify(plan_);
+  ASSERT_FALSE(violations.empty());
+  EXPECT_EQ(Name(violations[0].rule), "use_after_free");
+  EXPECT_THAT(violations[0].message, HasSubstr("reshard_post_forward"));
+}
+
+TEST_F(PartByPart, ABufferIsFilledWhenAllItsParametersWereCopied) {
+  for (const char* shard : {"layers.0.param_post_forward_shard.p0", "layers.0.param_post_forward_shard.p1"}) {
+    const std::vector<Violation> violations = Verify(test::Without(plan_, SpotOf(kCopyIn, shard)));
+    ASSERT_FALSE(violations.empty()) << shard;
+    EXPECT_EQ(Name(violations[0].rule), "read_before_write");
+  }
+}
+
 TEST_F(FreedParts, APartIsFreedOnce) {
   const std::vector<Violation> violations = Verify(test::Doubled(plan_, FirstSpot()));
   ASSERT_THAT(violations, SizeIs(1));

@@ -29,6 +29,7 @@ TEST(GoodPlans, Fsdp2VerifiesWithEveryCombinationOfOptions) {
       options.sum_reduction = (bits & 16) != 0;
       options.microbatches = (bits & 32) != 0 ? 2 : 1;
       options.reduce_into_grad = (bits & 64) != 0;
+      options.reshard_to_shards = (bits & 24) == 16;
       for (const bool bf16_reduce : {false, true}) {
         if (bf16_reduce && options.reduce_into_grad) continue;
         options.bf16_reduce = bf16_reduce;

@@ -1,5 +1,6 @@
 #include "tests/verifier/oracle_program.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <utility>
@@ -19,6 +20,13 @@ enum class Filled : std::uint8_t { kNo, kSlot, kYes };
 class Reader {
  public:
   explicit Reader(const Plan& plan) : plan_(plan) {
+    for (const PlanStep& step : plan.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          if (!i.parts.empty()) freed_in_parts_.insert(i.src);
+        }
+      }
+    }
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
       if (!plan.buffers[b].persistent) continue;
       const int instance = NewInstance(static_cast<BufferId>(b), -1);
@@ -76,6 +84,20 @@ class Reader {
   int Use(BufferId buffer) {  // -1 where it is not alive
     if (freed_parts_.contains(buffer)) Problem("used_without_all_parts");
     return Find(buffer);
+  }
+  // What a copy between the two reads of src: where src goes part by part, those of the parameters that both
+  // hold.
+  std::vector<int> ReadBy(const Instruction& i, int src) {
+    if (!parts_.contains(src)) return {src};
+    const std::vector<std::int32_t>& held = plan_.buffers[i.src].parameters;
+    const std::vector<std::int32_t>& wanted = plan_.buffers[i.dst].parameters;
+    std::vector<int> read;
+    for (std::size_t part = 0; part < held.size(); ++part) {
+      if (std::ranges::find(wanted, held[part]) == wanted.end()) continue;
+      if (freed_parts_[i.src].contains(static_cast<std::int32_t>(part))) Problem("used_without_all_parts");
+      read.push_back(parts_[src][part]);
+    }
+    return read;
   }
   int Find(BufferId buffer) {
     const auto found = alive_.find(buffer);
@@ -138,13 +160,21 @@ class Reader {
 
   void Allocate(BufferId buffer, StreamId stream) {
     if (alive_.contains(buffer)) return Problem("allocated_twice");
-    alive_[buffer] = NewInstance(buffer, stream);
-    program_.items.push_back({.kind = Item::Kind::kAllocate, .instance = alive_[buffer]});
+    const int instance = alive_[buffer] = NewInstance(buffer, stream);
+    if (freed_in_parts_.contains(buffer)) {
+      for (std::size_t part = 0; part < plan_.buffers[buffer].parts_bytes.size(); ++part) {
+        parts_[instance].push_back(NewInstance(buffer, stream));
+      }
+    }
+    for (const int each : WithParts(instance)) {
+      program_.items.push_back({.kind = Item::Kind::kAllocate, .instance = each});
+    }
   }
 
   void Free(BufferId buffer, const std::vector<StreamId>& safe_after) {
     const int instance = Find(buffer);
     if (instance < 0) return;
+    const std::set<std::int32_t> gone = std::exchange(freed_parts_[buffer], {});
     freed_parts_.erase(buffer);
     for (const auto& [unit, bound] : bound_) {
       if (bound == instance) Problem("freed_while_bound");
@@ -153,7 +183,19 @@ class Reader {
     for (const auto& [other, shared] : alive_) {
       if (shared == instance) return;  // another name keeps it
     }
-    program_.items.push_back({.kind = Item::Kind::kFree, .instance = instance, .safe_after = safe_after});
+    const std::vector<int> all = WithParts(instance);
+    for (std::size_t k = 0; k < all.size(); ++k) {
+      if (k > 0 && gone.contains(static_cast<std::int32_t>(k) - 1)) continue;
+      program_.items.push_back({.kind = Item::Kind::kFree, .instance = all[k], .safe_after = safe_after});
+    }
+  }
+
+  // The memory as a whole, then its parts if it has some.
+  std::vector<int> WithParts(int instance) const {
+    std::vector<int> all = {instance};
+    const auto parts = parts_.find(instance);
+    if (parts != parts_.end()) all.insert(all.end(), parts->second.begin(), parts->second.end());
+    return all;
   }
 
   void FreeParts(const Instruction& i) {
@@ -161,12 +203,30 @@ class Reader {
     if (instance < 0) return;
     std::set<std::int32_t>& freed = freed_parts_[i.src];
     for (const std::int32_t part : i.parts) {
-      if (!freed.insert(part).second) Problem("part_freed_twice");
+      if (!freed.insert(part).second) {
+        Problem("part_freed_twice");
+        continue;
+      }
+      program_.items.push_back(
+          {.kind = Item::Kind::kFree, .instance = parts_[instance][part], .safe_after = i.safe_after});
     }
-    program_.items.push_back({.kind = Item::Kind::kFree, .instance = instance, .safe_after = i.safe_after});
+    for (const auto& [unit, bound] : bound_) {
+      if (bound == instance) Problem("freed_while_bound");
+    }
+  }
+
+  std::vector<int> AllWithParts(const std::vector<int>& instances) const {
+    std::vector<int> all;
+    for (const int instance : instances) {
+      const std::vector<int> each = WithParts(instance);
+      all.insert(all.end(), each.begin(), each.end());
+    }
+    return all;
   }
 
   void AddWork(StreamId stream, std::vector<int> reads, std::vector<int> writes) {
+    reads = AllWithParts(reads);
+    writes = AllWithParts(writes);
     for (const int instance : reads) {
       if (filled_[instance] == Filled::kNo) Problem("read_unwritten");
     }
@@ -218,7 +278,8 @@ class Reader {
 
   void Move(const Instruction& i) {
     using enum InstructionKind;
-    const int src = Use(i.src);
+    const bool copies = i.kind == kCopyIn || i.kind == kCopyOut || i.kind == kReshardPostForward;
+    const int src = copies ? Find(i.src) : Use(i.src);
     if (src < 0) return;
     if (i.kind == kGradCast && !alive_.contains(i.dst) &&
         plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
@@ -227,15 +288,24 @@ class Reader {
     }
     const int dst = i.kind == kAllReduce || i.kind == kGradScale ? src : Use(i.dst);
     if (dst < 0) return;
+    const Filled before = filled_[dst];
     const bool own_slot = i.kind == kAllGather && src == dst;
     if (filled_[src] == Filled::kSlot && !own_slot) Problem("read_own_slot_only");
-    std::vector<int> reads = {src};
+    std::vector<int> reads = copies ? ReadBy(i, src) : std::vector{src};
     const bool adds = i.kind == kGradAccumulate && filled_[dst] == Filled::kYes;
     if (adds) reads.push_back(dst);
     AddWork(i.stream, std::move(reads), {dst});
     if (i.kind == kCopyIn && plan_.buffers[i.dst].role == BufferRole::kAllGatherOutput)
       filled_[dst] = Filled::kSlot;
+    if (copies && !BringsAll(i, dst)) filled_[dst] = before;
     MoveSum(i, src, dst, adds);
+  }
+
+  // Has dst all its parameters, after this copy and those before it?
+  bool BringsAll(const Instruction& i, int dst) {
+    std::set<std::int32_t>& brought = brought_[dst];
+    brought.insert(plan_.buffers[i.src].parameters.begin(), plan_.buffers[i.src].parameters.end());
+    return std::ranges::includes(brought, plan_.buffers[i.dst].parameters);
   }
 
   void MoveSum(const Instruction& i, int src, int dst, bool adds) {
@@ -297,6 +367,9 @@ class Reader {
   Program program_;
   std::map<BufferId, int> alive_;  // buffer -> instance
   std::map<BufferId, std::set<std::int32_t>> freed_parts_;
+  std::map<int, std::set<std::int32_t>> brought_;  // instance -> parameters that were copied to it
+  std::set<BufferId> freed_in_parts_;              // buffers of which some free names parts
+  std::map<int, std::vector<int>> parts_;          // instance of such a buffer -> instances of its parts
   std::map<int, Filled> filled_;
   std::map<int, Sum> sums_;
   std::map<UnitId, int> bound_;

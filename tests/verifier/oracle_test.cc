@@ -93,6 +93,8 @@ TEST(Oracle, FindsNothingWrongWithGoodPlans) {
     options.reshard_after_forward = (bits & 4) != 0;
     options.bf16_reduce = (bits & 8) != 0;
     options.microbatches = (bits & 16) != 0 ? 2 : 1;
+    options.reshard_to_shards = bits % 3 == 0;
+    options.parameters = options.reshard_to_shards ? 2 : 1;
     const OracleVerdict verdict = AskOracle(test::Fsdp2LikePlan(options));
     EXPECT_TRUE(verdict.complete);
     EXPECT_EQ(Text(verdict), "good") << bits;
@@ -120,6 +122,8 @@ TEST(Oracle, AgreesOnEveryInstructionRemovedSwappedOrDoubled) {
     options.mixed_precision = (bits & 2) != 0;
     options.reshard_after_forward = (bits & 4) == 0;
     options.bf16_reduce = (bits & 8) != 0;
+    options.reshard_to_shards = bits == 1;
+    options.parameters = options.reshard_to_shards ? 2 : 1;
     CompareAllSmallChanges(test::Fsdp2LikePlan(options), "fsdp2 " + std::to_string(bits), tally);
     if (HasFatalFailure()) return;
   }
@@ -153,6 +157,8 @@ TEST(Oracle, AgreesOnGoodPlansWithRandomChanges) {
     options.reshard_after_forward = random() % 2 == 0;
     options.prefetch = random() % 2 == 0;
     options.microbatches = random() % 4 == 0 ? 2 : 1;
+    options.reshard_to_shards = random() % 4 == 0;
+    if (options.reshard_to_shards) options.parameters = 2;
     Plan plan = test::Fsdp2LikePlan(options);
     if (seed % 3 == 0) {
       test::SmallFsdp1Options fsdp1;

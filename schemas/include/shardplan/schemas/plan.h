@@ -208,7 +208,8 @@ struct Instruction {
   double divisor = 1.0;
   std::vector<StreamId> safe_after;  // free: streams whose work issued so far must finish before reuse
   // free: indices into the buffer's parts_bytes, ascending. Only these go; the others stay until a free
-  // without parts, which ends the buffer. Nothing uses a buffer of which parts are gone.
+  // without parts, which ends the buffer. Until then copies of unshard and reshard may move parameters whose
+  // parts are left; nothing else uses the buffer.
   std::vector<std::int32_t> parts;
   std::string reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
   bool operator==(const Instruction&) const = default;
