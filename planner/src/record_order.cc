@@ -131,7 +131,8 @@ class Recorder {
     }
     post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
     if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
-    forward_names_.pop_back();
+    // A group that was entered in an earlier forward, in which not all of its modules ran, has no name here.
+    if (forward_names_.size() > 1) forward_names_.pop_back();
     segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();
   }
 
