@@ -128,6 +128,7 @@ PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   }
   PyObject* output = arguments[2];
   hooks.runtime->PostForward(hooks.options.unit);
+  const std::int64_t run = hooks.runtime->Runs(hooks.options.unit);
   const bool grad = at::GradMode::is_enabled();
   if (!grad && !hooks.options.output_dtype) Py_RETURN_NONE;
   std::vector<at::Tensor> tensors;
@@ -135,8 +136,8 @@ PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   if (grad) {
     for (const at::Tensor& tensor : tensors) {
       if (!tensor.requires_grad()) continue;
-      tensor.register_hook([runtime = hooks.runtime, unit = hooks.options.unit](const at::TensorBase&) {
-        runtime->PreBackward(unit);
+      tensor.register_hook([runtime = hooks.runtime, unit = hooks.options.unit, run](const at::TensorBase&) {
+        runtime->PreBackward(unit, run);
       });
     }
   }

@@ -167,6 +167,7 @@ void BindRuntime(py::module_& module) {
            })
       .def_property_readonly("deviation", &Runtime::deviation)
       .def_property_readonly("log", &Log)
+      .def_property_readonly("full_precision_forwards", &Runtime::full_precision_forwards)
       .def(
           "set_adopt",
           [](Runtime& runtime, const py::object& adopt) { runtime.SetAdopt(PyRef::Borrow(adopt.ptr())); },

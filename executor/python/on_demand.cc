@@ -56,6 +56,36 @@ std::vector<bool> OnDemandReduction::AnyRank(const std::vector<bool>& mine) cons
   return sharded == plan_.units.end() ? mine : AnyRankOf(*sharded, mine);
 }
 
+at::Tensor OnDemandReduction::ReducePieces(const Unit& unit, const at::Tensor& pieces) const {
+  at::Tensor output = pieces.view({-1});
+  if (pieces.size(0) > 1) {
+    output = at::empty({pieces.size(1)}, pieces.options());
+    at::Tensor flat = pieces.view({-1});
+    groups_[unit.shard_communicator]->_reduce_scatter_base(output, flat)->wait();
+  }
+  SumOver(unit.replicate_communicator, output, /*maximum=*/false);
+  const std::int64_t replicas =
+      unit.replicate_communicator < 0 ? 1 : plan_.communicators[unit.replicate_communicator].size;
+  output.div_(
+      plan_.strategy.fsdp2.gradient_divide_factor.value_or(static_cast<double>(pieces.size(0) * replicas)));
+  return output;
+}
+
+at::Tensor OnDemandReduction::ReduceFlat(UnitId id, const std::vector<at::Tensor>& grads,
+                                         c10::Device device) const {
+  const Unit& unit = plan_.units[id];
+  const bool mine = std::ranges::any_of(grads, [](const at::Tensor& grad) { return grad.defined(); });
+  if (grads.empty() || !AnyRankOf(unit, {mine})[0]) return {};
+  const auto options = at::TensorOptions(executor::ToScalarType(unit.reduce_dtype)).device(device);
+  const at::Tensor whole = at::zeros({unit.flat_numel}, options);
+  for (std::size_t p = 0; p < grads.size(); ++p) {
+    if (!grads[p].defined()) continue;
+    whole.narrow(0, unit.parameters[p].flat_offset, grads[p].numel()).copy_(grads[p].reshape({-1}));
+  }
+  const at::Tensor reduced = ReducePieces(unit, whole.view({executor::ShardCount(plan_, unit), -1}));
+  return reduced.to(executor::ToScalarType(unit.orig_dtype));
+}
+
 std::vector<at::Tensor> OnDemandReduction::Reduce(UnitId id, const std::vector<at::Tensor>& grads) const {
   const Unit& unit = plan_.units[id];
   const std::int64_t ranks = executor::ShardCount(plan_, unit);
@@ -77,18 +107,7 @@ std::vector<at::Tensor> OnDemandReduction::Reduce(UnitId id, const std::vector<a
   }
   std::vector<at::Tensor> reduced(grads.size());
   if (pieces.empty()) return reduced;
-  at::Tensor input = at::cat(pieces, 1).contiguous();
-  at::Tensor output = input.view({-1});
-  if (ranks > 1) {
-    output = at::empty({input.size(1)}, input.options());
-    at::Tensor flat = input.view({-1});
-    groups_[unit.shard_communicator]->_reduce_scatter_base(output, flat)->wait();
-  }
-  SumOver(unit.replicate_communicator, output, /*maximum=*/false);
-  const std::int64_t replicas =
-      unit.replicate_communicator < 0 ? 1 : plan_.communicators[unit.replicate_communicator].size;
-  output.div_(plan_.strategy.fsdp2.gradient_divide_factor.value_or(static_cast<double>(ranks * replicas)));
-
+  const at::Tensor output = ReducePieces(unit, at::cat(pieces, 1).contiguous());
   const std::int64_t index =
       ranks == 1 ? 0 : executor::RankInGroup(plan_.communicators[unit.shard_communicator], rank_);
   std::int64_t offset = 0;

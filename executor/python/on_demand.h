@@ -26,11 +26,16 @@ class OnDemandReduction {
   // shape and dtype of the rank's shards, undefined where no rank has a gradient. Collective; throws what
   // LibTorch does.
   std::vector<at::Tensor> Reduce(UnitId unit, const std::vector<at::Tensor>& grads) const;
+  // The same for a flat unit, whose gradients stay where they are computed: this rank's slice of the flat
+  // gradient, 1-D, in the dtype of its shard.
+  at::Tensor ReduceFlat(UnitId unit, const std::vector<at::Tensor>& grads, c10::Device device) const;
   // Of which units does any rank have gradients left? `mine`: this rank's. Collective.
   std::vector<bool> AnyRank(const std::vector<bool>& mine) const;
 
  private:
   void SumOver(CommunicatorId communicator, at::Tensor& tensor, bool maximum) const;
+  // Sums [ranks, elements of one] over all ranks and divides: this rank's row.
+  at::Tensor ReducePieces(const Unit& unit, const at::Tensor& pieces) const;
   std::vector<bool> AnyRankOf(const Unit& unit, const std::vector<bool>& mine) const;
 
   const Plan& plan_;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/verifier.h"
@@ -76,9 +77,13 @@ void BindStrategy(py::module_& module) {
       .def_readonly("keep_low_precision_grads", &MixedPrecision::keep_low_precision_grads)
       .def_readonly("cast_forward_inputs", &MixedPrecision::cast_forward_inputs)
       .def_readonly("cast_root_forward_inputs", &MixedPrecision::cast_root_forward_inputs);
+  py::class_<DataParallelDims>(module, "DataParallelDims")
+      .def_readonly("shard", &DataParallelDims::shard)
+      .def_readonly("replicate", &DataParallelDims::replicate);
   py::class_<UnitRule>(module, "UnitRule")
       .def_readonly("modules", &UnitRule::modules)
       .def_readonly("group", &UnitRule::group)
+      .def_readonly("data_parallel", &UnitRule::data_parallel)
       .def_readonly("mixed_precision", &UnitRule::mixed_precision);
   py::class_<StrategyMeshDim>(module, "MeshDim")
       .def_readonly("name", &StrategyMeshDim::name)
@@ -86,7 +91,7 @@ void BindStrategy(py::module_& module) {
   py::class_<Communicator>(module, "Communicator")
       .def_readonly("name", &Communicator::name)
       .def_readonly("size", &Communicator::size)
-      .def_readonly("stride", &Communicator::stride);
+      .def("group_of", &executor::GroupOf, py::arg("rank"));
 }
 
 }  // namespace
@@ -121,6 +126,7 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("ignored_parameters",
                              [](const Plan& plan) { return plan.strategy.ignored_parameters; })
       .def_property_readonly("unit_rules", [](const Plan& plan) { return plan.strategy.units; })
+      .def_property_readonly("data_parallel", [](const Plan& plan) { return plan.strategy.data_parallel; })
       .def_property_readonly("mixed_precision",
                              [](const Plan& plan) { return plan.strategy.mixed_precision; });
   module.def(

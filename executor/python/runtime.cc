@@ -112,20 +112,21 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
   OrThrow(engine_->Fire(trigger));
 }
 
-void Runtime::Pass(TriggerKind kind, UnitId unit) {
+void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   if (on_demand_) [[unlikely]] {
-    return Demand(kind, unit);
+    return Demand(kind, unit, full_precision);
   }
   while (PassedSilently(engine_->Expected().kind)) {
     if (engine_->AtStepBegin()) {
       AdoptReplacements();
       CheckRequiresGrad();
+      full_precision_forwards_.clear();
     }
     Fire(executor::TriggerKey(engine_->Expected()));
   }
   if (on_fallback_end_ && !IsAsPlanned(kind, unit)) [[unlikely]] {
     Deviate(kind, unit);
-    return Demand(kind, unit);
+    return Demand(kind, unit, full_precision);
   }
   Fire({kind, unit, engine_->Expected().microbatch});
 }
@@ -180,15 +181,18 @@ void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
   if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
   if (IsEvaluation(unit)) return UnshardOffPlan(unit, full_precision);
-  if (forward_root_ == kNoUnit) {
+  const bool outermost = forward_root_ == kNoUnit;
+  if (outermost) {
     forward_root_ = unit;
     ReshardAllOffPlan();
   }
-  Pass(TriggerKind::kPreForward, unit);
+  Pass(TriggerKind::kPreForward, unit, full_precision);
+  if (outermost && !backward_end_queued_) full_precision_forwards_.push_back(full_precision);
 }
 
 void Runtime::PostForward(UnitId unit) {
   if (unit < 0) return;
+  ++units_[unit].runs;
   if (evaluation_root_ != kNoUnit) {
     ReshardOffPlan(unit);
     if (evaluation_root_ == unit) evaluation_root_ = kNoUnit;
@@ -218,11 +222,13 @@ bool Runtime::LeaveGroup(UnitId unit, const void* module) {
   return to_run.empty();
 }
 
-void Runtime::PreBackward(UnitId unit) {
+void Runtime::PreBackward(UnitId unit, std::int64_t run) {
   QueueBackwardEnd();
   if (unit < 0) return;
   UnitState& state = units_[unit];
+  const bool another_run = std::exchange(state.run_in_backward, run) != run;
   if (state.in_backward) {
+    if (on_demand_ && state.flat && another_run) log_.push_back({TriggerKind::kPreBackward, unit, {}});
     // Another output tensor of the unit: a point that a plan may name, but need not.
     const executor::TriggerKey& expected = engine_->Expected();
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
@@ -269,7 +275,7 @@ void Runtime::PublishGradients() {
   const HoldGil gil;
   for (const auto& [unit, buffer] : ready_) OrThrow(Publish(unit, buffer));
   for (const UnitState& unit : units_) {
-    if (unit.flat && !ready_.empty()) unit.flat->PublishZeros();
+    if (unit.flat && (on_demand_ || !ready_.empty())) unit.flat->PublishZeros();
   }
   ready_.clear();
 }

@@ -75,7 +75,10 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   }
   c10::Device torch_device() const { return device_->torch_device(); }
   void PostForward(UnitId unit);
-  void PreBackward(UnitId unit);
+  // run: of which forward of the unit, as Runs() counted it then.
+  void PreBackward(UnitId unit, std::int64_t run);
+  // Forwards of the unit that have been left.
+  std::int64_t Runs(UnitId unit) const { return unit < 0 ? 0 : units_[unit].runs; }
   void PostBackward(UnitId unit);
   // Has the unit had its pre_backward in the backward under way? A forward of it is then a recomputation,
   // which finds the parameters that pre_backward gathered. A plan may name the point, but need not.
@@ -120,6 +123,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // Of the step that deviated, and what deviated first; "": none has.
   const std::vector<Passed>& log() const { return log_; }
   const std::string& deviation() const { return deviation_; }
+  // By forward of that step: was it to have full precision?
+  const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
   bool BetweenSteps() const;
   // Where the engine is, for people.
   std::string Where() const { return engine_ ? engine_->Where() : "not started"; }
@@ -142,12 +147,14 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
     std::vector<ModelParameter> parameters;
     std::unique_ptr<FlatUnit> flat;  // in place of `parameters`
     PyRef reduction_hook;
-    StreamId reduction_stream = -1;  // of the last reduction
-    bool in_backward = false;        // between its pre_backward and its post_backward
-    bool backward_begun = false;     // from its pre_backward to the end of the backward
-    std::set<const void*> to_run;    // of a group: the modules that have not been left yet
-    bool unsharded = false;          // its modules hold the whole parameters
-    bool off_plan = false;           // gathered by something that is not in the plan
+    StreamId reduction_stream = -1;     // of the last reduction
+    std::int64_t runs = 0;              // forwards that have been left
+    std::int64_t run_in_backward = -1;  // the one whose pre_backward came last
+    bool in_backward = false;           // between its pre_backward and its post_backward
+    bool backward_begun = false;        // from its pre_backward to the end of the backward
+    std::set<const void*> to_run;       // of a group: the modules that have not been left yet
+    bool unsharded = false;             // its modules hold the whole parameters
+    bool off_plan = false;              // gathered by something that is not in the plan
   };
   struct ReadyGradients {
     UnitId unit;
@@ -162,15 +169,18 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void UnshardOffPlan(UnitId unit, bool full_precision = false);
   void ReshardOffPlan(UnitId unit);
   void ReshardAllOffPlan();
-  void Pass(TriggerKind kind, UnitId unit);
+  // full_precision: as in PreForward.
+  void Pass(TriggerKind kind, UnitId unit, bool full_precision = false);
   static at::Tensor LocalGradient(const ModelParameter& parameter);
   bool IsAsPlanned(TriggerKind kind, UnitId unit) const;
   void Deviate(TriggerKind kind, UnitId unit);
   void DeviateAtBackwardEnd(std::string deviation);
   void LogPlannedTriggers();
-  void Demand(TriggerKind kind, UnitId unit);
+  void Demand(TriggerKind kind, UnitId unit, bool full_precision = false);
   at::Tensor TakeGradient(UnitId unit, std::int32_t parameter);
+  at::Tensor TakeAccumulated(UnitId unit, std::int32_t parameter);
   void ReduceOnDemand(UnitId unit);
+  void ReduceFlatOnDemand(UnitId unit);
   void EndBackwardOnDemand();
   void Fire(const executor::TriggerKey& trigger);
   void BackwardEnd();
@@ -179,6 +189,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void CheckRequiresGrad() const;
   void CheckNoGradientIsLeft();
   void PublishGradients();
+  bool InForward() const;
   Status BindFlatViews(UnitId unit, BufferId buffer);
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
   bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
@@ -211,6 +222,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   bool on_demand_ = false;
   std::string deviation_;
   std::vector<Passed> log_;
+  std::vector<bool> full_precision_forwards_;  // of the step under way
   std::set<std::pair<BufferId, std::int32_t>> accumulated_taken_;
   int backwards_left_ = 0;                        // of the step that deviated
   TriggerKind firing_ = TriggerKind::kStepBegin;  // the trigger under way, or the last one

@@ -35,6 +35,7 @@ bool Runtime::IsAsPlanned(TriggerKind kind, UnitId unit) const {
                        plan_->buffers[i.src].role == BufferRole::kGradUnsharded;
     if (!takes) continue;
     const UnitState& state = units_[plan_->buffers[i.src].unit];
+    if (state.flat) continue;  // what a backward does not reach has a gradient of zeros
     for (const std::int32_t p : ParametersOf(i.src)) {
       if (!state.parameters[p].unsharded().grad().defined()) return false;
     }
@@ -97,12 +98,12 @@ void Runtime::LogPlannedTriggers() {
   }
 }
 
-void Runtime::Demand(TriggerKind kind, UnitId unit) {
+void Runtime::Demand(TriggerKind kind, UnitId unit, bool full_precision) {
   log_.push_back({kind, unit, {}});
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
-      return UnshardOffPlan(unit);
+      return UnshardOffPlan(unit, full_precision);
     case TriggerKind::kPostForward:
       return units_[unit].in_backward ? void() : ReshardOffPlan(unit);
     case TriggerKind::kPostBackward:
@@ -115,30 +116,73 @@ void Runtime::Demand(TriggerKind kind, UnitId unit) {
   }
 }
 
-// Gradients that wait in the reduce dtype for a later micro-batch, or in .grad.
-at::Tensor Runtime::TakeGradient(UnitId unit, std::int32_t parameter) {
-  const ModelParameter& model_parameter = units_[unit].parameters[parameter];
-  at::Tensor grad = LocalGradient(model_parameter);
-  model_parameter.unsharded().mutable_grad() = at::Tensor();
+// What waits in another dtype than the gradient's, or flat, for a later micro-batch; in the parameter's
+// shape.
+at::Tensor Runtime::TakeAccumulated(UnitId unit, std::int32_t parameter) {
+  at::Tensor sum;
   for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
     const Buffer& buffer = plan_->buffers[b];
     if (buffer.role != BufferRole::kGradUnshardedAccumulated || buffer.unit != unit) continue;
-    const auto held = ParametersOf(static_cast<BufferId>(b));
+    const auto id = static_cast<BufferId>(b);
+    const auto held = ParametersOf(id);
     const auto found = std::ranges::find(held, parameter);
     if (found == held.end()) continue;
-    const auto part =
-        static_cast<std::int32_t>(held.size() == buffer.parts_bytes.size() ? found - held.begin() : 0);
-    at::Tensor waiting = device_->Part(static_cast<BufferId>(b), part);
-    if (!waiting.defined() || !accumulated_taken_.insert({static_cast<BufferId>(b), parameter}).second)
+    const bool apart = held.size() == buffer.parts_bytes.size();
+    if (!device_->Part(id, apart ? static_cast<std::int32_t>(found - held.begin()) : 0).defined() ||
+        !accumulated_taken_.insert({id, parameter}).second) {
       continue;
-    waiting = waiting.view(plan_->units[unit].parameters[parameter].shape);
-    grad = grad.defined() ? waiting + grad.to(waiting.scalar_type()) : waiting;
+    }
+    const Result<at::Tensor> waiting = device_->ParameterView(id, parameter);
+    if (!waiting) throw std::runtime_error("shardplan: " + ToString(waiting.error()));
+    sum = sum.defined() ? sum + *waiting : *waiting;
   }
-  return grad;
+  return sum;
+}
+
+at::Tensor Runtime::TakeGradient(UnitId unit, std::int32_t parameter) {
+  at::Tensor grad;
+  if (FlatUnit* flat = units_[unit].flat.get()) {
+    grad = flat->gradient().gradient(parameter);
+  } else {
+    const ModelParameter& model_parameter = units_[unit].parameters[parameter];
+    grad = LocalGradient(model_parameter);
+    model_parameter.unsharded().mutable_grad() = at::Tensor();
+  }
+  const at::Tensor waiting = TakeAccumulated(unit, parameter);
+  if (!waiting.defined()) return grad;
+  return grad.defined() ? waiting + grad.to(waiting.scalar_type()) : waiting;
+}
+
+// A unit that has trained before in this step adds to that gradient.
+void Runtime::ReduceFlatOnDemand(UnitId unit) {
+  FlatUnit& flat = *units_[unit].flat;
+  std::vector<at::Tensor> grads;
+  for (std::size_t p = 0; p < plan_->units[unit].parameters.size(); ++p) {
+    grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));
+    if (grads.back().defined()) log_.back().grads.push_back({unit, static_cast<std::int32_t>(p)});
+  }
+  flat.gradient().Clear();
+  at::Tensor reduced;
+  {
+    const ReleaseGil no_gil;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    reduced = on_demand_reduction_.ReduceFlat(unit, grads, device_->torch_device());
+  }
+  if (!reduced.defined()) return;
+  const InsideUserCode guards;
+  flat.ForgetGradient();
+  Status status = flat.PublishGradient(reduced.to(shards_[unit][0].device()));
+  if (plan_->strategy.optimizer.in_backward) {
+    for (std::size_t p = 0; p < plan_->units[unit].parameters.size() && status; ++p) {
+      status = flat.StepInBackward(static_cast<std::int32_t>(p));
+    }
+  }
+  if (!status) throw std::runtime_error("shardplan: " + ToString(status.error()));
 }
 
 void Runtime::ReduceOnDemand(UnitId unit) {
   UnitState& state = units_[unit];
+  if (state.flat) return ReduceFlatOnDemand(unit);
   std::vector<at::Tensor> grads;
   for (std::size_t p = 0; p < state.parameters.size(); ++p) {
     grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));

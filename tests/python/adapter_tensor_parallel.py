@@ -6,18 +6,20 @@ import json
 import pathlib
 import subprocess
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
-from equivalence import Fsdp2Calls, PlanCalls, Trainer, largest_difference, with_fsdp2
+from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, largest_difference, make_mesh, with_fsdp2
 from equivalence_models import build
-from equivalence_settings import case
+from equivalence_settings import BOTH, TWO, case
 
-CASE = case(
-    "tensor_parallel",
-    ranks=4,
-    arguments={"width": 8, "hidden": 12},
-    mesh=[{"name": "shard", "size": 2}, {"name": "tensor", "size": 2}],
-)
+TENSOR = {"name": "tensor", "size": 2}
+SIZES = {"width": 8, "hidden": 12}
+CASES = [
+    case("tensor_parallel", ranks=4, arguments=SIZES, mesh=[{"name": "shard", "size": 2}, TENSOR], data_parallel={"shard": ["shard"]}),
+    # Between two dimensions that FSDP's is flattened from.
+    case("tensor_parallel_between", ranks=8, arguments=SIZES, mesh=[TWO[0], TENSOR, TWO[1]], data_parallel=BOTH),
+]
 COLUMNS, ROWS = ("up.weight", "up.bias"), ("down.weight",)
 
 
@@ -32,11 +34,11 @@ def _placement(fqn: str) -> dict | None:
     return {"mesh_dim": "tensor", "size": 2} if fqn.endswith("down.bias") else None
 
 
-def make_plan(folder: pathlib.Path, build_folder: pathlib.Path) -> str:
+def make_plan(of: Case, folder: pathlib.Path, build_folder: pathlib.Path) -> str:
     """The trace of the whole model, told how the parameters are cut."""
     from equivalence_plans import make_plans
 
-    whole = case("whole", ranks=4, arguments=CASE.arguments)
+    whole = case("whole", ranks=of.ranks, arguments=of.arguments)
     make_plans([whole], folder, build_folder)
     trace = json.loads((folder / "mlp0.trace.json").read_text())
     for parameter in trace["parameters"]:
@@ -46,9 +48,9 @@ def make_plan(folder: pathlib.Path, build_folder: pathlib.Path) -> str:
                 parameter["shape"][dim] //= 2
     (folder / "cut.trace.json").write_text(json.dumps(trace))
     (folder / "strategy.json").write_text(
-        json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **CASE.strategy})
+        json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **of.strategy})
     )
-    command = [build_folder / "bin" / "shardplan", "plan", "cut.trace.json", "--cluster", "cluster4.json"]
+    command = [build_folder / "bin" / "shardplan", "plan", "cut.trace.json", "--cluster", f"cluster{of.ranks}.json"]
     done = subprocess.run(
         [*map(str, command), "--strategy", "strategy.json", "-q", "-o", "cut.plan.json"],
         cwd=folder,
@@ -59,24 +61,28 @@ def make_plan(folder: pathlib.Path, build_folder: pathlib.Path) -> str:
     return str(folder / "cut.plan.json")
 
 
-def parallel_model(mesh) -> nn.Module:
+def parallel_model(of: Case, mesh) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = build("mlp", CASE.arguments)
+    model = build("mlp", of.arguments)
     for layer in model.layers:
         parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
-def compare(plan: str) -> tuple[float, str]:
+def compare(of: Case, plan: str) -> tuple[float, str]:
     import shardplan.torch as sp
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    ours = sp.apply(parallel_model(mesh), plan, mesh)
-    theirs = with_fsdp2(CASE, parallel_model(mesh), mesh["shard"])
+    mesh = make_mesh(of)
+    ours = parallel_model(of, mesh)
+    if mesh.get_rank() > 0 and mesh.get_local_rank(TENSOR["name"]) == 0:
+        torch.nn.init.ones_(ours.layers[0].up.weight.to_local())  # what rank 0 has counts
+    sp.apply(ours, plan, mesh, broadcast_from_rank_0=True)
+    theirs = with_fsdp2(of, parallel_model(of, mesh), mesh)
     ours_up, theirs_up = (model.layers[0].up.weight for model in (ours, theirs))
     assert ours_up.placements == theirs_up.placements, (ours_up.placements, theirs_up.placements)
-    trainers = SameBatch(CASE, ours, PlanCalls(ours)), SameBatch(CASE, theirs, Fsdp2Calls(theirs))
+    assert ours_up.device_mesh.mesh.tolist() == theirs_up.device_mesh.mesh.tolist()
+    trainers = SameBatch(of, mesh, ours, PlanCalls(ours)), SameBatch(of, mesh, theirs, Fsdp2Calls(theirs))
     worst = (0.0, "")
     for step in range(3):
         worst = max(worst, largest_difference(*(trainer.step(step) for trainer in trainers)))
@@ -86,5 +92,9 @@ def compare(plan: str) -> tuple[float, str]:
 class SameBatch(Trainer):
     """The ranks of a tensor-parallel group see the same batch."""
 
+    def __init__(self, of: Case, mesh, model: nn.Module, calls) -> None:
+        super().__init__(of, model, calls)
+        self.batch = min(dist.get_process_group_ranks(mesh.get_group("tensor")))
+
     def rank(self) -> int:
-        return dist.get_rank() // 2
+        return self.batch

@@ -13,6 +13,7 @@ import dataclasses
 import pathlib
 import re
 import traceback
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -152,16 +153,36 @@ def _set_knobs(case: Case, model: nn.Module) -> None:
             getattr(unit, f"set_modules_to_{direction}_prefetch")(targets)
 
 
+def fsdp_mesh(case: Case, rule: dict, mesh):
+    """What a user gives fully_shard, of a mesh whose dimensions data_parallel names."""
+    named = rule.get("data_parallel") or case.strategy.get("data_parallel")
+    if named is None:
+        return mesh
+    kinds = [dims for dims in (named.get("replicate"), named.get("shard")) if dims]
+    parts = [mesh[tuple(dims)]._flatten(f"flat_{'_'.join(dims)}") if len(dims) > 1 else mesh[dims[0]] for dims in kinds]
+    if len(parts) == 1:
+        return parts[0]
+    with warnings.catch_warnings():  # of slicing by a flattened dimension
+        warnings.simplefilter("ignore")
+        return mesh[tuple(part.mesh_dim_names[0] for part in parts)]
+
+
 def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
     """fully_shard for every unit of the strategy, and its knobs."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    def wrap(target, rule: dict) -> None:
+        own = rule.get("data_parallel") or case.strategy.get("data_parallel") or {"shard": True}
+        call = fully_shard if own.get("shard") else replicate
+        call(target, mesh=fsdp_mesh(case, rule, mesh), **_options(case, rule, model))
 
     for rule in case.strategy["units"]:
         found = [module for entry in rule["modules"] for module in modules_named(model, entry)]
         for target in [found] if rule.get("group") else found:
-            fully_shard(target, mesh=mesh, **_options(case, rule, model))
+            wrap(target, rule)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=mesh, **_options(case, {}, model))
+        wrap(model, {})
     register_forward_methods(model, register_fsdp_forward_method)
     _set_knobs(case, model)
     for call in case.strategy.get("setup", []):
@@ -197,7 +218,13 @@ def with_plan(case: Case, model: nn.Module, mesh, plan: str) -> nn.Module:
     import shardplan.torch as sp
 
     register_forward_methods(model, sp.register_forward_method)
-    return sp.apply(model, plan, mesh)
+    parameters = len(list(model.parameters()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sp.apply(model, plan, mesh)
+    warned = any("are tied, in several units: each unit trains a copy" in str(warning.message) for warning in said)
+    assert warned == (len(list(model.parameters())) > parameters), [str(warning.message) for warning in said]
+    return model
 
 
 class PlanCalls:

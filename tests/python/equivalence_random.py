@@ -11,13 +11,13 @@ import sys
 import tempfile
 
 from equivalence import Case, compare, compare_on_ranks, verdict
-from equivalence_settings import END, HSDP, micro, setter
+from equivalence_settings import BOTH, END, HSDP, TWO, micro, setter
 
 DTYPES = [None, None, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"reduce_dtype": "float64"}]
 
 
-def random_arguments(draw: random.Random, shape: str, freezable) -> dict:
-    """Of the model. `shape`: of the units; ties are within a unit. `freezable(layers)`: names of what may be frozen."""
+def random_arguments(draw: random.Random, ties: bool, freezable) -> dict:
+    """Of the model. ties: there may be tied parameters. `freezable(layers)`: names of what may be frozen."""
     layers = draw.randint(1, 4)
     arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
     arguments["bias"] = draw.random() < 0.7
@@ -27,7 +27,7 @@ def random_arguments(draw: random.Random, shape: str, freezable) -> dict:
         arguments[draw.choice(["used_twice", "in_a_row"])] = draw.randrange(layers)
     if layers > 1 and draw.random() < 0.2:
         arguments["unused"] = [draw.choice([i for i in range(layers) if i != arguments.get("used_twice")])]
-    if shape == "root" and layers > 1 and draw.random() < 0.5:
+    if ties and layers > 1 and draw.random() < 0.2:
         arguments["tied"] = True
     if draw.random() < 0.3:
         frozen = freezable(layers)
@@ -69,6 +69,18 @@ def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
     return units
 
 
+def _flattened(draw: random.Random, units: list[dict]) -> dict:
+    """What a strategy for four ranks says of a mesh of two dimensions that FSDP's are flattened from."""
+    if draw.random() < 0.3:
+        for unit in units:
+            unit.pop("reshard_after_forward", None)  # replicate() does not take it
+        return {"mesh": TWO, "data_parallel": {"replicate": ["outer", "inner"]}}
+    for unit in units[:-1]:
+        if draw.random() < 0.3:
+            unit["data_parallel"] = {"shard": [draw.choice(["outer", "inner"])]}
+    return {"mesh": TWO, "data_parallel": BOTH}
+
+
 def _program(draw: random.Random, hsdp: bool) -> list | None:
     """Accumulation over some micro-batches, with or without communication."""
     if draw.random() < 0.55:
@@ -90,13 +102,15 @@ def make_case(seed: int) -> Case:
     draw = random.Random(seed)
     ranks = draw.choice([2, 2, 3, 4])
     shape = draw.choice(["layers", "layers", "nested", "group", "some", "root"])
-    arguments = random_arguments(draw, shape, _freezable)
+    arguments = random_arguments(draw, True, _freezable)
     strategy: dict = {"units": _units(draw, shape, arguments["layers"])}
     hsdp = ranks == 4 and draw.random() < 0.6
     if hsdp:
         strategy["mesh"] = HSDP
+    elif ranks == 4:
+        strategy |= _flattened(draw, strategy["units"]) if draw.random() < 0.6 else {}
     reshard = draw.choice([None, None, True, False, 2 if ranks == 4 and not hsdp else None])
-    if reshard is not None:
+    if reshard is not None and "shard" in strategy.get("data_parallel", BOTH):
         strategy["reshard_after_forward"] = reshard
     if (dtypes := draw.choice(DTYPES)) is not None:
         strategy["mixed_precision"] = dict(dtypes)
@@ -126,7 +140,8 @@ def make_case(seed: int) -> Case:
     if draw.random() < 0.2:
         checkpoint = ("layers.*",)
         strategy["checkpoint"] = {"modules": ["layers.*"]}
-    clip = 0.05 if draw.random() < 0.2 and not strategy.get("cpu_offload") else None
+    one_mesh = not any("data_parallel" in unit for unit in strategy["units"])  # else PyTorch has no norm of all
+    clip = 0.05 if draw.random() < 0.2 and not strategy.get("cpu_offload") and one_mesh else None
     optimizer = draw.choice(["adamw", "sgd"])
     return Case(
         f"random{seed}", "mlp", arguments, strategy, ranks, checkpoint=checkpoint, optimizer=optimizer, clip=clip, steps=3

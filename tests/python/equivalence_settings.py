@@ -6,6 +6,8 @@ from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
 
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
+TWO = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}]
+BOTH = {"shard": ["outer", "inner"]}
 FORWARD, BACKWARD = {"call": "forward"}, {"call": "backward"}
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
 
@@ -51,6 +53,18 @@ CASES = [
     case("default_3", ranks=3),
     case("hsdp", ranks=4, mesh=HSDP),
     case("hsdp_bf16", ranks=4, mesh=HSDP, mixed_precision=BF16),
+    case("flattened", ranks=4, mesh=TWO, data_parallel=BOTH, clip=0.05),
+    case("flattened_to_two", ranks=4, mesh=TWO, data_parallel=BOTH, reshard_after_forward=2),
+    case("flattened_with_one", ranks=4, mesh=[HSDP[0], {"name": "one", "size": 1}, HSDP[1]], data_parallel={"replicate": ["replicate"], "shard": ["one", "shard"]}),
+    case(
+        "flattened_but_for_one_unit",
+        ranks=4,
+        mesh=TWO,
+        data_parallel=BOTH,
+        units=[{"modules": ["layers.1"], "data_parallel": {"shard": ["outer"]}}, {"modules": ["layers.0", "layers.2"]}, {"modules": [""]}],
+    ),
+    case("flattened_replicas", ranks=4, mesh=[*TWO, {"name": "shard", "size": 1}], data_parallel={"replicate": ["outer", "inner"], "shard": ["shard"]}),
+    case("replicated", ranks=4, mesh=TWO, data_parallel={"replicate": ["outer", "inner"]}),
     case("hsdp_accumulate_nothing", ranks=4, mesh=HSDP, program=accumulation()),
     case("hsdp_accumulate_partial", ranks=4, mesh=HSDP, program=accumulation("set_requires_all_reduce")),
     case(
@@ -139,7 +153,10 @@ CASES = [
     case("partly_frozen", arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
     case("partly_frozen_bf16", mixed_precision=BF16, arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
     case("tied_in_a_group", arguments={"tied": True}, units=[{"modules": ["layers.0", "layers.2"], "group": True}, {"modules": [""]}]),
+    case("tied_across_units", arguments={"tied": True}),
+    case("tied_across_units_bf16", arguments={"tied": True}, mixed_precision=BF16, program=[[*micro(0), *micro(1), *END]]),
     case("tied_gpt", model="gpt"),
+    case("tied_gpt_across_units", model="gpt", units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}]),
     case("untied_gpt", model="gpt", arguments={"tied": False, "layers": 2, "width": 36}),
     case("used_twice", arguments={"used_twice": 1}),
     case("forward_method", arguments={"by_method": [0, 2]}),

@@ -131,6 +131,8 @@ CASES += [
     ),
     checkpointed("checkpoint_inside", "layers.*.up"),
     checkpointed("checkpoint_inside_orig", "layers.*.up", use_orig_params=True),
+    case("tied_across_units", arguments={"tied": True}),
+    case("tied_across_units_bf16", arguments={"tied": True}, mixed_precision=BF16, program=no_sync()),
     case("sgd", optimizer="sgd"),
     *(
         case(model + suffix, model=model, use_orig_params=original)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,18 @@ import torch.distributed as dist
 import torch.nn as nn
 from equivalence import Case, largest_difference, make_mesh, make_model, whole
 from equivalence_models import inputs_of, loss_of
-from flat_equivalence import clean, whole_parameters, with_fsdp1
+from flat_equivalence import (
+    Fsdp1Calls,
+    FlatTrainer,
+    PlanCalls,
+    clean,
+    give_optimizers,
+    gradients_in_host_memory,
+    steps_in_backward,
+    whole_parameters,
+    with_fsdp1,
+)
+from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
 
 Models = tuple[nn.Module, nn.Module]  # by the plan, FSDP1
 
@@ -160,6 +172,64 @@ def gradients_summoned(case: Case, plan: str) -> tuple[float, str]:
     return max(largest_difference(*seen), largest_difference(*map(whole_parameters, both)))
 
 
+def summoned_on_rank_0(case: Case, plan: str) -> tuple[float, str]:
+    """What each rank sees inside; training goes on undisturbed."""
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    both, seen = models_of(case, plan), []
+    for model in both:
+        train(case, model, 1)
+        summon = FSDP.summon_full_params if isinstance(model, FSDP) else sp.summon_full_params
+        with summon(model, writeback=False, rank0_only=True):
+            seen.append({clean(name): p.detach().clone() for name, p in model.named_parameters()})
+        train(case, model, 2, first=1)
+    return max(largest_difference(*seen), largest_difference(*map(whole_parameters, both)))
+
+
+def summoned_on_the_host(case: Case, plan: str) -> tuple[float, str]:
+    """FSDP1 frees on the CPU what is on the CPU already: it summons where it is."""
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    both = models_of(case, plan)
+    for model in both:
+        train(case, model, 1)
+        summon = FSDP.summon_full_params(model)
+        if not isinstance(model, FSDP):
+            summon = sp.summon_full_params(model, offload_to_cpu=True)
+        with summon, torch.no_grad():
+            for p in model.parameters():
+                assert isinstance(model, FSDP) or p.device.type == "cpu"
+                p.mul_(0.5)
+        train(case, model, 2, first=1)
+    return largest_difference(*map(whole_parameters, both))
+
+
+def deviating(case: Case, plan: str) -> tuple[float, str]:
+    """Other parts of the model run from some step on: it is finished without the plan, the next one is planned again."""
+    import shardplan.torch as sp
+
+    mesh = make_mesh(case)
+    prepare = give_optimizers if steps_in_backward(case) else lambda model: model
+    ours = sp.apply(prepare(make_model(case)), plan, mesh, on_deviation="replan")
+    theirs = with_fsdp1(case, prepare(make_model(case)), mesh)
+    trainers = [FlatTrainer(case, m, calls(m), None) for m, calls in ((ours, PlanCalls), (theirs, Fsdp1Calls))]
+    worst, warned = (0.0, ""), []
+    for step in range(7):
+        seen = []
+        for trainer in trainers:
+            mlp = getattr(trainer.model, "module", trainer.model)
+            mlp.unused, mlp.used_twice = (1,) if 2 <= step < 4 else (), 1 if step >= 4 else None
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                seen.append(trainer.step(step))
+            warned += [(step, str(w.message)) for w in caught if "the next step is planned again" in str(w.message)]
+        worst = max(worst, largest_difference(*seen))
+    assert [step for step, _ in warned] == [2, 4], warned
+    return max(worst, largest_difference(*map(whole_parameters, (ours, theirs))))
+
+
 SCENARIOS = {
     f.__name__: f
     for f in (
@@ -171,6 +241,9 @@ SCENARIOS = {
         evaluation,
         parameters_shown,
         gradients_summoned,
+        summoned_on_rank_0,
+        summoned_on_the_host,
+        deviating,
     )
 }
 
@@ -182,7 +255,8 @@ def run_all(runs: list[tuple[str, Case]], plans: dict[str, str]) -> dict[tuple[s
     results: dict[tuple[str, str], object] = {}
     for scenario, case in runs:
         try:
-            results[scenario, case.name] = SCENARIOS[scenario](case, plans[case.name])
+            with runs_on_the_cpu(), gradients_in_host_memory():
+                results[scenario, case.name] = SCENARIOS[scenario](case, plans[case.name])
         except Exception:
             results[scenario, case.name] = traceback.format_exc()
     return results

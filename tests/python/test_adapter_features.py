@@ -32,7 +32,8 @@ def test_feature(outcomes, name):
         assert difference <= TOLERANCE.get(name, 0.0), f"rank {rank}: {difference:.1e} {where}"
 
 
-def test_tensor_parallel_parameters(tmp_path):
-    plan = adapter_tensor_parallel.make_plan(tmp_path / "plans", build_folder())
-    for rank, outcome in enumerate(run_on_ranks(4, tmp_path / "ranks", adapter_tensor_parallel.compare, plan)):
+@pytest.mark.parametrize("case", adapter_tensor_parallel.CASES, ids=lambda case: case.name)
+def test_tensor_parallel_parameters(case, tmp_path):
+    plan = adapter_tensor_parallel.make_plan(case, tmp_path / "plans", build_folder())
+    for rank, outcome in enumerate(run_on_ranks(case.ranks, tmp_path / "ranks", adapter_tensor_parallel.compare, case, plan)):
         assert outcome == ("returned", (0.0, "")), f"rank {rank}: {outcome}"

@@ -5,7 +5,7 @@ import pytest
 from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
-from flat_settings import case
+from flat_settings import BF16, IN_BACKWARD, case, no_sync
 
 ORIGINAL = [case("full_orig", use_orig_params=True), case("no_shard_orig", use_orig_params=True, sharding="no_shard")]
 CASES = [*ORIGINAL, case("full"), case("gpt_tied", model="gpt")]
@@ -13,12 +13,24 @@ RUNS = [(scenario, c) for scenario in ("changed_summoned", "state_dicts", "evalu
 RUNS += [("replaced_data", c) for c in ORIGINAL] + [("replaced_parameter", c) for c in ORIGINAL]
 RUNS += [("gradients_summoned", c) for c in ORIGINAL]
 RUNS += [("replaced_by_another_shape", ORIGINAL[0])]
+RUNS += [("summoned_on_rank_0", c) for c in (ORIGINAL[0], CASES[2])] + [("summoned_on_the_host", CASES[2])]
+DEVIATING = [
+    *ORIGINAL,
+    case("frozen", arguments={"frozen": ["layers.0", "layers.2"]}),
+    case("bf16_in_backward", use_orig_params=True, strategy_optimizer=IN_BACKWARD, mixed_precision=BF16),
+    case("no_sync", program=no_sync(2), sharding="shard_grad_op"),
+]
+RUNS += [("deviating", c) for c in DEVIATING]
+# Finished without the plan, a step of several micro-batches sums the same numbers with other roundings.
+TOLERANCE = {("deviating", "no_sync"): 1e-6}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    plans = make_plans(CASES, tmp_path_factory.mktemp("plans"), build_folder())
-    return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), flat_user.run_all, RUNS, plans)
+    plans = make_plans([*CASES, *DEVIATING[2:]], tmp_path_factory.mktemp("plans"), build_folder())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(build_folder() / "bin"), prepend=":")
+        return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), flat_user.run_all, RUNS, plans)
 
 
 def results(outcomes, scenario: str, name: str) -> list:
@@ -38,4 +50,5 @@ def test_as_fsdp1(outcomes, scenario, c):
         elif isinstance(result, dict):
             assert all(result.values()), result
         else:
-            assert result is True or (isinstance(result, tuple) and result[0] == 0.0), result
+            tolerance = TOLERANCE.get((scenario, c.name), 0.0)
+            assert result is True or (isinstance(result, tuple) and result[0] <= tolerance), result

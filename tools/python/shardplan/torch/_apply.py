@@ -14,18 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _flat
 from ._errors import PlanError
 from ._extension import ExtendedParameter
-from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, unwrapped
+from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, untied, unwrapped
 from ._flat_state_dict import hook_state_dicts
 from ._init import Initialise, Source, reset_parameters
-from ._mesh import mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
+from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
-from ._precision import casts_of, precision_of, torch_dtype
+from ._precision import casts_of, precision_of, rule_of, torch_dtype
 from ._replan import plan_again
 from ._shard import (
     ShardedParameter,
     adopt_parameter,
     as_dtensor,
-    data_parallel_dims,
     gradient_unwrapper,
     shard_parameter,
     whole_parameter,
@@ -51,12 +50,17 @@ def load_plan(path: str | os.PathLike) -> native.Plan:
         raise PlanError(str(error)) from None
 
 
-def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], mesh: DeviceMesh) -> list[ShardedParameter]:
+def _mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
+    """What data_parallel_mesh gives for the unit."""
+    rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
+    return data_parallel_mesh(plan, rule and rule.data_parallel or plan.data_parallel, mesh)
+
+
+def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh: tuple[DeviceMesh, bool]) -> list[ShardedParameter]:
     """Replaces the unit's parameters by their shards."""
     unit = plan.units[unit_id]
-    dims = data_parallel_dims(plan, unit, mesh)
     host = plan.shards_on_host(unit_id)
-    sharded = [shard_parameter(by_fqn[p.fqn].parameter, dims, p.shard_dim, host) for p in unit.parameters]
+    sharded = [shard_parameter(by_fqn[p.fqn].parameter, *own_mesh, p.shard_dim, host) for p in unit.parameters]
     for expected, result in zip(unit.parameters, sharded):
         for slot in by_fqn[expected.fqn].slots:
             slot.module.register_parameter(slot.name, result.shard)
@@ -90,14 +94,17 @@ def _adopter(plan, shards: list):
     return adopt
 
 
-def _add_extensions(runtime, plan, unit_id: int, by_fqn: dict[str, ModelParameter], sharded, mesh, model) -> None:
+def _add_extensions(runtime, plan, unit_id: int, by_fqn: dict[str, ModelParameter], sharded, own: DeviceMesh, model) -> None:
     unit = plan.units[unit_id]
+    if not any(expected.gathered for expected in unit.parameters):
+        return
+    shard_mesh = own if own.ndim == 1 else own[own.mesh_dim_names[-1]]
+    precision = precision_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
     for index, (expected, result) in enumerate(zip(unit.parameters, sharded)):
         if not expected.gathered:
             continue
-        precision = precision_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
         holder = by_fqn[expected.fqn].slots[0].module
-        extension = ExtendedParameter(expected, result, holder, data_parallel_dims(plan, unit, mesh), precision)
+        extension = ExtendedParameter(expected, result, holder, shard_mesh, precision)
         runtime.add_extension(unit_id, index, extension.inputs, extension.finish)
 
 
@@ -143,7 +150,7 @@ def _hook_modules(plan, model: nn.Module, runtime) -> list:
     return handles
 
 
-def _shard_all(runtime, plan, model, by_fqn, mesh: DeviceMesh, source: Source, groups: list) -> list:
+def _shard_all(runtime, plan, model, by_fqn, meshes: list, source: Source, groups: list) -> list:
     """Unit by unit: values come to be, this rank's part of them stays."""
     shards = []
     prepared: set[int] = set()
@@ -152,9 +159,9 @@ def _shard_all(runtime, plan, model, by_fqn, mesh: DeviceMesh, source: Source, g
         source.prepare([module for key, module in holders.items() if key not in prepared])
         prepared |= holders.keys()
         if unit.flat:
-            shards.append(_flat.FlatUnit(runtime, i, plan, by_fqn, mesh_rank(mesh), groups))
+            shards.append(_flat.FlatUnit(runtime, i, plan, by_fqn, groups))
         else:
-            shards.append(_shard_unit(plan, i, by_fqn, mesh))
+            shards.append(_shard_unit(plan, i, by_fqn, meshes[i]))
             _supply_shards(runtime, i, unit, shards[i])
     source.prepare([module for module in model.modules() if id(module) not in prepared])
     return shards
@@ -167,6 +174,7 @@ class Applied:
     model: nn.Module
     plan: native.Plan
     mesh: DeviceMesh
+    meshes: list[tuple[DeviceMesh, bool]]  # by unit: what data_parallel_mesh gives
     device: torch.device
     groups: list
     runtime: native.Runtime
@@ -185,7 +193,7 @@ class Applied:
                 self.shards[i].add(self.plan, modules_of(self.model)[unit.modules[0]])
             else:
                 _add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
-                _add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.mesh, self.model)
+                _add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.meshes[i][0], self.model)
         self.handles = _hook_modules(self.plan, self.model, self.runtime)
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
@@ -201,8 +209,6 @@ class Applied:
 
     def fall_back_on_deviation(self) -> None:
         for unit in self.plan.units:
-            if unit.flat:
-                raise PlanError('on_deviation="replan" is for layout per_parameter (policy fsdp2)')
             if any(parameter.gathered for parameter in unit.parameters):
                 raise PlanError('on_deviation="replan" is for units without all-gather extensions')
         applied = weakref.ref(self)  # the runtime is the model's, through its hooks
@@ -217,16 +223,22 @@ class Applied:
         """The step that deviated is over: the next one follows a plan made of the points that it passed."""
         names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
         warnings.warn(f"shardplan: {self.runtime.deviation}; the next step is planned again", stacklevel=2)
-        plan = plan_again(self.plan, self.runtime.log, names)
+        plan = plan_again(self.plan, self.runtime.log, names, self.runtime.full_precision_forwards)
         if [unit.modules for unit in plan.units] != [unit.modules for unit in self.plan.units]:
             raise PlanError("planning again made other units")
         for handle in self.handles:
             handle.remove()
+        for flat in self.shards:
+            if isinstance(flat, _flat.FlatUnit):
+                flat.write_back()  # what the user replaced since
         self.plan = plan
         self.groups = process_groups(plan, self.mesh)
         self.runtime = _make_runtime(plan, self.mesh, self.device, self.groups, self.memory)
         for i, sharded in enumerate(self.shards):
-            _supply_shards(self.runtime, i, plan.units[i], sharded)
+            if isinstance(sharded, _flat.FlatUnit):
+                sharded.supply(self.runtime)
+            else:
+                _supply_shards(self.runtime, i, plan.units[i], sharded)
         self.start()
         self.fall_back_on_deviation()
 
@@ -269,7 +281,7 @@ def apply(
     plan: a plan document's path, or what load_plan returned.
     mesh: ranks in the plan's arrangement; None: all ranks of the default process group.
 
-    Parameters become DTensors, Shard(0) over the mesh's last dimension, laid out as FSDP2 lays them out: optimizers,
+    Parameters become DTensors, Shard(0) over FSDP's dimension of the mesh, laid out as FSDP2 lays them out: optimizers,
     gradient clipping and torch.distributed.checkpoint work on them. Create the optimizer after this call.
 
     Raises PlanError (a RuntimeError) when the plan cannot be read, was made for another model (naming the parameter,
@@ -284,15 +296,16 @@ def apply(
         raise PlanError("a plan is applied to this model already")
     if not isinstance(plan, native.Plan):
         plan = load_plan(plan)
-    by_fqn = parameters_of(model)
+    by_fqn = untied(plan, parameters_of(model))
     check_model(plan, model, by_fqn)
     device = check_placement(by_fqn, mesh)
     mesh = resolve_mesh(plan, mesh, device)
-    groups = process_groups(plan, mesh)
+    meshes = [_mesh_of_unit(plan, unit, model, mesh) for unit in plan.units]
+    groups = process_groups(plan, mesh)  # those of flattened meshes among them
     runtime = _make_runtime(plan, mesh, device, groups, memory)
     source = Source(by_fqn, mesh, device, initialise, broadcast_from_rank_0)
-    shards = _shard_all(runtime, plan, model, by_fqn, mesh, source, groups)
-    applied = Applied(model, plan, mesh, device, groups, runtime, by_fqn, shards, memory)
+    shards = _shard_all(runtime, plan, model, by_fqn, meshes, source, groups)
+    applied = Applied(model, plan, mesh, meshes, device, groups, runtime, by_fqn, shards, memory)
     applied.start()
     if plan.policy == "fsdp1":
         flat = [shard for shard in shards if isinstance(shard, _flat.FlatUnit)]

@@ -7,12 +7,13 @@ import inspect
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ._errors import PlanError
 from ._precision import torch_dtype
-from ._shard import DataParallelDims, ShardedParameter
+from ._shard import ShardedParameter
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -35,10 +36,8 @@ def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
 class ExtendedParameter:
     """One such parameter on this rank; see [Note: extensions] in executor/python/extensions.h."""
 
-    def __init__(self, expected, sharded: ShardedParameter, module: nn.Module, dims: DataParallelDims, precision) -> None:
-        self.expected, self.sharded, self.module = expected, sharded, module
-        names = dims.mesh.mesh_dim_names
-        self.mesh = dims.mesh if dims.mesh.ndim == 1 else dims.mesh[names[dims.shard]]
+    def __init__(self, expected, sharded: ShardedParameter, module: nn.Module, mesh: DeviceMesh, precision) -> None:
+        self.expected, self.sharded, self.module, self.mesh = expected, sharded, module, mesh
         self.policy = mixed_precision_policy(precision)
         self.size = torch.Size(expected.shape)
         self.stride = torch.empty(self.size, device="meta").stride()

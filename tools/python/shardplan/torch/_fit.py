@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -69,6 +70,31 @@ def parameters_of(model: nn.Module) -> dict[str, ModelParameter]:
     return by_fqn
 
 
+def untied(plan, by_fqn: dict[str, ModelParameter]) -> dict[str, ModelParameter]:
+    """`by_fqn` with an entry for each unit that has a parameter: of one that is tied across units every unit gets a copy, as
+    PyTorch has it, whose names are those that the plan gives it. Warns of each, naming them."""
+    apart = dict(by_fqn)
+    for unit in plan.units:
+        for expected in unit.parameters:
+            found = by_fqn.get(expected.fqn)
+            names = {expected.fqn, *expected.shared_with}
+            if found is None or names == {slot.fqn for slot in found.slots}:
+                continue
+            own = ModelParameter(found.parameter, [slot for slot in found.slots if slot.fqn in names])
+            apart |= {slot.fqn: own for slot in own.slots}
+    for found in {id(found): found for found in by_fqn.values()}.values():
+        entries = {id(apart[slot.fqn]): apart[slot.fqn] for slot in found.slots}
+        if len(entries) > 1 and id(found) not in entries:
+            names = " and ".join(entry.slots[0].fqn for entry in entries.values())
+            warnings.warn(
+                f"shardplan: {names} are tied, in several units: each unit trains a copy of its own, as in PyTorch's FSDP",
+                stacklevel=3,
+            )
+        else:
+            apart |= {slot.fqn: found for slot in found.slots}  # not as planned: check_model says what differs
+    return apart
+
+
 def _dtype_name(parameter: nn.Parameter) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
@@ -111,27 +137,21 @@ def _extension_difference(expected, found: ModelParameter, unit) -> str | None:
 
 
 def _differences(plan, by_fqn: dict[str, ModelParameter], modules: set[str]) -> Iterable[str]:
-    held: dict[int, object] = {}  # id of the parameter -> its unit
+    held: set[int] = set()  # ids of the entries of by_fqn that units have
     for unit in plan.units:
         for fqn in unit.modules:
             if fqn not in modules:
                 yield f"module {fqn} of {_unit_name(unit)}: expected by the plan, not in the model"
         for expected in unit.parameters:
             found = by_fqn.get(expected.fqn)
-            if found is not None:
-                other = held.setdefault(id(found.parameter), unit)
-                if other is not unit and not unit.flat:
-                    yield (
-                        f"parameter {expected.fqn} of {_unit_name(unit)}: tied, and of {_unit_name(other)} as well; one "
-                        "unit has to hold it (a group of both modules, or the root)"
-                    )
+            held.add(id(found))
             if found is not None and (difference := _extension_difference(expected, found, unit)):
                 yield difference
             if difference := _difference(expected, found, unit):
                 yield difference
     ignored = set(plan.ignored_parameters)
     for fqn, found in by_fqn.items():
-        if id(found.parameter) not in held and found.slots[0].fqn == fqn and fqn not in ignored:
+        if id(found) not in held and found.slots[0].fqn == fqn and fqn not in ignored:
             yield f"parameter {fqn}: in the model, in no unit of the plan"
 
 

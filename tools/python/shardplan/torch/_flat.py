@@ -54,21 +54,28 @@ class FlatUnit:
     where modules register it.
     """
 
-    def __init__(self, runtime, unit_id: int, plan, by_fqn: dict[str, ModelParameter], rank: int, groups: list) -> None:
-        self.runtime, self.id, self.unit = runtime, unit_id, plan.units[unit_id]
+    def __init__(self, runtime, unit_id: int, plan, by_fqn: dict[str, ModelParameter], groups: list) -> None:
+        self.id, self.unit = unit_id, plan.units[unit_id]
         self.original: bool = plan.use_orig_params
         self.parameters = [by_fqn[expected.fqn] for expected in self.unit.parameters]
         self.slots = [list(found.slots) for found in self.parameters]
         self.ranks, self.index, self.group = 1, 0, None
         if self.unit.shard_communicator >= 0:
-            communicator = plan.communicators[self.unit.shard_communicator]
-            self.ranks, self.index = communicator.size, rank // communicator.stride % communicator.size
             self.group: dist.ProcessGroup = groups[self.unit.shard_communicator]
+            self.ranks, self.index = self.group.size(), self.group.rank()
+        replicas = self.unit.replicate_communicator
+        apart = self.group or (groups[replicas] if replicas >= 0 else None)
+        self.is_first = apart is None or apart.rank() == 0  # of the ranks that FSDP1 gives the unit
         numel = self.unit.flat_numel // self.ranks
         self.shard = flatten(self.unit, self.parameters)[self.index * numel : (self.index + 1) * numel].clone()
         self.visible: list[nn.Parameter] = []
         self.module: nn.Module | None = None
-        runtime.set_flat_shard(unit_id, self.shard)
+        self.supply(runtime)
+
+    def supply(self, runtime) -> None:
+        """The shard is what `runtime` gathers from now on."""
+        self.runtime = runtime
+        runtime.set_flat_shard(self.id, self.shard)
 
     @property
     def trains(self) -> bool:
@@ -123,7 +130,7 @@ class FlatUnit:
             return []
         for position in range(len(self.parameters)):
             self.show_view(position)
-        parameter = nn.Parameter(self.shard, requires_grad=self.trains)
+        parameter = self.visible[0] if self.visible else nn.Parameter(self.shard, requires_grad=self.trains)
         self.module.register_parameter(FLAT_NAME, parameter)
         slot = (self.module, self.module._parameters, FLAT_NAME, True)
         name = ".".join(filter(None, (self.unit.modules[0], FLAT_NAME)))

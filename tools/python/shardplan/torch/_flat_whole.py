@@ -108,11 +108,19 @@ def summoned_gradients(units: list[FlatUnit], writeback: bool) -> Iterator[tuple
 
 
 @contextlib.contextmanager
-def summoned(units: list[FlatUnit], writeback: bool) -> Iterator[list[torch.Tensor]]:
+def summoned(
+    units: list[FlatUnit], writeback: bool, rank0_only: bool = False, offload_to_cpu: bool = False
+) -> Iterator[list[torch.Tensor]]:
     """Inside, the units' modules hold whole nn.Parameters under their own names. writeback: what was changed in them, the
-    same on all ranks, is in the slices afterwards. Gives the flat parameters. Collective."""
+    same on all ranks, is in the slices afterwards. rank0_only: on the first of the ranks that share a unit; the others hold
+    what they do between steps. offload_to_cpu: they are in host memory. Gives the flat parameters. Collective."""
     units = [flat for flat in units if flat.parameters]
     wholes = [gather(flat) for flat in units]
+    if rank0_only:
+        kept = [flat.is_first for flat in units]
+        units, wholes = ([item for item, keep in zip(items, kept) if keep] for items in (units, wholes))
+    if offload_to_cpu:
+        wholes = [whole.cpu() for whole in wholes]
     for flat, whole in zip(units, wholes):
         (_show_original if flat.original else _show_flat)(flat, whole)
     try:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ._errors import PlanError
 from ._fit import ModelParameter, Slot
@@ -54,28 +55,26 @@ class Source:
         initialise: Initialise,
         from_rank_0: bool,
     ) -> None:
-        self._slots = {id(found.parameter): found.slots for found in by_fqn.values()}
-        self._by_fqn = by_fqn
+        self._slots: dict[int, list[Slot]] = {}  # by id of the parameter; of one that units share, all of theirs
+        self._held: dict[int, list[ModelParameter]] = {}  # by id of the module: what its units have of it
+        for found in {id(found): found for found in by_fqn.values()}.values():
+            self._slots.setdefault(id(found.parameter), []).extend(found.slots)
+            for slot in found.slots:
+                self._held.setdefault(id(slot.module), []).append(found)
         self._mesh, self._device = mesh, device
         self._initialise, self._from_rank_0 = initialise, from_rank_0
 
     def prepare(self, modules: list[nn.Module]) -> None:
         """Initialises those of the modules that are on the meta device (a module's own tensors, not its children's)."""
         for module in modules:
-            if not _is_on_meta(module):
-                continue
-            _materialise_tensors(module, self._slots, self._device)
-            with torch.no_grad():
-                self._initialise(module)
-            self._notice(module)
+            if _is_on_meta(module):
+                _materialise_tensors(module, self._slots, self._device)
+                with torch.no_grad():
+                    self._initialise(module)
+            for found in self._held.get(id(module), ()):  # the objects that the modules hold now
+                found.parameter = found.slots[0].module._parameters[found.slots[0].name]
         if self._from_rank_0:
             self._broadcast(modules)
-
-    def _notice(self, module: nn.Module) -> None:
-        """The parameters of the table are the objects that the modules hold now."""
-        for found in self._by_fqn.values():
-            if any(slot.module is module for slot in found.slots):
-                found.parameter = found.slots[0].module._parameters[found.slots[0].name]
 
     def _broadcast(self, modules: list[nn.Module]) -> None:
         sent: set[int] = set()
@@ -88,7 +87,10 @@ class Source:
 
 
 def broadcast_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
-    """The first rank's values on every rank: along the last dimension of the mesh, then along the ones before it."""
-    for dim in reversed(range(mesh.ndim)):
-        group = mesh.get_group(dim)
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    """The first rank's values on every rank: along the last dimension of the mesh, then along the ones before it; of a DTensor
+    not along its own dimensions, where each rank has its own part."""
+    own = tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for group in reversed(mesh.get_all_groups()):
+        if group not in own:
+            dist.broadcast(local, dist.get_global_rank(group, 0), group=group)

@@ -54,27 +54,53 @@ def mesh_rank(mesh: DeviceMesh) -> int:
     return mesh.mesh.flatten().tolist().index(dist.get_rank())
 
 
-def _partition(communicator, ranks: list[int]) -> list[list[int]]:
-    """All groups of a communicator: the ranks that differ only in the digit (place / stride) mod size."""
-    groups: dict[int, list[int]] = {}
-    for place, rank in enumerate(ranks):
-        digit = (place // communicator.stride) % communicator.size
-        groups.setdefault(place - digit * communicator.stride, []).append(rank)
-    return list(groups.values())
-
-
 def process_groups(plan, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """One group per communicator of the plan: the mesh's own where it has it, a new one otherwise. Collective."""
+    """One group per communicator of the plan: the mesh's own where it has it (or a mesh flattened from it), a new one
+    otherwise. Collective."""
     own_rank = dist.get_rank()
     ranks = mesh.mesh.flatten().tolist()
-    mesh_groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    flattened = mesh._get_root_mesh()._flatten_mapping.values()
+    mesh_groups = [*mesh.get_all_groups(), *(group for made in flattened for group in made.get_all_groups())]
     result = []
     for communicator in plan.communicators:
-        groups = _partition(communicator, ranks)
-        own = next(group for group in groups if own_rank in group)
+        groups = [communicator.group_of(place) for place in range(len(ranks))]
+        partition = [[ranks[place] for place in group] for first, group in enumerate(groups) if group[0] == first]
+        own = next(group for group in partition if own_rank in group)
         existing = next((g for g in mesh_groups if dist.get_process_group_ranks(g) == own), None)
-        result.append(existing or dist.new_subgroups_by_enumeration(groups)[0])
+        result.append(existing or dist.new_subgroups_by_enumeration(partition)[0])
     return result
+
+
+def _flattened(mesh: DeviceMesh, dims: list[int]) -> DeviceMesh:
+    """The one-dimensional mesh of these dimensions: one that the user flattened already, if there is. Collective."""
+    part = mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
+    if part.ndim == 1:
+        return part
+    ranks = part.mesh.flatten()
+    known = part._get_root_mesh()._flatten_mapping.values()
+    return next((made for made in known if torch.equal(made.mesh.flatten(), ranks)), None) or part._flatten()
+
+
+def data_parallel_mesh(plan, named, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
+    """FSDP's own mesh, what fully_shard is given: one dimension to replicate over where there are such dimensions, one to
+    shard over likewise, in this order; several of either are flattened into one. And: is there one to shard over?
+    Collective.
+
+    named: which dimensions of the plan's mesh these are, or None: those named so.
+    """
+    names = [name for name, _ in _plan_dims(plan)]
+    if named is None:
+        wanted = [[name for name in names if name == kind] for kind in ("replicate", "shard")]
+    else:
+        wanted = [[name for name in names if name in kind] for kind in (named.replicate, named.shard)]
+    dims = [[names.index(name) for name in kind] for kind in wanted if kind]
+    shards = bool(wanted[1])
+    if dims == [[dim] for dim in range(mesh.ndim)]:
+        return mesh, shards
+    if mesh.mesh_dim_names is None:
+        raise PlanError("the mesh needs names for its dimensions (mesh_dim_names)")
+    parts = [_flattened(mesh, group) for group in dims]
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts), shards
 
 
 def timeout_s(mesh: DeviceMesh) -> float:

@@ -23,12 +23,15 @@ def matches(entry: str, fqn: str, module: nn.Module) -> bool:
     return re.fullmatch(pattern, fqn) is not None
 
 
+def rule_of(plan, fqn: str, module: nn.Module):
+    """The strategy's rule of the unit whose first module this is, or None."""
+    return next((rule for rule in plan.unit_rules if any(matches(entry, fqn, module) for entry in rule.modules)), None)
+
+
 def precision_of(plan, fqn: str, module: nn.Module):
     """The mixed precision of the unit whose first module this is, or None."""
-    for rule in plan.unit_rules:
-        if any(matches(entry, fqn, module) for entry in rule.modules):
-            return rule.mixed_precision or plan.mixed_precision
-    return plan.mixed_precision
+    rule = rule_of(plan, fqn, module)
+    return rule and rule.mixed_precision or plan.mixed_precision
 
 
 def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:

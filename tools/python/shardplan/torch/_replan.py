@@ -31,8 +31,8 @@ def _command() -> str:
 class _Trace:
     """Builds the trace document from [(kind, unit, gradients)]."""
 
-    def __init__(self, plan, modules: list[str]) -> None:
-        self._plan = plan
+    def __init__(self, plan, modules: list[str], full_precision_forwards: list[bool]) -> None:
+        self._plan, self._full_precision = plan, full_precision_forwards
         self._module = {fqn: number for number, fqn in enumerate(modules)}
         self._parameter: dict[tuple[int, int], int] = {}
         self._forwards: list[dict] = []
@@ -40,6 +40,7 @@ class _Trace:
         self.program: list[dict] = []
         self._open: list[int] = []  # units entered and not left
         self._backward: list[list] | None = None
+        self._ready: list[int] = []  # units whose pre_backward came in this backward, once for each
         self._pending = 0  # the forward whose backward is next
         self._occurrence: dict[tuple[int, int], int] = {}
 
@@ -88,12 +89,15 @@ class _Trace:
             self._leave(unit)
         elif kind == "pre_backward":
             self._in_backward(gradients)
+            later = self._ready.count(unit) if self._plan.units[unit].flat else 0  # runs that came before in the backward
+            self._ready.append(unit)
             for module in self._plan.units[unit].modules:
-                self._backward.append(["grad_ready", self._module[module], 0, self._last_run(module), 0])
+                run = max(self._last_run(module) - later, 0)
+                self._backward.append(["grad_ready", self._module[module], 0, run, 0])
         elif kind == "post_backward":
             self._in_backward(gradients)
             for module in self._plan.units[unit].modules:
-                self._backward.append(["inputs_done", self._module[module], self._last_run(module), 0])
+                self._inputs_done(unit, module)
         elif kind == "backward_end":
             self._in_backward(gradients)
             self._backward.append(["backward_end"])
@@ -102,6 +106,21 @@ class _Trace:
                 {"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1}
             )
             self._backward = None
+            self._ready = []
+
+    def _inputs_done(self, unit: int, module: str) -> None:
+        run, number = self._last_run(module), self._module[module]
+        self._backward.append(["inputs_done", number, run, 0])
+        frozen = not any(parameter.requires_grad for parameter in self._plan.units[unit].parameters)
+        enters = [event for event in self._forwards[self._pending]["events"] if event[:2] == ["enter", number]]
+        if frozen and run < len(enters) and not enters[run][2]:
+            enters[run][2].append(self._tensor())  # a frozen unit's point is where its inputs' gradients are done
+
+    def _tensor(self) -> int:
+        """A new one of the forward."""
+        tensors = self._forwards[self._pending]["tensors"]
+        tensors.append({"shape": [1], "dtype": "float32", "requires_grad": True})
+        return len(tensors) - 1
 
     def _last_run(self, module: str) -> int:
         return self._occurrence.get((self._pending, self._module[module]), 1) - 1
@@ -117,10 +136,11 @@ class _Trace:
             return  # a recomputation
         if not self._open:
             self._pending = len(self._forwards)
-            self.program.append({"call": "forward", "microbatch": self._pending, "trace": self._pending})
-            self._forwards.append(
-                {"name": f"f{self._pending}", "tensors": [{"shape": [1], "dtype": "float32", "requires_grad": True}], "events": []}
-            )
+            call = {"call": "forward", "microbatch": self._pending, "trace": self._pending}
+            if self._full_precision[self._pending]:
+                call["training"] = False
+            self.program.append(call)
+            self._forwards.append({"name": f"f{self._pending}", "tensors": [], "events": []})
         self._open.append(unit)
         for module in self._plan.units[unit].modules:
             key = (self._pending, self._module[module])
@@ -131,7 +151,7 @@ class _Trace:
         if self._backward is not None or unit not in self._open:
             return
         for module in reversed(self._plan.units[unit].modules):
-            self._forwards[-1]["events"].append(["exit", self._module[module], [0]])
+            self._forwards[-1]["events"].append(["exit", self._module[module], [self._tensor()]])
         self._open.remove(unit)
 
     def document(self, names: dict[str, str], model: str) -> dict:
@@ -148,10 +168,10 @@ class _Trace:
         }
 
 
-def plan_again(plan, log: list[tuple], names: dict[str, str]):
-    """The plan for steps like the one in `log`. names: FQN -> class name of every module, in tree order. Every rank makes
-    it; they all saw the same."""
-    trace = _Trace(plan, list(names))
+def plan_again(plan, log: list[tuple], names: dict[str, str], full_precision_forwards: list[bool]):
+    """The plan for steps like the one in `log`. names: FQN -> class name of every module, in tree order.
+    full_precision_forwards: which forwards were evaluations in full precision. Every rank makes it; they all saw the same."""
+    trace = _Trace(plan, list(names), full_precision_forwards)
     trace.parameters()
     for kind, unit, gradients in log:
         trace.add(kind, unit, gradients)

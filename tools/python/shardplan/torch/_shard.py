@@ -31,53 +31,16 @@ class ShardedParameter:
     whole_spec: DTensorSpec | None = None
 
 
-@dataclasses.dataclass
-class DataParallelDims:
-    """Which dimensions of the mesh a unit is sharded and replicated over."""
-
-    mesh: DeviceMesh
-    shard: int
-    replicate: int | None
-
-
-def _dim_of(mesh: DeviceMesh, communicator) -> int:
-    """The mesh dimension that a communicator of the plan runs along."""
-    sizes = tuple(mesh.mesh.shape)
-    for dim, size in enumerate(sizes):
-        if (size, math.prod(sizes[dim + 1 :])) == (communicator.size, communicator.stride):
-            return dim
-    raise PlanError(
-        f"communicator {communicator.name} (size {communicator.size}, stride {communicator.stride}) runs along no single "
-        "dimension of the mesh"
-    )
-
-
-def data_parallel_dims(plan, unit, mesh: DeviceMesh) -> DataParallelDims:
-    def dim(communicator: int) -> int | None:
-        return None if communicator < 0 else _dim_of(mesh, plan.communicators[communicator])
-
-    names = [entry.name for entry in plan.mesh]
-    shard, replicate = dim(unit.shard_communicator), dim(unit.replicate_communicator)
-    if shard is None:  # of one rank: a dimension by that name, or the last
-        shard = names.index("shard") if "shard" in names else mesh.ndim - 1
-    if replicate is None and "replicate" in names and mesh.size(names.index("replicate")) == 1:
-        replicate = names.index("replicate")
-    return DataParallelDims(mesh, shard, None if replicate == shard else replicate)
-
-
-def _spec(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: int) -> DTensorSpec:
+def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int) -> DTensorSpec:
     """Of the sharded parameter: FSDP's dimensions, then those that the parameter is cut over already."""
-    order = [dim for dim in (dims.replicate, dims.shard) if dim is not None]
-    own = list(range(dims.mesh.ndim)) == order
-    if not own and dims.mesh.mesh_dim_names is None:
-        raise PlanError("the mesh needs names for its dimensions (mesh_dim_names)")
-    mesh = dims.mesh if own else dims.mesh[tuple(dims.mesh.mesh_dim_names[dim] for dim in order)]
-    placements = [Replicate()] * (len(order) - 1) + [Shard(shard_dim)]
+    placements = [Replicate()] * mesh.ndim
+    if shards:
+        placements[-1] = Shard(shard_dim)
     if not isinstance(parameter, DTensor):
         return DTensorSpec(mesh, tuple(placements), TensorMeta(parameter.shape, parameter.stride(), parameter.dtype))
     spec = parameter._spec
     pieces = spec.num_shards_map[shard_dim]
-    if pieces > 1:
+    if shards and pieces > 1:
         placements[-1] = _StridedShard(shard_dim, split_factor=pieces)
     joined = DeviceMesh._concatenate([mesh, spec.mesh])
     return DTensorSpec(joined, (*placements, *spec.placements), spec.tensor_meta)
@@ -89,15 +52,18 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 @torch.no_grad()
-def shard_parameter(parameter: nn.Parameter, dims: DataParallelDims, shard_dim: int, host: bool) -> ShardedParameter:
+def shard_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int, host: bool
+) -> ShardedParameter:
     """Cuts as torch.chunk does. `parameter` holds the whole values (of a DTensor: this rank's part of them), the same on
-    all ranks of FSDP's dimensions. host: the shard is in host memory (pinned, where the values came from a GPU)."""
-    spec = _spec(parameter, dims, shard_dim)
+    all ranks of `mesh`, FSDP's own: cut over its last dimension if it `shards`. host: the shard is in host memory (pinned,
+    where the values came from a GPU)."""
+    spec = _spec(parameter, mesh, shards, shard_dim)
     whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-    ranks = dims.mesh.size(dims.shard)
+    ranks, place = (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)) if shards else (1, 0)
     if shard_dim > 0 and whole.shape[shard_dim] % ranks != 0:
         raise PlanError(f"a parameter of shape {list(whole.shape)} cannot be cut evenly on dim {shard_dim} by {ranks} ranks")
-    own = list(torch.chunk(whole, ranks, dim=shard_dim))[dims.mesh.get_local_rank(dims.shard) :][:1]
+    own = list(torch.chunk(whole, ranks, dim=shard_dim))[place:][:1]
     length = own[0].shape[shard_dim] if own else 0
     shape = list(whole.shape)
     shape[shard_dim] = math.ceil(shape[shard_dim] / ranks)
