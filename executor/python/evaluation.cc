@@ -42,7 +42,7 @@ Evaluation::Evaluation(const Plan& plan, executor::TorchDevice& device,
       groups_(std::move(groups)),
       shards_(shards),
       unsharded_buffer_(plan.units.size(), -1),
-      gathered_(plan.units.size(), false),
+      gathered_(plan.units.size()),
       full_(plan.units.size()) {
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
     if (plan.buffers[i].role == BufferRole::kParamUnsharded && unsharded_buffer_[plan.buffers[i].unit] < 0) {
@@ -51,7 +51,23 @@ Evaluation::Evaluation(const Plan& plan, executor::TorchDevice& device,
   }
 }
 
-Status Evaluation::Unshard(UnitId id, bool full_precision) {
+// Each tensor that an extension gives, as it is: bytes.
+Status Evaluation::GatherExtended(UnitId id, const Extended& extended, c10d::ProcessGroup* group) {
+  const std::int64_t ranks = executor::ShardCount(plan_, plan_.units[id]);
+  const auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1}).view(at::kByte); };
+  std::int32_t other = 0;
+  for (const auto& [parameter, inputs] : extended.inputs) {
+    for (std::size_t t = 0; t < inputs.size(); ++t) {
+      const at::Tensor whole =
+          t == 0 ? device_.Part(unsharded_buffer_[id], parameter) : device_.Part(extended.others, other++);
+      const at::Tensor pieces = Gather(bytes(inputs[t].to(whole.device())).contiguous(), ranks, group);
+      bytes(whole).view(pieces.sizes()).copy_(pieces);
+    }
+  }
+  return {};
+}
+
+Status Evaluation::Unshard(UnitId id, bool full_precision, const Extended& extended) {
   if (unsharded_buffer_[id] < 0) return {};  // a unit without parameters, or one that is not sharded
   // A plan may keep it from step to step (fsdp1: a frozen unit that is not resharded after the forward).
   if (device_.Part(unsharded_buffer_[id], 0).storage().nbytes() > 0) return {};
@@ -65,12 +81,19 @@ Status Evaluation::Unshard(UnitId id, bool full_precision) {
       full_[id] = Gather(shards_[id][0].to(device), ranks, group.get()).view({-1});
       return {};
     }
-    if (Status allocated = device_.Allocate(unsharded_buffer_[id], 0); !allocated) return allocated;
-    gathered_[id] = true;
+    for (const BufferId buffer : {unsharded_buffer_[id], extended.others, extended.allocated}) {
+      if (buffer < 0) continue;
+      if (Status allocated = device_.Allocate(buffer, 0); !allocated) return allocated;
+      gathered_[id].push_back(buffer);
+    }
+    if (Status status = GatherExtended(id, extended, group.get()); !status) return status;
     std::vector<at::Tensor> parts, own;
+    std::vector<const UnitParameter*> parameters;  // null: of a flat unit
     for (std::size_t i = 0; i < shards_[id].size(); ++i) {
+      if (extended.inputs.contains(static_cast<std::int32_t>(i))) continue;
+      parameters.push_back(flat ? nullptr : &unit.parameters[i]);
       parts.push_back(device_.Part(unsharded_buffer_[id], static_cast<std::int32_t>(i)));
-      own.push_back(shards_[id][i].to(parts[i].device(), parts[i].scalar_type()));
+      own.push_back(shards_[id][i].to(parts.back().device(), parts.back().scalar_type()));
     }
     // All at once, as far as they have one dtype.
     std::vector<at::Tensor> same;
@@ -79,8 +102,7 @@ Status Evaluation::Unshard(UnitId id, bool full_precision) {
       if (i + 1 < own.size() && own[i + 1].scalar_type() == own[i].scalar_type()) continue;
       const at::Tensor all = Gather(at::cat(same), ranks, group.get());
       for (std::int64_t offset = 0; first <= i; offset += own[first++].numel()) {
-        PutTogether(all.narrow(1, offset, own[first].numel()), flat ? nullptr : &unit.parameters[first],
-                    parts[first]);
+        PutTogether(all.narrow(1, offset, own[first].numel()), parameters[first], parts[first]);
       }
       same.clear();
     }
@@ -100,9 +122,12 @@ Result<at::Tensor> Evaluation::FlatView(UnitId id, std::int32_t parameter) const
 
 Status Evaluation::Reshard(UnitId id) {
   full_[id] = at::Tensor();
-  if (!gathered_[id]) return {};
-  gathered_[id] = false;
-  return device_.Free(unsharded_buffer_[id], {});
+  Status status;
+  for (const BufferId buffer : gathered_[id]) {
+    if (Status freed = device_.Free(buffer, {}); !freed) status = freed;
+  }
+  gathered_[id].clear();
+  return status;
 }
 
 }  // namespace shardplan::python

@@ -103,13 +103,29 @@ Status Extensions::FillShards(BufferId shard) {
   return {};
 }
 
-Status Extensions::FillInput(const Extension& extension, const at::Tensor& part) {
+Result<std::vector<at::Tensor>> Extensions::InputsOf(const Extension& extension) const {
   const PyRef made = PyRef::Steal(PyObject_CallNoArgs(extension.inputs.get()));
-  const std::vector<at::Tensor> tensors = made ? Tensors(made.get()) : std::vector<at::Tensor>();
-  if (PyErr_Occurred() != nullptr) return PythonError("fsdp_pre_all_gather");
+  std::vector<at::Tensor> tensors = made ? Tensors(made.get()) : std::vector<at::Tensor>();
+  if (PyErr_Occurred() != nullptr) return std::unexpected(PythonError("fsdp_pre_all_gather").error());
+  return tensors;
+}
+
+Result<Evaluation::Extended> Extensions::Inputs(UnitId unit) const {
+  Evaluation::Extended extended{.others = others_[unit], .allocated = allocated_[unit]};
+  for (const auto& [parameter, extension] : of_unit_[unit]) {
+    Result<std::vector<at::Tensor>> inputs = InputsOf(extension);
+    if (!inputs) return std::unexpected(inputs.error());
+    extended.inputs[parameter] = std::move(*inputs);
+  }
+  return extended;
+}
+
+Status Extensions::FillInput(const Extension& extension, const at::Tensor& part) {
+  const Result<std::vector<at::Tensor>> tensors = InputsOf(extension);
+  if (!tensors) return std::unexpected(tensors.error());
   const at::Tensor bytes = AsBytes(part);
   std::int64_t offset = 0;
-  for (const at::Tensor& tensor : tensors) {
+  for (const at::Tensor& tensor : *tensors) {
     const at::Tensor source = AsBytes(tensor);
     bytes.narrow(0, offset, source.numel()).copy_(source, true);
     offset += source.numel();

@@ -153,14 +153,16 @@ void Runtime::UnshardOffPlan(UnitId unit, bool full_precision) {
   if (units_[unit].unsharded) return;
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Result<Evaluation::Extended> extended = Evaluation::Extended();
   if (extensions_.Has(unit)) {
-    throw std::runtime_error(
-        fmt::format("shardplan: {} has parameters with an all-gather extension: it can be gathered where the "
-                    "plan does so, and in no forward beside it",
-                    plan_->units[unit].fqn));
+    OrThrow(device_->RunOn(0, [&] {
+      const InsideUserCode guards;
+      extended = extensions_.Inputs(unit);
+    }));
+    if (!extended) Throw(extended.error());
   }
   OrThrow(ShardedParametersRead(unit));
-  OrThrow(evaluation_->Unshard(unit, full_precision));
+  OrThrow(evaluation_->Unshard(unit, full_precision, *extended));
   OrThrow(BindUnsharded(unit, -1));
   units_[unit].off_plan = true;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import traceback
+import warnings
 
 import torch
 import torch.nn as nn
@@ -14,6 +15,7 @@ from equivalence import (
     PlanCalls,
     Trainer,
     compare_training,
+    largest_difference,
     make_mesh,
     make_model,
     whole,
@@ -203,20 +205,39 @@ def compare(of: Case, prepare, plan: str) -> tuple[float, str]:
 
 
 def refusals(plan: str) -> list[str]:
-    """What apply and a forward beside the plan say."""
+    """What apply and a forward say."""
     import shardplan.torch as sp
 
     said = []
-    for model in (make_model(CASES[0]), extend(make_model(CASES[0]), Float8), extend(make_model(CASES[0]), Bfloat16)):
+    for model in (make_model(CASES[0]), extend(make_model(CASES[0]), Float8)):
         try:
-            applied = sp.apply(model, plan)
-            if isinstance(inner(applied.layers[0].up.weight), torch.Tensor):
-                with torch.set_grad_enabled(model.layers[0].up.weight.to_local().__class__ is not Bfloat16):
-                    applied(torch.zeros(2, 7))
+            sp.apply(model, plan)(torch.zeros(2, 7))
             said.append("")
         except RuntimeError as error:
             said.append(str(error))
     return said
+
+
+def beside_the_plan(of: Case, prepare, plan: str) -> tuple[float, str]:
+    """Evaluation between steps, and steps that leave the plan, with other parts of the model from some step on."""
+    import shardplan.torch as sp
+
+    mesh = make_mesh(of)
+    ours = sp.apply(prepare(make_model(of)), plan, mesh, on_deviation="replan")
+    theirs = with_fsdp2(of, prepare(make_model(of)), mesh)
+    trainers = PlainTrainer(of, ours, PlanCalls(ours)), PlainTrainer(of, theirs, Fsdp2Calls(theirs))
+    worst = (0.0, "")
+    for step in range(5):
+        seen = []
+        for trainer in trainers:
+            trainer.model.unused = (1,) if 2 <= step < 4 else ()
+            with torch.no_grad():
+                before = trainer.model(torch.full((2, 7), 0.5))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                seen.append({"evaluation": before, **trainer.step(step)})
+        worst = max(worst, largest_difference(*seen))
+    return worst
 
 
 def run_all(plans: dict[str, str]) -> dict[str, object]:
@@ -228,5 +249,10 @@ def run_all(plans: dict[str, str]) -> dict[str, object]:
             results[name] = compare(of, prepare, plans[name])
         except Exception as error:
             results[name] = (float("inf"), f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    for name in ("bfloat16_uneven", "float8"):
+        try:
+            results[f"{name} beside the plan"] = beside_the_plan(*prepared[name], plans[name])
+        except Exception as error:
+            results[f"{name} beside the plan"] = (float("inf"), f"{error}\n{traceback.format_exc()}")
     results["refusals"] = refusals(plans[CASES[0].name])
     return results

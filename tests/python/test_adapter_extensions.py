@@ -33,8 +33,9 @@ def outcomes(tmp_path_factory):
     plans = make_plans(extended, folder / "plans", build_folder())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
+        patch.setenv("PATH", str(build_folder() / "bin"), prepend=":")
         plans |= make_mixed_plans(folder / "mixed")
-    return run_on_ranks(2, folder / "ranks", adapter_extensions.run_all, plans)
+        return run_on_ranks(2, folder / "ranks", adapter_extensions.run_all, plans)
 
 
 def results(outcomes, name: str) -> list:
@@ -49,8 +50,13 @@ def test_equals_fsdp2(outcomes, case):
         assert difference == 0.0, f"rank {rank}: {difference:.1e} {where}"
 
 
+@pytest.mark.parametrize("name", ["bfloat16_uneven", "float8"])
+def test_beside_the_plan(outcomes, name):
+    for rank, (difference, where) in enumerate(results(outcomes, f"{name} beside the plan")):
+        assert difference == 0.0, f"rank {rank}: {difference:.1e} {where}"
+
+
 def test_what_is_not_the_plans_is_refused(outcomes):
-    for plain, another, evaluated in results(outcomes, "refusals"):
+    for plain, another in results(outcomes, "refusals"):
         assert "parameter layers.0.up.weight of layers.0: all-gather extension expected True, found False" in plain
         assert "parameter layers.0.up.weight: fsdp_pre_all_gather is planned to give [('bfloat16', " in another
-        assert "layers.0 has parameters with an all-gather extension" in evaluated

@@ -208,9 +208,6 @@ class Applied:
         self.settings[(method, *arguments)] = value
 
     def fall_back_on_deviation(self) -> None:
-        for unit in self.plan.units:
-            if any(parameter.gathered for parameter in unit.parameters):
-                raise PlanError('on_deviation="replan" is for units without all-gather extensions')
         applied = weakref.ref(self)  # the runtime is the model's, through its hooks
 
         def on_step_end() -> None:
