@@ -156,6 +156,11 @@ class _Trace:
 
     def document(self, names: dict[str, str], model: str) -> dict:
         parameters = self.parameters()
+        covered = {forward for backward in self._backwards for forward in backward["forwards"]}
+        for number, forward in enumerate(self._forwards):
+            if number not in covered and any(unit.flat for unit in self._plan.units):  # a forward under no_grad
+                for tensor in forward["tensors"]:
+                    tensor["requires_grad"] = False
         return {
             "schema": "shardplan.trace/1",
             "model": model,
