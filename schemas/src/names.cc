@@ -49,6 +49,19 @@ std::string_view Name(TriggerKind kind) { return EnumName(kind); }
 std::string_view Name(BufferRole role) { return EnumName(role); }
 std::string_view Name(StorageRole role) { return EnumName(role); }
 
+bool Divides(const Communicator& communicator, std::int64_t ranks) {
+  std::vector<CommunicatorDim> dims = communicator.dims;
+  if (dims.empty()) dims.push_back({communicator.size, communicator.stride});
+  std::int64_t rest = communicator.size;
+  for (const auto& [size, stride] : dims) {
+    // No product: what a broken plan says may be too large for one.
+    if (size < 1 || stride < 1 || ranks % size != 0 || ranks / size % stride != 0 || rest % size != 0)
+      return false;
+    rest /= size;
+  }
+  return rest == 1 && dims.back().stride == communicator.stride;
+}
+
 Bytes SizeBytes(const Buffer& buffer) {
   Bytes sum;
   for (const Bytes part : buffer.parts_bytes) sum += part;

@@ -12,15 +12,6 @@
 namespace shardplan {
 namespace {
 
-// Every digit of the groups is there on all ranks.
-bool Divides(const Communicator& c, std::int64_t ranks) {
-  const auto divides = [&](std::int64_t size, std::int64_t stride) {
-    return size >= 1 && stride >= 1 && ranks % (size * stride) == 0;
-  };
-  if (c.dims.empty()) return divides(c.size, c.stride);
-  return std::ranges::all_of(c.dims, [&](const CommunicatorDim& d) { return divides(d.size, d.stride); });
-}
-
 bool Exists(const Plan& plan, verifier::Position at) {
   if (at.step < 0 || at.step >= std::ssize(plan.steps)) return false;
   const std::vector<Trigger>& triggers = plan.steps[at.step].triggers;
@@ -62,18 +53,6 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
                             fmt::format("rank {}: the plan is for {} ranks, but there are {}", rank,
                                         plan.world_size, plans_by_rank.size()),
                             {}});
-      interpretable = false;
-    }
-    for (const Communicator& c : plan.communicators) {
-      if (Divides(c, plan.world_size)) continue;
-      violations.push_back(
-          {Rule::kReference,
-           -1,
-           -1,
-           -1,
-           fmt::format("rank {}: communicator {} (size {}, stride {}) does not divide {} ranks", rank, c.name,
-                       c.size, c.stride, plan.world_size),
-           {}});
       interpretable = false;
     }
     const auto same = std::find(plans_by_rank.begin(), plans_by_rank.begin() + rank, plan);

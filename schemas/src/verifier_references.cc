@@ -223,14 +223,9 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
     reporter.Add(Rule::kReference, {}, subject++, std::move(message));
   };
   for (const Communicator& c : plan.communicators) {
-    if (c.size < 1 || c.stride < 1)
-      fail(fmt::format("communicator {} has size {}, stride {}", c.name, c.size, c.stride));
-    std::int64_t product = 1;
-    for (const CommunicatorDim& dim : c.dims) product *= dim.size;
-    if (!c.dims.empty() && (product != c.size || c.dims.back().stride != c.stride)) {
-      fail(fmt::format("communicator {} has dims that do not make size {}, stride {}", c.name, c.size,
-                       c.stride));
-    }
+    if (Divides(c, plan.world_size)) continue;
+    fail(fmt::format("communicator {} (size {}, stride {}) does not divide {} ranks", c.name, c.size,
+                     c.stride, plan.world_size));
   }
   for (const Unit& unit : plan.units) {
     for (const CommunicatorId c :

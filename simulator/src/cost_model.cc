@@ -177,7 +177,7 @@ GroupPlacement PlaceGroup(const Cluster& cluster, std::int64_t ranks, std::int64
   const std::int64_t node = std::max<std::int64_t>(1, std::min(cluster.ranks_per_node, cluster.ranks));
   stride = std::max<std::int64_t>(1, stride);
   place.ranks_in_node = std::clamp<std::int64_t>(node / stride, 1, ranks);
-  place.nodes = (ranks + place.ranks_in_node - 1) / place.ranks_in_node;
+  place.nodes = 1 + (ranks - 1) / place.ranks_in_node;
   place.concurrent_groups = std::max<std::int64_t>(1, node / place.ranks_in_node);
   return place;
 }

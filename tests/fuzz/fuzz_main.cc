@@ -1,5 +1,6 @@
 // Runs the fuzz targets without libFuzzer: good documents, changed at random, as many as asked for.
-//   fuzz_documents TARGET SEED ITERATIONS     TARGET: trace, cluster, strategy, plan, report, plan_text
+//   fuzz_documents TARGET SEED ITERATIONS     TARGET: trace, cluster, strategy, plan, report, plan_text,
+//                                             simulate, replay, allocator_log
 //   fuzz_documents TARGET FILE                one file, as a failure left it
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +17,37 @@
 namespace shardplan::test {
 namespace {
 
+constexpr char kAllocatorLog[] = R"({
+"about": "small", "allocator_settings": {"expandable_segments": false, "max_split_size": -1},
+"columns": {"initial_segments": ["address", "bytes", "stream", "pool", ["blocks"]], "events": ["action", "address", "bytes"]},
+"initial_segments": [
+[0, 20971520, 0, "large", [[0, 3000000, 3000320]]],
+[20971520, 2097152, 0, "small", []]],
+"events": [
+["alloc", 3000320, 2000000],
+["free", 0, 3000000],
+["snapshot", 0, 0],
+["segment_alloc", 41943040, 31457280],
+["alloc", 41943040, 31457280],
+["segment_free", 20971520, 2097152]],
+"final_reserved_bytes": 52428800})";
+
+constexpr char kExpandableLog[] = R"({
+"about": "small", "device_total_bytes": 1073741824,
+"allocator_settings": {"PYTORCH_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.6,max_split_size_mb:64"},
+"columns": {"initial_segments": ["address", "bytes", "stream", "pool", ["blocks"], "is_expandable"],
+            "events": ["action", "address", "bytes", "stream"]},
+"initial_segments": [],
+"events": [
+["segment_map", 1099511627776, 20971520, 0],
+["alloc", 1099511627776, 6782349, 0],
+["segment_map", 1100727975936, 2097152, 1],
+["alloc", 1100727975936, 259516, 1],
+["free_requested", 1099511627776, 6782349, 0],
+["free_completed", 1099511627776, 6782349, 0],
+["oom", 0, 6782349000, 0],
+["segment_unmap", 1099511627776, 20971520, 0]]})";
+
 std::vector<std::string> Seeds(std::string_view target) {
   std::vector<std::string> seeds;
   for (std::uint64_t seed = 0; seed < 12; ++seed) {
@@ -26,15 +58,21 @@ std::vector<std::string> Seeds(std::string_view target) {
     if (target == "plan") seeds.push_back(ToJson(RandomPlan(seed)));
     if (target == "plan_text") seeds.push_back(PlanText(RandomPlan(seed)));
   }
-  const Plan plan = Fsdp2LikePlan({.units = 2});
-  if (target == "plan") seeds.push_back(ToJson(plan));
-  if (target == "plan_text") seeds.push_back(PlanText(plan));
+  const std::vector<Plan> plans = {
+      Fsdp2LikePlan({.units = 2}), Fsdp2LikePlan({.replicas = 2, .mixed_precision = true}),
+      Fsdp1LikePlan({.units = 2}), Fsdp1LikePlan({.mixed_precision = true, .offload = true})};
+  for (const Plan& plan : plans) {
+    if (target == "plan" || target == "simulate" || target == "replay") seeds.push_back(ToJson(plan));
+    if (target == "plan_text") seeds.push_back(PlanText(plan));
+  }
+  if (target == "allocator_log") seeds = {kAllocatorLog, kExpandableLog};
   return seeds;
 }
 
 class Mutator {
  public:
-  explicit Mutator(std::uint64_t seed) : engine_(seed) {}
+  // `keeps_form`: numbers and lines only, for what begins behind the reader.
+  Mutator(std::uint64_t seed, bool keeps_form) : engine_(seed), keeps_form_(keeps_form) {}
 
   std::size_t Below(std::size_t limit) { return limit == 0 ? 0 : engine_() % limit; }
 
@@ -49,7 +87,7 @@ class Mutator {
   void Change(std::string& text, const std::vector<std::string>& seeds) {
     const std::size_t at = Below(text.size());
     const std::size_t length = std::min(1 + Below(1 + Below(64)), text.size() - at);
-    switch (Below(8)) {
+    switch (keeps_form_ ? 5 + Below(2) : Below(8)) {
       case 0:
         if (!text.empty()) text[at] = static_cast<char>(Below(256));
         break;
@@ -101,11 +139,12 @@ class Mutator {
   static constexpr std::array<const char*, 10> kNumbers = {
       "0", "1", "2", "3", "7", "9007199254740992", "2147483647", "9223372036854775807", "-1", "1e999"};
   std::mt19937_64 engine_;
+  const bool keeps_form_;
 };
 
 int Run(const FuzzTarget& target, std::uint64_t seed, long iterations) {
   const std::vector<std::string> seeds = Seeds(target.name);
-  Mutator mutator(seed);
+  Mutator mutator(seed, target.name == "simulate" || target.name == "replay");
   const std::string file = "fuzz_" + std::string(target.name) + ".failed";
   for (const std::string& text : seeds) target.run(text);
   for (long i = 0; i < iterations; ++i) {

@@ -2,10 +2,16 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
+#include <vector>
 
+#include "shardplan/executor/engine.h"
+#include "shardplan/executor/virtual_backend.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
+#include "shardplan/simulator/allocator_replay.h"
+#include "shardplan/simulator/simulate.h"
 
 namespace shardplan::test {
 namespace {
@@ -45,6 +51,20 @@ void CheckPlan(const Plan& plan) {
     Require(!Explain(plan, violation).empty(), "violations are explained");
 }
 
+// Real memory on every rank of the virtual machine.
+bool IsSmall(const Plan& plan) {
+  constexpr std::int64_t kMost = 1 << 20;
+  if (plan.world_size > 8) return false;
+  std::int64_t bytes = 0;
+  for (const Buffer& buffer : plan.buffers) {
+    for (const Bytes part : buffer.parts_bytes) {
+      if (part.value > kMost) return false;
+      bytes += part.value;
+    }
+  }
+  return bytes <= kMost;
+}
+
 }  // namespace
 
 void FuzzTrace(std::string_view bytes) { Check(bytes, ParseTrace); }
@@ -63,6 +83,36 @@ void FuzzPlanText(std::string_view bytes) {
     CheckError(plan.error());
     Require(plan.error().pointer.starts_with("line "), "an error names the line");
   }
+}
+
+void FuzzSimulate(std::string_view bytes) {
+  const Result<Plan> plan = ParsePlan(bytes);
+  if (!plan) return;
+  const Result<Simulation> simulation = Simulate(*plan);
+  if (!simulation) Require(!simulation.error().message.empty(), "an error has a message");
+}
+
+void FuzzReplay(std::string_view bytes) {
+  const Result<Plan> plan = ParsePlan(bytes);
+  if (!plan || !IsSmall(*plan)) return;
+  const auto machine = executor::VirtualMachine::Create(*plan, /*seed=*/1);
+  std::vector<std::unique_ptr<executor::Engine>> engines;
+  std::vector<executor::Engine*> pointers;
+  for (std::int64_t rank = 0; rank < plan->world_size; ++rank) {
+    auto engine = executor::Engine::Create(*plan, rank, machine->device(rank), machine->collectives(rank));
+    if (!engine) return Require(!engine.error().message.empty(), "an error has a message");
+    pointers.push_back(engines.emplace_back(std::move(*engine)).get());
+  }
+  const Status status = executor::ReplayOnVirtual(*machine, pointers, /*steps=*/2);
+  if (!status) Require(!status.error().message.empty(), "an error has a message");
+}
+
+void FuzzAllocatorLog(std::string_view bytes) {
+  const Result<AllocatorLog> log = ParseAllocatorLog(bytes);
+  if (!log) return CheckError(log.error());
+  const Result<AllocatorReplay> replay = ReplayAllocatorLog(*log);
+  if (!replay) return CheckError(replay.error());
+  Require(!ReplayText(*log, *replay).empty() && !ReplayJson(*log, *replay).empty(), "a replay is told");
 }
 
 }  // namespace shardplan::test

@@ -1,5 +1,6 @@
 // What must hold for any bytes at all: the readers answer with a value or an error, never crash, and a value
-// that they give is written and read back unchanged. Each target aborts where that is not so.
+// that they give is written and read back unchanged. What takes a document does its work or answers with an
+// error. Each target aborts where that is not so.
 #pragma once
 
 #include <array>
@@ -15,16 +16,25 @@ void FuzzStrategy(std::string_view bytes);
 void FuzzPlan(std::string_view bytes);
 void FuzzReport(std::string_view bytes);
 void FuzzPlanText(std::string_view bytes);
+// Simulates whatever plan is read: it need not be a good one.
+void FuzzSimulate(std::string_view bytes);
+// Replays it on all ranks of the virtual machine, unless that takes much memory.
+void FuzzReplay(std::string_view bytes);
+// A log of the caching allocator, read and replayed.
+void FuzzAllocatorLog(std::string_view bytes);
 
 struct FuzzTarget {
   std::string_view name;
   void (*run)(std::string_view bytes);
 };
-inline constexpr std::array<FuzzTarget, 6> kFuzzTargets = {{{"trace", FuzzTrace},
+inline constexpr std::array<FuzzTarget, 9> kFuzzTargets = {{{"trace", FuzzTrace},
                                                             {"cluster", FuzzCluster},
                                                             {"strategy", FuzzStrategy},
                                                             {"plan", FuzzPlan},
                                                             {"report", FuzzReport},
-                                                            {"plan_text", FuzzPlanText}}};
+                                                            {"plan_text", FuzzPlanText},
+                                                            {"simulate", FuzzSimulate},
+                                                            {"replay", FuzzReplay},
+                                                            {"allocator_log", FuzzAllocatorLog}}};
 
 }  // namespace shardplan::test

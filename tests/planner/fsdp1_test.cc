@@ -7,6 +7,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
+#include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {
@@ -19,23 +20,13 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::LayeredTrace;
 using ::testing::Not;
+using testing::Planned;
+using testing::UnitNames;
 
 Strategy Flat() {
   Strategy strategy;
   strategy.policy = "fsdp1";
   return strategy;
-}
-
-std::vector<std::string> UnitNames(const Plan& plan) {
-  std::vector<std::string> names;
-  for (const Unit& unit : plan.units) names.push_back(unit.fqn);
-  return names;
-}
-
-Plan Planned(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
-  Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(ranks));
-  EXPECT_TRUE(planned) << ToString(planned.error());
-  return planned ? planned->plan : Plan{};
 }
 
 std::vector<const Instruction*> Instructions(const Plan& plan, InstructionKind kind) {

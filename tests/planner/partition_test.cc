@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "shardplan/planner/planner.h"
+#include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {
@@ -12,8 +13,10 @@ using testing::ClusterOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::LayeredTrace;
+using testing::Planned;
 using testing::TraceOf;
 using testing::TreeModule;
+using testing::UnitNames;
 
 // Two blocks, each an attention and an mlp; the mlp holds a parameter of its own in front of its children.
 Trace Nested() {
@@ -35,39 +38,27 @@ Trace Nested() {
                                {.name = "head", .class_name = "Linear", .parameters = {{11, 2}}}}});
 }
 
-std::vector<std::string> UnitNames(const Plan& plan) {
-  std::vector<std::string> names;
-  for (const Unit& unit : plan.units) names.push_back(unit.fqn);
-  return names;
-}
-
 std::vector<std::string> ParameterNames(const Unit& unit) {
   std::vector<std::string> names;
   for (const UnitParameter& parameter : unit.parameters) names.push_back(parameter.fqn);
   return names;
 }
 
-Plan MustPlan(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
-  Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(ranks));
-  if (!planned) ADD_FAILURE() << ToString(planned.error());
-  return planned ? planned->plan : Plan{};
-}
-
 TEST(PartitionTest, DefaultIsOneUnitPerBlockAndTheRoot) {
-  EXPECT_THAT(UnitNames(MustPlan(Nested(), {})), ElementsAre("", "blocks.0", "blocks.1"));
+  EXPECT_THAT(UnitNames(Planned(Nested(), {})), ElementsAre("", "blocks.0", "blocks.1"));
 }
 
 TEST(PartitionTest, PatternsClassesAndNestedUnits) {
   EXPECT_THAT(
-      UnitNames(MustPlan(Nested(), {.units = {{.modules = {"class:Attention"}}, {.modules = {"blocks.*"}}}})),
+      UnitNames(Planned(Nested(), {.units = {{.modules = {"class:Attention"}}, {.modules = {"blocks.*"}}}})),
       ElementsAre("", "blocks.0", "blocks.0.attn", "blocks.1", "blocks.1.attn"));
-  EXPECT_THAT(UnitNames(MustPlan(Nested(), {.units = {{.modules = {"blocks.?.mlp", "head"}}}})),
+  EXPECT_THAT(UnitNames(Planned(Nested(), {.units = {{.modules = {"blocks.?.mlp", "head"}}}})),
               ElementsAre("", "blocks.0.mlp", "blocks.1.mlp", "head"));
 }
 
 TEST(PartitionTest, GroupIsOneUnit) {
   const Plan plan =
-      MustPlan(LayeredTrace(3, 4, 4), {.units = {{.modules = {"layers.1", "layers.2"}, .group = true}}});
+      Planned(LayeredTrace(3, 4, 4), {.units = {{.modules = {"layers.1", "layers.2"}, .group = true}}});
   EXPECT_THAT(UnitNames(plan), ElementsAre("", "layers.1,layers.2"));
   EXPECT_THAT(plan.units[1].modules, ElementsAre("layers.1", "layers.2"));
   EXPECT_EQ(plan.units[1].parameters.size(), 2u);
@@ -75,7 +66,7 @@ TEST(PartitionTest, GroupIsOneUnit) {
 
 TEST(PartitionTest, GroupDropsModulesInsideItsOthers) {
   const auto planned = [](std::vector<std::string> modules) {
-    return MustPlan(Nested(), {.units = {{.modules = std::move(modules), .group = true}}});
+    return Planned(Nested(), {.units = {{.modules = std::move(modules), .group = true}}});
   };
   const Plan nested = planned({"blocks.0.mlp.up", "blocks.0", "blocks.1.attn"});
   EXPECT_THAT(UnitNames(nested), ElementsAre("", "blocks.0,blocks.1.attn"));
@@ -86,11 +77,11 @@ TEST(PartitionTest, GroupDropsModulesInsideItsOthers) {
 
 TEST(PartitionTest, ParameterOrderIsChildrenFirstInFsdp2AndTreeOrderInFsdp1) {
   const Strategy fsdp2{.units = {{.modules = {"blocks.0"}}}};
-  EXPECT_THAT(ParameterNames(MustPlan(Nested(), fsdp2).units[1]),
+  EXPECT_THAT(ParameterNames(Planned(Nested(), fsdp2).units[1]),
               ElementsAre("blocks.0.attn.weight0", "blocks.0.mlp.up.weight0", "blocks.0.mlp.down.weight0",
                           "blocks.0.mlp.weight0"));
   const Strategy fsdp1{.policy = "fsdp1", .units = {{.modules = {"blocks.0"}}}};
-  EXPECT_THAT(ParameterNames(MustPlan(Nested(), fsdp1).units[1]),
+  EXPECT_THAT(ParameterNames(Planned(Nested(), fsdp1).units[1]),
               ElementsAre("blocks.0.attn.weight0", "blocks.0.mlp.weight0", "blocks.0.mlp.up.weight0",
                           "blocks.0.mlp.down.weight0"));
 }
@@ -102,7 +93,7 @@ TEST(PartitionTest, TiedParameterCountsOnceInItsUnit) {
   ASSERT_EQ(head.fqn, "head");
   head.parameters[0].parameter = 0;
   trace.parameters[0].shared_with = {"head.weight0"};
-  const Plan plan = MustPlan(trace, {});
+  const Plan plan = Planned(trace, {});
   EXPECT_THAT(ParameterNames(plan.units[0]), ElementsAre("embed.weight0"));
   EXPECT_THAT(plan.units[0].parameters[0].shared_with, ElementsAre("head.weight0"));
 }
@@ -121,7 +112,7 @@ TEST(PartitionTest, OriginalParametersOfFsdp1AreInOneUnit) {
 }
 
 TEST(PartitionTest, UnevenRowsArePaddedOnEveryRank) {
-  const Plan plan = MustPlan(Nested(), {.units = {{.modules = {"blocks.0.mlp.up"}}}}, 4);
+  const Plan plan = Planned(Nested(), {.units = {{.modules = {"blocks.0.mlp.up"}}}}, 4);
   for (const Buffer& buffer : plan.buffers) {
     if (buffer.unit != 1) continue;
     std::int64_t expected = SizeBytes(buffer).value;

@@ -8,6 +8,7 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
+#include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {
@@ -17,12 +18,7 @@ using testing::ClusterOf;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using testing::LayeredTrace;
-
-Plan MustPlan(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 4) {
-  Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(ranks));
-  if (!planned) ADD_FAILURE() << ToString(planned.error());
-  return planned ? planned->plan : Plan{};
-}
+using testing::Planned;
 
 // "trigger unit: collectives" of the steady step.
 std::vector<std::string> Collectives(const Plan& plan) {
@@ -43,7 +39,7 @@ std::vector<std::string> Collectives(const Plan& plan) {
 }
 
 TEST(Fsdp2StructureTest, DefaultGathersOnDemandForwardAndOneAheadBackward) {
-  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), {});
+  const Plan plan = Planned(LayeredTrace(3, 8, 8), {}, 4);
   EXPECT_THAT(
       Collectives(plan),
       ElementsAre(
@@ -55,7 +51,7 @@ TEST(Fsdp2StructureTest, DefaultGathersOnDemandForwardAndOneAheadBackward) {
 }
 
 TEST(Fsdp2StructureTest, RootWithParametersStaysGatheredAndPrefetchesTheLastBlock) {
-  const Plan plan = MustPlan(LayeredTrace(2, 8, 8, 16), {});
+  const Plan plan = Planned(LayeredTrace(2, 8, 8, 16), {}, 4);
   EXPECT_THAT(
       Collectives(plan),
       ElementsAre("pre_forward : all_gather ", "pre_forward layers.0: all_gather layers.0",
@@ -66,7 +62,7 @@ TEST(Fsdp2StructureTest, RootWithParametersStaysGatheredAndPrefetchesTheLastBloc
 }
 
 TEST(Fsdp2StructureTest, NoReshardSavesTheBackwardGathers) {
-  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), {.reshard_after_forward = false});
+  const Plan plan = Planned(LayeredTrace(3, 8, 8), {.reshard_after_forward = false}, 4);
   int gathers = 0;
   for (const std::string& line : Collectives(plan)) gathers += line.find("all_gather") != std::string::npos;
   EXPECT_EQ(gathers, 3);
@@ -79,7 +75,7 @@ TEST(Fsdp2StructureTest, TheLastGradientOfAUnitLivesUntilItsReductionIsIssued) {
   const Strategy strategy{.units = {{.modules = {"one"}}, {.modules = {"two"}}},
                           .mixed_precision = MixedPrecision{.reduce_dtype = DType::kBFloat16}};
   for (const std::int64_t ranks : {1, 4}) {
-    const Plan plan = MustPlan(trace, strategy, ranks);
+    const Plan plan = Planned(trace, strategy, ranks);
     std::map<std::string, std::vector<std::string>> order;
     for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
       for (const Instruction& i : trigger.instructions) {
@@ -104,7 +100,7 @@ TEST(Fsdp2StructureTest, TheLastGradientOfAUnitLivesUntilItsReductionIsIssued) {
 }
 
 TEST(Fsdp1StructureTest, DefaultLimitsTheHostAndGathersOneAheadInTheBackward) {
-  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), {.policy = "fsdp1"});
+  const Plan plan = Planned(LayeredTrace(3, 8, 8), {.policy = "fsdp1"}, 4);
   EXPECT_THAT(
       Collectives(plan),
       ElementsAre(
@@ -127,9 +123,11 @@ TEST(Fsdp1StructureTest, StepsOfAFrozenModelRepeatInTurns) {
       testing::TraceOf({.parameters = {{8, 8}},
                         .trainable = false,
                         .children = {{.name = "a", .parameters = {{8, 8}}, .trainable = false}}});
-  const Plan plan = MustPlan(trace, {.policy = "fsdp1",
-                                     .units = {{.modules = {"a"}}, {.modules = {""}}},
-                                     .fsdp1 = {.use_orig_params = true}});
+  const Plan plan = Planned(trace,
+                            {.policy = "fsdp1",
+                             .units = {{.modules = {"a"}}, {.modules = {""}}},
+                             .fsdp1 = {.use_orig_params = true}},
+                            4);
   ASSERT_EQ(std::ssize(plan.steps), plan.steady_step + 2);
   EXPECT_NE(plan.steps[plan.steady_step].triggers, plan.steps[plan.steady_step + 1].triggers);
   EXPECT_THAT(Verify(plan), IsEmpty());
@@ -139,7 +137,7 @@ TEST(Fsdp1StructureTest, StepsOfAFrozenModelRepeatInTurns) {
 TEST(StructureTest, EverythingInTheTraceIsInTheStepOnce) {
   const Trace trace = LayeredTrace(3, 8, 8, 16);
   for (const char* policy : {"fsdp2", "fsdp1"}) {
-    const Plan plan = MustPlan(trace, {.policy = policy});
+    const Plan plan = Planned(trace, {.policy = policy}, 4);
     std::map<std::string, int> made;
     for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
       for (const Instruction& i : trigger.instructions) {
@@ -171,7 +169,7 @@ TEST(StructureTest, AccumulationWithoutSyncHoldsGradientsAndReducesOnce) {
                        BackwardCall{{0}, 0},
                        ModuleCall{.method = "set_requires_gradient_sync", .value = true}, ForwardCall{1, 0},
                        BackwardCall{{1}, 0}, OptimizerStepCall{}, ZeroGradCall{}}};
-  const Plan plan = MustPlan(LayeredTrace(3, 8, 8), strategy);
+  const Plan plan = Planned(LayeredTrace(3, 8, 8), strategy, 4);
   int reductions = 0, held = 0;
   for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
     for (const Instruction& i : trigger.instructions) {

@@ -9,6 +9,9 @@
 #include <fmt/format.h>
 #include <nccl.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "shardplan/executor/cuda_backend.h"
 
 namespace shardplan::executor {
@@ -49,7 +52,9 @@ Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index, MemoryPlan
 
 CudaDevice::~CudaDevice() {
   for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
-  for (const auto& [use, left] : left_) (void)cudaEventDestroy(left.event);
+  for (const std::vector<Left>& of_buffer : left_) {
+    for (const Left& left : of_buffer) (void)cudaEventDestroy(left.event);
+  }
 }
 
 Status CudaDevice::PrepareStreams(const Plan& plan) {
@@ -58,6 +63,7 @@ Status CudaDevice::PrepareStreams(const Plan& plan) {
     streams_.push_back(s == 0 ? c10::cuda::getCurrentCUDAStream()
                               : c10::cuda::getStreamFromPool(plan.streams[s].priority < 0));
   }
+  left_.resize(plan.buffers.size());
   recorded_.resize(plan.events.size(), false);
   for (std::size_t e = 0; e < plan.events.size(); ++e) {
     cudaEvent_t event = nullptr;
@@ -106,25 +112,30 @@ at::Tensor CudaDevice::MakeArena(std::int64_t bytes) {
 }
 
 Status CudaDevice::BeforeReuse(BufferId buffer, StreamId stream) {
-  for (auto it = left_.lower_bound({buffer, -1}); it != left_.end() && it->first.first == buffer; ++it) {
-    if (!std::exchange(it->second.pending, false)) continue;
-    const cudaError_t result =
-        cudaStreamWaitEvent(streams_[std::max(stream, 0)].stream(), it->second.event, 0);
+  for (Left& left : left_[buffer]) {
+    if (!std::exchange(left.pending, false)) continue;
+    const cudaError_t result = cudaStreamWaitEvent(streams_[std::max(stream, 0)].stream(), left.event, 0);
     if (Status status = CheckCuda(result, "waiting for an event"); !status) return status;
   }
   return {};
 }
 
+Result<CudaDevice::Left*> CudaDevice::LeftOf(BufferId buffer, StreamId stream) {
+  const auto found = std::ranges::find(left_[buffer], stream, &Left::stream);
+  if (found != left_[buffer].end()) return &*found;
+  Left left = {.stream = stream};
+  const cudaError_t made = cudaEventCreateWithFlags(&left.event, cudaEventDisableTiming);
+  if (Status status = CheckCuda(made, "making an event"); !status) return std::unexpected(status.error());
+  return &left_[buffer].emplace_back(left);
+}
+
 Status CudaDevice::BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) {
   if (IsInArena(buffer)) {
     for (const StreamId stream : safe_after) {
-      Left& left = left_[{buffer, stream}];
-      if (left.event == nullptr) {
-        const cudaError_t made = cudaEventCreateWithFlags(&left.event, cudaEventDisableTiming);
-        if (Status status = CheckCuda(made, "making an event"); !status) return status;
-      }
-      left.pending = true;
-      const cudaError_t recorded = cudaEventRecord(left.event, streams_[stream].stream());
+      const Result<Left*> left = LeftOf(buffer, stream);
+      if (!left) return std::unexpected(left.error());
+      (*left)->pending = true;
+      const cudaError_t recorded = cudaEventRecord((*left)->event, streams_[stream].stream());
       if (Status status = CheckCuda(recorded, "recording an event"); !status) return status;
     }
     return {};

@@ -4,8 +4,6 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
-#include <map>
-#include <utility>
 #include <vector>
 
 #include "torch_buffers.h"
@@ -56,13 +54,15 @@ class CudaDevice final : public TorchBuffers {
   std::vector<c10::cuda::CUDAStream> streams_;
   std::vector<cudaEvent_t> events_;
   std::vector<bool> recorded_;
-  // What streams did with memory of the arena that was freed since and not given to anybody.
+  // What a stream did with memory of the arena that was freed since and not given to anybody.
   struct Left {
+    StreamId stream = 0;
     cudaEvent_t event = nullptr;
     bool pending = false;
   };
-  std::map<std::pair<BufferId, StreamId>, Left> left_;
-  std::vector<Split> splits_;  // by copy
+  Result<Left*> LeftOf(BufferId buffer, StreamId stream);
+  std::vector<std::vector<Left>> left_;  // by buffer
+  std::vector<Split> splits_;            // by copy
 };
 
 // kEnvironment with CUDA's words, unless `result` is success.

@@ -283,4 +283,8 @@ std::string_view Name(StorageRole role);
 Bytes SizeBytes(const Buffer& buffer);
 Bytes RoundedSizeBytes(const Buffer& buffer, Bytes granularity_bytes);
 
+// Whether the communicator's groups are all there on so many ranks: its dims, where it has them, make its
+// size and end with its stride, and every digit divides the ranks.
+bool Divides(const Communicator& communicator, std::int64_t ranks);
+
 }  // namespace shardplan
