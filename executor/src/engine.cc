@@ -420,14 +420,7 @@ Result<std::unique_ptr<Engine>> Engine::Create(const Plan& plan, std::int64_t ra
     error.expected = fmt::format("0 to {}", plan.world_size - 1);
     return std::unexpected(std::move(error));
   }
-  for (std::size_t c = 0; c < plan.communicators.size(); ++c) {
-    const Communicator& communicator = plan.communicators[c];
-    if (Divides(communicator, plan.world_size)) continue;
-    return MakeInputError(
-        fmt::format("/communicators/{}", c), "the communicator is no division of the plan's ranks",
-        fmt::format("{} with size {}, stride {}", communicator.name, communicator.size, communicator.stride),
-        fmt::format("{} ranks divided", plan.world_size));
-  }
+  if (Status status = CheckCommunicators(plan); !status) return std::unexpected(std::move(status.error()));
   if (plan.steps.empty() || plan.steady_step < 0 || plan.steady_step >= std::ssize(plan.steps)) {
     return MakeInputError("/steady_step", "the plan has no step to repeat", std::to_string(plan.steady_step));
   }

@@ -13,6 +13,7 @@ namespace shardplan::executor {
 Result<std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>> MakeGlooGroups(const Plan& plan,
                                                                            std::int64_t rank,
                                                                            const GlooOptions& options) {
+  if (Status status = CheckCommunicators(plan); !status) return std::unexpected(std::move(status.error()));
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(plan.communicators.size());
   try {
     for (std::size_t c = 0; c < plan.communicators.size(); ++c) {

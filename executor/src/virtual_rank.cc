@@ -23,9 +23,6 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
     for (Block* block : instance->blocks) std::fill_n(block->data.get(), block->bytes, std::byte{0});
     SetMemory(static_cast<BufferId>(b), std::move(instance));
   }
-  for (const Communicator& communicator : plan.communicators) {
-    groups_.push_back({GroupOf(communicator, rank).front(), RankInGroup(communicator, rank)});
-  }
 }
 
 void VirtualRank::SetMemory(BufferId buffer, std::shared_ptr<Instance> instance) {
@@ -35,7 +32,12 @@ void VirtualRank::SetMemory(BufferId buffer, std::shared_ptr<Instance> instance)
 }
 
 Status VirtualRank::Prepare(const Plan&) { return {}; }
-Status VirtualRank::Prepare(const Plan&, std::int64_t) { return {}; }
+Status VirtualRank::Prepare(const Plan& plan, std::int64_t rank) {
+  for (const Communicator& communicator : plan.communicators) {
+    groups_.push_back({GroupOf(communicator, rank).front(), RankInGroup(communicator, rank)});
+  }
+  return {};
+}
 
 Result<CopyId> VirtualRank::PrepareCopy(CopySpec spec) {
   copies_.push_back(std::make_unique<CopySpec>(std::move(spec)));

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
@@ -62,29 +61,13 @@ class Collectives {
   virtual void Abort(const std::string& reason) = 0;
 };
 
+// kBadInput with a pointer into the plan: a communicator whose groups are not all there on the plan's ranks.
+// What follows is of communicators that passed.
+Status CheckCommunicators(const Plan& plan);
+
 // Position of `rank` in its group, and the group's ranks in that order: those that differ from it only in the
 // digit (rank / stride) mod size, or in the digits of `dims`.
-inline std::int64_t RankInGroup(const Communicator& communicator, std::int64_t rank) {
-  if (communicator.dims.empty()) return rank / communicator.stride % communicator.size;
-  std::int64_t position = 0;
-  for (const CommunicatorDim& dim : communicator.dims) {
-    position = position * dim.size + rank / dim.stride % dim.size;
-  }
-  return position;
-}
-inline std::vector<std::int64_t> GroupOf(const Communicator& communicator, std::int64_t rank) {
-  std::vector<CommunicatorDim> dims = communicator.dims;
-  if (dims.empty()) dims.push_back({communicator.size, communicator.stride});
-  for (const CommunicatorDim& dim : dims) rank -= rank / dim.stride % dim.size * dim.stride;
-  std::vector<std::int64_t> ranks = {rank};
-  for (const CommunicatorDim& dim : dims) {
-    std::vector<std::int64_t> longer;
-    for (const std::int64_t first : ranks) {
-      for (std::int64_t i = 0; i < dim.size; ++i) longer.push_back(first + i * dim.stride);
-    }
-    ranks = std::move(longer);
-  }
-  return ranks;
-}
+std::int64_t RankInGroup(const Communicator& communicator, std::int64_t rank);
+std::vector<std::int64_t> GroupOf(const Communicator& communicator, std::int64_t rank);
 
 }  // namespace shardplan::executor

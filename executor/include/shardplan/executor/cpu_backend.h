@@ -38,7 +38,7 @@ struct GlooOptions {
 };
 // A Gloo group for each communicator of more than one rank, by CommunicatorId (for
 // ProcessGroupOptions::groups). Blocks until all members are there. kEnvironment when they do not come within
-// the timeout.
+// the timeout; kBadInput as CheckCommunicators.
 Result<std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>> MakeGlooGroups(const Plan& plan,
                                                                            std::int64_t rank,
                                                                            const GlooOptions& options);
