@@ -5,7 +5,7 @@ import pytest
 from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
-from flat_settings import BF16, IN_BACKWARD, case, no_sync
+from flat_settings import BF16, IN_BACKWARD, case, evaluating, no_sync
 
 ORIGINAL = [case("full_orig", use_orig_params=True), case("no_shard_orig", use_orig_params=True, sharding="no_shard")]
 CASES = [*ORIGINAL, case("full"), case("gpt_tied", model="gpt")]
@@ -19,6 +19,7 @@ DEVIATING = [
     case("frozen", arguments={"frozen": ["layers.0", "layers.2"]}),
     case("bf16_in_backward", use_orig_params=True, strategy_optimizer=IN_BACKWARD, mixed_precision=BF16),
     case("no_sync", program=no_sync(2), sharding="shard_grad_op"),
+    case("evaluate", **evaluating(), use_orig_params=True),
 ]
 RUNS += [("deviating", c) for c in DEVIATING]
 # Finished without the plan, a step of several micro-batches sums the same numbers with other roundings.

@@ -158,7 +158,8 @@ class _Trace:
         parameters = self.parameters()
         covered = {forward for backward in self._backwards for forward in backward["forwards"]}
         for number, forward in enumerate(self._forwards):
-            if number not in covered and any(unit.flat for unit in self._plan.units):  # a forward under no_grad
+            if number not in covered:  # it had no gradients
+                forward["grad_enabled"] = False
                 for tensor in forward["tensors"]:
                     tensor["requires_grad"] = False
         return {
