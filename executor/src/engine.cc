@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <map>
 #include <optional>
 
 #include "program.h"
@@ -40,6 +39,7 @@ class Engine::Impl {
         model_(model),
         model_runs_itself_(model != nullptr && model->RunsItself()),
         alive_(plan.buffers.size(), 0),
+        freed_parts_(plan.buffers.size()),
         filled_(plan.buffers.size(), 0),
         grads_made_(plan.buffers.size()),
         bound_(plan.units.size(), -1) {
@@ -100,10 +100,10 @@ class Engine::Impl {
   std::optional<Error> failure_;
 
   static constexpr std::uint8_t kInPart = 2;
-  std::vector<std::uint8_t> alive_;  // by buffer; kInPart: parts of it were freed
-  std::map<BufferId, std::vector<std::int32_t>> freed_parts_;
-  std::vector<std::uint8_t> filled_;                   // something was written since it was allocated
-  std::vector<std::vector<std::uint8_t>> grads_made_;  // grad_unsharded: by parameter of the unit
+  std::vector<std::uint8_t> alive_;                     // by buffer; kInPart: parts of it were freed ...
+  std::vector<std::vector<std::int32_t>> freed_parts_;  // ... these
+  std::vector<std::uint8_t> filled_;                    // something was written since it was allocated
+  std::vector<std::vector<std::uint8_t>> grads_made_;   // grad_unsharded: by parameter of the unit
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };
@@ -212,7 +212,7 @@ Status Engine::Impl::NotAlive(BufferId buffer) const {
 // A copy may use what is left of a buffer of which parts were freed.
 Status Engine::Impl::RequireReadable(const Op& op) const {
   if (alive_[op.src] != kInPart || op.code != OpCode::kCopy) return RequireAlive(op.src);
-  const std::vector<std::int32_t>& freed = freed_parts_.at(op.src);
+  const std::vector<std::int32_t>& freed = freed_parts_[op.src];
   const bool touched = std::ranges::any_of(program_.copies[op.a].runs, [&](const CopyRun& run) {
     return std::ranges::find(freed, run.src_part) != freed.end();
   });
@@ -272,10 +272,9 @@ Status Engine::Impl::RunMemory(const Op& op) {
   }
   alive_[buffer] = free.parts.empty() ? 0 : kInPart;
   if (free.parts.empty()) {
-    freed_parts_.erase(buffer);
+    freed_parts_[buffer].clear();
   } else {
-    std::vector<std::int32_t>& freed = freed_parts_[buffer];
-    freed.insert(freed.end(), free.parts.begin(), free.parts.end());
+    freed_parts_[buffer].insert(freed_parts_[buffer].end(), free.parts.begin(), free.parts.end());
   }
   filled_[buffer] = 0;
   std::ranges::fill(grads_made_[buffer], 0);
