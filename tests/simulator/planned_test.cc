@@ -79,9 +79,10 @@ Plan PlannedBlocks(std::int64_t hidden, Strategy strategy) {
 std::vector<std::int64_t> BytesAt(const Plan& plan, TriggerKind kind, UnitId unit) {
   const MemoryStream stream = MemoryStreamOf(plan, {});
   std::vector<std::int64_t> found;
+  const std::vector<Trigger>& triggers = plan.steps[0].triggers;
   for (const MemoryAction& action : stream.actions) {
-    if (action.at.step != 0 || action.at.trigger < 0) continue;
-    const Trigger& trigger = plan.steps[0].triggers[static_cast<std::size_t>(action.at.trigger)];
+    if (action.at.step != 0 || action.at.trigger < 0 || action.at.trigger >= std::ssize(triggers)) continue;
+    const Trigger& trigger = triggers[static_cast<std::size_t>(action.at.trigger)];
     if (trigger.kind != kind || trigger.unit != unit) continue;
     const MemoryBlock& block = stream.blocks[static_cast<std::size_t>(action.block)];
     const std::int64_t bytes = (block.requested_bytes.value + 511) / 512 * 512;

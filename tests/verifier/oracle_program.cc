@@ -91,6 +91,10 @@ class Reader {
     if (!parts_.contains(src)) return {src};
     const std::vector<std::int32_t>& held = plan_.buffers[i.src].parameters;
     const std::vector<std::int32_t>& wanted = plan_.buffers[i.dst].parameters;
+    if (held.size() != parts_[src].size()) {  // not one for each parameter
+      if (freed_parts_.contains(i.src)) Problem("used_without_all_parts");
+      return parts_[src];
+    }
     std::vector<int> read;
     for (std::size_t part = 0; part < held.size(); ++part) {
       if (std::ranges::find(wanted, held[part]) == wanted.end()) continue;

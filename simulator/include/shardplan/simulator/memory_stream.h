@@ -25,8 +25,8 @@ const std::vector<std::string>& MemoryCategories();
 
 // A point in the program: the instruction during which something was allocated or freed.
 struct MemoryPoint {
-  std::int32_t step = -1;         // -1: before the first step
-  std::int32_t trigger = -1;      // -1: before the first, or of the step's inputs
+  std::int32_t step = -1;     // -1: before the first step
+  std::int32_t trigger = -1;  // -1: before the first, or of the step's inputs; their number: behind the last
   std::int32_t instruction = -1;  // in the trigger
   std::int32_t entry = -1;        // of a compute: index in its segment
   bool operator==(const MemoryPoint&) const = default;
