@@ -15,7 +15,7 @@
 namespace shardplan::test {
 namespace {
 
-using Place = std::pair<std::size_t, std::size_t>;  // trigger, instruction
+using PlaceInStep = std::pair<std::size_t, std::size_t>;  // trigger, instruction
 
 bool IsCollective(InstructionKind kind) {
   return kind == InstructionKind::kAllGather || kind == InstructionKind::kReduceScatter ||
@@ -63,7 +63,7 @@ std::vector<Mutation> MutationsOf(const Plan& plan) {
   std::vector<Mutation> mutations;
   for (std::size_t s = 0; s < plan.steps.size(); ++s) {
     const std::vector<Trigger>& triggers = plan.steps[s].triggers;
-    std::map<CommunicatorId, Place> last;
+    std::map<CommunicatorId, PlaceInStep> last;
     for (std::size_t t = 0; t < triggers.size(); ++t) {
       const std::vector<Instruction>& instructions = triggers[t].instructions;
       for (std::size_t i = 0; i < instructions.size(); ++i) {
@@ -80,7 +80,7 @@ std::vector<Mutation> MutationsOf(const Plan& plan) {
         }
         if (!IsCollective(instruction.kind)) continue;
         const auto before = last.find(instruction.communicator);
-        const auto same = [&](const Place& place) {
+        const auto same = [&](const PlaceInStep& place) {
           const Instruction& other = triggers[place.first].instructions[place.second];
           return other.kind == instruction.kind && other.src == instruction.src &&
                  other.dst == instruction.dst;
