@@ -4,19 +4,19 @@
 #include <functional>
 #include <optional>
 
-#include "fsdp1_frozen.h"
-#include "fsdp1_units.h"
-#include "linearise.h"
-#include "model_index.h"
-#include "partition.h"
-#include "passed_through.h"
-#include "place_events.h"
-#include "record_order.h"
-#include "schedule_graph.h"
+#include "passes/linearise.h"
+#include "passes/passed_through.h"
+#include "passes/place_events.h"
+#include "passes/record_order.h"
+#include "passes/schedule_graph.h"
+#include "policy/fsdp1/fsdp1_frozen.h"
+#include "policy/fsdp1/fsdp1_units.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"
-#include "split_ties.h"
+#include "units/model_index.h"
+#include "units/partition.h"
+#include "units/split_ties.h"
 
 namespace shardplan {
 namespace {

@@ -7,8 +7,8 @@
 #include <array>
 #include <utility>
 
-#include "fixed_log.h"
-#include "report_builder.h"
+#include "cost/fixed_log.h"
+#include "report/report_builder.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 

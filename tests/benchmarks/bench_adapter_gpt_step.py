@@ -18,7 +18,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "python"), str(ROOT / "tools" / "python"), str(ROOT / "examples" / "train_gpt")]
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "python" / "adapter"), str(ROOT / "tools" / "python"), str(ROOT / "examples" / "train_gpt")]
 
 import make_plan  # noqa: E402
 import torch  # noqa: E402

@@ -124,7 +124,8 @@ void Run(benchmark::State& state, const Stream& stream, const AllocatorSettings&
   state.counters["times_a_plain_pass"] = model_seconds / plain_seconds;
 }
 
-const std::string kLog = std::string(SHARDPLAN_SOURCE_DIR) + "/tests/allocator/data/h100_training_step.json";
+const std::string kLog =
+    std::string(SHARDPLAN_SOURCE_DIR) + "/tests/simulator/allocator/data/h100_training_step.json";
 
 void TrainingStep(benchmark::State& state) { Run(state, FromLog(kLog), {}); }
 BENCHMARK(TrainingStep);

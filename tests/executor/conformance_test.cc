@@ -20,8 +20,8 @@
 #include "tests/executor/forked_ranks.h"
 #include "tests/executor/rank_backend.h"
 #include "tests/executor/torch_numbers.h"
-#include "tests/virtual/checked_run.h"
-#include "tests/virtual/plan_cases.h"
+#include "tests/executor/virtual/checked_run.h"
+#include "tests/executor/virtual/plan_cases.h"
 
 namespace shardplan::test {
 namespace {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "shardplan/executor/torch_device.h"
-#include "tests/virtual/number_memory.h"
+#include "tests/executor/virtual/number_memory.h"
 
 namespace shardplan::test {
 

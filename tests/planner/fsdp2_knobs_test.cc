@@ -8,7 +8,7 @@
 #include <map>
 #include <random>
 
-#include "planner/src/mesh.h"
+#include "planner/src/units/mesh.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"

@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "schemas/src/sentence_groups.h"
+#include "schemas/src/text/sentence_groups.h"
 #include "shardplan/schemas/plan_text.h"
 #include "tests/support/random_documents.h"
 #include "tests/support/small_plans.h"

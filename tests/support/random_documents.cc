@@ -6,10 +6,10 @@
 #include <set>
 #include <string>
 
-#include "schemas/src/enum_names.h"
-#include "schemas/src/field_diff.h"
-#include "schemas/src/plan_fields.h"
-#include "schemas/src/report_fields.h"
+#include "schemas/src/diff/field_diff.h"
+#include "schemas/src/documents/enum_names.h"
+#include "schemas/src/documents/plan_fields.h"
+#include "schemas/src/documents/report_fields.h"
 
 namespace shardplan::test {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda_device.h"
+#include "cuda/cuda_device.h"
 
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "torch_buffers.h"
+#include "torch/torch_buffers.h"
 
 namespace shardplan::executor {
 

@@ -12,8 +12,8 @@
 
 #include "../arrivals.h"
 #include "../watchdog.h"
-#include "cuda_device.h"
-#include "nccl_communicators.h"
+#include "cuda/cuda_device.h"
+#include "cuda/nccl_communicators.h"
 #include "shardplan/executor/cuda_backend.h"
 
 namespace shardplan::executor {

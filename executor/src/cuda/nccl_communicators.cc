@@ -1,4 +1,4 @@
-#include "nccl_communicators.h"
+#include "cuda/nccl_communicators.h"
 
 #include <c10/cuda/CUDAGuard.h>
 #include <fmt/format.h>

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_device.h"
+#include "cuda/cuda_device.h"
 #include "shardplan/executor/cuda_backend.h"
 
 namespace shardplan::executor {

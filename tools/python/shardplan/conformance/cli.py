@@ -83,9 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare_folder(arguments: argparse.Namespace) -> int:
     if (arguments.folder / "model.py").is_file():
-        from shardplan import memory_conformance
+        from shardplan.conformance import memory
 
-        return memory_conformance.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
+        return memory.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
     return subprocess.run([_comparison(arguments), arguments.folder, *arguments.cases], check=False).returncode
 
 

@@ -1,0 +1,399 @@
+#include "replay/program.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "replay/geometry.h"
+#include "shardplan/executor/layout.h"
+
+namespace shardplan::executor {
+namespace {
+
+bool IsModelMemory(BufferRole role) {
+  return role == BufferRole::kGradUnsharded || role == BufferRole::kOptimizerState ||
+         role == BufferRole::kOptimizerTemp;
+}
+
+bool IsFinalGradient(BufferRole role) {
+  return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
+}
+
+class Builder {
+ public:
+  Builder(const Plan& plan, std::int64_t rank, bool model_runs_itself)
+      : plan_(plan), rank_(rank), model_runs_itself_(model_runs_itself), geometry_(plan, rank) {}
+
+  Result<Program> Build() {
+    FindAdded();
+    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
+      program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
+      for (std::size_t t = 0; t < plan_.steps[s].triggers.size(); ++t) {
+        pointer_ = fmt::format("/steps/{}/triggers/{}", s, t);
+        if (Status status = AddTrigger(static_cast<std::int32_t>(s), static_cast<std::int32_t>(t)); !status) {
+          return std::unexpected(status.error());
+        }
+      }
+    }
+    program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
+    ResolveGradTargets();
+    FindGroups(plan_, program_);
+    return std::move(program_);
+  }
+
+ private:
+  using TargetOf = std::vector<std::vector<GradTarget>>;  // by unit and parameter
+
+  void SetTargets(BufferId id, TargetOf& targets, bool only_first) const {
+    const Buffer& buffer = plan_.buffers[id];
+    if (buffer.role != BufferRole::kGradUnsharded || buffer.unit < 0) return;
+    const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
+    const bool joined = buffer.parts_bytes.size() == 1;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      GradTarget& target = targets[buffer.unit][parameters[i]];
+      if (only_first && target.buffer >= 0) continue;
+      target = {id, joined ? 0 : static_cast<std::int32_t>(i), buffer.unit, parameters[i], false};
+    }
+  }
+
+  // A parameter's gradient may have several buffers (a step in which others of its unit get none has a buffer
+  // of its own): it goes to the one that it is taken from next.
+  void ResolveGradTargets() {
+    TargetOf targets(plan_.units.size());
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) targets[u].resize(plan_.units[u].parameters.size());
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      SetTargets(static_cast<BufferId>(b), targets, true);
+    }
+    const auto steady =
+        static_cast<std::size_t>(program_.triggers[program_.step_begin[plan_.steady_step]].first);
+    for (const std::size_t first : {steady, std::size_t{0}}) {  // what follows the end is the steady step
+      for (std::size_t o = program_.ops.size(); o-- > first;) {
+        Op& op = program_.ops[o];
+        if (op.code == OpCode::kCompute) {
+          if (first == 0) AddTargets(op, targets);
+        } else if (op.code == OpCode::kCopy || op.code == OpCode::kGradCast ||
+                   op.code == OpCode::kAccumulate || op.code == OpCode::kCollective ||
+                   op.code == OpCode::kScale) {
+          SetTargets(op.src, targets, false);
+        }
+      }
+    }
+  }
+
+  void AddTargets(Op& op, const TargetOf& targets) {
+    op.src = static_cast<BufferId>(program_.grad_targets.size());
+    std::vector<GradTarget>& of_op = program_.grad_targets.emplace_back();
+    for (const SegmentGrad& grad : plan_.segments[op.a].grads) {
+      const GradTarget& target = targets[grad.unit][grad.parameter];
+      if (target.buffer >= 0) of_op.push_back(target);
+    }
+  }
+
+  void FindAdded() {
+    for (const PlanStep& step : plan_.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          const bool adds =
+              i.kind == InstructionKind::kGradAccumulate && i.src >= 0 && i.src < std::ssize(plan_.buffers);
+          if (adds && IsFinalGradient(plan_.buffers[i.src].role)) added_to_another_.push_back(i.src);
+        }
+      }
+    }
+  }
+
+  Status AddTrigger(std::int32_t step, std::int32_t index) {
+    const Trigger& trigger = plan_.steps[step].triggers[index];
+    ProgramTrigger entry = {{trigger.kind, trigger.unit, trigger.microbatch},
+                            static_cast<std::int32_t>(program_.ops.size()),
+                            static_cast<std::int32_t>(trigger.instructions.size()),
+                            step,
+                            index};
+    program_.triggers.push_back(entry);
+    bool computed = false;
+    for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
+      const Instruction& instruction = trigger.instructions[i];
+      if (Status status = CheckReferences(instruction); !status) return Located(status.error(), i);
+      const bool is_compute = instruction.kind == InstructionKind::kCompute;
+      if (computed && !is_compute && model_runs_itself_) {
+        return Located(
+            MakeInputError("",
+                           "an instruction follows a compute instruction in its trigger: the model has "
+                           "not computed yet when it is issued")
+                .error(),
+            i);
+      }
+      computed = computed || is_compute;
+      Result<Op> op = Resolve(instruction);
+      if (!op) return Located(op.error(), i);
+      program_.ops.push_back(*op);
+    }
+    return {};
+  }
+
+  std::unexpected<Error> Located(Error error, std::size_t instruction) const {
+    if (error.pointer.empty()) error.pointer = fmt::format("{}/instructions/{}", pointer_, instruction);
+    return std::unexpected(std::move(error));
+  }
+
+  template <typename T>
+  static Status Check(std::int32_t id, const std::vector<T>& table, bool needed, const char* what) {
+    if (id < 0 && !needed) return {};
+    if (id >= 0 && id < std::ssize(table)) return {};
+    return MakeInputError("", fmt::format("there is no such {}", what), std::to_string(id),
+                          fmt::format("0 to {}", std::ssize(table) - 1));
+  }
+
+  Status CheckReferences(const Instruction& i) const {
+    using enum InstructionKind;
+    const bool moves = i.kind == kCopyIn || i.kind == kAllGather || i.kind == kCopyOut ||
+                       i.kind == kReshardPostForward || i.kind == kGradCopyIn || i.kind == kReduceScatter ||
+                       i.kind == kGradCast || i.kind == kGradAccumulate || i.kind == kCopyToHost ||
+                       i.kind == kCopyToDevice;
+    const bool collective = i.kind == kAllGather || i.kind == kReduceScatter || i.kind == kAllReduce;
+    const bool reads = moves || i.kind == kFree || i.kind == kBindUnsharded || i.kind == kBindSharded ||
+                       i.kind == kGradScale || i.kind == kAllReduce;
+    const bool event = i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
+    const bool streamed = moves || i.kind == kAllReduce || i.kind == kGradScale || i.kind == kCompute ||
+                          i.kind == kAllocate || i.kind == kRecord || i.kind == kWait;
+    for (const Status& status : {Check(i.src, plan_.buffers, reads, "buffer"),
+                                 Check(i.dst, plan_.buffers, moves || i.kind == kAllocate, "buffer"),
+                                 Check(i.event, plan_.events, event, "event"),
+                                 Check(i.communicator, plan_.communicators, collective, "communicator"),
+                                 Check(i.segment, plan_.segments, i.kind == kCompute, "segment"),
+                                 Check(i.unit, plan_.units, false, "unit")}) {
+      if (!status) return status;
+    }
+    const bool by_host = i.stream < 0 && (moves || i.kind == kAllocate) && IsOnHost(i.src) && IsOnHost(i.dst);
+    if (Status status = Check(i.stream, plan_.streams, streamed && !by_host, "stream"); !status)
+      return status;
+    for (const StreamId stream : i.safe_after) {
+      if (Status status = Check(stream, plan_.streams, true, "stream"); !status) return status;
+    }
+    for (const std::int32_t part : i.parts) {
+      if (i.kind != kFree) return MakeInputError("", "only a free has parts", std::string(Name(i.kind)));
+      if (Status status = Check(part, plan_.buffers[i.src].parts_bytes, true, "part"); !status) return status;
+    }
+    return {};
+  }
+
+  // Memory that the host itself works on, without a stream.
+  bool IsOnHost(BufferId buffer) const {
+    return buffer < 0 || plan_.buffers[buffer].memory != MemoryKind::kDevice;
+  }
+
+  Result<Op> Resolve(const Instruction& i) {
+    using enum InstructionKind;
+    Op op = {.stream = i.stream, .src = i.src, .dst = i.dst};
+    switch (i.kind) {
+      case kCompute:
+        return Simple(op, OpCode::kCompute, i.segment, i.microbatch);
+      case kAllocate:
+        if (IsModels(i.dst)) return op;
+        return Simple(op, OpCode::kAllocate, i.dst);
+      case kFree:
+        return ResolveFree(op, i);
+      case kBindUnsharded:
+      case kBindSharded:
+        return Simple(op, i.kind == kBindSharded ? OpCode::kBindSharded : OpCode::kBindUnsharded,
+                      i.unit >= 0 ? i.unit : plan_.buffers[i.src].unit, i.src);
+      case kCopyIn:
+      case kCopyOut:
+      case kReshardPostForward:
+      case kGradCopyIn:
+      case kCopyToHost:
+      case kCopyToDevice:
+        return ResolveCopy(op, OpCode::kCopy, i);
+      case kGradCast:
+        return ResolveCopy(op, OpCode::kGradCast, i);
+      case kGradAccumulate:
+        return ResolveCopy(op, OpCode::kAccumulate, i);
+      case kAllGather:
+      case kReduceScatter:
+      case kAllReduce:
+        return ResolveCollective(op, i);
+      case kGradScale:
+        program_.divisors.push_back(i.divisor);
+        return Simple(op, OpCode::kScale, i.src, static_cast<std::int32_t>(program_.divisors.size()) - 1);
+      case kRecord:
+        return Simple(op, OpCode::kRecord, i.event);
+      case kWait:
+        return Simple(op, OpCode::kWait, i.event);
+      case kHostWait:
+        return Simple(op, OpCode::kHostWait, i.event);
+      case kOptimizerStep:
+        return Simple(op, OpCode::kOptimizerStep, i.unit, i.parameter);
+      case kZeroGrad:
+        return Simple(op, OpCode::kZeroGrad, i.unit);
+    }
+    return MakeError(ErrorCode::kInternal, "unknown instruction");
+  }
+
+  static Op Simple(Op op, OpCode code, std::int32_t a, std::int32_t b = -1) {
+    op.code = code;
+    op.a = a;
+    op.b = b;
+    return op;
+  }
+
+  bool IsModels(BufferId buffer) const {
+    return model_runs_itself_ && IsModelMemory(plan_.buffers[buffer].role);
+  }
+
+  bool IsShard(BufferId buffer) const { return plan_.buffers[buffer].role == BufferRole::kParamSharded; }
+
+  // A gradient that came to the host while an earlier one is there is only on its way to that one.
+  bool IsAddedToAnother(BufferId buffer) const {
+    return std::ranges::find(added_to_another_, buffer) != added_to_another_.end();
+  }
+
+  bool IsLastReduction(const Instruction& i) const {
+    if (i.kind == InstructionKind::kAllReduce) return true;
+    if (i.kind != InstructionKind::kReduceScatter) return false;
+    const UnitId unit = plan_.buffers[i.src].unit;
+    return unit < 0 || plan_.units[unit].replicate_communicator < 0;
+  }
+
+  Op ResolveFree(Op op, const Instruction& i) {
+    const bool models = IsModels(i.src);
+    if (models && plan_.buffers[i.src].role != BufferRole::kGradUnsharded) return op;
+    const FreeSpec spec = {i.safe_after, i.parts};
+    const auto found = std::ranges::find(program_.frees, spec);
+    const auto index = static_cast<std::int32_t>(found - program_.frees.begin());
+    if (found == program_.frees.end()) program_.frees.push_back(spec);
+    return Simple(op, models ? OpCode::kDropGradients : OpCode::kFree, i.src, index);
+  }
+
+  // The smaller mesh is meant where its shard is: the buffer it comes from, or the all_gather that came
+  // before.
+  std::int64_t SlotsOf(const Instruction& i, std::int64_t& slot) {
+    const Unit& unit = plan_.units[plan_.buffers[i.src].unit];
+    CommunicatorId communicator = i.communicator;
+    if (communicator < 0 && i.kind == InstructionKind::kCopyOut) {
+      const auto found = gathered_by_.find(i.src);
+      communicator = found == gathered_by_.end() ? unit.shard_communicator : found->second;
+    } else if (communicator < 0 && i.kind == InstructionKind::kReshardPostForward) {
+      communicator = unit.post_forward_communicator;
+    } else if (communicator < 0 && i.kind == InstructionKind::kCopyIn) {
+      const std::int64_t slots = geometry_.SlotsForShard(plan_.buffers[i.src]);
+      communicator =
+          slots == ShardCount(plan_, unit) ? unit.shard_communicator : unit.post_forward_communicator;
+    } else if (communicator < 0) {
+      communicator = unit.shard_communicator;
+    }
+    slot = communicator < 0 ? 0 : RankInGroup(plan_.communicators[communicator], rank_);
+    return communicator < 0 ? 1 : plan_.communicators[communicator].size;
+  }
+
+  Result<Op> ResolveCopy(Op op, OpCode code, const Instruction& i) {
+    if (plan_.buffers[i.src].unit < 0) return PlainCopy(op, code, i);
+    std::int64_t slot = 0;
+    const std::int64_t slots = SlotsOf(i, slot);
+    op.takes_gradients = IsModels(i.src);
+    op.reads_shard = IsShard(i.src);
+    op.extended = (i.kind == InstructionKind::kCopyIn || i.kind == InstructionKind::kCopyOut) &&
+                  std::ranges::any_of(plan_.units[plan_.buffers[i.src].unit].parameters,
+                                      [](const UnitParameter& p) { return !p.gathered.empty(); });
+    op.final_gradient = IsFinalGradient(plan_.buffers[i.dst].role) && !IsAddedToAnother(i.dst);
+    const auto key = std::tuple(i.kind, i.src, i.dst, slots);
+    const auto known = copy_ids_.find(key);
+    if (known != copy_ids_.end()) return Simple(op, code, known->second);
+    Result<CopySpec> copy = geometry_.Copy(i, slots, slot);
+    if (!copy) return std::unexpected(copy.error());
+    return Simple(op, code, copy_ids_[key] = AddCopy(std::move(*copy)));
+  }
+
+  // Of buffers that hold no parameters (checks of the execution order): what both have room for.
+  Result<Op> PlainCopy(Op op, OpCode code, const Instruction& i) {
+    const Buffer& from = plan_.buffers[i.src];
+    const Buffer& to = plan_.buffers[i.dst];
+    const std::int64_t numel = std::min(PartNumel(from, 0), PartNumel(to, 0));
+    CopySpec copy = {i.src, i.dst, from.dtype, to.dtype, {}, {}};
+    copy.runs.push_back({0, 0, 0, 0, 1, numel, numel, numel});
+    return Simple(op, code, AddCopy(std::move(copy)));
+  }
+
+  std::int32_t AddCopy(CopySpec copy) {
+    program_.copies.push_back(std::move(copy));
+    return static_cast<std::int32_t>(program_.copies.size()) - 1;
+  }
+
+  Result<Op> ResolveCollective(Op op, const Instruction& i) {
+    using enum InstructionKind;
+    const Communicator& group = plan_.communicators[i.communicator];
+    const BufferId dst = i.kind == kAllReduce ? i.src : i.dst;
+    const Buffer& from = plan_.buffers[i.src];
+    const Buffer& to = plan_.buffers[dst];
+    const CollectiveKind kind = i.kind == kAllGather       ? CollectiveKind::kAllGather
+                                : i.kind == kReduceScatter ? CollectiveKind::kReduceScatter
+                                                           : CollectiveKind::kAllReduce;
+    for (const BufferId id : {i.src, dst}) {
+      const std::size_t parts = plan_.buffers[id].parts_bytes.size();
+      if (parts != 1) {
+        return MakeInputError(fmt::format("/buffers/{}/parts_bytes", id),
+                              fmt::format("{} takes part in a collective", plan_.buffers[id].name),
+                              fmt::format("{} parts", parts), "1 part");
+      }
+    }
+    if (from.dtype != to.dtype) {
+      return MakeInputError(fmt::format("/buffers/{}/dtype", dst), "a collective does not convert",
+                            std::string(Name(to.dtype)), std::string(Name(from.dtype)));
+    }
+    const std::int64_t src_numel = PartNumel(from, 0);
+    const std::int64_t dst_numel = PartNumel(to, 0);
+    CollectiveSpec spec = {kind,      i.communicator, i.src,       dst,      0,
+                           dst_numel, from.dtype,     i.reduce_op, i.divisor};
+    std::int64_t small = dst_numel;
+    std::int64_t large = src_numel;
+    if (kind == CollectiveKind::kAllGather) {
+      gathered_by_[dst] = i.communicator;
+      spec.slot_numel = dst_numel / group.size;
+      if (i.src == dst) spec.src_offset = RankInGroup(group, rank_) * spec.slot_numel;
+      small = i.src == dst ? spec.slot_numel : src_numel;
+      large = dst_numel;
+    } else if (kind == CollectiveKind::kAllReduce) {
+      large = small * group.size;
+    }
+    if (small * group.size != large) {
+      return MakeInputError("",
+                            fmt::format("{} on {} ranks: the sizes of {} and {} do not fit", Name(i.kind),
+                                        group.size, from.name, to.name),
+                            fmt::format("{} and {} elements", small, large),
+                            fmt::format("{} and {}", small, small * group.size));
+    }
+    op.takes_gradients = IsModels(i.src);
+    op.reads_shard = IsShard(i.src);
+    op.dst = dst;
+    op.last_reduction = IsLastReduction(i);
+    if (group.size == 1) return SingleRank(op, spec);
+    program_.collectives.push_back(spec);
+    return Simple(op, OpCode::kCollective, static_cast<std::int32_t>(program_.collectives.size()) - 1);
+  }
+
+  // Alone, a collective moves its input to its output.
+  Op SingleRank(Op op, const CollectiveSpec& spec) {
+    if (spec.src == spec.dst) return op;
+    CopySpec copy = {spec.src, spec.dst, spec.dtype, spec.dtype, {}, {}};
+    copy.runs.push_back({0, 0, 0, 0, 1, spec.slot_numel, spec.slot_numel, spec.slot_numel});
+    return Simple(op, OpCode::kCopy, AddCopy(std::move(copy)));
+  }
+
+  const Plan& plan_;
+  const std::int64_t rank_;
+  const bool model_runs_itself_;
+  Geometry geometry_;
+  Program program_;
+  std::string pointer_;
+  std::map<BufferId, CommunicatorId> gathered_by_;
+  std::vector<BufferId> added_to_another_;
+  std::map<std::tuple<InstructionKind, BufferId, BufferId, std::int64_t>, CopyId> copy_ids_;
+};
+
+}  // namespace
+
+Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, bool model_runs_itself) {
+  return Builder(plan, rank, model_runs_itself).Build();
+}
+
+}  // namespace shardplan::executor

@@ -1,0 +1,184 @@
+// Collectives through c10d process groups.
+#include <fmt/format.h>
+
+#include <exception>
+#include <optional>
+
+#include "cpu/cpu_device.h"
+#include "shardplan/executor/cpu_backend.h"
+#include "torch/arrivals.h"
+
+namespace shardplan::executor {
+namespace {
+
+class ProcessGroupCollectives final : public Collectives {
+ public:
+  ProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options)
+      : device_(dynamic_cast<TorchBuffers&>(device)),
+        cpu_(dynamic_cast<CpuDevice*>(&device)),
+        options_(std::move(options)),
+        arrivals_(options_.store) {
+    if (cpu_ != nullptr) {
+      cpu_->SetFinisher([this](PendingCollective& pending) { return Finish(pending); });
+    }
+  }
+
+  Status Prepare(const Plan& plan, std::int64_t rank) override;
+  Result<CollectiveId> PrepareCollective(const CollectiveSpec& spec) override;
+  Status Issue(CollectiveId id, StreamId stream) override;
+  Status Check() override;
+  void Abort(const std::string& reason) override;
+
+ private:
+  struct Prepared {
+    CollectiveSpec spec;
+    c10d::ReduceOp op;
+    c10d::ProcessGroup* group = nullptr;
+  };
+  c10::intrusive_ptr<c10d::Work> Start(const Prepared& prepared);
+  Status Finish(PendingCollective& pending);
+  Status Failed(CollectiveId id, std::int64_t sequence, const std::exception& exception);
+
+  TorchBuffers& device_;
+  CpuDevice* const cpu_;
+  ProcessGroupOptions options_;
+  Arrivals arrivals_;
+  const Plan* plan_ = nullptr;
+  std::int64_t rank_ = 0;
+  std::vector<Prepared> prepared_;
+  std::vector<std::int64_t> issued_;  // by communicator
+  std::optional<Error> failure_;
+};
+
+Status ProcessGroupCollectives::Prepare(const Plan& plan, std::int64_t rank) {
+  plan_ = &plan;
+  rank_ = rank;
+  issued_.assign(plan.communicators.size(), 0);
+  for (std::size_t c = 0; c < plan.communicators.size(); ++c) {
+    const Communicator& communicator = plan.communicators[c];
+    if (communicator.size == 1) continue;
+    const c10d::ProcessGroup* group = c < options_.groups.size() ? options_.groups[c].get() : nullptr;
+    const std::int64_t found = group == nullptr ? 0 : group->getSize();
+    const bool fits =
+        group != nullptr && found == communicator.size && group->getRank() == RankInGroup(communicator, rank);
+    if (fits) continue;
+    Error error = {
+        ErrorCode::kUsage,
+        fmt::format("the process group of communicator {} does not fit the plan", communicator.name),
+        {},
+        fmt::format("/communicators/{}", c),
+        {},
+        {}};
+    error.found = group == nullptr ? "none" : fmt::format("rank {} of {}", group->getRank(), found);
+    error.expected = fmt::format("rank {} of {}", RankInGroup(communicator, rank), communicator.size);
+    return std::unexpected(std::move(error));
+  }
+  return {};
+}
+
+Result<CollectiveId> ProcessGroupCollectives::PrepareCollective(const CollectiveSpec& spec) {
+  const bool average = spec.reduce_op == ReduceOp::kAverage;
+  prepared_.push_back(
+      {spec, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, options_.groups[spec.communicator].get()});
+  return static_cast<CollectiveId>(prepared_.size()) - 1;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& prepared) {
+  const CollectiveSpec& spec = prepared.spec;
+  at::Tensor src = device_.Tensors(spec.src)[0];
+  at::Tensor dst = device_.Tensors(spec.dst)[0];
+  if (spec.divisor != 1.0) {  // only NCCL divides while it sums
+    src = spec.kind == CollectiveKind::kAllReduce ? src.div_(spec.divisor) : src.div(spec.divisor);
+  }
+  switch (spec.kind) {
+    case CollectiveKind::kAllGather: {
+      c10d::AllgatherOptions options;
+      options.timeout = options_.timeout;
+      at::Tensor input = src.narrow(0, spec.src_offset, spec.slot_numel);
+      return prepared.group->_allgather_base(dst, input, options);
+    }
+    case CollectiveKind::kReduceScatter: {
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = prepared.op;
+      options.timeout = options_.timeout;
+      return prepared.group->_reduce_scatter_base(dst, src, options);
+    }
+    case CollectiveKind::kAllReduce: {
+      c10d::AllreduceOptions options;
+      options.reduceOp = prepared.op;
+      options.timeout = options_.timeout;
+      std::vector<at::Tensor> tensors = {src};
+      return prepared.group->allreduce(tensors, options);
+    }
+  }
+  return {};
+}
+
+Status ProcessGroupCollectives::Issue(CollectiveId id, StreamId stream) {
+  if (failure_) return std::unexpected(*failure_);
+  if (cpu_ != nullptr) {
+    if (Status status = cpu_->BeginWork(stream); !status) return status;
+  }
+  const Prepared& prepared = prepared_[id];
+  const std::int64_t sequence = issued_[prepared.spec.communicator]++;
+  auto pending = std::make_shared<PendingCollective>();
+  try {
+    pending->work = Start(prepared);
+  } catch (const std::exception& exception) {
+    return Failed(id, sequence, exception);
+  }
+  pending->collective = id;
+  pending->sequence = sequence;
+  pending->src = prepared.spec.src;
+  pending->dst = prepared.spec.dst;
+  if (cpu_ == nullptr) return Finish(*pending);
+  cpu_->AddPending(stream, std::move(pending));
+  return {};
+}
+
+Status ProcessGroupCollectives::Finish(PendingCollective& pending) {
+  if (failure_) return std::unexpected(*failure_);
+  try {
+    if (pending.work) pending.work->wait(options_.timeout);
+  } catch (const std::exception& exception) {
+    return Failed(pending.collective, pending.sequence, exception);
+  }
+  return {};
+}
+
+Status ProcessGroupCollectives::Failed(CollectiveId id, std::int64_t sequence,
+                                       const std::exception& exception) {
+  const CollectiveSpec& spec = prepared_[id].spec;
+  const Communicator& communicator = plan_->communicators[spec.communicator];
+  arrivals_.Report(rank_, issued_);
+  const std::string missing =
+      arrivals_.Missing(GroupOf(communicator, rank_), rank_, spec.communicator, sequence, kPatience);
+  const std::string what = exception.what();
+  failure_ = Error{ErrorCode::kEnvironment,
+                   fmt::format("{}, failed: {}{}", DescribeCollective(*plan_, spec, sequence),
+                               missing.empty() ? "" : missing + ": ", what.substr(0, what.find('\n'))),
+                   {},
+                   {},
+                   {},
+                   {}};
+  return std::unexpected(*failure_);
+}
+
+Status ProcessGroupCollectives::Check() {
+  if (failure_) return std::unexpected(*failure_);
+  return {};
+}
+
+// The other ranks find out by themselves: our connections close, or their timeout passes.
+void ProcessGroupCollectives::Abort(const std::string& reason) {
+  arrivals_.Report(rank_, issued_);
+  if (!failure_) failure_ = Error{ErrorCode::kEnvironment, reason, {}, {}, {}, {}};
+}
+
+}  // namespace
+
+std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options) {
+  return std::make_unique<ProcessGroupCollectives>(device, std::move(options));
+}
+
+}  // namespace shardplan::executor

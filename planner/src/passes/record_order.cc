@@ -1,0 +1,371 @@
+#include "passes/record_order.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "passes/backward_times.h"
+
+namespace shardplan {
+namespace {
+
+class Recorder {
+ public:
+  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, bool flat)
+      : trace_(trace), index_(index), partition_(partition), flat_(flat), to_run_(partition.units.size()) {}
+
+  const std::vector<std::set<ModuleId>>& to_run() const { return to_run_; }
+
+  // A call before the first step.
+  void NoteCall(const ModuleCall& call) {
+    if (call.method == "set_is_last_backward") is_last_backward_ = call.value.value_or(true);
+  }
+
+  Result<RecordedStep> Record(const StepProgram& program, std::size_t step) {
+    step_ = {};
+    for (std::size_t c = 0; c < program.size(); ++c) {
+      pointer_ = fmt::format("/program/{}/{}", step, c);
+      Status status = std::visit([&](const auto& call) { return Call(call); }, program[c]);
+      if (!status) return std::unexpected(status.error());
+    }
+    return std::move(step_);
+  }
+
+ private:
+  // (micro-batch, canonical module, occurrence): one call of a module.
+  using ModuleRun = std::tuple<std::int32_t, ModuleId, std::int32_t>;
+
+  Status Call(const ForwardCall& call) {
+    if (call.trace < 0 || call.trace >= static_cast<std::int32_t>(trace_.forwards.size())) {
+      return MakeInputError(pointer_ + "/trace", "the trace has no such forward",
+                            fmt::format("{}", call.trace), fmt::format("below {}", trace_.forwards.size()));
+    }
+    Begin(/*backward=*/false, call.trace, call.microbatch, "forward");
+    grad_enabled_ = pass_->grad_enabled;
+    training_ = call.training.value_or(grad_enabled_);
+    forward_names_.assign(1, "forward");
+    std::erase_if(input_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
+    std::erase_if(output_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
+    std::map<ModuleId, std::int32_t> runs;
+    std::vector<std::int32_t> open;          // occurrence of every module that is running
+    std::vector<const EnterEvent*> entered;  // and how it was entered
+    Push(HostEventKind::kForwardBegin, -1);
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      if (const auto* enter = std::get_if<EnterEvent>(&pass_->events[i])) {
+        const ModuleId module = index_.canonical[enter->module];
+        open.push_back(runs[module]++);
+        entered.push_back(enter);
+        OnEnter(module, open.back(), static_cast<std::int32_t>(i));
+      } else if (const auto* exit = std::get_if<ExitEvent>(&pass_->events[i])) {
+        if (open.empty()) {
+          return MakeInputError(fmt::format("/forwards/{}/events/{}", call.trace, i),
+                                "a module is left that was not entered");
+        }
+        OnExit(index_.canonical[exit->module], open.back(), *entered.back(), *exit,
+               static_cast<std::int32_t>(i));
+        open.pop_back();
+        entered.pop_back();
+      }
+    }
+    Cut(static_cast<std::int32_t>(pass_->events.size()));
+    Push(HostEventKind::kForwardEnd, -1);
+    return {};
+  }
+
+  void OnEnter(ModuleId module, std::int32_t occurrence, std::int32_t position) {
+    const UnitId unit = partition_.unit_of_module[module];
+    if (unit < 0) return;
+    if (!EnterGroup(unit)) return;
+    Cut(position);
+    Push(HostEventKind::kPreForward, unit);
+    if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
+    forward_names_.push_back("forward " + DisplayName(partition_.units[unit].unit.fqn));
+    segment_name_ = forward_names_.back();
+  }
+
+  bool IsTrainable(UnitId unit) const {
+    return std::ranges::any_of(partition_.units[unit].unit.parameters,
+                               [](const UnitParameter& parameter) { return parameter.requires_grad; });
+  }
+
+  // A group's pre-forward hook runs for the first of its modules, its post-forward hook when all have run:
+  // one that does not run keeps it from running. These say whether the hook runs.
+  bool EnterGroup(UnitId unit) {
+    const std::vector<ModuleId>& modules = partition_.units[unit].modules;
+    if (modules.size() > 1 && !to_run_[unit].empty()) return false;
+    to_run_[unit].insert(modules.begin(), modules.end());
+    return true;
+  }
+  bool LeaveGroup(UnitId unit, ModuleId module) {
+    to_run_[unit].erase(module);
+    return to_run_[unit].empty();
+  }
+
+  void OnExit(ModuleId module, std::int32_t occurrence, const EnterEvent& enter, const ExitEvent& exit,
+              std::int32_t position) {
+    const UnitId unit = partition_.unit_of_module[module];
+    if (unit < 0) return;
+    if (!LeaveGroup(unit, module)) return;
+    Cut(position);
+    HostEvent& event = Push(HostEventKind::kPostForward, unit);
+    for (const TensorId tensor : exit.outputs) {
+      event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
+    }
+    // Part of a forward can run without gradients: then nothing that trainable parameters made needs one, or
+    // that any parameters made, would they train. What is passed through says nothing.
+    const auto is_made = [&](TensorId tensor) {
+      return std::ranges::find(enter.inputs, tensor) == enter.inputs.end();
+    };
+    const auto never_requires = [&](TensorId tensor) {
+      return is_made(tensor) && pass_->tensors[tensor].may_require_grad == false;
+    };
+    const bool makes = std::ranges::any_of(exit.outputs, is_made);
+    if (!event.outputs_require_grad && makes &&
+        (IsTrainable(unit) || (!partition_.units[unit].unit.parameters.empty() &&
+                               std::ranges::any_of(exit.outputs, never_requires)))) {
+      event.grad_enabled = false;
+    }
+    post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
+    if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
+    // A group that was entered in an earlier forward, in which not all of its modules ran, has no name here.
+    if (forward_names_.size() > 1) forward_names_.pop_back();
+    segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();
+  }
+
+  Status Call(const BackwardCall& call) {
+    if (call.trace < 0 || call.trace >= static_cast<std::int32_t>(trace_.backwards.size())) {
+      return MakeInputError(pointer_ + "/trace", "the trace has no such backward",
+                            fmt::format("{}", call.trace), fmt::format("below {}", trace_.backwards.size()));
+    }
+    if (call.microbatches.empty()) {
+      return MakeInputError(pointer_ + "/microbatches", "a backward covers at least one micro-batch");
+    }
+    Begin(/*backward=*/true, call.trace, call.microbatches.front(), "backward loss");
+    grad_enabled_ = true;
+    std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
+    FindLastGrads(last_grad);
+    std::vector<EngineEvent> engine;
+    if (flat_) engine = FindEngineEvents(trace_, index_, partition_, call.trace);
+    auto next = engine.begin();
+    const auto push_engine_events = [&](std::int32_t position) {
+      for (; next != engine.end() && next->position <= position; ++next) {
+        microbatch_ = MicrobatchOf(call, next->forward);
+        Cut(position);
+        Push(next->inputs_done ? HostEventKind::kInputsGradDone : HostEventKind::kForwardUndone, next->unit)
+            .occurrence = next->occurrence;
+      }
+    };
+    HostEvent& begin = Push(HostEventKind::kBackwardBegin, -1);
+    begin.range = {.backward = true, .pass = call.trace};
+    for (std::size_t f = 0; f < pass_->forwards.size(); ++f) {
+      begin.microbatches.push_back(MicrobatchOf(call, static_cast<std::int32_t>(f)));
+    }
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      push_engine_events(static_cast<std::int32_t>(i));
+      OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
+    }
+    push_engine_events(static_cast<std::int32_t>(pass_->events.size()));
+    if (!engine_done_) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
+    Cut(static_cast<std::int32_t>(pass_->events.size()));
+    return {};
+  }
+
+  static std::int32_t MicrobatchOf(const BackwardCall& call, std::int32_t forward) {
+    return forward < static_cast<std::int32_t>(call.microbatches.size()) ? call.microbatches[forward]
+                                                                         : call.microbatches.back();
+  }
+
+  void EndBackward(std::int32_t position) {
+    Cut(position);
+    Push(HostEventKind::kBackwardEnd, -1);
+    segment_name_ = "backward returns";
+    engine_done_ = true;
+    if (!is_last_backward_) return;
+    for (std::set<ModuleId>& modules : to_run_) modules.clear();
+  }
+
+  void FindLastGrads(std::vector<std::int32_t>& last) const {
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      if (const auto* grad = std::get_if<ParameterGradEvent>(&pass_->events[i])) {
+        const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
+        if (owner.unit >= 0) last[owner.unit] = static_cast<std::int32_t>(i);
+      }
+    }
+  }
+
+  void OnBackwardEvent(const TraceEvent& event, std::int32_t position, const BackwardCall& call,
+                       const std::vector<std::int32_t>& last_grad) {
+    if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
+      microbatch_ = MicrobatchOf(call, ready->forward);
+      const UnitId unit = Find(output_hooks_, ready->module, ready->occurrence);
+      if (unit < 0) return;
+      Cut(position);
+      Push(HostEventKind::kPreBackward, unit);
+      segment_name_ = "backward " + DisplayName(partition_.units[unit].unit.fqn);
+    } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
+      if (flat_) return;  // an EngineEvent where it matters
+      microbatch_ = MicrobatchOf(call, done->forward);
+      const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
+      if (unit < 0) return;
+      Cut(position);
+      Push(HostEventKind::kInputsGradDone, unit);
+    } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
+      const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
+      if (flat_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
+      Cut(position + 1);
+      Push(HostEventKind::kParameterGradsDone, owner.unit);
+    } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
+      // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP,
+      // or checkpoints `forward`): only units below it see the recomputation.
+      if (recomputing_.empty()) {
+        Cut(position);
+        backward_name_ = std::exchange(segment_name_, "recompute " + ModuleName(enter->module));
+      } else {
+        OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+      }
+      recomputing_.push_back(enter->module);
+    } else if (const auto* exit = std::get_if<RecomputeExitEvent>(&event)) {
+      // A recomputation that stops early leaves inner modules without running their hooks.
+      while (!recomputing_.empty() && recomputing_.back() != exit->module) recomputing_.pop_back();
+      if (!recomputing_.empty()) recomputing_.pop_back();
+      if (!recomputing_.empty()) {
+        OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
+      } else {
+        Cut(position);
+        segment_name_ = backward_name_;
+      }
+    } else if (std::holds_alternative<BackwardEndEvent>(event)) {
+      EndBackward(position);
+    }
+  }
+
+  void OnRecompute(ModuleId entry, std::int32_t position, HostEventKind kind) {
+    const ModuleId module = index_.canonical[entry];
+    const UnitId unit = partition_.unit_of_module[module];
+    if (unit < 0) return;
+    const bool runs =
+        kind == HostEventKind::kRecomputePreForward ? EnterGroup(unit) : LeaveGroup(unit, module);
+    if (!runs) return;
+    Cut(position);
+    // Recomputation runs as its forward did: with gradients enabled, or in part without.
+    HostEvent& event = Push(kind, unit);
+    event.outputs_require_grad = true;
+    if (kind == HostEventKind::kRecomputePreForward) return;
+    if (const auto found = post_forwards_.find(unit); found != post_forwards_.end()) {
+      std::tie(event.grad_enabled, event.outputs_require_grad) = found->second;
+    }
+  }
+
+  Status Call(const OptimizerStepCall&) {
+    Push(HostEventKind::kOptimizerStep, -1);
+    return {};
+  }
+  Status Call(const ZeroGradCall&) {
+    Push(HostEventKind::kZeroGrad, -1);
+    return {};
+  }
+  Status Call(const ModuleCall& call) {
+    const auto found = index_.by_fqn.find(call.module);
+    if (found == index_.by_fqn.end()) {
+      return MakeInputError(pointer_ + "/module", "there is no such module", call.module);
+    }
+    HostEvent& event =
+        Push(HostEventKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
+    event.call = &call;
+    NoteCall(call);
+    return {};
+  }
+
+  void Begin(bool backward, std::int32_t pass, std::int32_t microbatch, std::string name) {
+    pass_ = backward ? &trace_.backwards[pass] : &trace_.forwards[pass];
+    backward_ = backward;
+    pass_index_ = pass;
+    microbatch_ = microbatch;
+    segment_begin_ = 0;
+    segment_name_ = std::move(name);
+    engine_done_ = false;
+  }
+
+  std::string ModuleName(ModuleId module) const { return DisplayName(trace_.modules[module].fqn); }
+
+  UnitId Find(const std::map<ModuleRun, UnitId>& hooks, ModuleId module, std::int32_t occurrence) const {
+    const auto found = hooks.find({microbatch_, index_.canonical[module], occurrence});
+    return found == hooks.end() ? -1 : found->second;
+  }
+
+  // Everything since the last cut is one segment.
+  void Cut(std::int32_t position) {
+    if (position > segment_begin_) {
+      HostEvent& event = Push(HostEventKind::kSegment, -1);
+      event.range = {backward_, pass_index_, segment_begin_, position};
+      event.name = segment_name_;
+    }
+    segment_begin_ = position;
+  }
+
+  HostEvent& Push(HostEventKind kind, UnitId unit) {
+    step_.events.push_back({.kind = kind,
+                            .unit = unit,
+                            .microbatch = microbatch_,
+                            .grad_enabled = grad_enabled_,
+                            .training = training_});
+    return step_.events.back();
+  }
+
+  const Trace& trace_;
+  const ModelIndex& index_;
+  const Partition& partition_;
+  const bool flat_;
+  RecordedStep step_;
+  std::string pointer_;
+  const Pass* pass_ = nullptr;
+  bool backward_ = false;
+  bool grad_enabled_ = true;
+  bool training_ = true;
+  std::int32_t pass_index_ = -1;
+  std::int32_t microbatch_ = 0;
+  std::int32_t segment_begin_ = 0;
+  std::string segment_name_;
+  std::string backward_name_;          // of the segment around a recomputation
+  bool engine_done_ = false;           // the backward has passed its end
+  std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
+  std::vector<std::string> forward_names_;
+  std::vector<std::set<ModuleId>> to_run_;  // by unit: its modules that have not been left yet
+  bool is_last_backward_ = true;
+  std::map<UnitId, std::pair<bool, bool>>
+      post_forwards_;  // of the latest: gradients enabled, outputs need one
+  std::map<ModuleRun, UnitId> input_hooks_, output_hooks_;
+};
+
+}  // namespace
+
+Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelIndex& index,
+                                              const Partition& partition, const Strategy& strategy) {
+  static const std::vector<StepProgram> kDefault = {
+      {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}}};
+  static const std::vector<StepProgram> kStepsInBackward = {{ForwardCall{}, BackwardCall{}}};
+  const std::vector<StepProgram>& program = !strategy.program.empty()        ? strategy.program
+                                            : strategy.optimizer.in_backward ? kStepsInBackward
+                                                                             : kDefault;
+  std::size_t count = program.size();
+  while (count > 1 && program[count - 1] == program[count - 2]) --count;
+  Recorder recorder(trace, index, partition, strategy.policy == "fsdp1");
+  for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
+  std::vector<RecordedStep> steps;
+  bool repeats = false;  // the last step once more: groups that a step leaves incomplete fire otherwise then
+  for (std::size_t s = 0; s < count || !repeats; ++s) {
+    const std::size_t last = std::min(s, count - 1);
+    const auto before = recorder.to_run();
+    Result<RecordedStep> step = recorder.Record(program[last], last);
+    if (!step) return std::unexpected(step.error());
+    steps.push_back(std::move(*step));
+    repeats = s + 1 >= count && (recorder.to_run() == before || s > count);
+  }
+  return steps;
+}
+
+}  // namespace shardplan

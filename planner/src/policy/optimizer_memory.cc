@@ -1,0 +1,135 @@
+#include "policy/optimizer_memory.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+
+OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& partition,
+                                 ProgramBuilder& builder)
+    : optimizer_(strategy.optimizer),
+      use_orig_params_(strategy.fsdp1.use_orig_params),
+      partition_(partition),
+      builder_(builder) {
+  for (const UnitChoice& choice : partition.units) {
+    has_state_.emplace_back(choice.unit.parameters.size(), false);
+  }
+}
+
+Status OptimizerMemory::Check() const {
+  const bool adam = optimizer_.kind == OptimizerKind::kAdam || optimizer_.kind == OptimizerKind::kAdamW;
+  const bool sgd = optimizer_.kind == OptimizerKind::kSgd;
+  const auto refuse = [](const std::string& field, std::string_view why, std::string_view expected) {
+    return MakeInputError("/optimizer/" + field, std::string(why), "true", std::string(expected));
+  };
+  if (optimizer_.momentum && !sgd) return refuse("momentum", "only sgd has this argument", "kind sgd");
+  if (optimizer_.nesterov && !optimizer_.momentum) {
+    return refuse("nesterov", "Nesterov momentum requires a momentum", "kind sgd with momentum true");
+  }
+  if (optimizer_.amsgrad && !adam) {
+    return refuse("amsgrad", "only adam and adamw have this argument", "kind adam or adamw");
+  }
+  if (optimizer_.capturable && !adam) {
+    return refuse("capturable", "only adam and adamw have this argument", "kind adam or adamw");
+  }
+  const bool offloads = std::ranges::any_of(partition_.units, &UnitChoice::cpu_offload);
+  if (optimizer_.capturable && offloads) {
+    return refuse("capturable", "a capturable optimizer does not step parameters in host memory",
+                  "no cpu_offload");
+  }
+  if (optimizer_.kind == OptimizerKind::kAdafactor &&
+      ImplementationOf(optimizer_) == OptimizerImplementation::kFused) {
+    return MakeInputError("/optimizer/implementation", "Adafactor has no fused implementation", "fused",
+                          "for_loop or foreach");
+  }
+  return {};
+}
+
+std::vector<OptimizerShard> OptimizerMemory::ShardsOf(const SteppedUnit& stepped) const {
+  const Unit& unit = partition_.units[stepped.unit].unit;
+  const std::int64_t ranks = unit.shard_communicator < 0 ? 1 : partition_.units[stepped.unit].shard_size;
+  std::vector<OptimizerShard> shards = OptimizerShardsOf(unit, ranks, use_orig_params_);
+  if (unit.layout == LayoutKind::kPerParameter) {
+    std::erase_if(shards, [&](const OptimizerShard& shard) {
+      return !std::ranges::binary_search(stepped.parameters, shard.parameter);
+    });
+  }
+  return shards;
+}
+
+// Offloaded shards are stepped on the host.
+MemoryKind OptimizerMemory::MemoryOf(UnitId unit) const {
+  return partition_.units[unit].cpu_offload ? MemoryKind::kHost : MemoryKind::kDevice;
+}
+
+void OptimizerMemory::AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards,
+                                     StreamId stream) {
+  std::vector<Bytes> parts;
+  for (const OptimizerShard& shard : shards) {
+    std::vector<bool>::reference made = has_state_[unit][static_cast<std::size_t>(shard.parameter)];
+    const std::vector<Bytes> states = OptimizerStates(optimizer_, shard);
+    if (made || states.empty()) continue;
+    made = true;
+    parts.insert(parts.end(), states.begin(), states.end());
+  }
+  if (parts.empty()) return;
+  builder_.SetUnit(unit);
+  builder_.Allocate(
+      builder_.UnitBuffer(unit, BufferRole::kOptimizerState, partition_.units[unit].unit.orig_dtype,
+                          std::move(parts), {}, {}, MemoryOf(unit)),
+      MemoryOf(unit) == MemoryKind::kDevice ? stream : kHost);
+}
+
+// What the optimizer steps at once, in the order of the model's parameters: those in device memory, or
+// where all units are offloaded, those in host memory.
+std::vector<OptimizerShard> OptimizerMemory::InModelOrder(const std::vector<SteppedUnit>& units,
+                                                          bool on_host) const {
+  std::vector<std::pair<ParameterId, OptimizerShard>> shards;
+  for (const SteppedUnit& stepped : units) {
+    if (!on_host && MemoryOf(stepped.unit) != MemoryKind::kDevice) continue;
+    const std::vector<ParameterId>& ids = partition_.units[stepped.unit].parameter_ids;
+    for (OptimizerShard& shard : ShardsOf(stepped)) {
+      const ParameterId id = ids[static_cast<std::size_t>(shard.parameter)];
+      shards.emplace_back(id, std::move(shard));
+    }
+  }
+  std::ranges::stable_sort(shards, {}, [](const auto& entry) { return entry.first; });
+  std::vector<OptimizerShard> ordered;
+  ordered.reserve(shards.size());
+  for (auto& [id, shard] : shards) ordered.push_back(std::move(shard));
+  return ordered;
+}
+
+void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
+  builder_.SetReason("optimizer");
+  const bool on_host = !units.empty() && std::ranges::all_of(units, [&](const SteppedUnit& stepped) {
+    return MemoryOf(stepped.unit) != MemoryKind::kDevice;
+  });
+  const StreamId stream = on_host ? kHost : kCompute;
+  for (const SteppedUnit& stepped : units) AllocateStates(stepped.unit, ShardsOf(stepped), kCompute);
+  builder_.SetUnit(-1);
+  BufferId temporary = -1;
+  std::vector<Bytes> parts = OptimizerTemporaries(optimizer_, InModelOrder(units, on_host));
+  if (!parts.empty()) {
+    temporary = builder_.AddBuffer({.name = "optimizer.temp",
+                                    .role = BufferRole::kOptimizerTemp,
+                                    .dtype = partition_.units[units.front().unit].unit.orig_dtype,
+                                    .parts_bytes = std::move(parts),
+                                    .memory = on_host ? MemoryKind::kHost : MemoryKind::kDevice});
+    builder_.Allocate(temporary, stream);
+  }
+  if (optimizer_.kind != OptimizerKind::kNone) builder_.Emit(InstructionKind::kOptimizerStep, stream);
+  if (temporary >= 0) builder_.Free(temporary, stream);
+}
+
+std::string OptimizerMemory::State() const {
+  std::string state;
+  for (const std::vector<bool>& unit : has_state_) {
+    for (const bool has : unit) state += has ? '1' : '0';
+  }
+  return state;
+}
+
+}  // namespace shardplan

@@ -1,0 +1,45 @@
+// The optimiser's memory and its step, as torch.optim allocates it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "policy/program_builder.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/simulator/optimizer_tensors.h"
+
+namespace shardplan {
+
+// A unit that has a gradient when the optimizer steps.
+struct SteppedUnit {
+  UnitId unit = -1;
+  std::vector<std::int32_t> parameters;  // those that have one, ascending; of a flat unit: all, not listed
+};
+
+class OptimizerMemory {
+ public:
+  OptimizerMemory(const Strategy& strategy, const Partition& partition, ProgramBuilder& builder);
+
+  // kBadInput for arguments that torch.optim refuses.
+  Status Check() const;
+  // Emits the step: states of the parameters that have a gradient and none yet, temporaries, the step itself.
+  void Step(const std::vector<SteppedUnit>& units);
+  // Emits a step in the backward of these parameters of `unit`, each by an optimiser of its own, on `stream`
+  // (-1: on the host).
+  void StepParameters(UnitId unit, StreamId stream, std::vector<std::int32_t> parameters);
+  std::string State() const;
+
+ private:
+  void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
+  std::vector<OptimizerShard> ShardsOf(const SteppedUnit& stepped) const;
+  std::vector<OptimizerShard> InModelOrder(const std::vector<SteppedUnit>& units, bool on_host) const;
+  MemoryKind MemoryOf(UnitId unit) const;
+
+  const Optimizer& optimizer_;
+  const bool use_orig_params_;
+  const Partition& partition_;
+  ProgramBuilder& builder_;
+  std::vector<std::vector<bool>> has_state_;  // by unit and parameter
+};
+
+}  // namespace shardplan

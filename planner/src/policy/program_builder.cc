@@ -1,0 +1,203 @@
+#include "policy/program_builder.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+namespace shardplan {
+
+ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan)
+    : trace_(trace), partition_(partition), plan_(plan) {
+  for (const std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
+    for (const Pass& pass : *passes) {
+      has_operators_ = has_operators_ ||
+                       std::any_of(pass.events.begin(), pass.events.end(),
+                                   [](const auto& e) { return std::holds_alternative<OperatorEvent>(e); });
+    }
+  }
+}
+
+void ProgramBuilder::BeginStep(std::string name) {
+  plan_.steps.push_back({.name = std::move(name)});
+  passed_.clear();
+}
+
+void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch) {
+  const std::int32_t occurrence = passed_[{kind, unit, microbatch}]++;
+  plan_.steps.back().triggers.push_back(
+      {.kind = kind, .unit = unit, .microbatch = microbatch, .occurrence = occurrence});
+  unit_ = unit;
+}
+
+StreamId ProgramBuilder::Stream(std::string_view name, std::int32_t priority) {
+  if (const auto found = streams_.find(name); found != streams_.end()) return found->second;
+  const StreamId id = static_cast<StreamId>(plan_.streams.size());
+  plan_.streams.push_back({std::string(name), priority});
+  streams_.emplace(name, id);
+  return id;
+}
+
+EventId ProgramBuilder::Event(const std::string& name) {
+  const auto [entry, added] = events_.try_emplace(name, static_cast<EventId>(plan_.events.size()));
+  if (added) plan_.events.push_back(name);
+  return entry->second;
+}
+
+BufferId ProgramBuilder::AddBuffer(Buffer buffer) {
+  // A buffer of another shape under a known name (a step in which fewer parameters get gradients) is another
+  // buffer.
+  const std::string name = buffer.name;
+  for (int variant = 2;; ++variant) {
+    const auto [entry, added] =
+        buffers_.try_emplace(buffer.name, static_cast<BufferId>(plan_.buffers.size()));
+    if (added) {
+      plan_.buffers.push_back(std::move(buffer));
+      return entry->second;
+    }
+    if (plan_.buffers[entry->second] == buffer) return entry->second;
+    buffer.name = fmt::format("{}.{}", name, variant);
+  }
+}
+
+BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
+                                    std::vector<std::int32_t> parameters, std::string_view suffix,
+                                    MemoryKind memory, CommunicatorId pool) {
+  Buffer buffer{.role = role,
+                .unit = unit,
+                .dtype = dtype,
+                .parts_bytes = std::move(parts),
+                .parameters = std::move(parameters),
+                .memory = memory,
+                .persistent = role == BufferRole::kParamSharded,
+                .pool = pool};
+  buffer.name = fmt::format("{}.{}{}{}", DisplayName(plan_.units[unit].fqn), Name(role),
+                            suffix.empty() ? "" : ".", suffix);
+  return AddBuffer(std::move(buffer));
+}
+
+Instruction& ProgramBuilder::Emit(InstructionKind kind, StreamId stream) {
+  std::vector<Instruction>& instructions = plan_.steps.back().triggers.back().instructions;
+  instructions.push_back({.kind = kind, .stream = stream, .unit = unit_, .reason = reason_});
+  return instructions.back();
+}
+
+void ProgramBuilder::Allocate(BufferId buffer, StreamId stream) {
+  Emit(InstructionKind::kAllocate, stream).dst = buffer;
+}
+
+void ProgramBuilder::Free(BufferId buffer, StreamId stream, std::vector<StreamId> safe_after) {
+  Instruction& free = Emit(InstructionKind::kFree, stream);
+  free.src = buffer;
+  free.safe_after = std::move(safe_after);
+}
+
+void ProgramBuilder::FreeParts(BufferId buffer, StreamId stream, std::vector<std::int32_t> parts) {
+  Instruction& free = Emit(InstructionKind::kFree, stream);
+  free.src = buffer;
+  free.parts = std::move(parts);
+}
+
+Instruction& ProgramBuilder::Move(InstructionKind kind, BufferId src, BufferId dst, StreamId stream) {
+  Instruction& move = Emit(kind, stream);
+  move.src = src;
+  move.dst = dst;
+  return move;
+}
+
+void ProgramBuilder::Record(EventId event, StreamId stream) {
+  Emit(InstructionKind::kRecord, stream).event = event;
+}
+
+void ProgramBuilder::Wait(EventId event, StreamId stream) {
+  Emit(InstructionKind::kWait, stream).event = event;
+}
+
+void ProgramBuilder::HostWait(EventId event) { Emit(InstructionKind::kHostWait, -1).event = event; }
+
+void ProgramBuilder::WaitStream(StreamId waiter, StreamId on, const std::string& name) {
+  if (waiter == on) return;
+  const EventId event = Event(name);
+  Record(event, on);
+  Wait(event, waiter);
+}
+
+void ProgramBuilder::Compute(const HostEvent& event, const std::vector<ParameterId>& accumulating,
+                             const std::vector<UnitId>& extra_reads) {
+  SegmentKey key{.range = event.range};
+  if (!has_operators_) key.extra_reads = extra_reads;
+  if (!accumulating.empty()) {
+    const Pass& pass = trace_.backwards[event.range.pass];
+    for (std::int32_t i = event.range.begin; i < event.range.end; ++i) {
+      const auto* grad = std::get_if<ParameterGradEvent>(&pass.events[i]);
+      if (grad == nullptr) continue;
+      if (std::binary_search(accumulating.begin(), accumulating.end(), grad->parameter)) {
+        key.accumulating.push_back(grad->parameter);
+      }
+    }
+    std::sort(key.accumulating.begin(), key.accumulating.end());
+  }
+  auto found = segments_.find(key);
+  if (found == segments_.end()) {
+    Segment segment = MakeSegment(event, key);
+    SegmentId id = -1;
+    if (!segment.entries.empty() || !segment.reads.empty() || !segment.grads.empty()) {
+      id = static_cast<SegmentId>(plan_.segments.size());
+      const std::int32_t same_name = segment_names_[segment.name]++;
+      if (same_name > 0) segment.name += fmt::format(" ({})", same_name + 1);
+      plan_.segments.push_back(std::move(segment));
+    }
+    found = segments_.emplace(std::move(key), id).first;
+  }
+  if (found->second < 0) return;
+  Instruction& compute = Emit(InstructionKind::kCompute, 0);
+  compute.segment = found->second;
+  compute.microbatch = event.microbatch;
+  compute.unit = -1;
+  compute.reason.clear();
+}
+
+Segment ProgramBuilder::MakeSegment(const HostEvent& event, const SegmentKey& key) const {
+  const EventRange& range = event.range;
+  const Pass& pass = range.backward ? trace_.backwards[range.pass] : trace_.forwards[range.pass];
+  Segment segment{.name = event.name};
+  std::set<UnitId> reads(key.extra_reads.begin(), key.extra_reads.end());
+  const auto accumulates = [&](ParameterId parameter) {
+    return std::binary_search(key.accumulating.begin(), key.accumulating.end(), parameter);
+  };
+  for (std::int32_t i = range.begin; i < range.end; ++i) {
+    const TraceEvent& traced = pass.events[i];
+    if (const auto* op = std::get_if<OperatorEvent>(&traced)) {
+      for (const ParameterId parameter : op->parameters) {
+        const UnitParameterRef owner = OwnerOf(partition_, parameter, op->module);
+        if (owner.unit >= 0) reads.insert(owner.unit);
+      }
+      segment.entries.push_back(*op);
+    } else if (const auto* allocate = std::get_if<AllocateEvent>(&traced)) {
+      AllocateEvent entry = *allocate;
+      if (entry.role == StorageRole::kParameterGrad && accumulates(entry.parameter)) {
+        entry.role = StorageRole::kBackwardTemp;
+        entry.parameter = -1;
+      }
+      segment.entries.push_back(entry);
+    } else if (const auto* free = std::get_if<FreeEvent>(&traced)) {
+      segment.entries.push_back(*free);
+    } else if (const auto* grad = std::get_if<ParameterGradEvent>(&traced)) {
+      const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
+      if (owner.unit >= 0) segment.grads.push_back({owner.unit, owner.parameter});
+      // The engine adds to the gradient that is there and drops the new one.
+      if (accumulates(grad->parameter) && grad->storage >= 0) {
+        segment.entries.push_back(FreeEvent{grad->storage});
+      }
+    } else if (const auto* enter = std::get_if<EnterEvent>(&traced); enter != nullptr && !has_operators_) {
+      for (const NamedParameter& named : trace_.modules[enter->module].parameters) {
+        const UnitParameterRef owner = OwnerOf(partition_, named.parameter, enter->module);
+        if (owner.unit >= 0) reads.insert(owner.unit);
+      }
+    }
+  }
+  segment.reads.assign(reads.begin(), reads.end());
+  return segment;
+}
+
+}  // namespace shardplan

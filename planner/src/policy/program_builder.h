@@ -1,0 +1,83 @@
+// Writes the plan's program: policies call it in the order in which the host issues things.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "passes/record_order.h"
+#include "shardplan/schemas/plan.h"
+#include "units/partition.h"
+
+namespace shardplan {
+
+// Where the model computes: streams[0] of every plan.
+inline constexpr StreamId kCompute = 0;
+inline constexpr StreamId kHost = -1;  // on no stream
+
+class ProgramBuilder {
+ public:
+  ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan);
+
+  void BeginStep(std::string name);
+  void BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch);
+
+  // Names are interned: the same name is the same stream / event / buffer.
+  StreamId Stream(std::string_view name, std::int32_t priority = 0);
+  EventId Event(const std::string& name);
+  BufferId AddBuffer(Buffer buffer);
+  // The buffer of `unit` named "<unit>.<role>[.<suffix>]" over the given parameters (indices, ascending).
+  BufferId UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
+                      std::vector<std::int32_t> parameters, std::string_view suffix = {},
+                      MemoryKind memory = MemoryKind::kDevice, CommunicatorId pool = -1);
+
+  // `reason` is put on every instruction until the next call.
+  void SetReason(std::string_view reason) { reason_ = reason; }
+  void SetUnit(UnitId unit) { unit_ = unit; }
+  UnitId unit() const { return unit_; }
+  const std::string& reason() const { return reason_; }
+
+  Instruction& Emit(InstructionKind kind, StreamId stream);
+  void Allocate(BufferId buffer, StreamId stream);
+  void Free(BufferId buffer, StreamId stream, std::vector<StreamId> safe_after = {});
+  void FreeParts(BufferId buffer, StreamId stream, std::vector<std::int32_t> parts);
+  Instruction& Move(InstructionKind kind, BufferId src, BufferId dst, StreamId stream);
+  void Record(EventId event, StreamId stream);
+  void Wait(EventId event, StreamId stream);
+  void HostWait(EventId event);
+  // torch's waiter.wait_stream(on): an event named `name` recorded on `on`, waited for by `waiter`.
+  void WaitStream(StreamId waiter, StreamId on, const std::string& name);
+
+  // Emits the segment of `event` (unless it is empty). `accumulating`: parameters that already hold an
+  // unsharded gradient, whose new one is added and dropped at once.
+  void Compute(const HostEvent& event, const std::vector<ParameterId>& accumulating,
+               const std::vector<UnitId>& extra_reads);
+
+  Plan& plan() { return plan_; }
+
+ private:
+  struct SegmentKey {
+    EventRange range;
+    std::vector<ParameterId> accumulating;
+    std::vector<UnitId> extra_reads;
+    auto operator<=>(const SegmentKey&) const = default;
+  };
+  Segment MakeSegment(const HostEvent& event, const SegmentKey& key) const;
+
+  const Trace& trace_;
+  const Partition& partition_;
+  Plan& plan_;
+  bool has_operators_ = false;
+  std::string reason_;
+  UnitId unit_ = -1;
+  std::map<std::string, StreamId, std::less<>> streams_;
+  std::map<std::string, EventId, std::less<>> events_;
+  std::map<std::string, BufferId, std::less<>> buffers_;
+  std::map<SegmentKey, SegmentId> segments_;
+  std::map<std::string, std::int32_t, std::less<>> segment_names_;
+  std::map<std::tuple<TriggerKind, UnitId, std::int32_t>, std::int32_t> passed_;
+};
+
+}  // namespace shardplan

@@ -1,0 +1,74 @@
+// MatchModules and DefaultUnits: which modules an entry of a unit rule means.
+#include <fmt/format.h>
+
+#include <map>
+
+#include "shardplan/planner/planner.h"
+#include "units/model_index.h"
+
+namespace shardplan {
+
+bool Matches(std::string_view pattern, std::string_view text) {
+  if (pattern.empty()) return text.empty();
+  if (pattern.front() == '*') {
+    for (std::size_t taken = 0;; ++taken) {
+      if (Matches(pattern.substr(1), text.substr(taken))) return true;
+      if (taken == text.size() || text[taken] == '.') return false;
+    }
+  }
+  if (text.empty()) return false;
+  const bool same = pattern.front() == text.front() || (pattern.front() == '?' && text.front() != '.');
+  return same && Matches(pattern.substr(1), text.substr(1));
+}
+
+namespace {
+
+constexpr std::string_view kClassPrefix = "class:";
+
+// A container without a forward of its own; PyTorch refuses to make a unit of it.
+bool IsContainer(const Module& module) {
+  return module.class_name == "ModuleList" || module.class_name == "ModuleDict";
+}
+
+}  // namespace
+
+Result<std::vector<std::string>> MatchModules(const Trace& trace, std::string_view entry) {
+  std::vector<std::string> matches;
+  const bool by_class = entry.starts_with(kClassPrefix);
+  const std::string_view wanted = by_class ? entry.substr(kClassPrefix.size()) : entry;
+  for (const Module& module : trace.modules) {
+    if (!module.same_module_as.empty()) continue;  // reached by its first name
+    if (by_class ? module.class_name == wanted : Matches(wanted, module.fqn)) matches.push_back(module.fqn);
+  }
+  if (matches.empty()) {
+    return MakeInputError("", by_class ? "no module has this class" : "no module has this name",
+                          std::string(entry), "an FQN, a pattern over FQNs, or class:NAME");
+  }
+  return matches;
+}
+
+std::vector<UnitRule> DefaultUnits(const Trace& trace) {
+  // Blocks are the elements of ModuleLists (not nested in another block) that repeat: what people wrap by
+  // hand.
+  std::map<std::string, std::size_t> index;
+  for (std::size_t m = 0; m < trace.modules.size(); ++m) index.emplace(trace.modules[m].fqn, m);
+  UnitRule blocks;
+  std::string inside;  // prefix of the block being passed over (modules are in pre-order)
+  for (const Module& module : trace.modules) {
+    if (!inside.empty() && module.fqn.starts_with(inside + ".")) continue;
+    const std::size_t dot = module.fqn.rfind('.');
+    if (module.fqn.empty() || !module.same_module_as.empty()) continue;
+    const auto parent = index.find(dot == std::string::npos ? "" : module.fqn.substr(0, dot));
+    if (parent == index.end()) continue;
+    const Module& list = trace.modules[parent->second];
+    if (list.class_name != "ModuleList" || list.children.size() < 2 || IsContainer(module)) continue;
+    blocks.modules.push_back(module.fqn);
+    inside = module.fqn;
+  }
+  std::vector<UnitRule> rules;
+  if (!blocks.modules.empty()) rules.push_back(std::move(blocks));
+  rules.push_back(UnitRule{.modules = {""}});
+  return rules;
+}
+
+}  // namespace shardplan

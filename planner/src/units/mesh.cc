@@ -1,0 +1,79 @@
+#include "units/mesh.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace shardplan {
+
+Result<Mesh> Mesh::Make(std::vector<StrategyMeshDim> dims, std::int64_t ranks) {
+  Mesh mesh;
+  if (dims.empty()) dims = {{"shard", ranks}};
+  std::int64_t covered = 1;
+  for (std::size_t d = 0; d < dims.size(); ++d) {
+    const std::string pointer = fmt::format("/mesh/{}", d);
+    if (dims[d].size < 1) {
+      return MakeInputError(pointer + "/size", "a mesh dimension needs a rank",
+                            fmt::format("{}", dims[d].size), "1 or more");
+    }
+    if (mesh.Find(dims[d].name) != nullptr) {
+      return MakeInputError(pointer + "/name", "two dimensions of the mesh have this name", dims[d].name);
+    }
+    covered *= dims[d].size;
+    mesh.dims_.push_back(dims[d]);
+  }
+  if (covered != ranks) {
+    return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", covered),
+                          fmt::format("{}", ranks));
+  }
+  return mesh;
+}
+
+const StrategyMeshDim* Mesh::Find(std::string_view name) const {
+  const auto found = std::ranges::find(dims_, name, &StrategyMeshDim::name);
+  return found == dims_.end() ? nullptr : &*found;
+}
+
+MeshDigits Mesh::Flatten(const std::vector<std::string>& names) const {
+  MeshDigits digits;  // the least significant first
+  std::int64_t stride = 1;
+  for (auto dim = dims_.rbegin(); dim != dims_.rend(); ++dim) {
+    if (std::ranges::find(names, dim->name) != names.end() && dim->size > 1) {
+      if (!digits.empty() && digits.back().stride * digits.back().size == stride) {
+        digits.back().size *= dim->size;
+      } else {
+        digits.push_back({dim->size, stride});
+      }
+    }
+    stride *= dim->size;
+  }
+  std::ranges::reverse(digits);
+  return digits;
+}
+
+std::int64_t RanksOf(const MeshDigits& digits) {
+  std::int64_t ranks = 1;
+  for (const CommunicatorDim& digit : digits) ranks *= digit.size;
+  return ranks;
+}
+
+std::optional<MeshDigits> Innermost(const MeshDigits& digits, std::int64_t size) {
+  MeshDigits inner;
+  for (auto digit = digits.rbegin(); digit != digits.rend() && size > 1; ++digit) {
+    const std::int64_t taken = std::min(size, digit->size);
+    if (digit->size % taken != 0 || size % taken != 0) return std::nullopt;
+    inner.insert(inner.begin(), {taken, digit->stride});
+    size /= taken;
+  }
+  if (size != 1) return std::nullopt;
+  return inner;
+}
+
+Communicator MakeCommunicator(std::string name, const MeshDigits& digits) {
+  Communicator communicator{.name = std::move(name), .size = RanksOf(digits)};
+  if (!digits.empty()) communicator.stride = digits.back().stride;
+  if (digits.size() > 1) communicator.dims = digits;
+  return communicator;
+}
+
+}  // namespace shardplan

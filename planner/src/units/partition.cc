@@ -1,0 +1,398 @@
+#include "units/partition.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+#include "policy/fsdp1/fsdp1_units.h"
+#include "shardplan/planner/planner.h"
+#include "units/layout.h"
+#include "units/unit_groups.h"
+#include "units/unit_parameters.h"
+
+namespace shardplan {
+namespace {
+
+bool IsHybrid(Fsdp1Sharding sharding) {
+  return sharding == Fsdp1Sharding::kHybridShard || sharding == Fsdp1Sharding::kHybridShardZero2;
+}
+
+using Rules = std::vector<UnitRule>;
+
+// One unit to make: the modules of one fully_shard call (one module for FSDP1).
+struct Call {
+  std::vector<ModuleId> modules;
+  const UnitRule* rule = nullptr;
+  std::string pointer;
+};
+
+class Partitioner {
+ public:
+  Partitioner(const Trace& trace, const ModelIndex& index, const Strategy& strategy)
+      : trace_(trace),
+        index_(index),
+        strategy_(strategy),
+        flat_(strategy.policy == "fsdp1"),
+        groups_(strategy) {}
+
+  Result<Partition> Run(std::int64_t cluster_ranks) {
+    if (Status s = flat_ ? MakeFlatMesh(cluster_ranks) : groups_.Begin(cluster_ranks, trace_, result_); !s) {
+      return std::unexpected(s.error());
+    }
+    Result<std::set<ModuleId>> ignored_modules = IgnoredModules(trace_, index_, strategy_);
+    if (!ignored_modules) return std::unexpected(ignored_modules.error());
+    ignored_ = IgnoredParameters(trace_, strategy_, *ignored_modules);
+    if (Status s = ChooseRules(*ignored_modules); !s) return std::unexpected(s.error());
+    if (Status s = ExpandRules(); !s) return std::unexpected(s.error());
+    if (!flat_) {
+      if (Status s = CheckParameterRules(trace_, strategy_); !s) return std::unexpected(s.error());
+      if (Status s = groups_.FindHooks(trace_, index_); !s) return std::unexpected(s.error());
+    }
+    result_.unit_of_module.assign(trace_.modules.size(), -1);
+    result_.managed_by.assign(trace_.modules.size(), -1);
+    result_.owners.resize(trace_.parameters.size());
+    for (const Call& call : calls_) {
+      if (Status s = MakeUnit(call); !s) return std::unexpected(s.error());
+    }
+    if (Status s = CheckTies(); !s) return std::unexpected(s.error());
+    OrderUnits();
+    return std::move(result_);
+  }
+
+ private:
+  // FSDP1: {shard} or {replicate, shard}.
+  Status MakeFlatMesh(std::int64_t cluster_ranks) {
+    result_.mesh = strategy_.mesh;
+    if (result_.mesh.empty()) result_.mesh = {{"shard", cluster_ranks}};
+    std::int64_t ranks = 1;
+    for (std::size_t d = 0; d < result_.mesh.size(); ++d) {
+      const StrategyMeshDim& dim = result_.mesh[d];
+      const std::string pointer = fmt::format("/mesh/{}", d);
+      if (dim.size < 1) {
+        return MakeInputError(pointer + "/size", "a mesh dimension needs a rank", fmt::format("{}", dim.size),
+                              "1 or more");
+      }
+      if (dim.name == "shard") {
+        result_.shard_size = dim.size;
+      } else if (dim.name == "replicate") {
+        result_.replicate_size = dim.size;
+      } else {
+        return MakeInputError(pointer + "/name", "unknown mesh dimension", dim.name, "shard or replicate");
+      }
+      ranks *= dim.size;
+    }
+    const bool known =
+        result_.mesh.size() == 1 ||
+        (result_.mesh.size() == 2 && result_.mesh[0].name == "replicate" && result_.mesh[1].name == "shard");
+    if (!known) {
+      return MakeInputError("/mesh", "a mesh is {shard} or {replicate, shard}, outermost first",
+                            fmt::format("{} dimensions", result_.mesh.size()));
+    }
+    if (ranks != cluster_ranks) {
+      return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
+                            fmt::format("{}", cluster_ranks));
+    }
+    UnitChoice as_most{.sharding = strategy_.fsdp1.sharding};
+    SetFlatGroups(as_most);  // their communicators come first
+    return {};
+  }
+
+  // The ranks that a unit of FSDP1 communicates with: the mesh's dimensions with hybrid sharding, all ranks
+  // with any other.
+  void SetFlatGroups(UnitChoice& choice) {
+    const std::int64_t ranks = result_.shard_size * result_.replicate_size;
+    const bool hybrid = IsHybrid(choice.sharding);
+    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
+    choice.shard_size = hybrid ? result_.shard_size : no_shard ? 1 : ranks;
+    choice.replicate_size = ranks / choice.shard_size;
+    if (choice.shard_size > 1) choice.unit.shard_communicator = FlatGroup("shard", choice.shard_size, 1);
+    // Of one rank, too: hybrid sharding over one replica, and what is not sharded because there is one rank.
+    if (choice.shard_size == 1) {
+      // FSDP1 takes the one rank that it would shard over for all that there are.
+      choice.unit.replicate_communicator = FlatGroup("replicate", hybrid ? 1 : ranks, 1);
+    } else if (hybrid) {
+      choice.unit.replicate_communicator = FlatGroup("replicate", choice.replicate_size, choice.shard_size);
+    }
+  }
+
+  CommunicatorId FlatGroup(const std::string& name, std::int64_t size, std::int64_t stride) {
+    std::vector<Communicator>& groups = result_.communicators;
+    Communicator group{name, size, stride};
+    const auto same =
+        std::ranges::find_if(groups, [&](const Communicator& g) { return SameRanks(g, group); });
+    if (same != groups.end()) return static_cast<CommunicatorId>(same - groups.begin());
+    if (std::ranges::find(groups, name, &Communicator::name) != groups.end()) group.name = name + ".all";
+    groups.push_back(std::move(group));
+    return static_cast<CommunicatorId>(groups.size()) - 1;
+  }
+
+  Status ChooseRules(const std::set<ModuleId>& ignored_modules) {
+    rules_ = strategy_.units;
+    if (!flat_) {
+      if (rules_.empty()) rules_ = DefaultUnits(trace_);
+      return {};
+    }
+    if (rules_.empty() && !strategy_.fsdp1.size_based_wrap) rules_ = DefaultUnits(trace_);
+    Result<Rules> expanded =
+        ExpandWrapPolicy(trace_, index_, strategy_, std::move(rules_), ignored_modules, ignored_);
+    if (!expanded) return std::unexpected(expanded.error());
+    rules_ = std::move(*expanded);
+    return {};
+  }
+
+  Status ExpandRules() {
+    if (!flat_ && !strategy_.fsdp2.shard_root) {
+      std::erase_if(rules_,
+                    [](const UnitRule& rule) { return rule.modules == std::vector<std::string>{""}; });
+    }
+    std::set<ModuleId> taken;
+    for (std::size_t r = 0; r < rules_.size(); ++r) {
+      const UnitRule& rule = rules_[r];
+      const std::string pointer = fmt::format("/units/{}", r);
+      Call group{.rule = &rule, .pointer = pointer};
+      for (std::size_t e = 0; e < rule.modules.size(); ++e) {
+        const std::string entry_pointer = fmt::format("{}/modules/{}", pointer, e);
+        Result<std::vector<std::string>> matched = MatchModules(trace_, rule.modules[e]);
+        if (!matched) {
+          matched.error().pointer = entry_pointer;
+          return std::unexpected(matched.error());
+        }
+        for (const std::string& fqn : *matched) {
+          const ModuleId module = index_.canonical[index_.by_fqn.find(fqn)->second];
+          if (!taken.insert(module).second) {
+            return MakeInputError(entry_pointer, "a module is in two units", DisplayName(fqn));
+          }
+          if (rule.group) {
+            group.modules.push_back(module);
+          } else {
+            calls_.push_back({{module}, &rule, entry_pointer});
+          }
+        }
+      }
+      if (!group.modules.empty()) {
+        DropInner(group.modules);
+        calls_.push_back(std::move(group));
+      }
+    }
+    if (!taken.contains(0) && (flat_ || strategy_.fsdp2.shard_root)) {
+      calls_.push_back({{0}, nullptr, "/units"});
+    }
+    if (flat_) {
+      // FSDP1 wraps from the inside out whatever the order of the rules: pre-order reversed has children
+      // first.
+      std::stable_sort(calls_.begin(), calls_.end(),
+                       [](const Call& a, const Call& b) { return a.modules[0] > b.modules[0]; });
+    }
+    return {};
+  }
+
+  void AddReachable(ModuleId entry, std::set<ModuleId>& found) const {
+    for (const ModuleId child : index_.children[index_.canonical[entry]]) {
+      if (found.insert(index_.canonical[child]).second) AddReachable(child, found);
+    }
+  }
+
+  // _get_root_modules: of a group's modules those that are inside another of them are nothing of their own.
+  void DropInner(std::vector<ModuleId>& modules) const {
+    std::set<ModuleId> inner;
+    for (const ModuleId module : modules) AddReachable(module, inner);
+    std::erase_if(modules, [&](ModuleId module) { return inner.contains(module); });
+  }
+
+  // _get_managed_modules: the call's modules and what is under them, without units made before, children
+  // first (FSDP2) or in named_modules() order (FSDP1).
+  void Collect(ModuleId entry, std::set<ModuleId>& visited, std::vector<ModuleId>& managed) const {
+    const ModuleId module = index_.canonical[entry];
+    if (!visited.insert(module).second) return;
+    if (flat_) managed.push_back(module);
+    for (const ModuleId child : index_.children[module]) {
+      const ModuleId canonical = index_.canonical[child];
+      if (result_.unit_of_module[canonical] < 0) Collect(canonical, visited, managed);
+    }
+    if (!flat_) managed.push_back(module);
+  }
+
+  Status MakeUnit(const Call& call) {
+    UnitChoice choice;
+    const UnitId id = static_cast<UnitId>(result_.units.size());
+    choice.modules = call.modules;
+    std::set<ModuleId> visited;
+    std::vector<ModuleId> managed;
+    for (const ModuleId module : call.modules) {
+      choice.is_root = choice.is_root || module == 0;
+      choice.unit.modules.push_back(trace_.modules[module].fqn);
+      result_.unit_of_module[module] = id;
+    }
+    for (const ModuleId module : call.modules) Collect(module, visited, managed);
+    for (const std::string& fqn : choice.unit.modules) {
+      choice.unit.fqn += (choice.unit.fqn.empty() ? "" : ",") + fqn;
+    }
+    for (const ModuleId module : managed) {
+      if (result_.managed_by[module] >= 0) {
+        return MakeInputError(call.pointer, "a unit inside another has to be listed before it",
+                              DisplayName(trace_.modules[module].fqn));
+      }
+      result_.managed_by[module] = id;
+      for (const NamedParameter& named : trace_.modules[module].parameters) AddParameter(named, id, choice);
+    }
+    choice.unit.orig_dtype = trace_.compute_dtype;
+    choice.shard_size = result_.shard_size;
+    choice.replicate_size = result_.replicate_size;
+    if (!flat_) {
+      const auto* own =
+          call.rule != nullptr && call.rule->data_parallel ? &*call.rule->data_parallel : nullptr;
+      if (Status s = groups_.SetRanks(own, call.pointer, choice); !s) return s;
+    }
+    SetKnobs(call, choice);
+    if (Status s = flat_ ? SetFlatDtypes(call, choice)
+                         : SetParameterKnobs(strategy_, groups_.mesh(), call.pointer, choice);
+        !s) {
+      return s;
+    }
+    if (flat_) {
+      LayOut(choice);
+    } else if (Status s = groups_.SetCommunicators(call.pointer, choice, result_); !s) {
+      return s;
+    }
+    result_.units.push_back(std::move(choice));
+    return {};
+  }
+
+  void AddParameter(const NamedParameter& named, UnitId id, UnitChoice& choice) {
+    const Parameter& parameter = trace_.parameters[named.parameter];
+    if (ignored_.contains(named.parameter)) return;
+    std::vector<UnitParameterRef>& owners = result_.owners[named.parameter];
+    if (!owners.empty() && owners.back().unit == id) return;  // tied inside the unit
+    owners.push_back({id, static_cast<std::int32_t>(choice.unit.parameters.size())});
+    choice.parameter_ids.push_back(named.parameter);
+    choice.unit.parameters.push_back({.fqn = parameter.fqn,
+                                      .shared_with = parameter.shared_with,
+                                      .shape = parameter.shape,
+                                      .dtype = parameter.dtype,
+                                      .requires_grad = parameter.requires_grad,
+                                      .placements = parameter.placements});
+  }
+
+  // FSDP1 makes a shard of the original parameter: the other unit's modules are left with that.
+  Status CheckTies() const {
+    if (!flat_ || !strategy_.fsdp1.use_orig_params) return {};
+    for (std::size_t p = 0; p < result_.owners.size(); ++p) {
+      if (result_.owners[p].size() < 2) continue;
+      return MakeInputError("/fsdp1/use_orig_params", "FSDP1 breaks a parameter that two units share",
+                            trace_.parameters[p].fqn, "false, or one unit that has it");
+    }
+    return {};
+  }
+
+  void SetKnobs(const Call& call, UnitChoice& choice) {
+    const UnitRule* rule = call.rule;
+    const auto pick = [&](auto member, const auto& fallback) {
+      return rule != nullptr && (rule->*member) ? rule->*member : fallback;
+    };
+    choice.cpu_offload = pick(&UnitRule::cpu_offload, std::optional(strategy_.cpu_offload)).value();
+    const auto mixed = pick(&UnitRule::mixed_precision, strategy_.mixed_precision);
+    choice.mixed_precision_given = mixed.has_value();
+    choice.mixed_precision = mixed.value_or(MixedPrecision{});
+    const auto reshard = pick(&UnitRule::reshard_after_forward, strategy_.reshard_after_forward);
+    choice.reshard_given = reshard.has_value();
+    const Fsdp1Knobs& flat = strategy_.fsdp1;
+    choice.sharding = pick(&UnitRule::sharding, std::optional(flat.sharding)).value();
+    choice.backward_prefetch =
+        pick(&UnitRule::backward_prefetch, std::optional(flat.backward_prefetch)).value();
+    choice.forward_prefetch = pick(&UnitRule::forward_prefetch, std::optional(flat.forward_prefetch)).value();
+    const std::int64_t all = choice.shard_size;
+    if (!reshard) {
+      choice.post_forward_size = all;  // but 0 for a root, which shows at its first forward
+    } else if (const bool* flag = std::get_if<bool>(&*reshard)) {
+      choice.post_forward_size = *flag ? all : 0;
+    } else {
+      choice.post_forward_size = std::get<std::int64_t>(*reshard);
+      if (choice.post_forward_size == 1) choice.post_forward_size = 0;  // as PyTorch: 1 means False
+    }
+  }
+
+  Status SetFlatDtypes(const Call& call, UnitChoice& choice) {
+    Unit& unit = choice.unit;
+    std::optional<DType> original;
+    for (const UnitParameter& parameter : unit.parameters) {
+      if (!original) original = parameter.dtype;
+      if (parameter.dtype != *original) {
+        return MakeInputError(call.pointer, "the parameters of a unit differ in dtype",
+                              fmt::format("{} is {}", parameter.fqn, Name(parameter.dtype)),
+                              std::string(Name(*original)));
+      }
+    }
+    const MixedPrecision& mixed = choice.mixed_precision;
+    unit.orig_dtype = original.value_or(trace_.compute_dtype);
+    unit.param_dtype = mixed.param_dtype.value_or(unit.orig_dtype);
+    unit.reduce_dtype = mixed.reduce_dtype.value_or(unit.param_dtype);
+    return {};
+  }
+
+  void LayOut(UnitChoice& choice) {
+    SetFlatGroups(choice);
+    Unit& unit = choice.unit;
+    unit.layout = LayoutKind::kFlat;
+    // Aligned flat parameters are padded for the whole process group even where they are not sharded.
+    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
+    LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
+               no_shard && strategy_.fsdp1.use_orig_params ? choice.replicate_size : choice.shard_size);
+  }
+
+  // Units get their final ids in the order of their first modules in the tree, the root first.
+  void OrderUnits() {
+    std::vector<UnitId> order;
+    std::vector<bool> seen(result_.units.size(), false);
+    for (std::size_t m = 0; m < trace_.modules.size(); ++m) {
+      if (index_.canonical[m] != static_cast<ModuleId>(m)) continue;
+      const UnitId unit = result_.unit_of_module[m];
+      if (unit < 0) continue;
+      if (!seen[unit]) order.push_back(unit);
+      seen[unit] = true;
+      result_.states.push_back(unit);
+    }
+    std::vector<UnitId> new_id(order.size());
+    std::vector<UnitChoice> units;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      new_id[order[i]] = static_cast<UnitId>(i);
+      units.push_back(std::move(result_.units[order[i]]));
+    }
+    result_.units = std::move(units);
+    for (UnitId& unit : result_.states) unit = new_id[unit];
+    for (UnitId& unit : result_.unit_of_module) unit = unit < 0 ? -1 : new_id[unit];
+    for (UnitId& unit : result_.managed_by) unit = unit < 0 ? -1 : new_id[unit];
+    for (std::vector<UnitParameterRef>& owners : result_.owners) {
+      for (UnitParameterRef& owner : owners) owner.unit = new_id[owner.unit];
+    }
+  }
+
+  const Trace& trace_;
+  const ModelIndex& index_;
+  const Strategy& strategy_;
+  const bool flat_;
+  Rules rules_;
+  std::vector<Call> calls_;
+  std::set<ParameterId> ignored_;
+  UnitGroups groups_;  // fsdp2
+  Partition result_;
+};
+
+}  // namespace
+
+Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
+                              std::int64_t cluster_ranks) {
+  return Partitioner(trace, index, strategy).Run(cluster_ranks);
+}
+
+UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module) {
+  const std::vector<UnitParameterRef>& owners = partition.owners[parameter];
+  if (owners.empty()) return {};
+  const UnitId managing = module < 0 ? -1 : partition.managed_by[module];
+  for (const UnitParameterRef& owner : owners) {
+    if (owner.unit == managing) return owner;
+  }
+  return owners.front();
+}
+
+}  // namespace shardplan

@@ -1,0 +1,61 @@
+// Pass `choose_units`: which parameters are all-gathered together, how each unit is laid out, over which
+// ranks.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "units/mesh.h"
+#include "units/model_index.h"
+
+namespace shardplan {
+
+// What the policies need to know of a unit beside the plan's Unit.
+struct UnitChoice {
+  Unit unit;
+  std::vector<ModuleId> modules;           // canonical
+  std::vector<ParameterId> parameter_ids;  // of unit.parameters
+  bool is_root = false;
+  bool reshard_given = false;          // reshard_after_forward was an explicit argument
+  std::int64_t post_forward_size = 0;  // ranks that keep a shard between forward and backward; 0: no reshard
+  MixedPrecision mixed_precision;
+  bool mixed_precision_given = false;
+  bool cpu_offload = false;
+  DataParallelDims data_parallel;                // fsdp2: of this unit
+  MeshDigits shard_digits, replicate_digits;     // fsdp2
+  std::optional<AllReduceHook> all_reduce_hook;  // fsdp2
+  std::int64_t shard_size = 1, replicate_size = 1;
+  Fsdp1Sharding sharding = Fsdp1Sharding::kFullShard;                     // fsdp1
+  Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;  // fsdp1
+  bool forward_prefetch = false;                                          // fsdp1
+};
+
+struct UnitParameterRef {
+  UnitId unit = -1;
+  std::int32_t parameter = -1;  // index into Unit::parameters
+};
+
+struct Partition {
+  std::vector<UnitChoice> units;                      // order of the modules in the tree, root first
+  std::vector<UnitId> unit_of_module;                 // by canonical ModuleId: hooks of which unit; -1 none
+  std::vector<UnitId> managed_by;                     // by canonical ModuleId: whose parameters it holds
+  std::vector<std::vector<UnitParameterRef>> owners;  // by ParameterId; several when a tie is broken
+  std::vector<UnitId> states;  // pre-order over modules; a unit of two modules is there twice
+  std::vector<Communicator> communicators;
+  std::vector<StrategyMeshDim> mesh;
+  std::map<std::string, CommunicatorId> mesh_groups;  // fsdp2: of dimensions that are not FSDP's, by name
+  std::int64_t shard_size = 1;
+  std::int64_t replicate_size = 1;
+};
+
+// kBadInput: a rule that matches nothing, a module in two units, a mesh that is not the cluster's ranks, ...
+Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
+                              std::int64_t cluster_ranks);
+
+// The owner of `parameter` as seen from `module` (a tie that spans units is broken by FSDP: each unit has its
+// own copy). Unit -1: no unit has it.
+UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module);
+
+}  // namespace shardplan

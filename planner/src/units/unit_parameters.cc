@@ -1,0 +1,188 @@
+#include "units/unit_parameters.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "units/layout.h"
+
+namespace shardplan {
+namespace {
+
+bool MatchesAny(const std::vector<std::string>& patterns, const std::string& fqn,
+                const std::vector<std::string>& shared_with) {
+  return std::ranges::any_of(patterns, [&](const std::string& pattern) {
+    return Matches(pattern, fqn) ||
+           std::ranges::any_of(shared_with, [&](const std::string& name) { return Matches(pattern, name); });
+  });
+}
+
+template <typename Rule>
+const Rule* FirstMatch(const std::vector<Rule>& rules, const UnitParameter& parameter) {
+  const auto found = std::ranges::find_if(rules, [&](const Rule& rule) {
+    return MatchesAny(rule.parameters, parameter.fqn, parameter.shared_with);
+  });
+  return found == rules.end() ? nullptr : &*found;
+}
+
+class ParameterKnobs {
+ public:
+  ParameterKnobs(const Strategy& strategy, const Mesh& mesh, std::string_view pointer, UnitChoice& choice)
+      : strategy_(strategy), mesh_(mesh), pointer_(pointer), choice_(choice), unit_(choice.unit) {}
+
+  Status Run() {
+    for (UnitParameter& parameter : unit_.parameters) {
+      if (parameter.shape.empty()) {
+        return Bad("a scalar parameter cannot be sharded; make its shape [1]", parameter.fqn);
+      }
+      if (Status s = SetShardDim(parameter); !s) return s;
+      if (Status s = CheckPlacements(parameter); !s) return s;
+    }
+    if (Status s = SetDTypes(); !s) return s;
+    for (UnitParameter& parameter : unit_.parameters) {
+      if (Status s = SetExtension(parameter); !s) return s;
+    }
+    return CheckPostForward();
+  }
+
+ private:
+  Status Bad(std::string message, std::string found, std::string expected = {}) const {
+    return MakeInputError(pointer_, std::move(message), std::move(found), std::move(expected));
+  }
+
+  Status SetShardDim(UnitParameter& parameter) const {
+    const ShardDimRule* rule = FirstMatch(strategy_.fsdp2.shard_dims, parameter);
+    if (rule == nullptr) return {};
+    const auto dims = static_cast<std::int32_t>(parameter.shape.size());
+    parameter.shard_dim = rule->dim < 0 ? rule->dim + dims : rule->dim;
+    if (parameter.shard_dim < 0 || parameter.shard_dim >= dims) {
+      return Bad(fmt::format("{} does not have the dimension to shard", parameter.fqn),
+                 fmt::format("{}", rule->dim), fmt::format("a dimension of {}", dims));
+    }
+    const std::int64_t rows = parameter.shape[parameter.shard_dim];
+    if (parameter.shard_dim == 0 || rows % choice_.shard_size == 0) return {};
+    return Bad(
+        fmt::format("{} is sharded on dimension {}, which has to divide evenly (only dimension 0 may be "
+                    "uneven)",
+                    parameter.fqn, parameter.shard_dim),
+        fmt::format("{} rows", rows), fmt::format("a multiple of {} ranks", choice_.shard_size));
+  }
+
+  // A DTensor of tensor or expert parallelism: FSDP shards what the rank has of it.
+  Status CheckPlacements(const UnitParameter& parameter) const {
+    for (const ParameterPlacement& placement : parameter.placements) {
+      const auto own = [&](const std::vector<std::string>& dims) {
+        return std::ranges::find(dims, placement.mesh_dim) != dims.end();
+      };
+      if (placement.dim >= 0 && (own(choice_.data_parallel.shard) || own(choice_.data_parallel.replicate))) {
+        return Bad(fmt::format("{} is cut along a mesh dimension that FSDP itself works on", parameter.fqn),
+                   placement.mesh_dim, "replicated there");
+      }
+      const StrategyMeshDim* dim = mesh_.Find(placement.mesh_dim);
+      if (dim == nullptr || dim->size != placement.size) {
+        return MakeInputError(
+            "/mesh", fmt::format("{} is placed over a dimension that the mesh does not have", parameter.fqn),
+            dim == nullptr ? "none" : fmt::format("{} of size {}", dim->name, dim->size),
+            fmt::format("{} of size {}", placement.mesh_dim, placement.size));
+      }
+    }
+    return {};
+  }
+
+  // Gradients of all trainable parameters are reduced in one buffer, so these have one original dtype; frozen
+  // ones may have others (_init_mp_dtypes).
+  Status SetDTypes() const {
+    const MixedPrecision& mixed = choice_.mixed_precision;
+    const UnitParameter* trainable = nullptr;
+    for (const UnitParameter& parameter : unit_.parameters) {
+      if (!parameter.requires_grad) continue;
+      if (trainable == nullptr) trainable = &parameter;
+      if (parameter.dtype == trainable->dtype) continue;
+      return Bad("the trainable parameters of a unit need one original dtype",
+                 fmt::format("{} is {}", parameter.fqn, Name(parameter.dtype)),
+                 fmt::format("{}, as {}", Name(trainable->dtype), trainable->fqn));
+    }
+    if (trainable == nullptr && !unit_.parameters.empty()) trainable = &unit_.parameters.front();
+    if (trainable != nullptr) unit_.orig_dtype = trainable->dtype;
+    unit_.param_dtype = mixed.param_dtype.value_or(unit_.orig_dtype);
+    unit_.reduce_dtype = mixed.reduce_dtype.value_or(unit_.param_dtype);
+    for (UnitParameter& parameter : unit_.parameters) {
+      const DType dtype = mixed.param_dtype.value_or(parameter.dtype);
+      if (dtype != unit_.param_dtype) parameter.param_dtype = dtype;
+    }
+    return {};
+  }
+
+  static ExtensionBuffer Resolve(const ExtensionTensor& tensor, std::int64_t numel) {
+    return {tensor.dtype, tensor.numel.value_or((numel + tensor.per_elements - 1) / tensor.per_elements)};
+  }
+
+  Status SetExtension(UnitParameter& parameter) const {
+    const ExtensionRule* rule = FirstMatch(strategy_.fsdp2.extensions, parameter);
+    if (rule == nullptr) return {};
+    if (rule->gathered.empty()) return Bad("an extension gathers something", parameter.fqn, "a tensor");
+    if (choice_.shard_size == 1 && rule->gathered.size() > 1) {
+      return Bad("on one rank FSDP takes the first tensor of an extension only; this one has several",
+                 parameter.fqn, "one tensor, or more ranks");
+    }
+    for (const ExtensionTensor& tensor : rule->gathered) {
+      parameter.gathered.push_back(Resolve(tensor, PaddedShardNumel(parameter, choice_.shard_size)));
+    }
+    for (const ExtensionTensor& tensor : rule->unsharded) {
+      parameter.unsharded.push_back(Resolve(tensor, Numel(parameter)));
+    }
+    return {};
+  }
+
+  // What an integer reshard_after_forward does not do in PyTorch.
+  Status CheckPostForward() const {
+    const std::int64_t size = choice_.post_forward_size;
+    if (size == 0 || size == choice_.shard_size) return {};
+    for (const UnitParameter& parameter : unit_.parameters) {
+      const std::string_view why = !parameter.placements.empty() ? "tensor or expert parallelism"
+                                   : !parameter.gathered.empty() ? "an all-gather extension"
+                                   : parameter.shard_dim != 0    ? "a shard dimension other than 0"
+                                                                 : "";
+      if (why.empty()) continue;
+      return Bad(fmt::format("PyTorch cannot reshard to a smaller mesh with {}", why), parameter.fqn,
+                 "reshard_after_forward true or false");
+    }
+    return {};
+  }
+
+  const Strategy& strategy_;
+  const Mesh& mesh_;
+  std::string pointer_;
+  UnitChoice& choice_;
+  Unit& unit_;
+};
+
+template <typename Rule>
+Status CheckRules(const Trace& trace, const std::vector<Rule>& rules, std::string_view name) {
+  for (std::size_t r = 0; r < rules.size(); ++r) {
+    for (std::size_t p = 0; p < rules[r].parameters.size(); ++p) {
+      const bool matches = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
+        return MatchesAny({rules[r].parameters[p]}, parameter.fqn, parameter.shared_with);
+      });
+      if (matches) continue;
+      return MakeInputError(fmt::format("/fsdp2/{}/{}/parameters/{}", name, r, p),
+                            "no parameter has this name", rules[r].parameters[p],
+                            "an FQN or a pattern over FQNs");
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status SetParameterKnobs(const Strategy& strategy, const Mesh& mesh, std::string_view pointer,
+                         UnitChoice& choice) {
+  return ParameterKnobs(strategy, mesh, pointer, choice).Run();
+}
+
+Status CheckParameterRules(const Trace& trace, const Strategy& strategy) {
+  if (Status s = CheckRules(trace, strategy.fsdp2.shard_dims, "shard_dims"); !s) return s;
+  return CheckRules(trace, strategy.fsdp2.extensions, "extensions");
+}
+
+}  // namespace shardplan

@@ -1,0 +1,21 @@
+// What the strategy's fsdp2 knobs say of a unit's parameters: dtypes, shard dimensions, all-gather
+// extensions, placements over the mesh's other dimensions (FSDPParam._init_sharded_param, init_dtype_attrs).
+#pragma once
+
+#include <string_view>
+
+#include "shardplan/schemas/strategy.h"
+#include "units/partition.h"
+
+namespace shardplan {
+
+// Sets the dtypes of `choice.unit` and every knob of its parameters. kBadInput at `pointer` (the unit's call)
+// for what PyTorch refuses: a scalar, trainable parameters of several dtypes, uneven shards along another
+// dimension than the first, ...
+Status SetParameterKnobs(const Strategy& strategy, const Mesh& mesh, std::string_view pointer,
+                         UnitChoice& choice);
+
+// kBadInput for a rule of shard_dims or extensions that matches no parameter.
+Status CheckParameterRules(const Trace& trace, const Strategy& strategy);
+
+}  // namespace shardplan

@@ -1,0 +1,89 @@
+#include "documents/document_json.h"
+
+#include <fmt/format.h>
+
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+namespace {
+
+constexpr std::string_view kAllSchemas =
+    "\"shardplan.trace/1\", \"shardplan.cluster/1\", \"shardplan.strategy/1\", \"shardplan.plan/1\" or "
+    "\"shardplan.report/1\"";
+
+template <typename T>
+Result<T> ParseWith(std::string_view json_text, Result<T> (*read)(const JsonTape&)) {
+  const Result<JsonTape> tape = JsonTape::Parse(json_text);
+  if (!tape.has_value()) return std::unexpected(tape.error());
+  return read(*tape);
+}
+
+template <typename T>
+Result<T> ReadWith(const std::string& path, Result<T> (*parse)(std::string_view)) {
+  const Result<std::string> text = ReadFile(path);
+  if (!text.has_value()) return std::unexpected(text.error());
+  Result<T> value = parse(*text);
+  if (!value.has_value()) value.error().file = path;
+  return value;
+}
+
+template <typename T>
+Result<Document> AsDocument(Result<T> value) {
+  if (!value.has_value()) return std::unexpected(std::move(value.error()));
+  return Document(std::move(*value));
+}
+
+}  // namespace
+
+Result<std::string_view> SchemaOf(const JsonTape& tape) {
+  if (tape[0].kind != JsonKind::kObject) {
+    return MakeInputError("", "not a shardplan document", tape.Describe(0), "an object");
+  }
+  const JsonIndex schema = tape.Find(0, kSchemaField);
+  if (schema == 0) {
+    return MakeInputError("", "the field \"schema\" is missing: not a shardplan document", {},
+                          std::string(kAllSchemas));
+  }
+  if (tape[schema].kind != JsonKind::kString) {
+    return MakeInputError("/schema", "wrong type", tape.Describe(schema), std::string(kAllSchemas));
+  }
+  return tape.String(schema);
+}
+
+Status ExpectSchema(const JsonTape& tape, std::string_view schema) {
+  const Result<std::string_view> found = SchemaOf(tape);
+  if (!found.has_value()) return std::unexpected(found.error());
+  if (*found == schema) return {};
+  const std::string_view kind = schema.substr(0, schema.find('/') + 1);
+  const char* message = found->starts_with(kind) ? "a version of the document that this program does not know"
+                                                 : "another kind of document";
+  return MakeInputError("/schema", message, fmt::format("\"{}\"", *found), fmt::format("\"{}\"", schema));
+}
+
+Result<Trace> ParseTrace(std::string_view json_text) { return ParseWith(json_text, TraceFromTape); }
+Result<Cluster> ParseCluster(std::string_view json_text) { return ParseWith(json_text, ClusterFromTape); }
+Result<Strategy> ParseStrategy(std::string_view json_text) { return ParseWith(json_text, StrategyFromTape); }
+Result<Plan> ParsePlan(std::string_view json_text) { return ParseWith(json_text, PlanFromTape); }
+Result<Report> ParseReport(std::string_view json_text) { return ParseWith(json_text, ReportFromTape); }
+
+Result<Document> ParseDocument(std::string_view json_text) {
+  const Result<JsonTape> tape = JsonTape::Parse(json_text);
+  if (!tape.has_value()) return std::unexpected(tape.error());
+  const Result<std::string_view> schema = SchemaOf(*tape);
+  if (!schema.has_value()) return std::unexpected(schema.error());
+  if (*schema == kTraceSchema) return AsDocument(TraceFromTape(*tape));
+  if (*schema == kClusterSchema) return AsDocument(ClusterFromTape(*tape));
+  if (*schema == kStrategySchema) return AsDocument(StrategyFromTape(*tape));
+  if (*schema == kPlanSchema) return AsDocument(PlanFromTape(*tape));
+  if (*schema == kReportSchema) return AsDocument(ReportFromTape(*tape));
+  return MakeInputError("/schema", "unknown kind or version of document", fmt::format("\"{}\"", *schema),
+                        std::string(kAllSchemas));
+}
+
+Result<Trace> ReadTrace(const std::string& path) { return ReadWith(path, ParseTrace); }
+Result<Cluster> ReadCluster(const std::string& path) { return ReadWith(path, ParseCluster); }
+Result<Strategy> ReadStrategy(const std::string& path) { return ReadWith(path, ParseStrategy); }
+Result<Plan> ReadPlan(const std::string& path) { return ReadWith(path, ParsePlan); }
+Result<Document> ReadDocument(const std::string& path) { return ReadWith(path, ParseDocument); }
+
+}  // namespace shardplan

@@ -1,0 +1,39 @@
+// What the readers of the five documents have in common.
+#pragma once
+
+#include <string_view>
+
+#include "json/json_reader.h"
+#include "json/json_tape.h"
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+
+inline constexpr std::string_view kTraceSchema = "shardplan.trace/1";
+inline constexpr std::string_view kClusterSchema = "shardplan.cluster/1";
+inline constexpr std::string_view kStrategySchema = "shardplan.strategy/1";
+inline constexpr std::string_view kPlanSchema = "shardplan.plan/1";
+inline constexpr std::string_view kReportSchema = "shardplan.report/1";
+
+// The value of the `schema` field of the root object.
+Result<std::string_view> SchemaOf(const JsonTape& tape);
+// An error unless the document has that schema.
+Status ExpectSchema(const JsonTape& tape, std::string_view schema);
+
+template <typename T>
+Result<T> ReadDocumentAs(const JsonTape& tape, std::string_view schema) {
+  if (Status status = ExpectSchema(tape, schema); !status) return std::unexpected(status.error());
+  T value;
+  JsonReader reader(tape);
+  if (!reader.ReadDocument(value)) return std::unexpected(reader.TakeError());
+  return value;
+}
+
+// From a tape, checks included that go beyond single fields.
+Result<Trace> TraceFromTape(const JsonTape& tape);
+Result<Cluster> ClusterFromTape(const JsonTape& tape);
+Result<Strategy> StrategyFromTape(const JsonTape& tape);
+Result<Plan> PlanFromTape(const JsonTape& tape);
+Result<Report> ReportFromTape(const JsonTape& tape);
+
+}  // namespace shardplan

@@ -1,0 +1,90 @@
+#include <fmt/format.h>
+
+#include "documents/document_json.h"
+#include "documents/plan_check.h"
+#include "documents/plan_fields.h"
+#include "documents/plan_names.h"
+#include "json/json_writer.h"
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+namespace {
+
+// An index into the parameters of a unit.
+Status CheckUnitParameter(const Plan& plan, UnitId unit, std::int32_t parameter, const std::string& pointer) {
+  const std::size_t size = unit < 0 ? 0 : plan.units[static_cast<std::size_t>(unit)].parameters.size();
+  if (parameter < static_cast<std::int32_t>(size)) return {};
+  return MakeInputError(pointer, "not a parameter of the unit", fmt::format("{}", parameter),
+                        fmt::format("less than {}", size));
+}
+
+Status CheckBuffers(const Plan& plan) {
+  for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
+    const Buffer& buffer = plan.buffers[i];
+    for (std::size_t k = 0; k < buffer.parameters.size(); ++k) {
+      const std::string pointer = fmt::format("/buffers/{}/parameters/{}", i, k);
+      if (Status status = CheckUnitParameter(plan, buffer.unit, buffer.parameters[k], pointer); !status)
+        return status;
+    }
+  }
+  return {};
+}
+
+Status CheckSegments(const Plan& plan) {
+  for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+    for (std::size_t k = 0; k < plan.segments[i].grads.size(); ++k) {
+      const SegmentGrad& grad = plan.segments[i].grads[k];
+      const std::string pointer = fmt::format("/segments/{}/grads/{}/parameter", i, k);
+      if (Status status = CheckUnitParameter(plan, grad.unit, grad.parameter, pointer); !status)
+        return status;
+    }
+  }
+  return {};
+}
+
+Status CheckUnits(const Plan& plan) {
+  for (std::size_t i = 0; i < plan.units.size(); ++i) {
+    if (plan.units[i].layout != LayoutKind::kPerParameter) continue;
+    for (std::size_t k = 0; k < plan.units[i].parameters.size(); ++k) {
+      const UnitParameter& parameter = plan.units[i].parameters[k];
+      if (parameter.shard_dim < static_cast<std::int32_t>(parameter.shape.size())) continue;
+      return MakeInputError(fmt::format("/units/{}/parameters/{}/shard_dim", i, k),
+                            "not a dimension of the parameter", fmt::format("{}", parameter.shard_dim),
+                            fmt::format("less than {}", parameter.shape.size()));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status CheckPlan(const Plan& plan) {
+  if (plan.streams.empty()) {
+    return MakeInputError("/streams", "there is no stream", "an empty list", "the compute stream first");
+  }
+  if (plan.steps.empty())
+    return MakeInputError("/steps", "there is no step", "an empty list", "at least one step");
+  if (plan.steady_step >= static_cast<std::int32_t>(plan.steps.size())) {
+    return MakeInputError("/steady_step", "not a step of this plan", fmt::format("{}", plan.steady_step),
+                          fmt::format("less than {}", plan.steps.size()));
+  }
+  if (Status status = CheckUnits(plan); !status) return status;
+  if (Status status = CheckBuffers(plan); !status) return status;
+  return CheckSegments(plan);
+}
+
+Result<Plan> PlanFromTape(const JsonTape& tape) {
+  Result<Plan> plan = ReadDocumentAs<Plan>(tape, kPlanSchema);
+  if (!plan.has_value()) return plan;
+  if (Status status = CheckPlan(*plan); !status) return std::unexpected(status.error());
+  return plan;
+}
+
+std::string ToJson(const Plan& plan) {
+  const PlanNames names(plan);
+  JsonWriter writer(&names);
+  writer.WriteDocument(kPlanSchema, plan);
+  return writer.Take();
+}
+
+}  // namespace shardplan

@@ -1,0 +1,16 @@
+#include "documents/document_json.h"
+#include "documents/report_fields.h"
+#include "json/json_writer.h"
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+
+Result<Report> ReportFromTape(const JsonTape& tape) { return ReadDocumentAs<Report>(tape, kReportSchema); }
+
+std::string ToJson(const Report& report) {
+  JsonWriter writer;
+  writer.WriteDocument(kReportSchema, report);
+  return writer.Take();
+}
+
+}  // namespace shardplan

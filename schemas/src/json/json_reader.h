@@ -1,0 +1,229 @@
+// Reads value types from a tape by their field lists. Nothing is trusted: the first thing that is wrong ends
+// the reading with an error that has the pointer, what was found and what was expected.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "documents/enum_names.h"
+#include "json/json_fields.h"
+#include "json/json_tape.h"
+#include "shardplan/schemas/error.h"
+
+namespace shardplan {
+
+// The schema field and the extensions, which every document has besides its own fields.
+inline constexpr std::string_view kSchemaField = "schema";
+inline constexpr std::string_view kExtensionsField = "extensions";
+
+class JsonReader {
+ public:
+  explicit JsonReader(const JsonTape& tape) : tape_(tape) {}
+
+  // Reads the root object. Every Read function returns false after an error.
+  template <typename T>
+  bool ReadDocument(T& value) {
+    const JsonIndex extensions = tape_.Find(0, kExtensionsField);
+    if (extensions != 0 && tape_[extensions].kind != JsonKind::kObject) {
+      return Wrong(extensions, "extensions must be an object", "an object");
+    }
+    return ReadObject(0, value, {kSchemaField, kExtensionsField});
+  }
+  Error TakeError() { return std::move(error_); }
+
+ private:
+  template <typename T>
+  bool Read(JsonIndex node, T& value, const Spec& spec) {
+    if constexpr (std::is_same_v<T, bool>) {
+      return ReadBool(node, value);
+    } else if constexpr (std::is_same_v<T, std::string>) {
+      return ReadString(node, value);
+    } else if constexpr (std::is_same_v<T, double>) {
+      return ReadReal(node, value, spec);
+    } else if constexpr (std::is_integral_v<T>) {
+      std::int64_t integer = 0;
+      const std::int64_t max = std::min<std::int64_t>(spec.max, std::numeric_limits<T>::max());
+      const bool ok = spec.ref == RefKind::kNone ? ReadInteger(node, spec.min, max, integer)
+                                                 : ReadReference(node, spec.ref, spec.min, integer);
+      value = static_cast<T>(integer);
+      return ok;
+    } else if constexpr (std::is_enum_v<T>) {
+      return ReadEnum(node, value);
+    } else if constexpr (requires { value.value += 1; }) {  // Bytes, Nanoseconds
+      return ReadInteger(node, spec.min, kMaxExact, value.value);
+    } else {
+      return ReadCompound(node, value, spec);
+    }
+  }
+
+  template <typename T>
+  bool ReadCompound(JsonIndex node, std::optional<T>& value, const Spec& spec) {
+    return Read(node, value.emplace(), spec);
+  }
+  template <typename T>
+  bool ReadCompound(JsonIndex node, std::vector<T>& value, const Spec& spec) {
+    if (tape_[node].kind != JsonKind::kArray) return Wrong(node, "wrong type", "a list");
+    value.clear();  // the default of a list need not be empty
+    value.reserve(tape_[node].size);
+    for (JsonIndex child = node + 1; child < tape_[node].end; child = tape_[child].end) {
+      if (!Read(child, value.emplace_back(), spec)) return false;
+    }
+    if constexpr (std::is_same_v<T, std::int64_t>) {
+      if (spec.shape && !FitsExact(value))
+        return Wrong(node, "too many elements", "a shape of at most 2^53 elements");
+    }
+    return true;
+  }
+  // ReshardAfterForward: a bool, or the size of a smaller mesh.
+  bool ReadCompound(JsonIndex node, std::variant<bool, std::int64_t>& value, const Spec& spec);
+  template <typename... T>
+  bool ReadCompound(JsonIndex node, std::variant<T...>& value, const Spec& /*spec*/) {
+    std::string_view tag;
+    const JsonIndex tag_node = FindTag(node, (kIsEvent<T> && ...), tag);
+    if (tag_node == 0) return false;
+    bool known = false;
+    bool ok = true;
+    const auto try_alternative = [&]<typename Alternative>(std::type_identity<Alternative>) {
+      if (known || tag != kTag<Alternative>) return;
+      known = true;
+      Alternative& alternative = value.template emplace<Alternative>();
+      if constexpr (kIsEvent<Alternative>) {
+        ok = ReadEvent(node, alternative);
+      } else {
+        ok = ReadObject(node, alternative, {kTagField, {}});
+      }
+    };
+    (try_alternative(std::type_identity<T>{}), ...);
+    if (known) return ok;
+    std::string choices = "one of ";
+    ((choices += fmt::format("{}\"{}\"", choices.back() == ' ' && choices.size() == 7 ? "" : ", ", kTag<T>)),
+     ...);
+    return Wrong(tag_node, "unknown kind", choices);
+  }
+  template <typename T>
+  bool ReadCompound(JsonIndex node, T& value, const Spec& /*spec*/) {
+    return ReadObject(node, value, {});
+  }
+
+  // `also` names fields that are allowed but not T's.
+  template <typename T>
+  bool ReadObject(JsonIndex node, T& value, std::pair<std::string_view, std::string_view> also) {
+    if (tape_[node].kind != JsonKind::kObject) return Wrong(node, "wrong type", "an object");
+    // First the lists that others refer to, or a wrong list would be told as wrong references.
+    const bool defined = ForEachField<T>([&](const auto& field) {
+      if (field.defines == RefKind::kNone) return true;
+      const JsonIndex list = tape_.Find(node, field.name);
+      if (list == 0 && field.required) return Missing(node, field.name);
+      return Define(field.defines, list);
+    });
+    if (!defined) return false;
+    std::uint64_t seen = 0;  // a bit for each field of T, then the two of `also`
+    for (JsonIndex key = node + 1; key < tape_[node].end; key = tape_[key + 1].end) {
+      const std::string_view name = tape_.String(key);
+      std::uint64_t bit = 1;
+      bool known = false;
+      bool ok = true;
+      ForEachField<T>([&](const auto& field) {
+        known = field.name == name;
+        if (known && (seen & bit) == 0) ok = Read(key + 1, value.*field.member, field.spec);
+        if (!known) bit <<= 1;
+        return !known;
+      });
+      if (!ok) return false;
+      if (!known && !name.empty() && (name == also.first || name == also.second)) {
+        known = true;
+        if (name == also.second) bit <<= 1;
+      }
+      if (!known) return Unknown(key, FieldNames<T>());
+      if ((seen & bit) != 0) return Wrong(key, fmt::format("the field \"{}\" is there twice", name), "one");
+      seen |= bit;
+    }
+    std::uint64_t bit = 1;
+    return ForEachField<T>([&](const auto& field) {
+      const bool ok = !field.required || (seen & bit) != 0;
+      bit <<= 1;
+      return ok || Missing(node, field.name);
+    });
+  }
+
+  template <typename T>
+  bool ReadEvent(JsonIndex node, T& value) {
+    constexpr JsonIndex kMost = 1 + std::tuple_size_v<std::remove_const_t<decltype(kFields<T>)>>;
+    JsonIndex least = 1;
+    ForEachField<T>([&](const auto& field) {
+      least += field.required ? 1 : 0;
+      return true;
+    });
+    const JsonIndex size = tape_[node].size;
+    if (size < least || size > kMost) {
+      return Wrong(node, fmt::format("wrong number of elements for \"{}\"", kTag<T>),
+                   fmt::format("[\"{}\", {}]", kTag<T>, FieldNames<T>()));
+    }
+    JsonIndex child = node + 2;  // after the tag
+    return ForEachField<T>([&](const auto& field) {
+      if (child == tape_[node].end) return true;
+      const JsonIndex element = std::exchange(child, tape_[child].end);
+      return Read(element, value.*field.member, field.spec);
+    });
+  }
+
+  template <typename T>
+  static std::string FieldNames() {
+    std::string names;
+    ForEachField<T>([&](const auto& field) {
+      if (!names.empty()) names += ", ";
+      names += field.name;
+      return true;
+    });
+    return names;
+  }
+
+  template <typename Enum>
+  bool ReadEnum(JsonIndex node, Enum& value) {
+    std::optional<Enum> found;
+    if (tape_[node].kind == JsonKind::kString) found = EnumFromName<Enum>(tape_.String(node));
+    if (!found.has_value()) return Wrong(node, "unknown value", EnumChoices<Enum>());
+    value = *found;
+    return true;
+  }
+  // The product of the dimensions is at most kMaxExact.
+  static bool FitsExact(const std::vector<std::int64_t>& shape);
+  bool ReadBool(JsonIndex node, bool& value);
+  bool ReadString(JsonIndex node, std::string& value);
+  bool ReadReal(JsonIndex node, double& value, const Spec& spec);
+  bool ReadInteger(JsonIndex node, std::int64_t min, std::int64_t max, std::int64_t& value);
+  // An index into, or the name of an element of, the list that defines `kind`.
+  bool ReadReference(JsonIndex node, RefKind kind, std::int64_t min, std::int64_t& value);
+  // The node of the tag of a variant's value, 0 after an error.
+  JsonIndex FindTag(JsonIndex node, bool is_event, std::string_view& tag);
+
+  // Notes the size and the names of the list at `list` (0: there is none) for references.
+  bool Define(RefKind kind, JsonIndex list);
+
+  bool Wrong(JsonIndex node, std::string message, std::string expected);
+  bool Missing(JsonIndex object, std::string_view field);
+  bool Unknown(JsonIndex key, const std::string& known);
+
+  struct RefTable {
+    bool defined =
+        false;  // otherwise references are not limited (a segment's module ids: the trace is not here)
+    std::int64_t size = 0;
+    std::unordered_map<std::string_view, std::int64_t> ids;  // -1: several elements have the name
+  };
+
+  const JsonTape& tape_;
+  std::array<RefTable, kRefKinds> refs_;
+  Error error_;
+};
+
+}  // namespace shardplan

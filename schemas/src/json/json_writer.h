@@ -1,0 +1,176 @@
+// Writes value types as canonical JSON text by their field lists (docs/trace-format.md, "Canonical text").
+#pragma once
+
+#include <concepts>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <variant>
+#include <vector>
+
+#include "documents/enum_names.h"
+#include "documents/plan_names.h"
+#include "json/json_fields.h"
+
+namespace shardplan {
+
+class JsonWriter {
+ public:
+  // `names`: references are written by name where the name is unique. May be null.
+  explicit JsonWriter(const PlanNames* names = nullptr) : names_(names) {}
+
+  template <typename T>
+  void WriteDocument(std::string_view schema, const T& value) {
+    out_ += "{\n  \"schema\": ";
+    Append(schema);
+    WriteBlockFields(value, 2, false);
+    out_ += "\n}\n";
+  }
+  // On one line.
+  template <typename T>
+  void WriteInline(const T& value) {
+    Write(value, Spec{}, kInline);
+  }
+  std::string Take() { return std::move(out_); }
+
+ private:
+  static constexpr int kInline = -1;
+
+  // `indent`: of the line that the value starts on; kInline: all on that line.
+  template <typename T>
+  void Write(const T& value, const Spec& spec, int indent) {
+    if constexpr (std::is_same_v<T, bool>) {
+      out_ += value ? "true" : "false";
+    } else if constexpr (std::is_same_v<T, std::string>) {
+      Append(value);
+    } else if constexpr (std::is_same_v<T, double>) {
+      Append(value);
+    } else if constexpr (std::is_integral_v<T>) {
+      AppendReference(value, spec.ref);
+    } else if constexpr (std::is_enum_v<T>) {
+      Append(EnumName(value));
+    } else if constexpr (requires { value.value + 1; }) {  // Bytes, Nanoseconds
+      Append(static_cast<std::int64_t>(value.value));
+    } else {
+      WriteCompound(value, spec, indent);
+    }
+  }
+
+  template <typename T>
+  void WriteCompound(const std::optional<T>& value, const Spec& spec, int indent) {
+    if (value.has_value()) {
+      Write(*value, spec, indent);
+    } else {
+      out_ += "null";
+    }
+  }
+  template <typename T>
+  void WriteCompound(const std::vector<T>& value, const Spec& spec, int indent) {
+    const bool lines = indent != kInline && !value.empty();
+    out_ += '[';
+    bool first = true;
+    for (const T& element : value) {
+      if (!first) out_ += lines ? "," : ", ";
+      first = false;
+      if (lines) NewLine(indent + 2);
+      Write(element, spec, lines && kIsBlock<T> ? indent + 2 : kInline);
+    }
+    if (lines) NewLine(indent);
+    out_ += ']';
+  }
+  void WriteCompound(const std::variant<bool, std::int64_t>& value, const Spec& spec, int /*indent*/) {
+    std::visit([&](const auto& alternative) { Write(alternative, spec, kInline); }, value);
+  }
+  template <typename... T>
+  void WriteCompound(const std::variant<T...>& value, const Spec& /*spec*/, int /*indent*/) {
+    std::visit([&](const auto& alternative) { WriteTagged(alternative); }, value);
+  }
+  template <typename T>
+  void WriteCompound(const T& value, const Spec& /*spec*/, int indent) {
+    if (indent != kInline) {
+      out_ += '{';
+      WriteBlockFields(value, indent + 2, true);
+      NewLine(indent);
+      out_ += '}';
+      return;
+    }
+    out_ += '{';
+    bool first = true;
+    WriteInlineFields(value, first);
+    out_ += '}';
+  }
+
+  template <typename T>
+  void WriteTagged(const T& value) {
+    if constexpr (kIsEvent<T>) {
+      out_ += '[';
+      Append(kTag<T>);
+      ForEachField<T>([&](const auto& field) {
+        if (IsLeftOut(value, field)) return true;
+        out_ += ", ";
+        Write(value.*field.member, field.spec, kInline);
+        return true;
+      });
+      out_ += ']';
+    } else {
+      out_ += '{';
+      Append(kTagField);
+      out_ += ": ";
+      Append(kTag<T>);
+      bool first = false;
+      WriteInlineFields(value, first);
+      out_ += '}';
+    }
+  }
+
+  template <typename T>
+  void WriteInlineFields(const T& value, bool& first) {
+    ForEachField<T>([&](const auto& field) {
+      if (IsLeftOut(value, field)) return true;
+      if (!first) out_ += ", ";
+      first = false;
+      Append(field.name);
+      out_ += ": ";
+      Write(value.*field.member, field.spec, kInline);
+      return true;
+    });
+  }
+  template <typename T>
+  void WriteBlockFields(const T& value, int indent, bool first) {
+    ForEachField<T>([&](const auto& field) {
+      using Member = std::remove_cvref_t<decltype(value.*field.member)>;
+      if (IsLeftOut(value, field)) return true;
+      if (!first) out_ += ',';
+      first = false;
+      NewLine(indent);
+      Append(field.name);
+      out_ += ": ";
+      Write(value.*field.member, field.spec, field.lines || kIsBlock<Member> ? indent : kInline);
+      return true;
+    });
+  }
+
+  // An optional field that has the default of its value type.
+  template <typename T, typename Field>
+  static bool IsLeftOut(const T& value, const Field& field) {
+    static const T kDefaults{};
+    return !field.required && value.*field.member == kDefaults.*field.member;
+  }
+  void NewLine(int indent) {
+    out_ += '\n';
+    out_.append(static_cast<std::size_t>(indent), ' ');
+  }
+  void Append(std::int64_t value);
+  void Append(double value);
+  void Append(std::string_view text);
+  void AppendReference(std::int64_t id, RefKind kind);
+
+  std::string out_;
+  const PlanNames* names_;
+};
+
+// A JSON string of `text`, quotes included.
+std::string JsonString(std::string_view text);
+
+}  // namespace shardplan

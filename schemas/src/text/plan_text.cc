@@ -1,0 +1,67 @@
+#include "shardplan/schemas/plan_text.h"
+
+#include <fmt/format.h>
+
+#include "documents/plan_fields.h"
+#include "json/json_writer.h"
+#include "text/plan_text_fields.h"
+#include "text/plan_words.h"
+
+namespace shardplan {
+namespace {
+
+class PlanTextWriter {
+ public:
+  explicit PlanTextWriter(const Plan& plan) : plan_(plan), names_(plan), words_(plan, &names_) {}
+
+  std::string Write() {
+    out_ += "shardplan plan text 1\n";
+    Table("plan", PlanHeaderOf(plan_));
+    for (const PlanStep& step : plan_.steps) WriteStep(step);
+    out_ += "\n# What the program works with.\n";
+    for (const Unit& unit : plan_.units) Table("unit", unit);
+    for (const Buffer& buffer : plan_.buffers) Table("buffer", buffer);
+    for (const PlanStream& stream : plan_.streams) Table("stream", stream);
+    for (const std::string& event : plan_.events) Table("event", event);
+    for (const Communicator& communicator : plan_.communicators) Table("communicator", communicator);
+    for (const TraceInput& input : plan_.inputs) Table("input", input);
+    for (const ModuleBuffer& buffer : plan_.model_buffers) Table("model_buffer", buffer);
+    out_ += "\n# What it was made from.\n";
+    Table("cluster", plan_.cluster);
+    Table("strategy", plan_.strategy);
+    out_ += "\n# The model's compute.\n";
+    for (const Segment& segment : plan_.segments) {
+      Table("segment", SegmentHeaderOf(segment));
+      for (const SegmentEntry& entry : segment.entries) Table(" ", entry);
+    }
+    return std::move(out_);
+  }
+
+ private:
+  void WriteStep(const PlanStep& step) {
+    out_ += fmt::format("\nstep {}\n", QuoteWord(step.name));
+    for (const Trigger& trigger : step.triggers) {
+      out_ += fmt::format("  {}\n", words_.Line(trigger));
+      for (const Instruction& instruction : trigger.instructions) {
+        out_ += fmt::format("    {}\n", words_.Line(instruction));
+      }
+    }
+  }
+  template <typename T>
+  void Table(std::string_view keyword, const T& value) {
+    JsonWriter writer(&names_);
+    writer.WriteInline(value);
+    out_ += fmt::format("{} {}\n", keyword, writer.Take());
+  }
+
+  const Plan& plan_;
+  PlanNames names_;
+  PlanWords words_;
+  std::string out_;
+};
+
+}  // namespace
+
+std::string PlanText(const Plan& plan) { return PlanTextWriter(plan).Write(); }
+
+}  // namespace shardplan

@@ -1,0 +1,43 @@
+// The parts of a plan that the text form has on lines of their own.
+#pragma once
+
+#include "documents/plan_fields.h"
+
+namespace shardplan {
+
+// A plan's scalars.
+struct PlanHeader {
+  std::string model;
+  std::string policy;
+  Digests digests;
+  std::int64_t world_size = 1;
+  std::int64_t tokens_per_step = 0;
+  std::vector<StrategyMeshDim> mesh;
+  std::int32_t steady_step = 0;
+};
+inline PlanHeader PlanHeaderOf(const Plan& plan) {
+  return {plan.model,           plan.policy, plan.digests,    plan.world_size,
+          plan.tokens_per_step, plan.mesh,   plan.steady_step};
+}
+template <>
+inline constexpr auto kFields<PlanHeader> =
+    FieldList(Required("model", &PlanHeader::model), Required("policy", &PlanHeader::policy),
+              Optional("digests", &PlanHeader::digests), Required("world_size", &PlanHeader::world_size),
+              Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
+              Optional("steady_step", &PlanHeader::steady_step));
+
+// A segment without its entries.
+struct SegmentHeader {
+  std::string name;
+  std::vector<UnitId> reads;
+  std::vector<SegmentGrad> grads;
+};
+inline SegmentHeader SegmentHeaderOf(const Segment& segment) {
+  return {segment.name, segment.reads, segment.grads};
+}
+template <>
+inline constexpr auto kFields<SegmentHeader> = FieldList(
+    Required("name", &SegmentHeader::name), Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit),
+    Optional("grads", &SegmentHeader::grads));
+
+}  // namespace shardplan

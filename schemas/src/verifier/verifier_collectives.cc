@@ -1,0 +1,130 @@
+#include "verifier/verifier_collectives.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace shardplan::verifier {
+namespace {
+
+bool IsCollective(InstructionKind kind) {
+  return kind == InstructionKind::kAllGather || kind == InstructionKind::kReduceScatter ||
+         kind == InstructionKind::kAllReduce;
+}
+
+GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
+  std::vector<CommunicatorDim> digits = c.dims;
+  if (digits.empty()) digits.push_back({c.size, c.stride});
+  for (const CommunicatorDim& digit : digits) rank -= rank / digit.stride % digit.size * digit.stride;
+  return {c.name, c.size, c.stride, rank};
+}
+
+CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
+  const BufferId full = i.kind == InstructionKind::kAllGather ? i.dst : i.src;
+  return {.at = at,
+          .kind = i.kind,
+          .reduce_op = i.kind == InstructionKind::kAllGather ? ReduceOp::kSum : i.reduce_op,
+          .divisor = i.divisor,
+          .dtype = plan.buffers[full].dtype,
+          .size_bytes = SizeBytes(plan.buffers[full])};
+}
+
+bool Match(const CollectiveCall& a, const CollectiveCall& b) {
+  return a.kind == b.kind && a.reduce_op == b.reduce_op && a.divisor == b.divisor && a.dtype == b.dtype &&
+         a.size_bytes == b.size_bytes;
+}
+
+}  // namespace
+
+RankPrograms::RankPrograms(const std::vector<Plan>& plans_by_rank) : plans(plans_by_rank) {
+  std::size_t executions = 0;
+  for (const Plan& plan : plans) {
+    executions = std::max(executions, 2 * plan.steps.size() - static_cast<std::size_t>(plan.steady_step));
+  }
+  std::map<GroupKey, std::int32_t> ids;
+  for (std::size_t rank = 0; rank < plans.size(); ++rank) {
+    for (const Communicator& c : plans[rank].communicators) {
+      const auto [entry, is_new] = ids.emplace(KeyOf(c, static_cast<std::int64_t>(rank)), groups.size());
+      if (is_new) groups.push_back(entry->first);
+    }
+  }
+  for (std::size_t rank = 0; rank < plans.size(); ++rank) {
+    const Plan& plan = plans[rank];
+    std::vector<std::int32_t> group_of;
+    for (const Communicator& c : plan.communicators) {
+      group_of.push_back(ids.at(KeyOf(c, static_cast<std::int64_t>(rank))));
+    }
+    std::vector<std::int32_t>& order = steps.emplace_back();
+    std::vector<CollectiveCall>& own = calls.emplace_back();
+    std::vector<std::vector<std::int32_t>>& own_by_group = by_group.emplace_back(groups.size());
+    const std::size_t cycle = plan.steps.size() - static_cast<std::size_t>(plan.steady_step);
+    for (std::size_t k = 0; k < executions && cycle > 0; ++k) {
+      const std::size_t past = k < plan.steps.size() ? 0 : (k - plan.steps.size()) % cycle;
+      order.push_back(static_cast<std::int32_t>(k < plan.steps.size() ? k : plan.steady_step + past));
+    }
+    for (const std::int32_t step : order) {
+      const std::vector<Trigger>& triggers = plan.steps[step].triggers;
+      for (std::size_t t = 0; t < triggers.size(); ++t) {
+        for (std::size_t n = 0; n < triggers[t].instructions.size(); ++n) {
+          const Instruction& i = triggers[t].instructions[n];
+          if (!IsCollective(i.kind)) continue;
+          CollectiveCall call =
+              MakeCall(plan, i, {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(n)});
+          call.group = group_of[i.communicator];
+          call.number = static_cast<std::int32_t>(own_by_group[call.group].size());
+          own_by_group[call.group].push_back(static_cast<std::int32_t>(own.size()));
+          own.push_back(call);
+        }
+      }
+    }
+  }
+}
+
+std::vector<std::int64_t> RankPrograms::Members(std::int32_t group) const {
+  const auto& [name, size, stride, first] = groups[group];
+  std::vector<std::int64_t> members;
+  for (std::int64_t k = 0; k < size; ++k) members.push_back(first + k * stride);
+  return members;
+}
+
+std::string RankPrograms::Describe(std::int64_t rank, const CollectiveCall& call) const {
+  return fmt::format("rank {}: {} ({} bytes)", rank, Reporter(plans[rank]).Describe(call.at),
+                     call.size_bytes.value);
+}
+
+std::vector<RankViolation> CompareOrders(const RankPrograms& programs) {
+  std::vector<RankViolation> found;
+  const std::int64_t ranks = static_cast<std::int64_t>(programs.plans.size());
+  for (std::size_t group = 0; group < programs.groups.size(); ++group) {
+    const std::vector<std::int64_t> members = programs.Members(static_cast<std::int32_t>(group));
+    const std::int64_t first = members.front();
+    if (first >= ranks) continue;
+    const std::vector<std::int32_t>& expected = programs.by_group[first][group];
+    for (const std::int64_t rank : members) {
+      if (rank == first || rank >= ranks) continue;
+      const std::vector<std::int32_t>& own = programs.by_group[rank][group];
+      std::size_t k = 0;
+      const auto call = [&](std::int64_t r) -> const CollectiveCall& {
+        return programs.calls[r][programs.by_group[r][group][k]];
+      };
+      while (k < own.size() && k < expected.size() && Match(call(rank), call(first))) ++k;
+      if (k == own.size() && k == expected.size()) continue;
+      const std::int64_t speaker = k < own.size() ? rank : first;
+      std::vector<std::string> chain;
+      for (const std::int64_t r : {first, rank}) {
+        const bool issues = k < programs.by_group[r][group].size();
+        chain.push_back(issues ? programs.Describe(r, call(r)) : fmt::format("rank {}: nothing", r));
+      }
+      const Position at = call(speaker).at;
+      found.push_back(
+          {speaker,
+           {Rule::kCollectiveOrder, at.step, at.trigger, at.instruction,
+            fmt::format("collective number {} on communicator {} differs between rank {} and rank {}", k,
+                        std::get<0>(programs.groups[group]), first, rank),
+            std::move(chain)}});
+    }
+  }
+  return found;
+}
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,57 @@
+// The collectives of several ranks: which groups they form, in which order each rank issues them, and whether
+// they can all finish.
+#pragma once
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "verifier/verifier_clocks.h"
+#include "verifier/verifier_report.h"
+
+namespace shardplan::verifier {
+
+// One communicator of one group of ranks: name, size, stride, and the group's first rank.
+using GroupKey = std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>;
+
+// A collective as one rank issues it.
+struct CollectiveCall {
+  Position at;
+  std::int32_t group = -1;  // index into RankPrograms::groups
+  std::int32_t number = 0;  // 0, 1, ... on this group's communicator
+  InstructionKind kind = InstructionKind::kAllGather;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  double divisor = 1;
+  DType dtype = DType::kFloat32;
+  Bytes size_bytes;  // of the full tensor: all ranks must agree
+};
+
+// The collectives of all ranks over the same number of steps: all of a plan's steps and its cycle once more.
+struct RankPrograms {
+  explicit RankPrograms(const std::vector<Plan>& plans);
+
+  const std::vector<Plan>& plans;
+  std::vector<std::vector<std::int32_t>> steps;  // by rank: indices of the steps, in execution order
+  std::vector<GroupKey> groups;
+  std::vector<std::vector<CollectiveCall>> calls;                // by rank, in host order
+  std::vector<std::vector<std::vector<std::int32_t>>> by_group;  // by rank, group: indices into calls[rank]
+
+  std::vector<std::int64_t> Members(std::int32_t group) const;
+  std::string Describe(std::int64_t rank, const CollectiveCall& call) const;
+};
+
+// A violation at `at` in the program of `rank`.
+struct RankViolation {
+  std::int64_t rank = 0;
+  Violation violation;
+};
+
+// collective_order: a rank's calls on a communicator differ from those of the group's first rank.
+std::vector<RankViolation> CompareOrders(const RankPrograms& programs);
+// deadlock: runs all ranks together, streams as queues; the programs are such that what can go on will, so
+// that one run decides. At most one violation: the first circle found.
+std::vector<RankViolation> FindDeadlock(const RankPrograms& programs);
+
+}  // namespace shardplan::verifier

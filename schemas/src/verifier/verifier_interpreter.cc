@@ -1,0 +1,353 @@
+#include "verifier/verifier_interpreter.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "verifier/verifier_references.h"
+
+namespace shardplan::verifier {
+
+Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
+    : plan_(plan),
+      reporter_(reporter),
+      clocks_(static_cast<std::int32_t>(plan.streams.size()), static_cast<std::int32_t>(plan.events.size())),
+      memory_(plan, clocks_, reporter),
+      gradients_(plan, memory_, reporter),
+      grad_buffers_(plan),
+      bound_(plan.units.size(), -1),
+      bound_at_(plan.units.size()),
+      unit_shards_(plan.units.size()),
+      unit_states_(plan.units.size()),
+      unit_grads_(plan.units.size()),
+      needs_binding_(plan.units.size(), false) {
+  for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
+    const Buffer& buffer = plan.buffers[i];
+    if (buffer.unit < 0) continue;
+    const BufferId id = static_cast<BufferId>(i);
+    if (buffer.role == BufferRole::kParamSharded) unit_shards_[buffer.unit].push_back(id);
+    if (buffer.role == BufferRole::kOptimizerState) unit_states_[buffer.unit].push_back(id);
+    if (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kGradHost) {
+      unit_grads_[buffer.unit].push_back(id);
+    }
+    if (buffer.role == BufferRole::kParamUnsharded) needs_binding_[buffer.unit] = true;
+  }
+  // A flat parameter may be gathered into a buffer of another role that the modules are then bound to.
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kBindUnsharded && i.unit >= 0 && i.unit < std::ssize(plan.units)) {
+          needs_binding_[i.unit] = true;
+        }
+      }
+    }
+  }
+}
+
+void Interpreter::RunStep(std::int32_t step) {
+  memory_.BeginStep();
+  const std::vector<Trigger>& triggers = plan_.steps[step].triggers;
+  for (std::size_t t = 0; t < triggers.size(); ++t) {
+    const std::vector<Instruction>& instructions = triggers[t].instructions;
+    for (std::size_t k = 0; k < instructions.size(); ++k) {
+      const Position at = {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)};
+      if (CheckInstruction(plan_, instructions[k], at, reporter_)) Run(instructions[k], at);
+    }
+  }
+}
+
+void Interpreter::Run(const Instruction& i, Position at) {
+  using enum InstructionKind;
+  switch (i.kind) {
+    case kCompute:
+      return RunCompute(i, at);
+    case kAllocate:
+      return memory_.Allocate(i.dst, i.stream < 0 ? clocks_.host() : i.stream, at);
+    case kFree:
+      return Free(i.src, i.parts, i.safe_after, at);
+    case kBindUnsharded:
+    case kBindSharded:
+      return Bind(i, at);
+    case kCopyIn:
+    case kAllGather:
+    case kCopyOut:
+    case kReshardPostForward:
+      return RunUnshard(i, at);
+    case kGradCopyIn:
+    case kGradScale:
+    case kReduceScatter:
+    case kAllReduce:
+    case kGradCast:
+    case kGradAccumulate:
+      return RunGradient(i, at);
+    case kCopyToHost:
+    case kCopyToDevice:
+      return RunCopy(i, at);
+    case kRecord:
+    case kWait:
+    case kHostWait:
+      return RunOrder(i, at);
+    case kOptimizerStep:
+      return RunOptimizer(i, at);
+    case kZeroGrad:
+      return RunZeroGrad(i, at);
+  }
+}
+
+bool Interpreter::IsSingleRank(UnitId unit) const {
+  if (unit < 0) return false;
+  const CommunicatorId c = plan_.units[unit].shard_communicator;
+  return c < 0 || plan_.communicators[c].size == 1;
+}
+
+void Interpreter::ReadParameters(UnitId unit, const Work& work) {
+  if (!needs_binding_[unit]) {  // never sharded: the segment reads the parameters themselves
+    for (const BufferId buffer : unit_shards_[unit]) {
+      memory_.Read(buffer, work, Content::kEverything, Rule::kUseBeforeUnshard);
+    }
+    return;
+  }
+  if (bound_[unit] < 0) {
+    std::vector<std::string> chain;
+    if (bound_at_[unit].instruction >= 0) chain.push_back("sharded: " + reporter_.Describe(bound_at_[unit]));
+    chain.push_back("read: " + reporter_.Describe(work.at));
+    reporter_.Add(Rule::kUseBeforeUnshard, work.at, unit,
+                  fmt::format("{} reads the parameters of {}, which are not unsharded",
+                              reporter_.Instruction(work.at), reporter_.UnitName(unit)),
+                  std::move(chain));
+    return;
+  }
+  memory_.Read(bound_[unit], work, Content::kEverything, Rule::kUseBeforeUnshard);
+}
+
+void Interpreter::RunCompute(const Instruction& i, Position at) {
+  const Work work = Issue(i, at);
+  memory_.UsePool(work);
+  const Segment& segment = plan_.segments[i.segment];
+  for (const UnitId unit : segment.reads) ReadParameters(unit, work);
+  for (const SegmentGrad& grad : segment.grads) {
+    const BufferId buffer = grad_buffers_.Find(grad, at);
+    if (buffer < 0) {
+      reporter_.Add(
+          Rule::kGradNotReduced, at, grad.unit,
+          fmt::format("{} makes the gradient of {}, but no grad_unsharded buffer holds it",
+                      reporter_.Instruction(at), plan_.units[grad.unit].parameters[grad.parameter].fqn));
+      continue;
+    }
+    if (!memory_.IsAlive(buffer)) memory_.Allocate(buffer, work.stream, at);
+    memory_.Write(buffer, work);
+    memory_.SetContent(buffer, Content::kEverything);
+    gradients_.Make(grad, buffer, at);
+  }
+}
+
+void Interpreter::Bind(const Instruction& i, Position at) {
+  const UnitId unit = i.unit >= 0 ? i.unit : plan_.buffers[i.src].unit;
+  const bool unsharded = i.kind == InstructionKind::kBindUnsharded;
+  bound_[unit] = unsharded ? i.src : -1;
+  bound_at_[unit] = at;
+  // Binding is the host's: it needs the memory to be there and the unsharding to be issued, not finished.
+  // That the work is finished matters to the stream that computes, and is checked there.
+  if (!memory_.IsAlive(i.src)) {
+    memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
+  } else if (unsharded && memory_.ContentOf(i.src) != Content::kEverything) {
+    reporter_.Add(
+        Rule::kUseBeforeUnshard, at, unit,
+        fmt::format("{} binds {}, which has not been unsharded", reporter_.Instruction(at),
+                    reporter_.BufferName(i.src)),
+        {"allocated: " + reporter_.Describe(memory_.AllocatedAt(i.src)), "bound: " + reporter_.Describe(at)});
+  }
+}
+
+void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
+                       const std::vector<StreamId>& safe_after, Position at) {
+  const UnitId unit = plan_.buffers[buffer].unit;
+  if (unit >= 0 && bound_[unit] == buffer) {
+    reporter_.Add(Rule::kUseAfterFree, at, buffer,
+                  fmt::format("{} is freed while the parameters of {} are views of it",
+                              reporter_.BufferName(buffer), reporter_.UnitName(unit)),
+                  {"bound: " + reporter_.Describe(bound_at_[unit]), "freed: " + reporter_.Describe(at)});
+  }
+  if (!parts.empty()) return memory_.FreeParts(buffer, parts, safe_after, at);
+  std::int32_t slot = -1;
+  if (memory_.IsAlive(buffer)) {
+    slot = memory_.Slot(buffer);
+    if (memory_.Names(buffer) == 1)
+      gradients_.Release(buffer, at);  // another name goes on with what is in it
+  }
+  if (memory_.Free(buffer, safe_after, at)) gradients_.Drop(slot, buffer, at);
+}
+
+void Interpreter::RunUnshard(const Instruction& i, Position at) {
+  const Work work = Issue(i, at);
+  const bool in_place = i.kind == InstructionKind::kAllGather && i.src == i.dst;
+  const BufferId other = i.kind == InstructionKind::kAllGather ? -1 : i.dst;
+  memory_.Read(i.src, work, in_place ? Content::kOwnSlot : Content::kEverything, Rule::kReadBeforeWrite,
+               other);
+  if (!memory_.Write(i.dst, work)) return;
+  const bool slot_only = i.kind == InstructionKind::kCopyIn &&
+                         plan_.buffers[i.dst].role != BufferRole::kAllGatherInput &&
+                         !IsSingleRank(plan_.buffers[i.dst].unit);
+  const Content content = slot_only ? Content::kOwnSlot : Content::kEverything;
+  other >= 0 ? memory_.FillFrom(i.src, i.dst, content) : memory_.SetContent(i.dst, content);
+}
+
+void Interpreter::RunGradient(const Instruction& i, Position at) {
+  // A cast to the same dtype with no memory of its own is a view: a second name, no work.
+  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) && !memory_.IsAlive(i.dst) &&
+      plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
+    memory_.MakeAlias(i.dst, i.src);
+    return;
+  }
+  const Work work = Issue(i, at);
+  const bool readable = memory_.Read(i.src, work);
+  if (i.kind == InstructionKind::kGradScale || i.kind == InstructionKind::kAllReduce) {  // in place
+    if (!readable) return;
+    memory_.Write(i.src, work);
+    gradients_.Change(i, at);
+    return;
+  }
+  const bool adds = i.kind == InstructionKind::kGradAccumulate && memory_.IsAlive(i.dst) &&
+                    memory_.ContentOf(i.dst) == Content::kEverything;
+  if (adds) memory_.Read(i.dst, work);
+  if (!memory_.Write(i.dst, work)) return;
+  memory_.SetContent(i.dst, Content::kEverything);
+  if (readable) gradients_.Move(i, at);
+}
+
+void Interpreter::RunCopy(const Instruction& i, Position at) {
+  const Work work = Issue(i, at);
+  const bool readable = memory_.Read(i.src, work);
+  if (!memory_.Write(i.dst, work)) return;
+  memory_.SetContent(i.dst, Content::kEverything);
+  if (readable) gradients_.Move(i, at);
+}
+
+void Interpreter::RunOrder(const Instruction& i, Position at) {
+  if (i.kind == InstructionKind::kRecord) {
+    clocks_.Record(i.event, i.stream);
+    return;
+  }
+  const bool host = i.kind == InstructionKind::kHostWait;
+  if (!clocks_.IsRecorded(i.event)) {
+    reporter_.Add(
+        Rule::kWaitBeforeRecord, at, i.event,
+        fmt::format("{} waits for an event that nothing has recorded before: the wait orders nothing",
+                    reporter_.Instruction(at)));
+    if (!host) clocks_.MarkStuck(i.stream, at);
+    return;
+  }
+  if (host && clocks_.IsStuck(i.event)) {
+    reporter_.Add(
+        Rule::kDeadlock, at, i.event,
+        fmt::format("{} never returns where a wait for an unrecorded event blocks: the stream that records "
+                    "it is behind such a wait",
+                    reporter_.Instruction(at)),
+        {"blocked: " + reporter_.Describe(clocks_.StuckAt(i.event)), "waits: " + reporter_.Describe(at)});
+  }
+  clocks_.Wait(host ? clocks_.host() : i.stream, i.event);
+}
+
+void Interpreter::RunOptimizer(const Instruction& i, Position at) {
+  const Work work = Issue(i, at);
+  gradients_.CheckNoneUnreduced(i.unit, at);
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    if (i.unit >= 0 && i.unit != static_cast<UnitId>(u)) continue;
+    bool has_grad = false;
+    for (const BufferId grad : unit_grads_[u]) {
+      // A persistent host gradient is alive between steps too; it counts while it holds a gradient.
+      if (!memory_.IsAlive(grad)) continue;
+      if (plan_.buffers[grad].persistent && gradients_.Contributions(grad).empty()) continue;
+      // Offloaded: the gradient on the device has moved on to the host and waits to be dropped.
+      if (gradients_.IsUsedUp(grad)) continue;
+      has_grad = true;
+      memory_.Read(grad, work);
+      gradients_.Consume(grad, at);
+    }
+    if (!has_grad) continue;  // frozen, or not used in this step
+    for (const std::vector<BufferId>* updated : {&unit_shards_[u], &unit_states_[u]}) {
+      for (const BufferId buffer : *updated) {
+        if (!memory_.IsAlive(buffer)) continue;
+        // States are made by the first step: allocated, then filled here.
+        if (memory_.ContentOf(buffer) == Content::kEverything) memory_.Read(buffer, work);
+        memory_.Write(buffer, work);
+        memory_.SetContent(buffer, Content::kEverything);
+      }
+    }
+  }
+}
+
+void Interpreter::RunZeroGrad(const Instruction& i, Position at) {
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    if (i.unit >= 0 && i.unit != static_cast<UnitId>(u)) continue;
+    for (const BufferId grad : unit_grads_[u]) {
+      if (!memory_.IsAlive(grad)) continue;
+      gradients_.Release(grad, at);
+      if (!plan_.buffers[grad].persistent) Free(grad, {}, {}, at);
+    }
+  }
+}
+
+Snapshot Interpreter::TakeSnapshot() const {
+  Snapshot snapshot;
+  snapshot.bound = bound_;
+  snapshot.buffers.resize(plan_.buffers.size());
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const BufferId buffer = static_cast<BufferId>(b);
+    if (!memory_.IsAlive(buffer)) continue;
+    snapshot.buffers[b] = {true, memory_.ContentOf(buffer), gradients_.Contributions(buffer)};
+  }
+  return snapshot;
+}
+
+bool Interpreter::CheckCycle(const Snapshot& before, std::int32_t steps_in_cycle) {
+  const Snapshot after = TakeSnapshot();
+  const Position end = {static_cast<std::int32_t>(plan_.steps.size()) - 1, -1, -1};
+  const std::string& name = plan_.steps[plan_.steady_step].name;
+  bool good = true;
+  const auto report = [&](Rule rule, Position at, std::int64_t subject, std::string message) {
+    good = false;
+    std::vector<std::string> chain;
+    if (at.instruction >= 0) chain.push_back("allocated: " + reporter_.Describe(at));
+    reporter_.Add(rule, at, subject, std::move(message), std::move(chain));
+  };
+  for (std::size_t b = 0; b < after.buffers.size(); ++b) {
+    const BufferId buffer = static_cast<BufferId>(b);
+    const std::string& text = plan_.buffers[b].name;
+    const BufferState& was = before.buffers[b];
+    const BufferState& is = after.buffers[b];
+    if (is.alive && !was.alive) {
+      report(Rule::kLeak, memory_.AllocatedAt(buffer), buffer,
+             fmt::format("{} is alive at the end of step {}, but not at its beginning: nothing frees it",
+                         text, name));
+    } else if (was.alive && !is.alive) {
+      report(Rule::kSteadyState, end, buffer,
+             fmt::format("{} is alive at the beginning of step {}, but not at its end", text, name));
+    } else if (is.alive && !plan_.buffers[b].persistent &&
+               !memory_.WasUsedSince(buffer, memory_.step() - steps_in_cycle + 1)) {
+      report(Rule::kLeak, memory_.AllocatedAt(buffer), buffer,
+             fmt::format("{} stays alive for ever, but no step that repeats uses it", text));
+    } else if (is.content != was.content) {
+      report(Rule::kSteadyState, end, buffer,
+             fmt::format("{} is {} at the beginning of step {}, but not at its end", text,
+                         was.content == Content::kNothing ? "empty" : "filled", name));
+    } else if (is.gradients != was.gradients) {
+      report(Rule::kSteadyState, end, buffer,
+             fmt::format("the gradients in {} at the end of step {} are not those at its beginning", text,
+                         name));
+    }
+  }
+  for (std::size_t u = 0; u < after.bound.size(); ++u) {
+    if (after.bound[u] == before.bound[u]) continue;
+    const auto state = [&](BufferId b) {
+      return b < 0 ? "sharded" : "unsharded in " + reporter_.BufferName(b);
+    };
+    report(Rule::kSteadyState, end, static_cast<std::int64_t>(plan_.buffers.size() + u),
+           fmt::format("{} is {} at the beginning of step {}, but {} at its end",
+                       reporter_.UnitName(static_cast<UnitId>(u)), state(before.bound[u]), name,
+                       state(after.bound[u])));
+  }
+  return good;
+}
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,70 @@
+// Runs a plan's program on abstract state: clocks, memory, gradients, and which buffer each unit's parameters
+// are views of.
+#pragma once
+
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "verifier/verifier_clocks.h"
+#include "verifier/verifier_grad_buffers.h"
+#include "verifier/verifier_gradients.h"
+#include "verifier/verifier_memory.h"
+#include "verifier/verifier_report.h"
+
+namespace shardplan::verifier {
+
+// What must be the same before and after the steady step.
+struct BufferState {
+  bool alive = false;
+  Content content = Content::kNothing;
+  std::vector<std::int32_t> gradients;
+  bool operator==(const BufferState&) const = default;
+};
+struct Snapshot {
+  std::vector<BufferState> buffers;
+  std::vector<BufferId> bound;  // by unit
+};
+
+class Interpreter {
+ public:
+  // `plan` has passed CheckTables.
+  Interpreter(const Plan& plan, Reporter& reporter);
+
+  void RunStep(std::int32_t step);
+  Snapshot TakeSnapshot() const;
+  // Reports leaks and other differences between the beginning of the cycle of steps that repeats and now.
+  // True if there is none.
+  bool CheckCycle(const Snapshot& before, std::int32_t steps_in_cycle);
+
+ private:
+  void Run(const Instruction& i, Position at);
+  void RunCompute(const Instruction& i, Position at);
+  void RunUnshard(const Instruction& i, Position at);
+  void RunGradient(const Instruction& i, Position at);
+  void RunCopy(const Instruction& i, Position at);
+  void RunOrder(const Instruction& i, Position at);
+  void RunOptimizer(const Instruction& i, Position at);
+  void RunZeroGrad(const Instruction& i, Position at);
+  void Bind(const Instruction& i, Position at);
+  void Free(BufferId buffer, const std::vector<std::int32_t>& parts, const std::vector<StreamId>& safe_after,
+            Position at);
+  void ReadParameters(UnitId unit, const Work& work);
+  Work Issue(const Instruction& i, Position at) {
+    return clocks_.Issue(i.stream < 0 ? clocks_.host() : i.stream, at);
+  }
+  bool IsSingleRank(UnitId unit) const;
+
+  const Plan& plan_;
+  Reporter& reporter_;
+  Clocks clocks_;
+  Memory memory_;
+  Gradients gradients_;
+  GradBuffers grad_buffers_;
+  std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded
+  std::vector<Position> bound_at_;
+  std::vector<std::vector<BufferId>> unit_shards_, unit_states_,
+      unit_grads_;                   // param_sharded, optimizer_state, final
+  std::vector<char> needs_binding_;  // by unit: its segments read an unsharded buffer, not the shard itself
+};
+
+}  // namespace shardplan::verifier

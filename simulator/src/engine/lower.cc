@@ -1,0 +1,436 @@
+// Lowering: a plan's instructions become compact arrays with their costs looked up and their waits resolved.
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "cost/fixed_log.h"
+#include "cost/optimizer_cost.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/optimizer_tensors.h"
+
+namespace shardplan {
+namespace {
+
+constexpr std::size_t kMaxStreams = 100;
+constexpr std::size_t kMaxUnits = 30'000;
+constexpr std::size_t kMaxPhases = 60'000;
+
+std::unexpected<Error> Bad(std::string pointer, std::string message, std::string found) {
+  return std::unexpected(
+      Error{ErrorCode::kBadInput, std::move(message), "", std::move(pointer), std::move(found), ""});
+}
+
+class Lowering {
+ public:
+  Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs)
+      : plan_(plan), cluster_(cluster), costs_(costs) {}
+
+  Result<EngineProgram> Run() {
+    if (plan_.streams.size() > kMaxStreams)
+      return Bad("/streams", "too many streams", Text(plan_.streams.size()));
+    if (plan_.units.size() > kMaxUnits) return Bad("/units", "too many units", Text(plan_.units.size()));
+    program_.streams = static_cast<std::int32_t>(plan_.streams.size());
+    program_.communicators = static_cast<std::int32_t>(plan_.communicators.size());
+    program_.links = static_cast<std::int32_t>(cluster_.links.size());
+    program_.units = static_cast<std::int32_t>(plan_.units.size());
+    program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
+    program_.communication_rate_ppm = cluster_.communication_rate_while_computing_ppm;
+    LowerSegments();
+    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
+      if (Status lowered = LowerStep(s); !lowered) return std::unexpected(lowered.error());
+    }
+    return std::move(program_);
+  }
+
+ private:
+  static std::string Text(std::size_t n) { return std::to_string(n); }
+
+  // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
+  void LowerSegments() {
+    const std::int64_t issue_ns = cluster_.host.operator_issue_ns.value;
+    for (const Segment& segment : plan_.segments) {
+      EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0};
+      for (const SegmentEntry& entry : segment.entries) {
+        const auto* event = std::get_if<OperatorEvent>(&entry);
+        if (event == nullptr) continue;
+        program_.operators.push_back({costs_.Operator(*event), {}, {}});
+        ++lowered.count;
+      }
+      EngineOperator* operators = program_.operators.data() + lowered.first;
+      for (std::int32_t k = lowered.count - 1; k >= 0; --k) {
+        const bool last = k == lowered.count - 1;
+        operators[k].rest_ns = operators[k].duration_ns + (last ? Nanoseconds{0} : operators[k + 1].rest_ns);
+        operators[k].lag_ns.value = issue_ns * (k + 1);
+        if (!last) {
+          operators[k].lag_ns =
+              std::max(operators[k].lag_ns, operators[k + 1].lag_ns - operators[k].duration_ns);
+        }
+      }
+      program_.segments.push_back(lowered);
+    }
+  }
+
+  Status LowerStep(std::size_t s) {
+    step_ = {};
+    step_.first_in_stream.assign(plan_.streams.size(), -1);
+    last_in_stream_.assign(plan_.streams.size(), -1);
+    last_unit_.assign(plan_.streams.size(), -1);
+    slot_of_event_.assign(plan_.events.size(), -1);
+    unit_of_slot_.clear();
+    issued_to_.assign(plan_.communicators.size(), 0);
+    group_of_.clear();
+    in_backward_ = false;
+    EnterPhase(Phase::kForward);
+    const PlanStep& step = plan_.steps[s];
+    for (std::size_t t = 0; t < step.triggers.size(); ++t) {
+      const Trigger& trigger = step.triggers[t];
+      const std::string pointer = "/steps/" + Text(s) + "/triggers/" + Text(t);
+      EnterTrigger(trigger, static_cast<std::int32_t>(t));
+      for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
+        const InstructionOrigin origin{static_cast<std::int32_t>(t), static_cast<std::int32_t>(i)};
+        if (Status lowered = LowerInstruction(trigger.instructions[i], origin); !lowered) {
+          Error error = lowered.error();
+          if (error.pointer.empty()) error.pointer = pointer + "/instructions/" + Text(i);
+          return std::unexpected(std::move(error));
+        }
+        ++step_.plan_instructions;
+      }
+    }
+    if (step_.phases.size() > kMaxPhases)
+      return Bad("/steps/" + Text(s), "too many passes", Text(step_.phases.size()));
+    step_.record_slots = static_cast<std::int32_t>(unit_of_slot_.size());
+    program_.steps.push_back(std::move(step_));
+    return {};
+  }
+
+  void EnterPhase(Phase phase) {
+    if (step_.phases.empty() || step_.phases.back() != phase) step_.phases.push_back(phase);
+  }
+
+  void EnterTrigger(const Trigger& trigger, std::int32_t index) {
+    bool hook = true;
+    switch (trigger.kind) {
+      case TriggerKind::kPreForward:
+      case TriggerKind::kPostForward:
+        // A recomputation passes forward hooks inside the backward.
+        if (!in_backward_) EnterPhase(Phase::kForward);
+        break;
+      case TriggerKind::kPreBackward:
+      case TriggerKind::kPostBackward:
+        in_backward_ = true;
+        EnterPhase(Phase::kBackward);
+        break;
+      case TriggerKind::kBackwardEnd:
+        EnterPhase(Phase::kBackward);
+        in_backward_ = false;
+        break;
+      case TriggerKind::kOptimizerStep:
+      case TriggerKind::kZeroGrad:
+        hook = false;
+        in_backward_ = false;
+        EnterPhase(Phase::kOptimizer);
+        break;
+      default:
+        hook = false;
+    }
+    EngineInstruction passed;
+    passed.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
+    if (hook) passed.host_ns = cluster_.host.trigger_ns;
+    Append(passed, {index, -1});
+  }
+
+  void Append(const EngineInstruction& instruction, InstructionOrigin origin) {
+    const auto index = static_cast<std::int32_t>(step_.code.size());
+    step_.code.push_back(instruction);
+    step_.origins.push_back(origin);
+    step_.next_in_stream.push_back(-1);
+    if (instruction.stream < 0) return;
+    const auto stream = static_cast<std::size_t>(std::int32_t{instruction.stream});
+    std::int32_t& last = last_in_stream_[stream];
+    (last < 0 ? step_.first_in_stream[stream] : step_.next_in_stream[static_cast<std::size_t>(last)]) = index;
+    last = index;
+  }
+
+  Status LowerInstruction(const Instruction& instruction, InstructionOrigin origin) {
+    if (Status checked = CheckIds(instruction); !checked) return checked;
+    EngineInstruction lowered;
+    lowered.unit = static_cast<std::int16_t>(instruction.unit);
+    switch (instruction.kind) {
+      case InstructionKind::kCompute:
+        LowerCompute(instruction, lowered);
+        break;
+      case InstructionKind::kRecord:
+        lowered.op = EngineOp::kRecord;
+        lowered.stream = static_cast<std::int8_t>(instruction.stream);
+        lowered.host_ns = cluster_.host.event_ns;
+        lowered.operand = static_cast<std::int32_t>(unit_of_slot_.size());
+        slot_of_event_[static_cast<std::size_t>(instruction.event)] = lowered.operand;
+        unit_of_slot_.push_back(last_unit_[static_cast<std::size_t>(instruction.stream)]);
+        break;
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
+        LowerWait(instruction, lowered);
+        break;
+      case InstructionKind::kAllGather:
+      case InstructionKind::kReduceScatter:
+      case InstructionKind::kAllReduce:
+        if (Status done = LowerCollective(instruction, lowered); !done) return done;
+        break;
+      case InstructionKind::kAllocate:
+        lowered.host_ns = cluster_.host.allocate_ns *
+                          static_cast<std::int64_t>(At(plan_.buffers, instruction.dst).parts_bytes.size());
+        break;
+      case InstructionKind::kFree:
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kBindSharded:
+      case InstructionKind::kZeroGrad:
+        break;
+      case InstructionKind::kOptimizerStep:
+        LowerOptimizer(instruction, lowered);
+        break;
+      default:
+        LowerCopy(instruction, lowered);
+    }
+    lowered.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
+    if (lowered.op == EngineOp::kWork && instruction.unit >= 0) {
+      last_unit_[static_cast<std::size_t>(lowered.stream)] = instruction.unit;
+    }
+    Append(lowered, origin);
+    return {};
+  }
+
+  template <typename T>
+  static const T& At(const std::vector<T>& values, std::int32_t index) {
+    return values[static_cast<std::size_t>(index)];
+  }
+  static bool In(std::int32_t index, std::size_t size) {
+    return index >= 0 && static_cast<std::size_t>(index) < size;
+  }
+
+  // Everything that lowering looks up; what the verifier finds beyond that is not the simulator's business.
+  Status CheckIds(const Instruction& i) const {
+    if (i.unit < -1 || i.unit >= program_.units) return Bad("", "no such unit", std::to_string(i.unit));
+    if (i.stream < -1 || i.stream >= program_.streams)
+      return Bad("", "no such stream", std::to_string(i.stream));
+    const bool src = In(i.src, plan_.buffers.size());
+    const bool dst = In(i.dst, plan_.buffers.size());
+    bool ok = true;
+    bool device = false;
+    switch (i.kind) {
+      case InstructionKind::kCompute:
+        ok = In(i.segment, plan_.segments.size());
+        device = true;
+        break;
+      case InstructionKind::kAllocate:
+        ok = dst;
+        break;
+      case InstructionKind::kFree:
+        ok = src;
+        break;
+      case InstructionKind::kRecord:
+      case InstructionKind::kWait:
+        device = true;
+        [[fallthrough]];
+      case InstructionKind::kHostWait:
+        ok = In(i.event, plan_.events.size());
+        break;
+      case InstructionKind::kAllGather:
+      case InstructionKind::kReduceScatter:
+        ok = src && dst && In(i.communicator, plan_.communicators.size());
+        device = true;
+        break;
+      case InstructionKind::kAllReduce:
+        ok = src && In(i.communicator, plan_.communicators.size());
+        device = true;
+        break;
+      case InstructionKind::kGradScale:
+        ok = src;
+        device = true;
+        break;
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kBindSharded:
+      case InstructionKind::kZeroGrad:
+        break;
+      case InstructionKind::kOptimizerStep:
+        device = true;
+        break;
+      default:
+        ok = src && dst;
+        device = true;
+    }
+    if (!ok) return Bad("", "an id of this instruction is out of range", std::string(Name(i.kind)));
+    if (device && i.stream < 0) return Bad("", "this instruction needs a stream", std::string(Name(i.kind)));
+    return {};
+  }
+
+  void LowerCompute(const Instruction& instruction, EngineInstruction& lowered) {
+    const Segment& segment = At(plan_.segments, instruction.segment);
+    if (segment.name.starts_with("backward")) {
+      in_backward_ = true;
+      EnterPhase(Phase::kBackward);
+    }
+    lowered.op = EngineOp::kSegment;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.operand = instruction.segment;
+    lowered.host_ns = cluster_.host.operator_issue_ns;
+    // Whose time it is: the unit whose parameters it reads. The trigger before it may be another unit's.
+    if (!segment.reads.empty()) {
+      const UnitId reader = segment.reads.front();
+      lowered.unit = In(reader, plan_.units.size()) ? static_cast<std::int16_t>(reader) : std::int16_t{-1};
+    }
+  }
+
+  void LowerWait(const Instruction& instruction, EngineInstruction& lowered) {
+    const bool host = instruction.kind == InstructionKind::kHostWait;
+    lowered.op = host ? EngineOp::kHostWait : EngineOp::kWait;
+    if (!host) lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.host_ns = cluster_.host.event_ns;
+    lowered.operand = slot_of_event_[static_cast<std::size_t>(instruction.event)];
+    if (lowered.unit < 0 && lowered.operand >= 0) {
+      lowered.unit = static_cast<std::int16_t>(unit_of_slot_[static_cast<std::size_t>(lowered.operand)]);
+    }
+  }
+
+  Status LowerCollective(const Instruction& instruction, EngineInstruction& lowered) {
+    const Communicator& communicator = At(plan_.communicators, instruction.communicator);
+    CollectiveRequest request;
+    request.ranks = communicator.size;
+    request.stride = communicator.stride;
+    BufferId tensor = instruction.src;
+    switch (instruction.kind) {
+      case InstructionKind::kAllGather:
+        request.kind = CollectiveKind::kAllGather;
+        tensor = instruction.dst;
+        break;
+      case InstructionKind::kReduceScatter:
+        request.kind = CollectiveKind::kReduceScatter;
+        break;
+      default:
+        request.kind = CollectiveKind::kAllReduce;
+    }
+    request.full_tensor_bytes = SizeBytes(At(plan_.buffers, tensor));
+    Result<CollectiveCost> cost = costs_.Collective(request);
+    if (!cost) return std::unexpected(cost.error());
+    lowered.op = EngineOp::kWork;
+    lowered.work = WorkClass::kCollective;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.link = static_cast<std::int8_t>(cost->link);
+    lowered.duration_ns = cost->duration_ns;
+    lowered.host_ns = cluster_.host.collective_issue_ns;
+    lowered.sequence = issued_to_[static_cast<std::size_t>(instruction.communicator)]++;
+    const auto key = std::tuple(request.kind, instruction.communicator, cost->source);
+    const auto [it, added] = group_of_.try_emplace(key, static_cast<std::int32_t>(step_.groups.size()));
+    if (added) step_.groups.push_back({request.kind, instruction.communicator, cost->source, 0, {}});
+    lowered.operand = it->second;
+    CollectiveGroup& group = step_.groups[static_cast<std::size_t>(it->second)];
+    ++group.count;
+    group.full_tensor_bytes += request.full_tensor_bytes;
+    return {};
+  }
+
+  // A step in the backward is of one parameter. Its share of the unit's shard is the one that ranks have on
+  // average: of a flat parameter they hold different pieces.
+  OptimizerCost OfOneParameter(OptimizerCost cost, const Unit& unit, std::int32_t parameter) const {
+    const auto numel = [](const UnitParameter& p) {
+      std::int64_t product = 1;
+      for (const std::int64_t size : p.shape) product *= size;
+      return product;
+    };
+    std::int64_t all = 0, parameters = 0;
+    for (const UnitParameter& p : unit.parameters) {
+      all += p.requires_grad ? numel(p) : 0;
+      parameters += p.requires_grad ? 1 : 0;
+    }
+    if (all == 0) return cost;
+    const std::int64_t own = numel(At(unit.parameters, parameter));
+    cost.read_bytes.value = internal::MulDiv(cost.read_bytes.value, own, all);
+    cost.written_bytes.value = internal::MulDiv(cost.written_bytes.value, own, all);
+    const bool loops = ImplementationOf(plan_.strategy.optimizer) == OptimizerImplementation::kForLoop;
+    if (loops && unit.layout == LayoutKind::kPerParameter) cost.kernels /= parameters;
+    return cost;
+  }
+
+  void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered) {
+    OptimizerCost cost = CostOfOptimizerStep(plan_, instruction.unit);
+    if (instruction.unit >= 0 && instruction.parameter >= 0) {
+      cost = OfOneParameter(cost, At(plan_.units, instruction.unit), instruction.parameter);
+    }
+    lowered.op = EngineOp::kWork;
+    lowered.work = WorkClass::kCompute;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.duration_ns = costs_.DeviceCopy(cost.read_bytes, cost.written_bytes);
+    lowered.host_ns = cluster_.host.operator_issue_ns * cost.kernels;
+  }
+
+  void LowerCopy(const Instruction& instruction, EngineInstruction& lowered) {
+    const Buffer& src = At(plan_.buffers, instruction.src);
+    const Buffer& dst =
+        instruction.kind == InstructionKind::kGradScale ? src : At(plan_.buffers, instruction.dst);
+    const Bytes read = SizeBytes(src);
+    const Bytes written = SizeBytes(dst);
+    lowered.op = EngineOp::kWork;
+    lowered.work = WorkClass::kCopy;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.host_ns = cluster_.host.copy_issue_ns;
+    switch (instruction.kind) {
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kReshardPostForward: {
+        // Only this rank's part moves, whichever of the two buffers holds the other ranks' parts too.
+        const std::int64_t elements =
+            std::min(read.value / SizeBytes(src.dtype), written.value / SizeBytes(dst.dtype));
+        lowered.duration_ns =
+            costs_.DeviceCopy({elements * SizeBytes(src.dtype)}, {elements * SizeBytes(dst.dtype)});
+        break;
+      }
+      case InstructionKind::kGradCopyIn: {  // of several that bring their parameters, each moves its own
+        const std::int64_t elements = read.value / SizeBytes(src.dtype);
+        const bool one_of_several = src.parameters.size() < dst.parameters.size();
+        lowered.duration_ns =
+            costs_.DeviceCopy(read, one_of_several ? Bytes{elements * SizeBytes(dst.dtype)} : written);
+        break;
+      }
+      case InstructionKind::kGradCast:
+        if (src.dtype == dst.dtype) {
+          lowered.host_ns = {};  // a view
+        } else {
+          lowered.duration_ns = costs_.DeviceCopy(read, written);
+        }
+        break;
+      case InstructionKind::kGradAccumulate:
+        lowered.duration_ns = costs_.DeviceCopy(read + written, written);
+        break;
+      case InstructionKind::kCopyToHost:
+        lowered.work = WorkClass::kToHost;
+        lowered.duration_ns = costs_.HostCopy(read);
+        break;
+      case InstructionKind::kCopyToDevice:
+        lowered.work = WorkClass::kToDevice;
+        lowered.duration_ns = costs_.HostCopy(written);
+        break;
+      default:
+        lowered.duration_ns = costs_.DeviceCopy(read, written);
+    }
+  }
+
+  const Plan& plan_;
+  const Cluster& cluster_;
+  const CostModel& costs_;
+  EngineProgram program_;
+  EngineStep step_;
+  std::vector<std::int32_t> last_in_stream_;
+  std::vector<UnitId> last_unit_;  // by stream: of the work issued last
+  std::vector<std::int32_t> slot_of_event_;
+  std::vector<UnitId> unit_of_slot_;
+  std::vector<std::int32_t> issued_to_;  // collectives, by communicator
+  std::map<std::tuple<CollectiveKind, CommunicatorId, std::string>, std::int32_t> group_of_;
+  bool in_backward_ = false;
+};
+
+}  // namespace
+
+Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
+  return Lowering(plan, cluster, costs).Run();
+}
+
+}  // namespace shardplan

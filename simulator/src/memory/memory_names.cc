@@ -1,0 +1,135 @@
+// Names of categories, blocks, points and units.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <string_view>
+
+#include "memory/memory_categories.h"
+#include "memory/segment_units.h"
+#include "report/report_builder.h"
+#include "shardplan/simulator/memory_stream.h"
+
+namespace shardplan {
+namespace {
+
+const Instruction* InstructionAt(const Plan& plan, const MemoryPoint& at) {
+  if (at.step < 0 || at.trigger < 0 || at.instruction < 0) return nullptr;
+  const auto& triggers = plan.steps[static_cast<std::size_t>(at.step)].triggers;
+  if (static_cast<std::size_t>(at.trigger) >= triggers.size()) return nullptr;
+  return &triggers[static_cast<std::size_t>(at.trigger)]
+              .instructions[static_cast<std::size_t>(at.instruction)];
+}
+
+// The operator that allocates at `entry`: an operator's allocations stand before it.
+std::string_view OperatorAt(const Segment& segment, std::int32_t entry) {
+  for (auto e = static_cast<std::size_t>(std::max(entry, 0)); e < segment.entries.size(); ++e) {
+    if (const auto* op = std::get_if<OperatorEvent>(&segment.entries[e])) return op->name;
+  }
+  return "";
+}
+
+// "layers.0 (2)" is the second segment of that name.
+std::string_view WithoutNumber(std::string_view name) {
+  const std::size_t open = name.rfind(" (");
+  if (open == name.npos || !name.ends_with(')')) return name;
+  const std::string_view number = name.substr(open + 2, name.size() - open - 3);
+  return number.find_first_not_of("0123456789") == number.npos ? name.substr(0, open) : name;
+}
+
+}  // namespace
+
+const std::vector<std::string>& MemoryCategories() {
+  static const std::vector<std::string> kNames = [] {
+    std::vector<std::string> names;
+    for (std::int32_t r = 0; r < internal::kBufferRoles; ++r)
+      names.emplace_back(Name(static_cast<BufferRole>(r)));
+    for (std::int32_t r = 0; r < internal::kStorageRoles; ++r) {
+      names.emplace_back(Name(static_cast<StorageRole>(r)));
+    }
+    names.emplace_back("kernel_temp");
+    names.emplace_back("cublas_workspace");
+    return names;
+  }();
+  return kNames;
+}
+
+std::string UnitText(const Plan& plan, UnitId unit) {
+  if (unit < 0 || static_cast<std::size_t>(unit) >= plan.units.size()) return "";
+  const std::string& fqn = plan.units[static_cast<std::size_t>(unit)].fqn;
+  return fqn.empty() ? "(root)" : fqn;
+}
+
+std::string BlockName(const Plan& plan, const MemoryStream& stream, std::int32_t block) {
+  const MemoryBlock& b = stream.blocks[static_cast<std::size_t>(block)];
+  const MemoryPoint& at = stream.actions[static_cast<std::size_t>(b.born)].at;
+  if (b.buffer >= 0) {
+    const Buffer& buffer = plan.buffers[static_cast<std::size_t>(b.buffer)];
+    const auto part = static_cast<std::size_t>(b.part);
+    const bool per_parameter =
+        buffer.parts_bytes.size() == buffer.parameters.size() && buffer.parts_bytes.size() > 1;
+    if (!per_parameter || buffer.unit < 0 || part >= buffer.parameters.size()) return buffer.name;
+    const Unit& unit = plan.units[static_cast<std::size_t>(buffer.unit)];
+    const auto parameter = static_cast<std::size_t>(buffer.parameters[part]);
+    if (parameter >= unit.parameters.size()) return buffer.name;
+    return buffer.name + " " + unit.parameters[parameter].fqn;
+  }
+  if (b.category == internal::kCublasWorkspace) return "cuBLAS workspace";
+  if (b.category == internal::CategoryOf(StorageRole::kInput) && at.trigger < 0) {
+    return plan.inputs[static_cast<std::size_t>(b.part)].name;
+  }
+  if (at.step < 0) return plan.model_buffers[static_cast<std::size_t>(b.part)].fqn;
+  const Instruction* instruction = InstructionAt(plan, at);
+  if (instruction == nullptr) return "";
+  if (instruction->kind == InstructionKind::kOptimizerStep) return "optimizer";
+  if (instruction->segment < 0) return "";
+  return std::string(OperatorAt(plan.segments[static_cast<std::size_t>(instruction->segment)], at.entry));
+}
+
+std::string PointText(const Plan& plan, const MemoryPoint& at) {
+  if (at.step < 0) return "before the steps";
+  const auto& triggers = plan.steps[static_cast<std::size_t>(at.step)].triggers;
+  if (at.trigger < 0) return "the step's begin";
+  if (static_cast<std::size_t>(at.trigger) >= triggers.size()) return "the step's end";
+  const Trigger& trigger = triggers[static_cast<std::size_t>(at.trigger)];
+  std::string text = internal::TriggerText(plan, trigger);
+  const Instruction* instruction = InstructionAt(plan, at);
+  if (instruction == nullptr) return text;
+  if (instruction->kind != InstructionKind::kCompute || instruction->segment < 0) {
+    if (!instruction->reason.empty() && instruction->reason != Name(trigger.kind)) {
+      text += " (" + instruction->reason + ")";
+    }
+    return text;
+  }
+  return plan.segments[static_cast<std::size_t>(instruction->segment)].name + ", after " + text;
+}
+
+namespace internal {
+
+std::vector<UnitId> SegmentUnits(const Plan& plan) {
+  std::map<std::string, UnitId, std::less<>> unit_of;
+  for (std::size_t u = 0; u < plan.units.size(); ++u) {
+    unit_of.try_emplace(plan.units[u].fqn.empty() ? "(root)" : plan.units[u].fqn, static_cast<UnitId>(u));
+    for (const std::string& module : plan.units[u].modules) {
+      unit_of.try_emplace(module.empty() ? "(root)" : module, static_cast<UnitId>(u));
+    }
+  }
+  std::vector<UnitId> units;
+  for (const Segment& segment : plan.segments) {
+    const std::size_t space = segment.name.find(' ');
+    std::string_view module =
+        space == std::string::npos ? "" : WithoutNumber(std::string_view(segment.name).substr(space + 1));
+    auto found = unit_of.find(module);
+    const bool again = segment.name.starts_with("recompute ");
+    while (again && found == unit_of.end() && !module.empty()) {
+      const std::size_t dot = module.rfind('.');
+      module = dot == std::string_view::npos ? "" : module.substr(0, dot);
+      found = unit_of.find(module.empty() ? std::string_view("(root)") : module);
+    }
+    units.push_back(found == unit_of.end() ? -1 : found->second);
+  }
+  return units;
+}
+
+}  // namespace internal
+}  // namespace shardplan

@@ -1,0 +1,192 @@
+#include "shardplan/simulator/memory_profile.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "cost/fixed_log.h"
+
+namespace shardplan {
+namespace {
+
+// Sums of the stream after every action.
+class Profiler {
+ public:
+  Profiler(const Plan& plan, const MemoryStream& stream, const MemoryOptions& options)
+      : plan_(plan), stream_(stream), options_(options) {
+    by_category_.resize(MemoryCategories().size());
+  }
+
+  MemoryProfile Run() {
+    profile_.step_peak_bytes.resize(plan_.steps.size());
+    while (next_ < stream_.first_recorded) Apply(stream_.actions[next_++]);
+    recording_ = options_.record_samples;
+    if (recording_) RecordAll();
+    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
+      RunStep(static_cast<std::int32_t>(s));
+      profile_.step_peak_bytes[s].value = step_peak_;
+      if (step_peak_ < profile_.peak_bytes.value) continue;
+      profile_.peak_bytes.value = step_peak_;
+      profile_.peak_at = step_peak_at_;
+      SetPeak(step_peak_by_category_);
+    }
+    if (plan_.steps.empty()) {
+      profile_.peak_bytes.value = total_;
+      SetPeak(by_category_);
+    }
+    profile_.end_bytes.value = total_;
+    return std::move(profile_);
+  }
+
+ private:
+  void SetPeak(const std::vector<std::int64_t>& by_category) {
+    profile_.peak_by_category.clear();
+    for (const std::int64_t bytes : by_category) profile_.peak_by_category.push_back({bytes});
+  }
+
+  // What is alive before the first recorded step, a sample each.
+  void RecordAll() {
+    for (std::size_t c = 0; c < by_category_.size(); ++c) {
+      if (by_category_[c] == 0) continue;
+      profile_.samples.push_back({{0}, static_cast<std::int32_t>(c), {by_category_[c]}, {total_}, 0, -1});
+    }
+  }
+
+  void RunStep(std::int32_t s) {
+    step_peak_ = total_;
+    step_peak_at_ = {s, -1, -1, -1};
+    peak_is_now_ = true;
+    for (; next_ < stream_.actions.size() && stream_.actions[next_].at.step == s; ++next_) {
+      if (stream_.actions[next_].frees) KeepPeak();
+      Apply(stream_.actions[next_]);
+    }
+    KeepPeak();
+  }
+
+  void Apply(const MemoryAction& action) {
+    const MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(action.block)];
+    const std::int64_t bytes = Rounded(block.requested_bytes.value);
+    if (bytes == 0) return;
+    std::int64_t& of_category = by_category_[static_cast<std::size_t>(block.category)];
+    of_category += action.frees ? -bytes : bytes;
+    total_ += action.frees ? -bytes : bytes;
+    if (recording_) {
+      profile_.samples.push_back({TimeOf(action.at),
+                                  block.category,
+                                  {of_category},
+                                  {total_},
+                                  action.at.step,
+                                  action.at.trigger,
+                                  action.at.instruction,
+                                  action.at.entry});
+    }
+    if (total_ > step_peak_) {
+      step_peak_ = total_;
+      step_peak_at_ = action.at;
+      // The categories are copied when the peak is over, i.e. before the first free after it.
+      peak_is_now_ = true;
+    }
+  }
+
+  void KeepPeak() {
+    if (!peak_is_now_) return;
+    step_peak_by_category_ = by_category_;
+    peak_is_now_ = false;
+  }
+
+  std::int64_t Rounded(std::int64_t bytes) const {
+    const std::int64_t granularity = std::max<std::int64_t>(1, options_.granularity_bytes.value);
+    return (bytes + granularity - 1) / granularity * granularity;
+  }
+
+  TimeRange RangeOf(const MemoryPoint& at) const {
+    const auto s = static_cast<std::size_t>(std::max(at.step, 0));
+    const auto t = static_cast<std::size_t>(std::max(at.trigger, 0));
+    const auto i = static_cast<std::size_t>(std::max(at.instruction, 0));
+    if (s >= options_.times.size()) return {};
+    const auto& triggers = options_.times[s];
+    if (t >= triggers.size() || i >= triggers[t].size()) return {};
+    return triggers[t][i];
+  }
+
+  Nanoseconds TimeOf(const MemoryPoint& at) {
+    if (options_.times.empty()) return {};
+    const auto triggers = plan_.steps[static_cast<std::size_t>(std::max(at.step, 0))].triggers.size();
+    if (at.trigger >= 0 && static_cast<std::size_t>(at.trigger) >= triggers)
+      return last_time_ns_;  // inputs' end
+    const TimeRange range = RangeOf(at);
+    last_time_ns_ = range.start_ns;
+    if (at.entry < 0) return last_time_ns_;
+    FindOperators(at);
+    if (segment_operators_ == 0) return last_time_ns_;
+    while (entry_ <= at.entry) {
+      operators_ +=
+          std::holds_alternative<OperatorEvent>(segment_->entries[static_cast<std::size_t>(entry_++)]);
+    }
+    last_time_ns_.value +=
+        internal::MulDiv((range.end_ns - range.start_ns).value, operators_, segment_operators_);
+    return last_time_ns_;
+  }
+
+  // Starts to count the operators of the segment that `at` is in.
+  void FindOperators(const MemoryPoint& at) {
+    const MemoryPoint instruction{at.step, at.trigger, at.instruction, -1};
+    if (segment_ != nullptr && instruction == segment_at_ && entry_ <= at.entry + 1) return;
+    segment_at_ = instruction;
+    const Trigger& trigger =
+        plan_.steps[static_cast<std::size_t>(at.step)].triggers[static_cast<std::size_t>(at.trigger)];
+    const Instruction& compute = trigger.instructions[static_cast<std::size_t>(at.instruction)];
+    segment_ = &plan_.segments[static_cast<std::size_t>(compute.segment)];
+    segment_operators_ = std::ranges::count_if(
+        segment_->entries, [](const SegmentEntry& e) { return std::holds_alternative<OperatorEvent>(e); });
+    entry_ = 0;
+    operators_ = 0;
+  }
+
+  const Plan& plan_;
+  const MemoryStream& stream_;
+  const MemoryOptions& options_;
+  MemoryProfile profile_;
+  std::size_t next_ = 0;
+  std::vector<std::int64_t> by_category_;
+  std::vector<std::int64_t> step_peak_by_category_;
+  std::int64_t total_ = 0;
+  std::int64_t step_peak_ = 0;
+  MemoryPoint step_peak_at_;
+  bool peak_is_now_ = false;
+  bool recording_ = false;
+  // Where samples of a segment stand among its operators.
+  const Segment* segment_ = nullptr;
+  MemoryPoint segment_at_;
+  std::int32_t entry_ = 0;
+  std::int64_t operators_ = 0;
+  std::int64_t segment_operators_ = 0;
+  Nanoseconds last_time_ns_;
+};
+
+}  // namespace
+
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options) {
+  return ProfileMemory(plan, MemoryStreamOf(plan, {.kernel_temporaries = options.kernel_temporaries}),
+                       options);
+}
+
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryStream& stream, const MemoryOptions& options) {
+  return Profiler(plan, stream, options).Run();
+}
+
+Bytes NcclBufferBytes(const Communicator& communicator) {
+  constexpr std::int64_t kChannels = 16;
+  constexpr std::int64_t kSimpleBytes = 4 << 20;
+  constexpr std::int64_t kLl128Bytes = 120 * 640 * 8 * 8;
+  constexpr std::int64_t kLlBytes = 8 * 512 * 8 * 16;
+  if (communicator.size <= 1) return {};
+  return {kChannels * (kSimpleBytes + kLl128Bytes + kLlBytes)};
+}
+
+Bytes NcclBufferBytes(const Plan& plan) {
+  Bytes bytes;
+  for (const Communicator& communicator : plan.communicators) bytes += NcclBufferBytes(communicator);
+  return bytes;
+}
+
+}  // namespace shardplan

@@ -1,0 +1,460 @@
+#include "shardplan/simulator/memory_stream.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "cost/optimizer_cost.h"
+#include "memory/kernel_memory.h"
+#include "memory/memory_categories.h"
+#include "memory/segment_units.h"
+
+namespace shardplan {
+namespace {
+
+using internal::CategoryOf;
+using internal::kCublasWorkspace;
+using internal::kKernelTemp;
+
+template <typename T>
+bool Has(const std::vector<T>& values, std::int32_t index) {
+  return index >= 0 && static_cast<std::size_t>(index) < values.size();
+}
+
+std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
+  std::int64_t bytes = SizeBytes(dtype);
+  for (const std::int64_t size : shape) bytes *= size;
+  return bytes;
+}
+
+class StreamBuilder {
+ public:
+  StreamBuilder(const Plan& plan, const MemoryStreamOptions& options)
+      : plan_(plan), options_(options), segment_unit_(internal::SegmentUnits(plan)) {
+    memory_of_.assign(plan.buffers.size(), -1);
+    states_made_.resize(plan.units.size() + 1);
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+      const Buffer& buffer = plan.buffers[b];
+      says_optimizer_ = says_optimizer_ || buffer.role == BufferRole::kOptimizerState ||
+                        buffer.role == BufferRole::kOptimizerTemp;
+      if (buffer.role == BufferRole::kGradUnsharded && Has(plan.units, buffer.unit)) {
+        grad_buffers_.resize(plan.units.size());
+        grad_buffers_[static_cast<std::size_t>(buffer.unit)].push_back(static_cast<BufferId>(b));
+      }
+    }
+    FindViews();
+    SizeStorages();
+  }
+
+  MemoryStream Build() {
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      if (plan_.buffers[b].persistent) AllocateBuffer(static_cast<BufferId>(b), 0);
+    }
+    for (std::size_t b = 0; b < plan_.model_buffers.size(); ++b) {
+      const ModuleBuffer& buffer = plan_.model_buffers[b];
+      Allocate({.requested_bytes = {TensorBytes(buffer.shape, buffer.dtype)},
+                .category = CategoryOf(StorageRole::kBuffer),
+                .part = static_cast<std::int32_t>(b)});
+    }
+    if (plan_.steps.size() == 1) RunStep(0);
+    stream_.first_recorded = stream_.actions.size();
+    for (std::size_t s = 0; s < plan_.steps.size(); ++s) RunStep(static_cast<std::int32_t>(s));
+    return std::move(stream_);
+  }
+
+ private:
+  // Memory that one buffer, or several (views), name.
+  struct Memory {
+    std::int32_t names = 0;
+    std::vector<std::int32_t> parts;  // blocks, -1 where there is none
+  };
+
+  const Buffer& BufferOf(BufferId id) const { return plan_.buffers[static_cast<std::size_t>(id)]; }
+  std::int32_t& MemoryIndex(BufferId id) { return memory_of_[static_cast<std::size_t>(id)]; }
+  Memory& MemoryAt(std::int32_t index) { return memories_[static_cast<std::size_t>(index)]; }
+
+  // A reduce-scatter output that becomes the gradient itself (a cast to its own dtype is a view) counts as
+  // the gradient for its whole life, as a memory tracker that names storages by their end does.
+  void FindViews() {
+    std::vector<MemoryPoint> allocated(plan_.buffers.size());
+    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
+      const std::vector<Trigger>& triggers = plan_.steps[s].triggers;
+      for (std::size_t t = 0; t < triggers.size(); ++t) {
+        for (std::size_t i = 0; i < triggers[t].instructions.size(); ++i) {
+          const Instruction& instruction = triggers[t].instructions[i];
+          if (instruction.kind == InstructionKind::kAllocate && Has(plan_.buffers, instruction.dst)) {
+            allocated[static_cast<std::size_t>(instruction.dst)] = {
+                static_cast<std::int32_t>(s), static_cast<std::int32_t>(t), static_cast<std::int32_t>(i)};
+          } else if (IsView(instruction)) {
+            const MemoryPoint& at = allocated[static_cast<std::size_t>(instruction.src)];
+            becomes_[{at.step, at.trigger, at.instruction}] = CategoryOf(BufferOf(instruction.dst).role);
+          }
+        }
+      }
+    }
+  }
+  bool IsView(const Instruction& i) const {
+    if (i.kind != InstructionKind::kGradCast || !Has(plan_.buffers, i.src) || !Has(plan_.buffers, i.dst))
+      return false;
+    const Buffer& src = BufferOf(i.src);
+    const Buffer& dst = BufferOf(i.dst);
+    return src.dtype == dst.dtype && src.memory == dst.memory;
+  }
+
+  void SizeStorages() {
+    const auto note = [&](StorageId storage, std::int64_t bytes) {
+      if (storage < 0) return;
+      if (static_cast<std::size_t>(storage) >= storage_bytes_.size()) {
+        storage_bytes_.resize(static_cast<std::size_t>(storage) + 1);
+      }
+      storage_bytes_[static_cast<std::size_t>(storage)] = {bytes};
+    };
+    for (const Segment& segment : plan_.segments) {
+      for (const SegmentEntry& entry : segment.entries) {
+        if (const auto* born = std::get_if<AllocateEvent>(&entry))
+          note(born->storage, born->size_bytes.value);
+      }
+    }
+    storages_per_batch_ = storage_bytes_.size();
+    for (const TraceInput& input : plan_.inputs) note(input.storage, TensorBytes(input.shape, input.dtype));
+    for (const ModuleBuffer& b : plan_.model_buffers) note(b.storage, TensorBytes(b.shape, b.dtype));
+  }
+
+  std::int32_t Allocate(MemoryBlock block) {
+    const auto index = static_cast<std::int32_t>(stream_.blocks.size());
+    block.born = static_cast<std::int32_t>(stream_.actions.size());
+    stream_.blocks.push_back(block);
+    stream_.actions.push_back({index, false, at_});
+    return index;
+  }
+  void Free(std::int32_t block) {
+    if (block < 0) return;
+    stream_.blocks[static_cast<std::size_t>(block)].died = static_cast<std::int32_t>(stream_.actions.size());
+    stream_.actions.push_back({block, true, at_});
+  }
+
+  Memory& NewMemory(BufferId id) {
+    std::int32_t index = static_cast<std::int32_t>(memories_.size());
+    if (unused_memories_.empty()) {
+      memories_.emplace_back();
+    } else {
+      index = unused_memories_.back();
+      unused_memories_.pop_back();
+    }
+    MemoryIndex(id) = index;
+    MemoryAt(index) = {1, std::vector<std::int32_t>(BufferOf(id).parts_bytes.size(), -1)};
+    return MemoryAt(index);
+  }
+
+  void AllocateBuffer(BufferId id, StreamId stream) {
+    if (MemoryIndex(id) >= 0) return;
+    const Buffer& buffer = BufferOf(id);
+    const auto becomes = becomes_.find({at_.step, at_.trigger, at_.instruction});
+    Memory& memory = NewMemory(id);
+    if (buffer.memory != MemoryKind::kDevice) return;
+    MemoryBlock block{.category = becomes == becomes_.end() ? CategoryOf(buffer.role) : becomes->second,
+                      .stream = std::max(stream, 0),
+                      .unit = buffer.unit,
+                      .buffer = id};
+    if (IsFlat(buffer)) {
+      block.requested_bytes = SizeBytes(buffer);
+      memory.parts[0] = Allocate(block);
+      return;
+    }
+    for (std::size_t p = 0; p < buffer.parts_bytes.size(); ++p) {
+      block.requested_bytes = buffer.parts_bytes[p];
+      block.part = static_cast<std::int32_t>(p);
+      memory.parts[p] = Allocate(block);
+    }
+  }
+
+  // What a reduce-scatter gives is cast as a whole; the parameters' gradients are views of the result
+  // (foreach_reduce).
+  static bool IsFlat(const Buffer& buffer) {
+    return !buffer.parts_bytes.empty() &&
+           (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput);
+  }
+
+  // `parts`: only these; empty: what is left.
+  void FreeBuffer(BufferId id, const std::vector<std::int32_t>& parts = {}) {
+    if (SharesGradients(id)) {
+      FreeGradients(id, parts);
+      return;
+    }
+    if (!parts.empty()) {
+      if (MemoryIndex(id) >= 0) FreeParts(MemoryAt(MemoryIndex(id)), parts);
+      return;
+    }
+    const std::int32_t index = std::exchange(MemoryIndex(id), -1);
+    if (index < 0) return;
+    Memory& memory = MemoryAt(index);
+    if (--memory.names > 0) return;
+    for (const std::int32_t block : memory.parts) Free(block);
+    unused_memories_.push_back(index);
+  }
+
+  void FreeParts(Memory& memory, const std::vector<std::int32_t>& parts) {
+    for (const std::int32_t part : parts) {
+      if (Has(memory.parts, part)) Free(std::exchange(memory.parts[static_cast<std::size_t>(part)], -1));
+    }
+  }
+
+  // A gradient may have several buffers: taken with others of its unit in one step, and by itself in another.
+  // Whichever of them it was counted for, it goes with the one that is freed.
+  bool SharesGradients(BufferId id) const {
+    const Buffer& buffer = BufferOf(id);
+    return buffer.role == BufferRole::kGradUnsharded && Has(grad_buffers_, buffer.unit) &&
+           grad_buffers_[static_cast<std::size_t>(buffer.unit)].size() > 1;
+  }
+  // Where the block of a parameter's gradient is noted that the buffer holds; nullptr: there is none.
+  std::int32_t* GradientBlock(BufferId id, std::int32_t parameter) {
+    std::vector<BufferId> candidates = {id};
+    if (SharesGradients(id)) candidates = grad_buffers_[static_cast<std::size_t>(BufferOf(id).unit)];
+    for (const BufferId candidate : candidates) {
+      if (MemoryIndex(candidate) < 0) continue;
+      std::vector<std::int32_t>& parts = MemoryAt(MemoryIndex(candidate)).parts;
+      const std::size_t part = PartOf(BufferOf(candidate), parameter);
+      if (part < parts.size() && parts[part] >= 0) return &parts[part];
+    }
+    return nullptr;
+  }
+  void FreeGradients(BufferId id, const std::vector<std::int32_t>& parts) {
+    const std::vector<std::int32_t>& parameters = BufferOf(id).parameters;
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      const std::int32_t parameter = parameters[p];
+      if (!parts.empty() && !std::ranges::binary_search(parts, static_cast<std::int32_t>(p))) continue;
+      if (std::int32_t* block = GradientBlock(id, parameter)) Free(std::exchange(*block, -1));
+    }
+  }
+
+  void MakeView(BufferId src, BufferId dst) {
+    if (MemoryIndex(src) < 0 || MemoryIndex(dst) >= 0) return;
+    MemoryIndex(dst) = MemoryIndex(src);
+    ++MemoryAt(MemoryIndex(src)).names;
+  }
+
+  void RunStep(std::int32_t s) {
+    at_ = {s, -1, -1, -1};
+    const PlanStep& step = plan_.steps[static_cast<std::size_t>(s)];
+    const std::vector<std::int32_t> inputs = AllocateInputs(step);
+    for (std::size_t t = 0; t < step.triggers.size(); ++t) {
+      const Trigger& trigger = step.triggers[t];
+      for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
+        at_ = {s, static_cast<std::int32_t>(t), static_cast<std::int32_t>(i), -1};
+        Apply(trigger.instructions[i]);
+      }
+    }
+    at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
+    for (const std::int32_t input : inputs) Free(input);
+  }
+
+  // The batch of every micro-batch is there from the step's beginning.
+  std::vector<std::int32_t> AllocateInputs(const PlanStep& step) {
+    std::int32_t microbatches = 1;
+    for (const Trigger& trigger : step.triggers)
+      microbatches = std::max(microbatches, trigger.microbatch + 1);
+    std::vector<std::int32_t> blocks;
+    for (std::int32_t m = 0; m < microbatches; ++m) {
+      for (std::size_t i = 0; i < plan_.inputs.size(); ++i) {
+        blocks.push_back(
+            Allocate({.requested_bytes = {TensorBytes(plan_.inputs[i].shape, plan_.inputs[i].dtype)},
+                      .category = CategoryOf(StorageRole::kInput),
+                      .part = static_cast<std::int32_t>(i),
+                      .microbatch = m}));
+      }
+    }
+    return blocks;
+  }
+
+  void Apply(const Instruction& instruction) {
+    switch (instruction.kind) {
+      case InstructionKind::kCompute:
+        if (Has(plan_.segments, instruction.segment)) RunSegment(instruction);
+        break;
+      case InstructionKind::kAllocate:
+        if (Has(plan_.buffers, instruction.dst)) AllocateBuffer(instruction.dst, instruction.stream);
+        break;
+      case InstructionKind::kFree:
+        if (Has(plan_.buffers, instruction.src)) FreeBuffer(instruction.src, instruction.parts);
+        break;
+      case InstructionKind::kGradCast:
+        if (IsView(instruction)) MakeView(instruction.src, instruction.dst);
+        break;
+      case InstructionKind::kOptimizerStep:
+        RunOptimizer(instruction.unit);
+        break;
+      case InstructionKind::kZeroGrad:
+        for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+          const Buffer& buffer = plan_.buffers[b];
+          if (buffer.role != BufferRole::kGradSharded || buffer.persistent) continue;
+          if (instruction.unit < 0 || buffer.unit == instruction.unit) FreeBuffer(static_cast<BufferId>(b));
+        }
+        break;
+      default:
+        break;
+    }
+  }
+
+  void RunSegment(const Instruction& instruction) {
+    const Segment& segment = plan_.segments[static_cast<std::size_t>(instruction.segment)];
+    MemoryBlock block{.stream = std::max(instruction.stream, 0),
+                      .unit = segment_unit_[static_cast<std::size_t>(instruction.segment)],
+                      .microbatch = instruction.microbatch};
+    new_grads_.clear();
+    for (const SegmentEntry& entry : segment.entries) {
+      ++at_.entry;
+      if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
+        block.requested_bytes = born->size_bytes;
+        block.category = CategoryOf(born->role);
+        if (born->role == StorageRole::kParameterGrad) {
+          new_grads_.push_back(Allocate(block));
+        } else {
+          std::int32_t& storage = Storage(born->storage, instruction.microbatch);
+          Free(std::exchange(storage, -1));  // of a step before that never freed it
+          storage = Allocate(block);
+        }
+      } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
+        if (static_cast<std::size_t>(dead->storage) < storages_per_batch_) {
+          Free(std::exchange(Storage(dead->storage, instruction.microbatch), -1));
+        }
+      } else if (options_.kernel_temporaries) {
+        if (const auto* op = std::get_if<OperatorEvent>(&entry)) RunKernel(*op, segment, block);
+      }
+    }
+    SettleGradients(segment, block);
+  }
+
+  void RunKernel(const OperatorEvent& op, const Segment& segment, MemoryBlock block) {
+    const auto sizes = [&](const std::vector<StorageId>& storages) {
+      std::vector<Bytes> bytes;
+      for (const StorageId s : storages) {
+        bytes.push_back(Has(storage_bytes_, s) ? storage_bytes_[static_cast<std::size_t>(s)] : Bytes{0});
+      }
+      return bytes;
+    };
+    if (internal::UsesCublas(op.name)) {
+      // The autograd engine's thread has a handle of its own.
+      const bool in_backward = segment.name.starts_with("backward") || segment.name.starts_with("recompute");
+      bool& made = workspace_made_[in_backward ? 1 : 0];
+      if (!made) {
+        Allocate({.requested_bytes = internal::CublasWorkspaceBytes(plan_.cluster.device.name),
+                  .category = kCublasWorkspace,
+                  .stream = block.stream});
+      }
+      made = true;
+      return;
+    }
+    block.category = kKernelTemp;
+    std::vector<std::int32_t> blocks;
+    for (const Bytes bytes : internal::KernelTemporaries(op, sizes(op.reads), sizes(op.writes))) {
+      block.requested_bytes = bytes;
+      blocks.push_back(Allocate(block));
+    }
+    std::ranges::for_each(blocks, [&](std::int32_t b) { Free(b); });
+  }
+
+  std::int32_t& Storage(StorageId storage, std::int32_t microbatch) {
+    const std::size_t batch = static_cast<std::size_t>(std::max(microbatch, 0));
+    const std::size_t index = batch * storages_per_batch_ + static_cast<std::size_t>(storage);
+    if (index >= storages_.size()) storages_.resize((batch + 1) * storages_per_batch_, -1);
+    return storages_[index];
+  }
+
+  // The gradients that the segment lists are alive from now on. What it allocated for a gradient that existed
+  // before was added to that one and is gone.
+  void SettleGradients(const Segment& segment, MemoryBlock block) {
+    std::vector<std::pair<BufferId, std::size_t>> missing;
+    for (const SegmentGrad& grad : segment.grads) {
+      if (!Has(grad_buffers_, grad.unit)) continue;
+      for (const BufferId id : grad_buffers_[static_cast<std::size_t>(grad.unit)]) {
+        const Buffer& buffer = BufferOf(id);
+        const std::size_t part = PartOf(buffer, grad.parameter);
+        if (part >= buffer.parts_bytes.size()) continue;
+        Memory& memory = MemoryIndex(id) >= 0 ? MemoryAt(MemoryIndex(id)) : NewMemory(id);
+        if (memory.parts[part] < 0 && !TakeNewGrad(id, part, memory)) missing.emplace_back(id, part);
+        break;
+      }
+    }
+    for (const std::int32_t rest : new_grads_) Free(rest);
+    for (const auto& [id, part] : missing) {
+      block.requested_bytes = BufferOf(id).parts_bytes[part];
+      block.category = CategoryOf(BufferRole::kGradUnsharded);
+      block.unit = BufferOf(id).unit;
+      block.buffer = id;
+      block.part = static_cast<std::int32_t>(part);
+      std::int32_t& at = MemoryAt(MemoryIndex(id)).parts[part];
+      if (at < 0) at = Allocate(block);
+    }
+  }
+
+  static std::size_t PartOf(const Buffer& buffer, std::int32_t parameter) {
+    if (buffer.parameters.empty()) return 0;
+    const auto found = std::ranges::find(buffer.parameters, parameter);
+    if (found == buffer.parameters.end()) return buffer.parts_bytes.size();
+    if (buffer.parts_bytes.size() != buffer.parameters.size()) return 0;
+    return static_cast<std::size_t>(found - buffer.parameters.begin());
+  }
+
+  bool TakeNewGrad(BufferId id, std::size_t part, Memory& memory) {
+    const Bytes wanted = BufferOf(id).parts_bytes[part];
+    const auto found = std::ranges::find_if(new_grads_, [&](std::int32_t b) {
+      return stream_.blocks[static_cast<std::size_t>(b)].requested_bytes == wanted;
+    });
+    if (found == new_grads_.end()) return false;
+    MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(*found)];
+    block.unit = BufferOf(id).unit;
+    block.buffer = id;
+    block.part = static_cast<std::int32_t>(part);
+    memory.parts[part] = *found;
+    new_grads_.erase(found);
+    return true;
+  }
+
+  void RunOptimizer(UnitId unit) {
+    if (says_optimizer_) return;  // the plan says it all
+    MemoryBlock block{.category = CategoryOf(BufferRole::kOptimizerState), .unit = unit};
+    std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
+    if (!made) {
+      made = true;
+      for (const Bytes tensor : OptimizerStateTensors(plan_, unit)) {
+        block.requested_bytes = tensor;
+        Allocate(block);
+      }
+    }
+    block.category = CategoryOf(BufferRole::kOptimizerTemp);
+    std::vector<std::int32_t> blocks;
+    for (const Bytes tensor : OptimizerTemporaries(plan_, unit)) {
+      block.requested_bytes = tensor;
+      blocks.push_back(Allocate(block));
+    }
+    std::ranges::for_each(blocks, [&](std::int32_t b) { Free(b); });
+  }
+
+  const Plan& plan_;
+  const MemoryStreamOptions& options_;
+  const std::vector<UnitId> segment_unit_;
+  MemoryStream stream_;
+  std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
+  std::vector<Memory> memories_;
+  std::vector<std::int32_t> unused_memories_;
+  // Allocations (step, trigger, instruction) whose memory ends in another role.
+  std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, std::int32_t> becomes_;
+  std::vector<std::vector<BufferId>> grad_buffers_;  // by unit
+  std::vector<std::int32_t> new_grads_;              // blocks, of the segment that runs
+  std::vector<std::int32_t> storages_;               // by micro-batch and storage: block, -1: not alive
+  std::size_t storages_per_batch_ = 0;
+  std::vector<Bytes> storage_bytes_;  // by storage
+  bool workspace_made_[2] = {false, false};
+  std::vector<bool> states_made_;  // [0]: of all units
+  bool says_optimizer_ = false;
+  MemoryPoint at_;
+};
+
+}  // namespace
+
+MemoryStream MemoryStreamOf(const Plan& plan, const MemoryStreamOptions& options) {
+  return StreamBuilder(plan, options).Build();
+}
+
+}  // namespace shardplan

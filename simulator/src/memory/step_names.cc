@@ -1,0 +1,65 @@
+#include "memory/step_names.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "allocator/allocator_sizes.h"
+
+namespace shardplan::internal {
+
+void StepNames::Make(std::string_view name, Tensors tensors) {
+  std::size_t index = values_.size();
+  if (unused_.empty()) {
+    values_.emplace_back();
+  } else {
+    index = unused_.back();
+    unused_.pop_back();
+  }
+  Value& value = values_[index];
+  value = {.tensors = std::move(tensors)};
+  for (const Bytes size : value.tensors) value.bytes.value += RoundUp(size.value, kMinBlockBytes);
+  order_.push_back(index);
+  alive_bytes_ += value.bytes;
+  if (most_bytes_ < alive_bytes_) {
+    most_bytes_ = alive_bytes_;
+    at_most_.clear();
+    for (const std::size_t v : order_) {
+      at_most_.insert(at_most_.end(), values_[v].tensors.begin(), values_[v].tensors.end());
+    }
+  }
+  Bind(name, index);
+}
+
+void StepNames::Bind(std::string_view name, std::size_t value) {
+  ++values_[value].names;
+  const auto [entry, added] = bound_.try_emplace(name, value);
+  if (!added) Release(std::exchange(entry->second, value));
+}
+
+void StepNames::Alias(std::string_view name, std::string_view other) {
+  const auto found = bound_.find(other);
+  if (found == bound_.end()) return Drop(name);
+  Bind(name, found->second);
+}
+
+void StepNames::Drop(std::string_view name) {
+  const auto found = bound_.find(name);
+  if (found == bound_.end()) return;
+  const std::size_t value = found->second;
+  bound_.erase(found);
+  Release(value);
+}
+
+void StepNames::Rename(std::string_view from, std::string_view to) {
+  Alias(to, from);
+  Drop(from);
+}
+
+void StepNames::Release(std::size_t value) {
+  if (--values_[value].names > 0) return;
+  alive_bytes_ -= values_[value].bytes;
+  order_.erase(std::ranges::find(order_, value));
+  unused_.push_back(value);
+}
+
+}  // namespace shardplan::internal

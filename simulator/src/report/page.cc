@@ -1,0 +1,28 @@
+#include "report/report_page.h"
+
+namespace shardplan::internal {
+
+std::string PageHead(std::string_view title, std::string_view body) {
+  std::string out = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n";
+  out += "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>";
+  out += title;
+  out += "</title>\n<style>\n";
+  out += ReportStyle();
+  out += "</style></head><body>";
+  out += body;
+  out += "<script type=\"application/json\" id=\"data\">";
+  return out;
+}
+
+std::string PageTail(std::string_view script) {
+  std::string out = "</script>\n<script>\n";
+  out += script;
+  out += "</script></body></html>\n";
+  return out;
+}
+
+void Replace(std::string& text, std::string_view what, std::string_view with) {
+  text.replace(text.find(what), what.size(), with);
+}
+
+}  // namespace shardplan::internal

@@ -1,0 +1,253 @@
+#include "report/report_builder.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+
+#include "cost/fixed_log.h"
+
+namespace shardplan::internal {
+namespace {
+
+constexpr std::int64_t kMillion = 1'000'000;
+constexpr std::int64_t kNanosecondsPerSecond = 1'000'000'000;
+
+std::string_view CollectiveName(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kAllGather:
+      return "all_gather";
+    case CollectiveKind::kReduceScatter:
+      return "reduce_scatter";
+    case CollectiveKind::kAllReduce:
+      return "all_reduce";
+  }
+  return "";
+}
+
+// [Note: the times of the passes]
+// Forward, backward and optimizer are what a stopwatch shows that synchronises with the device at their
+// borders: each pass begins on an idle device. The step itself has no such borders: the host runs ahead, and
+// the first all-gather of the backward is in flight while the forward still computes. So the step can be
+// shorter than the sum of the passes.
+void FillPhases(const EngineStep& step, const EngineResult& result, Report& report) {
+  Nanoseconds from;
+  for (std::size_t p = 0; p < step.phases.size(); ++p) {
+    const bool last = p + 1 == step.phases.size();
+    const Nanoseconds to = last ? result.end_ns : std::max(from, result.phase_end_ns[p]);
+    Nanoseconds& sum = step.phases[p] == Phase::kForward    ? report.forward_ns
+                       : step.phases[p] == Phase::kBackward ? report.backward_ns
+                                                            : report.optimizer_ns;
+    sum += to - from;
+    from = to;
+  }
+}
+
+Bytes ParameterBytes(const Unit& unit) {
+  Bytes bytes;
+  for (const UnitParameter& parameter : unit.parameters) {
+    std::int64_t size = SizeBytes(unit.param_dtype);
+    for (const std::int64_t length : parameter.shape) size *= length;
+    bytes.value += size;
+  }
+  return bytes;
+}
+
+std::string PeakText(const Plan& plan, const MemoryPoint& at) {
+  if (at.step < 0) return "";
+  const PlanStep& step = plan.steps[static_cast<std::size_t>(at.step)];
+  if (at.trigger < 0) return step.name + " begin";
+  const Trigger& trigger = step.triggers[static_cast<std::size_t>(at.trigger)];
+  std::string text = step.name + " " + TriggerText(plan, trigger);
+  if (at.instruction < 0) return text;
+  const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(at.instruction)];
+  return text + ": " + InstructionText(plan, instruction);
+}
+
+MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryProfile& memory) {
+  MemoryReport report;
+  report.peak_bytes = memory.peak_bytes;
+  report.peak_at = PeakText(plan, memory.peak_at);
+  report.steady_bytes = memory.end_bytes;
+  report.context_bytes = cluster.device.context_bytes;
+  report.device_memory_bytes = cluster.device.memory_bytes;
+  const Bytes nccl = NcclBufferBytes(plan);
+  for (std::size_t c = 0; c < memory.peak_by_category.size(); ++c) {
+    if (memory.peak_by_category[c].value == 0) continue;
+    report.peak_by_category.push_back({MemoryCategories()[c], memory.peak_by_category[c]});
+  }
+  if (report.context_bytes.value > 0)
+    report.peak_by_category.push_back({"cuda_context", report.context_bytes});
+  if (nccl.value > 0) report.peak_by_category.push_back({"nccl_buffers", nccl});
+  std::ranges::sort(report.peak_by_category, {}, &CategoryBytes::category);
+  report.fits = report.device_memory_bytes.value == 0 ||
+                report.peak_bytes + report.context_bytes + nccl <= report.device_memory_bytes;
+  return report;
+}
+
+void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResult& result, Report& report) {
+  for (std::size_t g = 0; g < step.groups.size(); ++g) {
+    const CollectiveGroup& group = step.groups[g];
+    report.collectives.push_back({std::string(CollectiveName(group.kind)),
+                                  plan.communicators[static_cast<std::size_t>(group.communicator)].name,
+                                  group.count, group.full_tensor_bytes, result.groups[g].busy_ns,
+                                  result.groups[g].exposed_ns, group.cost_source});
+  }
+  std::ranges::sort(report.collectives, [](const CollectiveReport& a, const CollectiveReport& b) {
+    return std::tie(a.kind, a.communicator, a.cost_source) < std::tie(b.kind, b.communicator, b.cost_source);
+  });
+}
+
+// Where the figures come from.
+void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+               const MemoryProfile& memory, const ModelFlops& flops, Report& report) {
+  std::int64_t measured = 0;
+  std::int64_t modelled = 0;
+  std::set<std::string> without_rate;
+  for (const Segment& segment : plan.segments) {
+    for (const SegmentEntry& entry : segment.entries) {
+      const auto* event = std::get_if<OperatorEvent>(&entry);
+      if (event == nullptr) continue;
+      ++(event->duration_ns.value >= 0 ? measured : modelled);
+      if (event->duration_ns.value >= 0 || !IsMatmulOperator(event->name) || event->flops == 0) continue;
+      if (std::ranges::find(cluster.device.matmul, event->dtype, &ComputeRate::dtype) ==
+          cluster.device.matmul.end()) {
+        without_rate.insert(std::string(Name(event->dtype)));
+      }
+    }
+  }
+  report.notes.push_back(
+      fmt::format("operators: {} by roofline with the efficiency curve of {}, {} measured", modelled,
+                  cluster.device.name.empty() ? cluster.name : cluster.device.name, measured));
+  for (const std::string& dtype : without_rate) {
+    report.notes.push_back(
+        fmt::format("the cluster has no matrix rate for {}: its vector rate was used", dtype));
+  }
+  report.notes.push_back(
+      "every step begins with an idle device, as in a loop that reads its loss every step; one rank stands "
+      "for all");
+  report.notes.push_back(
+      "memory is what torch.cuda.memory_allocated follows: blocks rounded to the allocator's granularity, "
+      "without "
+      "fragmentation and without what kernels allocate inside");
+  if (NcclBufferBytes(plan).value > 0) {
+    report.notes.push_back(
+        "nccl_buffers is an estimate: 16 channels of the default buffers for each communicator");
+  }
+  if (flops.recomputed_flops > 0) {
+    report.notes.push_back(
+        fmt::format("{} TFLOP of matrix work is recomputation and left out of the utilization",
+                    flops.recomputed_flops / 1'000'000'000'000));
+  }
+  const std::size_t last = plan.steps.size() - 1;
+  if (memory.peak_at.step >= 0 && static_cast<std::size_t>(memory.peak_at.step) != last) {
+    report.notes.push_back(fmt::format("the peak is in step \"{}\"; the peak of \"{}\" is {} bytes",
+                                       plan.steps[static_cast<std::size_t>(memory.peak_at.step)].name,
+                                       plan.steps[last].name, memory.step_peak_bytes[last].value));
+  }
+  for (const std::string& note : program.notes) report.notes.push_back(note);
+}
+
+}  // namespace
+
+std::string TriggerText(const Plan& plan, const Trigger& trigger) {
+  std::string text(Name(trigger.kind));
+  if (trigger.unit >= 0) text += " " + UnitText(plan, trigger.unit);
+  if (trigger.microbatch > 0) text += fmt::format(" mb{}", trigger.microbatch);
+  if (trigger.occurrence > 0) text += fmt::format(" #{}", trigger.occurrence);
+  return text;
+}
+
+std::string InstructionText(const Plan& plan, const Instruction& instruction) {
+  if (instruction.kind == InstructionKind::kCompute && instruction.segment >= 0 &&
+      static_cast<std::size_t>(instruction.segment) < plan.segments.size()) {
+    return plan.segments[static_cast<std::size_t>(instruction.segment)].name;
+  }
+  std::string text(Name(instruction.kind));
+  UnitId unit = instruction.unit;
+  for (const BufferId buffer : {instruction.dst, instruction.src}) {
+    if (unit < 0 && buffer >= 0 && static_cast<std::size_t>(buffer) < plan.buffers.size()) {
+      unit = plan.buffers[static_cast<std::size_t>(buffer)].unit;
+    }
+  }
+  if (unit >= 0) return text + " " + UnitText(plan, unit);
+  if (instruction.event >= 0 && static_cast<std::size_t>(instruction.event) < plan.events.size()) {
+    return text + " " + plan.events[static_cast<std::size_t>(instruction.event)];
+  }
+  return text;
+}
+
+ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, std::size_t step) {
+  std::map<DType, std::int64_t> by_dtype;
+  ModelFlops flops;
+  std::set<StorageId> recomputed;
+  for (const Trigger& trigger : plan.steps[step].triggers) {
+    for (const Instruction& instruction : trigger.instructions) {
+      if (instruction.kind != InstructionKind::kCompute) continue;
+      for (const SegmentEntry& entry : plan.segments[static_cast<std::size_t>(instruction.segment)].entries) {
+        if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
+          if (born->role == StorageRole::kRecompute) recomputed.insert(born->storage);
+          continue;
+        }
+        const auto* event = std::get_if<OperatorEvent>(&entry);
+        if (event == nullptr || event->flops == 0 || !IsMatmulOperator(event->name)) continue;
+        // Recomputation is the only thing in a backward that writes what is born in one.
+        const bool again = std::ranges::any_of(
+            event->writes, [&](StorageId storage) { return recomputed.contains(storage); });
+        (again ? flops.recomputed_flops : by_dtype[event->dtype]) += event->flops;
+      }
+    }
+  }
+  for (const auto& [dtype, count] : by_dtype) {
+    flops.flops += count;
+    const auto rate = std::ranges::find(cluster.device.matmul, dtype, &ComputeRate::dtype);
+    const std::int64_t peak =
+        rate == cluster.device.matmul.end() ? cluster.device.vector_flops_per_second : rate->flops_per_second;
+    if (peak > 0) flops.peak_ns += MulDiv(count, kNanosecondsPerSecond, peak);
+  }
+  return flops;
+}
+
+Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+                   const EngineResult& result, const EngineResult& synchronized,
+                   const MemoryProfile& memory) {
+  const std::size_t last = program.steps.size() - 1;
+  const EngineStep& step = program.steps[last];
+  Report report;
+  report.model = plan.model;
+  report.policy = plan.policy;
+  report.cluster = cluster.name;
+  report.world_size = plan.world_size;
+  report.step_ns = result.end_ns;
+  FillPhases(step, synchronized, report);
+  report.compute_ns = result.compute_ns;
+  report.communication_ns = result.communication_ns;
+  report.exposed_communication_ns = result.exposed_ns;
+  report.overlap_ppm =
+      result.communication_ns.value == 0
+          ? kMillion
+          : kMillion - MulDiv(result.exposed_ns.value, kMillion, result.communication_ns.value);
+  report.host_ns = result.host_busy_ns;
+  const ModelFlops flops = CountModelFlops(plan, cluster, last);
+  if (result.end_ns.value > 0) {
+    report.tokens_per_second_per_rank =
+        MulDiv(plan.tokens_per_step, kNanosecondsPerSecond, result.end_ns.value);
+    report.model_flops_utilization_ppm = MulDiv(flops.peak_ns, kMillion, result.end_ns.value);
+  }
+  for (std::size_t s = 0; s < plan.streams.size(); ++s) {
+    report.streams.push_back({plan.streams[s].name, result.stream_busy_ns[s], result.stream_operations[s]});
+  }
+  FillCollectives(plan, step, result, report);
+  for (std::size_t u = 0; u < plan.units.size(); ++u) {
+    report.units.push_back({UnitText(plan, static_cast<UnitId>(u)), ParameterBytes(plan.units[u]),
+                            result.unit_forward_ns[u], result.unit_backward_ns[u],
+                            result.unit_exposed_ns[u]});
+  }
+  report.memory = BuildMemory(plan, cluster, memory);
+  FillNotes(plan, cluster, program, memory, flops, report);
+  return report;
+}
+
+}  // namespace shardplan::internal

@@ -1,0 +1,91 @@
+// The arena of every recorded and golden case: what is alive at the same time never overlaps.
+#include "shardplan/executor/arena.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "shardplan/planner/planner.h"
+#include "tests/executor/virtual/plan_cases.h"
+
+namespace shardplan::test {
+namespace {
+
+using executor::ArenaBytes;
+using executor::ArenaLayout;
+
+// Walks the plan as the engine does and keeps what is alive in a map by address.
+class Walker {
+ public:
+  Walker(const Plan& plan, const ArenaLayout& layout) : plan_(plan), layout_(layout) {}
+
+  void Walk(const PlanStep& step) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kAllocate && layout_.offsets[i.dst] >= 0) Take(i.dst, i.stream);
+        if (i.kind == InstructionKind::kFree && layout_.offsets[i.src] >= 0) Drop(i.src);
+      }
+    }
+  }
+  bool reuses() const { return reuses_; }
+  std::string fault() const { return fault_; }
+
+ private:
+  void Take(BufferId buffer, StreamId stream) {
+    const std::int64_t begin = layout_.offsets[buffer];
+    const std::int64_t end = begin + ArenaBytes(plan_.buffers[buffer]);
+    if (end > layout_.size_bytes) fault_ = plan_.buffers[buffer].name + " ends behind the arena";
+    for (const auto& [other, range] : alive_) {
+      if (begin < range.second && range.first < end) {
+        fault_ = plan_.buffers[buffer].name + " overlaps " + plan_.buffers[other].name;
+      }
+    }
+    for (const auto& [other, first_stream] : stream_of_) {
+      const std::int64_t at = layout_.offsets[other];
+      const bool overlaps = begin < at + ArenaBytes(plan_.buffers[other]) && at < end;
+      if (!overlaps || other == buffer) continue;
+      reuses_ = true;
+      if (first_stream != stream) fault_ = plan_.buffers[buffer].name + " is shared between streams";
+      if (!std::ranges::binary_search(layout_.sharers[buffer], other)) fault_ = "a sharer is not listed";
+    }
+    stream_of_[buffer] = stream;
+    alive_[buffer] = {begin, end};
+  }
+  void Drop(BufferId buffer) { alive_.erase(buffer); }
+
+  const Plan& plan_;
+  const ArenaLayout& layout_;
+  std::map<BufferId, std::pair<std::int64_t, std::int64_t>> alive_;
+  std::map<BufferId, StreamId> stream_of_;
+  bool reuses_ = false;
+  std::string fault_;
+};
+
+TEST(Arena, NothingAliveOverlaps) {
+  std::vector<PlanCase> cases;
+  for (const std::string& name : RecordedNames()) cases.push_back(RecordedCase(name));
+  for (const std::string& name : GoldenNames()) cases.push_back(GoldenCase(name));
+  int reusing = 0;
+  for (const PlanCase& c : cases) {
+    const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster, {.verify = false});
+    if (!planned) continue;
+    const Plan& plan = planned->plan;
+    const ArenaLayout layout = executor::LayOutArena(plan);
+    Walker walker(plan, layout);
+    for (const PlanStep& step : plan.steps) walker.Walk(step);
+    for (int round = 0; round < 3; ++round) {
+      for (std::size_t s = static_cast<std::size_t>(plan.steady_step); s < plan.steps.size(); ++s) {
+        walker.Walk(plan.steps[s]);
+      }
+    }
+    EXPECT_EQ(walker.fault(), "") << c.name;
+    reusing += walker.reuses() ? 1 : 0;
+  }
+  EXPECT_GT(reusing, 20);
+}
+
+}  // namespace
+}  // namespace shardplan::test

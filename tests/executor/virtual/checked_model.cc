@@ -1,0 +1,309 @@
+#include "tests/executor/virtual/checked_model.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "executor/src/replay/host_kernels.h"
+
+namespace shardplan::test {
+
+namespace {
+
+bool IsOptimizersOwn(const Buffer& buffer) {
+  return buffer.role == BufferRole::kOptimizerState || buffer.role == BufferRole::kOptimizerTemp;
+}
+
+}  // namespace
+
+CheckedModel::CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank,
+                           Findings& findings)
+    : expected_(expected),
+      plan_(expected.plan()),
+      memory_(memory),
+      rank_(rank),
+      findings_(findings),
+      bound_(plan_.units.size(), -1),
+      shard_of_(plan_.units.size(), -1),
+      gradients_(plan_.units.size()),
+      versions_(plan_.units.size()),
+      made_(plan_.units.size()),
+      reads_(static_cast<std::size_t>(expected.steps())) {
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    versions_[u].resize(plan_.units[u].parameters.size());
+    made_[u].resize(plan_.units[u].parameters.size());
+  }
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    if (buffer.role == BufferRole::kParamSharded) shard_of_[buffer.unit] = static_cast<BufferId>(b);
+    if (!IsOptimizersOwn(buffer)) continue;
+    for (const Bytes bytes : buffer.parts_bytes) {
+      scratch_.resize(std::max(scratch_.size(), static_cast<std::size_t>(bytes.value)), std::byte{0x5A});
+    }
+  }
+}
+
+// A unit's parameters may differ in dtype.
+DType CheckedModel::DTypeOf(const Buffer& buffer, std::int32_t p) const {
+  const Unit& unit = plan_.units[buffer.unit];
+  const UnitParameter& parameter = unit.parameters[p];
+  if (unit.layout == LayoutKind::kFlat) return buffer.dtype;
+  if (buffer.role == BufferRole::kParamSharded) return parameter.dtype;
+  if (buffer.role != BufferRole::kParamUnsharded) return buffer.dtype;
+  if (!parameter.gathered.empty()) return parameter.gathered.front().dtype;
+  return parameter.param_dtype.value_or(unit.param_dtype);
+}
+
+std::string CheckedModel::NameOf(UnitId unit, std::int32_t parameter) const {
+  return plan_.units[unit].parameters[parameter].fqn;
+}
+
+void CheckedModel::Fail(std::string message) {
+  if (findings_.failure.empty()) findings_.failure = fmt::format("rank {}: {}", rank_, message);
+}
+
+CheckedModel::Piece CheckedModel::ShardPiece(const ShardRun& run, UnitId unit, BufferId id,
+                                             std::span<const std::byte> whole) {
+  const Buffer& buffer = plan_.buffers[id];
+  const DType dtype = DTypeOf(buffer, run.parameter);
+  const std::int64_t size = SizeBytes(dtype);
+  std::int32_t part = 0;
+  if (plan_.units[unit].layout == LayoutKind::kPerParameter && !buffer.parameters.empty()) {
+    part = static_cast<std::int32_t>(std::ranges::find(buffer.parameters, run.parameter) -
+                                     buffer.parameters.begin());
+  }
+  Piece piece = {.dtype = dtype, .unit = unit, .parameter = run.parameter, .first = run.in_whole};
+  piece.at = {id, part, run.in_shard * size};
+  piece.expected = whole.subspan(static_cast<std::size_t>(run.in_whole * size),
+                                 static_cast<std::size_t>(run.numel * size));
+  return piece;
+}
+
+Status CheckedModel::SetInitialShards() {
+  NumberWork work;
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    if (shard_of_[u] < 0) continue;
+    const auto unit = static_cast<UnitId>(u);
+    for (const ShardRun& run : expected_.Shard(unit, rank_)) {
+      const DType dtype = DTypeOf(plan_.buffers[shard_of_[u]], run.parameter);
+      const Piece piece =
+          ShardPiece(run, unit, shard_of_[u], expected_.Parameter(unit, run.parameter, rank_, 0, dtype));
+      work.writes.push_back({piece.at, piece.expected, dtype});
+    }
+  }
+  return memory_.Enqueue(-1, std::move(work));
+}
+
+Status CheckedModel::Enqueue(StreamId stream, Work work, const std::string& where) {
+  // Parameters without elements.
+  std::erase_if(work.checks, [](const Piece& piece) { return piece.expected.empty(); });
+  std::erase_if(work.writes, [](const NumberWork::Write& write) { return write.value.empty(); });
+  NumberWork numbers;
+  for (const Piece& piece : work.checks) numbers.reads.push_back({piece.at, piece.expected.size()});
+  numbers.writes = std::move(work.writes);
+  numbers.check = [this, where, checks = std::move(work.checks)](std::span<const std::byte* const> found) {
+    for (std::size_t i = 0; i < checks.size(); ++i) Check(checks[i], found[i], where);
+  };
+  return memory_.Enqueue(stream, std::move(numbers));
+}
+
+// Equal, or a parameter as it was some optimizer steps ago, or wrong.
+void CheckedModel::Check(const Piece& piece, const std::byte* found, const std::string& where) {
+  if (std::memcmp(found, piece.expected.data(), piece.expected.size()) == 0) return;
+  for (std::int64_t version = piece.version - 1; version >= 0; --version) {
+    const std::span<const std::byte> old =
+        expected_.Parameter(piece.unit, piece.parameter, rank_, version, piece.dtype);
+    if (std::memcmp(found, old.data(), old.size()) != 0) continue;
+    findings_.stale.insert(plan_.units[piece.unit].fqn);
+    return;
+  }
+  const auto numel = static_cast<std::int64_t>(piece.expected.size()) / SizeBytes(piece.dtype);
+  for (std::int64_t e = 0; e < numel; ++e) {
+    const double is = executor::LoadElement(found, piece.dtype, e);
+    const double wanted = executor::LoadElement(piece.expected.data(), piece.dtype, e);
+    if (is == wanted) continue;
+    return Fail(fmt::format("{}: element {} of {} is {} instead of {}", where, piece.first + e,
+                            NameOf(piece.unit, piece.parameter), is, wanted));
+  }
+}
+
+Status CheckedModel::BindUnsharded(UnitId unit, BufferId buffer) {
+  bound_[unit] = buffer;
+  return {};
+}
+
+Status CheckedModel::BindSharded(UnitId unit, BufferId) {
+  bound_[unit] = -1;
+  return {};
+}
+
+Status CheckedModel::ShardedGradientsReady(UnitId unit, BufferId buffer) {
+  std::vector<BufferId>& known = gradients_[unit];
+  if (std::ranges::find(known, buffer) == known.end()) known.push_back(buffer);
+  return {};
+}
+
+Status CheckedModel::ZeroGrad(UnitId unit) {
+  for (std::size_t u = 0; u < gradients_.size(); ++u) {
+    if (unit < 0 || unit == static_cast<UnitId>(u)) gradients_[u].clear();
+  }
+  return {};
+}
+
+void CheckedModel::AddReads(UnitId unit, BufferId id, std::vector<Piece>& pieces) {
+  const Buffer& buffer = plan_.buffers[id];
+  const bool flat = plan_.units[unit].layout == LayoutKind::kFlat;
+  for (std::size_t p = 0; p < plan_.units[unit].parameters.size(); ++p) {
+    const UnitParameter& parameter = plan_.units[unit].parameters[p];
+    const auto index = static_cast<std::int32_t>(p);
+    const std::int64_t version = versions_[unit][p];
+    const DType dtype = DTypeOf(buffer, index);
+    const std::span<const std::byte> whole = expected_.Parameter(unit, index, rank_, version, dtype);
+    const std::int64_t offset = flat ? parameter.flat_offset * SizeBytes(dtype) : 0;
+    // An extension that packs several elements into one has no numbers that could be compared.
+    if (!flat && buffer.parts_bytes[p].value < std::ssize(whole)) continue;
+    pieces.push_back({.at = {id, flat ? 0 : index, offset},
+                      .expected = whole,
+                      .dtype = dtype,
+                      .unit = unit,
+                      .parameter = index,
+                      .version = version});
+  }
+}
+
+Status CheckedModel::Compute(const executor::ComputeCall& call) {
+  const Segment& segment = plan_.segments[call.segment];
+  Work work;
+  for (const UnitId unit : segment.reads) {
+    if (bound_[unit] < 0) {
+      return MakeError(ErrorCode::kInternal,
+                       fmt::format("{} reads {}, which is not bound", segment.name, plan_.units[unit].fqn));
+    }
+    reads_[call.step].insert({call.microbatch, unit});
+    AddReads(unit, bound_[unit], work.checks);
+  }
+  for (const executor::GradTarget& target : call.grads) {
+    const Buffer& buffer = plan_.buffers[target.buffer];
+    const Unit& unit = plan_.units[target.unit];
+    // One part of several parameters is the flat gradient.
+    const bool joined =
+        unit.layout == LayoutKind::kFlat && buffer.parts_bytes.size() < buffer.parameters.size();
+    const std::int64_t offset = joined ? unit.parameters[target.parameter].flat_offset : 0;
+    std::int64_t& made = made_[target.unit][target.parameter];
+    work.writes.push_back({{target.buffer, target.part, offset * SizeBytes(buffer.dtype)},
+                           expected_.Made(target.unit, target.parameter, rank_, made++, buffer.dtype),
+                           buffer.dtype,
+                           target.adds});
+  }
+  return Enqueue(call.stream, std::move(work), segment.name);
+}
+
+// The reduced gradient that the parameter's next step needs, where it lies.
+void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks) {
+  BufferId found = -1;
+  for (const BufferId id : gradients_[unit]) {
+    const std::vector<std::int32_t>& held = plan_.buffers[id].parameters;
+    if (!held.empty() && std::ranges::find(held, parameter) == held.end()) continue;
+    if (!memory_.IsAlive(id)) continue;
+    if (found >= 0) return Fail(fmt::format("{} has two reduced gradients", NameOf(unit, parameter)));
+    found = id;
+  }
+  const std::int64_t version = versions_[unit][parameter];
+  const DType dtype = found < 0 ? DType::kFloat32 : plan_.buffers[found].dtype;
+  const std::span<const std::byte> reduced = expected_.Reduced(unit, parameter, rank_, version, dtype);
+  if (found < 0) {
+    if (!reduced.empty()) Fail(fmt::format("the gradient of {} did not arrive", NameOf(unit, parameter)));
+    return;
+  }
+  // A flat gradient has zeros for parameters without one.
+  static const std::vector<std::byte> kZeros(1 << 20);
+  for (const ShardRun& run : expected_.Shard(unit, rank_)) {
+    if (run.parameter == parameter) {
+      checks.push_back(ShardPiece(run, unit, found, reduced.empty() ? std::span(kZeros) : reduced));
+    }
+  }
+}
+
+void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, Work& work) {
+  std::int64_t& version = versions_[unit][parameter];
+  if (version >= expected_.Versions(unit, parameter)) {
+    return Fail(fmt::format("the optimizer steps {} once too often", NameOf(unit, parameter)));
+  }
+  AddReduced(unit, parameter, work.checks);
+  const BufferId shard = shard_of_[unit];
+  const DType dtype = DTypeOf(plan_.buffers[shard], parameter);
+  for (const ShardRun& run : expected_.Shard(unit, rank_)) {
+    if (run.parameter != parameter) continue;
+    const auto piece = [&](std::int64_t of_version) {
+      return ShardPiece(run, unit, shard, expected_.Parameter(unit, parameter, rank_, of_version, dtype));
+    };
+    work.checks.push_back(piece(version));
+    const Piece stepped = piece(version + 1);
+    work.writes.push_back({stepped.at, stepped.expected, dtype});
+  }
+  ++version;
+}
+
+// The optimizer's own memory is overwritten, so that whoever shares it by mistake notices.
+void CheckedModel::AddScratch(UnitId only_unit, Work& work) const {
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    const auto id = static_cast<BufferId>(b);
+    const bool of_other = only_unit >= 0 && buffer.unit >= 0 && buffer.unit != only_unit;
+    if (!IsOptimizersOwn(buffer) || of_other || !memory_.IsAlive(id)) continue;
+    for (std::size_t part = 0; part < buffer.parts_bytes.size(); ++part) {
+      const auto bytes = static_cast<std::size_t>(buffer.parts_bytes[part].value);
+      work.writes.push_back({{id, static_cast<std::int32_t>(part), 0}, std::span(scratch_).first(bytes)});
+    }
+  }
+}
+
+Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter, StreamId stream) {
+  Work work;
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    const auto unit = static_cast<UnitId>(u);
+    if (shard_of_[u] < 0 || (only_unit >= 0 && only_unit != unit)) continue;
+    for (std::size_t p = 0; p < versions_[u].size(); ++p) {
+      const auto parameter = static_cast<std::int32_t>(p);
+      if (only_parameter < 0 || only_parameter == parameter) StepParameter(unit, parameter, work);
+    }
+  }
+  AddScratch(only_unit, work);
+  return Enqueue(stream, std::move(work), "optimizer step");
+}
+
+Status CheckedModel::CheckEnd() {
+  Work work;
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    const auto unit = static_cast<UnitId>(u);
+    for (std::size_t p = 0; p < versions_[u].size(); ++p) {
+      const auto parameter = static_cast<std::int32_t>(p);
+      if (versions_[u][p] != expected_.Versions(unit, parameter)) {
+        Fail(fmt::format("{} went through {} optimizer steps instead of {}", NameOf(unit, parameter),
+                         versions_[u][p], expected_.Versions(unit, parameter)));
+      }
+      if (made_[u][p] != expected_.GradientsMade(unit, parameter)) {
+        Fail(fmt::format("{} gradients of {} were made instead of {}", made_[u][p], NameOf(unit, parameter),
+                         expected_.GradientsMade(unit, parameter)));
+      }
+    }
+    if (shard_of_[u] < 0) continue;
+    for (const ShardRun& run : expected_.Shard(unit, rank_)) {
+      const DType dtype = DTypeOf(plan_.buffers[shard_of_[u]], run.parameter);
+      work.checks.push_back(
+          ShardPiece(run, unit, shard_of_[u],
+                     expected_.Parameter(unit, run.parameter, rank_, versions_[u][run.parameter], dtype)));
+    }
+  }
+  for (std::size_t step = 0; step < reads_.size(); ++step) {
+    for (const auto& [microbatch, unit] : expected_.Reads(static_cast<std::int64_t>(step))) {
+      if (reads_[step].contains({microbatch, unit})) continue;
+      Fail(fmt::format("step {}: nothing reads {} in micro-batch {}", step, plan_.units[unit].fqn,
+                       microbatch));
+    }
+  }
+  return Enqueue(-1, std::move(work), "at the end");
+}
+
+}  // namespace shardplan::test

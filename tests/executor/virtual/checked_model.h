@@ -1,0 +1,84 @@
+// A model of one rank that checks every number it meets against ExpectedValues, on any backend.
+//
+// A segment compares all unsharded parameters of the units that it reads with what the last optimizer step
+// gave, and makes its gradients; an optimizer step compares the reduced gradients and the shards, and steps
+// the shards. What nobody wrote, wrote too late or overwrote too early is not equal.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "shardplan/executor/engine.h"
+#include "tests/executor/virtual/expected_values.h"
+#include "tests/executor/virtual/number_memory.h"
+
+namespace shardplan::test {
+
+// What the ranks of one run, or one of them, found.
+struct Findings {
+  std::string failure;          // the first wrong number; "": none
+  std::set<std::string> stale;  // units whose parameters are read as they were before an optimizer step
+};
+
+class CheckedModel final : public executor::Model {
+ public:
+  // All outlive the model.
+  CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings);
+
+  // Writes the initial shards; once, after the engine is made.
+  Status SetInitialShards();
+  // After everything has run: the final shards, and that nothing was left out.
+  Status CheckEnd();
+
+  Status Compute(const executor::ComputeCall& call) override;
+  Status BindUnsharded(UnitId unit, BufferId buffer) override;
+  Status BindSharded(UnitId unit, BufferId buffer) override;
+  Status ShardedGradientsReady(UnitId unit, BufferId buffer) override;
+  Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
+  Status ZeroGrad(UnitId unit) override;
+
+ private:
+  // Bytes that have to be `expected`. `version`: of a parameter, -1: of a gradient.
+  struct Piece {
+    BytePlace at;
+    std::span<const std::byte> expected;
+    DType dtype = DType::kFloat32;
+    UnitId unit = -1;
+    std::int32_t parameter = -1;
+    std::int64_t first = 0;  // element of the parameter
+    std::int64_t version = -1;
+  };
+  // Checks, then writes.
+  struct Work {
+    std::vector<Piece> checks;
+    std::vector<NumberWork::Write> writes;
+  };
+
+  DType DTypeOf(const Buffer& buffer, std::int32_t parameter) const;
+  void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
+  Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
+  void StepParameter(UnitId unit, std::int32_t parameter, Work& work);
+  void AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks);
+  void AddScratch(UnitId only_unit, Work& work) const;
+  Status Enqueue(StreamId stream, Work work, const std::string& where);
+  void Check(const Piece& piece, const std::byte* found, const std::string& where);
+  void Fail(std::string message);
+  std::string NameOf(UnitId unit, std::int32_t parameter) const;
+
+  ExpectedValues& expected_;
+  const Plan& plan_;
+  NumberMemory& memory_;
+  const std::int64_t rank_;
+  Findings& findings_;
+  std::vector<BufferId> bound_;                                   // by unit, -1
+  std::vector<BufferId> shard_of_;                                // by unit: param_sharded
+  std::vector<std::vector<BufferId>> gradients_;                  // by unit: reduced ones since zero_grad
+  std::vector<std::vector<std::int64_t>> versions_;               // by unit and parameter, in host order
+  std::vector<std::vector<std::int64_t>> made_;                   // gradients, likewise
+  std::vector<std::set<std::pair<std::int32_t, UnitId>>> reads_;  // by step
+  std::vector<std::byte> scratch_;                                // what the optimizer leaves in its memory
+};
+
+}  // namespace shardplan::test

@@ -1,0 +1,64 @@
+#include "tests/executor/virtual/checked_run.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "shardplan/executor/engine.h"
+#include "shardplan/executor/virtual_backend.h"
+#include "shardplan/schemas/verifier.h"
+
+namespace shardplan::test {
+
+Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
+                    const Plan* last_rank_plan) {
+  Findings findings;
+  const auto machine = executor::VirtualMachine::Create(plan, seed);
+  std::vector<std::unique_ptr<VirtualNumbers>> memories;
+  std::vector<std::unique_ptr<CheckedModel>> models;
+  std::vector<std::unique_ptr<executor::Engine>> engines;
+  std::vector<executor::Engine*> pointers;
+  for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
+    memories.push_back(std::make_unique<VirtualNumbers>(*machine, rank));
+    models.push_back(std::make_unique<CheckedModel>(expected, *memories.back(), rank, findings));
+    const Plan& own = last_rank_plan != nullptr && rank + 1 == plan.world_size ? *last_rank_plan : plan;
+    auto engine = executor::Engine::Create(own, rank, machine->device(rank), machine->collectives(rank),
+                                           models.back().get());
+    if (!engine) {
+      findings.failure = ToString(engine.error());
+      return findings;
+    }
+    engines.push_back(std::move(*engine));
+    pointers.push_back(engines.back().get());
+    (void)models.back()->SetInitialShards();  // only backends of real devices fail
+  }
+  if (Status status = executor::ReplayOnVirtual(*machine, pointers, expected.steps()); !status) {
+    if (findings.failure.empty()) findings.failure = ToString(status.error());
+    return findings;
+  }
+  for (const std::unique_ptr<CheckedModel>& model : models) (void)model->CheckEnd();
+  return findings;
+}
+
+std::set<std::string> StaleUnits(const Plan& plan) {
+  std::set<std::string> units;
+  for (const Remark& remark : Remarks(plan)) {
+    if (remark.kind == RemarkKind::kStaleParameters) units.insert(plan.units[remark.unit].fqn);
+  }
+  return units;
+}
+
+std::string WhatIsWrong(const PlanCase& c, const std::set<std::string>& remarked, const Findings& findings) {
+  if (!findings.failure.empty()) return findings.failure;
+  // The verifier does not know that an optimizer leaves alone what got no gradient: a branch not taken.
+  const bool fits = c.name.contains("branchy") ? std::ranges::includes(remarked, findings.stale)
+                                               : remarked == findings.stale;
+  if (fits) return {};
+  return fmt::format("reads stale parameters of [{}], not of [{}]", fmt::join(findings.stale, ", "),
+                     fmt::join(remarked, ", "));
+}
+
+}  // namespace shardplan::test

@@ -1,0 +1,29 @@
+// One run of a planned step program on the virtual machine with checked numbers.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+
+#include "shardplan/schemas/plan.h"
+#include "tests/executor/virtual/checked_model.h"
+#include "tests/executor/virtual/expected_values.h"
+#include "tests/executor/virtual/plan_cases.h"
+
+namespace shardplan::test {
+
+// Runs expected.steps() steps of `plan` (which is expected.plan(), or one with other instructions) on all
+// ranks; the last rank runs `last_rank_plan` if there is one. An error of the engine or the machine (a
+// deadlock, ranks that issue different collectives) is the failure.
+Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
+                    const Plan* last_rank_plan = nullptr);
+
+// Units of which the verifier says that a segment reads their parameters as they were before an optimizer
+// step.
+std::set<std::string> StaleUnits(const Plan& plan);
+
+// "" if what a run of the case's plan found is right: no failure, and stale parameters are read of the units
+// of which the verifier says so.
+std::string WhatIsWrong(const PlanCase& c, const std::set<std::string>& remarked, const Findings& findings);
+
+}  // namespace shardplan::test

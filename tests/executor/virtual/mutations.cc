@@ -1,0 +1,167 @@
+#include "tests/executor/virtual/mutations.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/verifier.h"
+#include "tests/executor/virtual/checked_run.h"
+#include "tests/executor/virtual/effects.h"
+
+namespace shardplan::test {
+namespace {
+
+using PlaceInStep = std::pair<std::size_t, std::size_t>;  // trigger, instruction
+
+bool IsCollective(InstructionKind kind) {
+  return kind == InstructionKind::kAllGather || kind == InstructionKind::kReduceScatter ||
+         kind == InstructionKind::kAllReduce;
+}
+
+void Erase(std::vector<Instruction>& instructions, std::size_t at) {
+  instructions.erase(instructions.begin() + static_cast<std::ptrdiff_t>(at));
+}
+
+// The rules that are broken, and how often: what the plan itself breaks does not count.
+std::map<Rule, int> Broken(const std::vector<Violation>& violations) {
+  std::map<Rule, int> broken;
+  for (const Violation& violation : violations) ++broken[violation.rule];
+  return broken;
+}
+
+std::optional<Violation> FirstNew(const std::vector<Violation>& before, const std::vector<Violation>& after) {
+  std::map<Rule, int> known = Broken(before);
+  for (const Violation& violation : after) {
+    if (--known[violation.rule] < 0) return violation;
+  }
+  return std::nullopt;
+}
+
+// What the verifier says to the mutated plan (of the last rank alone) and did not say before.
+std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool on_last_rank) {
+  if (!on_last_rank) return FirstNew(Verify(plan), Verify(mutated));
+  std::vector<Plan> ranks(static_cast<std::size_t>(plan.world_size), plan);
+  const std::vector<Violation> before = VerifyRanks(ranks);
+  ranks.back() = mutated;
+  return FirstNew(before, VerifyRanks(ranks));
+}
+
+}  // namespace
+
+std::string_view Name(MutationKind kind) {
+  static constexpr std::string_view kNames[kMutationKinds] = {
+      "removed wait",           "removed record",   "removed host_wait",  "free at the trigger's beginning",
+      "free a trigger earlier", "forgotten stream", "swapped collectives"};
+  return kNames[static_cast<int>(kind)];
+}
+
+std::vector<Mutation> MutationsOf(const Plan& plan) {
+  std::vector<Mutation> mutations;
+  for (std::size_t s = 0; s < plan.steps.size(); ++s) {
+    const std::vector<Trigger>& triggers = plan.steps[s].triggers;
+    std::map<CommunicatorId, PlaceInStep> last;
+    for (std::size_t t = 0; t < triggers.size(); ++t) {
+      const std::vector<Instruction>& instructions = triggers[t].instructions;
+      for (std::size_t i = 0; i < instructions.size(); ++i) {
+        using enum InstructionKind;
+        const auto add = [&](MutationKind kind) { mutations.push_back({kind, s, t, i}); };
+        const Instruction& instruction = instructions[i];
+        if (instruction.kind == kWait) add(MutationKind::kRemovedWait);
+        if (instruction.kind == kRecord) add(MutationKind::kRemovedRecord);
+        if (instruction.kind == kHostWait) add(MutationKind::kRemovedHostWait);
+        if (instruction.kind == kFree) {
+          if (i > 0) add(MutationKind::kEarlyFree);
+          if (t > 0) add(MutationKind::kEarlierFree);
+          if (!instruction.safe_after.empty()) add(MutationKind::kForgottenStream);
+        }
+        if (!IsCollective(instruction.kind)) continue;
+        const auto before = last.find(instruction.communicator);
+        const auto same = [&](const PlaceInStep& place) {
+          const Instruction& other = triggers[place.first].instructions[place.second];
+          return other.kind == instruction.kind && other.src == instruction.src &&
+                 other.dst == instruction.dst;
+        };
+        if (before != last.end() && !same(before->second)) {
+          mutations.push_back(
+              {MutationKind::kSwappedCollectives, s, before->second.first, before->second.second, t, i});
+        }
+        last[instruction.communicator] = {t, i};
+      }
+    }
+  }
+  return mutations;
+}
+
+Plan Mutated(const Plan& plan, const Mutation& m) {
+  Plan mutated = plan;
+  std::vector<Trigger>& triggers = mutated.steps[m.step].triggers;
+  std::vector<Instruction>& instructions = triggers[m.trigger].instructions;
+  const Instruction instruction = instructions[m.instruction];
+  switch (m.kind) {
+    case MutationKind::kRemovedWait:
+    case MutationKind::kRemovedRecord:
+    case MutationKind::kRemovedHostWait:
+      Erase(instructions, m.instruction);
+      break;
+    case MutationKind::kEarlyFree:
+      Erase(instructions, m.instruction);
+      instructions.insert(instructions.begin(), instruction);
+      break;
+    case MutationKind::kEarlierFree:
+      Erase(instructions, m.instruction);
+      triggers[m.trigger - 1].instructions.push_back(instruction);
+      break;
+    case MutationKind::kForgottenStream:
+      instructions[m.instruction].safe_after.clear();
+      break;
+    case MutationKind::kSwappedCollectives:
+      std::swap(instructions[m.instruction], triggers[m.other_trigger].instructions[m.other_instruction]);
+      break;
+  }
+  return mutated;
+}
+
+std::string Describe(const Plan& plan, const Mutation& m) {
+  const Trigger& trigger = plan.steps[m.step].triggers[m.trigger];
+  return fmt::format("step {}, {}: {} ({})", plan.steps[m.step].name, Describe(plan, trigger),
+                     Describe(plan, trigger.instructions[m.instruction]), Name(m.kind));
+}
+
+Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
+                const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                std::uint64_t seeds_to_trust) {
+  const Plan mutated = Mutated(plan, mutation);
+  const bool on_last_rank = mutation.kind == MutationKind::kSwappedCollectives;
+  Judgement judgement;
+  const std::optional<Violation> objection = Objection(plan, mutated, on_last_rank);
+  if (objection) judgement.verifier = objection->message;
+  const bool objects = objection.has_value();
+  const std::uint64_t seeds = objects ? seeds_to_find : seeds_to_trust;
+  while (judgement.seeds < seeds && judgement.run.empty()) {
+    const std::uint64_t seed = ++judgement.seeds;
+    const Findings findings =
+        on_last_rank ? RunChecked(plan, expected, seed, &mutated) : RunChecked(mutated, expected, seed);
+    judgement.run = findings.failure;
+    for (const std::string& text : findings.stale) {
+      if (judgement.run.empty() && !stale.contains(text)) judgement.run = "reads stale parameters of " + text;
+    }
+  }
+  const bool wrong = !judgement.run.empty();
+  judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
+                              : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
+  if (judgement.verdict == Verdict::kMissedByVirtual) {
+    // What nobody reads may still be written over what is somebody else's by then.
+    const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
+    const Plan without = WithoutIdleWork(plan, unread_moves);
+    if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
+      judgement.verdict = Verdict::kIdle;
+    }
+  }
+  return judgement;
+}
+
+}  // namespace shardplan::test

@@ -1,0 +1,60 @@
+// Plans with one instruction broken: does the virtual machine notice, and does the verifier say the same?
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "tests/executor/virtual/expected_values.h"
+
+namespace shardplan::test {
+
+enum class MutationKind : std::uint8_t {
+  kRemovedWait,
+  kRemovedRecord,
+  kRemovedHostWait,
+  kEarlyFree,           // at the beginning of its trigger
+  kEarlierFree,         // at the end of the trigger before
+  kForgottenStream,     // safe_after is empty
+  kSwappedCollectives,  // with the next one of its communicator, on the last rank only
+};
+inline constexpr int kMutationKinds = 7;
+std::string_view Name(MutationKind kind);
+
+struct Mutation {
+  MutationKind kind = MutationKind::kRemovedWait;
+  std::size_t step = 0, trigger = 0, instruction = 0;
+  std::size_t other_trigger = 0, other_instruction = 0;  // kSwappedCollectives
+};
+
+// Everything of the plan that can be broken in these ways.
+std::vector<Mutation> MutationsOf(const Plan& plan);
+Plan Mutated(const Plan& plan, const Mutation& mutation);
+std::string Describe(const Plan& plan, const Mutation& mutation);
+
+enum class Verdict : std::uint8_t {
+  kCaught,           // the verifier objects, and some order of execution goes wrong
+  kHarmless,         // the verifier has a proof, and no order goes wrong
+  kMissedByVirtual,  // the verifier objects, no order that was tried goes wrong
+  kMissedByVerifier,
+  kIdle,  // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
+          // wrong
+};
+inline constexpr int kVerdicts = 5;
+
+struct Judgement {
+  Verdict verdict = Verdict::kHarmless;
+  std::uint64_t seeds = 0;    // orders that were tried
+  std::string verifier, run;  // what each of them says
+};
+
+// `stale`: what runs of the plan itself find. Tries at most `seeds_to_find` orders of a mutation that the
+// verifier objects to, `seeds_to_trust` of one that it accepts.
+Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
+                const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                std::uint64_t seeds_to_trust);
+
+}  // namespace shardplan::test

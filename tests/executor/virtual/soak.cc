@@ -1,0 +1,138 @@
+// virtual_soak: runs planned cases under many adversarial orders, and every mutation of their plans.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/verifier.h"
+#include "tests/executor/virtual/checked_run.h"
+#include "tests/executor/virtual/mutations.h"
+#include "tests/executor/virtual/plan_cases.h"
+
+namespace shardplan::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double Since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+struct Options {
+  std::uint64_t seeds = 1000;
+  std::string filter;
+  std::uint32_t random = 0;
+  bool mutations = false;
+  std::uint64_t seeds_to_find = 2000;
+  std::uint64_t seeds_to_trust = 20;
+};
+
+struct Totals {
+  std::uint64_t cases = 0, right = 0, faulty = 0, refused = 0, runs = 0, mutations = 0;
+  std::array<std::array<std::uint64_t, kVerdicts>, kMutationKinds> verdicts = {};  // by kind and verdict
+};
+
+void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
+                  const std::set<std::string>& stale, const Options& options, Totals& totals) {
+  const auto begin = Clock::now();
+  const std::vector<Mutation> mutations = MutationsOf(plan);
+  std::array<std::uint64_t, kVerdicts> counts = {};
+  std::uint64_t most_seeds = 0, all_seeds = 0;
+  for (const Mutation& mutation : mutations) {
+    const Judgement judgement =
+        Judge(plan, mutation, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    ++counts[static_cast<int>(judgement.verdict)];
+    ++totals.verdicts[static_cast<int>(mutation.kind)][static_cast<int>(judgement.verdict)];
+    if (judgement.verdict == Verdict::kCaught) {
+      most_seeds = std::max(most_seeds, judgement.seeds);
+      all_seeds += judgement.seeds;
+    }
+    if (judgement.verdict != Verdict::kMissedByVirtual && judgement.verdict != Verdict::kMissedByVerifier)
+      continue;
+    fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", Describe(plan, mutation),
+               judgement.verifier, judgement.run);
+  }
+  totals.mutations += mutations.size();
+  fmt::print(
+      "  {}: {} mutations in {:.1f} s: {} caught (with {} seeds, at most {}), {} harmless, {} and {} missed "
+      "by virtual "
+      "and verifier, {} of idle work\n",
+      c.name, mutations.size(), Since(begin), counts[0], all_seeds, most_seeds, counts[1], counts[2],
+      counts[3], counts[4]);
+}
+
+void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
+  if (c.name.find(options.filter) == std::string::npos) return;
+  ++totals.cases;
+  const auto begin = Clock::now();
+  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster, {.verify = false});
+  if (!planned) {
+    fmt::print("{}: {}\n", c.name, ToString(planned.error()));
+    ++totals.refused;
+    return;
+  }
+  const Plan& plan = planned->plan;
+  const std::vector<Violation> violations = Verify(plan);
+  ExpectedValues expected(plan, c.trace, std::max<std::int64_t>(c.steps, std::ssize(plan.steps) + 1));
+  std::string failure;
+  std::set<std::string> stale;
+  std::uint64_t seed = 0;
+  while (seed < options.seeds && failure.empty()) {
+    const Findings findings = RunChecked(plan, expected, ++seed);
+    if (!findings.failure.empty()) failure = fmt::format("seed {}: {}", seed, findings.failure);
+    stale.insert(findings.stale.begin(), findings.stale.end());
+  }
+  const std::set<std::string> remarked = StaleUnits(plan);
+  if (failure.empty() && violations.empty() && !std::ranges::includes(remarked, stale)) {
+    failure = "reads stale parameters of which the verifier does not say so";
+  }
+  totals.runs += seed;
+  totals.right += failure.empty() ? 1 : 0;
+  totals.faulty += !failure.empty() && !violations.empty() ? 1 : 0;
+  fmt::print("{}: {} ranks, {} steps, {} seeds in {:.2f} s: {}\n", c.name, plan.world_size, c.steps, seed,
+             Since(begin), failure.empty() ? "right" : failure);
+  for (const std::string& unit : stale)
+    fmt::print("  stale parameters: {}\n", unit.empty() ? "(root)" : unit);
+  for (const Violation& violation : violations) {
+    fmt::print("  verifier: {}: {}\n", Name(violation.rule), violation.message);
+  }
+  if (options.mutations && failure.empty()) RunMutations(c, plan, expected, stale, options, totals);
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace shardplan::test
+
+int main(int argc, char** argv) {
+  using namespace shardplan::test;
+  Options options;
+  CLI::App app("Planner-made plans on the virtual machine, every number checked");
+  app.add_option("--seeds", options.seeds, "orders of execution of each plan");
+  app.add_option("--filter", options.filter, "only cases whose name contains this");
+  app.add_option("--random", options.random, "number of random cases beside the recorded ones and the knobs");
+  app.add_flag("--mutations", options.mutations, "break every plan in every way");
+  app.add_option("--seeds-to-find", options.seeds_to_find,
+                 "at most, for a mutation that the verifier objects to");
+  app.add_option("--seeds-to-trust", options.seeds_to_trust, "for a mutation that the verifier accepts");
+  CLI11_PARSE(app, argc, argv);
+  const auto begin = Clock::now();
+  Totals totals;
+  for (const std::string& name : RecordedNames()) RunCase(RecordedCase(name), options, totals);
+  for (const std::string& name : GoldenNames()) RunCase(GoldenCase(name), options, totals);
+  for (const PlanCase& c : KnobCases()) RunCase(c, options, totals);
+  for (std::uint32_t seed = 0; seed < options.random; ++seed) RunCase(RandomCase(seed), options, totals);
+  fmt::print("{} cases: {} right, {} wrong as the verifier says, {} refused; {} runs in {:.0f} s\n",
+             totals.cases, totals.right, totals.faulty, totals.refused, totals.runs, Since(begin));
+  const bool good = totals.right + totals.faulty + totals.refused == totals.cases;
+  if (!options.mutations) return good ? 0 : 1;
+  fmt::print("{} mutations: caught, harmless, missed by virtual, missed by the verifier, of idle work\n",
+             totals.mutations);
+  for (int kind = 0; kind < kMutationKinds; ++kind) {
+    const auto& v = totals.verdicts[kind];
+    fmt::print("  {}: {}\n", Name(static_cast<MutationKind>(kind)), fmt::join(v, " "));
+  }
+  return good ? 0 : 1;
+}

@@ -1,0 +1,266 @@
+"""The models that a plan and real FSDP2 both train (equivalence.py). Each has awkward sizes: first dimensions that the
+ranks do not divide, one-dimensional parameters, ties, parts that are used twice or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+for folder in (ROOT / "examples" / "train_gpt", ROOT / "tools" / "python"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import model as gpt  # noqa: E402
+
+BATCH, SEQUENCE = 2, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """build(**arguments) -> module; inputs(generator) -> keyword or positional arguments of a forward."""
+
+    build: Callable[..., nn.Module]
+    inputs: Callable[[torch.Generator], tuple | dict]
+
+
+def loss_of(output) -> torch.Tensor:
+    """A scalar that every element of the (first floating-point) output contributes to, whatever the output is."""
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(output, name):
+            output = getattr(output, name)
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return sum(loss_of(item) for item in output)
+    logits = output.float()
+    return logits.logsumexp(-1).mean() + 0.5 * logits.square().mean()
+
+
+# ---- small models, each with something peculiar ----
+
+
+class Mlp(nn.Module):
+    """`layers` residual blocks of two Linears between a stem and a head.
+
+    used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
+    ("tensor"), with the hidden state ("tuple") or in a dict. frozen: prefixes of FQNs that need no gradient. by_method: blocks of
+    which another method than forward runs, too.
+    """
+
+    def __init__(
+        self,
+        layers: int = 3,
+        width: int = 10,
+        hidden: int = 13,
+        bias: bool = True,
+        used_twice: int | None = None,
+        in_a_row: int | None = None,
+        unused: tuple[int, ...] = (),
+        outputs: str = "tensor",
+        frozen: tuple[str, ...] = (),
+        tied: bool = False,
+        bare_root: bool = False,
+        recomputed: tuple[int, ...] = (),
+        by_method: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, width, bias=bias)
+        self.layers = nn.ModuleList(Layer(width, hidden, bias) for _ in range(layers))
+        self.head = nn.Linear(width, 7, bias=bias)
+        self.scale = None if bare_root else nn.Parameter(torch.full((width,), 1.25))
+        if tied:
+            self.layers[-1].up.weight = self.layers[0].up.weight
+        self.used_twice, self.unused, self.outputs, self.recomputed = used_twice, unused, outputs, recomputed
+        self.in_a_row, self.by_method = in_a_row, by_method
+        for name, parameter in self.named_parameters():
+            if any(name.startswith(prefix) for prefix in frozen):
+                parameter.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor):
+        x = self.stem(x)
+        if self.scale is not None:
+            x = x * self.scale
+        for index, layer in enumerate(self.layers):
+            if index in self.unused:
+                continue
+            x = checkpoint(layer, x, use_reentrant=False) if index in self.recomputed else layer(x)
+            if index == self.in_a_row:
+                x = layer(x)
+            if index in self.by_method:
+                x = layer.encode(x)
+        if self.used_twice is not None:
+            x = self.layers[self.used_twice](x)
+        y = self.head(x)
+        return {"tensor": y, "tuple": (y, x), "dict": {"y": y, "nested": [x]}}[self.outputs]
+
+
+class Layer(nn.Module):
+    forward_method = "encode"
+
+    def __init__(self, width: int, hidden: int, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.down(self.up(self.norm(x)).tanh())
+
+
+def register_forward_methods(model: nn.Module, register: Callable[[nn.Module, str], None]) -> None:
+    """register(module, method) for every module that may be run by another method than forward."""
+    for module in list(model.modules()):
+        if hasattr(module, "_checkpoint_wrapped_module"):
+            continue  # it has the attributes of the module in it, which comes next
+        if name := getattr(module, "forward_method", None):
+            register(module, name)
+
+
+def build_gpt(frozen: tuple[str, ...] = (), **config) -> nn.Module:
+    model = gpt.Gpt(gpt.GptConfig(**config))
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(prefix) for prefix in frozen):
+            parameter.requires_grad_(False)
+    return model
+
+
+def floats(*shape: int) -> Callable[[torch.Generator], tuple]:
+    return lambda generator: (torch.randn(*shape, generator=generator),)
+
+
+def ids(vocabulary: int) -> Callable[[torch.Generator], tuple]:
+    return lambda generator: (torch.randint(vocabulary, (BATCH, SEQUENCE), generator=generator),)
+
+
+# ---- families of transformers, with tiny configurations ----
+
+
+def build_llama(layers: int = 2, **config) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            use_cache=False,
+            **config,
+        )
+    )
+
+
+def build_moe(layers: int = 2, **config) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=53,
+            hidden_size=24,
+            intermediate_size=36,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=32,
+            use_cache=False,
+            output_router_logits=False,
+            **config,
+        )
+    )
+    model.set_experts_implementation("batched_mm")  # which a trace can follow, in any dtype
+    return model
+
+
+def build_t5(layers: int = 2, **config) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=59,
+            d_model=20,
+            d_kv=5,
+            d_ff=33,
+            num_layers=layers,
+            num_heads=4,
+            relative_attention_num_buckets=9,
+            dropout_rate=0.0,
+            use_cache=False,
+            **config,
+        )
+    )
+
+
+def build_vit(layers: int = 2, **config) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=28,
+            intermediate_size=45,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=8,
+            num_labels=5,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **config,
+        )
+    )
+
+
+def _t5_inputs(generator: torch.Generator) -> dict:
+    draw = functools.partial(torch.randint, 59, (BATCH, SEQUENCE), generator=generator)
+    return {"input_ids": draw(), "decoder_input_ids": draw()}
+
+
+def _hf_ids(vocabulary: int) -> Callable[[torch.Generator], dict]:
+    return lambda generator: {"input_ids": torch.randint(vocabulary, (BATCH, SEQUENCE), generator=generator)}
+
+
+MODELS = {
+    "mlp": Model(Mlp, floats(BATCH, 7)),
+    "gpt": Model(build_gpt, ids(97)),
+    "llama": Model(build_llama, _hf_ids(61)),
+    "moe": Model(build_moe, _hf_ids(53)),
+    "t5": Model(build_t5, _t5_inputs),
+    "vit": Model(build_vit, lambda generator: {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator)}),
+}
+# Where the units of each are: the repeated blocks.
+BLOCKS = {
+    "mlp": "layers.*",
+    "gpt": "blocks.*",
+    "llama": "model.layers.*",
+    "moe": "model.layers.*",
+    "t5": "class:T5Block",
+    "vit": "class:ViTLayer",
+}
+
+
+def build(name: str, arguments: dict | None = None, seed: int = 7) -> nn.Module:
+    """The same values on every rank and in every run."""
+    torch.manual_seed(seed)
+    return MODELS[name].build(**(arguments or {}))
+
+
+def inputs_of(name: str, seed: int) -> tuple[tuple, dict]:
+    """(args, kwargs) of one forward."""
+    made = MODELS[name].inputs(torch.Generator().manual_seed(seed))
+    return ((), made) if isinstance(made, dict) else (made, {})

@@ -1,0 +1,84 @@
+"""Memory at every hook, against recordings of real FSDP2 steps; and that a difference is found."""
+
+import copy
+import json
+
+import pytest
+from conftest import ROOT, build_folder
+
+from shardplan.conformance import memory
+
+FOLDER = ROOT / "tests" / "conformance" / "memory"
+CASES = memory.read_cases(FOLDER, [])
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """Rows of every case, by its name."""
+    program = str(build_folder() / "bin" / "shardplan")
+    result = {}
+    for case in CASES:
+        folder = tmp_path_factory.mktemp("case")
+        memory.trace_case(FOLDER, case, folder / "trace.json")
+        result[case["case"]] = memory.compute(program, folder / "trace.json", case, folder)
+    return result
+
+
+def test_there_are_recordings():
+    assert len(CASES) == 9
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_every_row_and_the_peak_agree_byte_for_byte(computed, case):
+    assert memory.first_difference(case, computed[case["case"]]) is None
+
+
+def test_a_recording_that_is_one_byte_off_is_found(computed):
+    for case in CASES:
+        for row in (0, len(case["timeline"]) // 2, len(case["timeline"]) - 2):
+            changed = copy.deepcopy(case)
+            changed["timeline"][row][3] += 1
+            assert "(-1)" in memory.first_difference(changed, computed[case["case"]])
+            changed = copy.deepcopy(case)
+            values = changed["timeline"][row]
+            values[next(i for i in range(4, len(values)) if values[i])] += 1
+            assert "instead of" in memory.first_difference(changed, computed[case["case"]])
+
+
+def test_missing_and_extra_rows_and_another_peak_are_found(computed):
+    case = CASES[0]
+    rows = computed[case["case"]]
+    shorter = copy.deepcopy(case)
+    del shorter["timeline"][10]
+    assert memory.first_difference(shorter, rows) is not None
+    assert "no such row" in memory.first_difference(case, {**rows, "rows": rows["rows"][:-1]})
+    peak = copy.deepcopy(case)
+    peak["peak"]["step2"]["unit"] = "layers.0"
+    assert memory.first_difference(peak, rows).startswith("peak: in the")
+    peak["peak"]["step2"]["total"] += 512
+    assert memory.first_difference(peak, rows).startswith("peak: total")
+    # Or that of the engine's sums in place.
+    recorded = case["peak"]["step2"]
+    at = [recorded["phase"], recorded["unit"], "", recorded["op"]]
+    peak["peak_engine_sums_in_place"] = {"step2": recorded["total"], "step2_by_tag": recorded["by_tag"], "step2_at": at}
+    assert memory.first_difference(peak, rows) is None
+
+
+def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
+    case = next(c for c in CASES if c["case"] == "default")
+    memory.trace_case(FOLDER, case, tmp_path / "trace.json")
+    (tmp_path / "strategy.json").write_text(json.dumps(memory.strategy_of(case)))
+    given = ["memory", tmp_path / "trace.json", "--strategy", tmp_path / "strategy.json", "--ranks", "8"]
+    table = shardplan(*given, "--no-kernel-temporaries")
+    assert table.returncode == 0, table.stderr
+    assert f"total {case['peak']['step2']['total']}" in " ".join(table.stdout.split())
+    assert "peak in the backward, layers.1" in table.stdout
+    rows = shardplan(*given, "--rows", "-", "-q", "--no-kernel-temporaries")
+    assert json.loads(rows.stdout)["peak"]["total_bytes"] == case["peak"]["step2"]["total"]
+    # What kernels take comes on top, as categories of their own.
+    with_kernels = json.loads(shardplan(*given, "--rows", "-", "-q").stdout)
+    extra = dict(zip(with_kernels["categories"], with_kernels["peak"]["by_category"], strict=True))
+    kernels = extra["kernel_temp"] + extra["cublas_workspace"]
+    assert extra["cublas_workspace"] == 2 * 32 * 2**20
+    assert with_kernels["peak"]["total_bytes"] >= case["peak"]["step2"]["total"] + kernels - extra["kernel_temp"]
+    assert shardplan("memory", tmp_path / "strategy.json").returncode == 3

@@ -1,0 +1,391 @@
+#include "tests/schemas/verifier/oracle_program.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
+namespace shardplan::test {
+namespace {
+
+// A gradient as a sum: contribution -> coefficient, and the communicators that it was summed over.
+struct Sum {
+  std::map<int, double> terms;
+  std::set<CommunicatorId> reduced;
+  bool operator==(const Sum&) const = default;
+};
+
+enum class Filled : std::uint8_t { kNo, kSlot, kYes };
+
+class Reader {
+ public:
+  explicit Reader(const Plan& plan) : plan_(plan) {
+    for (const PlanStep& step : plan.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          if (!i.parts.empty()) freed_in_parts_.insert(i.src);
+        }
+      }
+    }
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+      if (!plan.buffers[b].persistent) continue;
+      const int instance = NewInstance(static_cast<BufferId>(b), -1);
+      alive_[static_cast<BufferId>(b)] = instance;
+      filled_[instance] = Filled::kYes;
+    }
+  }
+
+  Program Read() {
+    const std::size_t steady = static_cast<std::size_t>(plan_.steady_step);
+    for (std::size_t s = 0; s < steady; ++s) ReadStep(plan_.steps[s]);
+    const State before = Now();
+    for (std::size_t s = steady; s < plan_.steps.size(); ++s) ReadStep(plan_.steps[s]);
+    if (Now() != before) Problem("not_steady");
+    used_.clear();
+    for (std::size_t s = steady; s < plan_.steps.size(); ++s) ReadStep(plan_.steps[s]);
+    for (const auto& [buffer, instance] : alive_) {
+      if (!plan_.buffers[buffer].persistent && !used_.contains(instance)) Problem("alive_for_nothing");
+    }
+    return std::move(program_);
+  }
+
+ private:
+  // What has to be the same before and after the steps that repeat.
+  struct State {
+    std::map<BufferId, std::pair<Filled, std::size_t>> buffers;  // and how many gradients are in it
+    std::map<UnitId, BufferId> bound;
+    bool operator==(const State&) const = default;
+  };
+  State Now() const {
+    State state;
+    for (const auto& [buffer, instance] : alive_) {
+      const auto sum = sums_.find(instance);
+      const std::size_t gradients = sum == sums_.end() ? 0 : sum->second.terms.size();
+      state.buffers[buffer] = {filled_.at(instance), gradients};
+    }
+    for (const auto& [unit, instance] : bound_) state.bound[unit] = program_.instances[instance].buffer;
+    return state;
+  }
+
+  bool IsFinal(BufferId buffer) const {
+    const BufferRole role = plan_.buffers[buffer].role;
+    return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
+  }
+
+  void Problem(const std::string& what) { program_.problems.insert(what); }
+
+  int NewInstance(BufferId buffer, StreamId pool) {
+    program_.instances.push_back({buffer, pool});
+    const int instance = static_cast<int>(program_.instances.size()) - 1;
+    filled_[instance] = Filled::kNo;
+    return instance;
+  }
+
+  int Use(BufferId buffer) {  // -1 where it is not alive
+    if (freed_parts_.contains(buffer)) Problem("used_without_all_parts");
+    return Find(buffer);
+  }
+  // What a copy between the two reads of src: where src goes part by part, those of the parameters that both
+  // hold.
+  std::vector<int> ReadBy(const Instruction& i, int src) {
+    if (!parts_.contains(src)) return {src};
+    const std::vector<std::int32_t>& held = plan_.buffers[i.src].parameters;
+    const std::vector<std::int32_t>& wanted = plan_.buffers[i.dst].parameters;
+    if (held.size() != parts_[src].size()) {  // not one for each parameter
+      if (freed_parts_.contains(i.src)) Problem("used_without_all_parts");
+      return parts_[src];
+    }
+    std::vector<int> read;
+    for (std::size_t part = 0; part < held.size(); ++part) {
+      if (std::ranges::find(wanted, held[part]) == wanted.end()) continue;
+      if (freed_parts_[i.src].contains(static_cast<std::int32_t>(part))) Problem("used_without_all_parts");
+      read.push_back(parts_[src][part]);
+    }
+    return read;
+  }
+  int Find(BufferId buffer) {
+    const auto found = alive_.find(buffer);
+    if (found != alive_.end()) return found->second;
+    Problem("used_while_not_alive");
+    return -1;
+  }
+
+  void ReadStep(const PlanStep& step) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) ReadInstruction(i);
+    }
+  }
+
+  void ReadInstruction(const Instruction& i) {
+    using enum InstructionKind;
+    switch (i.kind) {
+      case kCompute:
+        return Compute(i);
+      case kAllocate:
+        return Allocate(i.dst, i.stream);
+      case kFree:
+        return i.parts.empty() ? Free(i.src, i.safe_after) : FreeParts(i);
+      case kBindUnsharded:
+        if (const int instance = Use(i.src); instance >= 0) {
+          if (filled_[instance] != Filled::kYes) Problem("bound_before_unsharded");
+          bound_[i.unit] = instance;
+        } else {
+          bound_.erase(i.unit);
+        }
+        return;
+      case kBindSharded:
+        Use(i.src);
+        bound_.erase(i.unit);
+        return;
+      case kRecord:
+        latest_[i.event] = records_;
+        program_.items.push_back({.kind = Item::Kind::kRecord, .stream = i.stream, .record = records_++});
+        return;
+      case kWait:
+      case kHostWait:
+        if (!latest_.contains(i.event)) return Problem("wait_before_record");
+        program_.items.push_back({.kind = i.kind == kWait ? Item::Kind::kWait : Item::Kind::kHostWait,
+                                  .stream = i.stream,
+                                  .record = latest_[i.event]});
+        return;
+      case kOptimizerStep:
+        return OptimizerStep(i);
+      case kZeroGrad:
+        for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+          const BufferId buffer = static_cast<BufferId>(b);
+          if (IsFinal(buffer) && alive_.contains(buffer)) Free(buffer, {});
+        }
+        made_.clear();
+        return;
+      default:
+        return Move(i);
+    }
+  }
+
+  void Allocate(BufferId buffer, StreamId stream) {
+    if (alive_.contains(buffer)) return Problem("allocated_twice");
+    const int instance = alive_[buffer] = NewInstance(buffer, stream);
+    if (freed_in_parts_.contains(buffer)) {
+      for (std::size_t part = 0; part < plan_.buffers[buffer].parts_bytes.size(); ++part) {
+        parts_[instance].push_back(NewInstance(buffer, stream));
+      }
+    }
+    for (const int each : WithParts(instance)) {
+      program_.items.push_back({.kind = Item::Kind::kAllocate, .instance = each});
+    }
+  }
+
+  void Free(BufferId buffer, const std::vector<StreamId>& safe_after) {
+    const int instance = Find(buffer);
+    if (instance < 0) return;
+    const std::set<std::int32_t> gone = std::exchange(freed_parts_[buffer], {});
+    freed_parts_.erase(buffer);
+    for (const auto& [unit, bound] : bound_) {
+      if (bound == instance) Problem("freed_while_bound");
+    }
+    alive_.erase(buffer);
+    for (const auto& [other, shared] : alive_) {
+      if (shared == instance) return;  // another name keeps it
+    }
+    const std::vector<int> all = WithParts(instance);
+    for (std::size_t k = 0; k < all.size(); ++k) {
+      if (k > 0 && gone.contains(static_cast<std::int32_t>(k) - 1)) continue;
+      program_.items.push_back({.kind = Item::Kind::kFree, .instance = all[k], .safe_after = safe_after});
+    }
+  }
+
+  // The memory as a whole, then its parts if it has some.
+  std::vector<int> WithParts(int instance) const {
+    std::vector<int> all = {instance};
+    const auto parts = parts_.find(instance);
+    if (parts != parts_.end()) all.insert(all.end(), parts->second.begin(), parts->second.end());
+    return all;
+  }
+
+  void FreeParts(const Instruction& i) {
+    const int instance = Find(i.src);
+    if (instance < 0) return;
+    std::set<std::int32_t>& freed = freed_parts_[i.src];
+    for (const std::int32_t part : i.parts) {
+      if (!freed.insert(part).second) {
+        Problem("part_freed_twice");
+        continue;
+      }
+      program_.items.push_back(
+          {.kind = Item::Kind::kFree, .instance = parts_[instance][part], .safe_after = i.safe_after});
+    }
+    for (const auto& [unit, bound] : bound_) {
+      if (bound == instance) Problem("freed_while_bound");
+    }
+  }
+
+  std::vector<int> AllWithParts(const std::vector<int>& instances) const {
+    std::vector<int> all;
+    for (const int instance : instances) {
+      const std::vector<int> each = WithParts(instance);
+      all.insert(all.end(), each.begin(), each.end());
+    }
+    return all;
+  }
+
+  void AddWork(StreamId stream, std::vector<int> reads, std::vector<int> writes) {
+    reads = AllWithParts(reads);
+    writes = AllWithParts(writes);
+    for (const int instance : reads) {
+      if (filled_[instance] == Filled::kNo) Problem("read_unwritten");
+    }
+    used_.insert(reads.begin(), reads.end());
+    used_.insert(writes.begin(), writes.end());
+    for (const int instance : writes) filled_[instance] = Filled::kYes;
+    program_.items.push_back({.kind = Item::Kind::kWork,
+                              .stream = stream,
+                              .reads = std::move(reads),
+                              .writes = std::move(writes)});
+  }
+
+  void Compute(const Instruction& i) {
+    // The model's own tensors: allocated, used and freed by the compute itself.
+    const int own = NewInstance(-1, i.stream);
+    program_.items.push_back({.kind = Item::Kind::kAllocate, .instance = own});
+    std::vector<int> reads;
+    std::vector<int> writes = {own};
+    const Segment& segment = plan_.segments[i.segment];
+    for (const UnitId unit : segment.reads) {
+      if (!bound_.contains(unit)) {
+        Problem("read_sharded_parameters");
+        continue;
+      }
+      reads.push_back(bound_[unit]);
+    }
+    for (const SegmentGrad& grad : segment.grads) {
+      const BufferId buffer = GradBuffer(grad);
+      if (!alive_.contains(buffer)) Allocate(buffer, i.stream);
+      if (freed_parts_.contains(buffer)) Problem("used_without_all_parts");
+      const int instance = alive_[buffer];
+      if (filled_[instance] == Filled::kYes) reads.push_back(instance);  // adds to it
+      writes.push_back(instance);
+      made_[contributions_] = grad;
+      sums_[instance].terms[contributions_++] = 1.0;
+    }
+    AddWork(i.stream, std::move(reads), std::move(writes));
+    program_.items.push_back({.kind = Item::Kind::kFree, .instance = own});
+  }
+
+  BufferId GradBuffer(const SegmentGrad& grad) const {
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      const Buffer& buffer = plan_.buffers[b];
+      if (buffer.role == BufferRole::kGradUnsharded && buffer.unit == grad.unit)
+        return static_cast<BufferId>(b);
+    }
+    return -1;
+  }
+
+  void Move(const Instruction& i) {
+    using enum InstructionKind;
+    const bool copies = i.kind == kCopyIn || i.kind == kCopyOut || i.kind == kReshardPostForward;
+    const int src = copies ? Find(i.src) : Use(i.src);
+    if (src < 0) return;
+    if (i.kind == kGradCast && !alive_.contains(i.dst) &&
+        plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
+      alive_[i.dst] = src;  // a view
+      return;
+    }
+    const int dst = i.kind == kAllReduce || i.kind == kGradScale ? src : Use(i.dst);
+    if (dst < 0) return;
+    const Filled before = filled_[dst];
+    const bool own_slot = i.kind == kAllGather && src == dst;
+    if (filled_[src] == Filled::kSlot && !own_slot) Problem("read_own_slot_only");
+    std::vector<int> reads = copies ? ReadBy(i, src) : std::vector{src};
+    const bool adds = i.kind == kGradAccumulate && filled_[dst] == Filled::kYes;
+    if (adds) reads.push_back(dst);
+    AddWork(i.stream, std::move(reads), {dst});
+    if (i.kind == kCopyIn && plan_.buffers[i.dst].role == BufferRole::kAllGatherOutput)
+      filled_[dst] = Filled::kSlot;
+    if (copies && !BringsAll(i, dst)) filled_[dst] = before;
+    MoveSum(i, src, dst, adds);
+  }
+
+  // Has dst all its parameters, after this copy and those before it?
+  bool BringsAll(const Instruction& i, int dst) {
+    std::set<std::int32_t>& brought = brought_[dst];
+    brought.insert(plan_.buffers[i.src].parameters.begin(), plan_.buffers[i.src].parameters.end());
+    return std::ranges::includes(brought, plan_.buffers[i.dst].parameters);
+  }
+
+  void MoveSum(const Instruction& i, int src, int dst, bool adds) {
+    using enum InstructionKind;
+    Sum sum = sums_[src];
+    double factor = 1.0;
+    if (i.kind == kGradScale || i.kind == kReduceScatter || i.kind == kAllReduce) factor = 1.0 / i.divisor;
+    if (i.kind == kReduceScatter || i.kind == kAllReduce) {
+      if (!sum.reduced.insert(i.communicator).second && !sum.terms.empty()) Problem("reduced_twice");
+      const auto size = static_cast<double>(plan_.communicators[i.communicator].size);
+      if (i.reduce_op == ReduceOp::kAverage) factor /= size;
+    }
+    for (auto& [term, coefficient] : sum.terms) coefficient *= factor;
+    if (adds) {
+      if (sum.reduced != sums_[dst].reduced) Problem("adds_unlike_gradients");
+      for (const auto& [term, coefficient] : sums_[dst].terms) sum.terms[term] += coefficient;
+    }
+    sums_[dst] = std::move(sum);
+  }
+
+  // Each gradient made since the last zero_grad has to be there once, summed over all ranks and divided
+  // right.
+  void OptimizerStep(const Instruction& i) {
+    std::vector<int> reads, writes;
+    Sum all;
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      bool has_grad = false;
+      for (const auto& [buffer, instance] : alive_) {
+        const Buffer& b = plan_.buffers[buffer];
+        if (!IsFinal(buffer) || b.unit != static_cast<UnitId>(u)) continue;
+        has_grad = true;
+        reads.push_back(instance);
+        const Unit& unit = plan_.units[u];
+        std::set<CommunicatorId> needed = {unit.shard_communicator};
+        if (unit.replicate_communicator >= 0) needed.insert(unit.replicate_communicator);
+        if (!sums_[instance].terms.empty() && sums_[instance].reduced != needed) Problem("not_reduced");
+        for (const auto& [term, coefficient] : sums_[instance].terms) all.terms[term] += coefficient;
+      }
+      if (!has_grad) continue;
+      for (const auto& [buffer, instance] : alive_) {
+        const Buffer& b = plan_.buffers[buffer];
+        if (b.unit != static_cast<UnitId>(u)) continue;
+        if (b.role != BufferRole::kParamSharded && b.role != BufferRole::kOptimizerState) continue;
+        if (filled_[instance] == Filled::kYes) reads.push_back(instance);
+        writes.push_back(instance);
+      }
+    }
+    for (const auto& [contribution, grad] : made_) {
+      if (!all.terms.contains(contribution)) Problem("lost_gradient");
+    }
+    for (const auto& [contribution, coefficient] : all.terms) {
+      if (!made_.contains(contribution)) Problem("stale_gradient");
+      if (std::abs(coefficient * static_cast<double>(plan_.world_size) - 1) > 1e-6) Problem("wrong_division");
+    }
+    AddWork(i.stream, std::move(reads), std::move(writes));
+  }
+
+  const Plan& plan_;
+  Program program_;
+  std::map<BufferId, int> alive_;  // buffer -> instance
+  std::map<BufferId, std::set<std::int32_t>> freed_parts_;
+  std::map<int, std::set<std::int32_t>> brought_;  // instance -> parameters that were copied to it
+  std::set<BufferId> freed_in_parts_;              // buffers of which some free names parts
+  std::map<int, std::vector<int>> parts_;          // instance of such a buffer -> instances of its parts
+  std::map<int, Filled> filled_;
+  std::map<int, Sum> sums_;
+  std::map<UnitId, int> bound_;
+  std::map<EventId, int> latest_;
+  std::map<int, SegmentGrad> made_;  // contributions since the last zero_grad
+  std::set<int> used_;               // instances, since the steps that repeat began again
+  int contributions_ = 0;
+  int records_ = 0;
+};
+
+}  // namespace
+
+Program ReadInHostOrder(const Plan& plan) { return Reader(plan).Read(); }
+
+}  // namespace shardplan::test
