@@ -70,6 +70,8 @@ template <>
 inline constexpr bool kIsBlock<Segment> = true;
 template <>
 inline constexpr auto kFields<Segment> = FieldList(Required("name", &Segment::name),
+                                                   Optional("phase", &Segment::phase),
+                                                   Optional("unit", &Segment::unit).Ref(RefKind::kUnit),
                                                    Optional("reads", &Segment::reads).Ref(RefKind::kUnit),
                                                    Optional("grads", &Segment::grads).Lines(),
                                                    Required("entries", &Segment::entries).Lines());

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "verifier/verifier_references.h"
 
 namespace shardplan::verifier {
@@ -194,8 +195,8 @@ void Interpreter::RunUnshard(const Instruction& i, Position at) {
 
 void Interpreter::RunGradient(const Instruction& i, Position at) {
   // A cast to the same dtype with no memory of its own is a view: a second name, no work.
-  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) && !memory_.IsAlive(i.dst) &&
-      plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
+  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) &&
+      MakesView(plan_, i, memory_.IsAlive(i.dst))) {
     memory_.MakeAlias(i.dst, i.src);
     return;
   }
