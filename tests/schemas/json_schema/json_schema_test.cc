@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
 #include "shardplan/schemas/io.h"
 
@@ -41,6 +44,7 @@ void CollectBroken(const nlohmann::json& value, const std::string& file,
     const nlohmann::json::json_pointer pointer(reference.substr(hash + 1));
     if (target == files.end() || !target->second.contains(pointer)) broken.push_back(file + ": " + reference);
   }
+  if (!value.is_structured()) return;
   for (const nlohmann::json& child : value) CollectBroken(child, file, files, broken);
 }
 
