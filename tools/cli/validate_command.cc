@@ -120,8 +120,11 @@ int ValidateRanks(const std::vector<std::string>& files) {
                     "ranks run one plan",
                     files.front(), ranks, files.size(), files.size() == 1 ? "" : "s", ranks - 1));
   }
-  for (std::size_t rank = 0; rank < files.size(); ++rank) {
-    fmt::print("rank {}: {}: {}\n", rank, files[rank], Summary((*plans)[rank]));
+  for (std::size_t first = 0, next = 0; first < files.size(); first = next) {
+    while (next < files.size() && files[next] == files[first]) ++next;
+    const std::string who =
+        next - first == 1 ? fmt::format("rank {}", first) : fmt::format("ranks {} to {}", first, next - 1);
+    fmt::print("{}: {}: {}\n", who, files[first], Summary((*plans)[first]));
   }
   const std::vector<Violation> violations = VerifyRanks(*plans);
   for (const Violation& violation : violations) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/assert.h"
 #include "verifier/verifier_collectives.h"
 #include "verifier/verifier_interpreter.h"
 #include "verifier/verifier_references.h"
@@ -14,7 +15,9 @@ namespace shardplan {
 
 std::vector<Violation> Verify(const Plan& plan) {
   verifier::Reporter reporter(plan);
-  if (!verifier::CheckTables(plan, reporter) || plan.steps.empty()) return reporter.Take();
+  const bool interpretable = verifier::CheckTables(plan, reporter);
+  SHARDPLAN_ASSERT(interpretable != reporter.HasViolations(), "what cannot be interpreted is reported");
+  if (!interpretable || plan.steps.empty()) return reporter.Take();
 
   verifier::Interpreter interpreter(plan, reporter);
   const std::int32_t steps = static_cast<std::int32_t>(plan.steps.size());
@@ -26,6 +29,8 @@ std::vector<Violation> Verify(const Plan& plan) {
   // second round would only repeat that in other words.
   if (interpreter.CheckCycle(before, steps_in_cycle)) {
     for (std::int32_t step = plan.steady_step; step < steps; ++step) interpreter.RunStep(step);
+  } else {
+    SHARDPLAN_ASSERT(reporter.HasViolations(), "a cycle that does not close is reported");
   }
   return reporter.Take();
 }

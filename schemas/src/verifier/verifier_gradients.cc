@@ -35,11 +35,17 @@ void Gradients::Make(const SegmentGrad& grad, BufferId buffer, Position at) {
     words_.AddedToMovedGradient(value, buffer, at);
     value = {};
   }
+  if (value.unit >= 0 && value.unit != grad.unit) {  // it came through a buffer of no unit
+    words_.AddedToUnlike(value, buffer, at);
+    value = {};
+  }
   if (value.unit < 0) {
     value = {};
     value.unit = grad.unit;
     value.count.assign(plan_.units[grad.unit].parameters.size(), 0);
   }
+  SHARDPLAN_ASSERT(grad.parameter < std::ssize(value.count),
+                   "CheckTables lets only parameters of the unit through");
   ++value.count[grad.parameter];
   if (value.history.empty() || !(value.history.back() == at)) value.history.push_back(at);
 }
@@ -80,7 +86,8 @@ bool Gradients::JoinOther(Gradient& into, const Gradient& value) const {
 
 // A reduction that is not one of FSDP's own two: the user's all-reduce hook, or the partial sums that tensor
 // parallelism leaves.
-bool Gradients::IsForeign(const Unit& unit, const Instruction& instruction) const {
+bool Gradients::IsForeign(const Gradient& value, const Instruction& instruction) const {
+  const Unit& unit = plan_.units[value.unit];
   const CommunicatorId used = instruction.communicator;
   if (instruction.kind != InstructionKind::kAllReduce ||
       SameGroups(plan_, used, unit.replicate_communicator) ||
@@ -88,7 +95,7 @@ bool Gradients::IsForeign(const Unit& unit, const Instruction& instruction) cons
     return false;
   }
   if (SameGroups(plan_, used, unit.hook_communicator)) return true;
-  for (const std::int32_t p : ParametersOf(instruction.src, plan_.buffers[instruction.src].unit)) {
+  for (const std::int32_t p : ParametersOf(instruction.src, value.unit)) {
     for (const ParameterPlacement& placement : unit.parameters[p].placements) {
       if (placement.grad_partial && placement.size == plan_.communicators[used].size) return true;
     }
@@ -103,7 +110,7 @@ void Gradients::Reduce(Gradient& value, const Instruction& instruction, Position
   if (instruction.reduce_op == ReduceOp::kAverage) {
     value.divisor *= static_cast<double>(plan_.communicators[used].size);
   }
-  if (IsForeign(unit, instruction)) return;
+  if (IsForeign(value, instruction)) return;
   const bool over_shards = instruction.kind == InstructionKind::kReduceScatter ||
                            (SameGroups(plan_, used, unit.shard_communicator) &&
                             !SameGroups(plan_, used, unit.replicate_communicator));
@@ -142,6 +149,8 @@ void Gradients::Accumulate(Gradient& into, const Gradient& value, BufferId dst, 
     into = value;
     return;
   }
+  SHARDPLAN_ASSERT(into.count.size() == value.count.size(),
+                   "gradients of one unit count the same parameters");
   if (GradDivisionOfSum(into, value)) words_.AddedToDividedUnlike(into, value, dst, at);
   for (std::size_t p = 0; p < into.count.size(); ++p) into.count[p] += value.count[p];
   into.history.push_back(at);

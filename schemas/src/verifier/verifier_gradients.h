@@ -40,7 +40,7 @@ class Gradients {
  private:
   Gradient& At(BufferId buffer);
   std::vector<std::int32_t> ParametersOf(BufferId buffer, UnitId unit) const;
-  bool IsForeign(const Unit& unit, const Instruction& instruction) const;
+  bool IsForeign(const Gradient& value, const Instruction& instruction) const;
   void Reduce(Gradient& value, const Instruction& instruction, Position at);
   Gradient Select(Gradient& source, const Instruction& instruction, Position at);
   bool JoinOther(Gradient& into, const Gradient& value) const;

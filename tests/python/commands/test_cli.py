@@ -193,6 +193,7 @@ def test_plans_of_ranks_that_agree_verify_together(shardplan, plan, tmp_path):
     assert shardplan("show", plan, "-o", other).returncode == 0
     result = shardplan("validate", "--ranks-apart", *[plan] * (ranks - 1), other)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert f"ranks 0 to {ranks - 2}: {plan}: plan of " in result.stdout
     assert f"rank {ranks - 1}: {other}: plan of " in result.stdout
     assert f"{ranks} ranks: the plans verify together" in result.stdout
 

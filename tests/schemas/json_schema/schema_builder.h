@@ -58,6 +58,8 @@ class SchemaBuilder {
     const std::string name(kDefinition<T>.name);
     Json file = {{"$schema", "https://json-schema.org/draft/2020-12/schema"},
                  {"$id", "https://shardplan.dev/schemas/" + document_ + ".schema.json"},
+                 {"$comment",
+                  "Written by tools/update_schemas from schemas/src/documents/" + document_ + "_fields.h."},
                  {"title", "shardplan " + document_},
                  {"description", kDefinition<T>.says},
                  {"$ref", "#/$defs/" + name}};

@@ -76,7 +76,7 @@ TEST(RulesPage, EverySectionNamesFunctionsThatTheCodeDefines) {
     EXPECT_FALSE(proofs.empty()) << name << " names no `file.cc:Function` that is its proof";
     for (const Proof& proof : proofs) {
       // A definition starts a line; a call is indented.
-      const std::regex definition("(^|\n)[A-Za-z_:<>, ]*[ >]" + proof.function + "\\(");
+      const std::regex definition("(^|\n)[A-Za-z0-9_:<>, ]*[ >]" + proof.function + "\\(");
       EXPECT_TRUE(std::regex_search(Text(kFolder + proof.file), definition))
           << name << ": " << proof.file << " does not define " << proof.function;
     }
