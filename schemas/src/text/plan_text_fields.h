@@ -40,8 +40,8 @@ inline SegmentHeader SegmentHeaderOf(const Segment& segment) {
 template <>
 inline constexpr auto kFields<SegmentHeader> = FieldList(
     Required("name", &SegmentHeader::name), Optional("phase", &SegmentHeader::phase),
-    Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit), Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit),
-    Optional("grads", &SegmentHeader::grads));
+    Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit),
+    Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
 static_assert(std::tuple_size_v<std::remove_cv_t<decltype(kFields<SegmentHeader>)>> + 1 ==
               std::tuple_size_v<std::remove_cv_t<decltype(kFields<Segment>)>>);
 
