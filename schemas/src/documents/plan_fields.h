@@ -135,7 +135,7 @@ inline constexpr auto kFields<Segment> = FieldList(
     Required("name", &Segment::name, "For people: \"forward layers.0\"."),
     Optional("phase", &Segment::phase, "The part of the step. A segment that makes gradients is backward."),
     Optional("unit", &Segment::unit,
-             "In whose forward, backward or recomputation it is. Left out: in none's.")
+             "In whose forward, backward or recomputation it is; left out: in none's.")
         .Ref(RefKind::kUnit),
     Optional("reads", &Segment::reads, "Units whose unsharded parameters it reads.").Ref(RefKind::kUnit),
     Optional("grads", &Segment::grads, "Parameters whose unsharded gradient it makes or adds to.").Lines(),

@@ -13,10 +13,11 @@ bool IsCollective(InstructionKind kind) {
 }
 
 GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
-  std::vector<CommunicatorDim> digits = c.dims;
-  if (digits.empty()) digits.push_back({c.size, c.stride});
-  for (const CommunicatorDim& digit : digits) rank -= rank / digit.stride % digit.size * digit.stride;
-  return {c.name, c.size, c.stride, rank};
+  std::vector<std::pair<std::int64_t, std::int64_t>> digits;
+  for (const auto& [size, stride] : c.dims) digits.emplace_back(size, stride);
+  if (digits.empty()) digits.emplace_back(c.size, c.stride);
+  for (const auto& [size, stride] : digits) rank -= rank / stride % size * stride;
+  return {c.name, std::move(digits), rank};
 }
 
 CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
@@ -85,22 +86,28 @@ RankPrograms::RankPrograms(const std::vector<Plan>& plans_by_rank) : plans(plans
 }
 
 std::vector<std::int64_t> RankPrograms::Members(std::int32_t group) const {
-  const auto& [name, size, stride, first] = groups[group];
-  std::vector<std::int64_t> members;
-  for (std::int64_t k = 0; k < size; ++k) members.push_back(first + k * stride);
+  const auto& [name, digits, first] = groups[group];
+  std::vector<std::int64_t> members = {first};
+  for (const auto& [size, stride] : digits) {
+    const std::vector<std::int64_t> bases = std::exchange(members, {});
+    for (const std::int64_t base : bases) {
+      for (std::int64_t k = 0; k < size; ++k) members.push_back(base + k * stride);
+    }
+  }
+  std::ranges::sort(members);
+  SHARDPLAN_ASSERT(members.back() < std::ssize(plans),
+                   "CheckTables lets only communicators that divide the ranks through");
   return members;
 }
 
 std::vector<OrderFault> CollectiveOrder(const RankPrograms& programs) {
   std::vector<OrderFault> faults;
-  const std::int64_t ranks = std::ssize(programs.plans);
   for (std::int32_t group = 0; group < std::ssize(programs.groups); ++group) {
     const std::vector<std::int64_t> members = programs.Members(group);
     const std::int64_t first = members.front();
-    if (first >= ranks) continue;
     const std::vector<std::int32_t>& expected = programs.by_group[first][group];
     for (const std::int64_t rank : members) {
-      if (rank == first || rank >= ranks) continue;
+      if (rank == first) continue;
       const std::vector<std::int32_t>& own = programs.by_group[rank][group];
       const auto [differs, expected_differs] =
           std::ranges::mismatch(own, expected, [&](std::int32_t a, std::int32_t b) {

@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -12,8 +13,9 @@
 
 namespace shardplan::verifier {
 
-// One communicator of one group of ranks: name, size, stride, and the group's first rank.
-using GroupKey = std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>;
+// One communicator of one group of ranks: its name, the size and stride of the digits that its ranks differ
+// in, the most significant first, and the group's first rank.
+using GroupKey = std::tuple<std::string, std::vector<std::pair<std::int64_t, std::int64_t>>, std::int64_t>;
 
 // A collective as one rank issues it.
 struct CollectiveCall {
@@ -37,7 +39,7 @@ struct RankPrograms {
   std::vector<std::vector<CollectiveCall>> calls;                // by rank, in host order
   std::vector<std::vector<std::vector<std::int32_t>>> by_group;  // by rank, group: indices into calls[rank]
 
-  std::vector<std::int64_t> Members(std::int32_t group) const;
+  std::vector<std::int64_t> Members(std::int32_t group) const;  // ascending
 };
 
 // The rule collective_order: where a rank's calls on a communicator first differ from those of the group's

@@ -101,6 +101,34 @@ TEST(Ranks, ACollectiveThatOneRankLeavesOut) {
   EXPECT_EQ(RulesOf({a.plan(), b.plan()}), (std::set<std::string>{"collective_order"}));
 }
 
+// A group flattened from two dimensions that do not lie side by side: {0, 1, 4, 5} and {2, 3, 6, 7} of 8
+// ranks.
+Plan FlattenedGroups(int all_reduces) {
+  test::PlanBuilder b(8);
+  b.plan().communicators.push_back({"flat", 4, 1, {{2, 4}, {2, 1}}});
+  const UnitId unit = b.Unit("u");
+  const BufferId buffer = b.Buffer(BufferRole::kGradHost, unit);
+  b.plan().buffers[buffer].persistent = true;
+  b.Step("only").At(TriggerKind::kStepBegin);
+  for (int i = 0; i < all_reduces; ++i) b.AllReduce(buffer, 0, 1);
+  return b.plan();
+}
+
+TEST(Ranks, GroupsOfDimensionsThatDoNotLieSideBySide) {
+  std::vector<Plan> plans(8, FlattenedGroups(2));
+  plans[0].model = "another";  // so that the ranks are compared
+  EXPECT_THAT(VerifyRanks(plans), IsEmpty());
+  for (const std::size_t rank : {2U, 3U, 6U, 7U}) plans[rank] = FlattenedGroups(1);  // one whole group
+  EXPECT_THAT(VerifyRanks(plans), IsEmpty());
+  plans[5] = FlattenedGroups(1);
+  const std::vector<Violation> violations = VerifyRanks(plans);
+  ASSERT_EQ(violations.size(), 1U);
+  EXPECT_EQ(violations[0].rule, Rule::kCollectiveOrder);
+  EXPECT_EQ(violations[0].rank, 0);  // who issues the call that rank 5 leaves out
+  EXPECT_THAT(violations[0].message,
+              HasSubstr("collective number 2 on communicator flat differs between rank 0 and rank 5"));
+}
+
 TEST(Ranks, TwoCommunicatorsInOtherOrderOnOneStreamDeadlock) {
   TwoRanks a;
   a.AllReduce(0, 0).AllReduce(1, 0);
