@@ -64,7 +64,7 @@ Runtime::~Runtime() {
     adopt_ = {};
     extensions_.Clear();
     const ReleaseGil no_gil;
-    engine_.reset();
+    replayer_.reset();
     collectives_.reset();
     evaluation_.reset();
   }
@@ -82,9 +82,9 @@ void Runtime::SetShards(UnitId unit, std::vector<at::Tensor> padded) {
 }
 
 void Runtime::Start() {
-  auto engine = executor::Engine::Create(*plan_, rank_, *device_, *collectives_, this);
-  if (!engine) Throw(engine.error());
-  engine_ = std::move(*engine);
+  auto replayer = executor::Replayer::Create(*plan_, rank_, *device_, *collectives_, this);
+  if (!replayer) Throw(replayer.error());
+  replayer_ = std::move(*replayer);
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
@@ -98,8 +98,8 @@ void Runtime::AddParameter(UnitId unit, ModelParameter parameter) {
 }
 
 bool Runtime::BetweenSteps() const {
-  const TriggerKind next = engine_->Expected().kind;
-  return engine_->AtStepBegin() || next == TriggerKind::kOptimizerStep || next == TriggerKind::kZeroGrad ||
+  const TriggerKind next = replayer_->Expected().kind;
+  return replayer_->AtStepBegin() || next == TriggerKind::kOptimizerStep || next == TriggerKind::kZeroGrad ||
          next == TriggerKind::kStepEnd;
 }
 
@@ -109,26 +109,26 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
   // that a saved tensor has to know of (and dispatch is cheaper).
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   firing_ = trigger.kind;
-  OrThrow(engine_->Fire(trigger));
+  OrThrow(replayer_->Fire(trigger));
 }
 
 void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   if (on_demand_) [[unlikely]] {
     return Demand(kind, unit, full_precision);
   }
-  while (PassedSilently(engine_->Expected().kind)) {
-    if (engine_->AtStepBegin()) {
+  while (PassedSilently(replayer_->Expected().kind)) {
+    if (replayer_->AtStepBegin()) {
       AdoptReplacements();
       CheckRequiresGrad();
       full_precision_forwards_.clear();
     }
-    Fire(executor::TriggerKey(engine_->Expected()));
+    Fire(executor::TriggerKey(replayer_->Expected()));
   }
   if (on_fallback_end_ && !IsAsPlanned(kind, unit)) [[unlikely]] {
     Deviate(kind, unit);
     return Demand(kind, unit, full_precision);
   }
-  Fire({kind, unit, engine_->Expected().microbatch});
+  Fire({kind, unit, replayer_->Expected().microbatch});
 }
 
 // See [Note: evaluation]. Decided where a forward begins, for all of it.
@@ -205,7 +205,7 @@ void Runtime::PostForward(UnitId unit) {
 }
 
 void Runtime::Recompute(TriggerKind kind, UnitId unit) {
-  const executor::TriggerKey& expected = engine_->Expected();
+  const executor::TriggerKey& expected = replayer_->Expected();
   if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
 }
 
@@ -232,7 +232,7 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
   if (state.in_backward) {
     if (on_demand_ && state.flat && another_run) log_.push_back({TriggerKind::kPreBackward, unit, {}});
     // Another output tensor of the unit: a point that a plan may name, but need not.
-    const executor::TriggerKey& expected = engine_->Expected();
+    const executor::TriggerKey& expected = replayer_->Expected();
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
   }
   Pass(TriggerKind::kPreBackward, unit);
@@ -256,10 +256,10 @@ void Runtime::BackwardEnd() {
   backward_end_queued_ = false;
   forward_root_ = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
-  while (!on_demand_ && engine_->Expected().kind == TriggerKind::kPostBackward) {
-    const UnitId unit = engine_->Expected().unit;
+  while (!on_demand_ && replayer_->Expected().kind == TriggerKind::kPostBackward) {
+    const UnitId unit = replayer_->Expected().unit;
     if (on_fallback_end_ && !IsAsPlanned(TriggerKind::kPostBackward, unit)) break;
-    Fire(executor::TriggerKey(engine_->Expected()));
+    Fire(executor::TriggerKey(replayer_->Expected()));
   }
   const bool forgets = on_demand_ || order_.IsLastBackward(order_.NextHooked(Position()));
   Pass(TriggerKind::kBackwardEnd, -1);

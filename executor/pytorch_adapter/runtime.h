@@ -1,6 +1,6 @@
-// Runtime: what stands between a torch module and the engine. The hooks tell it which point they have passed;
-// it fires the plan's triggers and is the engine's Model: it swaps the modules' parameters and hands
-// gradients over both ways.
+// Runtime: what stands between a torch module and the replayer. The hooks tell it which point they have
+// passed; it fires the plan's triggers and is the replayer's Model: it swaps the modules' parameters and
+// hands gradients over both ways.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@
 #include "on_demand.h"
 #include "plan_order.h"
 #include "shardplan/executor/collectives.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
 
@@ -50,7 +50,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // ---- while a plan is applied, in this order ----
   // The padded flat shards of a unit, one per Unit::parameters. Used in place.
   void SetShards(UnitId unit, std::vector<at::Tensor> padded);
-  // Makes the engine. After all shards.
+  // Makes the replayer. After all shards.
   void Start();
   // The whole parameter, to be made an nn.Parameter of; its storage is empty while the unit is not gathered.
   at::Tensor UnshardedView(UnitId unit, std::int32_t parameter) const;
@@ -126,8 +126,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // By forward of that step: was it to have full precision?
   const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
   bool BetweenSteps() const;
-  // Where the engine is, for people.
-  std::string Where() const { return engine_ ? engine_->Where() : "not started"; }
+  // Where the replayer is, for people.
+  std::string Where() const { return replayer_ ? replayer_->Where() : "not started"; }
 
   // ---- executor::Model ----
   bool RunsItself() const override { return true; }
@@ -163,7 +163,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
 
   static constexpr UnitId kNoUnit = -2;
 
-  PlanPosition Position() const { return {engine_->step_index(), engine_->trigger_index()}; }
+  PlanPosition Position() const { return {replayer_->step_index(), replayer_->trigger_index()}; }
   bool IsEvaluation(UnitId entered);
   bool PassUserCall(UnitId unit);
   void UnshardOffPlan(UnitId unit, bool full_precision = false);
@@ -203,7 +203,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::int64_t rank_;
   std::unique_ptr<executor::TorchDevice> device_;
   std::unique_ptr<CustomCollectives> collectives_;
-  std::unique_ptr<executor::Engine> engine_;
+  std::unique_ptr<executor::Replayer> replayer_;
   std::vector<UnitState> units_;
   std::vector<std::vector<at::Tensor>> shards_;  // by unit and parameter
   std::unique_ptr<Evaluation> evaluation_;

@@ -51,12 +51,12 @@ void Runtime::Deviate(TriggerKind kind, UnitId unit) {
       throw std::runtime_error(fmt::format(
           "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
           "over the shards but not yet over the replicas: found {}, expected {}",
-          NameOf(*plan_, {kind, unit, 0}), NameOf(*plan_, engine_->Expected())));
+          NameOf(*plan_, {kind, unit, 0}), NameOf(*plan_, replayer_->Expected())));
     }
   }
   deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})",
-                           NameOf(*plan_, {kind, unit, engine_->Expected().microbatch}),
-                           NameOf(*plan_, engine_->Expected()), Where());
+                           NameOf(*plan_, {kind, unit, replayer_->Expected().microbatch}),
+                           NameOf(*plan_, replayer_->Expected()), Where());
   {
     const ReleaseGil no_gil;
     if (Result<bool> done = device_->Synchronize(); !done) {

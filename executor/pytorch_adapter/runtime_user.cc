@@ -17,8 +17,8 @@ bool Runtime::PassUserCall(UnitId unit) {
   const std::optional<PlanPosition> call = order_.NextUserCall(Position(), unit);
   if (!call) return false;
   for (bool last = false; !last;) {
-    last = engine_->trigger_index() == call->trigger && engine_->step_index() == call->step;
-    Fire(executor::TriggerKey(engine_->Expected()));
+    last = replayer_->trigger_index() == call->trigger && replayer_->step_index() == call->step;
+    Fire(executor::TriggerKey(replayer_->Expected()));
   }
   return true;
 }

@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "shardplan/executor/cuda_backend.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "tests/executor/step_plan.h"
 
 namespace shardplan::test {
@@ -22,7 +22,7 @@ class Gpu : public testing::Test {
   }
 };
 
-// A communicator of one rank, which the engine itself would not use: NCCL is set up, moves the data, and
+// A communicator of one rank, which the replayer itself would not use: NCCL is set up, moves the data, and
 // comes down. Reductions copy their input.
 class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::MemoryPlan> {
  protected:

@@ -28,7 +28,7 @@ struct ProcessGroupOptions {
   c10::intrusive_ptr<c10d::Store> store;
 };
 
-// `device` is the cpu device of the same engine and outlives it.
+// `device` is the cpu device of the same replayer and outlives it.
 std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options);
 
 struct GlooOptions {

@@ -185,7 +185,7 @@ class Applied:
     settings: dict = dataclasses.field(default_factory=dict)
 
     def start(self) -> None:
-        """The shards are there: makes the engine, and hooks it into the model."""
+        """The shards are there: makes the replayer, and hooks it into the model."""
         self.runtime.start()
         self.runtime.set_adopt(_adopter(self.plan, self.shards))
         for i, unit in enumerate(self.plan.units):
