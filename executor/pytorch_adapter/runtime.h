@@ -18,9 +18,9 @@
 #include "custom_comm.h"
 #include "evaluation.h"
 #include "extensions.h"
+#include "fallback_reduction.h"
 #include "flat_unit.h"
 #include "model_parameter.h"
-#include "on_demand.h"
 #include "plan_order.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/replayer.h"
@@ -154,7 +154,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
     bool backward_begun = false;        // from its pre_backward to the end of the backward
     std::set<const void*> to_run;       // of a group: the modules that have not been left yet
     bool unsharded = false;             // its modules hold the whole parameters
-    bool off_plan = false;              // gathered by something that is not in the plan
+    bool unplanned = false;             // gathered by something that is not in the plan
   };
   struct ReadyGradients {
     UnitId unit;
@@ -166,9 +166,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   PlanPosition Position() const { return {replayer_->step_index(), replayer_->trigger_index()}; }
   bool IsEvaluation(UnitId entered);
   bool PassUserCall(UnitId unit);
-  void UnshardOffPlan(UnitId unit, bool full_precision = false);
-  void ReshardOffPlan(UnitId unit);
-  void ReshardAllOffPlan();
+  void UnshardUnplanned(UnitId unit, bool full_precision = false);
+  void ReshardUnplanned(UnitId unit);
+  void ReshardAllUnplanned();
   // full_precision: as in PreForward.
   void Pass(TriggerKind kind, UnitId unit, bool full_precision = false);
   static at::Tensor LocalGradient(const ModelParameter& parameter);
@@ -179,9 +179,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void Demand(TriggerKind kind, UnitId unit, bool full_precision = false);
   at::Tensor TakeGradient(UnitId unit, std::int32_t parameter);
   at::Tensor TakeAccumulated(UnitId unit, std::int32_t parameter);
-  void ReduceOnDemand(UnitId unit);
-  void ReduceFlatOnDemand(UnitId unit);
-  void EndBackwardOnDemand();
+  void ReduceInFallback(UnitId unit);
+  void ReduceFlatInFallback(UnitId unit);
+  void EndBackwardInFallback();
   void Fire(const executor::TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
@@ -217,9 +217,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   UnitId evaluation_root_ = kNoUnit;   // in the forward outside the plan
   std::vector<ReadyGradients> ready_;  // reduced in this backward, handed to the parameters at its end
   bool backward_end_queued_ = false;
-  OnDemandReduction on_demand_reduction_;
+  FallbackReduction fallback_reduction_;
   PyRef on_fallback_end_;  // null: a deviation is an error
-  bool on_demand_ = false;
+  bool in_fallback_ = false;
   std::string deviation_;
   std::vector<Passed> log_;
   std::vector<bool> full_precision_forwards_;  // of the step under way

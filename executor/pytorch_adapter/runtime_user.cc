@@ -30,11 +30,11 @@ void Runtime::Unshard(UnitId unit) {
                                          plan_->units[unit].fqn, Where()));
   }
   AdoptReplacements();
-  UnshardOffPlan(unit);
+  UnshardUnplanned(unit);
 }
 
 void Runtime::Reshard(UnitId unit) {
-  if (units_[unit].off_plan) return ReshardOffPlan(unit);
+  if (units_[unit].unplanned) return ReshardUnplanned(unit);
   if (PassUserCall(unit) || !units_[unit].unsharded) return;
   throw std::runtime_error(fmt::format("shardplan: the plan has no call of reshard of {} here ({})",
                                        plan_->units[unit].fqn, Where()));

@@ -106,7 +106,7 @@ int Rank::ChooseGpu() const {
 Status Rank::MakeBackend() {
   std::unique_ptr<Spinner> spinner;
   if (options_.device == DeviceKind::kCuda) {
-    const auto memory = options_.arena ? executor::MemoryPlan::kArena : executor::MemoryPlan::kAllocator;
+    const auto memory = options_.arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
     Result<std::unique_ptr<executor::TorchDevice>> device = executor::MakeCudaDevice(ChooseGpu(), memory);
     if (!device) return std::unexpected(device.error());
     device_ = std::move(*device);
@@ -115,8 +115,8 @@ Status Rank::MakeBackend() {
     collectives_ = std::move(*collectives);
     spinner = MakeMatmulSpinner(device_->torch_device());
   } else {
-    device_ = executor::MakeCpuDevice(options_.arena ? executor::MemoryPlan::kArena
-                                                     : executor::MemoryPlan::kAllocator);
+    device_ = executor::MakeCpuDevice(options_.arena ? executor::MemorySource::kArena
+                                                     : executor::MemorySource::kAllocator);
     executor::GlooOptions gloo;
     gloo.store = store_;
     gloo.timeout = timeout();

@@ -184,7 +184,7 @@ def skipping(model: nn.Module, step: int):
     model.used_twice = 1 if step >= 4 else None
 
 
-def deviation_is_planned_again(plan: str, mesh) -> tuple[float, str]:
+def deviation_is_replanned(plan: str, mesh) -> tuple[float, str]:
     ours = sp.apply(make_model(DEFAULT), plan, mesh, on_deviation="replan")
     theirs = with_fsdp2(DEFAULT, make_model(DEFAULT), mesh)
     trainers = Trainer(DEFAULT, ours, PlanCalls(ours)), Trainer(DEFAULT, theirs, Fsdp2Calls(theirs))
@@ -285,7 +285,7 @@ FEATURES = (
     custom_collectives,
     from_meta,
     summon,
-    deviation_is_planned_again,
+    deviation_is_replanned,
     deviation_stops,
     evaluation_between_forward_and_backward,
 )

@@ -22,7 +22,7 @@ int CudaDeviceCount();
 // NCCL's memory (ncclMemAlloc) where that is to be had, and MakeNcclCollectives registers it with every
 // communicator.
 Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index,
-                                                    MemoryPlan memory = MemoryPlan::kAllocator);
+                                                    MemorySource memory = MemorySource::kAllocator);
 
 struct NcclOptions {
   std::chrono::milliseconds timeout{600'000};

@@ -20,7 +20,7 @@ from ._init import Initialise, Source, reset_parameters
 from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
 from ._precision import casts_of, precision_of, rule_of, torch_dtype
-from ._replan import plan_again
+from ._replan import replan
 from ._shard import (
     ShardedParameter,
     adopt_parameter,
@@ -212,15 +212,15 @@ class Applied:
 
         def on_step_end() -> None:
             if applied() is not None:
-                applied().plan_again()
+                applied().replan()
 
         self.runtime.fall_back_on_deviation(on_step_end)
 
-    def plan_again(self) -> None:
+    def replan(self) -> None:
         """The step that deviated is over: the next one follows a plan made of the points that it passed."""
         names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
         warnings.warn(f"shardplan: {self.runtime.deviation}; the next step is planned again", stacklevel=2)
-        plan = plan_again(self.plan, self.runtime.log, names, self.runtime.full_precision_forwards)
+        plan = replan(self.plan, self.runtime.log, names, self.runtime.full_precision_forwards)
         if [unit.modules for unit in plan.units] != [unit.modules for unit in self.plan.units]:
             raise PlanError("planning again made other units")
         for handle in self.handles:
