@@ -74,7 +74,7 @@ std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike
 namespace {
 
 // Between steps there are no gradients.
-Bytes OutsideBytes(const MemoryPlan& input, bool at_peak) {
+Bytes OutsideBytes(const PlanAndUnmanaged& input, bool at_peak) {
   const UnmanagedParameters& unmanaged = input.unmanaged;
   return input.plan.cluster.device.context_bytes + NcclBufferBytes(input.plan) + unmanaged.parameter_bytes +
          unmanaged.state_bytes + (at_peak ? unmanaged.gradient_bytes : Bytes{});
@@ -82,14 +82,15 @@ Bytes OutsideBytes(const MemoryPlan& input, bool at_peak) {
 
 }  // namespace
 
-bool FitsDevice(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
+bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const ReservedMemory* reserved) {
   if (reserved != nullptr && reserved->out_of_memory) return false;
   const Device& device = input.plan.cluster.device;
   const Bytes peak = reserved != nullptr ? reserved->peak_reserved_bytes : rows.peak.total_bytes;
   return device.memory_bytes.value == 0 || peak + OutsideBytes(input, true) <= device.memory_bytes;
 }
 
-std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
+std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
+                        const ReservedMemory* reserved) {
   const Plan& plan = input.plan;
   const MemoryPeak& peak = rows.peak;
   const MemoryRow& end = rows.rows.back();

@@ -34,12 +34,12 @@ constexpr std::string_view kBody = R"page(
 // The data of the page, as memory.js reads it.
 class PageData {
  public:
-  PageData(const Plan& plan, const MemoryStream& stream, const ReservedMemory* reserved)
-      : plan_(plan), stream_(stream), reserved_(reserved) {
+  PageData(const Plan& plan, const MemoryHistory& history, const ReservedMemory* reserved)
+      : plan_(plan), history_(history), reserved_(reserved) {
     const std::int32_t steady = plan.steps.size() == 1 ? 0 : plan.steady_step;
-    begin_ = end_ = static_cast<std::int32_t>(stream.actions.size());
-    for (std::size_t a = stream.first_recorded; a < stream.actions.size(); ++a) {
-      if (stream.actions[a].at.step != steady) continue;
+    begin_ = end_ = static_cast<std::int32_t>(history.actions.size());
+    for (std::size_t a = history.first_recorded; a < history.actions.size(); ++a) {
+      if (history.actions[a].at.step != steady) continue;
       begin_ = std::min(begin_, static_cast<std::int32_t>(a));
       end_ = static_cast<std::int32_t>(a);
     }
@@ -71,8 +71,8 @@ class PageData {
   Json Marks() {
     Json marks = Json::array();
     std::int32_t trigger = -2;
-    for (std::int32_t a = begin_; a <= end_ && static_cast<std::size_t>(a) < stream_.actions.size(); ++a) {
-      const MemoryPoint& at = stream_.actions[static_cast<std::size_t>(a)].at;
+    for (std::int32_t a = begin_; a <= end_ && static_cast<std::size_t>(a) < history_.actions.size(); ++a) {
+      const MemoryPoint& at = history_.actions[static_cast<std::size_t>(a)].at;
       if (at.trigger == trigger) continue;
       trigger = at.trigger;
       const auto& triggers = plan_.steps[static_cast<std::size_t>(at.step)].triggers;
@@ -86,15 +86,15 @@ class PageData {
   // [bytes, category, unit, label, born, died, address, size of the caching allocator's block].
   Json Blocks() {
     Json blocks = Json::array();
-    for (std::size_t b = 0; b < stream_.blocks.size(); ++b) {
-      const MemoryBlock& block = stream_.blocks[b];
+    for (std::size_t b = 0; b < history_.blocks.size(); ++b) {
+      const MemoryBlock& block = history_.blocks[b];
       if (block.requested_bytes.value == 0 || block.born > end_ || (block.died >= 0 && block.died < begin_))
         continue;
       const std::int64_t bytes =
           (block.requested_bytes.value + kGranularity - 1) / kGranularity * kGranularity;
       BlockPlacement at;
       if (reserved_ != nullptr && b < reserved_->placements.size()) at = reserved_->placements[b];
-      const std::size_t label = LabelIndex(BlockName(plan_, stream_, static_cast<std::int32_t>(b)));
+      const std::size_t label = LabelIndex(BlockName(plan_, history_, static_cast<std::int32_t>(b)));
       blocks.push_back({bytes, block.category, block.unit, label, block.born, block.died,
                         at.address - base_address(), at.size_bytes.value});
     }
@@ -120,7 +120,7 @@ class PageData {
   }
 
   const Plan& plan_;
-  const MemoryStream& stream_;
+  const MemoryHistory& history_;
   const ReservedMemory* reserved_;
   std::int32_t begin_ = 0;
   std::int32_t end_ = 0;
@@ -130,8 +130,8 @@ class PageData {
 
 }  // namespace
 
-std::string MemoryHtml(const Plan& plan, const MemoryStream& stream, const ReservedMemory* reserved) {
-  const MemoryExplanation explanation = ExplainMemory(plan, stream);
+std::string MemoryHtml(const Plan& plan, const MemoryHistory& history, const ReservedMemory* reserved) {
+  const MemoryExplanation explanation = ExplainMemory(plan, history);
   const std::string model = internal::HtmlText(plan.model.empty() ? "shardplan" : plan.model);
   std::string body(kBody);
   internal::Replace(body, "@MODEL", model);
@@ -145,7 +145,7 @@ std::string MemoryHtml(const Plan& plan, const MemoryStream& stream, const Reser
   const Bytes held = reserved == nullptr ? Bytes{} : reserved->peak_reserved_bytes;
   internal::Replace(body, "@RESERVED", fmt::format("At most {} reserved.", internal::Gibibytes(held)));
   std::string out = internal::PageHead(model + " &ndash; memory", body);
-  out += internal::ScriptJson(PageData(plan, stream, reserved).Make(explanation.peak_action));
+  out += internal::ScriptJson(PageData(plan, history, reserved).Make(explanation.peak_action));
   out += internal::PageTail(internal::MemoryScript());
   return out;
 }

@@ -1,4 +1,4 @@
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 
 #include <algorithm>
 #include <map>
@@ -30,7 +30,7 @@ std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
 
 class StreamBuilder {
  public:
-  StreamBuilder(const Plan& plan, const MemoryStreamOptions& options)
+  StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options)
       : plan_(plan), options_(options), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
     states_made_.resize(plan.units.size() + 1);
@@ -47,7 +47,7 @@ class StreamBuilder {
     SizeStorages();
   }
 
-  MemoryStream Build() {
+  MemoryHistory Build() {
     for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
       if (plan_.buffers[b].persistent) AllocateBuffer(static_cast<BufferId>(b), 0);
     }
@@ -58,9 +58,9 @@ class StreamBuilder {
                 .part = static_cast<std::int32_t>(b)});
     }
     if (plan_.steps.size() == 1) RunStep(0);
-    stream_.first_recorded = stream_.actions.size();
+    history_.first_recorded = history_.actions.size();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) RunStep(static_cast<std::int32_t>(s));
-    return std::move(stream_);
+    return std::move(history_);
   }
 
  private:
@@ -117,16 +117,17 @@ class StreamBuilder {
   }
 
   std::int32_t Allocate(MemoryBlock block) {
-    const auto index = static_cast<std::int32_t>(stream_.blocks.size());
-    block.born = static_cast<std::int32_t>(stream_.actions.size());
-    stream_.blocks.push_back(block);
-    stream_.actions.push_back({index, false, at_});
+    const auto index = static_cast<std::int32_t>(history_.blocks.size());
+    block.born = static_cast<std::int32_t>(history_.actions.size());
+    history_.blocks.push_back(block);
+    history_.actions.push_back({index, false, at_});
     return index;
   }
   void Free(std::int32_t block) {
     if (block < 0) return;
-    stream_.blocks[static_cast<std::size_t>(block)].died = static_cast<std::int32_t>(stream_.actions.size());
-    stream_.actions.push_back({block, true, at_});
+    history_.blocks[static_cast<std::size_t>(block)].died =
+        static_cast<std::int32_t>(history_.actions.size());
+    history_.actions.push_back({block, true, at_});
   }
 
   Memory& NewMemory(BufferId id) {
@@ -397,10 +398,10 @@ class StreamBuilder {
   bool TakeNewGrad(BufferId id, std::size_t part, Memory& memory) {
     const Bytes wanted = BufferOf(id).parts_bytes[part];
     const auto found = std::ranges::find_if(new_grads_, [&](std::int32_t b) {
-      return stream_.blocks[static_cast<std::size_t>(b)].requested_bytes == wanted;
+      return history_.blocks[static_cast<std::size_t>(b)].requested_bytes == wanted;
     });
     if (found == new_grads_.end()) return false;
-    MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(*found)];
+    MemoryBlock& block = history_.blocks[static_cast<std::size_t>(*found)];
     block.unit = BufferOf(id).unit;
     block.buffer = id;
     block.part = static_cast<std::int32_t>(part);
@@ -430,9 +431,9 @@ class StreamBuilder {
   }
 
   const Plan& plan_;
-  const MemoryStreamOptions& options_;
+  const MemoryHistoryOptions& options_;
   AliveBuffers alive_;
-  MemoryStream stream_;
+  MemoryHistory history_;
   std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
   std::vector<Memory> memories_;
   std::vector<std::int32_t> unused_memories_;
@@ -451,7 +452,7 @@ class StreamBuilder {
 
 }  // namespace
 
-MemoryStream MemoryStreamOf(const Plan& plan, const MemoryStreamOptions& options) {
+MemoryHistory MemoryHistoryOf(const Plan& plan, const MemoryHistoryOptions& options) {
   return StreamBuilder(plan, options).Build();
 }
 

@@ -12,7 +12,7 @@ namespace shardplan::internal {
 
 // Memory goes when no name holds it any more; a name that is bound again lets go of what it held only after
 // the new value is there. That is why a loop has one iteration's tensors while it makes the next one's.
-class StepNames {
+class PythonLocals {
  public:
   using Tensors = std::vector<Bytes>;
 
