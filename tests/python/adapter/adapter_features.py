@@ -121,12 +121,12 @@ def from_meta(plan: str, mesh) -> tuple[float, str]:
         model = build("mlp")
     torch.manual_seed(100 + dist.get_rank())
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.normal_(std=0.1)
 
-    sp.apply(model, plan, mesh, initialise=initialise, broadcast_from_rank_0=True)
+    sp.apply(model, plan, mesh, initialize=initialize, broadcast_from_rank_0=True)
     drawn = parameters_of(model)
     torch.manual_seed(100)
     same = build("mlp")
