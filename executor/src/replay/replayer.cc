@@ -8,6 +8,7 @@
 
 #include "replay/program.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/plan_text.h"
 
@@ -112,13 +113,17 @@ class Replayer::Impl {
 Status Replayer::Impl::Prepare(std::int64_t rank) {
   if (Status status = device_.Prepare(plan_); !status) return status;
   if (Status status = collectives_.Prepare(plan_, rank); !status) return status;
-  for (const CopySpec& copy : program_.copies) {
-    if (Result<CopyId> id = device_.PrepareCopy(copy); !id) return std::unexpected(id.error());
+  for (CopyId expected = 0; const CopySpec& copy : program_.copies) {
+    const Result<CopyId> id = device_.PrepareCopy(copy);
+    if (!id) return std::unexpected(id.error());
+    SHARDPLAN_ASSERT(*id == expected, "a device numbers copies in the order in which they are prepared");
+    ++expected;
   }
-  for (const CollectiveSpec& collective : program_.collectives) {
-    if (Result<CollectiveId> id = collectives_.PrepareCollective(collective); !id) {
-      return std::unexpected(id.error());
-    }
+  for (CollectiveId expected = 0; const CollectiveSpec& collective : program_.collectives) {
+    const Result<CollectiveId> id = collectives_.PrepareCollective(collective);
+    if (!id) return std::unexpected(id.error());
+    SHARDPLAN_ASSERT(*id == expected, "collectives are numbered in the order in which they are prepared");
+    ++expected;
   }
   return {};
 }
@@ -170,6 +175,7 @@ void Replayer::Impl::EndTrigger() {
   in_trigger_ = false;
   op_ = 0;
   const std::int32_t step = program_.triggers[trigger_].step;
+  SHARDPLAN_ASSERT(trigger_ < program_.step_begin[step + 1], "a trigger is one of its step");
   ++trigger_;
   if (trigger_ < program_.step_begin[step + 1]) return;
   ++steps_completed_;
@@ -183,6 +189,7 @@ Result<bool> Replayer::Impl::Advance() {
   }
   if (!in_trigger_) return true;
   const ProgramTrigger& trigger = program_.triggers[trigger_];
+  SHARDPLAN_ASSERT(op_ < trigger.count, "Begin and Advance end a trigger after its last instruction");
   if (observer_ != nullptr && !op_begun_) observer_->BeforeInstruction(CurrentInstruction());
   op_begun_ = true;
   bool blocked = false;

@@ -9,6 +9,7 @@
 #include "memory/kernel_memory.h"
 #include "memory/memory_categories.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -125,8 +126,9 @@ class StreamBuilder {
   }
   void Free(std::int32_t block) {
     if (block < 0) return;
-    history_.blocks[static_cast<std::size_t>(block)].died =
-        static_cast<std::int32_t>(history_.actions.size());
+    MemoryBlock& freed = history_.blocks[static_cast<std::size_t>(block)];
+    SHARDPLAN_ASSERT(freed.died < 0, "whoever frees a block forgets it");
+    freed.died = static_cast<std::int32_t>(history_.actions.size());
     history_.actions.push_back({block, true, at_});
   }
 
@@ -186,6 +188,7 @@ class StreamBuilder {
     const std::int32_t index = std::exchange(MemoryIndex(id), -1);
     if (index < 0) return;
     Memory& memory = MemoryAt(index);
+    SHARDPLAN_ASSERT(memory.names > 0, "each buffer that names the memory was counted");
     if (--memory.names > 0) return;
     for (const std::int32_t block : memory.parts) Free(block);
     unused_memories_.push_back(index);

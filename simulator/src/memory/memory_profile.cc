@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -132,9 +133,11 @@ class Profiler {
     const MemoryPoint instruction{at.step, at.trigger, at.instruction, -1};
     if (segment_ != nullptr && instruction == segment_at_ && entry_ <= at.entry + 1) return;
     segment_at_ = instruction;
+    SHARDPLAN_ASSERT(at.trigger >= 0 && at.instruction >= 0, "only an action of a segment has an entry");
     const Trigger& trigger =
         plan_.steps[static_cast<std::size_t>(at.step)].triggers[static_cast<std::size_t>(at.trigger)];
     const Instruction& compute = trigger.instructions[static_cast<std::size_t>(at.instruction)];
+    SHARDPLAN_ASSERT(compute.segment >= 0, "only a compute instruction has entries");
     segment_ = &plan_.segments[static_cast<std::size_t>(compute.segment)];
     segment_operators_ = std::ranges::count_if(
         segment_->entries, [](const SegmentEntry& e) { return std::holds_alternative<OperatorEvent>(e); });

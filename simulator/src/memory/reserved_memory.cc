@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -120,6 +121,8 @@ class Reserver {
     const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
     completion_.AdvanceTo(action.at);
     BlockId& id = blocks_[static_cast<std::size_t>(action.block)];
+    SHARDPLAN_ASSERT(action.frees != (id == kNoBlock),
+                     "a block of the history is allocated once, then freed");
     if (action.frees) {
       if (id < 0) return;
       for (const StreamId used : SafeAfter(action.at)) allocator_.RecordStream(id, used);
