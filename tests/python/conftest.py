@@ -3,13 +3,10 @@
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# tracer_support is used by the tests of commands, too.
-sys.path.append(str(ROOT / "tests" / "python" / "tracer"))
 
 
 def build_folder() -> pathlib.Path:
