@@ -25,7 +25,7 @@ bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const Res
 std::string RowsJson(const Plan& plan, const MemoryRows& rows);
 
 // Reserved peak, fragmentation, and what other settings of the allocator would save. `without_limit`: the
-// reserved peak on a device without end, told where the memory does not suffice.
+// reserved peak on a device without end, printed where the memory does not suffice.
 std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
                           const std::vector<SettingsTrial>& trials);
 

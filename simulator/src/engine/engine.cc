@@ -127,7 +127,7 @@ class StepRunner {
         next_ns = std::min(next_ns, stream.status == Status::kActive ? stream.finish_ns : stream.wake_ns);
       }
       if (next_ns == kNever) return slot < 0;
-      SHARDPLAN_ASSERT(next_ns >= now_ns_, "what is active ends now or later: time goes one way");
+      SHARDPLAN_ASSERT(next_ns >= now_ns_, "what is active ends now or later");
       AccountUntil(next_ns);
       now_ns_ = next_ns;
       for (std::size_t s = 0; s < streams_.size(); ++s) {
@@ -179,7 +179,7 @@ class StepRunner {
   }
 
   void Pop(StreamState& stream) {
-    SHARDPLAN_ASSERT(stream.head >= 0, "only a stream with something at its head goes on");
+    SHARDPLAN_ASSERT(stream.head >= 0, "only a stream with an instruction at its head is advanced");
     stream.head = step_.next_in_stream[Index(stream.head)];
     stream.next_operator = 0;
     stream.span = -1;
@@ -357,7 +357,7 @@ class StepRunner {
     Count(stream, -1);
     stream.status = Status::kReady;
     const EngineInstruction& instruction = step_.code[Index(stream.head)];
-    if (instruction.op == EngineOp::kSegment) return;  // StartOperators goes on, or ends it
+    if (instruction.op == EngineOp::kSegment) return;  // StartOperators starts the next operators, or ends it
     if (instruction.work == WorkClass::kCollective) {
       const CollectiveGroup& group = step_.groups[Index(instruction.operand)];
       ++finished_in_[Index(group.communicator)];

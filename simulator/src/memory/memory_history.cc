@@ -201,7 +201,7 @@ class StreamBuilder {
   }
 
   // A gradient may have several buffers: taken with others of its unit in one step, and by itself in another.
-  // Whichever of them it was counted for, it goes with the one that is freed.
+  // It is freed with the buffer that the plan frees, whichever of them it was counted for.
   bool SharesGradients(BufferId id) const {
     const Buffer& buffer = BufferOf(id);
     return buffer.role == BufferRole::kGradUnsharded && Has(grad_buffers_, buffer.unit) &&
@@ -364,7 +364,7 @@ class StreamBuilder {
   }
 
   // The gradients that the segment lists are alive from now on. What it allocated for a gradient that existed
-  // before was added to that one and is gone.
+  // before was added to that one and is freed.
   void SettleGradients(const Segment& segment, MemoryBlock block) {
     std::vector<std::pair<BufferId, std::size_t>> missing;
     for (const SegmentGrad& grad : segment.grads) {
@@ -414,7 +414,7 @@ class StreamBuilder {
   }
 
   void RunOptimizer(UnitId unit) {
-    if (says_optimizer_) return;  // the plan says it all
+    if (says_optimizer_) return;  // the plan's buffers say all of it
     MemoryBlock block{.category = CategoryOf(BufferRole::kOptimizerState), .unit = unit};
     std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
     if (!made) {

@@ -77,7 +77,7 @@ void MakeAndDrop(PythonLocals& names, std::string_view name, std::vector<Bytes> 
 }
 
 // What the gradient is called: a copy when it is negated, and again when the parameter's decay is added to
-// it; foreach adds that to the copy in place, and lets go of the list before.
+// it; foreach adds that to the copy in place, and drops the list before.
 void TakeGradient(const Optimizer& optimizer, const std::vector<Bytes>& sizes, bool adds_decay,
                   PythonLocals& names) {
   const bool foreach = ImplementationOf(optimizer) == OptimizerImplementation::kForeach;
