@@ -20,7 +20,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::int64_t kGranularity = 512;
 
-constexpr std::string_view kBody = R"page(
+constexpr std::string_view kMemoryBody = R"page(
 <main>
 <header><h1>@MODEL</h1><span class="sub">@ABOUT</span></header>
 <section><h2>Allocated bytes over the steady step</h2><p class="hint">@PEAK Wheel zooms, drag moves, double click shows the whole step.</p>
@@ -133,7 +133,7 @@ class PageData {
 std::string MemoryHtml(const Plan& plan, const MemoryHistory& history, const ReservedMemory* reserved) {
   const MemoryExplanation explanation = ExplainMemory(plan, history);
   const std::string model = internal::HtmlText(plan.model.empty() ? "shardplan" : plan.model);
-  std::string body(kBody);
+  std::string body(kMemoryBody);
   internal::Replace(body, "@MODEL", model);
   internal::Replace(
       body, "@ABOUT",

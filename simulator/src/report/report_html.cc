@@ -216,7 +216,7 @@ Json Comparison(const std::vector<const Simulation*>& simulations) {
   });
 }
 
-constexpr std::string_view kBody = R"page(
+constexpr std::string_view kReportBody = R"page(
 <main>
 <header><h1>@MODEL</h1><span class="sub">@CLUSTER</span><span class="tabs" id="tabs"></span></header>
 <div class="cards" id="cards"></div>
@@ -240,7 +240,7 @@ std::string ReportHtml(const std::vector<const Plan*>& plans,
   const std::vector<std::string> titles = Titles(simulations);
   const Report first = simulations.empty() ? Report{} : simulations.front()->report;
   const std::string model = first.model.empty() ? "shardplan" : first.model;
-  std::string body(kBody);
+  std::string body(kReportBody);
   internal::Replace(body, "@MODEL", internal::HtmlText(model));
   internal::Replace(
       body, "@CLUSTER",
