@@ -13,10 +13,6 @@ namespace {
 
 using Json = CheckedJson;
 
-constexpr std::string_view kModule = "a module of the recording";
-constexpr std::string_view kForward = "the index of a forward";
-constexpr std::string_view kParameter = "a parameter of the recording";
-
 std::string Fqn(const std::string& name) { return name == DisplayName("") ? "" : name; }
 
 DType ToDType(const Json& name) {
@@ -40,6 +36,10 @@ class Fsdp1Converter {
   }
 
  private:
+  static constexpr std::string_view kModule = "a module of the recording";
+  static constexpr std::string_view kForward = "the index of a forward";
+  static constexpr std::string_view kParameter = "a parameter of the recording";
+
   ModuleId ModuleOf(const Json& name) const {
     const auto found = module_id_.find(Fqn(name));
     if (found == module_id_.end()) name.Fail(kModule);

@@ -12,9 +12,6 @@ namespace {
 
 using Json = CheckedJson;
 
-constexpr std::string_view kModule = "a module of the recording";
-constexpr std::string_view kParameter = "a parameter of the recording";
-
 class Fsdp2Converter {
  public:
   explicit Fsdp2Converter(Json json) : json_(json) {}
@@ -32,6 +29,9 @@ class Fsdp2Converter {
   }
 
  private:
+  static constexpr std::string_view kModule = "a module of the recording";
+  static constexpr std::string_view kParameter = "a parameter of the recording";
+
   static DType ToDType(const Json& name) {
     const std::optional<DType> dtype = DTypeFromName(name.Get<std::string>());
     if (!dtype) name.Fail("the name of a dtype");
