@@ -1,4 +1,5 @@
-// The module hooks: Python callables implemented in C++, so that a hook's way into the engine is one C call.
+// The module hooks: Python callables implemented in C++, so that a hook's way into the replayer is one C
+// call.
 #pragma once
 
 #include <Python.h>

@@ -35,7 +35,7 @@ T ValueOrThrow(Result<T> result) {
 // of the executor's own, made through `store`.
 std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
                                      ProcessGroups groups, StorePointer store, double timeout_s, bool arena) {
-  const auto memory = arena ? executor::MemoryPlan::kArena : executor::MemoryPlan::kAllocator;
+  const auto memory = arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
   const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
   std::unique_ptr<executor::TorchDevice> torch_device;
   std::unique_ptr<executor::Collectives> collectives;

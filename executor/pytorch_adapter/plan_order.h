@@ -1,4 +1,4 @@
-// What comes next in a plan, beyond the one trigger that the engine names.
+// What comes next in a plan, beyond the one trigger that the replayer names.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ namespace shardplan::python {
 // The error of a Python call that failed, as a Status.
 Status PythonError(const char* doing);
 
-// The GIL for a callback of the engine, which runs without it.
+// The GIL for a callback of the replayer, which runs without it.
 class HoldGil {
  public:
   HoldGil() : state_(PyGILState_Ensure()) {}
@@ -24,7 +24,7 @@ class HoldGil {
   PyGILState_STATE state_;
 };
 
-// Lets go of the GIL, if this thread holds it, while the engine may block on other ranks.
+// Lets go of the GIL, if this thread holds it, while the replayer may block on other ranks.
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}

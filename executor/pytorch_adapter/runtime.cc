@@ -37,7 +37,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       unsharded_buffer_(plan_->units.size(), -1),
       extensions_(*plan_, *device_),
       order_(*plan_),
-      on_demand_reduction_(*plan_, rank_, std::move(groups)) {
+      fallback_reduction_(*plan_, rank_, std::move(groups)) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     buffer_parameters_.push_back(buffer.unit < 0 ? std::vector<std::int32_t>()
@@ -64,7 +64,7 @@ Runtime::~Runtime() {
     adopt_ = {};
     extensions_.Clear();
     const ReleaseGil no_gil;
-    engine_.reset();
+    replayer_.reset();
     collectives_.reset();
     evaluation_.reset();
   }
@@ -82,9 +82,9 @@ void Runtime::SetShards(UnitId unit, std::vector<at::Tensor> padded) {
 }
 
 void Runtime::Start() {
-  auto engine = executor::Engine::Create(*plan_, rank_, *device_, *collectives_, this);
-  if (!engine) Throw(engine.error());
-  engine_ = std::move(*engine);
+  auto replayer = executor::Replayer::Create(*plan_, rank_, *device_, *collectives_, this);
+  if (!replayer) Throw(replayer.error());
+  replayer_ = std::move(*replayer);
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
@@ -98,8 +98,8 @@ void Runtime::AddParameter(UnitId unit, ModelParameter parameter) {
 }
 
 bool Runtime::BetweenSteps() const {
-  const TriggerKind next = engine_->Expected().kind;
-  return engine_->AtStepBegin() || next == TriggerKind::kOptimizerStep || next == TriggerKind::kZeroGrad ||
+  const TriggerKind next = replayer_->Expected().kind;
+  return replayer_->AtStepBegin() || next == TriggerKind::kOptimizerStep || next == TriggerKind::kZeroGrad ||
          next == TriggerKind::kStepEnd;
 }
 
@@ -109,26 +109,26 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
   // that a saved tensor has to know of (and dispatch is cheaper).
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   firing_ = trigger.kind;
-  OrThrow(engine_->Fire(trigger));
+  OrThrow(replayer_->Fire(trigger));
 }
 
 void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
-  if (on_demand_) [[unlikely]] {
+  if (in_fallback_) [[unlikely]] {
     return Demand(kind, unit, full_precision);
   }
-  while (PassedSilently(engine_->Expected().kind)) {
-    if (engine_->AtStepBegin()) {
+  while (PassedSilently(replayer_->Expected().kind)) {
+    if (replayer_->AtStepBegin()) {
       AdoptReplacements();
       CheckRequiresGrad();
       full_precision_forwards_.clear();
     }
-    Fire(executor::TriggerKey(engine_->Expected()));
+    Fire(executor::TriggerKey(replayer_->Expected()));
   }
   if (on_fallback_end_ && !IsAsPlanned(kind, unit)) [[unlikely]] {
     Deviate(kind, unit);
     return Demand(kind, unit, full_precision);
   }
-  Fire({kind, unit, engine_->Expected().microbatch});
+  Fire({kind, unit, replayer_->Expected().microbatch});
 }
 
 // See [Note: evaluation]. Decided where a forward begins, for all of it.
@@ -136,9 +136,9 @@ bool Runtime::IsEvaluation(UnitId entered) {
   if (evaluation_root_ != kNoUnit) {
     if (evaluation_root_ != entered && !at::GradMode::is_enabled()) return true;
     evaluation_root_ = kNoUnit;  // an exception ended that forward
-    ReshardAllOffPlan();
+    ReshardAllUnplanned();
   }
-  if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || on_demand_) return false;
+  if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || in_fallback_) return false;
   const PlanPosition next = order_.NextHooked(Position());
   const Trigger& trigger = order_.At(next);
   if (trigger.kind == TriggerKind::kPreForward && trigger.unit == entered && order_.HasNoBackward(next)) {
@@ -149,7 +149,7 @@ bool Runtime::IsEvaluation(UnitId entered) {
   return true;
 }
 
-void Runtime::UnshardOffPlan(UnitId unit, bool full_precision) {
+void Runtime::UnshardUnplanned(UnitId unit, bool full_precision) {
   if (units_[unit].unsharded) return;
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -164,29 +164,29 @@ void Runtime::UnshardOffPlan(UnitId unit, bool full_precision) {
   OrThrow(ShardedParametersRead(unit));
   OrThrow(evaluation_->Unshard(unit, full_precision, *extended));
   OrThrow(BindUnsharded(unit, -1));
-  units_[unit].off_plan = true;
+  units_[unit].unplanned = true;
 }
 
-void Runtime::ReshardOffPlan(UnitId unit) {
-  if (!units_[unit].off_plan) return;
+void Runtime::ReshardUnplanned(UnitId unit) {
+  if (!units_[unit].unplanned) return;
   const ReleaseGil no_gil;
-  units_[unit].off_plan = false;
+  units_[unit].unplanned = false;
   OrThrow(BindSharded(unit, -1));
   OrThrow(evaluation_->Reshard(unit));
 }
 
-void Runtime::ReshardAllOffPlan() {
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) ReshardOffPlan(static_cast<UnitId>(unit));
+void Runtime::ReshardAllUnplanned() {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) ReshardUnplanned(static_cast<UnitId>(unit));
 }
 
 void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
   if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
-  if (IsEvaluation(unit)) return UnshardOffPlan(unit, full_precision);
+  if (IsEvaluation(unit)) return UnshardUnplanned(unit, full_precision);
   const bool outermost = forward_root_ == kNoUnit;
   if (outermost) {
     forward_root_ = unit;
-    ReshardAllOffPlan();
+    ReshardAllUnplanned();
   }
   Pass(TriggerKind::kPreForward, unit, full_precision);
   if (outermost && !backward_end_queued_) full_precision_forwards_.push_back(full_precision);
@@ -196,7 +196,7 @@ void Runtime::PostForward(UnitId unit) {
   if (unit < 0) return;
   ++units_[unit].runs;
   if (evaluation_root_ != kNoUnit) {
-    ReshardOffPlan(unit);
+    ReshardUnplanned(unit);
     if (evaluation_root_ == unit) evaluation_root_ = kNoUnit;
     return;
   }
@@ -205,7 +205,7 @@ void Runtime::PostForward(UnitId unit) {
 }
 
 void Runtime::Recompute(TriggerKind kind, UnitId unit) {
-  const executor::TriggerKey& expected = engine_->Expected();
+  const executor::TriggerKey& expected = replayer_->Expected();
   if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
 }
 
@@ -230,9 +230,9 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
   UnitState& state = units_[unit];
   const bool another_run = std::exchange(state.run_in_backward, run) != run;
   if (state.in_backward) {
-    if (on_demand_ && state.flat && another_run) log_.push_back({TriggerKind::kPreBackward, unit, {}});
+    if (in_fallback_ && state.flat && another_run) log_.push_back({TriggerKind::kPreBackward, unit, {}});
     // Another output tensor of the unit: a point that a plan may name, but need not.
-    const executor::TriggerKey& expected = engine_->Expected();
+    const executor::TriggerKey& expected = replayer_->Expected();
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
   }
   Pass(TriggerKind::kPreBackward, unit);
@@ -256,12 +256,12 @@ void Runtime::BackwardEnd() {
   backward_end_queued_ = false;
   forward_root_ = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
-  while (!on_demand_ && engine_->Expected().kind == TriggerKind::kPostBackward) {
-    const UnitId unit = engine_->Expected().unit;
+  while (!in_fallback_ && replayer_->Expected().kind == TriggerKind::kPostBackward) {
+    const UnitId unit = replayer_->Expected().unit;
     if (on_fallback_end_ && !IsAsPlanned(TriggerKind::kPostBackward, unit)) break;
-    Fire(executor::TriggerKey(engine_->Expected()));
+    Fire(executor::TriggerKey(replayer_->Expected()));
   }
-  const bool forgets = on_demand_ || order_.IsLastBackward(order_.NextHooked(Position()));
+  const bool forgets = in_fallback_ || order_.IsLastBackward(order_.NextHooked(Position()));
   Pass(TriggerKind::kBackwardEnd, -1);
   for (UnitState& unit : units_) {
     unit.in_backward = false;
@@ -270,14 +270,14 @@ void Runtime::BackwardEnd() {
     if (unit.flat) unit.flat->Finish();
   }
   PublishGradients();
-  if (!on_demand_) CheckNoGradientIsLeft();
+  if (!in_fallback_) CheckNoGradientIsLeft();
 }
 
 void Runtime::PublishGradients() {
   const HoldGil gil;
   for (const auto& [unit, buffer] : ready_) OrThrow(Publish(unit, buffer));
   for (const UnitState& unit : units_) {
-    if (unit.flat && (on_demand_ || !ready_.empty())) unit.flat->PublishZeros();
+    if (unit.flat && (in_fallback_ || !ready_.empty())) unit.flat->PublishZeros();
   }
   ready_.clear();
 }

@@ -1,6 +1,6 @@
-// Runtime: what stands between a torch module and the engine. The hooks tell it which point they have passed;
-// it fires the plan's triggers and is the engine's Model: it swaps the modules' parameters and hands
-// gradients over both ways.
+// Runtime: what stands between a torch module and the replayer. The hooks tell it which point they have
+// passed; it fires the plan's triggers and is the replayer's Model: it swaps the modules' parameters and
+// hands gradients over both ways.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,12 +18,12 @@
 #include "custom_comm.h"
 #include "evaluation.h"
 #include "extensions.h"
+#include "fallback_reduction.h"
 #include "flat_unit.h"
 #include "model_parameter.h"
-#include "on_demand.h"
 #include "plan_order.h"
 #include "shardplan/executor/collectives.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
 
@@ -50,7 +50,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // ---- while a plan is applied, in this order ----
   // The padded flat shards of a unit, one per Unit::parameters. Used in place.
   void SetShards(UnitId unit, std::vector<at::Tensor> padded);
-  // Makes the engine. After all shards.
+  // Makes the replayer. After all shards.
   void Start();
   // The whole parameter, to be made an nn.Parameter of; its storage is empty while the unit is not gathered.
   at::Tensor UnshardedView(UnitId unit, std::int32_t parameter) const;
@@ -126,8 +126,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // By forward of that step: was it to have full precision?
   const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
   bool BetweenSteps() const;
-  // Where the engine is, for people.
-  std::string Where() const { return engine_ ? engine_->Where() : "not started"; }
+  // Where the replayer is, for people.
+  std::string Where() const { return replayer_ ? replayer_->Where() : "not started"; }
 
   // ---- executor::Model ----
   bool RunsItself() const override { return true; }
@@ -154,7 +154,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
     bool backward_begun = false;        // from its pre_backward to the end of the backward
     std::set<const void*> to_run;       // of a group: the modules that have not been left yet
     bool unsharded = false;             // its modules hold the whole parameters
-    bool off_plan = false;              // gathered by something that is not in the plan
+    bool unplanned = false;             // gathered by something that is not in the plan
   };
   struct ReadyGradients {
     UnitId unit;
@@ -163,12 +163,12 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
 
   static constexpr UnitId kNoUnit = -2;
 
-  PlanPosition Position() const { return {engine_->step_index(), engine_->trigger_index()}; }
+  PlanPosition Position() const { return {replayer_->step_index(), replayer_->trigger_index()}; }
   bool IsEvaluation(UnitId entered);
   bool PassUserCall(UnitId unit);
-  void UnshardOffPlan(UnitId unit, bool full_precision = false);
-  void ReshardOffPlan(UnitId unit);
-  void ReshardAllOffPlan();
+  void UnshardUnplanned(UnitId unit, bool full_precision = false);
+  void ReshardUnplanned(UnitId unit);
+  void ReshardAllUnplanned();
   // full_precision: as in PreForward.
   void Pass(TriggerKind kind, UnitId unit, bool full_precision = false);
   static at::Tensor LocalGradient(const ModelParameter& parameter);
@@ -179,9 +179,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void Demand(TriggerKind kind, UnitId unit, bool full_precision = false);
   at::Tensor TakeGradient(UnitId unit, std::int32_t parameter);
   at::Tensor TakeAccumulated(UnitId unit, std::int32_t parameter);
-  void ReduceOnDemand(UnitId unit);
-  void ReduceFlatOnDemand(UnitId unit);
-  void EndBackwardOnDemand();
+  void ReduceInFallback(UnitId unit);
+  void ReduceFlatInFallback(UnitId unit);
+  void EndBackwardInFallback();
   void Fire(const executor::TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
@@ -203,7 +203,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::int64_t rank_;
   std::unique_ptr<executor::TorchDevice> device_;
   std::unique_ptr<CustomCollectives> collectives_;
-  std::unique_ptr<executor::Engine> engine_;
+  std::unique_ptr<executor::Replayer> replayer_;
   std::vector<UnitState> units_;
   std::vector<std::vector<at::Tensor>> shards_;  // by unit and parameter
   std::unique_ptr<Evaluation> evaluation_;
@@ -217,9 +217,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   UnitId evaluation_root_ = kNoUnit;   // in the forward outside the plan
   std::vector<ReadyGradients> ready_;  // reduced in this backward, handed to the parameters at its end
   bool backward_end_queued_ = false;
-  OnDemandReduction on_demand_reduction_;
+  FallbackReduction fallback_reduction_;
   PyRef on_fallback_end_;  // null: a deviation is an error
-  bool on_demand_ = false;
+  bool in_fallback_ = false;
   std::string deviation_;
   std::vector<Passed> log_;
   std::vector<bool> full_precision_forwards_;  // of the step under way

@@ -1,4 +1,4 @@
-// Runtime's part for a step that leaves its plan and is finished without it; see [Note: on demand].
+// Runtime's fallback: it finishes a step that deviated from its plan; see [Note: fallback].
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <fmt/format.h>
 
@@ -51,12 +51,12 @@ void Runtime::Deviate(TriggerKind kind, UnitId unit) {
       throw std::runtime_error(fmt::format(
           "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
           "over the shards but not yet over the replicas: found {}, expected {}",
-          NameOf(*plan_, {kind, unit, 0}), NameOf(*plan_, engine_->Expected())));
+          NameOf(*plan_, {kind, unit, 0}), NameOf(*plan_, replayer_->Expected())));
     }
   }
   deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})",
-                           NameOf(*plan_, {kind, unit, engine_->Expected().microbatch}),
-                           NameOf(*plan_, engine_->Expected()), Where());
+                           NameOf(*plan_, {kind, unit, replayer_->Expected().microbatch}),
+                           NameOf(*plan_, replayer_->Expected()), Where());
   {
     const ReleaseGil no_gil;
     if (Result<bool> done = device_->Synchronize(); !done) {
@@ -65,17 +65,17 @@ void Runtime::Deviate(TriggerKind kind, UnitId unit) {
   }
   PublishGradients();
   LogPlannedTriggers();
-  for (UnitState& state : units_) state.off_plan = state.unsharded;
-  on_demand_ = true;
+  for (UnitState& state : units_) state.unplanned = state.unsharded;
+  in_fallback_ = true;
 }
 
 // Every trigger was as planned, but there are gradients that it did not reduce.
 void Runtime::DeviateAtBackwardEnd(std::string deviation) {
   deviation_ = std::move(deviation);
   LogPlannedTriggers();
-  on_demand_ = true;
+  in_fallback_ = true;
   backwards_left_ = 1;
-  EndBackwardOnDemand();
+  EndBackwardInFallback();
 }
 
 // What the step has passed so far was as planned.
@@ -103,14 +103,14 @@ void Runtime::Demand(TriggerKind kind, UnitId unit, bool full_precision) {
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
-      return UnshardOffPlan(unit, full_precision);
+      return UnshardUnplanned(unit, full_precision);
     case TriggerKind::kPostForward:
-      return units_[unit].in_backward ? void() : ReshardOffPlan(unit);
+      return units_[unit].in_backward ? void() : ReshardUnplanned(unit);
     case TriggerKind::kPostBackward:
-      ReduceOnDemand(unit);
-      return ReshardOffPlan(unit);
+      ReduceInFallback(unit);
+      return ReshardUnplanned(unit);
     case TriggerKind::kBackwardEnd:
-      return EndBackwardOnDemand();
+      return EndBackwardInFallback();
     default:
       return;
   }
@@ -154,7 +154,7 @@ at::Tensor Runtime::TakeGradient(UnitId unit, std::int32_t parameter) {
 }
 
 // A unit that has trained before in this step adds to that gradient.
-void Runtime::ReduceFlatOnDemand(UnitId unit) {
+void Runtime::ReduceFlatInFallback(UnitId unit) {
   FlatUnit& flat = *units_[unit].flat;
   std::vector<at::Tensor> grads;
   for (std::size_t p = 0; p < plan_->units[unit].parameters.size(); ++p) {
@@ -166,7 +166,7 @@ void Runtime::ReduceFlatOnDemand(UnitId unit) {
   {
     const ReleaseGil no_gil;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    reduced = on_demand_reduction_.ReduceFlat(unit, grads, device_->torch_device());
+    reduced = fallback_reduction_.ReduceFlat(unit, grads, device_->torch_device());
   }
   if (!reduced.defined()) return;
   const InsideUserCode guards;
@@ -180,9 +180,9 @@ void Runtime::ReduceFlatOnDemand(UnitId unit) {
   if (!status) throw std::runtime_error("shardplan: " + ToString(status.error()));
 }
 
-void Runtime::ReduceOnDemand(UnitId unit) {
+void Runtime::ReduceInFallback(UnitId unit) {
   UnitState& state = units_[unit];
-  if (state.flat) return ReduceFlatOnDemand(unit);
+  if (state.flat) return ReduceFlatInFallback(unit);
   std::vector<at::Tensor> grads;
   for (std::size_t p = 0; p < state.parameters.size(); ++p) {
     grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));
@@ -192,7 +192,7 @@ void Runtime::ReduceOnDemand(UnitId unit) {
   {
     const ReleaseGil no_gil;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    reduced = on_demand_reduction_.Reduce(unit, grads);
+    reduced = fallback_reduction_.Reduce(unit, grads);
   }
   const InsideUserCode guards;
   for (std::size_t p = 0; p < reduced.size(); ++p) {
@@ -205,7 +205,7 @@ void Runtime::ReduceOnDemand(UnitId unit) {
   }
 }
 
-void Runtime::EndBackwardOnDemand() {
+void Runtime::EndBackwardInFallback() {
   std::vector<bool> mine(units_.size());
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const ModelParameter& p : units_[u].parameters) mine[u] = mine[u] || p.unsharded().grad().defined();
@@ -213,12 +213,12 @@ void Runtime::EndBackwardOnDemand() {
   std::vector<bool> any;
   {
     const ReleaseGil no_gil;
-    any = on_demand_reduction_.AnyRank(mine);
+    any = fallback_reduction_.AnyRank(mine);
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (any[u]) ReduceOnDemand(static_cast<UnitId>(u));
+    if (any[u]) ReduceInFallback(static_cast<UnitId>(u));
   }
-  ReshardAllOffPlan();
+  ReshardAllUnplanned();
   if (--backwards_left_ > 0) return;
   const HoldGil gil;
   PyRef result = PyRef::Steal(PyObject_CallNoArgs(on_fallback_end_.get()));

@@ -67,28 +67,28 @@ Status Runtime::ShardedParametersRead(UnitId unit) {
 
 // Of the point that is being passed.
 bool Runtime::InForward() const {
-  return (on_demand_ ? log_.back().kind : firing_) == TriggerKind::kPreForward;
+  return (in_fallback_ ? log_.back().kind : firing_) == TriggerKind::kPreForward;
 }
 
 // New views in a forward; in a backward those of the forward, whose memory is there again.
 Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   FlatUnit& flat = *units_[unit].flat;
   units_[unit].unsharded = true;
-  const bool off_plan = buffer < 0;
-  const bool evaluates = off_plan && !on_demand_;
+  const bool unplanned = buffer < 0;
+  const bool evaluates = unplanned && !in_fallback_;
   if (!evaluates && !InForward()) return flat.BindViewsAgain();
-  if (!off_plan &&
+  if (!unplanned &&
       plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
     if (Status status = flat.WriteBack(); !status) return status;
   }
   // Nothing is gathered of a unit that is not sharded: its parameters are views of the shard.
-  const BufferId whole = off_plan ? unsharded_buffer_[unit] : buffer;
+  const BufferId whole = unplanned ? unsharded_buffer_[unit] : buffer;
   const bool gathers = whole >= 0 && plan_->buffers[whole].role == BufferRole::kParamUnsharded;
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
     const auto parameter = static_cast<std::int32_t>(i);
-    Result<at::Tensor> view = off_plan && gathers ? evaluation_->FlatView(unit, parameter)
-                                                  : device_->ParameterView(whole, parameter);
+    Result<at::Tensor> view = unplanned && gathers ? evaluation_->FlatView(unit, parameter)
+                                                   : device_->ParameterView(whole, parameter);
     if (!view) return std::unexpected(std::move(view.error()));
     views.push_back(std::move(*view));
   }

@@ -17,8 +17,8 @@ bool Runtime::PassUserCall(UnitId unit) {
   const std::optional<PlanPosition> call = order_.NextUserCall(Position(), unit);
   if (!call) return false;
   for (bool last = false; !last;) {
-    last = engine_->trigger_index() == call->trigger && engine_->step_index() == call->step;
-    Fire(executor::TriggerKey(engine_->Expected()));
+    last = replayer_->trigger_index() == call->trigger && replayer_->step_index() == call->step;
+    Fire(executor::TriggerKey(replayer_->Expected()));
   }
   return true;
 }
@@ -30,11 +30,11 @@ void Runtime::Unshard(UnitId unit) {
                                          plan_->units[unit].fqn, Where()));
   }
   AdoptReplacements();
-  UnshardOffPlan(unit);
+  UnshardUnplanned(unit);
 }
 
 void Runtime::Reshard(UnitId unit) {
-  if (units_[unit].off_plan) return ReshardOffPlan(unit);
+  if (units_[unit].unplanned) return ReshardUnplanned(unit);
   if (PassUserCall(unit) || !units_[unit].unsharded) return;
   throw std::runtime_error(fmt::format("shardplan: the plan has no call of reshard of {} here ({})",
                                        plan_->units[unit].fqn, Where()));

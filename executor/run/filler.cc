@@ -85,7 +85,7 @@ FillerModel::FillerModel(const Plan& plan, executor::TorchDevice& device, const 
   for (const ModuleBuffer& buffer : plan.model_buffers) add(buffer.shape, buffer.dtype);
 }
 
-// Gradients of parameters are buffers of the plan: the engine allocates them.
+// Gradients of parameters are buffers of the plan: the replayer allocates them.
 void FillerModel::AllocateOrFree(const SegmentEntry& entry, std::int32_t microbatch) {
   const auto slot = [&](StorageId storage) -> at::Tensor& {
     const auto m = static_cast<std::size_t>(microbatch);

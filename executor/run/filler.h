@@ -8,7 +8,7 @@
 
 #include "memory_count.h"
 #include "options.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 
 namespace shardplan::run {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "worker.h"
 
@@ -126,15 +126,15 @@ Status ZeroModel::OptimizerStep(UnitId unit, std::int32_t, StreamId stream) {
 Status RunVirtual(const Plan& plan, const RunOptions& options) {
   const auto machine = executor::VirtualMachine::Create(plan, options.seed);
   std::vector<std::unique_ptr<ZeroModel>> models;
-  std::vector<std::unique_ptr<executor::Engine>> engines;
-  std::vector<executor::Engine*> pointers;
+  std::vector<std::unique_ptr<executor::Replayer>> replayers;
+  std::vector<executor::Replayer*> pointers;
   for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
     models.push_back(std::make_unique<ZeroModel>(plan, *machine, rank));
-    auto engine = executor::Engine::Create(plan, rank, machine->device(rank), machine->collectives(rank),
-                                           models.back().get());
-    if (!engine) return std::unexpected(engine.error());
-    engines.push_back(std::move(*engine));
-    pointers.push_back(engines.back().get());
+    auto replayer = executor::Replayer::Create(plan, rank, machine->device(rank), machine->collectives(rank),
+                                               models.back().get());
+    if (!replayer) return std::unexpected(replayer.error());
+    replayers.push_back(std::move(*replayer));
+    pointers.push_back(replayers.back().get());
   }
   if (Status status = executor::ReplayOnVirtual(*machine, pointers, options.steps); !status) return status;
   if (Status status = CheckShards(plan, *machine); !status) return status;

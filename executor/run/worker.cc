@@ -15,7 +15,7 @@
 #include "results.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan::run {
@@ -79,7 +79,7 @@ class Rank {
   std::unique_ptr<executor::TorchDevice> device_;
   std::unique_ptr<executor::Collectives> collectives_;
   std::unique_ptr<FillerModel> model_;
-  std::unique_ptr<executor::Engine> engine_;
+  std::unique_ptr<executor::Replayer> replayer_;
   std::vector<Nanoseconds> steps_ns_;
 };
 
@@ -106,7 +106,7 @@ int Rank::ChooseGpu() const {
 Status Rank::MakeBackend() {
   std::unique_ptr<Spinner> spinner;
   if (options_.device == DeviceKind::kCuda) {
-    const auto memory = options_.arena ? executor::MemoryPlan::kArena : executor::MemoryPlan::kAllocator;
+    const auto memory = options_.arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
     Result<std::unique_ptr<executor::TorchDevice>> device = executor::MakeCudaDevice(ChooseGpu(), memory);
     if (!device) return std::unexpected(device.error());
     device_ = std::move(*device);
@@ -115,8 +115,8 @@ Status Rank::MakeBackend() {
     collectives_ = std::move(*collectives);
     spinner = MakeMatmulSpinner(device_->torch_device());
   } else {
-    device_ = executor::MakeCpuDevice(options_.arena ? executor::MemoryPlan::kArena
-                                                     : executor::MemoryPlan::kAllocator);
+    device_ = executor::MakeCpuDevice(options_.arena ? executor::MemorySource::kArena
+                                                     : executor::MemorySource::kAllocator);
     executor::GlooOptions gloo;
     gloo.store = store_;
     gloo.timeout = timeout();
@@ -126,20 +126,20 @@ Status Rank::MakeBackend() {
     spinner = MakeCpuSpinner();
   }
   model_ = std::make_unique<FillerModel>(plan_, *device_, options_, memory_, std::move(spinner));
-  auto engine = executor::Engine::Create(plan_, environment_.rank, *device_, *collectives_, model_.get());
-  if (!engine) return std::unexpected(engine.error());
-  engine_ = std::move(*engine);
-  engine_->SetObserver(&meter_);
+  auto replayer = executor::Replayer::Create(plan_, environment_.rank, *device_, *collectives_, model_.get());
+  if (!replayer) return std::unexpected(replayer.error());
+  replayer_ = std::move(*replayer);
+  replayer_->SetObserver(&meter_);
   return {};
 }
 
 Status Rank::RunStep() {
-  const std::int64_t step = engine_->steps_completed();
+  const std::int64_t step = replayer_->steps_completed();
   memory_.BeginStep();
   const auto begin = Clock::now();
-  while (engine_->steps_completed() == step) {
-    const executor::TriggerKey trigger = engine_->Expected();
-    if (Status status = engine_->Fire(trigger); !status) return status;
+  while (replayer_->steps_completed() == step) {
+    const executor::TriggerKey trigger = replayer_->Expected();
+    if (Status status = replayer_->Fire(trigger); !status) return status;
   }
   Result<bool> done = device_->Synchronize();
   if (!done) return std::unexpected(done.error());

@@ -1,12 +1,12 @@
-// The memory of a large plan: its stream of allocations, the profile by category, and reserved bytes; next to
-// each a plain pass over the same stream that reads each action and adds one number.
+// The memory of a large plan: its history of allocations, the profile by category, and reserved bytes; next
+// to each a plain pass over the same history that reads each action and adds one number.
 #include <benchmark/benchmark.h>
 
 #include <ctime>
 
 #include "shardplan/simulator/memory_explanation.h"
+#include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/memory_profile.h"
-#include "shardplan/simulator/memory_stream.h"
 #include "shardplan/simulator/reserved_memory.h"
 #include "tests/support/plan_builder.h"
 
@@ -65,11 +65,11 @@ double CpuSeconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-double PlainPass(const MemoryStream& stream) {
+double PlainPass(const MemoryHistory& history) {
   const double begin = CpuSeconds();
   std::int64_t total = 0;
-  for (const MemoryAction& action : stream.actions) {
-    const std::int64_t bytes = stream.blocks[static_cast<std::size_t>(action.block)].requested_bytes.value;
+  for (const MemoryAction& action : history.actions) {
+    const std::int64_t bytes = history.blocks[static_cast<std::size_t>(action.block)].requested_bytes.value;
     total += action.frees ? -bytes : bytes;
   }
   benchmark::DoNotOptimize(total);
@@ -79,52 +79,52 @@ double PlainPass(const MemoryStream& stream) {
 template <typename Work>
 void Measure(benchmark::State& state, Work work) {
   const Plan plan = LargePlan();
-  const MemoryStream stream = MemoryStreamOf(plan);
+  const MemoryHistory history = MemoryHistoryOf(plan);
   double seconds = 0, plain_seconds = 0;
   for (auto _ : state) {
     const double begin = CpuSeconds();
-    work(plan, stream);
+    work(plan, history);
     seconds += CpuSeconds() - begin;
     state.PauseTiming();
-    plain_seconds += PlainPass(stream);
+    plain_seconds += PlainPass(history);
     state.ResumeTiming();
   }
-  state.SetItemsProcessed(static_cast<std::int64_t>(stream.actions.size()) * state.iterations());
-  state.counters["actions"] = static_cast<double>(stream.actions.size());
+  state.SetItemsProcessed(static_cast<std::int64_t>(history.actions.size()) * state.iterations());
+  state.counters["actions"] = static_cast<double>(history.actions.size());
   state.counters["times_a_plain_pass"] = seconds / plain_seconds;
 }
 
 void BuildStream(benchmark::State& state) {
   Measure(state,
-          [](const Plan& plan, const MemoryStream&) { benchmark::DoNotOptimize(MemoryStreamOf(plan)); });
+          [](const Plan& plan, const MemoryHistory&) { benchmark::DoNotOptimize(MemoryHistoryOf(plan)); });
 }
 BENCHMARK(BuildStream);
 
 void Profile(benchmark::State& state) {
-  Measure(state, [](const Plan& plan, const MemoryStream& stream) {
-    benchmark::DoNotOptimize(ProfileMemory(plan, stream));
+  Measure(state, [](const Plan& plan, const MemoryHistory& history) {
+    benchmark::DoNotOptimize(ProfileMemory(plan, history));
   });
 }
 BENCHMARK(Profile);
 
 // From the plan, samples kept: what `shardplan memory` does.
 void ProfileOfThePlan(benchmark::State& state) {
-  Measure(state, [](const Plan& plan, const MemoryStream&) {
+  Measure(state, [](const Plan& plan, const MemoryHistory&) {
     benchmark::DoNotOptimize(ProfileMemory(plan, {.record_samples = true}));
   });
 }
 BENCHMARK(ProfileOfThePlan);
 
 void Reserved(benchmark::State& state) {
-  Measure(state, [](const Plan& plan, const MemoryStream& stream) {
-    benchmark::DoNotOptimize(ReserveMemory(plan, stream));
+  Measure(state, [](const Plan& plan, const MemoryHistory& history) {
+    benchmark::DoNotOptimize(ReserveMemory(plan, history));
   });
 }
 BENCHMARK(Reserved);
 
 void Explain(benchmark::State& state) {
-  Measure(state, [](const Plan& plan, const MemoryStream& stream) {
-    benchmark::DoNotOptimize(ExplainMemory(plan, stream));
+  Measure(state, [](const Plan& plan, const MemoryHistory& history) {
+    benchmark::DoNotOptimize(ExplainMemory(plan, history));
   });
 }
 BENCHMARK(Explain);

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
 #include "tests/executor/forked_ranks.h"
@@ -68,8 +68,8 @@ Result<Findings> RunSteps(const Plan& plan, ExpectedValues& expected, std::int64
   Findings findings;
   TorchNumbers numbers(*backend.device);
   CheckedModel model(expected, numbers, rank, findings);
-  auto engine = executor::Engine::Create(plan, rank, *backend.device, *backend.collectives, &model);
-  if (!engine) return std::unexpected(engine.error());
+  auto replayer = executor::Replayer::Create(plan, rank, *backend.device, *backend.collectives, &model);
+  if (!replayer) return std::unexpected(replayer.error());
   const auto finish = [&]() -> Status {
     if (Result<bool> done = backend.device->Synchronize(); !done) return std::unexpected(done.error());
     numbers.Finish();
@@ -77,9 +77,9 @@ Result<Findings> RunSteps(const Plan& plan, ExpectedValues& expected, std::int64
   };
   if (Status status = model.SetInitialShards(); !status) return std::unexpected(status.error());
   if (Status status = finish(); !status) return std::unexpected(status.error());
-  while ((*engine)->steps_completed() < expected.steps()) {
-    const executor::TriggerKey trigger = (*engine)->Expected();
-    if (Status status = (*engine)->Fire(trigger); !status) return std::unexpected(status.error());
+  while ((*replayer)->steps_completed() < expected.steps()) {
+    const executor::TriggerKey trigger = (*replayer)->Expected();
+    if (Status status = (*replayer)->Fire(trigger); !status) return std::unexpected(status.error());
   }
   if (Status status = finish(); !status) return std::unexpected(status.error());
   if (Status status = model.CheckEnd(); !status) return std::unexpected(status.error());
@@ -89,7 +89,7 @@ Result<Findings> RunSteps(const Plan& plan, ExpectedValues& expected, std::int64
 
 // "" or what is wrong. An error ends the rank: nothing more can be said of what it has begun with the others.
 Result<std::string> RunCase(const RankCase& c, ExpectedValues& expected, std::int64_t rank,
-                            RankBackends& backends, executor::MemoryPlan memory, const std::string& name) {
+                            RankBackends& backends, executor::MemorySource memory, const std::string& name) {
   try {
     Result<RankBackend> backend = backends.Make(c.plan, memory, name);
     if (!backend) return std::unexpected(backend.error());
@@ -109,7 +109,7 @@ bool RunRank(const std::vector<RankCase>& cases, std::size_t first, std::int64_t
     ExpectedValues expected(c.plan, c.c.trace, std::max(c.c.steps, std::ssize(c.plan.steps) + 1));
     for (const bool arena : {false, true}) {
       const std::string name = fmt::format("{}{}", c.c.name, arena ? ", arena" : "");
-      const auto memory = arena ? executor::MemoryPlan::kArena : executor::MemoryPlan::kAllocator;
+      const auto memory = arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
       const Result<std::string> wrong = RunCase(c, expected, rank, backends, memory, name);
       if (!wrong || !wrong->empty()) {
         log(fmt::format("{}: {}", name, wrong ? *wrong : ToString(wrong.error())));

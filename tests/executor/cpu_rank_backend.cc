@@ -22,7 +22,8 @@ class CpuRankBackends final : public RankBackends {
     at::set_num_threads(1);
   }
 
-  Result<RankBackend> Make(const Plan& plan, executor::MemoryPlan memory, const std::string& name) override {
+  Result<RankBackend> Make(const Plan& plan, executor::MemorySource memory,
+                           const std::string& name) override {
     const auto groups = GroupsOf(plan);
     if (!groups) return std::unexpected(groups.error());
     RankBackend backend;

@@ -23,7 +23,7 @@ class CudaRankBackends final : public RankBackends {
     (void)setenv("NCCL_HOSTID", fmt::format("shardplan-{}", rank).c_str(), 1);
   }
 
-  Result<RankBackend> Make(const Plan&, executor::MemoryPlan memory, const std::string& name) override {
+  Result<RankBackend> Make(const Plan&, executor::MemorySource memory, const std::string& name) override {
     const int gpu = static_cast<int>(rank_) % std::max(1, executor::CudaDeviceCount());
     auto device = executor::MakeCudaDevice(gpu, memory);
     if (!device) return std::unexpected(device.error());

@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "shardplan/executor/cuda_backend.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "tests/executor/step_plan.h"
 
 namespace shardplan::test {
@@ -22,9 +22,9 @@ class Gpu : public testing::Test {
   }
 };
 
-// A communicator of one rank, which the engine itself would not use: NCCL is set up, moves the data, and
+// A communicator of one rank, which the replayer itself would not use: NCCL is set up, moves the data, and
 // comes down. Reductions copy their input.
-class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::MemoryPlan> {
+class NcclWithItself : public Gpu, public testing::WithParamInterface<executor::MemorySource> {
  protected:
   void SetUp() override {
     Gpu::SetUp();
@@ -121,7 +121,7 @@ TEST_P(NcclWithItself, AnAbortIsTheErrorOfWhateverFollows) {
 }
 
 INSTANTIATE_TEST_SUITE_P(MemoryPlans, NcclWithItself,
-                         testing::Values(executor::MemoryPlan::kAllocator, executor::MemoryPlan::kArena));
+                         testing::Values(executor::MemorySource::kAllocator, executor::MemorySource::kArena));
 
 // Its library registers them when it is loaded; nothing else in this program needs it.
 TEST(CudaBackend, TorchsCudaKernelsAreThere) {

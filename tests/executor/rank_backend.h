@@ -22,7 +22,7 @@ class RankBackends {
  public:
   virtual ~RankBackends() = default;
   // `name`: of the run, the same on all ranks.
-  virtual Result<RankBackend> Make(const Plan& plan, executor::MemoryPlan memory,
+  virtual Result<RankBackend> Make(const Plan& plan, executor::MemorySource memory,
                                    const std::string& name) = 0;
 };
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
@@ -101,12 +101,13 @@ void FuzzReplay(std::string_view bytes) {
   const Result<Plan> plan = ParsePlan(bytes);
   if (!plan || !IsSmall(*plan)) return;
   const auto machine = executor::VirtualMachine::Create(*plan, /*seed=*/1);
-  std::vector<std::unique_ptr<executor::Engine>> engines;
-  std::vector<executor::Engine*> pointers;
+  std::vector<std::unique_ptr<executor::Replayer>> replayers;
+  std::vector<executor::Replayer*> pointers;
   for (std::int64_t rank = 0; rank < plan->world_size; ++rank) {
-    auto engine = executor::Engine::Create(*plan, rank, machine->device(rank), machine->collectives(rank));
-    if (!engine) return Require(!engine.error().message.empty(), "an error has a message");
-    pointers.push_back(engines.emplace_back(std::move(*engine)).get());
+    auto replayer =
+        executor::Replayer::Create(*plan, rank, machine->device(rank), machine->collectives(rank));
+    if (!replayer) return Require(!replayer.error().message.empty(), "an error has a message");
+    pointers.push_back(replayers.emplace_back(std::move(*replayer)).get());
   }
   const Status status = executor::ReplayOnVirtual(*machine, pointers, /*steps=*/2);
   if (!status) Require(!status.error().message.empty(), "an error has a message");

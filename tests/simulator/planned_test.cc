@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "shardplan/planner/planner.h"
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/simulate.h"
 #include "tests/planner/synthetic.h"
 #include "tests/simulator/layered_plan.h"
@@ -77,14 +77,14 @@ Plan PlannedBlocks(std::int64_t hidden, Strategy strategy) {
 
 // What the first step allocates (+) and frees (-) at a trigger, each rounded up to 512 bytes.
 std::vector<std::int64_t> BytesAt(const Plan& plan, TriggerKind kind, UnitId unit) {
-  const MemoryStream stream = MemoryStreamOf(plan, {});
+  const MemoryHistory history = MemoryHistoryOf(plan, {});
   std::vector<std::int64_t> found;
   const std::vector<Trigger>& triggers = plan.steps[0].triggers;
-  for (const MemoryAction& action : stream.actions) {
+  for (const MemoryAction& action : history.actions) {
     if (action.at.step != 0 || action.at.trigger < 0 || action.at.trigger >= std::ssize(triggers)) continue;
     const Trigger& trigger = triggers[static_cast<std::size_t>(action.at.trigger)];
     if (trigger.kind != kind || trigger.unit != unit) continue;
-    const MemoryBlock& block = stream.blocks[static_cast<std::size_t>(action.block)];
+    const MemoryBlock& block = history.blocks[static_cast<std::size_t>(action.block)];
     const std::int64_t bytes = (block.requested_bytes.value + 511) / 512 * 512;
     found.push_back(action.frees ? -bytes : bytes);
   }

@@ -88,9 +88,11 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
       app, "conformance", "Compare plans with what PyTorch does: recordings, or the installed one (--live)");
   command->callback([command, &invocation] {
     const std::vector<std::string> given = command->remaining();
-    const bool events = !given.empty() && fs::is_directory(given.front()) &&
+    // A folder without a model holds recordings of events, which need no Python. A missing one is reported
+    // there too.
+    const bool events = !given.empty() && !given.front().starts_with('-') &&
                         !fs::exists(fs::path(given.front()) / "model.py");
-    if (events) {  // needs no Python
+    if (events) {
       const fs::path program = fs::path(ExecutableFolder()) / "shardplan-conformance";
       invocation.exit_code = Fail(Execute(program.string(), given));
       return;

@@ -26,7 +26,7 @@ Status RunExplainMemory(const ExplainMemoryArguments& options) {
   if (plan->steps.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   const bool kernels = !options.no_kernel_temporaries;
   const MemoryExplanation explanation =
-      ExplainMemory(*plan, MemoryStreamOf(*plan, {.kernel_temporaries = kernels}));
+      ExplainMemory(*plan, MemoryHistoryOf(*plan, {.kernel_temporaries = kernels}));
   if (!options.json.empty()) {
     if (Status written = WriteOutput(options.json, ExplanationJson(*plan, explanation)); !written) {
       return written;

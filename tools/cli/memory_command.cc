@@ -38,37 +38,39 @@ Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const 
 }
 
 // What the allocator would reserve on a device without end.
-Bytes WithoutLimit(const Plan& plan, const MemoryStream& stream, ReservedOptions options) {
+Bytes WithoutLimit(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.device_bytes = ReservedOptions().device_bytes;
   options.record_addresses = false;
-  return ReserveMemory(plan, stream, options).peak_reserved_bytes;
+  return ReserveMemory(plan, history, options).peak_reserved_bytes;
 }
 
-Status WritePages(const MemoryArguments& options, const Plan& plan, const MemoryStream& stream,
+Status WritePages(const MemoryArguments& options, const Plan& plan, const MemoryHistory& history,
                   const ReservedMemory* reserved) {
   if (!options.plot.empty()) {
-    if (Status written = WriteOutput(options.plot, MemoryHtml(plan, stream)); !written) return written;
+    if (Status written = WriteOutput(options.plot, MemoryHtml(plan, history)); !written) return written;
     Progress(options.quiet, fmt::format("wrote {}", options.plot));
   }
   if (options.map.empty() || options.map == "-") return {};
-  if (Status written = WriteOutput(options.map, MemoryHtml(plan, stream, reserved)); !written) return written;
+  if (Status written = WriteOutput(options.map, MemoryHtml(plan, history, reserved)); !written)
+    return written;
   Progress(options.quiet, fmt::format("wrote {}", options.map));
   return {};
 }
 
 Status RunMemory(const MemoryArguments& options, bool& fits) {
-  const Result<MemoryPlan> input = ReadMemoryInput(options.input);
+  const Result<PlanAndUnmanaged> input = ReadMemoryInput(options.input);
   if (!input) return std::unexpected(input.error());
   const Plan* plan = &input->plan;
-  const MemoryStream stream = MemoryStreamOf(*plan, {.kernel_temporaries = !options.no_kernel_temporaries});
+  const MemoryHistory history =
+      MemoryHistoryOf(*plan, {.kernel_temporaries = !options.no_kernel_temporaries});
   const MemoryRows rows =
-      RowsOf(*plan, ProfileMemory(*plan, stream, {.record_samples = true}), plan->steady_step);
+      RowsOf(*plan, ProfileMemory(*plan, history, {.record_samples = true}), plan->steady_step);
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   std::optional<ReservedMemory> reserved;
   const Result<ReservedOptions> reserved_options = ReservedOptionsOf(options, *plan);
   if (!reserved_options) return std::unexpected(reserved_options.error());
   if (options.reserved || !options.map.empty() || !options.alloc_conf.empty()) {
-    reserved = ReserveMemory(*plan, stream, *reserved_options);
+    reserved = ReserveMemory(*plan, history, *reserved_options);
   }
   const ReservedMemory* held = reserved ? &*reserved : nullptr;
   fits = FitsDevice(*input, rows, held);
@@ -77,12 +79,12 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
     if (options.rows == "-") return {};
     Progress(options.quiet, fmt::format("wrote {}", options.rows));
   }
-  if (Status written = WritePages(options, *plan, stream, held); !written) return written;
+  if (Status written = WritePages(options, *plan, history, held); !written) return written;
   std::string text = MemoryTable(*input, rows, held);
   if (held != nullptr) {
     std::vector<SettingsTrial> trials;
-    if (options.reserved) trials = TryAllocatorSettings(*plan, stream, *reserved_options);
-    text += ReservedTable(*plan, *held, WithoutLimit(*plan, stream, *reserved_options), trials);
+    if (options.reserved) trials = TryAllocatorSettings(*plan, history, *reserved_options);
+    text += ReservedTable(*plan, *held, WithoutLimit(*plan, history, *reserved_options), trials);
     if (options.map == "-") text += "\n" + AsciiMemoryMap(held->map_at_peak);
   }
   return WriteOutput("-", text);

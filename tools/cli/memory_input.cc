@@ -72,7 +72,7 @@ void AddMemoryInput(CLI::App& command, MemoryInput& input) {
   AddPlanFlags(command, input.flags);
 }
 
-Result<MemoryPlan> ReadMemoryInput(const MemoryInput& input) {
+Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
   Result<Document> document = ReadDocument(input.path);
   if (!document) return std::unexpected(document.error());
   if (auto* plan = std::get_if<Plan>(&*document)) {
@@ -81,7 +81,7 @@ Result<MemoryPlan> ReadMemoryInput(const MemoryInput& input) {
       if (!found) return std::unexpected(found.error());
       plan->cluster = std::move(*found);
     }
-    return MemoryPlan{std::move(*plan), {}};
+    return PlanAndUnmanaged{std::move(*plan), {}};
   }
   const auto* trace = std::get_if<Trace>(&*document);
   if (trace == nullptr) {
@@ -90,7 +90,7 @@ Result<MemoryPlan> ReadMemoryInput(const MemoryInput& input) {
   Result<Plan> plan = PlanFor(input, *trace);
   if (!plan) return std::unexpected(plan.error());
   const UnmanagedParameters unmanaged = UnmanagedOf(*trace, *plan);
-  return MemoryPlan{std::move(*plan), unmanaged};
+  return PlanAndUnmanaged{std::move(*plan), unmanaged};
 }
 
 }  // namespace shardplan::cli

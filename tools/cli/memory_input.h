@@ -22,7 +22,7 @@ struct UnmanagedParameters {
   Bytes parameter_bytes, gradient_bytes, state_bytes;
 };
 
-struct MemoryPlan {
+struct PlanAndUnmanaged {
   Plan plan;
   UnmanagedParameters unmanaged;  // zero of a plan, which does not know them
 };
@@ -32,6 +32,6 @@ void AddMemoryInput(CLI::App& command, MemoryInput& input);
 
 // The plan that it names. A trace without --cluster is planned for a cluster that has nothing but ranks: no
 // costs are needed.
-Result<MemoryPlan> ReadMemoryInput(const MemoryInput& input);
+Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input);
 
 }  // namespace shardplan::cli

@@ -4,32 +4,42 @@
 
 #include <algorithm>
 #include <functional>
+#include <nlohmann/json.hpp>
 
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan::cli {
 namespace {
 
+using Json = nlohmann::ordered_json;
+
 double Gib(Bytes bytes) {
   return static_cast<double>(bytes.value) / static_cast<double>(std::int64_t{1} << 30);
 }
 
-// A string without characters that JSON would escape but quotes and backslashes: names of units and buffers.
-std::string Quoted(std::string_view text) {
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') quoted += '\\';
-    quoted += c;
-  }
-  return quoted + "\"";
+Json Numbers(const std::vector<Bytes>& values) {
+  Json numbers = Json::array();
+  for (const Bytes value : values) numbers.push_back(value.value);
+  return numbers;
 }
 
-std::string Numbers(const std::vector<Bytes>& values) {
-  std::string text = "[";
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    text += fmt::format("{}{}", i == 0 ? "" : ", ", values[i].value);
+std::string Compact(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+// An object with a line for each member, and for each element of its arrays of objects.
+std::string Lines(const Json& object) {
+  std::string text = "{\n";
+  for (const auto& [name, value] : object.items()) {
+    if (text.size() > 2) text += ",\n";
+    text += "  " + Compact(name) + ": ";
+    if (!value.is_array() || value.empty() || !value.front().is_object()) {
+      text += Compact(value);
+      continue;
+    }
+    for (const Json& element : value)
+      text += (&element == &value.front() ? "[\n    " : ",\n    ") + Compact(element);
+    text += "\n  ]";
   }
-  return text + "]";
+  return text + "\n}\n";
 }
 
 std::string Row(std::string_view name, Bytes at_peak, Bytes between) {
@@ -64,7 +74,7 @@ std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike
 namespace {
 
 // Between steps there are no gradients.
-Bytes OutsideBytes(const MemoryPlan& input, bool at_peak) {
+Bytes OutsideBytes(const PlanAndUnmanaged& input, bool at_peak) {
   const UnmanagedParameters& unmanaged = input.unmanaged;
   return input.plan.cluster.device.context_bytes + NcclBufferBytes(input.plan) + unmanaged.parameter_bytes +
          unmanaged.state_bytes + (at_peak ? unmanaged.gradient_bytes : Bytes{});
@@ -72,14 +82,15 @@ Bytes OutsideBytes(const MemoryPlan& input, bool at_peak) {
 
 }  // namespace
 
-bool FitsDevice(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
+bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const ReservedMemory* reserved) {
   if (reserved != nullptr && reserved->out_of_memory) return false;
   const Device& device = input.plan.cluster.device;
   const Bytes peak = reserved != nullptr ? reserved->peak_reserved_bytes : rows.peak.total_bytes;
   return device.memory_bytes.value == 0 || peak + OutsideBytes(input, true) <= device.memory_bytes;
 }
 
-std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved) {
+std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
+                        const ReservedMemory* reserved) {
   const Plan& plan = input.plan;
   const MemoryPeak& peak = rows.peak;
   const MemoryRow& end = rows.rows.back();
@@ -122,25 +133,23 @@ std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const R
 }
 
 std::string RowsJson(const Plan& plan, const MemoryRows& rows) {
-  std::string text = "{\n  \"categories\": [";
-  for (std::size_t c = 0; c < MemoryCategories().size(); ++c) {
-    text += (c == 0 ? "" : ", ") + Quoted(MemoryCategories()[c]);
-  }
   const MemoryPeak& peak = rows.peak;
-  text += fmt::format(
-      "],\n  \"peak\": {{\"total_bytes\": {}, \"by_category\": {}, \"phase\": {}, \"unit\": {}, "
-      "\"allocation\": {}}},\n  \"rows\": [\n",
-      peak.total_bytes.value, Numbers(peak.by_category), Quoted(peak.phase),
-      Quoted(UnitText(plan, peak.unit)), Quoted(peak.allocation));
-  for (std::size_t r = 0; r < rows.rows.size(); ++r) {
-    const MemoryRow& row = rows.rows[r];
-    text += fmt::format(
-        "    {{\"event\": {}, \"unit\": {}, \"microbatch\": {}, \"total_bytes\": {}, \"by_category\": "
-        "{}}}{}\n",
-        Quoted(row.event), Quoted(UnitText(plan, row.unit)), row.microbatch, row.total_bytes.value,
-        Numbers(row.by_category), r + 1 < rows.rows.size() ? "," : "");
+  Json json = {{"categories", MemoryCategories()},
+               {"peak",
+                {{"total_bytes", peak.total_bytes.value},
+                 {"by_category", Numbers(peak.by_category)},
+                 {"phase", peak.phase},
+                 {"unit", UnitText(plan, peak.unit)},
+                 {"allocation", peak.allocation}}},
+               {"rows", Json::array()}};
+  for (const MemoryRow& row : rows.rows) {
+    json["rows"].push_back({{"event", row.event},
+                            {"unit", UnitText(plan, row.unit)},
+                            {"microbatch", row.microbatch},
+                            {"total_bytes", row.total_bytes.value},
+                            {"by_category", Numbers(row.by_category)}});
   }
-  return text + "  ]\n}\n";
+  return Lines(json);
 }
 
 std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
@@ -207,29 +216,31 @@ std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanat
 }
 
 std::string ExplanationJson(const Plan& plan, const MemoryExplanation& explanation) {
-  std::string text = fmt::format(
-      "{{\n  \"peak_bytes\": {},\n  \"peak_at\": {},\n  \"allocation\": {},\n  \"alive\": [\n",
-      explanation.peak_bytes.value, Quoted(explanation.peak_text), Quoted(explanation.allocation));
-  for (std::size_t i = 0; i < explanation.alive.size(); ++i) {
-    const AliveMemory& a = explanation.alive[i];
-    text += fmt::format(
-        "    {{\"category\": {}, \"unit\": {}, \"name\": {}, \"bytes\": {}, \"blocks\": {}, \"since\": {}, "
-        "\"until\": {}, \"in_use\": {}, \"knob\": {}, \"knob_bytes\": {}}}{}\n",
-        Quoted(a.category), a.unit < 0 ? "null" : Quoted(UnitText(plan, a.unit)), Quoted(a.name),
-        a.bytes.value, a.blocks, Quoted(PointText(plan, a.since)),
-        a.until.step < 0 ? "null" : Quoted(PointText(plan, a.until)), a.in_use, Quoted(a.knob),
-        a.knob_bytes.value, i + 1 < explanation.alive.size() ? "," : "");
+  const auto unit_name = [&](UnitId unit) { return unit < 0 ? Json() : Json(UnitText(plan, unit)); };
+  Json json = {{"peak_bytes", explanation.peak_bytes.value},
+               {"peak_at", explanation.peak_text},
+               {"allocation", explanation.allocation},
+               {"alive", Json::array()},
+               {"units", Json::array()}};
+  for (const AliveMemory& a : explanation.alive) {
+    json["alive"].push_back({{"category", a.category},
+                             {"unit", unit_name(a.unit)},
+                             {"name", a.name},
+                             {"bytes", a.bytes.value},
+                             {"blocks", a.blocks},
+                             {"since", PointText(plan, a.since)},
+                             {"until", a.until.step < 0 ? Json() : Json(PointText(plan, a.until))},
+                             {"in_use", a.in_use},
+                             {"knob", a.knob},
+                             {"knob_bytes", a.knob_bytes.value}});
   }
-  text += "  ],\n  \"units\": [\n";
-  for (std::size_t u = 0; u < explanation.units.size(); ++u) {
-    const UnitMemory& unit = explanation.units[u];
-    text += fmt::format(
-        "    {{\"unit\": {}, \"at_peak_bytes\": {}, \"highest_bytes\": {}, \"highest_at\": {}}}{}\n",
-        unit.unit < 0 ? "null" : Quoted(UnitText(plan, unit.unit)), unit.at_peak_bytes.value,
-        unit.highest_bytes.value, Quoted(PointText(plan, unit.highest_at)),
-        u + 1 < explanation.units.size() ? "," : "");
+  for (const UnitMemory& unit : explanation.units) {
+    json["units"].push_back({{"unit", unit_name(unit.unit)},
+                             {"at_peak_bytes", unit.at_peak_bytes.value},
+                             {"highest_bytes", unit.highest_bytes.value},
+                             {"highest_at", PointText(plan, unit.highest_at)}});
   }
-  return text + "  ]\n}\n";
+  return Lines(json);
 }
 
 }  // namespace shardplan::cli

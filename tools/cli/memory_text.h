@@ -14,17 +14,18 @@ namespace shardplan::cli {
 // Bytes by category at the peak and between steps, where the peak is, and what lies outside of it: context,
 // NCCL's buffers per communicator, parameters of no unit, and whether it fits the device (when the plan's
 // cluster says how much it has).
-std::string MemoryTable(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved);
+std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
+                        const ReservedMemory* reserved);
 // Whether the peak (reserved when known) and what lies outside of it fit the device; true when its size is
 // unknown.
-bool FitsDevice(const MemoryPlan& input, const MemoryRows& rows, const ReservedMemory* reserved);
+bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const ReservedMemory* reserved);
 
 // {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
 // "by_category"}...]}
 std::string RowsJson(const Plan& plan, const MemoryRows& rows);
 
 // Reserved peak, fragmentation, and what other settings of the allocator would save. `without_limit`: the
-// reserved peak on a device without end, told where the memory does not suffice.
+// reserved peak on a device without end, printed where the memory does not suffice.
 std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
                           const std::vector<SettingsTrial>& trials);
 

@@ -3,21 +3,19 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/policy_description.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan::cli {
 namespace {
 
-struct Candidate {
-  std::string knob;
-  Strategy strategy;
-};
-
-std::vector<Candidate> CommonCandidates(const Plan& plan) {
-  std::vector<Candidate> candidates;
+// Changes that every policy knows.
+std::vector<KnobChange> CommonChanges(const Plan& plan) {
+  std::vector<KnobChange> candidates;
   const auto add = [&](std::string knob) -> Strategy& {
     candidates.push_back({std::move(knob), plan.strategy});
     return candidates.back().strategy;
@@ -38,46 +36,15 @@ std::vector<Candidate> CommonCandidates(const Plan& plan) {
   if (plan.strategy.mixed_precision) {
     add("reduce_dtype: bfloat16").mixed_precision->reduce_dtype = DType::kBFloat16;
   }
+  const std::string& method = DescriptionOf(plan.policy).accumulation_call;
   Strategy& synced = add("gradient sync in every micro-batch");
   for (StepProgram& step : synced.program) {
-    std::erase_if(step, [](const ProgramCall& call) {
+    std::erase_if(step, [&](const ProgramCall& call) {
       const auto* module = std::get_if<ModuleCall>(&call);
-      return module != nullptr &&
-             (module->method == "set_requires_gradient_sync" || module->method == "no_sync");
+      return module != nullptr && module->method == method;
     });
   }
   return candidates;
-}
-
-void AddFsdp2Candidates(const Plan& plan, std::vector<Candidate>& candidates) {
-  const auto reshard = [&](bool value) {
-    Strategy strategy = plan.strategy;
-    strategy.reshard_after_forward = value;
-    for (UnitRule& rule : strategy.units) rule.reshard_after_forward = value;
-    return strategy;
-  };
-  candidates.push_back({"reshard_after_forward: true, of the root too", reshard(true)});
-  Strategy none = plan.strategy;
-  none.fsdp2.forward_prefetch = none.fsdp2.backward_prefetch = 0;
-  none.fsdp2.forward_prefetch_lists.clear();
-  none.fsdp2.backward_prefetch_lists.clear();
-  candidates.push_back({"no prefetch, forward or backward", none});
-  Strategy loop = plan.strategy;
-  loop.fsdp2.reduce_scatter_inputs_in_flight = 1;
-  candidates.push_back({"one reduce-scatter input in flight", loop});
-}
-
-void AddFsdp1Candidates(const Plan& plan, std::vector<Candidate>& candidates) {
-  Strategy full = plan.strategy;
-  full.fsdp1.sharding = Fsdp1Sharding::kFullShard;
-  candidates.push_back({"sharding: full_shard", full});
-  Strategy none = plan.strategy;
-  none.fsdp1.backward_prefetch = Fsdp1BackwardPrefetch::kNone;
-  none.fsdp1.forward_prefetch = false;
-  candidates.push_back({"no prefetch, forward or backward", none});
-  Strategy limit = plan.strategy;
-  limit.fsdp1.limit_all_gathers = true;
-  candidates.push_back({"limit_all_gathers: true", limit});
 }
 
 }  // namespace
@@ -90,13 +57,13 @@ Result<std::vector<KnobTrial>> TryKnobs(const Plan& plan, const Trace& trace, bo
     error.expected = plan.digests.trace;
     return std::unexpected(error);
   }
-  std::vector<Candidate> candidates = CommonCandidates(plan);
-  if (plan.policy == "fsdp2") AddFsdp2Candidates(plan, candidates);
-  if (plan.policy == "fsdp1") AddFsdp1Candidates(plan, candidates);
+  const PolicyDescription& policy = DescriptionOf(plan.policy);
+  std::vector<KnobChange> candidates = CommonChanges(plan);
+  std::ranges::move(policy.memory_changes(plan.strategy), std::back_inserter(candidates));
   const MemoryOptions options{.kernel_temporaries = kernel_temporaries};
   const Bytes peak = ProfileMemory(plan, options).peak_bytes;
   std::vector<KnobTrial> trials;
-  for (const Candidate& candidate : candidates) {
+  for (const KnobChange& candidate : candidates) {
     if (candidate.strategy == plan.strategy) continue;
     // A combination that the policy refuses is no way out.
     const Result<PlannerOutput> planned =

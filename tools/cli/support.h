@@ -20,7 +20,7 @@ void Progress(bool quiet, std::string_view text);
 // Writes bytes to a file atomically, or to stdout for "-".
 Status WriteOutput(const std::string& path, std::string_view bytes);
 
-// A plan from JSON or from the text that `shardplan show` prints (told apart by the first character).
+// A plan from JSON or from the text that `shardplan show` prints (the first character decides).
 Result<Plan> ReadPlanFile(const std::string& path);
 
 // A cluster document: a path, or the name of one that is shipped ("h100_sxm_8"). kBadInput lists the shipped

@@ -6,13 +6,15 @@
 
 #include <algorithm>
 
-#include "replay/geometry.h"
+#include "replay/copy_resolver.h"
 #include "replay/host_kernels.h"
 #include "shardplan/executor/cpu_backend.h"
 
 namespace shardplan::executor {
 
-std::unique_ptr<TorchDevice> MakeCpuDevice(MemoryPlan memory) { return std::make_unique<CpuDevice>(memory); }
+std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory) {
+  return std::make_unique<CpuDevice>(memory);
+}
 
 at::Tensor CpuDevice::MakeArena(std::int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(c10::kCPU));

@@ -29,7 +29,7 @@ struct PendingCollective {
 
 class CpuDevice final : public TorchBuffers {
  public:
-  explicit CpuDevice(MemoryPlan memory) : TorchBuffers(memory) {}
+  explicit CpuDevice(MemorySource memory) : TorchBuffers(memory) {}
 
   c10::Device torch_device() const override { return c10::Device(c10::kCPU); }
 

@@ -37,7 +37,7 @@ int CudaDeviceCount() {
   return 0;
 }
 
-Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index, MemoryPlan memory) {
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index, MemorySource memory) {
   std::string reason;
   if (!CudaIsAvailable(&reason)) return MakeError(ErrorCode::kEnvironment, "no GPU can be used: " + reason);
   const int count = CudaDeviceCount();

@@ -12,7 +12,7 @@ namespace shardplan::executor {
 
 class CudaDevice final : public TorchBuffers {
  public:
-  CudaDevice(int index, MemoryPlan memory) : TorchBuffers(memory), index_(index) {}
+  CudaDevice(int index, MemorySource memory) : TorchBuffers(memory), index_(index) {}
   ~CudaDevice() override;
 
   c10::Device torch_device() const override {

@@ -15,7 +15,7 @@ bool CudaIsAvailable(std::string* reason) {
 
 int CudaDeviceCount() { return 0; }
 
-Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int, MemoryPlan) {
+Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int, MemorySource) {
   return MakeError(ErrorCode::kEnvironment, kReason);
 }
 

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::executor {
 namespace {
@@ -144,6 +145,7 @@ ArenaLayout LayOutArena(const Plan& plan) {
     std::ranges::sort(taken, {}, &Interval::begin);
     const std::int64_t bytes = ArenaBytes(plan.buffers[b]);
     const std::int64_t at = LowestGap(taken, bytes);
+    SHARDPLAN_ASSERT(at % kArenaAlignment == 0, "every buffer takes a multiple of the alignment");
     layout.offsets[b] = at;
     layout.size_bytes = std::max(layout.size_bytes, at + bytes);
     for (const std::size_t other : placed) {

@@ -6,7 +6,7 @@
 #include <map>
 #include <tuple>
 
-#include "replay/geometry.h"
+#include "replay/copy_resolver.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
@@ -24,7 +24,7 @@ bool IsFinalGradient(BufferRole role) {
 class Builder {
  public:
   Builder(const Plan& plan, std::int64_t rank, bool model_runs_itself)
-      : plan_(plan), rank_(rank), model_runs_itself_(model_runs_itself), geometry_(plan, rank) {}
+      : plan_(plan), rank_(rank), model_runs_itself_(model_runs_itself), copies_(plan, rank) {}
 
   Result<Program> Build() {
     FindAdded();
@@ -276,7 +276,7 @@ class Builder {
     } else if (communicator < 0 && i.kind == InstructionKind::kReshardPostForward) {
       communicator = unit.post_forward_communicator;
     } else if (communicator < 0 && i.kind == InstructionKind::kCopyIn) {
-      const std::int64_t slots = geometry_.SlotsForShard(plan_.buffers[i.src]);
+      const std::int64_t slots = copies_.SlotsForShard(plan_.buffers[i.src]);
       communicator =
           slots == ShardCount(plan_, unit) ? unit.shard_communicator : unit.post_forward_communicator;
     } else if (communicator < 0) {
@@ -299,7 +299,7 @@ class Builder {
     const auto key = std::tuple(i.kind, i.src, i.dst, slots);
     const auto known = copy_ids_.find(key);
     if (known != copy_ids_.end()) return Simple(op, code, known->second);
-    Result<CopySpec> copy = geometry_.Copy(i, slots, slot);
+    Result<CopySpec> copy = copies_.Copy(i, slots, slot);
     if (!copy) return std::unexpected(copy.error());
     return Simple(op, code, copy_ids_[key] = AddCopy(std::move(*copy)));
   }
@@ -382,7 +382,7 @@ class Builder {
   const Plan& plan_;
   const std::int64_t rank_;
   const bool model_runs_itself_;
-  Geometry geometry_;
+  CopyResolver copies_;
   Program program_;
   std::string pointer_;
   std::map<BufferId, CommunicatorId> gathered_by_;

@@ -6,7 +6,7 @@
 
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/device.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
@@ -77,7 +77,7 @@ struct Program {
 // Marks collectives that follow one another and may be launched as one.
 void FindGroups(const Plan& plan, Program& program);
 
-// Resolves the plan for one rank. Errors as Engine::Create.
+// Resolves the plan for one rank. Errors as Replayer::Create.
 Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, bool model_runs_itself);
 
 }  // namespace shardplan::executor

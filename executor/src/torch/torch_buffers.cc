@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "replay/geometry.h"
+#include "replay/copy_resolver.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/layout.h"
 
@@ -82,7 +82,7 @@ std::byte* TorchBuffers::ArenaPart(BufferId id, std::size_t part) const {
 // True: the buffer's place in the arena is its own until it is freed. What a plan allocates finds it free; an
 // evaluation beside the plan may have taken it, or find it taken.
 Result<bool> TorchBuffers::EnterArena(BufferId id, StreamId stream) {
-  if (memory_ != MemoryPlan::kArena || layout_.offsets[id] < 0) return false;
+  if (memory_ != MemorySource::kArena || layout_.offsets[id] < 0) return false;
   for (const BufferId sharer : layout_.sharers[id]) {
     if (slots_[sharer].in_arena) return false;
   }
@@ -120,7 +120,7 @@ Status TorchBuffers::Prepare(const Plan& plan) {
     }
   }
   if (Status status = PrepareStreams(plan); !status) return status;
-  if (memory_ == MemoryPlan::kArena) {
+  if (memory_ == MemorySource::kArena) {
     layout_ = LayOutArena(plan);
     arena_ = MakeArena(layout_.size_bytes);
   }

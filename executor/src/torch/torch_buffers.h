@@ -14,7 +14,7 @@ namespace shardplan::executor {
 
 class TorchBuffers : public TorchDevice {
  public:
-  explicit TorchBuffers(MemoryPlan memory) : memory_(memory) {}
+  explicit TorchBuffers(MemorySource memory) : memory_(memory) {}
 
   Status Prepare(const Plan& plan) override;
   Result<CopyId> PrepareCopy(CopySpec spec) override;
@@ -71,7 +71,7 @@ class TorchBuffers : public TorchDevice {
   Result<std::pair<at::Tensor, std::int64_t>> Place(BufferId buffer, std::int32_t parameter,
                                                     std::int64_t pieces) const;
 
-  const MemoryPlan memory_;
+  const MemorySource memory_;
   ArenaLayout layout_;  // empty without an arena
   at::Tensor arena_;
   const Plan* plan_ = nullptr;

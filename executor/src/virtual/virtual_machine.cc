@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "replay/host_kernels.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::executor {
 
@@ -123,9 +124,11 @@ void VirtualMachineImpl::Arrive(std::size_t index) {
   if (in_order_ && item.sequence != done) return;
   item.arrived = true;
   ++item.rendezvous->arrived;
+  SHARDPLAN_ASSERT(item.rendezvous->arrived <= item.rendezvous->members, "a member arrives once");
 }
 
 void VirtualMachineImpl::Run(std::size_t index) {
+  SHARDPLAN_ASSERT(!queues_[index].empty(), "CanRun finds something at the head");
   WorkItem& item = queues_[index].front();
   if (item.kind == WorkItem::Kind::kCollective) {
     // The first member to run reads all inputs; outputs are written later, each when its own stream's turn
@@ -162,6 +165,8 @@ void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
 void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
   Rendezvous& rendezvous = *item.rendezvous;
   const CollectiveSpec& spec = rendezvous.spec;
+  SHARDPLAN_ASSERT(rendezvous.read && rendezvous.finished < rendezvous.members,
+                   "all inputs are read before an output is written, and each member writes once");
   if (spec.kind == CollectiveKind::kAllGather) {
     std::memcpy(item.output, rendezvous.gathered.data(), rendezvous.gathered.size());
   } else {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "replay/geometry.h"
+#include "replay/copy_resolver.h"
 #include "replay/host_kernels.h"
 #include "virtual/virtual_machine.h"
 

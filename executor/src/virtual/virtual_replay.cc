@@ -10,9 +10,9 @@ namespace {
 // The hosts of all ranks as one loop.
 class Replay {
  public:
-  Replay(VirtualMachine& machine, std::span<Engine* const> engines, std::int64_t steps)
-      : machine_(machine), engines_(engines), in_trigger_(engines.size(), false) {
-    for (const Engine* engine : engines) last_step_.push_back(engine->steps_completed() + steps);
+  Replay(VirtualMachine& machine, std::span<Replayer* const> replayers, std::int64_t steps)
+      : machine_(machine), replayers_(replayers), in_trigger_(replayers.size(), false) {
+    for (const Replayer* replayer : replayers) last_step_.push_back(replayer->steps_completed() + steps);
     // How eager the hosts are: from lock step with the device to everything issued before anything runs.
     const std::uint64_t eagerness[] = {50, 90, 99, 100};
     host_percent_ = eagerness[machine.Random(4)];
@@ -32,14 +32,14 @@ class Replay {
 
  private:
   bool IsDone(std::size_t rank) const {
-    return !in_trigger_[rank] && engines_[rank]->steps_completed() >= last_step_[rank];
+    return !in_trigger_[rank] && replayers_[rank]->steps_completed() >= last_step_[rank];
   }
 
   // One instruction of one host. False: all are done, or wait.
   Result<bool> AdvanceSomeHost() {
-    const std::size_t first = machine_.Random(engines_.size());
-    for (std::size_t i = 0; i < engines_.size(); ++i) {
-      const std::size_t rank = (first + i) % engines_.size();
+    const std::size_t first = machine_.Random(replayers_.size());
+    for (std::size_t i = 0; i < replayers_.size(); ++i) {
+      const std::size_t rank = (first + i) % replayers_.size();
       if (IsDone(rank)) continue;
       Result<bool> moved = AdvanceHost(rank);
       if (!moved || *moved) return moved;
@@ -48,30 +48,31 @@ class Replay {
   }
 
   Result<bool> AdvanceHost(std::size_t rank) {
-    Engine& engine = *engines_[rank];
+    Replayer& replayer = *replayers_[rank];
     if (!in_trigger_[rank]) {
-      if (Status status = engine.Begin(engine.Expected()); !status) return std::unexpected(status.error());
+      if (Status status = replayer.Begin(replayer.Expected()); !status)
+        return std::unexpected(status.error());
       in_trigger_[rank] = true;
       return true;
     }
-    const std::int64_t before = engine.instructions_issued();
-    Result<bool> done = engine.Advance();
+    const std::int64_t before = replayer.instructions_issued();
+    Result<bool> done = replayer.Advance();
     if (!done) return done;
     if (*done) in_trigger_[rank] = false;
-    return *done || engine.instructions_issued() != before;
+    return *done || replayer.instructions_issued() != before;
   }
 
   Status CheckDone() const {
-    for (std::size_t rank = 0; rank < engines_.size(); ++rank) {
+    for (std::size_t rank = 0; rank < replayers_.size(); ++rank) {
       if (IsDone(rank)) continue;
       return MakeError(ErrorCode::kNegative, fmt::format("deadlock: the host of rank {} waits for ever at {}",
-                                                         rank, engines_[rank]->Where()));
+                                                         rank, replayers_[rank]->Where()));
     }
     return {};
   }
 
   VirtualMachine& machine_;
-  std::span<Engine* const> engines_;
+  std::span<Replayer* const> replayers_;
   std::vector<bool> in_trigger_;
   std::vector<std::int64_t> last_step_;
   std::uint64_t host_percent_ = 50;
@@ -79,8 +80,8 @@ class Replay {
 
 }  // namespace
 
-Status ReplayOnVirtual(VirtualMachine& machine, std::span<Engine* const> engines, std::int64_t steps) {
-  return Replay(machine, engines, steps).Run();
+Status ReplayOnVirtual(VirtualMachine& machine, std::span<Replayer* const> replayers, std::int64_t steps) {
+  return Replay(machine, replayers, steps).Run();
 }
 
 }  // namespace shardplan::executor

@@ -106,9 +106,10 @@ class Times {
   std::vector<ForwardIndex> forwards_;
 };
 
-class EngineEvents {
+class AutogradEvents {
  public:
-  EngineEvents(const Trace& trace, const ModelIndex& index, const Partition& partition, std::int32_t backward)
+  AutogradEvents(const Trace& trace, const ModelIndex& index, const Partition& partition,
+                 std::int32_t backward)
       : trace_(trace), index_(index), partition_(partition), pass_(trace.backwards[backward]) {
     const std::vector<ForwardTime> times = Times(trace, index, backward).Run();
     for (std::size_t i = 0; i < times.size(); ++i) {
@@ -125,7 +126,7 @@ class EngineEvents {
     for (auto& [time, position] : last_) latest = position = std::max(position, latest);
   }
 
-  std::vector<EngineEvent> Run() {
+  std::vector<AutogradEvent> Run() {
     for (std::size_t f = 0; f < pass_.forwards.size(); ++f) {
       const Pass& forward = trace_.forwards[pass_.forwards[f]];
       const ForwardIndex seen = MakeForwardIndex(forward, index_);
@@ -136,14 +137,14 @@ class EngineEvents {
         const UnitId unit =
             enter == nullptr ? -1 : partition_.unit_of_module[index_.canonical[enter->module]];
         if (unit < 0) continue;
-        const EngineEvent call{
+        const AutogradEvent call{
             .unit = unit, .occurrence = runs[unit]++, .forward = static_cast<std::int32_t>(f)};
         Add({call.forward, static_cast<std::int32_t>(4 * i)}, call);
         AddInputs(*enter, forward, seen, without_gradient, call);
       }
     }
     std::ranges::stable_sort(found_, [](const auto& a, const auto& b) { return a.first > b.first; });
-    std::vector<EngineEvent> events;
+    std::vector<AutogradEvent> events;
     std::int32_t position = 0;
     for (auto& [time, event] : found_) {
       position = event.position = std::max(event.position, position);
@@ -154,7 +155,7 @@ class EngineEvents {
 
  private:
   // Behind the last event of the backward whose node was made at `time` or later, if there is one.
-  void Add(ForwardTime time, EngineEvent event) {
+  void Add(ForwardTime time, AutogradEvent event) {
     const auto older = last_.upper_bound(time);
     if (older == last_.begin()) return;
     event.position = std::max(event.position, std::prev(older)->second + 1);
@@ -175,7 +176,7 @@ class EngineEvents {
   }
 
   void AddInputs(const EnterEvent& enter, const Pass& forward, const ForwardIndex& seen,
-                 const std::set<TensorId>& without_gradient, EngineEvent call) {
+                 const std::set<TensorId>& without_gradient, AutogradEvent call) {
     const std::vector<UnitParameter>& parts = partition_.units[call.unit].unit.parameters;
     if (parts.empty() || std::ranges::any_of(parts, &UnitParameter::requires_grad)) return;
     std::int32_t oldest = -1;
@@ -200,7 +201,7 @@ class EngineEvents {
   std::map<std::tuple<std::int32_t, ModuleId, std::int32_t>, std::int32_t> inputs_done_;
   std::set<std::tuple<std::int32_t, ModuleId, std::int32_t, std::int32_t>>
       ready_;  // forward, module, call, index
-  std::vector<std::pair<ForwardTime, EngineEvent>> found_;
+  std::vector<std::pair<ForwardTime, AutogradEvent>> found_;
 };
 
 }  // namespace
@@ -209,9 +210,9 @@ std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& ind
   return Times(trace, index, backward).Run();
 }
 
-std::vector<EngineEvent> FindEngineEvents(const Trace& trace, const ModelIndex& index,
-                                          const Partition& partition, std::int32_t backward) {
-  return EngineEvents(trace, index, partition, backward).Run();
+std::vector<AutogradEvent> FindAutogradEvents(const Trace& trace, const ModelIndex& index,
+                                              const Partition& partition, std::int32_t backward) {
+  return AutogradEvents(trace, index, partition, backward).Run();
 }
 
 }  // namespace shardplan

@@ -32,7 +32,7 @@ std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& ind
 // position `forward`: all that was computed since its pre-forward has run backward; or the gradients of its
 // inputs are done, and the hooks on them of the units that returned them have run (frozen units only, whose
 // reshard hangs on that).
-struct EngineEvent {
+struct AutogradEvent {
   std::int32_t position = 0;
   UnitId unit = -1;
   std::int32_t occurrence = 0;
@@ -40,7 +40,7 @@ struct EngineEvent {
   bool inputs_done = false;
 };
 // In the order of the backward.
-std::vector<EngineEvent> FindEngineEvents(const Trace& trace, const ModelIndex& index,
-                                          const Partition& partition, std::int32_t backward);
+std::vector<AutogradEvent> FindAutogradEvents(const Trace& trace, const ModelIndex& index,
+                                              const Partition& partition, std::int32_t backward);
 
 }  // namespace shardplan

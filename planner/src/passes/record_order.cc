@@ -156,8 +156,8 @@ class Recorder {
     grad_enabled_ = true;
     std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
     FindLastGrads(last_grad);
-    std::vector<EngineEvent> engine;
-    if (flat_) engine = FindEngineEvents(trace_, index_, partition_, call.trace);
+    std::vector<AutogradEvent> engine;
+    if (flat_) engine = FindAutogradEvents(trace_, index_, partition_, call.trace);
     auto next = engine.begin();
     const auto push_engine_events = [&](std::int32_t position) {
       for (; next != engine.end() && next->position <= position; ++next) {
@@ -215,7 +215,7 @@ class Recorder {
       Push(HostEventKind::kPreBackward, unit);
       place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
-      if (flat_) return;  // an EngineEvent where it matters
+      if (flat_) return;  // an AutogradEvent where it matters
       microbatch_ = MicrobatchOf(call, done->forward);
       const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
       if (unit < 0) return;

@@ -158,7 +158,7 @@ void ParseSegments(const Json& root, const Columns& columns, AllocatorLog& log,
   }
 }
 
-// Streams by their rank in ascending order: that is the order in which LibTorch goes through them.
+// Streams by their rank in ascending order: that is the order in which LibTorch visits them.
 void NumberStreams(const Json& root, const Columns& columns, AllocatorLog& log,
                    const std::vector<std::int64_t>& of_segments) {
   std::vector<std::int64_t> of_actions;

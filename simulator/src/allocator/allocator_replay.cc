@@ -103,8 +103,9 @@ Replayer::Group Replayer::NextGroup() const {
   return group;
 }
 
-// Where the log has no stream, the block's segment tells it; a new segment is taken to be of the first stream
-// on which the model has no cached block for the request either (but see [Note: streams of new segments]).
+// Where the log has no stream, the block's segment decides it; a new segment is taken to be of the first
+// stream on which the model has no cached block for the request either (but see [Note: streams of new
+// segments]).
 std::int32_t Replayer::StreamOf(State& state, const LogAction& request) const {
   state.choice.reset();
   if (request.stream >= 0) return request.stream;
@@ -132,7 +133,7 @@ std::vector<StreamChoice> Replayer::Suspects() const {
   if (state_.choice) suspects.push_back(*state_.choice);
   if (state_.model_address) add(state_.RangeAt(*state_.model_address));
   if (state_.cursor < log_.actions.size()) add(state_.RangeAt(log_.actions[state_.cursor].address));
-  if (log_.streams.size() > 1) {  // a release goes through all
+  if (log_.streams.size() > 1) {  // a release visits all
     for (const auto& [address, range] : state_.ranges) add(&range);
   }
   return suspects;

@@ -25,7 +25,7 @@ using StreamsByRow = std::map<std::size_t, std::int32_t>;
 struct StreamRange {
   DeviceAddress end = 0;
   StreamChoice of;
-  bool chosen = false;  // not told by the log
+  bool chosen = false;  // the log does not say it
 };
 
 // What a replay has reached: a value, so that another reading of the same rows can start from a copy.

@@ -178,7 +178,7 @@ Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device
   for (const char c : text) {
     if (c != ' ' && c != '\t' && c != '\n') compact += c;
   }
-  // The large segment first, wherever it stands: other limits and defaults depend on it.
+  // The large segment first, whatever its position: other limits and defaults depend on it.
   for (const bool large_segment : {true, false}) {
     for (const std::string_view entry : Split(compact, ',')) {
       if (entry.empty()) continue;

@@ -3,10 +3,10 @@
 #include "shardplan/simulator/caching_allocator.h"
 
 #include <algorithm>
-#include <cassert>
 #include <limits>
 
 #include "allocator/allocator_sizes.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 
@@ -145,6 +145,7 @@ bool CachingAllocator::ShouldSplit(const Block& block, std::int64_t size) const 
 
 // `id` is free and in no list.
 BlockId CachingAllocator::HandOut(BlockId id, const Search& search, std::int64_t requested) {
+  SHARDPLAN_ASSERT(blocks_[id].size >= search.size, "FindFree and the driver give enough");
   const bool was_split = blocks_[id].previous != kNoBlock || blocks_[id].next != kNoBlock;
   const bool counts_as_split = blocks_[id].reservation < 0;
   std::int64_t inactive_split_change = was_split ? -blocks_[id].size : 0;
@@ -173,7 +174,7 @@ BlockId CachingAllocator::HandOut(BlockId id, const Search& search, std::int64_t
 
 void CachingAllocator::DeferFree(BlockId id) {
   if (id == kEmptyBlock) return;
-  assert(IsAllocated(id));
+  SHARDPLAN_ASSERT(IsAllocated(id), "the caller frees what it was given, once");
   blocks_[id].state = BlockState::kAwaitingEvents;
   --stats_.allocations;
   stats_.allocated_bytes.value -= blocks_[id].size;
@@ -181,7 +182,8 @@ void CachingAllocator::DeferFree(BlockId id) {
 
 void CachingAllocator::CompleteFree(BlockId id) {
   if (id == kEmptyBlock) return;
-  assert(blocks_[id].live && blocks_[id].state == BlockState::kAwaitingEvents);
+  SHARDPLAN_ASSERT(blocks_[id].live && blocks_[id].state == BlockState::kAwaitingEvents,
+                   "the caller completes what it deferred, once");
   FinishFree(id);
 }
 
@@ -194,6 +196,7 @@ void CachingAllocator::Free(BlockId id) {
   }
   blocks_[id].recorded_streams = false;
   const auto uses = stream_uses_.find(id);
+  SHARDPLAN_ASSERT(uses != stream_uses_.end(), "RecordStream notes the stream where it sets the flag");
   for (const std::int32_t stream : uses->second) {
     StreamEvents& events = EventsOf(stream);
     events.waiting.push_back(id);
@@ -206,7 +209,7 @@ void CachingAllocator::Free(BlockId id) {
 
 void CachingAllocator::RecordStream(BlockId id, std::int32_t stream) {
   if (id == kEmptyBlock || stream == blocks_[id].stream) return;
-  assert(IsAllocated(id));
+  SHARDPLAN_ASSERT(IsAllocated(id), "only a block in use can be used on another stream");
   std::vector<std::int32_t>& streams = stream_uses_[id];
   const auto place = std::lower_bound(streams.begin(), streams.end(), stream);
   if (place == streams.end() || *place != stream) streams.insert(place, stream);
@@ -226,6 +229,7 @@ void CachingAllocator::CompleteEvents(std::int32_t stream, std::int64_t count) {
 void CachingAllocator::ProcessEvents() {
   for (StreamEvents& events : events_) {
     for (; events.processed < events.completed; ++events.processed) {
+      SHARDPLAN_ASSERT(!events.waiting.empty(), "every recorded event has a block that waits");
       const BlockId block = events.waiting.front();
       events.waiting.pop_front();
       --waiting_events_;
@@ -237,6 +241,7 @@ void CachingAllocator::ProcessEvents() {
 // Merges with free neighbours and puts the result into the free list.
 void CachingAllocator::FinishFree(BlockId id) {
   const std::int64_t size = blocks_[id].size;
+  SHARDPLAN_ASSERT(blocks_[id].pending_events == 0, "the free waits for its last event");
   blocks_[id].state = BlockState::kFree;
   stats_.active_bytes.value -= size;
   stats_.requested_bytes.value -= blocks_[id].requested;
@@ -260,10 +265,12 @@ std::int64_t CachingAllocator::Merge(BlockId into_id, BlockId other_id) {
     EraseUnmapped(other_id);
   }
   if (into.previous == other_id) {
+    SHARDPLAN_ASSERT(other.address + other.size == into.address, "neighbours in the list touch");
     into.address = other.address;
     into.previous = other.previous;
     if (into.previous != kNoBlock) blocks_[into.previous].next = into_id;
   } else {
+    SHARDPLAN_ASSERT(into.address + into.size == other.address, "neighbours in the list touch");
     into.next = other.next;
     if (into.next != kNoBlock) blocks_[into.next].previous = into_id;
   }

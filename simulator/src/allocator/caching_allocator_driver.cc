@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "allocator/allocator_sizes.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {
@@ -58,7 +59,9 @@ void CachingAllocator::InsertUnmapped(BlockId id) {
 
 void CachingAllocator::EraseUnmapped(BlockId id) {
   std::vector<BlockId>& unmapped = PoolOf(blocks_[id].stream, blocks_[id].small).unmapped;
-  unmapped.erase(std::find(unmapped.begin(), unmapped.end(), id));
+  const auto found = std::find(unmapped.begin(), unmapped.end(), id);
+  SHARDPLAN_ASSERT(found != unmapped.end(), "an unmapped block is in its pool's list");
+  unmapped.erase(found);
 }
 
 // The first place, by address, where free and unmapped blocks in a row have room; a new reservation if there
@@ -97,6 +100,7 @@ BlockId CachingAllocator::FindExpandable(const Search& search, DeviceDriver& dri
 // Maps the first `size` bytes of an unmapped block, rounded up to pages, merges them with free neighbours and
 // puts the result into the free list. False: out of memory, nothing changed.
 bool CachingAllocator::MapBlock(BlockId id, std::int64_t size, DeviceDriver& driver) {
+  SHARDPLAN_ASSERT(blocks_[id].state == BlockState::kUnmapped, "only what is not mapped is mapped");
   const DeviceAddress address = blocks_[id].address;
   const std::int64_t mapped = RoundUp(size, reservations_[blocks_[id].reservation].page);
   if (!driver.MapPages(address, {mapped})) return false;
@@ -127,6 +131,7 @@ BlockId CachingAllocator::ExpandSegment(const Search& search, DeviceDriver& driv
   }
   while (blocks_[block].size < search.size) {
     const BlockId next = blocks_[block].next;  // unmapped, and merged with `block` by mapping
+    SHARDPLAN_ASSERT(next != kNoBlock, "FindExpandable found room in what follows");
     const std::int64_t missing = search.size - blocks_[block].size;
     if (!MapBlock(next, std::min(missing, blocks_[next].size), driver)) return kNoBlock;
     block = next;

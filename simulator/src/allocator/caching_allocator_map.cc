@@ -1,6 +1,5 @@
 // The allocator's memory as a value and as text, and taking over a recorded state.
 #include <algorithm>
-#include <cassert>
 
 #include "allocator/allocator_sizes.h"
 #include "shardplan/simulator/caching_allocator.h"

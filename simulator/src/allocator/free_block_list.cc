@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "shardplan/schemas/assert.h"
+
 namespace shardplan {
 
 std::size_t FreeBlockList::size() const {
@@ -58,8 +60,11 @@ void FreeBlockList::Insert(const Entry& entry) {
 
 void FreeBlockList::Erase(const Entry& entry) {
   const std::size_t chunk = ChunkOf(entry);
+  SHARDPLAN_ASSERT(chunk < chunks_.size(), "what is erased was inserted");
   std::vector<Entry>& entries = chunks_[chunk];
-  entries.erase(std::lower_bound(entries.begin(), entries.end(), entry));
+  const auto found = std::lower_bound(entries.begin(), entries.end(), entry);
+  SHARDPLAN_ASSERT(found != entries.end() && found->block == entry.block, "what is erased was inserted");
+  entries.erase(found);
   if (!entries.empty()) {
     last_[chunk] = entries.back();
     return;

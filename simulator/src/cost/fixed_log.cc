@@ -2,6 +2,8 @@
 
 #include <bit>
 
+#include "shardplan/schemas/assert.h"
+
 namespace shardplan::internal {
 namespace {
 __extension__ using Int128 = __int128;
@@ -47,12 +49,14 @@ std::int64_t Exp2Fixed(std::int64_t x) {
 }
 
 std::int64_t MulDiv(std::int64_t a, std::int64_t b, std::int64_t c) {
+  SHARDPLAN_ASSERT(c != 0, "callers divide by sizes and rates that they found not to be zero");
   const Int128 product = static_cast<Int128>(a) * b;
   const Int128 half = c / 2;
   return static_cast<std::int64_t>((product >= 0 ? product + half : product - half) / c);
 }
 
 std::int64_t MulDivUp(std::int64_t a, std::int64_t b, std::int64_t c) {
+  SHARDPLAN_ASSERT(c != 0, "callers divide by sizes and rates that they found not to be zero");
   return static_cast<std::int64_t>((static_cast<Int128>(a) * b + c - 1) / c);
 }
 

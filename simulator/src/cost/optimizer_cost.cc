@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "shardplan/schemas/policy_description.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
@@ -10,6 +11,7 @@ namespace {
 
 // What the optimizer updates on the device, unit by unit.
 std::vector<OptimizerShard> UpdatedShards(const Plan& plan, UnitId unit) {
+  const bool original_parameters = DescriptionOf(plan.policy).steps_original_parameters(plan.strategy);
   std::vector<OptimizerShard> shards;
   for (const Buffer& buffer : plan.buffers) {
     if (buffer.role != BufferRole::kParamSharded || buffer.memory != MemoryKind::kDevice) continue;
@@ -19,8 +21,7 @@ std::vector<OptimizerShard> UpdatedShards(const Plan& plan, UnitId unit) {
     const std::int32_t c = owner.shard_communicator;
     const bool sharded = c >= 0 && static_cast<std::size_t>(c) < plan.communicators.size();
     const std::int64_t ranks = sharded ? plan.communicators[static_cast<std::size_t>(c)].size : 1;
-    std::ranges::move(OptimizerShardsOf(owner, ranks, plan.strategy.fsdp1.use_orig_params),
-                      std::back_inserter(shards));
+    std::ranges::move(OptimizerShardsOf(owner, ranks, original_parameters), std::back_inserter(shards));
   }
   return shards;
 }

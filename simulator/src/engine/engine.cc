@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "shardplan/schemas/assert.h"
+
 namespace shardplan {
 namespace {
 
@@ -125,6 +127,7 @@ class StepRunner {
         next_ns = std::min(next_ns, stream.status == Status::kActive ? stream.finish_ns : stream.wake_ns);
       }
       if (next_ns == kNever) return slot < 0;
+      SHARDPLAN_ASSERT(next_ns >= now_ns_, "what is active ends now or later");
       AccountUntil(next_ns);
       now_ns_ = next_ns;
       for (std::size_t s = 0; s < streams_.size(); ++s) {
@@ -176,6 +179,7 @@ class StepRunner {
   }
 
   void Pop(StreamState& stream) {
+    SHARDPLAN_ASSERT(stream.head >= 0, "only a stream with an instruction at its head is advanced");
     stream.head = step_.next_in_stream[Index(stream.head)];
     stream.next_operator = 0;
     stream.span = -1;
@@ -253,6 +257,7 @@ class StepRunner {
     stream.status = Status::kActive;
     stream.work = instruction.work;
     stream.link = instruction.link;
+    SHARDPLAN_ASSERT(duration_ns >= 0, "LowerPlan makes no negative duration");
     stream.remaining = static_cast<Int128>(duration_ns) * kFullRate;
     stream.updated_ns = now_ns_;
     stream.rate = 0;
@@ -288,12 +293,16 @@ class StepRunner {
     switch (stream.work) {
       case WorkClass::kCompute:
       case WorkClass::kCopy:
+        SHARDPLAN_ASSERT(kernels_ > 0, "an active kernel is counted");
         return kernel_ppm * kSharers / kernels_;
       case WorkClass::kCollective:
+        SHARDPLAN_ASSERT(collectives_ > 0, "an active collective is counted");
         return link_ppm * kSharers / (stream.link < 0 ? 1 : on_link_[static_cast<std::size_t>(stream.link)]);
       case WorkClass::kToHost:
+        SHARDPLAN_ASSERT(to_host_ > 0, "an active copy is counted");
         return kFullRate / to_host_;
       case WorkClass::kToDevice:
+        SHARDPLAN_ASSERT(to_device_ > 0, "an active copy is counted");
         return kFullRate / to_device_;
     }
     return kFullRate;
@@ -344,10 +353,11 @@ class StepRunner {
 
   void Finish(std::size_t s) {
     StreamState& stream = streams_[s];
+    SHARDPLAN_ASSERT(stream.status == Status::kActive, "only what was started ends");
     Count(stream, -1);
     stream.status = Status::kReady;
     const EngineInstruction& instruction = step_.code[Index(stream.head)];
-    if (instruction.op == EngineOp::kSegment) return;  // StartOperators goes on, or ends it
+    if (instruction.op == EngineOp::kSegment) return;  // StartOperators starts the next operators, or ends it
     if (instruction.work == WorkClass::kCollective) {
       const CollectiveGroup& group = step_.groups[Index(instruction.operand)];
       ++finished_in_[Index(group.communicator)];
@@ -413,7 +423,12 @@ class StepRunner {
 
 Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
                              const RunOptions& options) {
-  return StepRunner(program, program.steps[static_cast<std::size_t>(step)], timeline, options).Run();
+  SHARDPLAN_ASSERT(step >= 0 && static_cast<std::size_t>(step) < program.steps.size(), "the caller counts");
+  const EngineStep& lowered = program.steps[static_cast<std::size_t>(step)];
+  SHARDPLAN_ASSERT(
+      lowered.code.size() == lowered.origins.size() && lowered.code.size() == lowered.next_in_stream.size(),
+      "LowerPlan adds to all of them");
+  return StepRunner(program, lowered, timeline, options).Run();
 }
 
 }  // namespace shardplan

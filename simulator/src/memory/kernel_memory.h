@@ -12,7 +12,7 @@
 namespace shardplan::internal {
 
 // Allocations of one operator, all alive together when it ends. `read` and `written` are the bytes of the
-// storages in op.reads and op.writes, 0 where unknown; what cannot be told from them is left out.
+// storages in op.reads and op.writes, 0 where unknown; what cannot be derived from them is left out.
 std::vector<Bytes> KernelTemporaries(const OperatorEvent& op, std::span<const Bytes> read,
                                      std::span<const Bytes> written);
 

@@ -20,8 +20,8 @@ bool Before(const MemoryPoint& a, const MemoryPoint& b) {
 
 class Explainer {
  public:
-  Explainer(const Plan& plan, const MemoryStream& stream, Bytes granularity_bytes)
-      : plan_(plan), stream_(stream), granularity_(std::max<std::int64_t>(1, granularity_bytes.value)) {
+  Explainer(const Plan& plan, const MemoryHistory& history, Bytes granularity_bytes)
+      : plan_(plan), history_(history), granularity_(std::max<std::int64_t>(1, granularity_bytes.value)) {
     const auto last = static_cast<std::int32_t>(plan.steps.size()) - 1;
     steady_ = plan.steps.size() == 1 ? 0 : std::clamp(plan.steady_step, 0, std::max(last, 0));
   }
@@ -29,12 +29,12 @@ class Explainer {
   MemoryExplanation Explain() {
     FindPeak();
     if (peak_action_ < 0) return std::move(result_);
-    const MemoryAction& action = stream_.actions[static_cast<std::size_t>(peak_action_)];
+    const MemoryAction& action = history_.actions[static_cast<std::size_t>(peak_action_)];
     result_.peak_bytes.value = peak_;
     result_.peak_at = action.at;
     result_.peak_action = peak_action_;
     result_.peak_text = PointText(plan_, action.at);
-    result_.allocation = BlockName(plan_, stream_, action.block);
+    result_.allocation = BlockName(plan_, history_, action.block);
     FindUsed();
     CollectAlive();
     MeasureUnits();
@@ -46,14 +46,14 @@ class Explainer {
     return (block.requested_bytes.value + granularity_ - 1) / granularity_ * granularity_;
   }
   bool InSteadyStep(std::size_t a) const {
-    return a >= stream_.first_recorded && stream_.actions[a].at.step == steady_;
+    return a >= history_.first_recorded && history_.actions[a].at.step == steady_;
   }
 
   void FindPeak() {
     std::int64_t total = 0;
-    for (std::size_t a = 0; a < stream_.actions.size(); ++a) {
-      const MemoryAction& action = stream_.actions[a];
-      const std::int64_t bytes = RoundedBytes(stream_.blocks[static_cast<std::size_t>(action.block)]);
+    for (std::size_t a = 0; a < history_.actions.size(); ++a) {
+      const MemoryAction& action = history_.actions[a];
+      const std::int64_t bytes = RoundedBytes(history_.blocks[static_cast<std::size_t>(action.block)]);
       total += action.frees ? -bytes : bytes;
       if (action.frees || total <= peak_ || !InSteadyStep(a)) continue;
       peak_ = total;
@@ -83,15 +83,15 @@ class Explainer {
   void CollectAlive() {
     std::map<std::tuple<std::int32_t, UnitId, BufferId>, std::size_t> index;
     std::vector<std::int64_t> largest;
-    for (std::size_t b = 0; b < stream_.blocks.size(); ++b) {
-      const MemoryBlock& block = stream_.blocks[b];
+    for (std::size_t b = 0; b < history_.blocks.size(); ++b) {
+      const MemoryBlock& block = history_.blocks[b];
       const std::int64_t bytes = RoundedBytes(block);
       if (!AliveAtPeak(block) || bytes == 0) continue;
       const auto [found, added] =
           index.try_emplace({block.category, block.unit, block.buffer}, result_.alive.size());
-      const MemoryPoint born = stream_.actions[static_cast<std::size_t>(block.born)].at;
+      const MemoryPoint born = history_.actions[static_cast<std::size_t>(block.born)].at;
       const MemoryPoint died =
-          block.died < 0 ? MemoryPoint{} : stream_.actions[static_cast<std::size_t>(block.died)].at;
+          block.died < 0 ? MemoryPoint{} : history_.actions[static_cast<std::size_t>(block.died)].at;
       if (added) {
         result_.alive.push_back({.category = MemoryCategories()[static_cast<std::size_t>(block.category)],
                                  .unit = block.unit,
@@ -108,7 +108,7 @@ class Explainer {
       if (bytes > largest[found->second]) {
         largest[found->second] = bytes;
         alive.name = block.buffer >= 0 ? plan_.buffers[static_cast<std::size_t>(block.buffer)].name
-                                       : BlockName(plan_, stream_, static_cast<std::int32_t>(b));
+                                       : BlockName(plan_, history_, static_cast<std::int32_t>(b));
       }
     }
     for (AliveMemory& alive : result_.alive) {
@@ -124,9 +124,9 @@ class Explainer {
     std::vector<std::int64_t> now(none + 1);
     result_.units.resize(none + 1);
     for (std::size_t u = 0; u < none; ++u) result_.units[u].unit = static_cast<UnitId>(u);
-    for (std::size_t a = 0; a < stream_.actions.size(); ++a) {
-      const MemoryAction& action = stream_.actions[a];
-      const MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(action.block)];
+    for (std::size_t a = 0; a < history_.actions.size(); ++a) {
+      const MemoryAction& action = history_.actions[a];
+      const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
       const std::size_t u = block.unit < 0 ? none : static_cast<std::size_t>(block.unit);
       now[u] += action.frees ? -RoundedBytes(block) : RoundedBytes(block);
       UnitMemory& unit = result_.units[u];
@@ -147,7 +147,7 @@ class Explainer {
   }
 
   const Plan& plan_;
-  const MemoryStream& stream_;
+  const MemoryHistory& history_;
   const std::int64_t granularity_;
   std::int32_t steady_ = 0;
   std::int64_t peak_ = 0;
@@ -158,9 +158,9 @@ class Explainer {
 
 }  // namespace
 
-MemoryExplanation ExplainMemory(const Plan& plan, const MemoryStream& stream, Bytes granularity_bytes) {
+MemoryExplanation ExplainMemory(const Plan& plan, const MemoryHistory& history, Bytes granularity_bytes) {
   if (plan.steps.empty()) return {};
-  return Explainer(plan, stream, granularity_bytes).Explain();
+  return Explainer(plan, history, granularity_bytes).Explain();
 }
 
 }  // namespace shardplan

@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "memory/memory_categories.h"
+#include "shardplan/schemas/policy_description.h"
 
 namespace shardplan::internal {
 namespace {
@@ -20,22 +21,15 @@ void AdviseFewerParameters(AliveMemory& alive) {
 // What lies in a unit's gathered parameters and is not needed now could be resharded, or gathered later.
 void AdviseUnsharded(const Plan& plan, AliveMemory& alive) {
   if (alive.in_use) return AdviseFewerParameters(alive);
-  const std::string unit = UnitText(plan, alive.unit);
-  if (plan.policy != "fsdp1") return Set(alive, "reshard_after_forward: true for " + unit, alive.bytes);
-  const Fsdp1Sharding sharding = plan.strategy.fsdp1.sharding;
-  const bool keeps = sharding == Fsdp1Sharding::kShardGradOp ||
-                     sharding == Fsdp1Sharding::kHybridShardZero2 || sharding == Fsdp1Sharding::kNoShard;
-  if (alive.unit >= 0 && plan.units[static_cast<std::size_t>(alive.unit)].fqn.empty()) {
-    return Set(alive, "units of their own for the modules of " + unit, alive.bytes);
-  }
-  Set(alive, keeps ? "sharding: full_shard" : "no prefetch, forward or backward", alive.bytes);
+  const bool is_root = alive.unit >= 0 && plan.units[static_cast<std::size_t>(alive.unit)].fqn.empty();
+  const PolicyDescription& policy = DescriptionOf(plan.policy);
+  Set(alive, policy.reshard_advice(plan.strategy, UnitText(plan, alive.unit), is_root), alive.bytes);
 }
 
 // Whether some backward does not reduce.
 bool AccumulatesWithoutSync(const Plan& plan) {
-  const auto skips = [](const ModuleCall& call) {
-    return call.method == "set_requires_gradient_sync" || call.method == "no_sync";
-  };
+  const std::string& method = DescriptionOf(plan.policy).accumulation_call;
+  const auto skips = [&](const ModuleCall& call) { return call.method == method; };
   bool found = std::ranges::any_of(plan.strategy.setup, skips);
   for (const StepProgram& step : plan.strategy.program) {
     for (const ProgramCall& call : step) {
@@ -84,7 +78,7 @@ void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
       if (AccumulatesWithoutSync(plan)) {
         return Set(alive, "accumulation with gradient sync in every micro-batch", alive.bytes);
       }
-      [[fallthrough]];  // fsdp1's flat gradient
+      [[fallthrough]];  // a flat gradient, as it is in one backward
     case BufferRole::kGradUnsharded:
       return alive.in_use ? AdviseFewerParameters(alive)
                           : Set(alive, "units of their own for the modules of " + UnitText(plan, alive.unit),

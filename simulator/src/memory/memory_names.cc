@@ -7,7 +7,7 @@
 
 #include "memory/memory_categories.h"
 #include "report/report_builder.h"
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 
 namespace shardplan {
 namespace {
@@ -50,9 +50,9 @@ std::string UnitText(const Plan& plan, UnitId unit) {
   return DisplayName(plan.units[static_cast<std::size_t>(unit)].fqn);
 }
 
-std::string BlockName(const Plan& plan, const MemoryStream& stream, std::int32_t block) {
-  const MemoryBlock& b = stream.blocks[static_cast<std::size_t>(block)];
-  const MemoryPoint& at = stream.actions[static_cast<std::size_t>(b.born)].at;
+std::string BlockName(const Plan& plan, const MemoryHistory& history, std::int32_t block) {
+  const MemoryBlock& b = history.blocks[static_cast<std::size_t>(block)];
+  const MemoryPoint& at = history.actions[static_cast<std::size_t>(b.born)].at;
   if (b.buffer >= 0) {
     const Buffer& buffer = plan.buffers[static_cast<std::size_t>(b.buffer)];
     const auto part = static_cast<std::size_t>(b.part);

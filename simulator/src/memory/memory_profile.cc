@@ -4,21 +4,22 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
 
-// Sums of the stream after every action.
+// Sums of the history after every action.
 class Profiler {
  public:
-  Profiler(const Plan& plan, const MemoryStream& stream, const MemoryOptions& options)
-      : plan_(plan), stream_(stream), options_(options) {
+  Profiler(const Plan& plan, const MemoryHistory& history, const MemoryOptions& options)
+      : plan_(plan), history_(history), options_(options) {
     by_category_.resize(MemoryCategories().size());
   }
 
   MemoryProfile Run() {
     profile_.step_peak_bytes.resize(plan_.steps.size());
-    while (next_ < stream_.first_recorded) Apply(stream_.actions[next_++]);
+    while (next_ < history_.first_recorded) Apply(history_.actions[next_++]);
     recording_ = options_.record_samples;
     if (recording_) RecordAll();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
@@ -55,15 +56,15 @@ class Profiler {
     step_peak_ = total_;
     step_peak_at_ = {s, -1, -1, -1};
     peak_is_now_ = true;
-    for (; next_ < stream_.actions.size() && stream_.actions[next_].at.step == s; ++next_) {
-      if (stream_.actions[next_].frees) KeepPeak();
-      Apply(stream_.actions[next_]);
+    for (; next_ < history_.actions.size() && history_.actions[next_].at.step == s; ++next_) {
+      if (history_.actions[next_].frees) KeepPeak();
+      Apply(history_.actions[next_]);
     }
     KeepPeak();
   }
 
   void Apply(const MemoryAction& action) {
-    const MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(action.block)];
+    const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
     const std::int64_t bytes = Rounded(block.requested_bytes.value);
     if (bytes == 0) return;
     std::int64_t& of_category = by_category_[static_cast<std::size_t>(block.category)];
@@ -132,9 +133,11 @@ class Profiler {
     const MemoryPoint instruction{at.step, at.trigger, at.instruction, -1};
     if (segment_ != nullptr && instruction == segment_at_ && entry_ <= at.entry + 1) return;
     segment_at_ = instruction;
+    SHARDPLAN_ASSERT(at.trigger >= 0 && at.instruction >= 0, "only an action of a segment has an entry");
     const Trigger& trigger =
         plan_.steps[static_cast<std::size_t>(at.step)].triggers[static_cast<std::size_t>(at.trigger)];
     const Instruction& compute = trigger.instructions[static_cast<std::size_t>(at.instruction)];
+    SHARDPLAN_ASSERT(compute.segment >= 0, "only a compute instruction has entries");
     segment_ = &plan_.segments[static_cast<std::size_t>(compute.segment)];
     segment_operators_ = std::ranges::count_if(
         segment_->entries, [](const SegmentEntry& e) { return std::holds_alternative<OperatorEvent>(e); });
@@ -143,7 +146,7 @@ class Profiler {
   }
 
   const Plan& plan_;
-  const MemoryStream& stream_;
+  const MemoryHistory& history_;
   const MemoryOptions& options_;
   MemoryProfile profile_;
   std::size_t next_ = 0;
@@ -166,12 +169,12 @@ class Profiler {
 }  // namespace
 
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options) {
-  return ProfileMemory(plan, MemoryStreamOf(plan, {.kernel_temporaries = options.kernel_temporaries}),
+  return ProfileMemory(plan, MemoryHistoryOf(plan, {.kernel_temporaries = options.kernel_temporaries}),
                        options);
 }
 
-MemoryProfile ProfileMemory(const Plan& plan, const MemoryStream& stream, const MemoryOptions& options) {
-  return Profiler(plan, stream, options).Run();
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history, const MemoryOptions& options) {
+  return Profiler(plan, history, options).Run();
 }
 
 Bytes NcclBufferBytes(const Communicator& communicator) {

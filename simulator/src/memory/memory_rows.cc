@@ -115,7 +115,7 @@ class RowReader {
       phase_ = "loss";
     }
   }
-  // Without units that the loss hangs on (a root that is none) no hook comes first.
+  // Without a unit whose output the loss depends on (a root that is no unit) no hook precedes the backward.
   void BeginBackward() {
     if (phase_ == "loss") EndLoss();
     if (phase_ == "forward") unit_ = -1;
@@ -212,7 +212,7 @@ class RowReader {
         plan_.steps[static_cast<std::size_t>(step_)].triggers[static_cast<std::size_t>(sample->trigger)];
     const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(sample->instruction)];
     if (const Segment* segment = SegmentOf(instruction)) {
-      // In the forward the model goes on in the enclosing unit when an inner one is done.
+      // In the forward the enclosing unit computes again when an inner one is done.
       const UnitId owner = plan_.segments[static_cast<std::size_t>(instruction.segment)].unit;
       if (phase_ == "forward" && owner >= 0) peak.unit = owner;
       NoteOperator(*segment, sample->entry);

@@ -4,13 +4,13 @@
 #include <functional>
 #include <numeric>
 
-#include "memory/step_names.h"
+#include "memory/python_locals.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan {
 namespace {
 
-using internal::StepNames;
+using internal::PythonLocals;
 using Shards = std::vector<OptimizerShard>;
 
 constexpr Bytes kScalar{4};  // of float32: a step count and what is computed from it
@@ -71,15 +71,15 @@ std::vector<Shards> ByDType(const Shards& shards) {
   return groups;
 }
 
-void MakeAndDrop(StepNames& names, std::string_view name, std::vector<Bytes> tensors) {
+void MakeAndDrop(PythonLocals& names, std::string_view name, std::vector<Bytes> tensors) {
   names.Make(name, std::move(tensors));
   names.Drop(name);
 }
 
 // What the gradient is called: a copy when it is negated, and again when the parameter's decay is added to
-// it; foreach adds that to the copy in place, and lets go of the list before.
+// it; foreach adds that to the copy in place, and drops the list before.
 void TakeGradient(const Optimizer& optimizer, const std::vector<Bytes>& sizes, bool adds_decay,
-                  StepNames& names) {
+                  PythonLocals& names) {
   const bool foreach = ImplementationOf(optimizer) == OptimizerImplementation::kForeach;
   if (foreach || !optimizer.maximize) names.Drop("grad");
   if (optimizer.maximize) names.Make("grad", sizes);
@@ -92,7 +92,7 @@ bool AddsDecay(const Optimizer& optimizer) {
 }
 
 // ---- torch/optim/adam.py ----
-void AdamLoop(const Optimizer& optimizer, const Shards& shards, StepNames& names) {
+void AdamLoop(const Optimizer& optimizer, const Shards& shards, PythonLocals& names) {
   for (const OptimizerShard& shard : shards) {
     const Bytes bytes = SizeBytes(shard);
     TakeGradient(optimizer, {bytes}, AddsDecay(optimizer), names);
@@ -118,7 +118,7 @@ void AdamLoop(const Optimizer& optimizer, const Shards& shards, StepNames& names
   }
 }
 
-void AdamForeach(const Optimizer& optimizer, const Shards& shards, StepNames& names) {
+void AdamForeach(const Optimizer& optimizer, const Shards& shards, PythonLocals& names) {
   for (const Shards& group : ByDType(shards)) {
     TakeGradient(optimizer, Sizes(group), AddsDecay(optimizer), names);
     names.Drop("grad");
@@ -134,7 +134,7 @@ void AdamForeach(const Optimizer& optimizer, const Shards& shards, StepNames& na
 }
 
 // ---- torch/optim/sgd.py ----
-void Sgd(const Optimizer& optimizer, const std::vector<Bytes>& sizes, StepNames& names) {
+void Sgd(const Optimizer& optimizer, const std::vector<Bytes>& sizes, PythonLocals& names) {
   TakeGradient(optimizer, sizes, AddsDecay(optimizer), names);
   if (!optimizer.momentum) return;
   if (!optimizer.nesterov) {
@@ -145,7 +145,7 @@ void Sgd(const Optimizer& optimizer, const std::vector<Bytes>& sizes, StepNames&
 }
 
 // ---- torch/optim/_adafactor.py ----
-void AdafactorLoop(const Optimizer& optimizer, const Shards& shards, StepNames& names) {
+void AdafactorLoop(const Optimizer& optimizer, const Shards& shards, PythonLocals& names) {
   for (const OptimizerShard& shard : shards) {
     const Bytes bytes = SizeBytes(shard);
     TakeGradient(optimizer, {bytes}, false, names);
@@ -164,7 +164,7 @@ void AdafactorLoop(const Optimizer& optimizer, const Shards& shards, StepNames& 
   }
 }
 
-void AdafactorList(const Optimizer& optimizer, const Shards& group, StepNames& names) {
+void AdafactorList(const Optimizer& optimizer, const Shards& group, PythonLocals& names) {
   TakeGradient(optimizer, Sizes(group), false, names);
   MakeAndDrop(names, "norm", {Element(group[0])});
   if (IsMatrix(group[0])) {
@@ -184,7 +184,7 @@ void AdafactorList(const Optimizer& optimizer, const Shards& group, StepNames& n
 }
 
 // Matrices and vectors of a dtype are lists of their own.
-void AdafactorForeach(const Optimizer& optimizer, const Shards& shards, StepNames& names) {
+void AdafactorForeach(const Optimizer& optimizer, const Shards& shards, PythonLocals& names) {
   for (const Shards& of_dtype : ByDType(shards)) {
     for (const Shards& group : GroupsBy(of_dtype, IsMatrix)) AdafactorList(optimizer, group, names);
   }
@@ -263,7 +263,7 @@ std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
   const OptimizerImplementation implementation = ImplementationOf(optimizer);
   if (implementation == OptimizerImplementation::kFused) return {};
   const bool loops = implementation == OptimizerImplementation::kForLoop;
-  StepNames names;
+  PythonLocals names;
   switch (optimizer.kind) {
     case OptimizerKind::kNone:
       break;

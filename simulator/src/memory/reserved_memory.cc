@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -87,19 +88,19 @@ class Completion {
 
 class Reserver {
  public:
-  Reserver(const Plan& plan, const MemoryStream& stream, const ReservedOptions& options)
+  Reserver(const Plan& plan, const MemoryHistory& history, const ReservedOptions& options)
       : plan_(plan),
-        stream_(stream),
+        history_(history),
         options_(options),
         allocator_(options.settings),
         device_(options.device_bytes, options.other_bytes),
         completion_(plan, allocator_),
-        blocks_(stream.blocks.size(), kNoBlock) {
-    if (options.record_addresses) result_.placements.resize(stream.blocks.size());
+        blocks_(history.blocks.size(), kNoBlock) {
+    if (options.record_addresses) result_.placements.resize(history.blocks.size());
   }
 
   ReservedMemory Run() {
-    for (std::size_t a = 0; a < stream_.actions.size() && !result_.out_of_memory; ++a) Apply(a);
+    for (std::size_t a = 0; a < history_.actions.size() && !result_.out_of_memory; ++a) Apply(a);
     const AllocatorStats& stats = allocator_.stats();
     result_.end_reserved_bytes = stats.reserved_bytes;
     result_.peak_allocated_bytes = stats.peak_allocated_bytes;
@@ -116,10 +117,12 @@ class Reserver {
 
  private:
   void Apply(std::size_t a) {
-    const MemoryAction& action = stream_.actions[a];
-    const MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(action.block)];
+    const MemoryAction& action = history_.actions[a];
+    const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
     completion_.AdvanceTo(action.at);
     BlockId& id = blocks_[static_cast<std::size_t>(action.block)];
+    SHARDPLAN_ASSERT(action.frees != (id == kNoBlock),
+                     "a block of the history is allocated once, then freed");
     if (action.frees) {
       if (id < 0) return;
       for (const StreamId used : SafeAfter(action.at)) allocator_.RecordStream(id, used);
@@ -181,7 +184,7 @@ class Reserver {
   }
 
   const Plan& plan_;
-  const MemoryStream& stream_;
+  const MemoryHistory& history_;
   const ReservedOptions& options_;
   CachingAllocator allocator_;
   SimpleDevice device_;
@@ -199,18 +202,18 @@ std::int64_t ReservedMemory::FragmentationPpm() const {
                           peak_reserved_bytes.value);
 }
 
-ReservedMemory ReserveMemory(const Plan& plan, const MemoryStream& stream, const ReservedOptions& options) {
-  Reserver reserver(plan, stream, options);
+ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history, const ReservedOptions& options) {
+  Reserver reserver(plan, history, options);
   ReservedMemory result = reserver.Run();
-  if (options.record_addresses && !stream.actions.empty()) {
-    Reserver again(plan, stream, options);
+  if (options.record_addresses && !history.actions.empty()) {
+    Reserver again(plan, history, options);
     result.map_at_peak = again.MapAfter(reserver.peak_action() + 1);
   }
   // Values only, nothing that points into the reserver.
   return result;  // NOLINT(clang-analyzer-core.StackAddressEscape)
 }
 
-std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryStream& stream,
+std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryHistory& history,
                                                 const ReservedOptions& options) {
   constexpr std::array<std::string_view, 7> kTrials = {
       "expandable_segments:True",
@@ -226,7 +229,7 @@ std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemorySt
     ReservedOptions changed = options;
     changed.record_addresses = false;
     if (!ParseAllocatorSettings(text, options.device_bytes, changed.settings)) continue;
-    const ReservedMemory result = ReserveMemory(plan, stream, changed);
+    const ReservedMemory result = ReserveMemory(plan, history, changed);
     trials.push_back({changed.settings, std::string(text), result.peak_reserved_bytes, result.retries,
                       result.out_of_memory});
   }

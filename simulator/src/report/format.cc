@@ -33,25 +33,6 @@ std::string Thousands(std::int64_t number) {
   return digits;
 }
 
-std::string Microseconds(Nanoseconds time) {
-  return fmt::format("{}.{:03}", time.value / 1000, time.value % 1000);
-}
-
-void AppendJsonString(std::string& out, std::string_view text) {
-  out += '"';
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20 || c == '<') {
-      out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-    } else {
-      out += c;
-    }
-  }
-  out += '"';
-}
-
 std::string HtmlText(std::string_view text) {
   std::string out;
   for (const char c : text) {

@@ -13,11 +13,7 @@ std::string Milliseconds(Nanoseconds time);  // "1234.57 ms"
 std::string Gibibytes(Bytes size);           // "12.34 GiB"
 std::string Percent(std::int64_t ppm);       // "45.6 %"
 std::string Thousands(std::int64_t number);  // "12,345"
-std::string Microseconds(Nanoseconds time);  // "12.345", as Chrome's trace format wants them
 
-// Appends `text` as a JSON string, quotes included; "<" is escaped too, so that it may stand inside a
-// <script>.
-void AppendJsonString(std::string& out, std::string_view text);
 // `text` with &, <, > and quotes as character references.
 std::string HtmlText(std::string_view text);
 

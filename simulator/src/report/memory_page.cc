@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "report/format.h"
 #include "report/report_builder.h"
@@ -15,11 +16,11 @@
 namespace shardplan {
 namespace {
 
-using internal::AppendJsonString;
+using Json = nlohmann::ordered_json;
 
 constexpr std::int64_t kGranularity = 512;
 
-constexpr std::string_view kBody = R"page(
+constexpr std::string_view kMemoryBody = R"page(
 <main>
 <header><h1>@MODEL</h1><span class="sub">@ABOUT</span></header>
 <section><h2>Allocated bytes over the steady step</h2><p class="hint">@PEAK Wheel zooms, drag moves, double click shows the whole step.</p>
@@ -30,100 +31,87 @@ constexpr std::string_view kBody = R"page(
 </main><div id="tip"></div>
 )page";
 
-class PageWriter {
+// The data of the page, as memory.js reads it.
+class PageData {
  public:
-  PageWriter(const Plan& plan, const MemoryStream& stream, const ReservedMemory* reserved, std::string& out)
-      : plan_(plan), stream_(stream), reserved_(reserved), out_(out) {
+  PageData(const Plan& plan, const MemoryHistory& history, const ReservedMemory* reserved)
+      : plan_(plan), history_(history), reserved_(reserved) {
     const std::int32_t steady = plan.steps.size() == 1 ? 0 : plan.steady_step;
-    begin_ = end_ = static_cast<std::int32_t>(stream.actions.size());
-    for (std::size_t a = stream.first_recorded; a < stream.actions.size(); ++a) {
-      if (stream.actions[a].at.step != steady) continue;
+    begin_ = end_ = static_cast<std::int32_t>(history.actions.size());
+    for (std::size_t a = history.first_recorded; a < history.actions.size(); ++a) {
+      if (history.actions[a].at.step != steady) continue;
       begin_ = std::min(begin_, static_cast<std::int32_t>(a));
       end_ = static_cast<std::int32_t>(a);
     }
   }
 
-  void Write(std::int32_t peak) {
-    out_ += "{\"categories\":";
-    WriteList(MemoryCategories(), [&](const std::string& name) { AppendJsonString(out_, name); });
-    out_ += ",\"units\":";
-    std::vector<std::string> units;
-    for (std::size_t u = 0; u < plan_.units.size(); ++u)
-      units.push_back(UnitText(plan_, static_cast<UnitId>(u)));
-    WriteList(units, [&](const std::string& name) { AppendJsonString(out_, name); });
-    out_ += fmt::format(",\"begin\":{},\"end\":{},\"peak\":{},\n\"marks\":[", begin_, end_, peak);
-    WriteMarks();
-    out_ += "],\n\"blocks\":[";
-    WriteBlocks();
-    out_ += "],\n\"segments\":[";
-    WriteSegments();
-    out_ += "],\n\"labels\":";
-    WriteList(labels_, [&](const std::string& label) { AppendJsonString(out_, label); });
-    out_ += "}";
+  Json Make(std::int32_t peak) {
+    Json data = {{"categories", MemoryCategories()}, {"units", Json::array()}};
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      data["units"].push_back(UnitText(plan_, static_cast<UnitId>(u)));
+    }
+    data["begin"] = begin_;
+    data["end"] = end_;
+    data["peak"] = peak;
+    data["marks"] = Marks();
+    data["blocks"] = Blocks();
+    data["segments"] = Segments();
+    data["labels"] = labels_;
+    return data;
   }
 
  private:
-  template <typename List, typename WriteItem>
-  void WriteList(const List& list, WriteItem write) {
-    out_ += '[';
-    for (std::size_t i = 0; i < list.size(); ++i) {
-      if (i > 0) out_ += ',';
-      write(list[i]);
-    }
-    out_ += ']';
-  }
-
   std::size_t LabelIndex(std::string label) {
     const auto [it, added] = label_index_.try_emplace(std::move(label), labels_.size());
     if (added) labels_.push_back(it->first);
     return it->second;
   }
 
-  // Where the triggers are: at the first action in each.
-  void WriteMarks() {
+  // [action, label]: where the triggers are, at the first action in each.
+  Json Marks() {
+    Json marks = Json::array();
     std::int32_t trigger = -2;
-    bool first = true;
-    for (std::int32_t a = begin_; a <= end_ && static_cast<std::size_t>(a) < stream_.actions.size(); ++a) {
-      const MemoryPoint& at = stream_.actions[static_cast<std::size_t>(a)].at;
+    for (std::int32_t a = begin_; a <= end_ && static_cast<std::size_t>(a) < history_.actions.size(); ++a) {
+      const MemoryPoint& at = history_.actions[static_cast<std::size_t>(a)].at;
       if (at.trigger == trigger) continue;
       trigger = at.trigger;
       const auto& triggers = plan_.steps[static_cast<std::size_t>(at.step)].triggers;
       if (trigger < 0 || static_cast<std::size_t>(trigger) >= triggers.size()) continue;
       const std::string text = internal::TriggerText(plan_, triggers[static_cast<std::size_t>(trigger)]);
-      out_ += fmt::format("{}[{},{}]", first ? "" : ",", a, LabelIndex(text));
-      first = false;
+      marks.push_back({a, LabelIndex(text)});
     }
+    return marks;
   }
 
-  void WriteBlocks() {
-    bool first = true;
-    for (std::size_t b = 0; b < stream_.blocks.size(); ++b) {
-      const MemoryBlock& block = stream_.blocks[b];
+  // [bytes, category, unit, label, born, died, address, size of the caching allocator's block].
+  Json Blocks() {
+    Json blocks = Json::array();
+    for (std::size_t b = 0; b < history_.blocks.size(); ++b) {
+      const MemoryBlock& block = history_.blocks[b];
       if (block.requested_bytes.value == 0 || block.born > end_ || (block.died >= 0 && block.died < begin_))
         continue;
       const std::int64_t bytes =
           (block.requested_bytes.value + kGranularity - 1) / kGranularity * kGranularity;
       BlockPlacement at;
       if (reserved_ != nullptr && b < reserved_->placements.size()) at = reserved_->placements[b];
-      out_ += fmt::format("{}[{},{},{},{},{},{},{},{}]", first ? "" : ",\n", bytes, block.category,
-                          block.unit, LabelIndex(BlockName(plan_, stream_, static_cast<std::int32_t>(b))),
-                          block.born, block.died, at.address - base_address(), at.size_bytes.value);
-      first = false;
+      const std::size_t label = LabelIndex(BlockName(plan_, history_, static_cast<std::int32_t>(b)));
+      blocks.push_back({bytes, block.category, block.unit, label, block.born, block.died,
+                        at.address - base_address(), at.size_bytes.value});
     }
+    return blocks;
   }
 
-  // By address.
-  void WriteSegments() {
-    if (reserved_ == nullptr) return;
+  // [address, bytes, from, to] by address.
+  Json Segments() const {
+    Json segments = Json::array();
+    if (reserved_ == nullptr) return segments;
     std::vector<SegmentLife> lives = reserved_->segments;
     std::erase_if(lives, [&](const SegmentLife& s) { return s.to >= 0 && s.to < begin_; });
     std::ranges::sort(lives, {}, [](const SegmentLife& s) { return std::pair(s.address, s.from); });
-    bool first = true;
     for (const SegmentLife& s : lives) {
-      out_ += fmt::format("{}[{},{},{},{}]", first ? "" : ",", s.address - base_address(), s.size_bytes.value,
-                          s.from, s.to);
-      first = false;
+      segments.push_back({s.address - base_address(), s.size_bytes.value, s.from, s.to});
     }
+    return segments;
   }
 
   // Addresses are written relative to the first, so that they are exact as JavaScript numbers.
@@ -132,9 +120,8 @@ class PageWriter {
   }
 
   const Plan& plan_;
-  const MemoryStream& stream_;
+  const MemoryHistory& history_;
   const ReservedMemory* reserved_;
-  std::string& out_;
   std::int32_t begin_ = 0;
   std::int32_t end_ = 0;
   std::vector<std::string> labels_;
@@ -143,10 +130,10 @@ class PageWriter {
 
 }  // namespace
 
-std::string MemoryHtml(const Plan& plan, const MemoryStream& stream, const ReservedMemory* reserved) {
-  const MemoryExplanation explanation = ExplainMemory(plan, stream);
+std::string MemoryHtml(const Plan& plan, const MemoryHistory& history, const ReservedMemory* reserved) {
+  const MemoryExplanation explanation = ExplainMemory(plan, history);
   const std::string model = internal::HtmlText(plan.model.empty() ? "shardplan" : plan.model);
-  std::string body(kBody);
+  std::string body(kMemoryBody);
   internal::Replace(body, "@MODEL", model);
   internal::Replace(
       body, "@ABOUT",
@@ -158,7 +145,7 @@ std::string MemoryHtml(const Plan& plan, const MemoryStream& stream, const Reser
   const Bytes held = reserved == nullptr ? Bytes{} : reserved->peak_reserved_bytes;
   internal::Replace(body, "@RESERVED", fmt::format("At most {} reserved.", internal::Gibibytes(held)));
   std::string out = internal::PageHead(model + " &ndash; memory", body);
-  PageWriter(plan, stream, reserved, out).Write(explanation.peak_action);
+  out += internal::ScriptJson(PageData(plan, history, reserved).Make(explanation.peak_action));
   out += internal::PageTail(internal::MemoryScript());
   return out;
 }

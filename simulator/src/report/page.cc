@@ -1,3 +1,5 @@
+#include <nlohmann/json.hpp>
+
 #include "report/report_page.h"
 
 namespace shardplan::internal {
@@ -19,6 +21,19 @@ std::string PageTail(std::string_view script) {
   out += script;
   out += "</script></body></html>\n";
   return out;
+}
+
+// "<" occurs in strings only, where it may be written as an escape.
+std::string ScriptJson(const nlohmann::ordered_json& data) {
+  std::string text;
+  for (const char c : data.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace)) {
+    if (c == '<') {
+      text += "\\u003c";
+    } else {
+      text += c;
+    }
+  }
+  return text;
 }
 
 void Replace(std::string& text, std::string_view what, std::string_view with) {

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::internal {
 namespace {
@@ -33,6 +34,7 @@ std::string_view CollectiveName(CollectiveKind kind) {
 // the first all-gather of the backward is in flight while the forward still computes. So the step can be
 // shorter than the sum of the passes.
 void FillPhases(const EngineStep& step, const EngineResult& result, Report& report) {
+  SHARDPLAN_ASSERT(step.phases.size() == result.phase_end_ns.size(), "the result is of this step");
   Nanoseconds from;
   for (std::size_t p = 0; p < step.phases.size(); ++p) {
     const bool last = p + 1 == step.phases.size();
@@ -88,6 +90,7 @@ MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryP
 }
 
 void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResult& result, Report& report) {
+  SHARDPLAN_ASSERT(step.groups.size() == result.groups.size(), "the result is of this step");
   for (std::size_t g = 0; g < step.groups.size(); ++g) {
     const CollectiveGroup& group = step.groups[g];
     report.collectives.push_back({std::string(CollectiveName(group.kind)),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "report/comparison.h"
 #include "report/format.h"
@@ -13,7 +14,7 @@
 namespace shardplan {
 namespace {
 
-using internal::AppendJsonString;
+using Json = nlohmann::ordered_json;
 
 // Samples of the memory chart; finer changes are merged, keeping the highest of each slot.
 constexpr std::int64_t kMaxMemoryPoints = 4000;
@@ -54,91 +55,69 @@ SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruc
   }
 }
 
-class PlanWriter {
+template <typename Items, typename Make>
+Json List(const Items& items, Make make) {
+  Json list = Json::array();
+  for (const auto& item : items) list.push_back(make(item));
+  return list;
+}
+
+// The data of a plan, as report.js reads it.
+class PlanData {
  public:
-  PlanWriter(const Plan& plan, const Simulation& simulation, std::string title, std::string& out)
-      : plan_(plan), simulation_(simulation), title_(std::move(title)), out_(out) {
+  PlanData(const Plan& plan, const Simulation& simulation) : plan_(plan), simulation_(simulation) {
     for (const Span& span : simulation.spans) begin_ = std::max(begin_, span.end_ns);
     begin_ -= simulation.report.step_ns;  // of the last step
     last_step_ = static_cast<std::int32_t>(plan.steps.size()) - 1;
   }
 
-  void Write() {
-    out_ += "{\"title\":";
-    AppendJsonString(out_, title_);
-    out_ += ",\"streams\":";
-    WriteList(plan_.streams, [&](const PlanStream& stream) { AppendJsonString(out_, stream.name); });
-    out_ += ",\n\"report\":";
-    WriteReport(simulation_.report);
-    out_ += ",\n\"spans\":[";
-    WriteSpans();
-    out_ += "],\n\"texts\":";
-    WriteList(texts_, [&](const std::string& text) { AppendJsonString(out_, text); });
-    out_ += ",\n\"categories\":";
-    WriteList(simulation_.categories, [&](const std::string& name) { AppendJsonString(out_, name); });
-    out_ += ",\n\"memory\":[";
-    WriteMemory();
-    out_ += "]}";
+  Json Make(const std::string& title) {
+    Json data;
+    data["title"] = title;
+    data["streams"] = List(plan_.streams, [](const PlanStream& stream) { return stream.name; });
+    data["report"] = ReportData();
+    data["spans"] = Spans();
+    data["texts"] = texts_;
+    data["categories"] = simulation_.categories;
+    data["memory"] = Memory();
+    return data;
   }
 
  private:
-  template <typename List, typename WriteItem>
-  void WriteList(const List& list, WriteItem write) {
-    out_ += '[';
-    bool first = true;
-    for (const auto& item : list) {
-      if (!first) out_ += ',';
-      first = false;
-      write(item);
-    }
-    out_ += ']';
-  }
-
-  // An array of strings and numbers.
-  template <typename... Cells>
-  void WriteRow(const Cells&... cells) {
-    out_ += '[';
-    bool first = true;
-    const auto write = [&](const auto& cell) {
-      if (!first) out_ += ',';
-      first = false;
-      if constexpr (std::is_convertible_v<decltype(cell), std::string_view>) {
-        AppendJsonString(out_, cell);
-      } else {
-        out_ += std::to_string(cell);
-      }
-    };
-    (write(cells), ...);
-    out_ += ']';
-  }
-
-  void WriteReport(const Report& r) {
+  Json ReportData() const {
+    const Report& r = simulation_.report;
     Bytes nccl;
     for (const CategoryBytes& entry : r.memory.peak_by_category) {
       if (entry.category == "nccl_buffers") nccl = entry.size_bytes;
     }
-    out_ += fmt::format(
-        R"({{"step":{},"forward":{},"backward":{},"compute":{},"communication":{},"exposed":{},"overlap":{},)"
-        R"("tokens":{},"mfu":{},"peak":{},"context":{},"nccl":{},"device":{},"fits":{},"peakAt":)",
-        r.step_ns.value, r.forward_ns.value, r.backward_ns.value, r.compute_ns.value,
-        r.communication_ns.value, r.exposed_communication_ns.value, r.overlap_ppm,
-        r.tokens_per_second_per_rank, r.model_flops_utilization_ppm, r.memory.peak_bytes.value,
-        r.memory.context_bytes.value, nccl.value, r.memory.device_memory_bytes.value, r.memory.fits);
-    AppendJsonString(out_, r.memory.peak_at);
-    out_ += ",\"collectives\":";
-    WriteList(r.collectives, [&](const CollectiveReport& c) {
-      WriteRow(c.kind, c.communicator, c.count, c.full_tensor_bytes.value, c.busy_ns.value,
-               c.exposed_ns.value, c.cost_source);
+    Json data = {{"step", r.step_ns.value},
+                 {"forward", r.forward_ns.value},
+                 {"backward", r.backward_ns.value},
+                 {"compute", r.compute_ns.value},
+                 {"communication", r.communication_ns.value},
+                 {"exposed", r.exposed_communication_ns.value},
+                 {"overlap", r.overlap_ppm},
+                 {"tokens", r.tokens_per_second_per_rank},
+                 {"mfu", r.model_flops_utilization_ppm},
+                 {"peak", r.memory.peak_bytes.value},
+                 {"context", r.memory.context_bytes.value},
+                 {"nccl", nccl.value},
+                 {"device", r.memory.device_memory_bytes.value},
+                 {"fits", r.memory.fits},
+                 {"peakAt", r.memory.peak_at}};
+    data["collectives"] = List(r.collectives, [](const CollectiveReport& c) {
+      return Json::array({c.kind, c.communicator, c.count, c.full_tensor_bytes.value, c.busy_ns.value,
+                          c.exposed_ns.value, c.cost_source});
     });
-    out_ += ",\"units\":";
-    WriteList(r.units, [&](const UnitReport& u) {
-      WriteRow(u.unit, u.param_bytes.value, u.forward_ns.value, u.backward_ns.value, u.exposed_ns.value);
+    data["units"] = List(r.units, [](const UnitReport& u) {
+      return Json::array(
+          {u.unit, u.param_bytes.value, u.forward_ns.value, u.backward_ns.value, u.exposed_ns.value});
     });
-    out_ += ",\"streams\":";
-    WriteList(r.streams, [&](const StreamReport& s) { WriteRow(s.stream, s.busy_ns.value, s.operations); });
-    out_ += ",\"notes\":";
-    WriteList(r.notes, [&](const std::string& note) { AppendJsonString(out_, note); });
-    out_ += '}';
+    data["streams"] = List(r.streams, [](const StreamReport& s) {
+      return Json::array({s.stream, s.busy_ns.value, s.operations});
+    });
+    data["notes"] = r.notes;
+    return data;
   }
 
   std::size_t TextIndex(std::string text) {
@@ -147,9 +126,9 @@ class PlanWriter {
     return it->second;
   }
 
-  // Rows: 0 triggers, 1 what the host issues, then the streams.
-  void WriteSpans() {
-    bool first = true;
+  // Six numbers a span. Rows: 0 triggers, 1 what the host issues, then the streams.
+  Json Spans() {
+    Json spans = Json::array();
     for (const Span& span : simulation_.spans) {
       if (span.step != last_step_) continue;
       const Trigger& trigger =
@@ -166,29 +145,31 @@ class PlanWriter {
         if (!instruction.reason.empty()) more += " (" + instruction.reason + ")";
         text = internal::InstructionText(plan_, instruction);
       }
-      if (!first) out_ += ',';
-      first = false;
-      out_ += fmt::format("{},{},{},{},{},{}", row, (span.start_ns - begin_).value,
-                          (span.end_ns - span.start_ns).value, TextIndex(std::move(text)),
-                          static_cast<int>(group), TextIndex(std::move(more)));
+      spans.push_back(row);
+      spans.push_back((span.start_ns - begin_).value);
+      spans.push_back((span.end_ns - span.start_ns).value);
+      spans.push_back(TextIndex(std::move(text)));
+      spans.push_back(static_cast<int>(group));
+      spans.push_back(TextIndex(std::move(more)));
     }
+    return spans;
   }
 
   // [time, bytes of each category]: the state after the last change of each slot of time, or the highest in
   // it.
-  void WriteMemory() {
+  Json Memory() const {
     const std::int64_t slot_ns =
         std::max<std::int64_t>(1, simulation_.report.step_ns.value / kMaxMemoryPoints);
+    Json points = Json::array();
     std::vector<std::int64_t> now(simulation_.categories.size());
     std::vector<std::int64_t> highest;
     std::int64_t highest_total = -1;
     std::int64_t highest_ns = 0;
-    bool first = true;
     const auto flush = [&] {
       if (highest_total < 0) return;
-      if (!first) out_ += ',';
-      first = false;
-      out_ += fmt::format("[{},{}]", highest_ns, fmt::join(highest, ","));
+      Json point = Json::array({highest_ns});
+      for (const std::int64_t bytes : highest) point.push_back(bytes);
+      points.push_back(std::move(point));
       highest_total = -1;
     };
     for (const MemorySample& sample : simulation_.memory) {
@@ -202,12 +183,11 @@ class PlanWriter {
       highest_ns = time_ns;
     }
     flush();
+    return points;
   }
 
   const Plan& plan_;
   const Simulation& simulation_;
-  std::string title_;
-  std::string& out_;
   Nanoseconds begin_;
   std::int32_t last_step_ = 0;
   std::vector<std::string> texts_;
@@ -227,25 +207,16 @@ std::vector<std::string> Titles(const std::vector<const Simulation*>& simulation
   return titles;
 }
 
-void AppendComparison(const std::vector<const Simulation*>& simulations, std::string& out) {
+Json Comparison(const std::vector<const Simulation*>& simulations) {
   std::vector<Report> reports;
   for (const Simulation* simulation : simulations) reports.push_back(simulation->report);
-  bool first = true;
-  for (const internal::ComparisonRow& row : internal::ComparisonRows(reports)) {
-    if (!first) out += ",\n";
-    first = false;
-    out += "{\"label\":";
-    AppendJsonString(out, row.label);
-    out += fmt::format(",\"heading\":{},\"indented\":{},\"cells\":[", row.heading, row.indented);
-    for (std::size_t c = 0; c < row.cells.size(); ++c) {
-      if (c > 0) out += ',';
-      AppendJsonString(out, row.cells[c]);
-    }
-    out += "]}";
-  }
+  return List(internal::ComparisonRows(reports), [](const internal::ComparisonRow& row) {
+    return Json{
+        {"label", row.label}, {"heading", row.heading}, {"indented", row.indented}, {"cells", row.cells}};
+  });
 }
 
-constexpr std::string_view kBody = R"page(
+constexpr std::string_view kReportBody = R"page(
 <main>
 <header><h1>@MODEL</h1><span class="sub">@CLUSTER</span><span class="tabs" id="tabs"></span></header>
 <div class="cards" id="cards"></div>
@@ -269,20 +240,18 @@ std::string ReportHtml(const std::vector<const Plan*>& plans,
   const std::vector<std::string> titles = Titles(simulations);
   const Report first = simulations.empty() ? Report{} : simulations.front()->report;
   const std::string model = first.model.empty() ? "shardplan" : first.model;
-  std::string body(kBody);
+  std::string body(kReportBody);
   internal::Replace(body, "@MODEL", internal::HtmlText(model));
   internal::Replace(
       body, "@CLUSTER",
       internal::HtmlText(fmt::format("{}, {} ranks, simulated", first.cluster, first.world_size)));
   std::string out = internal::PageHead(internal::HtmlText(model) + " &ndash; shardplan", body);
-  out += fmt::format("{{\"ranks\":{},\"comparison\":[", first.world_size);
-  AppendComparison(simulations, out);
-  out += "],\n\"plans\":[";
+  Json data = {{"ranks", first.world_size}, {"comparison", Comparison(simulations)}};
+  Json& plan_data = data["plans"] = Json::array();
   for (std::size_t p = 0; p < plans.size(); ++p) {
-    if (p > 0) out += ",\n";
-    PlanWriter(*plans[p], *simulations[p], titles[p], out).Write();
+    plan_data.push_back(PlanData(*plans[p], *simulations[p]).Make(titles[p]));
   }
-  out += "]}";
+  out += internal::ScriptJson(data);
   out += internal::PageTail(internal::ReportScript());
   return out;
 }

@@ -2,21 +2,23 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
-#include "report/format.h"
 #include "report/report_builder.h"
 #include "shardplan/simulator/simulate.h"
 
 namespace shardplan {
 namespace {
 
-using internal::AppendJsonString;
-using internal::Microseconds;
+using Event = nlohmann::ordered_json;
 
 constexpr int kProcess = 1;
 constexpr int kHostThread = 1;
 
 int ThreadOf(StreamId stream) { return kHostThread + 1 + stream; }
+
+// The format's times are microseconds. A double is exact to the nanosecond for a hundred days.
+double Microseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1000; }
 
 class TimelineWriter {
  public:
@@ -24,34 +26,43 @@ class TimelineWriter {
 
   std::string Run() {
     out_ = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
-    Metadata();
+    WriteMetadata();
     for (const Span& span : simulation_.spans) WriteSpan(span);
     WriteFlows();
     WriteMemory();
-    out_.resize(out_.size() - 2);  // the last ",\n"
     out_ += "\n]}\n";
     return std::move(out_);
   }
 
  private:
-  void Named(std::string_view what, int thread, std::string_view name) {
-    out_ +=
-        fmt::format(R"({{"ph":"M","pid":{},"tid":{},"name":"{}","args":{{"name":)", kProcess, thread, what);
-    AppendJsonString(out_, name);
-    out_ += "}},\n";
-    out_ += fmt::format(
-        R"({{"ph":"M","pid":{},"tid":{},"name":"thread_sort_index","args":{{"sort_index":{}}}}},)", kProcess,
-        thread, thread);
-    out_ += "\n";
+  // Events are written one by one: a plan can have millions.
+  void Write(const Event& event) {
+    if (!first_) out_ += ",\n";
+    first_ = false;
+    out_ += event.dump(-1, ' ', false, Event::error_handler_t::replace);
   }
 
-  void Metadata() {
-    out_ += fmt::format(R"({{"ph":"M","pid":{},"name":"process_name","args":{{"name":)", kProcess);
-    AppendJsonString(out_, fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy));
-    out_ += "}},\n";
-    Named("thread_name", kHostThread, "host");
+  void NameThread(int thread, const std::string& name) {
+    Write({{"ph", "M"},
+           {"pid", kProcess},
+           {"tid", thread},
+           {"name", "thread_name"},
+           {"args", {{"name", name}}}});
+    Write({{"ph", "M"},
+           {"pid", kProcess},
+           {"tid", thread},
+           {"name", "thread_sort_index"},
+           {"args", {{"sort_index", thread}}}});
+  }
+
+  void WriteMetadata() {
+    Write({{"ph", "M"},
+           {"pid", kProcess},
+           {"name", "process_name"},
+           {"args", {{"name", fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy)}}}});
+    NameThread(kHostThread, "host");
     for (std::size_t s = 0; s < plan_.streams.size(); ++s) {
-      Named("thread_name", ThreadOf(static_cast<StreamId>(s)), "stream " + plan_.streams[s].name);
+      NameThread(ThreadOf(static_cast<StreamId>(s)), "stream " + plan_.streams[s].name);
     }
   }
 
@@ -61,36 +72,32 @@ class TimelineWriter {
 
   void WriteSpan(const Span& span) {
     const Trigger& trigger = TriggerOf(span);
-    out_ += fmt::format(R"({{"ph":"X","pid":{},"tid":{},"ts":{},"dur":{},"cat":)", kProcess,
-                        ThreadOf(span.stream), Microseconds(span.start_ns),
-                        Microseconds(span.end_ns - span.start_ns));
+    Event event = {{"ph", "X"},
+                   {"pid", kProcess},
+                   {"tid", ThreadOf(span.stream)},
+                   {"ts", Microseconds(span.start_ns)},
+                   {"dur", Microseconds(span.end_ns - span.start_ns)}};
     if (span.instruction < 0) {
-      out_ += R"("trigger","name":)";
-      AppendJsonString(out_, internal::TriggerText(plan_, trigger));
-      out_ += fmt::format(R"(,"args":{{"step":)");
-      AppendJsonString(out_, plan_.steps[static_cast<std::size_t>(span.step)].name);
-      out_ += "}},\n";
-      return;
+      event["cat"] = "trigger";
+      event["name"] = internal::TriggerText(plan_, trigger);
+      event["args"]["step"] = plan_.steps[static_cast<std::size_t>(span.step)].name;
+      return Write(event);
     }
     const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(span.instruction)];
-    AppendJsonString(out_, Name(instruction.kind));
-    out_ += R"(,"name":)";
-    AppendJsonString(out_, internal::InstructionText(plan_, instruction));
-    out_ += R"(,"args":{"trigger":)";
-    AppendJsonString(out_, internal::TriggerText(plan_, trigger));
-    if (!instruction.reason.empty()) {
-      out_ += R"(,"reason":)";
-      AppendJsonString(out_, instruction.reason);
-    }
+    event["cat"] = Name(instruction.kind);
+    event["name"] = internal::InstructionText(plan_, instruction);
+    Event& args = event["args"];
+    args["trigger"] = internal::TriggerText(plan_, trigger);
+    if (!instruction.reason.empty()) args["reason"] = instruction.reason;
     const bool gathers = instruction.kind == InstructionKind::kAllGather;
     const BufferId tensor = gathers ? instruction.dst : instruction.src;
     if (instruction.communicator >= 0 && tensor >= 0) {
       const Buffer& buffer = plan_.buffers[static_cast<std::size_t>(tensor)];
-      out_ += fmt::format(R"(,"bytes":{},"dtype":"{}","communicator":)", SizeBytes(buffer).value,
-                          Name(buffer.dtype));
-      AppendJsonString(out_, plan_.communicators[static_cast<std::size_t>(instruction.communicator)].name);
+      args["bytes"] = SizeBytes(buffer).value;
+      args["dtype"] = Name(buffer.dtype);
+      args["communicator"] = plan_.communicators[static_cast<std::size_t>(instruction.communicator)].name;
     }
-    out_ += "}},\n";
+    Write(event);
   }
 
   // A flow binds to the slice that encloses its time on its thread: just before the end of what was recorded,
@@ -102,13 +109,21 @@ class TimelineWriter {
       const Span& waiter = simulation_.spans[static_cast<std::size_t>(flow.waiter)];
       const Nanoseconds from = std::max(recorded.start_ns, recorded.end_ns - Nanoseconds{1});
       const Nanoseconds to = std::max(waiter.start_ns, from);
-      out_ += fmt::format(R"({{"ph":"s","id":{},"pid":{},"tid":{},"ts":{},"name":"event","cat":"event"}},)",
-                          f, kProcess, ThreadOf(recorded.stream), Microseconds(from));
-      out_ += "\n";
-      out_ += fmt::format(
-          R"({{"ph":"f","bp":"e","id":{},"pid":{},"tid":{},"ts":{},"name":"event","cat":"event"}},)", f,
-          kProcess, ThreadOf(waiter.stream), Microseconds(to));
-      out_ += "\n";
+      Write({{"ph", "s"},
+             {"id", f},
+             {"pid", kProcess},
+             {"tid", ThreadOf(recorded.stream)},
+             {"ts", Microseconds(from)},
+             {"name", "event"},
+             {"cat", "event"}});
+      Write({{"ph", "f"},
+             {"bp", "e"},
+             {"id", f},
+             {"pid", kProcess},
+             {"tid", ThreadOf(waiter.stream)},
+             {"ts", Microseconds(to)},
+             {"name", "event"},
+             {"cat", "event"}});
     }
   }
 
@@ -134,22 +149,21 @@ class TimelineWriter {
   }
 
   void WriteCounter(Nanoseconds time, const std::vector<std::int64_t>& bytes, const std::vector<bool>& used) {
-    out_ += fmt::format(R"({{"ph":"C","pid":{},"ts":{},"name":"allocated bytes","args":{{)", kProcess,
-                        Microseconds(time));
-    bool first = true;
+    Event by_category = Event::object();
     for (std::size_t c = 0; c < bytes.size(); ++c) {
-      if (!used[c]) continue;
-      if (!first) out_ += ',';
-      first = false;
-      AppendJsonString(out_, simulation_.categories[c]);
-      out_ += fmt::format(":{}", bytes[c]);
+      if (used[c]) by_category[simulation_.categories[c]] = bytes[c];
     }
-    out_ += "}},\n";
+    Write({{"ph", "C"},
+           {"pid", kProcess},
+           {"ts", Microseconds(time)},
+           {"name", "allocated bytes"},
+           {"args", std::move(by_category)}});
   }
 
   const Plan& plan_;
   const Simulation& simulation_;
   std::string out_;
+  bool first_ = true;
 };
 
 }  // namespace

@@ -17,7 +17,7 @@ namespace {
 using executor::ArenaBytes;
 using executor::ArenaLayout;
 
-// Walks the plan as the engine does and keeps what is alive in a map by address.
+// Walks the plan as the replayer does and keeps what is alive in a map by address.
 class Walker {
  public:
   Walker(const Plan& plan, const ArenaLayout& layout) : plan_(plan), layout_(layout) {}

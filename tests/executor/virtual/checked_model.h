@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "tests/executor/virtual/expected_values.h"
 #include "tests/executor/virtual/number_memory.h"
 
@@ -27,7 +27,7 @@ class CheckedModel final : public executor::Model {
   // All outlive the model.
   CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings);
 
-  // Writes the initial shards; once, after the engine is made.
+  // Writes the initial shards; once, after the replayer is made.
   Status SetInitialShards();
   // After everything has run: the final shards, and that nothing was left out.
   Status CheckEnd();

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/schemas/verifier.h"
 
@@ -19,20 +19,20 @@ Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t se
   const auto machine = executor::VirtualMachine::Create(plan, seed);
   std::vector<std::unique_ptr<VirtualNumbers>> memories;
   std::vector<std::unique_ptr<CheckedModel>> models;
-  std::vector<std::unique_ptr<executor::Engine>> engines;
-  std::vector<executor::Engine*> pointers;
+  std::vector<std::unique_ptr<executor::Replayer>> replayers;
+  std::vector<executor::Replayer*> pointers;
   for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
     memories.push_back(std::make_unique<VirtualNumbers>(*machine, rank));
     models.push_back(std::make_unique<CheckedModel>(expected, *memories.back(), rank, findings));
     const Plan& own = last_rank_plan != nullptr && rank + 1 == plan.world_size ? *last_rank_plan : plan;
-    auto engine = executor::Engine::Create(own, rank, machine->device(rank), machine->collectives(rank),
-                                           models.back().get());
-    if (!engine) {
-      findings.failure = ToString(engine.error());
+    auto replayer = executor::Replayer::Create(own, rank, machine->device(rank), machine->collectives(rank),
+                                               models.back().get());
+    if (!replayer) {
+      findings.failure = ToString(replayer.error());
       return findings;
     }
-    engines.push_back(std::move(*engine));
-    pointers.push_back(engines.back().get());
+    replayers.push_back(std::move(*replayer));
+    pointers.push_back(replayers.back().get());
     (void)models.back()->SetInitialShards();  // only backends of real devices fail
   }
   if (Status status = executor::ReplayOnVirtual(*machine, pointers, expected.steps()); !status) {

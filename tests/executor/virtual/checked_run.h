@@ -13,7 +13,7 @@
 namespace shardplan::test {
 
 // Runs expected.steps() steps of `plan` (which is expected.plan(), or one with other instructions) on all
-// ranks; the last rank runs `last_rank_plan` if there is one. An error of the engine or the machine (a
+// ranks; the last rank runs `last_rank_plan` if there is one. An error of the replayer or the machine (a
 // deadlock, ranks that issue different collectives) is the failure.
 Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
                     const Plan* last_rank_plan = nullptr);

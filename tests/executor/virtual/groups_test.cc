@@ -1,11 +1,11 @@
-// Which collectives the engine lets a backend launch as one.
+// Which collectives the replayer lets a backend launch as one.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "tests/support/plan_builder.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 using testing::ElementsAre;
 
-// Writes down what the engine asks for and issues nothing.
+// Writes down what the replayer asks for and issues nothing.
 class Recorder final : public Collectives {
  public:
   explicit Recorder(const Plan& plan) : plan_(plan) {}
@@ -70,9 +70,9 @@ class Groups : public testing::Test {
     const Plan& plan = builder_.plan();
     const auto machine = VirtualMachine::Create(plan, 1);
     Recorder recorder(plan);
-    auto engine = Engine::Create(plan, 0, machine->device(0), recorder, nullptr);
-    if (!engine) return {ToString(engine.error())};
-    const Status status = (*engine)->Fire({TriggerKind::kStepBegin, -1, 0});
+    auto replayer = Replayer::Create(plan, 0, machine->device(0), recorder, nullptr);
+    if (!replayer) return {ToString(replayer.error())};
+    const Status status = (*replayer)->Fire({TriggerKind::kStepBegin, -1, 0});
     return status ? recorder.calls : std::vector<std::string>{ToString(status.error())};
   }
   test::PlanBuilder& Gather(int unit) { return builder_.AllGather(outputs_[unit], outputs_[unit], gather_); }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/plan_text.h"
@@ -165,14 +165,14 @@ TEST(LeftOut, TheLastCollectiveOfOneRankIsADeadlock) {
   ASSERT_NE(last, triggers.rend());
   std::erase_if(last->instructions, reduces);
   const auto machine = executor::VirtualMachine::Create(knob.plan(), 1);
-  std::vector<std::unique_ptr<executor::Engine>> engines;
+  std::vector<std::unique_ptr<executor::Replayer>> replayers;
   for (const std::int64_t rank : {0, 1}) {
-    auto engine = executor::Engine::Create(rank == 0 ? knob.plan() : other, rank, machine->device(rank),
-                                           machine->collectives(rank));
-    ASSERT_TRUE(engine) << ToString(engine.error());
-    engines.push_back(std::move(*engine));
+    auto replayer = executor::Replayer::Create(rank == 0 ? knob.plan() : other, rank, machine->device(rank),
+                                               machine->collectives(rank));
+    ASSERT_TRUE(replayer) << ToString(replayer.error());
+    replayers.push_back(std::move(*replayer));
   }
-  const std::vector<executor::Engine*> pointers = {engines[0].get(), engines[1].get()};
+  const std::vector<executor::Replayer*> pointers = {replayers[0].get(), replayers[1].get()};
   const Status status = executor::ReplayOnVirtual(*machine, pointers, 1);
   ASSERT_FALSE(status);
   EXPECT_THAT(

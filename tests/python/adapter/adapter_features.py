@@ -121,12 +121,12 @@ def from_meta(plan: str, mesh) -> tuple[float, str]:
         model = build("mlp")
     torch.manual_seed(100 + dist.get_rank())
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.normal_(std=0.1)
 
-    sp.apply(model, plan, mesh, initialise=initialise, broadcast_from_rank_0=True)
+    sp.apply(model, plan, mesh, initialize=initialize, broadcast_from_rank_0=True)
     drawn = parameters_of(model)
     torch.manual_seed(100)
     same = build("mlp")
@@ -184,7 +184,7 @@ def skipping(model: nn.Module, step: int):
     model.used_twice = 1 if step >= 4 else None
 
 
-def deviation_is_planned_again(plan: str, mesh) -> tuple[float, str]:
+def deviation_is_replanned(plan: str, mesh) -> tuple[float, str]:
     ours = sp.apply(make_model(DEFAULT), plan, mesh, on_deviation="replan")
     theirs = with_fsdp2(DEFAULT, make_model(DEFAULT), mesh)
     trainers = Trainer(DEFAULT, ours, PlanCalls(ours)), Trainer(DEFAULT, theirs, Fsdp2Calls(theirs))
@@ -285,7 +285,7 @@ FEATURES = (
     custom_collectives,
     from_meta,
     summon,
-    deviation_is_planned_again,
+    deviation_is_replanned,
     deviation_stops,
     evaluation_between_forward_and_backward,
 )

@@ -11,7 +11,7 @@ from equivalence_plans import make_plans
 
 NAMES = [feature.__name__ for feature in adapter_features.FEATURES] + ["shard_dims", "dropped_gradient", "optimizer_state"]
 # Finished without the plan, a step sums the same numbers with other roundings.
-TOLERANCE = {"deviation_is_planned_again": 1e-6}
+TOLERANCE = {"deviation_is_replanned": 1e-6}
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,22 @@ def test_missing_and_extra_rows_and_another_peak_are_found(computed):
     assert memory.first_difference(peak, rows) is None
 
 
+def test_a_missing_or_damaged_recording_is_named(tmp_path, capsys):
+    (tmp_path / "model.py").write_text("")
+    assert memory.run(tmp_path, "shardplan", []) == 3
+    assert f"{tmp_path}: no recorded memory case" in capsys.readouterr().err
+    whole = (FOLDER / "default.json").read_text()
+    (tmp_path / "default.json").write_text(whole[: len(whole) // 2])
+    assert memory.run(tmp_path, "shardplan", []) == 3
+    assert f"{tmp_path}/default.json: " in capsys.readouterr().err
+    (tmp_path / "default.json").write_text(whole)
+    assert memory.run(tmp_path, "shardplan", ["no_such_case"]) == 3
+    assert "has no recording no_such_case.json" in capsys.readouterr().err
+    (tmp_path / "default.json").write_text("{}")
+    assert memory.run(tmp_path, "shardplan", ["default"]) == 3
+    assert f"{tmp_path}/default.json: no recorded memory case" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
     case = next(c for c in CASES if c["case"] == "default")
     memory.trace_case(FOLDER, case, tmp_path / "trace.json")

@@ -32,7 +32,7 @@ class HostGradients {
   void PreBackward(UnitId unit);
   // A post-backward that does not reduce.
   void Accumulate(UnitId unit);
-  // The reduced gradient goes to the host: whether it is added to one.
+  // The reduced gradient is copied to the host: whether it is added to one there.
   bool Offload(UnitId unit);
   // The gradient is reduced on the device.
   void Reduce(UnitId unit);

@@ -1,36 +1,51 @@
 // Case of a FullyShardedDataParallel recording -> trace, strategy, cluster.
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
+#include <string_view>
 
+#include "checked_json.h"
 #include "recording.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::conformance {
 namespace {
 
-using Json = nlohmann::json;
+using Json = CheckedJson;
 
 std::string Fqn(const std::string& name) { return name == DisplayName("") ? "" : name; }
 
-DType ToDType(const Json& name) { return DTypeFromName(name.get<std::string>()).value_or(DType::kFloat32); }
+DType ToDType(const Json& name) {
+  const std::optional<DType> dtype = DTypeFromName(name.Get<std::string>());
+  if (!dtype) name.Fail("the name of a dtype");
+  return *dtype;
+}
 
 class Fsdp1Converter {
  public:
-  explicit Fsdp1Converter(const Json& json) : json_(json) {}
+  explicit Fsdp1Converter(Json json) : json_(json) {}
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp1";
     recording_.strategy.optimizer.kind = OptimizerKind::kSgd;
     ConvertModel();
     ConvertSettings();
-    for (const Json& trace : json_["forward_traces"]) ConvertForward(trace);
+    for (const Json& trace : json_["forward_traces"].Elements()) ConvertForward(trace);
     ConvertProgram();
     return std::move(recording_);
   }
 
  private:
+  static constexpr std::string_view kModule = "a module of the recording";
+  static constexpr std::string_view kForward = "the index of a forward";
+  static constexpr std::string_view kParameter = "a parameter of the recording";
+
+  ModuleId ModuleOf(const Json& name) const {
+    const auto found = module_id_.find(Fqn(name));
+    if (found == module_id_.end()) name.Fail(kModule);
+    return found->second;
+  }
+
   // One call of a module in a forward: the tensors that went in and out.
   struct CallTensors {
     std::int32_t occurrence = 0;
@@ -38,32 +53,31 @@ class Fsdp1Converter {
   };
 
   void ConvertModel() {
-    const Json& model = json_["model_description"];
+    const Json model = json_["model_description"];
     Trace& trace = recording_.trace;
-    trace.model = json_["model"].get<std::string>();
-    std::map<std::string, std::string> shared;  // name -> first name
-    for (const Json& tie : model["shared_parameters"]) {
-      shared[tie["fqn"]] = tie["shares"];
-    }
-    for (const Json& p : model["parameters"]) {
+    trace.model = json_["model"].Get<std::string>();
+    for (const Json& p : model["parameters"].Elements()) {
       parameter_id_[p["fqn"]] = static_cast<ParameterId>(trace.parameters.size());
       trace.parameters.push_back({.fqn = p["fqn"],
-                                  .shape = p["shape"].get<std::vector<std::int64_t>>(),
+                                  .shape = p["shape"].List<std::int64_t>(),
                                   .dtype = ToDType(p["dtype"]),
                                   .requires_grad = p["requires_grad"]});
     }
-    for (const auto& [name, first] : shared) {
-      parameter_id_[name] = parameter_id_[first];
-      trace.parameters[parameter_id_[first]].shared_with.push_back(name);
+    std::map<std::string, ParameterId> shared;  // second names, in order
+    for (const Json& tie : model["shared_parameters"].Elements()) {
+      shared[tie["fqn"]] = tie["shares"].In(parameter_id_, kParameter);
     }
-    for (const Json& m : model["modules"]) {
+    for (const auto& [name, parameter] : shared) {
+      parameter_id_[name] = parameter;
+      trace.parameters[parameter].shared_with.push_back(name);
+    }
+    for (const Json& m : model["modules"].Elements()) {
       const std::string fqn = Fqn(m["fqn"]);
       module_id_[fqn] = static_cast<ModuleId>(trace.modules.size());
-      Module module{
-          .fqn = fqn, .class_name = m["class"], .children = m["children"].get<std::vector<std::string>>()};
-      for (const Json& name : m["params"]) {
+      Module module{.fqn = fqn, .class_name = m["class"], .children = m["children"].List<std::string>()};
+      for (const Json& name : m["params"].Elements()) {
         const std::string parameter =
-            fqn.empty() ? name.get<std::string>() : fqn + "." + name.get<std::string>();
+            fqn.empty() ? name.Get<std::string>() : fqn + "." + name.Get<std::string>();
         const auto found = parameter_id_.find(parameter);
         if (found != parameter_id_.end()) module.parameters.push_back({name, found->second});
       }
@@ -78,7 +92,7 @@ class Fsdp1Converter {
   }
 
   void ConvertSettings() {
-    const Json& settings = json_["settings"];
+    const Json settings = json_["settings"];
     Strategy& strategy = recording_.strategy;
     Fsdp1Knobs& knobs = strategy.fsdp1;
     recording_.cluster.ranks = recording_.cluster.ranks_per_node = json_["world_size"];
@@ -88,35 +102,37 @@ class Fsdp1Converter {
         {"NO_SHARD", Fsdp1Sharding::kNoShard},
         {"HYBRID_SHARD", Fsdp1Sharding::kHybridShard},
         {"_HYBRID_SHARD_ZERO2", Fsdp1Sharding::kHybridShardZero2}};
-    knobs.sharding = kShardings.at(settings["strategy"]);
-    const Json& backward = settings["backward_prefetch"];
-    knobs.backward_prefetch = backward.is_null()           ? Fsdp1BackwardPrefetch::kNone
+    knobs.sharding = settings["strategy"].In(kShardings, "a ShardingStrategy");
+    const Json backward = settings["backward_prefetch"];
+    knobs.backward_prefetch = backward.IsNull()            ? Fsdp1BackwardPrefetch::kNone
                               : backward == "BACKWARD_PRE" ? Fsdp1BackwardPrefetch::kPre
                                                            : Fsdp1BackwardPrefetch::kPost;
     knobs.forward_prefetch = settings["forward_prefetch"];
     knobs.limit_all_gathers = settings["limit_all_gathers"];
     knobs.use_orig_params = settings["use_orig_params"];
     strategy.cpu_offload = settings["cpu_offload"];
-    const Json& mesh = json_["mesh"];
+    const Json mesh = json_["mesh"];
     if (mesh["shape"].size() == 2) {
       strategy.mesh = {{"replicate", mesh["shape"][0]}, {"shard", mesh["shape"][1]}};
     }
-    if (const Json& mp = settings["mixed_precision"]; mp.is_object()) {
+    if (const Json mp = settings["mixed_precision"]; mp.IsObject()) {
       MixedPrecision mixed;
-      if (!mp["param_dtype"].is_null()) mixed.param_dtype = ToDType(mp["param_dtype"]);
-      if (!mp["reduce_dtype"].is_null()) mixed.reduce_dtype = ToDType(mp["reduce_dtype"]);
+      if (!mp["param_dtype"].IsNull()) mixed.param_dtype = ToDType(mp["param_dtype"]);
+      if (!mp["reduce_dtype"].IsNull()) mixed.reduce_dtype = ToDType(mp["reduce_dtype"]);
       mixed.keep_low_precision_grads = mp["keep_low_precision_grads"];
       strategy.mixed_precision = mixed;
     }
-    const Json& checkpointing = settings.value("activation_checkpointing", Json());
+    const Json checkpointing = settings["activation_checkpointing"];
     const bool recomputes =
-        checkpointing.is_string() && checkpointing.get<std::string>().find("reentrant") == std::string::npos;
-    for (const Json& unit : json_["units"]) {
+        checkpointing.IsString() && checkpointing.Get<std::string>().find("reentrant") == std::string::npos;
+    for (const Json& unit : json_["units"].Elements()) {
       strategy.units.push_back({.modules = {Fqn(unit["fqn"])}});
-      if (recomputes && unit.value("checkpointed", false)) checkpointed_.push_back(Fqn(unit["fqn"]));
+      if (recomputes && unit.Value("checkpointed", false)) {
+        checkpointed_.emplace_back(Fqn(unit["fqn"]), ModuleOf(unit["fqn"]));
+      }
     }
-    knobs.ignored_modules = settings["ignored_modules"].get<std::vector<std::string>>();
-    strategy.optimizer.in_backward = settings.value("optim_in_backward", false);
+    knobs.ignored_modules = settings["ignored_modules"].List<std::string>();
+    strategy.optimizer.in_backward = settings.Value("optim_in_backward", false);
   }
 
   void ConvertForward(const Json& traced) {
@@ -125,29 +141,31 @@ class Fsdp1Converter {
     std::map<std::string, std::vector<CallTensors>> runs;
     const auto add = [&](const Json& tensors, std::vector<std::int64_t>& ids, bool only_differentiable) {
       std::vector<TensorId> converted;
-      for (const Json& t : tensors) {
+      for (const Json& t : tensors.Elements()) {
         const std::int64_t id = t["tensor"];
         const auto [entry, added] = tensor_id.try_emplace(id, static_cast<TensorId>(pass.tensors.size()));
         if (added) {
           pass.tensors.push_back(
-              {.shape = t["shape"].get<std::vector<std::int64_t>>(), .requires_grad = t["requires_grad"]});
+              {.shape = t["shape"].List<std::int64_t>(), .requires_grad = t["requires_grad"]});
         }
         converted.push_back(entry->second);
-        if (!only_differentiable || t["requires_grad"].get<bool>()) ids.push_back(id);
+        if (!only_differentiable || t["requires_grad"].Get<bool>()) ids.push_back(id);
       }
       return converted;
     };
-    for (const Json& e : traced) {
+    for (const Json& e : traced.Elements()) {
       const std::string fqn = Fqn(e["module"]);
+      const ModuleId module = ModuleOf(e["module"]);
       if (e["ev"] == "enter") {
         CallTensors run{.occurrence = static_cast<std::int32_t>(runs[fqn].size())};
-        EnterEvent enter{.module = module_id_[fqn]};
-        if (e.contains("inputs")) enter.inputs = add(e["inputs"], run.inputs, true);
+        EnterEvent enter{.module = module};
+        if (e.Has("inputs")) enter.inputs = add(e["inputs"], run.inputs, true);
         runs[fqn].push_back(run);
         pass.events.push_back(enter);
       } else {
-        ExitEvent exit{.module = module_id_[fqn]};
-        if (e.contains("outputs")) exit.outputs = add(e["outputs"], runs[fqn].back().outputs, false);
+        if (runs[fqn].empty()) e.Fail("the exit of a module that was entered");
+        ExitEvent exit{.module = module};
+        if (e.Has("outputs")) exit.outputs = add(e["outputs"], runs[fqn].back().outputs, false);
         pass.events.push_back(exit);
       }
     }
@@ -162,13 +180,14 @@ class Fsdp1Converter {
     auto& runs = runs_[forward];
     std::set<std::pair<std::string, std::int64_t>> done;  // module, input tensor
     std::map<std::int64_t, std::size_t> ready_at;         // tensor -> position of its first output event
-    for (const Json& e : json_["backward_traces"][backward]) {
+    for (const Json& e : json_["backward_traces"][static_cast<std::size_t>(backward)].Elements()) {
       if (e["ev"] == "param_grad") {
-        pass.events.push_back(ParameterGradEvent{parameter_id_[e["param"]], -1});
+        pass.events.push_back(ParameterGradEvent{e["param"].In(parameter_id_, kParameter), -1});
         ready_at.clear();
         continue;
       }
       const std::string fqn = Fqn(e["module"]);
+      const ModuleId module = ModuleOf(e["module"]);
       const std::int64_t tensor = e["tensor"];
       if (e["ev"] == "output_grad") {
         for (const CallTensors& run : runs[fqn]) {
@@ -176,7 +195,7 @@ class Fsdp1Converter {
           if (at == run.outputs.end()) continue;
           ready_at.try_emplace(tensor, pass.events.size());
           pass.events.push_back(OutputGradReadyEvent{
-              module_id_[fqn], static_cast<std::int32_t>(at - run.outputs.begin()), run.occurrence, 0});
+              module, static_cast<std::int32_t>(at - run.outputs.begin()), run.occurrence, 0});
           break;
         }
         continue;
@@ -188,7 +207,7 @@ class Fsdp1Converter {
           return done.contains({fqn, input});
         });
         if (!all) continue;
-        const InputsGradDoneEvent event{module_id_[fqn], run.occurrence, 0};
+        const InputsGradDoneEvent event{module, run.occurrence, 0};
         const auto before = ready_at.find(tensor);
         if (before == ready_at.end()) {
           pass.events.push_back(event);
@@ -199,7 +218,9 @@ class Fsdp1Converter {
         break;
       }
     }
-    for (const std::string& fqn : checkpointed_) InsertRecomputation(fqn, forward, pass.events);
+    for (const auto& [fqn, module] : checkpointed_) {
+      InsertRecomputation(fqn, module, forward, pass.events);
+    }
     recording_.trace.backwards.push_back(std::move(pass));
     return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
   }
@@ -219,9 +240,9 @@ class Fsdp1Converter {
   // one. It starts with the first of the module's operators that needs something saved: behind the hook of
   // the unit that the operator is in, if that is the first thing below the module. It stops in the last
   // module with parameters, whose operator saves the last tensor.
-  void InsertRecomputation(const std::string& fqn, std::int32_t forward, std::vector<TraceEvent>& events) {
+  void InsertRecomputation(const std::string& fqn, ModuleId checkpointed, std::int32_t forward,
+                           std::vector<TraceEvent>& events) {
     const std::vector<TraceEvent>& run = recording_.trace.forwards[forward].events;
-    const ModuleId checkpointed = module_id_[fqn];
     std::vector<TraceEvent> again = {RecomputeEnterEvent{checkpointed}};
     std::size_t end = 1;  // of `again`, where the recomputation stops
     bool inside = false;
@@ -246,29 +267,31 @@ class Fsdp1Converter {
 
   void ConvertProgram() {
     std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> converted;
-    for (const Json& step : json_["steps"]) {
+    for (const Json& step : json_["steps"].Elements()) {
       StepProgram program;
       std::map<std::int32_t, std::int32_t> forward_of_microbatch;
       bool no_sync = false;
       const auto enter = [&](const Json& call) {
-        const bool wanted = call.value("no_sync", false);
+        const bool wanted = call.Value("no_sync", false);
         if (wanted != no_sync) program.emplace_back(ModuleCall{.method = "no_sync", .value = wanted});
         no_sync = wanted;
       };
-      for (const Json& call : step) {
+      for (const Json& call : step.Elements()) {
         const std::string name = call["call"];
         if (name == "forward") {
           enter(call);
           const std::int32_t trace = call["forward_trace"];
-          const std::int32_t microbatch = call.value("mb", 0);
+          const std::int32_t microbatch = call.Value("mb", 0);
           forward_of_microbatch[microbatch] = trace;
-          recording_.trace.forwards[trace].grad_enabled = call["mode"] == "train";
+          call["forward_trace"].InList(recording_.trace.forwards, kForward).grad_enabled =
+              call["mode"] == "train";
           program.emplace_back(ForwardCall{microbatch, trace});
         } else if (name == "backward") {
           enter(call);
-          const std::int32_t microbatch = call.value("mb", 0);
-          const std::pair key = {call["backward_trace"].get<std::int32_t>(),
-                                 forward_of_microbatch[microbatch]};
+          const std::int32_t microbatch = call.Value("mb", 0);
+          const auto forward = forward_of_microbatch.find(microbatch);
+          if (forward == forward_of_microbatch.end()) call.Fail("a micro-batch whose forward ran");
+          const std::pair key = {call["backward_trace"].Get<std::int32_t>(), forward->second};
           if (!converted.contains(key)) converted[key] = ConvertBackward(key.first, key.second);
           program.emplace_back(BackwardCall{{microbatch}, converted[key]});
         } else if (name == "optim_step") {
@@ -282,9 +305,9 @@ class Fsdp1Converter {
     recording_.steps = static_cast<std::int32_t>(recording_.strategy.program.size());
   }
 
-  const Json& json_;
+  const Json json_;
   Recording recording_;
-  std::vector<std::string> checkpointed_;  // units
+  std::vector<std::pair<std::string, ModuleId>> checkpointed_;  // units
   std::map<std::string, ModuleId> module_id_;
   std::map<std::string, ParameterId> parameter_id_;
   std::vector<std::map<std::string, std::vector<CallTensors>>> runs_;  // by forward, module
@@ -293,12 +316,7 @@ class Fsdp1Converter {
 }  // namespace
 
 Result<Recording> ConvertFsdp1(const std::string& json_text) {
-  try {
-    const Json json = Json::parse(json_text);
-    return Fsdp1Converter(json).Run();
-  } catch (const std::exception& e) {
-    return MakeInputError("", e.what());
-  }
+  return ConvertJson<Recording>(json_text, [](CheckedJson json) { return Fsdp1Converter(json).Run(); });
 }
 
 }  // namespace shardplan::conformance

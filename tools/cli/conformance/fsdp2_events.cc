@@ -90,7 +90,7 @@ class Fsdp2EventWriter {
     bool accumulates = trigger.kind == TriggerKind::kPostBackward;
     for (const Instruction& instruction : trigger.instructions) {
       if (instruction.kind == InstructionKind::kCompute && accumulates) {
-        Accumulate(trigger.unit);  // the hook is over, the model goes on
+        Accumulate(trigger.unit);  // the hook is over, the model computes
         accumulates = false;
       }
       OnInstruction(instruction);
@@ -126,13 +126,13 @@ class Fsdp2EventWriter {
       last_hook_[unit] = TriggerKind::kStepBegin;
       in_backward_[unit] = false;
     }
-    // The last reduce-scatter's input goes, whose unit is none.
+    // The last reduce-scatter's input is freed; its unit is none.
     for (; next < trigger.instructions.size() && trigger.instructions[next].unit < 0; ++next) {
       OnInstruction(trigger.instructions[next], true);
     }
   }
 
-  // At the end of a backward: what was gathered for nothing goes.
+  // At the end of a backward: what was gathered and not used is freed.
   bool Discards(const Instruction& i) const {
     return i.kind == InstructionKind::kFree && plan_.buffers[i.src].role == BufferRole::kAllGatherOutput;
   }

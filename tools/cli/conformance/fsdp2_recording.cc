@@ -1,18 +1,20 @@
 // Case of a fully_shard recording -> trace, strategy, cluster.
+#include <charconv>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
+#include <string_view>
 
+#include "checked_json.h"
 #include "recording.h"
 
 namespace shardplan::conformance {
 namespace {
 
-using Json = nlohmann::json;
+using Json = CheckedJson;
 
 class Fsdp2Converter {
  public:
-  explicit Fsdp2Converter(const Json& json) : json_(json) {}
+  explicit Fsdp2Converter(Json json) : json_(json) {}
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp2";
@@ -20,41 +22,48 @@ class Fsdp2Converter {
     ConvertMesh();
     ConvertUnits();
     ConvertSetup();
-    for (const auto& [name, trace] : json_["forward_traces"].items()) ConvertForward(name, trace);
+    for (const auto& [name, trace] : json_["forward_traces"].Members()) ConvertForward(name, trace);
     ConvertProgram();
     recording_.strategy.optimizer.kind = OptimizerKind::kSgd;
     return std::move(recording_);
   }
 
  private:
+  static constexpr std::string_view kModule = "a module of the recording";
+  static constexpr std::string_view kParameter = "a parameter of the recording";
+
   static DType ToDType(const Json& name) {
-    return DTypeFromName(name.get<std::string>()).value_or(DType::kFloat32);
+    const std::optional<DType> dtype = DTypeFromName(name.Get<std::string>());
+    if (!dtype) name.Fail("the name of a dtype");
+    return *dtype;
   }
 
   void ConvertModel() {
     Trace& trace = recording_.trace;
-    trace.model = json_["model"].get<std::string>();
-    for (const Json& p : json_["parameters"]) {
+    trace.model = json_["model"].Get<std::string>();
+    for (const Json& p : json_["parameters"].Elements()) {
       parameter_id_[p["fqn"]] = static_cast<ParameterId>(trace.parameters.size());
       trace.parameters.push_back({.fqn = p["fqn"],
-                                  .shape = p["shape"].get<std::vector<std::int64_t>>(),
+                                  .shape = p["shape"].List<std::int64_t>(),
                                   .dtype = ToDType(p["dtype"]),
                                   .requires_grad = p["requires_grad"],
-                                  .shared_with = p["shared_with"].get<std::vector<std::string>>()});
+                                  .shared_with = p["shared_with"].List<std::string>()});
     }
-    for (const Json& m : json_["modules"]) {
+    for (const Json& m : json_["modules"].Elements()) {
       module_id_[m["fqn"]] = static_cast<ModuleId>(trace.modules.size());
       Module module{.fqn = m["fqn"],
                     .class_name = m["class"],
-                    .children = m["children"].get<std::vector<std::string>>(),
-                    .same_module_as = m.value("same_module_as", "")};
-      for (const Json& p : m["params"]) module.parameters.push_back({p["name"], parameter_id_[p["param"]]});
+                    .children = m["children"].List<std::string>(),
+                    .same_module_as = m.Value<std::string>("same_module_as", "")};
+      for (const Json& p : m["params"].Elements()) {
+        module.parameters.push_back({p["name"], p["param"].In(parameter_id_, kParameter)});
+      }
       trace.modules.push_back(std::move(module));
     }
   }
 
   void ConvertMesh() {
-    const Json& mesh = json_["mesh"];
+    const Json mesh = json_["mesh"];
     for (std::size_t d = 0; d < mesh["dims"].size(); ++d) {
       recording_.strategy.mesh.push_back({mesh["dims"][d], mesh["shape"][d]});
     }
@@ -63,63 +72,64 @@ class Fsdp2Converter {
   }
 
   void ConvertUnits() {
-    for (const Json& call : json_["fully_shard_calls"]) {
-      UnitRule rule{.modules = call["modules"].get<std::vector<std::string>>()};
+    for (const Json& call : json_["fully_shard_calls"].Elements()) {
+      UnitRule rule{.modules = call["modules"].List<std::string>()};
       rule.group = rule.modules.size() > 1;
-      const Json& reshard = call["reshard_after_forward"];
-      if (reshard.is_boolean()) rule.reshard_after_forward = reshard.get<bool>();
-      if (reshard.is_number()) rule.reshard_after_forward = reshard.get<std::int64_t>();
-      if (const Json& mp = call["mp_policy"]; mp.is_object()) {
+      const Json reshard = call["reshard_after_forward"];
+      if (reshard.IsBool()) rule.reshard_after_forward = reshard.Get<bool>();
+      if (reshard.IsNumber()) rule.reshard_after_forward = reshard.Get<std::int64_t>();
+      if (const Json mp = call["mp_policy"]; mp.IsObject()) {
         MixedPrecision mixed;
-        if (mp.contains("param_dtype") && !mp["param_dtype"].is_null())
+        if (mp.Has("param_dtype") && !mp["param_dtype"].IsNull())
           mixed.param_dtype = ToDType(mp["param_dtype"]);
-        if (mp.contains("reduce_dtype") && !mp["reduce_dtype"].is_null()) {
+        if (mp.Has("reduce_dtype") && !mp["reduce_dtype"].IsNull()) {
           mixed.reduce_dtype = ToDType(mp["reduce_dtype"]);
         }
         rule.mixed_precision = mixed;
       }
-      rule.cpu_offload = call["cpu_offload"].get<bool>();
+      rule.cpu_offload = call["cpu_offload"].Get<bool>();
       for (const std::string& module : rule.modules) unit_modules_.insert(module);
       recording_.strategy.units.push_back(std::move(rule));
     }
   }
 
   void ConvertSetup() {
-    for (const Json& call : json_["setup"]) recording_.strategy.setup.push_back(ToModuleCall(call));
+    for (const Json& call : json_["setup"].Elements())
+      recording_.strategy.setup.push_back(ToModuleCall(call));
   }
 
   static ModuleCall ToModuleCall(const Json& call) {
-    ModuleCall converted{.method = call["op"], .module = call.value("module", "")};
-    if (call.contains("value") && call["value"].is_boolean()) converted.value = call["value"].get<bool>();
-    if (call.contains("value") && call["value"].is_number()) converted.number = call["value"].get<double>();
-    if (call.contains("async_op")) converted.value = call["async_op"].get<bool>();
-    if (call.contains("targets")) converted.modules = call["targets"].get<std::vector<std::string>>();
-    if (call.contains("recurse")) converted.recurse = call["recurse"].get<bool>();
+    ModuleCall converted{.method = call["op"], .module = call.Value<std::string>("module", "")};
+    if (call.Has("value") && call["value"].IsBool()) converted.value = call["value"].Get<bool>();
+    if (call.Has("value") && call["value"].IsNumber()) converted.number = call["value"].Get<double>();
+    if (call.Has("async_op")) converted.value = call["async_op"].Get<bool>();
+    if (call.Has("targets")) converted.modules = call["targets"].List<std::string>();
+    if (call.Has("recurse")) converted.recurse = call["recurse"].Get<bool>();
     return converted;
   }
 
   void ConvertForward(const std::string& name, const Json& traced) {
     Pass pass{.name = name, .grad_enabled = true};
-    for (const Json& f : json_["forward_of"]) {
+    for (const Json& f : json_["forward_of"].Elements()) {
       if (f["trace"] == name && f["op"] == "eval_forward") pass.grad_enabled = false;
     }
     std::map<std::int64_t, TensorId> tensor_id;
-    for (const Json& t : traced["tensors"]) {
+    for (const Json& t : traced["tensors"].Elements()) {
       tensor_id[t["id"]] = static_cast<TensorId>(pass.tensors.size());
-      pass.tensors.push_back({.shape = t["shape"].get<std::vector<std::int64_t>>(),
+      pass.tensors.push_back({.shape = t["shape"].List<std::int64_t>(),
                               .dtype = ToDType(t["dtype"]),
                               .requires_grad = t["requires_grad"]});
     }
     const auto tensors = [&](const Json& ids) {
       std::vector<TensorId> converted;
-      for (const Json& id : ids) converted.push_back(tensor_id[id]);
+      for (const Json& id : ids.Elements()) converted.push_back(id.In(tensor_id, "a tensor of the forward"));
       return converted;
     };
-    for (const Json& e : traced["events"]) {
-      if (e.contains("enter")) {
-        pass.events.push_back(EnterEvent{module_id_[e["enter"]], tensors(e["in"])});
+    for (const Json& e : traced["events"].Elements()) {
+      if (e.Has("enter")) {
+        pass.events.push_back(EnterEvent{e["enter"].In(module_id_, kModule), tensors(e["in"])});
       } else {
-        pass.events.push_back(ExitEvent{module_id_[e["exit"]], tensors(e["out"])});
+        pass.events.push_back(ExitEvent{e["exit"].In(module_id_, kModule), tensors(e["out"])});
       }
     }
     forward_id_[name] = static_cast<std::int32_t>(recording_.trace.forwards.size());
@@ -159,7 +169,7 @@ class Fsdp2Converter {
   // unit just before its last inputs_grad_done, the others at the end.
   std::int32_t ConvertBackward(const std::string& name, const std::vector<std::int32_t>& microbatches,
                                const std::vector<std::int32_t>& forwards) {
-    const Json& traced = json_["backward_traces"][name];
+    const Json traced = json_["backward_traces"][name];
     Pass pass{.name = name, .forwards = forwards};
     std::map<std::string, std::vector<ParameterId>> grads = Trainable(forwards);
     std::map<std::string, std::size_t> last_done;
@@ -190,24 +200,24 @@ class Fsdp2Converter {
       std::int32_t forward = 0;
       if (traced[i].size() > 2) {
         for (std::size_t m = 0; m < microbatches.size(); ++m) {
-          if (microbatches[m] == traced[i][2].get<std::int32_t>()) forward = static_cast<std::int32_t>(m);
+          if (microbatches[m] == traced[i][2].Get<std::int32_t>()) forward = static_cast<std::int32_t>(m);
         }
       }
       if (what.starts_with("recompute")) {
-        Recompute(what, unit, pass.events);
+        Recompute(traced[i], pass.events);
         continue;
       }
       EndRecompute(pass.events);
       if (what == "inputs_grad_done") {
         if (last_done[unit] == i) give(unit);
         const std::string first = unit.substr(0, unit.find(','));
-        pass.events.push_back(
-            InputsGradDoneEvent{module_id_[first], --remaining_inputs[{first, forward}], forward});
+        pass.events.push_back(InputsGradDoneEvent{ModuleOf(first, traced[i][1]),
+                                                  --remaining_inputs[{first, forward}], forward});
       } else {
-        const std::int32_t index = std::stoi(what.substr(what.find(':') + 1));
+        const std::int32_t index = OutputIndex(traced[i][0]);
         std::int32_t& left = remaining_outputs[{module, forward}];
         if (index == 0 || left == calls[{module, forward}]) --left;
-        pass.events.push_back(OutputGradReadyEvent{module_id_[module], index, left, forward});
+        pass.events.push_back(OutputGradReadyEvent{ModuleOf(module, traced[i][1]), index, left, forward});
       }
     }
     EndRecompute(pass.events);
@@ -223,13 +233,15 @@ class Fsdp2Converter {
 
   // Forward hooks of a unit below a checkpointed module run again ("recompute_enter", "recompute_exit"). The
   // checkpointed module itself is named in the case.
-  void Recompute(const std::string& what, const std::string& unit, std::vector<TraceEvent>& events) {
-    const ModuleId module = module_id_[unit.substr(0, unit.find(','))];
+  void Recompute(const Json& event, std::vector<TraceEvent>& events) {
+    const std::string what = event[0];
+    const std::string unit = event[1];
+    const ModuleId module = ModuleOf(unit.substr(0, unit.find(',')), event[1]);
     if (recomputing_ < 0) {
       recomputing_ = module;
-      for (const Json& wrapped : json_["checkpoint"]["checkpoint_wrapper_on"]) {
-        const std::string fqn = wrapped.get<std::string>();
-        if (fqn.empty() || unit.starts_with(fqn + ".")) recomputing_ = module_id_[fqn];
+      for (const Json& wrapped : json_["checkpoint"]["checkpoint_wrapper_on"].Elements()) {
+        const std::string fqn = wrapped;
+        if (fqn.empty() || unit.starts_with(fqn + ".")) recomputing_ = wrapped.In(module_id_, kModule);
       }
       events.push_back(RecomputeEnterEvent{recomputing_});
     }
@@ -238,6 +250,23 @@ class Fsdp2Converter {
     } else {
       events.push_back(RecomputeExitEvent{module});
     }
+  }
+
+  // `at`: where the recording names it.
+  ModuleId ModuleOf(const std::string& fqn, const Json& at) const {
+    const auto found = module_id_.find(fqn);
+    if (found == module_id_.end()) at.Fail(kModule);
+    return found->second;
+  }
+
+  // Of "output_grad:2".
+  static std::int32_t OutputIndex(const Json& event) {
+    const std::string what = event;
+    const char* end = what.data() + what.size();
+    std::int32_t index = 0;
+    const auto [parsed, error] = std::from_chars(what.data() + what.find(':') + 1, end, index);
+    if (error != std::errc() || parsed != end || index < 0) event.Fail("an event, and the output's index");
+    return index;
   }
 
   void EndRecompute(std::vector<TraceEvent>& events) {
@@ -258,23 +287,24 @@ class Fsdp2Converter {
   void ConvertProgram() {
     std::size_t forward_call = 0, backward_call = 0;
     std::map<std::string, std::int32_t> converted;  // backward trace and forwards -> id
-    for (const Json& step : json_["program"]) {
+    for (const Json& step : json_["program"].Elements()) {
       StepProgram program;
       std::map<std::int32_t, std::int32_t> forward_of_microbatch;
-      for (const Json& call : step) {
+      for (const Json& call : step.Elements()) {
         const std::string op = call["op"];
         if (op == "forward" || op == "eval_forward") {
-          const std::int32_t trace = forward_id_[json_["forward_of"][forward_call++]["trace"]];
+          const std::int32_t trace =
+              json_["forward_of"][forward_call++]["trace"].In(forward_id_, "a forward of the recording");
           const std::int32_t microbatch = call["mb"];
           forward_of_microbatch[microbatch] = trace;
           program.push_back(ForwardCall{microbatch, trace});
         } else if (op == "backward") {
           const std::string name = json_["backward_of"][backward_call++]["trace"];
-          const auto microbatches = call["mbs"].get<std::vector<std::int32_t>>();
+          const auto microbatches = call["mbs"].List<std::int32_t>();
           std::vector<std::int32_t> forwards;
           std::string key = name;
-          for (const std::int32_t microbatch : microbatches) {
-            forwards.push_back(forward_of_microbatch[microbatch]);
+          for (const Json& microbatch : call["mbs"].Elements()) {
+            forwards.push_back(microbatch.In(forward_of_microbatch, "a micro-batch whose forward ran"));
             key += "," + std::to_string(forwards.back());
           }
           if (!converted.contains(key)) converted[key] = ConvertBackward(name, microbatches, forwards);
@@ -292,7 +322,7 @@ class Fsdp2Converter {
     recording_.steps = static_cast<std::int32_t>(recording_.strategy.program.size());
   }
 
-  const Json& json_;
+  const Json json_;
   Recording recording_;
   std::map<std::string, ModuleId> module_id_;
   std::map<std::string, ParameterId> parameter_id_;
@@ -304,12 +334,7 @@ class Fsdp2Converter {
 }  // namespace
 
 Result<Recording> ConvertFsdp2(const std::string& json_text) {
-  try {
-    const Json json = Json::parse(json_text);
-    return Fsdp2Converter(json).Run();
-  } catch (const Json::exception& e) {
-    return MakeInputError("", e.what());
-  }
+  return ConvertJson<Recording>(json_text, [](CheckedJson json) { return Fsdp2Converter(json).Run(); });
 }
 
 }  // namespace shardplan::conformance

@@ -1,43 +1,97 @@
-// shardplan-conformance DIR: plans every recording in DIR and compares the plan's events with what PyTorch
-// did.
+// shardplan-conformance DIR [CASE...]: plans every recording in DIR and compares the plan's events with what
+// PyTorch did.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
+#include <optional>
+#include <system_error>
 
 #include "events.h"
 
-int main(int argc, char** argv) {
-  using namespace shardplan;
-  if (argc < 2) {
-    fmt::print(stderr, "usage: shardplan-conformance DIR [CASE...]\n");
-    return 2;
-  }
+namespace {
+
+using namespace shardplan;
+namespace fs = std::filesystem;
+
+// The cases of the folder in order of their names: those wanted, or all.
+Result<std::vector<std::string>> FindCases(const std::string& folder,
+                                           const std::vector<std::string>& wanted) {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(argv[1])) {
-    if (entry.path().extension() == ".log") names.push_back(entry.path().stem().string());
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->path().extension() == ".log") names.push_back(entry->path().stem().string());
   }
-  std::sort(names.begin(), names.end());
-  const std::vector<std::string> wanted(argv + 2, argv + argc);
-  std::size_t matched = 0, cases = 0;
-  for (const std::string& name : names) {
-    if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), name) == wanted.end()) continue;
-    ++cases;
-    Result<conformance::Recording> recording = conformance::ReadRecording(std::string(argv[1]) + "/" + name);
-    if (!recording) {
-      fmt::print("{}: {}\n", name, ToString(recording.error()));
-      continue;
-    }
-    const conformance::Comparison comparison = conformance::Compare(*recording);
-    if (comparison.matches) {
-      ++matched;
-      fmt::print("{}: matches ({} events)\n", name, recording->events.size());
-      if (!comparison.objection.empty()) fmt::print("    but {}\n", comparison.objection);
+  const auto bad = [&](std::string message) {
+    return std::unexpected(Error{ErrorCode::kBadInput, std::move(message), folder, "", "", ""});
+  };
+  if (error) return bad("cannot read the folder of recordings: " + error.message());
+  if (names.empty()) return bad("the folder has no recording (CASE.log)");
+  std::ranges::sort(names);
+  for (const std::string& name : wanted) {
+    if (!std::ranges::binary_search(names, name)) return bad("the folder has no recording " + name + ".log");
+  }
+  if (wanted.empty()) return names;
+  std::erase_if(names,
+                [&](const std::string& name) { return std::ranges::find(wanted, name) == wanted.end(); });
+  return names;
+}
+
+// Whether the case matches, in words on standard output.
+Result<bool> CompareCase(const std::string& folder, const std::string& name) {
+  const Result<conformance::Recording> recording = conformance::ReadRecording(folder + "/" + name);
+  if (!recording) return std::unexpected(recording.error());
+  const conformance::Comparison comparison = conformance::Compare(*recording);
+  if (comparison.matches) {
+    fmt::print("{}: matches ({} events)\n", name, recording->events.size());
+    if (!comparison.objection.empty()) fmt::print("    but {}\n", comparison.objection);
+  } else {
+    fmt::print("{}: differs at {}", name, comparison.difference);
+    if (!comparison.difference.ends_with("\n")) fmt::print("\n");
+  }
+  return comparison.matches;
+}
+
+int Fail(const Error& error) {
+  fmt::print(stderr, "shardplan conformance: {}\n", ToString(error));
+  return ExitCode(error.code);
+}
+
+// The exit code. A recording that cannot be read does not keep the others from being compared.
+int Run(const std::string& folder, const std::vector<std::string>& wanted) {
+  const Result<std::vector<std::string>> names = FindCases(folder, wanted);
+  if (!names) return Fail(names.error());
+  std::size_t matched = 0;
+  std::optional<int> failed;
+  for (const std::string& name : *names) {
+    const Result<bool> matches = CompareCase(folder, name);
+    if (matches) {
+      matched += *matches ? 1 : 0;
     } else {
-      fmt::print("{}: differs at {}", name, comparison.difference);
-      if (!comparison.difference.ends_with("\n")) fmt::print("\n");
+      failed = Fail(matches.error());
     }
   }
-  fmt::print("matched {} of {} cases\n", matched, cases);
-  return matched == cases ? 0 : 1;
+  fmt::print("matched {} of {} cases\n", matched, names->size());
+  return failed.value_or(matched == names->size() ? 0 : ExitCode(ErrorCode::kNegative));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Plan every recording of a folder and compare the plan's events with what PyTorch did.",
+               "shardplan-conformance"};
+  std::string folder;
+  std::vector<std::string> wanted;
+  app.add_option("DIR", folder, "A folder of recordings (CASE.log)")->required();
+  app.add_option("CASE", wanted, "Names of recordings of the folder (default: all)");
+  app.footer(
+      "Exit codes: 0 every case matches; 1 one differs; 2 usage; 3 a folder or a recording is missing or "
+      "damaged.");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : ExitCode(ErrorCode::kUsage);
+  }
+  return Run(folder, wanted);
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <filesystem>
+#include <optional>
 #include <sstream>
 #include <string_view>
 
@@ -11,28 +12,65 @@
 namespace shardplan::conformance {
 namespace {
 
-LogEvent ParseLine(const std::string& line) {
+Result<LogEvent> ParseLine(const std::string& line) {
   LogEvent event;
   std::istringstream words(line);
   for (std::string word; words >> word;) {
     const std::size_t equals = word.find('=');
-    if (equals != std::string::npos) event.keys[word.substr(0, equals)] = word.substr(equals + 1);
+    if (equals == std::string::npos) return MakeInputError("", "the log is damaged", word, "key=value");
+    event.keys[word.substr(0, equals)] = word.substr(equals + 1);
   }
   return event;
 }
 
+std::optional<std::int32_t> NumberFrom(std::string_view text) {
+  std::int32_t number = 0;
+  const char* end = text.data() + text.size();
+  const auto [parsed, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || parsed != end || number < 0) return std::nullopt;
+  return number;
+}
+
+Result<std::int32_t> StepOf(const LogEvent& event) {
+  const std::optional<std::int32_t> step = NumberFrom(event.At("step"));
+  if (!step) return MakeInputError("", "the log is damaged", event.At("step"), "step=N");
+  return *step;
+}
+
+// Reads the log's lines and, where the case does not say it, counts the steps in them.
 Status ReadLog(const std::string& path, Recording& recording) {
   const Result<std::string> log = ReadFile(path);
   if (!log) return std::unexpected(log.error());
+  const bool count_steps = recording.steps == 0;
   std::istringstream lines(*log);
+  std::size_t number = 0;
   for (std::string line; std::getline(lines, line);) {
-    if (line.starts_with("# ")) {
-      recording.header.push_back(line.substr(2));
-    } else if (!line.empty()) {
-      recording.events.push_back(ParseLine(line));
+    ++number;
+    if (line.starts_with("# ")) recording.header.push_back(line.substr(2));
+    if (line.empty() || line.starts_with("# ")) continue;
+    Result<LogEvent> event = ParseLine(line);
+    const Result<std::int32_t> step = event ? StepOf(*event) : std::unexpected(event.error());
+    if (!step) {
+      Error error = step.error();
+      error.file = path;
+      error.pointer = "line " + std::to_string(number);
+      return std::unexpected(error);
     }
+    if (count_steps) recording.steps = std::max(recording.steps, *step + 1);
+    recording.events.push_back(std::move(*event));
   }
   return {};
+}
+
+// The ranks are in a comment of the log.
+Result<std::int64_t> RanksOf(const Recording& recording) {
+  constexpr std::string_view kRanks = "ranks ";
+  for (const std::string& line : recording.header) {
+    if (!line.starts_with(kRanks)) continue;
+    const std::optional<std::int32_t> ranks = NumberFrom(std::string_view(line).substr(kRanks.size()));
+    if (ranks && *ranks > 0) return *ranks;
+  }
+  return MakeInputError("", "the log does not say how many ranks there are", "", "a comment \"# ranks N\"");
 }
 
 // What `shardplan conformance --live` records: the planner's own documents, and the log.
@@ -44,19 +82,13 @@ Result<Recording> ReadLive(const std::string& path) {
   Recording recording{.trace = std::move(*trace), .strategy = std::move(*strategy)};
   recording.policy = recording.strategy.policy;
   if (Status read = ReadLog(path + ".log", recording); !read) return std::unexpected(read.error());
-  constexpr std::string_view kRanks = "ranks ";
-  for (const std::string& line : recording.header) {
-    if (!line.starts_with(kRanks)) continue;
-    const char* end = line.data() + line.size();
-    std::from_chars(line.data() + kRanks.size(), end, recording.cluster.ranks);
+  const Result<std::int64_t> ranks = RanksOf(recording);
+  if (!ranks) {
+    Error error = ranks.error();
+    error.file = path + ".log";
+    return std::unexpected(error);
   }
-  recording.cluster.ranks_per_node = recording.cluster.ranks;
-  for (const LogEvent& event : recording.events) {
-    const std::string step = event.At("step");
-    std::int32_t number = 0;
-    std::from_chars(step.data(), step.data() + step.size(), number);
-    recording.steps = std::max(recording.steps, number + 1);
-  }
+  recording.cluster.ranks = recording.cluster.ranks_per_node = *ranks;
   return recording;
 }
 

@@ -17,7 +17,7 @@
 
 namespace shardplan::executor {
 
-enum class MemoryPlan : std::uint8_t {
+enum class MemorySource : std::uint8_t {
   kAllocator,  // LibTorch's caching allocator
   kArena,
 };

@@ -42,8 +42,8 @@ class Collectives {
  public:
   virtual ~Collectives() = default;
 
-  // Called by Engine::Create, once for the plan and then once for each collective of the program, in the same
-  // order on every rank.
+  // Called by Replayer::Create, once for the plan and then once for each collective of the program, in the
+  // same order on every rank.
   virtual Status Prepare(const Plan& plan, std::int64_t rank) = 0;
   virtual Result<CollectiveId> PrepareCollective(const CollectiveSpec& spec) = 0;
 

@@ -17,7 +17,7 @@ namespace shardplan::executor {
 
 // Work runs at once on the calling thread, in host order; collectives run in the background and are waited
 // for where the plan waits for an event recorded after them (or where their stream is next used).
-std::unique_ptr<TorchDevice> MakeCpuDevice(MemoryPlan memory = MemoryPlan::kAllocator);
+std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory = MemorySource::kAllocator);
 
 struct ProcessGroupOptions {
   // By CommunicatorId: the group of this rank's process that the communicator stands for, its ranks in the
@@ -28,7 +28,7 @@ struct ProcessGroupOptions {
   c10::intrusive_ptr<c10d::Store> store;
 };
 
-// `device` is the cpu device of the same engine and outlives it.
+// `device` is the cpu device of the same replayer and outlives it.
 std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options);
 
 struct GlooOptions {

@@ -16,13 +16,13 @@ bool CudaIsAvailable(std::string* reason);
 // 0: none can be used.
 int CudaDeviceCount();
 
-// streams[0] of the plan is the current CUDA stream of the calling thread when the engine is made (where the
-// model computes); the others are taken from LibTorch's pool, high priority where the plan says priority < 0.
-// Waiting, recording and freeing follow the plan alone. kEnvironment: no such GPU.
-// memory: an arena is NCCL's memory (ncclMemAlloc) where that is to be had, and MakeNcclCollectives registers
-// it with every communicator.
+// streams[0] of the plan is the current CUDA stream of the calling thread when the replayer is made (where
+// the model computes); the others are taken from LibTorch's pool, high priority where the plan says priority
+// < 0. Waiting, recording and freeing follow the plan alone. kEnvironment: no such GPU. memory: an arena is
+// NCCL's memory (ncclMemAlloc) where that is to be had, and MakeNcclCollectives registers it with every
+// communicator.
 Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index,
-                                                    MemoryPlan memory = MemoryPlan::kAllocator);
+                                                    MemorySource memory = MemorySource::kAllocator);
 
 struct NcclOptions {
   std::chrono::milliseconds timeout{600'000};

@@ -1,10 +1,11 @@
-// Device: the memory, streams, events and kernels that the engine replays a plan on. One Device serves one
+// Device: the memory, streams, events and kernels that the replayer replays a plan on. One Device serves one
 // rank.
 //
 // [Note: what the backends have in common]
-// The engine decides everything when it is made: which buffer is cut how, which element goes where. A backend
-// only executes. What differs between buffers of a sharded, gathered or flat layout has become a list of runs
-// of elements (CopySpec), so that no backend knows what a unit is. On the hot path a call carries ids only.
+// The replayer decides everything when it is made: which buffer is cut how, which element goes where. A
+// backend only executes. What differs between buffers of a sharded, gathered or flat layout has become a list
+// of runs of elements (CopySpec), so that no backend knows what a unit is. On the hot path a call carries ids
+// only.
 //
 // Everything with a stream is asynchronous: it runs after what was issued before on that stream, and after
 // the events that the stream was made to wait for, and in no other order (cpu: at once, except collectives).
@@ -60,7 +61,7 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Called once by Engine::Create before anything else: makes the streams and events, and the persistent
+  // Called once by Replayer::Create before anything else: makes the streams and events, and the persistent
   // buffers, zero-filled, except those that were already supplied. The plan outlives the device.
   virtual Status Prepare(const Plan& plan) = 0;
   virtual Result<CopyId> PrepareCopy(CopySpec spec) = 0;

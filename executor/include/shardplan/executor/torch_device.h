@@ -30,10 +30,10 @@ class TorchDevice : public Device {
   virtual Status RunOn(StreamId stream, const std::function<void()>& work) = 0;
 
   // Supplies the parts of a buffer: one tensor per part. For a persistent buffer (param_sharded) before
-  // Engine::Create or between steps: contiguous, of the buffer's dtype, at least the part's elements (padding
-  // included); the tensors are used in place. For grad_unsharded: from Model::TakeGradients; any strides, the
-  // parameter's shape (a flat unit: one tensor of the flat parameter's elements), the buffer's dtype. kUsage
-  // says what does not fit.
+  // Replayer::Create or between steps: contiguous, of the buffer's dtype, at least the part's elements
+  // (padding included); the tensors are used in place. For grad_unsharded: from Model::TakeGradients; any
+  // strides, the parameter's shape (a flat unit: one tensor of the flat parameter's elements), the buffer's
+  // dtype. kUsage says what does not fit.
   virtual Status SetParts(BufferId buffer, std::vector<at::Tensor> parts) = 0;
 
   // The 1-D tensor of one part; undefined while the buffer is not alive. Of a param_unsharded buffer always

@@ -25,7 +25,7 @@
 
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/device.h"
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 
 namespace shardplan::executor {
 
@@ -54,10 +54,10 @@ class VirtualMachine {
   virtual std::uint64_t Random(std::uint64_t n) = 0;
 };
 
-// Runs `steps` steps of the plan on all ranks, engines[r] being rank r's (made on the machine's devices): the
-// hosts fire the plan's triggers in order, interleaved with each other and with the streams' work as the seed
-// decides, and everything is drained at the end. kNegative: a deadlock, or ranks issued different
+// Runs `steps` steps of the plan on all ranks, replayers[r] being rank r's (made on the machine's devices):
+// the hosts fire the plan's triggers in order, interleaved with each other and with the streams' work as the
+// seed decides, and everything is drained at the end. kNegative: a deadlock, or ranks issued different
 // collectives.
-Status ReplayOnVirtual(VirtualMachine& machine, std::span<Engine* const> engines, std::int64_t steps);
+Status ReplayOnVirtual(VirtualMachine& machine, std::span<Replayer* const> replayers, std::int64_t steps);
 
 }  // namespace shardplan::executor

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/memory_profile.h"
-#include "shardplan/simulator/memory_stream.h"
 
 namespace shardplan {
 
@@ -37,15 +37,15 @@ struct UnitMemory {
 struct MemoryExplanation {
   Bytes peak_bytes;
   MemoryPoint peak_at;
-  std::int32_t peak_action = -1;   // index in the stream
+  std::int32_t peak_action = -1;   // index in the history
   std::string peak_text;           // "backward layers.30, after pre_backward layers.30"
   std::string allocation;          // what was allocated last
   std::vector<AliveMemory> alive;  // largest first
   std::vector<UnitMemory> units;   // like Plan::units, then of no unit
 };
 
-// Of the steady step. `stream` is MemoryStreamOf(plan).
-MemoryExplanation ExplainMemory(const Plan& plan, const MemoryStream& stream,
+// Of the steady step. `history` is MemoryHistoryOf(plan).
+MemoryExplanation ExplainMemory(const Plan& plan, const MemoryHistory& history,
                                 Bytes granularity_bytes = {512});
 
 }  // namespace shardplan

@@ -7,7 +7,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/quantity.h"
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 
 namespace shardplan {
 
@@ -50,8 +50,9 @@ struct MemoryProfile {
 };
 
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options = {});
-// The same of a stream that is already there (its options decide about kernel temporaries).
-MemoryProfile ProfileMemory(const Plan& plan, const MemoryStream& stream, const MemoryOptions& options = {});
+// The same of a history that is already there (its options decide about kernel temporaries).
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history,
+                            const MemoryOptions& options = {});
 
 // Device memory that NCCL takes for a communicator of the plan, an estimate: 16 channels, each with the
 // receive buffers of the three protocols (4 MiB simple, 4.6875 MiB LL128, 0.5 MiB LL), when it has more than

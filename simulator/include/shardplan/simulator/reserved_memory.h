@@ -1,5 +1,5 @@
 // What a plan's allocations make of the caching allocator: reserved bytes, fragmentation, addresses
-// (docs/memory.md). The stream of requests goes through the model of the allocator (caching_allocator.h).
+// (docs/memory.md). The model of the allocator serves the history's requests (caching_allocator.h).
 //
 // [Note: frees that wait for a stream]
 // A free with `safe_after` (record_stream) is finished when the device has passed the point of the free on
@@ -14,7 +14,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "shardplan/simulator/caching_allocator.h"
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 
 namespace shardplan {
 
@@ -25,14 +25,14 @@ struct ReservedOptions {
   bool record_addresses = false;              // keep `placements` and `segments`
 };
 
-// Where a block of the stream lay; size_bytes 0: nowhere (0 bytes asked for, or out of memory).
+// Where a block of the history lay; size_bytes 0: nowhere (0 bytes asked for, or out of memory).
 struct BlockPlacement {
   DeviceAddress address = 0;
   Bytes size_bytes;  // of the allocator's block
   bool operator==(const BlockPlacement&) const = default;
 };
 
-// Memory taken from the driver at one action of the stream and given back at another.
+// Memory taken from the driver at one action of the history and given back at another.
 struct SegmentLife {
   DeviceAddress address = 0;
   Bytes size_bytes;
@@ -59,10 +59,10 @@ struct ReservedMemory {
 };
 
 // Deterministic.
-ReservedMemory ReserveMemory(const Plan& plan, const MemoryStream& stream,
+ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history,
                              const ReservedOptions& options = {});
 
-// One line of PYTORCH_CUDA_ALLOC_CONF and what it makes of the same stream.
+// One line of PYTORCH_CUDA_ALLOC_CONF and what it makes of the same history.
 struct SettingsTrial {
   AllocatorSettings settings;
   std::string text;  // "expandable_segments:True"
@@ -72,7 +72,7 @@ struct SettingsTrial {
 };
 
 // Settings that people turn, each over `options.settings`, in the order of docs/memory.md.
-std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryStream& stream,
+std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryHistory& history,
                                                 const ReservedOptions& options = {});
 
 }  // namespace shardplan

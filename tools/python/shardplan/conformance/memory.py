@@ -75,14 +75,26 @@ def is_case(document) -> bool:
     return isinstance(document, dict) and {"knobs", "model", "timeline", "timeline_columns"} <= document.keys()
 
 
+class BadRecording(Exception):
+    """A recording that is missing or is no JSON: the message names the file and the place."""
+
+
 def read_cases(folder: Path, names: list[str]) -> list[dict]:
     cases = []
     for path in sorted(folder.glob("*.json")):
         if names and path.stem not in names:
             continue
-        document = json.loads(path.read_text())
+        try:
+            document = json.loads(path.read_text())
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise BadRecording(f"{path}: {error}") from error
         if is_case(document):
             cases.append({**document, "case": path.stem})
+        elif path.stem in names:
+            raise BadRecording(f"{path}: no recorded memory case (it has no knobs, model, timeline or timeline_columns)")
+    for name in names:
+        if name not in {case["case"] for case in cases}:
+            raise BadRecording(f"{folder}: has no recording {name}.json")
     return cases
 
 
@@ -350,9 +362,13 @@ def compute(program: str, trace: Path, case: dict, folder: Path) -> dict:
 
 
 def run(folder: Path, program: str, names: list[str]) -> int:
-    cases = read_cases(folder, names)
+    try:
+        cases = read_cases(folder, names)
+    except BadRecording as error:
+        print(f"shardplan conformance: {error}", file=sys.stderr)
+        return 3
     if not cases:
-        print(f"{folder}: no recorded memory case", file=sys.stderr)
+        print(f"shardplan conformance: {folder}: no recorded memory case", file=sys.stderr)
         return 3
     results: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory() as made:

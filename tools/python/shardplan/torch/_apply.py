@@ -16,11 +16,11 @@ from ._errors import PlanError
 from ._extension import ExtendedParameter
 from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, untied, unwrapped
 from ._flat_state_dict import hook_state_dicts
-from ._init import Initialise, Source, reset_parameters
+from ._init import Initialize, Source, reset_parameters
 from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
 from ._precision import casts_of, precision_of, rule_of, torch_dtype
-from ._replan import plan_again
+from ._replan import replan
 from ._shard import (
     ShardedParameter,
     adopt_parameter,
@@ -185,7 +185,7 @@ class Applied:
     settings: dict = dataclasses.field(default_factory=dict)
 
     def start(self) -> None:
-        """The shards are there: makes the engine, and hooks it into the model."""
+        """The shards are there: makes the replayer, and hooks it into the model."""
         self.runtime.start()
         self.runtime.set_adopt(_adopter(self.plan, self.shards))
         for i, unit in enumerate(self.plan.units):
@@ -212,15 +212,15 @@ class Applied:
 
         def on_step_end() -> None:
             if applied() is not None:
-                applied().plan_again()
+                applied().replan()
 
         self.runtime.fall_back_on_deviation(on_step_end)
 
-    def plan_again(self) -> None:
+    def replan(self) -> None:
         """The step that deviated is over: the next one follows a plan made of the points that it passed."""
         names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
         warnings.warn(f"shardplan: {self.runtime.deviation}; the next step is planned again", stacklevel=2)
-        plan = plan_again(self.plan, self.runtime.log, names, self.runtime.full_precision_forwards)
+        plan = replan(self.plan, self.runtime.log, names, self.runtime.full_precision_forwards)
         if [unit.modules for unit in plan.units] != [unit.modules for unit in self.plan.units]:
             raise PlanError("planning again made other units")
         for handle in self.handles:
@@ -259,7 +259,7 @@ def apply(
     plan: str | os.PathLike | native.Plan,
     mesh: DeviceMesh | None = None,
     *,
-    initialise: Initialise = reset_parameters,
+    initialize: Initialize = reset_parameters,
     broadcast_from_rank_0: bool = False,
     on_deviation: str = "stop",
     memory: str = "allocator",
@@ -267,7 +267,7 @@ def apply(
     """Makes `model` train by replaying `plan`; returns the same module.
 
     model: whole parameters, the same on all ranks (this rank keeps its slices), or parameters on the meta device.
-    initialise: fills the parameters and buffers of one module (not of its children) that was on the meta device. A unit
+    initialize: fills the parameters and buffers of one module (not of its children) that was on the meta device. A unit
     comes to be, is sharded and goes before the next one comes.
     on_deviation: what happens in a step that does not pass the plan's points. "stop": RuntimeError where it deviates.
     "replan": a warning that says where; the step is finished without the plan, slowly, and the next one follows a plan made
@@ -300,7 +300,7 @@ def apply(
     meshes = [_mesh_of_unit(plan, unit, model, mesh) for unit in plan.units]
     groups = process_groups(plan, mesh)  # those of flattened meshes among them
     runtime = _make_runtime(plan, mesh, device, groups, memory)
-    source = Source(by_fqn, mesh, device, initialise, broadcast_from_rank_0)
+    source = Source(by_fqn, mesh, device, initialize, broadcast_from_rank_0)
     shards = _shard_all(runtime, plan, model, by_fqn, meshes, source, groups)
     applied = Applied(model, plan, mesh, meshes, device, groups, runtime, by_fqn, shards, memory)
     applied.start()

@@ -22,10 +22,6 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def has_extension(parameter: torch.Tensor) -> bool:
-    return hasattr(_plain(parameter), PRE)
-
-
 def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
     if precision is None:
         return MixedPrecisionPolicy()

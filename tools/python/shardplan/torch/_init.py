@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from ._errors import PlanError
 from ._fit import ModelParameter, Slot
 
-Initialise = Callable[[nn.Module], None]
+Initialize = Callable[[nn.Module], None]
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """What a module is initialised with when `apply` is given nothing else."""
+    """What a module is initialized with when `apply` is given nothing else."""
     if not hasattr(module, "reset_parameters"):
         raise PlanError(
             f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): give "
-            "shardplan.torch.apply initialise=, a function of one module that fills them"
+            "shardplan.torch.apply initialize=, a function of one module that fills them"
         )
     module.reset_parameters()
 
@@ -31,7 +31,7 @@ def _is_on_meta(module: nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
-def _materialise_tensors(module: nn.Module, by_fqn_slots: dict[int, list[Slot]], device: torch.device) -> None:
+def _materialize_tensors(module: nn.Module, by_fqn_slots: dict[int, list[Slot]], device: torch.device) -> None:
     """Empty tensors instead of meta ones; a tied parameter stays tied."""
     for name, parameter in list(module._parameters.items()):
         if parameter is None or not parameter.is_meta:
@@ -52,7 +52,7 @@ class Source:
         by_fqn: dict[str, ModelParameter],
         mesh: DeviceMesh,
         device: torch.device,
-        initialise: Initialise,
+        initialize: Initialize,
         from_rank_0: bool,
     ) -> None:
         self._slots: dict[int, list[Slot]] = {}  # by id of the parameter; of one that units share, all of theirs
@@ -62,15 +62,15 @@ class Source:
             for slot in found.slots:
                 self._held.setdefault(id(slot.module), []).append(found)
         self._mesh, self._device = mesh, device
-        self._initialise, self._from_rank_0 = initialise, from_rank_0
+        self._initialize, self._from_rank_0 = initialize, from_rank_0
 
     def prepare(self, modules: list[nn.Module]) -> None:
-        """Initialises those of the modules that are on the meta device (a module's own tensors, not its children's)."""
+        """Initializes those of the modules that are on the meta device (a module's own tensors, not its children's)."""
         for module in modules:
             if _is_on_meta(module):
-                _materialise_tensors(module, self._slots, self._device)
+                _materialize_tensors(module, self._slots, self._device)
                 with torch.no_grad():
-                    self._initialise(module)
+                    self._initialize(module)
             for found in self._held.get(id(module), ()):  # the objects that the modules hold now
                 found.parameter = found.slots[0].module._parameters[found.slots[0].name]
         if self._from_rank_0:

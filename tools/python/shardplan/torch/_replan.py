@@ -174,7 +174,7 @@ class _Trace:
         }
 
 
-def plan_again(plan, log: list[tuple], names: dict[str, str], full_precision_forwards: list[bool]):
+def replan(plan, log: list[tuple], names: dict[str, str], full_precision_forwards: list[bool]):
     """The plan for steps like the one in `log`. names: FQN -> class name of every module, in tree order.
     full_precision_forwards: which forwards were evaluations in full precision. Every rank makes it; they all saw the same."""
     trace = _Trace(plan, list(names), full_precision_forwards)

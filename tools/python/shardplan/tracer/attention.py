@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 aten = torch.ops.aten
 
-CHOICES = ("auto", "cudnn", "flash", "efficient", "math")
 _ORDER = {
     "auto": ("flash", "efficient"),
     "cudnn": ("cudnn", "flash", "efficient"),

@@ -104,7 +104,7 @@ class HuggingFaceModel:
             ) from error
 
     def build(self, attention: str, experts: str) -> nn.Module:
-        """The module in training mode, float32, uninitialised. Call inside FakeTensorMode and on the wanted device."""
+        """The module in training mode, float32, uninitialized. Call inside FakeTensorMode and on the wanted device."""
         from transformers.initialization import no_init_weights
 
         model_class = getattr(self._transformers, self._architecture)

@@ -1,4 +1,4 @@
-#include "replay/geometry.h"
+#include "replay/copy_resolver.h"
 
 #include <fmt/format.h>
 
@@ -74,7 +74,7 @@ std::int64_t PartNumel(const Buffer& buffer, std::int32_t part) {
 
 // Into how many pieces a parameter is cut in this buffer. After a forward a shard may belong to the smaller
 // mesh; the buffer's size tells (an all-gather input holds either).
-std::int64_t Geometry::PiecesOf(const Buffer& buffer, std::int64_t slots) const {
+std::int64_t CopyResolver::PiecesOf(const Buffer& buffer, std::int64_t slots) const {
   const Unit& unit = plan_.units[buffer.unit];
   const std::int64_t shards = ShardCount(plan_, unit);
   if (ArrangementOf(buffer.role) == Arrangement::kGathered) return slots;
@@ -87,7 +87,7 @@ std::int64_t Geometry::PiecesOf(const Buffer& buffer, std::int64_t slots) const 
 }
 
 // Size and dtype of a parameter in this buffer, cut into `pieces` where the buffer holds pieces.
-Geometry::Place Geometry::PlaceOf(const Buffer& buffer, std::int32_t p, std::int64_t pieces) const {
+CopyResolver::Place CopyResolver::PlaceOf(const Buffer& buffer, std::int32_t p, std::int64_t pieces) const {
   const Unit& unit = plan_.units[buffer.unit];
   const UnitParameter& parameter = unit.parameters[p];
   const std::int64_t shards = ShardCount(plan_, unit);
@@ -113,7 +113,7 @@ Geometry::Place Geometry::PlaceOf(const Buffer& buffer, std::int32_t p, std::int
   return place;
 }
 
-std::int64_t Geometry::SlotsForShard(const Buffer& shard) const {
+std::int64_t CopyResolver::SlotsForShard(const Buffer& shard) const {
   const Unit& unit = plan_.units[shard.unit];
   if (shard.role == BufferRole::kParamPostForwardShard) {
     return unit.post_forward_communicator < 0 ? 1 : plan_.communicators[unit.post_forward_communicator].size;
@@ -121,7 +121,7 @@ std::int64_t Geometry::SlotsForShard(const Buffer& shard) const {
   return shard.role == BufferRole::kAllGatherInput ? PiecesOf(shard, 1) : ShardCount(plan_, unit);
 }
 
-Result<std::vector<Geometry::Place>> Geometry::Places(BufferId id, std::int64_t slots) const {
+Result<std::vector<CopyResolver::Place>> CopyResolver::Places(BufferId id, std::int64_t slots) const {
   const Buffer& buffer = plan_.buffers[id];
   const Unit& unit = plan_.units[buffer.unit];
   const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
@@ -165,8 +165,9 @@ Result<std::vector<Geometry::Place>> Geometry::Places(BufferId id, std::int64_t 
 }
 
 // `slots` pieces of a gathered buffer -> the whole parameter.
-void Geometry::Gather(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-                      std::int64_t slot_bytes, bool by_rows, Movement& movement) const {
+void CopyResolver::Gather(const UnitParameter& parameter, const Place& src, const Place& dst,
+                          std::int64_t slots, std::int64_t slot_bytes, bool by_rows,
+                          Movement& movement) const {
   const std::int64_t from = SizeBytes(src.dtype);
   const std::int64_t to = SizeBytes(dst.dtype);
   if (by_rows) {
@@ -185,8 +186,8 @@ void Geometry::Gather(const UnitParameter& parameter, const Place& src, const Pl
 }
 
 // The whole gradient -> `slots` pieces, padded with zeros.
-void Geometry::Scatter(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-                       std::int64_t slot_bytes, Movement& movement) const {
+void CopyResolver::Scatter(const UnitParameter& parameter, const Place& src, const Place& dst,
+                           std::int64_t slots, std::int64_t slot_bytes, Movement& movement) const {
   const std::int64_t from = SizeBytes(src.dtype);
   const std::int64_t size = SizeBytes(dst.dtype);
   const std::int32_t dim = parameter.shape.empty() ? 0 : parameter.shard_dim;
@@ -208,8 +209,8 @@ void Geometry::Scatter(const UnitParameter& parameter, const Place& src, const P
   }
 }
 
-void Geometry::AddMovement(const Instruction& instruction, const Place& src, const Place& dst,
-                           std::int64_t slots, std::int64_t slot, Movement& movement) const {
+void CopyResolver::AddMovement(const Instruction& instruction, const Place& src, const Place& dst,
+                               std::int64_t slots, std::int64_t slot, Movement& movement) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
   const Arrangement a = ArrangementOf(from.role);
@@ -244,7 +245,7 @@ void Geometry::AddMovement(const Instruction& instruction, const Place& src, con
 
 // In elements of the two buffers; in bytes where that does not say it (parameters of several dtypes), which
 // nothing may be converted for.
-Result<CopySpec> Geometry::InElements(const Instruction& instruction, const Movement& movement) const {
+Result<CopySpec> CopyResolver::InElements(const Instruction& instruction, const Movement& movement) const {
   CopySpec copy = {instruction.src,
                    instruction.dst,
                    plan_.buffers[instruction.src].dtype,
@@ -283,7 +284,7 @@ Result<CopySpec> Geometry::InElements(const Instruction& instruction, const Move
 
 // Gradients as autograd makes them, one part per parameter -> the flat gradient, zeros between and after
 // them.
-Result<CopySpec> Geometry::JoinGradients(const Instruction& instruction) const {
+Result<CopySpec> CopyResolver::JoinGradients(const Instruction& instruction) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
   const Unit& unit = plan_.units[from.unit];
@@ -313,8 +314,8 @@ Result<CopySpec> Geometry::JoinGradients(const Instruction& instruction) const {
 
 // Flat buffers have one part, except gradients as autograd makes them; a gathered one is its shards one after
 // the other, so offsets are all that matters.
-Result<CopySpec> Geometry::FlatCopy(const Instruction& instruction, std::int64_t slots,
-                                    std::int64_t slot) const {
+Result<CopySpec> CopyResolver::FlatCopy(const Instruction& instruction, std::int64_t slots,
+                                        std::int64_t slot) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
   const bool by_parameter = from.role == BufferRole::kGradUnsharded && to.parts_bytes.size() == 1 &&
@@ -345,7 +346,8 @@ Result<CopySpec> Geometry::FlatCopy(const Instruction& instruction, std::int64_t
   return copy;
 }
 
-Result<CopySpec> Geometry::Copy(const Instruction& instruction, std::int64_t slots, std::int64_t slot) const {
+Result<CopySpec> CopyResolver::Copy(const Instruction& instruction, std::int64_t slots,
+                                    std::int64_t slot) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
   if (from.unit < 0 || from.unit != to.unit) {

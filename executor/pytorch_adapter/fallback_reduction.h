@@ -1,4 +1,4 @@
-// Gradients reduced without a plan: what carries a step to its end that has left its plan.
+// The reductions of a fallback: gradients reduced without the plan.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +11,14 @@
 
 namespace shardplan::python {
 
-// [Note: on demand]
-// A step that deviates from its plan can still be finished, when all ranks deviate alike: units are gathered
+// [Note: fallback]
+// A fallback finishes a step that deviated from its plan, when all ranks deviate alike: units are gathered
 // when they are entered, forward and backward, as in evaluation, and gradients are reduced here, one unit
 // after the other, nothing overlapping. The sums are the plan's but for the order of roundings.
-class OnDemandReduction {
+class FallbackReduction {
  public:
   // groups: by CommunicatorId. `plan` outlives this.
-  OnDemandReduction(const Plan& plan, std::int64_t rank,
+  FallbackReduction(const Plan& plan, std::int64_t rank,
                     std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups)
       : plan_(plan), rank_(rank), groups_(std::move(groups)) {}
 

@@ -1,4 +1,4 @@
-#include "on_demand.h"
+#include "fallback_reduction.h"
 
 #include <ATen/Functions.h>
 
@@ -28,7 +28,7 @@ at::Tensor InPieces(const at::Tensor& grad, std::int64_t dim, std::int64_t ranks
 
 }  // namespace
 
-void OnDemandReduction::SumOver(CommunicatorId communicator, at::Tensor& tensor, bool maximum) const {
+void FallbackReduction::SumOver(CommunicatorId communicator, at::Tensor& tensor, bool maximum) const {
   if (communicator < 0 || plan_.communicators[communicator].size == 1) return;
   c10d::AllreduceOptions options;
   options.reduceOp = maximum ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
@@ -36,7 +36,7 @@ void OnDemandReduction::SumOver(CommunicatorId communicator, at::Tensor& tensor,
   groups_[communicator]->allreduce(tensors, options)->wait();
 }
 
-std::vector<bool> OnDemandReduction::AnyRankOf(const Unit& unit, const std::vector<bool>& mine) const {
+std::vector<bool> FallbackReduction::AnyRankOf(const Unit& unit, const std::vector<bool>& mine) const {
   at::Tensor flags = at::zeros({static_cast<std::int64_t>(mine.size())}, at::kInt);
   for (std::size_t i = 0; i < mine.size(); ++i) flags[static_cast<std::int64_t>(i)] = mine[i] ? 1 : 0;
   const auto groups = {unit.shard_communicator, unit.replicate_communicator};
@@ -51,12 +51,12 @@ std::vector<bool> OnDemandReduction::AnyRankOf(const Unit& unit, const std::vect
   return any;
 }
 
-std::vector<bool> OnDemandReduction::AnyRank(const std::vector<bool>& mine) const {
+std::vector<bool> FallbackReduction::AnyRank(const std::vector<bool>& mine) const {
   const auto sharded = std::ranges::find_if(plan_.units, [](const Unit& u) { return !u.parameters.empty(); });
   return sharded == plan_.units.end() ? mine : AnyRankOf(*sharded, mine);
 }
 
-at::Tensor OnDemandReduction::ReducePieces(const Unit& unit, const at::Tensor& pieces) const {
+at::Tensor FallbackReduction::ReducePieces(const Unit& unit, const at::Tensor& pieces) const {
   at::Tensor output = pieces.view({-1});
   if (pieces.size(0) > 1) {
     output = at::empty({pieces.size(1)}, pieces.options());
@@ -71,7 +71,7 @@ at::Tensor OnDemandReduction::ReducePieces(const Unit& unit, const at::Tensor& p
   return output;
 }
 
-at::Tensor OnDemandReduction::ReduceFlat(UnitId id, const std::vector<at::Tensor>& grads,
+at::Tensor FallbackReduction::ReduceFlat(UnitId id, const std::vector<at::Tensor>& grads,
                                          c10::Device device) const {
   const Unit& unit = plan_.units[id];
   const bool mine = std::ranges::any_of(grads, [](const at::Tensor& grad) { return grad.defined(); });
@@ -86,7 +86,7 @@ at::Tensor OnDemandReduction::ReduceFlat(UnitId id, const std::vector<at::Tensor
   return reduced.to(executor::ToScalarType(unit.orig_dtype));
 }
 
-std::vector<at::Tensor> OnDemandReduction::Reduce(UnitId id, const std::vector<at::Tensor>& grads) const {
+std::vector<at::Tensor> FallbackReduction::Reduce(UnitId id, const std::vector<at::Tensor>& grads) const {
   const Unit& unit = plan_.units[id];
   const std::int64_t ranks = ShardCount(plan_, unit);
   const at::ScalarType reduce_dtype = executor::ToScalarType(unit.reduce_dtype);

@@ -2,7 +2,7 @@
 // (docs/memory.md).
 //
 // [Note: who makes and drops what]
-// The stream has the plan's own allocations and frees, those of the model inside the segments, and the
+// The history has the plan's own allocations and frees, those of the model inside the segments, and the
 // optimizer's. It never guesses a free: they are instructions of the plan. Three things are implied by an
 // instruction: a segment makes the unsharded gradients that it lists (a plan's `free` drops them), the first
 // optimizer step makes the optimizer's states, and a zero_grad drops the sharded gradients that are left.
@@ -53,7 +53,7 @@ struct MemoryAction {
   bool operator==(const MemoryAction&) const = default;
 };
 
-struct MemoryStream {
+struct MemoryHistory {
   std::vector<MemoryBlock> blocks;
   std::vector<MemoryAction> actions;
   // Actions before it belong to what was there before the steps, and of a plan of one step to its first run:
@@ -61,17 +61,17 @@ struct MemoryStream {
   std::size_t first_recorded = 0;
 };
 
-struct MemoryStreamOptions {
+struct MemoryHistoryOptions {
   // What kernels allocate inside themselves, from formulas (kernel_memory.h).
   bool kernel_temporaries = false;
 };
 
 // Deterministic. Streams of blocks are the plan's; the model's memory comes from streams[0].
-MemoryStream MemoryStreamOf(const Plan& plan, const MemoryStreamOptions& options = {});
+MemoryHistory MemoryHistoryOf(const Plan& plan, const MemoryHistoryOptions& options = {});
 
 // What a block is: a buffer's name ("layers.0.all_gather_output"), or the operator that it was allocated for
 // ("aten.mm"), an input's or a module buffer's name, "exp_avg..." of the optimizer; "" when nothing is known.
-std::string BlockName(const Plan& plan, const MemoryStream& stream, std::int32_t block);
+std::string BlockName(const Plan& plan, const MemoryHistory& history, std::int32_t block);
 
 // "pre_forward layers.3" and the instruction, as people read a point; "before the steps" for the persistent.
 std::string PointText(const Plan& plan, const MemoryPoint& at);

@@ -1,4 +1,4 @@
-#include "memory/step_names.h"
+#include "memory/python_locals.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace shardplan::internal {
 
-void StepNames::Make(std::string_view name, Tensors tensors) {
+void PythonLocals::Make(std::string_view name, Tensors tensors) {
   std::size_t index = values_.size();
   if (unused_.empty()) {
     values_.emplace_back();
@@ -30,19 +30,19 @@ void StepNames::Make(std::string_view name, Tensors tensors) {
   Bind(name, index);
 }
 
-void StepNames::Bind(std::string_view name, std::size_t value) {
+void PythonLocals::Bind(std::string_view name, std::size_t value) {
   ++values_[value].names;
   const auto [entry, added] = bound_.try_emplace(name, value);
   if (!added) Release(std::exchange(entry->second, value));
 }
 
-void StepNames::Alias(std::string_view name, std::string_view other) {
+void PythonLocals::Alias(std::string_view name, std::string_view other) {
   const auto found = bound_.find(other);
   if (found == bound_.end()) return Drop(name);
   Bind(name, found->second);
 }
 
-void StepNames::Drop(std::string_view name) {
+void PythonLocals::Drop(std::string_view name) {
   const auto found = bound_.find(name);
   if (found == bound_.end()) return;
   const std::size_t value = found->second;
@@ -50,12 +50,12 @@ void StepNames::Drop(std::string_view name) {
   Release(value);
 }
 
-void StepNames::Rename(std::string_view from, std::string_view to) {
+void PythonLocals::Rename(std::string_view from, std::string_view to) {
   Alias(to, from);
   Drop(from);
 }
 
-void StepNames::Release(std::size_t value) {
+void PythonLocals::Release(std::size_t value) {
   if (--values_[value].names > 0) return;
   alive_bytes_ -= values_[value].bytes;
   order_.erase(std::ranges::find(order_, value));

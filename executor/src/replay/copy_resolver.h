@@ -24,9 +24,9 @@ std::int64_t PartNumel(const Buffer& buffer, std::int32_t part);
 DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part);
 
 // Makes the copies of one plan. Errors are kBadInput with a pointer into the plan.
-class Geometry {
+class CopyResolver {
  public:
-  Geometry(const Plan& plan, std::int64_t rank) : plan_(plan), rank_(rank) {}
+  CopyResolver(const Plan& plan, std::int64_t rank) : plan_(plan), rank_(rank) {}
 
   // The copy that an instruction means. `slots`: into how many pieces the gathered buffer of the two is cut
   // (the shard communicator's or the post-forward communicator's size); `slot`: this rank's.

@@ -1,9 +1,9 @@
-// Engine: replays a plan, trigger by trigger, on one rank.
+// Replayer: replays a plan, trigger by trigger, on one rank.
 //
-//   auto engine = Engine::Create(plan, rank, device, collectives, &model);
+//   auto replayer = Replayer::Create(plan, rank, device, collectives, &model);
 //   while (training) {
-//     (*engine)->Fire({TriggerKind::kStepBegin, -1, 0});
-//     (*engine)->Fire({TriggerKind::kPreForward, 0, 0});   // as the model passes them
+//     (*replayer)->Fire({TriggerKind::kStepBegin, -1, 0});
+//     (*replayer)->Fire({TriggerKind::kPreForward, 0, 0});   // as the model passes them
 //     ...
 //   }
 //
@@ -51,7 +51,7 @@ struct ComputeCall {
   std::span<const GradTarget> grads;  // in the order of Segment::grads; empty for a model that runs itself
 };
 
-// What the engine wants from whatever computes. Every function has a default that does nothing. They are
+// What the replayer wants from whatever computes. Every function has a default that does nothing. They are
 // called from Fire, on its thread; an error they return ends the replay.
 class Model {
  public:
@@ -92,8 +92,8 @@ class Model {
   // ShardedView gives the tensors). Called at each grad_cast, grad_accumulate or copy_to_host into one.
   virtual Status ShardedGradientsReady(UnitId, BufferId) { return {}; }
   // optimizer_step and zero_grad instructions; unit -1: all; parameter -1: all of the unit's; stream -1: on
-  // the host, now. After ZeroGrad returns, the engine frees the sharded gradients of the unit that are still
-  // alive (memory that you still refer to stays alive).
+  // the host, now. After ZeroGrad returns, the replayer frees the sharded gradients of the unit that are
+  // still alive (memory that you still refer to stays alive).
   virtual Status OptimizerStep(UnitId, std::int32_t /*parameter*/, StreamId) { return {}; }
   virtual Status ZeroGrad(UnitId) { return {}; }
 };
@@ -106,18 +106,18 @@ class Observer {
   virtual void AfterInstruction(const Instruction&) {}
 };
 
-class Engine {
+class Replayer {
  public:
-  // `plan`, `device`, `collectives` and `model` outlive the engine; each is used by one engine only. `model`
-  // may be null: nothing is computed. kUsage: rank is not in the plan's world. kBadInput, with a pointer into
-  // the plan: ids out of range, or sizes of buffers that do not fit their unit's layout, or (for a model that
-  // runs itself) an instruction between a compute instruction and the end of its trigger that needs what was
-  // computed.
-  static Result<std::unique_ptr<Engine>> Create(const Plan& plan, std::int64_t rank, Device& device,
-                                                Collectives& collectives, Model* model = nullptr);
-  ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
+  // `plan`, `device`, `collectives` and `model` outlive the replayer; each is used by one replayer only.
+  // `model` may be null: nothing is computed. kUsage: rank is not in the plan's world. kBadInput, with a
+  // pointer into the plan: ids out of range, or sizes of buffers that do not fit their unit's layout, or (for
+  // a model that runs itself) an instruction between a compute instruction and the end of its trigger that
+  // needs what was computed.
+  static Result<std::unique_ptr<Replayer>> Create(const Plan& plan, std::int64_t rank, Device& device,
+                                                  Collectives& collectives, Model* model = nullptr);
+  ~Replayer();
+  Replayer(const Replayer&) = delete;
+  Replayer& operator=(const Replayer&) = delete;
 
   // Issues the instructions of the trigger, which must be the next one of the plan. kNegative: it is not;
   // found and expected name both, and the step. Any other error is of the instruction that failed: message,
@@ -128,7 +128,7 @@ class Engine {
   // The next trigger. A host that learns of points in an order of its own (the final callback of a backward,
   // several output tensors of a unit) can ask here.
   const TriggerKey& Expected() const;
-  // Steps completed, instructions issued since the engine was made, the index into plan.steps of the one
+  // Steps completed, instructions issued since the replayer was made, the index into plan.steps of the one
   // under way (or about to begin), and the index in it of the next trigger.
   std::int64_t steps_completed() const;
   std::int64_t instructions_issued() const;
@@ -142,17 +142,17 @@ class Engine {
   Status Begin(const TriggerKey& trigger);
   Result<bool> Advance();
 
-  // Where the engine is, for people: "pre_forward of layers.3 (micro-batch 0, step 2), instruction 4:
+  // Where the replayer is, for people: "pre_forward of layers.3 (micro-batch 0, step 2), instruction 4:
   // all_gather ...".
   std::string Where() const;
   void SetObserver(Observer* observer);  // null: none
-  // Marks the engine failed and aborts the collectives; what the model does when it fails between two
+  // Marks the replayer failed and aborts the collectives; what the model does when it fails between two
   // triggers.
   void Abort(const std::string& reason);
 
  private:
   class Impl;
-  explicit Engine(std::unique_ptr<Impl> impl);
+  explicit Replayer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 

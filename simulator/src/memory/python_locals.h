@@ -10,9 +10,9 @@
 
 namespace shardplan::internal {
 
-// Memory goes when no name holds it any more; a name that is bound again lets go of what it held only after
-// the new value is there. That is why a loop has one iteration's tensors while it makes the next one's.
-class StepNames {
+// Memory is freed when no name holds it; a name that is bound again drops its old value only after the new
+// one exists. So a loop holds one iteration's tensors while it makes the next one's.
+class PythonLocals {
  public:
   using Tensors = std::vector<Bytes>;
 

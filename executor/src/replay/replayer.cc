@@ -1,4 +1,4 @@
-#include "shardplan/executor/engine.h"
+#include "shardplan/executor/replayer.h"
 
 #include <fmt/format.h>
 
@@ -8,6 +8,7 @@
 
 #include "replay/program.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/plan_text.h"
 
@@ -30,7 +31,7 @@ std::string FirstLine(const std::exception& exception) {
 
 }  // namespace
 
-class Engine::Impl {
+class Replayer::Impl {
  public:
   Impl(const Plan& plan, Program program, Device& device, Collectives& collectives, Model* model)
       : plan_(plan),
@@ -109,26 +110,30 @@ class Engine::Impl {
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };
 
-Status Engine::Impl::Prepare(std::int64_t rank) {
+Status Replayer::Impl::Prepare(std::int64_t rank) {
   if (Status status = device_.Prepare(plan_); !status) return status;
   if (Status status = collectives_.Prepare(plan_, rank); !status) return status;
-  for (const CopySpec& copy : program_.copies) {
-    if (Result<CopyId> id = device_.PrepareCopy(copy); !id) return std::unexpected(id.error());
+  for (CopyId expected = 0; const CopySpec& copy : program_.copies) {
+    const Result<CopyId> id = device_.PrepareCopy(copy);
+    if (!id) return std::unexpected(id.error());
+    SHARDPLAN_ASSERT(*id == expected, "a device numbers copies in the order in which they are prepared");
+    ++expected;
   }
-  for (const CollectiveSpec& collective : program_.collectives) {
-    if (Result<CollectiveId> id = collectives_.PrepareCollective(collective); !id) {
-      return std::unexpected(id.error());
-    }
+  for (CollectiveId expected = 0; const CollectiveSpec& collective : program_.collectives) {
+    const Result<CollectiveId> id = collectives_.PrepareCollective(collective);
+    if (!id) return std::unexpected(id.error());
+    SHARDPLAN_ASSERT(*id == expected, "collectives are numbered in the order in which they are prepared");
+    ++expected;
   }
   return {};
 }
 
-const Instruction& Engine::Impl::CurrentInstruction() const {
+const Instruction& Replayer::Impl::CurrentInstruction() const {
   const ProgramTrigger& trigger = program_.triggers[trigger_];
   return plan_.steps[trigger.step].triggers[trigger.trigger].instructions[op_];
 }
 
-std::string Engine::Impl::Where() const {
+std::string Replayer::Impl::Where() const {
   const ProgramTrigger& trigger = program_.triggers[trigger_];
   std::string at = fmt::format("step {}, {}", steps_completed_, Describe(plan_, trigger.key));
   if (!in_trigger_) return fmt::format("before {}", at);
@@ -136,18 +141,18 @@ std::string Engine::Impl::Where() const {
   return fmt::format("{}, instruction {}: {}", at, op_, shardplan::Describe(plan_, CurrentInstruction()));
 }
 
-Status Engine::Impl::Fail(Error error) {
+Status Replayer::Impl::Fail(Error error) {
   error.message = fmt::format("{} (at {})", error.message, Where());
   failure_ = std::move(error);
   collectives_.Abort(failure_->message);
   return std::unexpected(*failure_);
 }
 
-void Engine::Impl::Abort(const std::string& reason) {
+void Replayer::Impl::Abort(const std::string& reason) {
   if (!failure_) (void)Fail(Error{ErrorCode::kEnvironment, reason, {}, {}, {}, {}});
 }
 
-Status Engine::Impl::Begin(const TriggerKey& key) {
+Status Replayer::Impl::Begin(const TriggerKey& key) {
   if (failure_) [[unlikely]] {
     return std::unexpected(*failure_);
   }
@@ -166,10 +171,11 @@ Status Engine::Impl::Begin(const TriggerKey& key) {
   return {};
 }
 
-void Engine::Impl::EndTrigger() {
+void Replayer::Impl::EndTrigger() {
   in_trigger_ = false;
   op_ = 0;
   const std::int32_t step = program_.triggers[trigger_].step;
+  SHARDPLAN_ASSERT(trigger_ < program_.step_begin[step + 1], "a trigger is one of its step");
   ++trigger_;
   if (trigger_ < program_.step_begin[step + 1]) return;
   ++steps_completed_;
@@ -177,12 +183,13 @@ void Engine::Impl::EndTrigger() {
   trigger_ = program_.step_begin[last ? plan_.steady_step : step + 1];
 }
 
-Result<bool> Engine::Impl::Advance() {
+Result<bool> Replayer::Impl::Advance() {
   if (failure_) [[unlikely]] {
     return std::unexpected(*failure_);
   }
   if (!in_trigger_) return true;
   const ProgramTrigger& trigger = program_.triggers[trigger_];
+  SHARDPLAN_ASSERT(op_ < trigger.count, "Begin and Advance end a trigger after its last instruction");
   if (observer_ != nullptr && !op_begun_) observer_->BeforeInstruction(CurrentInstruction());
   op_begun_ = true;
   bool blocked = false;
@@ -198,20 +205,20 @@ Result<bool> Engine::Impl::Advance() {
   return true;
 }
 
-Status Engine::Impl::RequireAlive(BufferId buffer) const {
+Status Replayer::Impl::RequireAlive(BufferId buffer) const {
   if (alive_[buffer] == 1) [[likely]] {
     return {};
   }
   return NotAlive(buffer);
 }
 
-Status Engine::Impl::NotAlive(BufferId buffer) const {
+Status Replayer::Impl::NotAlive(BufferId buffer) const {
   return MakeError(ErrorCode::kBadInput,
                    fmt::format("{} is used while it is not allocated", plan_.buffers[buffer].name));
 }
 
 // A copy may use what is left of a buffer of which parts were freed.
-Status Engine::Impl::RequireReadable(const Op& op) const {
+Status Replayer::Impl::RequireReadable(const Op& op) const {
   if (alive_[op.src] != kInPart || op.code != OpCode::kCopy) return RequireAlive(op.src);
   const std::vector<std::int32_t>& freed = freed_parts_[op.src];
   const bool touched = std::ranges::any_of(program_.copies[op.a].runs, [&](const CopyRun& run) {
@@ -221,7 +228,7 @@ Status Engine::Impl::RequireReadable(const Op& op) const {
 }
 
 // LibTorch, and models written against it, throw (out of memory, say). This is where that ends.
-Status Engine::Impl::RunCaught(const Op& op, bool& blocked) {
+Status Replayer::Impl::RunCaught(const Op& op, bool& blocked) {
   try {
     return Run(op, blocked);
   } catch (const std::exception& exception) {
@@ -229,7 +236,7 @@ Status Engine::Impl::RunCaught(const Op& op, bool& blocked) {
   }
 }
 
-Status Engine::Impl::Run(const Op& op, bool& blocked) {
+Status Replayer::Impl::Run(const Op& op, bool& blocked) {
   switch (op.code) {
     case OpCode::kNothing:
       return {};
@@ -252,7 +259,7 @@ Status Engine::Impl::Run(const Op& op, bool& blocked) {
   }
 }
 
-Status Engine::Impl::RunMemory(const Op& op) {
+Status Replayer::Impl::RunMemory(const Op& op) {
   const BufferId buffer = op.a;
   if (op.code == OpCode::kAllocate) {
     if (alive_[buffer]) {
@@ -287,7 +294,7 @@ Status Engine::Impl::RunMemory(const Op& op) {
   return op.code == OpCode::kFree ? Status() : model_->DropGradients(unit, buffer, free.parts);
 }
 
-Status Engine::Impl::RunMove(const Op& op) {
+Status Replayer::Impl::RunMove(const Op& op) {
   if (Status status = RequireReadable(op); !status) return status;
   if (op.reads_shard && model_ != nullptr) {
     if (Status status = model_->ShardedParametersRead(plan_.buffers[op.src].unit); !status) return status;
@@ -329,7 +336,7 @@ Status Engine::Impl::RunMove(const Op& op) {
   return {};
 }
 
-Status Engine::Impl::IssueCollective(const Op& op) {
+Status Replayer::Impl::IssueCollective(const Op& op) {
   if (op.begins_group) {
     if (Status status = collectives_.BeginGroup(); !status) return status;
   }
@@ -337,7 +344,7 @@ Status Engine::Impl::IssueCollective(const Op& op) {
   return status && op.ends_group ? collectives_.EndGroup() : status;
 }
 
-Status Engine::Impl::RunModel(const Op& op) {
+Status Replayer::Impl::RunModel(const Op& op) {
   switch (op.code) {
     case OpCode::kCompute:
       return Compute(op);
@@ -357,7 +364,7 @@ Status Engine::Impl::RunModel(const Op& op) {
   }
 }
 
-Status Engine::Impl::RunOrder(const Op& op, bool& blocked) {
+Status Replayer::Impl::RunOrder(const Op& op, bool& blocked) {
   if (op.code == OpCode::kRecord) return device_.Record(op.a, op.stream);
   if (op.code == OpCode::kWait) return device_.Wait(op.a, op.stream);
   Result<bool> reached = device_.HostWait(op.a);
@@ -366,7 +373,7 @@ Status Engine::Impl::RunOrder(const Op& op, bool& blocked) {
   return collectives_.Check();
 }
 
-Status Engine::Impl::MakeGradient(GradTarget& target, StreamId stream) {
+Status Replayer::Impl::MakeGradient(GradTarget& target, StreamId stream) {
   if (!alive_[target.buffer]) {
     alive_[target.buffer] = 1;
     if (!model_runs_itself_) {
@@ -380,7 +387,7 @@ Status Engine::Impl::MakeGradient(GradTarget& target, StreamId stream) {
   return {};
 }
 
-Status Engine::Impl::Compute(const Op& op) {
+Status Replayer::Impl::Compute(const Op& op) {
   targets_ = program_.grad_targets[op.src];
   for (GradTarget& target : targets_) {
     if (Status status = MakeGradient(target, op.stream); !status) return status;
@@ -391,7 +398,7 @@ Status Engine::Impl::Compute(const Op& op) {
   return model_->Compute(call);
 }
 
-Status Engine::Impl::ZeroGrad(UnitId unit) {
+Status Replayer::Impl::ZeroGrad(UnitId unit) {
   if (model_ != nullptr) {
     if (Status status = model_->ZeroGrad(unit); !status) return status;
   }
@@ -406,13 +413,13 @@ Status Engine::Impl::ZeroGrad(UnitId unit) {
   return {};
 }
 
-// ---- Engine ----
+// ---- Replayer ----
 
-Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Engine::~Engine() = default;
+Replayer::Replayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Replayer::~Replayer() = default;
 
-Result<std::unique_ptr<Engine>> Engine::Create(const Plan& plan, std::int64_t rank, Device& device,
-                                               Collectives& collectives, Model* model) {
+Result<std::unique_ptr<Replayer>> Replayer::Create(const Plan& plan, std::int64_t rank, Device& device,
+                                                   Collectives& collectives, Model* model) {
   if (rank < 0 || rank >= plan.world_size) {
     Error error = {ErrorCode::kUsage, "this rank is not in the plan's world", {}, "/world_size", {}, {}};
     error.found = fmt::format("rank {}", rank);
@@ -435,12 +442,12 @@ Result<std::unique_ptr<Engine>> Engine::Create(const Plan& plan, std::int64_t ra
   } catch (const std::exception& exception) {
     return MakeError(ErrorCode::kEnvironment, FirstLine(exception));
   }
-  return std::unique_ptr<Engine>(new Engine(std::move(impl)));
+  return std::unique_ptr<Replayer>(new Replayer(std::move(impl)));
 }
 
-Status Engine::Begin(const TriggerKey& trigger) { return impl_->Begin(trigger); }
-Result<bool> Engine::Advance() { return impl_->Advance(); }
-Status Engine::Fire(const TriggerKey& trigger) {
+Status Replayer::Begin(const TriggerKey& trigger) { return impl_->Begin(trigger); }
+Result<bool> Replayer::Advance() { return impl_->Advance(); }
+Status Replayer::Fire(const TriggerKey& trigger) {
   if (Status status = impl_->Begin(trigger); !status) return status;
   while (true) {
     Result<bool> done = impl_->Advance();
@@ -448,14 +455,14 @@ Status Engine::Fire(const TriggerKey& trigger) {
     if (*done) return {};
   }
 }
-const TriggerKey& Engine::Expected() const { return impl_->Expected(); }
-std::int64_t Engine::steps_completed() const { return impl_->steps_completed(); }
-std::int64_t Engine::instructions_issued() const { return impl_->instructions_issued(); }
-std::int32_t Engine::step_index() const { return impl_->step_index(); }
-std::int32_t Engine::trigger_index() const { return impl_->trigger_index(); }
-bool Engine::AtStepBegin() const { return impl_->AtStepBegin(); }
-std::string Engine::Where() const { return impl_->Where(); }
-void Engine::SetObserver(Observer* observer) { impl_->SetObserver(observer); }
-void Engine::Abort(const std::string& reason) { impl_->Abort(reason); }
+const TriggerKey& Replayer::Expected() const { return impl_->Expected(); }
+std::int64_t Replayer::steps_completed() const { return impl_->steps_completed(); }
+std::int64_t Replayer::instructions_issued() const { return impl_->instructions_issued(); }
+std::int32_t Replayer::step_index() const { return impl_->step_index(); }
+std::int32_t Replayer::trigger_index() const { return impl_->trigger_index(); }
+bool Replayer::AtStepBegin() const { return impl_->AtStepBegin(); }
+std::string Replayer::Where() const { return impl_->Where(); }
+void Replayer::SetObserver(Observer* observer) { impl_->SetObserver(observer); }
+void Replayer::Abort(const std::string& reason) { impl_->Abort(reason); }
 
 }  // namespace shardplan::executor

@@ -1,4 +1,4 @@
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 
 #include <algorithm>
 #include <map>
@@ -9,6 +9,7 @@
 #include "memory/kernel_memory.h"
 #include "memory/memory_categories.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -30,7 +31,7 @@ std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
 
 class StreamBuilder {
  public:
-  StreamBuilder(const Plan& plan, const MemoryStreamOptions& options)
+  StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options)
       : plan_(plan), options_(options), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
     states_made_.resize(plan.units.size() + 1);
@@ -47,7 +48,7 @@ class StreamBuilder {
     SizeStorages();
   }
 
-  MemoryStream Build() {
+  MemoryHistory Build() {
     for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
       if (plan_.buffers[b].persistent) AllocateBuffer(static_cast<BufferId>(b), 0);
     }
@@ -58,9 +59,9 @@ class StreamBuilder {
                 .part = static_cast<std::int32_t>(b)});
     }
     if (plan_.steps.size() == 1) RunStep(0);
-    stream_.first_recorded = stream_.actions.size();
+    history_.first_recorded = history_.actions.size();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) RunStep(static_cast<std::int32_t>(s));
-    return std::move(stream_);
+    return std::move(history_);
   }
 
  private:
@@ -117,16 +118,18 @@ class StreamBuilder {
   }
 
   std::int32_t Allocate(MemoryBlock block) {
-    const auto index = static_cast<std::int32_t>(stream_.blocks.size());
-    block.born = static_cast<std::int32_t>(stream_.actions.size());
-    stream_.blocks.push_back(block);
-    stream_.actions.push_back({index, false, at_});
+    const auto index = static_cast<std::int32_t>(history_.blocks.size());
+    block.born = static_cast<std::int32_t>(history_.actions.size());
+    history_.blocks.push_back(block);
+    history_.actions.push_back({index, false, at_});
     return index;
   }
   void Free(std::int32_t block) {
     if (block < 0) return;
-    stream_.blocks[static_cast<std::size_t>(block)].died = static_cast<std::int32_t>(stream_.actions.size());
-    stream_.actions.push_back({block, true, at_});
+    MemoryBlock& freed = history_.blocks[static_cast<std::size_t>(block)];
+    SHARDPLAN_ASSERT(freed.died < 0, "whoever frees a block forgets it");
+    freed.died = static_cast<std::int32_t>(history_.actions.size());
+    history_.actions.push_back({block, true, at_});
   }
 
   Memory& NewMemory(BufferId id) {
@@ -185,6 +188,7 @@ class StreamBuilder {
     const std::int32_t index = std::exchange(MemoryIndex(id), -1);
     if (index < 0) return;
     Memory& memory = MemoryAt(index);
+    SHARDPLAN_ASSERT(memory.names > 0, "each buffer that names the memory was counted");
     if (--memory.names > 0) return;
     for (const std::int32_t block : memory.parts) Free(block);
     unused_memories_.push_back(index);
@@ -197,7 +201,7 @@ class StreamBuilder {
   }
 
   // A gradient may have several buffers: taken with others of its unit in one step, and by itself in another.
-  // Whichever of them it was counted for, it goes with the one that is freed.
+  // It is freed with the buffer that the plan frees, whichever of them it was counted for.
   bool SharesGradients(BufferId id) const {
     const Buffer& buffer = BufferOf(id);
     return buffer.role == BufferRole::kGradUnsharded && Has(grad_buffers_, buffer.unit) &&
@@ -360,7 +364,7 @@ class StreamBuilder {
   }
 
   // The gradients that the segment lists are alive from now on. What it allocated for a gradient that existed
-  // before was added to that one and is gone.
+  // before was added to that one and is freed.
   void SettleGradients(const Segment& segment, MemoryBlock block) {
     std::vector<std::pair<BufferId, std::size_t>> missing;
     for (const SegmentGrad& grad : segment.grads) {
@@ -397,10 +401,10 @@ class StreamBuilder {
   bool TakeNewGrad(BufferId id, std::size_t part, Memory& memory) {
     const Bytes wanted = BufferOf(id).parts_bytes[part];
     const auto found = std::ranges::find_if(new_grads_, [&](std::int32_t b) {
-      return stream_.blocks[static_cast<std::size_t>(b)].requested_bytes == wanted;
+      return history_.blocks[static_cast<std::size_t>(b)].requested_bytes == wanted;
     });
     if (found == new_grads_.end()) return false;
-    MemoryBlock& block = stream_.blocks[static_cast<std::size_t>(*found)];
+    MemoryBlock& block = history_.blocks[static_cast<std::size_t>(*found)];
     block.unit = BufferOf(id).unit;
     block.buffer = id;
     block.part = static_cast<std::int32_t>(part);
@@ -410,7 +414,7 @@ class StreamBuilder {
   }
 
   void RunOptimizer(UnitId unit) {
-    if (says_optimizer_) return;  // the plan says it all
+    if (says_optimizer_) return;  // the plan's buffers say all of it
     MemoryBlock block{.category = CategoryOf(BufferRole::kOptimizerState), .unit = unit};
     std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
     if (!made) {
@@ -430,9 +434,9 @@ class StreamBuilder {
   }
 
   const Plan& plan_;
-  const MemoryStreamOptions& options_;
+  const MemoryHistoryOptions& options_;
   AliveBuffers alive_;
-  MemoryStream stream_;
+  MemoryHistory history_;
   std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
   std::vector<Memory> memories_;
   std::vector<std::int32_t> unused_memories_;
@@ -451,7 +455,7 @@ class StreamBuilder {
 
 }  // namespace
 
-MemoryStream MemoryStreamOf(const Plan& plan, const MemoryStreamOptions& options) {
+MemoryHistory MemoryHistoryOf(const Plan& plan, const MemoryHistoryOptions& options) {
   return StreamBuilder(plan, options).Build();
 }
 

@@ -1,5 +1,5 @@
-// What the engine checks: the order of triggers, the rank, the plan's buffers; and how shards are cut.
-#include "shardplan/executor/engine.h"
+// What the replayer checks: the order of triggers, the rank, the plan's buffers; and how shards are cut.
+#include "shardplan/executor/replayer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,22 +16,22 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-class EngineTest : public testing::Test {
+class ReplayerTest : public testing::Test {
  protected:
-  Result<std::unique_ptr<Engine>> Make(Model* model = nullptr, std::int64_t rank = 0) {
+  Result<std::unique_ptr<Replayer>> Make(Model* model = nullptr, std::int64_t rank = 0) {
     machine_ = VirtualMachine::Create(plan_, 1);
-    return Engine::Create(plan_, rank, machine_->device(0), machine_->collectives(0), model);
+    return Replayer::Create(plan_, rank, machine_->device(0), machine_->collectives(0), model);
   }
 
   Plan plan_ = test::MakeStepPlan(2);
   std::unique_ptr<VirtualMachine> machine_;
 };
 
-TEST_F(EngineTest, ATriggerThatIsNotTheNextOneNamesFoundAndExpected) {
-  auto engine = Make();
-  ASSERT_TRUE(engine.has_value());
-  ASSERT_TRUE((*engine)->Fire({TriggerKind::kStepBegin, -1, 0}).has_value());
-  const Status status = (*engine)->Fire({TriggerKind::kPreForward, 1, 0});
+TEST_F(ReplayerTest, ATriggerThatIsNotTheNextOneNamesFoundAndExpected) {
+  auto replayer = Make();
+  ASSERT_TRUE(replayer.has_value());
+  ASSERT_TRUE((*replayer)->Fire({TriggerKind::kStepBegin, -1, 0}).has_value());
+  const Status status = (*replayer)->Fire({TriggerKind::kPreForward, 1, 0});
   ASSERT_FALSE(status.has_value());
   EXPECT_EQ(status.error().code, ErrorCode::kNegative);
   EXPECT_THAT(status.error().found, HasSubstr("layers.0"));
@@ -39,45 +39,45 @@ TEST_F(EngineTest, ATriggerThatIsNotTheNextOneNamesFoundAndExpected) {
   EXPECT_EQ(status.error().pointer, "/steps/0/triggers/1");
 }
 
-TEST_F(EngineTest, AfterAnErrorEveryCallReturnsThatError) {
-  auto engine = Make();
-  ASSERT_TRUE(engine.has_value());
-  const Status first = (*engine)->Fire({TriggerKind::kBackwardEnd, -1, 0});
-  const Status second = (*engine)->Fire({TriggerKind::kStepBegin, -1, 0});
+TEST_F(ReplayerTest, AfterAnErrorEveryCallReturnsThatError) {
+  auto replayer = Make();
+  ASSERT_TRUE(replayer.has_value());
+  const Status first = (*replayer)->Fire({TriggerKind::kBackwardEnd, -1, 0});
+  const Status second = (*replayer)->Fire({TriggerKind::kStepBegin, -1, 0});
   ASSERT_FALSE(first.has_value());
   ASSERT_FALSE(second.has_value());
   EXPECT_EQ(first.error(), second.error());
 }
 
-TEST_F(EngineTest, ARankOutsideTheWorldIsAUsageError) {
-  const auto engine = Make(nullptr, 2);
-  ASSERT_FALSE(engine.has_value());
-  EXPECT_EQ(engine.error().code, ErrorCode::kUsage);
-  EXPECT_EQ(engine.error().found, "rank 2");
+TEST_F(ReplayerTest, ARankOutsideTheWorldIsAUsageError) {
+  const auto replayer = Make(nullptr, 2);
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_EQ(replayer.error().code, ErrorCode::kUsage);
+  EXPECT_EQ(replayer.error().found, "rank 2");
 }
 
-TEST_F(EngineTest, ABufferThatIsTooSmallForItsParametersIsNamedWithBothSizes) {
+TEST_F(ReplayerTest, ABufferThatIsTooSmallForItsParametersIsNamedWithBothSizes) {
   const auto buffer = std::ranges::find_if(
       plan_.buffers, [](const Buffer& b) { return b.role == BufferRole::kReduceScatterInput; });
   buffer->parts_bytes[0].value -= 8;
-  const auto engine = Make();
-  ASSERT_FALSE(engine.has_value());
-  EXPECT_EQ(engine.error().code, ErrorCode::kBadInput);
-  EXPECT_EQ(engine.error().pointer,
+  const auto replayer = Make();
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_EQ(replayer.error().code, ErrorCode::kBadInput);
+  EXPECT_EQ(replayer.error().pointer,
             "/buffers/" + std::to_string(buffer - plan_.buffers.begin()) + "/parts_bytes/0");
-  EXPECT_NE(engine.error().found, engine.error().expected);
+  EXPECT_NE(replayer.error().found, replayer.error().expected);
 }
 
-TEST_F(EngineTest, AnIdOutOfRangeIsLocated) {
+TEST_F(ReplayerTest, AnIdOutOfRangeIsLocated) {
   plan_.steps[0].triggers[1].instructions[0].event = 10'000;
-  const auto engine = Make();
-  ASSERT_FALSE(engine.has_value());
-  EXPECT_EQ(engine.error().pointer, "/steps/0/triggers/1/instructions/0");
-  EXPECT_EQ(engine.error().found, "10000");
+  const auto replayer = Make();
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_EQ(replayer.error().pointer, "/steps/0/triggers/1/instructions/0");
+  EXPECT_EQ(replayer.error().found, "10000");
 }
 
 // A model that runs itself computes after the trigger; nothing may be issued behind it.
-TEST_F(EngineTest, AModelThatRunsItselfRefusesInstructionsAfterItsCompute) {
+TEST_F(ReplayerTest, AModelThatRunsItselfRefusesInstructionsAfterItsCompute) {
   class SelfRunning final : public Model {
    public:
     bool RunsItself() const override { return true; }
@@ -89,9 +89,9 @@ TEST_F(EngineTest, AModelThatRunsItselfRefusesInstructionsAfterItsCompute) {
   ASSERT_NE(computes, plan_.steps[0].triggers.end());
   std::vector<Instruction>& instructions = computes->instructions;
   std::swap(instructions.back(), *(instructions.end() - 2));
-  const auto engine = Make(&model);
-  ASSERT_FALSE(engine.has_value());
-  EXPECT_THAT(engine.error().message, HasSubstr("follows a compute instruction"));
+  const auto replayer = Make(&model);
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_THAT(replayer.error().message, HasSubstr("follows a compute instruction"));
 }
 
 TEST(Layout, PiecesAreCutAsTorchChunkCutsThem) {

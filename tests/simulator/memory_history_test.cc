@@ -1,4 +1,4 @@
-#include "shardplan/simulator/memory_stream.h"
+#include "shardplan/simulator/memory_history.h"
 
 #include <gtest/gtest.h>
 
@@ -29,26 +29,26 @@ std::string CategoryOf(const MemoryBlock& block) {
   return MemoryCategories()[static_cast<std::size_t>(block.category)];
 }
 
-TEST(MemoryStream, EveryBlockIsBornOnceAndDiesAtMostOnce) {
+TEST(MemoryHistory, EveryBlockIsBornOnceAndDiesAtMostOnce) {
   for (std::uint64_t seed = 1; seed <= 100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    const MemoryStream stream = MemoryStreamOf(RandomPlan(seed), {.kernel_temporaries = true});
-    std::vector<int> births(stream.blocks.size()), deaths(stream.blocks.size());
-    for (std::size_t a = 0; a < stream.actions.size(); ++a) {
-      const MemoryAction& action = stream.actions[a];
+    const MemoryHistory history = MemoryHistoryOf(RandomPlan(seed), {.kernel_temporaries = true});
+    std::vector<int> births(history.blocks.size()), deaths(history.blocks.size());
+    for (std::size_t a = 0; a < history.actions.size(); ++a) {
+      const MemoryAction& action = history.actions[a];
       const auto b = static_cast<std::size_t>(action.block);
-      EXPECT_EQ(action.frees ? stream.blocks[b].died : stream.blocks[b].born, static_cast<std::int32_t>(a));
+      EXPECT_EQ(action.frees ? history.blocks[b].died : history.blocks[b].born, static_cast<std::int32_t>(a));
       ++(action.frees ? deaths : births)[b];
     }
     for (std::size_t b = 0; b < births.size(); ++b) {
       EXPECT_EQ(births[b], 1);
       EXPECT_LE(deaths[b], 1);
-      EXPECT_TRUE(stream.blocks[b].died < 0 || stream.blocks[b].died > stream.blocks[b].born);
+      EXPECT_TRUE(history.blocks[b].died < 0 || history.blocks[b].died > history.blocks[b].born);
     }
   }
 }
 
-TEST(MemoryStream, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) {
+TEST(MemoryHistory, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) {
   PlanBuilder b(2);
   const UnitId unit = b.Unit("a", 2, 256);
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
@@ -57,17 +57,17 @@ TEST(MemoryStream, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) {
   b.plan().segments[0].entries = {Born(7, 2'048, StorageRole::kParameterGrad),
                                   Born(8, 1'024, StorageRole::kParameterGrad)};
   b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).Free(grads);
-  const MemoryStream stream = MemoryStreamOf(b.plan());
-  const std::size_t half = stream.blocks.size() / 2;  // the first run is before the recorded one
-  ASSERT_EQ(stream.blocks.size(), 4U);
-  EXPECT_EQ(stream.first_recorded, 4U);
-  EXPECT_EQ(stream.blocks[half].part, 1);
-  EXPECT_EQ(stream.blocks[half + 1].part, 0);
-  EXPECT_EQ(stream.blocks[half].buffer, grads);
-  EXPECT_EQ(stream.blocks[half].unit, unit);
+  const MemoryHistory history = MemoryHistoryOf(b.plan());
+  const std::size_t half = history.blocks.size() / 2;  // the first run is before the recorded one
+  ASSERT_EQ(history.blocks.size(), 4U);
+  EXPECT_EQ(history.first_recorded, 4U);
+  EXPECT_EQ(history.blocks[half].part, 1);
+  EXPECT_EQ(history.blocks[half + 1].part, 0);
+  EXPECT_EQ(history.blocks[half].buffer, grads);
+  EXPECT_EQ(history.blocks[half].unit, unit);
 }
 
-TEST(MemoryStream, WhatASegmentAllocatesBelongsToItsUnitWhateverItIsCalled) {
+TEST(MemoryHistory, WhatASegmentAllocatesBelongsToItsUnitWhateverItIsCalled) {
   PlanBuilder b(2);
   const UnitId root = b.Unit("", 1, 256);
   const UnitId layer = b.Unit("layers.0", 1, 256);
@@ -78,18 +78,19 @@ TEST(MemoryStream, WhatASegmentAllocatesBelongsToItsUnitWhateverItIsCalled) {
   }
   b.Step("steady").At(TriggerKind::kPreForward, root);
   for (SegmentId s = 0; s < 5; ++s) b.Compute(s);
-  const MemoryStream stream = MemoryStreamOf(b.plan());
-  ASSERT_EQ(stream.blocks.size(), 10U);
+  const MemoryHistory history = MemoryHistoryOf(b.plan());
+  ASSERT_EQ(history.blocks.size(), 10U);
   std::vector<UnitId> units;
-  for (std::size_t i = 5; i < 10; ++i) units.push_back(stream.blocks[i].unit);
+  for (std::size_t i = 5; i < 10; ++i) units.push_back(history.blocks[i].unit);
   EXPECT_EQ(units, (std::vector<UnitId>{root, layer, -1, layer, root}));
 }
 
 // Sizes of one category that are requested in the second run, in order.
-std::vector<std::int64_t> Requested(const MemoryStream& stream, std::string_view category, bool all = false) {
+std::vector<std::int64_t> Requested(const MemoryHistory& history, std::string_view category,
+                                    bool all = false) {
   std::vector<std::int64_t> sizes;
-  for (const MemoryBlock& block : stream.blocks) {
-    const bool recorded = all || static_cast<std::size_t>(block.born) >= stream.first_recorded;
+  for (const MemoryBlock& block : history.blocks) {
+    const bool recorded = all || static_cast<std::size_t>(block.born) >= history.first_recorded;
     if (recorded && CategoryOf(block) == category) sizes.push_back(block.requested_bytes.value);
   }
   return sizes;
@@ -114,15 +115,15 @@ TEST(KernelMemory, FlashBackwardTakesItsAccumulators) {
                                   Op("aten._scaled_dot_product_flash_attention_backward",
                                      {0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10}, 10 * kQ * 100)};
   b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
-  const auto sizes = Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
+  const auto sizes = Requested(MemoryHistoryOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
   // softmax_d and dq_accum with S up to 128 and D up to 64, dk and dv of all 4 heads.
   EXPECT_EQ(sizes, (std::vector<std::int64_t>{4LL * 2 * 4 * 128, 4LL * 2 * 4 * 128 * 64, 2 * kQ, 2 * kQ}));
-  EXPECT_TRUE(Requested(MemoryStreamOf(b.plan()), "kernel_temp").empty());
+  EXPECT_TRUE(Requested(MemoryHistoryOf(b.plan()), "kernel_temp").empty());
   // As many key and value heads as query heads: nothing is expanded.
   for (const std::size_t e : {2U, 3U, 9U, 10U}) {
     std::get<AllocateEvent>(b.plan().segments[0].entries[e]).size_bytes = Bytes{2 * kQ};
   }
-  EXPECT_EQ(Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp").size(), 2U);
+  EXPECT_EQ(Requested(MemoryHistoryOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp").size(), 2U);
 }
 
 TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
@@ -136,7 +137,7 @@ TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
                                     FreeEvent{0},
                                     FreeEvent{1},
                                     FreeEvent{2}};
-    return Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
+    return Requested(MemoryHistoryOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
   };
   b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
   EXPECT_TRUE(sizes(3'072).empty());
@@ -154,13 +155,14 @@ TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {
   b.Step("steady").At(TriggerKind::kPreForward).Compute(0).Compute(1);
   b.plan().cluster.device.name = "H100 SXM 80GB";
   const std::vector<std::int64_t> two = {32 << 20, 32 << 20};
-  EXPECT_EQ(Requested(MemoryStreamOf(b.plan(), {.kernel_temporaries = true}), "cublas_workspace", true), two);
+  EXPECT_EQ(Requested(MemoryHistoryOf(b.plan(), {.kernel_temporaries = true}), "cublas_workspace", true),
+            two);
   b.plan().cluster.device.name = "A100 80GB";
   const MemoryProfile profile = ProfileMemory(b.plan(), {.kernel_temporaries = true});
   EXPECT_EQ(profile.end_bytes.value, 2 * 8'519'680);
 }
 
-TEST(MemoryStream, AFreeOfPartsLeavesTheOthers) {
+TEST(MemoryHistory, AFreeOfPartsLeavesTheOthers) {
   PlanBuilder b(2);
   const UnitId unit = b.Unit("a", 3, 256);
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
@@ -169,12 +171,12 @@ TEST(MemoryStream, AFreeOfPartsLeavesTheOthers) {
   const SegmentId segment = b.Backward("backward a", {unit}, {{unit, 0}, {unit, 1}, {unit, 2}});
   b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).FreeParts(grads, {0, 2});
   b.Allocate(other, 0).Free(grads).Free(other);
-  const MemoryStream stream = MemoryStreamOf(b.plan());
+  const MemoryHistory history = MemoryHistoryOf(b.plan());
   std::vector<std::string> order;  // of the steady step
-  for (std::size_t a = stream.first_recorded; a < stream.actions.size(); ++a) {
-    const MemoryBlock& block = stream.blocks[static_cast<std::size_t>(stream.actions[a].block)];
+  for (std::size_t a = history.first_recorded; a < history.actions.size(); ++a) {
+    const MemoryBlock& block = history.blocks[static_cast<std::size_t>(history.actions[a].block)];
     const std::string name = block.buffer == grads ? "part " + std::to_string(block.part) : "other";
-    order.push_back((stream.actions[a].frees ? "- " : "+ ") + name);
+    order.push_back((history.actions[a].frees ? "- " : "+ ") + name);
   }
   const std::vector<std::string> expected = {"+ part 0", "+ part 1", "+ part 2", "- part 0",
                                              "- part 2", "+ other",  "- part 1", "- other"};
@@ -187,8 +189,8 @@ TEST(ReservedMemory, SegmentsAreThoseOfTheAllocator) {
   b.Buffer(BufferRole::kParamSharded, unit);
   const BufferId gathered = b.Buffer(BufferRole::kAllGatherOutput, unit);
   b.Step("steady").At(TriggerKind::kPreForward, unit).Allocate(gathered, 0).Free(gathered);
-  const MemoryStream stream = MemoryStreamOf(b.plan());
-  const ReservedMemory reserved = ReserveMemory(b.plan(), stream, {.record_addresses = true});
+  const MemoryHistory history = MemoryHistoryOf(b.plan());
+  const ReservedMemory reserved = ReserveMemory(b.plan(), history, {.record_addresses = true});
   // 6 MiB take 20 MiB of which 14 MiB are left: the gathered 12 MiB lie in them.
   EXPECT_EQ(reserved.peak_reserved_bytes.value, 20 << 20);
   EXPECT_EQ(reserved.allocated_at_peak_bytes.value, 18 << 20);
@@ -197,7 +199,7 @@ TEST(ReservedMemory, SegmentsAreThoseOfTheAllocator) {
   EXPECT_EQ(reserved.placements[1].address, reserved.placements[0].address + (6 << 20));
   ASSERT_EQ(reserved.map_at_peak.size(), 1U);
   // Too little memory: the request that fails is named.
-  const ReservedMemory none = ReserveMemory(b.plan(), stream, {.device_bytes = Bytes{10 << 20}});
+  const ReservedMemory none = ReserveMemory(b.plan(), history, {.device_bytes = Bytes{10 << 20}});
   EXPECT_TRUE(none.out_of_memory);
   EXPECT_EQ(none.out_of_memory_at.step, -1);
 }
@@ -218,7 +220,7 @@ TEST(ReservedMemory, AFreeThatWaitsForAStreamIsDoneWhenTheHostHasWaited) {
     code.push_back({.kind = InstructionKind::kRecord, .stream = 1, .event = 0});
     if (wait) code.push_back({.kind = InstructionKind::kHostWait, .event = 0});
     b.Allocate(second, 0).Free(second);
-    return ReserveMemory(b.plan(), MemoryStreamOf(b.plan())).peak_reserved_bytes.value;
+    return ReserveMemory(b.plan(), MemoryHistoryOf(b.plan())).peak_reserved_bytes.value;
   };
   EXPECT_EQ(reserved(true), 32 << 20);
   EXPECT_EQ(reserved(false), 64 << 20);
@@ -228,15 +230,15 @@ TEST(ReservedMemoryProperty, ReservedCoversAllocatedAndSettingsKeepAllocated) {
   for (std::uint64_t seed = 1; seed <= 60; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const Plan plan = RandomPlan(seed);
-    const MemoryStream stream = MemoryStreamOf(plan);
-    const ReservedMemory reserved = ReserveMemory(plan, stream);
+    const MemoryHistory history = MemoryHistoryOf(plan);
+    const ReservedMemory reserved = ReserveMemory(plan, history);
     EXPECT_FALSE(reserved.out_of_memory);
     EXPECT_GE(reserved.peak_reserved_bytes, reserved.peak_allocated_bytes);
-    EXPECT_GE(reserved.peak_allocated_bytes, ProfileMemory(plan, stream).peak_bytes);
-    for (const SettingsTrial& trial : TryAllocatorSettings(plan, stream)) {
+    EXPECT_GE(reserved.peak_allocated_bytes, ProfileMemory(plan, history).peak_bytes);
+    for (const SettingsTrial& trial : TryAllocatorSettings(plan, history)) {
       ReservedOptions options;
       options.settings = trial.settings;
-      EXPECT_EQ(ReserveMemory(plan, stream, options).peak_reserved_bytes, trial.peak_reserved_bytes)
+      EXPECT_EQ(ReserveMemory(plan, history, options).peak_reserved_bytes, trial.peak_reserved_bytes)
           << trial.text;
     }
   }
@@ -246,8 +248,8 @@ TEST(MemoryExplanationProperty, WhatIsAliveSumsUpToThePeak) {
   for (std::uint64_t seed = 1; seed <= 100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const Plan plan = RandomPlan(seed);
-    const MemoryStream stream = MemoryStreamOf(plan);
-    const MemoryExplanation explanation = ExplainMemory(plan, stream);
+    const MemoryHistory history = MemoryHistoryOf(plan);
+    const MemoryExplanation explanation = ExplainMemory(plan, history);
     Bytes alive, units;
     for (const AliveMemory& a : explanation.alive) {
       alive += a.bytes;
@@ -260,7 +262,7 @@ TEST(MemoryExplanationProperty, WhatIsAliveSumsUpToThePeak) {
     if (explanation.peak_action < 0) continue;
     EXPECT_EQ(alive, explanation.peak_bytes);
     EXPECT_EQ(units, explanation.peak_bytes);
-    EXPECT_EQ(explanation.peak_bytes, ProfileMemory(plan, stream).peak_bytes);
+    EXPECT_EQ(explanation.peak_bytes, ProfileMemory(plan, history).peak_bytes);
   }
 }
 
@@ -275,7 +277,7 @@ TEST(MemoryExplanation, NamesTheKnobThatRemovesTheRootsParameters) {
                                   FreeEvent{0}};
   b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(kept, 0).Allocate(used, 0);
   b.At(TriggerKind::kPreBackward, layer).Compute(segment).Free(used).Free(kept);
-  const MemoryExplanation explanation = ExplainMemory(b.plan(), MemoryStreamOf(b.plan()));
+  const MemoryExplanation explanation = ExplainMemory(b.plan(), MemoryHistoryOf(b.plan()));
   ASSERT_EQ(explanation.alive.size(), 3U);
   EXPECT_EQ(explanation.alive[0].knob, "reshard_after_forward: true for (root)");
   EXPECT_EQ(explanation.alive[0].knob_bytes.value, 4 << 20);
@@ -286,7 +288,7 @@ TEST(MemoryExplanation, NamesTheKnobThatRemovesTheRootsParameters) {
   EXPECT_EQ(explanation.allocation, "aten.mul");
   EXPECT_EQ(explanation.peak_text, "backward layers.0, after pre_backward layers.0");
   b.plan().policy = "fsdp1";  // has no such knob
-  EXPECT_EQ(ExplainMemory(b.plan(), MemoryStreamOf(b.plan())).alive[0].knob,
+  EXPECT_EQ(ExplainMemory(b.plan(), MemoryHistoryOf(b.plan())).alive[0].knob,
             "units of their own for the modules of (root)");
 }
 
@@ -301,7 +303,7 @@ TEST(MemoryExplanation, NamesNoKnobThatChangesNothing) {
   b.Allocate(shard, 0).Free(grad).Free(gathered).Free(shard);
   const auto knobs = [&] {
     std::vector<std::string> found(3);
-    for (const AliveMemory& alive : ExplainMemory(b.plan(), MemoryStreamOf(b.plan())).alive) {
+    for (const AliveMemory& alive : ExplainMemory(b.plan(), MemoryHistoryOf(b.plan())).alive) {
       found[alive.category == "param_unsharded" ? 0 : alive.category == "grad_sharded" ? 2 : 1] = alive.knob;
     }
     return found;
@@ -321,14 +323,14 @@ TEST(MemoryExplanation, NamesNoKnobThatChangesNothing) {
 
 TEST(MemoryPage, HoldsEveryBlockOfTheStepAndNoForeignScript) {
   const Plan plan = RandomPlan(3);
-  const MemoryStream stream = MemoryStreamOf(plan);
-  const ReservedMemory reserved = ReserveMemory(plan, stream, {.record_addresses = true});
-  const std::string page = MemoryHtml(plan, stream, &reserved);
+  const MemoryHistory history = MemoryHistoryOf(plan);
+  const ReservedMemory reserved = ReserveMemory(plan, history, {.record_addresses = true});
+  const std::string page = MemoryHtml(plan, history, &reserved);
   EXPECT_EQ(page.find("src="), std::string::npos);
   EXPECT_EQ(page.find("http"), std::string::npos);
   EXPECT_NE(page.find("\"segments\":[["), std::string::npos);
-  EXPECT_NE(MemoryHtml(plan, stream).find("\"segments\":[]"), std::string::npos);
-  EXPECT_EQ(page, MemoryHtml(plan, stream, &reserved));
+  EXPECT_NE(MemoryHtml(plan, history).find("\"segments\":[]"), std::string::npos);
+  EXPECT_EQ(page, MemoryHtml(plan, history, &reserved));
 }
 
 }  // namespace

@@ -1,0 +1,38 @@
+// What is particular to a policy outside the planner: its own words, and the knobs that trade memory for
+// time. schemas/src/policies describes each policy in a file of its own.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan {
+
+// A strategy with one knob changed.
+struct KnobChange {
+  std::string knob;  // as a person sets it: "limit_all_gathers: true"
+  Strategy strategy;
+  bool operator==(const KnobChange&) const = default;
+};
+
+struct PolicyDescription {
+  std::string name;
+  // The ModuleCall method that makes a backward accumulate gradients without reducing them.
+  std::string accumulation_call;
+  // Whether the optimizer steps pieces of the original parameters where a unit's shard is flat.
+  bool (*steps_original_parameters)(const Strategy& strategy);
+  // The knob that takes away the gathered parameters of a unit that lie unused; `unit` as a person reads it.
+  std::string (*reshard_advice)(const Strategy& strategy, const std::string& unit, bool is_root);
+  // Changes that can lower the peak of memory, each on its own; some may change nothing.
+  std::vector<KnobChange> (*memory_changes)(const Strategy& strategy);
+};
+
+// In the order in which they are offered to a person: fsdp2, fsdp1.
+const std::vector<PolicyDescription>& PolicyDescriptions();
+
+// The description of the policy of that name. A plan of another program may name a policy that is none of
+// these: it is described as one that shards parameter by parameter, fsdp2.
+const PolicyDescription& DescriptionOf(const std::string& policy);
+
+}  // namespace shardplan
