@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -111,6 +112,20 @@ TEST(Fsdp2SettersTest, TheDivideFactorIsSetBeforeTheFirstStepOnly) {
   const Result<PlannerOutput> planned = MakePlan(LayeredTrace(3, 8, 8, 16), strategy, ClusterOf(4));
   ASSERT_FALSE(planned);
   EXPECT_THAT(planned.error().message, HasSubstr("before the first step only"));
+}
+
+// A forward without a backward leaves the parameters on the smaller mesh.
+TEST(Fsdp2SettersTest, TheReshardIsNotTurnedOffWhileParametersAreOnTheSmallerMesh) {
+  for (const std::optional<DType> param_dtype : {std::optional<DType>{}, std::optional(DType::kBFloat16)}) {
+    Strategy strategy{.units = {{.modules = {"layers.*"}}, {.modules = {""}}},
+                      .mixed_precision = MixedPrecision{.param_dtype = param_dtype},
+                      .reshard_after_forward = ReshardAfterForward(std::int64_t{2})};
+    strategy.program = {{ForwardCall{}, ModuleCall{.method = "set_reshard_after_forward", .value = false},
+                         ForwardCall{.microbatch = 1}, BackwardCall{.microbatches = {1}}}};
+    const Result<PlannerOutput> planned = MakePlan(LayeredTrace(3, 8, 8, 16), strategy, ClusterOf(4));
+    ASSERT_FALSE(planned);
+    EXPECT_THAT(planned.error().message, HasSubstr("PyTorch fails here (Expected mesh_info"));
+  }
 }
 
 // The forward of the steady step has it set, the backward not.

@@ -122,10 +122,11 @@ Status FsdpModule::SetUp(const ModuleCall& call) { return Set(call, /*in_setup=*
 
 // Outside a hook the group's state is idle, so the current stream is used. unshard(async_op) waits only when
 // it is synchronous.
-void FsdpModule::Unshard(FsdpParamGroup& group, bool async_op) {
+Status FsdpModule::Unshard(FsdpParamGroup& group, bool async_op) const {
   group.LazyInit();
-  group.Unshard(async_op, "user");
+  if (Status s = group.Unshard(async_op, "user"); !s) return s;
   if (!async_op) group.WaitForUnshard();
+  return {};
 }
 
 // A group's lazy init hooks the modules whose parameters it manages: it is resharded before their states are
@@ -144,7 +145,7 @@ Status FsdpModule::Call(const HostEvent& event) {
   const ModuleCall& call = *event.call;
   FsdpParamGroup* group = event.unit < 0 ? nullptr : model_[event.unit].group();
   if (call.method == "unshard") {
-    if (group != nullptr) Unshard(*group, call.value.value_or(false));
+    return group == nullptr ? Status{} : Unshard(*group, call.value.value_or(false));
   } else if (call.method == "wait_for_unshard") {  // UnshardHandle.wait
     if (group != nullptr) group->WaitForUnshard();
   } else if (call.method == "reshard") {

@@ -23,7 +23,7 @@ class FsdpModule {
   Status Set(const ModuleCall& call, bool in_setup);
   void SetPostOptimEvent(FsdpState& state, bool in_setup);
   Status SetPrefetch(const ModuleCall& call, std::vector<FsdpState*>& targets) const;
-  void Unshard(FsdpParamGroup& group, bool async_op);
+  Status Unshard(FsdpParamGroup& group, bool async_op) const;
   void ReshardForStateDict(const ModuleCall& call);
 
   const ModuleStates& model_;

@@ -16,13 +16,19 @@ FsdpParamGroup::FsdpParamGroup(const UnitScope& scope, ParamGroupSettings settin
       sharded_grads_(scope),
       state_{.settings = settings, .comm_ctx = &comm_ctx} {}
 
-void FsdpParamGroup::Unshard(bool async_op, std::string_view reason) {
-  if (state_.all_gather_result || params_.is_unsharded()) return;
+Status FsdpParamGroup::Unshard(bool async_op, std::string_view reason) {
+  if (state_.all_gather_result || params_.is_unsharded()) return {};
   if (!state_.settings.unshard_in_backward && state_.training_state == TrainingState::kPreBackward) {
     faults_.Add(Rule::kUseBeforeUnshard,
                 "set_unshard_in_backward(False) on a unit whose backward does read its parameters: PyTorch "
                 "fails there, their storage is freed");
-    return;
+    return {};
+  }
+  if (params_.is_sharded_post_forward() && state_.settings.post_forward_ranks == 0) {
+    return MakeInputError("/program",
+                          "PyTorch fails here (Expected mesh_info to be FSDPMeshInfo): the reshard after the "
+                          "forward is turned off while the parameters are on a smaller mesh",
+                          scope_.Name());
   }
   ProgramBuilder& program = scope_.program();
   const UnitId caller = program.unit();
@@ -45,6 +51,7 @@ void FsdpParamGroup::Unshard(bool async_op, std::string_view reason) {
   }
   program.SetUnit(caller);
   program.SetReason(caller_reason);
+  return {};
 }
 
 void FsdpParamGroup::WaitForUnshard() {
@@ -90,10 +97,12 @@ void FsdpParamGroup::Reshard() {
   params_.ToSharded();
 }
 
-void FsdpParamGroup::PreForward(bool recompute) {
+Status FsdpParamGroup::PreForward(bool recompute) {
   state_.training_state = TrainingState::kForward;
-  Unshard(state_.settings.unshard_async_op, recompute ? "recompute" : "pre_forward");
+  const std::string_view reason = recompute ? "recompute" : "pre_forward";
+  if (Status s = Unshard(state_.settings.unshard_async_op, reason); !s) return s;
   WaitForUnshard();
+  return {};
 }
 
 void FsdpParamGroup::PostForward(bool recompute) {
@@ -115,7 +124,7 @@ Status FsdpParamGroup::PreBackward(bool prefetch) {
   if (state_.training_state == TrainingState::kPreBackward) return {};
   scope_.program().SetReason("pre_backward");
   state_.training_state = TrainingState::kPreBackward;
-  Unshard(state_.settings.unshard_async_op, "pre_backward");
+  if (Status s = Unshard(state_.settings.unshard_async_op, "pre_backward"); !s) return s;
   WaitForUnshard();
   return prefetch && state_.settings.default_backward_prefetch ? BackwardPrefetch() : Status{};
 }
@@ -154,9 +163,9 @@ Status FsdpParamGroup::PrefetchUnshard(const UnitScope& by, const FsdpCommContex
   }
   // use_training_state
   const TrainingState before = std::exchange(state_.training_state, pass);
-  Unshard(state_.settings.unshard_async_op, reason);
+  const Status status = Unshard(state_.settings.unshard_async_op, reason);
   state_.training_state = before;
-  return {};
+  return status;
 }
 
 // Gradients stay as they are: nothing of them is reduced.

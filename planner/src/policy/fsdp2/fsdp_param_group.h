@@ -74,16 +74,16 @@ class FsdpParamGroup {
 
   void LazyInit() { state_.lazily_initialised = true; }
 
-  // `reason`: of the instructions, why now.
-  void Unshard(bool async_op, std::string_view reason);
+  // `reason`: of the instructions, why now. kBadInput, here and below: where PyTorch fails.
+  Status Unshard(bool async_op, std::string_view reason);
   void WaitForUnshard();
   void Reshard();
   void ToSharded() { params_.ToSharded(); }
 
   // Hooks of the group's state. `recompute`: inside a recomputation in the backward.
-  void PreForward(bool recompute);
+  Status PreForward(bool recompute);
   void PostForward(bool recompute);
-  // `prefetch`: no list says what to prefetch. kBadInput here and below: where PyTorch fails.
+  // `prefetch`: no list says what to prefetch.
   Status PreBackward(bool prefetch);
   Status PostBackward(std::string_view reason);
   void FinalizeBackward();

@@ -76,7 +76,7 @@ Status FsdpState::PreForward(const HostEvent& event, const ModuleStates& model) 
   if (state_.training_state == TrainingState::kPreBackward) {
     // Inside a recomputation that this unit's own pre-backward is responsible for.
     if (group_ && !group_->is_unsharded()) {
-      group_->Unshard(false, "recompute");
+      if (Status s = group_->Unshard(false, "recompute"); !s) return s;
       group_->WaitForUnshard();
     }
     return {};
@@ -90,7 +90,7 @@ Status FsdpState::PreForward(const HostEvent& event, const ModuleStates& model) 
   RootPreForward();
   if (group_) {
     state_.modules_to_run_forward = !recompute;
-    group_->PreForward(recompute);
+    if (Status s = group_->PreForward(recompute); !s) return s;
   }
   return PrefetchStates(state_.states_to_forward_prefetch, TrainingState::kForward, "prefetch_forward");
 }
