@@ -1,0 +1,205 @@
+#include "policy/fsdp2/foreach_reduce.h"
+
+#include <fmt/format.h>
+
+#include <cassert>
+#include <string>
+#include <string_view>
+
+#include "policy/fsdp2/gradient_divide_factors.h"
+#include "policy/fsdp2/reduce_scatter_copy_in.h"
+#include "units/layout.h"
+
+namespace shardplan::fsdp2 {
+namespace {
+
+// One call.
+class Reduction {
+ public:
+  Reduction(const ForeachReduceArguments& arguments, const UnshardedGrads::Taken& grads)
+      : arguments_(arguments),
+        scope_(arguments.scope),
+        program_(arguments.scope.program()),
+        grads_(grads),
+        factors_(GetGradientDivideFactors(arguments.scope, arguments.settings)),
+        reduce_scatter_stream_(arguments.comm_ctx.reduce_scatter_stream()) {}
+
+  Status CheckPartial() const;
+  ForeachReduceResult Run();
+
+ private:
+  BufferId Output(BufferRole role) const;
+  void ReduceScatter(BufferId input, BufferId output) const;
+  void AddToPartial(BufferId output);
+  StreamId AllReduce(BufferId output);
+  StreamId RunHook(BufferId output, StreamId stream) const;
+  void Deliver(BufferId output, StreamId stream) const;
+
+  const ForeachReduceArguments& arguments_;
+  const UnitScope& scope_;
+  ProgramBuilder& program_;
+  const UnshardedGrads::Taken& grads_;
+  const GradientDivideFactors factors_;
+  const StreamId reduce_scatter_stream_;
+  ForeachReduceResult result_;
+};
+
+// What waits for the all-reduce is one buffer: it has to be of the same parameters every time.
+Status Reduction::CheckPartial() const {
+  const BufferId partial = arguments_.partial_reduce_output;
+  if (partial < 0 || program_.plan().buffers[partial].parameters == grads_.parameters) return {};
+  return MakeInputError(
+      "/program",
+      "PyTorch adds the gradients that wait for the all-reduce to those of other parameters here: it fails, "
+      "or where both have one number of elements, or what is added has a single one, gives wrong gradients",
+      scope_.Name());
+}
+
+BufferId Reduction::Output(BufferRole role) const {
+  const Unit& unit = scope_.unit();
+  std::int64_t numel = 0;
+  for (const std::int32_t p : grads_.parameters) {
+    numel += PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks());
+  }
+  return scope_.StagingBuffer(arguments_.settings.allocate_memory_from_process_group, role, unit.reduce_dtype,
+                              Bytes{numel * SizeBytes(unit.reduce_dtype)}, grads_.parameters);
+}
+
+void Reduction::ReduceScatter(BufferId input, BufferId output) const {
+  const Unit& unit = scope_.unit();
+  DivIfNeeded(factors_.pre, input, reduce_scatter_stream_, program_);
+  if (scope_.shard_ranks() > 1) {
+    Instruction& reduce =
+        program_.Move(InstructionKind::kReduceScatter, input, output, reduce_scatter_stream_);
+    reduce.communicator = arguments_.settings.separate_reduce_scatter_group ? unit.reduce_scatter_communicator
+                                                                            : unit.shard_communicator;
+    reduce.reduce_op = factors_.reduce_scatter;
+    reduce.divisor = factors_.premultiply.value_or(1.0);
+    return;
+  }
+  program_.Move(InstructionKind::kGradCopyIn, input, output, reduce_scatter_stream_);
+  DivIfNeeded(factors_.copy, output, reduce_scatter_stream_, program_);
+  if (factors_.copy && (factors_.pre || factors_.post)) {
+    arguments_.faults.Add(
+        Rule::kGradDivision,
+        "on one shard rank foreach_reduce divides by the gradient divide factor while it copies, and "
+        "again where reductions are sums");
+  }
+}
+
+// HSDP accumulation: reduced over the shards, not yet over the replicas.
+void Reduction::AddToPartial(BufferId output) {
+  if (result_.partial_reduce_output < 0) {
+    result_.partial_reduce_output = output;
+  } else {
+    program_.Move(InstructionKind::kGradAccumulate, output, result_.partial_reduce_output,
+                  reduce_scatter_stream_);
+    program_.Free(output, reduce_scatter_stream_);
+  }
+  program_.Record(result_.post_reduce_event, reduce_scatter_stream_);
+}
+
+StreamId Reduction::AllReduce(BufferId output) {
+  const CommunicatorId communicator = scope_.unit().replicate_communicator;
+  if (communicator < 0) return reduce_scatter_stream_;
+  if (result_.partial_reduce_output >= 0) {
+    program_.Move(InstructionKind::kGradAccumulate, result_.partial_reduce_output, output,
+                  reduce_scatter_stream_);
+  }
+  const StreamId stream = arguments_.comm_ctx.AllReduceStream();
+  program_.WaitStream(stream, reduce_scatter_stream_, fmt::format("{}.all_reduce_input", scope_.Name()));
+  Instruction& reduce = program_.Emit(InstructionKind::kAllReduce, stream);
+  reduce.src = output;
+  reduce.communicator = communicator;
+  reduce.reduce_op = factors_.all_reduce;
+  const EventId event = scope_.Event("all_reduce");
+  program_.Record(event, stream);
+  result_.all_reduce = AllReduceState{.input = output, .event = event};
+  return stream;
+}
+
+// set_all_reduce_hook: after the reduce-scatter, with HSDP after its all-reduce. What follows stays on the
+// hook's stream.
+StreamId Reduction::RunHook(BufferId output, StreamId stream) const {
+  const std::optional<AllReduceHook>& hook = scope_.choice().all_reduce_hook;
+  if (!hook) return stream;
+  const std::string reason = program_.reason();
+  stream = hook->own_stream ? program_.Stream("all_reduce_hook") : arguments_.comm_ctx.AllReduceStream();
+  program_.WaitStream(stream, reduce_scatter_stream_, fmt::format("{}.all_reduce_hook", scope_.Name()));
+  program_.SetReason("all_reduce_hook");
+  if (scope_.unit().hook_communicator >= 0) {
+    Instruction& reduce = program_.Emit(InstructionKind::kAllReduce, stream);
+    reduce.src = output;
+    reduce.communicator = scope_.unit().hook_communicator;
+    reduce.reduce_op = hook->reduce_op;
+  }
+  DivIfNeeded(hook->divide, output, stream, program_);
+  program_.SetReason(reason);
+  return stream;
+}
+
+// With HSDP the all-reduce's input is kept. A hook's is not: where no gradient is a view of it, it is freed
+// while the hook's stream may still be using it.
+void Reduction::Deliver(BufferId output, StreamId stream) const {
+  const bool is_gradient = arguments_.sharded_grads.Deliver(output, stream, grads_.parameters);
+  if (!result_.all_reduce) {
+    program_.Free(output, reduce_scatter_stream_);
+    if (!is_gradient && stream != reduce_scatter_stream_) {
+      arguments_.faults.Add(
+          Rule::kFreeBeforeLastUse,
+          "foreach_reduce drops a reduce-scatter's output that an all-reduce hook's stream still reads, to "
+          "cast it or to add it to an earlier gradient: the next reduce-scatter may get its memory");
+    }
+  }
+  if (arguments_.optimizer_in_backward == nullptr) return;
+  arguments_.sharded_grads.StepInBackward(*arguments_.optimizer_in_backward, arguments_.faults, stream,
+                                          grads_.parameters);
+}
+
+ForeachReduceResult Reduction::Run() {
+  const UnitId id = scope_.id();
+  const ParamGroupSettings& settings = arguments_.settings;
+  // With several in flight a unit that reduces again may meet its own last input.
+  const std::size_t same = arguments_.comm_ctx.ReduceScattersOf(id);
+  const std::string again = same == 0 ? "" : fmt::format("again_{}", same + 1);
+  const ReduceScatterInput input =
+      ReduceScatterCopyIn(scope_, grads_, settings.allocate_memory_from_process_group, again);
+  program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.grads_ready", scope_.Name()));
+
+  result_.partial_reduce_output = arguments_.partial_reduce_output;
+  const bool partial_only = scope_.unit().replicate_communicator >= 0 && !settings.all_reduce_grads;
+  const bool new_partial = partial_only && result_.partial_reduce_output < 0;
+  const BufferId output =
+      Output(new_partial ? BufferRole::kPartialReduceOutput : BufferRole::kReduceScatterOutput);
+  program_.Allocate(output, reduce_scatter_stream_);
+  ReduceScatter(input.buffer, output);
+  const EventId event = scope_.Event(again.empty() ? "reduce_scatter" : "reduce_scatter." + again);
+  program_.Record(event, reduce_scatter_stream_);
+  result_.reduce_scatter = {.unit = id, .input = input.buffer, .event = event};
+  result_.post_reduce_event = scope_.Event("post_reduce");
+  if (partial_only) {
+    AddToPartial(output);
+  } else {
+    const StreamId stream = RunHook(output, AllReduce(output));
+    DivIfNeeded(factors_.post, output, stream, program_);
+    Deliver(output, stream);
+    program_.Record(result_.post_reduce_event, stream);
+    if (result_.partial_reduce_output >= 0) {
+      program_.Free(result_.partial_reduce_output, reduce_scatter_stream_);
+      result_.partial_reduce_output = -1;
+    }
+  }
+  for (const BufferId grad : input.named_grads) program_.Free(grad, kCompute);
+  return result_;
+}
+
+}  // namespace
+
+Result<ForeachReduceResult> ForeachReduce(const ForeachReduceArguments& arguments,
+                                          const UnshardedGrads::Taken& grads) {
+  Reduction reduction(arguments, grads);
+  if (Status s = reduction.CheckPartial(); !s) return std::unexpected(s.error());
+  return reduction.Run();
+}
+
+}  // namespace shardplan::fsdp2

@@ -1,0 +1,95 @@
+#include "policy/fsdp2/fsdp_comm_context.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cassert>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace shardplan::fsdp2 {
+
+void FsdpCommContext::LazyInit(std::size_t earlier) {
+  const auto stream = [&](std::string_view name) {
+    return program_.Stream(earlier == 0 ? std::string(name) : fmt::format("{}.{}", name, earlier + 1), -1);
+  };
+  const State old = std::exchange(state_, {});
+  state_.all_gather_copy_in_stream = stream("all_gather_copy_in");
+  state_.all_gather_stream = stream("all_gather");
+  state_.reduce_scatter_stream = stream("reduce_scatter");
+  if (old.all_gather_state) program_.Free(old.all_gather_state->output, state_.all_gather_copy_in_stream);
+  for (const ReduceScatterState& pending : old.reduce_scatter_states) program_.Free(pending.input, kCompute);
+}
+
+FsdpCommContext::AllGatherStreams FsdpCommContext::GetAllGatherStreams(bool async_op,
+                                                                       TrainingState training_state) const {
+  const bool in_hook =
+      training_state == TrainingState::kForward || training_state == TrainingState::kPreBackward;
+  if (async_op || !in_hook || !initialised()) return {};
+  return {state_.all_gather_copy_in_stream, state_.all_gather_stream};
+}
+
+StreamId FsdpCommContext::reduce_scatter_stream() const {
+  assert(initialised());
+  return state_.reduce_scatter_stream;
+}
+
+// Named after the reduce-scatter stream of the same context.
+StreamId FsdpCommContext::AllReduceStream() const {
+  assert(initialised());
+  const std::string& twin = program_.plan().streams[state_.reduce_scatter_stream].name;
+  const std::string_view number = std::string_view(twin).substr(std::string_view("reduce_scatter").size());
+  return program_.Stream(fmt::format("all_reduce{}", number));
+}
+
+void FsdpCommContext::WaitAllGatherStreamsOnEvent(EventId event) {
+  if (!initialised()) return;
+  program_.Wait(event, state_.all_gather_copy_in_stream);
+  program_.Wait(event, state_.all_gather_stream);
+}
+
+void FsdpCommContext::KeepAllGather(AllGatherState state) {
+  assert(initialised() && !state_.all_gather_state);
+  state_.all_gather_state = state;
+}
+
+std::optional<FsdpCommContext::AllGatherState> FsdpCommContext::TakeAllGather() {
+  if (state_.all_gather_state) WaitAllGatherStreamsOnEvent(state_.all_gather_state->event);
+  return std::exchange(state_.all_gather_state, std::nullopt);
+}
+
+void FsdpCommContext::Free(const AllGatherState& taken) {
+  const UnitId caller = program_.unit();
+  program_.SetUnit(-1);
+  program_.Free(taken.output, state_.all_gather_copy_in_stream);
+  program_.SetUnit(caller);
+}
+
+StreamId FsdpCommContext::all_gather_memory_stream() const {
+  return initialised() ? state_.all_gather_copy_in_stream : kCompute;
+}
+
+bool FsdpCommContext::KeepsFirstOutputOf(UnitId unit) const {
+  return state_.all_gather_state && state_.all_gather_state->unit == unit && !state_.all_gather_state->second;
+}
+
+void FsdpCommContext::WaitForReduceScatters(std::size_t keep) {
+  std::vector<ReduceScatterState>& pending = state_.reduce_scatter_states;
+  while (pending.size() > keep) {
+    const ReduceScatterState oldest = pending.front();
+    pending.erase(pending.begin());
+    const UnitId caller = program_.unit();
+    program_.Wait(oldest.event, kCompute);
+    program_.SetUnit(-1);
+    program_.Free(oldest.input, kCompute);
+    program_.SetUnit(caller);
+  }
+}
+
+std::size_t FsdpCommContext::ReduceScattersOf(UnitId unit) const {
+  return static_cast<std::size_t>(
+      std::ranges::count(state_.reduce_scatter_states, unit, &ReduceScatterState::unit));
+}
+
+}  // namespace shardplan::fsdp2

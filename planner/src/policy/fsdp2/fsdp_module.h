@@ -1,0 +1,33 @@
+// What a user calls of a module that fully_shard was called on: the setters, unshard, reshard (FSDPModule in
+// _fully_shard.py), and the hooks of its state dict.
+#pragma once
+
+#include "passes/record_order.h"
+#include "policy/fsdp2/module_states.h"
+#include "policy/program_builder.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan::fsdp2 {
+
+class FsdpModule {
+ public:
+  FsdpModule(const ModuleStates& model, ProgramBuilder& program) : model_(model), program_(program) {}
+
+  // Before the first step. kBadInput, here and below: no such module or call, a value that it does not take.
+  Status SetUp(const ModuleCall& call);
+  // In a step. Emits the trigger of the call, and what the call issues.
+  Status Call(const HostEvent& event);
+
+ private:
+  Status Set(const ModuleCall& call, bool in_setup);
+  void SetPostOptimEvent(FsdpState& state, bool in_setup);
+  Status SetPrefetch(const ModuleCall& call, std::vector<FsdpState*>& targets) const;
+  Status Unshard(FsdpParamGroup& group, bool async_op) const;
+  void ReshardForStateDict(const ModuleCall& call);
+
+  const ModuleStates& model_;
+  ProgramBuilder& program_;
+};
+
+}  // namespace shardplan::fsdp2

@@ -1,0 +1,254 @@
+#include "policy/fsdp2/fsdp_param_group.h"
+
+#include <cassert>
+#include <string>
+#include <utility>
+
+namespace shardplan::fsdp2 {
+
+FsdpParamGroup::FsdpParamGroup(const UnitScope& scope, ParamGroupSettings settings, FsdpCommContext& comm_ctx,
+                               OptimizerMemory* optimizer_in_backward, FaultList& faults)
+    : scope_(scope),
+      optimizer_in_backward_(optimizer_in_backward),
+      faults_(faults),
+      params_(scope),
+      unsharded_grads_(scope),
+      sharded_grads_(scope),
+      state_{.settings = settings, .comm_ctx = &comm_ctx} {}
+
+Status FsdpParamGroup::Unshard(bool async_op, std::string_view reason) {
+  if (state_.all_gather_result || params_.is_unsharded()) return {};
+  if (!state_.settings.unshard_in_backward && state_.training_state == TrainingState::kPreBackward) {
+    faults_.Add(Rule::kUseBeforeUnshard,
+                "set_unshard_in_backward(False) on a unit whose backward does read its parameters: PyTorch "
+                "fails there, their storage is freed");
+    return {};
+  }
+  if (params_.is_sharded_post_forward() && state_.settings.post_forward_ranks == 0) {
+    return MakeInputError("/program",
+                          "PyTorch fails here (Expected mesh_info to be FSDPMeshInfo): the reshard after the "
+                          "forward is turned off while the parameters are on a smaller mesh",
+                          scope_.Name());
+  }
+  ProgramBuilder& program = scope_.program();
+  const UnitId caller = program.unit();
+  const std::string caller_reason = program.reason();
+  program.SetUnit(scope_.id());
+  program.SetReason(reason);
+  if (state_.reshard_after_forward_event >= 0) {
+    comm_ctx().WaitAllGatherStreamsOnEvent(std::exchange(state_.reshard_after_forward_event, -1));
+  }
+  if (scope_.shard_ranks() == 1) {
+    state_.all_gather_result = AllGatherResult{};
+  } else {
+    // A unit that runs twice in a row gathers anew while its last output is still kept.
+    state_.all_gather_result =
+        ForeachAllGather(scope_, params_,
+                         {.streams = comm_ctx().GetAllGatherStreams(async_op, state_.training_state),
+                          .async_op = async_op,
+                          .from_process_group = state_.settings.allocate_memory_from_process_group,
+                          .second = comm_ctx().KeepsFirstOutputOf(scope_.id())});
+  }
+  program.SetUnit(caller);
+  program.SetReason(caller_reason);
+  return {};
+}
+
+void FsdpParamGroup::WaitForUnshard() {
+  if (!state_.all_gather_result) return;
+  const AllGatherResult result = *std::exchange(state_.all_gather_result, std::nullopt);
+  FsdpCommContext& comm = comm_ctx();
+  const bool single = scope_.shard_ranks() == 1;
+  const bool forward = state_.training_state == TrainingState::kForward;
+  // Freed at the end: a local variable names the previous result until wait_for_unshard returns.
+  std::optional<FsdpCommContext::AllGatherState> previous;
+  if (forward) previous = comm.TakeAllGather();
+  if (single) {
+    params_.AllocAllGatherOutputs();
+    params_.CopyOutOfShards();
+  } else {
+    ForeachAllGatherCopyOut(scope_, params_, result);
+  }
+  params_.InitUnshardedParams();
+  params_.ToUnsharded();
+  const EventId copy_out = scope_.Event("copy_out");
+  scope_.program().Record(copy_out, kCompute);
+  if (forward && !result.async_op && !single) {
+    comm.KeepAllGather(
+        {.unit = scope_.id(), .output = result.output, .event = copy_out, .second = result.second});
+  } else {
+    comm.WaitAllGatherStreamsOnEvent(copy_out);
+    if (!single) scope_.program().Free(result.output, comm.all_gather_memory_stream());
+  }
+  if (previous) comm.Free(*previous);
+}
+
+void FsdpParamGroup::Reshard() {
+  if (state_.training_state == TrainingState::kForward) {
+    const std::int64_t ranks = state_.settings.post_forward_ranks;
+    if (ranks == 0) return;
+    if (ranks != scope_.shard_ranks()) {
+      params_.ToShardedPostForward(ranks);
+      state_.reshard_after_forward_event = scope_.Event("reshard");
+      scope_.program().Record(state_.reshard_after_forward_event, kCompute);
+      return;
+    }
+  }
+  params_.ToSharded();
+}
+
+Status FsdpParamGroup::PreForward(bool recompute) {
+  state_.training_state = TrainingState::kForward;
+  const std::string_view reason = recompute ? "recompute" : "pre_forward";
+  if (Status s = Unshard(state_.settings.unshard_async_op, reason); !s) return s;
+  WaitForUnshard();
+  return {};
+}
+
+void FsdpParamGroup::PostForward(bool recompute) {
+  if (!recompute) {
+    Reshard();
+    RecordPostForward();
+  }
+  state_.training_state = TrainingState::kIdle;
+}
+
+// A group that runs several times in a forward is there as often.
+void FsdpParamGroup::RecordPostForward() {
+  std::vector<FsdpParamGroup*>& order = comm_ctx().post_forward_order();
+  state_.post_forward_indices.push_back(static_cast<std::int32_t>(order.size()));
+  order.push_back(this);
+}
+
+Status FsdpParamGroup::PreBackward(bool prefetch) {
+  if (state_.training_state == TrainingState::kPreBackward) return {};
+  scope_.program().SetReason("pre_backward");
+  state_.training_state = TrainingState::kPreBackward;
+  if (Status s = Unshard(state_.settings.unshard_async_op, "pre_backward"); !s) return s;
+  WaitForUnshard();
+  return prefetch && state_.settings.default_backward_prefetch ? BackwardPrefetch() : Status{};
+}
+
+// Implicit backward prefetch: the group before this one in the order of post-forwards.
+Status FsdpParamGroup::BackwardPrefetch() {
+  const std::vector<FsdpParamGroup*>& order = comm_ctx().post_forward_order();
+  if (state_.post_forward_indices.empty()) return {};
+  const std::int32_t target = state_.post_forward_indices.back() - 1;
+  state_.post_forward_indices.pop_back();
+  if (target < 0) return {};
+  if (target >= std::ssize(order)) {
+    return MakeInputError(
+        "/fsdp2/shared_comm_contexts",
+        "PyTorch fails here (IndexError): the first forward of another root has emptied the "
+        "order that the backward prefetch looks into",
+        scope_.Name());
+  }
+  return order[target]->PrefetchUnshard(scope_, comm_ctx(), TrainingState::kPreBackward, "prefetch_backward");
+}
+
+Status FsdpParamGroup::PrefetchUnshard(const UnitScope& by, const FsdpCommContext& comm_ctx_of_by,
+                                       TrainingState pass, std::string_view reason) {
+  const bool gathers = scope_.shard_ranks() > 1 && !state_.all_gather_result && !params_.is_unsharded();
+  if (gathers && !(state_.lazily_initialised && comm_ctx().initialised())) {
+    return MakeInputError(
+        "/fsdp2",
+        "PyTorch fails here (AttributeError): a unit is prefetched before the first forward of "
+        "its own root",
+        by.Name() + " prefetches " + scope_.Name());
+  }
+  if (&comm_ctx_of_by != state_.comm_ctx) {
+    faults_.Add(Rule::kReadBeforeWrite,
+                "a unit of another root is prefetched on that root's streams, which wait for the optimizer "
+                "only in its own pre-forward");
+  }
+  // use_training_state
+  const TrainingState before = std::exchange(state_.training_state, pass);
+  const Status status = Unshard(state_.settings.unshard_async_op, reason);
+  state_.training_state = before;
+  return status;
+}
+
+// Gradients stay as they are: nothing of them is reduced.
+Status FsdpParamGroup::CheckUnreduced() const {
+  const MixedPrecision& mixed = scope_.choice().mixed_precision;
+  if (params_.has_unsharded_params() || !mixed.reduce_dtype || mixed.reduce_dtype == mixed.param_dtype) {
+    return {};
+  }
+  return MakeInputError("/program",
+                        "PyTorch fails here ('FSDPParam' object has no attribute '_unsharded_param'): it "
+                        "looks for gradients that wait in the reduce dtype in a unit that has never run",
+                        scope_.Name());
+}
+
+Status FsdpParamGroup::PostBackward(std::string_view reason) {
+  scope_.program().SetUnit(scope_.id());
+  scope_.program().SetReason(reason);
+  state_.training_state = TrainingState::kPostBackward;
+  unsharded_grads_.AccumulateIfNeeded();
+  if (!state_.settings.reduce_grads) {
+    if (Status s = CheckUnreduced(); !s) return s;
+    if (state_.settings.reshard_after_backward) Reshard();
+    unsharded_grads_.ToAccumulatedIfNeeded();
+    return {};
+  }
+  if (unsharded_grads_.HasTwoDTypes()) {
+    return MakeInputError(
+        "/program",
+        "PyTorch fails here (FSDP reduce-scatter expects uniform gradient dtype): parameters that get their "
+        "first gradient in this backward have it in another dtype than those that accumulated without sync",
+        scope_.Name());
+  }
+  const UnshardedGrads::Taken grads = unsharded_grads_.Take();
+  if (state_.settings.reshard_after_backward) Reshard();
+  if (grads.parameters.empty()) return {};
+  comm_ctx().WaitForReduceScatters(state_.settings.reduce_scatter_max_input_buffers - 1);
+  WaitForPostBackward();
+  const Result<ForeachReduceResult> reduced =
+      ForeachReduce({.scope = scope_,
+                     .settings = state_.settings,
+                     .comm_ctx = comm_ctx(),
+                     .sharded_grads = sharded_grads_,
+                     .faults = faults_,
+                     .optimizer_in_backward = optimizer_in_backward_,
+                     .partial_reduce_output = state_.partial_reduce_output},
+                    grads);
+  if (!reduced) return std::unexpected(reduced.error());
+  comm_ctx().AddReduceScatter(reduced->reduce_scatter);
+  state_.post_reduce_event = reduced->post_reduce_event;
+  state_.all_reduce_state = reduced->all_reduce;
+  state_.partial_reduce_output = reduced->partial_reduce_output;
+  return {};
+}
+
+void FsdpParamGroup::WaitForPostBackward() {
+  ProgramBuilder& program = scope_.program();
+  if (state_.post_reduce_event >= 0) program.Wait(std::exchange(state_.post_reduce_event, -1), kCompute);
+  if (!state_.all_reduce_state) return;
+  const AllReduceState all_reduce = *std::exchange(state_.all_reduce_state, std::nullopt);
+  program.Wait(all_reduce.event, kCompute);
+  program.Free(all_reduce.input, comm_ctx().reduce_scatter_stream());
+}
+
+void FsdpParamGroup::FinalizeBackward() {
+  WaitForPostBackward();
+  sharded_grads_.WaitForOffload();
+  DropUnusedAllGather();
+  state_.post_forward_indices.clear();
+}
+
+// Gathered for a backward that did not come.
+void FsdpParamGroup::DropUnusedAllGather() {
+  if (!state_.all_gather_result) return;
+  const AllGatherResult result = *std::exchange(state_.all_gather_result, std::nullopt);
+  if (scope_.offloads()) {
+    faults_.Add(Rule::kWriteRace,
+                "the shard of a unit gathered for nothing is still being copied to the device, and nothing "
+                "makes the host wait for that before the optimizer writes it there (what is copied is "
+                "dropped)");
+  }
+  if (result.event < 0) return;
+  scope_.program().Wait(result.event, kCompute);
+  scope_.program().Free(result.output, comm_ctx().all_gather_memory_stream());
+}
+
+}  // namespace shardplan::fsdp2

@@ -1,0 +1,178 @@
+#include "policy/fsdp2/fsdp_state.h"
+
+#include <fmt/format.h>
+
+#include <cassert>
+#include <utility>
+
+#include "policy/fsdp2/module_states.h"
+
+namespace shardplan::fsdp2 {
+
+FsdpState::FsdpState(const UnitScope& scope, const ParamGroupSettings& settings,
+                     OptimizerMemory* optimizer_in_backward, FaultList& faults)
+    : scope_(scope), faults_(faults), own_comm_ctx_(scope.program()) {
+  state_.auto_reshard_after_forward = !scope.choice().reshard_given;
+  state_.state_ctx = &own_state_ctx_;
+  state_.comm_ctx = &own_comm_ctx_;
+  if (!scope.unit().parameters.empty()) {
+    group_.emplace(scope_, settings, own_comm_ctx_, optimizer_in_backward, faults);
+  }
+}
+
+void FsdpState::ShareCommContext(FsdpCommContext& comm_ctx) {
+  state_.comm_ctx = &comm_ctx;
+  if (group_) group_->SetCommContext(comm_ctx);
+}
+
+void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
+  state_.auto_reshard_after_forward = false;
+  if (group_) group_->settings().post_forward_ranks = ranks;
+}
+
+Status FsdpState::LazyInit(const ModuleStates& model) {
+  assert(!lazily_initialised());
+  const UnitChoice& choice = scope_.choice();
+  if (choice.modules.size() > 1) {
+    return MakeInputError("/units", "a group of modules cannot be a root: FSDP needs a single root module",
+                          choice.unit.fqn, "a unit around it, or shard_root");
+  }
+  FsdpStateContext& context = state_ctx();
+  context.all_states = model.StatesUnder(choice.modules.front());
+  for (const FsdpState* state : context.all_states) {
+    if (state != this && state->lazily_initialised()) {
+      return MakeInputError("/units", "PyTorch requires running forward through the root module first",
+                            fmt::format("{} ran before {}", state->scope_.Name(), scope_.Name()));
+    }
+  }
+  // Its parameters would be gathered again at once.
+  if (group_ && state_.auto_reshard_after_forward) group_->settings().post_forward_ranks = 0;
+  comm_ctx().LazyInit(model.CountRoots());
+  for (FsdpState* state : context.all_states) {
+    state->state_.is_root = state == this;
+    state->state_.state_ctx = &context;
+    state->ShareCommContext(comm_ctx());
+    if (state->group_) state->group_->LazyInit();
+  }
+  return {};
+}
+
+// Once per forward: all-gathers wait for the optimizer.
+void FsdpState::RootPreForward() {
+  FsdpStateContext& context = state_ctx();
+  if (context.iter_forward_root != nullptr) return;
+  context.iter_forward_root = this;
+  EventId event = std::exchange(context.post_optim_event, -1);
+  if (event < 0) {
+    ProgramBuilder& program = scope_.program();
+    event = scope_.choice().is_root ? program.Event("forward_begin") : scope_.Event("forward_begin");
+    program.Record(event, kCompute);
+  }
+  comm_ctx().WaitAllGatherStreamsOnEvent(event);
+}
+
+Status FsdpState::PreForward(const HostEvent& event, const ModuleStates& model) {
+  scope_.program().BeginTrigger(TriggerKind::kPreForward, scope_.id(), event.microbatch);
+  if (state_.training_state == TrainingState::kPreBackward) {
+    // Inside a recomputation that this unit's own pre-backward is responsible for.
+    if (group_ && !group_->is_unsharded()) {
+      if (Status s = group_->Unshard(false, "recompute"); !s) return s;
+      group_->WaitForUnshard();
+    }
+    return {};
+  }
+  state_.training_state = TrainingState::kForward;
+  const bool recompute = event.kind == HostEventKind::kRecomputePreForward;
+  scope_.program().SetReason(recompute ? "recompute" : "pre_forward");
+  if (!lazily_initialised()) {
+    if (Status s = LazyInit(model); !s) return s;
+  }
+  RootPreForward();
+  if (group_) {
+    state_.modules_to_run_forward = !recompute;
+    if (Status s = group_->PreForward(recompute); !s) return s;
+  }
+  return PrefetchStates(state_.states_to_forward_prefetch, TrainingState::kForward, "prefetch_forward");
+}
+
+Status FsdpState::PrefetchStates(const std::vector<FsdpState*>& targets, TrainingState pass,
+                                 std::string_view reason) {
+  for (FsdpState* target : targets) {
+    if (!target->group_) continue;
+    if (Status s = target->group_->PrefetchUnshard(scope_, comm_ctx(), pass, reason); !s) return s;
+  }
+  return {};
+}
+
+void FsdpState::PostForward(const HostEvent& event) {
+  scope_.program().BeginTrigger(TriggerKind::kPostForward, scope_.id(), event.microbatch);
+  scope_.program().SetReason("post_forward");
+  if (state_.training_state == TrainingState::kPreBackward) return;
+  if (group_) {
+    state_.modules_to_run_forward = false;
+    group_->PostForward(event.kind == HostEventKind::kRecomputePostForward);
+  }
+  state_.training_state = TrainingState::kIdle;
+  if (state_ctx().iter_forward_root != this) return;
+  if (const auto kept = comm_ctx().TakeAllGather()) comm_ctx().Free(*kept);
+  state_ctx().iter_forward_root = nullptr;
+}
+
+Status FsdpState::PreBackward(const HostEvent& event, std::vector<FsdpState*>& final_callbacks) {
+  scope_.program().BeginTrigger(TriggerKind::kPreBackward, scope_.id(), event.microbatch);
+  state_.training_state = TrainingState::kPreBackward;
+  if (!std::exchange(state_ctx().post_backward_final_callback_queued, true)) final_callbacks.push_back(this);
+  if (group_) {
+    if (Status s = group_->PreBackward(state_.states_to_backward_prefetch.empty()); !s) return s;
+  }
+  return PrefetchStates(state_.states_to_backward_prefetch, TrainingState::kPreBackward,
+                        "prefetch_backward_explicit");
+}
+
+Status FsdpState::PostBackward(const HostEvent& event) {
+  if (!group_) return {};
+  scope_.program().BeginTrigger(TriggerKind::kPostBackward, scope_.id(), event.microbatch);
+  return group_->PostBackward("autograd");
+}
+
+Status FsdpState::RootPostBackwardFinalCallback() {
+  FsdpStateContext& context = state_ctx();
+  for (FsdpState* state : context.all_states) {
+    if (Status s = state->FinishBackward(context.is_last_backward); !s) return s;
+  }
+  scope_.program().SetUnit(-1);
+  if (context.is_last_backward) {
+    comm_ctx().post_forward_order().clear();
+    comm_ctx().WaitForReduceScatters(0);
+  }
+  context.post_backward_final_callback_queued = false;
+  return {};
+}
+
+// A unit whose inputs need no gradient has had no post-backward.
+Status FsdpState::FinishBackward(bool is_last_backward) {
+  scope_.program().SetUnit(scope_.id());
+  if (group_ && group_->training_state() != TrainingState::kPostBackward) {
+    if (Status s = group_->PostBackward("final"); !s) return s;
+  }
+  state_.training_state = TrainingState::kIdle;
+  if (group_) group_->SetIdle();
+  if (state_.modules_to_run_forward && !is_last_backward && scope_.choice().modules.size() > 1) {
+    faults_.Add(
+        Rule::kUseBeforeUnshard,
+        "a module of a group has not run in its last forward, and before the last backward nothing makes "
+        "the group's hooks forget it: PyTorch does not unshard the group in the next forward, and fails");
+  }
+  state_.modules_to_run_forward = false;
+  scope_.program().SetReason("finalize");
+  if (is_last_backward && group_) group_->FinalizeBackward();
+  return {};
+}
+
+FsdpState::Snapshot FsdpState::snapshot() const {
+  Snapshot snapshot{.state = state_, .own_state_ctx = own_state_ctx_, .own_comm_ctx = own_comm_ctx_.state()};
+  if (group_) snapshot.group = group_->snapshot();
+  return snapshot;
+}
+
+}  // namespace shardplan::fsdp2

@@ -1,0 +1,114 @@
+#include "policy/fsdp2/fully_shard.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+namespace shardplan::fsdp2 {
+namespace {
+
+std::unexpected<Error> NoSuchUnit(std::string pointer, const std::string& fqn) {
+  return MakeInputError(std::move(pointer), "there is no such unit", fqn);
+}
+
+ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs) {
+  return {
+      .unshard_async_op = knobs.unshard_async_op,
+      .force_sum_reduction_for_comms = knobs.force_sum_reduction,
+      .separate_reduce_scatter_group = knobs.separate_reduce_scatter_communicator,
+      .allocate_memory_from_process_group = knobs.allocate_memory_from_process_group,
+      .reduce_scatter_max_input_buffers = static_cast<std::size_t>(knobs.reduce_scatter_inputs_in_flight),
+      .gradient_divide_factor = knobs.gradient_divide_factor,
+      .post_forward_ranks = choice.post_forward_size,
+      .default_backward_prefetch = knobs.backward_prefetch != 0,
+  };
+}
+
+// The knobs forward_prefetch / backward_prefetch are distances: lists over the units in forward order, the
+// root left as it is (what torchtitan sets).
+void SetPrefetchDistances(const Fsdp2Knobs& knobs, const RecordedStep& step, const ModuleStates& model) {
+  std::vector<FsdpState*> order;
+  for (const HostEvent& event : step.events) {
+    if (event.kind == HostEventKind::kForwardEnd) break;
+    if (event.kind != HostEventKind::kPreForward) continue;
+    FsdpState& state = model[event.unit];
+    if (state.group() == nullptr || state.scope().choice().is_root) continue;
+    if (std::ranges::find(order, &state) == order.end()) order.push_back(&state);
+  }
+  const auto count = static_cast<std::int32_t>(order.size());
+  for (std::int32_t i = 0; i < count; ++i) {
+    for (std::int32_t d = 1; d <= knobs.forward_prefetch && i + d < count; ++d) {
+      order[i]->states_to_forward_prefetch().push_back(order[i + d]);
+    }
+    for (std::int32_t d = 1; d <= knobs.backward_prefetch && i - d >= 0; ++d) {
+      order[i]->states_to_backward_prefetch().push_back(order[i - d]);
+    }
+  }
+}
+
+using Targets = std::vector<FsdpState*>& (FsdpState::*)();
+
+Status SetLists(const std::vector<PrefetchList>& lists, std::string_view pointer, Targets targets_of,
+                const ModuleStates& model) {
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    FsdpState* state = model.Find(lists[i].unit);
+    if (state == nullptr) {
+      return NoSuchUnit(fmt::format("{}/{}/unit", pointer, i), lists[i].unit);
+    }
+    std::vector<FsdpState*>& targets = (state->*targets_of)();
+    targets.clear();
+    for (std::size_t t = 0; t < lists[i].prefetch.size(); ++t) {
+      const std::string& fqn = lists[i].prefetch[t];
+      targets.push_back(model.Find(fqn));
+      if (targets.back() == nullptr) {
+        return NoSuchUnit(fmt::format("{}/{}/prefetch/{}", pointer, i, t), fqn);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemory& optimizer,
+                FaultList& faults, ModuleStates& model) {
+  const Strategy& strategy = input.strategy;
+  OptimizerMemory* in_backward = strategy.optimizer.in_backward ? &optimizer : nullptr;
+  for (std::size_t u = 0; u < input.partition.units.size(); ++u) {
+    const UnitScope scope(static_cast<UnitId>(u), input.partition, strategy.pin_memory, program);
+    model.Add(
+        std::make_unique<FsdpState>(scope, SettingsOf(scope.choice(), strategy.fsdp2), in_backward, faults));
+  }
+}
+
+Status ShareCommContexts(const Fsdp2Knobs& knobs, const ModuleStates& model) {
+  for (std::size_t s = 0; s < knobs.shared_comm_contexts.size(); ++s) {
+    FsdpState* first = nullptr;
+    const std::vector<std::string>& shared = knobs.shared_comm_contexts[s];
+    for (std::size_t m = 0; m < shared.size(); ++m) {
+      FsdpState* state = model.Find(shared[m]);
+      if (state == nullptr) {
+        return NoSuchUnit(fmt::format("/fsdp2/shared_comm_contexts/{}/{}", s, m), shared[m]);
+      }
+      if (first == nullptr) first = state;
+      state->ShareCommContext(first->comm_ctx());
+    }
+  }
+  return {};
+}
+
+Status SetPrefetchLists(const PolicyInput& input, const ModuleStates& model) {
+  const Fsdp2Knobs& knobs = input.strategy.fsdp2;
+  SetPrefetchDistances(knobs, input.steps.front(), model);
+  if (Status s = SetLists(knobs.forward_prefetch_lists, "/fsdp2/forward_prefetch_lists",
+                          &FsdpState::states_to_forward_prefetch, model);
+      !s) {
+    return s;
+  }
+  return SetLists(knobs.backward_prefetch_lists, "/fsdp2/backward_prefetch_lists",
+                  &FsdpState::states_to_backward_prefetch, model);
+}
+
+}  // namespace shardplan::fsdp2

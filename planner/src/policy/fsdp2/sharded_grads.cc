@@ -1,0 +1,133 @@
+#include "policy/fsdp2/sharded_grads.h"
+
+#include <string>
+
+#include "units/layout.h"
+
+namespace shardplan::fsdp2 {
+
+std::vector<Bytes> ShardedGrads::Parts(const std::vector<std::int32_t>& parameters) const {
+  const Unit& unit = scope_.unit();
+  std::vector<Bytes> parts;
+  for (const std::int32_t p : parameters) {
+    parts.push_back(
+        Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) * SizeBytes(unit.orig_dtype)});
+  }
+  return parts;
+}
+
+ShardedGrads::Destinations ShardedGrads::DestinationsOf(const std::vector<std::int32_t>& parameters) const {
+  Destinations to;
+  for (const std::int32_t p : parameters) {
+    const auto found = state_.grads.find(p);
+    if (found == state_.grads.end()) {
+      to.fresh.push_back(p);
+    } else {
+      to.added[found->second].push_back(p);
+    }
+  }
+  return to;
+}
+
+void ShardedGrads::SetGrads(const std::vector<std::int32_t>& parameters, BufferId grad) {
+  for (const std::int32_t p : parameters) state_.grads[p] = grad;
+}
+
+// What was reduced, in the parameters' dtype: `reduced` itself, or a new buffer that the caller frees.
+BufferId ShardedGrads::Cast(BufferId reduced, StreamId stream,
+                            const std::vector<std::int32_t>& parameters) const {
+  if (!Casts()) return reduced;
+  const BufferId cast = scope_.Buffer(BufferRole::kReduceScatterOutput, scope_.unit().orig_dtype,
+                                      Parts(parameters), parameters, "cast");
+  scope_.program().Allocate(cast, stream);
+  scope_.program().Move(InstructionKind::kGradCast, reduced, cast, stream);
+  return cast;
+}
+
+bool ShardedGrads::Deliver(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters) {
+  if (scope_.offloads()) {
+    DeliverToHost(reduced, stream, parameters);
+    return false;
+  }
+  ProgramBuilder& program = scope_.program();
+  const Destinations to = DestinationsOf(parameters);
+  const auto gradient = [&] {
+    return scope_.Buffer(BufferRole::kGradSharded, scope_.unit().orig_dtype, Parts(to.fresh), to.fresh);
+  };
+  if (to.added.empty()) {
+    const BufferId grad = gradient();
+    if (Casts()) program.Allocate(grad, stream);
+    program.Move(InstructionKind::kGradCast, reduced, grad, stream);
+    SetGrads(to.fresh, grad);
+    return !Casts();
+  }
+  const BufferId cast = Cast(reduced, stream, parameters);
+  for (const auto& [grad, added] : to.added) {
+    program.Move(InstructionKind::kGradAccumulate, cast, grad, stream);
+  }
+  if (!to.fresh.empty()) {
+    const BufferId grad = gradient();
+    program.Move(InstructionKind::kGradCast, cast, grad, stream);
+    SetGrads(to.fresh, grad);
+  }
+  if (Casts()) program.Free(cast, stream);
+  return !Casts() && !to.fresh.empty();
+}
+
+// The copy overlaps only into pinned memory, and not when the host adds it to an earlier gradient.
+BufferId ShardedGrads::CopyToHost(BufferId from, StreamId stream, const std::vector<std::int32_t>& parameters,
+                                  std::string_view suffix, MemoryKind memory) {
+  ProgramBuilder& program = scope_.program();
+  const BufferId host = scope_.Buffer(BufferRole::kGradHost, scope_.unit().orig_dtype, Parts(parameters),
+                                      parameters, suffix, memory);
+  program.Allocate(host, kHost);
+  program.Move(InstructionKind::kCopyToHost, from, host, stream);
+  const EventId event = scope_.Event(suffix.empty() ? "grad_offload" : "grad_arrived");
+  program.Record(event, stream);
+  if (memory == MemoryKind::kPinnedHost) {
+    state_.grad_offload_event = event;
+  } else {
+    program.HostWait(event);
+  }
+  return host;
+}
+
+void ShardedGrads::DeliverToHost(BufferId reduced, StreamId stream,
+                                 const std::vector<std::int32_t>& parameters) {
+  ProgramBuilder& program = scope_.program();
+  const Destinations to = DestinationsOf(parameters);
+  const BufferId cast = Cast(reduced, stream, parameters);
+  for (const auto& [grad, added] : to.added) {
+    const BufferId arrived = CopyToHost(cast, stream, added, "new", MemoryKind::kHost);
+    program.Move(InstructionKind::kGradAccumulate, arrived, grad, kHost);
+    program.Free(arrived, kHost);
+  }
+  if (!to.fresh.empty()) {
+    SetGrads(to.fresh, CopyToHost(cast, stream, to.fresh, {}, scope_.shard_memory()));
+  }
+  if (cast != reduced) program.Free(cast, stream);
+}
+
+void ShardedGrads::StepInBackward(OptimizerMemory& optimizer, FaultList& faults, StreamId stream,
+                                  const std::vector<std::int32_t>& parameters) {
+  ProgramBuilder& program = scope_.program();
+  const std::string reason = program.reason();
+  optimizer.StepParameters(scope_.id(), scope_.offloads() ? kHost : stream, parameters);
+  program.SetUnit(scope_.id());
+  program.SetReason(reason);
+  program.Emit(InstructionKind::kZeroGrad, kHost);
+  Clear();
+  if (!scope_.offloads()) return;
+  const std::string why =
+      "the hook steps a parameter on the host while its gradient is still on the way there: foreach_reduce "
+      "waits for pinned copies at the end of the backward only";
+  faults.Add(Rule::kReadBeforeWrite, why);
+  faults.Add(Rule::kWriteRace, why);
+}
+
+void ShardedGrads::WaitForOffload() {
+  if (state_.grad_offload_event >= 0) scope_.program().HostWait(state_.grad_offload_event);
+  state_.grad_offload_event = -1;
+}
+
+}  // namespace shardplan::fsdp2

@@ -1,0 +1,61 @@
+// The sharded gradients of a group: what foreach_reduce makes of a reduced buffer (the end of foreach_reduce
+// in _fsdp_collectives.py; FSDPParam.sharded_param.grad).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string_view>
+#include <vector>
+
+#include "policy/fault_list.h"
+#include "policy/fsdp2/unit_scope.h"
+#include "policy/optimizer_memory.h"
+
+namespace shardplan::fsdp2 {
+
+class ShardedGrads {
+ public:
+  struct State {
+    // sharded_param.grad, by parameter: the buffer that it is a part of. Set by Deliver, cleared by zero_grad
+    // and by an optimiser in the backward.
+    std::map<std::int32_t, BufferId> grads;
+    // grad_offload_event: the last copy to pinned memory that the host has not waited for. Set by Deliver,
+    // cleared by WaitForOffload. -1: none.
+    EventId grad_offload_event = -1;
+    bool operator==(const State&) const = default;
+  };
+
+  explicit ShardedGrads(const UnitScope& scope) : scope_(scope) {}
+
+  // Parameter by parameter the gradient in `reduced` is added to .grad, or becomes it. True: a gradient is a
+  // view of `reduced`, all of whose memory then stays.
+  bool Deliver(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters);
+  // Hooks after the accumulation of a sharded gradient (_post_accumulate_grad_hooks): they step the parameter
+  // and drop its gradient, on the stream that has just delivered it.
+  void StepInBackward(OptimizerMemory& optimizer, FaultList& faults, StreamId stream,
+                      const std::vector<std::int32_t>& parameters);
+  void WaitForOffload();
+  void Clear() { state_.grads.clear(); }
+
+  const State& state() const { return state_; }
+
+ private:
+  // Of some parameters: those whose .grad is there already, by the buffer that it is in, and those without.
+  struct Destinations {
+    std::map<BufferId, std::vector<std::int32_t>> added;
+    std::vector<std::int32_t> fresh;
+  };
+  Destinations DestinationsOf(const std::vector<std::int32_t>& parameters) const;
+  bool Casts() const { return scope_.unit().reduce_dtype != scope_.unit().orig_dtype; }
+  std::vector<Bytes> Parts(const std::vector<std::int32_t>& parameters) const;
+  BufferId Cast(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters) const;
+  void SetGrads(const std::vector<std::int32_t>& parameters, BufferId grad);
+  void DeliverToHost(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters);
+  BufferId CopyToHost(BufferId from, StreamId stream, const std::vector<std::int32_t>& parameters,
+                      std::string_view suffix, MemoryKind memory);
+
+  const UnitScope& scope_;
+  State state_;
+};
+
+}  // namespace shardplan::fsdp2

@@ -1,0 +1,10 @@
+// What a state or a parameter group is doing (TrainingState in _fsdp_common.py).
+#pragma once
+
+#include <cstdint>
+
+namespace shardplan::fsdp2 {
+
+enum class TrainingState : std::uint8_t { kIdle, kForward, kPreBackward, kPostBackward };
+
+}  // namespace shardplan::fsdp2

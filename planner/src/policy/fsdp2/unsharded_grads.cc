@@ -1,0 +1,100 @@
+#include "policy/fsdp2/unsharded_grads.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "units/layout.h"
+
+namespace shardplan::fsdp2 {
+
+BufferId UnshardedGrads::GradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const {
+  const Unit& unit = scope_.unit();
+  const DType dtype = accumulated ? unit.reduce_dtype : unit.param_dtype;
+  std::vector<Bytes> parts;
+  for (const std::int32_t p : parameters) {
+    parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(dtype)});
+  }
+  const BufferRole role = accumulated ? BufferRole::kGradUnshardedAccumulated : BufferRole::kGradUnsharded;
+  const bool single = parameters.size() == 1 && unit.parameters.size() > 1;
+  return scope_.Buffer(role, dtype, std::move(parts), {parameters.begin(), parameters.end()},
+                       single ? fmt::format("p{}", *parameters.begin()) : "");
+}
+
+void UnshardedGrads::AccumulateIfNeeded() {
+  ProgramBuilder& program = scope_.program();
+  for (const std::int32_t p : state_.accumulated) {
+    if (state_.grads.erase(p) == 0) continue;
+    const BufferId grad = GradBuffer({p}, false);
+    program.Move(InstructionKind::kGradAccumulate, grad, GradBuffer({p}, true), kCompute);
+    program.Free(grad, kCompute);
+  }
+}
+
+// Without synchronisation gradients wait in the reduce dtype, each cast before the next one.
+void UnshardedGrads::ToAccumulatedIfNeeded() {
+  if (scope_.unit().reduce_dtype == scope_.unit().param_dtype) return;
+  ProgramBuilder& program = scope_.program();
+  for (const std::int32_t p : std::exchange(state_.grads, {})) {
+    const BufferId grad = GradBuffer({p}, false);
+    const BufferId accumulated = GradBuffer({p}, true);
+    program.Allocate(accumulated, kCompute);
+    program.Move(InstructionKind::kGradCast, grad, accumulated, kCompute);
+    program.Free(grad, kCompute);
+    state_.accumulated.insert(p);
+  }
+}
+
+// A parameter that is replicated over a tensor-parallel dimension may get its gradient as a partial sum over
+// it: FSDP reduces that first (FSDPParam._get_grad_inner_tensor), parameter by parameter. Takes these
+// parameters out of `grads`.
+std::vector<BufferId> UnshardedGrads::ReducePartialGrads(std::set<std::int32_t>& grads,
+                                                         bool accumulated) const {
+  std::vector<BufferId> reduced;
+  for (const std::int32_t p : std::set(grads)) {
+    BufferId grad = -1;
+    for (const ParameterPlacement& placement : scope_.unit().parameters[p].placements) {
+      if (!placement.grad_partial) continue;
+      const CommunicatorId communicator = scope_.partition().mesh_groups.at(placement.mesh_dim);
+      if (communicator < 0) continue;
+      if (grad < 0) grad = GradBuffer({p}, accumulated);
+      Instruction& reduce = scope_.program().Emit(InstructionKind::kAllReduce, kCompute);
+      reduce.src = grad;
+      reduce.communicator = communicator;
+    }
+    if (grad < 0) continue;
+    reduced.push_back(grad);
+    grads.erase(p);
+  }
+  return reduced;
+}
+
+// Gradients whose pieces do not lie one behind another are put in order one by one: each has a buffer.
+std::vector<BufferId> UnshardedGrads::TakeBuffers(std::set<std::int32_t> grads, bool accumulated) const {
+  std::vector<BufferId> taken;
+  const std::vector<BufferId> partial = ReducePartialGrads(grads, accumulated);
+  for (const std::int32_t p : std::set(grads)) {
+    if (!scope_.IsChunked(p)) continue;
+    taken.push_back(GradBuffer({p}, accumulated));
+    grads.erase(p);
+  }
+  if (!grads.empty()) taken.push_back(GradBuffer(grads, accumulated));
+  taken.insert(taken.end(), partial.begin(), partial.end());
+  return taken;
+}
+
+UnshardedGrads::Taken UnshardedGrads::Take() {
+  std::set<std::int32_t> parameters = state_.grads;
+  parameters.insert(state_.accumulated.begin(), state_.accumulated.end());
+  Taken taken{.parameters = {parameters.begin(), parameters.end()}, .buffers = {}};
+  const auto take = [&](const std::set<std::int32_t>& grads, bool accumulated) {
+    const std::vector<BufferId> buffers = TakeBuffers(grads, accumulated);
+    taken.buffers.insert(taken.buffers.end(), buffers.begin(), buffers.end());
+  };
+  for (const std::int32_t p : state_.accumulated) take({p}, true);
+  take(state_.grads, false);
+  state_ = {};
+  return taken;
+}
+
+}  // namespace shardplan::fsdp2
