@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <map>
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
 
 namespace shardplan {
 namespace {
@@ -25,7 +28,6 @@ Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder
   }
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepEnd, -1, 0);
-  policy.OnStepEnd();
   return {};
 }
 
@@ -56,17 +58,20 @@ Status PlaceEvents(const PolicyInput& input, Plan& plan, std::vector<KnownFault>
   if (!policy) return std::unexpected(policy.error());
   if (Status status = (*policy)->SetUp(); !status) return status;
 
-  std::map<std::string, std::int32_t> seen;  // state before a repetition of the last step -> its index
   const std::size_t given = input.steps.size();
+  std::vector<std::unique_ptr<PolicyState>> seen;  // before each repetition of the last step
   for (std::size_t s = 0; s < given + kMaxRepetitions; ++s) {
     if (s + 1 >= given) {
-      const auto [entry, added] = seen.try_emplace((*policy)->State(), static_cast<std::int32_t>(s));
-      if (!added) {
+      std::unique_ptr<PolicyState> state = (*policy)->State();
+      const auto same =
+          std::ranges::find_if(seen, [&](const auto& earlier) { return earlier->Equals(*state); });
+      if (same != seen.end()) {
         faults = (*policy)->Faults();
-        plan.steady_step = entry->second;
+        plan.steady_step = static_cast<std::int32_t>(given - 1 + (same - seen.begin()));
         plan.steps[plan.steady_step].name = "steady";
         return {};
       }
+      seen.push_back(std::move(state));
     }
     builder.BeginStep(s == 0 ? "first" : fmt::format("step {}", s));
     if (Status status = RunStep(input.steps[std::min(s, given - 1)], **policy, builder); !status)

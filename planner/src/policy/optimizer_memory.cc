@@ -14,7 +14,7 @@ OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& part
       partition_(partition),
       builder_(builder) {
   for (const UnitChoice& choice : partition.units) {
-    has_state_.emplace_back(choice.unit.parameters.size(), false);
+    state_.has_states.emplace_back(choice.unit.parameters.size(), false);
   }
 }
 
@@ -68,7 +68,7 @@ void OptimizerMemory::AllocateStates(UnitId unit, const std::vector<OptimizerSha
                                      StreamId stream) {
   std::vector<Bytes> parts;
   for (const OptimizerShard& shard : shards) {
-    std::vector<bool>::reference made = has_state_[unit][static_cast<std::size_t>(shard.parameter)];
+    std::vector<bool>::reference made = state_.has_states[unit][static_cast<std::size_t>(shard.parameter)];
     const std::vector<Bytes> states = OptimizerStates(optimizer_, shard);
     if (made || states.empty()) continue;
     made = true;
@@ -122,14 +122,6 @@ void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
   }
   if (optimizer_.kind != OptimizerKind::kNone) builder_.Emit(InstructionKind::kOptimizerStep, stream);
   if (temporary >= 0) builder_.Free(temporary, stream);
-}
-
-std::string OptimizerMemory::State() const {
-  std::string state;
-  for (const std::vector<bool>& unit : has_state_) {
-    for (const bool has : unit) state += has ? '1' : '0';
-  }
-  return state;
 }
 
 }  // namespace shardplan

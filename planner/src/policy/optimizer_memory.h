@@ -1,7 +1,6 @@
 // The optimiser's memory and its step, as torch.optim allocates it.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "policy/program_builder.h"
@@ -18,6 +17,13 @@ struct SteppedUnit {
 
 class OptimizerMemory {
  public:
+  // What later steps depend on.
+  struct State {
+    // By unit and parameter: torch.optim has made its states, in the first step that had a gradient for it.
+    std::vector<std::vector<bool>> has_states;
+    bool operator==(const State&) const = default;
+  };
+
   OptimizerMemory(const Strategy& strategy, const Partition& partition, ProgramBuilder& builder);
 
   // kBadInput for arguments that torch.optim refuses.
@@ -27,7 +33,7 @@ class OptimizerMemory {
   // Emits a step in the backward of these parameters of `unit`, each by an optimiser of its own, on `stream`
   // (-1: on the host).
   void StepParameters(UnitId unit, StreamId stream, std::vector<std::int32_t> parameters);
-  std::string State() const;
+  const State& state() const { return state_; }
 
  private:
   void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
@@ -39,7 +45,7 @@ class OptimizerMemory {
   const bool use_orig_params_;
   const Partition& partition_;
   ProgramBuilder& builder_;
-  std::vector<std::vector<bool>> has_state_;  // by unit and parameter
+  State state_;
 };
 
 }  // namespace shardplan

@@ -1,8 +1,10 @@
 // What a policy is: a state machine over the points that the host passes.
 #pragma once
 
+#include <concepts>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "policy/program_builder.h"
@@ -17,6 +19,27 @@ struct KnownFault {
   std::string why;
 };
 
+// A value that policies of one kind compare: see Policy::State.
+class PolicyState {
+ public:
+  virtual ~PolicyState() = default;
+  virtual bool Equals(const PolicyState& other) const = 0;
+};
+
+// T's `==` is a defaulted one, as are those of its members: no field can be forgotten in the comparison.
+template <std::equality_comparable T>
+class PolicyStateOf final : public PolicyState {
+ public:
+  explicit PolicyStateOf(T value) : value_(std::move(value)) {}
+  bool Equals(const PolicyState& other) const override {
+    const auto* same_kind = dynamic_cast<const PolicyStateOf*>(&other);
+    return same_kind != nullptr && same_kind->value_ == value_;
+  }
+
+ private:
+  T value_;
+};
+
 class Policy {
  public:
   virtual ~Policy() = default;
@@ -25,10 +48,10 @@ class Policy {
   virtual void OnStepBegin() {}
   // Emits the triggers and instructions of one host event.
   virtual Status On(const HostEvent& event) = 0;
-  virtual void OnStepEnd() {}
-  // Everything that decides what later steps do, as bytes: two steps that begin in equal states and have
-  // equal host events are equal.
-  virtual std::string State() const = 0;
+  // Everything that decides what later steps do: two steps that begin in equal states and have equal host
+  // events are equal. What only counts or names past steps stays out of it: a training loop repeats, and so
+  // do the states in which its steps begin.
+  virtual std::unique_ptr<PolicyState> State() const = 0;
   virtual std::vector<KnownFault> Faults() const { return {}; }
 };
 

@@ -372,7 +372,7 @@ void Fsdp1Policy::DropZeroedGrads() {
   builder_.SetUnit(unit);
 }
 
-std::string Fsdp1Policy::State() const {
+std::unique_ptr<PolicyState> Fsdp1Policy::State() const {
   std::string state = fmt::format("{} {} {} {} [{}] [{}] [{}]|", first_iteration_, sync_gradients_,
                                   final_callback_queued_, zeroed_, fmt::join(pre_forward_order_, ","),
                                   fmt::join(post_forward_order_, ","), fmt::join(free_events_, ","));
@@ -394,7 +394,8 @@ std::string Fsdp1Policy::State() const {
     if (zeroed_) state += h.contributions;
     state += fmt::format("{}{}{};", h.saved_grad, h.post_backward_called, h.summoned);
   }
-  return state + optimizer_.State();
+  return std::make_unique<PolicyStateOf<std::pair<std::string, OptimizerMemory::State>>>(
+      std::pair{std::move(state), optimizer_.state()});
 }
 
 }  // namespace shardplan

@@ -37,7 +37,7 @@ class Fsdp1Policy : public Policy {
   Status SetUp() override;
   void OnStepBegin() override { frees_in_step_ = 0; }
   Status On(const HostEvent& event) override;
-  std::string State() const override;
+  std::unique_ptr<PolicyState> State() const override;
   std::vector<KnownFault> Faults() const override;
 
  private:

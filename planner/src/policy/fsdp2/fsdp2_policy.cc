@@ -324,7 +324,7 @@ void Fsdp2Policy::ZeroGrad(const HostEvent& event) {
   for (Group& group : groups_) group.sharded_grads.clear();
 }
 
-std::string Fsdp2Policy::State() const {
+std::unique_ptr<PolicyState> Fsdp2Policy::State() const {
   std::string state;
   for (std::size_t u = 0; u < groups_.size(); ++u) {
     if (context_of_[u] == u) {
@@ -348,7 +348,8 @@ std::string Fsdp2Policy::State() const {
         g.separate_reduce_scatter, g.process_group_memory, g.reduce_scatters_in_flight, g.post_forward_size);
     state += ListState(g.forward_prefetch) + ListState(g.backward_prefetch);
   }
-  return state + optimizer_.State();
+  return std::make_unique<PolicyStateOf<std::pair<std::string, OptimizerMemory::State>>>(
+      std::pair{std::move(state), optimizer_.state()});
 }
 
 std::string Fsdp2Policy::EventName(UnitId unit, std::string_view what) const {

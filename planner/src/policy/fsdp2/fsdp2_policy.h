@@ -35,7 +35,7 @@ class Fsdp2Policy : public Policy {
 
   Status SetUp() override;
   Status On(const HostEvent& event) override;
-  std::string State() const override;
+  std::unique_ptr<PolicyState> State() const override;
   std::vector<KnownFault> Faults() const override { return faults_; }
 
  private:
