@@ -71,7 +71,10 @@ Result<std::string> ExplainTimedSchedule(const Plan& plan) {
   if (!simulation) return std::unexpected(simulation.error());
   std::map<std::pair<std::int32_t, std::int32_t>, Nanoseconds> durations;
   for (const Span& span : simulation->spans) {
-    if (span.step != plan.steady_step || span.stream < 0) continue;
+    if (span.step != plan.steady_step || span.stream < 0 || span.instruction < 0) continue;
+    const Instruction& instruction =
+        plan.steps[span.step].triggers[span.trigger].instructions[span.instruction];
+    if (instruction.kind == InstructionKind::kWait) continue;  // as long as what it waits for
     durations[{span.trigger, span.instruction}] = Nanoseconds{span.end_ns.value - span.start_ns.value};
   }
   return ExplainSchedule(plan, plan.steady_step, [&](std::int32_t trigger, std::int32_t instruction) {
@@ -165,9 +168,10 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
                       "Write the strategy that the flags amount to");
   command->add_flag("--explain", options->explain,
                     "Print the step that repeats, and why each instruction is there");
-  command->add_flag("--explain-schedule", options->explain_schedule,
-                    "Print what may move in the step that repeats, what nothing can move across, and its "
-                    "critical path");
+  command->add_flag(
+      "--explain-schedule", options->explain_schedule,
+      "Print where collectives may move in the step that repeats, what no work can move across, and its "
+      "critical path");
   AddPassFlags(*command, *options);
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   AddPlanFlags(*command, options->flags);

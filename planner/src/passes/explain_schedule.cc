@@ -38,7 +38,7 @@ class ScheduleExplainer {
     const std::vector<TriggerRange> ranges = MovableRanges(graph_);
     for (std::size_t v = 0; v < ranges.size(); ++v) {
       const ScheduleNode& node = graph_[v];
-      if (node.instruction < 0 || InstructionOf(node).communicator < 0) continue;
+      if (node.instruction < 0 || !IsCollective(InstructionOf(node))) continue;
       text += fmt::format("  {}\n    {}, may be from {} to {}\n", Describe(plan_, InstructionOf(node)),
                           At(node.trigger), At(ranges[v].first), At(ranges[v].last));
     }
@@ -46,8 +46,12 @@ class ScheduleExplainer {
   }
 
   std::string BarriersText() const {
-    std::string text = "nothing can move across\n";
-    for (const std::int32_t v : Barriers(graph_)) text += fmt::format("  {}\n", Line(graph_[v]));
+    std::vector<bool> works(boost::num_vertices(graph_));
+    for (std::size_t v = 0; v < works.size(); ++v) {
+      works[v] = graph_[v].instruction >= 0 && Works(InstructionOf(graph_[v]).kind);
+    }
+    std::string text = "no work can move across\n";
+    for (const std::int32_t v : Barriers(graph_, works)) text += fmt::format("  {}\n", Line(graph_[v]));
     return text;
   }
 
@@ -68,6 +72,22 @@ class ScheduleExplainer {
   }
 
  private:
+  // Computes, moves or reduces something.
+  static bool Works(InstructionKind kind) {
+    switch (kind) {
+      case InstructionKind::kAllocate:
+      case InstructionKind::kFree:
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kBindSharded:
+      case InstructionKind::kRecord:
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
+      case InstructionKind::kZeroGrad:
+        return false;
+      default:
+        return true;
+    }
+  }
   static double Milliseconds(Nanoseconds ns) { return static_cast<double>(ns.value) / 1e6; }
   const Instruction& InstructionOf(const ScheduleNode& node) const {
     return step_.triggers[node.trigger].instructions[node.instruction];

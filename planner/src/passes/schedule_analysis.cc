@@ -9,6 +9,7 @@
 #include <boost/graph/graphviz.hpp>
 #include <boost/graph/transitive_reduction.hpp>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string_view>
 
@@ -67,6 +68,26 @@ std::string NodeText(const Plan& plan, const PlanStep& step, const ScheduleNode&
   return fmt::format("label=\"{}\", color={}, shape=ellipse", label, color);
 }
 
+// The graph of the vertices in `among` alone, `kept` in order, with a path wherever there was one.
+ScheduleGraph Contract(const ScheduleGraph& graph, const std::vector<bool>& among,
+                       std::vector<std::int32_t>& kept) {
+  const std::size_t count = boost::num_vertices(graph);
+  ScheduleGraph contracted;
+  std::vector<std::set<std::size_t>> nearest(count);  // that a vertex comes after, in `contracted`
+  for (std::size_t v = 0; v < count; ++v) {           // edges lead to later vertices
+    if (among[v]) {
+      const std::size_t added = boost::add_vertex(graph[v], contracted);
+      for (const std::size_t before : nearest[v]) boost::add_edge(before, added, {}, contracted);
+      nearest[v] = {added};
+      kept.push_back(static_cast<std::int32_t>(v));
+    }
+    for (const auto edge : OutEdges(v, graph)) {
+      nearest[boost::target(edge, graph)].insert(nearest[v].begin(), nearest[v].end());
+    }
+  }
+  return contracted;
+}
+
 }  // namespace
 
 ScheduleGraph TransitiveReduction(const ScheduleGraph& graph) {
@@ -120,26 +141,32 @@ std::vector<TriggerRange> MovableRanges(const ScheduleGraph& graph) {
   return ranges;
 }
 
-std::vector<std::int32_t> Barriers(const ScheduleGraph& graph) {
-  const std::size_t count = boost::num_vertices(graph);
+std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector<bool>& among) {
+  std::vector<std::int32_t> kept;
+  const ScheduleGraph contracted = Contract(graph, among, kept);
+  const std::size_t count = kept.size();
   if (count == 0) return {};
   // An edge that follows from others leads past vertices that nothing can move across: only the reduction's
   // dominators are those.
-  const ScheduleGraph reduced = TransitiveReduction(graph);
+  const ScheduleGraph reduced = TransitiveReduction(contracted);
   using Both = boost::adjacency_list<boost::vecS, boost::vecS, boost::bidirectionalS>;
-  Both flow(count + 1);
+  Both flow(count + 2);  // and where all ends and begins
+  std::vector<bool> has_predecessor(count, false);
   for (std::size_t v = 0; v < count; ++v) {
-    for (const auto edge : OutEdges(v, reduced)) boost::add_edge(v, boost::target(edge, reduced), flow);
+    for (const auto edge : OutEdges(v, reduced)) {
+      boost::add_edge(v, boost::target(edge, reduced), flow);
+      has_predecessor[boost::target(edge, reduced)] = true;
+    }
     if (boost::out_degree(v, reduced) == 0) boost::add_edge(v, count, flow);
+    if (!has_predecessor[v]) boost::add_edge(count + 1, v, flow);
   }
   const auto nobody = boost::graph_traits<Both>::null_vertex();
-  std::vector<std::size_t> dominator(count + 1, nobody);
+  std::vector<std::size_t> dominator(count + 2, nobody);
   boost::lengauer_tarjan_dominator_tree(
-      flow, 0, boost::make_iterator_property_map(dominator.begin(), boost::get(boost::vertex_index, flow)));
+      flow, count + 1,
+      boost::make_iterator_property_map(dominator.begin(), boost::get(boost::vertex_index, flow)));
   std::vector<std::int32_t> barriers;
-  for (std::size_t v = dominator[count]; v != nobody; v = dominator[v]) {
-    barriers.push_back(static_cast<std::int32_t>(v));
-  }
+  for (std::size_t v = dominator[count]; v != count + 1; v = dominator[v]) barriers.push_back(kept[v]);
   std::ranges::reverse(barriers);
   return barriers;
 }

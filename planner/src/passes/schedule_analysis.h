@@ -24,9 +24,10 @@ struct TriggerRange {
 };
 std::vector<TriggerRange> MovableRanges(const ScheduleGraph& graph);
 
-// The vertices that everything before them comes before and everything after them comes after, in order: they
-// dominate the end of the step. Nothing can move across one.
-std::vector<std::int32_t> Barriers(const ScheduleGraph& graph);
+// Of the vertices in `among`, those that each other one is ordered with, in order: all that comes later has
+// to pass through them, they dominate the end of the step. None of `among` can move across one. Cost as
+// above.
+std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector<bool>& among);
 
 // A longest path by the vertices' durations: no order of these instructions takes less.
 struct CriticalPath {

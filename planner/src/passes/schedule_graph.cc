@@ -178,7 +178,7 @@ class GraphBuilder {
   }
 
   void AddInstruction(const Instruction& i) {
-    if (i.communicator >= 0) {
+    if (IsCollective(i)) {
       Edge(last_on_communicator_[i.communicator], at_, EdgeKind::kCommunicator);
       last_on_communicator_[i.communicator] = at_;
     }
@@ -364,6 +364,12 @@ std::string_view Name(EdgeKind kind) {
   constexpr std::array<std::string_view, kEdgeKinds> kNames = {"data",  "memory",       "reuse",     "stream",
                                                                "event", "communicator", "host_wait", "host"};
   return kNames[static_cast<std::size_t>(kind)];
+}
+
+bool IsCollective(const Instruction& instruction) {
+  return instruction.kind == InstructionKind::kAllGather ||
+         instruction.kind == InstructionKind::kReduceScatter ||
+         instruction.kind == InstructionKind::kAllReduce;
 }
 
 std::vector<ScheduleGraph> BuildScheduleGraphs(const Plan& plan) {

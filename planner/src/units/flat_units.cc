@@ -56,9 +56,22 @@ class FlatUnits final : public UnitMaker {
     return ExpandWrapPolicy(trace_, index_, strategy_, std::move(rules), ignored_modules, ignored_parameters);
   }
 
-  Status SetRanks(const UnitRule*, const std::string&, UnitChoice&) override { return {}; }
+  Result<std::set<ModuleId>> IgnoredModules() const override {
+    return shardplan::IgnoredModules(trace_, index_, strategy_);
+  }
 
-  Status Finish(const std::string& pointer, UnitChoice& choice, Partition& partition) override {
+  Status BeginUnit(const UnitRule* rule, const std::string&, UnitChoice& choice) override {
+    const auto pick = [&](auto member, auto of_all) {
+      return rule == nullptr ? of_all : (rule->*member).value_or(of_all);
+    };
+    const Fsdp1Knobs& knobs = strategy_.fsdp1;
+    choice.sharding = pick(&UnitRule::sharding, knobs.sharding);
+    choice.backward_prefetch = pick(&UnitRule::backward_prefetch, knobs.backward_prefetch);
+    choice.forward_prefetch = pick(&UnitRule::forward_prefetch, knobs.forward_prefetch);
+    return {};
+  }
+
+  Status FinishUnit(const std::string& pointer, UnitChoice& choice, Partition& partition) override {
     if (Status s = SetFlatDtypes(pointer, choice); !s) return s;
     SetFlatGroups(choice, partition);
     Unit& unit = choice.unit;

@@ -5,12 +5,29 @@
 #include <algorithm>
 #include <set>
 
-#include "policy/fsdp1/fsdp1_units.h"
 #include "shardplan/planner/planner.h"
 #include "units/unit_maker.h"
 
 namespace shardplan {
 namespace {
+
+// Parameters in ignored modules and the ignored parameters themselves, under whatever name they are given.
+std::set<ParameterId> IgnoredParameters(const Trace& trace, const Strategy& strategy,
+                                        const std::set<ModuleId>& ignored_modules) {
+  std::set<ParameterId> ignored;
+  for (const ModuleId module : ignored_modules) {
+    for (const NamedParameter& named : trace.modules[module].parameters) ignored.insert(named.parameter);
+  }
+  const std::vector<std::string>& names = strategy.ignored_parameters;
+  for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
+    const auto named = [&](const std::string& fqn) { return std::ranges::find(names, fqn) != names.end(); };
+    const Parameter& parameter = trace.parameters[p];
+    if (named(parameter.fqn) || std::ranges::any_of(parameter.shared_with, named)) {
+      ignored.insert(static_cast<ParameterId>(p));
+    }
+  }
+  return ignored;
+}
 
 // One unit to make: the modules of one fully_shard call (one module for FSDP1).
 struct Call {
@@ -26,7 +43,7 @@ class Partitioner {
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
     if (Status s = maker_.Begin(cluster_ranks, result_); !s) return std::unexpected(s.error());
-    Result<std::set<ModuleId>> ignored_modules = IgnoredModules(trace_, index_, strategy_);
+    Result<std::set<ModuleId>> ignored_modules = maker_.IgnoredModules();
     if (!ignored_modules) return std::unexpected(ignored_modules.error());
     ignored_ = IgnoredParameters(trace_, strategy_, *ignored_modules);
     Result<std::vector<UnitRule>> rules = maker_.Rules(strategy_.units, *ignored_modules, ignored_);
@@ -141,9 +158,9 @@ class Partitioner {
     choice.unit.orig_dtype = trace_.compute_dtype;
     choice.shard_size = result_.shard_size;
     choice.replicate_size = result_.replicate_size;
-    if (Status s = maker_.SetRanks(call.rule, call.pointer, choice); !s) return s;
+    if (Status s = maker_.BeginUnit(call.rule, call.pointer, choice); !s) return s;
     SetKnobs(call, choice);
-    if (Status s = maker_.Finish(call.pointer, choice, result_); !s) return s;
+    if (Status s = maker_.FinishUnit(call.pointer, choice, result_); !s) return s;
     result_.units.push_back(std::move(choice));
     return {};
   }
@@ -174,11 +191,6 @@ class Partitioner {
     choice.mixed_precision = mixed.value_or(MixedPrecision{});
     const auto reshard = pick(&UnitRule::reshard_after_forward, strategy_.reshard_after_forward);
     choice.reshard_given = reshard.has_value();
-    const Fsdp1Knobs& flat = strategy_.fsdp1;
-    choice.sharding = pick(&UnitRule::sharding, std::optional(flat.sharding)).value();
-    choice.backward_prefetch =
-        pick(&UnitRule::backward_prefetch, std::optional(flat.backward_prefetch)).value();
-    choice.forward_prefetch = pick(&UnitRule::forward_prefetch, std::optional(flat.forward_prefetch)).value();
     const std::int64_t all = choice.shard_size;
     if (!reshard) {
       choice.post_forward_size = all;  // but 0 for a root, which shows at its first forward

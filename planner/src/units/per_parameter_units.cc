@@ -29,12 +29,12 @@ class PerParameterUnits final : public UnitMaker {
     return communicators_.FindHooks(trace_, index_);
   }
 
-  Status SetRanks(const UnitRule* rule, const std::string& pointer, UnitChoice& choice) override {
+  Status BeginUnit(const UnitRule* rule, const std::string& pointer, UnitChoice& choice) override {
     const bool own = rule != nullptr && rule->data_parallel.has_value();
     return communicators_.SetRanks(own ? &*rule->data_parallel : nullptr, pointer, choice);
   }
 
-  Status Finish(const std::string& pointer, UnitChoice& choice, Partition& partition) override {
+  Status FinishUnit(const std::string& pointer, UnitChoice& choice, Partition& partition) override {
     if (Status s = SetParameterKnobs(strategy_, communicators_.mesh(), pointer, choice); !s) return s;
     return communicators_.SetCommunicators(pointer, choice, partition);
   }

@@ -24,16 +24,19 @@ class UnitMaker {
 
   // The mesh and sizes of `partition`. kBadInput for a mesh that does not fit.
   virtual Status Begin(std::int64_t cluster_ranks, Partition& partition) = 0;
+  // Modules whose parameters no unit takes, canonical. kBadInput for an entry that matches nothing.
+  virtual Result<std::set<ModuleId>> IgnoredModules() const { return std::set<ModuleId>{}; }
   // The rules to make units of; `rules` is what the strategy gives.
   virtual Result<std::vector<UnitRule>> Rules(std::vector<UnitRule> rules,
                                               const std::set<ModuleId>& ignored_modules,
                                               const std::set<ParameterId>& ignored_parameters) = 0;
   // Knobs of the strategy that name modules or parameters. kBadInput for one that matches nothing.
   virtual Status CheckKnobs() { return {}; }
-  // The sizes of the groups of one unit, before its knobs are set. `rule`: of its call, or null.
-  virtual Status SetRanks(const UnitRule* rule, const std::string& pointer, UnitChoice& choice) = 0;
-  // Dtypes, layout and communicators of one unit, after its knobs are set.
-  virtual Status Finish(const std::string& pointer, UnitChoice& choice, Partition& partition) = 0;
+  // The sizes of the groups of one unit and the knobs that only this layout has, before the knobs that both
+  // have are set. `rule`: of its call, or null.
+  virtual Status BeginUnit(const UnitRule* rule, const std::string& pointer, UnitChoice& choice) = 0;
+  // Dtypes, layout and communicators of one unit, after that.
+  virtual Status FinishUnit(const std::string& pointer, UnitChoice& choice, Partition& partition) = 0;
   // What the units may not be together.
   virtual Status Check(const Partition&) const { return {}; }
 };
