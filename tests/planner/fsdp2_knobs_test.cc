@@ -311,14 +311,14 @@ TEST(RemarksTest, TellWhatIsGatheredForNothingStaysOrIsStale) {
     return names;
   };
   Strategy strategy{.units = {{.modules = {"stem"}}, {.modules = {"layers.*"}}, {.modules = {""}}}};
-  EXPECT_THAT(remarks("small", strategy), testing::ElementsAre("gather_for_nothing stem"));
-  EXPECT_THAT(remarks("frozen_prefix", strategy), testing::ElementsAre("gather_for_nothing layers.0"));
+  EXPECT_THAT(remarks("small", strategy), ::testing::ElementsAre("gather_for_nothing stem"));
+  EXPECT_THAT(remarks("frozen_prefix", strategy), ::testing::ElementsAre("gather_for_nothing layers.0"));
   strategy.setup = {{.method = "set_unshard_in_backward", .module = "stem", .value = false}};
   EXPECT_TRUE(remarks("small", strategy).empty());
   strategy.setup = {{.method = "set_reshard_after_backward", .module = "layers.1", .value = false}};
   strategy.units.erase(strategy.units.begin());
   EXPECT_THAT(remarks("small", strategy),
-              testing::ElementsAre("stale_parameters layers.1", "stays_unsharded layers.1"));
+              ::testing::ElementsAre("stale_parameters layers.1", "stays_unsharded layers.1"));
 }
 
 }  // namespace
