@@ -194,6 +194,7 @@ Status Fsdp1Policy::On(const HostEvent& event) {
 }
 
 Status Fsdp1Policy::UserCall(const HostEvent& event) {
+  if (event.call->method == "summon_full_params" && event.call->module.empty()) LazyInit();
   builder_.BeginTrigger(TriggerKind::kUserCall, event.unit, event.microbatch);
   if (event.call->method == "no_sync") {  // enters (true) or leaves the context manager
     sync_gradients_ = !event.call->value.value_or(true);
@@ -229,8 +230,7 @@ void Fsdp1Policy::OnSegment(const HostEvent& event) {
 void Fsdp1Policy::LazyInit() {
   if (initialized_) return;
   initialized_ = true;
-  const std::string reason = builder_.reason();
-  const UnitId current = builder_.unit();
+  builder_.BeginTrigger(TriggerKind::kLazyInit, -1, 0);
   builder_.SetReason("lazy_init");
   for (const UnitId id : partition_.states) {
     Handle& handle = handles_[id];
@@ -241,12 +241,9 @@ void Fsdp1Policy::LazyInit() {
       FreeCopy(*copy, kCompute);
     }
   }
-  builder_.SetUnit(current);
-  builder_.SetReason(reason);
 }
 
 void Fsdp1Policy::RootPreForward() {
-  LazyInit();
   if (partition_.units[0].forward_prefetch) {
     for (Handle& handle : handles_) {
       handle.needs_pre_forward_unshard = true;
@@ -261,9 +258,11 @@ void Fsdp1Policy::RootPreForward() {
 void Fsdp1Policy::PreForward(const HostEvent& event) {
   const UnitId unit = event.unit;
   Handle& handle = handles_[unit];
+  const bool enters_root = partition_.units[unit].is_root && event.kind == HostEventKind::kPreForward;
+  if (enters_root) LazyInit();
   builder_.BeginTrigger(TriggerKind::kPreForward, unit, event.microbatch);
   builder_.SetReason("pre_forward");
-  if (partition_.units[unit].is_root && event.kind == HostEventKind::kPreForward) RootPreForward();
+  if (enters_root) RootPreForward();
   std::int32_t& calls = calls_[{unit, event.microbatch}];
   current_call_ = {unit, calls, event.microbatch};
   const bool recomputes = event.kind == HostEventKind::kRecomputePreForward;

@@ -76,7 +76,6 @@ Status Fsdp1Policy::SummonFullParams(const HostEvent& event) {
   if (!enters) std::ranges::reverse(units);
   const StreamId unshard_stream = unshard_stream_, pre_unshard_stream = pre_unshard_stream_;
   builder_.SetReason("summon_full_params");
-  LazyInit();
   if (enters) DropZeroedGrads();
   for (const UnitId id : units) {
     Handle& handle = handles_[id];
