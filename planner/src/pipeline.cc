@@ -1,16 +1,22 @@
 // The planner's table of contents: every pass, in order, through one choke point.
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
+#include <cassert>
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <utility>
 
+#include "passes/describe.h"
+#include "passes/dump.h"
 #include "passes/linearise.h"
 #include "passes/passed_through.h"
 #include "passes/place_events.h"
 #include "passes/record_order.h"
-#include "passes/schedule_graph.h"
-#include "policy/fsdp1/fsdp1_frozen.h"
-#include "policy/fsdp1/fsdp1_units.h"
+#include "passes/schedule_analysis.h"
+#include "policy/policy_description.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"
@@ -21,24 +27,33 @@
 namespace shardplan {
 namespace {
 
-// What the passes hand on to each other.
-struct Planning {
-  const Trace* trace;  // the one to plan: given, or as the passes changed it
+// What there is to plan.
+struct Task {
+  const Trace& given;
   const Strategy& strategy;
   const Cluster& cluster;
-  Trace checkpointed, split, with_gradients, joined;
-  ModelIndex index;
-  Partition partition;
-  std::vector<RecordedStep> steps;
-  ScheduleGraph graph;
-  std::vector<KnownFault> faults;
-  PlannerOutput output;
+  const PolicyDescription& policy;
 };
 
-struct PlanningPass {
-  std::string_view name;
-  Status (*run)(Planning&);
+// What the passes have made of it so far: each takes what it needs and puts in what it returns.
+struct Made {
+  std::optional<Trace> rewritten;  // the latest; none: the given trace stands
+  ModelIndex index;
+  Partition partition;
+  std::vector<RecordedStep> order;
+  Plan plan;
+  std::vector<KnownFault> known_faults;
+  std::vector<ScheduleGraph> graphs;  // by step
+  std::vector<std::string> faults;
 };
+
+const Trace& TraceOf(const Task& task, const Made& made) {
+  return made.rewritten ? *made.rewritten : task.given;
+}
+
+PolicyInput InputOf(const Task& task, const Made& made) {
+  return {TraceOf(task, made), made.index, made.partition, task.strategy, made.order};
+}
 
 template <typename T>
 Status Keep(Result<T> result, T& into) {
@@ -47,153 +62,215 @@ Status Keep(Result<T> result, T& into) {
   return {};
 }
 
-Status ApplyCheckpointingPass(Planning& p) {
-  if (!p.strategy.checkpoint) return {};
-  if (Status s = Keep(ApplyCheckpointing(*p.trace, *p.strategy.checkpoint), p.checkpointed); !s) return s;
-  p.trace = &p.checkpointed;
+void Rewrite(std::optional<Trace> trace, Made& made) {
+  if (trace) made.rewritten = std::move(trace);
+}
+
+Status RunApplyCheckpointing(const Task& task, Made& made) {
+  if (!task.strategy.checkpoint) return {};
+  Result<Trace> trace = ApplyCheckpointing(TraceOf(task, made), *task.strategy.checkpoint);
+  if (!trace) return std::unexpected(std::move(trace.error()));
+  Rewrite(std::move(*trace), made);
   return {};
 }
 
-Status ChooseUnitsPass(Planning& p) {
-  if (Status s = Keep(MakeModelIndex(*p.trace), p.index); !s) return s;
-  return Keep(ChooseUnits(*p.trace, p.index, p.strategy, p.cluster.ranks), p.partition);
+Status RunChooseUnits(const Task& task, Made& made) {
+  const Trace& trace = TraceOf(task, made);
+  if (Status s = Keep(MakeModelIndex(trace), made.index); !s) return s;
+  const std::unique_ptr<UnitMaker> maker = task.policy.make_units(trace, made.index, task.strategy);
+  return Keep(ChooseUnits(trace, made.index, task.strategy, *maker, task.cluster.ranks), made.partition);
 }
 
-Status SplitTiesPass(Planning& p) {
-  std::optional<SplitTrace> split = SplitTies(*p.trace, p.index, p.partition);
+Status RunSplitTies(const Task& task, Made& made) {
+  std::optional<SplitTrace> split = SplitTies(TraceOf(task, made), made.index, made.partition);
   if (!split) return {};
-  p.split = std::move(split->trace);
-  p.trace = &p.split;
-  p.partition = std::move(split->partition);
+  Rewrite(std::move(split->trace), made);
+  made.partition = std::move(split->partition);
   return {};
 }
 
-Status ExtendGradientsPass(Planning& p) {
-  if (p.strategy.policy != "fsdp1") return {};
-  std::optional<Trace> extended = WithGradientsOfFrozenParts(*p.trace, p.index, p.partition);
-  if (!extended) return {};
-  p.with_gradients = std::move(*extended);
-  p.trace = &p.with_gradients;
+Status RunExtendGradients(const Task& task, Made& made) {
+  if (task.policy.extend_gradients == nullptr) return {};
+  Rewrite(task.policy.extend_gradients(TraceOf(task, made), made.index, made.partition), made);
   return {};
 }
 
-Status JoinTensorsPass(Planning& p) {
-  std::optional<Trace> joined =
-      JoinPassedThrough(*p.trace, p.index, p.partition, p.strategy.policy == "fsdp1");
-  if (!joined) return {};
-  p.joined = std::move(*joined);
-  p.trace = &p.joined;
+Status RunJoinTensors(const Task& task, Made& made) {
+  Rewrite(JoinPassedThrough(TraceOf(task, made), made.index, made.partition, task.policy.wraps_inputs), made);
   return {};
 }
 
-Status RecordOrderPass(Planning& p) {
-  return Keep(RecordOrder(*p.trace, p.index, p.partition, p.strategy), p.steps);
+Status RunRecordOrder(const Task& task, Made& made) {
+  return Keep(
+      RecordOrder(TraceOf(task, made), made.index, made.partition, task.strategy, task.policy.wraps_inputs),
+      made.order);
 }
 
-Status PlaceEventsPass(Planning& p) {
-  Plan& plan = p.output.plan;
-  for (const UnitChoice& choice : p.partition.units) plan.units.push_back(choice.unit);
-  return PlaceEvents({*p.trace, p.index, p.partition, p.strategy, p.steps}, plan, p.faults);
-}
-
-Status BuildGraphPass(Planning& p) {
-  p.graph = BuildScheduleGraph(p.output.plan);
+Status RunPlaceEvents(const Task& task, Made& made) {
+  Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy);
+  if (!placed) return std::unexpected(std::move(placed.error()));
+  made.plan = std::move(placed->plan);
+  made.known_faults = std::move(placed->known_faults);
   return {};
 }
 
-Status LinearisePass(Planning& p) {
-  if (Status s = Linearise(p.graph, p.output.plan); !s) return s;
-  p.output.graph_dot = WriteGraphviz(p.graph, p.output.plan);
+Status RunBuildGraph(const Task&, Made& made) {
+  made.graphs = BuildScheduleGraphs(made.plan);
   return {};
 }
 
-Status DescribePass(Planning& p) {
-  Plan& plan = p.output.plan;
-  plan.model = p.trace->model;
-  plan.policy = p.strategy.policy;
-  plan.world_size = p.cluster.ranks;
-  plan.mesh = p.partition.mesh;
-  plan.communicators = p.partition.communicators;
-  plan.cluster = p.cluster;
-  plan.strategy = p.strategy;
-  plan.inputs = p.trace->inputs;
-  plan.model_buffers = p.trace->buffers;
-  if (p.strategy.policy == "fsdp1") {
-    Result<std::set<ModuleId>> ignored = IgnoredModules(*p.trace, p.index, p.strategy);
-    if (!ignored) return std::unexpected(ignored.error());
-    CastBuffers(p.index, p.partition, *ignored, plan.model_buffers);
-  }
-  std::int64_t forwards = 0;  // that are trained on, in the step that repeats
-  if (!p.strategy.program.empty()) {
-    for (const ProgramCall& call : p.strategy.program.back()) {
-      const auto* backward = std::get_if<BackwardCall>(&call);
-      if (backward != nullptr) forwards += static_cast<std::int64_t>(backward->microbatches.size());
+Status RunLinearise(const Task&, Made& made) {
+  return Keep(Linearise(made.plan, made.graphs), made.plan.steps);
+}
+
+Status RunDescribe(const Task& task, Made& made) {
+  return Keep(DescribePlan(std::move(made.plan), InputOf(task, made), task.policy, task.cluster), made.plan);
+}
+
+Status RunDigest(const Task& task, Made& made) {
+  made.plan.digests = {Digest(ToJson(task.given)), Digest(ToJson(task.strategy)),
+                       Digest(ToJson(task.cluster))};
+  return {};
+}
+
+// Violations that PyTorch has, too, are reported, not refused: the plan is what PyTorch does.
+Status RunVerify(const Task&, Made& made) {
+  for (const Violation& violation : Verify(made.plan)) {
+    const auto known = std::ranges::find(made.known_faults, violation.rule, &KnownFault::rule);
+    if (known == made.known_faults.end()) {
+      return std::unexpected(Error{
+          .code = ErrorCode::kInternal,
+          .message = "the plan does not verify (a bug of the planner): " + Explain(made.plan, violation)});
     }
-  } else {
-    forwards = 1;
+    std::string fault = known->why + "\n" + Explain(made.plan, violation);
+    if (made.faults.empty() || made.faults.back() != fault) made.faults.push_back(std::move(fault));
   }
-  plan.tokens_per_step = p.trace->tokens_per_batch * forwards;
   return {};
 }
 
-constexpr PlanningPass kPasses[] = {
-    {"apply_checkpointing", ApplyCheckpointingPass},
-    {"choose_units", ChooseUnitsPass},
-    {"split_ties", SplitTiesPass},
-    {"extend_gradients", ExtendGradientsPass},
-    {"join_tensors", JoinTensorsPass},
-    {"record_order", RecordOrderPass},
-    {"place_events", PlaceEventsPass},
-    {"build_graph", BuildGraphPass},
-    {"linearise", LinearisePass},
-    {"describe", DescribePass},
+std::string TraceDump(const Task& task, const Made& made) { return ToJson(TraceOf(task, made)); }
+std::string UnitsDump(const Task& task, const Made& made) {
+  return UnitsText(TraceOf(task, made), made.partition);
+}
+std::string OrderDump(const Task&, const Made& made) { return OrderText(made.partition, made.order); }
+std::string PlanDump(const Task&, const Made& made) { return ToJson(made.plan); }
+std::string GraphDump(const Task&, const Made& made) {
+  const std::int32_t steady = made.plan.steady_step;
+  return WriteGraphviz(made.graphs[steady], made.plan, made.plan.steps[steady]);
+}
+std::string FaultsDump(const Task&, const Made& made) {
+  return made.faults.empty() ? "the plan verifies\n" : fmt::format("{}\n", fmt::join(made.faults, "\n\n"));
+}
+
+struct PipelinePass {
+  PlannerPass about;
+  Status (*run)(const Task&, Made&);
+  std::string (*dump)(const Task&, const Made&);
 };
 
-// Every pass goes through here: run, time, report.
-Status RunTimed(std::string_view name, const PlanOptions& options, const std::function<Status()>& run) {
-  const auto begin = std::chrono::steady_clock::now();
-  Status status = run();
-  const auto wall = std::chrono::steady_clock::now() - begin;
-  if (options.on_pass) {
-    options.on_pass(name, Nanoseconds{std::chrono::duration_cast<std::chrono::nanoseconds>(wall).count()});
-  }
-  return status;
+constexpr std::array<PipelinePass, 12> kPasses = {{
+    {{"apply_checkpointing", "trace", ""}, RunApplyCheckpointing, TraceDump},
+    {{"choose_units", "units", "split_ties"}, RunChooseUnits, UnitsDump},
+    {{"split_ties", "trace", "record_order"}, RunSplitTies, TraceDump},
+    {{"extend_gradients", "trace", ""}, RunExtendGradients, TraceDump},
+    {{"join_tensors", "trace", ""}, RunJoinTensors, TraceDump},
+    {{"record_order", "order", "place_events"}, RunRecordOrder, OrderDump},
+    {{"place_events", "plan", "describe"}, RunPlaceEvents, PlanDump},
+    {{"build_graph", "graph", "linearise"}, RunBuildGraph, GraphDump},
+    {{"linearise", "plan", ""}, RunLinearise, PlanDump},
+    {{"describe", "plan", "every reader of the plan"}, RunDescribe, PlanDump},
+    {{"digest", "plan", ""}, RunDigest, PlanDump},
+    {{"verify", "faults", ""}, RunVerify, FaultsDump},
+}};
+
+bool IsSkipped(std::string_view pass, const PlanOptions& options) {
+  if (pass == "verify" && !options.verify) return true;
+  return std::ranges::find(options.skip, pass) != options.skip.end();
 }
 
-// Violations that PyTorch has, too, are told, not refused: the plan is what PyTorch does.
-Status VerifyPlan(const Plan& plan, const std::vector<KnownFault>& faults, std::vector<std::string>& told) {
-  for (const Violation& violation : Verify(plan)) {
-    const auto known = std::ranges::find(faults, violation.rule, &KnownFault::rule);
-    if (known == faults.end()) {
-      return std::unexpected(
-          Error{.code = ErrorCode::kInternal,
-                .message = "the plan does not verify (a bug of the planner): " + Explain(plan, violation)});
+Status CheckPassName(std::string_view name, std::string_view option) {
+  if (std::ranges::find(kPasses, name, [](const PipelinePass& p) { return p.about.name; }) != kPasses.end())
+    return {};
+  std::vector<std::string_view> names;
+  for (const PipelinePass& pass : kPasses) names.push_back(pass.about.name);
+  return std::unexpected(Error{.code = ErrorCode::kUsage,
+                               .message = fmt::format("{}: there is no such pass", option),
+                               .found = std::string(name),
+                               .expected = fmt::format("one of {}", fmt::join(names, ", "))});
+}
+
+Status CheckSkipped(const PlanOptions& options) {
+  for (const std::string& name : options.skip) {
+    if (Status s = CheckPassName(name, "skip"); !s) return s;
+  }
+  for (const PipelinePass& pass : kPasses) {
+    const std::string_view user = pass.about.needed_by;
+    if (user.empty() || !IsSkipped(pass.about.name, options) || IsSkipped(user, options)) continue;
+    return std::unexpected(
+        Error{.code = ErrorCode::kUsage,
+              .message = fmt::format("the pass {} cannot be skipped: {} needs it", pass.about.name, user)});
+  }
+  return {};
+}
+
+// Every pass runs here, is timed and reported. Ends behind the pass `last`; empty: behind the last one.
+Status RunPasses(const Task& task, std::string_view last, const PlanOptions& options, Made& made) {
+  for (const PipelinePass& pass : kPasses) {
+    if (!IsSkipped(pass.about.name, options)) {
+      const auto begin = std::chrono::steady_clock::now();
+      Status status = pass.run(task, made);
+      const auto wall = std::chrono::steady_clock::now() - begin;
+      if (options.on_pass) {
+        options.on_pass(pass.about.name,
+                        Nanoseconds{std::chrono::duration_cast<std::chrono::nanoseconds>(wall).count()});
+      }
+      if (!status) return status;
     }
-    std::string fault = known->why + "\n" + Explain(plan, violation);
-    if (told.empty() || told.back() != fault) told.push_back(std::move(fault));
+    if (pass.about.name == last) break;
   }
   return {};
 }
 
 }  // namespace
 
+std::span<const PlannerPass> PlannerPasses() {
+  static constexpr auto kAbout = [] {
+    std::array<PlannerPass, kPasses.size()> about;
+    for (std::size_t p = 0; p < kPasses.size(); ++p) about[p] = kPasses[p].about;
+    return about;
+  }();
+  return kAbout;
+}
+
 Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                                const PlanOptions& options) {
-  Planning planning{.trace = &trace, .strategy = strategy, .cluster = cluster};
-  for (const PlanningPass& pass : kPasses) {
-    Status status = RunTimed(pass.name, options, [&] { return pass.run(planning); });
-    if (!status) return std::unexpected(std::move(status.error()));
+  if (Status s = CheckSkipped(options); !s) return std::unexpected(s.error());
+  const Result<const PolicyDescription*> policy = FindPolicy(strategy.policy);
+  if (!policy) return std::unexpected(policy.error());
+  Made made;
+  if (Status s = RunPasses({trace, strategy, cluster, **policy}, "", options, made); !s) {
+    return std::unexpected(std::move(s.error()));
   }
-  Plan& plan = planning.output.plan;
-  Status status = RunTimed("digest", options, [&] -> Status {
-    plan.digests = {Digest(ToJson(trace)), Digest(ToJson(strategy)), Digest(ToJson(cluster))};
-    return {};
-  });
-  if (options.verify)
-    status = RunTimed("verify", options,
-                      [&] { return VerifyPlan(plan, planning.faults, planning.output.faults); });
-  if (!status) return std::unexpected(std::move(status.error()));
-  return std::move(planning.output);
+  return PlannerOutput{.plan = std::move(made.plan), .faults = std::move(made.faults)};
+}
+
+Result<PassOutput> RunPassesUntil(std::string_view last, const Trace& trace, const Strategy& strategy,
+                                  const Cluster& cluster, const PlanOptions& options) {
+  if (Status s = CheckPassName(last, "stop after"); !s) return std::unexpected(s.error());
+  if (Status s = CheckSkipped(options); !s) return std::unexpected(s.error());
+  if (IsSkipped(last, options)) {
+    return std::unexpected(
+        Error{.code = ErrorCode::kUsage,
+              .message = fmt::format("the pass {} is skipped and makes nothing to stop after", last)});
+  }
+  const Result<const PolicyDescription*> policy = FindPolicy(strategy.policy);
+  if (!policy) return std::unexpected(policy.error());
+  const Task task{trace, strategy, cluster, **policy};
+  Made made;
+  if (Status s = RunPasses(task, last, options, made); !s) return std::unexpected(std::move(s.error()));
+  const PipelinePass& pass =
+      *std::ranges::find(kPasses, last, [](const PipelinePass& p) { return p.about.name; });
+  return PassOutput{.makes = pass.about.makes, .text = pass.dump(task, made)};
 }
 
 }  // namespace shardplan

@@ -1,5 +1,6 @@
 // Random combinations of fsdp2's knobs on the golden traces: every plan verifies, or has only faults that the
-// policy knows PyTorch to have; or the strategy is refused for a reason that PyTorch has, too.
+// policy knows PyTorch to have; or the strategy is refused for a reason that PyTorch has, too. What verifies
+// does so in other orders that its schedule graph allows.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,12 +13,13 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"
+#include "tests/planner/random_orders.h"
 
 namespace shardplan {
 namespace {
 
-using testing::AnyOf;
-using testing::HasSubstr;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
 
 Trace GoldenTrace(const std::string& name) {
   Result<Trace> trace = ReadTrace(SHARDPLAN_SOURCE_DIR "/tests/planner/goldens/traces/" + name + ".json");
@@ -196,6 +198,13 @@ TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
     ASSERT_TRUE(again);
     EXPECT_EQ(*again, planned->plan);
     Remarks(planned->plan);
+    if (!planned->faults.empty()) continue;  // other orders have them otherwise
+    const std::vector<ScheduleGraph> graphs = BuildScheduleGraphs(planned->plan);
+    for (const std::uint64_t order : {seed, seed + 1}) {
+      const Plan reordered = testing::Reordered(planned->plan, graphs, static_cast<std::uint32_t>(order));
+      const std::vector<Violation> violations = Verify(reordered);
+      ASSERT_TRUE(violations.empty()) << "order " << order << ": " << Explain(reordered, violations.front());
+    }
   }
   if (given != nullptr) return;
   EXPECT_GT(planned_cases, 900);
@@ -302,14 +311,14 @@ TEST(RemarksTest, TellWhatIsGatheredForNothingStaysOrIsStale) {
     return names;
   };
   Strategy strategy{.units = {{.modules = {"stem"}}, {.modules = {"layers.*"}}, {.modules = {""}}}};
-  EXPECT_THAT(remarks("small", strategy), testing::ElementsAre("gather_for_nothing stem"));
-  EXPECT_THAT(remarks("frozen_prefix", strategy), testing::ElementsAre("gather_for_nothing layers.0"));
+  EXPECT_THAT(remarks("small", strategy), ::testing::ElementsAre("gather_for_nothing stem"));
+  EXPECT_THAT(remarks("frozen_prefix", strategy), ::testing::ElementsAre("gather_for_nothing layers.0"));
   strategy.setup = {{.method = "set_unshard_in_backward", .module = "stem", .value = false}};
   EXPECT_TRUE(remarks("small", strategy).empty());
   strategy.setup = {{.method = "set_reshard_after_backward", .module = "layers.1", .value = false}};
   strategy.units.erase(strategy.units.begin());
   EXPECT_THAT(remarks("small", strategy),
-              testing::ElementsAre("stale_parameters layers.1", "stays_unsharded layers.1"));
+              ::testing::ElementsAre("stale_parameters layers.1", "stays_unsharded layers.1"));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
@@ -189,9 +190,10 @@ TEST(StructureTest, AccumulationWithoutSyncHoldsGradientsAndReducesOnce) {
 TEST(StructureTest, GraphIsWrittenAsGraphViz) {
   const Result<PlannerOutput> planned = MakePlan(LayeredTrace(2, 8, 8), {}, ClusterOf(2));
   ASSERT_TRUE(planned);
-  EXPECT_TRUE(planned->graph_dot.starts_with("digraph"));
-  EXPECT_NE(planned->graph_dot.find("forward layers.1"), std::string::npos);
-  EXPECT_NE(planned->graph_dot.find("reduce_scatter"), std::string::npos);
+  const std::string graph = ScheduleGraphviz(planned->plan, planned->plan.steady_step);
+  EXPECT_TRUE(graph.starts_with("digraph"));
+  EXPECT_NE(graph.find("forward layers.1"), std::string::npos);
+  EXPECT_NE(graph.find("reduce_scatter"), std::string::npos);
 }
 
 TEST(StructureTest, PassesAreReportedInOrder) {

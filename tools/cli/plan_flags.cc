@@ -248,7 +248,7 @@ Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_pat
                                 const std::string& strategy_path, const Cluster& cluster,
                                 const PlanOptions& options) {
   Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster, options);
-  if (!planned && planned.error().file.empty()) {
+  if (!planned && planned.error().file.empty() && planned.error().code != ErrorCode::kUsage) {
     planned.error().file = strategy_path.empty() ? trace_path : strategy_path;
   }
   return planned;

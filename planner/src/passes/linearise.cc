@@ -1,46 +1,72 @@
 #include "passes/linearise.h"
 
+#include <cassert>
 #include <functional>
 #include <queue>
-#include <vector>
+#include <utility>
 
 namespace shardplan {
 
-Status Linearise(const ScheduleGraph& graph, Plan& plan) {
-  // Kahn's algorithm; among the instructions that are free to go the earliest issued one goes first, so that
-  // the result is one and the same for every run.
+std::vector<std::int32_t> TopologicalOrder(const ScheduleGraph& graph,
+                                           const std::vector<std::uint64_t>& priorities) {
   const std::size_t count = boost::num_vertices(graph);
-  std::vector<std::int32_t> missing(count, 0);
+  assert(priorities.empty() || priorities.size() == count);
+  std::vector<std::int32_t> missing(count, 0);  // by vertex: what has to come before it and has not
+  for (const auto edge : boost::make_iterator_range(boost::edges(graph))) {
+    ++missing[boost::target(edge, graph)];
+  }
+  using Entry = std::pair<std::uint64_t, std::size_t>;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ready;
+  const auto push = [&](std::size_t v) { ready.emplace(priorities.empty() ? v : priorities[v], v); };
   for (std::size_t v = 0; v < count; ++v) {
-    for (const auto edge : boost::make_iterator_range(boost::out_edges(v, graph))) {
-      ++missing[boost::target(edge, graph)];
-    }
+    if (missing[v] == 0) push(v);
   }
-  std::priority_queue<std::size_t, std::vector<std::size_t>, std::greater<>> ready;
-  for (std::size_t v = 0; v < count; ++v) {
-    if (missing[v] == 0) ready.push(v);
-  }
-  std::vector<PlanStep> steps = plan.steps;
-  for (PlanStep& step : steps) {
-    for (Trigger& trigger : step.triggers) trigger.instructions.clear();
-  }
-  std::size_t placed = 0;
+  std::vector<std::int32_t> order;
+  order.reserve(count);
   while (!ready.empty()) {
-    const std::size_t vertex = ready.top();
+    const std::size_t vertex = ready.top().second;
     ready.pop();
-    ++placed;
-    const ScheduleNode& node = graph[vertex];
-    Instruction& instruction = plan.steps[node.step].triggers[node.trigger].instructions[node.instruction];
-    steps[node.step].triggers[node.trigger].instructions.push_back(std::move(instruction));
+    order.push_back(static_cast<std::int32_t>(vertex));
     for (const auto edge : boost::make_iterator_range(boost::out_edges(vertex, graph))) {
-      if (--missing[boost::target(edge, graph)] == 0) ready.push(boost::target(edge, graph));
+      if (--missing[boost::target(edge, graph)] == 0) push(boost::target(edge, graph));
     }
   }
-  if (placed != count) {
-    return std::unexpected(Error{.code = ErrorCode::kInternal, .message = "the schedule graph has a cycle"});
+  return order;
+}
+
+PlanStep InOrder(const PlanStep& step, const ScheduleGraph& graph, const std::vector<std::int32_t>& order) {
+  PlanStep ordered{.name = step.name};
+  ordered.triggers.reserve(step.triggers.size());
+  for (const std::int32_t vertex : order) {
+    const ScheduleNode& node = graph[vertex];
+    const Trigger& from = step.triggers[node.trigger];
+    if (node.instruction < 0) {
+      ordered.triggers.push_back({.kind = from.kind,
+                                  .unit = from.unit,
+                                  .microbatch = from.microbatch,
+                                  .occurrence = from.occurrence});
+      ordered.triggers.back().instructions.reserve(from.instructions.size());
+      continue;
+    }
+    assert(!ordered.triggers.empty());  // vertex 0 is a trigger, and comes before all others
+    ordered.triggers.back().instructions.push_back(from.instructions[node.instruction]);
   }
-  plan.steps = std::move(steps);
-  return {};
+  return ordered;
+}
+
+Result<std::vector<PlanStep>> Linearise(const Plan& plan, const std::vector<ScheduleGraph>& graphs) {
+  assert(graphs.size() == plan.steps.size());
+  std::vector<PlanStep> steps;
+  steps.reserve(graphs.size());
+  for (std::size_t s = 0; s < graphs.size(); ++s) {
+    const std::vector<std::int32_t> order = TopologicalOrder(graphs[s]);
+    if (order.size() != boost::num_vertices(graphs[s])) {
+      return std::unexpected(
+          Error{.code = ErrorCode::kInternal, .message = "the schedule graph has a cycle"});
+    }
+    steps.push_back(InOrder(plan.steps[s], graphs[s], order));
+  }
+  return steps;
 }
 
 }  // namespace shardplan

@@ -18,11 +18,11 @@ using Slot = std::tuple<ModuleId, std::int32_t, std::int32_t, std::int32_t>;  //
 
 class Joiner {
  public:
-  Joiner(const Trace& trace, const ModelIndex& index, const Partition& partition, bool flat)
+  Joiner(const Trace& trace, const ModelIndex& index, const Partition& partition, bool inputs_wrapped)
       : trace_(trace),
         index_(index),
         partition_(partition),
-        flat_(flat),
+        inputs_wrapped_(inputs_wrapped),
         marked_(trace.modules.size(), false) {
     for (std::size_t m = trace.modules.size(); m-- > 0;) {  // pre-order: children come later
       if (!trace.modules[m].parameters.empty()) marked_[m] = true;
@@ -59,7 +59,7 @@ class Joiner {
 
   bool HasIdentity(ModuleId module) const {
     const UnitId unit = partition_.unit_of_module[module];
-    return !flat_ && unit >= 0 && !partition_.units[unit].unit.parameters.empty();
+    return inputs_wrapped_ && unit >= 0 && !partition_.units[unit].unit.parameters.empty();
   }
 
   std::int32_t NewObject(std::int32_t made_from) {
@@ -164,7 +164,7 @@ class Joiner {
   const Trace& trace_;
   const ModelIndex& index_;
   const Partition& partition_;
-  const bool flat_;
+  const bool inputs_wrapped_;
   std::vector<bool> marked_;  // by module: the tracer puts an identity around its inputs
   std::vector<bool> moves_;   // by event of the backward
   std::vector<Object> objects_;
@@ -174,8 +174,8 @@ class Joiner {
 }  // namespace
 
 std::optional<Trace> JoinPassedThrough(const Trace& trace, const ModelIndex& index,
-                                       const Partition& partition, bool flat) {
-  Joiner joiner(trace, index, partition, flat);
+                                       const Partition& partition, bool inputs_wrapped) {
+  Joiner joiner(trace, index, partition, inputs_wrapped);
   std::optional<Trace> joined;
   for (std::size_t b = 0; b < trace.backwards.size(); ++b) {
     std::optional<std::vector<TraceEvent>> events = joiner.Join(trace.backwards[b]);

@@ -15,8 +15,8 @@
 namespace shardplan {
 
 // The trace as the units of `partition` make it: output_grad_ready events of such tensors moved to where they
-// fire. `flat`: units have no identity either (fsdp1). nullopt: nothing moves.
+// fire. `inputs_wrapped`: units have an identity (PolicyDescription::wraps_inputs). nullopt: nothing moves.
 std::optional<Trace> JoinPassedThrough(const Trace& trace, const ModelIndex& index,
-                                       const Partition& partition, bool flat);
+                                       const Partition& partition, bool inputs_wrapped);
 
 }  // namespace shardplan

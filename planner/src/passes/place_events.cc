@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cassert>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -12,12 +13,6 @@ namespace {
 
 // A policy whose state does not come back within this many repetitions of the last step would be a bug.
 constexpr int kMaxRepetitions = 16;
-
-Result<std::unique_ptr<Policy>> MakePolicy(const PolicyInput& input, ProgramBuilder& builder) {
-  if (input.strategy.policy == "fsdp2") return MakeFsdp2Policy(input, builder);
-  if (input.strategy.policy == "fsdp1") return MakeFsdp1Policy(input, builder);
-  return MakeInputError("/policy", "unknown policy", input.strategy.policy, "fsdp2 or fsdp1");
-}
 
 Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder) {
   builder.SetReason("");
@@ -52,34 +47,39 @@ bool KeepOneTurnOfEqualSteps(std::size_t first_repetition, Plan& plan) {
 
 }  // namespace
 
-Status PlaceEvents(const PolicyInput& input, Plan& plan, std::vector<KnownFault>& faults) {
+Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& description) {
+  assert(!input.steps.empty());
+  PlacedProgram placed;
+  Plan& plan = placed.plan;
+  for (const UnitChoice& choice : input.partition.units) plan.units.push_back(choice.unit);
+  plan.communicators = input.partition.communicators;
   ProgramBuilder builder(input.trace, input.partition, plan);
-  Result<std::unique_ptr<Policy>> policy = MakePolicy(input, builder);
-  if (!policy) return std::unexpected(policy.error());
-  if (Status status = (*policy)->SetUp(); !status) return status;
+  const std::unique_ptr<Policy> policy = description.make(input, builder);
+  if (Status status = policy->SetUp(); !status) return std::unexpected(status.error());
 
   const std::size_t given = input.steps.size();
   std::vector<std::unique_ptr<PolicyState>> seen;  // before each repetition of the last step
   for (std::size_t s = 0; s < given + kMaxRepetitions; ++s) {
     if (s + 1 >= given) {
-      std::unique_ptr<PolicyState> state = (*policy)->State();
+      std::unique_ptr<PolicyState> state = policy->State();
       const auto same =
           std::ranges::find_if(seen, [&](const auto& earlier) { return earlier->Equals(*state); });
       if (same != seen.end()) {
-        faults = (*policy)->Faults();
+        placed.known_faults = policy->Faults();
         plan.steady_step = static_cast<std::int32_t>(given - 1 + (same - seen.begin()));
         plan.steps[plan.steady_step].name = "steady";
-        return {};
+        return placed;
       }
       seen.push_back(std::move(state));
     }
     builder.BeginStep(s == 0 ? "first" : fmt::format("step {}", s));
-    if (Status status = RunStep(input.steps[std::min(s, given - 1)], **policy, builder); !status)
-      return status;
+    if (Status status = RunStep(input.steps[std::min(s, given - 1)], *policy, builder); !status) {
+      return std::unexpected(status.error());
+    }
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
-  faults = (*policy)->Faults();
-  if (KeepOneTurnOfEqualSteps(given - 1, plan)) return {};
+  placed.known_faults = policy->Faults();
+  if (KeepOneTurnOfEqualSteps(given - 1, plan)) return placed;
   return std::unexpected(
       Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});
 }

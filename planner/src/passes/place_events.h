@@ -1,13 +1,17 @@
 // Pass `place_events`: runs the policy over the recorded steps until its state repeats.
 #pragma once
 
-#include "policy/policy.h"
+#include "policy/policy_description.h"
 #include "shardplan/schemas/error.h"
 
 namespace shardplan {
 
-// Fills plan.steps, steady_step and everything that the instructions refer to. plan.units must be there.
-// kBadInput: an unknown policy or a call that it does not know.
-Status PlaceEvents(const PolicyInput& input, Plan& plan, std::vector<KnownFault>& faults);
+struct PlacedProgram {
+  Plan plan;  // units, buffers, streams, events, segments, steps, steady_step
+  std::vector<KnownFault> known_faults;
+};
+
+// `policy` runs the steps of `input`. kBadInput: a call that the policy does not know.
+Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& policy);
 
 }  // namespace shardplan

@@ -15,8 +15,12 @@ namespace {
 
 class Recorder {
  public:
-  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, bool flat)
-      : trace_(trace), index_(index), partition_(partition), flat_(flat), to_run_(partition.units.size()) {}
+  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, bool inputs_wrapped)
+      : trace_(trace),
+        index_(index),
+        partition_(partition),
+        inputs_wrapped_(inputs_wrapped),
+        to_run_(partition.units.size()) {}
 
   const std::vector<std::set<ModuleId>>& to_run() const { return to_run_; }
 
@@ -157,7 +161,7 @@ class Recorder {
     std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
     FindLastGrads(last_grad);
     std::vector<AutogradEvent> engine;
-    if (flat_) engine = FindAutogradEvents(trace_, index_, partition_, call.trace);
+    if (!inputs_wrapped_) engine = FindAutogradEvents(trace_, index_, partition_, call.trace);
     auto next = engine.begin();
     const auto push_engine_events = [&](std::int32_t position) {
       for (; next != engine.end() && next->position <= position; ++next) {
@@ -215,7 +219,7 @@ class Recorder {
       Push(HostEventKind::kPreBackward, unit);
       place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
-      if (flat_) return;  // an AutogradEvent where it matters
+      if (!inputs_wrapped_) return;  // an AutogradEvent where it matters
       microbatch_ = MicrobatchOf(call, done->forward);
       const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
       if (unit < 0) return;
@@ -223,7 +227,7 @@ class Recorder {
       Push(HostEventKind::kInputsGradDone, unit);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
-      if (flat_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
+      if (!inputs_wrapped_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
       Cut(position + 1);
       Push(HostEventKind::kParameterGradsDone, owner.unit);
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
@@ -338,7 +342,7 @@ class Recorder {
   const Trace& trace_;
   const ModelIndex& index_;
   const Partition& partition_;
-  const bool flat_;
+  const bool inputs_wrapped_;
   RecordedStep step_;
   std::string pointer_;
   const Pass* pass_ = nullptr;
@@ -363,7 +367,8 @@ class Recorder {
 }  // namespace
 
 Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelIndex& index,
-                                              const Partition& partition, const Strategy& strategy) {
+                                              const Partition& partition, const Strategy& strategy,
+                                              bool inputs_wrapped) {
   static const std::vector<StepProgram> kDefault = {
       {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}}};
   static const std::vector<StepProgram> kStepsInBackward = {{ForwardCall{}, BackwardCall{}}};
@@ -372,7 +377,7 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
                                                                              : kDefault;
   std::size_t count = program.size();
   while (count > 1 && program[count - 1] == program[count - 2]) --count;
-  Recorder recorder(trace, index, partition, strategy.policy == "fsdp1");
+  Recorder recorder(trace, index, partition, inputs_wrapped);
   for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
   bool repeats = false;  // the last step once more: groups that a step leaves incomplete fire otherwise then

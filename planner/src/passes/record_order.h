@@ -63,6 +63,7 @@ struct RecordedStep {
 // that HostEvent points to are the strategy's. kBadInput: a program that names a pass that does not exist,
 // ...
 Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelIndex& index,
-                                              const Partition& partition, const Strategy& strategy);
+                                              const Partition& partition, const Strategy& strategy,
+                                              bool inputs_wrapped);
 
 }  // namespace shardplan

@@ -1,170 +1,382 @@
 #include "passes/schedule_graph.h"
 
-#include <fmt/format.h>
-
+#include <algorithm>
 #include <array>
-#include <boost/graph/filtered_graph.hpp>
-#include <boost/graph/graphviz.hpp>
-#include <sstream>
-#include <string_view>
+#include <cassert>
 
 namespace shardplan {
 namespace {
 
 using Vertex = std::int32_t;
+constexpr Vertex kNone = -1;
 
-// Walks the instructions in host order and draws the edges to what each depends on.
+// The accesses of one thing in host order: a read comes after the last write, a write after all reads since.
+struct Accesses {
+  Vertex writer = kNone;
+  bool is_lifetime = false;  // the writer allocated or freed it
+  std::vector<Vertex> readers;
+};
+
+// What is known of a buffer from one step to the next.
+struct BufferState {
+  bool is_alive = false;
+  BufferId memory = -1;  // the buffer whose accesses are ordered with this one's: itself, or what it views
+  StreamId pool = 0;     // of the stream that it was allocated on; -1: the host's
+};
+
+// Which buffers something other than allocate and free uses. The others hold what the plan does not show the
+// use of (temporaries of the optimizer, an extension's tensors, the model's own buffers).
+std::vector<bool> FindUsed(const Plan& plan) {
+  std::vector<bool> used(plan.buffers.size(), false);
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    switch (plan.buffers[b].role) {
+      case BufferRole::kParamSharded:
+      case BufferRole::kOptimizerState:
+      case BufferRole::kGradUnsharded:
+      case BufferRole::kGradSharded:
+      case BufferRole::kGradHost:
+        used[b] = true;  // by segments and by the optimizer
+        break;
+      default:
+        break;
+    }
+  }
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kAllocate || i.kind == InstructionKind::kFree) continue;
+        for (const BufferId buffer : {i.src, i.dst}) {
+          if (buffer >= 0) used[buffer] = true;
+        }
+      }
+    }
+  }
+  return used;
+}
+
+// Walks the program in host order, as the verifier does, and draws the edges to what each instruction depends
+// on.
 class GraphBuilder {
  public:
   explicit GraphBuilder(const Plan& plan)
       : plan_(plan),
-        last_on_stream_(plan.streams.size(), -1),
-        record_(plan.events.size(), -1),
-        writer_(plan.buffers.size(), -1),
-        last_use_(plan.buffers.size(), -1),
-        made_grad_(plan.units.size(), -1),
-        bound_(plan.units.size(), -1) {}
-
-  ScheduleGraph Build() {
-    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
-      for (std::size_t t = 0; t < plan_.steps[s].triggers.size(); ++t) {
-        const std::vector<Instruction>& instructions = plan_.steps[s].triggers[t].instructions;
-        for (std::size_t i = 0; i < instructions.size(); ++i) {
-          Add(instructions[i],
-              {static_cast<std::int32_t>(s), static_cast<std::int32_t>(t), static_cast<std::int32_t>(i),
-               instructions[i].kind == InstructionKind::kCompute});
-        }
+        used_(FindUsed(plan)),
+        state_(plan.buffers.size()),
+        bound_(plan.units.size(), -1),
+        has_unsharded_(plan.units.size(), false),
+        unit_buffers_(plan.units.size()) {
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+      const Buffer& buffer = plan.buffers[b];
+      const auto id = static_cast<BufferId>(b);
+      // A gradient that a segment makes comes from the pool of the stream that computes.
+      state_[b] = {.is_alive = buffer.persistent, .memory = id, .pool = buffer.persistent ? -1 : 0};
+      if (buffer.unit < 0) continue;
+      switch (buffer.role) {
+        case BufferRole::kParamSharded:
+        case BufferRole::kOptimizerState:
+        case BufferRole::kGradSharded:
+        case BufferRole::kGradHost:
+          unit_buffers_[buffer.unit].push_back(id);
+          break;
+        case BufferRole::kParamUnsharded:
+          has_unsharded_[buffer.unit] = true;
+          break;
+        default:
+          break;
       }
     }
-    return graph_;
+  }
+
+  void BuildStep(const PlanStep& step, ScheduleGraph& graph) {
+    graph_ = &graph;
+    Begin();
+    for (std::size_t t = 0; t < step.triggers.size(); ++t) {
+      const std::vector<Instruction>& instructions = step.triggers[t].instructions;
+      AddVertex({.trigger = static_cast<std::int32_t>(t), .is_fixed = true});
+      for (std::size_t i = 0; i < instructions.size(); ++i) {
+        AddVertex({static_cast<std::int32_t>(t), static_cast<std::int32_t>(i), IsFixed(instructions[i])});
+        AddInstruction(instructions[i]);
+      }
+    }
+    for (Vertex v = 1; v < std::ssize(has_predecessor_); ++v) {
+      if (!has_predecessor_[v]) Edge(0, v, EdgeKind::kHost);
+    }
   }
 
  private:
-  void Edge(Vertex from, Vertex to, EdgeKind kind) {
-    if (from >= 0 && from != to) boost::add_edge(from, to, {kind}, graph_);
+  void Begin() {
+    has_predecessor_.clear();
+    host_ = host_work_ = kNone;
+    last_on_stream_.assign(plan_.streams.size(), kNone);
+    host_work_seen_.assign(plan_.streams.size(), kNone);
+    last_on_communicator_.assign(plan_.communicators.size(), kNone);
+    last_free_.assign(plan_.streams.size(), kNone);
+    allocations_.assign(plan_.streams.size(), {});
+    events_.assign(plan_.events.size(), {});
+    memory_.assign(plan_.buffers.size(), {});
+    bindings_.assign(plan_.units.size(), {});
+    unsharded_gradients_.assign(plan_.units.size(), {});
   }
 
-  void Add(const Instruction& instruction, const ScheduleNode& node) {
-    const auto vertex = static_cast<Vertex>(boost::add_vertex(node, graph_));
-    Edge(last_, vertex, EdgeKind::kHostOrder);
-    last_ = vertex;
-    if (instruction.stream >= 0) {
-      Edge(last_on_stream_[instruction.stream], vertex, EdgeKind::kStreamOrder);
-      last_on_stream_[instruction.stream] = vertex;
-    }
-    switch (instruction.kind) {
-      case InstructionKind::kRecord:
-        record_[instruction.event] = vertex;
-        break;
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
-        Edge(record_[instruction.event], vertex, EdgeKind::kStreamOrder);
-        break;
+  void Edge(Vertex from, Vertex to, EdgeKind kind) {
+    if (from == kNone || from == to) return;
+    assert(from < to);
+    boost::add_edge(from, to, {kind}, *graph_);
+    has_predecessor_[to] = true;
+  }
+
+  void AddVertex(const ScheduleNode& node) {
+    at_ = static_cast<Vertex>(boost::add_vertex(node, *graph_));
+    has_predecessor_.push_back(false);
+    if (!node.is_fixed) return;
+    Edge(host_, at_, EdgeKind::kHost);
+    host_ = at_;
+  }
+
+  // The model's own work, what it sees of the parameters, what the user calls; and memory that serves
+  // something that the plan does not show.
+  bool IsFixed(const Instruction& i) const {
+    switch (i.kind) {
       case InstructionKind::kCompute:
-        AddSegment(plan_.segments[instruction.segment], vertex);
-        break;
       case InstructionKind::kBindUnsharded:
-        Edge(writer_[instruction.src], vertex, EdgeKind::kData);
-        bound_[plan_.buffers[instruction.src].unit] = instruction.src;
-        break;
       case InstructionKind::kBindSharded:
-        bound_[plan_.buffers[instruction.src].unit] = -1;
+      case InstructionKind::kOptimizerStep:
+      case InstructionKind::kZeroGrad:
+        return true;
+      case InstructionKind::kAllocate:
+        return !used_[i.dst];
+      case InstructionKind::kFree:
+        return !used_[i.src];
+      default:
+        return false;
+    }
+  }
+
+  void Read(Accesses& accesses, EdgeKind kind) {
+    Edge(accesses.writer, at_, accesses.is_lifetime ? EdgeKind::kMemory : kind);
+    accesses.readers.push_back(at_);
+  }
+  void Write(Accesses& accesses, EdgeKind kind, bool is_lifetime = false) {
+    if (accesses.readers.empty()) Edge(accesses.writer, at_, kind);
+    for (const Vertex reader : accesses.readers) Edge(reader, at_, kind);
+    accesses = {.writer = at_, .is_lifetime = is_lifetime, .readers = {}};
+  }
+
+  bool IsUnshardedGradient(BufferId buffer) const {
+    return plan_.buffers[buffer].role == BufferRole::kGradUnsharded && plan_.buffers[buffer].unit >= 0;
+  }
+  void ReadBuffer(BufferId buffer) {
+    // Which buffer a segment's gradient goes to depends on what is taken next: all of a unit's are one.
+    if (IsUnshardedGradient(buffer)) return WriteBuffer(buffer);
+    Read(memory_[state_[buffer].memory], EdgeKind::kData);
+  }
+  void WriteBuffer(BufferId buffer) {
+    if (IsUnshardedGradient(buffer)) {
+      return Write(unsharded_gradients_[plan_.buffers[buffer].unit], EdgeKind::kData);
+    }
+    Write(memory_[state_[buffer].memory], EdgeKind::kMemory);
+  }
+
+  void AddInstruction(const Instruction& i) {
+    if (IsCollective(i)) {
+      Edge(last_on_communicator_[i.communicator], at_, EdgeKind::kCommunicator);
+      last_on_communicator_[i.communicator] = at_;
+    }
+    switch (i.kind) {
+      case InstructionKind::kAllocate:
+        return Allocate(i);
+      case InstructionKind::kFree:
+        return Free(i);
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kBindSharded:
+        return Bind(i);
+      case InstructionKind::kZeroGrad:
+        return ZeroGrad(i);
+      case InstructionKind::kGradCast:
+        if (IsView(i)) return MakeView(i);
         break;
       default:
-        AddUse(instruction, vertex);
+        break;
+    }
+    Issue(i);
+    switch (i.kind) {
+      case InstructionKind::kRecord:
+        return Write(events_[i.event], EdgeKind::kEvent);
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
+        return Read(events_[i.event], EdgeKind::kEvent);
+      case InstructionKind::kCompute:
+        return Compute(i);
+      case InstructionKind::kOptimizerStep:
+        return StepOptimizer(i);
+      default:
+        if (i.src >= 0 && i.src != i.dst) {
+          i.dst < 0 ? WriteBuffer(i.src) : ReadBuffer(i.src);  // without a dst it works in place
+        }
+        if (i.dst >= 0) WriteBuffer(i.dst);
     }
   }
 
-  void AddSegment(const Segment& segment, Vertex vertex) {
+  // Work on a stream, or of the host itself, which delays everything that it issues later.
+  void Issue(const Instruction& i) {
+    if (i.stream < 0) {
+      Edge(host_work_, at_, EdgeKind::kHostWait);
+      host_work_ = at_;
+      // A rank that waits before it issues a collective, while another waits behind it, could wait for ever.
+      for (const Vertex collective : last_on_communicator_) {
+        Edge(collective, at_, EdgeKind::kCommunicator);
+      }
+      return;
+    }
+    Edge(last_on_stream_[i.stream], at_, EdgeKind::kStream);
+    last_on_stream_[i.stream] = at_;
+    if (host_work_seen_[i.stream] != host_work_) Edge(host_work_, at_, EdgeKind::kHostWait);
+    host_work_seen_[i.stream] = host_work_;
+  }
+
+  // Memory that the pool of `stream` gets back stays behind what was handed out before: that has not waited
+  // for its users.
+  void GiveBack(StreamId stream) {
+    if (stream < 0) return;
+    Edge(last_free_[stream], at_, EdgeKind::kReuse);
+    last_free_[stream] = at_;
+    for (const Vertex allocation : allocations_[stream]) Edge(allocation, at_, EdgeKind::kReuse);
+    allocations_[stream].clear();
+  }
+
+  void Allocate(const Instruction& i) {
+    if (IsUnshardedGradient(i.dst)) WriteBuffer(i.dst);
+    Write(memory_[i.dst], EdgeKind::kMemory, /*is_lifetime=*/true);
+    const bool pooled = plan_.buffers[i.dst].memory == MemoryKind::kDevice && i.stream >= 0;
+    state_[i.dst] = {true, i.dst, pooled ? i.stream : -1};
+    if (pooled) allocations_[i.stream].push_back(at_);
+  }
+
+  void Free(const Instruction& i) {
+    for (const StreamId stream : i.safe_after) {  // what is issued there so far, not less
+      Edge(last_on_stream_[stream], at_, EdgeKind::kReuse);
+    }
+    End(i.src, /*all=*/i.parts.empty());
+  }
+
+  void End(BufferId buffer, bool all) {
+    BufferState& state = state_[buffer];
+    if (IsUnshardedGradient(buffer)) {
+      WriteBuffer(buffer);
+    } else {
+      Write(memory_[state.memory], EdgeKind::kMemory, /*is_lifetime=*/true);
+      if (state.memory != buffer) Write(memory_[buffer], EdgeKind::kMemory, /*is_lifetime=*/true);
+    }
+    GiveBack(state.pool);
+    if (!all) return;
+    state.is_alive = false;
+    state.memory = buffer;
+  }
+
+  void Bind(const Instruction& i) {
+    const UnitId unit = i.unit >= 0 ? i.unit : plan_.buffers[i.src].unit;
+    ReadBuffer(i.src);
+    if (bound_[unit] >= 0) ReadBuffer(bound_[unit]);  // freed only after this
+    Write(bindings_[unit], EdgeKind::kData);
+    bound_[unit] = i.kind == InstructionKind::kBindUnsharded ? i.src : -1;
+  }
+
+  // A cast to the same dtype into nothing makes a second name of the memory.
+  bool IsView(const Instruction& i) const {
+    return state_[i.src].is_alive && !state_[i.dst].is_alive &&
+           plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype;
+  }
+  void MakeView(const Instruction& i) {
+    Read(memory_[state_[i.src].memory], EdgeKind::kData);
+    Write(memory_[i.dst], EdgeKind::kMemory, /*is_lifetime=*/true);
+    // What uses either name comes after both have become one.
+    Write(memory_[state_[i.src].memory], EdgeKind::kMemory);
+    state_[i.dst] = {true, state_[i.src].memory, state_[i.src].pool};
+  }
+
+  void Compute(const Instruction& i) {
+    const Segment& segment = plan_.segments[i.segment];
     for (const UnitId unit : segment.reads) {
-      if (bound_[unit] < 0) continue;
-      Edge(writer_[bound_[unit]], vertex, EdgeKind::kData);
-      last_use_[bound_[unit]] = vertex;
+      Read(bindings_[unit], EdgeKind::kData);
+      if (bound_[unit] >= 0) {
+        ReadBuffer(bound_[unit]);
+      } else if (!has_unsharded_[unit]) {  // never sharded
+        for (const BufferId buffer : unit_buffers_[unit]) {
+          if (plan_.buffers[buffer].role == BufferRole::kParamSharded) ReadBuffer(buffer);
+        }
+      }
     }
     UnitId previous = -1;
     for (const SegmentGrad& grad : segment.grads) {
-      if (grad.unit != previous) made_grad_[grad.unit] = vertex;
+      if (grad.unit != previous) Write(unsharded_gradients_[grad.unit], EdgeKind::kData);
       previous = grad.unit;
     }
+    GiveBack(i.stream);  // its own tensors come and go
   }
 
-  void AddUse(const Instruction& instruction, Vertex vertex) {
-    if (instruction.src >= 0) {
-      const BufferId src = instruction.src;
-      const Buffer& buffer = plan_.buffers[src];
-      if (instruction.kind == InstructionKind::kFree) {
-        Edge(last_use_[src], vertex, EdgeKind::kMemory);
-        if (instruction.parts.empty()) writer_[src] = -1;
-      } else {
-        const bool made_by_segment = buffer.role == BufferRole::kGradUnsharded && buffer.unit >= 0;
-        Edge(made_by_segment ? made_grad_[buffer.unit] : writer_[src], vertex, EdgeKind::kData);
+  template <typename Visit>
+  void ForEachUnit(UnitId unit, Visit visit) {
+    const UnitId end = unit < 0 ? static_cast<UnitId>(plan_.units.size()) : unit + 1;
+    for (UnitId u = std::max(unit, 0); u < end; ++u) visit(u);
+  }
+
+  void StepOptimizer(const Instruction& i) {
+    ForEachUnit(i.unit, [&](UnitId unit) {
+      for (const BufferId buffer : unit_buffers_[unit]) WriteBuffer(buffer);
+      Write(unsharded_gradients_[unit], EdgeKind::kData);
+    });
+  }
+
+  void ZeroGrad(const Instruction& i) {
+    ForEachUnit(i.unit, [&](UnitId unit) {
+      for (const BufferId buffer : unit_buffers_[unit]) {
+        const BufferRole role = plan_.buffers[buffer].role;
+        const bool is_gradient = role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
+        if (!is_gradient || !state_[buffer].is_alive) continue;
+        plan_.buffers[buffer].persistent ? WriteBuffer(buffer) : End(buffer, /*all=*/true);
       }
-      last_use_[src] = vertex;
-    }
-    if (instruction.dst >= 0) {
-      Edge(last_use_[instruction.dst], vertex, EdgeKind::kMemory);
-      writer_[instruction.dst] = vertex;
-      last_use_[instruction.dst] = vertex;
-    }
+    });
   }
 
   const Plan& plan_;
-  ScheduleGraph graph_;
-  Vertex last_ = -1;
-  std::vector<Vertex> last_on_stream_, record_, writer_, last_use_, made_grad_;
-  std::vector<BufferId> bound_;
+  const std::vector<bool> used_;
+  // Of the program so far, over all steps.
+  std::vector<BufferState> state_;
+  std::vector<BufferId> bound_;  // by unit
+  // Of the plan: whether a unit is ever unsharded; what the optimizer touches of it.
+  std::vector<bool> has_unsharded_;
+  std::vector<std::vector<BufferId>> unit_buffers_;
+  // Of the step. `at_` is the vertex that is being added.
+  ScheduleGraph* graph_ = nullptr;
+  Vertex at_ = kNone;
+  std::vector<bool> has_predecessor_;
+  Vertex host_ = kNone;       // the last of the host's own program
+  Vertex host_work_ = kNone;  // the last that the host waited for, or worked at
+  std::vector<Vertex> last_on_stream_, host_work_seen_, last_on_communicator_;
+  std::vector<Vertex> last_free_;                 // by stream: that gave memory back to its pool
+  std::vector<std::vector<Vertex>> allocations_;  // by stream: since then
+  std::vector<Accesses> events_, memory_, bindings_, unsharded_gradients_;
 };
-
-constexpr std::array<std::string_view, 8> kColours = {"black",  "steelblue", "seagreen", "firebrick",
-                                                      "purple", "goldenrod", "grey40",   "deeppink"};
-
-std::string_view EdgeStyle(EdgeKind kind) {
-  switch (kind) {
-    case EdgeKind::kData:
-      return "color=black";
-    case EdgeKind::kMemory:
-      return "color=grey, style=dashed";
-    case EdgeKind::kStreamOrder:
-      return "color=steelblue, style=dotted";
-    case EdgeKind::kHostOrder:
-      return "color=lightgrey, weight=2";
-  }
-  return "";
-}
-
-std::string Label(const Plan& plan, const ScheduleNode& node) {
-  const Trigger& trigger = plan.steps[node.step].triggers[node.trigger];
-  const Instruction& instruction = trigger.instructions[node.instruction];
-  if (node.is_segment) return plan.segments[instruction.segment].name;
-  std::string label(Name(instruction.kind));
-  const BufferId buffer = instruction.dst >= 0 ? instruction.dst : instruction.src;
-  if (buffer >= 0) label += "\\n" + plan.buffers[buffer].name;
-  if (instruction.event >= 0) label += "\\n" + plan.events[instruction.event];
-  return label;
-}
 
 }  // namespace
 
-ScheduleGraph BuildScheduleGraph(const Plan& plan) { return GraphBuilder(plan).Build(); }
+std::string_view Name(EdgeKind kind) {
+  constexpr std::array<std::string_view, kEdgeKinds> kNames = {"data",  "memory",       "reuse",     "stream",
+                                                               "event", "communicator", "host_wait", "host"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
 
-std::string WriteGraphviz(const ScheduleGraph& graph, const Plan& plan) {
-  const auto steady = [&](auto vertex) { return graph[vertex].step == plan.steady_step; };
-  const boost::filtered_graph<ScheduleGraph, boost::keep_all, std::function<bool(std::size_t)>> shown(
-      graph, boost::keep_all(), steady);
-  std::ostringstream out;
-  boost::write_graphviz(
-      out, shown,
-      [&](std::ostream& o, auto vertex) {
-        const ScheduleNode& node = graph[vertex];
-        const Instruction& instruction =
-            plan.steps[node.step].triggers[node.trigger].instructions[node.instruction];
-        const std::string_view colour = kColours[(instruction.stream + 1) % kColours.size()];
-        o << fmt::format("[label=\"{}\", color={}, shape={}]", Label(plan, node), colour,
-                         node.is_segment ? "box" : "ellipse");
-      },
-      [&](std::ostream& o, auto edge) { o << fmt::format("[{}]", EdgeStyle(graph[edge].kind)); },
-      [](std::ostream& o) { o << "rankdir=TB;\nnode [fontsize=9];\n"; });
-  return out.str();
+bool IsCollective(const Instruction& instruction) {
+  return instruction.kind == InstructionKind::kAllGather ||
+         instruction.kind == InstructionKind::kReduceScatter ||
+         instruction.kind == InstructionKind::kAllReduce;
+}
+
+std::vector<ScheduleGraph> BuildScheduleGraphs(const Plan& plan) {
+  GraphBuilder builder(plan);
+  std::vector<ScheduleGraph> graphs(plan.steps.size());
+  for (std::size_t s = 0; s < graphs.size(); ++s) builder.BuildStep(plan.steps[s], graphs[s]);
+  return graphs;
 }
 
 }  // namespace shardplan

@@ -1,38 +1,55 @@
-// Pass `build_graph`: the schedule of the plan's steps as a graph. Nodes are the model's segments and the
-// plan's instructions; an edge says why one comes before another.
+// Pass `build_graph`: what has to come before what in a step of a plan (docs/schedule-graph.md).
+//
+// [Note: every topological order is a correct program]
+// A graph holds the triggers and instructions of one step. A topological order of it is a program: an
+// instruction belongs to the trigger that comes last before it. Whatever order is taken, the plan verifies,
+// each segment and each change of the modules' parameters happens at its own trigger, and every rank may take
+// an order of its own. Steps are not mixed: everything of one step comes before everything of the next.
 #pragma once
 
 #include <boost/graph/adjacency_list.hpp>
 #include <cstdint>
-#include <string>
+#include <string_view>
+#include <vector>
 
-#include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
 
+// Why one instruction comes before another.
 enum class EdgeKind : std::uint8_t {
-  kData,         // the second reads what the first wrote
-  kMemory,       // the second overwrites or frees what the first used, or uses what the first allocated
-  kStreamOrder,  // FIFO of one stream, or a wait on a recorded event
-  kHostOrder,    // issued one after the other at the same trigger chain
+  kData,    // the second reads what the first wrote, or is bound to it
+  kMemory,  // lifetime of a buffer: allocated before it is used, used before it is overwritten or freed,
+            // freed before it is allocated again
+  kReuse,   // a block that the second gives back to its pool must not go to the first
+  kStream,  // FIFO of one stream
+  kEvent,   // recorded before waited for, waited for before recorded again
+  kCommunicator,  // collectives of one communicator, in one order on every rank
+  kHostWait,      // the second is issued after the host has waited, or worked itself
+  kHost,          // the host's own program: triggers, segments, bindings, the user's calls
 };
+inline constexpr int kEdgeKinds = 8;
+std::string_view Name(EdgeKind kind);
 
 struct ScheduleNode {
-  std::int32_t step = 0, trigger = 0, instruction = 0;
-  bool is_segment = false;
+  std::int32_t trigger = 0;
+  std::int32_t instruction = -1;  // -1: the trigger itself
+  bool is_fixed = false;          // stays at its trigger: part of the host's own program
 };
 struct ScheduleEdge {
-  EdgeKind kind = EdgeKind::kHostOrder;
+  EdgeKind kind = EdgeKind::kHost;
 };
 
+// Vertices are in host order: triggers, each followed by its instructions. An edge leads to a later vertex.
+// Vertex 0 is the step's first trigger, and everything comes after it.
 using ScheduleGraph =
     boost::adjacency_list<boost::vecS, boost::vecS, boost::directedS, ScheduleNode, ScheduleEdge>;
 
-ScheduleGraph BuildScheduleGraph(const Plan& plan);
+// Work that the ranks of a communicator do together. (Other instructions name one for its ranks alone.)
+bool IsCollective(const Instruction& instruction);
 
-// The steady step of the graph as GraphViz text: a cluster per trigger, colours by stream, styles by kind of
-// edge.
-std::string WriteGraphviz(const ScheduleGraph& graph, const Plan& plan);
+// A graph for each step of the plan, which refers to nothing that does not exist. Linear in the plan but for
+// an optimizer step of all units, which comes after what each of them did.
+std::vector<ScheduleGraph> BuildScheduleGraphs(const Plan& plan);
 
 }  // namespace shardplan

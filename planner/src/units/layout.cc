@@ -67,12 +67,6 @@ void LayOutFlat(Unit& unit, bool aligned, DType aligned_dtype, std::int64_t rank
   unit.flat_numel = CeilDiv(offset, ranks) * ranks;
 }
 
-std::vector<Bytes> GatheredParts(const Unit& unit, std::int64_t ranks, DType dtype) {
-  std::vector<Bytes> parts = ShardParts(unit, ranks, dtype);
-  for (Bytes& part : parts) part.value *= ranks;
-  return parts;
-}
-
 std::vector<Bytes> ShardParts(const Unit& unit, std::int64_t ranks, DType dtype) {
   if (unit.layout == LayoutKind::kFlat) return {Bytes{unit.flat_numel / ranks * SizeBytes(dtype)}};
   std::vector<Bytes> parts;

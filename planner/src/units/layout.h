@@ -26,9 +26,7 @@ std::vector<Bytes> OriginalShardParts(const Unit& unit, std::int64_t ranks);
 // Bytes by parameter of the first gathered tensor (without extension the only one), of all ranks.
 std::vector<Bytes> UnshardedParts(const Unit& unit, std::int64_t ranks);
 
-// Bytes of each piece, parameter by parameter (per_parameter) or as one (flat): of the unsharded parameters
-// as gathered over `ranks`, padding included / of one rank's piece.
-std::vector<Bytes> GatheredParts(const Unit& unit, std::int64_t ranks, DType dtype);
+// Bytes of one rank's piece, padding included, parameter by parameter (per_parameter) or as one (flat).
 std::vector<Bytes> ShardParts(const Unit& unit, std::int64_t ranks, DType dtype);
 Bytes Sum(const std::vector<Bytes>& parts);
 

@@ -23,7 +23,7 @@ bool Matches(std::string_view pattern, std::string_view text) {
 
 namespace {
 
-constexpr std::string_view kClassPrefix = "class:";
+constexpr std::string_view kClassEntry = "class:";
 
 // A container without a forward of its own; PyTorch refuses to make a unit of it.
 bool IsContainer(const Module& module) {
@@ -34,8 +34,8 @@ bool IsContainer(const Module& module) {
 
 Result<std::vector<std::string>> MatchModules(const Trace& trace, std::string_view entry) {
   std::vector<std::string> matches;
-  const bool by_class = entry.starts_with(kClassPrefix);
-  const std::string_view wanted = by_class ? entry.substr(kClassPrefix.size()) : entry;
+  const bool by_class = entry.starts_with(kClassEntry);
+  const std::string_view wanted = by_class ? entry.substr(kClassEntry.size()) : entry;
   for (const Module& module : trace.modules) {
     if (!module.same_module_as.empty()) continue;  // reached by its first name
     if (by_class ? module.class_name == wanted : Matches(wanted, module.fqn)) matches.push_back(module.fqn);

@@ -5,20 +5,29 @@
 #include <algorithm>
 #include <set>
 
-#include "policy/fsdp1/fsdp1_units.h"
 #include "shardplan/planner/planner.h"
-#include "units/layout.h"
-#include "units/unit_groups.h"
-#include "units/unit_parameters.h"
+#include "units/unit_maker.h"
 
 namespace shardplan {
 namespace {
 
-bool IsHybrid(Fsdp1Sharding sharding) {
-  return sharding == Fsdp1Sharding::kHybridShard || sharding == Fsdp1Sharding::kHybridShardZero2;
+// Parameters in ignored modules and the ignored parameters themselves, under whatever name they are given.
+std::set<ParameterId> IgnoredParameters(const Trace& trace, const Strategy& strategy,
+                                        const std::set<ModuleId>& ignored_modules) {
+  std::set<ParameterId> ignored;
+  for (const ModuleId module : ignored_modules) {
+    for (const NamedParameter& named : trace.modules[module].parameters) ignored.insert(named.parameter);
+  }
+  const std::vector<std::string>& names = strategy.ignored_parameters;
+  for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
+    const auto named = [&](const std::string& fqn) { return std::ranges::find(names, fqn) != names.end(); };
+    const Parameter& parameter = trace.parameters[p];
+    if (named(parameter.fqn) || std::ranges::any_of(parameter.shared_with, named)) {
+      ignored.insert(static_cast<ParameterId>(p));
+    }
+  }
+  return ignored;
 }
-
-using Rules = std::vector<UnitRule>;
 
 // One unit to make: the modules of one fully_shard call (one module for FSDP1).
 struct Call {
@@ -29,120 +38,33 @@ struct Call {
 
 class Partitioner {
  public:
-  Partitioner(const Trace& trace, const ModelIndex& index, const Strategy& strategy)
-      : trace_(trace),
-        index_(index),
-        strategy_(strategy),
-        flat_(strategy.policy == "fsdp1"),
-        groups_(strategy) {}
+  Partitioner(const Trace& trace, const ModelIndex& index, const Strategy& strategy, UnitMaker& maker)
+      : trace_(trace), index_(index), strategy_(strategy), maker_(maker) {}
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
-    if (Status s = flat_ ? MakeFlatMesh(cluster_ranks) : groups_.Begin(cluster_ranks, trace_, result_); !s) {
-      return std::unexpected(s.error());
-    }
-    Result<std::set<ModuleId>> ignored_modules = IgnoredModules(trace_, index_, strategy_);
+    if (Status s = maker_.Begin(cluster_ranks, result_); !s) return std::unexpected(s.error());
+    Result<std::set<ModuleId>> ignored_modules = maker_.IgnoredModules();
     if (!ignored_modules) return std::unexpected(ignored_modules.error());
     ignored_ = IgnoredParameters(trace_, strategy_, *ignored_modules);
-    if (Status s = ChooseRules(*ignored_modules); !s) return std::unexpected(s.error());
+    Result<std::vector<UnitRule>> rules = maker_.Rules(strategy_.units, *ignored_modules, ignored_);
+    if (!rules) return std::unexpected(rules.error());
+    rules_ = std::move(*rules);
     if (Status s = ExpandRules(); !s) return std::unexpected(s.error());
-    if (!flat_) {
-      if (Status s = CheckParameterRules(trace_, strategy_); !s) return std::unexpected(s.error());
-      if (Status s = groups_.FindHooks(trace_, index_); !s) return std::unexpected(s.error());
-    }
+    if (Status s = maker_.CheckKnobs(); !s) return std::unexpected(s.error());
     result_.unit_of_module.assign(trace_.modules.size(), -1);
     result_.managed_by.assign(trace_.modules.size(), -1);
     result_.owners.resize(trace_.parameters.size());
     for (const Call& call : calls_) {
       if (Status s = MakeUnit(call); !s) return std::unexpected(s.error());
     }
-    if (Status s = CheckTies(); !s) return std::unexpected(s.error());
+    if (Status s = maker_.Check(result_); !s) return std::unexpected(s.error());
     OrderUnits();
     return std::move(result_);
   }
 
  private:
-  // FSDP1: {shard} or {replicate, shard}.
-  Status MakeFlatMesh(std::int64_t cluster_ranks) {
-    result_.mesh = strategy_.mesh;
-    if (result_.mesh.empty()) result_.mesh = {{"shard", cluster_ranks}};
-    std::int64_t ranks = 1;
-    for (std::size_t d = 0; d < result_.mesh.size(); ++d) {
-      const StrategyMeshDim& dim = result_.mesh[d];
-      const std::string pointer = fmt::format("/mesh/{}", d);
-      if (dim.size < 1) {
-        return MakeInputError(pointer + "/size", "a mesh dimension needs a rank", fmt::format("{}", dim.size),
-                              "1 or more");
-      }
-      if (dim.name == "shard") {
-        result_.shard_size = dim.size;
-      } else if (dim.name == "replicate") {
-        result_.replicate_size = dim.size;
-      } else {
-        return MakeInputError(pointer + "/name", "unknown mesh dimension", dim.name, "shard or replicate");
-      }
-      ranks *= dim.size;
-    }
-    const bool known =
-        result_.mesh.size() == 1 ||
-        (result_.mesh.size() == 2 && result_.mesh[0].name == "replicate" && result_.mesh[1].name == "shard");
-    if (!known) {
-      return MakeInputError("/mesh", "a mesh is {shard} or {replicate, shard}, outermost first",
-                            fmt::format("{} dimensions", result_.mesh.size()));
-    }
-    if (ranks != cluster_ranks) {
-      return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
-                            fmt::format("{}", cluster_ranks));
-    }
-    UnitChoice as_most{.sharding = strategy_.fsdp1.sharding};
-    SetFlatGroups(as_most);  // their communicators come first
-    return {};
-  }
-
-  // The ranks that a unit of FSDP1 communicates with: the mesh's dimensions with hybrid sharding, all ranks
-  // with any other.
-  void SetFlatGroups(UnitChoice& choice) {
-    const std::int64_t ranks = result_.shard_size * result_.replicate_size;
-    const bool hybrid = IsHybrid(choice.sharding);
-    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
-    choice.shard_size = hybrid ? result_.shard_size : no_shard ? 1 : ranks;
-    choice.replicate_size = ranks / choice.shard_size;
-    if (choice.shard_size > 1) choice.unit.shard_communicator = FlatGroup("shard", choice.shard_size, 1);
-    // Of one rank, too: hybrid sharding over one replica, and what is not sharded because there is one rank.
-    if (choice.shard_size == 1) {
-      // FSDP1 takes the one rank that it would shard over for all that there are.
-      choice.unit.replicate_communicator = FlatGroup("replicate", hybrid ? 1 : ranks, 1);
-    } else if (hybrid) {
-      choice.unit.replicate_communicator = FlatGroup("replicate", choice.replicate_size, choice.shard_size);
-    }
-  }
-
-  CommunicatorId FlatGroup(const std::string& name, std::int64_t size, std::int64_t stride) {
-    std::vector<Communicator>& groups = result_.communicators;
-    Communicator group{name, size, stride};
-    const auto same =
-        std::ranges::find_if(groups, [&](const Communicator& g) { return SameRanks(g, group); });
-    if (same != groups.end()) return static_cast<CommunicatorId>(same - groups.begin());
-    if (std::ranges::find(groups, name, &Communicator::name) != groups.end()) group.name = name + ".all";
-    groups.push_back(std::move(group));
-    return static_cast<CommunicatorId>(groups.size()) - 1;
-  }
-
-  Status ChooseRules(const std::set<ModuleId>& ignored_modules) {
-    rules_ = strategy_.units;
-    if (!flat_) {
-      if (rules_.empty()) rules_ = DefaultUnits(trace_);
-      return {};
-    }
-    if (rules_.empty() && !strategy_.fsdp1.size_based_wrap) rules_ = DefaultUnits(trace_);
-    Result<Rules> expanded =
-        ExpandWrapPolicy(trace_, index_, strategy_, std::move(rules_), ignored_modules, ignored_);
-    if (!expanded) return std::unexpected(expanded.error());
-    rules_ = std::move(*expanded);
-    return {};
-  }
-
   Status ExpandRules() {
-    if (!flat_ && !strategy_.fsdp2.shard_root) {
+    if (!maker_.HasRoot()) {
       std::erase_if(rules_,
                     [](const UnitRule& rule) { return rule.modules == std::vector<std::string>{""}; });
     }
@@ -175,12 +97,9 @@ class Partitioner {
         calls_.push_back(std::move(group));
       }
     }
-    if (!taken.contains(0) && (flat_ || strategy_.fsdp2.shard_root)) {
-      calls_.push_back({{0}, nullptr, "/units"});
-    }
-    if (flat_) {
-      // FSDP1 wraps from the inside out whatever the order of the rules: pre-order reversed has children
-      // first.
+    if (!taken.contains(0) && maker_.HasRoot()) calls_.push_back({{0}, nullptr, "/units"});
+    if (maker_.InTreeOrder()) {
+      // From the inside out: pre-order reversed has children first.
       std::stable_sort(calls_.begin(), calls_.end(),
                        [](const Call& a, const Call& b) { return a.modules[0] > b.modules[0]; });
     }
@@ -205,12 +124,12 @@ class Partitioner {
   void Collect(ModuleId entry, std::set<ModuleId>& visited, std::vector<ModuleId>& managed) const {
     const ModuleId module = index_.canonical[entry];
     if (!visited.insert(module).second) return;
-    if (flat_) managed.push_back(module);
+    if (maker_.InTreeOrder()) managed.push_back(module);
     for (const ModuleId child : index_.children[module]) {
       const ModuleId canonical = index_.canonical[child];
       if (result_.unit_of_module[canonical] < 0) Collect(canonical, visited, managed);
     }
-    if (!flat_) managed.push_back(module);
+    if (!maker_.InTreeOrder()) managed.push_back(module);
   }
 
   Status MakeUnit(const Call& call) {
@@ -239,22 +158,9 @@ class Partitioner {
     choice.unit.orig_dtype = trace_.compute_dtype;
     choice.shard_size = result_.shard_size;
     choice.replicate_size = result_.replicate_size;
-    if (!flat_) {
-      const auto* own =
-          call.rule != nullptr && call.rule->data_parallel ? &*call.rule->data_parallel : nullptr;
-      if (Status s = groups_.SetRanks(own, call.pointer, choice); !s) return s;
-    }
+    if (Status s = maker_.BeginUnit(call.rule, call.pointer, choice); !s) return s;
     SetKnobs(call, choice);
-    if (Status s = flat_ ? SetFlatDtypes(call, choice)
-                         : SetParameterKnobs(strategy_, groups_.mesh(), call.pointer, choice);
-        !s) {
-      return s;
-    }
-    if (flat_) {
-      LayOut(choice);
-    } else if (Status s = groups_.SetCommunicators(call.pointer, choice, result_); !s) {
-      return s;
-    }
+    if (Status s = maker_.FinishUnit(call.pointer, choice, result_); !s) return s;
     result_.units.push_back(std::move(choice));
     return {};
   }
@@ -274,17 +180,6 @@ class Partitioner {
                                       .placements = parameter.placements});
   }
 
-  // FSDP1 makes a shard of the original parameter: the other unit's modules are left with that.
-  Status CheckTies() const {
-    if (!flat_ || !strategy_.fsdp1.use_orig_params) return {};
-    for (std::size_t p = 0; p < result_.owners.size(); ++p) {
-      if (result_.owners[p].size() < 2) continue;
-      return MakeInputError("/fsdp1/use_orig_params", "FSDP1 breaks a parameter that two units share",
-                            trace_.parameters[p].fqn, "false, or one unit that has it");
-    }
-    return {};
-  }
-
   void SetKnobs(const Call& call, UnitChoice& choice) {
     const UnitRule* rule = call.rule;
     const auto pick = [&](auto member, const auto& fallback) {
@@ -296,11 +191,6 @@ class Partitioner {
     choice.mixed_precision = mixed.value_or(MixedPrecision{});
     const auto reshard = pick(&UnitRule::reshard_after_forward, strategy_.reshard_after_forward);
     choice.reshard_given = reshard.has_value();
-    const Fsdp1Knobs& flat = strategy_.fsdp1;
-    choice.sharding = pick(&UnitRule::sharding, std::optional(flat.sharding)).value();
-    choice.backward_prefetch =
-        pick(&UnitRule::backward_prefetch, std::optional(flat.backward_prefetch)).value();
-    choice.forward_prefetch = pick(&UnitRule::forward_prefetch, std::optional(flat.forward_prefetch)).value();
     const std::int64_t all = choice.shard_size;
     if (!reshard) {
       choice.post_forward_size = all;  // but 0 for a root, which shows at its first forward
@@ -310,34 +200,6 @@ class Partitioner {
       choice.post_forward_size = std::get<std::int64_t>(*reshard);
       if (choice.post_forward_size == 1) choice.post_forward_size = 0;  // as PyTorch: 1 means False
     }
-  }
-
-  Status SetFlatDtypes(const Call& call, UnitChoice& choice) {
-    Unit& unit = choice.unit;
-    std::optional<DType> original;
-    for (const UnitParameter& parameter : unit.parameters) {
-      if (!original) original = parameter.dtype;
-      if (parameter.dtype != *original) {
-        return MakeInputError(call.pointer, "the parameters of a unit differ in dtype",
-                              fmt::format("{} is {}", parameter.fqn, Name(parameter.dtype)),
-                              std::string(Name(*original)));
-      }
-    }
-    const MixedPrecision& mixed = choice.mixed_precision;
-    unit.orig_dtype = original.value_or(trace_.compute_dtype);
-    unit.param_dtype = mixed.param_dtype.value_or(unit.orig_dtype);
-    unit.reduce_dtype = mixed.reduce_dtype.value_or(unit.param_dtype);
-    return {};
-  }
-
-  void LayOut(UnitChoice& choice) {
-    SetFlatGroups(choice);
-    Unit& unit = choice.unit;
-    unit.layout = LayoutKind::kFlat;
-    // Aligned flat parameters are padded for the whole process group even where they are not sharded.
-    const bool no_shard = choice.sharding == Fsdp1Sharding::kNoShard;
-    LayOutFlat(unit, strategy_.fsdp1.use_orig_params, unit.param_dtype,
-               no_shard && strategy_.fsdp1.use_orig_params ? choice.replicate_size : choice.shard_size);
   }
 
   // Units get their final ids in the order of their first modules in the tree, the root first.
@@ -370,19 +232,18 @@ class Partitioner {
   const Trace& trace_;
   const ModelIndex& index_;
   const Strategy& strategy_;
-  const bool flat_;
-  Rules rules_;
+  UnitMaker& maker_;
+  std::vector<UnitRule> rules_;
   std::vector<Call> calls_;
   std::set<ParameterId> ignored_;
-  UnitGroups groups_;  // fsdp2
   Partition result_;
 };
 
 }  // namespace
 
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
-                              std::int64_t cluster_ranks) {
-  return Partitioner(trace, index, strategy).Run(cluster_ranks);
+                              UnitMaker& maker, std::int64_t cluster_ranks) {
+  return Partitioner(trace, index, strategy, maker).Run(cluster_ranks);
 }
 
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module) {

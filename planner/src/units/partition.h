@@ -50,9 +50,12 @@ struct Partition {
   std::int64_t replicate_size = 1;
 };
 
+class UnitMaker;
+
+// The units of the strategy's rules as `maker` makes them (of the policy: policy/policy_description.h).
 // kBadInput: a rule that matches nothing, a module in two units, a mesh that is not the cluster's ranks, ...
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
-                              std::int64_t cluster_ranks);
+                              UnitMaker& maker, std::int64_t cluster_ranks);
 
 // The owner of `parameter` as seen from `module` (a tie that spans units is broken by FSDP: each unit has its
 // own copy). Unit -1: no unit has it.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,10 +16,21 @@
 
 namespace shardplan {
 
+// A pass of the planner (docs/planner.md).
+struct PlannerPass {
+  std::string_view name;
+  std::string_view makes;      // "trace", "units", "order", "graph", "plan" or "faults"
+  std::string_view needed_by;  // empty: it may be skipped; else only together with what is named here
+};
+// In the order in which they run.
+std::span<const PlannerPass> PlannerPasses();
+
 struct PlanOptions {
   // Run the verifier after the passes and fail with kInternal if it finds a violation that PyTorch itself
-  // does not have.
+  // does not have. False is the same as skipping the pass `verify`.
   bool verify = true;
+  // Passes that do not run.
+  std::vector<std::string> skip;
   // Called with a pass's name and its wall time when it ends.
   std::function<void(std::string_view pass, Nanoseconds wall_ns)> on_pass;
 };
@@ -27,13 +39,24 @@ struct PlannerOutput {
   Plan plan;
   // With verify: what PyTorch itself does wrong there and the plan therefore, too, a paragraph each.
   std::vector<std::string> faults;
-  std::string graph_dot;  // the schedule graph of the steady step as GraphViz text
 };
 
 // kBadInput: the trace or strategy is inconsistent (a unit rule that matches nothing, a mesh that is not the
-// cluster's ranks, ...), with a pointer into the strategy or trace.
+// cluster's ranks, ...), with a pointer into the strategy or trace. kUsage: a pass is skipped that others
+// need.
 Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                                const PlanOptions& options = {});
+
+// What one pass made: a trace or a plan as a document (a plan lacks what later passes put in), the units and
+// the recorded order as text, the schedule graph of the step that repeats as GraphViz text.
+struct PassOutput {
+  std::string_view makes;  // as in PlannerPass
+  std::string text;
+};
+// Runs the passes up to `last`, that one included. kUsage: no such pass, or it is skipped, or a pass is
+// skipped that others need. Else as MakePlan.
+Result<PassOutput> RunPassesUntil(std::string_view last, const Trace& trace, const Strategy& strategy,
+                                  const Cluster& cluster, const PlanOptions& options = {});
 
 // Activation checkpointing as a transformation of a trace: the modules that `rule` matches free what they
 // saved when they are left, and run again at the start of their backward (torch.utils.checkpoint,

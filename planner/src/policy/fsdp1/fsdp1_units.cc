@@ -122,23 +122,6 @@ Result<std::set<ModuleId>> IgnoredModules(const Trace& trace, const ModelIndex& 
   return ignored;
 }
 
-std::set<ParameterId> IgnoredParameters(const Trace& trace, const Strategy& strategy,
-                                        const std::set<ModuleId>& ignored_modules) {
-  std::set<ParameterId> ignored;
-  for (const ModuleId module : ignored_modules) {
-    for (const NamedParameter& named : trace.modules[module].parameters) ignored.insert(named.parameter);
-  }
-  const std::vector<std::string>& names = strategy.ignored_parameters;
-  for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
-    const auto named = [&](const std::string& fqn) { return std::ranges::find(names, fqn) != names.end(); };
-    const Parameter& parameter = trace.parameters[p];
-    if (named(parameter.fqn) || std::ranges::any_of(parameter.shared_with, named)) {
-      ignored.insert(static_cast<ParameterId>(p));
-    }
-  }
-  return ignored;
-}
-
 Result<std::vector<UnitRule>> ExpandWrapPolicy(const Trace& trace, const ModelIndex& index,
                                                const Strategy& strategy, std::vector<UnitRule> rules,
                                                const std::set<ModuleId>& ignored_modules,

@@ -14,10 +14,6 @@ namespace shardplan {
 Result<std::set<ModuleId>> IgnoredModules(const Trace& trace, const ModelIndex& index,
                                           const Strategy& strategy);
 
-// Parameters in ignored modules and the ignored parameters themselves, under whatever name they are given.
-std::set<ParameterId> IgnoredParameters(const Trace& trace, const Strategy& strategy,
-                                        const std::set<ModuleId>& ignored_modules);
-
 // The strategy's rules with every class rule and the size-based policy replaced by the modules that they
 // choose: none that is ignored or that a rule names. With mixed precision, such a policy also makes units in
 // full precision of the classes that mixed precision ignores. Rules that name modules wrap by hand and do

@@ -1,4 +1,4 @@
-#include "units/unit_groups.h"
+#include "units/unit_communicators.h"
 
 #include <fmt/format.h>
 
@@ -26,7 +26,7 @@ std::vector<StrategyMeshDim> DefaultMesh(const Trace& trace, std::int64_t ranks)
 
 }  // namespace
 
-Status UnitGroups::Begin(std::int64_t cluster_ranks, const Trace& trace, Partition& partition) {
+Status UnitCommunicators::Begin(std::int64_t cluster_ranks, const Trace& trace, Partition& partition) {
   Result<Mesh> mesh =
       Mesh::Make(strategy_.mesh.empty() ? DefaultMesh(trace, cluster_ranks) : strategy_.mesh, cluster_ranks);
   if (!mesh) return std::unexpected(mesh.error());
@@ -48,7 +48,7 @@ Status UnitGroups::Begin(std::int64_t cluster_ranks, const Trace& trace, Partiti
   return {};
 }
 
-Status UnitGroups::CheckDims(const DataParallelDims& dims, const std::string& pointer) const {
+Status UnitCommunicators::CheckDims(const DataParallelDims& dims, const std::string& pointer) const {
   std::set<std::string> seen;
   for (const std::vector<std::string>* names : {&dims.shard, &dims.replicate}) {
     for (const std::string& name : *names) {
@@ -64,7 +64,8 @@ Status UnitGroups::CheckDims(const DataParallelDims& dims, const std::string& po
 }
 
 // The communicator over a flattened dimension. -1: one rank.
-CommunicatorId UnitGroups::GroupOf(const std::string& name, const MeshDigits& digits, Partition& partition) {
+CommunicatorId UnitCommunicators::GroupOf(const std::string& name, const MeshDigits& digits,
+                                          Partition& partition) {
   if (digits.empty()) return -1;
   for (const auto& [known, id] : groups_) {
     if (known == digits) return id;
@@ -75,13 +76,13 @@ CommunicatorId UnitGroups::GroupOf(const std::string& name, const MeshDigits& di
 }
 
 // ... over a dimension of the mesh that is not FSDP's.
-CommunicatorId UnitGroups::GroupOfDim(const std::string& name, Partition& partition) {
+CommunicatorId UnitCommunicators::GroupOfDim(const std::string& name, Partition& partition) {
   const CommunicatorId group = GroupOf(name, mesh_.Flatten({name}), partition);
   partition.mesh_groups.emplace(name, group);
   return group;
 }
 
-Status UnitGroups::FindHooks(const Trace& trace, const ModelIndex& index) {
+Status UnitCommunicators::FindHooks(const Trace& trace, const ModelIndex& index) {
   for (std::size_t h = 0; h < strategy_.fsdp2.all_reduce_hooks.size(); ++h) {
     const AllReduceHook& hook = strategy_.fsdp2.all_reduce_hooks[h];
     const std::string pointer = fmt::format("/fsdp2/all_reduce_hooks/{}", h);
@@ -103,8 +104,8 @@ Status UnitGroups::FindHooks(const Trace& trace, const ModelIndex& index) {
   return {};
 }
 
-Status UnitGroups::SetRanks(const DataParallelDims* own, const std::string& pointer,
-                            UnitChoice& choice) const {
+Status UnitCommunicators::SetRanks(const DataParallelDims* own, const std::string& pointer,
+                                   UnitChoice& choice) const {
   choice.data_parallel = own == nullptr ? data_parallel_ : *own;
   if (own != nullptr) {
     if (Status s = CheckDims(*own, pointer); !s) return s;
@@ -120,7 +121,8 @@ Status UnitGroups::SetRanks(const DataParallelDims* own, const std::string& poin
   return {};
 }
 
-Status UnitGroups::SetCommunicators(const std::string& pointer, UnitChoice& choice, Partition& partition) {
+Status UnitCommunicators::SetCommunicators(const std::string& pointer, UnitChoice& choice,
+                                           Partition& partition) {
   Unit& unit = choice.unit;
   const auto name = [](const std::vector<std::string>& dims) {
     return fmt::format("{}", fmt::join(dims, "_"));
@@ -141,7 +143,7 @@ Status UnitGroups::SetCommunicators(const std::string& pointer, UnitChoice& choi
 }
 
 // The first hook that names the unit (or all).
-Status UnitGroups::SetHook(const std::string& pointer, UnitChoice& choice, Partition& partition) {
+Status UnitCommunicators::SetHook(const std::string& pointer, UnitChoice& choice, Partition& partition) {
   for (std::size_t h = 0; h < hooked_.size(); ++h) {
     const AllReduceHook& hook = strategy_.fsdp2.all_reduce_hooks[h];
     const bool named =
@@ -172,7 +174,7 @@ Status UnitGroups::SetHook(const std::string& pointer, UnitChoice& choice, Parti
 }
 
 // set_separate_reduce_scatter_group by the knob or by a call, which may come at any time.
-bool UnitGroups::SeparatesReduceScatter() const {
+bool UnitCommunicators::SeparatesReduceScatter() const {
   const auto asks = [](const ModuleCall& call) {
     return call.method == "set_separate_reduce_scatter_group" && call.value.value_or(true);
   };
@@ -186,7 +188,7 @@ bool UnitGroups::SeparatesReduceScatter() const {
   });
 }
 
-CommunicatorId UnitGroups::SeparateGroup(CommunicatorId shard, Partition& partition) {
+CommunicatorId UnitCommunicators::SeparateGroup(CommunicatorId shard, Partition& partition) {
   const auto [entry, added] =
       separate_.try_emplace(shard, static_cast<CommunicatorId>(partition.communicators.size()));
   if (added) {
@@ -197,7 +199,8 @@ CommunicatorId UnitGroups::SeparateGroup(CommunicatorId shard, Partition& partit
   return entry->second;
 }
 
-Status UnitGroups::SetPostForward(const std::string& pointer, UnitChoice& choice, Partition& partition) {
+Status UnitCommunicators::SetPostForward(const std::string& pointer, UnitChoice& choice,
+                                         Partition& partition) {
   const std::int64_t size = choice.post_forward_size;
   if (size == 0 || size == choice.shard_size) return {};
   if (size < 0 || choice.shard_size % size != 0) {

@@ -11,9 +11,9 @@
 
 namespace shardplan {
 
-class UnitGroups {
+class UnitCommunicators {
  public:
-  explicit UnitGroups(const Strategy& strategy) : strategy_(strategy) {}
+  explicit UnitCommunicators(const Strategy& strategy) : strategy_(strategy) {}
 
   // Makes the mesh and the groups of units that give none. kBadInput for a mesh that does not fit.
   Status Begin(std::int64_t cluster_ranks, const Trace& trace, Partition& partition);

@@ -1,0 +1,39 @@
+#include "passes/describe.h"
+
+#include <utility>
+#include <variant>
+
+namespace shardplan {
+namespace {
+
+// Forwards that are trained on, in the step that repeats.
+std::int64_t TrainedForwards(const Strategy& strategy) {
+  if (strategy.program.empty()) return 1;
+  std::int64_t forwards = 0;
+  for (const ProgramCall& call : strategy.program.back()) {
+    const auto* backward = std::get_if<BackwardCall>(&call);
+    if (backward != nullptr) forwards += static_cast<std::int64_t>(backward->microbatches.size());
+  }
+  return forwards;
+}
+
+}  // namespace
+
+Result<Plan> DescribePlan(Plan plan, const PolicyInput& input, const PolicyDescription& policy,
+                          const Cluster& cluster) {
+  plan.model = input.trace.model;
+  plan.policy = input.strategy.policy;
+  plan.world_size = cluster.ranks;
+  plan.mesh = input.partition.mesh;
+  plan.cluster = cluster;
+  plan.strategy = input.strategy;
+  plan.inputs = input.trace.inputs;
+  plan.model_buffers = input.trace.buffers;
+  if (policy.change_buffers != nullptr) {
+    if (Status s = policy.change_buffers(input, plan.model_buffers); !s) return std::unexpected(s.error());
+  }
+  plan.tokens_per_step = input.trace.tokens_per_batch * TrainedForwards(input.strategy);
+  return plan;
+}
+
+}  // namespace shardplan

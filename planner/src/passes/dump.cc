@@ -1,0 +1,120 @@
+#include "passes/dump.h"
+
+#include <fmt/format.h>
+
+#include <string_view>
+
+namespace shardplan {
+namespace {
+
+std::string RanksText(const Partition& partition, CommunicatorId communicator) {
+  if (communicator < 0) return "one rank";
+  const Communicator& c = partition.communicators[communicator];
+  return fmt::format("{} ranks ({}, stride {})", c.size, c.name, c.stride);
+}
+
+std::string ReshardText(const UnitChoice& choice) {
+  if (choice.post_forward_size == 0) return "stays unsharded";
+  if (choice.post_forward_size == choice.shard_size) return "resharded";
+  return fmt::format("resharded to {} ranks", choice.post_forward_size);
+}
+
+std::string UnitText(const Partition& partition, const UnitChoice& choice) {
+  const Unit& unit = choice.unit;
+  std::string text =
+      fmt::format("  layout: {}\n", unit.layout == LayoutKind::kFlat
+                                        ? fmt::format("flat, {} elements with padding", unit.flat_numel)
+                                        : "per_parameter");
+  text +=
+      fmt::format("  sharded over {}, replicated over {}\n", RanksText(partition, unit.shard_communicator),
+                  RanksText(partition, unit.replicate_communicator));
+  text += fmt::format("  dtypes: {}, gathered in {}, reduced in {}\n", Name(unit.orig_dtype),
+                      Name(unit.param_dtype), Name(unit.reduce_dtype));
+  text += fmt::format("  after the forward: {}{}\n", ReshardText(choice),
+                      choice.reshard_given ? "" : " (not given; a root stays unsharded)");
+  if (choice.cpu_offload) text += "  offloaded to the host\n";
+  for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
+    const UnitParameter& parameter = unit.parameters[p];
+    text += fmt::format("  parameter {}: {} [{}] {}{}\n", choice.parameter_ids[p], parameter.fqn,
+                        fmt::join(parameter.shape, ", "), Name(parameter.dtype),
+                        parameter.requires_grad ? "" : ", frozen");
+  }
+  return text;
+}
+
+std::string_view HostEventName(HostEventKind kind) {
+  switch (kind) {
+    case HostEventKind::kForwardBegin:
+      return "forward_begin";
+    case HostEventKind::kForwardEnd:
+      return "forward_end";
+    case HostEventKind::kPreForward:
+      return "pre_forward";
+    case HostEventKind::kPostForward:
+      return "post_forward";
+    case HostEventKind::kRecomputePreForward:
+      return "recompute_pre_forward";
+    case HostEventKind::kRecomputePostForward:
+      return "recompute_post_forward";
+    case HostEventKind::kBackwardBegin:
+      return "backward_begin";
+    case HostEventKind::kPreBackward:
+      return "pre_backward";
+    case HostEventKind::kInputsGradDone:
+      return "inputs_grad_done";
+    case HostEventKind::kParameterGradsDone:
+      return "parameter_grads_done";
+    case HostEventKind::kForwardUndone:
+      return "forward_undone";
+    case HostEventKind::kBackwardEnd:
+      return "backward_end";
+    case HostEventKind::kOptimizerStep:
+      return "optimizer_step";
+    case HostEventKind::kZeroGrad:
+      return "zero_grad";
+    case HostEventKind::kModuleCall:
+      return "module_call";
+    case HostEventKind::kSegment:
+      return "segment";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string UnitsText(const Trace& trace, const Partition& partition) {
+  std::string text;
+  for (std::size_t u = 0; u < partition.units.size(); ++u) {
+    const UnitChoice& choice = partition.units[u];
+    text += fmt::format("unit {}: {}\n", u, DisplayName(choice.unit.fqn));
+    if (choice.modules.size() > 1) text += fmt::format("  a group of {} modules\n", choice.modules.size());
+    text += UnitText(partition, choice);
+  }
+  for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
+    if (partition.owners[p].empty()) {
+      text += fmt::format("parameter {}: {} is in no unit\n", p, trace.parameters[p].fqn);
+    }
+  }
+  return text;
+}
+
+std::string OrderText(const Partition& partition, const std::vector<RecordedStep>& steps) {
+  std::string text;
+  for (std::size_t s = 0; s < steps.size(); ++s) {
+    text += fmt::format("step {}\n", s);
+    for (const HostEvent& event : steps[s].events) {
+      text += fmt::format("  {}", HostEventName(event.kind));
+      if (event.unit >= 0) text += " " + DisplayName(partition.units[event.unit].unit.fqn);
+      if (event.kind == HostEventKind::kSegment) {
+        text +=
+            fmt::format(" \"{}\": events {} to {} of {} {}", event.name, event.range.begin,
+                        event.range.end - 1, event.range.backward ? "backward" : "forward", event.range.pass);
+      }
+      if (event.call != nullptr) text += fmt::format(": {}", event.call->method);
+      text += fmt::format(", micro-batch {}\n", event.microbatch);
+    }
+  }
+  return text;
+}
+
+}  // namespace shardplan

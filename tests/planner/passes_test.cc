@@ -1,0 +1,132 @@
+// The passes through the library: their list, stopping behind one, leaving one out.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "tests/planner/planned.h"
+#include "tests/planner/synthetic.h"
+
+namespace shardplan {
+namespace {
+
+using testing::ClusterOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::LayeredTrace;
+using ::testing::Not;
+using testing::Planned;
+
+TEST(PassesTest, TheListIsWhatRuns) {
+  std::vector<std::string> names, ran;
+  for (const PlannerPass& pass : PlannerPasses()) names.emplace_back(pass.name);
+  const auto on_pass = [&](std::string_view name, Nanoseconds) { ran.emplace_back(name); };
+  ASSERT_TRUE(MakePlan(LayeredTrace(2, 8, 8), {}, ClusterOf(2), {.on_pass = on_pass}));
+  EXPECT_EQ(ran, names);
+}
+
+TEST(PassesTest, NoPassRunsBehindTheOneToStopAfter) {
+  std::vector<std::string> ran;
+  const auto on_pass = [&](std::string_view name, Nanoseconds) { ran.emplace_back(name); };
+  const Result<PassOutput> made =
+      RunPassesUntil("choose_units", LayeredTrace(2, 8, 8), {}, ClusterOf(2), {.on_pass = on_pass});
+  ASSERT_TRUE(made) << ToString(made.error());
+  EXPECT_THAT(ran, ElementsAre("apply_checkpointing", "choose_units"));
+  EXPECT_EQ(made->makes, "units");
+  EXPECT_THAT(made->text, HasSubstr("unit 1: layers.0\n"));
+  EXPECT_THAT(made->text, HasSubstr("sharded over 2 ranks (shard, stride 1)"));
+  EXPECT_THAT(made->text, HasSubstr("layers.1.weight"));
+}
+
+// Every pass that rewrites the trace hands on a document that is read again.
+TEST(PassesTest, RewrittenTracesAreDocuments) {
+  const Trace trace = LayeredTrace(3, 8, 8, 16);
+  const Strategy strategy{.checkpoint = CheckpointRule{.modules = {"layers.*"}}};
+  for (const PlannerPass& pass : PlannerPasses()) {
+    if (pass.makes != "trace") continue;
+    const Result<PassOutput> made = RunPassesUntil(pass.name, trace, strategy, ClusterOf(4));
+    ASSERT_TRUE(made) << pass.name;
+    const Result<Trace> read = ParseTrace(made->text);
+    ASSERT_TRUE(read) << pass.name << ": " << ToString(read.error());
+    EXPECT_NE(*read, trace) << pass.name;  // checkpointed, at least
+    EXPECT_EQ(Planned(*read, {}, 4).steps, Planned(trace, strategy, 4).steps) << pass.name;
+  }
+}
+
+TEST(PassesTest, ATieIsSplitInTheTraceThatIsHandedOn) {
+  Trace trace = LayeredTrace(2, 8, 8);
+  ParameterId shared = -1;
+  for (Module& module : trace.modules) {
+    for (NamedParameter& named : module.parameters) {
+      if (shared < 0) shared = named.parameter;
+      named.parameter = shared;
+    }
+  }
+  trace.parameters.resize(1);
+  trace.parameters[0].shared_with = {"layers.1.weight"};
+  for (std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
+    for (Pass& pass : *passes) {
+      std::erase_if(pass.events, [&](TraceEvent& event) {
+        if (auto* op = std::get_if<OperatorEvent>(&event)) {
+          for (ParameterId& parameter : op->parameters) parameter = shared;
+        } else if (auto* allocate = std::get_if<AllocateEvent>(&event)) {
+          if (allocate->parameter >= 0) allocate->parameter = shared;
+        }
+        const auto* grad = std::get_if<ParameterGradEvent>(&event);
+        return grad != nullptr && grad->parameter != shared;
+      });
+    }
+  }
+  const Result<PassOutput> before = RunPassesUntil("choose_units", trace, {}, ClusterOf(2));
+  ASSERT_TRUE(before) << ToString(before.error());
+  const Result<PassOutput> made = RunPassesUntil("split_ties", trace, {}, ClusterOf(2));
+  ASSERT_TRUE(made) << ToString(made.error());
+  const Result<Trace> split = ParseTrace(made->text);
+  ASSERT_TRUE(split) << ToString(split.error());
+  EXPECT_EQ(split->parameters.size(), 2u);
+  EXPECT_TRUE(split->parameters[1].shared_with.empty());
+}
+
+TEST(PassesTest, WhatOthersNeedIsNotSkipped) {
+  const Trace trace = LayeredTrace(2, 8, 8);
+  const Plan whole = Planned(trace, {});
+  for (const PlannerPass& pass : PlannerPasses()) {
+    const Result<PlannerOutput> planned =
+        MakePlan(trace, {}, ClusterOf(2), {.skip = {std::string(pass.name)}});
+    if (pass.needed_by.empty()) {
+      ASSERT_TRUE(planned) << pass.name;
+      EXPECT_EQ(planned->plan.steps, whole.steps) << pass.name;
+    } else {
+      ASSERT_FALSE(planned) << pass.name;
+      EXPECT_EQ(planned.error().code, ErrorCode::kUsage);
+      EXPECT_THAT(planned.error().message, HasSubstr(std::string(pass.name)));
+    }
+  }
+}
+
+TEST(PassesTest, ASkippedPassChangesWhatItWouldHave) {
+  const Trace trace = LayeredTrace(3, 8, 8);
+  const Strategy strategy{.checkpoint = CheckpointRule{.modules = {"layers.*"}}};
+  const Result<PlannerOutput> planned =
+      MakePlan(trace, strategy, ClusterOf(2), {.skip = {"apply_checkpointing"}});
+  ASSERT_TRUE(planned);
+  EXPECT_EQ(planned->plan.steps, Planned(trace, {}).steps);
+  EXPECT_THAT(planned->plan.steps, Not(Planned(trace, strategy).steps));
+}
+
+TEST(PassesTest, APassThatDoesNotExistIsAUsageError) {
+  const Result<PassOutput> made = RunPassesUntil("lineup", LayeredTrace(2, 8, 8), {}, ClusterOf(2));
+  ASSERT_FALSE(made);
+  EXPECT_EQ(made.error().code, ErrorCode::kUsage);
+  EXPECT_THAT(made.error().expected, HasSubstr("record_order"));
+}
+
+TEST(PassesTest, AnUnknownPolicyIsBadInputAtItsField) {
+  const Result<PlannerOutput> planned = MakePlan(LayeredTrace(2, 8, 8), {.policy = "fsdp3"}, ClusterOf(2));
+  ASSERT_FALSE(planned);
+  EXPECT_EQ(planned.error().code, ErrorCode::kBadInput);
+  EXPECT_EQ(planned.error().pointer, "/policy");
+}
+
+}  // namespace
+}  // namespace shardplan
