@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cassert>
 #include <chrono>
 #include <functional>
 #include <optional>
@@ -18,6 +17,7 @@
 #include "passes/schedule_analysis.h"
 #include "policy/policy_description.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"
 #include "units/model_index.h"
@@ -156,6 +156,7 @@ std::string OrderDump(const Task&, const Made& made) { return OrderText(made.par
 std::string PlanDump(const Task&, const Made& made) { return ToJson(made.plan); }
 std::string GraphDump(const Task&, const Made& made) {
   const std::int32_t steady = made.plan.steady_step;
+  SHARDPLAN_ASSERT(steady < std::ssize(made.graphs), "build_graph makes a graph for each step");
   return WriteGraphviz(made.graphs[steady], made.plan, made.plan.steps[steady]);
 }
 std::string FaultsDump(const Task&, const Made& made) {

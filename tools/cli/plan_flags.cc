@@ -171,7 +171,9 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
 
 void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   FlagGroup group(command, "Knobs (over those of --strategy)");
-  group.Option("--policy", flags.policy, "fsdp2 or fsdp1")->check(CLI::IsMember({"fsdp2", "fsdp1"}));
+  const std::vector<std::string> policies = PlannerPolicies();
+  group.Option("--policy", flags.policy, fmt::format("{}", fmt::join(policies, " or ")))
+      ->check(CLI::IsMember(policies));
   group.Option("--mesh", flags.mesh,
                "Mesh dimensions, outermost first: --mesh replicate=2 shard=8 (default: all ranks shard)");
   group.Option(

@@ -13,36 +13,12 @@
 #include <map>
 #include <set>
 
+#include "passes/checkpoint_regions.h"
 #include "shardplan/planner/planner.h"
 #include "units/model_index.h"
 
 namespace shardplan {
 namespace {
-
-struct Region {
-  ModuleId module = -1;  // canonical
-  std::int32_t forward = -1, occurrence = 0;
-  std::size_t enter = 0, exit = 0;  // events of the forward
-  std::vector<StorageId> inputs;
-  std::set<StorageId> saved;              // born inside, read by the region's own backward
-  std::set<ParameterId> parameters;       // read by the region's own backward
-  std::map<StorageId, StorageId> remade;  // by the recomputation
-  std::size_t first_use = 0;              // position in the backward that needs the recomputation
-  bool recomputes = false;
-  bool started = true;  // its backward has begun: the gradient of an output is there
-  std::size_t end = 0;  // position in the backward behind which the inputs are dropped
-  bool done = false;    // its backward is over
-};
-
-struct Life {
-  std::int32_t birth_forward = -1;
-  StorageRole role = StorageRole::kSaved;
-  std::size_t birth = 0;
-  std::int32_t death_forward = -1;  // -1: in the backward, or never
-  std::size_t death = 0;
-  bool dies = false;
-  std::size_t last_forward_use = 0;
-};
 
 class Checkpointer {
  public:
@@ -85,229 +61,28 @@ class Checkpointer {
     }
   }
 
-  bool IsUnder(ModuleId module, ModuleId ancestor) const {
-    for (; module >= 0; module = index_.parent[module]) {
-      if (index_.canonical[module] == ancestor) return true;
-    }
-    return false;
-  }
-
   void Transform(std::size_t b) {
     backward_ = &trace_.backwards[b];
-    lives_.clear();
-    regions_.clear();
-    region_of_birth_.clear();
-    born_in_backward_.clear();
-    for (const std::int32_t f : backward_->forwards) FindRegions(f);
-    if (regions_.empty()) return;
-    TellCallsApart();
-    for (const std::int32_t f : backward_->forwards) FindLives(f);
-    FindBackwardUses();
-    ExtendInputs();
+    found_ = FindCheckpointRegions(trace_, index_, checkpointed_, *backward_);
+    if (found_.regions.empty()) return;
     for (const std::int32_t f : backward_->forwards) RewriteForward(f);
     RewriteBackward(b);
-  }
-
-  void FindRegions(std::int32_t f) {
-    const Pass& pass = trace_.forwards[f];
-    if (!pass.grad_enabled) return;
-    std::map<ModuleId, std::int32_t> calls;
-    int depth = 0;          // of running modules
-    int region_depth = -1;  // of the region being passed over: inner checkpoints are part of it
-    for (std::size_t i = 0; i < pass.events.size(); ++i) {
-      if (const auto* enter = std::get_if<EnterEvent>(&pass.events[i])) {
-        const ModuleId module = index_.canonical[enter->module];
-        const std::int32_t occurrence = calls[module]++;
-        if (checkpointed_[module] && region_depth < 0) {
-          region_depth = depth;
-          regions_.push_back({.module = module, .forward = f, .occurrence = occurrence, .enter = i});
-          for (const TensorId tensor : enter->inputs) {
-            if (pass.tensors[tensor].storage >= 0)
-              regions_.back().inputs.push_back(pass.tensors[tensor].storage);
-          }
-        }
-        ++depth;
-      } else if (std::holds_alternative<ExitEvent>(pass.events[i])) {
-        if (--depth == region_depth) {
-          regions_.back().exit = i;
-          region_depth = -1;
-        }
-      }
-    }
-  }
-
-  // Operators name modules, not calls of them: what one call made may be read in the backward of the next.
-  void TellCallsApart() {
-    std::map<ModuleId, int> calls;
-    for (const Region& region : regions_) ++calls[region.module];
-    for (const TraceEvent& event : backward_->events) {
-      const auto* ready = std::get_if<OutputGradReadyEvent>(&event);
-      if (ready == nullptr) continue;
-      for (Region& region : regions_) {
-        if (calls[region.module] > 1 && Is(region, *ready)) region.started = false;
-      }
-    }
-  }
-
-  // Whether an event of the backward is of the region's call.
-  bool Is(const Region& region, const auto& event) const {
-    return region.module == index_.canonical[event.module] && region.occurrence == event.occurrence &&
-           event.forward < std::ssize(backward_->forwards) &&
-           backward_->forwards[event.forward] == region.forward;
-  }
-
-  void FindLives(std::int32_t f) {
-    const Pass& pass = trace_.forwards[f];
-    std::vector<const EnterEvent*> running;
-    const auto use = [&](const std::vector<TensorId>& tensors, std::size_t i) {
-      for (const TensorId tensor : tensors) {
-        const StorageId s = pass.tensors[tensor].storage;
-        if (s >= 0) lives_[s].last_forward_use = i;
-      }
-    };
-    for (std::size_t i = 0; i < pass.events.size(); ++i) {
-      if (const auto* allocate = std::get_if<AllocateEvent>(&pass.events[i])) {
-        lives_[allocate->storage] = {
-            .birth_forward = f, .role = allocate->role, .birth = i, .last_forward_use = i};
-      } else if (const auto* free = std::get_if<FreeEvent>(&pass.events[i])) {
-        Life& life = lives_[free->storage];
-        life.dies = true;
-        life.death_forward = f;
-        life.death = i;
-      } else if (const auto* op = std::get_if<OperatorEvent>(&pass.events[i])) {
-        for (const StorageId s : op->reads) lives_[s].last_forward_use = i;
-        for (const StorageId s : op->writes) lives_[s].last_forward_use = i;
-      } else if (const auto* exit = std::get_if<ExitEvent>(&pass.events[i])) {
-        use(exit->outputs, i);
-        if (running.empty()) continue;
-        use(running.back()->inputs, i);  // the call holds its arguments until it returns
-        running.pop_back();
-      } else if (const auto* enter = std::get_if<EnterEvent>(&pass.events[i])) {
-        use(enter->inputs, i);
-        running.push_back(enter);
-      }
-    }
-    for (std::size_t r = 0; r < regions_.size(); ++r) {
-      if (regions_[r].forward != f) continue;
-      for (std::size_t i = regions_[r].enter; i <= regions_[r].exit; ++i) {
-        const auto* allocate = std::get_if<AllocateEvent>(&pass.events[i]);
-        if (allocate != nullptr) region_of_birth_[allocate->storage] = r;
-      }
-    }
-  }
-
-  void FindBackwardUses() {
-    for (std::size_t i = 0; i < backward_->events.size(); ++i) {
-      const TraceEvent& event = backward_->events[i];
-      if (const auto* op = std::get_if<OperatorEvent>(&event)) {
-        if (op->module >= 0 && ReadsSaved(*op)) {
-          for (Region& region : regions_) {
-            if (!region.done && IsUnder(op->module, region.module)) Unpack(region, *op, i);
-          }
-        }
-        for (const StorageId s : op->reads) UseInBackward(s, op->module, i);
-        for (const StorageId s : op->writes) UseInBackward(s, op->module, i);
-      } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
-        for (Region& region : regions_) region.done = region.done || Is(region, *done);
-      } else if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
-        for (Region& region : regions_) region.started = region.started || Is(region, *ready);
-      } else if (const auto* born = std::get_if<AllocateEvent>(&event)) {
-        born_in_backward_.insert(born->storage);
-      } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
-        EndWithNode(free->storage, i);
-        const auto life = lives_.find(free->storage);
-        if (life == lives_.end()) continue;
-        life->second.dies = true;
-        life->second.death_forward = -1;
-        life->second.death = i;
-      }
-    }
-  }
-
-  // Whatever a node of the region saved, also a parameter, comes from the recomputation.
-  static void Unpack(Region& region, const OperatorEvent& op, std::size_t position) {
-    region.end = position;
-    if (!region.started) return;
-    region.parameters.insert(op.parameters.begin(), op.parameters.end());
-    if (!region.recomputes) region.first_use = position;
-    region.recomputes = true;
-  }
-
-  // A node may run operators behind the last one that reads what it saved; it gives that up when all have
-  // run.
-  void EndWithNode(StorageId storage, std::size_t position) {
-    const auto born = region_of_birth_.find(storage);
-    if (born == region_of_birth_.end() || needed_outside_.contains(storage)) return;
-    Region& region = regions_[born->second];
-    if (region.saved.contains(storage) && !region.done) region.end = position;
-  }
-
-  // Whether the node of an operator holds anything from the forward: sums of gradients do not.
-  bool ReadsSaved(const OperatorEvent& op) const {
-    if (!op.parameters.empty()) return true;
-    return std::ranges::any_of(op.reads, [&](StorageId s) { return !born_in_backward_.contains(s); });
-  }
-
-  void UseInBackward(StorageId storage, ModuleId module, std::size_t position) {
-    const auto born = region_of_birth_.find(storage);
-    if (born == region_of_birth_.end()) return;
-    Region& region = regions_[born->second];
-    const Life& life = lives_[storage];
-    const bool dead = life.death_forward == region.forward && life.dies && life.death < region.exit;
-    if (module < 0 || !IsUnder(module, region.module) || !region.started || dead) {
-      needed_outside_.insert(storage);
-      return;
-    }
-    region.saved.insert(storage);
-    if (!region.recomputes) {
-      region.recomputes = true;
-      region.first_use = position;
-    }
-  }
-
-  // A region's inputs belong to what recomputes it, and that to the tensors saved in the region: they go with
-  // the last node that saved one.
-  void ExtendInputs() {
-    kept_until_.clear();
-    for (const Region& region : regions_) {
-      if (!region.recomputes) continue;
-      for (const StorageId input : region.inputs) {
-        if (!lives_.contains(input) || lives_[input].birth_forward < 0) continue;  // batch data, buffers
-        std::size_t& until = kept_until_[input];
-        until = std::max(until, region.end);
-      }
-    }
-  }
-
-  // Where a storage born in the forward dies now: in the forward behind an event, or in the backward.
-  bool DiesInForward(StorageId storage, std::size_t& behind) const {
-    if (kept_until_.contains(storage)) return false;
-    const Life& life = lives_.at(storage);
-    if (life.dies && life.death_forward >= 0) {
-      behind = life.death;
-      return true;
-    }
-    const auto born = region_of_birth_.find(storage);
-    if (born == region_of_birth_.end() || needed_outside_.contains(storage)) return false;
-    if (life.role == StorageRole::kOutput) return false;  // the caller holds it
-    if (!regions_[born->second].saved.contains(storage)) return false;
-    behind = life.last_forward_use;
-    return true;
   }
 
   void RewriteForward(std::int32_t f) {
     const Pass& pass = trace_.forwards[f];
     std::map<std::size_t, std::vector<StorageId>> free_behind;
-    for (const auto& [storage, life] : lives_) {
+    for (const auto& [storage, life] : found_.lives) {
       std::size_t behind = 0;
-      if (life.birth_forward == f && DiesInForward(storage, behind)) free_behind[behind].push_back(storage);
+      if (life.birth_forward == f && found_.DiesInForward(storage, behind))
+        free_behind[behind].push_back(storage);
     }
     std::vector<TraceEvent>& events = result_.forwards[f].events;
     events.clear();
     for (std::size_t i = 0; i < pass.events.size(); ++i) {
       TraceEvent event = pass.events[i];
       if (const auto* free = std::get_if<FreeEvent>(&event)) {
-        if (!lives_.contains(free->storage) || lives_[free->storage].birth_forward != f)
+        if (!found_.lives.contains(free->storage) || found_.lives[free->storage].birth_forward != f)
           events.push_back(event);
       } else {
         if (auto* allocate = std::get_if<AllocateEvent>(&event)) SetRole(*allocate);
@@ -321,14 +96,14 @@ class Checkpointer {
 
   void SetRole(AllocateEvent& allocate) const {
     std::size_t behind = 0;
-    const bool forward_only = DiesInForward(allocate.storage, behind);
+    const bool forward_only = found_.DiesInForward(allocate.storage, behind);
     if (forward_only && allocate.role == StorageRole::kSaved) allocate.role = StorageRole::kForwardTemp;
     if (!forward_only && allocate.role == StorageRole::kForwardTemp) allocate.role = StorageRole::kSaved;
   }
 
   // Everything of the region's forward up to the point where the last tensor has been saved: an operator
   // saves inputs, its parameters among them, before it runs, outputs behind it.
-  std::vector<TraceEvent> Recompute(Region& region) {
+  std::vector<TraceEvent> Recompute(CheckpointRegion& region) {
     const Pass& pass = trace_.forwards[region.forward];
     std::size_t stop = region.exit;
     if (rule_.early_stop) {
@@ -377,7 +152,7 @@ class Checkpointer {
     return events;
   }
 
-  static OperatorEvent Renamed(OperatorEvent op, const Region& region) {
+  static OperatorEvent Renamed(OperatorEvent op, const CheckpointRegion& region) {
     for (std::vector<StorageId>* list : {&op.reads, &op.writes}) {
       for (StorageId& storage : *list) {
         if (const auto again = region.remade.find(storage); again != region.remade.end())
@@ -394,14 +169,14 @@ class Checkpointer {
   }
 
   void RewriteBackward(std::size_t b) {
-    std::map<std::size_t, std::vector<Region*>> recompute_at;
-    for (Region& region : regions_) {
+    std::map<std::size_t, std::vector<CheckpointRegion*>> recompute_at;
+    for (CheckpointRegion& region : found_.regions) {
       if (region.recomputes)
         recompute_at[BeforeAllocations(backward_->events, region.first_use)].push_back(&region);
     }
     std::map<std::size_t, std::vector<StorageId>> drop_behind;  // inputs that live longer than before
-    for (const auto& [storage, until] : kept_until_) {
-      const Life& life = lives_[storage];
+    for (const auto& [storage, until] : found_.kept_until) {
+      const StorageLife& life = found_.lives[storage];
       const bool later = life.dies && life.death_forward < 0 && life.death >= until;
       if (!later) drop_behind[until].push_back(storage);
     }
@@ -409,7 +184,7 @@ class Checkpointer {
     events.clear();
     for (std::size_t i = 0; i < backward_->events.size(); ++i) {
       if (const auto due = recompute_at.find(i); due != recompute_at.end()) {
-        for (Region* region : due->second) {
+        for (CheckpointRegion* region : due->second) {
           std::vector<TraceEvent> again = Recompute(*region);
           std::move(again.begin(), again.end(), std::back_inserter(events));
         }
@@ -431,10 +206,11 @@ class Checkpointer {
   OperatorEvent RenamedInBackward(OperatorEvent op) const {
     for (std::vector<StorageId>* list : {&op.reads, &op.writes}) {
       for (StorageId& storage : *list) {
-        const auto born = region_of_birth_.find(storage);
-        if (born == region_of_birth_.end()) continue;
-        const Region& region = regions_[born->second];
-        if (op.module < 0 || !IsUnder(op.module, region.module) || !region.saved.contains(storage)) continue;
+        const auto born = found_.region_of_birth.find(storage);
+        if (born == found_.region_of_birth.end()) continue;
+        const CheckpointRegion& region = found_.regions[born->second];
+        if (op.module < 0 || !IsUnder(index_, op.module, region.module) || !region.saved.contains(storage))
+          continue;
         if (const auto again = region.remade.find(storage); again != region.remade.end())
           storage = again->second;
       }
@@ -443,22 +219,22 @@ class Checkpointer {
   }
 
   void RewriteFree(const FreeEvent& free, std::size_t position, std::vector<TraceEvent>& events) const {
-    const auto born = region_of_birth_.find(free.storage);
-    if (born != region_of_birth_.end() && regions_[born->second].saved.contains(free.storage)) {
-      const Region& region = regions_[born->second];
+    const auto born = found_.region_of_birth.find(free.storage);
+    if (born != found_.region_of_birth.end() && found_.regions[born->second].saved.contains(free.storage)) {
+      const CheckpointRegion& region = found_.regions[born->second];
       if (const auto again = region.remade.find(free.storage); again != region.remade.end()) {
         events.push_back(FreeEvent{again->second});
       }
     }
-    const auto life = lives_.find(free.storage);
-    if (life == lives_.end() || life->second.birth_forward < 0) {
+    const auto life = found_.lives.find(free.storage);
+    if (life == found_.lives.end() || life->second.birth_forward < 0) {
       events.push_back(free);
       return;
     }
     std::size_t behind = 0;
-    if (DiesInForward(free.storage, behind)) return;
-    const auto kept = kept_until_.find(free.storage);
-    if (kept != kept_until_.end() && kept->second > position) return;  // dropped later, with the region
+    if (found_.DiesInForward(free.storage, behind)) return;
+    const auto kept = found_.kept_until.find(free.storage);
+    if (kept != found_.kept_until.end() && kept->second > position) return;  // dropped later, with the region
     events.push_back(free);
   }
 
@@ -469,12 +245,7 @@ class Checkpointer {
   std::vector<bool> checkpointed_;  // by canonical module
   StorageId next_storage_ = 0;
   const Pass* backward_ = nullptr;
-  std::vector<Region> regions_;
-  std::map<StorageId, Life> lives_;
-  std::map<StorageId, std::size_t> region_of_birth_;
-  std::set<StorageId> needed_outside_;
-  std::set<StorageId> born_in_backward_;
-  std::map<StorageId, std::size_t> kept_until_;  // position in the backward
+  CheckpointRegions found_;
 };
 
 }  // namespace

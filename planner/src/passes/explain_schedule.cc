@@ -6,6 +6,7 @@
 
 #include "passes/schedule_analysis.h"
 #include "shardplan/planner/schedule.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan {
@@ -59,8 +60,9 @@ class ScheduleExplainer {
     const CriticalPath path = FindCriticalPath(graph_, [&](const ScheduleNode& node) {
       return node.instruction < 0 ? Nanoseconds{} : duration_ns(node.trigger, node.instruction);
     });
-    std::string text = fmt::format("critical path: {:.3f} ms in any order of these instructions\n",
-                                   Milliseconds(path.length_ns));
+    std::string text =
+        fmt::format("critical path: {:.3f} ms, each instruction as long as in the simulation\n",
+                    Milliseconds(path.length_ns));
     for (const std::int32_t v : path.vertices) {
       const ScheduleNode& node = graph_[v];
       if (node.instruction < 0) continue;
@@ -106,10 +108,12 @@ class ScheduleExplainer {
 }  // namespace
 
 std::string ScheduleGraphviz(const Plan& plan, std::int32_t step) {
+  SHARDPLAN_ASSERT(step >= 0 && step < std::ssize(plan.steps), "the caller names a step of the plan");
   return WriteGraphviz(BuildScheduleGraphs(plan)[step], plan, plan.steps[step]);
 }
 
 std::string ExplainSchedule(const Plan& plan, std::int32_t step, const InstructionDuration& duration_ns) {
+  SHARDPLAN_ASSERT(step >= 0 && step < std::ssize(plan.steps), "the caller names a step of the plan");
   const ScheduleGraph graph = BuildScheduleGraphs(plan)[step];
   const ScheduleExplainer explainer(plan, plan.steps[step], graph);
   std::string text = explainer.Edges() + explainer.Moves() + explainer.BarriersText();

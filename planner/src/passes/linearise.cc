@@ -1,16 +1,17 @@
 #include "passes/linearise.h"
 
-#include <cassert>
 #include <functional>
 #include <queue>
 #include <utility>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 
 std::vector<std::int32_t> TopologicalOrder(const ScheduleGraph& graph,
                                            const std::vector<std::uint64_t>& priorities) {
   const std::size_t count = boost::num_vertices(graph);
-  assert(priorities.empty() || priorities.size() == count);
+  SHARDPLAN_ASSERT(priorities.empty() || priorities.size() == count, "a priority for each vertex");
   std::vector<std::int32_t> missing(count, 0);  // by vertex: what has to come before it and has not
   for (const auto edge : boost::make_iterator_range(boost::edges(graph))) {
     ++missing[boost::target(edge, graph)];
@@ -48,14 +49,14 @@ PlanStep InOrder(const PlanStep& step, const ScheduleGraph& graph, const std::ve
       ordered.triggers.back().instructions.reserve(from.instructions.size());
       continue;
     }
-    assert(!ordered.triggers.empty());  // vertex 0 is a trigger, and comes before all others
+    SHARDPLAN_ASSERT(!ordered.triggers.empty(), "vertex 0 is a trigger, and comes before all others");
     ordered.triggers.back().instructions.push_back(from.instructions[node.instruction]);
   }
   return ordered;
 }
 
 Result<std::vector<PlanStep>> Linearise(const Plan& plan, const std::vector<ScheduleGraph>& graphs) {
-  assert(graphs.size() == plan.steps.size());
+  SHARDPLAN_ASSERT(graphs.size() == plan.steps.size(), "build_graph makes a graph for each step");
   std::vector<PlanStep> steps;
   steps.reserve(graphs.size());
   for (std::size_t s = 0; s < graphs.size(); ++s) {

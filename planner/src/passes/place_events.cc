@@ -3,10 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cassert>
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -48,7 +49,7 @@ bool KeepOneTurnOfEqualSteps(std::size_t first_repetition, Plan& plan) {
 }  // namespace
 
 Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& description) {
-  assert(!input.steps.empty());
+  SHARDPLAN_ASSERT(!input.steps.empty(), "record_order makes a step of every program");
   PlacedProgram placed;
   Plan& plan = placed.plan;
   for (const UnitChoice& choice : input.partition.units) plan.units.push_back(choice.unit);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "passes/backward_times.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -321,6 +322,7 @@ class Recorder {
 
   // Everything since the last cut is one segment.
   void Cut(std::int32_t position) {
+    SHARDPLAN_ASSERT(position >= segment_begin_, "events are passed in order");
     if (position > segment_begin_) {
       HostEvent& event = Push(HostEventKind::kSegment, place_.unit);
       event.range = {in_backward_, pass_index_, segment_begin_, position};

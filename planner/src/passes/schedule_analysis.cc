@@ -45,16 +45,11 @@ std::string_view EdgeStyle(EdgeKind kind) {
   return "";
 }
 
-std::string UnitName(const Plan& plan, UnitId unit) {
-  if (unit < 0) return {};
-  return plan.units[unit].fqn.empty() ? "(root)" : plan.units[unit].fqn;
-}
-
 std::string NodeText(const Plan& plan, const PlanStep& step, const ScheduleNode& node) {
   const Trigger& trigger = step.triggers[node.trigger];
   if (node.instruction < 0) {
     return fmt::format("label=\"{}\\n{}\", shape=plaintext", Name(trigger.kind),
-                       UnitName(plan, trigger.unit));
+                       trigger.unit < 0 ? "" : DisplayName(plan.units[trigger.unit].fqn));
   }
   const Instruction& instruction = trigger.instructions[node.instruction];
   const std::string_view color = kColors[(instruction.stream + 1) % kColors.size()];

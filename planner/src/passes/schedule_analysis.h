@@ -29,7 +29,7 @@ std::vector<TriggerRange> MovableRanges(const ScheduleGraph& graph);
 // above.
 std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector<bool>& among);
 
-// A longest path by the vertices' durations: no order of these instructions takes less.
+// A longest path by the vertices' durations: with these, no order of the instructions takes less.
 struct CriticalPath {
   Nanoseconds length_ns;
   std::vector<std::int32_t> vertices;

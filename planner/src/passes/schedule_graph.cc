@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cassert>
+
+#include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -19,7 +21,6 @@ struct Accesses {
 
 // What is known of a buffer from one step to the next.
 struct BufferState {
-  bool is_alive = false;
   BufferId memory = -1;  // the buffer whose accesses are ordered with this one's: itself, or what it views
   StreamId pool = 0;     // of the stream that it was allocated on; -1: the host's
 };
@@ -61,6 +62,7 @@ class GraphBuilder {
   explicit GraphBuilder(const Plan& plan)
       : plan_(plan),
         used_(FindUsed(plan)),
+        alive_(plan),
         state_(plan.buffers.size()),
         bound_(plan.units.size(), -1),
         has_unsharded_(plan.units.size(), false),
@@ -69,7 +71,7 @@ class GraphBuilder {
       const Buffer& buffer = plan.buffers[b];
       const auto id = static_cast<BufferId>(b);
       // A gradient that a segment makes comes from the pool of the stream that computes.
-      state_[b] = {.is_alive = buffer.persistent, .memory = id, .pool = buffer.persistent ? -1 : 0};
+      state_[b] = {.memory = id, .pool = buffer.persistent ? -1 : 0};
       if (buffer.unit < 0) continue;
       switch (buffer.role) {
         case BufferRole::kParamSharded:
@@ -96,6 +98,7 @@ class GraphBuilder {
       for (std::size_t i = 0; i < instructions.size(); ++i) {
         AddVertex({static_cast<std::int32_t>(t), static_cast<std::int32_t>(i), IsFixed(instructions[i])});
         AddInstruction(instructions[i]);
+        alive_.Pass(instructions[i]);
       }
     }
     for (Vertex v = 1; v < std::ssize(has_predecessor_); ++v) {
@@ -120,7 +123,7 @@ class GraphBuilder {
 
   void Edge(Vertex from, Vertex to, EdgeKind kind) {
     if (from == kNone || from == to) return;
-    assert(from < to);
+    SHARDPLAN_ASSERT(from < to, "an instruction depends on what was issued before it");
     boost::add_edge(from, to, {kind}, *graph_);
     has_predecessor_[to] = true;
   }
@@ -193,7 +196,7 @@ class GraphBuilder {
       case InstructionKind::kZeroGrad:
         return ZeroGrad(i);
       case InstructionKind::kGradCast:
-        if (IsView(i)) return MakeView(i);
+        if (alive_.MakesView(i)) return MakeView(i);
         break;
       default:
         break;
@@ -248,7 +251,7 @@ class GraphBuilder {
     if (IsUnshardedGradient(i.dst)) WriteBuffer(i.dst);
     Write(memory_[i.dst], EdgeKind::kMemory, /*is_lifetime=*/true);
     const bool pooled = plan_.buffers[i.dst].memory == MemoryKind::kDevice && i.stream >= 0;
-    state_[i.dst] = {true, i.dst, pooled ? i.stream : -1};
+    state_[i.dst] = {i.dst, pooled ? i.stream : -1};
     if (pooled) allocations_[i.stream].push_back(at_);
   }
 
@@ -268,9 +271,7 @@ class GraphBuilder {
       if (state.memory != buffer) Write(memory_[buffer], EdgeKind::kMemory, /*is_lifetime=*/true);
     }
     GiveBack(state.pool);
-    if (!all) return;
-    state.is_alive = false;
-    state.memory = buffer;
+    if (all) state.memory = buffer;
   }
 
   void Bind(const Instruction& i) {
@@ -281,17 +282,13 @@ class GraphBuilder {
     bound_[unit] = i.kind == InstructionKind::kBindUnsharded ? i.src : -1;
   }
 
-  // A cast to the same dtype into nothing makes a second name of the memory.
-  bool IsView(const Instruction& i) const {
-    return state_[i.src].is_alive && !state_[i.dst].is_alive &&
-           plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype;
-  }
+  // The cast makes a second name of the memory.
   void MakeView(const Instruction& i) {
     Read(memory_[state_[i.src].memory], EdgeKind::kData);
     Write(memory_[i.dst], EdgeKind::kMemory, /*is_lifetime=*/true);
     // What uses either name comes after both have become one.
     Write(memory_[state_[i.src].memory], EdgeKind::kMemory);
-    state_[i.dst] = {true, state_[i.src].memory, state_[i.src].pool};
+    state_[i.dst] = {state_[i.src].memory, state_[i.src].pool};
   }
 
   void Compute(const Instruction& i) {
@@ -330,9 +327,7 @@ class GraphBuilder {
   void ZeroGrad(const Instruction& i) {
     ForEachUnit(i.unit, [&](UnitId unit) {
       for (const BufferId buffer : unit_buffers_[unit]) {
-        const BufferRole role = plan_.buffers[buffer].role;
-        const bool is_gradient = role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
-        if (!is_gradient || !state_[buffer].is_alive) continue;
+        if (!alive_.IsAlive(buffer) || !ZeroGradTakes(i.unit, plan_.buffers[buffer])) continue;
         plan_.buffers[buffer].persistent ? WriteBuffer(buffer) : End(buffer, /*all=*/true);
       }
     });
@@ -341,6 +336,7 @@ class GraphBuilder {
   const Plan& plan_;
   const std::vector<bool> used_;
   // Of the program so far, over all steps.
+  AliveBuffers alive_;
   std::vector<BufferState> state_;
   std::vector<BufferId> bound_;  // by unit
   // Of the plan: whether a unit is ever unsharded; what the optimizer touches of it.

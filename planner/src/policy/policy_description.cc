@@ -1,10 +1,13 @@
 #include "policy/policy_description.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 
 #include "policy/fsdp1/fsdp1_frozen.h"
 #include "policy/fsdp1/fsdp1_units.h"
+#include "shardplan/planner/planner.h"
 
 namespace shardplan {
 namespace {
@@ -29,10 +32,17 @@ constexpr std::array<PolicyDescription, 2> kPolicies = {{
 
 }  // namespace
 
+std::vector<std::string> PlannerPolicies() {
+  std::vector<std::string> names;
+  for (const PolicyDescription& policy : kPolicies) names.emplace_back(policy.name);
+  return names;
+}
+
 Result<const PolicyDescription*> FindPolicy(std::string_view name) {
   const auto* found = std::ranges::find(kPolicies, name, &PolicyDescription::name);
   if (found == kPolicies.end()) {
-    return MakeInputError("/policy", "unknown policy", std::string(name), "fsdp2 or fsdp1");
+    return MakeInputError("/policy", "unknown policy", std::string(name),
+                          fmt::format("{}", fmt::join(PlannerPolicies(), " or ")));
   }
   return found;
 }

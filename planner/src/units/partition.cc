@@ -6,6 +6,7 @@
 #include <set>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/assert.h"
 #include "units/unit_maker.h"
 
 namespace shardplan {
@@ -214,6 +215,7 @@ class Partitioner {
       seen[unit] = true;
       result_.states.push_back(unit);
     }
+    SHARDPLAN_ASSERT(order.size() == result_.units.size(), "a unit has a module in the tree");
     std::vector<UnitId> new_id(order.size());
     std::vector<UnitChoice> units;
     for (std::size_t i = 0; i < order.size(); ++i) {

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "shardplan/schemas/assert.h"
+
 namespace shardplan {
 namespace {
 
@@ -111,6 +113,7 @@ class Splitter {
       owners.clear();
       for (const UnitParameterRef& owner : partition_.owners[parameter]) {
         if (owner.unit != unit) continue;
+        SHARDPLAN_ASSERT(owners.empty(), "a unit holds a parameter once");
         owners.push_back(owner);
         UnitChoice& choice = split.units[unit];
         choice.parameter_ids[owner.parameter] = id;

@@ -16,6 +16,9 @@
 
 namespace shardplan {
 
+// What Strategy::policy may name.
+std::vector<std::string> PlannerPolicies();
+
 // A pass of the planner (docs/planner.md).
 struct PlannerPass {
   std::string_view name;
