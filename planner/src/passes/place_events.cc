@@ -22,7 +22,6 @@ Result<std::unique_ptr<Policy>> MakePolicy(const PolicyInput& input, ProgramBuil
 Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder) {
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepBegin, -1, 0);
-  policy.OnStepBegin();
   for (const HostEvent& event : step.events) {
     if (Status status = policy.On(event); !status) return status;
   }
