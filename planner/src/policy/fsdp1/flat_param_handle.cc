@@ -54,8 +54,7 @@ void FlatParamHandle::InitFlatParamAttributes() {
 }
 
 bool FlatParamHandle::ForcesFullPrecision() const {
-  return training_state == HandleTrainingState::kSummonFullParams ||
-         (context_->strategy.fsdp1.full_precision_in_eval && !module_training);
+  return training_state == HandleTrainingState::kSummonFullParams || evaluates_in_full_precision;
 }
 
 FlatStorage& FlatParamHandle::PaddedUnshardedFlatParam() {
@@ -78,9 +77,11 @@ BufferId FlatParamHandle::PreUnshard(const UnshardStreams& streams) {
   if (copies) {
     const BufferRole role =
         config().sharded || casts ? BufferRole::kAllGatherInput : BufferRole::kParamUnsharded;
-    flat_param.device_shard.Allocate(
-        builder, context_->FlatBuffer(id_, role, unit().orig_dtype, shard_numel(), "device"),
-        streams.pre_unshard);
+    if (!flat_param.device_shard.exists()) {  // it does in a forward inside of summon_full_params
+      flat_param.device_shard.Allocate(
+          builder, context_->FlatBuffer(id_, role, unit().orig_dtype, shard_numel(), "device"),
+          streams.pre_unshard);
+    }
     builder.Move(InstructionKind::kCopyToDevice, flat_param.local_shard, flat_param.device_shard.buffer,
                  streams.pre_unshard);
   }

@@ -103,7 +103,8 @@ class FlatParamHandle {
 
   FlatParameter flat_param;
   HandleTrainingState training_state = HandleTrainingState::kIdle;  // set by hooks
-  bool module_training = true;               // .training of the wrapped module: of the latest forward
+  // FSDP_USE_FULL_PREC_IN_EVAL is set and the module was not in training mode in the latest forward.
+  bool evaluates_in_full_precision = false;
   bool needs_pre_forward_unshard = false;    // set by the root's pre-forward, taken by the unit's
   bool needs_pre_backward_unshard = false;   // set by post_forward, taken by pre_backward
   bool prefetched = false;                   // from a prefetch to the next reshard

@@ -43,7 +43,8 @@ void OnForwardBegin(FsdpState& state, const HostEvent& event) {
   for (std::optional<FlatParamHandle>& handle : state.handles) {
     if (!handle) continue;
     handle->flat_param.post_backward_hook_state.OnForwardBegin(event.microbatch);
-    handle->module_training = event.training;
+    handle->evaluates_in_full_precision =
+        handle->context().strategy.fsdp1.full_precision_in_eval && !event.training;
   }
 }
 
