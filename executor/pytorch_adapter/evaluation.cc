@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::python {
 namespace {
@@ -53,7 +53,7 @@ Evaluation::Evaluation(const Plan& plan, executor::TorchDevice& device,
 
 // Each tensor that an extension gives, as it is: bytes.
 Status Evaluation::GatherExtended(UnitId id, const Extended& extended, c10d::ProcessGroup* group) {
-  const std::int64_t ranks = executor::ShardCount(plan_, plan_.units[id]);
+  const std::int64_t ranks = ShardCount(plan_, plan_.units[id]);
   const auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1}).view(at::kByte); };
   std::int32_t other = 0;
   for (const auto& [parameter, inputs] : extended.inputs) {
@@ -72,7 +72,7 @@ Status Evaluation::Unshard(UnitId id, bool full_precision, const Extended& exten
   // A plan may keep it from step to step (fsdp1: a frozen unit that is not resharded after the forward).
   if (device_.Part(unsharded_buffer_[id], 0).storage().nbytes() > 0) return {};
   const Unit& unit = plan_.units[id];
-  const std::int64_t ranks = executor::ShardCount(plan_, unit);
+  const std::int64_t ranks = ShardCount(plan_, unit);
   const auto group = ranks > 1 ? groups_[unit.shard_communicator] : nullptr;
   const bool flat = unit.layout == LayoutKind::kFlat;
   try {

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "python_error.h"
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::python {
 namespace {
@@ -18,8 +18,7 @@ std::int64_t GatheredBytes(const Unit& unit, const UnitParameter& parameter, std
   std::int64_t bytes = 0;
   for (const ExtensionBuffer& tensor : parameter.gathered) bytes += BytesOf(tensor);
   if (!parameter.gathered.empty()) return bytes;
-  return executor::PaddedPieceNumel(parameter, ranks) *
-         SizeBytes(parameter.param_dtype.value_or(unit.param_dtype));
+  return PaddedPieceNumel(parameter, ranks) * SizeBytes(parameter.param_dtype.value_or(unit.param_dtype));
 }
 
 at::Tensor AsBytes(const at::Tensor& tensor) { return tensor.reshape({-1}).view(at::kByte); }
@@ -51,11 +50,12 @@ Extensions::Extensions(const Plan& plan, executor::TorchDevice& device)
       allocated_(plan.units.size(), -1) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     const Buffer& buffer = plan.buffers[b];
-    if (buffer.role != BufferRole::kParamUnsharded || buffer.unit < 0) continue;
-    std::vector<BufferId>& kind = buffer.name.ends_with("extension_gathered")    ? others_
-                                  : buffer.name.ends_with("extension_unsharded") ? allocated_
-                                                                                 : unsharded_;
-    if (kind[buffer.unit] < 0) kind[buffer.unit] = static_cast<BufferId>(b);
+    std::vector<BufferId>* const kind = buffer.role == BufferRole::kParamUnsharded       ? &unsharded_
+                                        : buffer.role == BufferRole::kExtensionGathered  ? &others_
+                                        : buffer.role == BufferRole::kExtensionUnsharded ? &allocated_
+                                                                                         : nullptr;
+    if (kind == nullptr || buffer.unit < 0) continue;
+    if ((*kind)[buffer.unit] < 0) (*kind)[buffer.unit] = static_cast<BufferId>(b);
   }
 }
 
@@ -77,8 +77,8 @@ Result<bool> Extensions::Move(BufferId src, BufferId dst) {
     return false;
   }
   if (to.role != BufferRole::kAllGatherInput) return false;
-  const std::vector<std::int32_t> held = executor::ParametersOf(plan_, to);
-  const std::vector<std::int32_t> copied = executor::ParametersOf(plan_, from);
+  const std::vector<std::int32_t> held = ParametersOf(plan_, to);
+  const std::vector<std::int32_t> copied = ParametersOf(plan_, from);
   bool filled = false;
   for (std::size_t i = 0; i < held.size(); ++i) {
     const auto extension = of_unit_[to.unit].find(held[i]);
@@ -93,7 +93,7 @@ Result<bool> Extensions::Move(BufferId src, BufferId dst) {
 // An extension whose tensor is like the shard is gathered straight from the shard's buffer.
 Status Extensions::FillShards(BufferId shard) {
   const UnitId unit = plan_.buffers[shard].unit;
-  const std::vector<std::int32_t> held = executor::ParametersOf(plan_, plan_.buffers[shard]);
+  const std::vector<std::int32_t> held = ParametersOf(plan_, plan_.buffers[shard]);
   for (std::size_t i = 0; i < held.size(); ++i) {
     const auto extension = of_unit_[unit].find(held[i]);
     const at::Tensor part = device_.Part(shard, static_cast<std::int32_t>(i));
@@ -137,11 +137,11 @@ Status Extensions::FillInput(const Extension& extension, const at::Tensor& part)
 Status Extensions::CopyOthers(UnitId id, const at::Tensor& gathered, BufferId output) {
   if (others_[id] < 0) return {};
   const Unit& unit = plan_.units[id];
-  const std::int64_t ranks = executor::ShardCount(plan_, unit);
+  const std::int64_t ranks = ShardCount(plan_, unit);
   const at::Tensor slots = gathered.view({ranks, -1});
   std::int64_t offset = 0;
   std::int32_t part = 0;
-  for (const std::int32_t p : executor::ParametersOf(plan_, plan_.buffers[output])) {
+  for (const std::int32_t p : ParametersOf(plan_, plan_.buffers[output])) {
     const UnitParameter& parameter = unit.parameters[p];
     std::int64_t at = offset;
     for (std::size_t t = 0; t < parameter.gathered.size(); ++t) {

@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "shardplan/executor/collectives.h"
-#include "shardplan/executor/layout.h"
 #include "shardplan/executor/torch_device.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::python {
 namespace {
@@ -82,13 +82,13 @@ at::Tensor OnDemandReduction::ReduceFlat(UnitId id, const std::vector<at::Tensor
     if (!grads[p].defined()) continue;
     whole.narrow(0, unit.parameters[p].flat_offset, grads[p].numel()).copy_(grads[p].reshape({-1}));
   }
-  const at::Tensor reduced = ReducePieces(unit, whole.view({executor::ShardCount(plan_, unit), -1}));
+  const at::Tensor reduced = ReducePieces(unit, whole.view({ShardCount(plan_, unit), -1}));
   return reduced.to(executor::ToScalarType(unit.orig_dtype));
 }
 
 std::vector<at::Tensor> OnDemandReduction::Reduce(UnitId id, const std::vector<at::Tensor>& grads) const {
   const Unit& unit = plan_.units[id];
-  const std::int64_t ranks = executor::ShardCount(plan_, unit);
+  const std::int64_t ranks = ShardCount(plan_, unit);
   const at::ScalarType reduce_dtype = executor::ToScalarType(unit.reduce_dtype);
   std::vector<bool> mine;
   for (const at::Tensor& grad : grads) mine.push_back(grad.defined());
@@ -114,13 +114,13 @@ std::vector<at::Tensor> OnDemandReduction::Reduce(UnitId id, const std::vector<a
   for (std::size_t p = 0; p < grads.size(); ++p) {
     if (!any[p]) continue;
     const UnitParameter& parameter = unit.parameters[p];
-    const std::vector<std::int64_t> shape = executor::ShardShape(parameter, ranks, index);
+    const std::vector<std::int64_t> shape = ShardShape(parameter, ranks, index);
     std::int64_t numel = 1;
     for (const std::int64_t size : shape) numel *= size;
     // Only pieces of dim 0 are padded: their own rows come first.
     reduced[p] =
         output.narrow(0, offset, numel).view(shape).to(executor::ToScalarType(unit.orig_dtype), false, true);
-    offset += executor::PaddedPieceNumel(parameter, ranks);
+    offset += PaddedPieceNumel(parameter, ranks);
   }
   return reduced;
 }

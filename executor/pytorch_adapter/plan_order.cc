@@ -65,6 +65,7 @@ std::vector<std::vector<bool>> LastBackwards(const Plan& plan) {
 bool PassedSilently(TriggerKind kind) {
   switch (kind) {
     case TriggerKind::kStepBegin:
+    case TriggerKind::kLazyInit:
     case TriggerKind::kOptimizerStep:
     case TriggerKind::kZeroGrad:
     case TriggerKind::kUserCall:

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "python_error.h"
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::python {
 namespace {
@@ -41,7 +41,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     buffer_parameters_.push_back(buffer.unit < 0 ? std::vector<std::int32_t>()
-                                                 : executor::ParametersOf(*plan_, buffer));
+                                                 : shardplan::ParametersOf(*plan_, buffer));
     // A flat unit may have another one in full precision.
     if (buffer.role == BufferRole::kParamUnsharded && unsharded_buffer_[buffer.unit] < 0) {
       unsharded_buffer_[buffer.unit] = static_cast<BufferId>(i);

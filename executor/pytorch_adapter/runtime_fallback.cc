@@ -46,7 +46,7 @@ bool Runtime::IsAsPlanned(TriggerKind kind, UnitId unit) const {
 void Runtime::Deviate(TriggerKind kind, UnitId unit) {
   for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
     const Buffer& buffer = plan_->buffers[b];
-    const bool partial = buffer.role == BufferRole::kReduceScatterOutput && buffer.name.ends_with("partial");
+    const bool partial = buffer.role == BufferRole::kPartialReduceOutput;
     if (partial && device_->Part(static_cast<BufferId>(b), 0).defined()) {
       throw std::runtime_error(fmt::format(
           "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "

@@ -8,7 +8,7 @@
 
 #include "python_error.h"
 #include "runtime.h"
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::python {
 
@@ -113,7 +113,7 @@ bool Runtime::AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradi
   const auto found = std::ranges::find_if(plan_->buffers, holds);
   if (found == plan_->buffers.end()) return false;
   const at::NoGradGuard no_grad;
-  for (const std::int32_t parameter : executor::ParametersOf(*plan_, *found)) {
+  for (const std::int32_t parameter : shardplan::ParametersOf(*plan_, *found)) {
     if (!gradients[parameter].defined()) continue;
     const auto id = static_cast<BufferId>(found - plan_->buffers.begin());
     const Result<at::Tensor> sum = device_->ParameterView(id, parameter);

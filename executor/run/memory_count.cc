@@ -1,5 +1,7 @@
 #include "memory_count.h"
 
+#include "shardplan/schemas/alive_buffers.h"
+
 namespace shardplan::run {
 
 MemoryCount::MemoryCount(const Plan& plan) : plan_(plan), memory_of_(plan.buffers.size(), -1) {
@@ -43,13 +45,12 @@ void MemoryCount::Alias(BufferId buffer, BufferId owner) {
 void MemoryCount::On(const Instruction& i) {
   if (i.kind == InstructionKind::kAllocate) Allocate(i.dst);
   if (i.kind == InstructionKind::kFree) i.parts.empty() ? Free(i.src) : FreeParts(i.src, i.parts);
-  if (i.kind == InstructionKind::kGradCast) Alias(i.dst, i.src);
+  if (i.kind == InstructionKind::kGradCast && MakesView(plan_, i, memory_of_[i.dst] >= 0))
+    Alias(i.dst, i.src);
   if (i.kind != InstructionKind::kZeroGrad) return;
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-    const BufferRole role = plan_.buffers[b].role;
-    if ((role == BufferRole::kGradSharded || role == BufferRole::kGradHost) && !plan_.buffers[b].persistent) {
-      Free(static_cast<BufferId>(b));
-    }
+    const Buffer& buffer = plan_.buffers[b];
+    if (ZeroGradTakes(i.unit, buffer) && !buffer.persistent) Free(static_cast<BufferId>(b));
   }
 }
 

@@ -28,7 +28,7 @@ Plan LargePlan() {
     gathered.push_back(b.Buffer(BufferRole::kAllGatherOutput, unit));
     grads.push_back(b.Buffer(BufferRole::kGradUnsharded, unit));
     Segment& forward =
-        b.plan().segments[static_cast<std::size_t>(b.Segment("forward layers." + std::to_string(l), {unit}))];
+        b.plan().segments[static_cast<std::size_t>(b.Forward("forward layers." + std::to_string(l), {unit}))];
     const StorageId base = l * kOperators * 2;
     for (StorageId o = 0; o < kOperators; ++o) {
       const StorageId saved = base + 2 * o, temporary = saved + 1;
@@ -38,7 +38,7 @@ Plan LargePlan() {
       forward.entries.push_back(FreeEvent{temporary});
     }
     Segment& backward = b.plan().segments[static_cast<std::size_t>(
-        b.Segment("backward layers." + std::to_string(l), {unit}, {{unit, 0}}))];
+        b.Backward("backward layers." + std::to_string(l), {unit}, {{unit, 0}}))];
     for (StorageId o = kOperators; o-- > 0;) {
       backward.entries.push_back(AllocateEvent{base + 2 * o + 1, Bytes{kBytes}, StorageRole::kBackwardTemp});
       backward.entries.push_back(OperatorEvent{.name = "aten.mul", .reads = {base + 2 * o}});

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "shardplan/executor/layout.h"
 #include "shardplan/executor/virtual_backend.h"
+#include "shardplan/schemas/layout.h"
 #include "tests/executor/step_plan.h"
 
 namespace shardplan::executor {

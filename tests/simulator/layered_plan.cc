@@ -52,8 +52,8 @@ class LayeredBuilder {
     layer.made = b_.Event(name + " made");
     layer.scattered = b_.Event(name + " scattered");
     layer.reduced = b_.Event(name + " reduced");
-    layer.forward = b_.Segment("forward " + name, {layer.unit});
-    layer.backward = b_.Segment("backward " + name, {layer.unit}, {{layer.unit, 0}});
+    layer.forward = b_.Forward("forward " + name, {layer.unit});
+    layer.backward = b_.Backward("backward " + name, {layer.unit}, {{layer.unit, 0}});
     b_.plan().segments[static_cast<std::size_t>(layer.forward)].entries = {
         FixedOperator(options_.forward_ns)};
     b_.plan().segments[static_cast<std::size_t>(layer.backward)].entries = {

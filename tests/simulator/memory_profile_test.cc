@@ -29,7 +29,7 @@ TEST(MemoryProfile, RoundsEveryAllocationAndFindsThePeak) {
   const UnitId unit = b.Unit("a", 1, 1000);  // 4,000 bytes, shards of 2,000
   b.Buffer(BufferRole::kParamSharded, unit);
   const BufferId gathered = b.Buffer(BufferRole::kAllGatherOutput, unit);
-  const SegmentId segment = b.Segment("forward a", {unit});
+  const SegmentId segment = b.Forward("forward a", {unit});
   b.plan().segments[0].entries = {Born(0, 1, StorageRole::kSaved), Born(1, 513, StorageRole::kForwardTemp),
                                   FreeEvent{1}, FreeEvent{0}};
   b.Step("steady").At(TriggerKind::kPreForward, unit).Allocate(gathered, 0).Compute(segment).Free(gathered);
@@ -50,8 +50,8 @@ TEST(MemoryProfile, GradientsAreMadeBySegmentsAndDroppedByThePlan) {
   const UnitId unit = b.Unit("a", 2, 256);  // two parameters of 1,024 bytes
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
   b.plan().buffers[0].parts_bytes = {Bytes{1'024}, Bytes{1'024}};
-  const SegmentId first = b.Segment("backward a.1", {unit}, {{unit, 1}});
-  const SegmentId second = b.Segment("backward a.0", {unit}, {{unit, 0}});
+  const SegmentId first = b.Backward("backward a.1", {unit}, {{unit, 1}});
+  const SegmentId second = b.Backward("backward a.0", {unit}, {{unit, 0}});
   // The first gradient is allocated in the middle of its segment, before a temporary; the second has no
   // event.
   b.plan().segments[0].entries = {Born(7, 1'024, StorageRole::kParameterGrad),
@@ -73,7 +73,7 @@ TEST(MemoryProfile, AGradientThatIsAddedToAnotherIsTemporary) {
   PlanBuilder b(2);
   const UnitId unit = b.Unit("a", 1, 256);
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
-  const SegmentId segment = b.Segment("backward a", {unit}, {{unit, 0}});
+  const SegmentId segment = b.Backward("backward a", {unit}, {{unit, 0}});
   b.plan().segments[0].entries = {Born(7, 1'024, StorageRole::kParameterGrad)};
   b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).Compute(segment).Free(grads);
   const MemoryProfile profile = ProfileMemory(b.plan());

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "../support/plan_builder.h"
+#include "tests/support/plan_builder.h"
 
 namespace shardplan {
 namespace {
@@ -25,9 +25,9 @@ TEST(MemoryRows, AHooksOwnWorkIsBetweenItsRowsAndTheModelsBehindThem) {
   PlanBuilder b(2);
   const UnitId root = b.Unit("", 1, 1'024);  // gathered 4,096 bytes
   const BufferId gathered = b.Buffer(BufferRole::kAllGatherOutput, root);
-  const SegmentId forward = b.Segment("forward", {root});
-  const SegmentId loss = b.Segment("loss", {});
-  const SegmentId backward = b.Segment("backward loss", {});
+  const SegmentId forward = b.Forward("forward", {root});
+  const SegmentId loss = b.Segment(SegmentPhase::kLoss, "loss", {});
+  const SegmentId backward = b.Backward("backward loss", {});
   b.plan().segments[0].entries = {Born(0, 512, StorageRole::kSaved), OperatorEvent{.name = "aten.mm"}};
   b.plan().segments[1].entries = {Born(1, 512, StorageRole::kLossSaved)};
   b.plan().segments[2].entries = {Born(2, 1'024, StorageRole::kBackwardTemp),
@@ -36,7 +36,7 @@ TEST(MemoryRows, AHooksOwnWorkIsBetweenItsRowsAndTheModelsBehindThem) {
   b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(gathered, 0).Compute(forward);
   b.At(TriggerKind::kPostForward, root).Compute(loss).Compute(backward);
   b.At(TriggerKind::kBackwardEnd).Free(gathered);
-  b.Compute(b.Segment("backward returns", {}));
+  b.Compute(b.Backward("backward returns", {}));
   const MemoryRows rows = Rows(b.plan());
   const std::vector<std::pair<std::string, std::int64_t>> expected = {{"step_begin", 0},
                                                                       {"pre_forward.before", 0},
@@ -64,8 +64,8 @@ TEST(MemoryRows, AfterAnInnerUnitsForwardThePeakIsTheEnclosingUnits) {
   PlanBuilder b(2);
   const UnitId root = b.Unit("", 1, 1'024);
   const UnitId inner = b.Unit("layers.0", 1, 1'024);
-  b.Segment("forward layers.0", {inner});
-  b.Segment("forward (root)", {root});
+  b.Forward("forward layers.0", {inner});
+  b.Forward("forward (root)", {root});
   b.plan().segments[0].entries = {Born(0, 512, StorageRole::kSaved)};
   b.plan().segments[1].entries = {Born(1, 1'024, StorageRole::kOutput), OperatorEvent{.name = "aten.mm"},
                                   FreeEvent{1}, FreeEvent{0}};

@@ -53,7 +53,7 @@ TEST(MemoryStream, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) {
   const UnitId unit = b.Unit("a", 2, 256);
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
   b.plan().buffers[0].parts_bytes = {Bytes{1'024}, Bytes{2'048}};
-  const SegmentId segment = b.Segment("backward a", {unit}, {{unit, 1}, {unit, 0}});
+  const SegmentId segment = b.Backward("backward a", {unit}, {{unit, 1}, {unit, 0}});
   b.plan().segments[0].entries = {Born(7, 2'048, StorageRole::kParameterGrad),
                                   Born(8, 1'024, StorageRole::kParameterGrad)};
   b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).Free(grads);
@@ -67,14 +67,14 @@ TEST(MemoryStream, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) {
   EXPECT_EQ(stream.blocks[half].unit, unit);
 }
 
-TEST(MemoryStream, SegmentsBelongToTheirUnitsAndRecomputationsToTheInnermost) {
+TEST(MemoryStream, WhatASegmentAllocatesBelongsToItsUnitWhateverItIsCalled) {
   PlanBuilder b(2);
   const UnitId root = b.Unit("", 1, 256);
   const UnitId layer = b.Unit("layers.0", 1, 256);
-  for (const std::string name :
-       {"forward (root)", "forward layers.0", "loss", "recompute layers.0.mlp", "forward (root) (2)"}) {
-    b.plan().segments[static_cast<std::size_t>(b.Segment(name, {}))].entries = {
-        Born(0, 512, StorageRole::kForwardTemp), FreeEvent{0}};
+  for (const UnitId unit : {root, layer, -1, layer, root}) {
+    b.Forward("loss", {});
+    b.plan().segments.back().unit = unit;
+    b.plan().segments.back().entries = {Born(0, 512, StorageRole::kForwardTemp), FreeEvent{0}};
   }
   b.Step("steady").At(TriggerKind::kPreForward, root);
   for (SegmentId s = 0; s < 5; ++s) b.Compute(s);
@@ -99,7 +99,7 @@ TEST(KernelMemory, FlashBackwardTakesItsAccumulators) {
   // B 2, H 4, S 100, D 40, 2 key and value heads; bf16.
   constexpr std::int64_t kQ = 2LL * 4 * 100 * 40, kKv = kQ / 2, kLse = 2LL * 4 * 100;
   PlanBuilder b(1);
-  b.Segment("backward (root)", {});
+  b.Backward("backward (root)", {});
   b.plan().segments[0].entries = {Born(0, 2 * kQ, StorageRole::kSaved),
                                   Born(1, 2 * kQ, StorageRole::kSaved),
                                   Born(2, 2 * kKv, StorageRole::kSaved),
@@ -127,7 +127,7 @@ TEST(KernelMemory, FlashBackwardTakesItsAccumulators) {
 
 TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
   PlanBuilder b(1);
-  b.Segment("backward (root)", {});
+  b.Backward("backward (root)", {});
   const auto sizes = [&](std::int64_t indices) {
     b.plan().segments[0].entries = {Born(0, indices * 64 * 2, StorageRole::kBackwardTemp),
                                     Born(1, indices * 8, StorageRole::kBackwardTemp),
@@ -147,8 +147,8 @@ TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
 
 TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {
   PlanBuilder b(1);
-  b.Segment("forward (root)", {});
-  b.Segment("backward (root)", {});
+  b.Forward("forward (root)", {});
+  b.Backward("backward (root)", {});
   b.plan().segments[0].entries =
       b.plan().segments[1].entries = {Op("aten.mm", {}, {}), Op("aten.addmm", {}, {})};
   b.Step("steady").At(TriggerKind::kPreForward).Compute(0).Compute(1);
@@ -166,7 +166,7 @@ TEST(MemoryStream, AFreeOfPartsLeavesTheOthers) {
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
   b.plan().buffers[0].parts_bytes = {Bytes{1'024}, Bytes{2'048}, Bytes{4'096}};
   const BufferId other = b.Buffer(BufferRole::kReduceScatterOutput, unit);
-  const SegmentId segment = b.Segment("backward a", {unit}, {{unit, 0}, {unit, 1}, {unit, 2}});
+  const SegmentId segment = b.Backward("backward a", {unit}, {{unit, 0}, {unit, 1}, {unit, 2}});
   b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).FreeParts(grads, {0, 2});
   b.Allocate(other, 0).Free(grads).Free(other);
   const MemoryStream stream = MemoryStreamOf(b.plan());
@@ -270,7 +270,7 @@ TEST(MemoryExplanation, NamesTheKnobThatRemovesTheRootsParameters) {
   const UnitId layer = b.Unit("layers.0", 1, 1 << 10);
   const BufferId kept = b.Buffer(BufferRole::kParamUnsharded, root);
   const BufferId used = b.Buffer(BufferRole::kParamUnsharded, layer);
-  const SegmentId segment = b.Segment("backward layers.0", {layer});
+  const SegmentId segment = b.Backward("backward layers.0", {layer});
   b.plan().segments[0].entries = {Born(0, 512, StorageRole::kBackwardTemp), Op("aten.mul", {}, {0}),
                                   FreeEvent{0}};
   b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(kept, 0).Allocate(used, 0);

@@ -52,7 +52,8 @@ class RandomBuilder {
 
   void MakeSegments() {
     for (int s = 0; s < 3; ++s) {
-      b_.Segment((s < 2 ? "forward " : "backward ") + std::to_string(s), {unit_});
+      b_.Segment(s < 2 ? SegmentPhase::kForward : SegmentPhase::kBackward, "segment " + std::to_string(s),
+                 {unit_});
       auto& entries = b_.plan().segments.back().entries;
       const int count = Below(8);
       for (int i = 0; i < count; ++i) {

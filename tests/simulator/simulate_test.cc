@@ -28,8 +28,8 @@ OperatorEvent Matmul(std::int64_t flops, std::vector<StorageId> writes = {}) {
 TEST(Utilization, CountsModelFlopsWithoutRecomputation) {
   PlanBuilder b(1);
   const UnitId unit = b.Unit("a");
-  const SegmentId forward = b.Segment("forward a", {unit});
-  const SegmentId backward = b.Segment("backward a", {unit});
+  const SegmentId forward = b.Forward("forward a", {unit});
+  const SegmentId backward = b.Backward("backward a", {unit});
   OperatorEvent pointwise = Matmul(7'000'000'000);
   pointwise.name = "aten.mul";
   b.plan().segments[0].entries = {Matmul(2'000'000'000), pointwise};
@@ -105,8 +105,8 @@ TEST(OptimizerCosts, ArePassesOverTheShard) {
 TEST(Sharing, KernelsOfTwoStreamsShareTheEngine) {
   PlanBuilder b(1);
   b.Stream("second");
-  const SegmentId one = b.Segment("one", {});
-  const SegmentId three = b.Segment("three", {});
+  const SegmentId one = b.Forward("one", {});
+  const SegmentId three = b.Forward("three", {});
   b.plan().segments[0].entries = {FixedOperator(1'000)};
   b.plan().segments[1].entries = {FixedOperator(3'000)};
   b.Step("steady").At(TriggerKind::kStepBegin).Compute(one, 0).Compute(three, 1);

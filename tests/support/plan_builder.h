@@ -72,8 +72,21 @@ class PlanBuilder {
     buffer.persistent = role == BufferRole::kParamSharded;
     return Add(plan_.buffers, std::move(buffer));
   }
-  SegmentId Segment(std::string name, std::vector<UnitId> reads, std::vector<SegmentGrad> grads = {}) {
-    return Add(plan_.segments, shardplan::Segment{std::move(name), {}, std::move(reads), std::move(grads)});
+  // Of the first unit that it reads, if any.
+  SegmentId Segment(SegmentPhase phase, std::string name, std::vector<UnitId> reads,
+                    std::vector<SegmentGrad> grads = {}) {
+    const UnitId unit = reads.empty() ? -1 : reads.front();
+    return Add(plan_.segments, shardplan::Segment{.name = std::move(name),
+                                                  .phase = phase,
+                                                  .unit = unit,
+                                                  .reads = std::move(reads),
+                                                  .grads = std::move(grads)});
+  }
+  SegmentId Forward(std::string name, std::vector<UnitId> reads) {
+    return Segment(SegmentPhase::kForward, std::move(name), std::move(reads));
+  }
+  SegmentId Backward(std::string name, std::vector<UnitId> reads, std::vector<SegmentGrad> grads = {}) {
+    return Segment(SegmentPhase::kBackward, std::move(name), std::move(reads), std::move(grads));
   }
 
   // ---- program ----

@@ -209,6 +209,7 @@ Plan RandomPlan(std::uint64_t seed) {
   for (Segment& segment : plan.segments) {
     std::erase_if(segment.grads,
                   [&](const SegmentGrad& grad) { return grad.parameter >= parameters_of(grad.unit); });
+    if (!segment.grads.empty()) segment.phase = SegmentPhase::kBackward;
   }
   return plan;
 }

@@ -79,8 +79,8 @@ class Fsdp1Like {
       b_.plan().buffers[u.shard].memory = MemoryKind::kPinnedHost;
       b_.plan().buffers[u.grad_shard].memory = MemoryKind::kPinnedHost;
     }
-    u.forward = b_.Segment("forward " + fqn, {u.unit});
-    u.backward = b_.Segment("backward " + fqn, {u.unit}, {{u.unit, 0}});
+    u.forward = b_.Forward("forward " + fqn, {u.unit});
+    u.backward = b_.Backward("backward " + fqn, {u.unit}, {{u.unit, 0}});
     u.unshard_done = b_.Event(fqn + ".unshard_done");
     u.freed = b_.Event(fqn + ".freed");
     return u;

@@ -74,8 +74,8 @@ class Fsdp2Like {
     std::vector<SegmentGrad> grads;
     for (int p = 0; p < options_.parameters; ++p) grads.push_back({u.unit, p});
     for (int m = 0; m < options_.microbatches; ++m) {
-      u.forward.push_back(b_.Segment("forward " + fqn, {u.unit}));
-      u.backward.push_back(b_.Segment("backward " + fqn, {u.unit}, grads));
+      u.forward.push_back(b_.Forward("forward " + fqn, {u.unit}));
+      u.backward.push_back(b_.Backward("backward " + fqn, {u.unit}, grads));
     }
     if (options_.reshard_to_shards) AddPostForwardShards(u, low);
     u.gathered = b_.Event(fqn + ".gathered");

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "../arrivals.h"
-#include "../watchdog.h"
 #include "cuda/cuda_device.h"
 #include "cuda/nccl_communicators.h"
+#include "replay/watchdog.h"
 #include "shardplan/executor/cuda_backend.h"
+#include "torch/arrivals.h"
 
 namespace shardplan::executor {
 namespace {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "shardplan/schemas/alive_buffers.h"
+
 namespace shardplan::executor {
 namespace {
 
@@ -21,11 +23,14 @@ bool IsScratch(const Buffer& buffer) {
   if (buffer.persistent || buffer.memory != MemoryKind::kDevice) return false;
   switch (buffer.role) {
     case BufferRole::kParamUnsharded:
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
     case BufferRole::kParamPostForwardShard:
     case BufferRole::kAllGatherInput:
     case BufferRole::kAllGatherOutput:
     case BufferRole::kReduceScatterInput:
     case BufferRole::kReduceScatterOutput:
+    case BufferRole::kPartialReduceOutput:
       return true;
     default:
       return false;
@@ -36,7 +41,7 @@ bool IsScratch(const Buffer& buffer) {
 class Lifetimes {
  public:
   explicit Lifetimes(const Plan& plan)
-      : plan_(plan), candidates_(plan.buffers.size()), out_(plan.buffers.size()) {
+      : plan_(plan), alive_(plan), candidates_(plan.buffers.size()), out_(plan.buffers.size()) {
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) out_[b] = !IsScratch(plan.buffers[b]);
     for (const PlanStep& step : plan.steps) Walk(step);
     for (std::size_t s = static_cast<std::size_t>(plan.steady_step); s < plan.steps.size(); ++s)
@@ -66,11 +71,8 @@ class Lifetimes {
         ++now_;
         if (i.kind == InstructionKind::kAllocate) Begin(static_cast<std::size_t>(i.dst), i.stream);
         if (i.kind == InstructionKind::kFree && i.parts.empty()) End(static_cast<std::size_t>(i.src));
-        // A gradient in the same dtype becomes another name of the memory, which the user gets.
-        if (i.kind == InstructionKind::kGradCast &&
-            plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
-          out_[i.src] = true;
-        }
+        if (alive_.MakesView(i)) out_[i.src] = true;  // the user gets the memory
+        alive_.Pass(i);
       }
     }
   }
@@ -88,6 +90,7 @@ class Lifetimes {
   }
 
   const Plan& plan_;
+  AliveBuffers alive_;
   std::vector<Candidate> candidates_;
   std::vector<bool> out_;
   std::vector<std::int64_t> open_ = std::vector<std::int64_t>(candidates_.size(), -1);

@@ -7,7 +7,8 @@
 #include <optional>
 
 #include "replay/program.h"
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::executor {
@@ -295,8 +296,8 @@ Status Engine::Impl::RunMove(const Op& op) {
     if (Status status = model_->TakeGradients(plan_.buffers[op.src].unit, op.src); !status) return status;
   }
   Status status;
-  const bool alias = op.code == OpCode::kGradCast && !alive_[op.dst] &&
-                     plan_.buffers[op.src].dtype == plan_.buffers[op.dst].dtype;
+  const bool alias =
+      op.code == OpCode::kGradCast && MakesView(plan_, CurrentInstruction(), alive_[op.dst] != 0);
   if (alias) {
     alive_[op.dst] = 1;
     status = device_.MakeAlias(op.a);
@@ -396,8 +397,7 @@ Status Engine::Impl::ZeroGrad(UnitId unit) {
   }
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
-    const bool gradient = buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kGradHost;
-    if (!gradient || !alive_[b] || (unit >= 0 && buffer.unit != unit)) continue;
+    if (!alive_[b] || !ZeroGradTakes(unit, buffer)) continue;
     filled_[b] = 0;
     if (buffer.persistent) continue;
     alive_[b] = 0;

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
 namespace {
@@ -15,9 +15,9 @@ std::unexpected<Error> SizeError(BufferId buffer, std::int32_t part, std::string
                         fmt::format("{} bytes", found), fmt::format("{} bytes", expected));
 }
 
-DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
-  if (!parameter.gathered.empty()) return parameter.gathered.front().dtype;
-  return parameter.param_dtype.value_or(unit.param_dtype);
+// Of what is gathered of a parameter; of the first tensor where an extension makes several.
+DType GatheredDType(const Unit& unit, const UnitParameter& parameter) {
+  return parameter.gathered.empty() ? ComputeDType(unit, parameter) : parameter.gathered.front().dtype;
 }
 
 // A unit may hold parameters of several dtypes. Gathered as bytes they keep them.
@@ -30,9 +30,9 @@ DType DTypeIn(const Plan& plan, const Buffer& buffer, std::int32_t p) {
     case BufferRole::kParamUnsharded:
     case BufferRole::kParamPostForwardShard:
     case BufferRole::kAllGatherOutput:
-      return ComputeDType(unit, parameter);
+      return GatheredDType(unit, parameter);
     case BufferRole::kAllGatherInput:  // of the dtype that is gathered, or a copy of the shard on the device
-      return buffer.dtype == unit.param_dtype ? ComputeDType(unit, parameter) : buffer.dtype;
+      return buffer.dtype == unit.param_dtype ? GatheredDType(unit, parameter) : buffer.dtype;
     default:
       return buffer.dtype;
   }
@@ -46,9 +46,6 @@ DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part) {
   const bool own =
       buffer.parts_bytes.size() == parameters.size() && ArrangementOf(buffer.role) != Arrangement::kGathered;
   if (!own) return buffer.dtype;
-  // What an extension has beside the parameter itself is memory of any kind.
-  const bool bytes = buffer.dtype == DType::kUInt8 && plan.units[buffer.unit].param_dtype != DType::kUInt8;
-  if (buffer.role == BufferRole::kParamUnsharded && bytes) return DType::kUInt8;
   // Several tensors of an extension lie behind one another.
   const UnitParameter& parameter = plan.units[buffer.unit].parameters[parameters[part]];
   if (buffer.role == BufferRole::kAllGatherInput && parameter.gathered.size() > 1) return DType::kUInt8;
@@ -58,6 +55,8 @@ DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part) {
 Arrangement ArrangementOf(BufferRole role) {
   switch (role) {
     case BufferRole::kParamUnsharded:
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
     case BufferRole::kGradUnsharded:
     case BufferRole::kGradUnshardedAccumulated:
       return Arrangement::kWhole;

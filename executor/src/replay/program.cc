@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "replay/geometry.h"
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "replay/geometry.h"
 #include "shardplan/executor/collectives.h"
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
 namespace {
@@ -105,8 +105,10 @@ Status TorchBuffers::Prepare(const Plan& plan) {
   plan_ = &plan;
   slots_.resize(plan.buffers.size());
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    slots_[b].keeps_storage =
-        plan.buffers[b].role == BufferRole::kParamUnsharded && !plan.buffers[b].persistent;
+    const BufferRole role = plan.buffers[b].role;
+    const bool unsharded = role == BufferRole::kParamUnsharded || role == BufferRole::kExtensionGathered ||
+                           role == BufferRole::kExtensionUnsharded;
+    slots_[b].keeps_storage = unsharded && !plan.buffers[b].persistent;
   }
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {

@@ -36,6 +36,13 @@ class Recorder {
   }
 
  private:
+  // Where the model computes: what a segment cut here is called and belongs to.
+  struct Place {
+    std::string name;
+    SegmentPhase phase = SegmentPhase::kForward;
+    UnitId unit = -1;
+  };
+
   // (micro-batch, canonical module, occurrence): one call of a module.
   using ModuleRun = std::tuple<std::int32_t, ModuleId, std::int32_t>;
 
@@ -44,10 +51,10 @@ class Recorder {
       return MakeInputError(pointer_ + "/trace", "the trace has no such forward",
                             fmt::format("{}", call.trace), fmt::format("below {}", trace_.forwards.size()));
     }
-    Begin(/*backward=*/false, call.trace, call.microbatch, "forward");
+    Begin(/*backward=*/false, call.trace, call.microbatch, {.name = "forward"});
     grad_enabled_ = pass_->grad_enabled;
     training_ = call.training.value_or(grad_enabled_);
-    forward_names_.assign(1, "forward");
+    forwards_.assign(1, {.name = "forward"});
     std::erase_if(input_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
     std::erase_if(output_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
     std::map<ModuleId, std::int32_t> runs;
@@ -83,8 +90,8 @@ class Recorder {
     Cut(position);
     Push(HostEventKind::kPreForward, unit);
     if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
-    forward_names_.push_back("forward " + DisplayName(partition_.units[unit].unit.fqn));
-    segment_name_ = forward_names_.back();
+    forwards_.push_back({"forward " + UnitName(unit), SegmentPhase::kForward, unit});
+    place_ = forwards_.back();
   }
 
   bool IsTrainable(UnitId unit) const {
@@ -132,8 +139,8 @@ class Recorder {
     post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
     if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
     // A group that was entered in an earlier forward, in which not all of its modules ran, has no name here.
-    if (forward_names_.size() > 1) forward_names_.pop_back();
-    segment_name_ = partition_.units[unit].is_root ? "loss" : forward_names_.back();
+    if (forwards_.size() > 1) forwards_.pop_back();
+    place_ = partition_.units[unit].is_root ? Place{"loss", SegmentPhase::kLoss} : forwards_.back();
   }
 
   Status Call(const BackwardCall& call) {
@@ -144,7 +151,8 @@ class Recorder {
     if (call.microbatches.empty()) {
       return MakeInputError(pointer_ + "/microbatches", "a backward covers at least one micro-batch");
     }
-    Begin(/*backward=*/true, call.trace, call.microbatches.front(), "backward loss");
+    Begin(/*backward=*/true, call.trace, call.microbatches.front(),
+          {"backward loss", SegmentPhase::kBackward});
     grad_enabled_ = true;
     std::vector<std::int32_t> last_grad(partition_.units.size(), -1);
     FindLastGrads(last_grad);
@@ -182,7 +190,7 @@ class Recorder {
   void EndBackward(std::int32_t position) {
     Cut(position);
     Push(HostEventKind::kBackwardEnd, -1);
-    segment_name_ = "backward returns";
+    place_ = {"backward returns", SegmentPhase::kBackward};
     engine_done_ = true;
     if (!is_last_backward_) return;
     for (std::set<ModuleId>& modules : to_run_) modules.clear();
@@ -205,7 +213,7 @@ class Recorder {
       if (unit < 0) return;
       Cut(position);
       Push(HostEventKind::kPreBackward, unit);
-      segment_name_ = "backward " + DisplayName(partition_.units[unit].unit.fqn);
+      place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
       if (flat_) return;  // an EngineEvent where it matters
       microbatch_ = MicrobatchOf(call, done->forward);
@@ -223,7 +231,8 @@ class Recorder {
       // or checkpoints `forward`): only units below it see the recomputation.
       if (recomputing_.empty()) {
         Cut(position);
-        backward_name_ = std::exchange(segment_name_, "recompute " + ModuleName(enter->module));
+        backward_ = std::exchange(place_, {"recompute " + DisplayName(trace_.modules[enter->module].fqn),
+                                           SegmentPhase::kRecompute, UnitAround(enter->module)});
       } else {
         OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
       }
@@ -236,7 +245,7 @@ class Recorder {
         OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
       } else {
         Cut(position);
-        segment_name_ = backward_name_;
+        place_ = backward_;
       }
     } else if (std::holds_alternative<BackwardEndEvent>(event)) {
       EndBackward(position);
@@ -280,17 +289,26 @@ class Recorder {
     return {};
   }
 
-  void Begin(bool backward, std::int32_t pass, std::int32_t microbatch, std::string name) {
+  void Begin(bool backward, std::int32_t pass, std::int32_t microbatch, Place place) {
     pass_ = backward ? &trace_.backwards[pass] : &trace_.forwards[pass];
-    backward_ = backward;
+    in_backward_ = backward;
     pass_index_ = pass;
     microbatch_ = microbatch;
     segment_begin_ = 0;
-    segment_name_ = std::move(name);
+    place_ = std::move(place);
     engine_done_ = false;
   }
 
-  std::string ModuleName(ModuleId module) const { return DisplayName(trace_.modules[module].fqn); }
+  std::string UnitName(UnitId unit) const { return DisplayName(partition_.units[unit].unit.fqn); }
+
+  // The unit of the module, or of the innermost module around it that has one.
+  UnitId UnitAround(ModuleId entry) const {
+    for (ModuleId module = entry; module >= 0; module = index_.parent[module]) {
+      const UnitId unit = partition_.unit_of_module[index_.canonical[module]];
+      if (unit >= 0) return unit;
+    }
+    return -1;
+  }
 
   UnitId Find(const std::map<ModuleRun, UnitId>& hooks, ModuleId module, std::int32_t occurrence) const {
     const auto found = hooks.find({microbatch_, index_.canonical[module], occurrence});
@@ -300,9 +318,10 @@ class Recorder {
   // Everything since the last cut is one segment.
   void Cut(std::int32_t position) {
     if (position > segment_begin_) {
-      HostEvent& event = Push(HostEventKind::kSegment, -1);
-      event.range = {backward_, pass_index_, segment_begin_, position};
-      event.name = segment_name_;
+      HostEvent& event = Push(HostEventKind::kSegment, place_.unit);
+      event.range = {in_backward_, pass_index_, segment_begin_, position};
+      event.name = place_.name;
+      event.phase = place_.phase;
     }
     segment_begin_ = position;
   }
@@ -323,17 +342,17 @@ class Recorder {
   RecordedStep step_;
   std::string pointer_;
   const Pass* pass_ = nullptr;
-  bool backward_ = false;
+  bool in_backward_ = false;
   bool grad_enabled_ = true;
   bool training_ = true;
   std::int32_t pass_index_ = -1;
   std::int32_t microbatch_ = 0;
   std::int32_t segment_begin_ = 0;
-  std::string segment_name_;
-  std::string backward_name_;          // of the segment around a recomputation
-  bool engine_done_ = false;           // the backward has passed its end
-  std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
-  std::vector<std::string> forward_names_;
+  Place place_;
+  Place backward_;                          // around a recomputation
+  bool engine_done_ = false;                // the backward has passed its end
+  std::vector<ModuleId> recomputing_;       // modules whose forward is being run again, outermost first
+  std::vector<Place> forwards_;             // of the units that are entered, behind what is in none
   std::vector<std::set<ModuleId>> to_run_;  // by unit: its modules that have not been left yet
   bool is_last_backward_ = true;
   std::map<UnitId, std::pair<bool, bool>>

@@ -46,11 +46,12 @@ struct HostEvent {
   std::int32_t occurrence = 0;  // kForwardUndone, kInputsGradDone: which call of the unit in its forward
   bool grad_enabled = true;     // of the forward that this belongs to
   bool training = true;         // mode of the modules in that forward
-  bool outputs_require_grad = false;       // kPostForward
-  EventRange range;                        // kSegment; kBackwardBegin: which backward of the trace
-  std::string name;                        // kSegment
-  const ModuleCall* call = nullptr;        // kModuleCall
-  std::vector<std::int32_t> microbatches;  // kBackwardBegin: that it covers, as in Pass::forwards
+  bool outputs_require_grad = false;            // kPostForward
+  EventRange range;                             // kSegment; kBackwardBegin: which backward of the trace
+  std::string name;                             // kSegment; `unit` is the segment's
+  SegmentPhase phase = SegmentPhase::kForward;  // kSegment
+  const ModuleCall* call = nullptr;             // kModuleCall
+  std::vector<std::int32_t> microbatches;       // kBackwardBegin: that it covers, as in Pass::forwards
 };
 
 struct RecordedStep {

@@ -165,7 +165,7 @@ void ProgramBuilder::Compute(const HostEvent& event, const std::vector<Parameter
 Segment ProgramBuilder::MakeSegment(const HostEvent& event, const SegmentKey& key) const {
   const EventRange& range = event.range;
   const Pass& pass = range.backward ? trace_.backwards[range.pass] : trace_.forwards[range.pass];
-  Segment segment{.name = event.name};
+  Segment segment{.name = event.name, .phase = event.phase, .unit = event.unit};
   std::set<UnitId> reads(key.extra_reads.begin(), key.extra_reads.end());
   const auto accumulates = [&](ParameterId parameter) {
     return std::binary_search(key.accumulating.begin(), key.accumulating.end(), parameter);

@@ -10,25 +10,10 @@ std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-std::int64_t Numel(const UnitParameter& parameter) {
-  return std::accumulate(parameter.shape.begin(), parameter.shape.end(), std::int64_t{1},
-                         std::multiplies<>());
-}
-
-std::int64_t PaddedShardNumel(const UnitParameter& parameter, std::int64_t ranks) {
-  const std::int64_t rows = parameter.shape[parameter.shard_dim];
-  if (rows == 0) return 0;
-  return CeilDiv(rows, ranks) * (Numel(parameter) / rows);
-}
-
-DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
-  return parameter.param_dtype.value_or(unit.param_dtype);
-}
-
 std::vector<ExtensionBuffer> GatheredTensors(const Unit& unit, const UnitParameter& parameter,
                                              std::int64_t ranks) {
   if (!parameter.gathered.empty()) return parameter.gathered;
-  return {{ComputeDType(unit, parameter), PaddedShardNumel(parameter, ranks)}};
+  return {{ComputeDType(unit, parameter), PaddedPieceNumel(parameter, ranks)}};
 }
 
 DType GatherDType(const Unit& unit) {
@@ -57,7 +42,7 @@ std::vector<Bytes> GatherInputParts(const Unit& unit, std::int64_t ranks) {
 std::vector<Bytes> OriginalShardParts(const Unit& unit, std::int64_t ranks) {
   std::vector<Bytes> parts;
   for (const UnitParameter& parameter : unit.parameters) {
-    parts.push_back(Bytes{PaddedShardNumel(parameter, ranks) * SizeBytes(parameter.dtype)});
+    parts.push_back(Bytes{PaddedPieceNumel(parameter, ranks) * SizeBytes(parameter.dtype)});
   }
   return parts;
 }
@@ -93,7 +78,7 @@ std::vector<Bytes> ShardParts(const Unit& unit, std::int64_t ranks, DType dtype)
   std::vector<Bytes> parts;
   parts.reserve(unit.parameters.size());
   for (const UnitParameter& parameter : unit.parameters) {
-    parts.push_back(Bytes{PaddedShardNumel(parameter, ranks) * SizeBytes(dtype)});
+    parts.push_back(Bytes{PaddedPieceNumel(parameter, ranks) * SizeBytes(dtype)});
   }
   return parts;
 }

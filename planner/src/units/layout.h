@@ -3,15 +3,10 @@
 
 #include <vector>
 
+#include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
-
-std::int64_t Numel(const UnitParameter& parameter);
-
-// per_parameter: elements of one rank's padded piece: ceil(shape[shard_dim] / ranks) rows (FSDPParam pads
-// every rank to the first chunk of torch.chunk).
-std::int64_t PaddedShardNumel(const UnitParameter& parameter, std::int64_t ranks);
 
 // flat: sets every flat_offset and flat_numel (FlatParamHandle). With aligned parameters (use_orig_params)
 // each starts at a multiple of 16 bytes of `aligned_dtype` and the total is padded to a multiple of `ranks`;
@@ -19,8 +14,6 @@ std::int64_t PaddedShardNumel(const UnitParameter& parameter, std::int64_t ranks
 void LayOutFlat(Unit& unit, bool aligned, DType aligned_dtype, std::int64_t ranks);
 
 // ---- per_parameter units: what an all-gather moves (FSDPParam.all_gather_inputs) ----
-// Dtype that a parameter is computed in.
-DType ComputeDType(const Unit& unit, const UnitParameter& parameter);
 // What one of `ranks` gathers of a parameter: its padded piece, or what its extension makes of that.
 std::vector<ExtensionBuffer> GatheredTensors(const Unit& unit, const UnitParameter& parameter,
                                              std::int64_t ranks);

@@ -48,8 +48,6 @@ Status CheckParameters(const Trace& trace) {
 
 }  // namespace
 
-std::string DisplayName(std::string_view fqn) { return fqn.empty() ? "(root)" : std::string(fqn); }
-
 Result<ModelIndex> MakeModelIndex(const Trace& trace) {
   if (trace.modules.empty()) return MakeInputError("/modules", "a trace needs at least the root module");
   if (!trace.modules[0].fqn.empty()) {

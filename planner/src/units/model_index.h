@@ -20,9 +20,6 @@ struct ModelIndex {
   std::vector<std::vector<ModuleId>> children;  // entries, registration order (not canonical)
 };
 
-// "(root)" for the root's empty FQN, the FQN otherwise: how names of segments, buffers and messages spell it.
-std::string DisplayName(std::string_view fqn);
-
 // Glob over FQNs: '*' any characters but '.', '?' one character but '.'.
 bool Matches(std::string_view pattern, std::string_view fqn);
 

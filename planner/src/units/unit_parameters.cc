@@ -126,7 +126,7 @@ class ParameterKnobs {
                  parameter.fqn, "one tensor, or more ranks");
     }
     for (const ExtensionTensor& tensor : rule->gathered) {
-      parameter.gathered.push_back(Resolve(tensor, PaddedShardNumel(parameter, choice_.shard_size)));
+      parameter.gathered.push_back(Resolve(tensor, PaddedPieceNumel(parameter, choice_.shard_size)));
     }
     for (const ExtensionTensor& tensor : rule->unsharded) {
       parameter.unsharded.push_back(Resolve(tensor, Numel(parameter)));

@@ -30,7 +30,7 @@ std::string ShortJson(const T& value, const PlanNames* names) {
 template <typename T>
 std::string ElementKey(const T& element, std::size_t position) {
   if constexpr (requires { element.fqn; }) {
-    return element.fqn.empty() ? "(root)" : element.fqn;
+    return DisplayName(element.fqn);
   } else if constexpr (requires { element.name; }) {
     return element.name;
   } else {

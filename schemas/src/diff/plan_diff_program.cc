@@ -20,32 +20,13 @@ namespace {
 struct Leftover {
   const DiffLine* line = nullptr;
   std::string trigger;
+  TriggerKind trigger_kind = TriggerKind::kStepBegin;
   bool told = false;
 };
 
 bool HasRole(const Plan& plan, BufferId buffer, BufferRole role) {
   return buffer >= 0 && buffer < static_cast<BufferId>(plan.buffers.size()) &&
          plan.buffers[static_cast<std::size_t>(buffer)].role == role;
-}
-
-// Allocations of unsharded parameters that are given back unused, and their frees: what fsdp1's root does
-// once, at its first forward.
-std::set<const Instruction*> Preparations(const Plan& plan, const std::vector<const DiffLine*>& lines) {
-  std::map<BufferId, const Instruction*> unused;
-  std::set<const Instruction*> found;
-  for (const DiffLine* line : lines) {
-    const Instruction& i = *line->instruction;
-    if (i.kind == InstructionKind::kAllocate && HasRole(plan, i.dst, BufferRole::kParamUnsharded)) {
-      unused[i.dst] = &i;
-    } else if (i.kind == InstructionKind::kFree && unused.contains(i.src)) {
-      found.insert({unused[i.src], &i});
-      unused.erase(i.src);
-    } else {
-      unused.erase(i.src);
-      unused.erase(i.dst);
-    }
-  }
-  return found;
 }
 
 // Positions of `a` and `b` that have no equal line in the other, whatever the order.
@@ -100,6 +81,7 @@ struct StepLines {
   std::vector<std::string> order;
   std::map<std::string, const std::vector<DiffLine>*> triggers;
   std::map<std::string, std::size_t> position;
+  std::map<std::string, TriggerKind> kinds;
 
   StepLines(const Plan& plan, const PlanStep& step, const std::vector<std::vector<DiffLine>>& lines) {
     const PlanWords words(plan);
@@ -108,6 +90,7 @@ struct StepLines {
       std::string key = words.Line(step.triggers[i]);
       if (const int count = seen[key]++; count > 0) key += fmt::format(" (again {})", count);
       position[key] = order.size();
+      kinds[key] = step.triggers[i].kind;
       triggers[key] = &lines[i];
       order.push_back(std::move(key));
     }
@@ -162,8 +145,9 @@ class StepDiff {
       const std::vector<DiffLine>& lines_b = b_.triggers.contains(key) ? *b_.triggers.at(key) : kNone;
       std::vector<std::size_t> left_a, left_b;
       Unmatched(lines_a, lines_b, left_a, left_b);
-      for (const std::size_t i : left_a) only_a_.push_back({&lines_a[i], key});
-      for (const std::size_t i : left_b) only_b_.push_back({&lines_b[i], key});
+      const TriggerKind kind = a_.kinds.contains(key) ? a_.kinds.at(key) : b_.kinds.at(key);
+      for (const std::size_t i : left_a) only_a_.push_back({&lines_a[i], key, kind});
+      for (const std::size_t i : left_b) only_b_.push_back({&lines_b[i], key, kind});
     }
   }
 
@@ -239,33 +223,32 @@ class StepDiff {
         leftovers[k].told = true;
         together.push_back(leftovers[k].line);
       }
-      Tell(
-          fmt::format("in {}, {} {}; {} does not", leftovers[i].trigger, has, Deed(plan, together), has_not));
+      Tell(fmt::format("in {}, {} {}; {} does not", leftovers[i].trigger, has,
+                       Deed(plan, together, leftovers[i].trigger_kind), has_not));
     }
   }
 
   // "reshards layers.3 (bind_sharded, free)" where it is one of the big things, else the lines.
-  static std::string Deed(const Plan& plan, const std::vector<const DiffLine*>& lines) {
+  static std::string Deed(const Plan& plan, const std::vector<const DiffLine*>& lines, TriggerKind trigger) {
     std::string deed;
     const std::string& unit = lines.front()->unit;
-    const std::set<const Instruction*> preparations = Preparations(plan, lines);
+    const bool prepares = trigger == TriggerKind::kLazyInit;
     const auto has = [&](InstructionKind kind, auto... role) {
       return std::ranges::any_of(lines, [&](const DiffLine* line) {
         const Instruction& instruction = *line->instruction;
-        return instruction.kind == kind && !preparations.contains(&instruction) &&
-               (HasRole(plan, instruction.src, role) && ...);
+        return instruction.kind == kind && (HasRole(plan, instruction.src, role) && ...);
       });
     };
     const auto add = [&](bool done, const char* what) {
       if (done) deed += fmt::format("{}{} {}", deed.empty() ? "" : " and ", what, unit);
     };
     const bool gathers = has(InstructionKind::kAllGather);
-    add(!preparations.empty(), "prepares");
+    add(prepares, "prepares");
     add(gathers, "unshards");
     add(!gathers && has(InstructionKind::kBindUnsharded), "finishes unsharding");
     const bool keeps = has(InstructionKind::kReshardPostForward);
     add(keeps, "reshards to the smaller mesh");
-    add(!keeps && has(InstructionKind::kFree, BufferRole::kParamUnsharded), "reshards");
+    add(!keeps && !prepares && has(InstructionKind::kFree, BufferRole::kParamUnsharded), "reshards");
     add(has(InstructionKind::kReduceScatter), "reduce-scatters the gradients of");
     const bool counts = has(InstructionKind::kAllReduce, BufferRole::kOrderCheck);
     add(has(InstructionKind::kAllReduce) && !counts, "all-reduces the gradients of");

@@ -9,72 +9,111 @@ namespace shardplan {
 inline constexpr std::int64_t kWholePpm = 1'000'000;
 
 template <>
+inline constexpr Definition kDefinition<EfficiencyPoint> = {.says = "How efficient operators of a size are."};
+template <>
 inline constexpr auto kFields<EfficiencyPoint> =
-    FieldList(Required("flops", &EfficiencyPoint::flops),
-              Required("efficiency_ppm", &EfficiencyPoint::efficiency_ppm).AtLeast(1).AtMost(kWholePpm));
+    FieldList(Required("flops", &EfficiencyPoint::flops, "FLOPs of one operator."),
+              Required("efficiency_ppm", &EfficiencyPoint::efficiency_ppm, "Fraction of the peak reached.")
+                  .AtLeast(1)
+                  .AtMost(kWholePpm));
 
 template <>
 inline constexpr bool kIsBlock<ComputeRate> = true;
 template <>
-inline constexpr auto kFields<ComputeRate> =
-    FieldList(Required("dtype", &ComputeRate::dtype),
-              Required("flops_per_second", &ComputeRate::flops_per_second).AtLeast(1),
-              Optional("efficiency", &ComputeRate::efficiency).Lines());
+inline constexpr Definition kDefinition<ComputeRate> = {"cluster", "compute_rate",
+                                                        "Matrix work in one dtype."};
+template <>
+inline constexpr auto kFields<ComputeRate> = FieldList(
+    Required("dtype", &ComputeRate::dtype, "Of the inputs."),
+    Required("flops_per_second", &ComputeRate::flops_per_second, "Peak of dense matrix work.").AtLeast(1),
+    Optional("efficiency", &ComputeRate::efficiency,
+             "Ascending FLOPs; interpolated in log(flops), clamped. Empty: 100 %.")
+        .Lines());
 
 template <>
 inline constexpr bool kIsBlock<Device> = true;
 template <>
+inline constexpr Definition kDefinition<Device> = {"cluster", "device", "One accelerator."};
+template <>
 inline constexpr auto kFields<Device> = FieldList(
-    Required("name", &Device::name), Required("memory_bytes", &Device::memory_bytes),
-    Optional("context_bytes", &Device::context_bytes),
-    Optional("memory_bytes_per_second", &Device::memory_bytes_per_second),
-    Optional("memory_efficiency_ppm", &Device::memory_efficiency_ppm).AtLeast(1).AtMost(kWholePpm),
-    Optional("vector_flops_per_second", &Device::vector_flops_per_second),
-    Optional("matmul", &Device::matmul).Lines(), Optional("kernel_overhead_ns", &Device::kernel_overhead_ns));
+    Required("name", &Device::name, "\"H100 SXM 80GB\"."),
+    Required("memory_bytes", &Device::memory_bytes, "Device memory."),
+    Optional("context_bytes", &Device::context_bytes, "What the driver context takes away."),
+    Optional("memory_bytes_per_second", &Device::memory_bytes_per_second, "Peak memory bandwidth."),
+    Optional("memory_efficiency_ppm", &Device::memory_efficiency_ppm,
+             "Fraction of the peak bandwidth reached.")
+        .AtLeast(1)
+        .AtMost(kWholePpm),
+    Optional("vector_flops_per_second", &Device::vector_flops_per_second, "Pointwise arithmetic, any dtype."),
+    Optional("matmul", &Device::matmul, "Matrix rates by dtype.").Lines(),
+    Optional("kernel_overhead_ns", &Device::kernel_overhead_ns, "Device time that no operator goes below."));
 
 template <>
 inline constexpr bool kIsBlock<Host> = true;
 template <>
-inline constexpr auto kFields<Host> = FieldList(Optional("operator_issue_ns", &Host::operator_issue_ns),
-                                                Optional("collective_issue_ns", &Host::collective_issue_ns),
-                                                Optional("copy_issue_ns", &Host::copy_issue_ns),
-                                                Optional("allocate_ns", &Host::allocate_ns),
-                                                Optional("event_ns", &Host::event_ns),
-                                                Optional("trigger_ns", &Host::trigger_ns));
+inline constexpr Definition kDefinition<Host> = {"cluster", "host", "Host cost of issuing one thing."};
+template <>
+inline constexpr auto kFields<Host> =
+    FieldList(Optional("operator_issue_ns", &Host::operator_issue_ns, "One operator of the model."),
+              Optional("collective_issue_ns", &Host::collective_issue_ns, "One collective."),
+              Optional("copy_issue_ns", &Host::copy_issue_ns, "One copy."),
+              Optional("allocate_ns", &Host::allocate_ns, "One allocation or free."),
+              Optional("event_ns", &Host::event_ns, "One record or wait."),
+              Optional("trigger_ns", &Host::trigger_ns, "One hook."));
 
 template <>
-inline constexpr auto kFields<CollectivePoint> =
-    FieldList(Required("full_tensor_bytes", &CollectivePoint::full_tensor_bytes),
-              Required("duration_ns", &CollectivePoint::duration_ns));
+inline constexpr Definition kDefinition<CollectivePoint> = {.says = "One measurement."};
+template <>
+inline constexpr auto kFields<CollectivePoint> = FieldList(
+    Required("full_tensor_bytes", &CollectivePoint::full_tensor_bytes,
+             "Gathered output of an all_gather, input of a reduce_scatter, tensor of an all_reduce."),
+    Required("duration_ns", &CollectivePoint::duration_ns, "Measured duration."));
 
 template <>
 inline constexpr bool kIsBlock<CollectiveTable> = true;
 template <>
-inline constexpr auto kFields<CollectiveTable> =
-    FieldList(Required("kind", &CollectiveTable::kind), Required("ranks", &CollectiveTable::ranks).AtLeast(1),
-              Optional("concurrent_groups", &CollectiveTable::concurrent_groups).AtLeast(1),
-              Required("link", &CollectiveTable::link), Required("points", &CollectiveTable::points).Lines(),
-              Optional("source", &CollectiveTable::source));
+inline constexpr Definition kDefinition<CollectiveTable> = {"cluster", "collective_table",
+                                                            "Measured durations of one collective."};
+template <>
+inline constexpr auto kFields<CollectiveTable> = FieldList(
+    Required("kind", &CollectiveTable::kind, "Which collective."),
+    Required("ranks", &CollectiveTable::ranks, "Size of the group.").AtLeast(1),
+    Optional("concurrent_groups", &CollectiveTable::concurrent_groups, "Groups that ran at once.").AtLeast(1),
+    Required("link", &CollectiveTable::link, "Name of the link."),
+    Required("points", &CollectiveTable::points, "Ascending bytes; interpolated in log size.").Lines(),
+    Optional("source", &CollectiveTable::source, "Where it was measured."));
 
 template <>
+inline constexpr Definition kDefinition<Link> = {"cluster", "link", "A link class that communicators share."};
+template <>
 inline constexpr auto kFields<Link> =
-    FieldList(Required("name", &Link::name), Optional("latency_ns", &Link::latency_ns),
-              Required("bytes_per_second", &Link::bytes_per_second).AtLeast(1));
+    FieldList(Required("name", &Link::name, "\"nvlink\", \"network\"."),
+              Optional("latency_ns", &Link::latency_ns, "Per step of a ring."),
+              Required("bytes_per_second", &Link::bytes_per_second, "Per rank and direction.").AtLeast(1));
 
 template <>
 inline constexpr bool kIsBlock<Cluster> = true;
 template <>
+inline constexpr Definition kDefinition<Cluster> = {"cluster", "cluster",
+                                                    "The machine model that costs are computed from."};
+template <>
 inline constexpr auto kFields<Cluster> = FieldList(
-    Required("name", &Cluster::name), Required("ranks", &Cluster::ranks).AtLeast(1),
-    Optional("ranks_per_node", &Cluster::ranks_per_node).AtLeast(1), Required("device", &Cluster::device),
-    Optional("host", &Cluster::host), Optional("links", &Cluster::links).Lines(),
-    Optional("collectives", &Cluster::collectives).Lines(),
-    Optional("compute_rate_while_communicating_ppm", &Cluster::compute_rate_while_communicating_ppm)
+    Required("name", &Cluster::name, "A name for people."),
+    Required("ranks", &Cluster::ranks, "Number of ranks.").AtLeast(1),
+    Optional("ranks_per_node", &Cluster::ranks_per_node, "Ranks inside a node.").AtLeast(1),
+    Required("device", &Cluster::device, "The accelerators."),
+    Optional("host", &Cluster::host, "The host threads."),
+    Optional("links", &Cluster::links, "The first is inside a node, the second between nodes.").Lines(),
+    Optional("collectives", &Cluster::collectives, "Measured collectives.").Lines(),
+    Optional("compute_rate_while_communicating_ppm", &Cluster::compute_rate_while_communicating_ppm,
+             "Rate of compute while a collective runs.")
         .AtLeast(1)
         .AtMost(kWholePpm),
-    Optional("communication_rate_while_computing_ppm", &Cluster::communication_rate_while_computing_ppm)
+    Optional("communication_rate_while_computing_ppm", &Cluster::communication_rate_while_computing_ppm,
+             "Rate of collectives while compute runs.")
         .AtLeast(1)
         .AtMost(kWholePpm),
-    Optional("host_link_bytes_per_second", &Cluster::host_link_bytes_per_second));
+    Optional("host_link_bytes_per_second", &Cluster::host_link_bytes_per_second,
+             "Device to pinned host memory and back, each direction."));
 
 }  // namespace shardplan

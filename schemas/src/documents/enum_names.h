@@ -36,13 +36,15 @@ SHARDPLAN_ENUM_NAMES(ReduceOp, "sum", "average");
 SHARDPLAN_ENUM_NAMES(BufferRole, "param_sharded", "param_unsharded", "param_post_forward_shard",
                      "all_gather_input", "all_gather_output", "reduce_scatter_input", "reduce_scatter_output",
                      "grad_unsharded", "grad_unsharded_accumulated", "grad_sharded", "grad_host",
-                     "optimizer_state", "optimizer_temp", "order_check", "model_buffer");
+                     "optimizer_state", "optimizer_temp", "order_check", "model_buffer", "extension_gathered",
+                     "extension_unsharded", "partial_reduce_output");
+SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute");
 SHARDPLAN_ENUM_NAMES(InstructionKind, "compute", "allocate", "free", "bind_unsharded", "bind_sharded",
                      "copy_in", "all_gather", "copy_out", "reshard_post_forward", "grad_copy_in",
                      "grad_scale", "reduce_scatter", "all_reduce", "grad_cast", "grad_accumulate",
                      "copy_to_host", "copy_to_device", "record", "wait", "host_wait", "optimizer_step",
                      "zero_grad");
-SHARDPLAN_ENUM_NAMES(TriggerKind, "step_begin", "pre_forward", "post_forward", "pre_backward",
+SHARDPLAN_ENUM_NAMES(TriggerKind, "step_begin", "lazy_init", "pre_forward", "post_forward", "pre_backward",
                      "post_backward", "backward_end", "optimizer_step", "zero_grad", "user_call", "step_end");
 
 #undef SHARDPLAN_ENUM_NAMES

@@ -48,6 +48,9 @@ std::string_view Name(InstructionKind kind) { return EnumName(kind); }
 std::string_view Name(TriggerKind kind) { return EnumName(kind); }
 std::string_view Name(BufferRole role) { return EnumName(role); }
 std::string_view Name(StorageRole role) { return EnumName(role); }
+std::string_view Name(SegmentPhase phase) { return EnumName(phase); }
+
+std::string DisplayName(std::string_view fqn) { return std::string(fqn.empty() ? kRootName : fqn); }
 
 bool Divides(const Communicator& communicator, std::int64_t ranks) {
   std::vector<CommunicatorDim> dims = communicator.dims;

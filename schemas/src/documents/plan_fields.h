@@ -10,118 +10,235 @@
 namespace shardplan {
 
 template <>
-inline constexpr auto kFields<ExtensionBuffer> = FieldList(
-    Required("dtype", &ExtensionBuffer::dtype), Required("numel", &ExtensionBuffer::numel).AtMost(kMaxExact));
+inline constexpr Definition kDefinition<ExtensionBuffer> = {"plan", "extension_buffer",
+                                                            "A flat tensor of an all-gather extension."};
+template <>
+inline constexpr auto kFields<ExtensionBuffer> =
+    FieldList(Required("dtype", &ExtensionBuffer::dtype, "Its dtype."),
+              Required("numel", &ExtensionBuffer::numel, "Its elements.").AtMost(kMaxExact));
 
 template <>
+inline constexpr Definition kDefinition<UnitParameter> = {.says = "A parameter of a unit."};
+template <>
 inline constexpr auto kFields<UnitParameter> = FieldList(
-    Required("fqn", &UnitParameter::fqn), Optional("shared_with", &UnitParameter::shared_with),
-    Required("shape", &UnitParameter::shape).Shape(), Required("dtype", &UnitParameter::dtype),
-    Optional("requires_grad", &UnitParameter::requires_grad),
-    Optional("shard_dim", &UnitParameter::shard_dim), Optional("flat_offset", &UnitParameter::flat_offset),
-    Optional("placements", &UnitParameter::placements), Optional("param_dtype", &UnitParameter::param_dtype),
-    Optional("gathered", &UnitParameter::gathered), Optional("unsharded", &UnitParameter::unsharded));
+    Required("fqn", &UnitParameter::fqn, "FQN."),
+    Optional("shared_with", &UnitParameter::shared_with, "Other FQNs of a tied parameter."),
+    Required("shape", &UnitParameter::shape,
+             "Shape unsharded by FSDP; what the rank has of it where placements cut it.")
+        .Shape(),
+    Required("dtype", &UnitParameter::dtype, "Original dtype."),
+    Optional("requires_grad", &UnitParameter::requires_grad, "Whether a gradient is computed for it."),
+    Optional("shard_dim", &UnitParameter::shard_dim, "per_parameter: the dimension that is cut."),
+    Optional("flat_offset", &UnitParameter::flat_offset, "flat: elements before it, alignment included."),
+    Optional("placements", &UnitParameter::placements, "Over the mesh's other dimensions."),
+    Optional("param_dtype", &UnitParameter::param_dtype,
+             "Gathered and computed in, where it is not the unit's."),
+    Optional("gathered", &UnitParameter::gathered,
+             "All-gather extension: what one rank gathers in place of its shard."),
+    Optional("unsharded", &UnitParameter::unsharded,
+             "All-gather extension: what is allocated beside the gathered tensors."));
 
 template <>
 inline constexpr bool kIsBlock<Unit> = true;
 template <>
+inline constexpr Definition kDefinition<Unit> = {"plan", "unit", "The parameters all-gathered together."};
+template <>
 inline constexpr auto kFields<Unit> = FieldList(
-    Required("fqn", &Unit::fqn), Optional("modules", &Unit::modules), Optional("layout", &Unit::layout),
-    Required("parameters", &Unit::parameters).Lines(), Required("orig_dtype", &Unit::orig_dtype),
-    Required("param_dtype", &Unit::param_dtype), Required("reduce_dtype", &Unit::reduce_dtype),
-    Optional("shard_communicator", &Unit::shard_communicator).Ref(RefKind::kCommunicator),
-    Optional("reduce_scatter_communicator", &Unit::reduce_scatter_communicator).Ref(RefKind::kCommunicator),
-    Optional("replicate_communicator", &Unit::replicate_communicator).Ref(RefKind::kCommunicator),
-    Optional("post_forward_communicator", &Unit::post_forward_communicator).Ref(RefKind::kCommunicator),
-    Optional("hook_communicator", &Unit::hook_communicator).Ref(RefKind::kCommunicator),
-    Optional("hook_divisor", &Unit::hook_divisor).Positive(),
-    Optional("gradient_divide_factor", &Unit::gradient_divide_factor).Positive(),
-    Optional("flat_numel", &Unit::flat_numel));
+    Required("fqn", &Unit::fqn, "\"layers.0\"; \"\" for the root."),
+    Optional("modules", &Unit::modules, "FQNs of its modules."),
+    Optional("layout", &Unit::layout, "How it is sharded."),
+    Required("parameters", &Unit::parameters, "In buffer order.").Lines(),
+    Required("orig_dtype", &Unit::orig_dtype, "Of the sharded parameters."),
+    Required("param_dtype", &Unit::param_dtype, "Gathered and computed in."),
+    Required("reduce_dtype", &Unit::reduce_dtype, "Of gradient reduction."),
+    Optional("shard_communicator", &Unit::shard_communicator,
+             "Communicator of all_gather and reduce_scatter; left out: not sharded.")
+        .Ref(RefKind::kCommunicator),
+    Optional("reduce_scatter_communicator", &Unit::reduce_scatter_communicator,
+             "reduce_scatter's own communicator; left out: shard_communicator.")
+        .Ref(RefKind::kCommunicator),
+    Optional("replicate_communicator", &Unit::replicate_communicator, "Communicator of HSDP's all_reduce.")
+        .Ref(RefKind::kCommunicator),
+    Optional("post_forward_communicator", &Unit::post_forward_communicator,
+             "Communicator of an integer reshard_after_forward.")
+        .Ref(RefKind::kCommunicator),
+    Optional("hook_communicator", &Unit::hook_communicator,
+             "fsdp2: communicator of the user's all-reduce hook.")
+        .Ref(RefKind::kCommunicator),
+    Optional("hook_divisor", &Unit::hook_divisor, "fsdp2: what that hook divides the gradients by in all.")
+        .Positive(),
+    Optional("gradient_divide_factor", &Unit::gradient_divide_factor,
+             "fsdp2: what the gradients are divided by instead of the number of ranks.")
+        .Positive(),
+    Optional("flat_numel", &Unit::flat_numel, "flat: padded unsharded elements."));
 
 template <>
-inline constexpr auto kFields<Buffer> =
-    FieldList(Required("name", &Buffer::name), Required("role", &Buffer::role),
-              Optional("unit", &Buffer::unit).Ref(RefKind::kUnit), Required("dtype", &Buffer::dtype),
-              Required("parts_bytes", &Buffer::parts_bytes), Optional("parameters", &Buffer::parameters),
-              Optional("memory", &Buffer::memory), Optional("persistent", &Buffer::persistent),
-              Optional("pool", &Buffer::pool).Ref(RefKind::kCommunicator));
+inline constexpr Definition kDefinition<Buffer> = {
+    "plan", "buffer", "A named piece of memory; at most one instance is alive at a time."};
+template <>
+inline constexpr auto kFields<Buffer> = FieldList(
+    Required("name", &Buffer::name, "\"layers.0.all_gather_output\"."),
+    Required("role", &Buffer::role, "What it holds."),
+    Optional("unit", &Buffer::unit, "Whose it is; left out: of no unit.").Ref(RefKind::kUnit),
+    Required("dtype", &Buffer::dtype, "Of its elements."),
+    Required("parts_bytes", &Buffer::parts_bytes,
+             "The separate allocations that it consists of, as requested."),
+    Optional("parameters", &Buffer::parameters, "Indices into the unit's parameters that it holds."),
+    Optional("memory", &Buffer::memory, "Where it lives."),
+    Optional("persistent", &Buffer::persistent, "Alive before the first step and after the last."),
+    Optional("pool", &Buffer::pool,
+             "Allocated from this communicator's own memory pool; left out: the caching allocator.")
+        .Ref(RefKind::kCommunicator));
 
 template <>
-inline constexpr auto kFields<PlanStream> =
-    FieldList(Required("name", &PlanStream::name),
-              Optional("priority", &PlanStream::priority).AtLeast(std::numeric_limits<std::int32_t>::min()));
+inline constexpr Definition kDefinition<PlanStream> = {"plan", "stream",
+                                                       "A stream; the first is the compute stream."};
+template <>
+inline constexpr auto kFields<PlanStream> = FieldList(Required("name", &PlanStream::name, "\"all_gather\"."),
+                                                      Optional("priority", &PlanStream::priority,
+                                                               "CUDA priority.")
+                                                          .AtLeast(std::numeric_limits<std::int32_t>::min()));
 
+template <>
+inline constexpr Definition kDefinition<CommunicatorDim> = {.says = "A digit of the rank."};
 template <>
 inline constexpr auto kFields<CommunicatorDim> =
-    FieldList(Required("size", &CommunicatorDim::size).AtLeast(1),
-              Required("stride", &CommunicatorDim::stride).AtLeast(1));
+    FieldList(Required("size", &CommunicatorDim::size, "Ranks along it.").AtLeast(1),
+              Required("stride", &CommunicatorDim::stride, "Ranks between neighbours.").AtLeast(1));
 
 template <>
-inline constexpr auto kFields<Communicator> = FieldList(Required("name", &Communicator::name),
-                                                        Required("size", &Communicator::size).AtLeast(1),
-                                                        Optional("stride", &Communicator::stride).AtLeast(1),
-                                                        Optional("dims", &Communicator::dims));
+inline constexpr Definition kDefinition<Communicator> = {
+    "plan", "communicator", "The ranks that differ only in the digit (rank / stride) mod size."};
+template <>
+inline constexpr auto kFields<Communicator> =
+    FieldList(Required("name", &Communicator::name, "\"shard\"."),
+              Required("size", &Communicator::size, "Ranks of a group.").AtLeast(1),
+              Optional("stride", &Communicator::stride, "Distance of neighbours.").AtLeast(1),
+              Optional("dims", &Communicator::dims,
+                       "Digits of a group flattened from dimensions that do not lie side by side, the most "
+                       "significant first; size is their product and stride that of the last."));
 
 template <>
-inline constexpr auto kFields<SegmentGrad> = FieldList(
-    Required("unit", &SegmentGrad::unit).Ref(RefKind::kUnit), Required("parameter", &SegmentGrad::parameter));
+inline constexpr Definition kDefinition<SegmentGrad> = {.says = "A parameter's unsharded gradient."};
+template <>
+inline constexpr auto kFields<SegmentGrad> =
+    FieldList(Required("unit", &SegmentGrad::unit, "Whose parameter.").Ref(RefKind::kUnit),
+              Required("parameter", &SegmentGrad::parameter, "Index into the unit's parameters."));
 
 template <>
 inline constexpr bool kIsBlock<Segment> = true;
 template <>
-inline constexpr auto kFields<Segment> = FieldList(Required("name", &Segment::name),
-                                                   Optional("reads", &Segment::reads).Ref(RefKind::kUnit),
-                                                   Optional("grads", &Segment::grads).Lines(),
-                                                   Required("entries", &Segment::entries).Lines());
+inline constexpr Definition kDefinition<Segment> = {"plan", "segment",
+                                                    "The model's own compute between two triggers."};
+template <>
+inline constexpr auto kFields<Segment> = FieldList(
+    Required("name", &Segment::name, "For people: \"forward layers.0\"."),
+    Optional("phase", &Segment::phase, "The part of the step. A segment that makes gradients is backward."),
+    Optional("unit", &Segment::unit,
+             "In whose forward, backward or recomputation it is. Left out: in none's.")
+        .Ref(RefKind::kUnit),
+    Optional("reads", &Segment::reads, "Units whose unsharded parameters it reads.").Ref(RefKind::kUnit),
+    Optional("grads", &Segment::grads, "Parameters whose unsharded gradient it makes or adds to.").Lines(),
+    Required("entries", &Segment::entries,
+             "Operators, allocations and frees in host order; module and parameter ids are the trace's.")
+        .Lines());
 
 template <>
+inline constexpr Definition kDefinition<Instruction> = {"plan", "instruction",
+                                                        "One thing that the host issues."};
+template <>
 inline constexpr auto kFields<Instruction> = FieldList(
-    Required("kind", &Instruction::kind), Optional("segment", &Instruction::segment).Ref(RefKind::kSegment),
-    Optional("microbatch", &Instruction::microbatch),
-    Optional("event", &Instruction::event).Ref(RefKind::kEvent),
-    Optional("src", &Instruction::src).Ref(RefKind::kBuffer),
-    Optional("dst", &Instruction::dst).Ref(RefKind::kBuffer),
-    Optional("communicator", &Instruction::communicator).Ref(RefKind::kCommunicator),
-    Optional("reduce_op", &Instruction::reduce_op), Optional("divisor", &Instruction::divisor).Positive(),
-    Optional("stream", &Instruction::stream).Ref(RefKind::kStream),
-    Optional("safe_after", &Instruction::safe_after).Ref(RefKind::kStream),
-    Optional("parts", &Instruction::parts), Optional("unit", &Instruction::unit).Ref(RefKind::kUnit),
-    Optional("parameter", &Instruction::parameter).AtLeast(-1), Optional("reason", &Instruction::reason));
+    Required("kind", &Instruction::kind, "What it does."),
+    Optional("segment", &Instruction::segment, "compute: the segment.").Ref(RefKind::kSegment),
+    Optional("microbatch", &Instruction::microbatch, "compute: which micro-batch."),
+    Optional("event", &Instruction::event, "record, wait, host_wait: the event.").Ref(RefKind::kEvent),
+    Optional("src", &Instruction::src, "Buffer that is read.").Ref(RefKind::kBuffer),
+    Optional("dst", &Instruction::dst, "Buffer that is written.").Ref(RefKind::kBuffer),
+    Optional("communicator", &Instruction::communicator, "Communicator of a collective.")
+        .Ref(RefKind::kCommunicator),
+    Optional("reduce_op", &Instruction::reduce_op, "Of a reduction."),
+    Optional("divisor", &Instruction::divisor,
+             "grad_scale: multiply by 1 / divisor. reduce_scatter, all_reduce: a sum of inputs that are "
+             "multiplied by 1 / divisor (NCCL's PREMUL_SUM).")
+        .Positive(),
+    Optional("stream", &Instruction::stream, "Stream; left out: host only.").Ref(RefKind::kStream),
+    Optional("safe_after", &Instruction::safe_after,
+             "free: streams whose work issued so far must finish before the memory is used again.")
+        .Ref(RefKind::kStream),
+    Optional("parts", &Instruction::parts,
+             "free: only these parts of the buffer, as indices into its parts_bytes, ascending. The buffer "
+             "ends with a free without parts; until then only copies of unshard and reshard use it, between "
+             "parameters whose parts are left."),
+    Optional("unit", &Instruction::unit, "Which unit it works on, where no buffer says it.")
+        .Ref(RefKind::kUnit),
+    Optional("parameter", &Instruction::parameter,
+             "optimizer_step: the one parameter of the unit that is stepped, by position.")
+        .AtLeast(-1),
+    Optional("reason", &Instruction::reason, "Why it is here."));
 
 template <>
 inline constexpr bool kIsBlock<Trigger> = true;
 template <>
-inline constexpr auto kFields<Trigger> = FieldList(Required("kind", &Trigger::kind),
-                                                   Optional("unit", &Trigger::unit).Ref(RefKind::kUnit),
-                                                   Optional("microbatch", &Trigger::microbatch),
-                                                   Optional("occurrence", &Trigger::occurrence),
-                                                   Required("instructions", &Trigger::instructions).Lines());
+inline constexpr Definition kDefinition<Trigger> = {"plan", "trigger",
+                                                    "A point that the host passes in every step."};
+template <>
+inline constexpr auto kFields<Trigger> = FieldList(
+    Required("kind", &Trigger::kind, "Which point."),
+    Optional("unit", &Trigger::unit, "Whose trigger; left out: of no unit.").Ref(RefKind::kUnit),
+    Optional("microbatch", &Trigger::microbatch, "Which micro-batch."),
+    Optional("occurrence", &Trigger::occurrence, "How often it was passed before in this step."),
+    Required("instructions", &Trigger::instructions, "In the order in which the host issues them.").Lines());
 
 template <>
 inline constexpr bool kIsBlock<PlanStep> = true;
 template <>
-inline constexpr auto kFields<PlanStep> = FieldList(Required("name", &PlanStep::name),
-                                                    Required("triggers", &PlanStep::triggers).Lines());
+inline constexpr Definition kDefinition<PlanStep> = {.says = "One step."};
+template <>
+inline constexpr auto kFields<PlanStep> = FieldList(
+    Required("name", &PlanStep::name, "\"first\", \"steady\"."),
+    Required("triggers", &PlanStep::triggers, "In the order in which the host passes them.").Lines());
 
 template <>
-inline constexpr auto kFields<Digests> = FieldList(Optional("trace", &Digests::trace),
-                                                   Optional("strategy", &Digests::strategy),
-                                                   Optional("cluster", &Digests::cluster));
+inline constexpr Definition kDefinition<Digests> = {
+    .says = "Digests of the documents it was made from, \"sha256:...\"; \"\" when there was none."};
+template <>
+inline constexpr auto kFields<Digests> = FieldList(Optional("trace", &Digests::trace, "Of the trace."),
+                                                   Optional("strategy", &Digests::strategy,
+                                                            "Of the strategy."),
+                                                   Optional("cluster", &Digests::cluster, "Of the cluster."));
 
 template <>
 inline constexpr bool kIsBlock<Plan> = true;
 template <>
+inline constexpr Definition kDefinition<Plan> = {"plan", "plan",
+                                                 "One explicit program: the schedule of a training step."};
+template <>
 inline constexpr auto kFields<Plan> = FieldList(
-    Required("model", &Plan::model), Required("policy", &Plan::policy), Optional("digests", &Plan::digests),
-    Required("world_size", &Plan::world_size).AtLeast(1), Optional("tokens_per_step", &Plan::tokens_per_step),
-    Optional("mesh", &Plan::mesh), Required("cluster", &Plan::cluster), Required("strategy", &Plan::strategy),
-    Required("units", &Plan::units).Lines().Defines(RefKind::kUnit),
-    Required("buffers", &Plan::buffers).Lines().Defines(RefKind::kBuffer),
-    Required("streams", &Plan::streams).Lines().Defines(RefKind::kStream),
-    Required("events", &Plan::events).Lines().Defines(RefKind::kEvent),
-    Required("communicators", &Plan::communicators).Lines().Defines(RefKind::kCommunicator),
-    Optional("inputs", &Plan::inputs).Lines(), Optional("model_buffers", &Plan::model_buffers).Lines(),
-    Required("segments", &Plan::segments).Lines().Defines(RefKind::kSegment),
-    Required("steps", &Plan::steps).Lines(), Optional("steady_step", &Plan::steady_step));
+    Required("model", &Plan::model, "Name of the model."),
+    Required("policy", &Plan::policy, "Policy that made the plan."),
+    Optional("digests", &Plan::digests,
+             "Digests of the documents it was made from, \"sha256:...\"; \"\" when there was none."),
+    Required("world_size", &Plan::world_size, "Ranks.").AtLeast(1),
+    Optional("tokens_per_step", &Plan::tokens_per_step, "Of one rank."),
+    Optional("mesh", &Plan::mesh, "Outermost first."),
+    Required("cluster", &Plan::cluster, "Costs are computed from it when no other is given."),
+    Required("strategy", &Plan::strategy, "What the plan was made by."),
+    Required("units", &Plan::units, "Units in the order of their ids.").Lines().Defines(RefKind::kUnit),
+    Required("buffers", &Plan::buffers, "All memory that the plan manages.")
+        .Lines()
+        .Defines(RefKind::kBuffer),
+    Required("streams", &Plan::streams, "The first is the compute stream.")
+        .Lines()
+        .NotEmpty()
+        .Defines(RefKind::kStream),
+    Required("events", &Plan::events, "Names of the events.").Lines().Defines(RefKind::kEvent),
+    Required("communicators", &Plan::communicators, "Groups of ranks.")
+        .Lines()
+        .Defines(RefKind::kCommunicator),
+    Optional("inputs", &Plan::inputs, "Alive from the beginning of a step to its end.").Lines(),
+    Optional("model_buffers", &Plan::model_buffers, "Alive for ever.").Lines(),
+    Required("segments", &Plan::segments, "The model's own compute.").Lines().Defines(RefKind::kSegment),
+    Required("steps", &Plan::steps, "The steps as run.").Lines().NotEmpty(),
+    Optional("steady_step", &Plan::steady_step, "After the last step, go on with this one."));
 
 }  // namespace shardplan

@@ -32,6 +32,12 @@ Status CheckBuffers(const Plan& plan) {
 
 Status CheckSegments(const Plan& plan) {
   for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+    const SegmentPhase phase = plan.segments[i].phase;
+    if (!plan.segments[i].grads.empty() && phase != SegmentPhase::kBackward) {
+      return MakeInputError(fmt::format("/segments/{}/phase", i),
+                            "a segment that makes gradients is backward", std::string(Name(phase)),
+                            std::string(Name(SegmentPhase::kBackward)));
+    }
     for (std::size_t k = 0; k < plan.segments[i].grads.size(); ++k) {
       const SegmentGrad& grad = plan.segments[i].grads[k];
       const std::string pointer = fmt::format("/segments/{}/grads/{}/parameter", i, k);

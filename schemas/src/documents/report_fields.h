@@ -7,56 +7,90 @@
 namespace shardplan {
 
 template <>
-inline constexpr auto kFields<CategoryBytes> = FieldList(Required("category", &CategoryBytes::category),
-                                                         Required("size_bytes", &CategoryBytes::size_bytes));
+inline constexpr Definition kDefinition<CategoryBytes> = {.says = "Memory of one category."};
+template <>
+inline constexpr auto kFields<CategoryBytes> =
+    FieldList(Required("category", &CategoryBytes::category, "Role of a buffer or storage."),
+              Required("size_bytes", &CategoryBytes::size_bytes, "At the peak."));
 
 template <>
-inline constexpr auto kFields<StreamReport> = FieldList(Required("stream", &StreamReport::stream),
-                                                        Required("busy_ns", &StreamReport::busy_ns),
-                                                        Required("operations", &StreamReport::operations));
+inline constexpr Definition kDefinition<StreamReport> = {.says = "One stream over the steady step."};
+template <>
+inline constexpr auto kFields<StreamReport> = FieldList(Required("stream", &StreamReport::stream, "Name."),
+                                                        Required("busy_ns", &StreamReport::busy_ns, "Busy."),
+                                                        Required("operations", &StreamReport::operations,
+                                                                 "Operations run."));
 
 template <>
-inline constexpr auto kFields<CollectiveReport> = FieldList(
-    Required("kind", &CollectiveReport::kind), Required("communicator", &CollectiveReport::communicator),
-    Required("count", &CollectiveReport::count),
-    Required("full_tensor_bytes", &CollectiveReport::full_tensor_bytes),
-    Required("busy_ns", &CollectiveReport::busy_ns), Required("exposed_ns", &CollectiveReport::exposed_ns),
-    Optional("cost_source", &CollectiveReport::cost_source));
+inline constexpr Definition kDefinition<CollectiveReport> = {
+    .says = "One kind of collective on one communicator."};
+template <>
+inline constexpr auto kFields<CollectiveReport> =
+    FieldList(Required("kind", &CollectiveReport::kind, "\"all_gather\"."),
+              Required("communicator", &CollectiveReport::communicator, "Name."),
+              Required("count", &CollectiveReport::count, "How many."),
+              Required("full_tensor_bytes", &CollectiveReport::full_tensor_bytes, "Sum of full tensors."),
+              Required("busy_ns", &CollectiveReport::busy_ns, "Sum of durations."),
+              Required("exposed_ns", &CollectiveReport::exposed_ns, "Part during which no compute ran."),
+              Optional("cost_source", &CollectiveReport::cost_source, "Where the cost came from."));
 
 template <>
-inline constexpr auto kFields<UnitReport> = FieldList(Required("unit", &UnitReport::unit),
-                                                      Required("param_bytes", &UnitReport::param_bytes),
-                                                      Required("forward_ns", &UnitReport::forward_ns),
-                                                      Required("backward_ns", &UnitReport::backward_ns),
-                                                      Required("exposed_ns", &UnitReport::exposed_ns));
+inline constexpr Definition kDefinition<UnitReport> = {.says = "One unit over the steady step."};
+template <>
+inline constexpr auto kFields<UnitReport> =
+    FieldList(Required("unit", &UnitReport::unit, "FQN."),
+              Required("param_bytes", &UnitReport::param_bytes, "Unsharded parameters."),
+              Required("forward_ns", &UnitReport::forward_ns, "Forward."),
+              Required("backward_ns", &UnitReport::backward_ns, "Backward."),
+              Required("exposed_ns", &UnitReport::exposed_ns,
+                       "Compute stream idle because of this unit's communication."));
 
 template <>
 inline constexpr bool kIsBlock<MemoryReport> = true;
 template <>
+inline constexpr Definition kDefinition<MemoryReport> = {"report", "memory",
+                                                         "Memory of one rank over the steady step."};
+template <>
 inline constexpr auto kFields<MemoryReport> =
-    FieldList(Required("peak_bytes", &MemoryReport::peak_bytes), Required("peak_at", &MemoryReport::peak_at),
-              Required("peak_by_category", &MemoryReport::peak_by_category).Lines(),
-              Required("steady_bytes", &MemoryReport::steady_bytes),
-              Required("context_bytes", &MemoryReport::context_bytes),
-              Required("device_memory_bytes", &MemoryReport::device_memory_bytes),
-              Required("fits", &MemoryReport::fits));
+    FieldList(Required("peak_bytes", &MemoryReport::peak_bytes,
+                       "Peak of allocated memory, rounded as the caching allocator does, without context."),
+              Required("peak_at", &MemoryReport::peak_at, "The trigger of the peak."),
+              Required("peak_by_category", &MemoryReport::peak_by_category, "Sorted by category.").Lines(),
+              Required("steady_bytes", &MemoryReport::steady_bytes, "Alive at the end of the steady step."),
+              Required("context_bytes", &MemoryReport::context_bytes, "CUDA context."),
+              Required("device_memory_bytes", &MemoryReport::device_memory_bytes, "The device has."),
+              Required("fits", &MemoryReport::fits, "peak + context <= device memory."));
 
 template <>
 inline constexpr bool kIsBlock<Report> = true;
 template <>
-inline constexpr auto kFields<Report> = FieldList(
-    Required("model", &Report::model), Required("policy", &Report::policy),
-    Required("cluster", &Report::cluster), Optional("plan_digest", &Report::plan_digest),
-    Required("world_size", &Report::world_size).AtLeast(1), Required("step_ns", &Report::step_ns),
-    Required("forward_ns", &Report::forward_ns), Required("backward_ns", &Report::backward_ns),
-    Required("optimizer_ns", &Report::optimizer_ns), Required("compute_ns", &Report::compute_ns),
-    Required("communication_ns", &Report::communication_ns),
-    Required("exposed_communication_ns", &Report::exposed_communication_ns),
-    Required("overlap_ppm", &Report::overlap_ppm).AtMost(1'000'000), Required("host_ns", &Report::host_ns),
-    Required("tokens_per_second_per_rank", &Report::tokens_per_second_per_rank),
-    Required("model_flops_utilization_ppm", &Report::model_flops_utilization_ppm),
-    Required("streams", &Report::streams).Lines(), Required("collectives", &Report::collectives).Lines(),
-    Required("units", &Report::units).Lines(), Required("memory", &Report::memory),
-    Optional("notes", &Report::notes).Lines());
+inline constexpr Definition kDefinition<Report> = {"report", "report", "What the simulator says of a plan."};
+template <>
+inline constexpr auto kFields<Report> =
+    FieldList(Required("model", &Report::model, "Name of the model."),
+              Required("policy", &Report::policy, "Policy of the plan."),
+              Required("cluster", &Report::cluster, "Name of the cluster."),
+              Optional("plan_digest", &Report::plan_digest, "Digest of the plan, \"sha256:...\"."),
+              Required("world_size", &Report::world_size, "Ranks.").AtLeast(1),
+              Required("step_ns", &Report::step_ns, "One steady step."),
+              Required("forward_ns", &Report::forward_ns,
+                       "Step begin to the end of the last forward segment, loss included."),
+              Required("backward_ns", &Report::backward_ns, "Backward."),
+              Required("optimizer_ns", &Report::optimizer_ns, "The optimizer."),
+              Required("compute_ns", &Report::compute_ns, "Compute engine busy."),
+              Required("communication_ns", &Report::communication_ns, "Any collective in flight."),
+              Required("exposed_communication_ns", &Report::exposed_communication_ns,
+                       "A collective in flight and no compute."),
+              Required("overlap_ppm", &Report::overlap_ppm, "1 - exposed / communication.").AtMost(1'000'000),
+              Required("host_ns", &Report::host_ns, "Host issuing."),
+              Required("tokens_per_second_per_rank", &Report::tokens_per_second_per_rank,
+                       "Tokens per second of one rank."),
+              Required("model_flops_utilization_ppm", &Report::model_flops_utilization_ppm,
+                       "Model FLOPs per second over the peak."),
+              Required("streams", &Report::streams, "What each stream did.").Lines(),
+              Required("collectives", &Report::collectives, "By kind and communicator.").Lines(),
+              Required("units", &Report::units, "By unit.").Lines(),
+              Required("memory", &Report::memory, "Of one rank."),
+              Optional("notes", &Report::notes, "Where figures came from, what was assumed.").Lines());
 
 }  // namespace shardplan

@@ -7,132 +7,220 @@
 namespace shardplan {
 
 template <>
-inline constexpr auto kFields<NamedParameter> =
-    FieldList(Required("name", &NamedParameter::name),
-              Required("parameter", &NamedParameter::parameter).Ref(RefKind::kParameter));
+inline constexpr Definition kDefinition<DType> = {"trace", "dtype", "Element type, as torch names it."};
 
 template <>
-inline constexpr auto kFields<Module> = FieldList(Required("fqn", &Module::fqn),
-                                                  Required("class_name", &Module::class_name),
-                                                  Optional("children", &Module::children),
-                                                  Optional("parameters", &Module::parameters),
-                                                  Optional("buffers", &Module::buffers),
-                                                  Optional("same_module_as", &Module::same_module_as));
+inline constexpr Definition kDefinition<NamedParameter> = {
+    .says = "A parameter that the module registers itself."};
+template <>
+inline constexpr auto kFields<NamedParameter> = FieldList(
+    Required("name", &NamedParameter::name, "Attribute name in the module."),
+    Required("parameter", &NamedParameter::parameter, "Index into parameters.").Ref(RefKind::kParameter));
 
 template <>
-inline constexpr auto kFields<ParameterPlacement> =
-    FieldList(Required("mesh_dim", &ParameterPlacement::mesh_dim),
-              Required("size", &ParameterPlacement::size).AtLeast(1),
-              Optional("dim", &ParameterPlacement::dim).OrNone(),
-              Optional("grad_partial", &ParameterPlacement::grad_partial));
+inline constexpr Definition kDefinition<Module> = {"trace", "module", "A module of the model."};
+template <>
+inline constexpr auto kFields<Module> = FieldList(
+    Required("fqn", &Module::fqn, "Fully qualified name; \"\" for the root."),
+    Required("class_name", &Module::class_name, "Name of its class."),
+    Optional("children", &Module::children,
+             "Names of its children in registration order; a child's FQN is fqn + \".\" + name."),
+    Optional("parameters", &Module::parameters,
+             "Direct parameters in registration order. Several modules name the same one when it is tied."),
+    Optional("buffers", &Module::buffers, "Names of its direct buffers."),
+    Optional("same_module_as", &Module::same_module_as,
+             "FQN first seen of a module that is registered twice; \"\" otherwise."));
 
 template <>
-inline constexpr auto kFields<Parameter> = FieldList(Required("fqn", &Parameter::fqn),
-                                                     Required("shape", &Parameter::shape).Shape(),
-                                                     Required("dtype", &Parameter::dtype),
-                                                     Optional("requires_grad", &Parameter::requires_grad),
-                                                     Optional("shared_with", &Parameter::shared_with),
-                                                     Optional("placements", &Parameter::placements));
+inline constexpr Definition kDefinition<ParameterPlacement> = {
+    "trace", "placement",
+    "Where a parameter lies on one mesh dimension that is not FSDP's own (a DTensor's placement there)."};
+template <>
+inline constexpr auto kFields<ParameterPlacement> = FieldList(
+    Required("mesh_dim", &ParameterPlacement::mesh_dim, "Name of the mesh dimension."),
+    Required("size", &ParameterPlacement::size, "Ranks along it.").AtLeast(1),
+    Optional("dim", &ParameterPlacement::dim,
+             "The parameter's dimension that is cut along it; -1: replicated.")
+        .OrNone(),
+    Optional("grad_partial", &ParameterPlacement::grad_partial,
+             "Replicated: the gradient comes as a partial sum, to be reduced over this dimension."));
 
+template <>
+inline constexpr Definition kDefinition<Parameter> = {"trace", "parameter",
+                                                      "A parameter, in the order of named_parameters()."};
+template <>
+inline constexpr auto kFields<Parameter> = FieldList(
+    Required("fqn", &Parameter::fqn, "The name first seen."),
+    Required("shape", &Parameter::shape, "Unsharded shape; what this rank has of it where placements cut it.")
+        .Shape(),
+    Required("dtype", &Parameter::dtype, "Its dtype."),
+    Optional("requires_grad", &Parameter::requires_grad, "Whether a gradient is computed for it."),
+    Optional("shared_with", &Parameter::shared_with, "The other FQNs of a tied parameter."),
+    Optional("placements", &Parameter::placements,
+             "Of a DTensor parameter, outermost mesh dimension first."));
+
+template <>
+inline constexpr Definition kDefinition<ModuleBuffer> = {"trace", "buffer", "A module buffer."};
 template <>
 inline constexpr auto kFields<ModuleBuffer> =
-    FieldList(Required("fqn", &ModuleBuffer::fqn), Required("shape", &ModuleBuffer::shape).Shape(),
-              Required("dtype", &ModuleBuffer::dtype), Optional("persistent", &ModuleBuffer::persistent),
-              Optional("storage", &ModuleBuffer::storage).OrNone().Storage());
+    FieldList(Required("fqn", &ModuleBuffer::fqn, "Fully qualified name."),
+              Required("shape", &ModuleBuffer::shape, "Its shape.").Shape(),
+              Required("dtype", &ModuleBuffer::dtype, "Its dtype."),
+              Optional("persistent", &ModuleBuffer::persistent, "Whether the state_dict has it."),
+              Optional("storage", &ModuleBuffer::storage, "Its storage id when operators read it. -1: none.")
+                  .OrNone()
+                  .Storage());
 
 template <>
-inline constexpr auto kFields<Tensor> = FieldList(Required("shape", &Tensor::shape).Shape(),
-                                                  Required("dtype", &Tensor::dtype),
-                                                  Optional("requires_grad", &Tensor::requires_grad),
-                                                  Optional("may_require_grad", &Tensor::may_require_grad),
-                                                  Optional("in_loss", &Tensor::in_loss),
-                                                  Optional("storage", &Tensor::storage).OrNone().Storage());
+inline constexpr Definition kDefinition<Tensor> = {
+    "trace", "tensor", "A tensor that crosses a module border. The same position is the same tensor object."};
+template <>
+inline constexpr auto kFields<Tensor> = FieldList(
+    Required("shape", &Tensor::shape, "Its shape.").Shape(), Required("dtype", &Tensor::dtype, "Its dtype."),
+    Optional("requires_grad", &Tensor::requires_grad, "Whether autograd tracks it."),
+    Optional(
+        "may_require_grad", &Tensor::may_require_grad,
+        "Of a tensor that needs no gradient: whether it would if every parameter did. Left out: not known."),
+    Optional(
+        "in_loss", &Tensor::in_loss,
+        "Of a tensor that needs no gradient: whether the loss depended on it then. Left out: not known."),
+    Optional("storage", &Tensor::storage, "Its storage id. -1: none.").OrNone().Storage());
 
 template <>
-inline constexpr auto kFields<TraceInput> = FieldList(
-    Required("name", &TraceInput::name), Required("shape", &TraceInput::shape).Shape(),
-    Required("dtype", &TraceInput::dtype), Optional("storage", &TraceInput::storage).OrNone().Storage());
+inline constexpr Definition kDefinition<TraceInput> = {"trace", "input",
+                                                       "A tensor of the batch, alive before the step."};
+template <>
+inline constexpr auto kFields<TraceInput> =
+    FieldList(Required("name", &TraceInput::name, "Name of the argument."),
+              Required("shape", &TraceInput::shape, "Its shape.").Shape(),
+              Required("dtype", &TraceInput::dtype, "Its dtype."),
+              Optional("storage", &TraceInput::storage, "Its storage id. -1: none.").OrNone().Storage());
 
 // ---- events: arrays ----
 template <>
 inline constexpr std::string_view kTag<EnterEvent> = "enter";
 template <>
+inline constexpr Definition kDefinition<EnterEvent> = {.says = "A module's forward is entered."};
+template <>
 inline constexpr auto kFields<EnterEvent> =
-    FieldList(Required("module", &EnterEvent::module).Ref(RefKind::kModule),
-              Required("inputs", &EnterEvent::inputs).Ref(RefKind::kTensor));
+    FieldList(Required("module", &EnterEvent::module, "Module: index into modules.").Ref(RefKind::kModule),
+              Required("inputs", &EnterEvent::inputs, "Tensors found in args and kwargs, flattened in order.")
+                  .Ref(RefKind::kTensor));
 
 template <>
 inline constexpr std::string_view kTag<ExitEvent> = "exit";
 template <>
+inline constexpr Definition kDefinition<ExitEvent> = {.says = "A module's forward is left."};
+template <>
 inline constexpr auto kFields<ExitEvent> =
-    FieldList(Required("module", &ExitEvent::module).Ref(RefKind::kModule),
-              Required("outputs", &ExitEvent::outputs).Ref(RefKind::kTensor));
+    FieldList(Required("module", &ExitEvent::module, "Module: index into modules.").Ref(RefKind::kModule),
+              Required("outputs", &ExitEvent::outputs, "Tensors of its output, flattened in order.")
+                  .Ref(RefKind::kTensor));
 
 template <>
 inline constexpr std::string_view kTag<OperatorEvent> = "op";
 template <>
+inline constexpr Definition kDefinition<OperatorEvent> = {
+    "trace", "operator_event",
+    "One operator that a GPU would run: [\"op\", name, module, dtype, flops, bytes_read, bytes_written, "
+    "duration_ns, reads, writes, parameters]."};
+template <>
 inline constexpr auto kFields<OperatorEvent> = FieldList(
-    Required("name", &OperatorEvent::name),
-    Required("module", &OperatorEvent::module).Ref(RefKind::kModule).OrNone(),
-    Required("dtype", &OperatorEvent::dtype), Required("flops", &OperatorEvent::flops),
-    Required("bytes_read", &OperatorEvent::bytes_read),
-    Required("bytes_written", &OperatorEvent::bytes_written),
-    Required("duration_ns", &OperatorEvent::duration_ns).OrNone(),
-    Required("reads", &OperatorEvent::reads).Storage(), Required("writes", &OperatorEvent::writes).Storage(),
-    Required("parameters", &OperatorEvent::parameters).Ref(RefKind::kParameter));
+    Required("name", &OperatorEvent::name, "Name, \"aten.mm\"."),
+    Required("module", &OperatorEvent::module, "Innermost module, or -1.").Ref(RefKind::kModule).OrNone(),
+    Required("dtype", &OperatorEvent::dtype, "Of the arithmetic."),
+    Required("flops", &OperatorEvent::flops, "Floating-point operations."),
+    Required("bytes_read", &OperatorEvent::bytes_read, "Bytes read."),
+    Required("bytes_written", &OperatorEvent::bytes_written, "Bytes written."),
+    Required("duration_ns", &OperatorEvent::duration_ns, "Measured duration, or -1.").OrNone(),
+    Required("reads", &OperatorEvent::reads, "Storages read (not those of parameters).").Storage(),
+    Required("writes", &OperatorEvent::writes, "Storages written.").Storage(),
+    Required("parameters", &OperatorEvent::parameters, "Parameters read.").Ref(RefKind::kParameter));
 
 template <>
 inline constexpr std::string_view kTag<AllocateEvent> = "+";
 template <>
-inline constexpr auto kFields<AllocateEvent> =
-    FieldList(Required("storage", &AllocateEvent::storage).Storage(),
-              Required("size_bytes", &AllocateEvent::size_bytes), Required("role", &AllocateEvent::role),
-              Required("module", &AllocateEvent::module).Ref(RefKind::kModule).OrNone(),
-              Optional("parameter", &AllocateEvent::parameter).Ref(RefKind::kParameter).OrNone());
+inline constexpr Definition kDefinition<AllocateEvent> = {
+    "trace", "allocate_event",
+    "A storage is born: [\"+\", storage, size_bytes, role, module] or with parameter as sixth element."};
+template <>
+inline constexpr auto kFields<AllocateEvent> = FieldList(
+    Required("storage", &AllocateEvent::storage, "Storage id.").Storage(),
+    Required("size_bytes", &AllocateEvent::size_bytes, "Size as requested."),
+    Required("role", &AllocateEvent::role, "What the storage turns out to be, over its whole life."),
+    Required("module", &AllocateEvent::module, "Innermost module, or -1.").Ref(RefKind::kModule).OrNone(),
+    Optional("parameter", &AllocateEvent::parameter, "Whose gradient (role parameter_grad), or -1.")
+        .Ref(RefKind::kParameter)
+        .OrNone());
 
 template <>
 inline constexpr std::string_view kTag<FreeEvent> = "-";
 template <>
-inline constexpr auto kFields<FreeEvent> = FieldList(Required("storage", &FreeEvent::storage).Storage());
+inline constexpr Definition kDefinition<FreeEvent> = {"trace", "free_event", "A storage dies."};
+template <>
+inline constexpr auto kFields<FreeEvent> =
+    FieldList(Required("storage", &FreeEvent::storage, "Storage id.").Storage());
 
 template <>
 inline constexpr std::string_view kTag<OutputGradReadyEvent> = "grad_ready";
 template <>
-inline constexpr auto kFields<OutputGradReadyEvent> =
-    FieldList(Required("module", &OutputGradReadyEvent::module).Ref(RefKind::kModule),
-              Required("index", &OutputGradReadyEvent::index),
-              Required("occurrence", &OutputGradReadyEvent::occurrence),
-              Required("forward", &OutputGradReadyEvent::forward));
+inline constexpr Definition kDefinition<OutputGradReadyEvent> = {
+    .says = "The gradient of an output tensor of a module is ready."};
+template <>
+inline constexpr auto kFields<OutputGradReadyEvent> = FieldList(
+    Required("module", &OutputGradReadyEvent::module, "Module: index into modules.").Ref(RefKind::kModule),
+    Required("index", &OutputGradReadyEvent::index, "Which tensor of the flattened output."),
+    Required("occurrence", &OutputGradReadyEvent::occurrence,
+             "Which call of the module in the forward, from 0."),
+    Required("forward", &OutputGradReadyEvent::forward, "Position in the forwards of this pass."));
 
 template <>
 inline constexpr std::string_view kTag<InputsGradDoneEvent> = "inputs_done";
 template <>
-inline constexpr auto kFields<InputsGradDoneEvent> =
-    FieldList(Required("module", &InputsGradDoneEvent::module).Ref(RefKind::kModule),
-              Required("occurrence", &InputsGradDoneEvent::occurrence),
-              Required("forward", &InputsGradDoneEvent::forward));
+inline constexpr Definition kDefinition<InputsGradDoneEvent> = {
+    .says = "The gradients of all inputs of a module that need one are done."};
+template <>
+inline constexpr auto kFields<InputsGradDoneEvent> = FieldList(
+    Required("module", &InputsGradDoneEvent::module, "Module: index into modules.").Ref(RefKind::kModule),
+    Required("occurrence", &InputsGradDoneEvent::occurrence,
+             "Which call of the module in the forward, from 0."),
+    Required("forward", &InputsGradDoneEvent::forward, "Position in the forwards of this pass."));
 
 template <>
 inline constexpr std::string_view kTag<ParameterGradEvent> = "param_grad";
 template <>
+inline constexpr Definition kDefinition<ParameterGradEvent> = {
+    .says = "A parameter's gradient has been accumulated into .grad."};
+template <>
 inline constexpr auto kFields<ParameterGradEvent> =
-    FieldList(Required("parameter", &ParameterGradEvent::parameter).Ref(RefKind::kParameter),
-              Required("storage", &ParameterGradEvent::storage).OrNone().Storage());
+    FieldList(Required("parameter", &ParameterGradEvent::parameter, "Parameter id.").Ref(RefKind::kParameter),
+              Required("storage", &ParameterGradEvent::storage, "Storage id of the gradient, or -1.")
+                  .OrNone()
+                  .Storage());
 
 template <>
 inline constexpr std::string_view kTag<RecomputeEnterEvent> = "recompute_enter";
 template <>
-inline constexpr auto kFields<RecomputeEnterEvent> =
-    FieldList(Required("module", &RecomputeEnterEvent::module).Ref(RefKind::kModule));
+inline constexpr Definition kDefinition<RecomputeEnterEvent> = {
+    .says = "A checkpointed module's forward is run again."};
+template <>
+inline constexpr auto kFields<RecomputeEnterEvent> = FieldList(
+    Required("module", &RecomputeEnterEvent::module, "Module: index into modules.").Ref(RefKind::kModule));
 
 template <>
 inline constexpr std::string_view kTag<RecomputeExitEvent> = "recompute_exit";
 template <>
-inline constexpr auto kFields<RecomputeExitEvent> =
-    FieldList(Required("module", &RecomputeExitEvent::module).Ref(RefKind::kModule));
+inline constexpr Definition kDefinition<RecomputeExitEvent> = {
+    .says = "A checkpointed module's forward has been run again."};
+template <>
+inline constexpr auto kFields<RecomputeExitEvent> = FieldList(
+    Required("module", &RecomputeExitEvent::module, "Module: index into modules.").Ref(RefKind::kModule));
 
 template <>
 inline constexpr std::string_view kTag<BackwardEndEvent> = "backward_end";
+template <>
+inline constexpr Definition kDefinition<BackwardEndEvent> = {
+    .says = "The autograd engine has finished; what is freed later was held by the caller of backward."};
 template <>
 inline constexpr auto kFields<BackwardEndEvent> = FieldList();
 
@@ -160,24 +248,48 @@ template <>
 inline constexpr bool kIsEvent<BackwardEndEvent> = true;
 
 template <>
+inline constexpr Definition kDefinition<TraceEvent> = {
+    "trace", "event", "One event, in host order; the first element is its kind."};
+
+template <>
 inline constexpr bool kIsBlock<Pass> = true;
 template <>
-inline constexpr auto kFields<Pass> = FieldList(
-    Required("name", &Pass::name), Optional("grad_enabled", &Pass::grad_enabled),
-    Optional("tensors", &Pass::tensors).Lines().Defines(RefKind::kTensor),
-    Optional("forwards", &Pass::forwards).Ref(RefKind::kForward), Required("events", &Pass::events).Lines());
+inline constexpr Definition kDefinition<Pass> = {"trace", "pass",
+                                                 "One forward (loss included) or one backward."};
+template <>
+inline constexpr auto kFields<Pass> =
+    FieldList(Required("name", &Pass::name, "\"f0\", \"b0\"."),
+              Optional("grad_enabled", &Pass::grad_enabled, "false: a forward under no_grad."),
+              Optional("tensors", &Pass::tensors, "Tensors that cross module borders (forwards only).")
+                  .Lines()
+                  .Defines(RefKind::kTensor),
+              Optional("forwards", &Pass::forwards, "The forwards that a backward covers (backwards only).")
+                  .Ref(RefKind::kForward),
+              Required("events", &Pass::events, "Events in host order.").Lines());
 
 template <>
 inline constexpr bool kIsBlock<Trace> = true;
 template <>
+inline constexpr Definition kDefinition<Trace> = {"trace", "trace",
+                                                  "What one training step of the unsharded model does."};
+template <>
 inline constexpr auto kFields<Trace> = FieldList(
-    Required("model", &Trace::model), Optional("source", &Trace::source),
-    Optional("recorded_with", &Trace::recorded_with), Required("compute_dtype", &Trace::compute_dtype),
-    Optional("tokens_per_batch", &Trace::tokens_per_batch),
-    Required("modules", &Trace::modules).Lines().Defines(RefKind::kModule),
-    Required("parameters", &Trace::parameters).Lines().Defines(RefKind::kParameter),
-    Optional("buffers", &Trace::buffers).Lines(), Optional("inputs", &Trace::inputs).Lines(),
-    Required("forwards", &Trace::forwards).Lines().Defines(RefKind::kForward),
-    Optional("backwards", &Trace::backwards).Lines());
+    Required("model", &Trace::model, "A name for people."),
+    Optional("source", &Trace::source, "\"package.module:callable\" or the name of the config file."),
+    Optional("recorded_with", &Trace::recorded_with, "Program and version, \"torch 2.11.0\"."),
+    Required("compute_dtype", &Trace::compute_dtype, "The dtype that the passes were recorded in."),
+    Optional("tokens_per_batch", &Trace::tokens_per_batch,
+             "Batch x sequence of one rank's micro-batch; samples when there is no sequence."),
+    Required("modules", &Trace::modules, "Pre-order, children in registration order; the first is the root.")
+        .Lines()
+        .NotEmpty()
+        .Defines(RefKind::kModule),
+    Required("parameters", &Trace::parameters, "The order of named_parameters().")
+        .Lines()
+        .Defines(RefKind::kParameter),
+    Optional("buffers", &Trace::buffers, "Module buffers.").Lines(),
+    Optional("inputs", &Trace::inputs, "The batch.").Lines(),
+    Required("forwards", &Trace::forwards, "Recorded forwards.").Lines().Defines(RefKind::kForward),
+    Optional("backwards", &Trace::backwards, "Recorded backwards.").Lines());
 
 }  // namespace shardplan

@@ -1,12 +1,14 @@
-// How a value type looks in JSON, declared once per type as a list of fields; json_reader.h and json_writer.h
-// both work from that list, so what is written is what is read.
+// How a value type looks in JSON, declared once per type as a list of fields: json_reader.h and json_writer.h
+// work from that list, and tools/update_schemas writes the JSON Schema files from it.
 //
 //   template <>
+//   inline constexpr Definition kDefinition<ModuleBuffer> = {"trace", "buffer", "A module buffer."};
+//   template <>
 //   inline constexpr auto kFields<ModuleBuffer> = FieldList(
-//       Required("fqn", &ModuleBuffer::fqn),                      // must be there, always written
-//       Optional("persistent", &ModuleBuffer::persistent),        // may be missing: the default of the value
-//       type, Optional("storage", &ModuleBuffer::storage).OrNone());    //   and is left out when it has that
-//       default
+//       // must be there, always written
+//       Required("fqn", &ModuleBuffer::fqn, "Fully qualified name."),
+//       // may be missing: the default of the value type, and is left out when it has that default
+//       Optional("storage", &ModuleBuffer::storage, "Its storage id when operators read it.").OrNone());
 #pragma once
 
 #include <cstddef>
@@ -55,7 +57,9 @@ struct FieldDef {
   std::string_view name;
   Member T::*member = nullptr;
   bool required = true;
-  bool lines = false;  // a list with one element a line
+  std::string_view says;   // what it is, for the JSON Schema file; the unit of measure comes from the name
+  bool lines = false;      // a list with one element a line
+  bool not_empty = false;  // a list with at least one element; the document's own checks see to it
   Spec spec;
   RefKind defines = RefKind::kNone;  // the list that references of this kind index
 
@@ -82,6 +86,9 @@ struct FieldDef {
   constexpr FieldDef Lines() const {
     return With([](FieldDef& f) { f.lines = true; });
   }
+  constexpr FieldDef NotEmpty() const {
+    return With([](FieldDef& f) { f.not_empty = true; });
+  }
   constexpr FieldDef Storage() const { return AtMost(kMaxStorageId); }
 
  private:
@@ -94,12 +101,12 @@ struct FieldDef {
 };
 
 template <typename T, typename Member>
-constexpr FieldDef<T, Member> Required(std::string_view name, Member T::*member) {
-  return {.name = name, .member = member, .required = true};
+constexpr FieldDef<T, Member> Required(std::string_view name, Member T::*member, std::string_view says = {}) {
+  return {.name = name, .member = member, .required = true, .says = says};
 }
 template <typename T, typename Member>
-constexpr FieldDef<T, Member> Optional(std::string_view name, Member T::*member) {
-  return {.name = name, .member = member, .required = false};
+constexpr FieldDef<T, Member> Optional(std::string_view name, Member T::*member, std::string_view says = {}) {
+  return {.name = name, .member = member, .required = false, .says = says};
 }
 template <typename... Defs>
 constexpr std::tuple<Defs...> FieldList(Defs... defs) {
@@ -109,6 +116,16 @@ constexpr std::tuple<Defs...> FieldList(Defs... defs) {
 // The fields of T; specialised for every struct of a document.
 template <typename T>
 inline constexpr std::nullptr_t kFields = nullptr;
+
+// Where the JSON Schema files define T: in "$defs" of this document's file under this name. Without a name it
+// is written out where it is used.
+struct Definition {
+  std::string_view document = {};
+  std::string_view name = {};
+  std::string_view says = {};
+};
+template <typename T>
+inline constexpr Definition kDefinition{};
 
 // T's fields have a line each (instead of the whole object on one line).
 template <typename T>

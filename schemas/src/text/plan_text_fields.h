@@ -29,15 +29,20 @@ inline constexpr auto kFields<PlanHeader> =
 // A segment without its entries.
 struct SegmentHeader {
   std::string name;
+  SegmentPhase phase = SegmentPhase::kForward;
+  UnitId unit = -1;
   std::vector<UnitId> reads;
   std::vector<SegmentGrad> grads;
 };
 inline SegmentHeader SegmentHeaderOf(const Segment& segment) {
-  return {segment.name, segment.reads, segment.grads};
+  return {segment.name, segment.phase, segment.unit, segment.reads, segment.grads};
 }
 template <>
 inline constexpr auto kFields<SegmentHeader> = FieldList(
-    Required("name", &SegmentHeader::name), Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit),
-    Optional("grads", &SegmentHeader::grads));
+    Required("name", &SegmentHeader::name), Optional("phase", &SegmentHeader::phase),
+    Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit),
+    Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
+static_assert(std::tuple_size_v<std::remove_cv_t<decltype(kFields<SegmentHeader>)>> + 1 ==
+              std::tuple_size_v<std::remove_cv_t<decltype(kFields<Segment>)>>);
 
 }  // namespace shardplan

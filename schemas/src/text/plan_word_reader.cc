@@ -41,7 +41,7 @@ std::size_t QuotedLength(std::string_view text) {
 // A reference as JSON: by number where one is given, else by name.
 std::string ReferenceJson(const PlanWord& word) {
   if (word.number.has_value()) return fmt::format("{}", *word.number);
-  return JsonString(!word.quoted && word.text == kRootWord ? "" : word.text);
+  return JsonString(!word.quoted && word.text == kRootName ? "" : word.text);
 }
 
 // The fields of one JSON object, each at most once.
@@ -164,7 +164,7 @@ std::optional<PlanWord> WordReader::Next() {
   } else {
     const std::size_t length = std::min(rest_.find_first_of(kWordEnd), rest_.size());
     word.text = rest_.substr(0, length);
-    const bool special = word.text == kRootWord || word.text == kArrow;
+    const bool special = word.text == kRootName || word.text == kArrow;
     if (!special && !std::ranges::all_of(word.text, IsBareCharacter)) return std::nullopt;
     word.has_name = length > 0;
     rest_.remove_prefix(length);

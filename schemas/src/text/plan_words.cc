@@ -73,7 +73,7 @@ std::optional<std::string_view> PlanWords::RawName(RefKind kind, std::int64_t id
 std::string PlanWords::Word(RefKind kind, std::int64_t id) const {
   const std::optional<std::string_view> name = RawName(kind, id);
   if (!name.has_value()) return fmt::format("#{}", id);
-  std::string word = kind == RefKind::kUnit && name->empty() ? std::string(kRootWord) : QuoteWord(*name);
+  std::string word = kind == RefKind::kUnit && name->empty() ? std::string(kRootName) : QuoteWord(*name);
   if (names_ != nullptr && !names_->IsUnique(kind, id)) word += fmt::format("#{}", id);
   return word;
 }

@@ -22,7 +22,6 @@
 
 namespace shardplan {
 
-inline constexpr std::string_view kRootWord = "(root)";
 inline constexpr std::string_view kArrow = "->";
 
 // What the operand right after the instruction's kind is.

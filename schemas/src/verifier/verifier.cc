@@ -4,26 +4,20 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/assert.h"
 #include "verifier/verifier_collectives.h"
 #include "verifier/verifier_interpreter.h"
 #include "verifier/verifier_references.h"
-#include "verifier/verifier_report.h"
+#include "verifier/words/verifier_rank_words.h"
+#include "verifier/words/verifier_report.h"
 
 namespace shardplan {
-namespace {
-
-bool Exists(const Plan& plan, verifier::Position at) {
-  if (at.step < 0 || at.step >= std::ssize(plan.steps)) return false;
-  const std::vector<Trigger>& triggers = plan.steps[at.step].triggers;
-  if (at.trigger < 0 || at.trigger >= std::ssize(triggers)) return false;
-  return at.instruction >= 0 && at.instruction < std::ssize(triggers[at.trigger].instructions);
-}
-
-}  // namespace
 
 std::vector<Violation> Verify(const Plan& plan) {
   verifier::Reporter reporter(plan);
-  if (!verifier::CheckTables(plan, reporter) || plan.steps.empty()) return reporter.Take();
+  const bool interpretable = verifier::CheckTables(plan, reporter);
+  SHARDPLAN_ASSERT(interpretable != reporter.HasViolations(), "what cannot be interpreted is reported");
+  if (!interpretable || plan.steps.empty()) return reporter.Take();
 
   verifier::Interpreter interpreter(plan, reporter);
   const std::int32_t steps = static_cast<std::int32_t>(plan.steps.size());
@@ -35,6 +29,8 @@ std::vector<Violation> Verify(const Plan& plan) {
   // second round would only repeat that in other words.
   if (interpreter.CheckCycle(before, steps_in_cycle)) {
     for (std::int32_t step = plan.steady_step; step < steps; ++step) interpreter.RunStep(step);
+  } else {
+    SHARDPLAN_ASSERT(reporter.HasViolations(), "a cycle that does not close is reported");
   }
   return reporter.Take();
 }
@@ -46,13 +42,7 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
   for (std::size_t rank = 0; rank < plans_by_rank.size(); ++rank) {
     const Plan& plan = plans_by_rank[rank];
     if (plan.world_size != std::ssize(plans_by_rank)) {
-      violations.push_back({Rule::kReference,
-                            -1,
-                            -1,
-                            -1,
-                            fmt::format("rank {}: the plan is for {} ranks, but there are {}", rank,
-                                        plan.world_size, plans_by_rank.size()),
-                            {}});
+      violations.push_back(verifier::OtherWorldSize(plans_by_rank, rank));
       interpretable = false;
     }
     const auto same = std::find(plans_by_rank.begin(), plans_by_rank.begin() + rank, plan);
@@ -60,6 +50,7 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
     all_equal = all_equal && rank == 0;
     for (Violation& v : Verify(plan)) {
       interpretable = interpretable && v.rule != Rule::kReference;
+      v.rank = static_cast<std::int32_t>(rank);
       v.message = fmt::format("rank {}: {}", rank, v.message);
       violations.push_back(std::move(v));
     }
@@ -67,27 +58,15 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
   // The same program on every rank meets itself in every collective.
   if (all_equal || !interpretable) return violations;
   const verifier::RankPrograms programs(plans_by_rank);
-  std::vector<verifier::RankViolation> found = verifier::CompareOrders(programs);
+  const std::vector<verifier::OrderFault> faults = verifier::CollectiveOrder(programs);
+  for (const verifier::OrderFault& fault : faults) {
+    violations.push_back(verifier::DifferentCollective(programs, fault));
+  }
   // What ranks in disagreement do is undefined; whether they hang is no question on top of that.
-  if (found.empty()) found = verifier::FindDeadlock(programs);
-  for (verifier::RankViolation& v : found) {
-    v.violation.message = fmt::format("rank {}: {}", v.rank, v.violation.message);
-    violations.push_back(std::move(v.violation));
-  }
+  if (!faults.empty()) return violations;
+  const std::vector<verifier::WaitLink> circle = verifier::DeadlockOfRanks(programs);
+  if (!circle.empty()) violations.push_back(verifier::CircleOfWaits(programs, circle));
   return violations;
-}
-
-std::string Explain(const Plan& plan, const Violation& violation) {
-  std::string text = fmt::format("{}: {}\n", Name(violation.rule), violation.message);
-  const verifier::Position at = {violation.step, violation.trigger, violation.instruction};
-  if (Exists(plan, at)) {
-    const std::string where = verifier::Reporter(plan).Describe(at);
-    const bool in_chain =
-        std::ranges::any_of(violation.chain, [&](const std::string& link) { return link.ends_with(where); });
-    if (!in_chain) text += fmt::format("  at: {}\n", where);
-  }
-  for (const std::string& link : violation.chain) text += fmt::format("  {}\n", link);
-  return text;
 }
 
 }  // namespace shardplan

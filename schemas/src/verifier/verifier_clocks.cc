@@ -19,6 +19,7 @@ void Clocks::Join(std::int32_t* into, const std::int32_t* from) const {
 }
 
 Work Clocks::Issue(std::int32_t stream, Position at) {
+  SHARDPLAN_ASSERT(stream >= 0 && stream <= host_, "work runs on a stream of the plan or on the host");
   std::int32_t* row = Row(stream);
   if (stream != host_) Join(row, Row(host_));
   return {stream, ++row[stream], at};
@@ -33,6 +34,7 @@ void Clocks::Record(EventId event, StreamId stream) {
 }
 
 void Clocks::Wait(std::int32_t stream, EventId event) {
+  SHARDPLAN_ASSERT(recorded_[event], "a wait for what was never recorded is reported, not followed");
   Join(Row(stream), &event_clocks_[event * width()]);
   if (event_stuck_[event]) MarkStuck(stream, event_stuck_at_[event]);
 }

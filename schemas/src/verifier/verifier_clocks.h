@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::verifier {
@@ -44,6 +45,8 @@ class Clocks {
 
   // True if `earlier` is finished before work issued now on `stream` starts; nothing at all (tick 0) is.
   bool IsBefore(const Work& earlier, std::int32_t stream) const {
+    SHARDPLAN_ASSERT(stream >= 0 && stream <= host_,
+                     "CheckInstruction lets only streams of the plan through");
     return earlier.tick == 0 || earlier.tick <= Row(stream)[earlier.stream];
   }
 

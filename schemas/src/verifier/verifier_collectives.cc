@@ -1,8 +1,8 @@
 #include "verifier/verifier_collectives.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::verifier {
 namespace {
@@ -38,6 +38,10 @@ bool Match(const CollectiveCall& a, const CollectiveCall& b) {
 
 RankPrograms::RankPrograms(const std::vector<Plan>& plans_by_rank) : plans(plans_by_rank) {
   std::size_t executions = 0;
+  for (const Plan& plan : plans) {
+    SHARDPLAN_ASSERT(plan.steady_step >= 0 && plan.steady_step <= std::ssize(plan.steps),
+                     "CheckTables lets only steps of the plan through");
+  }
   for (const Plan& plan : plans) {
     executions = std::max(executions, 2 * plan.steps.size() - static_cast<std::size_t>(plan.steady_step));
   }
@@ -87,44 +91,26 @@ std::vector<std::int64_t> RankPrograms::Members(std::int32_t group) const {
   return members;
 }
 
-std::string RankPrograms::Describe(std::int64_t rank, const CollectiveCall& call) const {
-  return fmt::format("rank {}: {} ({} bytes)", rank, Reporter(plans[rank]).Describe(call.at),
-                     call.size_bytes.value);
-}
-
-std::vector<RankViolation> CompareOrders(const RankPrograms& programs) {
-  std::vector<RankViolation> found;
-  const std::int64_t ranks = static_cast<std::int64_t>(programs.plans.size());
-  for (std::size_t group = 0; group < programs.groups.size(); ++group) {
-    const std::vector<std::int64_t> members = programs.Members(static_cast<std::int32_t>(group));
+std::vector<OrderFault> CollectiveOrder(const RankPrograms& programs) {
+  std::vector<OrderFault> faults;
+  const std::int64_t ranks = std::ssize(programs.plans);
+  for (std::int32_t group = 0; group < std::ssize(programs.groups); ++group) {
+    const std::vector<std::int64_t> members = programs.Members(group);
     const std::int64_t first = members.front();
     if (first >= ranks) continue;
     const std::vector<std::int32_t>& expected = programs.by_group[first][group];
     for (const std::int64_t rank : members) {
       if (rank == first || rank >= ranks) continue;
       const std::vector<std::int32_t>& own = programs.by_group[rank][group];
-      std::size_t k = 0;
-      const auto call = [&](std::int64_t r) -> const CollectiveCall& {
-        return programs.calls[r][programs.by_group[r][group][k]];
-      };
-      while (k < own.size() && k < expected.size() && Match(call(rank), call(first))) ++k;
-      if (k == own.size() && k == expected.size()) continue;
-      const std::int64_t speaker = k < own.size() ? rank : first;
-      std::vector<std::string> chain;
-      for (const std::int64_t r : {first, rank}) {
-        const bool issues = k < programs.by_group[r][group].size();
-        chain.push_back(issues ? programs.Describe(r, call(r)) : fmt::format("rank {}: nothing", r));
-      }
-      const Position at = call(speaker).at;
-      found.push_back(
-          {speaker,
-           {Rule::kCollectiveOrder, at.step, at.trigger, at.instruction,
-            fmt::format("collective number {} on communicator {} differs between rank {} and rank {}", k,
-                        std::get<0>(programs.groups[group]), first, rank),
-            std::move(chain)}});
+      const auto [differs, expected_differs] =
+          std::ranges::mismatch(own, expected, [&](std::int32_t a, std::int32_t b) {
+            return Match(programs.calls[rank][a], programs.calls[first][b]);
+          });
+      if (differs == own.end() && expected_differs == expected.end()) continue;
+      faults.push_back({group, first, rank, static_cast<std::size_t>(differs - own.begin())});
     }
   }
-  return found;
+  return faults;
 }
 
 }  // namespace shardplan::verifier

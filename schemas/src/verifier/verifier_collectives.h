@@ -9,7 +9,6 @@
 
 #include "shardplan/schemas/plan.h"
 #include "verifier/verifier_clocks.h"
-#include "verifier/verifier_report.h"
 
 namespace shardplan::verifier {
 
@@ -39,19 +38,27 @@ struct RankPrograms {
   std::vector<std::vector<std::vector<std::int32_t>>> by_group;  // by rank, group: indices into calls[rank]
 
   std::vector<std::int64_t> Members(std::int32_t group) const;
-  std::string Describe(std::int64_t rank, const CollectiveCall& call) const;
 };
 
-// A violation at `at` in the program of `rank`.
-struct RankViolation {
+// The rule collective_order: where a rank's calls on a communicator first differ from those of the group's
+// first rank. At that number one of the two may have no call.
+struct OrderFault {
+  std::int32_t group = -1;
+  std::int64_t first = 0;  // the group's first rank
+  std::int64_t rank = 0;   // the one that differs
+  std::size_t number = 0;  // of the call on the group's communicator
+};
+std::vector<OrderFault> CollectiveOrder(const RankPrograms& programs);
+
+// Who waits for whom in a circle, or for what never happens.
+struct WaitLink {
+  enum class For : std::uint8_t { kStream, kRank, kHost } kind = For::kStream;
   std::int64_t rank = 0;
-  Violation violation;
+  Position at;              // what cannot start; kHost: what the rank's host is still at
+  std::int64_t target = 0;  // kStream: the stream of the same rank that it waits for; kRank: the rank
 };
-
-// collective_order: a rank's calls on a communicator differ from those of the group's first rank.
-std::vector<RankViolation> CompareOrders(const RankPrograms& programs);
-// deadlock: runs all ranks together, streams as queues; the programs are such that what can go on will, so
-// that one run decides. At most one violation: the first circle found.
-std::vector<RankViolation> FindDeadlock(const RankPrograms& programs);
+// The rule deadlock, of several ranks: runs them all together, streams as queues; the programs are such that
+// what can go on will, so that one run decides. The first circle found, empty if all ranks finish.
+std::vector<WaitLink> DeadlockOfRanks(const RankPrograms& programs);
 
 }  // namespace shardplan::verifier

@@ -2,12 +2,11 @@
 // A piece of work waits for things (the work before it on its stream, an event, the other ranks' arrival)
 // that, once there, stay there. So it does not matter who goes first: run whatever can run until nothing can,
 // and what is left over can never run in any order.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <deque>
 #include <set>
 
+#include "shardplan/schemas/assert.h"
 #include "verifier/verifier_collectives.h"
 
 namespace shardplan::verifier {
@@ -48,7 +47,7 @@ class Run {
     }
   }
 
-  std::vector<RankViolation> Find() {
+  std::vector<WaitLink> Find() {
     for (std::size_t r = 0; r < ranks_.size(); ++r) work_.push_back(static_cast<std::int64_t>(r));
     while (!work_.empty()) {
       const std::int64_t rank = work_.front();
@@ -58,7 +57,7 @@ class Run {
     }
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       for (std::size_t s = 0; s < ranks_[r].streams.size(); ++s) {
-        if (!ranks_[r].streams[s].empty()) return {Circle(static_cast<std::int64_t>(r), s)};
+        if (!ranks_[r].streams[s].empty()) return Circle(static_cast<std::int64_t>(r), s);
       }
     }
     return {};
@@ -149,6 +148,7 @@ class Run {
 
   void Finish(std::int64_t rank, const CollectiveCall& call) {
     RankState& state = ranks_[rank];
+    SHARDPLAN_ASSERT(state.done_calls[call.group] == call.number, "all members are at the same call");
     ++state.done_calls[call.group];
     for (std::deque<Item>& stream : state.streams) {
       if (stream.empty() || stream.front().kind != Item::Kind::kCollective) continue;
@@ -159,39 +159,29 @@ class Run {
   }
 
   // Follows who waits for whom from the front of a stream until it comes round.
-  RankViolation Circle(std::int64_t rank, std::size_t stream) {
+  std::vector<WaitLink> Circle(std::int64_t rank, std::size_t stream) const {
     std::set<std::pair<std::int64_t, std::size_t>> seen;
-    std::vector<std::string> chain;
-    RankViolation found;
-    found.rank = rank;
+    std::vector<WaitLink> circle;
     while (seen.emplace(rank, stream).second) {
       const Item& item = ranks_[rank].streams[stream].front();
-      const Reporter words(p_.plans[rank]);
-      std::string text = fmt::format("rank {}: {}", rank, words.Describe(item.at));
-      if (seen.size() == 1) {
-        found.violation = {Rule::kDeadlock, item.at.step, item.at.trigger, item.at.instruction, "", {}};
-      }
+      SHARDPLAN_ASSERT(item.kind != Item::Kind::kRecord, "a record at the front of its stream is done");
       if (item.kind == Item::Kind::kWait) {
         stream = ranks_[rank].record_stream[item.index];
-        text += fmt::format(" waits for {}", words.StreamName(static_cast<std::int32_t>(stream)));
+        circle.push_back({WaitLink::For::kStream, rank, item.at, static_cast<std::int64_t>(stream)});
       } else {
         const CollectiveCall& call = p_.calls[rank][item.index];
         const std::int64_t absent = FirstAbsent(rank, call);
-        text += fmt::format(" waits for rank {}", absent);
+        circle.push_back({WaitLink::For::kRank, rank, item.at, absent});
         rank = absent;
         stream = BlockedStream(absent, call);
-        if (ranks_[rank].host_waits_for >= 0 && ranks_[rank].issued_calls <= CallIndex(absent, call)) {
-          chain.push_back(text);
-          text = fmt::format("rank {}: the host is still at {}", rank,
-                             Reporter(p_.plans[rank]).Describe(ranks_[rank].host_at));
+        const RankState& state = ranks_[rank];
+        if (state.host_waits_for >= 0 && state.issued_calls <= CallIndex(absent, call)) {
+          circle.push_back({WaitLink::For::kHost, rank, state.host_at, 0});
         }
       }
-      chain.push_back(text);
       if (ranks_[rank].streams[stream].empty()) break;
     }
-    found.violation.message = "ranks wait for each other in a circle, and none of them can go on";
-    found.violation.chain = std::move(chain);
-    return found;
+    return circle;
   }
 
   std::int32_t CallIndex(std::int64_t rank, const CollectiveCall& call) const {
@@ -233,6 +223,6 @@ class Run {
 
 }  // namespace
 
-std::vector<RankViolation> FindDeadlock(const RankPrograms& programs) { return Run(programs).Find(); }
+std::vector<WaitLink> DeadlockOfRanks(const RankPrograms& programs) { return Run(programs).Find(); }
 
 }  // namespace shardplan::verifier

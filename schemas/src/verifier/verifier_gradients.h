@@ -1,10 +1,6 @@
-// What each piece of memory holds of which gradients, from the segment that makes them to the optimizer:
-// reduced exactly once over the right ranks, divided once by the right number, nothing lost on the way.
-//
-// [Note: gradients move]
-// A gradient is a value that moves: grad_copy_in, reduce_scatter, grad_cast, grad_accumulate and copy_to_host
-// leave a value in dst and a used-up one in src. Using a used-up value again counts a gradient twice;
-// dropping one that is not used up loses it.
+// What each piece of memory holds of which gradients, from the segment that makes them to the optimizer: what
+// the instructions make of the state (see [Note: gradients move] in verifier_state.h). At each of them the
+// gradient rules are asked (verifier_rules.h).
 #pragma once
 
 #include <vector>
@@ -12,13 +8,14 @@
 #include "shardplan/schemas/plan.h"
 #include "verifier/verifier_clocks.h"
 #include "verifier/verifier_memory.h"
-#include "verifier/verifier_report.h"
+#include "verifier/verifier_state.h"
+#include "verifier/words/verifier_words.h"
 
 namespace shardplan::verifier {
 
 class Gradients {
  public:
-  Gradients(const Plan& plan, Memory& memory, Reporter& reporter);
+  Gradients(const Plan& plan, const Memory& memory, Words& words);
 
   // A segment makes, or adds to, one parameter's gradient in `buffer`.
   void Make(const SegmentGrad& grad, BufferId buffer, Position at);
@@ -41,37 +38,20 @@ class Gradients {
   std::vector<std::int32_t> Contributions(BufferId buffer) const;
 
  private:
-  struct Value {
-    UnitId unit = -1;                 // -1: no gradient
-    std::vector<std::int32_t> count;  // per parameter of the unit: gradients of how many segments are summed
-    bool used_up = false;
-    bool sharded = false;     // reduce-scattered
-    bool replicated = false;  // all-reduced over the replicas
-    bool checked = false;     // its divisor was found right or reported
-    double divisor = 1.0;
-    std::vector<Position> history;
-  };
-
-  Value& At(BufferId buffer);
+  Gradient& At(BufferId buffer);
   std::vector<std::int32_t> ParametersOf(BufferId buffer, UnitId unit) const;
-  bool IsForeign(const Unit& unit, const Instruction& instruction) const;
-  void Reduce(Value& value, const Instruction& instruction, Position at);
-  void CheckMade(const Value& value, const std::vector<std::int32_t>& parameters, BufferId buffer,
-                 Position at);
-  bool JoinOther(Value& into, const Value& value) const;
-  bool AddsToAverage(const Value& into, const Value& value) const;
-  void Accumulate(Value& into, const Value& value, BufferId dst, Position at);
-  void Overwrite(Value& old, BufferId dst, Position at);
-  Value Select(Value& source, const Instruction& instruction, Position at);
-  void CheckReduced(Value& value, BufferId buffer, Position at);
-  void CheckDivisor(Value& value, BufferId buffer, Position at);
-  double ExpectedDivisor(const Unit& unit) const;
-  std::vector<std::string> Chain(const Value& value, Position at) const;
+  bool IsForeign(const Gradient& value, const Instruction& instruction) const;
+  void Reduce(Gradient& value, const Instruction& instruction, Position at);
+  Gradient Select(Gradient& source, const Instruction& instruction, Position at);
+  bool JoinOther(Gradient& into, const Gradient& value) const;
+  bool AddsToAverage(const Gradient& into, const Gradient& value) const;
+  void Accumulate(Gradient& into, const Gradient& value, BufferId dst, Position at);
+  void CheckReduced(Gradient& value, BufferId buffer, Position at);
 
   const Plan& plan_;
-  Memory& memory_;
-  Reporter& reporter_;
-  std::vector<Value> values_;  // by memory slot
+  const Memory& memory_;
+  Words& words_;
+  std::vector<Gradient> values_;  // by memory slot
 };
 
 }  // namespace shardplan::verifier

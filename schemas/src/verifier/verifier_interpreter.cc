@@ -1,19 +1,18 @@
 #include "verifier/verifier_interpreter.h"
 
-#include <fmt/format.h>
-
-#include <algorithm>
-
+#include "shardplan/schemas/alive_buffers.h"
 #include "verifier/verifier_references.h"
+#include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
 
 Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
     : plan_(plan),
       reporter_(reporter),
+      words_(plan, reporter),
       clocks_(static_cast<std::int32_t>(plan.streams.size()), static_cast<std::int32_t>(plan.events.size())),
-      memory_(plan, clocks_, reporter),
-      gradients_(plan, memory_, reporter),
+      memory_(plan, clocks_, words_),
+      gradients_(plan, memory_, words_),
       grad_buffers_(plan),
       bound_(plan.units.size(), -1),
       bound_at_(plan.units.size()),
@@ -107,16 +106,7 @@ void Interpreter::ReadParameters(UnitId unit, const Work& work) {
     }
     return;
   }
-  if (bound_[unit] < 0) {
-    std::vector<std::string> chain;
-    if (bound_at_[unit].instruction >= 0) chain.push_back("sharded: " + reporter_.Describe(bound_at_[unit]));
-    chain.push_back("read: " + reporter_.Describe(work.at));
-    reporter_.Add(Rule::kUseBeforeUnshard, work.at, unit,
-                  fmt::format("{} reads the parameters of {}, which are not unsharded",
-                              reporter_.Instruction(work.at), reporter_.UnitName(unit)),
-                  std::move(chain));
-    return;
-  }
+  if (UseBeforeUnshard(bound_, unit)) return words_.ReadWhileSharded(unit, bound_at_[unit], work.at);
   memory_.Read(bound_[unit], work, Content::kEverything, Rule::kUseBeforeUnshard);
 }
 
@@ -128,10 +118,7 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   for (const SegmentGrad& grad : segment.grads) {
     const BufferId buffer = grad_buffers_.Find(grad, at);
     if (buffer < 0) {
-      reporter_.Add(
-          Rule::kGradNotReduced, at, grad.unit,
-          fmt::format("{} makes the gradient of {}, but no grad_unsharded buffer holds it",
-                      reporter_.Instruction(at), plan_.units[grad.unit].parameters[grad.parameter].fqn));
+      words_.GradientHasNoBuffer(grad, at);
       continue;
     }
     if (!memory_.IsAlive(buffer)) memory_.Allocate(buffer, work.stream, at);
@@ -150,30 +137,22 @@ void Interpreter::Bind(const Instruction& i, Position at) {
   // That the work is finished matters to the stream that computes, and is checked there.
   if (!memory_.IsAlive(i.src)) {
     memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
-  } else if (unsharded && memory_.ContentOf(i.src) != Content::kEverything) {
-    reporter_.Add(
-        Rule::kUseBeforeUnshard, at, unit,
-        fmt::format("{} binds {}, which has not been unsharded", reporter_.Instruction(at),
-                    reporter_.BufferName(i.src)),
-        {"allocated: " + reporter_.Describe(memory_.AllocatedAt(i.src)), "bound: " + reporter_.Describe(at)});
+  } else if (unsharded && UseBeforeUnshardOfBound(memory_.Of(i.src))) {
+    words_.BoundBeforeUnshard(unit, i.src, memory_.Of(i.src).allocated, at);
   }
 }
 
 void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
                        const std::vector<StreamId>& safe_after, Position at) {
-  const UnitId unit = plan_.buffers[buffer].unit;
-  if (unit >= 0 && bound_[unit] == buffer) {
-    reporter_.Add(Rule::kUseAfterFree, at, buffer,
-                  fmt::format("{} is freed while the parameters of {} are views of it",
-                              reporter_.BufferName(buffer), reporter_.UnitName(unit)),
-                  {"bound: " + reporter_.Describe(bound_at_[unit]), "freed: " + reporter_.Describe(at)});
+  if (UseAfterFreeOfBound(plan_, bound_, buffer)) {
+    words_.FreedWhileBound(buffer, bound_at_[plan_.buffers[buffer].unit], at);
   }
   if (!parts.empty()) return memory_.FreeParts(buffer, parts, safe_after, at);
   std::int32_t slot = -1;
   if (memory_.IsAlive(buffer)) {
     slot = memory_.Slot(buffer);
-    if (memory_.Names(buffer) == 1)
-      gradients_.Release(buffer, at);  // another name goes on with what is in it
+    // Another name goes on with what is in it.
+    if (memory_.Of(buffer).names == 1) gradients_.Release(buffer, at);
   }
   if (memory_.Free(buffer, safe_after, at)) gradients_.Drop(slot, buffer, at);
 }
@@ -194,8 +173,8 @@ void Interpreter::RunUnshard(const Instruction& i, Position at) {
 
 void Interpreter::RunGradient(const Instruction& i, Position at) {
   // A cast to the same dtype with no memory of its own is a view: a second name, no work.
-  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) && !memory_.IsAlive(i.dst) &&
-      plan_.buffers[i.src].dtype == plan_.buffers[i.dst].dtype) {
+  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) &&
+      MakesView(plan_, i, memory_.IsAlive(i.dst))) {
     memory_.MakeAlias(i.dst, i.src);
     return;
   }
@@ -229,22 +208,12 @@ void Interpreter::RunOrder(const Instruction& i, Position at) {
     return;
   }
   const bool host = i.kind == InstructionKind::kHostWait;
-  if (!clocks_.IsRecorded(i.event)) {
-    reporter_.Add(
-        Rule::kWaitBeforeRecord, at, i.event,
-        fmt::format("{} waits for an event that nothing has recorded before: the wait orders nothing",
-                    reporter_.Instruction(at)));
+  if (WaitBeforeRecord(clocks_, i.event)) {
+    words_.WaitedForNothing(i.event, at);
     if (!host) clocks_.MarkStuck(i.stream, at);
     return;
   }
-  if (host && clocks_.IsStuck(i.event)) {
-    reporter_.Add(
-        Rule::kDeadlock, at, i.event,
-        fmt::format("{} never returns where a wait for an unrecorded event blocks: the stream that records "
-                    "it is behind such a wait",
-                    reporter_.Instruction(at)),
-        {"blocked: " + reporter_.Describe(clocks_.StuckAt(i.event)), "waits: " + reporter_.Describe(at)});
-  }
+  if (host && Deadlock(clocks_, i.event)) words_.HostWaitsForever(i.event, clocks_.StuckAt(i.event), at);
   clocks_.Wait(host ? clocks_.host() : i.stream, i.event);
 }
 
@@ -300,52 +269,47 @@ Snapshot Interpreter::TakeSnapshot() const {
   return snapshot;
 }
 
+bool Interpreter::CheckBuffer(BufferId buffer, const BufferState& before, const BufferState& after,
+                              std::int32_t first_step) {
+  const bool used = after.alive && memory_.Of(buffer).used_step >= first_step;
+  switch (Leak(before, after, plan_.buffers[buffer].persistent, used)) {
+    case LeakFault::kHolds:
+      break;
+    case LeakFault::kNotFreed:
+      words_.NotFreed(buffer, memory_.Of(buffer).allocated);
+      return false;
+    case LeakFault::kNotUsed:
+      words_.NeverUsed(buffer, memory_.Of(buffer).allocated);
+      return false;
+  }
+  switch (SteadyState(before, after)) {
+    case SteadyFault::kHolds:
+      return true;
+    case SteadyFault::kGone:
+      words_.GoneAtEnd(buffer);
+      return false;
+    case SteadyFault::kContent:
+      words_.OtherContentAtEnd(buffer, before.content);
+      return false;
+    case SteadyFault::kGradients:
+      words_.OtherGradientsAtEnd(buffer);
+      return false;
+  }
+  return true;
+}
+
 bool Interpreter::CheckCycle(const Snapshot& before, std::int32_t steps_in_cycle) {
   const Snapshot after = TakeSnapshot();
-  const Position end = {static_cast<std::int32_t>(plan_.steps.size()) - 1, -1, -1};
-  const std::string& name = plan_.steps[plan_.steady_step].name;
+  SHARDPLAN_ASSERT(before.buffers.size() == after.buffers.size(), "a snapshot has all buffers of the plan");
+  const std::int32_t first_step = memory_.step() - steps_in_cycle + 1;
   bool good = true;
-  const auto report = [&](Rule rule, Position at, std::int64_t subject, std::string message) {
-    good = false;
-    std::vector<std::string> chain;
-    if (at.instruction >= 0) chain.push_back("allocated: " + reporter_.Describe(at));
-    reporter_.Add(rule, at, subject, std::move(message), std::move(chain));
-  };
   for (std::size_t b = 0; b < after.buffers.size(); ++b) {
     const BufferId buffer = static_cast<BufferId>(b);
-    const std::string& text = plan_.buffers[b].name;
-    const BufferState& was = before.buffers[b];
-    const BufferState& is = after.buffers[b];
-    if (is.alive && !was.alive) {
-      report(Rule::kLeak, memory_.AllocatedAt(buffer), buffer,
-             fmt::format("{} is alive at the end of step {}, but not at its beginning: nothing frees it",
-                         text, name));
-    } else if (was.alive && !is.alive) {
-      report(Rule::kSteadyState, end, buffer,
-             fmt::format("{} is alive at the beginning of step {}, but not at its end", text, name));
-    } else if (is.alive && !plan_.buffers[b].persistent &&
-               !memory_.WasUsedSince(buffer, memory_.step() - steps_in_cycle + 1)) {
-      report(Rule::kLeak, memory_.AllocatedAt(buffer), buffer,
-             fmt::format("{} stays alive for ever, but no step that repeats uses it", text));
-    } else if (is.content != was.content) {
-      report(Rule::kSteadyState, end, buffer,
-             fmt::format("{} is {} at the beginning of step {}, but not at its end", text,
-                         was.content == Content::kNothing ? "empty" : "filled", name));
-    } else if (is.gradients != was.gradients) {
-      report(Rule::kSteadyState, end, buffer,
-             fmt::format("the gradients in {} at the end of step {} are not those at its beginning", text,
-                         name));
-    }
+    good = CheckBuffer(buffer, before.buffers[b], after.buffers[b], first_step) && good;
   }
-  for (std::size_t u = 0; u < after.bound.size(); ++u) {
-    if (after.bound[u] == before.bound[u]) continue;
-    const auto state = [&](BufferId b) {
-      return b < 0 ? "sharded" : "unsharded in " + reporter_.BufferName(b);
-    };
-    report(Rule::kSteadyState, end, static_cast<std::int64_t>(plan_.buffers.size() + u),
-           fmt::format("{} is {} at the beginning of step {}, but {} at its end",
-                       reporter_.UnitName(static_cast<UnitId>(u)), state(before.bound[u]), name,
-                       state(after.bound[u])));
+  for (const UnitId unit : SteadyStateOfUnits(before, after)) {
+    words_.OtherBindingAtEnd(unit, before.bound[unit], after.bound[unit]);
+    good = false;
   }
   return good;
 }

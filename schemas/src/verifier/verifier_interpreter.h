@@ -1,5 +1,6 @@
-// Runs a plan's program on abstract state: clocks, memory, gradients, and which buffer each unit's parameters
-// are views of.
+// Runs a plan's program on the abstract state: clocks, memory, gradients, and which buffer each unit's
+// parameters are views of. What an instruction means is here; whether that is right, the rules say
+// (verifier_rules.h).
 #pragma once
 
 #include <vector>
@@ -9,21 +10,10 @@
 #include "verifier/verifier_grad_buffers.h"
 #include "verifier/verifier_gradients.h"
 #include "verifier/verifier_memory.h"
-#include "verifier/verifier_report.h"
+#include "verifier/verifier_state.h"
+#include "verifier/words/verifier_words.h"
 
 namespace shardplan::verifier {
-
-// What must be the same before and after the steady step.
-struct BufferState {
-  bool alive = false;
-  Content content = Content::kNothing;
-  std::vector<std::int32_t> gradients;
-  bool operator==(const BufferState&) const = default;
-};
-struct Snapshot {
-  std::vector<BufferState> buffers;
-  std::vector<BufferId> bound;  // by unit
-};
 
 class Interpreter {
  public:
@@ -53,17 +43,21 @@ class Interpreter {
     return clocks_.Issue(i.stream < 0 ? clocks_.host() : i.stream, at);
   }
   bool IsSingleRank(UnitId unit) const;
+  // Reports what CheckCycle finds of one buffer; `first_step`: the first of the steps that repeat, as run.
+  bool CheckBuffer(BufferId buffer, const BufferState& before, const BufferState& after,
+                   std::int32_t first_step);
 
   const Plan& plan_;
   Reporter& reporter_;
+  Words words_;
   Clocks clocks_;
   Memory memory_;
   Gradients gradients_;
   GradBuffers grad_buffers_;
   std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded
   std::vector<Position> bound_at_;
-  std::vector<std::vector<BufferId>> unit_shards_, unit_states_,
-      unit_grads_;                   // param_sharded, optimizer_state, final
+  // By unit: its param_sharded, optimizer_state and final gradient buffers.
+  std::vector<std::vector<BufferId>> unit_shards_, unit_states_, unit_grads_;
   std::vector<char> needs_binding_;  // by unit: its segments read an unsharded buffer, not the shard itself
 };
 

@@ -29,7 +29,7 @@ constexpr RoleSet kNone = 0;
 using enum BufferRole;
 constexpr RoleSet kShards = Set({kParamSharded, kAllGatherInput, kParamPostForwardShard});
 constexpr RoleSet kUnreduced = Set({kGradUnsharded, kGradUnshardedAccumulated, kReduceScatterInput});
-constexpr RoleSet kReduced = Set({kReduceScatterOutput, kGradSharded, kGradHost});
+constexpr RoleSet kReduced = Set({kReduceScatterOutput, kPartialReduceOutput, kGradSharded, kGradHost});
 constexpr RoleSet kGradients = kUnreduced | kReduced;
 // FSDP1 gathers right into the unsharded flat parameter.
 constexpr RoleSet kGathered = Set({kAllGatherOutput, kParamUnsharded});

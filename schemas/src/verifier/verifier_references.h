@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
-#include "verifier/verifier_report.h"
+#include "verifier/words/verifier_report.h"
 
 namespace shardplan::verifier {
 

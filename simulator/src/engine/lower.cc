@@ -6,6 +6,7 @@
 
 #include "cost/fixed_log.h"
 #include "cost/optimizer_cost.h"
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 
@@ -24,7 +25,7 @@ std::unexpected<Error> Bad(std::string pointer, std::string message, std::string
 class Lowering {
  public:
   Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs)
-      : plan_(plan), cluster_(cluster), costs_(costs) {}
+      : plan_(plan), cluster_(cluster), costs_(costs), alive_(plan) {}
 
   Result<EngineProgram> Run() {
     if (plan_.streams.size() > kMaxStreams)
@@ -197,6 +198,7 @@ class Lowering {
       last_unit_[static_cast<std::size_t>(lowered.stream)] = instruction.unit;
     }
     Append(lowered, origin);
+    alive_.Pass(instruction);
     return {};
   }
 
@@ -266,7 +268,7 @@ class Lowering {
 
   void LowerCompute(const Instruction& instruction, EngineInstruction& lowered) {
     const Segment& segment = At(plan_.segments, instruction.segment);
-    if (segment.name.starts_with("backward")) {
+    if (segment.phase == SegmentPhase::kBackward) {
       in_backward_ = true;
       EnterPhase(Phase::kBackward);
     }
@@ -391,8 +393,8 @@ class Lowering {
         break;
       }
       case InstructionKind::kGradCast:
-        if (src.dtype == dst.dtype) {
-          lowered.host_ns = {};  // a view
+        if (alive_.MakesView(instruction)) {
+          lowered.host_ns = {};
         } else {
           lowered.duration_ns = costs_.DeviceCopy(read, written);
         }
@@ -424,6 +426,7 @@ class Lowering {
   std::vector<UnitId> unit_of_slot_;
   std::vector<std::int32_t> issued_to_;  // collectives, by communicator
   std::map<std::tuple<CollectiveKind, CommunicatorId, std::string>, std::int32_t> group_of_;
+  AliveBuffers alive_;
   bool in_backward_ = false;
 };
 

@@ -64,6 +64,8 @@ void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
     case BufferRole::kOptimizerState:
       return AdviseOffload(plan, alive);
     case BufferRole::kParamUnsharded:
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
       return AdviseUnsharded(plan, alive);
     case BufferRole::kParamPostForwardShard:
       return Set(alive, "reshard_after_forward: true instead of a number", alive.bytes);
@@ -73,6 +75,7 @@ void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
                           : Set(alive, "a prefetch depth of 0, forward and backward", alive.bytes);
     case BufferRole::kReduceScatterInput:
     case BufferRole::kReduceScatterOutput:
+    case BufferRole::kPartialReduceOutput:
       if (IsFullPrecision(plan, alive.unit)) {
         return Set(alive, "reduce_dtype: bfloat16", Bytes{alive.bytes.value / 2});
       }

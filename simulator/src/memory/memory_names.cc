@@ -6,7 +6,6 @@
 #include <string_view>
 
 #include "memory/memory_categories.h"
-#include "memory/segment_units.h"
 #include "report/report_builder.h"
 #include "shardplan/simulator/memory_stream.h"
 
@@ -29,14 +28,6 @@ std::string_view OperatorAt(const Segment& segment, std::int32_t entry) {
   return "";
 }
 
-// "layers.0 (2)" is the second segment of that name.
-std::string_view WithoutNumber(std::string_view name) {
-  const std::size_t open = name.rfind(" (");
-  if (open == name.npos || !name.ends_with(')')) return name;
-  const std::string_view number = name.substr(open + 2, name.size() - open - 3);
-  return number.find_first_not_of("0123456789") == number.npos ? name.substr(0, open) : name;
-}
-
 }  // namespace
 
 const std::vector<std::string>& MemoryCategories() {
@@ -56,8 +47,7 @@ const std::vector<std::string>& MemoryCategories() {
 
 std::string UnitText(const Plan& plan, UnitId unit) {
   if (unit < 0 || static_cast<std::size_t>(unit) >= plan.units.size()) return "";
-  const std::string& fqn = plan.units[static_cast<std::size_t>(unit)].fqn;
-  return fqn.empty() ? "(root)" : fqn;
+  return DisplayName(plan.units[static_cast<std::size_t>(unit)].fqn);
 }
 
 std::string BlockName(const Plan& plan, const MemoryStream& stream, std::int32_t block) {
@@ -104,32 +94,4 @@ std::string PointText(const Plan& plan, const MemoryPoint& at) {
   return plan.segments[static_cast<std::size_t>(instruction->segment)].name + ", after " + text;
 }
 
-namespace internal {
-
-std::vector<UnitId> SegmentUnits(const Plan& plan) {
-  std::map<std::string, UnitId, std::less<>> unit_of;
-  for (std::size_t u = 0; u < plan.units.size(); ++u) {
-    unit_of.try_emplace(plan.units[u].fqn.empty() ? "(root)" : plan.units[u].fqn, static_cast<UnitId>(u));
-    for (const std::string& module : plan.units[u].modules) {
-      unit_of.try_emplace(module.empty() ? "(root)" : module, static_cast<UnitId>(u));
-    }
-  }
-  std::vector<UnitId> units;
-  for (const Segment& segment : plan.segments) {
-    const std::size_t space = segment.name.find(' ');
-    std::string_view module =
-        space == std::string::npos ? "" : WithoutNumber(std::string_view(segment.name).substr(space + 1));
-    auto found = unit_of.find(module);
-    const bool again = segment.name.starts_with("recompute ");
-    while (again && found == unit_of.end() && !module.empty()) {
-      const std::size_t dot = module.rfind('.');
-      module = dot == std::string_view::npos ? "" : module.substr(0, dot);
-      found = unit_of.find(module.empty() ? std::string_view("(root)") : module);
-    }
-    units.push_back(found == unit_of.end() ? -1 : found->second);
-  }
-  return units;
-}
-
-}  // namespace internal
 }  // namespace shardplan

@@ -5,8 +5,6 @@
 #include <string_view>
 #include <tuple>
 
-#include "memory/segment_units.h"
-
 namespace shardplan {
 namespace {
 
@@ -15,7 +13,7 @@ constexpr std::int32_t kNone = -1;
 class RowReader {
  public:
   RowReader(const Plan& plan, const MemoryProfile& profile, std::int32_t step)
-      : plan_(plan), samples_(profile.samples), step_(step), segment_unit_(internal::SegmentUnits(plan)) {
+      : plan_(plan), samples_(profile.samples), step_(step) {
     now_.by_category.resize(MemoryCategories().size());
   }
 
@@ -134,8 +132,8 @@ class RowReader {
       CloseReduction();
       PassLateUnits(-1);
       if (hook_open_) CloseHook(trigger, name);
-      if (segment->name.starts_with("backward")) BeginBackward();
-      const bool again = segment->name.starts_with("recompute");
+      if (segment->phase == SegmentPhase::kBackward) BeginBackward();
+      const bool again = segment->phase == SegmentPhase::kRecompute;
       if (!again) CloseRecomputation();
       if (again && !recomputing_) {
         RowOf("recompute.before", unit_);
@@ -215,7 +213,7 @@ class RowReader {
     const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(sample->instruction)];
     if (const Segment* segment = SegmentOf(instruction)) {
       // In the forward the model goes on in the enclosing unit when an inner one is done.
-      const UnitId owner = segment_unit_[static_cast<std::size_t>(instruction.segment)];
+      const UnitId owner = plan_.segments[static_cast<std::size_t>(instruction.segment)].unit;
       if (phase_ == "forward" && owner >= 0) peak.unit = owner;
       NoteOperator(*segment, sample->entry);
     } else {
@@ -240,7 +238,6 @@ class RowReader {
   const Plan& plan_;
   const std::vector<MemorySample>& samples_;
   const std::int32_t step_;
-  const std::vector<UnitId> segment_unit_;
   MemoryRows result_;
   MemoryRow now_;
   std::size_t next_ = 0;

@@ -8,7 +8,7 @@
 #include "cost/optimizer_cost.h"
 #include "memory/kernel_memory.h"
 #include "memory/memory_categories.h"
-#include "memory/segment_units.h"
+#include "shardplan/schemas/alive_buffers.h"
 
 namespace shardplan {
 namespace {
@@ -31,7 +31,7 @@ std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
 class StreamBuilder {
  public:
   StreamBuilder(const Plan& plan, const MemoryStreamOptions& options)
-      : plan_(plan), options_(options), segment_unit_(internal::SegmentUnits(plan)) {
+      : plan_(plan), options_(options), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
     states_made_.resize(plan.units.size() + 1);
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
@@ -77,6 +77,7 @@ class StreamBuilder {
   // A reduce-scatter output that becomes the gradient itself (a cast to its own dtype is a view) counts as
   // the gradient for its whole life, as a memory tracker that names storages by their end does.
   void FindViews() {
+    AliveBuffers alive(plan_);
     std::vector<MemoryPoint> allocated(plan_.buffers.size());
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
       const std::vector<Trigger>& triggers = plan_.steps[s].triggers;
@@ -86,20 +87,14 @@ class StreamBuilder {
           if (instruction.kind == InstructionKind::kAllocate && Has(plan_.buffers, instruction.dst)) {
             allocated[static_cast<std::size_t>(instruction.dst)] = {
                 static_cast<std::int32_t>(s), static_cast<std::int32_t>(t), static_cast<std::int32_t>(i)};
-          } else if (IsView(instruction)) {
+          } else if (alive.MakesView(instruction)) {
             const MemoryPoint& at = allocated[static_cast<std::size_t>(instruction.src)];
             becomes_[{at.step, at.trigger, at.instruction}] = CategoryOf(BufferOf(instruction.dst).role);
           }
+          alive.Pass(instruction);
         }
       }
     }
-  }
-  bool IsView(const Instruction& i) const {
-    if (i.kind != InstructionKind::kGradCast || !Has(plan_.buffers, i.src) || !Has(plan_.buffers, i.dst))
-      return false;
-    const Buffer& src = BufferOf(i.src);
-    const Buffer& dst = BufferOf(i.dst);
-    return src.dtype == dst.dtype && src.memory == dst.memory;
   }
 
   void SizeStorages() {
@@ -173,7 +168,8 @@ class StreamBuilder {
   // (foreach_reduce).
   static bool IsFlat(const Buffer& buffer) {
     return !buffer.parts_bytes.empty() &&
-           (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput);
+           (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput ||
+            buffer.role == BufferRole::kPartialReduceOutput);
   }
 
   // `parts`: only these; empty: what is left.
@@ -279,7 +275,7 @@ class StreamBuilder {
         if (Has(plan_.buffers, instruction.src)) FreeBuffer(instruction.src, instruction.parts);
         break;
       case InstructionKind::kGradCast:
-        if (IsView(instruction)) MakeView(instruction.src, instruction.dst);
+        if (alive_.MakesView(instruction)) MakeView(instruction.src, instruction.dst);
         break;
       case InstructionKind::kOptimizerStep:
         RunOptimizer(instruction.unit);
@@ -287,19 +283,20 @@ class StreamBuilder {
       case InstructionKind::kZeroGrad:
         for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
           const Buffer& buffer = plan_.buffers[b];
-          if (buffer.role != BufferRole::kGradSharded || buffer.persistent) continue;
-          if (instruction.unit < 0 || buffer.unit == instruction.unit) FreeBuffer(static_cast<BufferId>(b));
+          if (!ZeroGradTakes(instruction.unit, buffer) || buffer.persistent) continue;
+          FreeBuffer(static_cast<BufferId>(b));
         }
         break;
       default:
         break;
     }
+    alive_.Pass(instruction);
   }
 
   void RunSegment(const Instruction& instruction) {
     const Segment& segment = plan_.segments[static_cast<std::size_t>(instruction.segment)];
     MemoryBlock block{.stream = std::max(instruction.stream, 0),
-                      .unit = segment_unit_[static_cast<std::size_t>(instruction.segment)],
+                      .unit = segment.unit,
                       .microbatch = instruction.microbatch};
     new_grads_.clear();
     for (const SegmentEntry& entry : segment.entries) {
@@ -335,7 +332,8 @@ class StreamBuilder {
     };
     if (internal::UsesCublas(op.name)) {
       // The autograd engine's thread has a handle of its own.
-      const bool in_backward = segment.name.starts_with("backward") || segment.name.starts_with("recompute");
+      const bool in_backward =
+          segment.phase == SegmentPhase::kBackward || segment.phase == SegmentPhase::kRecompute;
       bool& made = workspace_made_[in_backward ? 1 : 0];
       if (!made) {
         Allocate({.requested_bytes = internal::CublasWorkspaceBytes(plan_.cluster.device.name),
@@ -433,7 +431,7 @@ class StreamBuilder {
 
   const Plan& plan_;
   const MemoryStreamOptions& options_;
-  const std::vector<UnitId> segment_unit_;
+  AliveBuffers alive_;
   MemoryStream stream_;
   std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
   std::vector<Memory> memories_;

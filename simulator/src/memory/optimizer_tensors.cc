@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "memory/step_names.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan {
 namespace {
@@ -219,10 +220,7 @@ std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ran
   for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
     const UnitParameter& parameter = unit.parameters[p];
     if (!parameter.requires_grad) continue;
-    OptimizerShard shard{parameter.shape, parameter.dtype, static_cast<std::int32_t>(p)};
-    std::int64_t& rows = shard.shape[static_cast<std::size_t>(parameter.shard_dim)];
-    rows = (rows + ranks - 1) / ranks;  // the first of torch.chunk's
-    shards.push_back(std::move(shard));
+    shards.push_back({ShardShape(parameter, ranks, 0), parameter.dtype, static_cast<std::int32_t>(p)});
   }
   return shards;
 }

@@ -36,8 +36,8 @@ SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruc
   if (span.stream < 0) return SpanGroup::kHost;
   switch (instruction.kind) {
     case InstructionKind::kCompute: {
-      const std::string& name = plan.segments[static_cast<std::size_t>(instruction.segment)].name;
-      return name.starts_with("backward") ? SpanGroup::kBackward : SpanGroup::kForward;
+      const SegmentPhase phase = plan.segments[static_cast<std::size_t>(instruction.segment)].phase;
+      return phase == SegmentPhase::kBackward ? SpanGroup::kBackward : SpanGroup::kForward;
     }
     case InstructionKind::kOptimizerStep:
       return SpanGroup::kOptimizer;

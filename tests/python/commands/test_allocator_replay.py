@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import ROOT
 
-LOG = ROOT / "tests" / "allocator" / "data" / "h100_training_step.json"
+LOG = ROOT / "tests" / "simulator" / "allocator" / "data" / "h100_training_step.json"
 
 
 def test_every_action_of_a_training_step(shardplan):

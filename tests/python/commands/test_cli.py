@@ -185,3 +185,81 @@ def test_run_with_another_number_of_ranks_is_a_usage_error(shardplan, plan):
     result = shardplan("run", plan, "--ranks", "3")
     assert result.returncode == 2
     assert "found --ranks 3, expected 8" in result.stderr
+
+
+def test_plans_of_ranks_that_agree_verify_together(shardplan, plan, tmp_path):
+    ranks = json.loads(plan.read_text())["world_size"]
+    other = tmp_path / "other.txt"  # the same plan in the other form
+    assert shardplan("show", plan, "-o", other).returncode == 0
+    result = shardplan("validate", "--ranks-apart", *[plan] * (ranks - 1), other)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"ranks 0 to {ranks - 2}: {plan}: plan of " in result.stdout
+    assert f"rank {ranks - 1}: {other}: plan of " in result.stdout
+    assert f"{ranks} ranks: the plans verify together" in result.stdout
+
+
+def test_ranks_that_issue_other_collectives_exit_1_and_both_are_named(shardplan, plan, tmp_path):
+    ranks = json.loads(plan.read_text())["world_size"]
+    other = tmp_path / "other.json"  # a good plan by itself, with fewer all-gathers
+    assert shardplan("plan", TRACE, "--cluster", CLUSTER, "--unit", "layers.*", "--reshard-after-forward", "false",
+                     "-o", other).returncode == 0
+    assert shardplan("validate", plan, other).returncode == 0
+    result = shardplan("validate", "--ranks-apart", *[plan] * (ranks - 1), other)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{other}: collective_order: rank {ranks - 1}: collective number" in result.stdout
+    assert "differs between rank 0 and rank" in result.stdout
+    assert "\n  rank 0: " in result.stdout and f"\n  rank {ranks - 1}: " in result.stdout
+    assert f"{ranks} ranks: 1 violation\n" in result.stdout
+
+
+def all_reduces_at_the_end(plan, path, communicators):
+    """The plan with an all-reduce on each of the communicators, one after the other, at the end of every step."""
+    document = json.loads(plan.read_text())
+    document["communicators"].append({"name": "other", "size": document["world_size"], "stride": 1})
+    for communicator in communicators:
+        document["buffers"].append({"name": f"check.{communicator}", "role": "order_check", "dtype": "int64",
+                                    "parts_bytes": [8], "persistent": True})
+    for step in document["steps"]:
+        step["triggers"][-1]["instructions"] += [
+            {"kind": "all_reduce", "src": f"check.{name}", "communicator": name, "stream": "compute"}
+            for name in communicators
+        ]
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_ranks_that_wait_for_each_other_in_a_circle_exit_1(shardplan, plan, tmp_path):
+    one = all_reduces_at_the_end(plan, tmp_path / "one.json", ["shard", "other"])
+    two = all_reduces_at_the_end(plan, tmp_path / "two.json", ["other", "shard"])
+    ranks = json.loads(plan.read_text())["world_size"]
+    assert shardplan("validate", one, two).returncode == 0
+    assert shardplan("validate", "--ranks-apart", *[two] * ranks).returncode == 0
+    result = shardplan("validate", "--ranks-apart", one, *[two] * (ranks - 1))
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "deadlock: rank 0: ranks wait for each other in a circle, and none of them can go on" in result.stdout
+    assert "waits for rank 0" in result.stdout and "waits for rank 1" in result.stdout
+
+
+def test_a_violation_of_one_rank_alone_names_its_file(shardplan, plan, tmp_path):
+    ranks = json.loads(plan.read_text())["world_size"]
+    document = json.loads(plan.read_text())
+    trigger = next(t for t in document["steps"][-1]["triggers"]
+                   if any(i["kind"] == "free" for i in t["instructions"]))
+    trigger["instructions"] = [i for i in trigger["instructions"] if i["kind"] != "free"]
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(document))
+    result = shardplan("validate", "--ranks-apart", *[plan] * (ranks - 1), broken)
+    assert result.returncode == 1
+    assert f"{broken}: " in result.stdout and f"rank {ranks - 1}: " in result.stdout
+
+
+def test_ranks_apart_takes_a_plan_for_each_rank(shardplan, plan):
+    ranks = json.loads(plan.read_text())["world_size"]
+    for count in (1, ranks + 1):
+        result = shardplan("validate", "--ranks-apart", *[plan] * count)
+        assert result.returncode == 2, result.stdout
+        assert f"plan for {ranks} ranks" in result.stderr and f"given {count} file" in result.stderr
+    result = shardplan("validate", "--ranks-apart", plan, TRACE)
+    assert result.returncode == 2
+    assert f"takes plans, but {TRACE} is a trace" in result.stderr
+    assert shardplan("validate", "--ranks-apart", plan, "nowhere.json").returncode == 3

@@ -16,7 +16,7 @@ from tracer_support import CASES, events_of, fqn_of, order_on_real_tensors, pass
 from shardplan.tracer import document
 from shardplan.tracer.session import Options, trace_module
 
-FOLDER = ROOT / "tests" / "python"
+FOLDER = ROOT / "tests" / "python" / "tracer"
 SCHEMA = ROOT / "schemas" / "json" / "trace.schema.json"
 
 

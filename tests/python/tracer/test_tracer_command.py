@@ -83,7 +83,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def in_this_folder(monkeypatch):
-    monkeypatch.chdir(ROOT / "tests" / "python")
+    monkeypatch.chdir(ROOT / "tests" / "python" / "tracer")
 
 
 def _config(tmp_path, content) -> str:

@@ -15,7 +15,7 @@ from shardplan.tracer.fake_cuda import fake_cuda
 from shardplan.tracer.module_tree import move_to_fake_cuda
 from shardplan.tracer.session import Options, trace_module, trace_source
 
-FOLDER = ROOT / "tests" / "python"
+FOLDER = ROOT / "tests" / "python" / "tracer"
 
 
 # ---- figures ----

@@ -20,7 +20,7 @@ class Generator {
       unit.shard = b_.Buffer(BufferRole::kParamSharded, unit.id);
       unit.gathered = b_.Buffer(BufferRole::kAllGatherOutput, unit.id);
       unit.unsharded = b_.Buffer(BufferRole::kParamUnsharded, unit.id);
-      unit.segment = b_.Segment("forward u" + std::to_string(u), {unit.id});
+      unit.segment = b_.Forward("forward u" + std::to_string(u), {unit.id});
       units_.push_back(unit);
     }
   }

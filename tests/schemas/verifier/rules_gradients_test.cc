@@ -110,5 +110,28 @@ TEST_F(Rules, GradDivisionInTwoPartsIsOneDivision) {
   EXPECT_THAT(Verify(plan), IsEmpty());
 }
 
+// The backward of layers.1 is followed by copies of its gradient through a buffer of no unit into layers.0's.
+Plan WithGradientOfAnotherUnit(Plan plan) {
+  const BufferId between = static_cast<BufferId>(plan.buffers.size());
+  plan.buffers.push_back({.name = "between", .role = BufferRole::kGradSharded, .parts_bytes = {Bytes{64}}});
+  const BufferId from = BufferNamed(plan, "layers.1.grad_unsharded");
+  const BufferId to = BufferNamed(plan, "layers.0.grad_unsharded");
+  const Spot taken = Steady(plan, kGradCopyIn, "layers.1.grad_unsharded")[0];
+  std::vector<Instruction>& instructions = plan.steps[taken.step].triggers[taken.trigger].instructions;
+  instructions.insert(instructions.begin() + static_cast<std::ptrdiff_t>(taken.instruction),
+                      {{.kind = kAllocate, .stream = 0, .dst = between},
+                       {.kind = kAllocate, .stream = 0, .dst = to},
+                       {.kind = kCopyToDevice, .stream = 0, .src = from, .dst = between},
+                       {.kind = kAllReduce, .stream = 0, .src = between, .communicator = 0},
+                       {.kind = kCopyToDevice, .stream = 0, .src = between, .dst = to}});
+  return plan;
+}
+
+TEST_F(Rules, GradNotReducedWhenItIsAddedToThatOfAnotherUnit) {
+  const std::vector<Violation> violations = Verify(WithGradientOfAnotherUnit(good_));
+  EXPECT_THAT(RulesOf(violations), Contains("grad_not_reduced"));
+  EXPECT_THAT(violations, Contains(::testing::Field(&Violation::message, HasSubstr("not reduced alike"))));
+}
+
 }  // namespace
 }  // namespace shardplan::test

@@ -123,7 +123,7 @@ TEST_F(Rules, WriteRaceWhenTheOptimizerOvertakesAWastedPrefetch) {
     const BufferId grad = b.Buffer(BufferRole::kGradUnsharded, unit);
     const BufferId input = b.Buffer(BufferRole::kReduceScatterInput, unit);
     const BufferId reduced = b.Buffer(BufferRole::kGradSharded, unit);
-    const SegmentId backward = b.Segment("backward", {}, {{unit, 0}});
+    const SegmentId backward = b.Backward("backward", {}, {{unit, 0}});
     b.Step("only").At(TriggerKind::kPreBackward, unit).Sync(0, gather);
     b.Allocate(output, gather).CopyIn(shard, output, gather).AllGather(output, output, gather).Free(output);
     b.Compute(backward).Allocate(input, 0).Move(kGradCopyIn, grad, input, 0).Free(grad);

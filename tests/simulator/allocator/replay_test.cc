@@ -10,7 +10,7 @@
 namespace shardplan {
 namespace {
 
-const std::string kData = std::string(SHARDPLAN_SOURCE_DIR) + "/tests/allocator/data/";
+const std::string kData = std::string(SHARDPLAN_SOURCE_DIR) + "/tests/simulator/allocator/data/";
 
 AllocatorLog Read(const std::string& name) {
   Result<AllocatorLog> log = ReadAllocatorLog(kData + name);

@@ -33,9 +33,7 @@ class Fsdp1EventWriter {
   }
 
  private:
-  std::string UnitName(UnitId unit) const {
-    return unit < 0 || plan_.units[unit].fqn.empty() ? "(root)" : plan_.units[unit].fqn;
-  }
+  std::string UnitName(UnitId unit) const { return DisplayName(unit < 0 ? "" : plan_.units[unit].fqn); }
 
   LogEvent& Add(std::string op, UnitId unit) {
     events_.push_back({{{"step", std::to_string(step_)},
@@ -175,7 +173,7 @@ class Fsdp1EventWriter {
         }
         break;
       case InstructionKind::kFree:
-        if (i.reason != "lazy_init") OnFree(i);
+        if (trigger_ != TriggerKind::kLazyInit) OnFree(i);
         break;
       case InstructionKind::kHostWait:
         if (plan_.events[i.event].starts_with("free.")) MarkPrefetch(Add("rate_limit_wait", i.unit), i);

@@ -5,13 +5,14 @@
 #include <set>
 
 #include "recording.h"
+#include "shardplan/schemas/plan.h"
 
 namespace shardplan::conformance {
 namespace {
 
 using Json = nlohmann::json;
 
-std::string Fqn(const std::string& name) { return name == "(root)" ? "" : name; }
+std::string Fqn(const std::string& name) { return name == DisplayName("") ? "" : name; }
 
 DType ToDType(const Json& name) { return DTypeFromName(name.get<std::string>()).value_or(DType::kFloat32); }
 

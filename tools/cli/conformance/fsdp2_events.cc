@@ -10,7 +10,7 @@
 namespace shardplan::conformance {
 namespace {
 
-std::string UnitName(const Unit& unit) { return unit.fqn.empty() ? "(root)" : unit.fqn; }
+std::string UnitName(const Unit& unit) { return DisplayName(unit.fqn); }
 
 // [Note: what a log line is in a plan]
 // A hook is a trigger, a collective its instruction; the rest are marked by the instruction that ends them: a
@@ -43,7 +43,7 @@ class Fsdp2EventWriter {
 
   void OnTrigger(const Trigger& trigger) {
     const bool has_group = trigger.unit >= 0 && !plan_.units[trigger.unit].parameters.empty();
-    const std::string unit = trigger.unit < 0 ? "(root)" : UnitName(plan_.units[trigger.unit]);
+    const std::string unit = DisplayName(trigger.unit < 0 ? "" : plan_.units[trigger.unit].fqn);
     switch (trigger.kind) {
       case TriggerKind::kPreForward:
       case TriggerKind::kPostForward:
@@ -77,12 +77,13 @@ class Fsdp2EventWriter {
       case TriggerKind::kOptimizerStep:
       case TriggerKind::kZeroGrad:
         phase_ = "optim";
-        Add(trigger.kind == TriggerKind::kOptimizerStep ? "optim_step" : "zero_grad", "(root)");
+        Add(trigger.kind == TriggerKind::kOptimizerStep ? "optim_step" : "zero_grad", DisplayName(""));
         break;
       case TriggerKind::kUserCall:
         phase_ = "forward";
         break;
       case TriggerKind::kStepBegin:
+      case TriggerKind::kLazyInit:
       case TriggerKind::kStepEnd:
         break;
     }
@@ -107,7 +108,7 @@ class Fsdp2EventWriter {
 
   // The final callback that a root's units have queued, from the trigger's instruction `next` on.
   void FinalCallback(UnitId root, const Trigger& trigger, std::size_t& next) {
-    Add("finalize", "(root)");
+    Add("finalize", DisplayName(""));
     for (const UnitId unit : States(root)) {
       if (!plan_.units[unit].parameters.empty() && last_hook_[unit] != TriggerKind::kPostBackward) {
         Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
@@ -226,7 +227,7 @@ class Fsdp2EventWriter {
       }
       case InstructionKind::kReduceScatter:
         AddCollective("reduce_scatter", plan_.buffers[i.src], i, "shard");
-        if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
+        if (plan_.buffers[i.dst].role == BufferRole::kPartialReduceOutput) AddPartial(plan_.buffers[i.dst]);
         break;
       case InstructionKind::kAllReduce:
         // Partial sums that tensor parallelism leaves are reduced by DTensor, which is in no log.
@@ -240,10 +241,10 @@ class Fsdp2EventWriter {
         }
         break;
       case InstructionKind::kGradCopyIn:  // one rank has nothing to reduce
-        if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
+        if (plan_.buffers[i.dst].role == BufferRole::kPartialReduceOutput) AddPartial(plan_.buffers[i.dst]);
         break;
       case InstructionKind::kGradAccumulate:
-        if (plan_.buffers[i.dst].name.ends_with(".partial")) AddPartial(plan_.buffers[i.dst]);
+        if (plan_.buffers[i.dst].role == BufferRole::kPartialReduceOutput) AddPartial(plan_.buffers[i.dst]);
         break;
       case InstructionKind::kGradCast:
         if (plan_.buffers[i.dst].role == BufferRole::kGradUnshardedAccumulated)
@@ -290,8 +291,9 @@ class Fsdp2EventWriter {
   std::int64_t UnshardedBytes(UnitId unit) const {
     std::int64_t bytes = 0;
     for (const Buffer& buffer : plan_.buffers) {
-      if (buffer.unit != unit || buffer.role != BufferRole::kParamUnsharded) continue;
-      if (!buffer.name.ends_with(".extension_unsharded")) bytes += SizeBytes(buffer).value;
+      const bool gathered =
+          buffer.role == BufferRole::kParamUnsharded || buffer.role == BufferRole::kExtensionGathered;
+      if (buffer.unit == unit && gathered) bytes += SizeBytes(buffer).value;
     }
     return bytes;
   }

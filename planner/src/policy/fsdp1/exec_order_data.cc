@@ -2,9 +2,8 @@
 
 #include <fmt/format.h>
 
-#include <cassert>
-
 #include "policy/fsdp1/flat_param_handle.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp1 {
 namespace {
@@ -64,7 +63,8 @@ void ExecOrderData::RecordPostForward(FlatParamHandle& handle) {
 UnitId ExecOrderData::HandleToBackwardPrefetch(const FlatParamHandle& handle) const {
   const std::int32_t index = handle.post_forward_index.value_or(0);
   if (index == 0) return -1;
-  assert(index < std::ssize(post_forward_order_));
+  SHARDPLAN_ASSERT(index < std::ssize(post_forward_order_),
+                   "the final callback clears the order and the indices into it together");
   return post_forward_order_[index - 1];
 }
 

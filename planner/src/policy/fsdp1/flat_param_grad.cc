@@ -1,8 +1,8 @@
 #include "policy/fsdp1/flat_param_grad.h"
 
-#include <cassert>
 #include <utility>
 
+#include "shardplan/schemas/assert.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp1 {
@@ -111,7 +111,7 @@ void AccumulateGrad(FlatParamHandle& handle) {
     return handle.context().FlatBuffer(handle.id(), BufferRole::kGradUnshardedAccumulated, GradDType(handle),
                                        handle.config().numel, suffix);
   };
-  assert(!flat_param.view_grads.empty());
+  SHARDPLAN_ASSERT(!flat_param.view_grads.empty(), "the node runs when a view has a gradient");
   const BufferId views = ViewGrads(handle);
   // Without sharding a gradient that was reduced is still the one that autograd adds to.
   const bool adds_to_reduced =

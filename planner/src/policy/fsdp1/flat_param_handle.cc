@@ -1,13 +1,14 @@
 #include "policy/fsdp1/flat_param_handle.h"
 
-#include <cassert>
 #include <string_view>
 #include <utility>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp1 {
 
 FlatParamHandle::FlatParamHandle(const Context& context, UnitId id) : context_(&context), id_(id) {
-  assert(context.flat_params[id].has_value());
+  SHARDPLAN_ASSERT(context.flat_params[id].has_value(), "handles are made of units with parameters");
   const FlatParamConfig& c = config();
   const auto buffer = [&](BufferRole role, DType dtype, std::int64_t numel, std::string_view suffix = {},
                           MemoryKind memory = MemoryKind::kDevice) {
@@ -176,7 +177,7 @@ void FlatParamHandle::FromCpu() {
 }
 
 void FlatParamHandle::SetPrefetched(std::optional<UnitCall> views) {
-  assert(!prefetched);
+  SHARDPLAN_ASSERT(!prefetched, "HandleToPrefetch leaves out what is prefetched");
   prefetched = true;
   prefetched_views = views;
 }

@@ -1,12 +1,13 @@
 #include "policy/fsdp1/flat_storage.h"
 
-#include <cassert>
 #include <utility>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp1 {
 
 void FlatStorage::Allocate(ProgramBuilder& builder, StreamId stream) {
-  assert(buffer >= 0);
+  SHARDPLAN_ASSERT(buffer >= 0, "only what the unit's knobs ask for is allocated");
   if (allocated) return;
   builder.Allocate(buffer, stream);
   allocated = true;
@@ -14,13 +15,12 @@ void FlatStorage::Allocate(ProgramBuilder& builder, StreamId stream) {
 
 void FlatStorage::Free(ProgramBuilder& builder, StreamId stream, std::vector<StreamId> safe_after) {
   if (!allocated) return;
-  assert(buffer >= 0);
   builder.Free(buffer, stream, std::move(safe_after));
   allocated = false;
 }
 
 void FlatTensor::Allocate(ProgramBuilder& builder, BufferId made, StreamId stream) {
-  assert(!exists() && made >= 0);
+  SHARDPLAN_ASSERT(!exists(), "the one before was dropped: overwriting its name would leak it");
   buffer = made;
   builder.Allocate(buffer, stream);
 }

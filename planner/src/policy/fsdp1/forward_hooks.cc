@@ -6,7 +6,6 @@ namespace shardplan::fsdp1 {
 namespace {
 
 void RootPreForward(const Context& context, FsdpState& state) {
-  LazyInit(context, state);
   if (context.partition.units[0].forward_prefetch) {
     for (std::optional<FlatParamHandle>& handle : state.handles) {
       if (!handle) continue;
@@ -52,9 +51,11 @@ void OnForwardEnd(FsdpState& state) { state.calls.clear(); }
 
 void PreForward(const Context& context, FsdpState& state, const HostEvent& event) {
   const bool recomputes = event.kind == HostEventKind::kRecomputePreForward;
+  const bool enters_root = context.partition.units[event.unit].is_root && !recomputes;
+  if (enters_root) LazyInit(context, state);
   context.builder.BeginTrigger(TriggerKind::kPreForward, event.unit, event.microbatch);
   context.builder.SetReason("pre_forward");
-  if (context.partition.units[event.unit].is_root && !recomputes) RootPreForward(context, state);
+  if (enters_root) RootPreForward(context, state);
   std::optional<UnitCall> call;
   if (!recomputes) call = UnitCall{event.unit, state.calls[event.unit]++, event.microbatch};
   FlatParamHandle* handle = state.HandleOf(event.unit);

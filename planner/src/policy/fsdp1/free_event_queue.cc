@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cassert>
 #include <string>
 
 namespace shardplan::fsdp1 {
@@ -20,10 +19,7 @@ EventId FreeEventQueue::NewEvent(ProgramBuilder& builder) const {
   return builder.Event(name);
 }
 
-void FreeEventQueue::Enqueue(EventId free_event) {
-  assert(std::ranges::find(queue_, free_event) == queue_.end());
-  queue_.push_back(free_event);
-}
+void FreeEventQueue::Enqueue(EventId free_event) { queue_.push_back(free_event); }
 
 std::optional<EventId> FreeEventQueue::DequeueIfNeeded() {
   if (queue_.size() < kMaxInflightAllGathers) return std::nullopt;

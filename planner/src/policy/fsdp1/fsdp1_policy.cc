@@ -179,12 +179,14 @@ void Fsdp1Policy::ZeroGrad(const HostEvent& event) {
 }
 
 Status Fsdp1Policy::UserCall(const HostEvent& event) {
+  const bool summons = event.call->method == "summon_full_params";
+  if (summons && event.call->module.empty()) LazyInit(context_, state_);
   context_.builder.BeginTrigger(TriggerKind::kUserCall, event.unit, event.microbatch);
   if (event.call->method == "no_sync") {  // enters (true) or leaves the context manager
     state_.sync_gradients = !event.call->value.value_or(true);
   } else if (event.call->method == "set_requires_gradient_sync") {
     state_.sync_gradients = event.call->value.value_or(true);
-  } else if (event.call->method == "summon_full_params") {
+  } else if (summons) {
     return SummonFullParams(context_, state_, event);
   } else {
     return MakeInputError("/program", "fsdp1 does not know this call", event.call->method,

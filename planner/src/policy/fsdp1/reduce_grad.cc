@@ -1,11 +1,11 @@
 #include "policy/fsdp1/reduce_grad.h"
 
-#include <cassert>
 #include <utility>
 #include <vector>
 
 #include "policy/fsdp1/flat_param_grad.h"
 #include "policy/gradient_division.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp1 {
 namespace {
@@ -50,7 +50,8 @@ void AllReduce(ProgramBuilder& builder, BufferId buffer, CommunicatorId group, S
 // NO_SHARD's gradient that was reduced and added to, to be reduced again: the name is free for the result.
 BufferId TakeReducedGrad(FlatParamHandle& handle) {
   ProgramBuilder& builder = handle.context().builder;
-  assert(!handle.config().sharded && handle.flat_param.has_sharded_grad);
+  SHARDPLAN_ASSERT(!handle.config().sharded && handle.flat_param.has_sharded_grad,
+                   "autograd has added to .grad, or without sharding to the reduced gradient");
   const BufferId reduced = ShardedGrad(handle);
   const BufferId sum = handle.context().FlatBuffer(handle.id(), BufferRole::kGradUnshardedAccumulated,
                                                    ShardedGradDType(handle), handle.unit().flat_numel, "sum");

@@ -1,8 +1,7 @@
 #include "policy/fsdp1/runtime_utils.h"
 
-#include <cassert>
-
 #include "policy/fsdp1/flat_param_grad.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp1 {
 namespace {
@@ -11,7 +10,9 @@ namespace {
 FlatParamHandle* HandleToPrefetch(FsdpState& state, const FlatParamHandle& current) {
   const UnitChoice& choice = current.context().partition.units[current.id()];
   const HandleTrainingState training = current.training_state;
-  assert(training != HandleTrainingState::kIdle && training != HandleTrainingState::kSummonFullParams);
+  SHARDPLAN_ASSERT(
+      training != HandleTrainingState::kIdle && training != HandleTrainingState::kSummonFullParams,
+      "hooks set the state before they prefetch");
   const bool in_backward = (training == HandleTrainingState::kBackwardPre &&
                             choice.backward_prefetch == Fsdp1BackwardPrefetch::kPre) ||
                            (training == HandleTrainingState::kBackwardPost &&
@@ -24,7 +25,7 @@ FlatParamHandle* HandleToPrefetch(FsdpState& state, const FlatParamHandle& curre
   }
   if (candidate < 0) return nullptr;
   FlatParamHandle* handle = state.HandleOf(candidate);
-  assert(handle != nullptr);  // only handles are recorded
+  SHARDPLAN_ASSERT(handle != nullptr, "ExecOrderData records handles");
   const bool needs_unshard =
       in_backward ? handle->needs_pre_backward_unshard : handle->needs_pre_forward_unshard;
   return needs_unshard && !handle->prefetched ? handle : nullptr;
@@ -35,8 +36,10 @@ FlatParamHandle* HandleToPrefetch(FsdpState& state, const FlatParamHandle& curre
 void LazyInit(const Context& context, FsdpState& state) {
   if (state.is_initialized) return;
   state.is_initialized = true;
+  context.builder.BeginTrigger(TriggerKind::kLazyInit, -1, 0);
+  context.builder.SetReason("lazy_init");
   for (const UnitId unit : context.partition.states) {
-    const InstructionLabel label(context.builder, unit, "lazy_init");
+    context.builder.SetUnit(unit);
     if (FlatParamHandle* handle = state.HandleOf(unit)) handle->InitFlatParamAttributes();
   }
 }

@@ -11,7 +11,8 @@ namespace shardplan::fsdp1 {
 
 enum class PrefetchMode : std::uint8_t { kBackward, kForward };
 
-// Runs once: at the root's first forward, or at the first summon_full_params.
+// Runs once: before the root's first forward, or before the first summon_full_params of the root. A trigger
+// of its own.
 void LazyInit(const Context& context, FsdpState& state);
 
 void Unshard(FsdpState& state, FlatParamHandle& handle, const UnshardStreams& streams,

@@ -106,7 +106,6 @@ Status SummonFullParams(const Context& context, FsdpState& state, const HostEven
   if (Status s = ValidateUnshardParamsArgs(context, state, call, units); !s) return s;
   if (!enters) std::ranges::reverse(units);
   context.builder.SetReason("summon_full_params");
-  LazyInit(context, state);
   if (enters) ResetFlatParamGradInfoIfNeeded(context, state);
   for (const UnitId unit : units) {
     context.builder.SetUnit(unit);

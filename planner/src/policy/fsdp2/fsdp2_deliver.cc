@@ -9,7 +9,7 @@ std::vector<Bytes> Fsdp2Policy::ShardedGradParts(UnitId id,
   const Unit& unit = UnitOf(id);
   std::vector<Bytes> parts;
   for (const std::int32_t p : parameters) {
-    parts.push_back(Bytes{PaddedShardNumel(unit.parameters[p], ShardRanks(id)) * SizeBytes(unit.orig_dtype)});
+    parts.push_back(Bytes{PaddedPieceNumel(unit.parameters[p], ShardRanks(id)) * SizeBytes(unit.orig_dtype)});
   }
   return parts;
 }

@@ -33,7 +33,7 @@ std::vector<T> Pick(const std::vector<T>& of_all, const std::vector<std::int32_t
 // An extension that gathers the shard as it is (same dtype and size) makes no tensor.
 bool MakesTensors(const UnitParameter& parameter, std::int64_t ranks) {
   return std::ranges::any_of(parameter.gathered, [&](const ExtensionBuffer& tensor) {
-    return tensor.dtype != parameter.dtype || tensor.numel != PaddedShardNumel(parameter, ranks);
+    return tensor.dtype != parameter.dtype || tensor.numel != PaddedPieceNumel(parameter, ranks);
   });
 }
 
@@ -89,10 +89,13 @@ void Fsdp2Policy::IssueAllGather(UnitId id, bool async) {
   // A gather over the smaller mesh moves the padding of the whole one too: its shards are cut from that.
   const Bytes gathered{Sum(GatherInputParts(unit, ShardRanks(id))).value * ShardRanks(id)};
   // A unit that runs twice in a row gathers anew while its last output is still kept.
-  const bool kept = comm.all_gather_unit == id &&
-                    builder_.plan().buffers[comm.all_gather_output].name.ends_with("all_gather_output");
-  const BufferId output = CommBuffer(id, BufferRole::kAllGatherOutput, GatherDType(unit), gathered,
-                                     AllParameters(unit), kept ? "again" : "");
+  const auto output_buffer = [&](std::string_view suffix) {
+    return CommBuffer(id, BufferRole::kAllGatherOutput, GatherDType(unit), gathered, AllParameters(unit),
+                      suffix);
+  };
+  BufferId output = output_buffer("");
+  const bool kept = comm.all_gather_unit == id && comm.all_gather_output == output;
+  if (kept) output = output_buffer("again");
   builder_.Allocate(output, copy_in);
   for (const BufferId source : sources) {
     builder_.Move(InstructionKind::kCopyIn, source, output, copy_in).communicator = communicator;

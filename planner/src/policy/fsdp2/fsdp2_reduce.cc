@@ -206,9 +206,9 @@ Fsdp2Policy::Divide Fsdp2Policy::DivideFactors(UnitId unit) const {
 BufferId Fsdp2Policy::PartialBuffer(UnitId id, const std::vector<std::int32_t>& parameters) {
   const Unit& unit = UnitOf(id);
   std::int64_t numel = 0;
-  for (const std::int32_t p : parameters) numel += PaddedShardNumel(unit.parameters[p], ShardRanks(id));
-  return CommBuffer(id, BufferRole::kReduceScatterOutput, unit.reduce_dtype,
-                    Bytes{numel * SizeBytes(unit.reduce_dtype)}, parameters, "partial");
+  for (const std::int32_t p : parameters) numel += PaddedPieceNumel(unit.parameters[p], ShardRanks(id));
+  return CommBuffer(id, BufferRole::kPartialReduceOutput, unit.reduce_dtype,
+                    Bytes{numel * SizeBytes(unit.reduce_dtype)}, parameters);
 }
 
 void Fsdp2Policy::Scale(const std::optional<double>& factor, BufferId buffer, StreamId stream) {
@@ -287,7 +287,7 @@ BufferId Fsdp2Policy::CopyInGrads(UnitId id, const std::vector<std::int32_t>& pa
   const Unit& unit = UnitOf(id);
   const std::int64_t ranks = ShardRanks(id);
   std::int64_t numel = 0;
-  for (const std::int32_t p : parameters) numel += PaddedShardNumel(unit.parameters[p], ranks);
+  for (const std::int32_t p : parameters) numel += PaddedPieceNumel(unit.parameters[p], ranks);
   const OrderedGrads ordered = OrderChunkedGrads(id, parameters, grads);
   const BufferId input = CommBuffer(id, BufferRole::kReduceScatterInput, unit.reduce_dtype,
                                     Bytes{numel * ranks * SizeBytes(unit.reduce_dtype)}, parameters, suffix);

@@ -67,12 +67,12 @@ void Fsdp2Policy::MakeGroup(UnitId id) {
     }
   }
   if (!gathered.empty()) {
-    group.extension_gathered = builder_.UnitBuffer(id, BufferRole::kParamUnsharded, DType::kUInt8, gathered,
-                                                   extended, "extension_gathered");
+    group.extension_gathered =
+        builder_.UnitBuffer(id, BufferRole::kExtensionGathered, DType::kUInt8, gathered, extended);
   }
   if (!unsharded.empty()) {
-    group.extension_unsharded = builder_.UnitBuffer(id, BufferRole::kParamUnsharded, DType::kUInt8, unsharded,
-                                                    extended, "extension_unsharded");
+    group.extension_unsharded =
+        builder_.UnitBuffer(id, BufferRole::kExtensionUnsharded, DType::kUInt8, unsharded, extended);
   }
   if (!chunked.empty()) {
     group.copy_out_chunks =

@@ -99,6 +99,13 @@ enum class BufferRole : std::uint8_t {
   kOptimizerTemp,
   kOrderCheck,   // what fsdp1's ranks compare: counts and indices of units, of no unit
   kModelBuffer,  // the model's own buffers in another dtype than the trace's, of no unit
+  // fsdp2, of parameters with an all-gather extension: what is gathered beside their first tensor / what the
+  // extension allocates of its own. Alive as long as param_unsharded; no instruction reads them.
+  kExtensionGathered,
+  kExtensionUnsharded,
+  // HSDP: gradients that are reduced over the shards and not yet over the replicas, kept for a later
+  // micro-batch.
+  kPartialReduceOutput,
 };
 
 enum class MemoryKind : std::uint8_t { kDevice, kPinnedHost, kHost };
@@ -155,8 +162,16 @@ struct SegmentGrad {
   std::int32_t parameter = -1;  // index into Unit::parameters
   bool operator==(const SegmentGrad&) const = default;
 };
+enum class SegmentPhase : std::uint8_t {
+  kForward,
+  kLoss,       // behind the root's forward
+  kBackward,   // of the loss and of the model; what follows the engine's end in the same call, too
+  kRecompute,  // a checkpointed forward again, inside the backward
+};
 struct Segment {
-  std::string name;  // "forward layers.0", "loss", "backward layers.0"
+  std::string name;  // for people: "forward layers.0", "loss", "backward layers.0"
+  SegmentPhase phase = SegmentPhase::kForward;
+  UnitId unit = -1;  // in whose forward, backward or recomputation it is; -1: in none (the loss)
   std::vector<SegmentEntry> entries;
   std::vector<UnitId> reads;       // units whose unsharded parameters it reads, ascending
   std::vector<SegmentGrad> grads;  // parameters whose unsharded gradient it makes or adds to
@@ -217,9 +232,10 @@ struct Instruction {
 
 enum class TriggerKind : std::uint8_t {
   kStepBegin,
-  kPreForward,     // a unit's first module is entered
-  kPostForward,    // a unit's last module is left
-  kPreBackward,    // the gradient of an output of the unit is ready
+  kLazyInit,     // fsdp1: once, before the root's first forward or summon_full_params: buffers are made ready
+  kPreForward,   // a unit's first module is entered
+  kPostForward,  // a unit's last module is left
+  kPreBackward,  // the gradient of an output of the unit is ready
   kPostBackward,   // the gradients of the unit's inputs are done
   kBackwardEnd,    // the autograd engine has finished (queued callback of the root)
   kOptimizerStep,  // the user calls optimizer.step()
@@ -278,6 +294,12 @@ std::string_view Name(InstructionKind kind);
 std::string_view Name(TriggerKind kind);
 std::string_view Name(BufferRole role);
 std::string_view Name(StorageRole role);
+std::string_view Name(SegmentPhase phase);
+
+// How people read the FQN of a module or unit: "(root)" for the root's, which is empty. Names of buffers,
+// events and segments spell it so, too.
+inline constexpr std::string_view kRootName = "(root)";
+std::string DisplayName(std::string_view fqn);
 
 // Bytes of a buffer: the sum of its parts as requested / each part rounded up to `granularity_bytes`.
 Bytes SizeBytes(const Buffer& buffer);

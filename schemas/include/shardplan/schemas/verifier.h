@@ -41,6 +41,7 @@ struct Violation {
   std::int32_t instruction = -1;   // index in the trigger
   std::string message;             // the instruction, the trigger and what is wrong
   std::vector<std::string> chain;  // the chain of earlier instructions that was broken, in host order
+  std::int32_t rank = -1;          // of VerifyRanks: whose program
   bool operator==(const Violation&) const = default;
 };
 

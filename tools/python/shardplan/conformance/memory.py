@@ -52,7 +52,7 @@ CATEGORIES = {
     "ag_out": "all_gather_output",
     "rs_in": "reduce_scatter_input",
     "rs_out": "reduce_scatter_output",
-    "hsdp_partial_reduce": "reduce_scatter_output",
+    "hsdp_partial_reduce": "partial_reduce_output",
     "grad_shard_cast": "reduce_scatter_output",
     "grad_unsharded": "grad_unsharded",
     "grad_unsharded_accum": "grad_unsharded_accumulated",

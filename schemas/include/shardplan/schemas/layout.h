@@ -1,14 +1,13 @@
-// How a unit's parameters are cut (docs/executor.md): the arithmetic that every backend and the adapter
-// share.
+// How a unit's parameters are cut, in elements: the one arithmetic that planner, simulator, executor and
+// adapter share. docs/plan-format.md has the rules.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
-namespace shardplan::executor {
+namespace shardplan {
 
 // Ranks that shard the unit: size of its shard communicator, 1 without one.
 std::int64_t ShardCount(const Plan& plan, const Unit& unit);
@@ -30,7 +29,10 @@ std::int64_t PaddedPieceNumel(const UnitParameter& parameter, std::int64_t piece
 // Shape of the piece that rank `index` of `pieces` holds, without padding.
 std::vector<std::int64_t> ShardShape(const UnitParameter& parameter, std::int64_t pieces, std::int64_t index);
 
+// Dtype that a parameter is gathered and computed in: its own, where it has one, or its unit's.
+DType ComputeDType(const Unit& unit, const UnitParameter& parameter);
+
 // Parameters that a buffer holds: Buffer::parameters, or all of its unit's when that is empty.
 std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer);
 
-}  // namespace shardplan::executor
+}  // namespace shardplan

@@ -20,6 +20,7 @@ class Reporter {
   void Add(Rule rule, Position at, std::int64_t subject, std::string message,
            std::vector<std::string> chain = {});
 
+  bool HasViolations() const { return !violations_.empty(); }
   // The violations in program order.
   std::vector<Violation> Take();
 

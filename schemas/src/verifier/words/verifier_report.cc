@@ -1,4 +1,4 @@
-#include "verifier/verifier_report.h"
+#include "verifier/words/verifier_report.h"
 
 #include <fmt/format.h>
 
@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan {
@@ -18,7 +19,8 @@ std::string_view Name(Rule rule) {
       "write_race",         "grad_not_reduced",   "grad_division",
       "wait_before_record", "deadlock",           "collective_order",
       "steady_state"};
-  return kNames[static_cast<std::size_t>(rule)];
+  const auto index = static_cast<std::size_t>(rule);
+  return index < kNames.size() ? kNames[index] : "?";
 }
 
 namespace verifier {
@@ -29,6 +31,13 @@ template <typename List, typename Id, typename Text>
 std::string NameOr(const List& list, Id id, Text&& text) {
   if (id < 0 || static_cast<std::size_t>(id) >= list.size()) return fmt::format("#{}", id);
   return text(list[id]);
+}
+
+bool Exists(const Plan& plan, Position at) {
+  if (at.step < 0 || at.step >= std::ssize(plan.steps)) return false;
+  const std::vector<Trigger>& triggers = plan.steps[at.step].triggers;
+  if (at.trigger < 0 || at.trigger >= std::ssize(triggers)) return false;
+  return at.instruction >= 0 && at.instruction < std::ssize(triggers[at.trigger].instructions);
 }
 
 }  // namespace
@@ -61,6 +70,7 @@ std::string Reporter::StreamName(std::int32_t stream) const {
 
 std::string Reporter::Instruction(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
+  SHARDPLAN_ASSERT(Exists(plan_, at), "a position is that of an instruction, or before the first");
   shardplan::Instruction i = plan_.steps[at.step].triggers[at.trigger].instructions[at.instruction];
   i.reason.clear();
   i.unit = i.src = i.dst = i.communicator = -1;
@@ -72,6 +82,7 @@ std::string Reporter::Instruction(Position at) const {
 
 std::string Reporter::Describe(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
+  SHARDPLAN_ASSERT(Exists(plan_, at), "a position is that of an instruction, or before the first");
   const PlanStep& step = plan_.steps[at.step];
   const Trigger& trigger = step.triggers[at.trigger];
   shardplan::Instruction i = trigger.instructions[at.instruction];
@@ -82,4 +93,18 @@ std::string Reporter::Describe(Position at) const {
 }
 
 }  // namespace verifier
+
+std::string Explain(const Plan& plan, const Violation& violation) {
+  std::string text = fmt::format("{}: {}\n", Name(violation.rule), violation.message);
+  const verifier::Position at = {violation.step, violation.trigger, violation.instruction};
+  if (verifier::Exists(plan, at)) {
+    const std::string where = verifier::Reporter(plan).Describe(at);
+    const bool in_chain =
+        std::ranges::any_of(violation.chain, [&](const std::string& link) { return link.ends_with(where); });
+    if (!in_chain) text += fmt::format("  at: {}\n", where);
+  }
+  for (const std::string& link : violation.chain) text += fmt::format("  {}\n", link);
+  return text;
+}
+
 }  // namespace shardplan

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "shardplan/schemas/verifier.h"
-#include "verifier/verifier_report.h"
+#include "verifier/words/verifier_report.h"
 
 namespace shardplan {
 namespace {

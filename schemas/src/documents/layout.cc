@@ -1,8 +1,8 @@
-#include "shardplan/executor/layout.h"
+#include "shardplan/schemas/layout.h"
 
 #include <algorithm>
 
-namespace shardplan::executor {
+namespace shardplan {
 namespace {
 
 // Elements after dimension `first` (all of a scalar's one).
@@ -42,6 +42,10 @@ std::vector<std::int64_t> ShardShape(const UnitParameter& parameter, std::int64_
   return shape;
 }
 
+DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
+  return parameter.param_dtype.value_or(unit.param_dtype);
+}
+
 std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer) {
   if (!buffer.parameters.empty() || buffer.unit < 0) return buffer.parameters;
   std::vector<std::int32_t> all(plan.units[buffer.unit].parameters.size());
@@ -49,4 +53,4 @@ std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer) {
   return all;
 }
 
-}  // namespace shardplan::executor
+}  // namespace shardplan

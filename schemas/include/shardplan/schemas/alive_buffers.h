@@ -1,0 +1,40 @@
+// What an instruction does to the lifetimes of buffers, in host order: one rule for everybody who walks a
+// program (docs/plan-format.md, "Lifetimes").
+#pragma once
+
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan {
+
+// Whether a grad_cast makes dst a second name of src's memory: both have the same dtype and kind of memory,
+// and dst has no memory of its own (`dst_is_alive` false). Then it is no work on any stream. Source: FSDP2's
+// foreach_reduce and FSDP1's _cast_grad_to_param_dtype, whose .to(dtype) returns the tensor itself.
+bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive);
+
+// Whether a zero_grad of `unit` (-1: of all) takes the gradients in the buffer, those that the optimizer
+// reads. The buffer is freed; a persistent one is emptied and stays.
+bool ZeroGradTakes(UnitId unit, const Buffer& buffer);
+
+// Which buffers are alive while a program is walked in host order. Ids out of range change nothing.
+class AliveBuffers {
+ public:
+  // Before the first step: the persistent ones.
+  explicit AliveBuffers(const Plan& plan);
+
+  // Takes the effect of the instruction: allocate, a free of the whole buffer, a view,
+  // zero_grad.
+  void Pass(const Instruction& instruction);
+  bool IsAlive(BufferId buffer) const;
+  // MakesView, as things are before the instruction is passed; false for every other kind.
+  bool MakesView(const Instruction& instruction) const;
+
+ private:
+  void Set(BufferId buffer, bool alive);
+
+  const Plan& plan_;
+  std::vector<bool> alive_;
+};
+
+}  // namespace shardplan

@@ -1,0 +1,21 @@
+// Assertions on invariants: what the code relies on and no input can break. What a document, a caller or the
+// environment can get wrong is an Error (error.h), never an assertion.
+//
+//   SHARDPLAN_ASSERT(src < buffers.size(), "CheckInstruction lets only ids of the tables through");
+//
+// They hold in every build, release included: an answer from a broken state is worse than none. A condition
+// is therefore cheap (a comparison, no loop) and has no side effect; the message says why it holds.
+#pragma once
+
+#include <source_location>
+
+namespace shardplan {
+
+// Prints the place, the condition and the message to stderr and aborts.
+[[noreturn]] void FailAssertion(const char* condition, const char* message,
+                                std::source_location where = std::source_location::current());
+
+}  // namespace shardplan
+
+#define SHARDPLAN_ASSERT(condition, message) \
+  (static_cast<bool>(condition) ? static_cast<void>(0) : ::shardplan::FailAssertion(#condition, (message)))

@@ -1,0 +1,82 @@
+#include <algorithm>
+#include <cmath>
+
+#include "verifier/verifier_rules.h"
+
+namespace shardplan::verifier {
+
+bool IsLong(const Plan& plan, CommunicatorId communicator) {
+  return communicator >= 0 && plan.communicators[communicator].size > 1;
+}
+
+bool SameGroups(const Plan& plan, CommunicatorId a, CommunicatorId b) {
+  return a >= 0 && b >= 0 && SameRanks(plan.communicators[a], plan.communicators[b]);
+}
+
+bool Near(double a, double b) { return std::abs(a - b) <= 1e-9 * std::max(std::abs(a), std::abs(b)); }
+
+std::vector<std::int32_t> ReadBeforeWriteOfGradient(const Plan& plan, const Gradient& gradient,
+                                                    const std::vector<std::int32_t>& parameters) {
+  // A flat gradient is one tensor, zeros included.
+  if (plan.units[gradient.unit].layout == LayoutKind::kFlat || gradient.used_up) return {};
+  std::vector<std::int32_t> not_made;
+  for (const std::int32_t p : parameters) {
+    if (gradient.count[p] == 0) not_made.push_back(p);
+  }
+  return not_made;
+}
+
+bool GradNotReducedButMoved(const Gradient& gradient) { return gradient.used_up; }
+
+bool GradNotReducedButLost(const Gradient& gradient) { return gradient.IsThere(); }
+
+ReductionFault GradNotReducedRight(const Plan& plan, const Gradient& gradient, CommunicatorId communicator,
+                                   bool over_shards) {
+  const Unit& unit = plan.units[gradient.unit];
+  if (over_shards ? gradient.sharded : gradient.replicated) return ReductionFault::kTwice;
+  const CommunicatorId expected = over_shards ? unit.shard_communicator : unit.replicate_communicator;
+  return SameGroups(plan, communicator, expected) ? ReductionFault::kHolds : ReductionFault::kOtherRanks;
+}
+
+bool GradNotReducedAlike(const Gradient& into, const Gradient& value) {
+  return into.unit != value.unit || into.sharded != value.sharded || into.replicated != value.replicated ||
+         into.used_up;
+}
+
+MissingReduction GradNotReduced(const Plan& plan, const Gradient& gradient) {
+  const Unit& unit = plan.units[gradient.unit];
+  if (IsLong(plan, unit.shard_communicator) && !gradient.sharded) return MissingReduction::kShards;
+  if (IsLong(plan, unit.replicate_communicator) && !gradient.replicated) return MissingReduction::kReplicas;
+  return MissingReduction::kNone;
+}
+
+bool GradDivision(const Plan& plan, const Gradient& gradient) {
+  return !Near(gradient.divisor, ExpectedDivisor(plan, plan.units[gradient.unit]));
+}
+
+double ExpectedDivisor(const Plan& plan, const Unit& unit) {
+  const std::optional<double>& all = plan.strategy.fsdp2.gradient_divide_factor;
+  const std::optional<double> factor = unit.gradient_divide_factor ? unit.gradient_divide_factor : all;
+  if (plan.strategy.policy != "fsdp1" && factor.has_value()) return *factor * unit.hook_divisor;
+  double ranks = 1;
+  for (const CommunicatorId c : {unit.shard_communicator, unit.replicate_communicator}) {
+    if (c >= 0) ranks *= static_cast<double>(plan.communicators[c].size);
+  }
+  // FSDP1's two factors: one given changes that one alone; a communication hook has its own.
+  const Fsdp1Knobs& flat = plan.strategy.fsdp1;
+  const bool given = flat.gradient_predivide_factor || flat.gradient_postdivide_factor;
+  if (plan.strategy.policy == "fsdp1" && given && flat.comm_hook == Fsdp1CommHook::kNone) {
+    double before = 1;
+    while (std::fmod(ranks, before) == 0 && ranks / before > before) before *= 2;
+    const double after = flat.gradient_postdivide_factor.value_or(ranks / before);
+    before = flat.gradient_predivide_factor.value_or(before);
+    return std::max(before, 1.0) * std::max(after, 1.0);
+  }
+  return ranks * unit.hook_divisor;
+}
+
+bool GradDivisionOfSum(const Gradient& into, const Gradient& value) {
+  return !Near(into.divisor, value.divisor);
+}
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,106 @@
+// The rules, each a function of the state. Their names are the rules' names (shardplan/schemas/verifier.h,
+// docs/verifier.md); each answers what breaks its rule, and nothing, false or kHolds where the rule holds.
+// Nothing here changes the state or has words for people: verifier_interpreter, verifier_memory and
+// verifier_gradients make the state and ask, words/verifier_words says the answer. The rule `reference` is in
+// verifier_references, `collective_order` and the deadlock of several ranks are in verifier_collectives and
+// verifier_deadlock.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "verifier/verifier_clocks.h"
+#include "verifier/verifier_state.h"
+
+namespace shardplan::verifier {
+
+// ---- what is alive: verifier_rules.cc ----
+
+// An instruction uses a buffer that is not alive, and was not freed in this step.
+bool UseUnallocated(const Lifetime& buffer, std::int32_t step);
+// ... that was freed in this step.
+bool UseAfterFree(const Lifetime& buffer, std::int32_t step);
+// ... of which parts were freed. A copy (`other` is the other buffer, else -1) touches only the parameters
+// that both hold.
+bool UseAfterFreeOfParts(const Plan& plan, const Allocation& memory, BufferId buffer, BufferId other);
+// A buffer is freed whose memory the unit's parameters are views of.
+bool UseAfterFreeOfBound(const Plan& plan, const std::vector<BufferId>& bound, BufferId freed);
+// A buffer that is freed was freed in this step already.
+bool DoubleFree(const Lifetime& buffer, std::int32_t step);
+// Those of `parts` that were freed before.
+std::vector<std::int32_t> DoubleFreeOfParts(const Allocation& memory, const std::vector<std::int32_t>& parts);
+// A buffer that is allocated is alive already.
+bool DoubleAllocate(const Lifetime& buffer);
+
+// ---- what is written and visible ----
+
+enum class ReadFault : std::uint8_t { kHolds, kTooLittle, kNotOrdered };
+// `reader` needs `needed` of the memory: it is there, and its last write happens before.
+ReadFault ReadBeforeWrite(const Allocation& memory, Content needed, const Work& reader, const Clocks& clocks);
+// The earlier accesses of the memory that do not happen before `writer`.
+std::vector<Work> WriteRace(const Allocation& memory, const Work& writer, const Clocks& clocks);
+// Of the uses of memory freed into the pool that `first_use`'s memory comes from (see [Note: when is a free
+// too early?]): those that do not happen before it.
+std::vector<Debt> FreeBeforeLastUse(const std::vector<Debt>& pool, const Work& first_use,
+                                    const Clocks& clocks);
+// A segment reads the parameters of a unit whose parameters are the shard. Whether those of an unsharded one
+// are written and visible is ReadBeforeWrite of the buffer that they are views of.
+bool UseBeforeUnshard(const std::vector<BufferId>& bound, UnitId unit);
+// The parameters become views of an unsharded buffer that does not hold everything.
+bool UseBeforeUnshardOfBound(const Allocation& memory);
+
+// ---- what is waited for ----
+
+// A wait for an event that nothing has recorded before in host order.
+bool WaitBeforeRecord(const Clocks& clocks, EventId event);
+// The host waits for an event of a stream that waits for ever.
+bool Deadlock(const Clocks& clocks, EventId event);
+
+// ---- the end of the steps that repeat ----
+
+enum class LeakFault : std::uint8_t { kHolds, kNotFreed, kNotUsed };
+// A buffer is alive after the steps that repeat but not before, or stays alive and no such step uses it.
+LeakFault Leak(const BufferState& before, const BufferState& after, bool persistent, bool used);
+enum class SteadyFault : std::uint8_t { kHolds, kGone, kContent, kGradients };
+// A buffer that lives on is gone, or holds something else. (What is there in excess is Leak's.)
+SteadyFault SteadyState(const BufferState& before, const BufferState& after);
+// The units whose parameters are views of something else.
+std::vector<UnitId> SteadyStateOfUnits(const Snapshot& before, const Snapshot& after);
+
+// ---- gradients: verifier_gradient_rules.cc ----
+
+// The parameters that the optimizer or a reduction takes of a unit's gradient and that no segment has made.
+std::vector<std::int32_t> ReadBeforeWriteOfGradient(const Plan& plan, const Gradient& gradient,
+                                                    const std::vector<std::int32_t>& parameters);
+
+// A value that has moved on is used again: added to, taken, reduced or scaled.
+bool GradNotReducedButMoved(const Gradient& gradient);
+// A value that has not moved on is freed or overwritten.
+bool GradNotReducedButLost(const Gradient& gradient);
+enum class ReductionFault : std::uint8_t { kHolds, kTwice, kOtherRanks };
+// A gradient is reduced once over the unit's shards and once over its replicas. `over_shards`: which of them
+// this reduction over `communicator` is.
+ReductionFault GradNotReducedRight(const Plan& plan, const Gradient& gradient, CommunicatorId communicator,
+                                   bool over_shards);
+// Two gradients that are added are of one unit and reduced alike.
+bool GradNotReducedAlike(const Gradient& into, const Gradient& value);
+enum class MissingReduction : std::uint8_t { kNone, kShards, kReplicas };
+// What the optimizer reads is reduced over all of the unit's ranks.
+MissingReduction GradNotReduced(const Plan& plan, const Gradient& gradient);
+
+// The product of all divisors is not what the strategy asks for.
+bool GradDivision(const Plan& plan, const Gradient& gradient);
+// What the strategy asks for.
+double ExpectedDivisor(const Plan& plan, const Unit& unit);
+// Two gradients that are added are divided differently.
+bool GradDivisionOfSum(const Gradient& into, const Gradient& value);
+
+// ---- what the gradient rules and the state that they judge have in common ----
+
+bool IsLong(const Plan& plan, CommunicatorId communicator);  // of more than one rank
+bool SameGroups(const Plan& plan, CommunicatorId a, CommunicatorId b);
+bool Near(double a, double b);
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,114 @@
+#include <fmt/format.h>
+
+#include "verifier/words/verifier_words.h"
+
+namespace shardplan::verifier {
+
+std::vector<std::string> Words::HistoryChain(const Gradient& gradient, Position at) const {
+  std::vector<std::string> chain;
+  for (const Position position : gradient.history) {
+    chain.push_back((chain.empty() ? "made: " : "then: ") + Describe(position));
+  }
+  if (chain.empty() || !(gradient.history.back() == at)) chain.push_back("then: " + Describe(at));
+  return chain;
+}
+
+void Words::GradientHasNoBuffer(const SegmentGrad& grad, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, grad.unit,
+                fmt::format("{} makes the gradient of {}, but no grad_unsharded buffer holds it",
+                            Instruction(at), plan_.units[grad.unit].parameters[grad.parameter].fqn));
+}
+
+void Words::GradientNotMade(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at) {
+  reporter_.Add(
+      Rule::kReadBeforeWrite, at, buffer,
+      fmt::format("{} reads the gradient of {} in {}, but nothing has put it there", Instruction(at),
+                  plan_.units[gradient.unit].parameters[parameter].fqn, Buffer(buffer)),
+      HistoryChain(gradient, at));
+}
+
+void Words::AddedToMovedGradient(const Gradient& gradient, BufferId buffer, Position at) {
+  reporter_.Add(
+      Rule::kGradNotReduced, at, buffer,
+      fmt::format("{} adds a gradient to {}, whose earlier gradient is already on its way to be reduced "
+                  "and would be reduced again",
+                  Instruction(at), Buffer(buffer)),
+      HistoryChain(gradient, at));
+}
+
+void Words::TakenAgain(const Gradient& gradient, BufferId buffer, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, buffer,
+                fmt::format("{} takes the gradient in {} a second time", Instruction(at), Buffer(buffer)),
+                HistoryChain(gradient, at));
+}
+
+void Words::ChangedAfterMove(const Gradient& gradient, BufferId buffer, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, buffer,
+                fmt::format("{} changes {} after its gradient went on", Instruction(at), Buffer(buffer)),
+                HistoryChain(gradient, at));
+}
+
+void Words::Dropped(const Gradient& gradient, BufferId buffer, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, buffer,
+                fmt::format("{} drops {}, and the gradient in it is lost before it is reduced",
+                            Instruction(at), Buffer(buffer)),
+                HistoryChain(gradient, at));
+}
+
+void Words::Overwritten(const Gradient& gradient, BufferId buffer, Position at) {
+  reporter_.Add(
+      Rule::kGradNotReduced, at, buffer,
+      fmt::format("{} overwrites {}, and the gradient in it is lost", Instruction(at), Buffer(buffer)),
+      HistoryChain(gradient, at));
+}
+
+void Words::ReducedTwice(const Gradient& gradient, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, gradient.unit,
+                fmt::format("{} reduces a gradient of {} that was already reduced over these ranks",
+                            Instruction(at), reporter_.UnitName(gradient.unit)),
+                HistoryChain(gradient, at));
+}
+
+void Words::ReducedOverOtherRanks(const Gradient& gradient, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, gradient.unit,
+                fmt::format("{} reduces a gradient of {} over other ranks than the unit's", Instruction(at),
+                            reporter_.UnitName(gradient.unit)),
+                HistoryChain(gradient, at));
+}
+
+void Words::AddedToUnlike(const Gradient& gradient, BufferId dst, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, dst,
+                fmt::format("{} adds gradients that are not reduced alike", Instruction(at)),
+                HistoryChain(gradient, at));
+}
+
+void Words::NotReduced(const Gradient& gradient, MissingReduction missing, BufferId buffer, Position at) {
+  reporter_.Add(
+      Rule::kGradNotReduced, at, buffer,
+      fmt::format("the gradient of {} in {} is not reduced over the {}", reporter_.UnitName(gradient.unit),
+                  Buffer(buffer), missing == MissingReduction::kShards ? "shards" : "replicas"),
+      HistoryChain(gradient, at));
+}
+
+void Words::StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at) {
+  reporter_.Add(Rule::kGradNotReduced, at, buffer,
+                fmt::format("{} runs while the gradient of {} in {} is not reduced", Instruction(at),
+                            reporter_.UnitName(gradient.unit), Buffer(buffer)),
+                HistoryChain(gradient, at));
+}
+
+void Words::DividedWrongly(const Gradient& gradient, double expected, BufferId buffer, Position at) {
+  reporter_.Add(Rule::kGradDivision, gradient.history.back(), buffer,
+                fmt::format("the gradient of {} in {} is divided by {} in all, but the strategy asks for {}",
+                            reporter_.UnitName(gradient.unit), Buffer(buffer), gradient.divisor, expected),
+                HistoryChain(gradient, at));
+}
+
+void Words::AddedToDividedUnlike(const Gradient& into, const Gradient& gradient, BufferId dst, Position at) {
+  reporter_.Add(Rule::kGradDivision, at, dst,
+                fmt::format("{} adds a gradient divided by {} to one divided by {}", Instruction(at),
+                            gradient.divisor, into.divisor),
+                HistoryChain(gradient, at));
+}
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,180 @@
+// `validate`: whether documents are well-formed, and whether plans are safe to run, alone or together.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "commands.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/verifier.h"
+#include "support.h"
+
+namespace shardplan::cli {
+namespace {
+
+std::string Summary(const Trace& trace) {
+  std::size_t events = 0;
+  for (const Pass& pass : trace.forwards) events += pass.events.size();
+  for (const Pass& pass : trace.backwards) events += pass.events.size();
+  return fmt::format("trace of {}: {} modules, {} parameters, {} events", trace.model, trace.modules.size(),
+                     trace.parameters.size(), events);
+}
+std::string Summary(const Cluster& cluster) {
+  return fmt::format("cluster {}: {} ranks, {} per node, {} measured collective tables", cluster.name,
+                     cluster.ranks, cluster.ranks_per_node, cluster.collectives.size());
+}
+std::string Summary(const Strategy& strategy) {
+  return fmt::format("strategy: policy {}, {} unit rules", strategy.policy, strategy.units.size());
+}
+std::string Summary(const Report& report) {
+  return fmt::format("report of {} under {}: step {:.3f} ms", report.model, report.policy,
+                     static_cast<double>(report.step_ns.value) / 1e6);
+}
+std::string Summary(const Plan& plan) {
+  std::size_t triggers = 0, instructions = 0;
+  for (const PlanStep& step : plan.steps) {
+    triggers += step.triggers.size();
+    for (const Trigger& trigger : step.triggers) instructions += trigger.instructions.size();
+  }
+  return fmt::format("plan of {} by {} for {} ranks: {} units, {} steps, {} triggers, {} instructions",
+                     plan.model, plan.policy, plan.world_size, plan.units.size(), plan.steps.size(), triggers,
+                     instructions);
+}
+
+void PrintRemarks(const std::string& path, const Plan& plan) {
+  for (const Remark& remark : Remarks(plan)) {
+    fmt::print("{}: remark: {}: {}\n", path, Name(remark.kind), remark.message);
+  }
+}
+
+std::string Count(std::size_t violations) {
+  return fmt::format("{} violation{}", violations, violations == 1 ? "" : "s");
+}
+
+// Prints every violation; 0 or the exit code of a negative answer.
+int VerifyAndExplain(const std::string& path, const Plan& plan) {
+  const std::vector<Violation> violations = Verify(plan);
+  if (violations.empty()) {
+    fmt::print("{}: verifies\n", path);
+    PrintRemarks(path, plan);
+    return 0;
+  }
+  for (const Violation& violation : violations) fmt::print("{}: {}\n", path, Explain(plan, violation));
+  fmt::print("{}: {}\n", path, Count(violations.size()));
+  return ExitCode(ErrorCode::kNegative);
+}
+
+Result<Document> ReadAnyDocument(const std::string& path) {
+  Result<std::string> text = ReadFile(path);
+  if (!text) return std::unexpected(text.error());
+  const std::size_t first = text->find_first_not_of(" \t\r\n");
+  if (first == std::string::npos || (*text)[first] == '{') return ReadDocument(path);
+  Result<Plan> plan = ReadPlanFile(path);
+  if (!plan) return std::unexpected(plan.error());
+  return Document(std::move(*plan));
+}
+
+std::string SummaryOf(const Document& document) {
+  return std::visit([](const auto& value) { return Summary(value); }, document);
+}
+
+int ValidateFile(const std::string& path) {
+  const Result<Document> document = ReadAnyDocument(path);
+  if (!document) return Fail(document.error());
+  fmt::print("{}: {}\n", path, SummaryOf(*document));
+  const Plan* plan = std::get_if<Plan>(&*document);
+  return plan ? VerifyAndExplain(path, *plan) : 0;
+}
+
+// ---- several ranks ----
+
+int FailUsage(std::string message) {
+  return Fail({.code = ErrorCode::kUsage, .message = std::move(message)});
+}
+
+// The plans of the ranks 0, 1, ..., or the exit code of a failure.
+std::expected<std::vector<Plan>, int> ReadPlansOfRanks(const std::vector<std::string>& files) {
+  std::vector<Plan> plans;
+  for (std::size_t rank = 0; rank < files.size(); ++rank) {
+    Result<Document> document = ReadAnyDocument(files[rank]);
+    if (!document) return std::unexpected(Fail(document.error()));
+    Plan* plan = std::get_if<Plan>(&*document);
+    if (plan == nullptr) {
+      return std::unexpected(FailUsage(
+          fmt::format("--ranks-apart takes plans, but {} is a {}", files[rank], SummaryOf(*document))));
+    }
+    plans.push_back(std::move(*plan));
+  }
+  return plans;
+}
+
+int ValidateRanks(const std::vector<std::string>& files) {
+  const std::expected<std::vector<Plan>, int> plans = ReadPlansOfRanks(files);
+  if (!plans) return plans.error();
+  const std::int64_t ranks = plans->front().world_size;
+  if (std::ssize(files) != ranks) {
+    return FailUsage(
+        fmt::format("{} is a plan for {} ranks, but --ranks-apart is given {} file{}: give the plan of each "
+                    "rank, 0 to {} in "
+                    "this order (one file may stand for several ranks), or leave --ranks-apart out if all "
+                    "ranks run one plan",
+                    files.front(), ranks, files.size(), files.size() == 1 ? "" : "s", ranks - 1));
+  }
+  for (std::size_t first = 0, next = 0; first < files.size(); first = next) {
+    while (next < files.size() && files[next] == files[first]) ++next;
+    const std::string who =
+        next - first == 1 ? fmt::format("rank {}", first) : fmt::format("ranks {} to {}", first, next - 1);
+    fmt::print("{}: {}: {}\n", who, files[first], Summary((*plans)[first]));
+  }
+  const std::vector<Violation> violations = VerifyRanks(*plans);
+  for (const Violation& violation : violations) {
+    const auto rank = static_cast<std::size_t>(violation.rank);
+    fmt::print("{}: {}\n", files[rank], Explain((*plans)[rank], violation));
+  }
+  if (!violations.empty()) {
+    fmt::print("{} ranks: {}\n", ranks, Count(violations.size()));
+    return ExitCode(ErrorCode::kNegative);
+  }
+  fmt::print(
+      "{} ranks: the plans verify together: the same collectives in the same order, and no circle of waits\n",
+      ranks);
+  for (std::size_t rank = 0; rank < files.size(); ++rank) {
+    const bool is_new = std::find(files.begin(), files.begin() + rank, files[rank]) == files.begin() + rank;
+    if (is_new) PrintRemarks(files[rank], (*plans)[rank]);
+  }
+  return 0;
+}
+
+}  // namespace
+
+void AddValidateCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand(
+      "validate", "Check documents of any kind; for a plan, run the verifier and explain each violation");
+  command->footer(
+      "Examples: shardplan validate trace.json plan.json\n"
+      "          shardplan validate --ranks-apart rank0.json rank1.json\n"
+      "Exit code: the worst of all files (0 fine, 1 a plan does not verify, 2 not a plan for each rank,\n"
+      "3 not a document).");
+  struct Options {
+    std::vector<std::string> files;
+    bool ranks_apart = false;
+  };
+  auto options = std::make_shared<Options>();
+  command->add_option("FILE", options->files, "Documents (JSON, or a plan as `shardplan show` prints it)")
+      ->required();
+  command->add_flag(
+      "--ranks-apart", options->ranks_apart,
+      "The files are the plans of the ranks 0, 1, ... of one job: verify each, and that all issue the "
+      "same collectives in the same order and no rank waits for ever");
+  command->callback([options, &invocation] {
+    if (options->ranks_apart) {
+      invocation.exit_code = ValidateRanks(options->files);
+      return;
+    }
+    for (const std::string& file : options->files) {
+      invocation.exit_code = std::max(invocation.exit_code, ValidateFile(file));
+    }
+  });
+}
+
+}  // namespace shardplan::cli
