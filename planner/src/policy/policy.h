@@ -45,7 +45,6 @@ class Policy {
   virtual ~Policy() = default;
   // Before the first step: setup calls. kBadInput for a call that the policy does not know.
   virtual Status SetUp() = 0;
-  virtual void OnStepBegin() {}
   // Emits the triggers and instructions of one host event.
   virtual Status On(const HostEvent& event) = 0;
   // Everything that decides what later steps do: two steps that begin in equal states and have equal host

@@ -21,6 +21,7 @@ ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, P
 void ProgramBuilder::BeginStep(std::string name) {
   plan_.steps.push_back({.name = std::move(name)});
   passed_.clear();
+  counted_.clear();
 }
 
 void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch) {
@@ -42,6 +43,10 @@ EventId ProgramBuilder::Event(const std::string& name) {
   const auto [entry, added] = events_.try_emplace(name, static_cast<EventId>(plan_.events.size()));
   if (added) plan_.events.push_back(name);
   return entry->second;
+}
+
+std::int32_t ProgramBuilder::CountInStep(std::string_view what) {
+  return counted_.try_emplace(std::string(what), 0).first->second++;
 }
 
 BufferId ProgramBuilder::AddBuffer(Buffer buffer) {

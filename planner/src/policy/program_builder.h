@@ -27,6 +27,8 @@ class ProgramBuilder {
   // Names are interned: the same name is the same stream / event / buffer.
   StreamId Stream(std::string_view name, std::int32_t priority = 0);
   EventId Event(const std::string& name);
+  // How often this was called with `what` in this step: numbers for the names of a step's events.
+  std::int32_t CountInStep(std::string_view what);
   BufferId AddBuffer(Buffer buffer);
   // The buffer of `unit` named "<unit>.<role>[.<suffix>]" over the given parameters (indices, ascending).
   BufferId UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
@@ -77,7 +79,8 @@ class ProgramBuilder {
   std::map<std::string, BufferId, std::less<>> buffers_;
   std::map<SegmentKey, SegmentId> segments_;
   std::map<std::string, std::int32_t, std::less<>> segment_names_;
-  std::map<std::tuple<TriggerKind, UnitId, std::int32_t>, std::int32_t> passed_;
+  std::map<std::tuple<TriggerKind, UnitId, std::int32_t>, std::int32_t> passed_;  // in this step
+  std::map<std::string, std::int32_t, std::less<>> counted_;                      // in this step
 };
 
 }  // namespace shardplan

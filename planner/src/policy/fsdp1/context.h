@@ -1,0 +1,90 @@
+// What is fixed once the model is wrapped, and where instructions and findings are written. Functions of this
+// policy take it with the state (fsdp_state.h) that they change.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "policy/optimizer_memory.h"
+#include "policy/program_builder.h"
+#include "units/partition.h"
+
+namespace shardplan::fsdp1 {
+
+// _init_streams.
+struct Streams {
+  StreamId unshard = -1;        // _unshard_stream: all-gathers and their outputs
+  StreamId pre_unshard = -1;    // _pre_unshard_stream: casts and copies of shards before all-gathers
+  StreamId post_backward = -1;  // _post_backward_stream: reductions
+  StreamId all_reduce = -1;     // _all_reduce_stream: of hybrid sharding, otherwise -1
+};
+
+// The two streams that _unshard takes.
+struct UnshardStreams {
+  StreamId unshard = -1;
+  StreamId pre_unshard = -1;
+};
+inline constexpr UnshardStreams kUnshardOnCompute{kCompute, kCompute};  // summon_full_params
+
+// What a FlatParamHandle is constructed with, derived from the unit's knobs.
+struct FlatParamConfig {
+  bool requires_grad = false;          // flat_param.requires_grad: one of the unit's parameters does
+  bool sharded = true;                 // uses_sharded_strategy
+  bool reshards_after_forward = true;  // RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES has its strategy
+  bool offloads = false;               // _offload_params
+  bool casts_params = false;           // _uses_param_mixed_precision
+  std::int64_t numel = 0;              // of the flat parameter without the padding of its last shard
+  std::int64_t ranks = 1;              // that it is sharded over
+};
+
+// Faults of PyTorch that the program has run into. They decide nothing later: they are no state.
+struct FaultsSeen {
+  bool lost_grad = false;           // a gradient that was put aside did not come back
+  bool not_gathered_again = false;  // a backward that FSDP1 gathers nothing for
+  bool dropped_unreduced = false;   // the user zeroed gradients that nothing had reduced
+  bool missed_hook = false;         // a gradient was made that no post-backward hook reduces
+};
+
+struct Context {
+  const Trace& trace;
+  const ModelIndex& index;
+  const Partition& partition;
+  const Strategy& strategy;
+  ProgramBuilder& builder;
+  OptimizerMemory& optimizer;
+  FaultsSeen& faults_seen;
+  Streams streams;
+  std::vector<std::optional<FlatParamConfig>> flat_params;  // by unit; a unit without parameters has none
+
+  const Unit& UnitOf(UnitId id) const { return partition.units[id].unit; }
+  UnshardStreams unshard_streams() const { return {streams.unshard, streams.pre_unshard}; }
+  // "<unit>.<what>"
+  std::string EventName(UnitId id, std::string_view what) const;
+  // A buffer over all parameters of the unit.
+  BufferId FlatBuffer(UnitId id, BufferRole role, DType dtype, std::int64_t numel,
+                      std::string_view suffix = {}, MemoryKind memory = MemoryKind::kDevice) const;
+  // stream.synchronize()
+  void SynchronizeStream(StreamId stream, const std::string& event) const;
+};
+
+// kBadInput: parameters that do not fit in one flat parameter.
+Result<FlatParamConfig> MakeFlatParamConfig(const Partition& partition, const Strategy& strategy, UnitId id);
+
+// Puts a unit and a reason on the instructions while it lives.
+class InstructionLabel {
+ public:
+  InstructionLabel(ProgramBuilder& builder, UnitId unit, std::string_view reason);
+  ~InstructionLabel();
+  InstructionLabel(const InstructionLabel&) = delete;
+  InstructionLabel& operator=(const InstructionLabel&) = delete;
+
+ private:
+  ProgramBuilder& builder_;
+  const UnitId unit_;         // of the instructions before and after
+  const std::string reason_;  // of the instructions before and after
+};
+
+}  // namespace shardplan::fsdp1

@@ -1,0 +1,30 @@
+// The rate limiter (_limiter_utils.py).
+//
+// [Note: record_stream]
+// FSDP1 allocates on side streams and hands memory back by record_stream: the allocator holds a block until
+// the recorded streams have passed. Frees carry those streams in safe_after. What bounds the memory then is
+// this queue: the host waits for the event of an earlier free before it issues an all-gather.
+#pragma once
+
+#include <deque>
+#include <optional>
+
+#include "policy/program_builder.h"
+
+namespace shardplan::fsdp1 {
+
+class FreeEventQueue {
+ public:
+  // An event for the next free: no other in the step, and none that is pending, has it.
+  EventId NewEvent(ProgramBuilder& builder) const;
+  void Enqueue(EventId free_event);
+  // The oldest, when the limit of pending frees is reached.
+  std::optional<EventId> DequeueIfNeeded();
+
+  bool operator==(const FreeEventQueue&) const = default;
+
+ private:
+  std::deque<EventId> queue_;  // _queue: of frees that no all-gather has waited for, the oldest first
+};
+
+}  // namespace shardplan::fsdp1

@@ -1,0 +1,13 @@
+// What FSDP1 itself does wrong, or does wrong with this program.
+#pragma once
+
+#include <vector>
+
+#include "policy/fsdp1/context.h"
+#include "policy/policy.h"
+
+namespace shardplan::fsdp1 {
+
+std::vector<KnownFault> KnownFaults(const Context& context);
+
+}  // namespace shardplan::fsdp1

@@ -1,0 +1,133 @@
+#include "policy/fsdp1/unshard_params.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "policy/fsdp1/flat_param_grad.h"
+#include "policy/fsdp1/runtime_utils.h"
+
+namespace shardplan::fsdp1 {
+namespace {
+
+bool IsUnder(const std::string& fqn, const std::string& module) {
+  return module.empty() || fqn == module || fqn.starts_with(module + ".");
+}
+
+// In the order in which the contexts of the units are entered.
+std::vector<UnitId> UnitsUnder(const Context& context, const ModuleCall& call) {
+  std::vector<UnitId> units;
+  for (const UnitId unit : context.partition.states) {
+    const std::string& fqn = context.UnitOf(unit).fqn;
+    if (call.recurse ? IsUnder(fqn, call.module) : fqn == call.module) units.push_back(unit);
+  }
+  return units;
+}
+
+bool Has(const ModuleCall& call, std::string_view flag) {
+  return std::ranges::find(call.flags, flag) != call.flags.end();
+}
+
+// _validate_unshard_params_args. Flags are the arguments that are not at their defaults: `writeback` is true
+// by default, the others are false.
+Status ValidateUnshardParamsArgs(const Context& context, FsdpState& state, const ModuleCall& call,
+                                 const std::vector<UnitId>& units) {
+  constexpr std::string_view kFlags[] = {"with_grads", "offload_to_cpu", "rank0_only", "writeback"};
+  for (const std::string& flag : call.flags) {
+    if (std::ranges::find(kFlags, flag) == std::end(kFlags)) {
+      return MakeInputError("/program", "summon_full_params does not know this flag", flag,
+                            "with_grads, offload_to_cpu, rank0_only or writeback");
+    }
+  }
+  const auto refuse = [](const char* why) {
+    return MakeInputError("/program", std::string("FSDP1 refuses ") + why);
+  };
+  if (Has(call, "with_grads") && (Has(call, "offload_to_cpu") || !context.strategy.fsdp1.use_orig_params)) {
+    return refuse("summon_full_params(with_grads) with offload_to_cpu, or without use_orig_params");
+  }
+  if (Has(call, "rank0_only") && !Has(call, "writeback")) {
+    return refuse("summon_full_params(rank0_only) with writeback, the default: name the flag writeback, too");
+  }
+  for (const UnitId unit : units) {
+    const FlatParamHandle* handle = state.HandleOf(unit);
+    if (handle == nullptr) continue;
+    const FlatParamConfig& config = handle->config();
+    if (Has(call, "offload_to_cpu") && !config.sharded) {
+      return refuse("summon_full_params(offload_to_cpu) of parameters that are not sharded");
+    }
+    if (Has(call, "with_grads") && config.sharded && (handle->flat_param.grad.exists() || config.offloads)) {
+      return refuse("summon_full_params(with_grads) of gradients that are not reduced, or on the host");
+    }
+  }
+  return {};
+}
+
+// torch.cuda.synchronize()
+void Synchronize(const Context& context) {
+  const auto streams = static_cast<StreamId>(context.builder.plan().streams.size());
+  for (StreamId stream = 0; stream < streams; ++stream) {
+    context.SynchronizeStream(stream,
+                              fmt::format("synchronize.{}", context.builder.plan().streams[stream].name));
+  }
+}
+
+void EnterUnit(FsdpState& state, FlatParamHandle& handle, const ModuleCall& call) {
+  handle.frees_when_summon_ends = handle.NeedsUnshard(kUnshardOnCompute);
+  Unshard(state, handle, kUnshardOnCompute, "summon_full_params");
+  if (Has(call, "with_grads") && handle.config().sharded) UnshardGrad(handle);
+  if (Has(call, "offload_to_cpu")) handle.ToCpu();
+}
+
+void LeaveUnit(FsdpState& state, FlatParamHandle& handle) {
+  handle.FromCpu();
+  const bool free = std::exchange(handle.frees_when_summon_ends, false);
+  Reshard(state, handle, free, /*grad_enabled=*/false, kUnshardOnCompute);
+  ReshardGrad(handle);
+}
+
+}  // namespace
+
+Status SummonFullParams(const Context& context, FsdpState& state, const HostEvent& event) {
+  const ModuleCall& call = *event.call;
+  if (!state.is_initialized && !call.module.empty()) {
+    return MakeInputError(
+        "/program",
+        "a module whose parameters are summoned before the model has run is taken for a root "
+        "of its own, and the model's first forward fails",
+        call.module, "the root first, or a forward");
+  }
+  const bool enters = call.value.value_or(true);
+  std::vector<UnitId> units = UnitsUnder(context, call);
+  if (Status s = ValidateUnshardParamsArgs(context, state, call, units); !s) return s;
+  if (!enters) std::ranges::reverse(units);
+  context.builder.SetReason("summon_full_params");
+  if (enters) ResetFlatParamGradInfoIfNeeded(context, state);
+  for (const UnitId unit : units) {
+    context.builder.SetUnit(unit);
+    if (enters) Synchronize(context);
+    FlatParamHandle* handle = state.HandleOf(unit);
+    if (handle == nullptr) continue;
+    if (enters == handle->summoned) {
+      return MakeInputError("/program", "summon_full_params is entered twice, or left before it is entered",
+                            DisplayName(context.UnitOf(unit).fqn));
+    }
+    // Only while it enters and leaves: what the program does inside the context, the hooks of a forward say.
+    const HandleTrainingState before =
+        std::exchange(handle->training_state, HandleTrainingState::kSummonFullParams);
+    if (enters) {
+      EnterUnit(state, *handle, call);
+    } else {
+      LeaveUnit(state, *handle);
+    }
+    handle->training_state = before;
+    handle->summoned = enters;
+  }
+  return {};
+}
+
+}  // namespace shardplan::fsdp1
