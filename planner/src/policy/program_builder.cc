@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <set>
 
+#include "shardplan/schemas/assert.h"
+
 namespace shardplan {
 
 ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan)
@@ -25,6 +27,7 @@ void ProgramBuilder::BeginStep(std::string name) {
 }
 
 void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch) {
+  SHARDPLAN_ASSERT(!plan_.steps.empty(), "triggers are those of a step");
   const std::int32_t occurrence = passed_[{kind, unit, microbatch}]++;
   plan_.steps.back().triggers.push_back(
       {.kind = kind, .unit = unit, .microbatch = microbatch, .occurrence = occurrence});
@@ -82,28 +85,45 @@ BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, s
 }
 
 Instruction& ProgramBuilder::Emit(InstructionKind kind, StreamId stream) {
+  SHARDPLAN_ASSERT(!plan_.steps.empty() && !plan_.steps.back().triggers.empty(),
+                   "a policy issues nothing outside a trigger");
+  SHARDPLAN_ASSERT(stream >= kHost && stream < std::ssize(plan_.streams), "Stream() gave the id");
   std::vector<Instruction>& instructions = plan_.steps.back().triggers.back().instructions;
   instructions.push_back({.kind = kind, .stream = stream, .unit = unit_, .reason = reason_});
   return instructions.back();
 }
 
+void ProgramBuilder::CheckBuffer(BufferId buffer) const {
+  SHARDPLAN_ASSERT(buffer >= 0 && buffer < std::ssize(plan_.buffers), "AddBuffer() gave the id");
+}
+
+void ProgramBuilder::CheckEvent(EventId event) const {
+  SHARDPLAN_ASSERT(event >= 0 && event < std::ssize(plan_.events), "Event() gave the id");
+}
+
 void ProgramBuilder::Allocate(BufferId buffer, StreamId stream) {
+  CheckBuffer(buffer);
   Emit(InstructionKind::kAllocate, stream).dst = buffer;
 }
 
 void ProgramBuilder::Free(BufferId buffer, StreamId stream, std::vector<StreamId> safe_after) {
+  CheckBuffer(buffer);
   Instruction& free = Emit(InstructionKind::kFree, stream);
   free.src = buffer;
   free.safe_after = std::move(safe_after);
 }
 
 void ProgramBuilder::FreeParts(BufferId buffer, StreamId stream, std::vector<std::int32_t> parts) {
+  CheckBuffer(buffer);
+  SHARDPLAN_ASSERT(!parts.empty(), "a free without parts frees the whole buffer");
   Instruction& free = Emit(InstructionKind::kFree, stream);
   free.src = buffer;
   free.parts = std::move(parts);
 }
 
 Instruction& ProgramBuilder::Move(InstructionKind kind, BufferId src, BufferId dst, StreamId stream) {
+  CheckBuffer(src);
+  CheckBuffer(dst);
   Instruction& move = Emit(kind, stream);
   move.src = src;
   move.dst = dst;
@@ -111,14 +131,19 @@ Instruction& ProgramBuilder::Move(InstructionKind kind, BufferId src, BufferId d
 }
 
 void ProgramBuilder::Record(EventId event, StreamId stream) {
+  CheckEvent(event);
   Emit(InstructionKind::kRecord, stream).event = event;
 }
 
 void ProgramBuilder::Wait(EventId event, StreamId stream) {
+  CheckEvent(event);
   Emit(InstructionKind::kWait, stream).event = event;
 }
 
-void ProgramBuilder::HostWait(EventId event) { Emit(InstructionKind::kHostWait, -1).event = event; }
+void ProgramBuilder::HostWait(EventId event) {
+  CheckEvent(event);
+  Emit(InstructionKind::kHostWait, kHost).event = event;
+}
 
 void ProgramBuilder::WaitStream(StreamId waiter, StreamId on, const std::string& name) {
   if (waiter == on) return;
@@ -155,7 +180,7 @@ void ProgramBuilder::Compute(const HostEvent& event, const std::vector<Parameter
     found = segments_.emplace(std::move(key), id).first;
   }
   if (found->second < 0) return;
-  Instruction& compute = Emit(InstructionKind::kCompute, 0);
+  Instruction& compute = Emit(InstructionKind::kCompute, kCompute);
   compute.segment = found->second;
   compute.microbatch = event.microbatch;
   compute.unit = -1;

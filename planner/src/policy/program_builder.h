@@ -24,7 +24,8 @@ class ProgramBuilder {
   void BeginStep(std::string name);
   void BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch);
 
-  // Names are interned: the same name is the same stream / event / buffer.
+  // Names are interned: the same name is the same stream / event / buffer. A buffer of another shape under a
+  // known name is another one, whose name gets a number.
   StreamId Stream(std::string_view name, std::int32_t priority = 0);
   EventId Event(const std::string& name);
   // How often this was called with `what` in this step: numbers for the names of a step's events.
@@ -66,6 +67,8 @@ class ProgramBuilder {
     std::vector<UnitId> extra_reads;
     auto operator<=>(const SegmentKey&) const = default;
   };
+  void CheckBuffer(BufferId buffer) const;
+  void CheckEvent(EventId event) const;
   Segment MakeSegment(const HostEvent& event, const SegmentKey& key) const;
 
   const Trace& trace_;

@@ -2,8 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <cassert>
-
+#include "shardplan/schemas/assert.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -24,7 +23,7 @@ AllGatherResult ForeachAllGather(const UnitScope& scope, const FsdpParams& param
   const StreamId copy_in = arguments.streams.copy_in;
   const CommunicatorId communicator =
       params.is_sharded_post_forward() ? unit.post_forward_communicator : unit.shard_communicator;
-  assert(communicator >= 0);
+  SHARDPLAN_ASSERT(communicator >= 0, "several ranks have a communicator");
   const StreamId gather =
       arguments.async_op ? ProcessGroupStream(scope, communicator) : arguments.streams.all_gather;
 
@@ -48,7 +47,7 @@ AllGatherResult ForeachAllGather(const UnitScope& scope, const FsdpParams& param
 
 void ForeachAllGatherCopyOut(const UnitScope& scope, const FsdpParams& params,
                              const AllGatherResult& result) {
-  assert(result.output >= 0 && result.event >= 0);
+  SHARDPLAN_ASSERT(result.output >= 0 && result.event >= 0, "several ranks gather");
   scope.program().Wait(result.event, kCompute);
   params.AllocAllGatherOutputs();
   params.CopyOut(result.output);

@@ -3,10 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cassert>
 #include <utility>
 
 #include "policy/fsdp2/fully_shard.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace fsdp2 {
@@ -103,7 +103,7 @@ std::vector<ParameterId> Fsdp2Policy::AddGrads(const EventRange& range) {
     if (grad == nullptr) continue;
     const UnitParameterRef owner = OwnerOf(input_.partition, grad->parameter, -1);
     if (owner.unit < 0) continue;
-    assert(model_[owner.unit].group() != nullptr);
+    SHARDPLAN_ASSERT(model_[owner.unit].group() != nullptr, "a unit that owns a parameter has a group");
     if (!model_[owner.unit].group()->unsharded_grads().Add(owner.parameter)) {
       accumulating.push_back(grad->parameter);
     }

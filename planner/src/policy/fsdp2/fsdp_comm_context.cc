@@ -3,10 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cassert>
 #include <string>
 #include <string_view>
 #include <utility>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp2 {
 
@@ -31,13 +32,13 @@ FsdpCommContext::AllGatherStreams FsdpCommContext::GetAllGatherStreams(bool asyn
 }
 
 StreamId FsdpCommContext::reduce_scatter_stream() const {
-  assert(initialised());
+  SHARDPLAN_ASSERT(initialised(), "a root has run its first forward before anything is reduced");
   return state_.reduce_scatter_stream;
 }
 
 // Named after the reduce-scatter stream of the same context.
 StreamId FsdpCommContext::AllReduceStream() const {
-  assert(initialised());
+  SHARDPLAN_ASSERT(initialised(), "a root has run its first forward before anything is reduced");
   const std::string& twin = program_.plan().streams[state_.reduce_scatter_stream].name;
   const std::string_view number = std::string_view(twin).substr(std::string_view("reduce_scatter").size());
   return program_.Stream(fmt::format("all_reduce{}", number));
@@ -50,7 +51,8 @@ void FsdpCommContext::WaitAllGatherStreamsOnEvent(EventId event) {
 }
 
 void FsdpCommContext::KeepAllGather(AllGatherState state) {
-  assert(initialised() && !state_.all_gather_state);
+  SHARDPLAN_ASSERT(initialised() && !state_.all_gather_state,
+                   "the wait in a forward takes what was kept before it keeps its own");
   state_.all_gather_state = state;
 }
 

@@ -8,10 +8,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cassert>
 #include <iterator>
 #include <utility>
 
+#include "shardplan/schemas/assert.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -37,7 +37,7 @@ FsdpParams::FsdpParams(const UnitScope& scope) : scope_(scope) {
   const Unit& unit = scope.unit();
   const std::int64_t ranks = scope.shard_ranks();
   const std::vector<std::int32_t> all = scope.AllParameters();
-  assert(!all.empty());
+  SHARDPLAN_ASSERT(!all.empty(), "a unit without parameters has no group");
   sharded_ = scope.Buffer(BufferRole::kParamSharded, unit.orig_dtype, OriginalShardParts(unit, ranks), all,
                           {}, scope.shard_memory());
   unsharded_ = scope.Buffer(BufferRole::kParamUnsharded, unit.param_dtype, UnshardedParts(unit, ranks), all);
@@ -55,7 +55,7 @@ void FsdpParams::MakeExtensionBuffers() {
   for (const std::int32_t p : scope_.AllParameters()) {
     const UnitParameter& parameter = scope_.unit().parameters[p];
     if (parameter.gathered.empty()) {
-      assert(parameter.unsharded.empty());
+      SHARDPLAN_ASSERT(parameter.unsharded.empty(), "an extension that allocates gathers too");
       continue;
     }
     extended.push_back(p);
@@ -94,7 +94,7 @@ BufferId FsdpParams::CopyInto(const std::vector<BufferId>& sources, std::vector<
 }
 
 FsdpParams::AllGatherInputs FsdpParams::GetAllGatherInputs(StreamId stream) const {
-  assert(!is_unsharded());
+  SHARDPLAN_ASSERT(!is_unsharded(), "unshard returns where the parameters are unsharded");
   const Unit& unit = scope_.unit();
   const std::int64_t ranks = scope_.shard_ranks();
   const bool post_forward = is_sharded_post_forward();
@@ -171,7 +171,7 @@ void FsdpParams::CopyOut(BufferId all_gather_output) const {
 }
 
 void FsdpParams::CopyOutOfShards() const {
-  assert(scope_.shard_ranks() == 1);
+  SHARDPLAN_ASSERT(scope_.shard_ranks() == 1, "several ranks gather");
   MakeShardCasts();
   scope_.program().Move(InstructionKind::kCopyOut, sharded_, unsharded_, kCompute);
 }
@@ -219,7 +219,7 @@ void FsdpParams::ToSharded() {
 // Parameter by parameter: its shard of the smaller mesh is copied, then the whole is freed.
 void FsdpParams::ToShardedPostForward(std::int64_t ranks) {
   if (is_sharded_post_forward()) return;
-  assert(ranks > 0);
+  SHARDPLAN_ASSERT(ranks > 0, "0 means that the parameters stay unsharded");
   const Unit& unit = scope_.unit();
   ProgramBuilder& program = scope_.program();
   const std::vector<Bytes> parts = UnshardedParts(unit, scope_.shard_ranks());
@@ -242,7 +242,7 @@ void FsdpParams::ToShardedPostForward(std::int64_t ranks) {
 }
 
 void FsdpParams::ToUnsharded() {
-  assert(!is_unsharded());
+  SHARDPLAN_ASSERT(!is_unsharded(), "unshard returns where the parameters are unsharded");
   if (is_sharded_post_forward()) {
     for (const BufferId shard : std::exchange(state_.sharded_post_forward_params, {})) {
       scope_.program().Free(shard, kCompute);

@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <cassert>
 #include <utility>
 
 #include "policy/fsdp2/module_states.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp2 {
 
@@ -31,7 +31,7 @@ void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
 }
 
 Status FsdpState::LazyInit(const ModuleStates& model) {
-  assert(!lazily_initialised());
+  SHARDPLAN_ASSERT(!lazily_initialised(), "a state is initialised once");
   const UnitChoice& choice = scope_.choice();
   if (choice.modules.size() > 1) {
     return MakeInputError("/units", "a group of modules cannot be a root: FSDP needs a single root module",

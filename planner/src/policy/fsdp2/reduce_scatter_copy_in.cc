@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cassert>
 #include <utility>
 
+#include "shardplan/schemas/assert.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -35,7 +35,8 @@ OrderedGrads OrderChunkedGrads(const UnitScope& scope, const std::vector<std::in
     });
     const auto grad = std::ranges::find_if(
         grads, [&](BufferId b) { return program.plan().buffers[b].parameters == std::vector{p}; });
-    assert(grad != grads.end());
+    SHARDPLAN_ASSERT(grad != grads.end(),
+                     "UnshardedGrads::Take gives a chunked gradient a buffer of its own");
     const Buffer from = program.plan().buffers[*grad];
     ordered.copies.push_back(scope.Buffer(BufferRole::kGradUnshardedAccumulated, from.dtype, from.parts_bytes,
                                           {p}, fmt::format("chunks.p{}", p)));
@@ -78,7 +79,7 @@ std::vector<BufferId> DropCopiedGrads(const UnitScope& scope, std::int32_t last_
 
 ReduceScatterInput ReduceScatterCopyIn(const UnitScope& scope, const UnshardedGrads::Taken& taken,
                                        bool from_process_group, std::string_view suffix) {
-  assert(!taken.parameters.empty());
+  SHARDPLAN_ASSERT(!taken.parameters.empty(), "a group without gradients reduces nothing");
   ProgramBuilder& program = scope.program();
   const DType dtype = scope.unit().reduce_dtype;
   std::int64_t numel = 0;

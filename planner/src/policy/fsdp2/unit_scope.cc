@@ -2,15 +2,17 @@
 
 #include <fmt/format.h>
 
-#include <cassert>
 #include <numeric>
 #include <utility>
+
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::fsdp2 {
 
 UnitScope::UnitScope(UnitId id, const Partition& partition, bool pin_memory, ProgramBuilder& program)
     : id_(id), partition_(partition), pin_memory_(pin_memory), program_(program) {
-  assert(id >= 0 && id < std::ssize(partition.units));
+  SHARDPLAN_ASSERT(id >= 0 && id < std::ssize(partition.units),
+                   "ids of units are indices into the partition");
 }
 
 std::string UnitScope::Name() const { return DisplayName(unit().fqn); }
