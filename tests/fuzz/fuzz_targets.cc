@@ -47,13 +47,16 @@ void CheckPlan(const Plan& plan) {
   Require(again.has_value(), "the text form is read");
   Require(*again == plan, "the text form is read as the same plan");
   Require(DescribeDifferences(plan, *again).empty(), "equal plans have no differences");
-  for (const Violation& violation : Verify(plan))
+  const std::vector<Violation> violations = Verify(plan);
+  for (const Violation& violation : violations)
     Require(!Explain(plan, violation).empty(), "violations are explained");
+  for (const Remark& remark : violations.empty() ? Remarks(plan) : std::vector<Remark>{})
+    Require(!remark.message.empty(), "a remark says something");
   if (plan.world_size < 2 || plan.world_size > 8) return;
   // One rank apart, so that all ranks are run together.
   std::vector<Plan> plans(static_cast<std::size_t>(plan.world_size), plan);
   plans.back().model += '+';
-  Require(VerifyRanks(plans).empty() == Verify(plan).empty(), "equal programs meet in every collective");
+  Require(VerifyRanks(plans).empty() == violations.empty(), "equal programs meet in every collective");
 }
 
 // Real memory on every rank of the virtual machine.

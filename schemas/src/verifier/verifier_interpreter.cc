@@ -144,9 +144,8 @@ void Interpreter::Bind(const Instruction& i, Position at) {
 
 void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
                        const std::vector<StreamId>& safe_after, Position at) {
-  if (UseAfterFreeOfBound(plan_, bound_, buffer)) {
-    words_.FreedWhileBound(buffer, bound_at_[plan_.buffers[buffer].unit], at);
-  }
+  const UnitId viewed_by = UseAfterFreeOfBound(plan_, bound_, buffer);
+  if (viewed_by >= 0) words_.FreedWhileBound(viewed_by, buffer, bound_at_[viewed_by], at);
   if (!parts.empty()) return memory_.FreeParts(buffer, parts, safe_after, at);
   std::int32_t slot = -1;
   if (memory_.IsAlive(buffer)) {

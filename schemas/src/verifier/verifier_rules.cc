@@ -24,9 +24,11 @@ bool UseAfterFreeOfParts(const Plan& plan, const Allocation& memory, BufferId bu
          });
 }
 
-bool UseAfterFreeOfBound(const Plan& plan, const std::vector<BufferId>& bound, BufferId freed) {
+UnitId UseAfterFreeOfBound(const Plan& plan, const std::vector<BufferId>& bound, BufferId freed) {
   const UnitId unit = plan.buffers[freed].unit;
-  return unit >= 0 && bound[unit] == freed;
+  if (unit >= 0) return bound[unit] == freed ? unit : -1;
+  const auto found = std::ranges::find(bound, freed);  // a buffer of no unit may be bound to any
+  return found == bound.end() ? -1 : static_cast<UnitId>(found - bound.begin());
 }
 
 bool DoubleFree(const Lifetime& buffer, std::int32_t step) {

@@ -25,8 +25,8 @@ bool UseAfterFree(const Lifetime& buffer, std::int32_t step);
 // ... of which parts were freed. A copy (`other` is the other buffer, else -1) touches only the parameters
 // that both hold.
 bool UseAfterFreeOfParts(const Plan& plan, const Allocation& memory, BufferId buffer, BufferId other);
-// A buffer is freed whose memory the unit's parameters are views of.
-bool UseAfterFreeOfBound(const Plan& plan, const std::vector<BufferId>& bound, BufferId freed);
+// The unit whose parameters are views of a buffer that is freed; -1: none.
+UnitId UseAfterFreeOfBound(const Plan& plan, const std::vector<BufferId>& bound, BufferId freed);
 // A buffer that is freed was freed in this step already.
 bool DoubleFree(const Lifetime& buffer, std::int32_t step);
 // Those of `parts` that were freed before.

@@ -44,6 +44,19 @@ TEST_F(Rules, UseAfterFreeWhileBound) {
   EXPECT_THAT(violations[0].message, HasSubstr("are views of it"));
 }
 
+TEST_F(Rules, UseAfterFreeWhileBoundToABufferThatSaysNoUnit) {
+  Plan plan = good_;  // the instructions say it
+  Buffer& buffer = plan.buffers[BufferNamed(plan, "layers.0.param_unsharded")];
+  buffer.unit = -1;
+  buffer.parameters.clear();
+  EXPECT_THAT(Verify(plan), IsEmpty());
+  EXPECT_THAT(Remarks(plan), IsEmpty());
+  const test::Spot bind = Steady(plan, kBindSharded, "layers.0.param_sharded")[0];
+  const std::vector<Violation> violations = Verify(test::Swapped(plan, bind));
+  EXPECT_EQ(RulesOf(violations), (std::set<std::string>{"use_after_free"}));
+  EXPECT_THAT(violations[0].message, HasSubstr("the parameters of layers.0 are views of it"));
+}
+
 TEST_F(Rules, DoubleFree) {
   const Plan plan = test::Doubled(good_, Steady(good_, kFree, "layers.0.reduce_scatter_input")[0]);
   EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"double_free"}));

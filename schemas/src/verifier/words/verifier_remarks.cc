@@ -24,10 +24,9 @@ class Observer {
     for (std::int32_t step = 0; step < count; ++step) RunStep(step);
     for (std::int32_t step = plan_.steady_step; step < count; ++step) RunStep(step);
     for (const auto& [buffer, gathered] : flat_) {
-      const UnitId unit = plan_.buffers[buffer].unit;
-      Add(RemarkKind::kStaysUnsharded, gathered.at, unit,
-          fmt::format("{} is still gathered when step {} is over: nothing frees what {} made", Unit(unit),
-                      plan_.steps.back().name, reporter_.Describe(gathered.at)));
+      Add(RemarkKind::kStaysUnsharded, gathered.at, gathered.unit,
+          fmt::format("{} is still gathered when step {} is over: nothing frees what {} made",
+                      Unit(gathered.unit), plan_.steps.back().name, reporter_.Describe(gathered.at)));
     }
     for (std::size_t u = 0; u < units_.size(); ++u) {
       if (!units_[u].bound || !IsSharded(static_cast<UnitId>(u))) continue;
@@ -51,6 +50,7 @@ class Observer {
   // What was gathered of a flat parameter. It may be used again without a gather while it is alive, whether
   // the modules are bound to the shard in between or not.
   struct FlatCopy {
+    UnitId unit = -1;
     Position at;
     bool outdated = false;  // an optimizer has stepped since
   };
@@ -84,7 +84,7 @@ class Observer {
   }
 
   UnitId UnitOf(const Instruction& i, BufferId buffer) const {
-    return buffer >= 0 ? plan_.buffers[buffer].unit : i.unit;
+    return buffer >= 0 && plan_.buffers[buffer].unit >= 0 ? plan_.buffers[buffer].unit : i.unit;
   }
 
   void On(const Instruction& i, Position at) {
@@ -93,7 +93,7 @@ class Observer {
         const UnitId unit = UnitOf(i, i.dst);
         if (unit < 0) break;
         units_[unit].gathered = at;
-        if (plan_.units[unit].layout == LayoutKind::kFlat) flat_.insert_or_assign(i.dst, FlatCopy{at});
+        if (plan_.units[unit].layout == LayoutKind::kFlat) flat_.insert_or_assign(i.dst, FlatCopy{unit, at});
         break;
       }
       case InstructionKind::kBindUnsharded:
@@ -114,7 +114,7 @@ class Observer {
           if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) units_[u].updated = true;
         }
         for (auto& [buffer, gathered] : flat_) {
-          gathered.outdated = gathered.outdated || units_[plan_.buffers[buffer].unit].updated;
+          gathered.outdated = gathered.outdated || units_[gathered.unit].updated;
         }
         break;
       default:

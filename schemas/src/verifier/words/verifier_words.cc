@@ -53,10 +53,10 @@ void Words::UsedAfterFreeOfParts(BufferId buffer, Position freed, Position used)
                 {"freed: " + Describe(freed), "used: " + Describe(used)});
 }
 
-void Words::FreedWhileBound(BufferId buffer, Position bound, Position freed) {
+void Words::FreedWhileBound(UnitId unit, BufferId buffer, Position bound, Position freed) {
   reporter_.Add(Rule::kUseAfterFree, freed, buffer,
                 fmt::format("{} is freed while the parameters of {} are views of it", Buffer(buffer),
-                            reporter_.UnitName(plan_.buffers[buffer].unit)),
+                            reporter_.UnitName(unit)),
                 {"bound: " + Describe(bound), "freed: " + Describe(freed)});
 }
 

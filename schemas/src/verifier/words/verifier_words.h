@@ -23,7 +23,7 @@ class Words {
   void UsedUnallocated(BufferId buffer, Position at);
   void UsedAfterFree(BufferId buffer, Position freed, Position used);
   void UsedAfterFreeOfParts(BufferId buffer, Position freed, Position used);
-  void FreedWhileBound(BufferId buffer, Position bound, Position freed);
+  void FreedWhileBound(UnitId unit, BufferId buffer, Position bound, Position freed);
 
   // ---- accesses ----
   // `rule`: read_before_write or use_before_unshard, by what the reader is.
