@@ -8,6 +8,7 @@
 #include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/verifier.h"
 #include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
@@ -194,6 +195,11 @@ TEST(StructureTest, GraphIsWrittenAsGraphViz) {
   EXPECT_TRUE(graph.starts_with("digraph"));
   EXPECT_NE(graph.find("forward layers.1"), std::string::npos);
   EXPECT_NE(graph.find("reduce_scatter"), std::string::npos);
+}
+
+TEST(StructureTest, EveryPolicySaysItsKnobsToTheOtherPackages) {
+  for (const std::string& policy : PlannerPolicies()) EXPECT_EQ(KnobsOf(policy).name, policy);
+  EXPECT_EQ(AllPolicyKnobs().size(), PlannerPolicies().size());
 }
 
 TEST(StructureTest, PassesAreReportedInOrder) {

@@ -7,7 +7,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/policy_description.h"
+#include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan::cli {
@@ -36,7 +36,7 @@ std::vector<KnobChange> CommonChanges(const Plan& plan) {
   if (plan.strategy.mixed_precision) {
     add("reduce_dtype: bfloat16").mixed_precision->reduce_dtype = DType::kBFloat16;
   }
-  const std::string& method = DescriptionOf(plan.policy).accumulation_call;
+  const std::string& method = KnobsOf(plan.policy).accumulation_call;
   Strategy& synced = add("gradient sync in every micro-batch");
   for (StepProgram& step : synced.program) {
     std::erase_if(step, [&](const ProgramCall& call) {
@@ -57,7 +57,7 @@ Result<std::vector<KnobTrial>> TryKnobs(const Plan& plan, const Trace& trace, bo
     error.expected = plan.digests.trace;
     return std::unexpected(error);
   }
-  const PolicyDescription& policy = DescriptionOf(plan.policy);
+  const PolicyKnobs& policy = KnobsOf(plan.policy);
   std::vector<KnobChange> candidates = CommonChanges(plan);
   std::ranges::move(policy.memory_changes(plan.strategy), std::back_inserter(candidates));
   const MemoryOptions options{.kernel_temporaries = kernel_temporaries};

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "shardplan/schemas/policy_knobs.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
@@ -55,24 +56,11 @@ bool GradDivision(const Plan& plan, const Gradient& gradient) {
 }
 
 double ExpectedDivisor(const Plan& plan, const Unit& unit) {
-  const std::optional<double>& all = plan.strategy.fsdp2.gradient_divide_factor;
-  const std::optional<double> factor = unit.gradient_divide_factor ? unit.gradient_divide_factor : all;
-  if (plan.strategy.policy != "fsdp1" && factor.has_value()) return *factor * unit.hook_divisor;
   double ranks = 1;
   for (const CommunicatorId c : {unit.shard_communicator, unit.replicate_communicator}) {
     if (c >= 0) ranks *= static_cast<double>(plan.communicators[c].size);
   }
-  // FSDP1's two factors: one given changes that one alone; a communication hook has its own.
-  const Fsdp1Knobs& flat = plan.strategy.fsdp1;
-  const bool given = flat.gradient_predivide_factor || flat.gradient_postdivide_factor;
-  if (plan.strategy.policy == "fsdp1" && given && flat.comm_hook == Fsdp1CommHook::kNone) {
-    double before = 1;
-    while (std::fmod(ranks, before) == 0 && ranks / before > before) before *= 2;
-    const double after = flat.gradient_postdivide_factor.value_or(ranks / before);
-    before = flat.gradient_predivide_factor.value_or(before);
-    return std::max(before, 1.0) * std::max(after, 1.0);
-  }
-  return ranks * unit.hook_divisor;
+  return KnobsOf(plan.strategy.policy).gradient_divisor(plan.strategy, unit, ranks);
 }
 
 bool GradDivisionOfSum(const Gradient& into, const Gradient& value) {

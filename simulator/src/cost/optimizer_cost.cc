@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "shardplan/schemas/policy_description.h"
+#include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
@@ -11,7 +11,7 @@ namespace {
 
 // What the optimizer updates on the device, unit by unit.
 std::vector<OptimizerShard> UpdatedShards(const Plan& plan, UnitId unit) {
-  const bool original_parameters = DescriptionOf(plan.policy).steps_original_parameters(plan.strategy);
+  const bool original_parameters = KnobsOf(plan.policy).steps_original_parameters(plan.strategy);
   std::vector<OptimizerShard> shards;
   for (const Buffer& buffer : plan.buffers) {
     if (buffer.role != BufferRole::kParamSharded || buffer.memory != MemoryKind::kDevice) continue;

@@ -4,7 +4,7 @@
 #include <variant>
 
 #include "memory/memory_categories.h"
-#include "shardplan/schemas/policy_description.h"
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::internal {
 namespace {
@@ -22,13 +22,13 @@ void AdviseFewerParameters(AliveMemory& alive) {
 void AdviseUnsharded(const Plan& plan, AliveMemory& alive) {
   if (alive.in_use) return AdviseFewerParameters(alive);
   const bool is_root = alive.unit >= 0 && plan.units[static_cast<std::size_t>(alive.unit)].fqn.empty();
-  const PolicyDescription& policy = DescriptionOf(plan.policy);
+  const PolicyKnobs& policy = KnobsOf(plan.policy);
   Set(alive, policy.reshard_advice(plan.strategy, UnitText(plan, alive.unit), is_root), alive.bytes);
 }
 
 // Whether some backward does not reduce.
 bool AccumulatesWithoutSync(const Plan& plan) {
-  const std::string& method = DescriptionOf(plan.policy).accumulation_call;
+  const std::string& method = KnobsOf(plan.policy).accumulation_call;
   const auto skips = [&](const ModuleCall& call) { return call.method == method; };
   bool found = std::ranges::any_of(plan.strategy.setup, skips);
   for (const StepProgram& step : plan.strategy.program) {

@@ -1,10 +1,11 @@
-// What is particular to a policy outside the planner: its own words, and the knobs that trade memory for
-// time. schemas/src/policies describes each policy in a file of its own.
+// What the packages beside the planner ask of a policy: how its knobs are called and what they mean. A file
+// for each policy in schemas/src/policies.
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/strategy.h"
 
 namespace shardplan {
@@ -16,12 +17,14 @@ struct KnobChange {
   bool operator==(const KnobChange&) const = default;
 };
 
-struct PolicyDescription {
+struct PolicyKnobs {
   std::string name;
   // The ModuleCall method that makes a backward accumulate gradients without reducing them.
   std::string accumulation_call;
   // Whether the optimizer steps pieces of the original parameters where a unit's shard is flat.
   bool (*steps_original_parameters)(const Strategy& strategy);
+  // What the sum of a unit's gradients over `ranks` ranks is divided by, by the knobs that say so.
+  double (*gradient_divisor)(const Strategy& strategy, const Unit& unit, double ranks);
   // The knob that takes away the gathered parameters of a unit that lie unused; `unit` as a person reads it.
   std::string (*reshard_advice)(const Strategy& strategy, const std::string& unit, bool is_root);
   // Changes that can lower the peak of memory, each on its own; some may change nothing.
@@ -29,10 +32,10 @@ struct PolicyDescription {
 };
 
 // In the order in which they are offered to a person: fsdp2, fsdp1.
-const std::vector<PolicyDescription>& PolicyDescriptions();
+const std::vector<PolicyKnobs>& AllPolicyKnobs();
 
-// The description of the policy of that name. A plan of another program may name a policy that is none of
-// these: it is described as one that shards parameter by parameter, fsdp2.
-const PolicyDescription& DescriptionOf(const std::string& policy);
+// Those of the policy of that name. A plan of another program may name a policy that is none of these: its
+// knobs are taken for those of fsdp2.
+const PolicyKnobs& KnobsOf(const std::string& policy);
 
 }  // namespace shardplan

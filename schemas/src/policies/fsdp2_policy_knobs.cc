@@ -1,8 +1,14 @@
 // fully_shard, the parameter-group runtime.
-#include "policies/policy_descriptions.h"
+#include "policies/policies.h"
 
 namespace shardplan::internal {
 namespace {
+
+double Fsdp2GradientDivisor(const Strategy& strategy, const Unit& unit, double ranks) {
+  const std::optional<double>& all = strategy.fsdp2.gradient_divide_factor;
+  const std::optional<double> factor = unit.gradient_divide_factor ? unit.gradient_divide_factor : all;
+  return factor.value_or(ranks) * unit.hook_divisor;
+}
 
 std::string Fsdp2ReshardAdvice(const Strategy& /*strategy*/, const std::string& unit, bool /*is_root*/) {
   return "reshard_after_forward: true for " + unit;
@@ -25,11 +31,12 @@ std::vector<KnobChange> Fsdp2MemoryChanges(const Strategy& strategy) {
 
 }  // namespace
 
-PolicyDescription DescribeFsdp2() {
+PolicyKnobs Fsdp2PolicyKnobs() {
   return {.name = "fsdp2",
           .accumulation_call = "set_requires_gradient_sync",
           // Its shards are those of parameters.
           .steps_original_parameters = [](const Strategy&) { return false; },
+          .gradient_divisor = Fsdp2GradientDivisor,
           .reshard_advice = Fsdp2ReshardAdvice,
           .memory_changes = Fsdp2MemoryChanges};
 }

@@ -1,10 +1,25 @@
 // FullyShardedDataParallel, the flat-parameter runtime.
-#include "policies/policy_descriptions.h"
+#include <algorithm>
+#include <cmath>
+
+#include "policies/policies.h"
 
 namespace shardplan::internal {
 namespace {
 
 bool StepsOriginalParameters(const Strategy& strategy) { return strategy.fsdp1.use_orig_params; }
+
+// One of the two factors given changes that one alone; a communication hook has its own division.
+double Fsdp1GradientDivisor(const Strategy& strategy, const Unit& unit, double ranks) {
+  const Fsdp1Knobs& knobs = strategy.fsdp1;
+  const bool given = knobs.gradient_predivide_factor || knobs.gradient_postdivide_factor;
+  if (!given || knobs.comm_hook != Fsdp1CommHook::kNone) return ranks * unit.hook_divisor;
+  double before = 1;
+  while (std::fmod(ranks, before) == 0 && ranks / before > before) before *= 2;
+  const double after = knobs.gradient_postdivide_factor.value_or(ranks / before);
+  before = knobs.gradient_predivide_factor.value_or(before);
+  return std::max(before, 1.0) * std::max(after, 1.0);
+}
 
 std::string Fsdp1ReshardAdvice(const Strategy& strategy, const std::string& unit, bool is_root) {
   if (is_root) return "units of their own for the modules of " + unit;
@@ -35,10 +50,11 @@ std::vector<KnobChange> Fsdp1MemoryChanges(const Strategy& strategy) {
 
 }  // namespace
 
-PolicyDescription DescribeFsdp1() {
+PolicyKnobs Fsdp1PolicyKnobs() {
   return {.name = "fsdp1",
           .accumulation_call = "no_sync",
           .steps_original_parameters = StepsOriginalParameters,
+          .gradient_divisor = Fsdp1GradientDivisor,
           .reshard_advice = Fsdp1ReshardAdvice,
           .memory_changes = Fsdp1MemoryChanges};
 }

@@ -1,11 +1,11 @@
 // One function for each policy, in a file of its own.
 #pragma once
 
-#include "shardplan/schemas/policy_description.h"
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::internal {
 
-PolicyDescription DescribeFsdp1();
-PolicyDescription DescribeFsdp2();
+PolicyKnobs Fsdp1PolicyKnobs();
+PolicyKnobs Fsdp2PolicyKnobs();
 
 }  // namespace shardplan::internal
