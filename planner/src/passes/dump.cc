@@ -42,39 +42,39 @@ std::string UnitText(const Partition& partition, const UnitChoice& choice) {
   return text;
 }
 
-std::string_view HostEventName(HostEventKind kind) {
+std::string_view HookPointName(HookPointKind kind) {
   switch (kind) {
-    case HostEventKind::kForwardBegin:
+    case HookPointKind::kForwardBegin:
       return "forward_begin";
-    case HostEventKind::kForwardEnd:
+    case HookPointKind::kForwardEnd:
       return "forward_end";
-    case HostEventKind::kPreForward:
+    case HookPointKind::kPreForward:
       return "pre_forward";
-    case HostEventKind::kPostForward:
+    case HookPointKind::kPostForward:
       return "post_forward";
-    case HostEventKind::kRecomputePreForward:
+    case HookPointKind::kRecomputePreForward:
       return "recompute_pre_forward";
-    case HostEventKind::kRecomputePostForward:
+    case HookPointKind::kRecomputePostForward:
       return "recompute_post_forward";
-    case HostEventKind::kBackwardBegin:
+    case HookPointKind::kBackwardBegin:
       return "backward_begin";
-    case HostEventKind::kPreBackward:
+    case HookPointKind::kPreBackward:
       return "pre_backward";
-    case HostEventKind::kInputsGradDone:
+    case HookPointKind::kInputsGradDone:
       return "inputs_grad_done";
-    case HostEventKind::kParameterGradsDone:
+    case HookPointKind::kParameterGradsDone:
       return "parameter_grads_done";
-    case HostEventKind::kForwardUndone:
-      return "forward_undone";
-    case HostEventKind::kBackwardEnd:
+    case HookPointKind::kUnitBackwardDone:
+      return "unit_backward_done";
+    case HookPointKind::kBackwardEnd:
       return "backward_end";
-    case HostEventKind::kOptimizerStep:
+    case HookPointKind::kOptimizerStep:
       return "optimizer_step";
-    case HostEventKind::kZeroGrad:
+    case HookPointKind::kZeroGrad:
       return "zero_grad";
-    case HostEventKind::kModuleCall:
+    case HookPointKind::kModuleCall:
       return "module_call";
-    case HostEventKind::kSegment:
+    case HookPointKind::kSegment:
       return "segment";
   }
   return "";
@@ -102,10 +102,10 @@ std::string OrderText(const Partition& partition, const std::vector<RecordedStep
   std::string text;
   for (std::size_t s = 0; s < steps.size(); ++s) {
     text += fmt::format("step {}\n", s);
-    for (const HostEvent& event : steps[s].events) {
-      text += fmt::format("  {}", HostEventName(event.kind));
+    for (const HookPoint& event : steps[s].events) {
+      text += fmt::format("  {}", HookPointName(event.kind));
       if (event.unit >= 0) text += " " + DisplayName(partition.units[event.unit].unit.fqn);
-      if (event.kind == HostEventKind::kSegment) {
+      if (event.kind == HookPointKind::kSegment) {
         text +=
             fmt::format(" \"{}\": events {} to {} of {} {}", event.name, event.range.begin,
                         event.range.end - 1, event.range.backward ? "backward" : "forward", event.range.pass);

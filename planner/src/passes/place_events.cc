@@ -18,7 +18,7 @@ constexpr int kMaxRepetitions = 16;
 Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder) {
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepBegin, -1, 0);
-  for (const HostEvent& event : step.events) {
+  for (const HookPoint& event : step.events) {
     if (Status status = policy.On(event); !status) return status;
   }
   builder.SetReason("");

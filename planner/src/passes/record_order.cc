@@ -65,7 +65,7 @@ class Recorder {
     std::map<ModuleId, std::int32_t> runs;
     std::vector<std::int32_t> open;          // occurrence of every module that is running
     std::vector<const EnterEvent*> entered;  // and how it was entered
-    Push(HostEventKind::kForwardBegin, -1);
+    Push(HookPointKind::kForwardBegin, -1);
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
       if (const auto* enter = std::get_if<EnterEvent>(&pass_->events[i])) {
         const ModuleId module = index_.canonical[enter->module];
@@ -84,7 +84,7 @@ class Recorder {
       }
     }
     Cut(static_cast<std::int32_t>(pass_->events.size()));
-    Push(HostEventKind::kForwardEnd, -1);
+    Push(HookPointKind::kForwardEnd, -1);
     return {};
   }
 
@@ -93,7 +93,7 @@ class Recorder {
     if (unit < 0) return;
     if (!EnterGroup(unit)) return;
     Cut(position);
-    Push(HostEventKind::kPreForward, unit);
+    Push(HookPointKind::kPreForward, unit);
     if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
     forwards_.push_back({"forward " + UnitName(unit), SegmentPhase::kForward, unit});
     place_ = forwards_.back();
@@ -123,7 +123,7 @@ class Recorder {
     if (unit < 0) return;
     if (!LeaveGroup(unit, module)) return;
     Cut(position);
-    HostEvent& event = Push(HostEventKind::kPostForward, unit);
+    HookPoint& event = Push(HookPointKind::kPostForward, unit);
     for (const TensorId tensor : exit.outputs) {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
     }
@@ -168,11 +168,12 @@ class Recorder {
       for (; next != engine.end() && next->position <= position; ++next) {
         microbatch_ = MicrobatchOf(call, next->forward);
         Cut(position);
-        Push(next->inputs_done ? HostEventKind::kInputsGradDone : HostEventKind::kForwardUndone, next->unit)
+        Push(next->inputs_done ? HookPointKind::kInputsGradDone : HookPointKind::kUnitBackwardDone,
+             next->unit)
             .occurrence = next->occurrence;
       }
     };
-    HostEvent& begin = Push(HostEventKind::kBackwardBegin, -1);
+    HookPoint& begin = Push(HookPointKind::kBackwardBegin, -1);
     begin.range = {.backward = true, .pass = call.trace};
     for (std::size_t f = 0; f < pass_->forwards.size(); ++f) {
       begin.microbatches.push_back(MicrobatchOf(call, static_cast<std::int32_t>(f)));
@@ -194,7 +195,7 @@ class Recorder {
 
   void EndBackward(std::int32_t position) {
     Cut(position);
-    Push(HostEventKind::kBackwardEnd, -1);
+    Push(HookPointKind::kBackwardEnd, -1);
     place_ = {"backward returns", SegmentPhase::kBackward};
     engine_done_ = true;
     if (!is_last_backward_) return;
@@ -217,7 +218,7 @@ class Recorder {
       const UnitId unit = Find(output_hooks_, ready->module, ready->occurrence);
       if (unit < 0) return;
       Cut(position);
-      Push(HostEventKind::kPreBackward, unit);
+      Push(HookPointKind::kPreBackward, unit);
       place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
       if (!inputs_wrapped_) return;  // an AutogradEvent where it matters
@@ -225,12 +226,12 @@ class Recorder {
       const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
       if (unit < 0) return;
       Cut(position);
-      Push(HostEventKind::kInputsGradDone, unit);
+      Push(HookPointKind::kInputsGradDone, unit);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
       if (!inputs_wrapped_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
       Cut(position + 1);
-      Push(HostEventKind::kParameterGradsDone, owner.unit);
+      Push(HookPointKind::kParameterGradsDone, owner.unit);
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
       // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP,
       // or checkpoints `forward`): only units below it see the recomputation.
@@ -239,7 +240,7 @@ class Recorder {
         backward_ = std::exchange(place_, {"recompute " + DisplayName(trace_.modules[enter->module].fqn),
                                            SegmentPhase::kRecompute, UnitAround(enter->module)});
       } else {
-        OnRecompute(enter->module, position, HostEventKind::kRecomputePreForward);
+        OnRecompute(enter->module, position, HookPointKind::kRecomputePreForward);
       }
       recomputing_.push_back(enter->module);
     } else if (const auto* exit = std::get_if<RecomputeExitEvent>(&event)) {
@@ -247,7 +248,7 @@ class Recorder {
       while (!recomputing_.empty() && recomputing_.back() != exit->module) recomputing_.pop_back();
       if (!recomputing_.empty()) recomputing_.pop_back();
       if (!recomputing_.empty()) {
-        OnRecompute(exit->module, position, HostEventKind::kRecomputePostForward);
+        OnRecompute(exit->module, position, HookPointKind::kRecomputePostForward);
       } else {
         Cut(position);
         place_ = backward_;
@@ -257,29 +258,29 @@ class Recorder {
     }
   }
 
-  void OnRecompute(ModuleId entry, std::int32_t position, HostEventKind kind) {
+  void OnRecompute(ModuleId entry, std::int32_t position, HookPointKind kind) {
     const ModuleId module = index_.canonical[entry];
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
     const bool runs =
-        kind == HostEventKind::kRecomputePreForward ? EnterGroup(unit) : LeaveGroup(unit, module);
+        kind == HookPointKind::kRecomputePreForward ? EnterGroup(unit) : LeaveGroup(unit, module);
     if (!runs) return;
     Cut(position);
     // Recomputation runs as its forward did: with gradients enabled, or in part without.
-    HostEvent& event = Push(kind, unit);
+    HookPoint& event = Push(kind, unit);
     event.outputs_require_grad = true;
-    if (kind == HostEventKind::kRecomputePreForward) return;
+    if (kind == HookPointKind::kRecomputePreForward) return;
     if (const auto found = post_forwards_.find(unit); found != post_forwards_.end()) {
       std::tie(event.grad_enabled, event.outputs_require_grad) = found->second;
     }
   }
 
   Status Call(const OptimizerStepCall&) {
-    Push(HostEventKind::kOptimizerStep, -1);
+    Push(HookPointKind::kOptimizerStep, -1);
     return {};
   }
   Status Call(const ZeroGradCall&) {
-    Push(HostEventKind::kZeroGrad, -1);
+    Push(HookPointKind::kZeroGrad, -1);
     return {};
   }
   Status Call(const ModuleCall& call) {
@@ -287,8 +288,8 @@ class Recorder {
     if (found == index_.by_fqn.end()) {
       return MakeInputError(pointer_ + "/module", "there is no such module", call.module);
     }
-    HostEvent& event =
-        Push(HostEventKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
+    HookPoint& event =
+        Push(HookPointKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
     event.call = &call;
     NoteCall(call);
     return {};
@@ -324,7 +325,7 @@ class Recorder {
   void Cut(std::int32_t position) {
     SHARDPLAN_ASSERT(position >= segment_begin_, "events are passed in order");
     if (position > segment_begin_) {
-      HostEvent& event = Push(HostEventKind::kSegment, place_.unit);
+      HookPoint& event = Push(HookPointKind::kSegment, place_.unit);
       event.range = {in_backward_, pass_index_, segment_begin_, position};
       event.name = place_.name;
       event.phase = place_.phase;
@@ -332,7 +333,7 @@ class Recorder {
     segment_begin_ = position;
   }
 
-  HostEvent& Push(HostEventKind kind, UnitId unit) {
+  HookPoint& Push(HookPointKind kind, UnitId unit) {
     step_.events.push_back({.kind = kind,
                             .unit = unit,
                             .microbatch = microbatch_,

@@ -11,7 +11,7 @@
 
 namespace shardplan {
 
-enum class HostEventKind : std::uint8_t {
+enum class HookPointKind : std::uint8_t {
   kForwardBegin,
   kForwardEnd,
   kPreForward,
@@ -22,7 +22,7 @@ enum class HostEventKind : std::uint8_t {
   kPreBackward,         // tensor hook of one output tensor of a unit
   kInputsGradDone,      // autograd function on a unit's inputs
   kParameterGradsDone,  // the last parameter gradient of a unit in this backward has been accumulated (fsdp2)
-  kForwardUndone,       // all that was computed since a unit's pre-forward has run backward (fsdp1)
+  kUnitBackwardDone,    // all that was computed since a unit's pre-forward has run backward (fsdp1)
   kBackwardEnd,
   kOptimizerStep,
   kZeroGrad,
@@ -39,11 +39,12 @@ struct EventRange {
   auto operator<=>(const EventRange&) const = default;
 };
 
-struct HostEvent {
-  HostEventKind kind = HostEventKind::kSegment;
+// A point of a step that the host passes: where a hook fires, a call of the user, or work of the model.
+struct HookPoint {
+  HookPointKind kind = HookPointKind::kSegment;
   UnitId unit = -1;
   std::int32_t microbatch = 0;
-  std::int32_t occurrence = 0;  // kForwardUndone, kInputsGradDone: which call of the unit in its forward
+  std::int32_t occurrence = 0;  // kUnitBackwardDone, kInputsGradDone: which call of the unit in its forward
   bool grad_enabled = true;     // of the forward that this belongs to
   bool training = true;         // mode of the modules in that forward
   bool outputs_require_grad = false;            // kPostForward
@@ -56,11 +57,11 @@ struct HostEvent {
 
 struct RecordedStep {
   std::string name;
-  std::vector<HostEvent> events;
+  std::vector<HookPoint> events;
 };
 
 // The steps of the strategy's program, equal ones at its end left out: the last repeats for ever. The calls
-// that HostEvent points to are the strategy's. kBadInput: a program that names a pass that does not exist,
+// that HookPoint points to are the strategy's. kBadInput: a program that names a pass that does not exist,
 // ...
 Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelIndex& index,
                                               const Partition& partition, const Strategy& strategy,

@@ -45,10 +45,10 @@ class Policy {
   virtual ~Policy() = default;
   // Before the first step: setup calls. kBadInput for a call that the policy does not know.
   virtual Status SetUp() = 0;
-  // Emits the triggers and instructions of one host event.
-  virtual Status On(const HostEvent& event) = 0;
-  // Everything that decides what later steps do: two steps that begin in equal states and have equal host
-  // events are equal. What only counts or names past steps stays out of it: a training loop repeats, and so
+  // Emits the triggers and instructions of one hook point.
+  virtual Status On(const HookPoint& event) = 0;
+  // Everything that decides what later steps do: two steps that begin in equal states and have equal hook
+  // points are equal. What only counts or names past steps stays out of it: a training loop repeats, and so
   // do the states in which its steps begin.
   virtual std::unique_ptr<PolicyState> State() const = 0;
   virtual std::vector<KnownFault> Faults() const { return {}; }

@@ -152,7 +152,7 @@ void ProgramBuilder::WaitStream(StreamId waiter, StreamId on, const std::string&
   Wait(event, waiter);
 }
 
-void ProgramBuilder::Compute(const HostEvent& event, const std::vector<ParameterId>& accumulating,
+void ProgramBuilder::Compute(const HookPoint& event, const std::vector<ParameterId>& accumulating,
                              const std::vector<UnitId>& extra_reads) {
   SegmentKey key{.range = event.range};
   if (!has_operators_) key.extra_reads = extra_reads;
@@ -187,7 +187,7 @@ void ProgramBuilder::Compute(const HostEvent& event, const std::vector<Parameter
   compute.reason.clear();
 }
 
-Segment ProgramBuilder::MakeSegment(const HostEvent& event, const SegmentKey& key) const {
+Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& key) const {
   const EventRange& range = event.range;
   const Pass& pass = range.backward ? trace_.backwards[range.pass] : trace_.forwards[range.pass];
   Segment segment{.name = event.name, .phase = event.phase, .unit = event.unit};

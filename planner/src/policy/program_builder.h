@@ -55,7 +55,7 @@ class ProgramBuilder {
 
   // Emits the segment of `event` (unless it is empty). `accumulating`: parameters that already hold an
   // unsharded gradient, whose new one is added and dropped at once.
-  void Compute(const HostEvent& event, const std::vector<ParameterId>& accumulating,
+  void Compute(const HookPoint& event, const std::vector<ParameterId>& accumulating,
                const std::vector<UnitId>& extra_reads);
 
   Plan& plan() { return plan_; }
@@ -69,7 +69,7 @@ class ProgramBuilder {
   };
   void CheckBuffer(BufferId buffer) const;
   void CheckEvent(EventId event) const;
-  Segment MakeSegment(const HostEvent& event, const SegmentKey& key) const;
+  Segment MakeSegment(const HookPoint& event, const SegmentKey& key) const;
 
   const Trace& trace_;
   const Partition& partition_;

@@ -72,7 +72,7 @@ void PostBackwardFinalCallback(const Context& context, FsdpState& state) {
 
 }  // namespace
 
-void OnBackwardBegin(const Context& context, FsdpState& state, const HostEvent& event) {
+void OnBackwardBegin(const Context& context, FsdpState& state, const HookPoint& event) {
   state.backward = {.microbatches = event.microbatches};
   const Pass& backward = context.trace.backwards[event.range.pass];
   const UndoneCalls undone =
@@ -82,7 +82,7 @@ void OnBackwardBegin(const Context& context, FsdpState& state, const HostEvent& 
   }
 }
 
-void PreBackwardHook(const Context& context, FsdpState& state, const HostEvent& event) {
+void PreBackwardHook(const Context& context, FsdpState& state, const HookPoint& event) {
   FlatParamHandle* handle = state.HandleOf(event.unit);
   context.builder.BeginTrigger(TriggerKind::kPreBackward, event.unit, event.microbatch);
   if (handle != nullptr && handle->ran_pre_backward_hook) return;
@@ -106,7 +106,7 @@ void PreBackwardHook(const Context& context, FsdpState& state, const HostEvent& 
   handle->ran_pre_backward_hook = true;
 }
 
-void OnForwardUndone(FsdpState& state, const HostEvent& event) {
+void OnUnitBackwardDone(FsdpState& state, const HookPoint& event) {
   const UnitCall call{event.unit, event.occurrence, event.microbatch};
   const auto run = [&](FlatParamHandle& handle) {
     const FlatParameter& flat_param = handle.flat_param;
@@ -120,7 +120,7 @@ void OnForwardUndone(FsdpState& state, const HostEvent& event) {
   if (FlatParamHandle* own = state.HandleOf(event.unit)) run(*own);
 }
 
-void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const HostEvent& event) {
+void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const HookPoint& event) {
   FlatParamHandle* handle = state.HandleOf(event.unit);
   const UnitCall call{event.unit, event.occurrence, event.microbatch};
   if (handle == nullptr || handle->flat_param.reshard_only_hook != call) return;
@@ -130,7 +130,7 @@ void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const
   PostBackwardReshard(state, *handle);
 }
 
-void OnBackwardEnd(const Context& context, FsdpState& state, const HostEvent& event) {
+void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& event) {
   for (std::optional<FlatParamHandle>& handle : state.handles) {
     if (!handle || handle->flat_param.view_grads.empty()) continue;
     if (handle->flat_param.post_backward_hook_state.Runs())

@@ -7,14 +7,14 @@
 namespace shardplan::fsdp1 {
 
 // Finds where in this backward each unit's post-backward hook runs.
-void OnBackwardBegin(const Context& context, FsdpState& state, const HostEvent& event);
-void PreBackwardHook(const Context& context, FsdpState& state, const HostEvent& event);
+void OnBackwardBegin(const Context& context, FsdpState& state, const HookPoint& event);
+void PreBackwardHook(const Context& context, FsdpState& state, const HookPoint& event);
 // The post-backward hooks of all units whose views were made in the pre-forward that is undone.
-void OnForwardUndone(FsdpState& state, const HostEvent& event);
+void OnUnitBackwardDone(FsdpState& state, const HookPoint& event);
 // The reshard of a frozen unit.
-void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const HostEvent& event);
+void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const HookPoint& event);
 // What is left in the end: gradients of views that were made in a forward which this backward does not cover,
 // gradients without a hook, and the final callback.
-void OnBackwardEnd(const Context& context, FsdpState& state, const HostEvent& event);
+void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& event);
 
 }  // namespace shardplan::fsdp1

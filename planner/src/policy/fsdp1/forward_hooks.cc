@@ -37,7 +37,7 @@ std::optional<UnitCall> PreForwardUnshard(FsdpState& state, FlatParamHandle& han
 
 }  // namespace
 
-void OnForwardBegin(FsdpState& state, const HostEvent& event) {
+void OnForwardBegin(FsdpState& state, const HookPoint& event) {
   state.calls.clear();
   for (std::optional<FlatParamHandle>& handle : state.handles) {
     if (!handle) continue;
@@ -49,8 +49,8 @@ void OnForwardBegin(FsdpState& state, const HostEvent& event) {
 
 void OnForwardEnd(FsdpState& state) { state.calls.clear(); }
 
-void PreForward(const Context& context, FsdpState& state, const HostEvent& event) {
-  const bool recomputes = event.kind == HostEventKind::kRecomputePreForward;
+void PreForward(const Context& context, FsdpState& state, const HookPoint& event) {
+  const bool recomputes = event.kind == HookPointKind::kRecomputePreForward;
   const bool enters_root = context.partition.units[event.unit].is_root && !recomputes;
   if (enters_root) LazyInit(context, state);
   context.builder.BeginTrigger(TriggerKind::kPreForward, event.unit, event.microbatch);
@@ -77,7 +77,7 @@ void PreForward(const Context& context, FsdpState& state, const HostEvent& event
   }
 }
 
-void PostForward(const Context& context, FsdpState& state, const HostEvent& event) {
+void PostForward(const Context& context, FsdpState& state, const HookPoint& event) {
   const bool is_root = context.partition.units[event.unit].is_root;
   context.builder.BeginTrigger(TriggerKind::kPostForward, event.unit, event.microbatch);
   context.builder.SetReason("post_forward");

@@ -6,11 +6,11 @@
 
 namespace shardplan::fsdp1 {
 
-void OnForwardBegin(FsdpState& state, const HostEvent& event);
+void OnForwardBegin(FsdpState& state, const HookPoint& event);
 // _pre_forward, at the root behind _root_pre_forward; of a recomputation, too.
-void PreForward(const Context& context, FsdpState& state, const HostEvent& event);
+void PreForward(const Context& context, FsdpState& state, const HookPoint& event);
 // _post_forward; of a recomputation, too.
-void PostForward(const Context& context, FsdpState& state, const HostEvent& event);
+void PostForward(const Context& context, FsdpState& state, const HookPoint& event);
 void OnForwardEnd(FsdpState& state);
 
 }  // namespace shardplan::fsdp1

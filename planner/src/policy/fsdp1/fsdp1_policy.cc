@@ -97,56 +97,56 @@ Status Fsdp1Policy::MakeHandles() {
   return {};
 }
 
-Status Fsdp1Policy::On(const HostEvent& event) {
+Status Fsdp1Policy::On(const HookPoint& event) {
   switch (event.kind) {
-    case HostEventKind::kSegment:
+    case HookPointKind::kSegment:
       OnSegment(event);
       break;
-    case HostEventKind::kForwardBegin:
+    case HookPointKind::kForwardBegin:
       OnForwardBegin(state_, event);
       break;
-    case HostEventKind::kPreForward:
-    case HostEventKind::kRecomputePreForward:
+    case HookPointKind::kPreForward:
+    case HookPointKind::kRecomputePreForward:
       PreForward(context_, state_, event);
       break;
-    case HostEventKind::kPostForward:
-    case HostEventKind::kRecomputePostForward:
+    case HookPointKind::kPostForward:
+    case HookPointKind::kRecomputePostForward:
       PostForward(context_, state_, event);
       break;
-    case HostEventKind::kForwardEnd:
+    case HookPointKind::kForwardEnd:
       OnForwardEnd(state_);
       break;
-    case HostEventKind::kBackwardBegin:
+    case HookPointKind::kBackwardBegin:
       OnBackwardBegin(context_, state_, event);
       break;
-    case HostEventKind::kPreBackward:
+    case HookPointKind::kPreBackward:
       PreBackwardHook(context_, state_, event);
       break;
-    case HostEventKind::kForwardUndone:
-      OnForwardUndone(state_, event);
+    case HookPointKind::kUnitBackwardDone:
+      OnUnitBackwardDone(state_, event);
       break;
-    case HostEventKind::kInputsGradDone:
+    case HookPointKind::kInputsGradDone:
       PostBackwardReshardOnlyHook(context_, state_, event);
       break;
-    case HostEventKind::kBackwardEnd:
+    case HookPointKind::kBackwardEnd:
       OnBackwardEnd(context_, state_, event);
       break;
-    case HostEventKind::kOptimizerStep:
+    case HookPointKind::kOptimizerStep:
       OptimizerStep(event);
       break;
-    case HostEventKind::kZeroGrad:
+    case HookPointKind::kZeroGrad:
       ZeroGrad(event);
       break;
-    case HostEventKind::kModuleCall:
+    case HookPointKind::kModuleCall:
       return UserCall(event);
-    case HostEventKind::kParameterGradsDone:
+    case HookPointKind::kParameterGradsDone:
       break;
   }
   return {};
 }
 
 // The model's own work. Autograd makes gradients of views in it.
-void Fsdp1Policy::OnSegment(const HostEvent& event) {
+void Fsdp1Policy::OnSegment(const HookPoint& event) {
   std::vector<UnitId> reads;
   if (event.range.backward) {
     const UnitId unit = state_.backward.unit;
@@ -162,7 +162,7 @@ void Fsdp1Policy::OnSegment(const HostEvent& event) {
   context_.builder.Compute(event, {}, reads);
 }
 
-void Fsdp1Policy::OptimizerStep(const HostEvent& event) {
+void Fsdp1Policy::OptimizerStep(const HookPoint& event) {
   context_.builder.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
   std::vector<SteppedUnit> units;
   for (const std::optional<FlatParamHandle>& handle : state_.handles) {
@@ -172,13 +172,13 @@ void Fsdp1Policy::OptimizerStep(const HostEvent& event) {
   optimizer_.Step(units);
 }
 
-void Fsdp1Policy::ZeroGrad(const HostEvent& event) {
+void Fsdp1Policy::ZeroGrad(const HookPoint& event) {
   context_.builder.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
   state_.grads_zeroed = true;
   if (!context_.strategy.fsdp1.use_orig_params) ResetFlatParamGradInfoIfNeeded(context_, state_);
 }
 
-Status Fsdp1Policy::UserCall(const HostEvent& event) {
+Status Fsdp1Policy::UserCall(const HookPoint& event) {
   const bool summons = event.call->method == "summon_full_params";
   if (summons && event.call->module.empty()) LazyInit(context_, state_);
   context_.builder.BeginTrigger(TriggerKind::kUserCall, event.unit, event.microbatch);

@@ -15,7 +15,7 @@ class Fsdp1Policy : public Policy {
   Fsdp1Policy(const PolicyInput& input, ProgramBuilder& builder);
 
   Status SetUp() override;
-  Status On(const HostEvent& event) override;
+  Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
   std::vector<KnownFault> Faults() const override;
 
@@ -23,10 +23,10 @@ class Fsdp1Policy : public Policy {
   void InitStreams();
   Status CheckKnobs() const;
   Status MakeHandles();
-  void OnSegment(const HostEvent& event);
-  void OptimizerStep(const HostEvent& event);
-  void ZeroGrad(const HostEvent& event);
-  Status UserCall(const HostEvent& event);
+  void OnSegment(const HookPoint& event);
+  void OptimizerStep(const HookPoint& event);
+  void ZeroGrad(const HookPoint& event);
+  Status UserCall(const HookPoint& event);
 
   // What later steps depend on.
   struct Value {

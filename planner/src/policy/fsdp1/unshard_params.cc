@@ -92,7 +92,7 @@ void LeaveUnit(FsdpState& state, FlatParamHandle& handle) {
 
 }  // namespace
 
-Status SummonFullParams(const Context& context, FsdpState& state, const HostEvent& event) {
+Status SummonFullParams(const Context& context, FsdpState& state, const HookPoint& event) {
   const ModuleCall& call = *event.call;
   if (!state.is_initialized && !call.module.empty()) {
     return MakeInputError(

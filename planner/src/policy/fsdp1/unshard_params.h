@@ -12,6 +12,6 @@ namespace shardplan::fsdp1 {
 // they were gathered by. With rank0_only the other ranks free them at once; the plan is rank 0's. (What the
 // user changed is written back to this rank's shard: a copy on the device that is no instruction.)
 // kBadInput: arguments that FSDP1 refuses.
-Status SummonFullParams(const Context& context, FsdpState& state, const HostEvent& event);
+Status SummonFullParams(const Context& context, FsdpState& state, const HookPoint& event);
 
 }  // namespace shardplan::fsdp1

@@ -50,43 +50,43 @@ Status Fsdp2Policy::CallSetters() {
 // The unit of the program's first forward or user call.
 UnitId Fsdp2Policy::FirstCalled() const {
   for (const RecordedStep& step : input_.steps) {
-    for (const HostEvent& event : step.events) {
-      if (event.kind == HostEventKind::kModuleCall) return -1;
-      if (event.kind == HostEventKind::kPreForward) return event.unit;
+    for (const HookPoint& event : step.events) {
+      if (event.kind == HookPointKind::kModuleCall) return -1;
+      if (event.kind == HookPointKind::kPreForward) return event.unit;
     }
   }
   return -1;
 }
 
-Status Fsdp2Policy::On(const HostEvent& event) {
+Status Fsdp2Policy::On(const HookPoint& event) {
   switch (event.kind) {
-    case HostEventKind::kSegment:
+    case HookPointKind::kSegment:
       OnSegment(event);
       break;
-    case HostEventKind::kPreForward:
-    case HostEventKind::kRecomputePreForward:
+    case HookPointKind::kPreForward:
+    case HookPointKind::kRecomputePreForward:
       return model_[event.unit].PreForward(event, model_);
-    case HostEventKind::kPostForward:
-    case HostEventKind::kRecomputePostForward:
+    case HookPointKind::kPostForward:
+    case HookPointKind::kRecomputePostForward:
       model_[event.unit].PostForward(event);
       break;
-    case HostEventKind::kBackwardBegin:
+    case HookPointKind::kBackwardBegin:
       backward_unit_ = -1;
       break;
-    case HostEventKind::kPreBackward:
+    case HookPointKind::kPreBackward:
       backward_unit_ = event.unit;
       return model_[event.unit].PreBackward(event, final_callbacks_);
-    case HostEventKind::kInputsGradDone:
+    case HookPointKind::kInputsGradDone:
       return model_[event.unit].PostBackward(event);
-    case HostEventKind::kBackwardEnd:
+    case HookPointKind::kBackwardEnd:
       return BackwardEnd(event);
-    case HostEventKind::kOptimizerStep:
+    case HookPointKind::kOptimizerStep:
       OptimizerStep(event);
       break;
-    case HostEventKind::kZeroGrad:
+    case HookPointKind::kZeroGrad:
       ZeroGrad(event);
       break;
-    case HostEventKind::kModuleCall:
+    case HookPointKind::kModuleCall:
       return module_calls_.Call(event);
     default:  // points that only other policies act on
       break;
@@ -112,7 +112,7 @@ std::vector<ParameterId> Fsdp2Policy::AddGrads(const EventRange& range) {
   return accumulating;
 }
 
-void Fsdp2Policy::OnSegment(const HostEvent& event) {
+void Fsdp2Policy::OnSegment(const HookPoint& event) {
   if (!event.range.backward) {
     program_.Compute(event, {}, {});
     return;
@@ -124,7 +124,7 @@ void Fsdp2Policy::OnSegment(const HostEvent& event) {
 }
 
 // The engine runs the callbacks that roots have queued, in that order.
-Status Fsdp2Policy::BackwardEnd(const HostEvent& event) {
+Status Fsdp2Policy::BackwardEnd(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
   backward_unit_ = -1;
   for (FsdpState* state : std::exchange(final_callbacks_, {})) {
@@ -133,7 +133,7 @@ Status Fsdp2Policy::BackwardEnd(const HostEvent& event) {
   return {};
 }
 
-void Fsdp2Policy::OptimizerStep(const HostEvent& event) {
+void Fsdp2Policy::OptimizerStep(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
   std::vector<SteppedUnit> units;
   for (std::size_t u = 0; u < model_.size(); ++u) {
@@ -157,7 +157,7 @@ void Fsdp2Policy::OptimizerStep(const HostEvent& event) {
   }
 }
 
-void Fsdp2Policy::ZeroGrad(const HostEvent& event) {
+void Fsdp2Policy::ZeroGrad(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
   program_.SetReason("user");
   program_.Emit(InstructionKind::kZeroGrad, kHost);

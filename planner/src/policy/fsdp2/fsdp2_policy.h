@@ -33,18 +33,18 @@ class Fsdp2Policy : public Policy {
   Fsdp2Policy(const PolicyInput& input, ProgramBuilder& program);
 
   Status SetUp() override;
-  Status On(const HostEvent& event) override;
+  Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
   std::vector<KnownFault> Faults() const override { return faults_.faults(); }
 
  private:
   Status CallSetters();
   UnitId FirstCalled() const;
-  void OnSegment(const HostEvent& event);
+  void OnSegment(const HookPoint& event);
   std::vector<ParameterId> AddGrads(const EventRange& range);
-  Status BackwardEnd(const HostEvent& event);
-  void OptimizerStep(const HostEvent& event);
-  void ZeroGrad(const HostEvent& event);
+  Status BackwardEnd(const HookPoint& event);
+  void OptimizerStep(const HookPoint& event);
+  void ZeroGrad(const HookPoint& event);
 
   const PolicyInput input_;
   ProgramBuilder& program_;

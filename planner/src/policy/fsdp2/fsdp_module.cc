@@ -139,7 +139,7 @@ void FsdpModule::ReshardForStateDict(const ModuleCall& call) {
   }
 }
 
-Status FsdpModule::Call(const HostEvent& event) {
+Status FsdpModule::Call(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kUserCall, event.unit, event.microbatch);
   program_.SetReason("user");
   const ModuleCall& call = *event.call;

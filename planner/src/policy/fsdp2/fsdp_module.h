@@ -17,7 +17,7 @@ class FsdpModule {
   // Before the first step. kBadInput, here and below: no such module or call, a value that it does not take.
   Status SetUp(const ModuleCall& call);
   // In a step. Emits the trigger of the call, and what the call issues.
-  Status Call(const HostEvent& event);
+  Status Call(const HookPoint& event);
 
  private:
   Status Set(const ModuleCall& call, bool in_setup);

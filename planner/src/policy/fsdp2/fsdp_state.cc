@@ -71,7 +71,7 @@ void FsdpState::RootPreForward() {
   comm_ctx().WaitAllGatherStreamsOnEvent(event);
 }
 
-Status FsdpState::PreForward(const HostEvent& event, const ModuleStates& model) {
+Status FsdpState::PreForward(const HookPoint& event, const ModuleStates& model) {
   scope_.program().BeginTrigger(TriggerKind::kPreForward, scope_.id(), event.microbatch);
   if (state_.training_state == TrainingState::kPreBackward) {
     // Inside a recomputation that this unit's own pre-backward is responsible for.
@@ -82,7 +82,7 @@ Status FsdpState::PreForward(const HostEvent& event, const ModuleStates& model) 
     return {};
   }
   state_.training_state = TrainingState::kForward;
-  const bool recompute = event.kind == HostEventKind::kRecomputePreForward;
+  const bool recompute = event.kind == HookPointKind::kRecomputePreForward;
   scope_.program().SetReason(recompute ? "recompute" : "pre_forward");
   if (!lazily_initialised()) {
     if (Status s = LazyInit(model); !s) return s;
@@ -104,13 +104,13 @@ Status FsdpState::PrefetchStates(const std::vector<FsdpState*>& targets, Trainin
   return {};
 }
 
-void FsdpState::PostForward(const HostEvent& event) {
+void FsdpState::PostForward(const HookPoint& event) {
   scope_.program().BeginTrigger(TriggerKind::kPostForward, scope_.id(), event.microbatch);
   scope_.program().SetReason("post_forward");
   if (state_.training_state == TrainingState::kPreBackward) return;
   if (group_) {
     state_.modules_to_run_forward = false;
-    group_->PostForward(event.kind == HostEventKind::kRecomputePostForward);
+    group_->PostForward(event.kind == HookPointKind::kRecomputePostForward);
   }
   state_.training_state = TrainingState::kIdle;
   if (state_ctx().iter_forward_root != this) return;
@@ -118,7 +118,7 @@ void FsdpState::PostForward(const HostEvent& event) {
   state_ctx().iter_forward_root = nullptr;
 }
 
-Status FsdpState::PreBackward(const HostEvent& event, std::vector<FsdpState*>& final_callbacks) {
+Status FsdpState::PreBackward(const HookPoint& event, std::vector<FsdpState*>& final_callbacks) {
   scope_.program().BeginTrigger(TriggerKind::kPreBackward, scope_.id(), event.microbatch);
   state_.training_state = TrainingState::kPreBackward;
   if (!std::exchange(state_ctx().post_backward_final_callback_queued, true)) final_callbacks.push_back(this);
@@ -129,7 +129,7 @@ Status FsdpState::PreBackward(const HostEvent& event, std::vector<FsdpState*>& f
                         "prefetch_backward_explicit");
 }
 
-Status FsdpState::PostBackward(const HostEvent& event) {
+Status FsdpState::PostBackward(const HookPoint& event) {
   if (!group_) return {};
   scope_.program().BeginTrigger(TriggerKind::kPostBackward, scope_.id(), event.microbatch);
   return group_->PostBackward("autograd");

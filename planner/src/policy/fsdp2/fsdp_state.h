@@ -61,11 +61,11 @@ class FsdpState {
   FsdpState& operator=(const FsdpState&) = delete;
 
   // The hooks, and what they emit. kBadInput: where PyTorch fails.
-  Status PreForward(const HostEvent& event, const ModuleStates& model);
-  void PostForward(const HostEvent& event);
+  Status PreForward(const HookPoint& event, const ModuleStates& model);
+  void PostForward(const HookPoint& event);
   // `final_callbacks`: the autograd engine's, run at the end of the backward in this order.
-  Status PreBackward(const HostEvent& event, std::vector<FsdpState*>& final_callbacks);
-  Status PostBackward(const HostEvent& event);
+  Status PreBackward(const HookPoint& event, std::vector<FsdpState*>& final_callbacks);
+  Status PostBackward(const HookPoint& event);
   Status RootPostBackwardFinalCallback();
 
   // The state becomes the root of all states under its module.

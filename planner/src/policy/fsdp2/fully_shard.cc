@@ -30,9 +30,9 @@ ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs)
 // root left as it is (what torchtitan sets).
 void SetPrefetchDistances(const Fsdp2Knobs& knobs, const RecordedStep& step, const ModuleStates& model) {
   std::vector<FsdpState*> order;
-  for (const HostEvent& event : step.events) {
-    if (event.kind == HostEventKind::kForwardEnd) break;
-    if (event.kind != HostEventKind::kPreForward) continue;
+  for (const HookPoint& event : step.events) {
+    if (event.kind == HookPointKind::kForwardEnd) break;
+    if (event.kind != HookPointKind::kPreForward) continue;
     FsdpState& state = model[event.unit];
     if (state.group() == nullptr || state.scope().choice().is_root) continue;
     if (std::ranges::find(order, &state) == order.end()) order.push_back(&state);
