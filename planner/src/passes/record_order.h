@@ -52,11 +52,13 @@ struct HostEvent {
   SegmentPhase phase = SegmentPhase::kForward;  // kSegment
   const ModuleCall* call = nullptr;             // kModuleCall
   std::vector<std::int32_t> microbatches;       // kBackwardBegin: that it covers, as in Pass::forwards
+  bool operator==(const HostEvent&) const = default;
 };
 
 struct RecordedStep {
   std::string name;
   std::vector<HostEvent> events;
+  bool operator==(const RecordedStep&) const = default;
 };
 
 // The steps of the strategy's program, equal ones at its end left out: the last repeats for ever. The calls
