@@ -8,7 +8,7 @@ namespace shardplan::fsdp1 {
 
 std::vector<KnownFault> KnownFaults(const Context& context) {
   std::vector<KnownFault> faults;
-  const auto tell = [&](bool happens, std::vector<Rule> rules, const char* why) {
+  const auto tell = [&](bool happens, const std::vector<Rule>& rules, const char* why) {
     if (!happens) return;
     for (const Rule rule : rules) faults.push_back({rule, why});
   };
