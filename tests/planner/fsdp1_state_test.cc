@@ -12,6 +12,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "tests/planner/planned.h"
+#include "tests/planner/random_cases.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {
@@ -246,37 +247,87 @@ Result<PlannerOutput> PlanOf(const Trace& trace, const Strategy& strategy) {
   return MakePlan(trace, strategy, ClusterOf(strategy.mesh.empty() ? 2 : 4), {.verify = false});
 }
 
+// Whether FSDP1 takes the program. Then the plan's steps are those of a program that spells out more
+// repetitions of the last step and goes on with another one: only behind that the policy looks for states
+// that come back.
+bool StepsRepeatAsThePolicyGoesOn(const Trace& trace, Strategy strategy) {
+  constexpr std::size_t kMore = 3;
+  const StepProgram other = {kZero, kZero, kZero};
+  const Result<PlannerOutput> plan = PlanOf(trace, strategy);
+  const std::size_t compared = strategy.program.size() + kMore;
+  strategy.program.resize(compared, StepProgram(strategy.program.back()));
+  strategy.program.push_back(other);
+  const Result<PlannerOutput> truth = PlanOf(trace, strategy);
+  EXPECT_EQ(plan.has_value(), truth.has_value());
+  if (!plan || !truth) {
+    if (!plan) EXPECT_EQ(plan.error().code, ErrorCode::kBadInput) << ToString(plan.error());
+    return false;
+  }
+  for (std::size_t s = 0; s < compared; ++s) {
+    const std::string difference =
+        Difference(Lines(plan->plan, StepAt(plan->plan, s)), Lines(truth->plan, truth->plan.steps[s]));
+    EXPECT_EQ(difference, "") << "step " << s << ", steady from step " << plan->plan.steady_step;
+    if (!difference.empty()) break;
+  }
+  return true;
+}
+
 TEST(Fsdp1StateTest, StepsThatRepeatAreThoseThatThePolicyGoesOnToPlan) {
-  constexpr std::size_t kMore = 3;  // steps to compare behind those of the program
   const Trace trace = TraceWithBranches();
-  const StepProgram other = {kZero, kZero, kZero};  // after which the policy looks for states that come back
   std::size_t compared = 0;
   for (NamedStrategy& named : Strategies()) {
     for (const NamedProgram& program : LatePrograms()) {
       SCOPED_TRACE(named.name + ": " + program.name);
       named.strategy.program = program.steps;
-      const Result<PlannerOutput> plan = PlanOf(trace, named.strategy);
-      named.strategy.program.resize(program.steps.size() + kMore, program.steps.back());
-      named.strategy.program.push_back(other);
-      const Result<PlannerOutput> truth = PlanOf(trace, named.strategy);
-      if (!plan && plan.error().code == ErrorCode::kBadInput) {
-        EXPECT_FALSE(truth);
-        continue;
-      }
-      EXPECT_TRUE(plan) << ToString(plan.error());
-      EXPECT_TRUE(truth) << ToString(truth.error());
-      if (!plan || !truth) continue;
-      ++compared;
-      for (std::size_t s = 0; s < program.steps.size() + kMore; ++s) {
-        ASSERT_GT(truth->plan.steps.size(), s);
-        const std::string difference =
-            Difference(Lines(plan->plan, StepAt(plan->plan, s)), Lines(truth->plan, truth->plan.steps[s]));
-        EXPECT_EQ(difference, "") << "step " << s << ", steady from step " << plan->plan.steady_step;
-        if (!difference.empty()) break;
-      }
+      compared += StepsRepeatAsThePolicyGoesOn(trace, named.strategy) ? 1U : 0U;
     }
   }
-  EXPECT_GT(compared, 600U);  // the others are refused
+  EXPECT_GT(compared, 600U);
+}
+
+StepProgram RandomStep(testing::Random& random) {
+  const std::vector<std::vector<ProgramCall>> calls = {
+      {Forward()},
+      {Forward(1)},
+      {Backward()},
+      {Forward(), Backward()},
+      {Forward(), Backward({0}, kNotTheFirstLayer)},
+      {Forward(0, kWithoutGradients)},
+      {Forward(2, kWithoutGradients, true)},
+      {Forward(0, kWithGradients, false)},
+      {kStep},
+      {kZero},
+      {Call("no_sync", true)},
+      {Call("no_sync", false)},
+      {Enter(), Leave()},
+      {Enter({"with_grads"}), Leave()},
+      {Enter({"offload_to_cpu"}), Leave()},
+      {Enter({}, "layers.0", false), Leave("layers.0", false)}};
+  StepProgram step = random.Chance(70) ? kUsual : StepProgram{};
+  for (int n = random.Below(4); n > 0; --n) {
+    const std::vector<ProgramCall>& added =
+        calls[static_cast<std::size_t>(random.Below(static_cast<int>(calls.size())))];
+    step.insert(step.begin() + random.Below(static_cast<int>(step.size()) + 1), added.begin(), added.end());
+  }
+  return step;
+}
+
+TEST(Fsdp1StateTest, StepsOfRandomProgramsRepeatAsThePolicyGoesOn) {
+  const Trace trace = TraceWithBranches();
+  std::vector<NamedStrategy> strategies = Strategies();
+  std::size_t compared = 0;
+  for (std::uint32_t seed = 0; seed < 300; ++seed) {
+    testing::Random random(seed);
+    NamedStrategy& named =
+        strategies[static_cast<std::size_t>(random.Below(static_cast<int>(strategies.size())))];
+    SCOPED_TRACE(fmt::format("seed {}: {}", seed, named.name));
+    named.strategy.program.clear();
+    for (int steps = 1 + random.Below(4); steps > 0; --steps) {
+      named.strategy.program.push_back(RandomStep(random));
+    }
+    compared += StepsRepeatAsThePolicyGoesOn(trace, named.strategy) ? 1U : 0U;
+  }
+  EXPECT_GT(compared, 150U);
 }
 
 // A call made late and one made from the beginning end in the same steps.

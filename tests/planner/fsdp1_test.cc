@@ -175,6 +175,17 @@ TEST(Fsdp1Test, SummonFullParamsGathersWhatIsShardedInTheOriginalDType) {
   EXPECT_FALSE(MakePlan(trace, strategy, ClusterOf(2)));
 }
 
+TEST(Fsdp1Test, WithoutShardingNoSyncAddsToWhatIsReducedAndThePlanSaysSo) {
+  Strategy strategy = Flat();
+  strategy.fsdp1.sharding = Fsdp1Sharding::kNoShard;
+  const ModuleCall enter{.method = "no_sync", .value = true}, leave{.method = "no_sync", .value = false};
+  strategy.program = {{ForwardCall{0, 0}, BackwardCall{{0}, 0}, enter, ForwardCall{1, 0},
+                       BackwardCall{{1}, 0}, leave, OptimizerStepCall{}, ZeroGradCall{}}};
+  const Result<PlannerOutput> planned = MakePlan(LayeredTrace(2, 8, 8), strategy, ClusterOf(2));
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  EXPECT_THAT(planned->faults, Contains(HasSubstr("without sharding")));
+}
+
 TEST(Fsdp1Test, OrderIsCheckedInTheFirstStepOnly) {
   Strategy strategy = Flat();
   strategy.fsdp1.validate_execution_order = true;

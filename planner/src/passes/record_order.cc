@@ -23,7 +23,10 @@ class Recorder {
         inputs_wrapped_(inputs_wrapped),
         to_run_(partition.units.size()) {}
 
-  const std::vector<std::set<ModuleId>>& to_run() const { return to_run_; }
+  // What a step leaves to the next ones.
+  auto Carried() const {
+    return std::tuple(to_run_, is_last_backward_, post_forwards_, input_hooks_, output_hooks_);
+  }
 
   // A call before the first step.
   void NoteCall(const ModuleCall& call) {
@@ -32,6 +35,9 @@ class Recorder {
 
   Result<RecordedStep> Record(const StepProgram& program, std::size_t step) {
     step_ = {};
+    // Of calls before the step's first forward.
+    microbatch_ = 0;
+    grad_enabled_ = training_ = true;
     for (std::size_t c = 0; c < program.size(); ++c) {
       pointer_ = fmt::format("/program/{}/{}", step, c);
       Status status = std::visit([&](const auto& call) { return Call(call); }, program[c]);
@@ -383,15 +389,18 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   Recorder recorder(trace, index, partition, inputs_wrapped);
   for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
-  bool repeats = false;  // the last step once more: groups that a step leaves incomplete fire otherwise then
+  // The last step once more: where it leaves groups incomplete, or undoes the forward of the step before,
+  // other hooks fire then.
+  bool repeats = false;
   for (std::size_t s = 0; s < count || !repeats; ++s) {
     const std::size_t last = std::min(s, count - 1);
-    const auto before = recorder.to_run();
+    const auto before = recorder.Carried();
     Result<RecordedStep> step = recorder.Record(program[last], last);
     if (!step) return std::unexpected(step.error());
     steps.push_back(std::move(*step));
-    repeats = s + 1 >= count && (recorder.to_run() == before || s > count);
+    repeats = s + 1 >= count && (recorder.Carried() == before || s > count);
   }
+  while (steps.size() > count && steps.back() == steps[steps.size() - 2]) steps.pop_back();
   return steps;
 }
 

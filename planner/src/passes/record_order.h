@@ -53,11 +53,13 @@ struct HookPoint {
   SegmentPhase phase = SegmentPhase::kForward;  // kSegment
   const ModuleCall* call = nullptr;             // kModuleCall
   std::vector<std::int32_t> microbatches;       // kBackwardBegin: that it covers, as in Pass::forwards
+  bool operator==(const HookPoint&) const = default;
 };
 
 struct RecordedStep {
   std::string name;
   std::vector<HookPoint> events;
+  bool operator==(const RecordedStep&) const = default;
 };
 
 // The steps of the strategy's program, equal ones at its end left out: the last repeats for ever. The calls

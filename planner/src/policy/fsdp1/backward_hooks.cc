@@ -22,7 +22,11 @@ void PostBackwardHook(FsdpState& state, FlatParamHandle& handle, std::int32_t mi
   handle.flat_param.post_backward_called = true;
   context.builder.SetReason("post_backward");
   PostBackwardReshard(state, handle);
-  if (!state.sync_gradients) return;
+  if (!state.sync_gradients) {
+    // Without sharding `.grad` may be the reduced gradient.
+    if (!handle.flat_param.grad.exists()) context.faults_seen.mixed_with_reduced = true;
+    return;
+  }
   context.builder.WaitStream(context.streams.post_backward, kCompute,
                              context.EventName(handle.id(), "grads_ready"));
   ReduceGrad(handle);

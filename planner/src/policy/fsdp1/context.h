@@ -46,6 +46,7 @@ struct FaultsSeen {
   bool not_gathered_again = false;  // a backward that FSDP1 gathers nothing for
   bool dropped_unreduced = false;   // the user zeroed gradients that nothing had reduced
   bool missed_hook = false;         // a gradient was made that no post-backward hook reduces
+  bool mixed_with_reduced = false;  // no_sync added a gradient to one that NO_SHARD had reduced
 };
 
 struct Context {

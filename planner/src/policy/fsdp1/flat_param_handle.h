@@ -28,31 +28,47 @@ struct FlatParameter {
   // What the tensor's data is: the shard, its copy on the device, or an unsharded buffer. -1: what it was
   // flattened into, of which an offloaded shard is a pinned copy.
   BufferId data = -1;
-  FlatStorage mp_shard;  // _mp_shard: the shard in the low precision
-  FlatStorage
-      full_param_padded;  // _full_param_padded: what is gathered, in the low precision if there is one
-  FlatStorage full_prec_full_param_padded;  // _full_prec_full_param_padded: ... in the original dtype
-  FlatTensor device_shard;                  // flat_param_to(device): of an offloaded shard
-  FlatTensor summoned_on_host;              // to_cpu
+  // _mp_shard: the shard in the low precision.
+  FlatStorage mp_shard;
+  // _full_param_padded: what is gathered, in the low precision if there is one.
+  FlatStorage full_param_padded;
+  // _full_prec_full_param_padded: what is gathered in the original dtype, beside a low precision.
+  FlatStorage full_prec_full_param_padded;
+  // Made by flat_param_to(device), of an offloaded shard. Freed when it is gathered; NO_SHARD's by the
+  // reshard.
+  FlatTensor device_shard;
+  // Made by to_cpu, freed when its context is left.
+  FlatTensor summoned_on_host;
 
-  std::set<std::int32_t> view_grads;  // parameters whose views have a gradient that is not in `grad` yet
-  FlatTensor grad;                    // .grad, unsharded: not reduced yet
-  // .grad or _saved_grad_shard: the gradient as the optimizer gets it. Set by a reduction, taken by the
-  // reset after zero_grad, a step in the backward and NO_SHARD's next reduction.
+  // Parameters whose views have a gradient that is not in `grad` yet. Set by segments of a backward, taken by
+  // AccumulateGrad.
+  std::set<std::int32_t> view_grads;
+  // .grad, unsharded and not reduced. Set by AccumulateGrad, taken by the reduction or by ResetGrad.
+  FlatTensor grad;
+  // .grad or _saved_grad_shard: the gradient as the optimizer gets it. Set by the reduction, taken by
+  // ResetGrad, by a step in the backward and by NO_SHARD's next reduction.
   bool has_sharded_grad = false;
-  bool sharded_grad_is_low_precision =
-      false;                          // keep_low_precision_grads: from one backward's end to the next
-  bool has_saved_grad = false;        // _saved_grad_shard exists: .grad was put aside for this backward
-  bool post_backward_called = false;  // _post_backward_called: since a backward that reduced was over
-  // Parameters of each contribution to the gradients that are there. The verifier compares them between
-  // steps.
+  // With keep_low_precision_grads: from PrepareGradientForOptim to PrepareGradientForBackward.
+  bool sharded_grad_is_low_precision = false;
+  // _saved_grad_shard exists: .grad was put aside. Set by PrepareGradientForBackward, taken by
+  // PrepareGradientForOptim.
+  bool has_saved_grad = false;
+  // _post_backward_called: set by the post-backward hook, taken by PrepareGradientForOptim.
+  bool post_backward_called = false;
+  // Parameters of each contribution to the gradients that are there, from AccumulateGrad to ResetGrad. The
+  // verifier compares them between steps.
   std::vector<std::vector<std::int32_t>> contributions;
-  FlatStorage cpu_grad;      // _cpu_grad; with a step in the backward it is made in the pre-forward
-  FlatTensor device_grad;    // of an offloaded gradient, until the backward is over
-  FlatTensor summoned_grad;  // unshard_grad: gathered for summon_full_params(with_grads)
+  // _cpu_grad. There for ever, or, with a step in the backward, from the pre-forward to that step.
+  FlatStorage cpu_grad;
+  // The gradient that cpu_grad is a copy of, until the backward is over.
+  FlatTensor device_grad;
+  // Made by UnshardGrad for summon_full_params(with_grads), freed by ReshardGrad.
+  FlatTensor summoned_grad;
 
-  PostBackwardHookState post_backward_hook_state{false};  // _post_backward_hook_state
-  // _register_post_backward_reshard_only_hook, of a frozen one: it hangs on the inputs of this call.
+  // _post_backward_hook_state, and what autograd knows of the views.
+  PostBackwardHookState post_backward_hook_state{false};
+  // _register_post_backward_reshard_only_hook, of a frozen one: the hook is on the inputs of this call. Set
+  // by the pre-forward, taken by the final callback.
   std::optional<UnitCall> reshard_only_hook;
 
   bool operator==(const FlatParameter&) const = default;
@@ -102,19 +118,30 @@ class FlatParamHandle {
   bool PointsToShard() const { return flat_param.data == flat_param.local_shard; }
 
   FlatParameter flat_param;
-  HandleTrainingState training_state = HandleTrainingState::kIdle;  // set by hooks
+  // _training_state. Set by the hooks and by summon_full_params.
+  HandleTrainingState training_state = HandleTrainingState::kIdle;
   // FSDP_USE_FULL_PREC_IN_EVAL is set and the module was not in training mode in the latest forward.
   bool evaluates_in_full_precision = false;
-  bool needs_pre_forward_unshard = false;    // set by the root's pre-forward, taken by the unit's
-  bool needs_pre_backward_unshard = false;   // set by post_forward, taken by pre_backward
-  bool prefetched = false;                   // from a prefetch to the next reshard
-  std::optional<UnitCall> prefetched_views;  // the pre-forward in which the prefetch made views
-  bool ran_pre_backward_hook = false;        // once a backward
-  bool skipped_use_sharded_views = false;    // of the latest reshard; the final callback makes up for it
-  std::optional<std::int32_t> pre_forward_order_index;  // _pre_forward_order_index; set by ExecOrderData
-  std::optional<std::int32_t> post_forward_index;  // _post_forward_index; ... and taken by the final callback
-  bool summoned = false;                           // inside summon_full_params
-  bool frees_when_summon_ends = false;             // ... which has gathered it
+  // _needs_pre_forward_unshard: set by the root's pre-forward, taken by the unit's.
+  bool needs_pre_forward_unshard = false;
+  // _needs_pre_backward_unshard: set by the post-forward, taken by the pre-backward hook.
+  bool needs_pre_backward_unshard = false;
+  // _prefetched: from a prefetch to the next reshard, forward of the root or end of a backward.
+  bool prefetched = false;
+  // As long as `prefetched`: the pre-forward in which the prefetch made views.
+  std::optional<UnitCall> prefetched_views;
+  // _ran_pre_backward_hook: taken by the post-forward and by the final callback.
+  bool ran_pre_backward_hook = false;
+  // _skipped_use_sharded_views: of the latest reshard. The final callback reshards again.
+  bool skipped_use_sharded_views = false;
+  // _pre_forward_order_index: set by ExecOrderData, once.
+  std::optional<std::int32_t> pre_forward_order_index;
+  // _post_forward_index: set by ExecOrderData, taken by the final callback.
+  std::optional<std::int32_t> post_forward_index;
+  // Inside of summon_full_params.
+  bool summoned = false;
+  // Set when that context is entered and taken when it is left: the context has gathered the parameter.
+  bool frees_when_summon_ends = false;
 
   bool operator==(const FlatParamHandle&) const = default;
 

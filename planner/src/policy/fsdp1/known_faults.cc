@@ -8,7 +8,7 @@ namespace shardplan::fsdp1 {
 
 std::vector<KnownFault> KnownFaults(const Context& context) {
   std::vector<KnownFault> faults;
-  const auto tell = [&](bool happens, std::vector<Rule> rules, const char* why) {
+  const auto tell = [&](bool happens, const std::vector<Rule>& rules, const char* why) {
     if (!happens) return;
     for (const Rule rule : rules) faults.push_back({rule, why});
   };
@@ -35,6 +35,9 @@ std::vector<KnownFault> KnownFaults(const Context& context) {
        "FSDP1 forgets the gradient of a unit whose backward begins and brings nothing more");
   tell(context.faults_seen.missed_hook, {Rule::kGradNotReduced},
        "FSDP1 reduces once for several forwards: what a later backward brings stays as it is");
+  tell(context.faults_seen.mixed_with_reduced, {Rule::kGradNotReduced},
+       "FSDP1 without sharding has one gradient: what no_sync accumulates is added to what is reduced "
+       "already");
   tell(context.faults_seen.dropped_unreduced, {Rule::kGradNotReduced},
        "the program zeroes gradients that no backward has reduced");
   tell(true, {Rule::kLeak},
