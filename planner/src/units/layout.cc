@@ -67,16 +67,6 @@ void LayOutFlat(Unit& unit, bool aligned, DType aligned_dtype, std::int64_t rank
   unit.flat_numel = CeilDiv(offset, ranks) * ranks;
 }
 
-std::vector<Bytes> ShardParts(const Unit& unit, std::int64_t ranks, DType dtype) {
-  if (unit.layout == LayoutKind::kFlat) return {Bytes{unit.flat_numel / ranks * SizeBytes(dtype)}};
-  std::vector<Bytes> parts;
-  parts.reserve(unit.parameters.size());
-  for (const UnitParameter& parameter : unit.parameters) {
-    parts.push_back(Bytes{PaddedPieceNumel(parameter, ranks) * SizeBytes(dtype)});
-  }
-  return parts;
-}
-
 Bytes Sum(const std::vector<Bytes>& parts) {
   return std::accumulate(parts.begin(), parts.end(), Bytes{}, [](Bytes a, Bytes b) { return a + b; });
 }

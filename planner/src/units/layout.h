@@ -26,8 +26,6 @@ std::vector<Bytes> OriginalShardParts(const Unit& unit, std::int64_t ranks);
 // Bytes by parameter of the first gathered tensor (without extension the only one), of all ranks.
 std::vector<Bytes> UnshardedParts(const Unit& unit, std::int64_t ranks);
 
-// Bytes of one rank's piece, padding included, parameter by parameter (per_parameter) or as one (flat).
-std::vector<Bytes> ShardParts(const Unit& unit, std::int64_t ranks, DType dtype);
 Bytes Sum(const std::vector<Bytes>& parts);
 
 }  // namespace shardplan
