@@ -260,7 +260,9 @@ bool StepsRepeatAsThePolicyGoesOn(const Trace& trace, Strategy strategy) {
   const Result<PlannerOutput> truth = PlanOf(trace, strategy);
   EXPECT_EQ(plan.has_value(), truth.has_value());
   if (!plan || !truth) {
-    if (!plan) EXPECT_EQ(plan.error().code, ErrorCode::kBadInput) << ToString(plan.error());
+    if (!plan) {
+      EXPECT_EQ(plan.error().code, ErrorCode::kBadInput) << ToString(plan.error());
+    }
     return false;
   }
   for (std::size_t s = 0; s < compared; ++s) {

@@ -164,6 +164,18 @@ class Fsdp1EventWriter {
            (buffer.role == BufferRole::kParamUnsharded && plan_.units[buffer.unit].shard_communicator < 0);
   }
 
+  // Right behind the record of its event it is a stream's synchronize(), which logs have of offloaded
+  // gradients only; else the rate limiter waits for what was freed earlier.
+  void OnHostWait(const Instruction& i, const Instruction* previous) {
+    const bool synchronizes =
+        previous != nullptr && previous->kind == InstructionKind::kRecord && previous->event == i.event;
+    if (!synchronizes) {
+      MarkPrefetch(Add("rate_limit_wait", i.unit), i);
+    } else if (trigger_ == TriggerKind::kBackwardEnd) {
+      Add("stream_synchronize", -1);
+    }
+  }
+
   void OnInstruction(const Instruction& i, const Instruction* previous, const Instruction* next) {
     switch (i.kind) {
       case InstructionKind::kCopyIn:  // into memory that may be there already
@@ -176,8 +188,7 @@ class Fsdp1EventWriter {
         if (trigger_ != TriggerKind::kLazyInit) OnFree(i);
         break;
       case InstructionKind::kHostWait:
-        if (plan_.events[i.event].starts_with("free.")) MarkPrefetch(Add("rate_limit_wait", i.unit), i);
-        if (plan_.events[i.event] == "backward_end.offload") Add("stream_synchronize", -1);
+        OnHostWait(i, previous);
         break;
       case InstructionKind::kAllGather:
         if (plan_.buffers[i.dst].role == BufferRole::kOrderCheck) {
