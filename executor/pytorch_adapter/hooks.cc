@@ -105,7 +105,7 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, 
 PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  if (!hooks.runtime->EnterGroup(hooks.options.unit, hooks.options.modules)) Py_RETURN_NONE;
+  if (!hooks.runtime->groups().Enter(hooks.options.unit, hooks.options.modules)) Py_RETURN_NONE;
   if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
     hooks.runtime->Recompute(TriggerKind::kPreForward, hooks.options.unit);
     Py_RETURN_NONE;
@@ -121,7 +121,7 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
 PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  if (!hooks.runtime->LeaveGroup(hooks.options.unit, arguments[0])) Py_RETURN_NONE;
+  if (!hooks.runtime->groups().Leave(hooks.options.unit, arguments[0])) Py_RETURN_NONE;
   if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
     hooks.runtime->Recompute(TriggerKind::kPostForward, hooks.options.unit);
     Py_RETURN_NONE;

@@ -8,6 +8,8 @@
 
 #include <utility>
 
+#include "python_error.h"
+
 namespace shardplan::python {
 namespace {
 
@@ -128,5 +130,14 @@ bool ModelParameter::HasGradHooks() const {
 }
 
 void ModelParameter::RunGradHooks() const { (*torch::autograd::impl::post_acc_grad_hooks(shard()))(shard()); }
+
+at::Tensor LocalGradient(const ModelParameter& parameter) {
+  if (!parameter.unsharded().grad().defined() || parameter.HasPlainGradient())
+    return parameter.unsharded().grad();
+  const InsideUserCode guards;
+  at::Tensor local = parameter.Gradient();
+  if (!local.defined()) OrThrow(PythonError("taking the local part of a DTensor gradient"));
+  return local;
+}
 
 }  // namespace shardplan::python

@@ -81,4 +81,8 @@ class ModelParameter {
   PyObject* grad_local_object_ = nullptr;  // its local tensor, owned by it
 };
 
+// The gradient that autograd left on the unsharded parameter, as the local tensor to reduce; undefined where
+// there is none. Throws std::runtime_error.
+at::Tensor LocalGradient(const ModelParameter& parameter);
+
 }  // namespace shardplan::python

@@ -120,7 +120,7 @@ py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector
 // [(kind, unit, [(unit, parameter) of a gradient])] of the step that deviated.
 py::list Log(const Runtime& runtime) {
   py::list log;
-  for (const Runtime::Passed& passed : runtime.log()) {
+  for (const Fallback::Passed& passed : runtime.fallback().log()) {
     py::list grads;
     for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
     log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads));
@@ -163,14 +163,17 @@ void BindRuntime(py::module_& module) {
       .def("unshard", &Runtime::Unshard, py::arg("unit"))
       .def("fall_back_on_deviation",
            [](Runtime& runtime, const py::object& on_step_end) {
-             runtime.FallBackOnDeviation(PyRef::Borrow(on_step_end.ptr()));
+             runtime.fallback().Enable(PyRef::Borrow(on_step_end.ptr()));
            })
-      .def_property_readonly("deviation", &Runtime::deviation)
+      .def_property_readonly("deviation",
+                             [](const Runtime& runtime) { return runtime.fallback().deviation(); })
       .def_property_readonly("log", &Log)
       .def_property_readonly("full_precision_forwards", &Runtime::full_precision_forwards)
       .def(
           "set_adopt",
-          [](Runtime& runtime, const py::object& adopt) { runtime.SetAdopt(PyRef::Borrow(adopt.ptr())); },
+          [](Runtime& runtime, const py::object& adopt) {
+            runtime.parameter_changes().SetAdopt(PyRef::Borrow(adopt.ptr()));
+          },
           py::arg("adopt"))
       .def("suspend", &Runtime::Suspend, py::arg("reason"))
       .def("set_reduction_hook", &SetReductionHook, py::arg("unit"), py::arg("hook"))

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -20,6 +21,12 @@ Status PythonError(const char* doing) {
   Py_XDECREF(value);
   Py_XDECREF(traceback);
   return MakeError(ErrorCode::kInternal, std::move(message));
+}
+
+void Throw(const Error& error) { throw std::runtime_error("shardplan: " + ToString(error)); }
+
+void OrThrow(const Status& status) {
+  if (!status) Throw(status.error());
 }
 
 }  // namespace shardplan::python

@@ -12,6 +12,10 @@ namespace shardplan::python {
 // The error of a Python call that failed, as a Status.
 Status PythonError(const char* doing);
 
+// As a std::runtime_error with a message for a person: hooks hand it on to Python as RuntimeError.
+[[noreturn]] void Throw(const Error& error);
+void OrThrow(const Status& status);
+
 // The GIL for a callback of the replayer, which runs without it.
 class HoldGil {
  public:

@@ -15,10 +15,12 @@
 namespace shardplan::python {
 namespace {
 
-[[noreturn]] void Throw(const Error& error) { throw std::runtime_error("shardplan: " + ToString(error)); }
-
-void OrThrow(const Status& status) {
-  if (!status) Throw(status.error());
+BufferParameters ParametersOfBuffers(const Plan& plan) {
+  BufferParameters parameters;
+  for (const Buffer& buffer : plan.buffers) {
+    parameters.push_back(buffer.unit < 0 ? std::vector<std::int32_t>() : ParametersOf(plan, buffer));
+  }
+  return parameters;
 }
 
 }  // namespace
@@ -33,15 +35,19 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       collectives_(std::make_unique<CustomCollectives>(std::move(collectives), *device_, groups)),
       units_(plan_->units.size()),
       shards_(plan_->units.size()),
-      evaluation_(std::make_unique<Evaluation>(*plan_, *device_, groups, shards_)),
+      buffer_parameters_(ParametersOfBuffers(*plan_)),
       unsharded_buffer_(plan_->units.size(), -1),
       extensions_(*plan_, *device_),
       order_(*plan_),
-      fallback_reduction_(*plan_, rank_, std::move(groups)) {
+      gathers_(
+          std::make_unique<UnplannedGathers>(*plan_, *device_, *this, units_, extensions_, groups, shards_)),
+      fallback_(*plan_, rank_, order_, *device_, units_, buffer_parameters_, shards_, *gathers_,
+                std::move(groups)),
+      handover_(*plan_, rank_, *device_, units_, buffer_parameters_),
+      changes_(*plan_, units_),
+      groups_(plan_->units.size()) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
-    buffer_parameters_.push_back(buffer.unit < 0 ? std::vector<std::int32_t>()
-                                                 : shardplan::ParametersOf(*plan_, buffer));
     // A flat unit may have another one in full precision.
     if (buffer.role == BufferRole::kParamUnsharded && unsharded_buffer_[buffer.unit] < 0) {
       unsharded_buffer_[buffer.unit] = static_cast<BufferId>(i);
@@ -60,13 +66,13 @@ Runtime::~Runtime() {
       unit.reduction_hook = {};
     }
     collectives_->Clear();
-    on_fallback_end_ = {};
-    adopt_ = {};
+    fallback_.Clear();
+    changes_.Clear();
     extensions_.Clear();
     const ReleaseGil no_gil;
     replayer_.reset();
     collectives_.reset();
-    evaluation_.reset();
+    gathers_.reset();
   }
 }
 
@@ -113,22 +119,27 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
 }
 
 void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
-  if (in_fallback_) [[unlikely]] {
-    return Demand(kind, unit, full_precision);
+  if (fallback_.active()) [[unlikely]] {
+    return fallback_.Pass(kind, unit, full_precision);
   }
   while (PassedSilently(replayer_->Expected().kind)) {
     if (replayer_->AtStepBegin()) {
-      AdoptReplacements();
-      CheckRequiresGrad();
+      changes_.Adopt();
+      changes_.CheckRequiresGrad();
       full_precision_forwards_.clear();
     }
     Fire(executor::TriggerKey(replayer_->Expected()));
   }
-  if (on_fallback_end_ && !IsAsPlanned(kind, unit)) [[unlikely]] {
-    Deviate(kind, unit);
-    return Demand(kind, unit, full_precision);
+  if (Deviates(kind, unit)) [[unlikely]] {
+    fallback_.Begin(kind, unit, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
+    return fallback_.Pass(kind, unit, full_precision);
   }
   Fire({kind, unit, replayer_->Expected().microbatch});
+}
+
+// Is the point another one than the plan's next, in a training that goes on without the plan?
+bool Runtime::Deviates(TriggerKind kind, UnitId unit) const {
+  return fallback_.enabled() && !fallback_.IsAsPlanned(Position(), kind, unit);
 }
 
 // See [Note: evaluation]. Decided where a forward begins, for all of it.
@@ -136,57 +147,27 @@ bool Runtime::IsEvaluation(UnitId entered) {
   if (evaluation_root_ != kNoUnit) {
     if (evaluation_root_ != entered && !at::GradMode::is_enabled()) return true;
     evaluation_root_ = kNoUnit;  // an exception ended that forward
-    ReshardAllUnplanned();
+    gathers_->ReshardAll();
   }
-  if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || in_fallback_) return false;
+  if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || fallback_.active()) return false;
   const PlanPosition next = order_.NextHooked(Position());
   const Trigger& trigger = order_.At(next);
   if (trigger.kind == TriggerKind::kPreForward && trigger.unit == entered && order_.HasNoBackward(next)) {
     return false;
   }
-  AdoptReplacements();
+  changes_.Adopt();
   evaluation_root_ = entered;
   return true;
-}
-
-void Runtime::UnshardUnplanned(UnitId unit, bool full_precision) {
-  if (units_[unit].unsharded) return;
-  const ReleaseGil no_gil;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Result<Evaluation::Extended> extended = Evaluation::Extended();
-  if (extensions_.Has(unit)) {
-    OrThrow(device_->RunOn(0, [&] {
-      const InsideUserCode guards;
-      extended = extensions_.Inputs(unit);
-    }));
-    if (!extended) Throw(extended.error());
-  }
-  OrThrow(ShardedParametersRead(unit));
-  OrThrow(evaluation_->Unshard(unit, full_precision, *extended));
-  OrThrow(BindUnsharded(unit, -1));
-  units_[unit].unplanned = true;
-}
-
-void Runtime::ReshardUnplanned(UnitId unit) {
-  if (!units_[unit].unplanned) return;
-  const ReleaseGil no_gil;
-  units_[unit].unplanned = false;
-  OrThrow(BindSharded(unit, -1));
-  OrThrow(evaluation_->Reshard(unit));
-}
-
-void Runtime::ReshardAllUnplanned() {
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) ReshardUnplanned(static_cast<UnitId>(unit));
 }
 
 void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
   if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
-  if (IsEvaluation(unit)) return UnshardUnplanned(unit, full_precision);
+  if (IsEvaluation(unit)) return gathers_->Unshard(unit, full_precision);
   const bool outermost = forward_root_ == kNoUnit;
   if (outermost) {
     forward_root_ = unit;
-    ReshardAllUnplanned();
+    gathers_->ReshardAll();
   }
   Pass(TriggerKind::kPreForward, unit, full_precision);
   if (outermost && !backward_end_queued_) full_precision_forwards_.push_back(full_precision);
@@ -196,7 +177,7 @@ void Runtime::PostForward(UnitId unit) {
   if (unit < 0) return;
   ++units_[unit].runs;
   if (evaluation_root_ != kNoUnit) {
-    ReshardUnplanned(unit);
+    gathers_->Reshard(unit);
     if (evaluation_root_ == unit) evaluation_root_ = kNoUnit;
     return;
   }
@@ -209,28 +190,13 @@ void Runtime::Recompute(TriggerKind kind, UnitId unit) {
   if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
 }
 
-bool Runtime::EnterGroup(UnitId unit, const std::vector<const void*>& modules) {
-  if (modules.size() < 2) return true;
-  std::set<const void*>& to_run = units_[unit].to_run;
-  if (!to_run.empty()) return false;
-  to_run.insert(modules.begin(), modules.end());
-  return true;
-}
-
-bool Runtime::LeaveGroup(UnitId unit, const void* module) {
-  if (unit < 0) return true;
-  std::set<const void*>& to_run = units_[unit].to_run;
-  to_run.erase(module);
-  return to_run.empty();
-}
-
 void Runtime::PreBackward(UnitId unit, std::int64_t run) {
   QueueBackwardEnd();
   if (unit < 0) return;
   UnitState& state = units_[unit];
   const bool another_run = std::exchange(state.run_in_backward, run) != run;
   if (state.in_backward) {
-    if (in_fallback_ && state.flat && another_run) log_.push_back({TriggerKind::kPreBackward, unit, {}});
+    if (fallback_.active() && state.flat && another_run) fallback_.NotePreBackward(unit);
     // Another output tensor of the unit: a point that a plan may name, but need not.
     const executor::TriggerKey& expected = replayer_->Expected();
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
@@ -256,30 +222,21 @@ void Runtime::BackwardEnd() {
   backward_end_queued_ = false;
   forward_root_ = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
-  while (!in_fallback_ && replayer_->Expected().kind == TriggerKind::kPostBackward) {
+  while (!fallback_.active() && replayer_->Expected().kind == TriggerKind::kPostBackward) {
     const UnitId unit = replayer_->Expected().unit;
-    if (on_fallback_end_ && !IsAsPlanned(TriggerKind::kPostBackward, unit)) break;
+    if (Deviates(TriggerKind::kPostBackward, unit)) break;
     Fire(executor::TriggerKey(replayer_->Expected()));
   }
-  const bool forgets = in_fallback_ || order_.IsLastBackward(order_.NextHooked(Position()));
+  const bool forgets = fallback_.active() || order_.IsLastBackward(order_.NextHooked(Position()));
   Pass(TriggerKind::kBackwardEnd, -1);
   for (UnitState& unit : units_) {
     unit.in_backward = false;
     unit.backward_begun = false;
-    if (forgets) unit.to_run.clear();
     if (unit.flat) unit.flat->Finish();
   }
-  PublishGradients();
-  if (!in_fallback_) CheckNoGradientIsLeft();
-}
-
-void Runtime::PublishGradients() {
-  const HoldGil gil;
-  for (const auto& [unit, buffer] : ready_) OrThrow(Publish(unit, buffer));
-  for (const UnitState& unit : units_) {
-    if (unit.flat && (in_fallback_ || !ready_.empty())) unit.flat->PublishZeros();
-  }
-  ready_.clear();
+  if (forgets) groups_.Forget();
+  handover_.PublishAll(/*zeros=*/fallback_.active());
+  if (!fallback_.active()) CheckNoGradientIsLeft();
 }
 
 Result<bool> Runtime::MoveExtended(BufferId src, BufferId dst, StreamId stream) {
@@ -330,20 +287,11 @@ Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
           ErrorCode::kNegative,
           fmt::format("{} got no gradient in this backward, but the plan reduces it: the model does not "
                       "use it as in the trace",
-                      Describe(unit, parameter)));
+                      ParameterText(*plan_, unit, parameter)));
     }
     parts.push_back(std::move(grad));
   }
   return device_->SetParts(buffer, std::move(parts));
-}
-
-at::Tensor Runtime::LocalGradient(const ModelParameter& parameter) {
-  if (!parameter.unsharded().grad().defined() || parameter.HasPlainGradient())
-    return parameter.unsharded().grad();
-  const InsideUserCode guards;
-  at::Tensor local = parameter.Gradient();
-  if (!local.defined()) OrThrow(PythonError("taking the local part of a DTensor gradient"));
-  return local;
 }
 
 Status Runtime::DropGradients(UnitId unit, BufferId buffer, std::span<const std::int32_t> parts) {
@@ -361,40 +309,6 @@ Status Runtime::DropGradients(UnitId unit, BufferId buffer, std::span<const std:
   return {};
 }
 
-std::string Runtime::Describe(UnitId unit, std::int32_t parameter) const {
-  return fmt::format("parameter {}", plan_->units[unit].parameters[parameter].fqn);
-}
-
-void Runtime::AdoptReplacements() {
-  const HoldGil gil;
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    if (units_[unit].unsharded) continue;  // its modules hold others, rightly
-    for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
-      ModelParameter& parameter = units_[unit].parameters[i];
-      PyObject* found = parameter.Replacement();
-      if (found == nullptr) [[likely]] {
-        continue;
-      }
-      const PyRef adopted = PyRef::Steal(PyObject_CallFunction(adopt_.get(), "nnO", unit, i, found));
-      if (!adopted) throw std::runtime_error("shardplan: " + ToString(PythonError("a parameter").error()));
-      parameter.Adopt(PyRef::Borrow(found));
-    }
-  }
-}
-
-void Runtime::CheckRequiresGrad() const {
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
-      const bool expected = plan_->units[unit].parameters[i].requires_grad;
-      if (units_[unit].parameters[i].shard().requires_grad() == expected) continue;
-      throw std::runtime_error(fmt::format(
-          "shardplan: {}: requires_grad expected {}, found {}: it was changed after "
-          "shardplan.torch.apply; plan the model as it is now",
-          Describe(static_cast<UnitId>(unit), static_cast<std::int32_t>(i)), expected, !expected));
-    }
-  }
-}
-
 void Runtime::CheckNoGradientIsLeft() {
   if (!BetweenSteps()) return;  // another micro-batch follows
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
@@ -403,9 +317,9 @@ void Runtime::CheckNoGradientIsLeft() {
       const std::string deviation = fmt::format(
           "{} got a gradient that the plan does not reduce: the model uses it in another way than in the "
           "trace",
-          Describe(static_cast<UnitId>(unit), static_cast<std::int32_t>(i)));
-      if (!on_fallback_end_) throw std::runtime_error("shardplan: " + deviation);
-      return DeviateAtBackwardEnd(deviation);
+          ParameterText(*plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)));
+      if (!fallback_.enabled()) throw std::runtime_error("shardplan: " + deviation);
+      return fallback_.BeginAtBackwardEnd(deviation, Position());
     }
   }
 }

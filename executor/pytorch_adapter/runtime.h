@@ -9,23 +9,24 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "custom_comm.h"
-#include "evaluation.h"
 #include "extensions.h"
-#include "fallback_reduction.h"
-#include "flat_unit.h"
-#include "model_parameter.h"
+#include "fallback.h"
+#include "gradient_handover.h"
+#include "module_groups.h"
+#include "parameter_changes.h"
 #include "plan_order.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
+#include "unit_state.h"
+#include "unplanned_gathers.h"
 
 namespace shardplan::python {
 
@@ -34,6 +35,10 @@ namespace shardplan::python {
 // callback backward_end. All others (step_begin, the optimizer's, user calls, step_end) have no hook: they
 // are fired when the next one that has comes. So the optimizer stays the user's, wherever in the loop it is
 // called.
+//
+// What is beside the plan is in classes of its own: UnplannedGathers (evaluation, calls of the user),
+// Fallback (a step that left its plan). GradientHandover gives reduced gradients to the parameters,
+// ParameterChanges sees what the user did to them, ModuleGroups knows which module runs a unit's hooks.
 //
 // Not thread safe, and need not be: the thread of the forward and that of the backward take turns. Members
 // throw std::runtime_error with a message for a person; the hooks hand it on to Python as RuntimeError.
@@ -88,12 +93,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
     return units_[unit].flat ? units_[unit].in_backward : units_[unit].backward_begun;
   }
   void Recompute(TriggerKind kind, UnitId unit);
-  // [Note: groups] The pre-forward of a unit of several modules runs for the first one entered of those that
-  // have yet to run, which are then all of them; its post-forward when the last of them has been left. So a
-  // module that does not run keeps the post-forward from running, until the end of a last backward forgets
-  // it. FSDP2's _register_group_forward_hooks. Do these hooks of the unit's module run?
-  bool EnterGroup(UnitId unit, const std::vector<const void*>& modules);
-  bool LeaveGroup(UnitId unit, const void* module);
+  ModuleGroups& groups() { return groups_; }
   // Null: the unit's layout is per_parameter.
   FlatUnit* Flat(UnitId unit) const { return unit < 0 ? nullptr : units_[unit].flat.get(); }
 
@@ -102,28 +102,16 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // the plan gathers (frees) the unit for as long as no step of the plan runs.
   void Unshard(UnitId unit);
   void Reshard(UnitId unit);
-  // adopt(unit, parameter, found): the modules hold another sharded parameter than they were given, or there
-  // is another tensor in it: makes it ours, or raises.
-  void SetAdopt(PyRef adopt) { adopt_ = std::move(adopt); }
+  ParameterChanges& parameter_changes() { return changes_; }
   // A forward fails with this reason; "": it does not.
   void Suspend(std::string reason) { suspended_ = std::move(reason); }
   // hook(reduced gradient) after the last collective of the unit's reductions, as FSDP2's
   // set_all_reduce_hook.
   void SetReductionHook(UnitId unit, PyRef hook);
   void SetCustomCollective(UnitId unit, CollectiveKind kind, PyRef comm);
-  // A deviation does not end the training: its step is finished without the plan, then on_step_end() is
-  // called.
-  void FallBackOnDeviation(PyRef on_step_end);
-  // A point that a step passed, and the gradients that were made since the point before it.
-  struct Passed {
-    TriggerKind kind;
-    UnitId unit;
-    std::vector<SegmentGrad> grads;
-  };
-  // Of the step that deviated, and what deviated first; "": none has.
-  const std::vector<Passed>& log() const { return log_; }
-  const std::string& deviation() const { return deviation_; }
-  // By forward of that step: was it to have full precision?
+  Fallback& fallback() { return fallback_; }
+  const Fallback& fallback() const { return fallback_; }
+  // By forward of the step under way, or of the one that deviated: was it to have full precision?
   const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
   bool BetweenSteps() const;
   // Where the replayer is, for people.
@@ -143,61 +131,23 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   Status ZeroGrad(UnitId unit) override;
 
  private:
-  struct UnitState {
-    std::vector<ModelParameter> parameters;
-    std::unique_ptr<FlatUnit> flat;  // in place of `parameters`
-    PyRef reduction_hook;
-    StreamId reduction_stream = -1;     // of the last reduction
-    std::int64_t runs = 0;              // forwards that have been left
-    std::int64_t run_in_backward = -1;  // the one whose pre_backward came last
-    bool in_backward = false;           // between its pre_backward and its post_backward
-    bool backward_begun = false;        // from its pre_backward to the end of the backward
-    std::set<const void*> to_run;       // of a group: the modules that have not been left yet
-    bool unsharded = false;             // its modules hold the whole parameters
-    bool unplanned = false;             // gathered by something that is not in the plan
-  };
-  struct ReadyGradients {
-    UnitId unit;
-    BufferId buffer;
-  };
-
   static constexpr UnitId kNoUnit = -2;
 
   PlanPosition Position() const { return {replayer_->step_index(), replayer_->trigger_index()}; }
   bool IsEvaluation(UnitId entered);
   bool PassUserCall(UnitId unit);
-  void UnshardUnplanned(UnitId unit, bool full_precision = false);
-  void ReshardUnplanned(UnitId unit);
-  void ReshardAllUnplanned();
   // full_precision: as in PreForward.
   void Pass(TriggerKind kind, UnitId unit, bool full_precision = false);
-  static at::Tensor LocalGradient(const ModelParameter& parameter);
-  bool IsAsPlanned(TriggerKind kind, UnitId unit) const;
-  void Deviate(TriggerKind kind, UnitId unit);
-  void DeviateAtBackwardEnd(std::string deviation);
-  void LogPlannedTriggers();
-  void Demand(TriggerKind kind, UnitId unit, bool full_precision = false);
-  at::Tensor TakeGradient(UnitId unit, std::int32_t parameter);
-  at::Tensor TakeAccumulated(UnitId unit, std::int32_t parameter);
-  void ReduceInFallback(UnitId unit);
-  void ReduceFlatInFallback(UnitId unit);
-  void EndBackwardInFallback();
+  bool Deviates(TriggerKind kind, UnitId unit) const;
   void Fire(const executor::TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
-  void AdoptReplacements();
-  void CheckRequiresGrad() const;
   void CheckNoGradientIsLeft();
-  void PublishGradients();
   bool InForward() const;
   Status BindFlatViews(UnitId unit, BufferId buffer);
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
   bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
-  Status PublishFlatGradient(UnitId unit, BufferId buffer);
-  Status Publish(UnitId unit, BufferId buffer);
-  Status PublishInBackward(UnitId unit, BufferId buffer);
   std::span<const std::int32_t> ParametersOf(BufferId buffer) const { return buffer_parameters_[buffer]; }
-  std::string Describe(UnitId unit, std::int32_t parameter) const;
 
   std::shared_ptr<const Plan> plan_;
   std::int64_t rank_;
@@ -206,25 +156,20 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::unique_ptr<executor::Replayer> replayer_;
   std::vector<UnitState> units_;
   std::vector<std::vector<at::Tensor>> shards_;  // by unit and parameter
-  std::unique_ptr<Evaluation> evaluation_;
-  std::vector<std::vector<std::int32_t>> buffer_parameters_;  // by BufferId
-  std::vector<BufferId> unsharded_buffer_;                    // by UnitId
+  BufferParameters buffer_parameters_;
+  std::vector<BufferId> unsharded_buffer_;  // by UnitId
   Extensions extensions_;
-  PyRef adopt_;
-  std::string suspended_;
   PlanOrder order_;
-  UnitId forward_root_ = kNoUnit;      // the unit entered first in the forward of the plan that is under way
-  UnitId evaluation_root_ = kNoUnit;   // in the forward outside the plan
-  std::vector<ReadyGradients> ready_;  // reduced in this backward, handed to the parameters at its end
+  std::unique_ptr<UnplannedGathers> gathers_;
+  Fallback fallback_;
+  GradientHandover handover_;
+  ParameterChanges changes_;
+  ModuleGroups groups_;
+  std::string suspended_;
+  UnitId forward_root_ = kNoUnit;     // the unit entered first in the forward of the plan that is under way
+  UnitId evaluation_root_ = kNoUnit;  // in the forward outside the plan
   bool backward_end_queued_ = false;
-  FallbackReduction fallback_reduction_;
-  PyRef on_fallback_end_;  // null: a deviation is an error
-  bool in_fallback_ = false;
-  std::string deviation_;
-  std::vector<Passed> log_;
-  std::vector<bool> full_precision_forwards_;  // of the step under way
-  std::set<std::pair<BufferId, std::int32_t>> accumulated_taken_;
-  int backwards_left_ = 0;                        // of the step that deviated
+  std::vector<bool> full_precision_forwards_;     // of the step under way
   TriggerKind firing_ = TriggerKind::kStepBegin;  // the trigger under way, or the last one
 };
 

@@ -67,7 +67,7 @@ Status Runtime::ShardedParametersRead(UnitId unit) {
 
 // Of the point that is being passed.
 bool Runtime::InForward() const {
-  return (in_fallback_ ? log_.back().kind : firing_) == TriggerKind::kPreForward;
+  return (fallback_.active() ? fallback_.log().back().kind : firing_) == TriggerKind::kPreForward;
 }
 
 // New views in a forward; in a backward those of the forward, whose memory is there again.
@@ -75,7 +75,7 @@ Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   FlatUnit& flat = *units_[unit].flat;
   units_[unit].unsharded = true;
   const bool unplanned = buffer < 0;
-  const bool evaluates = unplanned && !in_fallback_;
+  const bool evaluates = unplanned && !fallback_.active();
   if (!evaluates && !InForward()) return flat.BindViewsAgain();
   if (!unplanned &&
       plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
@@ -87,8 +87,8 @@ Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
     const auto parameter = static_cast<std::int32_t>(i);
-    Result<at::Tensor> view = unplanned && gathers ? evaluation_->FlatView(unit, parameter)
-                                                   : device_->ParameterView(whole, parameter);
+    Result<at::Tensor> view =
+        unplanned && gathers ? gathers_->FlatView(unit, parameter) : device_->ParameterView(whole, parameter);
     if (!view) return std::unexpected(std::move(view.error()));
     views.push_back(std::move(*view));
   }
@@ -117,39 +117,14 @@ bool Runtime::AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradi
     if (!gradients[parameter].defined()) continue;
     const auto id = static_cast<BufferId>(found - plan_->buffers.begin());
     const Result<at::Tensor> sum = device_->ParameterView(id, parameter);
-    if (!sum) throw std::runtime_error("shardplan: " + ToString(sum.error()));
+    if (!sum) Throw(sum.error());
     sum->add_(gradients[parameter]);
   }
   return true;
 }
 
-// A backward may end with another buffer than it reduced into: kept in low precision, offloaded. The last one
-// that is alive counts.
-Status Runtime::PublishFlatGradient(UnitId unit, BufferId buffer) {
-  BufferId last = -1;
-  for (const ReadyGradients& ready : ready_) {
-    if (ready.unit == unit && device_->Part(ready.buffer, 0).defined()) last = ready.buffer;
-  }
-  if (buffer != last) return {};
-  Result<at::Tensor> local = device_->ShardedView(buffer, 0, rank_);
-  return local ? units_[unit].flat->PublishGradient(*local)
-               : Status(std::unexpected(std::move(local.error())));
-}
-
-// An optimizer in the backward: that of one original parameter.
 Status Runtime::OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) {
-  if (unit < 0 || parameter < 0 || !units_[unit].flat) return {};
-  Status status;
-  const Status ran = device_->RunOn(std::max(stream, 0), [&] {
-    const InsideUserCode guards;
-    const std::vector<ReadyGradients> ready = ready_;
-    for (const ReadyGradients& gradients : ready) {
-      if (gradients.unit == unit && status) status = PublishFlatGradient(unit, gradients.buffer);
-    }
-    std::erase_if(ready_, [&](const ReadyGradients& gradients) { return gradients.unit == unit; });
-    if (status) status = units_[unit].flat->StepInBackward(parameter);
-  });
-  return ran ? status : ran;
+  return handover_.StepInBackward(unit, parameter, stream);
 }
 
 Status Runtime::ZeroGrad(UnitId zeroed) {

@@ -1,4 +1,5 @@
-// Runtime's fallback: it finishes a step that deviated from its plan; see [Note: fallback].
+#include "fallback.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <fmt/format.h>
 
@@ -7,7 +8,6 @@
 #include <utility>
 
 #include "python_error.h"
-#include "runtime.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::python {
@@ -23,68 +23,62 @@ std::string NameOf(const Plan& plan, const executor::TriggerKey& key) {
 
 }  // namespace
 
-void Runtime::FallBackOnDeviation(PyRef on_step_end) { on_fallback_end_ = std::move(on_step_end); }
-
-// Does the trigger find what the plan says: the kind, the unit, and the gradients that it takes?
-bool Runtime::IsAsPlanned(TriggerKind kind, UnitId unit) const {
-  const Trigger& expected = order_.At(Position());
+bool Fallback::IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const {
+  const Trigger& expected = order_.At(next);
   if (expected.kind != kind || expected.unit != unit) return false;
   for (const Instruction& i : expected.instructions) {
     const bool takes = (i.kind == InstructionKind::kGradCopyIn ||
                         i.kind == InstructionKind::kGradAccumulate || i.kind == InstructionKind::kGradCast) &&
-                       plan_->buffers[i.src].role == BufferRole::kGradUnsharded;
+                       plan_.buffers[i.src].role == BufferRole::kGradUnsharded;
     if (!takes) continue;
-    const UnitState& state = units_[plan_->buffers[i.src].unit];
+    const UnitState& state = units_[plan_.buffers[i.src].unit];
     if (state.flat) continue;  // what a backward does not reach has a gradient of zeros
-    for (const std::int32_t p : ParametersOf(i.src)) {
+    for (const std::int32_t p : buffer_parameters_[i.src]) {
       if (!state.parameters[p].unsharded().grad().defined()) return false;
     }
   }
   return true;
 }
 
-void Runtime::Deviate(TriggerKind kind, UnitId unit) {
-  for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
-    const Buffer& buffer = plan_->buffers[b];
+void Fallback::Begin(TriggerKind kind, UnitId unit, const executor::Replayer& replayer,
+                     const std::function<void()>& publish) {
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
     const bool partial = buffer.role == BufferRole::kPartialReduceOutput;
-    if (partial && device_->Part(static_cast<BufferId>(b), 0).defined()) {
+    if (partial && device_.Part(static_cast<BufferId>(b), 0).defined()) {
       throw std::runtime_error(fmt::format(
           "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
           "over the shards but not yet over the replicas: found {}, expected {}",
-          NameOf(*plan_, {kind, unit, 0}), NameOf(*plan_, replayer_->Expected())));
+          NameOf(plan_, {kind, unit, 0}), NameOf(plan_, replayer.Expected())));
     }
   }
   deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})",
-                           NameOf(*plan_, {kind, unit, replayer_->Expected().microbatch}),
-                           NameOf(*plan_, replayer_->Expected()), Where());
+                           NameOf(plan_, {kind, unit, replayer.Expected().microbatch}),
+                           NameOf(plan_, replayer.Expected()), replayer.Where());
   {
     const ReleaseGil no_gil;
-    if (Result<bool> done = device_->Synchronize(); !done) {
-      throw std::runtime_error("shardplan: " + ToString(done.error()));
-    }
+    if (Result<bool> done = device_.Synchronize(); !done) Throw(done.error());
   }
-  PublishGradients();
-  LogPlannedTriggers();
+  publish();
+  LogPlannedTriggers({replayer.step_index(), replayer.trigger_index()});
   for (UnitState& state : units_) state.unplanned = state.unsharded;
-  in_fallback_ = true;
+  active_ = true;
 }
 
-// Every trigger was as planned, but there are gradients that it did not reduce.
-void Runtime::DeviateAtBackwardEnd(std::string deviation) {
+void Fallback::BeginAtBackwardEnd(std::string deviation, PlanPosition next) {
   deviation_ = std::move(deviation);
-  LogPlannedTriggers();
-  in_fallback_ = true;
+  LogPlannedTriggers(next);
+  active_ = true;
   backwards_left_ = 1;
-  EndBackwardInFallback();
+  EndBackward();
 }
 
 // What the step has passed so far was as planned.
-void Runtime::LogPlannedTriggers() {
-  const PlanPosition now = Position();
+void Fallback::LogPlannedTriggers(PlanPosition now) {
   backwards_left_ = 0;
   std::vector<SegmentGrad> made;  // since the last point; those of a trigger's compute come after it
-  for (std::size_t t = 0; t < plan_->steps[now.step].triggers.size(); ++t) {
-    const Trigger& trigger = plan_->steps[now.step].triggers[t];
+  for (std::size_t t = 0; t < plan_.steps[now.step].triggers.size(); ++t) {
+    const Trigger& trigger = plan_.steps[now.step].triggers[t];
     if (static_cast<std::int32_t>(t) >= now.trigger) {
       backwards_left_ += trigger.kind == TriggerKind::kBackwardEnd ? 1 : 0;
       continue;
@@ -92,25 +86,25 @@ void Runtime::LogPlannedTriggers() {
     log_.push_back({trigger.kind, trigger.unit, std::exchange(made, {})});
     for (const Instruction& i : trigger.instructions) {
       if (i.kind != InstructionKind::kCompute) continue;
-      const std::vector<SegmentGrad>& grads = plan_->segments[i.segment].grads;
+      const std::vector<SegmentGrad>& grads = plan_.segments[i.segment].grads;
       made.insert(made.end(), grads.begin(), grads.end());
     }
   }
 }
 
-void Runtime::Demand(TriggerKind kind, UnitId unit, bool full_precision) {
+void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   log_.push_back({kind, unit, {}});
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
-      return UnshardUnplanned(unit, full_precision);
+      return gathers_.Unshard(unit, full_precision);
     case TriggerKind::kPostForward:
-      return units_[unit].in_backward ? void() : ReshardUnplanned(unit);
+      return units_[unit].in_backward ? void() : gathers_.Reshard(unit);
     case TriggerKind::kPostBackward:
-      ReduceInFallback(unit);
-      return ReshardUnplanned(unit);
+      Reduce(unit);
+      return gathers_.Reshard(unit);
     case TriggerKind::kBackwardEnd:
-      return EndBackwardInFallback();
+      return EndBackward();
     default:
       return;
   }
@@ -118,28 +112,28 @@ void Runtime::Demand(TriggerKind kind, UnitId unit, bool full_precision) {
 
 // What waits in another dtype than the gradient's, or flat, for a later micro-batch; in the parameter's
 // shape.
-at::Tensor Runtime::TakeAccumulated(UnitId unit, std::int32_t parameter) {
+at::Tensor Fallback::TakeAccumulated(UnitId unit, std::int32_t parameter) {
   at::Tensor sum;
-  for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
-    const Buffer& buffer = plan_->buffers[b];
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
     if (buffer.role != BufferRole::kGradUnshardedAccumulated || buffer.unit != unit) continue;
     const auto id = static_cast<BufferId>(b);
-    const auto held = ParametersOf(id);
+    const auto held = buffer_parameters_[id];
     const auto found = std::ranges::find(held, parameter);
     if (found == held.end()) continue;
     const bool apart = held.size() == buffer.parts_bytes.size();
-    if (!device_->Part(id, apart ? static_cast<std::int32_t>(found - held.begin()) : 0).defined() ||
+    if (!device_.Part(id, apart ? static_cast<std::int32_t>(found - held.begin()) : 0).defined() ||
         !accumulated_taken_.insert({id, parameter}).second) {
       continue;
     }
-    const Result<at::Tensor> waiting = device_->ParameterView(id, parameter);
-    if (!waiting) throw std::runtime_error("shardplan: " + ToString(waiting.error()));
+    const Result<at::Tensor> waiting = device_.ParameterView(id, parameter);
+    if (!waiting) Throw(waiting.error());
     sum = sum.defined() ? sum + *waiting : *waiting;
   }
   return sum;
 }
 
-at::Tensor Runtime::TakeGradient(UnitId unit, std::int32_t parameter) {
+at::Tensor Fallback::TakeGradient(UnitId unit, std::int32_t parameter) {
   at::Tensor grad;
   if (FlatUnit* flat = units_[unit].flat.get()) {
     grad = flat->gradient().gradient(parameter);
@@ -153,59 +147,60 @@ at::Tensor Runtime::TakeGradient(UnitId unit, std::int32_t parameter) {
   return grad.defined() ? waiting + grad.to(waiting.scalar_type()) : waiting;
 }
 
-// A unit that has trained before in this step adds to that gradient.
-void Runtime::ReduceFlatInFallback(UnitId unit) {
-  FlatUnit& flat = *units_[unit].flat;
+// By parameter of the unit; those that are there are noted as made at this point.
+std::vector<at::Tensor> Fallback::TakeGradients(UnitId unit) {
   std::vector<at::Tensor> grads;
-  for (std::size_t p = 0; p < plan_->units[unit].parameters.size(); ++p) {
+  for (std::size_t p = 0; p < plan_.units[unit].parameters.size(); ++p) {
     grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));
     if (grads.back().defined()) log_.back().grads.push_back({unit, static_cast<std::int32_t>(p)});
   }
+  return grads;
+}
+
+// A unit that has trained before in this step adds to that gradient.
+void Fallback::ReduceFlat(UnitId unit) {
+  FlatUnit& flat = *units_[unit].flat;
+  const std::vector<at::Tensor> grads = TakeGradients(unit);
   flat.gradient().Clear();
   at::Tensor reduced;
   {
     const ReleaseGil no_gil;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    reduced = fallback_reduction_.ReduceFlat(unit, grads, device_->torch_device());
+    reduced = reduction_.ReduceFlat(unit, grads, device_.torch_device());
   }
   if (!reduced.defined()) return;
   const InsideUserCode guards;
   flat.ForgetGradient();
   Status status = flat.PublishGradient(reduced.to(shards_[unit][0].device()));
-  if (plan_->strategy.optimizer.in_backward) {
-    for (std::size_t p = 0; p < plan_->units[unit].parameters.size() && status; ++p) {
+  if (plan_.strategy.optimizer.in_backward) {
+    for (std::size_t p = 0; p < plan_.units[unit].parameters.size() && status; ++p) {
       status = flat.StepInBackward(static_cast<std::int32_t>(p));
     }
   }
-  if (!status) throw std::runtime_error("shardplan: " + ToString(status.error()));
+  OrThrow(status);
 }
 
-void Runtime::ReduceInFallback(UnitId unit) {
+void Fallback::Reduce(UnitId unit) {
   UnitState& state = units_[unit];
-  if (state.flat) return ReduceFlatInFallback(unit);
-  std::vector<at::Tensor> grads;
-  for (std::size_t p = 0; p < state.parameters.size(); ++p) {
-    grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));
-    if (grads.back().defined()) log_.back().grads.push_back({unit, static_cast<std::int32_t>(p)});
-  }
+  if (state.flat) return ReduceFlat(unit);
+  const std::vector<at::Tensor> grads = TakeGradients(unit);
   std::vector<at::Tensor> reduced;
   {
     const ReleaseGil no_gil;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    reduced = fallback_reduction_.Reduce(unit, grads);
+    reduced = reduction_.Reduce(unit, grads);
   }
   const InsideUserCode guards;
   for (std::size_t p = 0; p < reduced.size(); ++p) {
     if (!reduced[p].defined()) continue;
     if (!state.parameters[p].PublishGrad(reduced[p])) {
-      throw std::runtime_error("shardplan: " +
-                               ToString(PythonError("handing a gradient to its parameter").error()));
+      Throw(PythonError("handing a gradient to its parameter").error());
     }
     if (state.parameters[p].HasGradHooks()) state.parameters[p].RunGradHooks();
   }
 }
 
-void Runtime::EndBackwardInFallback() {
+void Fallback::EndBackward() {
   std::vector<bool> mine(units_.size());
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const ModelParameter& p : units_[u].parameters) mine[u] = mine[u] || p.unsharded().grad().defined();
@@ -213,16 +208,16 @@ void Runtime::EndBackwardInFallback() {
   std::vector<bool> any;
   {
     const ReleaseGil no_gil;
-    any = fallback_reduction_.AnyRank(mine);
+    any = reduction_.AnyRank(mine);
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (any[u]) ReduceInFallback(static_cast<UnitId>(u));
+    if (any[u]) Reduce(static_cast<UnitId>(u));
   }
-  ReshardAllUnplanned();
+  gathers_.ReshardAll();
   if (--backwards_left_ > 0) return;
   const HoldGil gil;
-  PyRef result = PyRef::Steal(PyObject_CallNoArgs(on_fallback_end_.get()));
-  if (!result) throw std::runtime_error("shardplan: " + ToString(PythonError("planning again").error()));
+  PyRef result = PyRef::Steal(PyObject_CallNoArgs(on_step_end_.get()));
+  if (!result) Throw(PythonError("planning again").error());
 }
 
 }  // namespace shardplan::python
