@@ -120,9 +120,9 @@ inline constexpr std::nullptr_t kFields = nullptr;
 // Where the JSON Schema files define T: in "$defs" of this document's file under this name. Without a name it
 // is written out where it is used.
 struct Definition {
-  std::string_view document = {};
-  std::string_view name = {};
-  std::string_view says = {};
+  std::string_view document;
+  std::string_view name;
+  std::string_view says;
 };
 template <typename T>
 inline constexpr Definition kDefinition{};

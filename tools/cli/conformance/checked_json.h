@@ -46,7 +46,7 @@ class CheckedJson {
   // What is there, or a default where the member is missing.
   template <typename T>
   T Value(const std::string& key, T missing) const {
-    return Has(key) ? (*this)[key].Get<T>() : missing;
+    return Has(key) ? (*this)[key].Get<T>() : std::move(missing);
   }
 
   bool IsNull() const { return value_->is_null(); }

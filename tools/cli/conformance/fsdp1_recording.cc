@@ -23,7 +23,7 @@ DType ToDType(const Json& name) {
 
 class Fsdp1Converter {
  public:
-  explicit Fsdp1Converter(Json json) : json_(json) {}
+  explicit Fsdp1Converter(Json json) : json_(std::move(json)) {}
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp1";
@@ -316,7 +316,8 @@ class Fsdp1Converter {
 }  // namespace
 
 Result<Recording> ConvertFsdp1(const std::string& json_text) {
-  return ConvertJson<Recording>(json_text, [](CheckedJson json) { return Fsdp1Converter(json).Run(); });
+  return ConvertJson<Recording>(json_text,
+                                [](const CheckedJson& json) { return Fsdp1Converter(json).Run(); });
 }
 
 }  // namespace shardplan::conformance

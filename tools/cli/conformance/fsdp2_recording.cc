@@ -14,7 +14,7 @@ using Json = CheckedJson;
 
 class Fsdp2Converter {
  public:
-  explicit Fsdp2Converter(Json json) : json_(json) {}
+  explicit Fsdp2Converter(Json json) : json_(std::move(json)) {}
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp2";
@@ -334,7 +334,8 @@ class Fsdp2Converter {
 }  // namespace
 
 Result<Recording> ConvertFsdp2(const std::string& json_text) {
-  return ConvertJson<Recording>(json_text, [](CheckedJson json) { return Fsdp2Converter(json).Run(); });
+  return ConvertJson<Recording>(json_text,
+                                [](const CheckedJson& json) { return Fsdp2Converter(json).Run(); });
 }
 
 }  // namespace shardplan::conformance

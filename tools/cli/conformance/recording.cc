@@ -26,6 +26,7 @@ Result<LogEvent> ParseLine(const std::string& line) {
 std::optional<std::int32_t> NumberFrom(std::string_view text) {
   std::int32_t number = 0;
   const char* end = text.data() + text.size();
+  // NOLINTNEXTLINE(bugprone-suspicious-stringview-data-usage): `end` bounds it
   const auto [parsed, error] = std::from_chars(text.data(), end, number);
   if (error != std::errc() || parsed != end || number < 0) return std::nullopt;
   return number;
