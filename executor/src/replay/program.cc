@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "replay/copy_resolver.h"
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
@@ -15,10 +16,6 @@ namespace {
 bool IsModelMemory(BufferRole role) {
   return role == BufferRole::kGradUnsharded || role == BufferRole::kOptimizerState ||
          role == BufferRole::kOptimizerTemp;
-}
-
-bool IsFinalGradient(BufferRole role) {
-  return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
 }
 
 class Builder {

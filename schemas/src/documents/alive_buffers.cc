@@ -10,9 +10,12 @@ bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive
   return !dst_is_alive && src.dtype == dst.dtype && src.memory == dst.memory;
 }
 
+bool IsFinalGradient(BufferRole role) {
+  return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
+}
+
 bool ZeroGradTakes(UnitId unit, const Buffer& buffer) {
-  const bool is_reduced = buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kGradHost;
-  return is_reduced && (unit < 0 || buffer.unit == unit);
+  return IsFinalGradient(buffer.role) && (unit < 0 || buffer.unit == unit);
 }
 
 AliveBuffers::AliveBuffers(const Plan& plan) : plan_(plan), alive_(plan.buffers.size()) {

@@ -2,14 +2,10 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
-namespace {
-
-bool IsFinal(BufferRole role) { return role == BufferRole::kGradSharded || role == BufferRole::kGradHost; }
-
-}  // namespace
 
 Gradients::Gradients(const Plan& plan, const Memory& memory, Words& words)
     : plan_(plan), memory_(memory), words_(words) {}
@@ -190,7 +186,7 @@ void Gradients::Change(const Instruction& instruction, Position at) {
 }
 
 void Gradients::Release(BufferId buffer, Position at) {
-  if (!IsFinal(plan_.buffers[buffer].role)) return;
+  if (!IsFinalGradient(plan_.buffers[buffer].role)) return;
   Consume(buffer, at);
   At(buffer).used_up = true;
 }
@@ -227,7 +223,7 @@ void Gradients::CheckNoneUnreduced(UnitId unit, Position at) {
     }
   };
   for_each_value([&](BufferId buffer, std::size_t slot) {
-    if (IsFinal(plan_.buffers[buffer].role)) is_final[slot] = true;
+    if (IsFinalGradient(plan_.buffers[buffer].role)) is_final[slot] = true;
   });
   for_each_value([&](BufferId buffer, std::size_t slot) {
     const Gradient& value = values_[slot];

@@ -26,9 +26,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
     const BufferId id = static_cast<BufferId>(i);
     if (buffer.role == BufferRole::kParamSharded) unit_shards_[buffer.unit].push_back(id);
     if (buffer.role == BufferRole::kOptimizerState) unit_states_[buffer.unit].push_back(id);
-    if (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kGradHost) {
-      unit_grads_[buffer.unit].push_back(id);
-    }
+    if (IsFinalGradient(buffer.role)) unit_grads_[buffer.unit].push_back(id);
     if (buffer.role == BufferRole::kParamUnsharded) needs_binding_[buffer.unit] = true;
   }
   // A flat parameter may be gathered into a buffer of another role that the modules are then bound to.

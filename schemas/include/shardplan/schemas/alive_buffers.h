@@ -13,8 +13,11 @@ namespace shardplan {
 // foreach_reduce and FSDP1's _cast_grad_to_param_dtype, whose .to(dtype) returns the tensor itself.
 bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive);
 
-// Whether a zero_grad of `unit` (-1: of all) takes the gradients in the buffer, those that the optimizer
-// reads. The buffer is freed; a persistent one is emptied and stays.
+// Whether a buffer of that role holds reduced gradients, those that the optimizer reads.
+bool IsFinalGradient(BufferRole role);
+
+// Whether a zero_grad of `unit` (-1: of all) takes the reduced gradients in the buffer. The buffer is freed;
+// a persistent one is emptied and stays.
 bool ZeroGradTakes(UnitId unit, const Buffer& buffer);
 
 // Which buffers are alive while a program is walked in host order. Ids out of range change nothing.
