@@ -110,16 +110,6 @@ Result<std::vector<at::Tensor>> Extensions::InputsOf(const Extension& extension)
   return tensors;
 }
 
-Result<Evaluation::Extended> Extensions::Inputs(UnitId unit) const {
-  Evaluation::Extended extended{.others = others_[unit], .allocated = allocated_[unit]};
-  for (const auto& [parameter, extension] : of_unit_[unit]) {
-    Result<std::vector<at::Tensor>> inputs = InputsOf(extension);
-    if (!inputs) return std::unexpected(inputs.error());
-    extended.inputs[parameter] = std::move(*inputs);
-  }
-  return extended;
-}
-
 Status Extensions::FillInput(const Extension& extension, const at::Tensor& part) {
   const Result<std::vector<at::Tensor>> tensors = InputsOf(extension);
   if (!tensors) return std::unexpected(tensors.error());

@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "evaluation.h"
 #include "model_parameter.h"
 #include "py_ref.h"
 #include "shardplan/executor/torch_device.h"
@@ -37,8 +36,6 @@ class Extensions {
   // The GIL is held in all of these, and the stream is the current one.
   // True: `dst` holds what `src` was to be copied for. False: the copy is still to be made.
   Result<bool> Move(BufferId src, BufferId dst);
-  // What a gather beside the plan takes.
-  Result<Evaluation::Extended> Inputs(UnitId unit) const;
   // Everything that was gathered of the unit is there.
   Status Finish(UnitId unit, std::vector<ModelParameter>& parameters);
 

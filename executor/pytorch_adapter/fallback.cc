@@ -1,19 +1,18 @@
 #include "fallback.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
 
+#include "parameter_changes.h"
 #include "python_error.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::python {
-namespace {
 
-std::string NameOf(const Plan& plan, const executor::TriggerKey& key) {
+std::string TriggerText(const Plan& plan, const executor::TriggerKey& key) {
   Trigger trigger;
   trigger.kind = key.kind;
   trigger.unit = key.unit;
@@ -21,56 +20,36 @@ std::string NameOf(const Plan& plan, const executor::TriggerKey& key) {
   return shardplan::Describe(plan, trigger);
 }
 
-}  // namespace
-
 bool Fallback::IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const {
   const Trigger& expected = order_.At(next);
-  if (expected.kind != kind || expected.unit != unit) return false;
-  for (const Instruction& i : expected.instructions) {
-    const bool takes = (i.kind == InstructionKind::kGradCopyIn ||
-                        i.kind == InstructionKind::kGradAccumulate || i.kind == InstructionKind::kGradCast) &&
-                       plan_.buffers[i.src].role == BufferRole::kGradUnsharded;
-    if (!takes) continue;
-    const UnitState& state = units_[plan_.buffers[i.src].unit];
-    if (state.flat) continue;  // what a backward does not reach has a gradient of zeros
-    for (const std::int32_t p : buffer_parameters_[i.src]) {
-      if (!state.parameters[p].unsharded().grad().defined()) return false;
-    }
-  }
-  return true;
+  return expected.kind == kind && expected.unit == unit && MissingGradient(next).empty();
 }
 
-void Fallback::Begin(TriggerKind kind, UnitId unit, const executor::Replayer& replayer,
-                     const std::function<void()>& publish) {
-  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-    const Buffer& buffer = plan_.buffers[b];
-    const bool partial = buffer.role == BufferRole::kPartialReduceOutput;
-    if (partial && device_.Part(static_cast<BufferId>(b), 0).defined()) {
-      throw std::runtime_error(fmt::format(
-          "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
-          "over the shards but not yet over the replicas: found {}, expected {}",
-          NameOf(plan_, {kind, unit, 0}), NameOf(plan_, replayer.Expected())));
+std::string Fallback::MissingGradient(PlanPosition next) const {
+  for (const BufferId taken : order_.GradientsTakenAt(next)) {
+    const UnitId unit = plan_.buffers[taken].unit;
+    if (units_[unit].flat) continue;  // what a backward does not reach has a gradient of zeros
+    for (const std::int32_t p : buffer_parameters_[taken]) {
+      if (!units_[unit].parameters[p].unsharded().grad().defined()) return ParameterText(plan_, unit, p);
     }
   }
-  deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})",
-                           NameOf(plan_, {kind, unit, replayer.Expected().microbatch}),
-                           NameOf(plan_, replayer.Expected()), replayer.Where());
+  return {};
+}
+
+void Fallback::Begin(const std::string& found, const std::string& expected, executor::Replayer& replayer,
+                     const std::function<void()>& publish) {
+  deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})", found, expected,
+                           replayer.Where());
   {
     const ReleaseGil no_gil;
-    if (Result<bool> done = device_.Synchronize(); !done) Throw(done.error());
+    OrThrow(replayer.Leave());
   }
   publish();
+  log_.clear();
   LogPlannedTriggers({replayer.step_index(), replayer.trigger_index()});
-  for (UnitState& state : units_) state.unplanned = state.unsharded;
+  on_demand_.TakeOver();
+  on_demand_.ReducePartial();
   active_ = true;
-}
-
-void Fallback::BeginAtBackwardEnd(std::string deviation, PlanPosition next) {
-  deviation_ = std::move(deviation);
-  LogPlannedTriggers(next);
-  active_ = true;
-  backwards_left_ = 1;
-  EndBackward();
 }
 
 // What the step has passed so far was as planned.
@@ -83,7 +62,8 @@ void Fallback::LogPlannedTriggers(PlanPosition now) {
       backwards_left_ += trigger.kind == TriggerKind::kBackwardEnd ? 1 : 0;
       continue;
     }
-    log_.push_back({trigger.kind, trigger.unit, std::exchange(made, {})});
+    log_.push_back({trigger.kind, trigger.unit, std::exchange(made, {}),
+                    order_.KeepsGradients(PlanPosition{now.step, static_cast<std::int32_t>(t)})});
     for (const Instruction& i : trigger.instructions) {
       if (i.kind != InstructionKind::kCompute) continue;
       const std::vector<SegmentGrad>& grads = plan_.segments[i.segment].grads;
@@ -92,132 +72,49 @@ void Fallback::LogPlannedTriggers(PlanPosition now) {
   }
 }
 
-void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
-  log_.push_back({kind, unit, {}});
+void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision, bool reduces) {
+  log_.push_back({kind, unit, {}, !reduces});
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
-      return gathers_.Unshard(unit, full_precision);
+      return on_demand_.Unshard(unit, full_precision);
     case TriggerKind::kPostForward:
-      return units_[unit].in_backward ? void() : gathers_.Reshard(unit);
+      return units_[unit].in_backward ? void() : on_demand_.Reshard(unit);
     case TriggerKind::kPostBackward:
-      Reduce(unit);
-      return gathers_.Reshard(unit);
+      TakeGradients(unit, reduces);
+      return on_demand_.Reshard(unit);
     case TriggerKind::kBackwardEnd:
-      return EndBackward();
+      return EndBackward(reduces);
     default:
       return;
   }
 }
 
-// What waits in another dtype than the gradient's, or flat, for a later micro-batch; in the parameter's
-// shape.
-at::Tensor Fallback::TakeAccumulated(UnitId unit, std::int32_t parameter) {
-  at::Tensor sum;
-  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-    const Buffer& buffer = plan_.buffers[b];
-    if (buffer.role != BufferRole::kGradUnshardedAccumulated || buffer.unit != unit) continue;
-    const auto id = static_cast<BufferId>(b);
-    const auto held = buffer_parameters_[id];
-    const auto found = std::ranges::find(held, parameter);
-    if (found == held.end()) continue;
-    const bool apart = held.size() == buffer.parts_bytes.size();
-    if (!device_.Part(id, apart ? static_cast<std::int32_t>(found - held.begin()) : 0).defined() ||
-        !accumulated_taken_.insert({id, parameter}).second) {
-      continue;
-    }
-    const Result<at::Tensor> waiting = device_.ParameterView(id, parameter);
-    if (!waiting) Throw(waiting.error());
-    sum = sum.defined() ? sum + *waiting : *waiting;
-  }
-  return sum;
+void Fallback::TakeGradients(UnitId unit, bool reduces) {
+  const std::vector<std::int32_t> made = reduces ? on_demand_.Reduce(unit) : on_demand_.Keep(unit);
+  for (const std::int32_t parameter : made) log_.back().grads.push_back({unit, parameter});
 }
 
-at::Tensor Fallback::TakeGradient(UnitId unit, std::int32_t parameter) {
-  at::Tensor grad;
-  if (FlatUnit* flat = units_[unit].flat.get()) {
-    grad = flat->gradient().gradient(parameter);
-  } else {
-    const ModelParameter& model_parameter = units_[unit].parameters[parameter];
-    grad = LocalGradient(model_parameter);
-    model_parameter.unsharded().mutable_grad() = at::Tensor();
-  }
-  const at::Tensor waiting = TakeAccumulated(unit, parameter);
-  if (!waiting.defined()) return grad;
-  return grad.defined() ? waiting + grad.to(waiting.scalar_type()) : waiting;
+void Fallback::EndBackward(bool reduces) {
+  for (const UnitId unit : on_demand_.UnitsWithGradients()) TakeGradients(unit, reduces);
+  on_demand_.ReshardAll();
+  --backwards_left_;
 }
 
-// By parameter of the unit; those that are there are noted as made at this point.
-std::vector<at::Tensor> Fallback::TakeGradients(UnitId unit) {
-  std::vector<at::Tensor> grads;
-  for (std::size_t p = 0; p < plan_.units[unit].parameters.size(); ++p) {
-    grads.push_back(TakeGradient(unit, static_cast<std::int32_t>(p)));
-    if (grads.back().defined()) log_.back().grads.push_back({unit, static_cast<std::int32_t>(p)});
+void Fallback::EndStep(bool reduces) {
+  if (reduces) {
+    for (const UnitId unit : on_demand_.UnitsWithGradients()) on_demand_.Reduce(unit);
   }
-  return grads;
-}
-
-// A unit that has trained before in this step adds to that gradient.
-void Fallback::ReduceFlat(UnitId unit) {
-  FlatUnit& flat = *units_[unit].flat;
-  const std::vector<at::Tensor> grads = TakeGradients(unit);
-  flat.gradient().Clear();
-  at::Tensor reduced;
-  {
-    const ReleaseGil no_gil;
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    reduced = reduction_.ReduceFlat(unit, grads, device_.torch_device());
-  }
-  if (!reduced.defined()) return;
-  const InsideUserCode guards;
-  flat.ForgetGradient();
-  Status status = flat.PublishGradient(reduced.to(shards_[unit][0].device()));
-  if (plan_.strategy.optimizer.in_backward) {
-    for (std::size_t p = 0; p < plan_.units[unit].parameters.size() && status; ++p) {
-      status = flat.StepInBackward(static_cast<std::int32_t>(p));
-    }
-  }
-  OrThrow(status);
-}
-
-void Fallback::Reduce(UnitId unit) {
-  UnitState& state = units_[unit];
-  if (state.flat) return ReduceFlat(unit);
-  const std::vector<at::Tensor> grads = TakeGradients(unit);
-  std::vector<at::Tensor> reduced;
-  {
-    const ReleaseGil no_gil;
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    reduced = reduction_.Reduce(unit, grads);
-  }
-  const InsideUserCode guards;
-  for (std::size_t p = 0; p < reduced.size(); ++p) {
-    if (!reduced[p].defined()) continue;
-    if (!state.parameters[p].PublishGrad(reduced[p])) {
-      Throw(PythonError("handing a gradient to its parameter").error());
-    }
-    if (state.parameters[p].HasGradHooks()) state.parameters[p].RunGradHooks();
-  }
-}
-
-void Fallback::EndBackward() {
-  std::vector<bool> mine(units_.size());
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    for (const ModelParameter& p : units_[u].parameters) mine[u] = mine[u] || p.unsharded().grad().defined();
-  }
-  std::vector<bool> any;
-  {
-    const ReleaseGil no_gil;
-    any = reduction_.AnyRank(mine);
-  }
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (any[u]) Reduce(static_cast<UnitId>(u));
-  }
-  gathers_.ReshardAll();
-  if (--backwards_left_ > 0) return;
+  on_demand_.ReshardAll();
+  active_ = false;
   const HoldGil gil;
   PyRef result = PyRef::Steal(PyObject_CallNoArgs(on_step_end_.get()));
   if (!result) Throw(PythonError("planning again").error());
+}
+
+void Fallback::Abandon() {
+  active_ = false;
+  log_.clear();
 }
 
 }  // namespace shardplan::python

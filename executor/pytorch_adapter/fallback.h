@@ -1,26 +1,26 @@
 // What finishes a step that deviated from its plan.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
-#include <set>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
 #include <vector>
 
-#include "fallback_reduction.h"
+#include "on_demand.h"
 #include "plan_order.h"
 #include "shardplan/executor/replayer.h"
-#include "shardplan/executor/torch_device.h"
 #include "unit_state.h"
-#include "unplanned_gathers.h"
 
 namespace shardplan::python {
 
-// See [Note: fallback]. Members throw std::runtime_error with a message for a person.
+// [Note: fallback]
+// A fallback finishes a step that deviated from its plan, when all ranks deviate alike, on demand: units are
+// gathered when they are entered, forward and backward, and gradients are reduced unit by unit. The numbers
+// are the plan's, but for the order in which the gradients of several backwards are added. It lasts until the
+// optimizer steps (see Runtime::OptimizerSteps), or, where nobody sees that, until as many backwards as the
+// plan has for the step are over and the next forward begins.
+//
+// Members throw std::runtime_error with a message for a person.
 class Fallback {
  public:
   // A point that a step passed, and the gradients that were made since the point before it.
@@ -28,40 +28,43 @@ class Fallback {
     TriggerKind kind;
     UnitId unit;
     std::vector<SegmentGrad> grads;
+    bool keeps = false;  // post_backward, backward_end: gradients were not reduced
   };
 
-  // groups: by CommunicatorId. shards: by unit and parameter. All but `groups` outlive this.
-  Fallback(const Plan& plan, std::int64_t rank, const PlanOrder& order, executor::TorchDevice& device,
-           std::vector<UnitState>& units, const BufferParameters& buffer_parameters,
-           const std::vector<std::vector<at::Tensor>>& shards, UnplannedGathers& gathers,
-           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups)
+  // All outlive this.
+  Fallback(const Plan& plan, const PlanOrder& order, std::vector<UnitState>& units,
+           const BufferParameters& buffer_parameters, OnDemand& on_demand)
       : plan_(plan),
         order_(order),
-        device_(device),
         units_(units),
         buffer_parameters_(buffer_parameters),
-        shards_(shards),
-        gathers_(gathers),
-        reduction_(plan, rank, std::move(groups)) {}
+        on_demand_(on_demand) {}
 
   // A deviation does not end the training: its step is finished here, then on_step_end() is called.
   void Enable(PyRef on_step_end) { on_step_end_ = std::move(on_step_end); }
   bool enabled() const { return static_cast<bool>(on_step_end_); }
   // Has the step under way left its plan?
   bool active() const { return active_; }
+  // ... and has it had the backwards that its plan has?
+  bool has_had_its_backwards() const { return backwards_left_ <= 0; }
 
   // Does the trigger at `next` find what the plan says: the kind, the unit, and the gradients that it takes?
   bool IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const;
-  // The step leaves its plan: (kind, unit) is passed where the replayer expects another trigger. publish():
-  // hands over the gradients that the plan has reduced.
-  void Begin(TriggerKind kind, UnitId unit, const executor::Replayer& replayer,
+  // A parameter that has no gradient although the trigger at `next` takes it; "": none.
+  std::string MissingGradient(PlanPosition next) const;
+  // The step leaves its plan before `replayer`'s next trigger; `found` is what comes instead of `expected`,
+  // for people. publish(): hands over the gradients that the plan has reduced.
+  void Begin(const std::string& found, const std::string& expected, executor::Replayer& replayer,
              const std::function<void()>& publish);
-  // Every trigger up to `next` was as planned, but there are gradients that they did not reduce.
-  void BeginAtBackwardEnd(std::string deviation, PlanPosition next);
   // A point that is passed while active. full_precision: of a unit that is not to be gathered in the low one.
-  void Pass(TriggerKind kind, UnitId unit, bool full_precision);
+  // reduces: are gradients to be reduced, or kept?
+  void Pass(TriggerKind kind, UnitId unit, bool full_precision, bool reduces);
   // Another output tensor of a flat unit got its gradient.
   void NotePreBackward(UnitId unit) { log_.push_back({TriggerKind::kPreBackward, unit, {}}); }
+  // The step is over: reduces what is not reduced, if it is to be, and calls on_step_end().
+  void EndStep(bool reduces);
+  // The step is abandoned.
+  void Abandon();
 
   // Of the step that deviated, and what deviated first; "": none has.
   const std::vector<Passed>& log() const { return log_; }
@@ -71,27 +74,22 @@ class Fallback {
 
  private:
   void LogPlannedTriggers(PlanPosition now);
-  at::Tensor TakeGradient(UnitId unit, std::int32_t parameter);
-  at::Tensor TakeAccumulated(UnitId unit, std::int32_t parameter);
-  std::vector<at::Tensor> TakeGradients(UnitId unit);
-  void Reduce(UnitId unit);
-  void ReduceFlat(UnitId unit);
-  void EndBackward();
+  void TakeGradients(UnitId unit, bool reduces);
+  void EndBackward(bool reduces);
 
   const Plan& plan_;
   const PlanOrder& order_;
-  executor::TorchDevice& device_;
   std::vector<UnitState>& units_;
   const BufferParameters& buffer_parameters_;
-  const std::vector<std::vector<at::Tensor>>& shards_;
-  UnplannedGathers& gathers_;
-  FallbackReduction reduction_;
+  OnDemand& on_demand_;
   PyRef on_step_end_;  // null: a deviation is an error
   bool active_ = false;
   std::string deviation_;
   std::vector<Passed> log_;
-  std::set<std::pair<BufferId, std::int32_t>> accumulated_taken_;
   int backwards_left_ = 0;  // of the step that deviated
 };
+
+// "pre_forward of layers.0".
+std::string TriggerText(const Plan& plan, const executor::TriggerKey& key);
 
 }  // namespace shardplan::python

@@ -179,6 +179,14 @@ void FlatUnit::PublishZeros() {
   }
 }
 
+void FlatUnit::DropGradient() {
+  gradient_->Clear();
+  ForgetGradient();
+  for (const VisibleParameter& visible : visible_) {
+    THPVariable_Unpack(visible.object.get()).mutable_grad() = at::Tensor();
+  }
+}
+
 Status FlatUnit::StepInBackward(std::int32_t parameter) {
   const PyRef& object = visible_[parameter].object;
   const at::Tensor tensor = THPVariable_Unpack(object.get());

@@ -77,6 +77,8 @@ class FlatUnit {
   Status StepInBackward(std::int32_t parameter);
   // The plan lets go of the gradient: what it computes next is a new one.
   void ForgetGradient() { published_ = at::Tensor(); }
+  // The step is abandoned: no gradient is there, neither unreduced nor of a visible parameter.
+  void DropGradient();
   // A frozen unit registers hooks on its inputs once a backward; true for the first call since Finish.
   bool ClaimInputHooks() { return !std::exchange(input_hooks_, true); }
   // The backward is over.

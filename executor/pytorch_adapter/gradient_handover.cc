@@ -20,11 +20,23 @@ Status GradientHandover::Ready(UnitId unit, BufferId buffer) {
 
 void GradientHandover::PublishAll(bool zeros) {
   const HoldGil gil;
-  for (const auto& [unit, buffer] : kept_) OrThrow(Publish(unit, buffer));
+  for (const Kept& kept : kept_) {
+    OrThrow(Publish(kept.unit, kept.buffer));
+    if (!units_[kept.unit].flat) published_.push_back(kept);
+  }
   for (const UnitState& unit : units_) {
     if (unit.flat && (zeros || !kept_.empty())) unit.flat->PublishZeros();
   }
   kept_.clear();
+}
+
+bool GradientHandover::IsDropped() const {
+  return std::ranges::any_of(published_, [&](const Kept& published) {
+    const std::vector<ModelParameter>& parameters = units_[published.unit].parameters;
+    return device_.Part(published.buffer, 0).defined() &&
+           std::ranges::any_of(buffer_parameters_[published.buffer],
+                               [&](std::int32_t p) { return !parameters[p].shard().grad().defined(); });
+  });
 }
 
 // The GIL is held.

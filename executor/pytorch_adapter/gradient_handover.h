@@ -23,6 +23,14 @@ class GradientHandover {
   // The backward is over: hands over what was kept. Flat units that got nothing are given zeros, if any unit
   // got a gradient, or always (`zeros`). Throws std::runtime_error. Takes the GIL.
   void PublishAll(bool zeros);
+  // Has the user let go of a gradient that was handed over and that the plan still has (zero_grad between
+  // micro-batches)? Of flat units it is no matter: FlatUnit::WriteBack.
+  bool IsDropped() const;
+  // What was kept, or handed over, is the plan's no more.
+  void Forget() {
+    kept_.clear();
+    published_.clear();
+  }
   // An optimizer in the backward: that of one original parameter of a flat unit.
   Status StepInBackward(UnitId unit, std::int32_t parameter, StreamId stream);
 
@@ -40,7 +48,8 @@ class GradientHandover {
   executor::TorchDevice& device_;
   std::vector<UnitState>& units_;
   const BufferParameters& buffer_parameters_;
-  std::vector<Kept> kept_;  // reduced in this backward
+  std::vector<Kept> kept_;       // reduced in this backward
+  std::vector<Kept> published_;  // handed over at the end of a backward, since the plan's zero_grad
 };
 
 }  // namespace shardplan::python

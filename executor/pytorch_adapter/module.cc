@@ -117,13 +117,13 @@ py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector
                         py::reinterpret_steal<py::object>(hooks.post_forward.release()));
 }
 
-// [(kind, unit, [(unit, parameter) of a gradient])] of the step that deviated.
+// [(kind, unit, [(unit, parameter) of a gradient], keeps)] of the step that deviated.
 py::list Log(const Runtime& runtime) {
   py::list log;
   for (const Fallback::Passed& passed : runtime.fallback().log()) {
     py::list grads;
     for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
-    log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads));
+    log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads, passed.keeps));
   }
   return log;
 }
@@ -165,6 +165,14 @@ void BindRuntime(py::module_& module) {
            [](Runtime& runtime, const py::object& on_step_end) {
              runtime.fallback().Enable(PyRef::Borrow(on_step_end.ptr()));
            })
+      .def("optimizer_steps", &Runtime::OptimizerSteps)
+      .def("expect_optimizer", &Runtime::ExpectOptimizer)
+      .def("set_requires_gradient_sync", &Runtime::SetRequiresGradientSync, py::arg("units"),
+           py::arg("value"))
+      .def("set_is_last_backward", &Runtime::SetIsLastBackward, py::arg("value"))
+      .def("abandon", &Runtime::Abandon)
+      .def("restart", &Runtime::Restart)
+      .def("show_shards", &Runtime::ShowShards, py::arg("show"))
       .def_property_readonly("deviation",
                              [](const Runtime& runtime) { return runtime.fallback().deviation(); })
       .def_property_readonly("log", &Log)

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <variant>
 
+#include "shardplan/schemas/alive_buffers.h"
+
 namespace shardplan::python {
 namespace {
 
@@ -60,6 +62,37 @@ std::vector<std::vector<bool>> LastBackwards(const Plan& plan) {
   return steps;
 }
 
+// By trigger of a step: no gradient is reduced from the last backward_end, or the step's begin, to the next.
+std::vector<bool> KeepsOf(const Plan& plan, const std::vector<Trigger>& triggers) {
+  const auto reduces = [&](const Instruction& i) {
+    if (i.dst < 0) return false;
+    const BufferRole role = plan.buffers[i.dst].role;
+    return i.kind != InstructionKind::kAllocate &&
+           (IsFinalGradient(role) || role == BufferRole::kPartialReduceOutput);
+  };
+  std::vector<bool> keeps(triggers.size(), false);
+  bool reduced = false;
+  std::size_t begin = 0;
+  for (std::size_t t = 0; t < triggers.size(); ++t) {
+    reduced = reduced || std::ranges::any_of(triggers[t].instructions, reduces);
+    if (triggers[t].kind != TriggerKind::kBackwardEnd) continue;
+    for (; begin <= t; ++begin) keeps[begin] = !reduced;
+    reduced = false;
+  }
+  return keeps;
+}
+
+std::vector<BufferId> TakenAt(const Plan& plan, const Trigger& trigger) {
+  std::vector<BufferId> taken;
+  for (const Instruction& i : trigger.instructions) {
+    const bool takes = (i.kind == InstructionKind::kGradCopyIn ||
+                        i.kind == InstructionKind::kGradAccumulate || i.kind == InstructionKind::kGradCast) &&
+                       plan.buffers[i.src].role == BufferRole::kGradUnsharded;
+    if (takes) taken.push_back(i.src);
+  }
+  return taken;
+}
+
 }  // namespace
 
 bool PassedSilently(TriggerKind kind) {
@@ -78,6 +111,9 @@ bool PassedSilently(TriggerKind kind) {
 
 PlanOrder::PlanOrder(const Plan& plan) : plan_(plan) {
   for (const PlanStep& step : plan.steps) {
+    std::vector<std::vector<BufferId>>& taken = taken_.emplace_back();
+    for (const Trigger& trigger : step.triggers) taken.push_back(TakenAt(plan, trigger));
+    keeps_.push_back(KeepsOf(plan, step.triggers));
     std::vector<bool>& without = no_backward_.emplace_back(step.triggers.size(), false);
     for (const Forward& forward : ForwardsOf(step.triggers)) {
       if (HasBackward(step.triggers, forward)) continue;

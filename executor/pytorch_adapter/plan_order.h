@@ -32,13 +32,21 @@ class PlanOrder {
   // Does the backward that this trigger is the end of forget what its forwards left behind (FSDP2's
   // set_is_last_backward)?
   bool IsLastBackward(PlanPosition position) const { return last_backward_[position.step][position.trigger]; }
+  // Is it in a backward that leaves its gradients for a later one to reduce?
+  bool KeepsGradients(PlanPosition position) const { return keeps_[position.step][position.trigger]; }
+  // grad_unsharded buffers that its instructions take.
+  const std::vector<BufferId>& GradientsTakenAt(PlanPosition position) const {
+    return taken_[position.step][position.trigger];
+  }
   // The next user call of the unit that does something, before the next trigger of a hook.
   std::optional<PlanPosition> NextUserCall(PlanPosition position, UnitId unit) const;
 
  private:
   const Plan& plan_;
-  std::vector<std::vector<bool>> no_backward_;    // by step and trigger
-  std::vector<std::vector<bool>> last_backward_;  // the same
+  std::vector<std::vector<bool>> no_backward_;             // by step and trigger
+  std::vector<std::vector<bool>> last_backward_;           // the same
+  std::vector<std::vector<bool>> keeps_;                   // the same
+  std::vector<std::vector<std::vector<BufferId>>> taken_;  // the same
 };
 
 // Has the model no hook for it? The user's calls are passed when the next trigger that has one comes.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "python_error.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::python {
@@ -39,10 +40,9 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       unsharded_buffer_(plan_->units.size(), -1),
       extensions_(*plan_, *device_),
       order_(*plan_),
-      gathers_(
-          std::make_unique<UnplannedGathers>(*plan_, *device_, *this, units_, extensions_, groups, shards_)),
-      fallback_(*plan_, rank_, order_, *device_, units_, buffer_parameters_, shards_, *gathers_,
-                std::move(groups)),
+      on_demand_(*plan_, rank_, *device_, units_, buffer_parameters_,
+                 GradientPresence(*plan_, std::move(groups))),
+      fallback_(*plan_, order_, units_, buffer_parameters_, on_demand_),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_),
       changes_(*plan_, units_),
       groups_(plan_->units.size()) {
@@ -72,7 +72,6 @@ Runtime::~Runtime() {
     const ReleaseGil no_gil;
     replayer_.reset();
     collectives_.reset();
-    gathers_.reset();
   }
 }
 
@@ -91,6 +90,7 @@ void Runtime::Start() {
   auto replayer = executor::Replayer::Create(*plan_, rank_, *device_, *collectives_, this);
   if (!replayer) Throw(replayer.error());
   replayer_ = std::move(*replayer);
+  on_demand_.Start(*replayer_, *this);
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
@@ -120,10 +120,11 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
 
 void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   if (fallback_.active()) [[unlikely]] {
-    return fallback_.Pass(kind, unit, full_precision);
+    return fallback_.Pass(kind, unit, full_precision, Reduces(unit));
   }
-  while (PassedSilently(replayer_->Expected().kind)) {
+  for (std::int64_t steps = 0; PassedSilently(replayer_->Expected().kind);) {
     if (replayer_->AtStepBegin()) {
+      if (++steps > std::ssize(plan_->steps) + 1) break;  // a plan without any point of the model
       changes_.Adopt();
       changes_.CheckRequiresGrad();
       full_precision_forwards_.clear();
@@ -131,23 +132,46 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
     Fire(executor::TriggerKey(replayer_->Expected()));
   }
   if (Deviates(kind, unit)) [[unlikely]] {
-    fallback_.Begin(kind, unit, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
-    return fallback_.Pass(kind, unit, full_precision);
+    Deviate(FoundText(kind, unit));
+    return fallback_.Pass(kind, unit, full_precision, Reduces(unit));
   }
   Fire({kind, unit, replayer_->Expected().microbatch});
 }
 
-// Is the point another one than the plan's next, in a training that goes on without the plan?
+// Is the point another one than the plan's next?
 bool Runtime::Deviates(TriggerKind kind, UnitId unit) const {
-  return fallback_.enabled() && !fallback_.IsAsPlanned(Position(), kind, unit);
+  return !fallback_.IsAsPlanned(Position(), kind, unit);
 }
 
-// See [Note: evaluation]. Decided where a forward begins, for all of it.
+// A point that is the plan's next one, but without a gradient, is described by that.
+std::string Runtime::FoundText(TriggerKind kind, UnitId unit) const {
+  const std::string text = TriggerText(*plan_, {kind, unit, replayer_->Expected().microbatch});
+  const std::string missing = fallback_.MissingGradient(Position());
+  const bool same = replayer_->Expected().kind == kind && replayer_->Expected().unit == unit;
+  return same && !missing.empty()
+             ? fmt::format("{}, where {} got no gradient in this backward, but the plan reduces it", text,
+                           missing)
+             : text;
+}
+
+void Runtime::Deviate(const std::string& found, const std::string& instead_of) {
+  const std::string expected = instead_of.empty() ? TriggerText(*plan_, replayer_->Expected()) : instead_of;
+  if (!fallback_.enabled()) {
+    throw std::runtime_error(fmt::format(
+        "shardplan: the model deviates from the plan: found {}, expected {} ({}). Plan the step as it is "
+        "trained, or apply the plan with on_deviation=\"replan\"; shardplan.torch.abandon_step gives the "
+        "step up",
+        found, expected, Where()));
+  }
+  fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
+}
+
+// A forward under no_grad that is not in the plan is done on demand. Decided where it begins, for all of it.
 bool Runtime::IsEvaluation(UnitId entered) {
   if (evaluation_root_ != kNoUnit) {
     if (evaluation_root_ != entered && !at::GradMode::is_enabled()) return true;
     evaluation_root_ = kNoUnit;  // an exception ended that forward
-    gathers_->ReshardAll();
+    on_demand_.ReshardAll();
   }
   if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || fallback_.active()) return false;
   const PlanPosition next = order_.NextHooked(Position());
@@ -163,11 +187,11 @@ bool Runtime::IsEvaluation(UnitId entered) {
 void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
   if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
-  if (IsEvaluation(unit)) return gathers_->Unshard(unit, full_precision);
+  if (IsEvaluation(unit)) return on_demand_.Unshard(unit, full_precision);
   const bool outermost = forward_root_ == kNoUnit;
   if (outermost) {
     forward_root_ = unit;
-    gathers_->ReshardAll();
+    if (!fallback_.active()) on_demand_.ReshardAll();
   }
   Pass(TriggerKind::kPreForward, unit, full_precision);
   if (outermost && !backward_end_queued_) full_precision_forwards_.push_back(full_precision);
@@ -177,7 +201,7 @@ void Runtime::PostForward(UnitId unit) {
   if (unit < 0) return;
   ++units_[unit].runs;
   if (evaluation_root_ != kNoUnit) {
-    gathers_->Reshard(unit);
+    on_demand_.Reshard(unit);
     if (evaluation_root_ == unit) evaluation_root_ = kNoUnit;
     return;
   }
@@ -216,6 +240,9 @@ void Runtime::QueueBackwardEnd() {
   backward_end_queued_ = true;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->BackwardEnd(); });
+  FollowSetters();
+  if (fallback_.active() || !handover_.IsDropped()) return;
+  Deviate("zero_grad() between micro-batches", "gradients that the backward adds to");
 }
 
 void Runtime::BackwardEnd() {
@@ -227,7 +254,8 @@ void Runtime::BackwardEnd() {
     if (Deviates(TriggerKind::kPostBackward, unit)) break;
     Fire(executor::TriggerKey(replayer_->Expected()));
   }
-  const bool forgets = fallback_.active() || order_.IsLastBackward(order_.NextHooked(Position()));
+  const bool planned = fallback_.active() || order_.IsLastBackward(order_.NextHooked(Position()));
+  const bool forgets = is_last_backward_.value_or(planned);
   Pass(TriggerKind::kBackwardEnd, -1);
   for (UnitState& unit : units_) {
     unit.in_backward = false;
@@ -237,6 +265,9 @@ void Runtime::BackwardEnd() {
   if (forgets) groups_.Forget();
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
+  // Where nobody sees the optimizer, the step is over with its last backward.
+  if (fallback_.active() && !optimizer_seen_ && fallback_.has_had_its_backwards() && Reduces(-1))
+    EndFallback();
 }
 
 Result<bool> Runtime::MoveExtended(BufferId src, BufferId dst, StreamId stream) {
@@ -249,6 +280,7 @@ Result<bool> Runtime::MoveExtended(BufferId src, BufferId dst, StreamId stream) 
 }
 
 Status Runtime::BindUnsharded(UnitId unit, BufferId buffer) {
+  SHARDPLAN_ASSERT(buffer >= 0, "what is bound is a buffer of the plan");
   if (extensions_.Has(unit)) {
     Status status;
     const Status ran = device_->RunOn(0, [&] {
@@ -277,6 +309,7 @@ Status Runtime::BindSharded(UnitId unit, BufferId) {
 }
 
 Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
+  if (on_demand_.has_gradients_under_way()) return on_demand_.SupplyGradients(unit, buffer);
   if (units_[unit].flat) return TakeFlatGradients(unit, buffer);
   std::vector<at::Tensor> parts;
   parts.reserve(ParametersOf(buffer).size());
@@ -318,8 +351,10 @@ void Runtime::CheckNoGradientIsLeft() {
           "{} got a gradient that the plan does not reduce: the model uses it in another way than in the "
           "trace",
           ParameterText(*plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)));
-      if (!fallback_.enabled()) throw std::runtime_error("shardplan: " + deviation);
-      return fallback_.BeginAtBackwardEnd(deviation, Position());
+      Deviate(deviation);
+      for (const UnitId held : on_demand_.UnitsWithGradients()) on_demand_.Reduce(held);
+      if (!optimizer_seen_ && fallback_.has_had_its_backwards()) EndFallback();
+      return;
     }
   }
 }

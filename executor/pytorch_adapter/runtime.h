@@ -19,6 +19,7 @@
 #include "fallback.h"
 #include "gradient_handover.h"
 #include "module_groups.h"
+#include "on_demand.h"
 #include "parameter_changes.h"
 #include "plan_order.h"
 #include "shardplan/executor/collectives.h"
@@ -26,7 +27,6 @@
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
 #include "unit_state.h"
-#include "unplanned_gathers.h"
 
 namespace shardplan::python {
 
@@ -36,9 +36,9 @@ namespace shardplan::python {
 // are fired when the next one that has comes. So the optimizer stays the user's, wherever in the loop it is
 // called.
 //
-// What is beside the plan is in classes of its own: UnplannedGathers (evaluation, calls of the user),
-// Fallback (a step that left its plan). GradientHandover gives reduced gradients to the parameters,
-// ParameterChanges sees what the user did to them, ModuleGroups knows which module runs a unit's hooks.
+// What is beside the plan is in classes of its own: OnDemand (evaluation, calls of the user), Fallback (a
+// step that left its plan). GradientHandover gives reduced gradients to the parameters, ParameterChanges sees
+// what the user did to them, ModuleGroups knows which module runs a unit's hooks.
 //
 // Not thread safe, and need not be: the thread of the forward and that of the backward take turns. Members
 // throw std::runtime_error with a message for a person; the hooks hand it on to Python as RuntimeError.
@@ -72,6 +72,12 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
                    std::vector<std::vector<ParameterSlot>> views);
 
   // ---- from the hooks ----
+  // A unit is entered: the step under way is given up if its forward or backward was not finished.
+  void GiveUpInterrupted(UnitId entered) {
+    if (backward_end_queued_ || (forward_root_ == entered && entered >= 0)) [[unlikely]] {
+      GiveUpIfInterrupted(entered);
+    }
+  }
   // full_precision: the unit is not to be gathered in the low one, where the plan has no say.
   void PreForward(UnitId unit, bool full_precision = false);
   // Is the unit, whose forward has begun, in no other one's? -1: a root that is no unit.
@@ -109,6 +115,23 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // set_all_reduce_hook.
   void SetReductionHook(UnitId unit, PyRef hook);
   void SetCustomCollective(UnitId unit, CollectiveKind kind, PyRef comm);
+  // An optimizer of the model's parameters is about to step. A step of the plan that is not over then
+  // deviates.
+  void OptimizerSteps();
+  // Optimizers of the model have been seen to step, by another runtime: OptimizerSteps will be called.
+  void ExpectOptimizer() { optimizer_seen_ = true; }
+  // What the user has set on the units with set_requires_gradient_sync, from now on; by unit. The plan's step
+  // is followed as long as it does the same.
+  void SetRequiresGradientSync(const std::vector<UnitId>& units, bool value);
+  void SetIsLastBackward(bool value) { is_last_backward_ = value; }
+  // The step under way is given up: gradients and gathered parameters are dropped, shards stay as they are,
+  // and the next forward begins a step. Not after an error of a collective.
+  void Abandon();
+  // The next trigger is the plan's first. Every unit is sharded, and no gradient is left to be reduced.
+  void Restart();
+  // Inside a step the modules of gathered units hold whole parameters: shows the shards, and the whole ones
+  // again. For reading.
+  void ShowShards(bool show);
   Fallback& fallback() { return fallback_; }
   const Fallback& fallback() const { return fallback_; }
   // By forward of the step under way, or of the one that deviated: was it to have full precision?
@@ -144,6 +167,13 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void QueueBackwardEnd();
   void CheckNoGradientIsLeft();
   bool InForward() const;
+  bool Reduces(UnitId unit) const;
+  std::string FoundText(TriggerKind kind, UnitId unit) const;
+  void FollowSetters();
+  // instead_of: what the plan has; "": its next trigger.
+  void Deviate(const std::string& found, const std::string& instead_of = {});
+  void GiveUpIfInterrupted(UnitId entered);
+  void EndFallback();
   Status BindFlatViews(UnitId unit, BufferId buffer);
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
   bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
@@ -160,7 +190,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::vector<BufferId> unsharded_buffer_;  // by UnitId
   Extensions extensions_;
   PlanOrder order_;
-  std::unique_ptr<UnplannedGathers> gathers_;
+  OnDemand on_demand_;
   Fallback fallback_;
   GradientHandover handover_;
   ParameterChanges changes_;
@@ -169,6 +199,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   UnitId forward_root_ = kNoUnit;     // the unit entered first in the forward of the plan that is under way
   UnitId evaluation_root_ = kNoUnit;  // in the forward outside the plan
   bool backward_end_queued_ = false;
+  bool optimizer_seen_ = false;                   // OptimizerSteps has been called
+  std::optional<std::vector<bool>> sync_;         // by unit, once the user has set it
+  std::optional<bool> is_last_backward_;          // as the user has set it
   std::vector<bool> full_precision_forwards_;     // of the step under way
   TriggerKind firing_ = TriggerKind::kStepBegin;  // the trigger under way, or the last one
 };

@@ -74,21 +74,14 @@ bool Runtime::InForward() const {
 Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   FlatUnit& flat = *units_[unit].flat;
   units_[unit].unsharded = true;
-  const bool unplanned = buffer < 0;
-  const bool evaluates = unplanned && !fallback_.active();
+  const bool evaluates = units_[unit].unplanned && !fallback_.active();
   if (!evaluates && !InForward()) return flat.BindViewsAgain();
-  if (!unplanned &&
-      plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
+  if (plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
     if (Status status = flat.WriteBack(); !status) return status;
   }
-  // Nothing is gathered of a unit that is not sharded: its parameters are views of the shard.
-  const BufferId whole = unplanned ? unsharded_buffer_[unit] : buffer;
-  const bool gathers = whole >= 0 && plan_->buffers[whole].role == BufferRole::kParamUnsharded;
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {
-    const auto parameter = static_cast<std::int32_t>(i);
-    Result<at::Tensor> view =
-        unplanned && gathers ? gathers_->FlatView(unit, parameter) : device_->ParameterView(whole, parameter);
+    Result<at::Tensor> view = device_->ParameterView(buffer, static_cast<std::int32_t>(i));
     if (!view) return std::unexpected(std::move(view.error()));
     views.push_back(std::move(*view));
   }
@@ -124,11 +117,13 @@ bool Runtime::AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradi
 }
 
 Status Runtime::OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) {
+  if (on_demand_.has_gradients_under_way()) return on_demand_.StepInBackward(unit, parameter);
   return handover_.StepInBackward(unit, parameter, stream);
 }
 
 Status Runtime::ZeroGrad(UnitId zeroed) {
   const HoldGil gil;
+  if (zeroed < 0) handover_.Forget();
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     const bool meant = zeroed < 0 || zeroed == static_cast<UnitId>(unit);
     if (!meant) continue;

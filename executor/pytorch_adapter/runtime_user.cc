@@ -1,6 +1,7 @@
 // Runtime's part for what the user does at a point of the plan: calls, hooks on gradients, collectives of
 // their own.
 #include <fmt/format.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -30,11 +31,11 @@ void Runtime::Unshard(UnitId unit) {
                                          plan_->units[unit].fqn, Where()));
   }
   changes_.Adopt();
-  gathers_->Unshard(unit);
+  on_demand_.Unshard(unit);
 }
 
 void Runtime::Reshard(UnitId unit) {
-  if (units_[unit].unplanned) return gathers_->Reshard(unit);
+  if (units_[unit].unplanned) return on_demand_.Reshard(unit);
   if (PassUserCall(unit) || !units_[unit].unsharded) return;
   throw std::runtime_error(fmt::format("shardplan: the plan has no call of reshard of {} here ({})",
                                        plan_->units[unit].fqn, Where()));
@@ -63,6 +64,110 @@ Status Runtime::GradientsReduced(UnitId unit, BufferId buffer, StreamId stream) 
   return ran ? status : ran;
 }
 
-Status Runtime::ShardedGradientsReady(UnitId unit, BufferId buffer) { return handover_.Ready(unit, buffer); }
+Status Runtime::ShardedGradientsReady(UnitId unit, BufferId buffer) {
+  if (on_demand_.has_gradients_under_way()) return on_demand_.GradientsReady(unit, buffer);
+  return handover_.Ready(unit, buffer);
+}
+
+bool Runtime::Reduces(UnitId unit) const {
+  if (!sync_) return true;
+  if (unit >= 0) return (*sync_)[unit];
+  return std::ranges::any_of(*sync_, [](bool reduces) { return reduces; });
+}
+
+void Runtime::SetRequiresGradientSync(const std::vector<UnitId>& units, bool value) {
+  if (!sync_) sync_.emplace(units_.size(), true);
+  for (const UnitId unit : units) (*sync_)[unit] = value;
+}
+
+// The user has said whether this backward reduces. Does the plan do so, too?
+void Runtime::FollowSetters() {
+  if (!sync_ || fallback_.active()) return;
+  const PlanPosition next = order_.NextHooked(Position());
+  if (order_.At(next).kind != TriggerKind::kPreBackward) return;  // deviates in any case
+  const bool keeps = order_.KeepsGradients(next);
+  if (std::ranges::all_of(*sync_, [&](bool reduces) { return reduces != keeps; })) return;
+  const std::string found = fmt::format("a backward that {} gradients (set_requires_gradient_sync, no_sync)",
+                                        keeps ? "reduces" : "does not reduce");
+  Deviate(found, keeps ? "one that keeps them for a later micro-batch" : "one that reduces them");
+}
+
+void Runtime::OptimizerSteps() {
+  const auto self = shared_from_this();  // the end of a fallback may replace this runtime
+  optimizer_seen_ = true;
+  // Optimizers in the backward are the plan's, or a hook's on a gradient.
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  if (fallback_.active()) return EndFallback();
+  if (BetweenSteps()) return;
+  Deviate("optimizer.step()");  // with fewer micro-batches, say
+  EndFallback();
+}
+
+void Runtime::EndFallback() {
+  const auto self = shared_from_this();
+  if (optimizer_seen_ && !Reduces(-1) && !on_demand_.UnitsWithGradients().empty()) {
+    throw std::runtime_error(
+        "shardplan: optimizer.step() is called while gradients are not reduced, because "
+        "set_requires_gradient_sync(False) (no_sync) holds: call the last backward of a step without it");
+  }
+  fallback_.EndStep(/*reduces=*/true);
+}
+
+// An exception in a forward or backward ended that where nobody saw it. A model that is entered anew shows
+// it: from outside of a backward, whose end never came, or where the outermost unit has not been left.
+void Runtime::GiveUpIfInterrupted(UnitId entered) {
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  const bool in_backward = backward_end_queued_;
+  const bool in_forward = forward_root_ == entered && forward_root_ != kNoUnit;
+  if (!in_backward && !in_forward) return;
+  Abandon();
+  PyErr_WarnFormat(
+      PyExc_UserWarning, 1,
+      "shardplan: the %s before this forward was not finished (an exception?): its step is given "
+      "up, and gradients made in it are dropped",
+      in_backward ? "backward" : "forward");
+}
+
+void Runtime::Abandon() {
+  {
+    const HoldGil gil;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      UnitState& unit = units_[u];
+      if (unit.unsharded) OrThrow(BindSharded(static_cast<UnitId>(u), -1));
+      unit.in_backward = unit.backward_begun = unit.unplanned = false;
+      unit.run_in_backward = -1;
+      if (unit.flat) {
+        unit.flat->Finish();
+        unit.flat->DropGradient();
+      }
+      for (const ModelParameter& parameter : unit.parameters) parameter.shard().mutable_grad() = at::Tensor();
+    }
+  }
+  on_demand_.DropGradients();
+  handover_.Forget();
+  groups_.Forget();
+  fallback_.Abandon();
+  forward_root_ = evaluation_root_ = kNoUnit;
+  backward_end_queued_ = false;
+  full_precision_forwards_.clear();
+  const ReleaseGil no_gil;
+  OrThrow(replayer_->Restart());
+}
+
+void Runtime::Restart() {
+  const ReleaseGil no_gil;
+  OrThrow(replayer_->Restart());
+}
+
+void Runtime::ShowShards(bool show) {
+  for (const UnitState& unit : units_) {
+    if (!unit.unsharded || unit.flat) continue;
+    for (const ModelParameter& parameter : unit.parameters) {
+      if (!(show ? parameter.BindSharded() : parameter.BindUnsharded())) {
+        Throw(PythonError("showing a parameter").error());
+      }
+    }
+  }
+}
 
 }  // namespace shardplan::python

@@ -37,6 +37,10 @@ class Builder {
     program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
     ResolveGradTargets();
     FindGroups(plan_, program_);
+    for (std::size_t p = 0; p < plan_.procedures.size(); ++p) {
+      pointer_ = fmt::format("/procedures/{}", p);
+      if (Status status = AddProcedure(plan_.procedures[p]); !status) return std::unexpected(status.error());
+    }
     return std::move(program_);
   }
 
@@ -126,6 +130,28 @@ class Builder {
       if (!op) return Located(op.error(), i);
       program_.ops.push_back(*op);
     }
+    return {};
+  }
+
+  Status AddProcedure(const Procedure& procedure) {
+    ProgramProcedure entry = {static_cast<std::int32_t>(program_.ops.size()),
+                              static_cast<std::int32_t>(procedure.instructions.size()),
+                              {}};
+    for (std::size_t i = 0; i < procedure.instructions.size(); ++i) {
+      const Instruction& instruction = procedure.instructions[i];
+      if (instruction.kind == InstructionKind::kCompute) {
+        return Located(MakeInputError("", "a procedure runs no segment").error(), i);
+      }
+      if (Status status = CheckReferences(instruction); !status) return Located(status.error(), i);
+      Result<Op> op = Resolve(instruction);
+      if (!op) return Located(op.error(), i);
+      program_.ops.push_back(*op);
+      const bool supplies = instruction.src >= 0 &&
+                            plan_.buffers[instruction.src].role == BufferRole::kGradUnsharded &&
+                            std::ranges::find(entry.supplied, instruction.src) == entry.supplied.end();
+      if (supplies) entry.supplied.push_back(instruction.src);
+    }
+    program_.procedures.push_back(std::move(entry));
     return {};
   }
 

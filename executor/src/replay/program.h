@@ -63,10 +63,18 @@ struct ProgramTrigger {
   std::int32_t trigger = 0;  // index in the step
 };
 
+// A procedure of the plan.
+struct ProgramProcedure {
+  std::int32_t first = 0;  // ops [first, first + count)
+  std::int32_t count = 0;
+  std::vector<BufferId> supplied;  // grad_unsharded buffers that it takes from the model
+};
+
 struct Program {
-  std::vector<ProgramTrigger> triggers;  // of all steps, in order
-  std::vector<Op> ops;                   // one for each instruction
-  std::vector<std::int32_t> step_begin;  // by step: index into triggers; one more at the end
+  std::vector<ProgramTrigger> triggers;      // of all steps, in order
+  std::vector<ProgramProcedure> procedures;  // as Plan::procedures
+  std::vector<Op> ops;                       // one for each instruction
+  std::vector<std::int32_t> step_begin;      // by step: index into triggers; one more at the end
   std::vector<FreeSpec> frees;
   std::vector<double> divisors;
   std::vector<std::vector<GradTarget>> grad_targets;  // of each compute instruction, as Segment::grads

@@ -10,6 +10,7 @@
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/on_demand.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::executor {
@@ -66,8 +67,19 @@ class Replayer::Impl {
   std::int32_t trigger_index() const { return program_.triggers[trigger_].trigger; }
   bool AtStepBegin() const { return !in_trigger_ && program_.triggers[trigger_].trigger == 0; }
   void SetObserver(Observer* observer) { observer_ = observer; }
+  bool Has(ProcedureKind kind, UnitId unit) const { return FindProcedure(plan_, kind, unit) != nullptr; }
+  Status Call(ProcedureKind kind, UnitId unit);
+  bool IsAlive(BufferId buffer) const { return alive_[buffer] != 0; }
+  Status Provide(BufferId buffer);
+  Status Release(BufferId buffer);
+  Status Leave();
+  Status Restart();
 
  private:
+  Status RunProcedure(std::int32_t procedure);
+  bool IsOnItsWay(BufferId buffer) const;
+  Status FreeWhere(bool (Impl::*is_freed)(BufferId) const);
+  bool IsTransient(BufferId buffer) const { return !plan_.buffers[buffer].persistent; }
   Status RunCaught(const Op& op, bool& blocked);
   Status Run(const Op& op, bool& blocked);
   Status RunMemory(const Op& op);
@@ -81,7 +93,7 @@ class Replayer::Impl {
   Status RequireAlive(BufferId buffer) const;
   Status RequireReadable(const Op& op) const;
   Status NotAlive(BufferId buffer) const;
-  Status Fail(Error error);
+  Status Fail(Error error, bool aborts = true);
   const Instruction& CurrentInstruction() const;
   void EndTrigger();
 
@@ -96,10 +108,12 @@ class Replayer::Impl {
   std::int32_t trigger_ = 0;  // the next one, or the one under way
   std::int32_t op_ = 0;       // the next one in it
   bool in_trigger_ = false;
-  bool op_begun_ = false;  // a host wait that has not returned yet
+  std::int32_t procedure_ = -1;  // the one that is called; -1: none
+  bool op_begun_ = false;        // a host wait that has not returned yet
   std::int64_t steps_completed_ = 0;
   std::int64_t instructions_issued_ = 0;
   std::optional<Error> failure_;
+  bool collectives_aborted_ = false;
 
   static constexpr std::uint8_t kInPart = 2;
   std::vector<std::uint8_t> alive_;                     // by buffer; kInPart: parts of it were freed ...
@@ -129,6 +143,7 @@ Status Replayer::Impl::Prepare(std::int64_t rank) {
 }
 
 const Instruction& Replayer::Impl::CurrentInstruction() const {
+  if (procedure_ >= 0) return plan_.procedures[procedure_].instructions[op_];
   const ProgramTrigger& trigger = program_.triggers[trigger_];
   return plan_.steps[trigger.step].triggers[trigger.trigger].instructions[op_];
 }
@@ -136,15 +151,24 @@ const Instruction& Replayer::Impl::CurrentInstruction() const {
 std::string Replayer::Impl::Where() const {
   const ProgramTrigger& trigger = program_.triggers[trigger_];
   std::string at = fmt::format("step {}, {}", steps_completed_, Describe(plan_, trigger.key));
+  if (procedure_ >= 0) {
+    const Procedure& procedure = plan_.procedures[procedure_];
+    return fmt::format("{} of {} on demand (before {}), instruction {}: {}", Name(procedure.kind),
+                       DisplayName(plan_.units[procedure.unit].fqn), at, op_,
+                       shardplan::Describe(plan_, CurrentInstruction()));
+  }
   if (!in_trigger_) return fmt::format("before {}", at);
   if (op_ >= trigger.count) return at;
   return fmt::format("{}, instruction {}: {}", at, op_, shardplan::Describe(plan_, CurrentInstruction()));
 }
 
-Status Replayer::Impl::Fail(Error error) {
+// A rank that cannot go on ends the others' collectives, too. One that deviates, or finds no memory, can
+// (Restart), if all ranks do alike.
+Status Replayer::Impl::Fail(Error error, bool aborts) {
   error.message = fmt::format("{} (at {})", error.message, Where());
   failure_ = std::move(error);
-  collectives_.Abort(failure_->message);
+  collectives_aborted_ = collectives_aborted_ || aborts;
+  if (aborts) collectives_.Abort(failure_->message);
   return std::unexpected(*failure_);
 }
 
@@ -163,7 +187,7 @@ Status Replayer::Impl::Begin(const TriggerKey& key) {
     error.pointer = fmt::format("/steps/{}/triggers/{}", expected.step, expected.trigger);
     error.found = Describe(plan_, key);
     error.expected = Describe(plan_, expected.key);
-    return Fail(std::move(error));
+    return Fail(std::move(error), /*aborts=*/false);
   }
   in_trigger_ = true;
   op_ = 0;
@@ -194,7 +218,8 @@ Result<bool> Replayer::Impl::Advance() {
   op_begun_ = true;
   bool blocked = false;
   if (Status status = RunCaught(program_.ops[trigger.first + op_], blocked); !status) [[unlikely]] {
-    return std::unexpected(Fail(std::move(status.error())).error());
+    const bool aborts = program_.ops[trigger.first + op_].code != OpCode::kAllocate;
+    return std::unexpected(Fail(std::move(status.error()), aborts).error());
   }
   if (blocked) return false;
   op_begun_ = false;
@@ -203,6 +228,103 @@ Result<bool> Replayer::Impl::Advance() {
   if (++op_ < trigger.count) return false;
   EndTrigger();
   return true;
+}
+
+Status Replayer::Impl::RunProcedure(std::int32_t procedure) {
+  const ProgramProcedure& entry = program_.procedures[procedure];
+  for (const BufferId buffer : entry.supplied) alive_[buffer] = filled_[buffer] = 1;
+  for (; op_ < entry.count; ++op_) {
+    const Op& op = program_.ops[entry.first + op_];
+    if (observer_ != nullptr) observer_->BeforeInstruction(CurrentInstruction());
+    for (bool blocked = true; blocked;) {
+      blocked = false;
+      if (Status status = RunCaught(op, blocked); !status) {
+        return Fail(std::move(status.error()), op.code != OpCode::kAllocate);
+      }
+    }
+    ++instructions_issued_;
+    if (observer_ != nullptr) observer_->AfterInstruction(CurrentInstruction());
+  }
+  return {};
+}
+
+Status Replayer::Impl::Call(ProcedureKind kind, UnitId unit) {
+  if (failure_) return std::unexpected(*failure_);
+  if (in_trigger_) return MakeError(ErrorCode::kUsage, "a procedure is called inside a trigger: " + Where());
+  const Procedure* found = FindProcedure(plan_, kind, unit);
+  if (found == nullptr) {
+    return MakeError(ErrorCode::kUsage, fmt::format("the plan does not say how to {} {} on demand: it has no "
+                                                    "such procedure; plan the model again",
+                                                    Name(kind), DisplayName(plan_.units[unit].fqn)));
+  }
+  procedure_ = static_cast<std::int32_t>(found - plan_.procedures.data());
+  op_ = 0;
+  const Status status = RunProcedure(procedure_);
+  procedure_ = -1;
+  op_ = 0;
+  return status;
+}
+
+Status Replayer::Impl::Provide(BufferId buffer) {
+  if (alive_[buffer]) return MakeError(ErrorCode::kUsage, plan_.buffers[buffer].name + " is there already");
+  alive_[buffer] = filled_[buffer] = 1;
+  return device_.Allocate(buffer, 0);
+}
+
+Status Replayer::Impl::Release(BufferId buffer) {
+  alive_[buffer] = filled_[buffer] = 0;
+  freed_parts_[buffer].clear();
+  std::ranges::fill(grads_made_[buffer], 0);
+  const bool models = model_runs_itself_ && plan_.buffers[buffer].role == BufferRole::kGradUnsharded;
+  return models ? Status() : device_.Free(buffer, {});
+}
+
+// Neither parameters that somebody computes with nor gradients.
+bool Replayer::Impl::IsOnItsWay(BufferId id) const {
+  const Buffer& buffer = plan_.buffers[id];
+  switch (buffer.role) {
+    case BufferRole::kParamUnsharded:
+      return bound_[buffer.unit] != id;
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
+      return bound_[buffer.unit] < 0;
+    case BufferRole::kGradUnsharded:
+    case BufferRole::kGradUnshardedAccumulated:
+    case BufferRole::kPartialReduceOutput:
+    case BufferRole::kGradSharded:
+    case BufferRole::kGradHost:
+    case BufferRole::kOptimizerState:
+    case BufferRole::kOptimizerTemp:
+      return false;
+    default:
+      return !buffer.persistent;
+  }
+}
+
+Status Replayer::Impl::FreeWhere(bool (Impl::*is_freed)(BufferId) const) {
+  if (Result<bool> done = device_.Synchronize(); !done) return std::unexpected(std::move(done.error()));
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const auto buffer = static_cast<BufferId>(b);
+    if (!alive_[buffer] || plan_.buffers[b].persistent || !(this->*is_freed)(buffer)) continue;
+    if (Status status = Release(buffer); !status) return status;
+  }
+  return {};
+}
+
+Status Replayer::Impl::Leave() {
+  if (failure_) return std::unexpected(*failure_);
+  return FreeWhere(&Impl::IsOnItsWay);
+}
+
+Status Replayer::Impl::Restart() {
+  if (collectives_aborted_) return std::unexpected(*failure_);
+  failure_.reset();
+  in_trigger_ = op_begun_ = false;
+  trigger_ = op_ = 0;
+  procedure_ = -1;
+  std::ranges::fill(bound_, -1);
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) std::ranges::fill(grads_made_[b], 0);
+  return FreeWhere(&Impl::IsTransient);
 }
 
 Status Replayer::Impl::RequireAlive(BufferId buffer) const {
@@ -461,6 +583,13 @@ std::int64_t Replayer::instructions_issued() const { return impl_->instructions_
 std::int32_t Replayer::step_index() const { return impl_->step_index(); }
 std::int32_t Replayer::trigger_index() const { return impl_->trigger_index(); }
 bool Replayer::AtStepBegin() const { return impl_->AtStepBegin(); }
+bool Replayer::Has(ProcedureKind kind, UnitId unit) const { return impl_->Has(kind, unit); }
+Status Replayer::Call(ProcedureKind kind, UnitId unit) { return impl_->Call(kind, unit); }
+bool Replayer::IsAlive(BufferId buffer) const { return impl_->IsAlive(buffer); }
+Status Replayer::Provide(BufferId buffer) { return impl_->Provide(buffer); }
+Status Replayer::Release(BufferId buffer) { return impl_->Release(buffer); }
+Status Replayer::Leave() { return impl_->Leave(); }
+Status Replayer::Restart() { return impl_->Restart(); }
 std::string Replayer::Where() const { return impl_->Where(); }
 void Replayer::SetObserver(Observer* observer) { impl_->SetObserver(observer); }
 void Replayer::Abort(const std::string& reason) { impl_->Abort(reason); }

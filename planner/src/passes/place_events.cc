@@ -65,6 +65,7 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
       const auto same =
           std::ranges::find_if(seen, [&](const auto& earlier) { return earlier->Equals(*state); });
       if (same != seen.end()) {
+        if (Status status = policy->Procedures(); !status) return std::unexpected(status.error());
         placed.known_faults = policy->Faults();
         plan.steady_step = static_cast<std::int32_t>(given - 1 + (same - seen.begin()));
         plan.steps[plan.steady_step].name = "steady";
@@ -78,6 +79,7 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
     }
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
+  if (Status status = policy->Procedures(); !status) return std::unexpected(status.error());
   placed.known_faults = policy->Faults();
   if (KeepOneTurnOfEqualSteps(given - 1, plan)) return placed;
   return std::unexpected(

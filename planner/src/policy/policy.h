@@ -51,6 +51,8 @@ class Policy {
   // points are equal. What only counts or names past steps stays out of it: a training loop repeats, and so
   // do the states in which its steps begin.
   virtual std::unique_ptr<PolicyState> State() const = 0;
+  // After the last step: emits what is done on demand, of every unit. All of it on the compute stream.
+  virtual Status Procedures() = 0;
   virtual std::vector<KnownFault> Faults() const { return {}; }
 };
 

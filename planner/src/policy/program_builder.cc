@@ -8,6 +8,27 @@
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
+namespace {
+
+constexpr std::string_view kOnDemand = ".on_demand";
+
+// What a procedure finds as a step has left it, and the reverse.
+bool IsStateOfUnit(const Buffer& buffer) {
+  switch (buffer.role) {
+    case BufferRole::kParamUnsharded:
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
+    case BufferRole::kGradUnshardedAccumulated:
+    case BufferRole::kPartialReduceOutput:
+    case BufferRole::kOptimizerState:
+    case BufferRole::kOptimizerTemp:
+      return true;
+    default:
+      return buffer.persistent;
+  }
+}
+
+}  // namespace
 
 ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan)
     : trace_(trace), partition_(partition), plan_(plan) {
@@ -34,6 +55,19 @@ void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t mi
   unit_ = unit;
 }
 
+void ProgramBuilder::BeginProcedure(ProcedureKind kind, UnitId unit) {
+  plan_.procedures.push_back({.kind = kind, .unit = unit});
+  unit_ = unit;
+  reason_ = "on_demand";
+}
+
+std::vector<Instruction>& ProgramBuilder::Instructions() {
+  if (!plan_.procedures.empty()) return plan_.procedures.back().instructions;
+  SHARDPLAN_ASSERT(!plan_.steps.empty() && !plan_.steps.back().triggers.empty(),
+                   "a policy issues nothing outside a trigger");
+  return plan_.steps.back().triggers.back().instructions;
+}
+
 StreamId ProgramBuilder::Stream(std::string_view name, std::int32_t priority) {
   if (const auto found = streams_.find(name); found != streams_.end()) return found->second;
   const StreamId id = static_cast<StreamId>(plan_.streams.size());
@@ -42,7 +76,8 @@ StreamId ProgramBuilder::Stream(std::string_view name, std::int32_t priority) {
   return id;
 }
 
-EventId ProgramBuilder::Event(const std::string& name) {
+EventId ProgramBuilder::Event(const std::string& given) {
+  const std::string name = plan_.procedures.empty() ? given : given + std::string(kOnDemand);
   const auto [entry, added] = events_.try_emplace(name, static_cast<EventId>(plan_.events.size()));
   if (added) plan_.events.push_back(name);
   return entry->second;
@@ -55,6 +90,7 @@ std::int32_t ProgramBuilder::CountInStep(std::string_view what) {
 BufferId ProgramBuilder::AddBuffer(Buffer buffer) {
   // A buffer of another shape under a known name (a step in which fewer parameters get gradients) is another
   // buffer.
+  if (!plan_.procedures.empty() && !IsStateOfUnit(buffer)) buffer.name += kOnDemand;
   const std::string name = buffer.name;
   for (int variant = 2;; ++variant) {
     const auto [entry, added] =
@@ -85,10 +121,8 @@ BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, s
 }
 
 Instruction& ProgramBuilder::Emit(InstructionKind kind, StreamId stream) {
-  SHARDPLAN_ASSERT(!plan_.steps.empty() && !plan_.steps.back().triggers.empty(),
-                   "a policy issues nothing outside a trigger");
   SHARDPLAN_ASSERT(stream >= kHost && stream < std::ssize(plan_.streams), "Stream() gave the id");
-  std::vector<Instruction>& instructions = plan_.steps.back().triggers.back().instructions;
+  std::vector<Instruction>& instructions = Instructions();
   instructions.push_back({.kind = kind, .stream = stream, .unit = unit_, .reason = reason_});
   return instructions.back();
 }

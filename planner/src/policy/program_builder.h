@@ -23,6 +23,9 @@ class ProgramBuilder {
 
   void BeginStep(std::string name);
   void BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch);
+  // What follows is a procedure, and after it nothing but procedures. Events and buffers that a step may hold
+  // between two of its points, and that are no state of a unit, are others than those of the steps.
+  void BeginProcedure(ProcedureKind kind, UnitId unit);
 
   // Names are interned: the same name is the same stream / event / buffer. A buffer of another shape under a
   // known name is another one, whose name gets a number.
@@ -67,6 +70,7 @@ class ProgramBuilder {
     std::vector<UnitId> extra_reads;
     auto operator<=>(const SegmentKey&) const = default;
   };
+  std::vector<Instruction>& Instructions();
   void CheckBuffer(BufferId buffer) const;
   void CheckEvent(EventId event) const;
   Segment MakeSegment(const HookPoint& event, const SegmentKey& key) const;

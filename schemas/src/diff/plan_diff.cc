@@ -2,12 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 
 #include "diff/field_diff.h"
 #include "documents/plan_fields.h"
 #include "shardplan/schemas/plan_text.h"
 #include "text/plan_text_fields.h"
+#include "text/plan_words.h"
 #include "text/sentence_groups.h"
 
 namespace shardplan {
@@ -83,6 +85,9 @@ Plan WithoutReasons(Plan plan) {
       for (Instruction& instruction : trigger.instructions) instruction.reason.clear();
     }
   }
+  for (Procedure& procedure : plan.procedures) {
+    for (Instruction& instruction : procedure.instructions) instruction.reason.clear();
+  }
   return plan;
 }
 
@@ -128,12 +133,44 @@ std::vector<std::string> SegmentDifferences(const PlanPair& plans) {
   return sentences;
 }
 
+std::vector<std::string> ProcedureDifferences(const PlanPair& plans) {
+  const auto lines_of = [](const Plan& plan, const PlanNames& names) {
+    std::map<std::string, std::vector<std::string>> lines;
+    const PlanWords words(plan, &names);
+    for (const Procedure& procedure : plan.procedures) {
+      auto& of_one = lines[fmt::format("procedure {} of {}", Name(procedure.kind),
+                                       words.Word(RefKind::kUnit, procedure.unit))];
+      for (const Instruction& instruction : procedure.instructions) of_one.push_back(words.Line(instruction));
+    }
+    return lines;
+  };
+  const auto a = lines_of(plans.a, plans.names_a), b = lines_of(plans.b, plans.names_b);
+  std::vector<std::string> sentences;
+  for (const auto& [name, lines] : a) {
+    const auto other = b.find(name);
+    if (other == b.end()) {
+      sentences.push_back(fmt::format("{}: only in A", name));
+      continue;
+    }
+    const auto [at_a, at_b] = std::ranges::mismatch(lines, other->second);
+    if (at_a == lines.end() && at_b == other->second.end()) continue;
+    sentences.push_back(fmt::format("{}: instruction {} is {} in A, {} in B", name, at_a - lines.begin(),
+                                    at_a == lines.end() ? "none" : *at_a,
+                                    at_b == other->second.end() ? "none" : *at_b));
+  }
+  for (const auto& [name, lines] : b) {
+    if (!a.contains(name)) sentences.push_back(fmt::format("{}: only in B", name));
+  }
+  return sentences;
+}
+
 std::vector<std::string> DescribeDifferences(const Plan& a, const Plan& b) {
   if (a == b) return {};
   const PlanPair plans(a, b);
   std::vector<std::string> sentences = TableDifferences(plans);
   Append(sentences, SegmentDifferences(plans));
   Append(sentences, ProgramDifferences(plans));
+  Append(sentences, ProcedureDifferences(plans));
   if (!sentences.empty()) return GroupSentences(sentences);
   if (WithoutReasons(a) == WithoutReasons(b)) return {"only the reasons given for instructions differ"};
   return {

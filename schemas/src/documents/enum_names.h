@@ -39,6 +39,9 @@ SHARDPLAN_ENUM_NAMES(BufferRole, "param_sharded", "param_unsharded", "param_post
                      "optimizer_state", "optimizer_temp", "order_check", "model_buffer", "extension_gathered",
                      "extension_unsharded", "partial_reduce_output");
 SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute");
+SHARDPLAN_ENUM_NAMES(ProcedureKind, "unshard", "reshard", "unshard_full_precision", "reshard_full_precision",
+                     "reduce", "accumulate", "accumulate_again", "reduce_accumulated", "reduce_kept",
+                     "reduce_partial");
 SHARDPLAN_ENUM_NAMES(InstructionKind, "compute", "allocate", "free", "bind_unsharded", "bind_sharded",
                      "copy_in", "all_gather", "copy_out", "reshard_post_forward", "grad_copy_in",
                      "grad_scale", "reduce_scatter", "all_reduce", "grad_cast", "grad_accumulate",

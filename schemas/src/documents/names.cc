@@ -49,6 +49,7 @@ std::string_view Name(TriggerKind kind) { return EnumName(kind); }
 std::string_view Name(BufferRole role) { return EnumName(role); }
 std::string_view Name(StorageRole role) { return EnumName(role); }
 std::string_view Name(SegmentPhase phase) { return EnumName(phase); }
+std::string_view Name(ProcedureKind kind) { return EnumName(kind); }
 
 std::string DisplayName(std::string_view fqn) { return std::string(fqn.empty() ? kRootName : fqn); }
 

@@ -199,6 +199,18 @@ inline constexpr auto kFields<PlanStep> = FieldList(
     Required("triggers", &PlanStep::triggers, "In the order in which the host passes them.").Lines());
 
 template <>
+inline constexpr bool kIsBlock<Procedure> = true;
+template <>
+inline constexpr Definition kDefinition<Procedure> = {
+    "plan", "procedure", "What is done of a unit on demand, beside the steps, on the compute stream."};
+template <>
+inline constexpr auto kFields<Procedure> = FieldList(
+    Required("kind", &Procedure::kind, "What it does."),
+    Required("unit", &Procedure::unit, "Of which unit.").Ref(RefKind::kUnit),
+    Required("instructions", &Procedure::instructions, "In the order in which the host issues them.")
+        .Lines());
+
+template <>
 inline constexpr Definition kDefinition<Digests> = {
     .says = "Digests of the documents it was made from, \"sha256:...\"; \"\" when there was none."};
 template <>
@@ -239,6 +251,7 @@ inline constexpr auto kFields<Plan> = FieldList(
     Optional("model_buffers", &Plan::model_buffers, "Alive for ever.").Lines(),
     Required("segments", &Plan::segments, "The model's own compute.").Lines().Defines(RefKind::kSegment),
     Required("steps", &Plan::steps, "The steps as run.").Lines().NotEmpty(),
-    Optional("steady_step", &Plan::steady_step, "After the last step, go on with this one."));
+    Optional("steady_step", &Plan::steady_step, "After the last step, go on with this one."),
+    Optional("procedures", &Plan::procedures, "What is done on demand, beside the steps.").Lines());
 
 }  // namespace shardplan

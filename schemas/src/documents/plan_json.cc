@@ -1,5 +1,7 @@
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "documents/document_json.h"
 #include "documents/plan_check.h"
 #include "documents/plan_fields.h"
@@ -62,6 +64,19 @@ Status CheckUnits(const Plan& plan) {
   return {};
 }
 
+Status CheckProcedures(const Plan& plan) {
+  for (std::size_t i = 1; i < plan.procedures.size(); ++i) {
+    const Procedure& before = plan.procedures[i - 1];
+    const Procedure& procedure = plan.procedures[i];
+    if (std::pair(before.unit, before.kind) < std::pair(procedure.unit, procedure.kind)) continue;
+    return MakeInputError(fmt::format("/procedures/{}", i),
+                          "procedures are ordered by unit and by kind, one of each",
+                          fmt::format("{} of unit {} behind {} of unit {}", Name(procedure.kind),
+                                      procedure.unit, Name(before.kind), before.unit));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status CheckPlan(const Plan& plan) {
@@ -76,7 +91,8 @@ Status CheckPlan(const Plan& plan) {
   }
   if (Status status = CheckUnits(plan); !status) return status;
   if (Status status = CheckBuffers(plan); !status) return status;
-  return CheckSegments(plan);
+  if (Status status = CheckSegments(plan); !status) return status;
+  return CheckProcedures(plan);
 }
 
 Result<Plan> PlanFromTape(const JsonTape& tape) {

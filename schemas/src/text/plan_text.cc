@@ -18,6 +18,7 @@ class PlanTextWriter {
     out_ += "shardplan plan text 1\n";
     Table("plan", PlanHeaderOf(plan_));
     for (const PlanStep& step : plan_.steps) WriteStep(step);
+    for (const Procedure& procedure : plan_.procedures) WriteProcedure(procedure);
     out_ += "\n# What the program works with.\n";
     for (const Unit& unit : plan_.units) Table("unit", unit);
     for (const Buffer& buffer : plan_.buffers) Table("buffer", buffer);
@@ -45,6 +46,12 @@ class PlanTextWriter {
       for (const Instruction& instruction : trigger.instructions) {
         out_ += fmt::format("    {}\n", words_.Line(instruction));
       }
+    }
+  }
+  void WriteProcedure(const Procedure& procedure) {
+    Table("\nprocedure", ProcedureHeaderOf(procedure));
+    for (const Instruction& instruction : procedure.instructions) {
+      out_ += fmt::format("    {}\n", words_.Line(instruction));
     }
   }
   template <typename T>

@@ -26,6 +26,20 @@ inline constexpr auto kFields<PlanHeader> =
               Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
               Optional("steady_step", &PlanHeader::steady_step));
 
+// A procedure without its instructions.
+struct ProcedureHeader {
+  ProcedureKind kind = ProcedureKind::kUnshard;
+  UnitId unit = -1;
+};
+inline ProcedureHeader ProcedureHeaderOf(const Procedure& procedure) {
+  return {procedure.kind, procedure.unit};
+}
+template <>
+inline constexpr auto kFields<ProcedureHeader> = FieldList(
+    Required("kind", &ProcedureHeader::kind), Required("unit", &ProcedureHeader::unit).Ref(RefKind::kUnit));
+static_assert(std::tuple_size_v<std::remove_cv_t<decltype(kFields<ProcedureHeader>)>> + 1 ==
+              std::tuple_size_v<std::remove_cv_t<decltype(kFields<Procedure>)>>);
+
 // A segment without its entries.
 struct SegmentHeader {
   std::string name;

@@ -91,13 +91,14 @@ class TextToJson {
     if (keyword == "step") return AddStep(rest);
     if (!IsJson(rest, keyword == "event" ? JsonKind::kString : JsonKind::kObject)) return false;
     if (keyword == "segment") return AddSegment(rest);
+    if (keyword == "procedure") return AddProcedure(rest);
     if (keyword == "plan" || keyword == "cluster" || keyword == "strategy") return AddField(keyword, rest);
     const auto list = kLists.find(keyword);
     if (list == kLists.end()) {
-      return Fail(
-          fmt::format("unknown keyword \"{}\"", keyword), "",
-          "plan, step, unit, buffer, stream, event, communicator, input, model_buffer, cluster, strategy or "
-          "segment");
+      return Fail(fmt::format("unknown keyword \"{}\"", keyword), "",
+                  "plan, step, procedure, unit, buffer, stream, event, communicator, input, model_buffer, "
+                  "cluster, strategy or "
+                  "segment");
     }
     Elements& elements = elements_[list->second];
     lines_[fmt::format("/{}/{}", list->second, elements.count)] = line_;
@@ -145,6 +146,7 @@ class TextToJson {
 
   bool AddStep(std::string_view rest) {
     CloseStep();
+    CloseProcedure();
     WordReader words(rest);
     const std::optional<std::string> name = words.NextName();
     if (!name.has_value() || !words.AtEnd())
@@ -164,10 +166,33 @@ class TextToJson {
     instructions_ = 0;
     return true;
   }
+  bool AddProcedure(std::string_view json) {
+    CloseStep();
+    CloseProcedure();
+    lines_[fmt::format("/procedures/{}", procedures_.count)] = line_;
+    procedure_ = json.substr(0, json.size() - 1);
+    procedure_ +=
+        Trim(json.substr(1, json.size() - 2)).empty() ? "\"instructions\": [" : ", \"instructions\": [";
+    instructions_ = 0;
+    return true;
+  }
+  void CloseProcedure() {
+    if (procedure_.empty()) return;
+    procedures_.Add(procedure_ + "]}");
+    procedure_.clear();
+  }
   bool AddInstruction(std::string_view line) {
-    if (trigger_.empty()) return Fail("an instruction outside of a trigger", "", "a trigger before it");
+    if (trigger_.empty() && procedure_.empty()) {
+      return Fail("an instruction outside of a trigger", "", "a trigger or a procedure before it");
+    }
     Result<std::string> json = InstructionJson(line);
     if (!json.has_value()) return FailWith(std::move(json.error()));
+    if (!procedure_.empty()) {
+      lines_[fmt::format("/procedures/{}/instructions/{}", procedures_.count, instructions_)] = line_;
+      if (instructions_++ > 0) procedure_ += ",";
+      procedure_ += *json;
+      return true;
+    }
     lines_[fmt::format("/steps/{}/triggers/{}/instructions/{}", steps_.count, triggers_, instructions_)] =
         line_;
     if (instructions_++ > 0) trigger_ += ",";
@@ -190,6 +215,7 @@ class TextToJson {
   std::string Assemble() {
     CloseSegment();
     CloseStep();
+    CloseProcedure();
     std::string json = "{\"schema\": \"shardplan.plan/1\"";
     const auto add_list = [&](std::string_view name, const Elements& elements) {
       json += fmt::format(", \"{}\": [{}]", name, elements.json);
@@ -204,6 +230,7 @@ class TextToJson {
     for (const auto& [keyword, list] : kLists) add_list(list, elements_[list]);
     add_list("segments", segments_);
     add_list("steps", steps_);
+    add_list("procedures", procedures_);
     return json + "}";
   }
 
@@ -242,7 +269,8 @@ class TextToJson {
   std::map<std::string_view, Elements> elements_;   // by list
   Elements segments_;
   Elements steps_;
-  std::string segment_, step_, trigger_;  // being collected; empty: none
+  Elements procedures_;
+  std::string segment_, step_, trigger_, procedure_;  // being collected; empty: none
   std::size_t entries_ = 0, triggers_ = 0, instructions_ = 0;
   std::unordered_map<std::string, std::size_t> lines_;  // JSON pointer -> line
   Error error_;

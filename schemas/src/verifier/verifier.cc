@@ -7,13 +7,16 @@
 #include "shardplan/schemas/assert.h"
 #include "verifier/verifier_collectives.h"
 #include "verifier/verifier_interpreter.h"
+#include "verifier/verifier_procedures.h"
 #include "verifier/verifier_references.h"
 #include "verifier/words/verifier_rank_words.h"
 #include "verifier/words/verifier_report.h"
 
 namespace shardplan {
 
-std::vector<Violation> Verify(const Plan& plan) {
+namespace {
+
+std::vector<Violation> VerifySteps(const Plan& plan) {
   verifier::Reporter reporter(plan);
   const bool interpretable = verifier::CheckTables(plan, reporter);
   SHARDPLAN_ASSERT(interpretable != reporter.HasViolations(), "what cannot be interpreted is reported");
@@ -33,6 +36,15 @@ std::vector<Violation> Verify(const Plan& plan) {
     SHARDPLAN_ASSERT(reporter.HasViolations(), "a cycle that does not close is reported");
   }
   return reporter.Take();
+}
+
+}  // namespace
+
+// Where the steps are wrong, what procedures find of them may be, too: said once.
+std::vector<Violation> Verify(const Plan& plan) {
+  std::vector<Violation> violations = VerifySteps(plan);
+  if (!violations.empty()) return violations;
+  return verifier::ViolationsOfProcedures(plan, VerifySteps);
 }
 
 std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {

@@ -137,6 +137,24 @@ class Replayer {
   // True before the first trigger of a step.
   bool AtStepBegin() const;
 
+  // What is done beside the steps, between two triggers. The state of the unit has to be the procedure's
+  // (plan.h, ProcedureKind); kBadInput where it is not, kUsage: the plan has no such procedure.
+  bool Has(ProcedureKind kind, UnitId unit) const;
+  Status Call(ProcedureKind kind, UnitId unit);
+  bool IsAlive(BufferId buffer) const;
+  // Makes a buffer alive, with undefined content, that a procedure is to find filled by the caller.
+  Status Provide(BufferId buffer);
+  // Frees a buffer that the caller has taken over; memory that it refers to stays alive.
+  Status Release(BufferId buffer);
+
+  // The host leaves the step: waits until everything issued is done and frees what is only on its way. What
+  // stays: gathered parameters that the modules hold, gradients, whatever is persistent.
+  Status Leave();
+  // Frees all that is not persistent; the next trigger is the plan's first. The gathered parameters are no
+  // longer bound (the model has seen to it). It makes good an error of a deviation, of memory, or of the
+  // model; not one of a collective.
+  Status Restart();
+
   // Fire in pieces, for hosts that must not block (the virtual machine's single thread): Begin, then Advance
   // until it says true. Advance issues at most one instruction; false: call again.
   Status Begin(const TriggerKey& trigger);

@@ -6,6 +6,7 @@
 #include "policy/fsdp1/backward_hooks.h"
 #include "policy/fsdp1/forward_hooks.h"
 #include "policy/fsdp1/known_faults.h"
+#include "policy/fsdp1/on_demand.h"
 #include "policy/fsdp1/runtime_utils.h"
 #include "policy/fsdp1/unshard_params.h"
 
@@ -205,6 +206,11 @@ std::unique_ptr<PolicyState> Fsdp1Policy::State() const {
     }
   }
   return std::make_unique<PolicyStateOf<Value>>(std::move(value));
+}
+
+Status Fsdp1Policy::Procedures() {
+  EmitProcedures(context_);
+  return {};
 }
 
 std::vector<KnownFault> Fsdp1Policy::Faults() const { return KnownFaults(context_); }

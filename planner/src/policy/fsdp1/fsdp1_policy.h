@@ -17,6 +17,7 @@ class Fsdp1Policy : public Policy {
   Status SetUp() override;
   Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
+  Status Procedures() override;
   std::vector<KnownFault> Faults() const override;
 
  private:

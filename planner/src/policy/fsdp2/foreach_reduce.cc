@@ -26,6 +26,7 @@ class Reduction {
 
   Status CheckPartial() const;
   ForeachReduceResult Run();
+  ForeachReduceResult RunPartial();
 
  private:
   BufferId Output(BufferRole role) const;
@@ -193,7 +194,23 @@ ForeachReduceResult Reduction::Run() {
   return result_;
 }
 
+ForeachReduceResult Reduction::RunPartial() {
+  const BufferId output = arguments_.partial_reduce_output;
+  result_.post_reduce_event = scope_.Event("post_reduce");
+  const StreamId stream = RunHook(output, AllReduce(output));
+  DivIfNeeded(factors_.post, output, stream, program_);
+  Deliver(output, stream);
+  program_.Record(result_.post_reduce_event, stream);
+  return result_;
+}
+
 }  // namespace
+
+ForeachReduceResult ReducePartialOutput(const ForeachReduceArguments& arguments) {
+  const Buffer& partial = arguments.scope.program().plan().buffers[arguments.partial_reduce_output];
+  const UnshardedGrads::Taken grads{.parameters = partial.parameters, .buffers = {}};
+  return Reduction(arguments, grads).RunPartial();
+}
 
 Result<ForeachReduceResult> ForeachReduce(const ForeachReduceArguments& arguments,
                                           const UnshardedGrads::Taken& grads) {

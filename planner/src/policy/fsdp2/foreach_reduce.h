@@ -47,4 +47,7 @@ struct ForeachReduceResult {
 Result<ForeachReduceResult> ForeachReduce(const ForeachReduceArguments& arguments,
                                           const UnshardedGrads::Taken& grads);
 
+// The rest of one that left `partial_reduce_output`: the all-reduce over the replicas, and what follows it.
+ForeachReduceResult ReducePartialOutput(const ForeachReduceArguments& arguments);
+
 }  // namespace shardplan::fsdp2

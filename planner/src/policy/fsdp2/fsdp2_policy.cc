@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "policy/fsdp2/fully_shard.h"
+#include "policy/fsdp2/on_demand.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
@@ -165,6 +166,16 @@ void Fsdp2Policy::ZeroGrad(const HookPoint& event) {
     FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
     if (group != nullptr) group->sharded_grads().Clear();
   }
+}
+
+Status Fsdp2Policy::Procedures() {
+  OptimizerMemory* in_backward = input_.strategy.optimizer.in_backward ? &optimizer_ : nullptr;
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
+    if (group == nullptr) continue;
+    if (Status s = EmitProcedures(group->scope(), group->settings(), in_backward, faults_); !s) return s;
+  }
+  return {};
 }
 
 std::unique_ptr<PolicyState> Fsdp2Policy::State() const {

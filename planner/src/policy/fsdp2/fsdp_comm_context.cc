@@ -23,6 +23,10 @@ void FsdpCommContext::LazyInit(std::size_t earlier) {
   for (const ReduceScatterState& pending : old.reduce_scatter_states) program_.Free(pending.input, kCompute);
 }
 
+void FsdpCommContext::UseComputeStream() {
+  state_.all_gather_copy_in_stream = state_.all_gather_stream = state_.reduce_scatter_stream = kCompute;
+}
+
 FsdpCommContext::AllGatherStreams FsdpCommContext::GetAllGatherStreams(bool async_op,
                                                                        TrainingState training_state) const {
   const bool in_hook =
@@ -39,13 +43,14 @@ StreamId FsdpCommContext::reduce_scatter_stream() const {
 // Named after the reduce-scatter stream of the same context.
 StreamId FsdpCommContext::AllReduceStream() const {
   SHARDPLAN_ASSERT(initialised(), "a root has run its first forward before anything is reduced");
+  if (state_.reduce_scatter_stream == kCompute) return kCompute;
   const std::string& twin = program_.plan().streams[state_.reduce_scatter_stream].name;
   const std::string_view number = std::string_view(twin).substr(std::string_view("reduce_scatter").size());
   return program_.Stream(fmt::format("all_reduce{}", number));
 }
 
 void FsdpCommContext::WaitAllGatherStreamsOnEvent(EventId event) {
-  if (!initialised()) return;
+  if (!initialised() || state_.all_gather_stream == kCompute) return;
   program_.Wait(event, state_.all_gather_copy_in_stream);
   program_.Wait(event, state_.all_gather_stream);
 }

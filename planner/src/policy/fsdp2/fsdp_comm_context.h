@@ -58,6 +58,8 @@ class FsdpCommContext {
   // Makes new streams, which `earlier` initialisations of contexts distinguish by name, and drops without
   // waiting what an earlier root of a shared context left.
   void LazyInit(std::size_t earlier);
+  // Everything is issued on the compute stream instead.
+  void UseComputeStream();
   bool initialised() const { return state_.all_gather_stream >= 0; }
 
   // Its own streams for implicit prefetching, else (and before LazyInit) the current one.

@@ -220,6 +220,18 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   return {};
 }
 
+void FsdpParamGroup::ReducePartial(BufferId partial) {
+  const ForeachReduceResult reduced = ReducePartialOutput({.scope = scope_,
+                                                           .settings = state_.settings,
+                                                           .comm_ctx = comm_ctx(),
+                                                           .sharded_grads = sharded_grads_,
+                                                           .faults = faults_,
+                                                           .optimizer_in_backward = optimizer_in_backward_,
+                                                           .partial_reduce_output = partial});
+  state_.post_reduce_event = reduced.post_reduce_event;
+  state_.all_reduce_state = reduced.all_reduce;
+}
+
 void FsdpParamGroup::WaitForPostBackward() {
   ProgramBuilder& program = scope_.program();
   if (state_.post_reduce_event >= 0) program.Wait(std::exchange(state_.post_reduce_event, -1), kCompute);

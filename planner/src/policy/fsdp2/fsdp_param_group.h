@@ -87,6 +87,8 @@ class FsdpParamGroup {
   Status PreBackward(bool prefetch);
   Status PostBackward(std::string_view reason);
   void FinalizeBackward();
+  // What an earlier PostBackward has reduced over the shards only: over the replicas, and handed over.
+  void ReducePartial(BufferId partial);
   // FSDPParamGroup._prefetch_unshard, of this group, in a hook of the unit `by`, which communicates on
   // `comm_ctx_of_by` and is in `pass`.
   Status PrefetchUnshard(const UnitScope& by, const FsdpCommContext& comm_ctx_of_by, TrainingState pass,

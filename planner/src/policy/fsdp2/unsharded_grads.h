@@ -38,6 +38,8 @@ class UnshardedGrads {
   // Some are in one dtype and some in the other.
   bool HasTwoDTypes() const { return !state_.grads.empty() && !state_.accumulated.empty(); }
   Taken Take();
+  // The gradients that are there, with memory, when a procedure begins.
+  void Restore(State state) { state_ = std::move(state); }
 
   const State& state() const { return state_; }
 

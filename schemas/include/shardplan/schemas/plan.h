@@ -259,6 +259,28 @@ struct PlanStep {
   bool operator==(const PlanStep&) const = default;
 };
 
+// What is done on demand, beside the steps: in an evaluation, at a call of the user, and in a step that
+// leaves the plan. Each is issued on the compute stream and is done when it ends.
+enum class ProcedureKind : std::uint8_t {
+  kUnshard,               // the shards -> the modules hold the whole parameters
+  kReshard,               // after unshard
+  kUnshardFullPrecision,  // as unshard, in the original dtype (fsdp1: evaluation), where that is not
+                          // param_dtype
+  kReshardFullPrecision,  // after unshard_full_precision
+  kReduce,      // the unsharded gradients of all parameters that train -> the sharded (or host) gradients
+  kAccumulate,  // keeps the unsharded gradients for a later micro-batch (no_sync); none is kept yet
+  kAccumulateAgain,    // ... and adds them to those that are kept, of every parameter
+  kReduceAccumulated,  // reduces the unsharded gradients and those that are kept, of every parameter
+  kReduceKept,         // reduces those that are kept alone
+  kReducePartial,      // HSDP: all-reduces what is reduced over the shards only (a partial_reduce_output)
+};
+struct Procedure {
+  ProcedureKind kind = ProcedureKind::kUnshard;
+  UnitId unit = -1;
+  std::vector<Instruction> instructions;
+  bool operator==(const Procedure&) const = default;
+};
+
 struct Digests {
   std::string trace;  // "sha256:..." of the document's bytes; "" when there was none
   std::string strategy;
@@ -285,7 +307,8 @@ struct Plan {
   std::vector<ModuleBuffer> model_buffers;  // alive for ever
   std::vector<Segment> segments;
   std::vector<PlanStep> steps;
-  std::int32_t steady_step = 0;  // after the last step, go on with steps[steady_step]
+  std::int32_t steady_step = 0;       // after the last step, go on with steps[steady_step]
+  std::vector<Procedure> procedures;  // by unit, and in the order of their kinds; at most one of each
   bool operator==(const Plan&) const = default;
 };
 
@@ -295,6 +318,7 @@ std::string_view Name(TriggerKind kind);
 std::string_view Name(BufferRole role);
 std::string_view Name(StorageRole role);
 std::string_view Name(SegmentPhase phase);
+std::string_view Name(ProcedureKind kind);
 
 // How people read the FQN of a module or unit: "(root)" for the root's, which is empty. Names of buffers,
 // events and segments spell it so, too.

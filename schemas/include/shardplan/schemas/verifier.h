@@ -42,6 +42,7 @@ struct Violation {
   std::string message;             // the instruction, the trigger and what is wrong
   std::vector<std::string> chain;  // the chain of earlier instructions that was broken, in host order
   std::int32_t rank = -1;          // of VerifyRanks: whose program
+  std::int32_t procedure = -1;     // index into Plan::procedures; then there is no step and no trigger
   bool operator==(const Violation&) const = default;
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import warnings
@@ -11,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _flat
+from . import _flat, _optimizers, _steer
 from ._errors import PlanError
 from ._extension import ExtendedParameter
 from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, untied, unwrapped
@@ -120,10 +121,10 @@ def _add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParamete
         runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
 
 
-def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, memory: str):
+def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, memory: str, timeout: float):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout_s(mesh), memory == "arena")
+    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout, memory == "arena")
 
 
 def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> list:
@@ -167,7 +168,23 @@ def _shard_all(runtime, plan, model, by_fqn, meshes: list, source: Source, group
     return shards
 
 
+def _units_of(plan) -> list[tuple]:
+    return [(unit.modules, [parameter.fqn for parameter in unit.parameters]) for unit in plan.units]
+
+
+_KEPT_PLANS = 8  # each has process groups' communicators and buffers of its own
+
+
 @dataclasses.dataclass
+class Path:
+    """A plan, and what replays it."""
+
+    plan: native.Plan
+    groups: list
+    runtime: native.Runtime
+
+
+@dataclasses.dataclass(eq=False)
 class Applied:
     """A model and the plan that it trains by at present."""
 
@@ -177,12 +194,22 @@ class Applied:
     meshes: list[tuple[DeviceMesh, bool]]  # by unit: what data_parallel_mesh gives
     device: torch.device
     groups: list
+    made_groups: dict  # of process_groups: those that are not the mesh's
     runtime: native.Runtime
     by_fqn: dict[str, ModelParameter]
     shards: list  # by unit: [ShardedParameter], or a FlatUnit
     memory: str
+    timeout_s: float
     handles: list = dataclasses.field(default_factory=list)
+    guards: list = dataclasses.field(default_factory=list)  # handles of the hooks of state dicts
     settings: dict = dataclasses.field(default_factory=dict)
+    sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
+    kept: collections.OrderedDict = dataclasses.field(default_factory=collections.OrderedDict)  # log -> Path, latest last
+    unplannable: set = dataclasses.field(default_factory=set)  # logs
+    optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
+
+    def flat_units(self) -> list[_flat.FlatUnit]:
+        return [shard for shard in self.shards if isinstance(shard, _flat.FlatUnit)]
 
     def start(self) -> None:
         """The shards are there: makes the replayer, and hooks it into the model."""
@@ -194,6 +221,10 @@ class Applied:
             else:
                 _add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
                 _add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.meshes[i][0], self.model)
+        self.hook()
+
+    def hook(self) -> None:
+        """From now on the model's modules pass their points to the runtime."""
         self.handles = _hook_modules(self.plan, self.model, self.runtime)
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
@@ -201,57 +232,120 @@ class Applied:
                 object.__setattr__(modules[fqn], UNIT_ATTRIBUTE, (self, i))
         for (method, *arguments), value in self.settings.items():
             getattr(self.runtime, method)(*arguments, value)
+        if self.optimizers:
+            self.runtime.expect_optimizer()
+        if self.sync is not None:
+            for value in (False, True):
+                self.runtime.set_requires_gradient_sync([i for i, sync in enumerate(self.sync) if sync == value], value)
+
+    def unhook(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
     def set(self, method: str, *arguments, value) -> None:
         """A setting of the runtime, which also holds for the one of the next plan."""
         getattr(self.runtime, method)(*arguments, value)
         self.settings[(method, *arguments)] = value
 
+    def set_sync(self, units: list[int], value: bool) -> None:
+        """set_requires_gradient_sync, which also holds for the next plan."""
+        if self.sync is None:
+            self.sync = [True] * len(self.plan.units)
+        for unit in units:
+            self.sync[unit] = value
+        self.runtime.set_requires_gradient_sync(units, value)
+
     def fall_back_on_deviation(self) -> None:
         applied = weakref.ref(self)  # the runtime is the model's, through its hooks
 
         def on_step_end() -> None:
             if applied() is not None:
-                applied().replan()
+                applied().follow(applied().runtime.log)
 
         self.runtime.fall_back_on_deviation(on_step_end)
 
-    def replan(self) -> None:
-        """The step that deviated is over: the next one follows a plan made of the points that it passed."""
+    def follow(self, log: list[tuple]) -> None:
+        """The step that deviated is over: the next one follows a plan made of the points that it passed, one that is kept if
+        there was such a step before."""
+        key = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
+        key = (key, tuple(self.runtime.full_precision_forwards))
+        deviation, full_precision = self.runtime.deviation, self.runtime.full_precision_forwards
+        self.runtime.restart()
+        if key in self.unplannable:
+            return
+        if key in self.kept:
+            self.kept.move_to_end(key)
+            return self._take(self.kept[key])
         names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
-        warnings.warn(f"shardplan: {self.runtime.deviation}; the next step is planned again", stacklevel=2)
-        plan = replan(self.plan, self.runtime.log, names, self.runtime.full_precision_forwards)
-        if [unit.modules for unit in plan.units] != [unit.modules for unit in self.plan.units]:
-            raise PlanError("planning again made other units")
-        for handle in self.handles:
-            handle.remove()
-        for flat in self.shards:
-            if isinstance(flat, _flat.FlatUnit):
-                flat.write_back()  # what the user replaced since
-        self.plan = plan
-        self.groups = process_groups(plan, self.mesh)
-        self.runtime = _make_runtime(plan, self.mesh, self.device, self.groups, self.memory)
+        try:
+            plan = replan(self.plan, log, names, full_precision)
+            if _units_of(plan) != _units_of(self.plan):
+                raise PlanError("the model has other modules or parameters than the plan")
+        except PlanError as error:
+            self.unplannable.add(key)
+            warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
+            return
+        warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
+        if not self.kept:
+            self.kept[None] = Path(self.plan, self.groups, self.runtime)  # the first plan, whatever its points
+        groups = process_groups(plan, self.mesh, self.made_groups)
+        runtime = _make_runtime(plan, self.mesh, self.device, groups, self.memory, self.timeout_s)
+        self.kept[key] = Path(plan, groups, runtime)
+        while len(self.kept) > _KEPT_PLANS:
+            self.kept.popitem(last=False)
+        self._write_back()
+        self.unhook()
+        self.plan, self.groups, self.runtime = plan, groups, runtime
         for i, sharded in enumerate(self.shards):
             if isinstance(sharded, _flat.FlatUnit):
-                sharded.supply(self.runtime)
+                sharded.supply(runtime)
             else:
-                _supply_shards(self.runtime, i, plan.units[i], sharded)
+                _supply_shards(runtime, i, plan.units[i], sharded)
         self.start()
         self.fall_back_on_deviation()
 
+    def _write_back(self) -> None:
+        for flat in self.flat_units():
+            flat.write_back()  # what the user replaced since
+
+    def _take(self, path: Path) -> None:
+        """A plan that was followed before is followed again."""
+        self._write_back()
+        self.unhook()
+        self.plan, self.groups, self.runtime = path.plan, path.groups, path.runtime
+        for flat in self.flat_units():
+            flat.runtime = path.runtime
+        self.hook()
+
 
 def _guard_state_dict(model: nn.Module, applied: Applied) -> None:
-    """Between a forward and its backward some modules hold whole parameters: not a state to save or load."""
+    """Between a forward and its backward some modules hold whole parameters: shards are saved all the same, not loaded."""
 
     def check(*_args, **_kwargs) -> None:
         if not applied.runtime.between_steps:
             raise RuntimeError(
-                "shardplan: state_dict and load_state_dict work between steps only; a forward has run whose backward "
-                "has not finished"
+                "shardplan: load_state_dict works between steps only; a forward has run whose backward has not finished "
+                "(shardplan.torch.abandon_step gives its step up)"
             )
 
-    model.register_state_dict_pre_hook(check)
-    model.register_load_state_dict_pre_hook(check)
+    def show(*_args, **_kwargs) -> None:
+        """The shards are valid at any time; the modules of gathered units hold whole parameters instead."""
+        if applied.flat_units() and not applied.runtime.between_steps:
+            raise RuntimeError(
+                "shardplan: state_dict of flat parameters works between steps only; a forward has run whose backward has not "
+                "finished (shardplan.torch.abandon_step gives its step up)"
+            )
+        applied.runtime.show_shards(True)
+
+    def hide(*_args, **_kwargs) -> None:
+        applied.runtime.show_shards(False)
+
+    applied.guards += [
+        model.register_state_dict_pre_hook(show),
+        model.register_state_dict_post_hook(hide),
+        model.register_load_state_dict_pre_hook(check),
+    ]
 
 
 def apply(
@@ -270,8 +364,8 @@ def apply(
     initialize: fills the parameters and buffers of one module (not of its children) that was on the meta device. A unit
     comes to be, is sharded and goes before the next one comes.
     on_deviation: what happens in a step that does not pass the plan's points. "stop": RuntimeError where it deviates.
-    "replan": a warning that says where; the step is finished without the plan, slowly, and the next one follows a plan made
-    of what this one did (all ranks have to deviate alike).
+    "replan": a warning that says where; the step is finished on demand, slowly, and the next one follows a plan made of what
+    this one did (all ranks have to deviate alike). Plans are kept: one is made for each way that steps go.
     memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer at an
     address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
@@ -298,11 +392,14 @@ def apply(
     device = check_placement(by_fqn, mesh)
     mesh = resolve_mesh(plan, mesh, device)
     meshes = [_mesh_of_unit(plan, unit, model, mesh) for unit in plan.units]
-    groups = process_groups(plan, mesh)  # those of flattened meshes among them
-    runtime = _make_runtime(plan, mesh, device, groups, memory)
+    made_groups: dict = {}
+    groups = process_groups(plan, mesh, made_groups)  # those of flattened meshes among them
+    runtime = _make_runtime(plan, mesh, device, groups, memory, timeout_s(mesh))
     source = Source(by_fqn, mesh, device, initialize, broadcast_from_rank_0)
     shards = _shard_all(runtime, plan, model, by_fqn, meshes, source, groups)
-    applied = Applied(model, plan, mesh, meshes, device, groups, runtime, by_fqn, shards, memory)
+    applied = Applied(
+        model, plan, mesh, meshes, device, groups, made_groups, runtime, by_fqn, shards, memory, timeout_s(mesh)
+    )
     applied.start()
     if plan.policy == "fsdp1":
         flat = [shard for shard in shards if isinstance(shard, _flat.FlatUnit)]
@@ -313,4 +410,6 @@ def apply(
         applied.fall_back_on_deviation()
     _guard_state_dict(model, applied)
     object.__setattr__(model, _ATTRIBUTE, applied)
+    _steer.add_methods(model, plan.policy)
+    _optimizers.watch(applied)
     return model

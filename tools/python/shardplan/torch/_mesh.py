@@ -54,9 +54,9 @@ def mesh_rank(mesh: DeviceMesh) -> int:
     return mesh.mesh.flatten().tolist().index(dist.get_rank())
 
 
-def process_groups(plan, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """One group per communicator of the plan: the mesh's own where it has it (or a mesh flattened from it), a new one
-    otherwise. Collective."""
+def process_groups(plan, mesh: DeviceMesh, made: dict) -> list[dist.ProcessGroup]:
+    """One group per communicator of the plan: the mesh's own where it has it (or a mesh flattened from it), one that was `made`
+    before (ranks of all groups -> this rank's), or a new one, which is put there. Collective."""
     own_rank = dist.get_rank()
     ranks = mesh.mesh.flatten().tolist()
     flattened = mesh._get_root_mesh()._flatten_mapping.values()
@@ -67,7 +67,10 @@ def process_groups(plan, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
         partition = [[ranks[place] for place in group] for first, group in enumerate(groups) if group[0] == first]
         own = next(group for group in partition if own_rank in group)
         existing = next((g for g in mesh_groups if dist.get_process_group_ranks(g) == own), None)
-        result.append(existing or dist.new_subgroups_by_enumeration(partition)[0])
+        key = tuple(map(tuple, partition))
+        if existing is None and key not in made:
+            made[key] = dist.new_subgroups_by_enumeration(partition)[0]
+        result.append(existing or made[key])
     return result
 
 

@@ -29,7 +29,7 @@ def _command() -> str:
 
 
 class _Trace:
-    """Builds the trace document from [(kind, unit, gradients)]."""
+    """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)]."""
 
     def __init__(self, plan, modules: list[str], full_precision_forwards: list[bool]) -> None:
         self._plan, self._full_precision = plan, full_precision_forwards
@@ -43,6 +43,7 @@ class _Trace:
         self._ready: list[int] = []  # units whose pre_backward came in this backward, once for each
         self._pending = 0  # the forward whose backward is next
         self._occurrence: dict[tuple[int, int], int] = {}
+        self._keeps = False  # of the backward before
 
     def parameters(self) -> list[dict]:
         """One entry for each parameter: of the first unit that has it."""
@@ -81,8 +82,8 @@ class _Trace:
             documents.append(entry)
         return documents
 
-    def add(self, kind: str, unit: int, gradients: list[tuple[int, int]]) -> None:
-        """One point. What the plan does by itself (the optimizer, calls of the user) is not in a trace."""
+    def add(self, kind: str, unit: int, gradients: list[tuple[int, int]], keeps: bool) -> None:
+        """One point. keeps: of the end of a backward, its gradients were not reduced. What the plan does by itself (the optimizer, calls of the user) is not in a trace."""
         if kind == "pre_forward":
             self._enter(unit)
         elif kind == "post_forward":
@@ -102,11 +103,22 @@ class _Trace:
             self._in_backward(gradients)
             self._backward.append(["backward_end"])
             self._backwards.append({"name": f"b{len(self._backwards)}", "forwards": [self._pending], "events": self._backward})
+            if keeps != self._keeps:
+                self.program.append(self._sync(not keeps))
+                self._keeps = keeps
             self.program.append(
                 {"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1}
             )
             self._backward = None
             self._ready = []
+
+    def _sync(self, reduces: bool) -> dict:
+        """The call after which backwards reduce their gradients, or keep them."""
+        return {"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": reduces}
+
+    @property
+    def ends_without_sync(self) -> bool:
+        return self._keeps
 
     def _inputs_done(self, unit: int, module: str) -> None:
         run, number = self._last_run(module), self._module[module]
@@ -137,7 +149,7 @@ class _Trace:
         if not self._open:
             self._pending = len(self._forwards)
             call = {"call": "forward", "microbatch": self._pending, "trace": self._pending}
-            if self._full_precision[self._pending]:
+            if self._pending < len(self._full_precision) and self._full_precision[self._pending]:
                 call["training"] = False
             self.program.append(call)
             self._forwards.append({"name": f"f{self._pending}", "tensors": [], "events": []})
@@ -175,12 +187,17 @@ class _Trace:
 
 
 def replan(plan, log: list[tuple], names: dict[str, str], full_precision_forwards: list[bool]):
-    """The plan for steps like the one in `log`. names: FQN -> class name of every module, in tree order.
+    """The plan for steps like the one in `log`. PlanError: there is none. names: FQN -> class name of every module, in tree order.
     full_precision_forwards: which forwards were evaluations in full precision. Every rank makes it; they all saw the same."""
     trace = _Trace(plan, list(names), full_precision_forwards)
     trace.parameters()
-    for kind, unit, gradients in log:
-        trace.add(kind, unit, gradients)
+    try:
+        for kind, unit, gradients, keeps in log:
+            trace.add(kind, unit, gradients, keeps)
+    except (IndexError, KeyError):
+        raise PlanError("its points are no forwards with a backward each") from None
+    if trace.program and trace.ends_without_sync:
+        raise PlanError("its last backward leaves gradients that nothing reduces")
     strategy = json.loads(plan.strategy_json)
     strategy["program"] = [[*trace.program, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
     with tempfile.TemporaryDirectory() as folder:

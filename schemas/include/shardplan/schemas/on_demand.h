@@ -1,0 +1,36 @@
+// The procedures of a plan (Plan::procedures) as a program of steps.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan {
+
+// Index into Plan::procedures; null: the plan has none of this kind for the unit.
+const Procedure* FindProcedure(const Plan& plan, ProcedureKind kind, UnitId unit);
+
+// Where an instruction of the program below comes from.
+struct OnDemandOrigin {
+  std::int32_t procedure = -1;  // index into Plan::procedures; -1: from none
+  std::int32_t instruction = -1;
+};
+
+struct OnDemandProgram {
+  Plan plan;
+  std::vector<std::vector<std::vector<OnDemandOrigin>>> origins;  // by step, trigger and instruction
+};
+
+// [Note: states that procedures are called in]
+// A plan with the tables of `plan` and steps in which everything is done on demand, one unit at a time: each
+// is gathered where it is entered, forward and backward, and freed where it is left; each step gets its
+// gradients in another way (reduced at once; kept for two micro-batches and reduced with the third's; kept and
+// reduced alone), then the optimizer steps. So every procedure is called in every state of its unit that it
+// may be called in: what holds of this program holds of the procedures. reduce_partial, whose state only a
+// step can make, is not in it.
+//
+// Of a plan without procedures: no steps.
+OnDemandProgram OnDemandProgramOf(const Plan& plan);
+
+}  // namespace shardplan

@@ -1,0 +1,145 @@
+"""What a loop says about a step that its plan may not have: micro-batches without communication, steps that are given up."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from ._errors import PlanError
+from ._flat import flat_units
+from ._flat_whole import gather
+from ._fit import modules_of
+
+_METHODS = ("set_requires_gradient_sync", "set_is_last_backward", "no_sync")
+
+
+def _applied_above(module: nn.Module):
+    from ._apply import UNIT_ATTRIBUTE, applied_to
+
+    of_unit = getattr(module, UNIT_ATTRIBUTE, None)
+    return of_unit[0] if of_unit is not None else applied_to(module)
+
+
+def _units_of(applied, module: nn.Module, recurse: bool) -> list[int]:
+    """The units that have the module, or one below it, among theirs."""
+    modules = modules_of(applied.model)
+    wanted = {id(m) for m in (module.modules() if recurse else [module])}
+    return [i for i, unit in enumerate(applied.plan.units) if any(id(modules[fqn]) in wanted for fqn in unit.modules)]
+
+
+def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Whether backwards from now on reduce gradients or keep them for a later one, as FSDPModule.set_requires_gradient_sync.
+
+    A plan whose step does the same is followed. One that does not is left (on_deviation): "stop" raises in the backward,
+    "replan" does what was asked for on demand, and plans such steps from then on.
+    """
+    applied = _applied_above(module)
+    applied.set_sync(_units_of(applied, module, recurse), requires_gradient_sync)
+
+
+def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
+    """As FSDPModule.set_is_last_backward: whether a backward forgets which modules of a group its forward has run."""
+    _applied_above(module).set("set_is_last_backward", value=is_last_backward)
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Inside, backwards keep their gradients, as with FullyShardedDataParallel.no_sync."""
+    applied = _applied_above(module)
+    before = list(applied.sync or [True] * len(applied.plan.units))
+    set_requires_gradient_sync(applied.model, False)
+    try:
+        yield
+    finally:
+        for value in (False, True):
+            applied.set_sync([unit for unit, sync in enumerate(before) if sync == value], value)
+
+
+def abandon_step(model: nn.Module) -> None:
+    """Gives up the step under way, after an exception that the loop has caught, say: its gradients and the gathered
+    parameters are dropped, parameters and optimizer state stay as they are, and the next forward begins a step.
+
+    All ranks have to. RuntimeError after a collective has failed: the ranks cannot go on together then.
+    """
+    from ._apply import applied_to
+
+    applied_to(model).runtime.abandon()
+
+
+def add_methods(model: nn.Module, policy: str) -> None:
+    """The root has the methods that PyTorch gives it, so a loop written for FSDP2 (FSDP1) needs no change."""
+    names = _METHODS[:2] if policy == "fsdp2" else _METHODS[2:]
+    for name in names:
+        if not hasattr(model, name):
+            object.__setattr__(model, name, types.MethodType(globals()[name], model))
+
+
+def _remove_methods(model: nn.Module) -> None:
+    for name in _METHODS:
+        vars(model).pop(name, None)
+
+
+@torch.no_grad()
+def _whole(parameter: nn.Parameter) -> nn.Parameter:
+    local = parameter.detach()
+    whole = local.full_tensor() if isinstance(local, DTensor) else local.clone()
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _make_whole(applied) -> None:
+    """Every module holds its own whole parameters again. Collective."""
+    flat = {id(shard): shard for shard in applied.flat_units()}
+    for unit, shard in zip(applied.plan.units, applied.shards):
+        if id(shard) in flat:
+            _make_flat_whole(shard)
+            continue
+        for expected, sharded in zip(unit.parameters, shard):
+            whole = _whole(sharded.shard)
+            for slot in applied.by_fqn[expected.fqn].slots:
+                slot.module.register_parameter(slot.name, whole)
+
+
+@torch.no_grad()
+def _make_flat_whole(flat) -> None:
+    whole = gather(flat)
+    flat.remove()
+    for expected, slots in zip(flat.unit.parameters, flat.slots):
+        shape = torch.Size(expected.shape)
+        data = whole[expected.flat_offset : expected.flat_offset + shape.numel()].view(shape).clone()
+        parameter = nn.Parameter(data, requires_grad=expected.requires_grad)
+        for slot in slots:
+            slot.module._parameters.pop(slot.name, None)
+            vars(slot.module).pop(slot.name, None)
+            slot.module.register_parameter(slot.name, parameter)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Takes the plan off the model: its parameters are whole again, plain tensors on the device, without gradients; hooks and
+    methods are gone. A step under way is given up. Optimizers made for the shards no longer fit. Collective. Returns the model."""
+    from . import _optimizers
+    from ._apply import UNIT_ATTRIBUTE, _ATTRIBUTE, applied_to
+
+    applied = applied_to(model)
+    if not applied.runtime.between_steps:
+        applied.runtime.abandon()
+    if any(expected.gathered for unit in applied.plan.units for expected in unit.parameters):
+        raise PlanError("a plan with all-gather extensions is not taken off a model")
+    _make_whole(applied)
+    applied.unhook()
+    for handle in applied.guards:
+        handle.remove()
+    _optimizers.forget(applied)
+    _remove_methods(model)
+    for module in model.modules():
+        vars(module).pop(UNIT_ATTRIBUTE, None)
+    vars(model).pop(_ATTRIBUTE)
+    if flat_units(model):
+        from ._flat import forget
+
+        forget(model)
+    return model
