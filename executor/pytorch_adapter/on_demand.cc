@@ -103,7 +103,23 @@ void OnDemand::ReshardAll() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) Reshard(static_cast<UnitId>(unit));
 }
 
+// Gradients that a step keeps in another buffer than the procedures would be lost.
+void OnDemand::CheckKept() const {
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    const auto id = static_cast<BufferId>(b);
+    if (buffer.role != BufferRole::kGradUnshardedAccumulated || !replayer_->IsAlive(id)) continue;
+    const std::vector<BufferId>& kept = kept_[buffer.unit];
+    if (std::ranges::find(kept, id) != kept.end()) continue;
+    throw std::runtime_error(
+        fmt::format("shardplan: the model deviates from the plan where gradients of {} are kept in {}, which "
+                    "nothing reduces on demand; shardplan.torch.abandon_step gives the step up",
+                    plan_.units[buffer.unit].fqn, buffer.name));
+  }
+}
+
 void OnDemand::TakeOver() {
+  CheckKept();
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     if (!units_[unit].unsharded || units_[unit].unplanned) continue;
     units_[unit].unplanned = true;

@@ -68,6 +68,7 @@ class OnDemand {
   };
 
   void Call(ProcedureKind kind, UnitId unit);
+  void CheckKept() const;
   bool HasFreshGradient(UnitId unit, std::int32_t parameter) const;
   bool IsKept(UnitId unit, std::int32_t parameter) const;
   bool HasKept(UnitId unit) const;

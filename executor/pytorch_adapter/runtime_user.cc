@@ -89,7 +89,8 @@ void Runtime::FollowSetters() {
   if (std::ranges::all_of(*sync_, [&](bool reduces) { return reduces != keeps; })) return;
   const std::string found = fmt::format("a backward that {} gradients (set_requires_gradient_sync, no_sync)",
                                         keeps ? "reduces" : "does not reduce");
-  Deviate(found, keeps ? "one that keeps them for a later micro-batch" : "one that reduces them");
+  Deviate(found, keeps ? "one that keeps them for a later micro-batch"
+                       : "one that reduces them, as that of the last micro-batch");
 }
 
 void Runtime::OptimizerSteps() {

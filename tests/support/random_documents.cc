@@ -211,6 +211,10 @@ Plan RandomPlan(std::uint64_t seed) {
                   [&](const SegmentGrad& grad) { return grad.parameter >= parameters_of(grad.unit); });
     if (!segment.grads.empty()) segment.phase = SegmentPhase::kBackward;
   }
+  const auto place = [](const Procedure& procedure) { return std::pair(procedure.unit, procedure.kind); };
+  std::ranges::stable_sort(plan.procedures, {}, place);
+  const auto same = std::ranges::unique(plan.procedures, {}, place);
+  plan.procedures.erase(same.begin(), same.end());
   return plan;
 }
 

@@ -18,6 +18,11 @@ class Writer {
     plan.segments.clear();
     plan.procedures.clear();
     plan.inputs.clear();
+    plan.strategy.program.clear();
+    std::erase_if(plan.strategy.setup, [](const ModuleCall& call) {
+      return call.method == "set_requires_gradient_sync" || call.method == "set_requires_all_reduce" ||
+             call.method == "no_sync";
+    });
     plan.steady_step = 0;
     for (const Procedure& procedure : given.procedures) {
       if (units_.empty() || units_.back() != procedure.unit) units_.push_back(procedure.unit);
@@ -135,9 +140,12 @@ class Writer {
       if (trigger.kind != kind) continue;
       Begin(kind, trigger.unit);
       for (const Instruction& i : trigger.instructions) {
-        const bool keeps = i.kind == InstructionKind::kAllocate || i.kind == InstructionKind::kFree ||
-                           i.kind == InstructionKind::kOptimizerStep;
-        if (keeps) Add(i);
+        const BufferId buffer = i.kind == InstructionKind::kAllocate ? i.dst
+                                : i.kind == InstructionKind::kFree   ? i.src
+                                                                     : -1;
+        const bool own = buffer >= 0 && (given_.buffers[buffer].role == BufferRole::kOptimizerState ||
+                                         given_.buffers[buffer].role == BufferRole::kOptimizerTemp);
+        if (own || i.kind == InstructionKind::kOptimizerStep) Add(i);
       }
     }
   }
@@ -157,8 +165,28 @@ class Writer {
     }
   }
 
+  // As a loop would have it. (That gradients which are kept are reduced without another backward is no
+  // call of any loop.)
+  void AddToProgram(const std::vector<ProcedureKind>& microbatches) {
+    StepProgram& program = program_.plan.strategy.program.emplace_back();
+    const auto reduces = [&](bool value) {
+      program.emplace_back(ModuleCall{.method = "set_requires_gradient_sync", .value = value});
+    };
+    for (std::size_t m = 0; m < microbatches.size(); ++m) {
+      const auto microbatch = static_cast<std::int32_t>(m);
+      const bool last = m + 1 == microbatches.size();
+      if (microbatches.size() > 1 && (m == 0 || last)) reduces(last);
+      program.emplace_back(ForwardCall{.microbatch = microbatch});
+      if (microbatches[m] == ProcedureKind::kReduceKept) continue;
+      program.emplace_back(BackwardCall{.microbatches = {microbatch}});
+    }
+    program.emplace_back(OptimizerStepCall{});
+    program.emplace_back(ZeroGradCall{});
+  }
+
   void Step(std::string name, const std::vector<ProcedureKind>& microbatches, bool first) {
     program_.plan.steps.push_back({.name = std::move(name)});
+    AddToProgram(microbatches);
     program_.origins.emplace_back();
     microbatch_ = 0;
     Begin(TriggerKind::kStepBegin, -1);
