@@ -90,12 +90,25 @@ Status FlatUnit::WriteBack() {
   const at::NoGradGuard no_grad;
   if (views_bound_ && options_.original_parameters) return {};
   for (VisibleParameter& visible : visible_) {
+    if (Status status = CheckDtype(visible); !status) return status;
     if (!visible.in_shard) continue;
     if (Status status = WriteBackParameter(visible); !status) return status;
     if (!published_.defined()) continue;
     if (Status status = WriteBackGradient(visible); !status) return status;
   }
   return {};
+}
+
+// Of every parameter, whether or not this rank has a part of it: all ranks raise, or none.
+Status FlatUnit::CheckDtype(const VisibleParameter& visible) const {
+  const at::ScalarType found = THPVariable_Unpack(visible.object.get()).scalar_type();
+  if (found == shard_.scalar_type()) return {};
+  return MakeError(
+      ErrorCode::kNegative,
+      fmt::format(
+          "parameter {} was changed after shardplan.torch.apply: dtype expected {}, found {}. Convert the "
+          "model before, and trace and plan it again",
+          visible.fqn, c10::toString(shard_.scalar_type()), c10::toString(found)));
 }
 
 // Modules that hold another parameter than ours: it takes our one's place.
@@ -107,9 +120,10 @@ Status FlatUnit::WriteBackParameter(VisibleParameter& visible) {
     if (found != nullptr && found != held) {
       return MakeError(
           ErrorCode::kNegative,
-          fmt::format("parameter {} is tied, and one of its modules was given another parameter: "
-                      "that is not supported",
-                      visible.fqn));
+          fmt::format(
+              "parameter {} is tied, and one of its modules was given another parameter: "
+              "give it to all of them, or untie them before shardplan.torch.apply and plan the model again",
+              visible.fqn));
     }
     found = held;
   }

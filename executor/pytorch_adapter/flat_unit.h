@@ -86,6 +86,7 @@ class FlatUnit {
 
  private:
   at::Tensor Slice(const at::Tensor& whole, const VisibleParameter& visible) const;
+  Status CheckDtype(const VisibleParameter& visible) const;
   Status WriteBackParameter(VisibleParameter& visible);
   Status WriteBackGradient(const VisibleParameter& visible);
 

@@ -80,12 +80,21 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, 
   const c10::Device device = hooks.runtime->torch_device();
   const bool moves = !device.is_cpu() && hooks.runtime->IsOutermost(hooks.options.unit);
   if (!insert_node && !watch && !casts && !moves) Py_RETURN_NONE;
+  PyRef cast_args, cast_kwargs;
+  if (casts && (HasOtherContainers(args) || HasOtherContainers(kwargs))) {
+    cast_args = CastAsPyTorch(args, *hooks.options.input_dtype);
+    cast_kwargs = cast_args ? CastAsPyTorch(kwargs, *hooks.options.input_dtype) : PyRef();
+    if (!cast_kwargs) return nullptr;
+    args = cast_args.get();
+    kwargs = cast_kwargs.get();
+  }
   std::vector<at::Tensor> tensors;
   if (!CollectTensors(args, tensors)) return nullptr;
   const std::size_t positional = tensors.size();
   if (!CollectTensors(kwargs, tensors)) return nullptr;
-  bool changed = moves && MoveTo(device, tensors);
-  if (casts && CastFloatingPoint(tensors, *hooks.options.input_dtype)) changed = true;
+  bool changed = static_cast<bool>(cast_args);
+  if (moves && MoveTo(device, tensors)) changed = true;
+  if (casts && !cast_args && CastFloatingPoint(tensors, *hooks.options.input_dtype)) changed = true;
   if (insert_node) {
     const std::vector<std::size_t> indices = NeedingGrad(tensors);
     if (!indices.empty()) {
@@ -142,7 +151,9 @@ PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
       });
     }
   }
-  if (!hooks.options.output_dtype || !CastFloatingPoint(tensors, *hooks.options.output_dtype)) Py_RETURN_NONE;
+  if (!hooks.options.output_dtype) Py_RETURN_NONE;
+  if (HasOtherContainers(output)) return CastAsPyTorch(output, *hooks.options.output_dtype).release();
+  if (!CastFloatingPoint(tensors, *hooks.options.output_dtype)) Py_RETURN_NONE;
   return ReplaceTensors(output, tensors).release();
   END_HANDLE_TH_ERRORS
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "python_error.h"
@@ -61,6 +62,14 @@ PyObject* ModelParameter::Replacement() const {
     if (held != shard_object_.get()) return held == nullptr ? Py_None : held;
   }
   return shard().unsafeGetTensorImpl() == shard_impl_ ? nullptr : shard_object_.get();
+}
+
+bool ModelParameter::SlotsAgree() const {
+  const auto held = [](const ParameterSlot& slot) {
+    return PyDict_GetItem(slot.dict.get(), slot.name.get());
+  };
+  return std::ranges::all_of(slots_,
+                             [&](const ParameterSlot& slot) { return held(slot) == held(slots_[0]); });
 }
 
 void ModelParameter::SetUnsharded(PyRef unsharded) {

@@ -50,6 +50,10 @@ class ModelParameter {
   // load_state_dict(assign=True)); borrowed, null where they have not. Different ones in different modules:
   // the first that is not ours.
   PyObject* Replacement() const;
+  // Is `found` what the modules hold between steps?
+  bool IsShard(PyObject* found) const { return found == shard_object_.get(); }
+  // Do all modules hold the same?
+  bool SlotsAgree() const;
   // The modules hold `shard` from now on: takes it for its own.
   void Adopt(PyRef shard);
 

@@ -1,6 +1,8 @@
 // What the user changed on the sharded parameters since the step before.
 #pragma once
 
+#include <cstddef>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -25,6 +27,9 @@ class ParameterChanges {
   void Clear() { adopt_ = {}; }
 
  private:
+  std::string OwnerOf(PyObject* found, std::size_t but_unit, std::size_t but_parameter) const;
+  void CheckTies(PyObject* found, std::size_t unit, std::size_t parameter) const;
+
   const Plan& plan_;
   std::vector<UnitState>& units_;
   PyRef adopt_;

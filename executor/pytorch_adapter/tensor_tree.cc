@@ -1,5 +1,6 @@
 #include "tensor_tree.h"
 
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
@@ -172,6 +173,45 @@ bool CollectTensors(PyObject* object, std::vector<at::Tensor>& tensors) {
 
 PyRef ReplaceTensors(PyObject* object, const std::vector<at::Tensor>& tensors) {
   return Replacer(tensors).Replace(object);
+}
+
+bool HasOtherContainers(PyObject* object) {
+  switch (KindOf(object)) {
+    case NodeKind::kLeaf:
+    case NodeKind::kTensor:
+      return false;
+    case NodeKind::kTuple:
+    case NodeKind::kList:
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+        if (HasOtherContainers(PySequence_Fast_GET_ITEM(object, i))) return true;
+      }
+      return false;
+    case NodeKind::kDict: {
+      PyObject* value = nullptr;
+      for (Py_ssize_t position = 0; PyDict_Next(object, &position, nullptr, &value);) {
+        if (HasOtherContainers(value)) return true;
+      }
+      return false;
+    }
+    case NodeKind::kOther:
+      return true;
+  }
+  return true;
+}
+
+PyRef CastAsPyTorch(PyObject* object, at::ScalarType dtype) {
+  const PyRef functools = PyRef::Steal(PyImport_ImportModule("functools"));
+  const PyRef utils = PyRef::Steal(PyImport_ImportModule("torch.distributed.utils"));
+  const PyRef common =
+      PyRef::Steal(PyImport_ImportModule("torch.distributed.fsdp._fully_shard._fsdp_common"));
+  if (!functools || !utils || !common) return {};
+  const PyRef cast = PyRef::Steal(PyObject_GetAttrString(common.get(), "_cast_fp_tensor"));
+  PyObject* name = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
+  if (!cast) return {};
+  const PyRef to_dtype =
+      PyRef::Steal(PyObject_CallMethod(functools.get(), "partial", "OO", cast.get(), name));
+  if (!to_dtype) return {};
+  return PyRef::Steal(PyObject_CallMethod(utils.get(), "_apply_to_tensors", "OO", to_dtype.get(), object));
 }
 
 }  // namespace shardplan::python

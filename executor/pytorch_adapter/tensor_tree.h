@@ -21,4 +21,11 @@ bool CollectTensors(PyObject* object, std::vector<at::Tensor>& tensors);
 // on failure.
 PyRef ReplaceTensors(PyObject* object, const std::vector<at::Tensor>& tensors);
 
+// Is there anything in `object` but tensors, tuples, lists, dicts and plain values?
+bool HasOtherContainers(PyObject* object);
+
+// torch.distributed.utils._apply_to_tensors, with which PyTorch's FSDP casts: it looks into dataclasses, and
+// not into everything that pytree knows. Null with a Python error set on failure.
+PyRef CastAsPyTorch(PyObject* object, at::ScalarType dtype);
+
 }  // namespace shardplan::python

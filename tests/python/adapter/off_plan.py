@@ -39,9 +39,10 @@ from equivalence import Case, largest_difference, local, make_model, with_fsdp2
 from equivalence_models import ROOT, inputs_of, loss_of
 from equivalence_settings import case as fsdp2_case
 from flat_equivalence import clean, with_fsdp1
+from torch.distributed.checkpoint.api import CheckpointException
 
 RANKS = 2
-HANGS_AFTER_S = 20
+HANGS_AFTER_S = 10
 EQUAL = "equal"
 KINDS = ("torch", "stop", "replan")  # in this order
 
@@ -166,7 +167,7 @@ def _run(side: Side) -> tuple[str, str]:
         if "off_plan" in traceback.extract_tb(error.__traceback__)[-1].filename:
             raise  # the case itself is wrong
         return "raises", text
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         return "raises", "".join(traceback.format_exception_only(error)).strip()
 
 
@@ -190,16 +191,16 @@ def _outcome(side: Side, ended: tuple[str, str], theirs: Side | None, tolerance:
     return outcome | {"difference": where if difference > (tolerance if side.kind == "replan" else 0.0) else ""}
 
 
-def _all_arrive(name: str) -> bool:
-    """Without a collective, which a rank may not reach."""
+def _of_all_ranks(name: str, own: str) -> list[str]:
+    """What each rank says; empty when one does not come. Without a collective, which a rank may not reach."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"off_plan/{name}/{dist.get_rank()}", "here")
+    keys = [f"off_plan/{name}/{rank}" for rank in range(RANKS)]
+    store.set(keys[dist.get_rank()], own)
     try:
-        keys = [f"off_plan/{name}/{rank}" for rank in range(RANKS)]
         store.wait(keys, datetime.timedelta(seconds=HANGS_AFTER_S + 5))
+        return [store.get(key).decode() for key in keys]
     except Exception:
-        return False
-    return True
+        return []
 
 
 def _run_kinds(case: OffPlan, kinds: list[str], plan: str, folder: str, note: Callable[[str, dict], None]) -> bool:
@@ -210,15 +211,16 @@ def _run_kinds(case: OffPlan, kinds: list[str], plan: str, folder: str, note: Ca
         note(kind, {"what": "hangs", "message": ""})  # until it has ended
         ended = _run(side)
         outcome = _outcome(side, ended, theirs, case.tolerance)
-        together = _all_arrive(f"{case.name}/{kind}")
-        if not together or "imed out" in ended[1]:
-            outcome["what"] = "hangs"
-        note(kind, outcome)
-        if outcome["what"] == "hangs":
+        late = "imed out" in ended[1]
+        good = outcome["what"] == "runs" and not outcome.get("difference")
+        said = _of_all_ranks(f"{case.name}/{kind}", "late" if late else "good" if good else "bad")
+        if not said or "late" in said:
+            note(kind, outcome | {"what": "hangs"})
             return False
+        note(kind, outcome)
         if kind == "torch":
             theirs = side
-        elif outcome["what"] == "runs" and not outcome["difference"]:
+        elif set(said) == {"good"}:
             break  # nothing left the plan
         gc.collect()
     return True
@@ -238,7 +240,7 @@ def run_cases(left: list[tuple[str, list[str]]], plans: dict[str, str], folder: 
             path.with_suffix(".new").write_bytes(pickle.dumps(found))
             path.with_suffix(".new").rename(path)
 
-        late = threading.Timer(6 * HANGS_AFTER_S, os._exit, [3])  # of one that spins
+        late = threading.Timer(4 * HANGS_AFTER_S, os._exit, [3])  # of one that spins
         late.daemon = True
         late.start()
         try:

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _flat, _optimizers, _steer
 from ._errors import PlanError
 from ._extension import ExtendedParameter
-from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, untied, unwrapped
+from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, refuse_to_copy, untied, unwrapped
+from ._flat_checkpoint import support_checkpoints
 from ._flat_state_dict import hook_state_dicts
 from ._init import Initialize, Source, reset_parameters
 from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
@@ -211,6 +212,8 @@ class Applied:
     def flat_units(self) -> list[_flat.FlatUnit]:
         return [shard for shard in self.shards if isinstance(shard, _flat.FlatUnit)]
 
+    __deepcopy__ = __reduce_ex__ = refuse_to_copy
+
     def start(self) -> None:
         """The shards are there: makes the replayer, and hooks it into the model."""
         self.runtime.start()
@@ -405,6 +408,7 @@ def apply(
         flat = [shard for shard in shards if isinstance(shard, _flat.FlatUnit)]
         _flat.remember(model, flat)
         hook_state_dicts(model, flat, mesh)
+        support_checkpoints(flat)
         _flat.cast_buffers(plan, model)
     if on_deviation == "replan":
         applied.fall_back_on_deviation()

@@ -183,3 +183,11 @@ def check_placement(by_fqn: dict[str, ModelParameter], mesh: DeviceMesh | None) 
     if mesh is not None:
         return torch.device(mesh.device_type)
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+
+
+def refuse_to_copy(*_args) -> None:
+    """__deepcopy__ and __reduce_ex__ of what an applied model has: its copy would share hooks and memory with it. FSDP2 refuses, too."""
+    raise RuntimeError(
+        "shardplan: a module of an applied plan does not support deepcopy and pickling: the copy's hooks would be this one's. "
+        "Save and load by state_dict(), and copy the model before shardplan.torch.apply"
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._fit import ModelParameter, Slot, modules_of
 from ._precision import matches, precision_of, torch_dtype
@@ -70,6 +71,7 @@ class FlatUnit:
         self.shard = flatten(self.unit, self.parameters)[self.index * numel : (self.index + 1) * numel].clone()
         self.visible: list[nn.Parameter] = []
         self.module: nn.Module | None = None
+        self.mesh: DeviceMesh | None = None  # the plan's
         self.supply(runtime)
 
     def supply(self, runtime) -> None:

@@ -24,7 +24,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def chunk(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Cut along dim 0 over the last dimension of the mesh, as torch.chunk cuts."""
     ranks, own = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     pieces = torch.chunk(whole, ranks)
@@ -74,7 +74,7 @@ class _StateDicts:
             if not isinstance(value, torch.Tensor) or _storage(value) not in ranks:
                 continue
             sharded = self.kind == "sharded" and ranks[_storage(value)] > 1 and value.dim() > 0
-            state_dict[name] = _chunk(value.detach(), self.mesh) if sharded else value.detach().clone()
+            state_dict[name] = chunk(value.detach(), self.mesh) if sharded else value.detach().clone()
         self._close(module)
 
     def _before_load(self, module: nn.Module, state_dict: dict, prefix: str, *_args) -> None:
@@ -91,6 +91,8 @@ def hook_state_dicts(model: nn.Module, units: list[FlatUnit], mesh: DeviceMesh) 
     state_dicts = _StateDicts(units, mesh)
     for module in {model: None, **{flat.module: None for flat in units}}:
         state_dicts.hook(module)
+    for flat in units:
+        flat.mesh = mesh
     object.__setattr__(model, _ATTRIBUTE, state_dicts)
 
 

@@ -94,8 +94,8 @@ def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
     ):
         if wanted != is_now:
             raise PlanError(
-                f"parameter {expected.fqn} was changed after shardplan.torch.apply: {what} expected {wanted}, found {is_now}; "
-                "plan the model as it is now"
+                f"parameter {expected.fqn} was changed after shardplan.torch.apply: {what} expected {wanted}, found {is_now}. "
+                "Change it before, and trace and plan the model again"
             )
     sharded.shard = found
     local = found._local_tensor
