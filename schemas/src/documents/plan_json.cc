@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include "documents/cluster_check.h"
 #include "documents/document_json.h"
 #include "documents/plan_check.h"
 #include "documents/plan_fields.h"
@@ -74,6 +75,7 @@ Status CheckPlan(const Plan& plan) {
     return MakeInputError("/steady_step", "not a step of this plan", fmt::format("{}", plan.steady_step),
                           fmt::format("less than {}", plan.steps.size()));
   }
+  if (Status status = CheckCluster(plan.cluster, "/cluster"); !status) return status;
   if (Status status = CheckUnits(plan); !status) return status;
   if (Status status = CheckBuffers(plan); !status) return status;
   return CheckSegments(plan);
