@@ -96,6 +96,14 @@ std::vector<std::vector<TimeRange>> ComputeTimes(const Plan& plan, std::int32_t 
   return times;
 }
 
+// As requested, and nothing where all buffers are in device memory.
+MemoryProfile ProfileHostMemory(const Plan& plan, MemoryOptions options) {
+  const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };
+  if (std::ranges::all_of(plan.buffers, on_device)) return {};
+  options.granularity_bytes = {1};
+  return ProfileMemory(plan, MemoryHistoryOf(plan, {.space = MemorySpace::kHost}), options);
+}
+
 }  // namespace
 
 Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) {
@@ -137,7 +145,10 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
   }
   MemoryProfile memory = ProfileMemory(plan, memory_options);
   simulation.memory = std::move(memory.samples);
-  simulation.report = internal::BuildReport(plan, cluster, *program, last, *synchronized, memory);
+  MemoryProfile host_memory = ProfileHostMemory(plan, std::move(memory_options));
+  simulation.host_memory = std::move(host_memory.samples);
+  simulation.report =
+      internal::BuildReport(plan, cluster, *program, last, *synchronized, memory, host_memory);
   simulation.report.plan_digest = options.plan_digest;
   return simulation;
 }

@@ -223,5 +223,38 @@ TEST(ReaderErrors, IndicesBeyondTheirLists) {
   EXPECT_EQ(ParsePlan(ToJson(plan)).error().pointer, "/buffers/0/parameters/1");
 }
 
+// A table is interpolated: points that do not ascend would divide by zero, and no logarithm of 0 FLOPs
+// exists.
+TEST(ReaderErrors, PointsOfTablesAscend) {
+  const auto pointers = [](const Cluster& cluster) {
+    Plan plan = test::RandomPlan(2);
+    plan.cluster = cluster;
+    const Result<Cluster> alone = ParseCluster(ToJson(cluster));
+    const Result<Plan> inside = ParsePlan(ToJson(plan));
+    EXPECT_FALSE(alone.has_value());
+    EXPECT_FALSE(inside.has_value());
+    if (alone || inside) return std::string();
+    EXPECT_EQ("/cluster" + alone.error().pointer, inside.error().pointer);
+    EXPECT_FALSE(alone.error().found.empty());
+    EXPECT_FALSE(alone.error().expected.empty());
+    return alone.error().pointer;
+  };
+  Cluster cluster{.name = "c", .device = {.name = "d"}};
+  cluster.device.matmul = {{DType::kFloat32, 1, {{5, 1}}}, {DType::kBFloat16, 1, {{1, 1}, {2, 1}, {2, 1}}}};
+  EXPECT_EQ(pointers(cluster), "/device/matmul/1/efficiency/2/flops");
+  cluster.device.matmul[1].efficiency = {{1, 1}, {3, 1}, {2, 1}};
+  EXPECT_EQ(pointers(cluster), "/device/matmul/1/efficiency/2/flops");
+  cluster.device.matmul[1].efficiency = {{0, 1}, {3, 1}};
+  EXPECT_EQ(pointers(cluster), "/device/matmul/1/efficiency/0/flops");
+  cluster.device.matmul.clear();
+  const CollectiveTable table{.ranks = 2, .link = "l", .points = {{Bytes{0}, {}}, {Bytes{8}, {}}}};
+  cluster.collectives = {table, table};
+  EXPECT_TRUE(ParseCluster(ToJson(cluster)).has_value());
+  cluster.collectives[1].points = {{Bytes{8}, {}}, {Bytes{8}, {}}};
+  EXPECT_EQ(pointers(cluster), "/collectives/1/points/1/full_tensor_bytes");
+  cluster.collectives[1].points = {{Bytes{8}, {}}, {Bytes{9}, {}}, {Bytes{7}, {}}};
+  EXPECT_EQ(pointers(cluster), "/collectives/1/points/2/full_tensor_bytes");
+}
+
 }  // namespace
 }  // namespace shardplan

@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
+#include <set>
 
 #include "shardplan/schemas/io.h"
 #include "tests/simulator/layered_plan.h"
@@ -24,8 +26,23 @@ std::vector<CollectivePoint> Points(std::initializer_list<std::pair<std::int64_t
   return made;
 }
 
-CollectiveRequest Gather(std::int64_t ranks, std::int64_t bytes, std::int64_t stride = 1) {
-  return {CollectiveKind::kAllGather, ranks, stride, Bytes{bytes}};
+// The cost of a collective over a communicator on the cluster's ranks.
+Result<CollectiveCost> CostOf(const CostModel& model, const Cluster& cluster, CollectiveKind kind,
+                              const Communicator& communicator, std::int64_t bytes) {
+  const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, cluster.ranks);
+  return model.Collective({kind, communicator.size, placements, Bytes{bytes}});
+}
+Result<CollectiveCost> Gather(const CostModel& model, const Cluster& cluster, std::int64_t ranks,
+                              std::int64_t bytes) {
+  return CostOf(model, cluster, CollectiveKind::kAllGather, {.size = ranks}, bytes);
+}
+
+Cluster TwoLinks(std::int64_t ranks, std::int64_t ranks_per_node) {
+  Cluster cluster;
+  cluster.ranks = ranks;
+  cluster.ranks_per_node = ranks_per_node;
+  cluster.links = {{"nvlink", Nanoseconds{10}, 1'000'000'000}, {"network", Nanoseconds{1'000}, 100'000'000}};
+  return cluster;
 }
 
 TEST(Interpolation, IsExactAtEveryMeasuredPointOfTheShippedClusters) {
@@ -105,6 +122,9 @@ TEST(Roofline, IsTheSlowerOfArithmeticAndMemory) {
   EXPECT_EQ(model->DeviceCopy(Bytes{100}, Bytes{50}).value, 300);
   EXPECT_EQ(model->DeviceCopy(Bytes{1}, Bytes{1}).value, 7);
   EXPECT_EQ(model->DeviceCopy(Bytes{0}, Bytes{0}).value, 0);
+  EXPECT_EQ(model->HostWork(Bytes{1'000}).value, 0);
+  cluster.host.memory_bytes_per_second = 300'000'000;
+  EXPECT_EQ(model->HostWork(Bytes{1'000}).value, 3'334);  // up
 }
 
 TEST(Roofline, KnowsMatrixOperatorsByName) {
@@ -121,23 +141,89 @@ TEST(Roofline, KnowsMatrixOperatorsByName) {
   }
 }
 
+using Placements = std::vector<GroupPlacement>;
+
 TEST(Placement, FollowsStrideAndNodes) {
   Cluster cluster;
   cluster.ranks = 64;
   cluster.ranks_per_node = 8;
-  const auto expect = [&](std::int64_t ranks, std::int64_t stride, std::int64_t in_node, std::int64_t nodes,
-                          std::int64_t groups) {
-    const GroupPlacement place = PlaceGroup(cluster, ranks, stride);
-    EXPECT_EQ(place.ranks_in_node, in_node) << ranks << "/" << stride;
-    EXPECT_EQ(place.nodes, nodes) << ranks << "/" << stride;
-    EXPECT_EQ(place.concurrent_groups, groups) << ranks << "/" << stride;
+  const auto place = [&](std::int64_t ranks, std::int64_t stride) {
+    return PlaceGroups(cluster, {.size = ranks, .stride = stride}, 64);
   };
-  expect(8, 1, 8, 1, 1);
-  expect(4, 1, 4, 1, 2);
-  expect(2, 4, 2, 1, 4);
-  expect(64, 1, 8, 8, 1);
-  expect(8, 8, 1, 8, 8);  // replicas of an HSDP mesh
-  expect(16, 4, 2, 8, 4);
+  // Nodes, fewest and most in a node, groups in a node.
+  EXPECT_EQ(place(8, 1), (Placements{{1, 8, 8, 1}}));
+  EXPECT_EQ(place(4, 1), (Placements{{1, 4, 4, 2}}));
+  EXPECT_EQ(place(2, 4), (Placements{{1, 2, 2, 4}}));
+  EXPECT_EQ(place(64, 1), (Placements{{8, 8, 8, 1}}));
+  EXPECT_EQ(place(8, 8), (Placements{{8, 1, 1, 8}}));  // replicas of an HSDP mesh
+  EXPECT_EQ(place(16, 4), (Placements{{8, 2, 2, 4}}));
+}
+
+TEST(Placement, GroupsNeedNotAlignToNodes) {
+  Cluster cluster;
+  cluster.ranks = 12;
+  cluster.ranks_per_node = 4;
+  // {0..5}: four and two; {6..11}: two and four.
+  EXPECT_EQ(PlaceGroups(cluster, {.size = 6}, 12), (Placements{{2, 2, 4, 2}}));
+  // {0,1,2}; {3,4,5} and {6,7,8}: one or two over two nodes; {9,10,11}.
+  EXPECT_EQ(PlaceGroups(cluster, {.size = 3}, 12), (Placements{{1, 3, 3, 2}, {2, 1, 2, 2}}));
+  // A mesh (2, 2, 4) whose first and last dimension are flattened: {0..3, 8..11} and {4..7, 12..15}.
+  cluster.ranks = 16;
+  cluster.ranks_per_node = 8;
+  const Communicator apart{.size = 8, .dims = {{2, 8}, {4, 1}}};
+  EXPECT_EQ(PlaceGroups(cluster, apart, 16), (Placements{{2, 4, 4, 2}}));
+}
+
+// Every placement, counted rank by rank from the definition of a communicator: two ranks are in one group
+// when they differ in its digits only.
+TEST(Placement, IsWhatCountingRanksGives) {
+  const std::vector<Communicator> communicators = {{.size = 2},
+                                                   {.size = 6},
+                                                   {.size = 3, .stride = 4},
+                                                   {.size = 12, .stride = 2},
+                                                   {.size = 4, .dims = {{2, 12}, {2, 1}}},
+                                                   {
+                                                       .size = 6,
+                                                       .dims = {{3, 8}, {2, 2}},
+                                                   },
+                                                   {.size = 8, .dims = {{2, 12}, {2, 6}, {2, 1}}}};
+  for (std::int64_t per_node = 1; per_node <= 25; ++per_node) {
+    Cluster cluster;
+    cluster.ranks = 24;
+    cluster.ranks_per_node = per_node;
+    const std::int64_t node = std::min<std::int64_t>(per_node, 24);
+    for (const Communicator& c : communicators) {
+      const auto digits = c.dims.empty() ? std::vector<CommunicatorDim>{{c.size, c.stride}} : c.dims;
+      const auto same_group = [&](std::int64_t a, std::int64_t b) {
+        for (const CommunicatorDim& d : digits) {
+          a -= a / d.stride % d.size * d.stride;
+          b -= b / d.stride % d.size * d.stride;
+        }
+        return a == b;
+      };
+      std::set<GroupPlacement> expected;
+      for (std::int64_t rank = 0; rank < 24; ++rank) {
+        std::map<std::int64_t, std::int64_t> members;
+        for (std::int64_t other = 0; other < 24; ++other) members[other / node] += same_group(rank, other);
+        std::erase_if(members, [](const auto& entry) { return entry.second == 0; });
+        GroupPlacement place{std::ssize(members), 24, 0, 0};
+        for (const auto& [n, count] : members) {
+          place.fewest_in_node = std::min(place.fewest_in_node, count);
+          place.most_in_node = std::max(place.most_in_node, count);
+          std::int64_t groups = 0;  // ranks of the node that are the first of their group there
+          for (std::int64_t a = n * node; a < std::min<std::int64_t>(24, (n + 1) * node); ++a) {
+            bool first = true;
+            for (std::int64_t b = n * node; b < a; ++b) first = first && !same_group(a, b);
+            groups += first;
+          }
+          place.concurrent_groups = std::max(place.concurrent_groups, groups);
+        }
+        expected.insert(place);
+      }
+      EXPECT_EQ(PlaceGroups(cluster, c, 24), Placements(expected.begin(), expected.end()))
+          << "size " << c.size << ", " << per_node << " ranks a node";
+    }
+  }
 }
 
 TEST(Collectives, AnswersFromTheTableOfItsGroup) {
@@ -150,17 +236,17 @@ TEST(Collectives, AnswersFromTheTableOfItsGroup) {
     return CollectiveTable{};
   };
   for (const std::int64_t ranks : {2, 4, 8}) {
-    const Result<CollectiveCost> cost = model->Collective(Gather(ranks, 1 << 28));
+    const Result<CollectiveCost> cost = Gather(*model, cluster, ranks, 1 << 28);
     ASSERT_TRUE(cost.has_value());
     EXPECT_EQ(cost->duration_ns, InterpolateDuration(table(ranks).points, Bytes{1 << 28}));
     EXPECT_TRUE(cost->source.starts_with("measured " + std::to_string(ranks) + " ranks nvlink"))
         << cost->source;
     EXPECT_EQ(cost->link, 0);
   }
-  const Result<CollectiveCost> beyond = model->Collective(Gather(8, std::int64_t{1} << 33));
+  const Result<CollectiveCost> beyond = Gather(*model, cluster, 8, std::int64_t{1} << 33);
   EXPECT_EQ(beyond->source, "measured 8 ranks nvlink, extrapolated");
   // Numbers of ranks that nobody measured: the ring, (6 - 1) steps and 5 / 6 of the tensor.
-  const Result<CollectiveCost> ring = model->Collective(Gather(6, 600'000'000));
+  const Result<CollectiveCost> ring = Gather(*model, cluster, 6, 600'000'000);
   EXPECT_EQ(ring->source, "alpha-beta nvlink");
   const Link& link = cluster.links[0];
   EXPECT_NEAR(
@@ -174,7 +260,8 @@ TEST(Collectives, AlphaBetaAgreesRoughlyWithWhatWasMeasured) {
   for (const CollectiveTable& table : cluster.collectives) {
     for (const CollectivePoint& point : table.points) {
       if (point.full_tensor_bytes.value < (1 << 26)) continue;
-      const auto cost = analytic->Collective({table.kind, table.ranks, 1, point.full_tensor_bytes});
+      const auto cost =
+          CostOf(*analytic, cluster, table.kind, {.size = table.ranks}, point.full_tensor_bytes.value);
       const double ratio =
           static_cast<double>(cost->duration_ns.value) / static_cast<double>(point.duration_ns.value);
       // One line for all: pairs of ranks use their links less well than a ring of eight does, and the switch
@@ -189,28 +276,57 @@ TEST(Collectives, AlphaBetaAgreesRoughlyWithWhatWasMeasured) {
 // 64 ranks on 8 nodes, 63 / 64 of the tensor through each rank: 8 adapters a node carry it, unless NVLink is
 // slower.
 TEST(Collectives, AcrossNodesTheSlowerOfAdaptersAndLinkCounts) {
-  Cluster cluster;
-  cluster.ranks = 64;
-  cluster.ranks_per_node = 8;
-  cluster.links = {{"nvlink", Nanoseconds{10}, 1'000'000'000}, {"network", Nanoseconds{1'000}, 100'000'000}};
+  Cluster cluster = TwoLinks(64, 8);
   const auto model = MakeCostModel(cluster);
-  const Result<CollectiveCost> wide = model->Collective(Gather(64, 64'000));
+  const Result<CollectiveCost> wide = Gather(*model, cluster, 64, 64'000);
   // 63,000 bytes at 8 * 0.1 GB/s; 56 steps in nodes, 7 between them.
   EXPECT_EQ(wide->duration_ns.value, 78'750 + 56 * 10 + 7 * 1'000);
   EXPECT_EQ(wide->source, "alpha-beta network");
   EXPECT_EQ(wide->link, 1);
   // One rank a node: its own adapter alone, 7 / 8 of the tensor, twice for an all_reduce.
-  const Result<CollectiveCost> replicas = model->Collective({CollectiveKind::kAllReduce, 8, 8, Bytes{8'000}});
+  const Result<CollectiveCost> replicas =
+      CostOf(*model, cluster, CollectiveKind::kAllReduce, {.size = 8, .stride = 8}, 8'000);
   EXPECT_EQ(replicas->duration_ns.value, 2 * (70'000 + 7 * 1'000));
   cluster.links.pop_back();
-  const Result<CollectiveCost> missing = MakeCostModel(cluster)->Collective(Gather(64, 64'000));
+  const Result<CollectiveCost> missing = Gather(*MakeCostModel(cluster), cluster, 64, 64'000);
   ASSERT_FALSE(missing.has_value());
   EXPECT_EQ(missing.error().code, ErrorCode::kBadInput);
   EXPECT_EQ(missing.error().pointer, "/cluster/links");
 }
 
+// {0, 1, 8, 9} are on two nodes, two on each, however near their ranks look by the stride of the last digit.
+TEST(Collectives, AGroupOfDimensionsApartGoesOverTheNetwork) {
+  const Cluster cluster = TwoLinks(16, 8);
+  const auto model = MakeCostModel(cluster);
+  const Communicator apart{.size = 4, .dims = {{2, 8}, {2, 1}}};
+  const Result<CollectiveCost> cost = CostOf(*model, cluster, CollectiveKind::kAllGather, apart, 4'000);
+  // 3,000 bytes at 2 * 0.1 GB/s, 2 steps in nodes, one between.
+  EXPECT_EQ(cost->duration_ns.value, 15'000 + 2 * 10 + 1'000);
+  EXPECT_EQ(cost->link, 1);
+  const Result<CollectiveCost> neighbours = Gather(*model, cluster, 4, 4'000);
+  EXPECT_EQ(neighbours->duration_ns.value, 3'000 + 3 * 10);
+}
+
+// Threes on nodes of four: {0, 1, 2} is inside a node, {3, 4, 5} has one member on the first, whose adapter
+// is all that they have there.
+TEST(Collectives, TheSlowestGroupCounts) {
+  Cluster cluster = TwoLinks(12, 4);
+  const Result<CollectiveCost> cost = Gather(*MakeCostModel(cluster), cluster, 3, 3'000);
+  EXPECT_EQ(cost->duration_ns.value, 20'000 + 10 + 1'000);
+  EXPECT_EQ(cost->source, "alpha-beta network");
+  // A table of the inner link answers for the groups inside a node, and is faster.
+  cluster.collectives = {
+      {.kind = CollectiveKind::kAllGather, .ranks = 3, .link = "nvlink", .points = Points({{1, 5}})}};
+  EXPECT_EQ(Gather(*MakeCostModel(cluster), cluster, 3, 3'000)->duration_ns.value, 21'010);
+  // ... or slower, and then it counts.
+  cluster.collectives[0].points = Points({{1, 50'000}});
+  const Result<CollectiveCost> measured = Gather(*MakeCostModel(cluster), cluster, 3, 3'000);
+  EXPECT_EQ(measured->duration_ns.value, 50'000);
+  EXPECT_EQ(measured->source, "measured 3 ranks nvlink");
+}
+
 TEST(Collectives, OneRankCostsNothing) {
-  EXPECT_EQ(MakeCostModel(Cluster{})->Collective(Gather(1, 1 << 30))->duration_ns.value, 0);
+  EXPECT_EQ(Gather(*MakeCostModel(Cluster{}), Cluster{}, 1, 1 << 30)->duration_ns.value, 0);
 }
 
 TEST(ShippedClusters, AreCanonicalDocuments) {

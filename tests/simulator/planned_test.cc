@@ -43,6 +43,24 @@ TEST(PlannedClosedForm, Fsdp2Default) {
   }
 }
 
+// Each micro-batch passes forward and backward alone: twice what one takes.
+TEST(PlannedClosedForm, EveryMicrobatchCounts) {
+  for (const int microbatches : {1, 2, 3}) {
+    Strategy strategy;
+    StepProgram step;
+    for (int m = 0; m < microbatches; ++m) {
+      step.push_back(ForwardCall{.microbatch = m});
+      step.push_back(BackwardCall{.microbatches = {m}});
+    }
+    step.push_back(OptimizerStepCall{});
+    step.push_back(ZeroGradCall{});
+    strategy.program = {step};
+    const Report report = PlannedReport(3, strategy);
+    EXPECT_EQ(report.forward_ns.value, microbatches * 85 * kMillisecond);
+    EXPECT_EQ(report.backward_ns.value, microbatches * 170 * kMillisecond);
+  }
+}
+
 // Kept gathered after the forward: the backward has nothing to gather.
 TEST(PlannedClosedForm, Fsdp2WithoutReshard) {
   Strategy strategy;

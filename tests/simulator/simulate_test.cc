@@ -100,6 +100,64 @@ TEST(OptimizerCosts, ArePassesOverTheShard) {
   EXPECT_EQ(MustReport(b.plan()).host_ns.value, 800);
 }
 
+// A shard in host memory is stepped by the host's own thread: 20 passes over 4,000 bytes at half a byte a
+// nanosecond, and the issue of 8 kernels. The stream has nothing to do.
+TEST(OptimizerCosts, ShardsInHostMemoryAreTheHostsWork) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 1, 2'000);
+  const BufferId shard = b.Buffer(BufferRole::kParamSharded, unit);
+  b.plan().buffers[shard].memory = MemoryKind::kPinnedHost;
+  b.plan().cluster.device.memory_bytes_per_second = 1'000'000'000;
+  b.plan().cluster.host = {.operator_issue_ns = Nanoseconds{100}, .memory_bytes_per_second = 500'000'000};
+  for (const StreamId stream : {-1, 0}) {
+    b.plan().steps.clear();
+    b.Step("steady").At(TriggerKind::kOptimizerStep).OptimizerStep(stream);
+    const Report report = MustReport(b.plan());
+    EXPECT_EQ(report.step_ns.value, 800 + 160'000);
+    EXPECT_EQ(report.optimizer_ns.value, 800 + 160'000);
+    EXPECT_EQ(report.host_ns.value, 800 + 160'000);
+    EXPECT_EQ(report.host_work_ns.value, 160'000);
+    EXPECT_EQ(report.streams[0].busy_ns.value, 0);
+    EXPECT_EQ(report.memory.peak_bytes.value, 0);
+    EXPECT_EQ(report.memory.host_steady_bytes.value, 4'096 + 2 * 4'000);  // a power of two; AdamW's states
+  }
+  // Half of the model offloaded: the host first, then the stream.
+  const UnitId other = b.Unit("b", 1, 2'000);
+  b.Buffer(BufferRole::kParamSharded, other);
+  const Report report = MustReport(b.plan());
+  EXPECT_EQ(report.step_ns.value, 2 * 800 + 160'000 + 80'000);
+  EXPECT_EQ(report.streams[0].busy_ns.value, 80'000);
+  EXPECT_EQ(report.host_work_ns.value, 160'000);
+}
+
+// A gradient of 4,000 bytes goes to the host in 8,000 ns; the host waits for it and adds it to another:
+// 12,000 bytes.
+TEST(HostWork, WaitsForWhatItIsOrderedAfter) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 1, 2'000);
+  const BufferId reduced = b.Buffer(BufferRole::kReduceScatterOutput, unit);
+  const BufferId arrived = b.Buffer(BufferRole::kGradHost, unit);
+  const BufferId grad = b.Buffer(BufferRole::kGradHost, unit);
+  b.plan().buffers[arrived].memory = b.plan().buffers[grad].memory = MemoryKind::kHost;
+  const EventId event = b.Event("arrived");
+  b.plan().cluster.host_link_bytes_per_second = 500'000'000;
+  b.plan().cluster.host.memory_bytes_per_second = 250'000'000;
+  b.Step("steady").At(TriggerKind::kPostBackward, unit).Allocate(arrived, -1).Allocate(grad, -1);
+  b.Move(InstructionKind::kCopyToHost, reduced, arrived, 0).Record(event, 0).HostWait(event);
+  b.Move(InstructionKind::kGradAccumulate, arrived, grad, -1).Free(arrived);
+  const Result<Simulation> simulation = Simulate(b.plan());
+  ASSERT_TRUE(simulation.has_value()) << ToString(simulation.error());
+  EXPECT_EQ(simulation->report.step_ns.value, 8'000 + 48'000);
+  EXPECT_EQ(simulation->report.host_ns.value, 48'000);
+  EXPECT_EQ(simulation->report.memory.host_peak_bytes.value, 8'000);
+  EXPECT_EQ(simulation->report.memory.host_steady_bytes.value, 4'000);
+  ASSERT_EQ(simulation->report.memory.host_peak_by_category.size(), 1U);
+  EXPECT_EQ(simulation->report.memory.host_peak_by_category[0].category, "grad_host");
+  const Span& last = simulation->spans.back();
+  EXPECT_EQ(last.stream, -1);
+  EXPECT_EQ(last.end_ns - last.start_ns, Nanoseconds{48'000});
+}
+
 // Two copies at once share the engine: each takes twice its time; alone again, full speed. 1,000 and 3,000:
 // 2,000 for both halves, then 2,000.
 TEST(Sharing, KernelsOfTwoStreamsShareTheEngine) {

@@ -158,6 +158,19 @@ void RepairPass(Pass& pass, bool backward, const Trace& trace, std::set<StorageI
   }
 }
 
+// Points of a table ascend.
+void RepairCluster(Cluster& cluster) {
+  const auto ascending = [](auto& points, auto place) {
+    std::ranges::sort(points, {}, place);
+    const auto again = std::ranges::unique(points, {}, place);
+    points.erase(again.begin(), again.end());
+  };
+  for (ComputeRate& rate : cluster.device.matmul) ascending(rate.efficiency, &EfficiencyPoint::flops);
+  for (CollectiveTable& table : cluster.collectives) {
+    ascending(table.points, &CollectivePoint::full_tensor_bytes);
+  }
+}
+
 template <typename T>
 T Random(std::uint64_t seed) {
   T value;
@@ -184,12 +197,17 @@ Trace RandomTrace(std::uint64_t seed) {
   return trace;
 }
 
-Cluster RandomCluster(std::uint64_t seed) { return Random<Cluster>(seed); }
+Cluster RandomCluster(std::uint64_t seed) {
+  Cluster cluster = Random<Cluster>(seed);
+  RepairCluster(cluster);
+  return cluster;
+}
 Strategy RandomStrategy(std::uint64_t seed) { return Random<Strategy>(seed); }
 Report RandomReport(std::uint64_t seed) { return Random<Report>(seed); }
 
 Plan RandomPlan(std::uint64_t seed) {
   Plan plan = Random<Plan>(seed);
+  RepairCluster(plan.cluster);
   if (plan.steps.empty()) plan.steps.push_back({.name = "steady"});
   plan.steady_step = static_cast<std::int32_t>(plan.steps.size()) - 1;
   for (Unit& unit : plan.units) {

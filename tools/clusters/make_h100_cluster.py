@@ -47,6 +47,9 @@ HOST = {
     "allocate_ns": 1_000,
     "event_ns": 1_500,
     "trigger_ns": 30_000,
+    # Two sockets of 8 channels DDR5-4800 are 614.4 GB/s (Intel Xeon Platinum 8480C, NVIDIA DGX H100 data sheet); a rank has an
+    # eighth. Four fifths are what STREAM reaches. It needs the rank's share of the cores: OMP_NUM_THREADS of torchrun is 1.
+    "memory_bytes_per_second": 61_440_000_000,
 }
 # NDR InfiniBand, one 400 Gbit/s adapter a GPU: 48 of the 50 GB/s of the wire; the latency is what NCCL's own tuning
 # model assumes for a ring step over a network with the simple protocol.

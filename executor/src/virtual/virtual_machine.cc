@@ -8,15 +8,18 @@
 
 #include "replay/host_kernels.h"
 #include "shardplan/schemas/assert.h"
+#include "virtual/marked_kernels.h"
 
 namespace shardplan::executor {
 
-std::unique_ptr<VirtualMachine> VirtualMachine::Create(const Plan& plan, std::uint64_t seed) {
-  return std::make_unique<VirtualMachineImpl>(plan, seed);
+std::unique_ptr<VirtualMachine> VirtualMachine::Create(const Plan& plan, std::uint64_t seed,
+                                                       VirtualContent content) {
+  return std::make_unique<VirtualMachineImpl>(plan, seed, content);
 }
 
-VirtualMachineImpl::VirtualMachineImpl(const Plan& plan, std::uint64_t seed)
+VirtualMachineImpl::VirtualMachineImpl(const Plan& plan, std::uint64_t seed, VirtualContent content)
     : plan_(plan),
+      content_(content),
       random_(seed),
       queues_(plan.streams.size() * static_cast<std::size_t>(plan.world_size)),
       order_(queues_.size()),
@@ -38,6 +41,10 @@ Collectives& VirtualMachineImpl::collectives(std::int64_t rank) { return *ranks_
 
 std::span<std::byte> VirtualMachineImpl::Memory(std::int64_t rank, BufferId buffer, std::int32_t part) {
   return ranks_[rank]->Memory(buffer, part);
+}
+
+Place VirtualMachineImpl::PlaceOf(std::int64_t rank, BufferId buffer, std::int32_t part) {
+  return ranks_[rank]->PlaceOf(buffer, part);
 }
 
 void VirtualMachineImpl::Enqueue(std::int64_t rank, StreamId stream, std::span<const BufferId> uses,
@@ -155,9 +162,15 @@ void VirtualMachineImpl::EndCollective(std::size_t index) {
 void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
   const CollectiveSpec& spec = rendezvous.spec;
   const std::int64_t slots = spec.kind == CollectiveKind::kReduceScatter ? rendezvous.members : 1;
-  const auto bytes = static_cast<std::size_t>(spec.slot_numel * slots * SizeBytes(spec.dtype));
-  for (const std::byte* input : rendezvous.inputs) {
-    rendezvous.gathered.insert(rendezvous.gathered.end(), input, input + bytes);
+  const std::int64_t bytes = spec.slot_numel * slots * SizeBytes(spec.dtype);
+  std::int64_t read = 0;
+  for (const Place& input : rendezvous.inputs) {
+    if (content_ == VirtualContent::kMarks) {
+      AddMarks(input.block->marks, input.offset, bytes, rendezvous.gathered_marks, read);
+    } else {
+      rendezvous.gathered.insert(rendezvous.gathered.end(), input.data(), input.data() + bytes);
+    }
+    read += bytes;
   }
   rendezvous.read = true;
 }
@@ -167,8 +180,10 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
   const CollectiveSpec& spec = rendezvous.spec;
   SHARDPLAN_ASSERT(rendezvous.read && rendezvous.finished < rendezvous.members,
                    "all inputs are read before an output is written, and each member writes once");
-  if (spec.kind == CollectiveKind::kAllGather) {
-    std::memcpy(item.output, rendezvous.gathered.data(), rendezvous.gathered.size());
+  if (content_ == VirtualContent::kMarks) {
+    WriteMarks(item);
+  } else if (spec.kind == CollectiveKind::kAllGather) {
+    std::memcpy(item.output.data(), rendezvous.gathered.data(), rendezvous.gathered.size());
   } else {
     const bool scatter = spec.kind == CollectiveKind::kReduceScatter;
     const std::int64_t input_numel = spec.slot_numel * (scatter ? rendezvous.members : 1);
@@ -176,9 +191,24 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
     const double divisor =
         spec.reduce_op == ReduceOp::kAverage ? static_cast<double>(rendezvous.members) : spec.divisor;
     ReduceOnHost(rendezvous.gathered.data() + first * SizeBytes(spec.dtype), rendezvous.members, input_numel,
-                 item.output, spec.slot_numel, spec.dtype, divisor);
+                 item.output.data(), spec.slot_numel, spec.dtype, divisor);
   }
   if (++rendezvous.finished == rendezvous.members) rendezvous_.erase(RendezvousKey(rendezvous.key));
+}
+
+// What a reduction adds is poison where any member's is.
+void VirtualMachineImpl::WriteMarks(const WorkItem& item) {
+  const Rendezvous& rendezvous = *item.rendezvous;
+  const CollectiveSpec& spec = rendezvous.spec;
+  const std::int64_t slot = spec.slot_numel * SizeBytes(spec.dtype);
+  PoisonMarks& marks = item.output.block->marks;
+  const bool gathers = spec.kind == CollectiveKind::kAllGather;
+  marks.Clear(item.output.offset, item.output.offset + (gathers ? slot * rendezvous.members : slot));
+  const bool scatter = spec.kind == CollectiveKind::kReduceScatter;
+  for (std::int64_t m = 0; m < rendezvous.members; ++m) {
+    const std::int64_t from = scatter ? (m * rendezvous.members + item.position) * slot : m * slot;
+    AddMarks(rendezvous.gathered_marks, from, slot, marks, item.output.offset + (gathers ? m * slot : 0));
+  }
 }
 
 // New preferences, for a while.

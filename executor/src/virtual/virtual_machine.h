@@ -26,9 +26,10 @@ struct Rendezvous {
   RendezvousKey key;
   CollectiveSpec spec;
   std::int64_t members = 0;
-  std::int64_t arrived = 0;              // members whose stream has come to it
-  std::vector<const std::byte*> inputs;  // by position in the group
-  std::vector<std::byte> gathered;       // what was read: all members' inputs, one after the other
+  std::int64_t arrived = 0;         // members whose stream has come to it
+  std::vector<Place> inputs;        // by position in the group
+  std::vector<std::byte> gathered;  // what was read: all members' inputs, one after the other
+  PoisonMarks gathered_marks;       // ... kMarks: where it was poison
   bool read = false;
   std::int64_t finished = 0;
 };
@@ -60,7 +61,7 @@ struct WorkItem {
   Rendezvous* rendezvous = nullptr;  // kCollective
   std::int64_t position = 0;         // ... of this rank in the group
   std::int64_t sequence = 0;         // ... of the collective in its communicator, on this rank
-  std::byte* output = nullptr;
+  Place output;
   bool arrived = false;
 };
 
@@ -68,7 +69,7 @@ class VirtualRank;
 
 class VirtualMachineImpl final : public VirtualMachine {
  public:
-  VirtualMachineImpl(const Plan& plan, std::uint64_t seed);
+  VirtualMachineImpl(const Plan& plan, std::uint64_t seed, VirtualContent content);
   ~VirtualMachineImpl() override;
 
   Device& device(std::int64_t rank) override;
@@ -89,6 +90,9 @@ class VirtualMachineImpl final : public VirtualMachine {
                            std::int64_t sequence);
   const Plan& plan() const { return plan_; }
   HandOut hand_out() const { return hand_out_; }
+  VirtualContent content() const { return content_; }
+  // Where a buffer's part is now; no block while it is not alive.
+  Place PlaceOf(std::int64_t rank, BufferId buffer, std::int32_t part);
 
  private:
   bool CanRun(std::size_t queue) const;
@@ -97,6 +101,7 @@ class VirtualMachineImpl final : public VirtualMachine {
   void EndCollective(std::size_t queue);
   void ReadInputs(Rendezvous& rendezvous);
   void WriteOutput(const WorkItem& item);
+  void WriteMarks(const WorkItem& item);
   void Shuffle();
   std::int64_t& CollectivesDone(std::size_t rank, std::int32_t communicator) {
     return collectives_done_[rank * plan_.communicators.size() + static_cast<std::size_t>(communicator)];
@@ -104,6 +109,7 @@ class VirtualMachineImpl final : public VirtualMachine {
   std::string Text(const WorkItem& item) const;
 
   const Plan& plan_;
+  const VirtualContent content_;
   std::mt19937_64 random_;
   std::vector<std::unique_ptr<VirtualRank>> ranks_;
   std::vector<std::deque<WorkItem>> queues_;  // rank * streams + stream
@@ -145,12 +151,17 @@ class VirtualRank final : public Device, public Collectives {
   void Abort(const std::string& reason) override { aborted_ = reason; }
 
   std::span<std::byte> Memory(BufferId buffer, std::int32_t part);
+  Place PlaceOf(BufferId buffer, std::int32_t part) const;
   // Of the model's own work on the stream: the pool's debts, and those of the buffers that it uses first.
   Debts TakeDebts(StreamId stream, std::span<const BufferId> buffers);
 
  private:
   // First byte of each part, as the work that was issued with it sees it whatever happens to the name.
-  using Parts = std::shared_ptr<const std::vector<std::byte*>>;
+  struct PartMemory {
+    std::vector<Place> places;
+    std::vector<std::byte*> bytes;  // kNumbers
+  };
+  using Parts = std::shared_ptr<const PartMemory>;
   // A buffer's memory: where its parts begin in an instance.
   struct Name {
     std::shared_ptr<Instance> instance;
@@ -169,10 +180,14 @@ class VirtualRank final : public Device, public Collectives {
   // kBadInput when the buffer is not there. The debts of a first use are added to `debts`.
   Result<Parts> Use(BufferId buffer, Debts& debts);
   void SetMemory(BufferId buffer, std::shared_ptr<Instance> instance);
-  // Queues kernel(copy, src, dst).
+  bool HasNumbers() const { return machine_.content() == VirtualContent::kNumbers; }
+  Parts PartsAt(std::vector<Place> places) const;
+  // Queues kernel(copy, src, dst), or what it does to marks.
   using RunsKernel = void (*)(const CopySpec&, std::span<std::byte* const> src,
                               std::span<std::byte* const> dst);
-  Status PushRuns(WorkLabel::Kind kind, CopyId copy, StreamId stream, RunsKernel kernel);
+  using MarksKernel = void (*)(const CopySpec&, std::span<const Place> src, std::span<const Place> dst);
+  Status PushRuns(WorkLabel::Kind kind, CopyId copy, StreamId stream, RunsKernel kernel,
+                  MarksKernel on_marks);
   void PushWork(StreamId stream, WorkLabel label, Debts debts, std::function<void()> work);
   // Gives memory back, once the streams have done what they were given so far.
   void Release(BufferId buffer, std::shared_ptr<Instance> memory, std::span<const StreamId> safe_after);

@@ -9,7 +9,12 @@ namespace shardplan::executor {
 void Poison(const Debts& debts) {
   for (const Debt& debt : debts) {
     if (debt.block->generation != debt.generation) continue;
-    PoisonOnHost(debt.block->data.get(), static_cast<std::int64_t>(debt.block->bytes));
+    const auto bytes = static_cast<std::int64_t>(debt.block->bytes);
+    if (debt.block->data) {
+      PoisonOnHost(debt.block->data.get(), bytes);
+    } else {
+      debt.block->marks.Mark(0, bytes);
+    }
     debt.block->poisoned = debt.freed;
   }
 }
@@ -22,8 +27,8 @@ std::shared_ptr<Instance> TakeParts(Instance& from, std::span<const std::int32_t
 }
 
 VirtualMemory::VirtualMemory(const Plan& plan, HandOut hand_out,
-                             std::function<std::uint64_t(std::uint64_t)> random)
-    : hand_out_(hand_out), random_(std::move(random)), pools_(plan.streams.size()) {
+                             std::function<std::uint64_t(std::uint64_t)> random, VirtualContent content)
+    : hand_out_(hand_out), content_(content), random_(std::move(random)), pools_(plan.streams.size()) {
   for (const Buffer& buffer : plan.buffers) {
     if (buffer.persistent || buffer.memory != MemoryKind::kDevice) continue;
     for (const Bytes part : buffer.parts_bytes) {
@@ -35,7 +40,9 @@ VirtualMemory::VirtualMemory(const Plan& plan, HandOut hand_out,
 Block* VirtualMemory::NewBlock(std::size_t room_bytes) {
   blocks_.push_back(std::make_unique<Block>());
   // Of a large block only what is used takes memory.
-  blocks_.back()->data = std::make_unique_for_overwrite<std::byte[]>(room_bytes);
+  if (content_ == VirtualContent::kNumbers) {
+    blocks_.back()->data = std::make_unique_for_overwrite<std::byte[]>(room_bytes);
+  }
   return blocks_.back().get();
 }
 

@@ -24,15 +24,25 @@
 #include <span>
 #include <vector>
 
+#include "shardplan/executor/virtual_backend.h"
 #include "shardplan/schemas/plan.h"
+#include "virtual/poison_marks.h"
 
 namespace shardplan::executor {
 
 struct Block {
-  std::unique_ptr<std::byte[]> data;
-  std::size_t bytes = 0;        // that were handed out
-  std::int64_t generation = 0;  // how often it was handed out
-  bool poisoned = false;        // since it was freed
+  std::unique_ptr<std::byte[]> data;  // kNumbers
+  PoisonMarks marks;                  // kMarks
+  std::size_t bytes = 0;              // that were handed out
+  std::int64_t generation = 0;        // how often it was handed out
+  bool poisoned = false;              // since it was freed
+};
+
+// A byte of a block, as the work that was issued with it sees it whatever becomes of the block.
+struct Place {
+  Block* block = nullptr;
+  std::int64_t offset = 0;
+  std::byte* data() const { return block->data.get() + offset; }
 };
 
 // A block to poison, unless it was handed out again since: new memory of its owner, or freed memory.
@@ -60,7 +70,8 @@ enum class HandOut : std::uint8_t { kLastThatFits, kAnyThatFits, kLast, kAny };
 class VirtualMemory {
  public:
   // `random(n)`: a number in [0, n).
-  VirtualMemory(const Plan& plan, HandOut hand_out, std::function<std::uint64_t(std::uint64_t)> random);
+  VirtualMemory(const Plan& plan, HandOut hand_out, std::function<std::uint64_t(std::uint64_t)> random,
+                VirtualContent content = VirtualContent::kNumbers);
 
   std::shared_ptr<Instance> Allocate(const std::vector<Bytes>& parts_bytes, StreamId stream);
   // The last name of the instance is gone.
@@ -79,6 +90,7 @@ class VirtualMemory {
   Block* NewBlock(std::size_t room_bytes);
 
   const HandOut hand_out_;
+  const VirtualContent content_;
   std::function<std::uint64_t(std::uint64_t)> random_;
   std::size_t largest_bytes_ = 0;
   std::vector<std::unique_ptr<Block>> blocks_;

@@ -4,6 +4,7 @@
 
 #include "replay/copy_resolver.h"
 #include "replay/host_kernels.h"
+#include "virtual/marked_kernels.h"
 #include "virtual/virtual_machine.h"
 
 namespace shardplan::executor {
@@ -12,7 +13,9 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
     : machine_(machine),
       plan_(plan),
       rank_(rank),
-      memory_(plan, machine.hand_out(), [&machine](std::uint64_t n) { return machine.Random(n); }),
+      memory_(
+          plan, machine.hand_out(), [&machine](std::uint64_t n) { return machine.Random(n); },
+          machine.content()),
       names_(plan.buffers.size()),
       latest_record_(plan.events.size(), -1),
       issued_(plan.communicators.size(), 0) {
@@ -20,15 +23,26 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
     if (!plan.buffers[b].persistent) continue;
     std::shared_ptr<Instance> instance = memory_.Allocate(plan.buffers[b].parts_bytes, -1);
     instance->debts.clear();
-    for (Block* block : instance->blocks) std::fill_n(block->data.get(), block->bytes, std::byte{0});
+    for (Block* block : instance->blocks) {
+      if (block->data) std::fill_n(block->data.get(), block->bytes, std::byte{0});
+    }
     SetMemory(static_cast<BufferId>(b), std::move(instance));
   }
 }
 
 void VirtualRank::SetMemory(BufferId buffer, std::shared_ptr<Instance> instance) {
-  std::vector<std::byte*> parts;
-  for (Block* block : instance->blocks) parts.push_back(block->data.get());
-  names_[buffer] = {std::move(instance), std::make_shared<const std::vector<std::byte*>>(std::move(parts))};
+  std::vector<Place> places;
+  for (Block* block : instance->blocks) places.push_back({block, 0});
+  names_[buffer] = {std::move(instance), PartsAt(std::move(places))};
+}
+
+VirtualRank::Parts VirtualRank::PartsAt(std::vector<Place> places) const {
+  PartMemory memory;
+  if (HasNumbers()) {
+    for (const Place& place : places) memory.bytes.push_back(place.data());
+  }
+  memory.places = std::move(places);
+  return std::make_shared<const PartMemory>(std::move(memory));
 }
 
 Status VirtualRank::Prepare(const Plan&) { return {}; }
@@ -50,9 +64,13 @@ Result<CollectiveId> VirtualRank::PrepareCollective(const CollectiveSpec& spec) 
 }
 
 std::span<std::byte> VirtualRank::Memory(BufferId buffer, std::int32_t part) {
-  if (!names_[buffer].instance) return {};
-  return {(*names_[buffer].parts)[part],
+  if (!names_[buffer].instance || !HasNumbers()) return {};
+  return {names_[buffer].parts->bytes[part],
           static_cast<std::size_t>(plan_.buffers[buffer].parts_bytes[part].value)};
+}
+
+Place VirtualRank::PlaceOf(BufferId buffer, std::int32_t part) const {
+  return names_[buffer].instance ? names_[buffer].parts->places[part] : Place{};
 }
 
 Result<VirtualRank::Parts> VirtualRank::Use(BufferId buffer, Debts& debts) {
@@ -148,32 +166,43 @@ Status VirtualRank::MakeAlias(CopyId id) {
     return MakeError(ErrorCode::kBadInput,
                      fmt::format("{} cannot become a name of {}", NameOf(copy.dst), NameOf(copy.src)));
   }
-  std::vector<std::byte*> parts(plan_.buffers[copy.dst].parts_bytes.size());
+  std::vector<Place> places(plan_.buffers[copy.dst].parts_bytes.size());
   for (const CopyRun& run : copy.runs) {
-    parts[run.dst_part] = (*owner.parts)[run.src_part] + run.src_offset * SizeBytes(copy.src_dtype);
+    places[run.dst_part] = owner.parts->places[run.src_part];
+    places[run.dst_part].offset += run.src_offset * SizeBytes(copy.src_dtype);
   }
-  alias = {owner.instance, std::make_shared<const std::vector<std::byte*>>(std::move(parts))};
+  alias = {owner.instance, PartsAt(std::move(places))};
   return {};
 }
 
-Status VirtualRank::PushRuns(WorkLabel::Kind kind, CopyId id, StreamId stream, RunsKernel kernel) {
+Status VirtualRank::PushRuns(WorkLabel::Kind kind, CopyId id, StreamId stream, RunsKernel kernel,
+                             MarksKernel on_marks) {
   const CopySpec& copy = *copies_[id];
   Debts debts;
   Result<Parts> src = Use(copy.src, debts);
   if (!src) return std::unexpected(src.error());
   Result<Parts> dst = Use(copy.dst, debts);
   if (!dst) return std::unexpected(dst.error());
-  PushWork(stream, {kind, copy.src, copy.dst}, std::move(debts),
-           [&copy, kernel, src = *std::move(src), dst = *std::move(dst)] { kernel(copy, *src, *dst); });
+  WorkLabel label = {kind, copy.src, copy.dst};
+  if (HasNumbers()) {
+    PushWork(stream, label, std::move(debts), [&copy, kernel, src = *std::move(src), dst = *std::move(dst)] {
+      kernel(copy, src->bytes, dst->bytes);
+    });
+  } else {
+    PushWork(stream, label, std::move(debts),
+             [&copy, on_marks, src = *std::move(src), dst = *std::move(dst)] {
+               on_marks(copy, src->places, dst->places);
+             });
+  }
   return {};
 }
 
 Status VirtualRank::Copy(CopyId id, StreamId stream) {
-  return PushRuns(WorkLabel::Kind::kCopy, id, stream, CopyOnHost);
+  return PushRuns(WorkLabel::Kind::kCopy, id, stream, CopyOnHost, CopyMarks);
 }
 
 Status VirtualRank::Accumulate(CopyId id, StreamId stream) {
-  return PushRuns(WorkLabel::Kind::kAccumulate, id, stream, AccumulateOnHost);
+  return PushRuns(WorkLabel::Kind::kAccumulate, id, stream, AccumulateOnHost, AccumulateMarks);
 }
 
 Status VirtualRank::Scale(BufferId buffer, double divisor, StreamId stream) {
@@ -183,8 +212,9 @@ Status VirtualRank::Scale(BufferId buffer, double divisor, StreamId stream) {
   const Buffer& description = plan_.buffers[buffer];
   PushWork(stream, {WorkLabel::Kind::kScale, buffer}, std::move(debts),
            [&description, parts = *std::move(parts), divisor] {
-             for (std::size_t i = 0; i < parts->size(); ++i) {
-               DivideOnHost((*parts)[i], PartNumel(description, static_cast<std::int32_t>(i)),
+             // Without numbers: what was poison stays it.
+             for (std::size_t i = 0; i < parts->bytes.size(); ++i) {
+               DivideOnHost(parts->bytes[i], PartNumel(description, static_cast<std::int32_t>(i)),
                             description.dtype, divisor);
              }
            });
@@ -248,8 +278,10 @@ Status VirtualRank::Issue(CollectiveId id, StreamId stream) {
   item.rendezvous = *rendezvous;
   item.position = group.position;
   item.sequence = sequence;
-  item.output = (**dst)[0];
-  (*rendezvous)->inputs[item.position] = (**src)[0] + spec.src_offset * SizeBytes(spec.dtype);
+  item.output = (*dst)->places[0];
+  Place input = (*src)->places[0];
+  input.offset += spec.src_offset * SizeBytes(spec.dtype);
+  (*rendezvous)->inputs[item.position] = input;
   if (!debts.empty()) PushWork(stream, item.label, std::move(debts), {});
   machine_.Push(rank_, stream, std::move(item));
   return {};

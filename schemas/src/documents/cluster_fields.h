@@ -12,7 +12,7 @@ template <>
 inline constexpr Definition kDefinition<EfficiencyPoint> = {.says = "How efficient operators of a size are."};
 template <>
 inline constexpr auto kFields<EfficiencyPoint> =
-    FieldList(Required("flops", &EfficiencyPoint::flops, "FLOPs of one operator."),
+    FieldList(Required("flops", &EfficiencyPoint::flops, "FLOPs of one operator.").AtLeast(1),
               Required("efficiency_ppm", &EfficiencyPoint::efficiency_ppm, "Fraction of the peak reached.")
                   .AtLeast(1)
                   .AtMost(kWholePpm));
@@ -51,15 +51,18 @@ inline constexpr auto kFields<Device> = FieldList(
 template <>
 inline constexpr bool kIsBlock<Host> = true;
 template <>
-inline constexpr Definition kDefinition<Host> = {"cluster", "host", "Host cost of issuing one thing."};
+inline constexpr Definition kDefinition<Host> = {"cluster", "host",
+                                                 "Host cost of issuing one thing, and the host's memory."};
 template <>
 inline constexpr auto kFields<Host> =
     FieldList(Optional("operator_issue_ns", &Host::operator_issue_ns, "One operator of the model."),
               Optional("collective_issue_ns", &Host::collective_issue_ns, "One collective."),
               Optional("copy_issue_ns", &Host::copy_issue_ns, "One copy."),
-              Optional("allocate_ns", &Host::allocate_ns, "One allocation or free."),
+              Optional("allocate_ns", &Host::allocate_ns, "One allocation."),
               Optional("event_ns", &Host::event_ns, "One record or wait."),
-              Optional("trigger_ns", &Host::trigger_ns, "One hook."));
+              Optional("trigger_ns", &Host::trigger_ns, "One hook."),
+              Optional("memory_bytes_per_second", &Host::memory_bytes_per_second,
+                       "Host memory that one rank reads and writes while all ranks of its node do."));
 
 template <>
 inline constexpr Definition kDefinition<CollectivePoint> = {.says = "One measurement."};

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "documents/cluster_check.h"
 #include "documents/document_json.h"
 #include "documents/plan_check.h"
 #include "documents/plan_fields.h"
@@ -89,6 +90,7 @@ Status CheckPlan(const Plan& plan) {
     return MakeInputError("/steady_step", "not a step of this plan", fmt::format("{}", plan.steady_step),
                           fmt::format("less than {}", plan.steps.size()));
   }
+  if (Status status = CheckCluster(plan.cluster, "/cluster"); !status) return status;
   if (Status status = CheckUnits(plan); !status) return status;
   if (Status status = CheckBuffers(plan); !status) return status;
   if (Status status = CheckSegments(plan); !status) return status;

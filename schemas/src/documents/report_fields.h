@@ -51,15 +51,21 @@ template <>
 inline constexpr Definition kDefinition<MemoryReport> = {"report", "memory",
                                                          "Memory of one rank over the steady step."};
 template <>
-inline constexpr auto kFields<MemoryReport> =
-    FieldList(Required("peak_bytes", &MemoryReport::peak_bytes,
-                       "Peak of allocated memory, rounded as the caching allocator does, without context."),
-              Required("peak_at", &MemoryReport::peak_at, "The trigger of the peak."),
-              Required("peak_by_category", &MemoryReport::peak_by_category, "Sorted by category.").Lines(),
-              Required("steady_bytes", &MemoryReport::steady_bytes, "Alive at the end of the steady step."),
-              Required("context_bytes", &MemoryReport::context_bytes, "CUDA context."),
-              Required("device_memory_bytes", &MemoryReport::device_memory_bytes, "The device has."),
-              Required("fits", &MemoryReport::fits, "peak + context <= device memory."));
+inline constexpr auto kFields<MemoryReport> = FieldList(
+    Required("peak_bytes", &MemoryReport::peak_bytes,
+             "Peak of allocated memory, rounded as the caching allocator does, without context."),
+    Required("peak_at", &MemoryReport::peak_at, "The trigger of the peak."),
+    Required("peak_by_category", &MemoryReport::peak_by_category, "Sorted by category.").Lines(),
+    Required("steady_bytes", &MemoryReport::steady_bytes, "Alive at the end of the steady step."),
+    Required("context_bytes", &MemoryReport::context_bytes, "CUDA context."),
+    Required("device_memory_bytes", &MemoryReport::device_memory_bytes, "The device has."),
+    Required("fits", &MemoryReport::fits, "peak + context <= device memory."),
+    Optional("host_peak_bytes", &MemoryReport::host_peak_bytes,
+             "Peak of this rank's host memory, pinned allocations as the next power of two."),
+    Optional("host_peak_at", &MemoryReport::host_peak_at, "The trigger of that peak."),
+    Optional("host_peak_by_category", &MemoryReport::host_peak_by_category, "Sorted by category.").Lines(),
+    Optional("host_steady_bytes", &MemoryReport::host_steady_bytes,
+             "Alive in host memory at the end of the steady step."));
 
 template <>
 inline constexpr bool kIsBlock<Report> = true;
@@ -82,7 +88,9 @@ inline constexpr auto kFields<Report> =
               Required("exposed_communication_ns", &Report::exposed_communication_ns,
                        "A collective in flight and no compute."),
               Required("overlap_ppm", &Report::overlap_ppm, "1 - exposed / communication.").AtMost(1'000'000),
-              Required("host_ns", &Report::host_ns, "Host issuing."),
+              Required("host_ns", &Report::host_ns, "Host not blocked: it issues or works."),
+              Optional("host_work_ns", &Report::host_work_ns,
+                       "Part of host_ns in which the host computes itself, in host memory."),
               Required("tokens_per_second_per_rank", &Report::tokens_per_second_per_rank,
                        "Tokens per second of one rank."),
               Required("model_flops_utilization_ppm", &Report::model_flops_utilization_ppm,

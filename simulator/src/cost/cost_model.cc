@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -22,6 +23,19 @@ std::int64_t TimeAt(std::int64_t amount, std::int64_t rate_per_second) {
 }
 
 std::int64_t Scaled(std::int64_t rate, std::int64_t ppm) { return MulDiv(rate, ppm, kMillion); }
+
+// The cost of the group that takes longest, of the first among equals.
+template <typename CostOf>
+Result<CollectiveCost> SlowestGroup(const CollectiveRequest& request, CostOf cost_of) {
+  SHARDPLAN_ASSERT(!request.placements.empty(), "PlaceGroups finds at least one");
+  Result<CollectiveCost> slowest = cost_of(request.placements.front());
+  for (const GroupPlacement& place : request.placements.subspan(1)) {
+    if (!slowest) break;
+    Result<CollectiveCost> cost = cost_of(place);
+    if (!cost || cost->duration_ns > slowest->duration_ns) slowest = std::move(cost);
+  }
+  return slowest;
+}
 
 class AnalyticCostModel final : public CostModel {
  public:
@@ -42,12 +56,30 @@ class AnalyticCostModel final : public CostModel {
     return {std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value})};
   }
 
-  // The ring: every rank sends (ranks - 1) / ranks of the tensor to its neighbour in ranks - 1 steps (an
-  // all_reduce does it twice). Between nodes, all members of the group in a node send through their own
-  // network links at once.
   Result<CollectiveCost> Collective(const CollectiveRequest& request) const override {
     if (request.ranks <= 1) return CollectiveCost{Nanoseconds{0}, "one rank", -1};
-    const GroupPlacement place = PlaceGroup(cluster_, request.ranks, request.stride);
+    return SlowestGroup(request, [&](const GroupPlacement& place) { return Ring(request, place); });
+  }
+
+  Nanoseconds DeviceCopy(Bytes read_bytes, Bytes written_bytes) const override {
+    const Bytes moved = read_bytes + written_bytes;
+    if (moved.value <= 0 || cluster_.device.memory_bytes_per_second <= 0) return Nanoseconds{0};
+    return {std::max(MemoryTime(moved), cluster_.device.kernel_overhead_ns.value)};
+  }
+
+  Nanoseconds HostCopy(Bytes size_bytes) const override {
+    return {TimeAt(size_bytes.value, cluster_.host_link_bytes_per_second)};
+  }
+
+  Nanoseconds HostWork(Bytes moved_bytes) const override {
+    return {TimeAt(moved_bytes.value, cluster_.host.memory_bytes_per_second)};
+  }
+
+ private:
+  // The ring: every rank sends (ranks - 1) / ranks of the tensor to its neighbour in ranks - 1 steps (an
+  // all_reduce does it twice). Between nodes, all members of the group in a node send through their own
+  // network links at once; the node with the fewest members is the narrowest place of the ring.
+  Result<CollectiveCost> Ring(const CollectiveRequest& request, const GroupPlacement& place) const {
     const bool crosses = place.nodes > 1;
     if (cluster_.links.size() < (crosses ? 2U : 1U)) {
       return std::unexpected(Error{ErrorCode::kBadInput,
@@ -62,8 +94,8 @@ class AnalyticCostModel final : public CostModel {
     std::int64_t rate = inner.bytes_per_second;
     std::int64_t latency_ns = inner.latency_ns.value * (request.ranks - 1);
     if (crosses) {
-      const std::int64_t node_rate = outer.bytes_per_second * place.ranks_in_node;
-      rate = place.ranks_in_node == 1 ? node_rate : SlowerRate(inner.bytes_per_second, node_rate);
+      const std::int64_t node_rate = outer.bytes_per_second * place.fewest_in_node;
+      rate = place.most_in_node == 1 ? node_rate : SlowerRate(inner.bytes_per_second, node_rate);
       latency_ns =
           inner.latency_ns.value * (request.ranks - place.nodes) + outer.latency_ns.value * (place.nodes - 1);
     }
@@ -73,17 +105,6 @@ class AnalyticCostModel final : public CostModel {
                           crosses ? 1 : 0};
   }
 
-  Nanoseconds DeviceCopy(Bytes read_bytes, Bytes written_bytes) const override {
-    const Bytes moved = read_bytes + written_bytes;
-    if (moved.value <= 0 || cluster_.device.memory_bytes_per_second <= 0) return Nanoseconds{0};
-    return {std::max(MemoryTime(moved), cluster_.device.kernel_overhead_ns.value)};
-  }
-
-  Nanoseconds HostCopy(Bytes size_bytes) const override {
-    return {TimeAt(size_bytes.value, cluster_.host_link_bytes_per_second)};
-  }
-
- private:
   std::int64_t MemoryTime(Bytes moved) const {
     return TimeAt(moved.value,
                   Scaled(cluster_.device.memory_bytes_per_second, cluster_.device.memory_efficiency_ppm));
@@ -108,10 +129,15 @@ class MeasuredCollectives final : public CostModel {
     return base_->DeviceCopy(read_bytes, written_bytes);
   }
   Nanoseconds HostCopy(Bytes size_bytes) const override { return base_->HostCopy(size_bytes); }
+  Nanoseconds HostWork(Bytes moved_bytes) const override { return base_->HostWork(moved_bytes); }
 
   Result<CollectiveCost> Collective(const CollectiveRequest& request) const override {
     if (request.ranks <= 1) return base_->Collective(request);
-    const GroupPlacement place = PlaceGroup(cluster_, request.ranks, request.stride);
+    return SlowestGroup(request, [&](const GroupPlacement& place) { return OfGroup(request, place); });
+  }
+
+ private:
+  Result<CollectiveCost> OfGroup(CollectiveRequest request, const GroupPlacement& place) const {
     const std::int32_t link = place.nodes > 1 ? 1 : 0;
     const CollectiveTable* best = nullptr;
     for (const CollectiveTable& table : cluster_.collectives) {
@@ -119,7 +145,10 @@ class MeasuredCollectives final : public CostModel {
       if (!OnLink(table, link)) continue;
       if (best == nullptr || Distance(table, place) < Distance(*best, place)) best = &table;
     }
-    if (best == nullptr) return base_->Collective(request);
+    if (best == nullptr) {
+      request.placements = {&place, 1};
+      return base_->Collective(request);
+    }
     CollectiveCost cost{InterpolateDuration(best->points, request.full_tensor_bytes), "", -1};
     if (static_cast<std::size_t>(link) < cluster_.links.size()) cost.link = link;
     cost.source = "measured " + std::to_string(request.ranks) + " ranks " + best->link;
@@ -128,7 +157,6 @@ class MeasuredCollectives final : public CostModel {
     return cost;
   }
 
- private:
   bool OnLink(const CollectiveTable& table, std::int32_t link) const {
     if (static_cast<std::size_t>(link) >= cluster_.links.size()) return cluster_.links.empty() && link == 0;
     return table.link == cluster_.links[static_cast<std::size_t>(link)].name;
@@ -155,6 +183,7 @@ class MeasuredOperators final : public CostModel {
     return base_->DeviceCopy(read_bytes, written_bytes);
   }
   Nanoseconds HostCopy(Bytes size_bytes) const override { return base_->HostCopy(size_bytes); }
+  Nanoseconds HostWork(Bytes moved_bytes) const override { return base_->HostWork(moved_bytes); }
 
  private:
   std::unique_ptr<CostModel> base_;
@@ -171,16 +200,6 @@ std::pair<const Point*, const Point*> Enclosing(const std::vector<Point>& points
 }
 
 }  // namespace
-
-GroupPlacement PlaceGroup(const Cluster& cluster, std::int64_t ranks, std::int64_t stride) {
-  GroupPlacement place;
-  const std::int64_t node = std::max<std::int64_t>(1, std::min(cluster.ranks_per_node, cluster.ranks));
-  stride = std::max<std::int64_t>(1, stride);
-  place.ranks_in_node = std::clamp<std::int64_t>(node / stride, 1, ranks);
-  place.nodes = 1 + (ranks - 1) / place.ranks_in_node;
-  place.concurrent_groups = std::max<std::int64_t>(1, node / place.ranks_in_node);
-  return place;
-}
 
 bool IsMatmulOperator(std::string_view name) {
   // Parts of names rather than whole ones: kernels come in many spellings

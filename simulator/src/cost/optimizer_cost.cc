@@ -3,25 +3,39 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cost/fixed_log.h"
+#include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
 namespace {
 
-// What the optimizer updates on the device, unit by unit.
-std::vector<OptimizerShard> UpdatedShards(const Plan& plan, UnitId unit) {
-  const bool original_parameters = KnobsOf(plan.policy).steps_original_parameters(plan.strategy);
-  std::vector<OptimizerShard> shards;
+// Whether the unit's shards are in device memory; those of a unit are in one kind of memory. Units without a
+// buffer of shards have nothing to step.
+enum class Place : std::uint8_t { kNowhere, kDevice, kHost };
+
+std::vector<Place> PlacesOf(const Plan& plan) {
+  std::vector<Place> places(plan.units.size(), Place::kNowhere);
   for (const Buffer& buffer : plan.buffers) {
-    if (buffer.role != BufferRole::kParamSharded || buffer.memory != MemoryKind::kDevice) continue;
+    if (buffer.role != BufferRole::kParamSharded) continue;
     if (buffer.unit < 0 || static_cast<std::size_t>(buffer.unit) >= plan.units.size()) continue;
-    if (unit >= 0 && buffer.unit != unit) continue;
-    const Unit& owner = plan.units[static_cast<std::size_t>(buffer.unit)];
-    const std::int32_t c = owner.shard_communicator;
-    const bool sharded = c >= 0 && static_cast<std::size_t>(c) < plan.communicators.size();
-    const std::int64_t ranks = sharded ? plan.communicators[static_cast<std::size_t>(c)].size : 1;
-    std::ranges::move(OptimizerShardsOf(owner, ranks, original_parameters), std::back_inserter(shards));
+    places[static_cast<std::size_t>(buffer.unit)] =
+        buffer.memory == MemoryKind::kDevice ? Place::kDevice : Place::kHost;
+  }
+  return places;
+}
+
+// What the optimizer updates in device or host memory, unit by unit.
+std::vector<OptimizerShard> UpdatedShards(const Plan& plan, UnitId unit, Place place) {
+  const bool original_parameters = KnobsOf(plan.policy).steps_original_parameters(plan.strategy);
+  const std::vector<Place> places = PlacesOf(plan);
+  std::vector<OptimizerShard> shards;
+  for (std::size_t u = 0; u < plan.units.size(); ++u) {
+    if (places[u] != place || (unit >= 0 && static_cast<std::size_t>(unit) != u)) continue;
+    const Unit& owner = plan.units[u];
+    std::ranges::move(OptimizerShardsOf(owner, ShardCount(plan, owner), original_parameters),
+                      std::back_inserter(shards));
   }
   return shards;
 }
@@ -79,31 +93,51 @@ Passes PassesOf(const Optimizer& optimizer) {
   return passes;
 }
 
-}  // namespace
-
-OptimizerCost CostOfOptimizerStep(const Plan& plan, UnitId unit) {
-  const Optimizer& optimizer = plan.strategy.optimizer;
-  const Passes passes = PassesOf(optimizer);
-  const std::vector<OptimizerShard> shards = UpdatedShards(plan, unit);
-  Bytes bytes;
-  for (const OptimizerShard& shard : shards) bytes += SizeBytes(shard);
+OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards) {
   if (bytes == Bytes{}) return {};
-  const auto tensors = static_cast<std::int64_t>(shards.size());
+  const Passes passes = PassesOf(optimizer);
+  const auto tensors = static_cast<std::int64_t>(shards);
   const bool loops = ImplementationOf(optimizer) == OptimizerImplementation::kForLoop;
   return {bytes * passes.read, bytes * passes.written,
           passes.kernels * (loops ? tensors : 1) + passes.kernels_by_tensor * tensors};
 }
 
-std::vector<Bytes> OptimizerStateTensors(const Plan& plan, UnitId unit) {
+OptimizerCost CostIn(const Plan& plan, UnitId unit, std::int32_t parameter, Place place) {
+  const std::vector<OptimizerShard> shards = UpdatedShards(plan, unit, place);
+  Bytes bytes;
+  Bytes of_parameter;
+  for (const OptimizerShard& shard : shards) {
+    bytes += SizeBytes(shard);
+    if (shard.parameter == parameter) of_parameter += SizeBytes(shard);
+  }
+  const Optimizer& optimizer = plan.strategy.optimizer;
+  if (unit < 0 || parameter < 0) return CostOf(optimizer, bytes, shards.size());
+  const Unit& owner = plan.units[static_cast<std::size_t>(unit)];
+  if (owner.layout == LayoutKind::kPerParameter) return CostOf(optimizer, of_parameter, 1);
+  std::int64_t all = 0;
+  for (const UnitParameter& p : owner.parameters) all += p.requires_grad ? Numel(p) : 0;
+  if (all == 0) return {};
+  const std::int64_t own = Numel(owner.parameters[static_cast<std::size_t>(parameter)]);
+  return CostOf(optimizer, {internal::MulDiv(bytes.value, own, all)}, 1);
+}
+
+}  // namespace
+
+OptimizerWork WorkOfOptimizerStep(const Plan& plan, UnitId unit, std::int32_t parameter) {
+  return {CostIn(plan, unit, parameter, Place::kDevice), CostIn(plan, unit, parameter, Place::kHost)};
+}
+
+std::vector<Bytes> OptimizerStateTensors(const Plan& plan, UnitId unit, bool on_device) {
   std::vector<Bytes> tensors;
-  for (const OptimizerShard& shard : UpdatedShards(plan, unit)) {
+  for (const OptimizerShard& shard : UpdatedShards(plan, unit, on_device ? Place::kDevice : Place::kHost)) {
     std::ranges::copy(OptimizerStates(plan.strategy.optimizer, shard), std::back_inserter(tensors));
   }
   return tensors;
 }
 
-std::vector<Bytes> OptimizerTemporaries(const Plan& plan, UnitId unit) {
-  return OptimizerTemporaries(plan.strategy.optimizer, UpdatedShards(plan, unit));
+std::vector<Bytes> OptimizerTemporaries(const Plan& plan, UnitId unit, bool on_device) {
+  return OptimizerTemporaries(plan.strategy.optimizer,
+                              UpdatedShards(plan, unit, on_device ? Place::kDevice : Place::kHost));
 }
 
 }  // namespace shardplan

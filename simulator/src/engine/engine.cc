@@ -74,6 +74,10 @@ class StepRunner {
       }
       const std::int64_t start_ns = host_ns;
       host_ns += instruction.host_ns.value * HostRepeats(instruction);
+      if (instruction.op == EngineOp::kHostWork) {
+        host_ns += instruction.duration_ns.value;
+        result_.host_work_ns += instruction.duration_ns;
+      }
       result_.host_busy_ns.value += host_ns - start_ns;
       // A segment's operators are issued one by one from `start_ns` on; anything else when its issue cost is
       // paid.

@@ -1,14 +1,15 @@
 // Lowering: a plan's instructions become compact arrays with their costs looked up and their waits resolved.
 #include <algorithm>
+#include <concepts>
 #include <map>
+#include <span>
 #include <tuple>
 #include <utility>
 
-#include "cost/fixed_log.h"
+#include "cost/moved_bytes.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/simulator/engine.h"
-#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
 namespace {
@@ -30,9 +31,11 @@ class Lowering {
   Result<EngineProgram> Run() {
     if (plan_.streams.size() > kMaxStreams)
       return Bad("/streams", "too many streams", Text(plan_.streams.size()));
+    if (plan_.world_size > kMaxRanks) return Bad("/world_size", "too many ranks", Text(plan_.world_size));
     if (plan_.units.size() > kMaxUnits) return Bad("/units", "too many units", Text(plan_.units.size()));
     program_.streams = static_cast<std::int32_t>(plan_.streams.size());
     program_.communicators = static_cast<std::int32_t>(plan_.communicators.size());
+    placements_.resize(plan_.communicators.size());
     program_.links = static_cast<std::int32_t>(cluster_.links.size());
     program_.units = static_cast<std::int32_t>(plan_.units.size());
     program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
@@ -45,7 +48,7 @@ class Lowering {
   }
 
  private:
-  static std::string Text(std::size_t n) { return std::to_string(n); }
+  static std::string Text(std::integral auto n) { return std::to_string(n); }
 
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
   void LowerSegments() {
@@ -82,6 +85,7 @@ class Lowering {
     issued_to_.assign(plan_.communicators.size(), 0);
     group_of_.clear();
     in_backward_ = false;
+    engine_ended_ = false;
     EnterPhase(Phase::kForward);
     const PlanStep& step = plan_.steps[s];
     for (std::size_t t = 0; t < step.triggers.size(); ++t) {
@@ -105,6 +109,12 @@ class Lowering {
     return {};
   }
 
+  void EnterBackward() {
+    in_backward_ = true;
+    engine_ended_ = false;
+    EnterPhase(Phase::kBackward);
+  }
+
   void EnterPhase(Phase phase) {
     if (step_.phases.empty() || step_.phases.back() != phase) step_.phases.push_back(phase);
   }
@@ -119,12 +129,12 @@ class Lowering {
         break;
       case TriggerKind::kPreBackward:
       case TriggerKind::kPostBackward:
-        in_backward_ = true;
-        EnterPhase(Phase::kBackward);
+        EnterBackward();
         break;
       case TriggerKind::kBackwardEnd:
         EnterPhase(Phase::kBackward);
         in_backward_ = false;
+        engine_ended_ = true;
         break;
       case TriggerKind::kOptimizerStep:
       case TriggerKind::kZeroGrad:
@@ -188,7 +198,7 @@ class Lowering {
       case InstructionKind::kZeroGrad:
         break;
       case InstructionKind::kOptimizerStep:
-        LowerOptimizer(instruction, lowered);
+        LowerOptimizer(instruction, lowered, origin);
         break;
       default:
         LowerCopy(instruction, lowered);
@@ -248,14 +258,20 @@ class Lowering {
         break;
       case InstructionKind::kGradScale:
         ok = src;
-        device = true;
+        break;
+      case InstructionKind::kGradCast:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+        ok = src && dst;
         break;
       case InstructionKind::kBindUnsharded:
       case InstructionKind::kBindSharded:
       case InstructionKind::kZeroGrad:
         break;
       case InstructionKind::kOptimizerStep:
-        device = true;
+        if (i.parameter >= 0 && (i.unit < 0 || !In(i.parameter, At(plan_.units, i.unit).parameters.size())))
+          return Bad("", "no such parameter", std::to_string(i.parameter));
         break;
       default:
         ok = src && dst;
@@ -268,9 +284,18 @@ class Lowering {
 
   void LowerCompute(const Instruction& instruction, EngineInstruction& lowered) {
     const Segment& segment = At(plan_.segments, instruction.segment);
-    if (segment.phase == SegmentPhase::kBackward) {
-      in_backward_ = true;
-      EnterPhase(Phase::kBackward);
+    switch (segment.phase) {
+      case SegmentPhase::kForward:
+      case SegmentPhase::kLoss:
+        in_backward_ = false;
+        EnterPhase(Phase::kForward);
+        break;
+      case SegmentPhase::kBackward:
+        // What follows the engine's end in the same call belongs to the backward; the next hook need not.
+        engine_ended_ ? EnterPhase(Phase::kBackward) : EnterBackward();
+        break;
+      case SegmentPhase::kRecompute:
+        break;
     }
     lowered.op = EngineOp::kSegment;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
@@ -294,11 +319,23 @@ class Lowering {
     }
   }
 
+  Result<std::span<const GroupPlacement>> PlacementsOf(CommunicatorId id) {
+    std::vector<GroupPlacement>& placements = placements_[static_cast<std::size_t>(id)];
+    if (placements.empty()) {
+      const Communicator& communicator = At(plan_.communicators, id);
+      if (RanksSpanned(communicator) > kMaxRanks) {
+        return Bad("/communicators/" + Text(id), "too many ranks", communicator.name);
+      }
+      placements = PlaceGroups(cluster_, communicator, plan_.world_size);
+    }
+    return placements;
+  }
+
   Status LowerCollective(const Instruction& instruction, EngineInstruction& lowered) {
     const Communicator& communicator = At(plan_.communicators, instruction.communicator);
-    CollectiveRequest request;
-    request.ranks = communicator.size;
-    request.stride = communicator.stride;
+    Result<std::span<const GroupPlacement>> placements = PlacementsOf(instruction.communicator);
+    if (!placements) return std::unexpected(placements.error());
+    CollectiveRequest request{.ranks = communicator.size, .placements = *placements};
     BufferId tensor = instruction.src;
     switch (instruction.kind) {
       case InstructionKind::kAllGather:
@@ -331,88 +368,43 @@ class Lowering {
     return {};
   }
 
-  // A step in the backward is of one parameter. Its share of the unit's shard is the one that ranks have on
-  // average: of a flat parameter they hold different pieces.
-  OptimizerCost OfOneParameter(OptimizerCost cost, const Unit& unit, std::int32_t parameter) const {
-    const auto numel = [](const UnitParameter& p) {
-      std::int64_t product = 1;
-      for (const std::int64_t size : p.shape) product *= size;
-      return product;
-    };
-    std::int64_t all = 0, parameters = 0;
-    for (const UnitParameter& p : unit.parameters) {
-      all += p.requires_grad ? numel(p) : 0;
-      parameters += p.requires_grad ? 1 : 0;
-    }
-    if (all == 0) return cost;
-    const std::int64_t own = numel(At(unit.parameters, parameter));
-    cost.read_bytes.value = internal::MulDiv(cost.read_bytes.value, own, all);
-    cost.written_bytes.value = internal::MulDiv(cost.written_bytes.value, own, all);
-    const bool loops = ImplementationOf(plan_.strategy.optimizer) == OptimizerImplementation::kForLoop;
-    if (loops && unit.layout == LayoutKind::kPerParameter) cost.kernels /= parameters;
-    return cost;
-  }
-
-  void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered) {
-    OptimizerCost cost = CostOfOptimizerStep(plan_, instruction.unit);
-    if (instruction.unit >= 0 && instruction.parameter >= 0) {
-      cost = OfOneParameter(cost, At(plan_.units, instruction.unit), instruction.parameter);
+  // Shards in device memory are stepped on the stream. Those in host memory, and all of a step without a
+  // stream, are the host's work, done before the rest is issued.
+  void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered, InstructionOrigin origin) {
+    OptimizerWork work = WorkOfOptimizerStep(plan_, instruction.unit, instruction.parameter);
+    const bool on_host_only = instruction.stream < 0;
+    const OptimizerCost host = on_host_only ? work.on_host + work.on_device : work.on_host;
+    if (on_host_only || host.kernels > 0) {
+      lowered.op = EngineOp::kHostWork;
+      lowered.duration_ns = costs_.HostWork(host.read_bytes + host.written_bytes);
+      lowered.host_ns = cluster_.host.operator_issue_ns * host.kernels;
+      if (on_host_only) return;
+      lowered.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
+      Append(lowered, origin);
     }
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCompute;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
-    lowered.duration_ns = costs_.DeviceCopy(cost.read_bytes, cost.written_bytes);
-    lowered.host_ns = cluster_.host.operator_issue_ns * cost.kernels;
+    lowered.duration_ns = costs_.DeviceCopy(work.on_device.read_bytes, work.on_device.written_bytes);
+    lowered.host_ns = cluster_.host.operator_issue_ns * work.on_device.kernels;
   }
 
   void LowerCopy(const Instruction& instruction, EngineInstruction& lowered) {
-    const Buffer& src = At(plan_.buffers, instruction.src);
-    const Buffer& dst =
-        instruction.kind == InstructionKind::kGradScale ? src : At(plan_.buffers, instruction.dst);
-    const Bytes read = SizeBytes(src);
-    const Bytes written = SizeBytes(dst);
-    lowered.op = EngineOp::kWork;
-    lowered.work = WorkClass::kCopy;
-    lowered.stream = static_cast<std::int8_t>(instruction.stream);
-    lowered.host_ns = cluster_.host.copy_issue_ns;
-    switch (instruction.kind) {
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kReshardPostForward: {
-        // Only this rank's part moves, whichever of the two buffers holds the other ranks' parts too.
-        const std::int64_t elements =
-            std::min(read.value / SizeBytes(src.dtype), written.value / SizeBytes(dst.dtype));
-        lowered.duration_ns =
-            costs_.DeviceCopy({elements * SizeBytes(src.dtype)}, {elements * SizeBytes(dst.dtype)});
-        break;
-      }
-      case InstructionKind::kGradCopyIn: {  // of several that bring their parameters, each moves its own
-        const std::int64_t elements = read.value / SizeBytes(src.dtype);
-        const bool one_of_several = src.parameters.size() < dst.parameters.size();
-        lowered.duration_ns =
-            costs_.DeviceCopy(read, one_of_several ? Bytes{elements * SizeBytes(dst.dtype)} : written);
-        break;
-      }
-      case InstructionKind::kGradCast:
-        if (alive_.MakesView(instruction)) {
-          lowered.host_ns = {};
-        } else {
-          lowered.duration_ns = costs_.DeviceCopy(read, written);
-        }
-        break;
-      case InstructionKind::kGradAccumulate:
-        lowered.duration_ns = costs_.DeviceCopy(read + written, written);
-        break;
-      case InstructionKind::kCopyToHost:
-        lowered.work = WorkClass::kToHost;
-        lowered.duration_ns = costs_.HostCopy(read);
-        break;
-      case InstructionKind::kCopyToDevice:
-        lowered.work = WorkClass::kToDevice;
-        lowered.duration_ns = costs_.HostCopy(written);
-        break;
-      default:
-        lowered.duration_ns = costs_.DeviceCopy(read, written);
+    const MovedBytes moved = MovedBy(plan_, instruction);
+    const bool to_host = instruction.kind == InstructionKind::kCopyToHost;
+    const bool to_device = instruction.kind == InstructionKind::kCopyToDevice;
+    const bool on_host = instruction.stream < 0;
+    if (alive_.MakesView(instruction)) {
+      lowered.op = on_host ? EngineOp::kHostOnly : EngineOp::kWork;
+    } else {
+      lowered.op = on_host ? EngineOp::kHostWork : EngineOp::kWork;
+      lowered.host_ns = cluster_.host.copy_issue_ns;
+      lowered.duration_ns = to_host || to_device ? costs_.HostCopy(to_host ? moved.read : moved.written)
+                            : on_host            ? costs_.HostWork(moved.read + moved.written)
+                                                 : costs_.DeviceCopy(moved.read, moved.written);
     }
+    lowered.work = to_host ? WorkClass::kToHost : to_device ? WorkClass::kToDevice : WorkClass::kCopy;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
   }
 
   const Plan& plan_;
@@ -424,10 +416,12 @@ class Lowering {
   std::vector<UnitId> last_unit_;  // by stream: of the work issued last
   std::vector<std::int32_t> slot_of_event_;
   std::vector<UnitId> unit_of_slot_;
-  std::vector<std::int32_t> issued_to_;  // collectives, by communicator
+  std::vector<std::vector<GroupPlacement>> placements_;  // by communicator; empty: not looked at yet
+  std::vector<std::int32_t> issued_to_;                  // collectives, by communicator
   std::map<std::tuple<CollectiveKind, CommunicatorId, std::string>, std::int32_t> group_of_;
   AliveBuffers alive_;
   bool in_backward_ = false;
+  bool engine_ended_ = false;  // the engine has ended, and no hook of a backward was passed since
 };
 
 }  // namespace

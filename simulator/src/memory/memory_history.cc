@@ -1,6 +1,7 @@
 #include "shardplan/simulator/memory_history.h"
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -52,7 +53,7 @@ class StreamBuilder {
     for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
       if (plan_.buffers[b].persistent) AllocateBuffer(static_cast<BufferId>(b), 0);
     }
-    for (std::size_t b = 0; b < plan_.model_buffers.size(); ++b) {
+    for (std::size_t b = 0; OnDevice() && b < plan_.model_buffers.size(); ++b) {
       const ModuleBuffer& buffer = plan_.model_buffers[b];
       Allocate({.requested_bytes = {TensorBytes(buffer.shape, buffer.dtype)},
                 .category = CategoryOf(StorageRole::kBuffer),
@@ -90,7 +91,10 @@ class StreamBuilder {
                 static_cast<std::int32_t>(s), static_cast<std::int32_t>(t), static_cast<std::int32_t>(i)};
           } else if (alive.MakesView(instruction)) {
             const MemoryPoint& at = allocated[static_cast<std::size_t>(instruction.src)];
-            becomes_[{at.step, at.trigger, at.instruction}] = CategoryOf(BufferOf(instruction.dst).role);
+            // A gradient that a segment made has no allocation in the plan.
+            if (at.step >= 0) {
+              becomes_[{at.step, at.trigger, at.instruction}] = CategoryOf(BufferOf(instruction.dst).role);
+            }
           }
           alive.Pass(instruction);
         }
@@ -150,21 +154,28 @@ class StreamBuilder {
     const Buffer& buffer = BufferOf(id);
     const auto becomes = becomes_.find({at_.step, at_.trigger, at_.instruction});
     Memory& memory = NewMemory(id);
-    if (buffer.memory != MemoryKind::kDevice) return;
+    if ((buffer.memory == MemoryKind::kDevice) != OnDevice()) return;
     MemoryBlock block{.category = becomes == becomes_.end() ? CategoryOf(buffer.role) : becomes->second,
                       .stream = std::max(stream, 0),
                       .unit = buffer.unit,
                       .buffer = id};
     if (IsFlat(buffer)) {
-      block.requested_bytes = SizeBytes(buffer);
+      block.requested_bytes = Taken(buffer, SizeBytes(buffer));
       memory.parts[0] = Allocate(block);
       return;
     }
     for (std::size_t p = 0; p < buffer.parts_bytes.size(); ++p) {
-      block.requested_bytes = buffer.parts_bytes[p];
+      block.requested_bytes = Taken(buffer, buffer.parts_bytes[p]);
       block.part = static_cast<std::int32_t>(p);
       memory.parts[p] = Allocate(block);
     }
+  }
+
+  bool OnDevice() const { return options_.space == MemorySpace::kDevice; }
+
+  static Bytes Taken(const Buffer& buffer, Bytes requested) {
+    if (buffer.memory != MemoryKind::kPinnedHost || requested.value <= 0) return requested;
+    return {static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(requested.value)))};
   }
 
   // What a reduce-scatter gives is cast as a whole; the parameters' gradients are views of the result
@@ -251,6 +262,7 @@ class StreamBuilder {
 
   // The batch of every micro-batch is there from the step's beginning.
   std::vector<std::int32_t> AllocateInputs(const PlanStep& step) {
+    if (!OnDevice()) return {};
     std::int32_t microbatches = 1;
     for (const Trigger& trigger : step.triggers)
       microbatches = std::max(microbatches, trigger.microbatch + 1);
@@ -270,7 +282,7 @@ class StreamBuilder {
   void Apply(const Instruction& instruction) {
     switch (instruction.kind) {
       case InstructionKind::kCompute:
-        if (Has(plan_.segments, instruction.segment)) RunSegment(instruction);
+        if (OnDevice() && Has(plan_.segments, instruction.segment)) RunSegment(instruction);
         break;
       case InstructionKind::kAllocate:
         if (Has(plan_.buffers, instruction.dst)) AllocateBuffer(instruction.dst, instruction.stream);
@@ -419,14 +431,14 @@ class StreamBuilder {
     std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
     if (!made) {
       made = true;
-      for (const Bytes tensor : OptimizerStateTensors(plan_, unit)) {
+      for (const Bytes tensor : OptimizerStateTensors(plan_, unit, OnDevice())) {
         block.requested_bytes = tensor;
         Allocate(block);
       }
     }
     block.category = CategoryOf(BufferRole::kOptimizerTemp);
     std::vector<std::int32_t> blocks;
-    for (const Bytes tensor : OptimizerTemporaries(plan_, unit)) {
+    for (const Bytes tensor : OptimizerTemporaries(plan_, unit, OnDevice())) {
       block.requested_bytes = tensor;
       blocks.push_back(Allocate(block));
     }

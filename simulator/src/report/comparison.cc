@@ -22,8 +22,11 @@ std::string PartOfStep(Nanoseconds time, const Report& report) {
                      Percent(MulDiv(time.value, 1'000'000, report.step_ns.value)));
 }
 
-Bytes CategoryOf(const Report& report, const std::string& category) {
-  for (const CategoryBytes& entry : report.memory.peak_by_category) {
+using Categories = std::vector<CategoryBytes> MemoryReport::*;
+
+Bytes CategoryOf(const Report& report, const std::string& category,
+                 Categories where = &MemoryReport::peak_by_category) {
+  for (const CategoryBytes& entry : report.memory.*where) {
     if (entry.category == category) return entry.size_bytes;
   }
   return {};
@@ -44,15 +47,16 @@ std::string Fits(const Report& report) {
 }
 
 // All categories of any report, the largest first.
-std::vector<std::string> CategoriesBySize(const std::vector<Report>& reports) {
+std::vector<std::string> CategoriesBySize(const std::vector<Report>& reports,
+                                          Categories where = &MemoryReport::peak_by_category) {
   std::set<std::string> names;
   for (const Report& report : reports) {
-    for (const CategoryBytes& entry : report.memory.peak_by_category) names.insert(entry.category);
+    for (const CategoryBytes& entry : report.memory.*where) names.insert(entry.category);
   }
   std::vector<std::string> sorted(names.begin(), names.end());
   const auto largest = [&](const std::string& category) {
     Bytes most;
-    for (const Report& report : reports) most = std::max(most, CategoryOf(report, category));
+    for (const Report& report : reports) most = std::max(most, CategoryOf(report, category, where));
     return most;
   };
   std::ranges::stable_sort(
@@ -84,7 +88,10 @@ std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports) {
       "exposed", [](const Report& r) { return PartOfStep(r.exposed_communication_ns, r); }, true);
   row(
       "overlapped", [](const Report& r) { return Percent(r.overlap_ppm); }, true);
-  row("host issuing", [](const Report& r) { return PartOfStep(r.host_ns, r); });
+  row("host issuing", [](const Report& r) { return PartOfStep(r.host_ns - r.host_work_ns, r); });
+  if (std::ranges::any_of(reports, [](const Report& r) { return r.host_work_ns.value > 0; })) {
+    row("host computing", [](const Report& r) { return PartOfStep(r.host_work_ns, r); });
+  }
   heading("throughput");
   row("tokens/s per GPU", [](const Report& r) { return Thousands(r.tokens_per_second_per_rank); });
   row("model FLOPs utilization", [](const Report& r) { return Percent(r.model_flops_utilization_ppm); });
@@ -101,6 +108,18 @@ std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports) {
       row(category, [&](const Report& r) { return Gibibytes(CategoryOf(r, category)); });
   }
   row("fits", Fits);
+  const std::vector<std::string> on_host = CategoriesBySize(reports, &MemoryReport::host_peak_by_category);
+  if (on_host.empty()) return rows;
+  heading("peak memory of a rank's host");
+  row("allocated", [](const Report& r) { return Gibibytes(r.memory.host_peak_bytes); });
+  for (const std::string& category : on_host) {
+    row(
+        category,
+        [&](const Report& r) {
+          return Gibibytes(CategoryOf(r, category, &MemoryReport::host_peak_by_category));
+        },
+        true);
+  }
   return rows;
 }
 

@@ -68,7 +68,18 @@ std::string PeakText(const Plan& plan, const MemoryPoint& at) {
   return text + ": " + InstructionText(plan, instruction);
 }
 
-MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryProfile& memory) {
+// Categories that are not empty, by name.
+std::vector<CategoryBytes> ByCategory(const std::vector<Bytes>& bytes) {
+  std::vector<CategoryBytes> categories;
+  for (std::size_t c = 0; c < bytes.size(); ++c) {
+    if (bytes[c].value != 0) categories.push_back({MemoryCategories()[c], bytes[c]});
+  }
+  std::ranges::sort(categories, {}, &CategoryBytes::category);
+  return categories;
+}
+
+MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryProfile& memory,
+                         const MemoryProfile& host_memory) {
   MemoryReport report;
   report.peak_bytes = memory.peak_bytes;
   report.peak_at = PeakText(plan, memory.peak_at);
@@ -76,16 +87,17 @@ MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryP
   report.context_bytes = cluster.device.context_bytes;
   report.device_memory_bytes = cluster.device.memory_bytes;
   const Bytes nccl = NcclBufferBytes(plan);
-  for (std::size_t c = 0; c < memory.peak_by_category.size(); ++c) {
-    if (memory.peak_by_category[c].value == 0) continue;
-    report.peak_by_category.push_back({MemoryCategories()[c], memory.peak_by_category[c]});
-  }
+  report.peak_by_category = ByCategory(memory.peak_by_category);
   if (report.context_bytes.value > 0)
     report.peak_by_category.push_back({"cuda_context", report.context_bytes});
   if (nccl.value > 0) report.peak_by_category.push_back({"nccl_buffers", nccl});
   std::ranges::sort(report.peak_by_category, {}, &CategoryBytes::category);
   report.fits = report.device_memory_bytes.value == 0 ||
                 report.peak_bytes + report.context_bytes + nccl <= report.device_memory_bytes;
+  report.host_peak_bytes = host_memory.peak_bytes;
+  report.host_steady_bytes = host_memory.end_bytes;
+  report.host_peak_by_category = ByCategory(host_memory.peak_by_category);
+  if (host_memory.peak_bytes.value > 0) report.host_peak_at = PeakText(plan, host_memory.peak_at);
   return report;
 }
 
@@ -105,7 +117,8 @@ void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResul
 
 // Where the figures come from.
 void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
-               const MemoryProfile& memory, const ModelFlops& flops, Report& report) {
+               const MemoryProfile& memory, const MemoryProfile& memory_of_host, const ModelFlops& flops,
+               Report& report) {
   std::int64_t measured = 0;
   std::int64_t modelled = 0;
   std::set<std::string> without_rate;
@@ -149,6 +162,10 @@ void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& pr
     report.notes.push_back(fmt::format("the peak is in step \"{}\"; the peak of \"{}\" is {} bytes",
                                        plan.steps[static_cast<std::size_t>(memory.peak_at.step)].name,
                                        plan.steps[last].name, memory.step_peak_bytes[last].value));
+  }
+  if (memory_of_host.peak_bytes.value > 0) {
+    report.notes.push_back(
+        "what is offloaded is stepped and added by the host's thread, at the rate of its memory");
   }
   for (const std::string& note : program.notes) report.notes.push_back(note);
 }
@@ -214,8 +231,8 @@ ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, std::size_t
 }
 
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
-                   const EngineResult& result, const EngineResult& synchronized,
-                   const MemoryProfile& memory) {
+                   const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory,
+                   const MemoryProfile& host_memory) {
   const std::size_t last = program.steps.size() - 1;
   const EngineStep& step = program.steps[last];
   Report report;
@@ -233,6 +250,7 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
           ? kMillion
           : kMillion - MulDiv(result.exposed_ns.value, kMillion, result.communication_ns.value);
   report.host_ns = result.host_busy_ns;
+  report.host_work_ns = result.host_work_ns;
   const ModelFlops flops = CountModelFlops(plan, cluster, last);
   if (result.end_ns.value > 0) {
     report.tokens_per_second_per_rank =
@@ -248,8 +266,8 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
                             result.unit_forward_ns[u], result.unit_backward_ns[u],
                             result.unit_exposed_ns[u]});
   }
-  report.memory = BuildMemory(plan, cluster, memory);
-  FillNotes(plan, cluster, program, memory, flops, report);
+  report.memory = BuildMemory(plan, cluster, memory, host_memory);
+  FillNotes(plan, cluster, program, memory, host_memory, flops, report);
   return report;
 }
 

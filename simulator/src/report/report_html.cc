@@ -34,7 +34,10 @@ enum class SpanGroup : std::uint8_t {
 };
 
 SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruction) {
-  if (span.stream < 0) return SpanGroup::kHost;
+  if (span.stream < 0) {
+    const bool steps = instruction.kind == InstructionKind::kOptimizerStep && instruction.stream < 0;
+    return steps ? SpanGroup::kOptimizer : SpanGroup::kHost;
+  }
   switch (instruction.kind) {
     case InstructionKind::kCompute: {
       const SegmentPhase phase = plan.segments[static_cast<std::size_t>(instruction.segment)].phase;

@@ -29,7 +29,8 @@ class TimelineWriter {
     WriteMetadata();
     for (const Span& span : simulation_.spans) WriteSpan(span);
     WriteFlows();
-    WriteMemory();
+    WriteMemory("allocated bytes", simulation_.memory);
+    WriteMemory("host bytes", simulation_.host_memory);
     out_ += "\n]}\n";
     return std::move(out_);
   }
@@ -128,8 +129,7 @@ class TimelineWriter {
   }
 
   // Samples of the same nanosecond become two: the highest, and what is left a nanosecond later.
-  void WriteMemory() {
-    const std::vector<MemorySample>& samples = simulation_.memory;
+  void WriteMemory(std::string_view track, const std::vector<MemorySample>& samples) {
     std::vector<bool> used(simulation_.categories.size());
     for (const MemorySample& sample : samples) used[static_cast<std::size_t>(sample.category)] = true;
     std::vector<std::int64_t> now(simulation_.categories.size());
@@ -143,12 +143,13 @@ class TimelineWriter {
         highest_total = samples[i].total_bytes;
         highest = now;
       }
-      WriteCounter(time, highest, used);
-      if (highest != now) WriteCounter(time + Nanoseconds{1}, now, used);
+      WriteCounter(track, time, highest, used);
+      if (highest != now) WriteCounter(track, time + Nanoseconds{1}, now, used);
     }
   }
 
-  void WriteCounter(Nanoseconds time, const std::vector<std::int64_t>& bytes, const std::vector<bool>& used) {
+  void WriteCounter(std::string_view track, Nanoseconds time, const std::vector<std::int64_t>& bytes,
+                    const std::vector<bool>& used) {
     Event by_category = Event::object();
     for (std::size_t c = 0; c < bytes.size(); ++c) {
       if (used[c]) by_category[simulation_.categories[c]] = bytes[c];
@@ -156,7 +157,7 @@ class TimelineWriter {
     Write({{"ph", "C"},
            {"pid", kProcess},
            {"ts", Microseconds(time)},
-           {"name", "allocated bytes"},
+           {"name", track},
            {"args", std::move(by_category)}});
   }
 

@@ -29,17 +29,23 @@
 
 namespace shardplan::executor {
 
+// What the memory of a machine is made of. kMarks: of no numbers, only of where poison is, as ranges of
+// bytes. The same poison is seen as with numbers, and the plan of a model of any size runs in the memory of
+// its own document.
+enum class VirtualContent : std::uint8_t { kNumbers, kMarks };
+
 class VirtualMachine {
  public:
   // The plan outlives the machine.
-  static std::unique_ptr<VirtualMachine> Create(const Plan& plan, std::uint64_t seed);
+  static std::unique_ptr<VirtualMachine> Create(const Plan& plan, std::uint64_t seed,
+                                                VirtualContent content = VirtualContent::kNumbers);
   virtual ~VirtualMachine() = default;
 
   virtual Device& device(std::int64_t rank) = 0;
   virtual Collectives& collectives(std::int64_t rank) = 0;
 
-  // Memory of a buffer's part, valid until it is freed; empty while not alive. Elements are of the buffer's
-  // dtype.
+  // Memory of a buffer's part, valid until it is freed; empty while not alive, and with kMarks. Elements are
+  // of the buffer's dtype.
   virtual std::span<std::byte> Memory(std::int64_t rank, BufferId buffer, std::int32_t part) = 0;
   // The model's own work: runs in stream order. `uses`: the buffers whose memory it touches.
   virtual void Enqueue(std::int64_t rank, StreamId stream, std::span<const BufferId> uses,
@@ -59,5 +65,11 @@ class VirtualMachine {
 // seed decides, and everything is drained at the end. kNegative: a deadlock, or ranks issued different
 // collectives.
 Status ReplayOnVirtual(VirtualMachine& machine, std::span<Replayer* const> replayers, std::int64_t steps);
+
+// Replays `steps` steps of the plan on all ranks with a model that computes nothing: every number is zero,
+// and poison that anything reads spreads to what it writes. kNegative: poison has come to a parameter (a wait
+// is missing, or a free comes too early), or what ReplayOnVirtual finds.
+Status ReplayFiller(const Plan& plan, std::uint64_t seed, std::int64_t steps,
+                    VirtualContent content = VirtualContent::kMarks);
 
 }  // namespace shardplan::executor

@@ -38,7 +38,7 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-// Host cost of issuing one thing.
+// Host cost of issuing one thing, and the rate of what the host computes itself.
 struct Host {
   Nanoseconds operator_issue_ns;  // one operator of the model (dispatch + autograd + launch)
   Nanoseconds collective_issue_ns;
@@ -46,6 +46,8 @@ struct Host {
   Nanoseconds allocate_ns;
   Nanoseconds event_ns;    // record or wait
   Nanoseconds trigger_ns;  // a hook
+  // Host memory that one rank reads and writes while all ranks of its node do (offload); 0: costs nothing.
+  std::int64_t memory_bytes_per_second = 0;
   bool operator==(const Host&) const = default;
 };
 

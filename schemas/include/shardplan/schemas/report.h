@@ -52,6 +52,11 @@ struct MemoryReport {
   Bytes context_bytes;                          // CUDA context
   Bytes device_memory_bytes;                    // the device has
   bool fits = true;                             // peak + context <= device memory
+  // Host memory of this rank: what is offloaded. Zero and empty without.
+  Bytes host_peak_bytes;  // pinned allocations as the next power of two
+  std::string host_peak_at;
+  std::vector<CategoryBytes> host_peak_by_category;  // sorted by category name
+  Bytes host_steady_bytes;
   bool operator==(const MemoryReport&) const = default;
 };
 
@@ -71,7 +76,8 @@ struct Report {
   Nanoseconds communication_ns;          // any collective in flight
   Nanoseconds exposed_communication_ns;  // a collective in flight and no compute
   std::int64_t overlap_ppm = 0;          // 1 - exposed / communication
-  Nanoseconds host_ns;                   // host issuing
+  Nanoseconds host_ns;                   // host not blocked: it issues or works
+  Nanoseconds host_work_ns;              // ... of it: it computes itself, in host memory
   std::int64_t tokens_per_second_per_rank = 0;
   std::int64_t model_flops_utilization_ppm = 0;
   std::vector<StreamReport> streams;

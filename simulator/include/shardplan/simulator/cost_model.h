@@ -9,22 +9,42 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/quantity.h"
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan {
 
-// A collective over groups of `ranks` ranks whose neighbours are `stride` apart (Communicator).
+// How a group of ranks lies on the nodes of a cluster.
+struct GroupPlacement {
+  std::int64_t nodes = 1;           // nodes the group spans
+  std::int64_t fewest_in_node = 1;  // members that share a node, where they are fewest
+  std::int64_t most_in_node = 1;    // ... and most
+  std::int64_t concurrent_groups =
+      1;  // groups of the communicator that one of its nodes takes part in (SPMD)
+  auto operator<=>(const GroupPlacement&) const = default;
+};
+
+inline constexpr std::int64_t kMaxRanks = 1 << 20;
+// The ranks that one group of the communicator needs; kMaxRanks + 1: more than kMaxRanks.
+std::int64_t RanksSpanned(const Communicator& communicator);
+// The different placements of the communicator's groups on `world_size` ranks (or as many as one group needs,
+// if that is more), in order. Ranks fill one node after the other. At most kMaxRanks.
+std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicator& communicator,
+                                        std::int64_t world_size);
+
+// A collective in all groups of a communicator of `ranks` ranks at once. The slowest of them counts.
 struct CollectiveRequest {
   CollectiveKind kind = CollectiveKind::kAllGather;
   std::int64_t ranks = 1;
-  std::int64_t stride = 1;
+  std::span<const GroupPlacement> placements;  // of its groups, at least one
   // The whole tensor: output of an all_gather, input of a reduce_scatter, tensor of an all_reduce.
   Bytes full_tensor_bytes;
 };
@@ -34,14 +54,6 @@ struct CollectiveCost {
   std::string source;      // "measured 8 ranks nvlink", "alpha-beta network"
   std::int32_t link = -1;  // index into Cluster::links that it occupies; -1: none
 };
-
-// How a group lies on the nodes of a cluster.
-struct GroupPlacement {
-  std::int64_t ranks_in_node = 1;      // members of the group that share a node
-  std::int64_t nodes = 1;              // nodes the group spans
-  std::int64_t concurrent_groups = 1;  // groups like it that are active in a node at the same time (SPMD)
-};
-GroupPlacement PlaceGroup(const Cluster& cluster, std::int64_t ranks, std::int64_t stride);
 
 class CostModel {
  public:
@@ -54,6 +66,8 @@ class CostModel {
   virtual Nanoseconds DeviceCopy(Bytes read_bytes, Bytes written_bytes) const = 0;
   // A copy between device and pinned host memory, one direction.
   virtual Nanoseconds HostCopy(Bytes size_bytes) const = 0;
+  // What the host's thread computes: that many bytes of host memory read and written.
+  virtual Nanoseconds HostWork(Bytes moved_bytes) const = 0;
 };
 
 // True for operators whose FLOPs run at the matrix rate: matrix products, convolutions, fused attention and

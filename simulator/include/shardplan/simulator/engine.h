@@ -24,6 +24,7 @@ namespace shardplan {
 
 enum class EngineOp : std::uint8_t {
   kHostOnly,  // a trigger, an allocation, a binding
+  kHostWork,  // the host itself computes for the duration, after the issue cost
   kWork,      // one piece of work on a stream
   kSegment,   // the operators of a segment, each not before the host has issued it
   kRecord,
@@ -122,6 +123,7 @@ struct GroupResult {
 struct EngineResult {
   Nanoseconds end_ns;        // host and device are done (the step begins at 0)
   Nanoseconds host_busy_ns;  // host not blocked
+  Nanoseconds host_work_ns;  // ... of it: the host itself computes
   Nanoseconds compute_ns;    // the model's compute or the optimizer is running
   Nanoseconds communication_ns;
   Nanoseconds exposed_ns;  // a collective in flight, and no compute

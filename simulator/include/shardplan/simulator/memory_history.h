@@ -61,7 +61,12 @@ struct MemoryHistory {
   std::size_t first_recorded = 0;
 };
 
+// Whose memory. The host's: buffers in host memory, and the optimizer's tensors of shards there. A pinned
+// allocation takes the next power of two (c10's CachingHostAllocator).
+enum class MemorySpace : std::uint8_t { kDevice, kHost };
+
 struct MemoryHistoryOptions {
+  MemorySpace space = MemorySpace::kDevice;
   // What kernels allocate inside themselves, from formulas (kernel_memory.h).
   bool kernel_temporaries = false;
 };

@@ -48,6 +48,7 @@ struct Simulation {
   std::vector<Flow> flows;
   std::vector<std::string> categories;
   std::vector<MemorySample> memory;
+  std::vector<MemorySample> host_memory;
   std::int64_t instructions = 0;  // simulated
 };
 

@@ -1,0 +1,15 @@
+// What the field lists of a cluster cannot say and the cost model relies on.
+#pragma once
+
+#include <string>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+
+namespace shardplan {
+
+// Points of efficiency curves and of tables of collectives ascend. `pointer` is where the document has the
+// cluster ("" or "/cluster").
+Status CheckCluster(const Cluster& cluster, const std::string& pointer);
+
+}  // namespace shardplan

@@ -1,0 +1,682 @@
+"""The simulator again, from docs/simulator.md and docs/memory.md alone: slow, simple, and without a line of the product.
+
+It reads the plan and cluster documents and gives the report's figures, the spans of every instruction, and the peaks of memory."""
+
+import collections
+import decimal
+from fractions import Fraction
+
+decimal.getcontext().prec = 60
+
+SIZES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+COPIES = {"copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_cast", "grad_accumulate", "copy_to_host", "copy_to_device"}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
+HOOKS = {"pre_forward", "post_forward", "pre_backward", "post_backward", "backward_end"}
+MATRIX = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "_scaled_mm", "_int_mm"}
+MATRIX_PARTS = ("attention", "flash_attn", "convolution", "grouped_mm", "conv_", "linear_backward")
+FLAT_ROLES = {"grad_sharded", "reduce_scatter_output", "partial_reduce_output"}
+MILLION = 10**6
+
+
+# ---- arithmetic ----
+def nearest(value):
+    """To the nearest integer, halves away from zero."""
+    value = Fraction(value)
+    sign = -1 if value < 0 else 1
+    return sign * int(abs(value) + Fraction(1, 2))
+
+
+def up(value):
+    return -int(-Fraction(value) // 1)
+
+
+def time_at(amount, rate):
+    return up(Fraction(amount * 10**9, rate)) if rate > 0 and amount > 0 else 0
+
+
+LOG_2 = decimal.Decimal(2).ln()
+
+
+def log(value):
+    """Base 2, 32 fractional bits, down."""
+    whole = value.bit_length() - 1
+    if value == 1 << whole:
+        return whole << 32
+    return int(decimal.Decimal(value).ln() / LOG_2 * (1 << 32))
+
+
+def power(value):
+    """Of two, of a logarithm with 32 fractional bits."""
+    return int((decimal.Decimal(value) / (1 << 32) * LOG_2).exp() + decimal.Decimal("0.5"))
+
+
+# ---- the documents ----
+class Document:
+    """A plan with the references of its instructions resolved to positions."""
+
+    def __init__(self, plan, cluster=None):
+        self.plan = plan
+        self.cluster = cluster or plan["cluster"]
+        self.units = plan["units"]
+        self.buffers = plan["buffers"]
+        self.streams = plan["streams"]
+        self.names = {
+            "unit": [u["fqn"] for u in self.units],
+            "src": [b["name"] for b in self.buffers],
+            "stream": [s["name"] for s in self.streams],
+            "event": plan["events"],
+            "communicator": [c["name"] for c in plan["communicators"]],
+            "segment": [s["name"] for s in plan["segments"]],
+        }
+        self.names["dst"] = self.names["src"]
+        self.positions = {field: {name: i for i, name in reversed(list(enumerate(names)))} for field, names in self.names.items()}
+
+    def at(self, field, value):
+        """A reference: a name, or the position of something whose name is not unique. None: left out."""
+        if value is None or isinstance(value, int):
+            return value
+        return self.positions[field][value]
+
+    def ref(self, item, field):
+        return self.at(field, item.get(field))
+
+    def shards_of(self, unit):
+        """(parameter, elements, dtype) of every shard of a unit that the optimizer steps, as rank 0 has them."""
+        parameters = list(enumerate(unit["parameters"]))
+        trained = [(i, p) for i, p in parameters if p.get("requires_grad", True)]
+        ranks = self.ranks_of(unit)
+        if unit.get("layout", "per_parameter") == "per_parameter":
+            return [(i, piece_of(p, ranks), p.get("dtype", "float32")) for i, p in trained]
+        end = unit.get("flat_numel", 0) // ranks
+        if self.plan["policy"] == "fsdp1" and self.plan["strategy"].get("fsdp1", {}).get("use_orig_params", False):
+            if ranks == 1:
+                return [(i, numel(p["shape"]), unit["orig_dtype"]) for i, p in trained]
+            pieces = [(i, min(numel(p["shape"]), end - p.get("flat_offset", 0)), unit["orig_dtype"]) for i, p in trained]
+            return [piece for piece in pieces if piece[1] > 0]
+        return [(0, end, unit["orig_dtype"])] if trained else []
+
+    def ranks_of(self, unit):
+        group = self.at("communicator", unit.get("shard_communicator"))
+        return 1 if group is None else self.plan["communicators"][group]["size"]
+
+    def bytes_of(self, buffer):
+        return sum(self.buffers[buffer]["parts_bytes"])
+
+    def memory_of(self, buffer):
+        return self.buffers[buffer].get("memory", "device")
+
+
+def numel(shape):
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def piece_of(parameter, ranks):
+    shape = parameter["shape"]
+    if not shape:
+        return 1
+    rows = shape[parameter.get("shard_dim", 0)]
+    return numel(shape) // rows * min(rows, -(-rows // ranks)) if rows else 0
+
+
+class Alive:
+    """Which buffers are alive, and which casts are views (docs/plan-format.md, "Lifetimes")."""
+
+    def __init__(self, document):
+        self.document = document
+        self.alive = {i for i, b in enumerate(document.buffers) if b.get("persistent", False)}
+
+    def is_view(self, instruction):
+        if instruction["kind"] != "grad_cast":
+            return False
+        src, dst = self.document.ref(instruction, "src"), self.document.ref(instruction, "dst")
+        same = self.document.buffers[src]["dtype"] == self.document.buffers[dst]["dtype"]
+        return same and self.document.memory_of(src) == self.document.memory_of(dst) and dst not in self.alive
+
+    def dropped_by_zero_grad(self, instruction):
+        unit = self.document.ref(instruction, "unit")
+        for i, buffer in enumerate(self.document.buffers):
+            mine = unit is None or self.document.at("unit", buffer.get("unit")) == unit
+            if buffer["role"] in ("grad_sharded", "grad_host") and mine and not buffer.get("persistent", False):
+                yield i
+
+    def take(self, instruction):
+        kind = instruction["kind"]
+        if kind == "allocate" or self.is_view(instruction):
+            self.alive.add(self.document.ref(instruction, "dst"))
+        elif kind == "free" and not instruction.get("parts"):
+            self.alive.discard(self.document.ref(instruction, "src"))
+        elif kind == "zero_grad":
+            self.alive -= set(self.dropped_by_zero_grad(instruction))
+
+
+# ---- costs ----
+class Costs:
+    def __init__(self, document):
+        self.document = document
+        self.cluster = document.cluster
+        device = self.cluster["device"]
+        self.device = device
+        self.memory_rate = nearest(Fraction(device.get("memory_bytes_per_second", 0) * device.get("memory_efficiency_ppm", MILLION), MILLION))
+        self.overhead = device.get("kernel_overhead_ns", 0)
+        self.host = self.cluster.get("host", {})
+        self.groups = {}
+
+    def memory(self, moved):
+        return time_at(moved, self.memory_rate)
+
+    def move(self, moved):
+        if moved <= 0 or self.device.get("memory_bytes_per_second", 0) == 0:
+            return 0
+        return max(self.memory(moved), self.overhead)
+
+    def host_work(self, moved):
+        return time_at(moved, self.host.get("memory_bytes_per_second", 0))
+
+    def operator(self, event):
+        _, name, _, dtype, flops, read, written, duration, *_ = event
+        if duration >= 0:
+            return duration
+        rate = self.device.get("vector_flops_per_second", 0)
+        if is_matrix(name):
+            for entry in self.device.get("matmul", []):
+                if entry["dtype"] == dtype:
+                    rate = nearest(Fraction(entry["flops_per_second"] * efficiency(entry.get("efficiency", []), flops), MILLION))
+                    break
+        return max(time_at(flops, rate), self.memory(read + written), self.overhead)
+
+    def moved(self, instruction):
+        """(read, written) of a copy."""
+        document, kind = self.document, instruction["kind"]
+        src = document.ref(instruction, "src")
+        dst = src if kind == "grad_scale" else document.ref(instruction, "dst")
+        read, written = document.bytes_of(src), document.bytes_of(dst)
+        of_src, of_dst = (SIZES[document.buffers[b]["dtype"]] for b in (src, dst))
+        if kind in ("copy_in", "reshard_post_forward"):
+            elements = min(read // of_src, written // of_dst)
+            return elements * of_src, elements * of_dst
+        if kind == "grad_copy_in":
+            parameters = [len(document.buffers[b].get("parameters", [])) for b in (src, dst)]
+            return read, read // of_src * of_dst if parameters[0] < parameters[1] else written
+        if kind == "grad_accumulate":
+            return read + written, written
+        return read, written
+
+    def copy(self, instruction):
+        read, written = self.moved(instruction)
+        if instruction["kind"] in ("copy_to_host", "copy_to_device"):
+            amount = read if instruction["kind"] == "copy_to_host" else written
+            return time_at(amount, self.cluster.get("host_link_bytes_per_second", 0))
+        return self.host_work(read + written) if instruction.get("stream") is None else self.move(read + written)
+
+    # -- the optimizer --
+    def passes(self):
+        optimizer = self.document.plan["strategy"].get("optimizer", {})
+        kind = optimizer.get("kind", "adamw")
+        way = optimizer.get("implementation", "for_loop" if kind == "adafactor" else "foreach")
+        fused = way == "fused"
+        read = written = kernels = by_shard = 0
+        extras = []
+        if kind in ("adamw", "adam"):
+            read, written, kernels = (4, 3, 1) if fused else (12, 8, 8)
+            extras = [("amsgrad", (1, 1, 0) if fused else (2, 1, 1))]
+        elif kind == "sgd":
+            read, written, kernels = 2, 1, 1
+            extras = [("momentum", (1, 1, 0))] if fused else [("momentum", (3, 2, 2)), ("nesterov", (2, 1, 1))]
+        elif kind == "adafactor":
+            read, written, kernels, by_shard = 11, 6, 12, 7
+        if kind != "none" and not fused:
+            extras.append(("maximize", (1, 1, 1)))
+            if kind in ("sgd", "adam"):
+                extras.append(("weight_decay", (2, 1, 1)))
+        for field, (more_read, more_written, more_kernels) in extras:
+            if optimizer.get(field, False):
+                read, written, kernels = read + more_read, written + more_written, kernels + more_kernels
+        return read, written, kernels, by_shard, way == "for_loop"
+
+    def optimizer(self, instruction):
+        """{"device" or "host": (bytes read, bytes written, kernels)}"""
+        document = self.document
+        unit, parameter = document.ref(instruction, "unit"), instruction.get("parameter", -1)
+        read, written, kernels, by_shard, loops = self.passes()
+        result = {}
+        for place in ("device", "host"):
+            shards = []
+            for u, owner in enumerate(document.units):
+                held = [b for b in document.buffers if b["role"] == "param_sharded" and document.at("unit", b.get("unit")) == u]
+                if unit not in (None, u) or not held or (held[-1].get("memory", "device") == "device") != (place == "device"):
+                    continue
+                shards += document.shards_of(owner)
+            amount = sum(elements * SIZES[dtype] for _, elements, dtype in shards)
+            count = len(shards)
+            if unit is not None and parameter >= 0:
+                owner, count = document.units[unit], 1
+                if owner.get("layout", "per_parameter") == "per_parameter":
+                    amount = sum(elements * SIZES[dtype] for p, elements, dtype in shards if p == parameter)
+                else:
+                    total = sum(numel(p["shape"]) for p in owner["parameters"] if p.get("requires_grad", True))
+                    amount = nearest(Fraction(amount * numel(owner["parameters"][parameter]["shape"]), total)) if total else 0
+            if amount == 0:
+                count = kernels_here = 0
+            else:
+                kernels_here = kernels * (count if loops else 1) + by_shard * count
+            result[place] = (amount * read, amount * written, kernels_here)
+        return result
+
+    # -- collectives --
+    def placements(self, group):
+        """Of every group of the communicator: nodes, fewest and most members in a node, groups in one of its nodes."""
+        if group in self.groups:
+            return self.groups[group]
+        communicator = self.document.plan["communicators"][group]
+        dims = communicator.get("dims") or [{"size": communicator["size"], "stride": communicator.get("stride", 1)}]
+        node = min(self.cluster.get("ranks_per_node", 8), self.cluster["ranks"])
+        world = max([self.document.plan["world_size"]] + [d["size"] * d["stride"] for d in dims])
+        members = collections.defaultdict(collections.Counter)
+        for rank in range(world):
+            digits = tuple(rank // d["stride"] % d["size"] for d in dims)
+            rest = rank - sum(digit * d["stride"] for digit, d in zip(digits, dims, strict=True))
+            members[rest][rank // node] += 1
+        here = collections.Counter(n for nodes in members.values() for n in nodes)
+        self.groups[group] = sorted({
+            (len(nodes), min(nodes.values()), max(nodes.values()), max(here[n] for n in nodes)) for nodes in members.values()
+        })
+        return self.groups[group]
+
+    def collective(self, instruction):
+        """(duration, link or None, where the cost is from)"""
+        document, kind = self.document, instruction["kind"]
+        group = document.ref(instruction, "communicator")
+        ranks = document.plan["communicators"][group]["size"]
+        if ranks == 1:
+            return 0, None, "one rank"
+        amount = document.bytes_of(document.ref(instruction, "dst" if kind == "all_gather" else "src"))
+        best = None
+        for placement in self.placements(group):
+            cost = self.of_group(kind, ranks, amount, *placement)
+            if best is None or cost[0] > best[0]:
+                best = cost
+        return best
+
+    def of_group(self, kind, ranks, amount, nodes, fewest, most, concurrent):
+        links = self.cluster.get("links", [])
+        link = 1 if nodes > 1 else 0
+        name = links[link]["name"] if link < len(links) else None
+        tables = [
+            t for t in self.cluster.get("collectives", [])
+            if t["kind"] == kind and t["ranks"] == ranks and t["points"] and (t["link"] == name or (not links and nodes == 1))
+        ]  # fmt: skip
+        if tables:
+            table = min(tables, key=lambda t: abs(t.get("concurrent_groups", 1) - concurrent))
+            source = f"measured {ranks} ranks {table['link']}"
+            if table.get("concurrent_groups", 1) > 1:
+                source += f" x{table['concurrent_groups']}"
+            if amount > table["points"][-1]["full_tensor_bytes"]:
+                source += ", extrapolated"
+            return duration_in(table["points"], amount), link if name is not None else None, source
+        latency, rate = links[0].get("latency_ns", 0) * (ranks - 1), links[0]["bytes_per_second"]
+        if nodes > 1:
+            latency = links[0].get("latency_ns", 0) * (ranks - nodes) + links[1].get("latency_ns", 0) * (nodes - 1)
+            inner, rate = rate, links[1]["bytes_per_second"] * fewest
+            rate = min(rate, inner) if most > 1 else rate
+        sent = up(Fraction(amount * (ranks - 1), ranks))
+        once = latency + time_at(sent, rate)
+        return once * (2 if kind == "all_reduce" else 1), link, f"alpha-beta {name}"
+
+
+def is_matrix(name):
+    name = name.split("::", 1)[-1]
+    if name.startswith("aten."):
+        name = name[5:]
+    name = name.split(".", 1)[0]
+    return name in MATRIX or any(part in name for part in MATRIX_PARTS)
+
+
+def efficiency(points, flops):
+    if not points:
+        return MILLION
+    if flops <= points[0]["flops"]:
+        return points[0]["efficiency_ppm"]
+    if flops >= points[-1]["flops"]:
+        return points[-1]["efficiency_ppm"]
+    b = next(i for i, p in enumerate(points) if p["flops"] > flops)
+    low, high = points[b - 1], points[b]
+    rise = high["efficiency_ppm"] - low["efficiency_ppm"]
+    return low["efficiency_ppm"] + nearest(Fraction(rise * (log(flops) - log(low["flops"])), log(high["flops"]) - log(low["flops"])))
+
+
+def duration_in(points, amount):
+    places, times = [p["full_tensor_bytes"] for p in points], [p["duration_ns"] for p in points]
+    if len(points) == 1 or amount <= places[0]:
+        return times[0]
+    if amount in places:
+        return times[places.index(amount)]
+    if amount > places[-1]:
+        rise = max(0, times[-1] - times[-2])
+        return times[-1] + nearest(Fraction(rise * (amount - places[-1]), places[-1] - places[-2]))
+    b = next(i for i, place in enumerate(places) if place > amount)
+    low, high, low_ns, high_ns = places[b - 1], places[b], times[b - 1], times[b]
+    if 0 in (low, high, low_ns, high_ns):
+        return low_ns + nearest(Fraction((high_ns - low_ns) * (amount - low), high - low))
+    rise = nearest(Fraction((log(high_ns) - log(low_ns)) * (log(amount) - log(low)), log(high) - log(low)))
+    return min(max(power(log(low_ns) + rise), min(low_ns, high_ns)), max(low_ns, high_ns))
+
+
+# ---- a step as work ----
+class Item:
+    """What the host issues at one place."""
+
+    def __init__(self, where, kind, phase):
+        self.where, self.kind, self.phase = where, kind, phase
+        self.host = 0  # issue cost
+        self.host_work = 0
+        self.stream = None
+        self.duration = None  # of work on the stream
+        self.work = None  # "compute", "copy", "collective", "to_host", "to_device"
+        self.operators = None
+        self.record = None  # number of the record that it makes
+        self.waits_for = None
+        self.unit = None
+        self.link = self.group = self.turn = self.source = None
+        self.issued = None
+
+
+def lower(document, costs, alive, index):
+    """The items of a step in host order, and its phases."""
+    items, phases = [], ["forward"]
+    inside = ended = False
+    last_record, unit_of_record, last_unit, turns = {}, [], {}, collections.Counter()
+
+    def enter(phase):
+        if phases[-1] != phase:
+            phases.append(phase)
+
+    for t, trigger in enumerate(document.plan["steps"][index]["triggers"]):
+        kind = trigger["kind"]
+        if kind in ("pre_forward", "post_forward") and not inside:
+            enter("forward")
+        elif kind in ("pre_backward", "post_backward"):
+            enter("backward")
+            inside, ended = True, False
+        elif kind == "backward_end":
+            enter("backward")
+            inside, ended = False, True
+        elif kind in ("optimizer_step", "zero_grad"):
+            enter("optimizer")
+            inside = False
+        passed = Item((t, None), "trigger", len(phases) - 1)
+        passed.host = costs.host.get("trigger_ns", 0) if kind in HOOKS else 0
+        items.append(passed)
+        for i, instruction in enumerate(trigger["instructions"]):
+            kind = instruction["kind"]
+            if kind == "compute":
+                segment = document.plan["segments"][document.ref(instruction, "segment")]
+                phase = segment.get("phase", "forward")
+                if phase in ("forward", "loss"):
+                    inside = False
+                    enter("forward")
+                elif phase == "backward":
+                    enter("backward")
+                    inside = inside or not ended
+            item = Item((t, i), kind, len(phases) - 1)
+            item.unit = document.ref(instruction, "unit")
+            item.stream = document.ref(instruction, "stream")
+            if kind == "compute":
+                item.operators = [costs.operator(e) for e in segment["entries"] if e[0] == "op"]
+                item.host, item.work = costs.host.get("operator_issue_ns", 0), "compute"
+                reads = [document.at("unit", u) for u in segment.get("reads", [])]
+                item.unit = reads[0] if reads else item.unit
+            elif kind in COLLECTIVES:
+                item.host, item.work = costs.host.get("collective_issue_ns", 0), "collective"
+                item.group = document.ref(instruction, "communicator")
+                item.duration, item.link, item.source = costs.collective(instruction)
+                item.turn = turns[item.group]
+                turns[item.group] += 1
+            elif kind in COPIES:
+                view = alive.is_view(instruction)
+                item.host = 0 if view else costs.host.get("copy_issue_ns", 0)
+                item.work = kind[5:] if kind.startswith("copy_to_") else "copy"
+                item.duration = 0 if view else costs.copy(instruction)
+                if item.stream is None:
+                    item.host_work, item.duration = item.duration, None
+            elif kind == "optimizer_step":
+                work = costs.optimizer(instruction)
+                device, host = work["device"], work["host"]
+                issue = costs.host.get("operator_issue_ns", 0)
+                if item.stream is None:
+                    moved = sum(device[:2]) + sum(host[:2])
+                    item.host, item.host_work = issue * (device[2] + host[2]), costs.host_work(moved)
+                else:
+                    if host[2] > 0:
+                        first = Item((t, i), kind, len(phases) - 1)
+                        first.host, first.host_work = issue * host[2], costs.host_work(sum(host[:2]))
+                        items.append(first)
+                    item.host, item.work, item.duration = issue * device[2], "compute", costs.move(sum(device[:2]))
+            elif kind == "allocate":
+                item.stream = None
+                item.host = costs.host.get("allocate_ns", 0) * len(document.buffers[document.ref(instruction, "dst")]["parts_bytes"])
+            elif kind in ("record", "wait", "host_wait"):
+                item.host = costs.host.get("event_ns", 0)
+                event = document.ref(instruction, "event")
+                if kind == "record":
+                    item.record = last_record[event] = len(unit_of_record)
+                    unit_of_record.append(last_unit.get(item.stream))
+                else:
+                    item.waits_for = last_record.get(event)
+                    if item.unit is None and item.waits_for is not None:
+                        item.unit = unit_of_record[item.waits_for]
+                if kind == "host_wait":
+                    item.stream = None
+            else:
+                item.stream = None
+            if item.duration is not None and document.ref(instruction, "unit") is not None:
+                last_unit[item.stream] = document.ref(instruction, "unit")
+            alive.take(instruction)
+            items.append(item)
+    return items, phases
+
+
+# ---- running it ----
+class Stuck(Exception):
+    pass
+
+
+class Machine:
+    """One step from an idle machine."""
+
+    def __init__(self, document, items, phases, synchronize=False):
+        self.cluster = document.cluster
+        self.items, self.phases, self.synchronize = items, phases, synchronize
+        self.queues = [[item for item in items if item.stream == s] for s in range(len(document.streams))]
+        self.heads = [0] * len(self.queues)
+        self.active = {}  # stream: [item, what is left, rate]
+        self.operator = [0] * len(self.queues)  # next of the segment at the head
+        self.began = [None] * len(self.queues)
+        self.stood = [None] * len(self.queues)
+        self.records, self.turns = {}, collections.Counter()
+        self.now = 0
+        self.spans = []  # (stream or None, item, start, end)
+        self.sums = collections.Counter()
+        self.phase_end = [0] * len(phases)
+        for item in items:
+            item.issued = None
+
+    def run(self):
+        host = 0
+        for i, item in enumerate(self.items):
+            if self.synchronize and i > 0 and self.items[i - 1].phase != item.phase:
+                self.advance(None)
+                host = max(host, self.now)
+            start = host
+            host += item.host * (len(item.operators) if item.operators is not None else 1) + item.host_work
+            self.sums["host"] += host - start
+            self.sums["host_work"] += item.host_work
+            item.issued = start if item.operators is not None else host
+            if item.kind == "host_wait" and item.waits_for is not None:
+                self.advance(item.waits_for)
+                if item.waits_for not in self.records:
+                    raise Stuck(item.where)
+                host = max(host, self.records[item.waits_for])
+            if host > start:
+                self.spans.append((None, item, start, host))
+            if self.phases[item.phase] != "forward":
+                self.phase_end[item.phase] = max(self.phase_end[item.phase], host)
+        self.advance(None)
+        if any(head < len(queue) for head, queue in zip(self.heads, self.queues, strict=True)):
+            raise Stuck("a stream")
+        self.end = max(host, self.now)
+        return self
+
+    def advance(self, record):
+        """Until the record is reached; None: until nothing moves."""
+        while True:
+            while any(self.start(s) for s in range(len(self.queues))):
+                pass
+            if record is not None and record in self.records:
+                return
+            rates = {s: self.rate(entry[0]) for s, entry in self.active.items()}
+            times = [self.now + up(Fraction(entry[1], rates[s])) for s, entry in self.active.items()]
+            times += [at for s in range(len(self.queues)) if s not in self.active and (at := self.wakes(s)) is not None]
+            if not times:
+                return
+            self.account(min(times) - self.now)
+            for s, entry in list(self.active.items()):
+                entry[1] -= rates[s] * (min(times) - self.now)
+            self.now = min(times)
+            for s, entry in list(self.active.items()):
+                if entry[1] <= 0:
+                    del self.active[s]
+                    self.finish(s, entry[0])
+
+    def head(self, s):
+        return self.queues[s][self.heads[s]] if self.heads[s] < len(self.queues[s]) else None
+
+    def wakes(self, s):
+        """When the host lets the head of an idle stream start, if that is what it needs."""
+        item = self.head(s)
+        if item is None or item.issued is None:
+            return None
+        at = item.issued
+        if item.operators is not None and self.operator[s] < len(item.operators):
+            at += (self.operator[s] + 1) * item.host
+        return at if at > self.now else None
+
+    def start(self, s):
+        """Passes or starts the head of the stream if it can; true when it did."""
+        item = self.head(s)
+        if item is None or s in self.active or item.issued is None or self.wakes(s) is not None:
+            return False
+        if item.operators is not None:
+            return self.start_operators(s, item)
+        if item.kind == "record":
+            self.records[item.record] = self.now
+        elif item.kind == "wait":
+            if item.waits_for is not None and item.waits_for not in self.records:
+                if self.stood[s] is None:
+                    self.stood[s] = self.now
+                return False
+            if self.stood[s] is not None and self.stood[s] < self.now:
+                self.spans.append((s, item, self.stood[s], self.now))
+                if s == 0 and item.unit is not None:
+                    self.sums["unit_exposed", item.unit] += self.now - self.stood[s]
+            self.stood[s] = None
+        else:
+            if item.work == "collective" and self.turns[item.group] != item.turn:
+                return False
+            self.began[s] = self.now
+            self.active[s] = [item, item.duration * 60 * MILLION]
+            return True
+        self.heads[s] += 1
+        return True
+
+    def start_operators(self, s, item):
+        k, durations = self.operator[s], item.operators
+        if k == len(durations):
+            if durations:
+                self.end_of_work(s, item)
+            self.pop(s)
+            return True
+        if k == 0:
+            self.began[s] = self.now
+        ahead, at = True, self.now
+        for j in range(k, len(durations)):
+            ahead = ahead and item.issued + (j + 1) * item.host <= at
+            at += durations[j]
+        self.operator[s] = len(durations) if ahead else k + 1
+        self.active[s] = [item, (sum(durations[k:]) if ahead else durations[k]) * 60 * MILLION]
+        return True
+
+    def pop(self, s):
+        self.heads[s] += 1
+        self.operator[s] = 0
+
+    def finish(self, s, item):
+        if item.operators is not None:
+            return  # the rest of the segment, or its end
+        if item.work == "collective":
+            self.turns[item.group] += 1
+        self.end_of_work(s, item)
+        self.pop(s)
+
+    def end_of_work(self, s, item):
+        self.spans.append((s, item, self.began[s], self.now))
+        self.sums["operations", s] += 1
+        phase = self.phases[item.phase]
+        if phase != "forward" or item.work == "compute":
+            self.phase_end[item.phase] = max(self.phase_end[item.phase], self.now)
+        if item.operators is not None and item.unit is not None:
+            self.sums["unit_forward" if phase == "forward" else "unit_backward", item.unit] += self.now - self.began[s]
+
+    def works(self, *kinds):
+        return [entry[0] for entry in self.active.values() if entry[0].work in kinds]
+
+    def rate(self, item):
+        kernels, collectives = self.works("compute", "copy"), self.works("collective")
+        if item.work in ("compute", "copy"):
+            ppm = self.cluster.get("compute_rate_while_communicating_ppm", MILLION) if collectives else MILLION
+            return ppm * 60 // len(kernels)
+        if item.work == "collective":
+            ppm = self.cluster.get("communication_rate_while_computing_ppm", MILLION) if kernels else MILLION
+            sharing = 1 if item.link is None else sum(other.link == item.link for other in collectives)
+            return ppm * 60 // sharing
+        return 60 * MILLION // len(self.works(item.work))
+
+    def account(self, elapsed):
+        computes, collectives = self.works("compute"), self.works("collective")
+        if computes:
+            self.sums["compute"] += elapsed
+        if collectives:
+            self.sums["communication"] += elapsed
+            if not computes:
+                self.sums["exposed"] += elapsed
+        for s, entry in self.active.items():
+            self.sums["busy", s] += elapsed
+            item = entry[0]
+            if item.work == "collective":
+                key = (item.kind, item.group, item.source)
+                self.sums["busy", key] += elapsed
+                self.sums["exposed", key] += 0 if computes else elapsed
+
+    def times_of_phases(self):
+        sums, begin = collections.Counter(), 0
+        for p, phase in enumerate(self.phases):
+            end = self.end if p + 1 == len(self.phases) else max(begin, self.phase_end[p])
+            sums[phase] += end - begin
+            begin = end
+        return sums
+
+
+def simulate(document):
+    """(machines of all steps, times of the last step's phases, each alone)"""
+    costs, alive = Costs(document), Alive(document)
+    machines = []
+    for index in range(len(document.plan["steps"])):
+        items, phases = lower(document, costs, alive, index)
+        machines.append(Machine(document, items, phases).run())
+    return machines, Machine(document, items, phases, synchronize=True).run().times_of_phases()

@@ -1,0 +1,153 @@
+"""The simulator agrees with one that is written from its page alone: times, every span, every sum, and memory."""
+
+import json
+import os
+import subprocess
+
+import naive_memory
+import naive_simulator
+import pytest
+from conftest import ROOT, build_folder
+
+# Rates without a common factor, groups that are not aligned to nodes, kernels shorter than their issue, and overlap that slows.
+ODD = {
+    "schema": "shardplan.cluster/1",
+    "name": "odd",
+    "ranks": 64,
+    "ranks_per_node": 3,
+    "device": {
+        "name": "odd",
+        "memory_bytes": 1 << 33,
+        "memory_bytes_per_second": 1_234_567_891,
+        "memory_efficiency_ppm": 777_777,
+        "vector_flops_per_second": 98_765_432_1,
+        "matmul": [{"dtype": "float32", "flops_per_second": 3_333_333_337, "efficiency": [{"flops": 7, "efficiency_ppm": 1234}, {"flops": 100_003, "efficiency_ppm": 654_321}]}],
+        "kernel_overhead_ns": 97,
+    },
+    "host": {
+        "operator_issue_ns": 113,
+        "collective_issue_ns": 1_009,
+        "copy_issue_ns": 307,
+        "allocate_ns": 41,
+        "event_ns": 23,
+        "trigger_ns": 503,
+        "memory_bytes_per_second": 314_159_265,
+    },
+    "links": [{"name": "inner", "latency_ns": 211, "bytes_per_second": 2_718_281_828}, {"name": "outer", "latency_ns": 1_999, "bytes_per_second": 161_803_398}],
+    "collectives": [
+        {"kind": "all_gather", "ranks": 2, "link": "inner", "points": [{"full_tensor_bytes": 100, "duration_ns": 977}, {"full_tensor_bytes": 3_001, "duration_ns": 4_001}]},
+        {"kind": "all_gather", "ranks": 2, "concurrent_groups": 2, "link": "inner", "points": [{"full_tensor_bytes": 1, "duration_ns": 1_511}, {"full_tensor_bytes": 500, "duration_ns": 1_511}, {"full_tensor_bytes": 70_001, "duration_ns": 90_001}]},
+        {"kind": "reduce_scatter", "ranks": 4, "link": "outer", "points": [{"full_tensor_bytes": 0, "duration_ns": 0}, {"full_tensor_bytes": 4_099, "duration_ns": 21_001}]},
+    ],
+    "compute_rate_while_communicating_ppm": 876_543,
+    "communication_rate_while_computing_ppm": 543_211,
+    "host_link_bytes_per_second": 123_456_789,
+}  # fmt: skip
+FIRST_SEED = int(os.environ.get("SHARDPLAN_SEED", "31000"))
+RANDOM_PLANS = int(os.environ.get("SHARDPLAN_RANDOM_PLANS", "40"))
+
+
+def figures(document, machines, alone):
+    """What a report says, from the naive simulator."""
+    last, plan = machines[-1], document.plan
+    sums = last.sums
+    device, host = (naive_memory.profile(document, space) for space in ("device", "host"))
+    communication = sums["communication"]
+    groups = {(item.kind, item.group, item.source) for item in last.items if item.work == "collective"}
+    categories = lambda walk: {category: amount for category, amount in walk.peak_by.items() if amount}  # noqa: E731
+    return {
+        "step_ns": last.end,
+        "forward_ns": alone["forward"],
+        "backward_ns": alone["backward"],
+        "optimizer_ns": alone["optimizer"],
+        "compute_ns": sums["compute"],
+        "communication_ns": communication,
+        "exposed_communication_ns": sums["exposed"],
+        "overlap_ppm": 10**6 - (naive_simulator.nearest(naive_simulator.Fraction(sums["exposed"] * 10**6, communication)) if communication else 0),
+        "host_ns": sums["host"],
+        "host_work_ns": sums["host_work"],
+        "streams": [(s["name"], sums["busy", i], sums["operations", i]) for i, s in enumerate(plan["streams"])],
+        "collectives": sorted(
+            (kind, plan["communicators"][group]["name"], source, sums["busy", (kind, group, source)], sums["exposed", (kind, group, source)])
+            for kind, group, source in groups
+        ),
+        "units": [(sums["unit_forward", u], sums["unit_backward", u], sums["unit_exposed", u]) for u in range(len(document.units))],
+        "peak_bytes": device.peak,
+        "peak_by_category": categories(device),
+        "steady_bytes": sum(device.now.values()),
+        "host_peak_bytes": host.peak,
+        "host_peak_by_category": categories(host),
+        "host_steady_bytes": sum(host.now.values()),
+    }
+
+
+def reported(report):
+    """The same from a report document."""
+    memory = report["memory"]
+    categories = lambda field: {c["category"]: c["size_bytes"] for c in memory.get(field, []) if c["category"] not in ("cuda_context", "nccl_buffers")}  # noqa: E731
+    fields = ["step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns", "exposed_communication_ns", "overlap_ppm", "host_ns"]
+    return {
+        **{field: report[field] for field in fields},
+        "host_work_ns": report.get("host_work_ns", 0),
+        "streams": [(s["stream"], s["busy_ns"], s["operations"]) for s in report["streams"]],
+        "collectives": sorted((c["kind"], c["communicator"], c["cost_source"], c["busy_ns"], c["exposed_ns"]) for c in report["collectives"]),
+        "units": [(u["forward_ns"], u["backward_ns"], u["exposed_ns"]) for u in report["units"]],
+        "peak_bytes": memory["peak_bytes"],
+        "peak_by_category": categories("peak_by_category"),
+        "steady_bytes": memory["steady_bytes"],
+        "host_peak_bytes": memory.get("host_peak_bytes", 0),
+        "host_peak_by_category": categories("host_peak_by_category"),
+        "host_steady_bytes": memory.get("host_steady_bytes", 0),
+    }
+
+
+def spans_of(machines):
+    """[stream or -1, step, trigger, instruction, start, end], the steps one after the other."""
+    spans, offset = [], 0
+    for step, machine in enumerate(machines):
+        for stream, item, start, end in machine.spans:
+            trigger, instruction = item.where
+            if instruction is not None:
+                spans.append([-1 if stream is None else stream, step, trigger, instruction, start + offset, end + offset])
+        offset += machine.end
+    return sorted(spans)
+
+
+def compare(name, plan, cluster, report, spans):
+    """What differs, "" if nothing does."""
+    document = naive_simulator.Document(plan, cluster)
+    machines, alone = naive_simulator.simulate(document)
+    naive, product = figures(document, machines, alone), reported(report)
+    for field, value in product.items():
+        if naive[field] != value:
+            return f"{name} on {cluster['name']}: {field} is {value}, by the page {naive[field]}"
+    mine = spans_of(machines)
+    for a, b in zip(mine, sorted(spans), strict=False):
+        if a != b:
+            return f"{name} on {cluster['name']}: span {b}, by the page {a}"
+    return "" if len(mine) == len(spans) else f"{name} on {cluster['name']}: {len(spans)} spans, by the page {len(mine)}"
+
+
+def test_agrees_on_every_plan_of_the_tests(tmp_path):
+    program = build_folder() / "tests" / "simulator" / "simulator_suite_plans"
+    if not program.exists():
+        pytest.fail(f"{program} is not built")
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps(ODD))
+    files = [ROOT / "tools" / "clusters" / "h100_sxm_64.json", odd]
+    clusters = [json.loads(file.read_text()) for file in files]
+    print(f"random plans: seeds from {FIRST_SEED}, {RANDOM_PLANS} of them")
+    command = [program, tmp_path, str(FIRST_SEED), str(RANDOM_PLANS), *files]
+    written = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert written.returncode == 0, written.stderr
+    names = written.stdout.split("\n")[:-1]
+    assert len(names) > 300
+    different = []
+    for n, name in enumerate(names):
+        plan = json.loads((tmp_path / f"{n}.plan.json").read_text())
+        for k, cluster in enumerate(clusters):
+            report, spans = (json.loads((tmp_path / f"{n}.{k}.{what}.json").read_text()) for what in ("report", "spans"))
+            difference = compare(name, plan, cluster, report, spans)
+            if difference:
+                different.append(difference)
+    assert different == []

@@ -1,0 +1,117 @@
+// Writes the plans that the tests know, and what the simulator says of each, for the naive simulator to be
+// compared with (tests/python/commands/test_naive_simulator.py).
+//
+//   simulator_suite_plans FOLDER FIRST_SEED COUNT CLUSTER...
+//
+// Every recording (random cases included), every golden and every knob, and COUNT random strategies from seed
+// FIRST_SEED on. FOLDER gets N.plan.json and for cluster K (from 0) N.K.report.json and N.K.spans.json: a
+// line for each span, [stream or -1, step, trigger, instruction, start, end]. N counts the plans; the
+// standard output names them, one a line.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/simulator/simulate.h"
+#include "tests/executor/virtual/plan_cases.h"
+
+namespace shardplan::test {
+namespace {
+
+std::string SpansJson(const Simulation& simulation) {
+  std::string text = "[";
+  for (const Span& span : simulation.spans) {
+    if (span.instruction < 0) continue;
+    text += fmt::format("{}[{},{},{},{},{},{}]", text.size() > 1 ? ",\n" : "", span.stream, span.step,
+                        span.trigger, span.instruction, span.start_ns.value, span.end_ns.value);
+  }
+  return text + "]\n";
+}
+
+class Writer {
+ public:
+  Writer(std::string folder, std::vector<Cluster> clusters)
+      : folder_(std::move(folder)), clusters_(std::move(clusters)) {}
+
+  Status Write(const PlanCase& c) {
+    const Result<PlannerOutput> planned =
+        MakePlan(c.trace, c.strategy, c.cluster, PlanOptions{.verify = false});
+    if (!planned) {
+      // What PyTorch refuses, the planner refuses.
+      if (planned.error().code == ErrorCode::kBadInput) return {};
+      return std::unexpected(planned.error());
+    }
+    const std::string base = fmt::format("{}/{}", folder_, count_++);
+    if (Status status = WriteFileAtomically(base + ".plan.json", ToJson(planned->plan)); !status)
+      return status;
+    for (std::size_t k = 0; k < clusters_.size(); ++k) {
+      const Result<Simulation> simulation = Simulate(planned->plan, {.cluster = &clusters_[k]});
+      if (!simulation) return std::unexpected(simulation.error());
+      const std::string name = fmt::format("{}.{}.", base, k);
+      if (Status status = WriteFileAtomically(name + "report.json", ToJson(simulation->report)); !status)
+        return status;
+      if (Status status = WriteFileAtomically(name + "spans.json", SpansJson(*simulation)); !status)
+        return status;
+    }
+    std::printf("%s\n", c.name.c_str());
+    return {};
+  }
+
+ private:
+  std::string folder_;
+  std::vector<Cluster> clusters_;
+  int count_ = 0;
+};
+
+// Random cases that PyTorch was recorded with, "live/one_rank".
+std::vector<std::string> LiveNames() {
+  std::vector<std::string> names;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(SHARDPLAN_SOURCE_DIR "/tests/conformance/live")) {
+    if (entry.path().extension() == ".log") names.push_back("live/" + entry.path().stem().string());
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
+int Fail(const std::string& name, const Error& error) {
+  std::fprintf(stderr, "%s: %s\n", name.c_str(), ToString(error).c_str());
+  return 1;
+}
+
+int Run(int argc, char** argv) {
+  if (argc < 5) {
+    std::fprintf(stderr, "simulator_suite_plans FOLDER FIRST_SEED COUNT CLUSTER...\n");
+    return 2;
+  }
+  std::vector<Cluster> clusters;
+  for (int k = 4; k < argc; ++k) {
+    Result<Cluster> cluster = ReadCluster(argv[k]);
+    if (!cluster) return Fail(argv[k], cluster.error());
+    clusters.push_back(std::move(*cluster));
+  }
+  std::vector<PlanCase> cases;
+  for (const std::string& name : RecordedNames()) cases.push_back(RecordedCase(name));
+  for (const std::string& name : LiveNames()) cases.push_back(RecordedCase(name));
+  for (const std::string& name : GoldenNames()) cases.push_back(GoldenCase(name));
+  for (PlanCase& knob : KnobCases()) cases.push_back(std::move(knob));
+  const auto first = static_cast<std::uint32_t>(std::strtoul(argv[2], nullptr, 10));
+  const auto count = static_cast<std::uint32_t>(std::strtoul(argv[3], nullptr, 10));
+  for (std::uint32_t i = 0; i < count; ++i) cases.push_back(RandomCase(first + i));
+  Writer writer(argv[1], std::move(clusters));
+  for (const PlanCase& c : cases) {
+    if (Status status = writer.Write(c); !status) return Fail(c.name, status.error());
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace shardplan::test
+
+int main(int argc, char** argv) { return shardplan::test::Run(argc, argv); }
