@@ -20,11 +20,11 @@ constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kSharers = 60;
 constexpr std::int64_t kFullRate = 1'000'000 * kSharers;
 
-enum class Status : std::uint8_t { kReady, kActive, kDone };
+enum class StreamStatus : std::uint8_t { kReady, kActive, kDone };
 
 struct StreamState {
   std::int32_t head = -1;  // instruction that is next or running
-  Status status = Status::kReady;
+  StreamStatus status = StreamStatus::kReady;
   WorkClass work = WorkClass::kCompute;
   std::int8_t link = -1;
   std::int64_t wake_ns = kNever;  // the head cannot start before the host has issued it
@@ -95,7 +95,7 @@ class StepRunner {
     }
     RunUntil(-1);
     for (std::size_t s = 0; s < streams_.size(); ++s) {
-      if (streams_[s].status != Status::kDone) return Stuck(streams_[s].head);
+      if (streams_[s].status != StreamStatus::kDone) return Stuck(streams_[s].head);
     }
     result_.end_ns.value = std::max(host_ns, now_ns_);
     return std::move(result_);
@@ -128,14 +128,15 @@ class StepRunner {
       UpdateRates();
       std::int64_t next_ns = kNever;
       for (const StreamState& stream : streams_) {
-        next_ns = std::min(next_ns, stream.status == Status::kActive ? stream.finish_ns : stream.wake_ns);
+        next_ns =
+            std::min(next_ns, stream.status == StreamStatus::kActive ? stream.finish_ns : stream.wake_ns);
       }
       if (next_ns == kNever) return slot < 0;
       SHARDPLAN_ASSERT(next_ns >= now_ns_, "what is active ends now or later");
       AccountUntil(next_ns);
       now_ns_ = next_ns;
       for (std::size_t s = 0; s < streams_.size(); ++s) {
-        if (streams_[s].status == Status::kActive && streams_[s].finish_ns == now_ns_) Finish(s);
+        if (streams_[s].status == StreamStatus::kActive && streams_[s].finish_ns == now_ns_) Finish(s);
       }
     }
   }
@@ -146,7 +147,7 @@ class StepRunner {
     for (bool moved = true; moved;) {
       moved = false;
       for (std::size_t s = 0; s < streams_.size(); ++s) {
-        while (streams_[s].status == Status::kReady && Step(s)) moved = true;
+        while (streams_[s].status == StreamStatus::kReady && Step(s)) moved = true;
       }
     }
   }
@@ -156,7 +157,7 @@ class StepRunner {
     StreamState& stream = streams_[s];
     stream.wake_ns = kNever;
     if (stream.head < 0) {
-      stream.status = Status::kDone;
+      stream.status = StreamStatus::kDone;
       return false;
     }
     if (stream.head >= issued_) return false;
@@ -258,7 +259,7 @@ class StepRunner {
   }
 
   void Activate(StreamState& stream, const EngineInstruction& instruction, std::int64_t duration_ns) {
-    stream.status = Status::kActive;
+    stream.status = StreamStatus::kActive;
     stream.work = instruction.work;
     stream.link = instruction.link;
     SHARDPLAN_ASSERT(duration_ns >= 0, "LowerPlan makes no negative duration");
@@ -316,7 +317,7 @@ class StepRunner {
     if (!changed_) return;
     changed_ = false;
     for (StreamState& stream : streams_) {
-      if (stream.status != Status::kActive) continue;
+      if (stream.status != StreamStatus::kActive) continue;
       const std::int64_t rate = RateOf(stream);
       if (rate == stream.rate) continue;
       stream.remaining -= static_cast<Int128>(stream.rate) * (now_ns_ - stream.updated_ns);
@@ -346,7 +347,7 @@ class StepRunner {
     }
     for (std::size_t s = 0; s < streams_.size(); ++s) {
       const StreamState& stream = streams_[s];
-      if (stream.status != Status::kActive) continue;
+      if (stream.status != StreamStatus::kActive) continue;
       result_.stream_busy_ns[s].value += elapsed_ns;
       if (stream.work != WorkClass::kCollective) continue;
       GroupResult& group = result_.groups[Index(step_.code[Index(stream.head)].operand)];
@@ -357,9 +358,9 @@ class StepRunner {
 
   void Finish(std::size_t s) {
     StreamState& stream = streams_[s];
-    SHARDPLAN_ASSERT(stream.status == Status::kActive, "only what was started ends");
+    SHARDPLAN_ASSERT(stream.status == StreamStatus::kActive, "only what was started ends");
     Count(stream, -1);
-    stream.status = Status::kReady;
+    stream.status = StreamStatus::kReady;
     const EngineInstruction& instruction = step_.code[Index(stream.head)];
     if (instruction.op == EngineOp::kSegment) return;  // StartOperators starts the next operators, or ends it
     if (instruction.work == WorkClass::kCollective) {
