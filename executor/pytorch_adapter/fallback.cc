@@ -72,8 +72,8 @@ void Fallback::LogPlannedTriggers(PlanPosition now) {
   }
 }
 
-void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision, bool reduces) {
-  log_.push_back({kind, unit, {}, !reduces});
+void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
+  log_.push_back({kind, unit, {}, !reduces_(unit)});
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
@@ -81,30 +81,28 @@ void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision, bool red
     case TriggerKind::kPostForward:
       return units_[unit].in_backward ? void() : on_demand_.Reshard(unit);
     case TriggerKind::kPostBackward:
-      TakeGradients(unit, reduces);
+      TakeGradients(unit);
       return on_demand_.Reshard(unit);
     case TriggerKind::kBackwardEnd:
-      return EndBackward(reduces);
+      return EndBackward();
     default:
       return;
   }
 }
 
-void Fallback::TakeGradients(UnitId unit, bool reduces) {
-  const std::vector<std::int32_t> made = reduces ? on_demand_.Reduce(unit) : on_demand_.Keep(unit);
+void Fallback::TakeGradients(UnitId unit) {
+  const std::vector<std::int32_t> made = reduces_(unit) ? on_demand_.Reduce(unit) : on_demand_.Keep(unit);
   for (const std::int32_t parameter : made) log_.back().grads.push_back({unit, parameter});
 }
 
-void Fallback::EndBackward(bool reduces) {
-  for (const UnitId unit : on_demand_.UnitsWithGradients()) TakeGradients(unit, reduces);
+void Fallback::EndBackward() {
+  for (const UnitId unit : on_demand_.UnitsWithGradients()) TakeGradients(unit);
   on_demand_.ReshardAll();
   --backwards_left_;
 }
 
-void Fallback::EndStep(bool reduces) {
-  if (reduces) {
-    for (const UnitId unit : on_demand_.UnitsWithGradients()) on_demand_.Reduce(unit);
-  }
+void Fallback::EndStep() {
+  for (const UnitId unit : on_demand_.UnitsWithGradients()) on_demand_.Reduce(unit);
   on_demand_.ReshardAll();
   active_ = false;
   const HoldGil gil;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "on_demand.h"
@@ -31,14 +32,16 @@ class Fallback {
     bool keeps = false;  // post_backward, backward_end: gradients were not reduced
   };
 
-  // All outlive this.
+  // reduces(unit): are its gradients to be reduced, or kept? All outlive this.
   Fallback(const Plan& plan, const PlanOrder& order, std::vector<UnitState>& units,
-           const BufferParameters& buffer_parameters, OnDemand& on_demand)
+           const BufferParameters& buffer_parameters, OnDemand& on_demand,
+           std::function<bool(UnitId)> reduces)
       : plan_(plan),
         order_(order),
         units_(units),
         buffer_parameters_(buffer_parameters),
-        on_demand_(on_demand) {}
+        on_demand_(on_demand),
+        reduces_(std::move(reduces)) {}
 
   // A deviation does not end the training: its step is finished here, then on_step_end() is called.
   void Enable(PyRef on_step_end) { on_step_end_ = std::move(on_step_end); }
@@ -57,12 +60,11 @@ class Fallback {
   void Begin(const std::string& found, const std::string& expected, executor::Replayer& replayer,
              const std::function<void()>& publish);
   // A point that is passed while active. full_precision: of a unit that is not to be gathered in the low one.
-  // reduces: are gradients to be reduced, or kept?
-  void Pass(TriggerKind kind, UnitId unit, bool full_precision, bool reduces);
+  void Pass(TriggerKind kind, UnitId unit, bool full_precision);
   // Another output tensor of a flat unit got its gradient.
   void NotePreBackward(UnitId unit) { log_.push_back({TriggerKind::kPreBackward, unit, {}}); }
-  // The step is over: reduces what is not reduced, if it is to be, and calls on_step_end().
-  void EndStep(bool reduces);
+  // The step is over: reduces what is not reduced, and calls on_step_end().
+  void EndStep();
   // The step is abandoned.
   void Abandon();
 
@@ -74,14 +76,15 @@ class Fallback {
 
  private:
   void LogPlannedTriggers(PlanPosition now);
-  void TakeGradients(UnitId unit, bool reduces);
-  void EndBackward(bool reduces);
+  void TakeGradients(UnitId unit);
+  void EndBackward();
 
   const Plan& plan_;
   const PlanOrder& order_;
   std::vector<UnitState>& units_;
   const BufferParameters& buffer_parameters_;
   OnDemand& on_demand_;
+  const std::function<bool(UnitId)> reduces_;
   PyRef on_step_end_;  // null: a deviation is an error
   bool active_ = false;
   std::string deviation_;

@@ -67,7 +67,7 @@ void OnDemand::Call(ProcedureKind kind, UnitId unit) {
 
 void OnDemand::Unshard(UnitId unit, bool full_precision) {
   UnitState& state = units_[unit];
-  if (state.unsharded) return;
+  if (state.unsharded || plan_.units[unit].parameters.empty()) return;
   state.unplanned = true;
   // A plan may keep it from step to step (fsdp1: a frozen unit that is not resharded after the forward), or
   // has gathered it ahead of its use.

@@ -42,7 +42,8 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       order_(*plan_),
       on_demand_(*plan_, rank_, *device_, units_, buffer_parameters_,
                  GradientPresence(*plan_, std::move(groups))),
-      fallback_(*plan_, order_, units_, buffer_parameters_, on_demand_),
+      fallback_(*plan_, order_, units_, buffer_parameters_, on_demand_,
+                [this](UnitId unit) { return Reduces(unit); }),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_),
       changes_(*plan_, units_),
       groups_(plan_->units.size()) {
@@ -120,7 +121,7 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
 
 void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   if (fallback_.active()) [[unlikely]] {
-    return fallback_.Pass(kind, unit, full_precision, Reduces(unit));
+    return fallback_.Pass(kind, unit, full_precision);
   }
   for (std::int64_t steps = 0; PassedSilently(replayer_->Expected().kind);) {
     if (replayer_->AtStepBegin()) {
@@ -133,7 +134,7 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   }
   if (Deviates(kind, unit)) [[unlikely]] {
     Deviate(FoundText(kind, unit));
-    return fallback_.Pass(kind, unit, full_precision, Reduces(unit));
+    return fallback_.Pass(kind, unit, full_precision);
   }
   Fire({kind, unit, replayer_->Expected().microbatch});
 }

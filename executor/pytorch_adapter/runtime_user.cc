@@ -106,12 +106,13 @@ void Runtime::OptimizerSteps() {
 
 void Runtime::EndFallback() {
   const auto self = shared_from_this();
-  if (optimizer_seen_ && !Reduces(-1) && !on_demand_.UnitsWithGradients().empty()) {
+  const std::vector<UnitId> left = on_demand_.UnitsWithGradients();
+  if (optimizer_seen_ && !std::ranges::all_of(left, [&](UnitId unit) { return Reduces(unit); })) {
     throw std::runtime_error(
         "shardplan: optimizer.step() is called while gradients are not reduced, because "
         "set_requires_gradient_sync(False) (no_sync) holds: call the last backward of a step without it");
   }
-  fallback_.EndStep(/*reduces=*/true);
+  fallback_.EndStep();
 }
 
 // An exception in a forward or backward ended that where nobody saw it. A model that is entered anew shows

@@ -17,18 +17,24 @@ from ._clip import clip_grad_norm_
 from ._errors import PlanError
 from ._flat_state_dict import state_dict_type
 from ._forward_method import register_forward_method
+from ._steer import abandon_step, no_sync, remove, set_is_last_backward, set_requires_gradient_sync
 from ._summon import summon_full_params
 
 __all__ = [
     "PlanError",
+    "abandon_step",
     "apply",
     "clip_grad_norm_",
     "load_plan",
+    "no_sync",
     "register_forward_method",
+    "remove",
     "reshard",
     "set_all_reduce_hook",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
+    "set_is_last_backward",
+    "set_requires_gradient_sync",
     "state_dict_type",
     "summon_full_params",
     "unshard",

@@ -17,7 +17,7 @@ from ._errors import PlanError
 from ._extension import ExtendedParameter
 from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, refuse_to_copy, untied, unwrapped
 from ._flat_checkpoint import support_checkpoints
-from ._flat_state_dict import hook_state_dicts
+from ._flat_state_dict import hook_state_dicts, unhook_state_dicts
 from ._init import Initialize, Source, reset_parameters
 from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
@@ -203,6 +203,7 @@ class Applied:
     timeout_s: float
     handles: list = dataclasses.field(default_factory=list)
     guards: list = dataclasses.field(default_factory=list)  # handles of the hooks of state dicts
+    undo: list = dataclasses.field(default_factory=list)  # functions: what else `remove` does
     settings: dict = dataclasses.field(default_factory=dict)
     sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
     kept: collections.OrderedDict = dataclasses.field(default_factory=collections.OrderedDict)  # log -> Path, latest last
@@ -405,11 +406,12 @@ def apply(
     )
     applied.start()
     if plan.policy == "fsdp1":
-        flat = [shard for shard in shards if isinstance(shard, _flat.FlatUnit)]
+        flat = applied.flat_units()
         _flat.remember(model, flat)
         hook_state_dicts(model, flat, mesh)
         support_checkpoints(flat)
-        _flat.cast_buffers(plan, model)
+        undo_casts = _flat.cast_buffers(plan, model)
+        applied.undo += [lambda: _flat.forget(model), lambda: unhook_state_dicts(model), undo_casts]
     if on_deviation == "replan":
         applied.fall_back_on_deviation()
     _guard_state_dict(model, applied)

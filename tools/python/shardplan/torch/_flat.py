@@ -7,6 +7,8 @@ model keeps its nn.Parameters, and each one's data is what of it lies in this ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -138,6 +140,20 @@ class FlatUnit:
         name = ".".join(filter(None, (self.unit.modules[0], FLAT_NAME)))
         return [(parameter, name, 0, [self.shard.numel()], True, [slot])]
 
+    @torch.no_grad()
+    def make_whole(self, whole: torch.Tensor) -> None:
+        """The modules hold plain parameters, which are cut out of the gathered flat parameter."""
+        if not self.original and self.parameters:
+            del self.module._parameters[FLAT_NAME]
+        for expected, slots in zip(self.unit.parameters, self.slots):
+            shape = torch.Size(expected.shape)
+            part = whole[expected.flat_offset : expected.flat_offset + shape.numel()]
+            parameter = nn.Parameter(part.view(shape).clone(), requires_grad=expected.requires_grad)
+            for slot in slots:
+                slot.module._parameters.pop(slot.name, None)
+                vars(slot.module).pop(slot.name, None)
+                setattr(slot.module, slot.name, parameter)
+
     def add(self, plan, module: nn.Module) -> None:
         """Makes what the user sees of the unit, whose module is `module`. After runtime.start()."""
         self.module = module
@@ -167,9 +183,9 @@ def _buffer_dtypes(plan, model: nn.Module) -> list[tuple[torch.Tensor, torch.dty
     return found
 
 
-def cast_buffers(plan, model: nn.Module) -> None:
+def cast_buffers(plan, model: nn.Module) -> Callable[[], None]:
     """Mixed precision's buffer_dtype: floating-point buffers are cast now; with full_precision_in_eval a forward of a model
-    that is not in training mode finds them in their own dtype again."""
+    that is not in training mode finds them in their own dtype again. Returns what undoes it."""
     casts = [(buffer, dtype, buffer.dtype) for buffer, dtype in _buffer_dtypes(plan, model)]
 
     @torch.no_grad()
@@ -181,9 +197,22 @@ def cast_buffers(plan, model: nn.Module) -> None:
     modules = modules_of(model)
     units = [unit for unit in plan.units if unit.parameters and "" in unit.modules] or plan.units
     precisions = [precision_of(plan, unit.modules[0], modules[unit.modules[0]]) for unit in units]
+    handles = []
     if casts and plan.full_precision_in_eval and any(p is not None and p.param_dtype for p in precisions):
-        model.register_forward_pre_hook(lambda module, _args: cast(low=module.training), prepend=True)
+        handles.append(model.register_forward_pre_hook(lambda module, _args: cast(low=module.training), prepend=True))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        cast(low=False)
+
+    return undo
 
 
 def remember(model: nn.Module, units: list[FlatUnit]) -> None:
     object.__setattr__(model, _ATTRIBUTE, units)
+
+
+def forget(model: nn.Module) -> None:
+    """The reverse of remember."""
+    vars(model).pop(_ATTRIBUTE)

@@ -39,16 +39,19 @@ class _StateDicts:
 
     def __init__(self, units: list[FlatUnit], mesh: DeviceMesh) -> None:
         self.units, self.mesh, self.kind = units, mesh, "full"
+        self.handles: list = []  # of all hooks
         self._stack: contextlib.ExitStack | None = None
         self._opener: nn.Module | None = None
         self._inside: list[FlatUnit] = []  # units of the opener
         self._wholes: list[torch.Tensor] = []  # of each
 
     def hook(self, module: nn.Module) -> None:
-        module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._open(module, writeback=False))
-        module.register_state_dict_post_hook(lambda *arguments: self._taken(*arguments))
-        module.register_load_state_dict_pre_hook(lambda *arguments: self._before_load(*arguments))
-        module.register_load_state_dict_post_hook(lambda module, keys: self._close(module))
+        self.handles += [
+            module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._open(module, writeback=False)),
+            module.register_state_dict_post_hook(lambda *arguments: self._taken(*arguments)),
+            module.register_load_state_dict_pre_hook(lambda *arguments: self._before_load(*arguments)),
+            module.register_load_state_dict_post_hook(lambda module, keys: self._close(module)),
+        ]
 
     def _open(self, module: nn.Module, writeback: bool) -> bool:
         if self._opener is module:
@@ -94,6 +97,12 @@ def hook_state_dicts(model: nn.Module, units: list[FlatUnit], mesh: DeviceMesh) 
     for flat in units:
         flat.mesh = mesh
     object.__setattr__(model, _ATTRIBUTE, state_dicts)
+
+
+def unhook_state_dicts(model: nn.Module) -> None:
+    """The reverse of hook_state_dicts."""
+    for handle in vars(model).pop(_ATTRIBUTE).handles:
+        handle.remove()
 
 
 @contextlib.contextmanager

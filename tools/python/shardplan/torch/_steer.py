@@ -11,7 +11,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ._errors import PlanError
-from ._flat import flat_units
 from ._flat_whole import gather
 from ._fit import modules_of
 
@@ -93,29 +92,14 @@ def _whole(parameter: nn.Parameter) -> nn.Parameter:
 
 def _make_whole(applied) -> None:
     """Every module holds its own whole parameters again. Collective."""
-    flat = {id(shard): shard for shard in applied.flat_units()}
-    for unit, shard in zip(applied.plan.units, applied.shards):
-        if id(shard) in flat:
-            _make_flat_whole(shard)
+    for unit, shards in zip(applied.plan.units, applied.shards):
+        if unit.flat:
+            shards.make_whole(gather(shards))
             continue
-        for expected, sharded in zip(unit.parameters, shard):
+        for expected, sharded in zip(unit.parameters, shards):
             whole = _whole(sharded.shard)
             for slot in applied.by_fqn[expected.fqn].slots:
                 slot.module.register_parameter(slot.name, whole)
-
-
-@torch.no_grad()
-def _make_flat_whole(flat) -> None:
-    whole = gather(flat)
-    flat.remove()
-    for expected, slots in zip(flat.unit.parameters, flat.slots):
-        shape = torch.Size(expected.shape)
-        data = whole[expected.flat_offset : expected.flat_offset + shape.numel()].view(shape).clone()
-        parameter = nn.Parameter(data, requires_grad=expected.requires_grad)
-        for slot in slots:
-            slot.module._parameters.pop(slot.name, None)
-            vars(slot.module).pop(slot.name, None)
-            slot.module.register_parameter(slot.name, parameter)
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -138,8 +122,6 @@ def remove(model: nn.Module) -> nn.Module:
     for module in model.modules():
         vars(module).pop(UNIT_ATTRIBUTE, None)
     vars(model).pop(_ATTRIBUTE)
-    if flat_units(model):
-        from ._flat import forget
-
-        forget(model)
+    for undo in applied.undo:
+        undo()
     return model
