@@ -9,7 +9,7 @@ import torch.nn as nn
 from equivalence import local
 from equivalence_settings import case
 from flat_settings import case as flat_case
-from off_plan import DEFAULT, EQUAL, Side, off_plan
+from off_plan import EQUAL, Side, off_plan
 
 BY_PLAN_AGAIN = r"(plan .*again|on_deviation=\"replan\"|apply it again|before shardplan\.torch\.apply)"
 FROZEN_UNIT = case("frozen_unit", arguments={"frozen": ["layers.1"]})
@@ -271,5 +271,3 @@ def gradient_changed_by_the_user(side: Side) -> None:
         model.head.bias.grad = None
         side.end_step(model, optimizer)
 
-
-assert DEFAULT.ranks == 2
