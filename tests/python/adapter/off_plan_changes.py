@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from equivalence import local
 from equivalence_settings import case
+from flat_equivalence import clean
 from flat_settings import case as flat_case
 from off_plan import EQUAL, Side, off_plan
 
@@ -95,7 +96,7 @@ def _set_requires_grad(side: Side, prefix: str, value: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     side.train(model, optimizer, 0, 1)
     for name, parameter in model.named_parameters():
-        if prefix in name:
+        if prefix in clean(name):
             parameter.requires_grad_(value)
     side.train(model, optimizer, 2, 3)
 

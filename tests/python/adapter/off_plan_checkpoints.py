@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -100,7 +102,8 @@ def _from_rank_0(side: Side) -> None:
     fresh = _adamw(other)
     given = state if side.is_torch or dist.get_rank() == 0 else ({}, {})
     chosen = whole if side.is_torch else StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_state_dict(other, fresh, model_state_dict=given[0], optim_state_dict=given[1], options=chosen)
+    set_model_state_dict(other, given[0], options=chosen)
+    set_optimizer_state_dict(other, fresh, given[1], options=chosen)
     side.train(other, fresh, 2)
 
 
