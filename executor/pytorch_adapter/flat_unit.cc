@@ -162,6 +162,11 @@ Status FlatUnit::WriteBackGradient(const VisibleParameter& visible) {
   return {};
 }
 
+std::optional<bool> FlatUnit::RequiresGrad(std::int32_t parameter) const {
+  if (!options_.original_parameters) return std::nullopt;
+  return THPVariable_Unpack(visible_[parameter].object.get()).requires_grad();
+}
+
 Status FlatUnit::PublishGradient(const at::Tensor& local) {
   const at::NoGradGuard no_grad;
   const bool continued = published_.defined();

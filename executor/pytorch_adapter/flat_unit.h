@@ -66,6 +66,9 @@ class FlatUnit {
   // is copied into the shard. FlatParamHandle._writeback_orig_params. kNegative: it has another shape.
   Status WriteBack();
 
+  // Does the original parameter need a gradient? Nothing where there are none: the flat one is PyTorch's.
+  std::optional<bool> RequiresGrad(std::int32_t parameter) const;
+
   // `local`, the reduced gradient of the shard, becomes the visible parameters' .grad, in place of the one
   // that the plan has added to (WriteBack saw what the user made of that); it is added to one that the plan
   // let go of.

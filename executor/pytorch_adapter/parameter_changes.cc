@@ -62,15 +62,22 @@ void ParameterChanges::Adopt() {
   }
 }
 
+std::optional<bool> ParameterChanges::RequiresGrad(std::size_t unit, std::size_t parameter) const {
+  if (const FlatUnit* flat = units_[unit].flat.get()) {
+    return flat->RequiresGrad(static_cast<std::int32_t>(parameter));
+  }
+  return units_[unit].parameters[parameter].shard().requires_grad();
+}
+
 void ParameterChanges::CheckRequiresGrad() const {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
+    for (std::size_t i = 0; i < plan_.units[unit].parameters.size(); ++i) {
       const bool expected = plan_.units[unit].parameters[i].requires_grad;
-      if (units_[unit].parameters[i].shard().requires_grad() == expected) continue;
+      if (RequiresGrad(unit, i).value_or(expected) == expected) continue;
       throw std::runtime_error(fmt::format(
           "shardplan: {}: requires_grad expected {}, found {}: it was changed after "
-          "shardplan.torch.apply. Set it before, and trace and plan the model again, or leave it as it "
-          "was and keep the parameter out of the optimizer",
+          "shardplan.torch.apply. Set it before, and trace and plan the model again, or leave it as "
+          "it was and keep the parameter out of the optimizer",
           ParameterText(plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)), expected,
           !expected));
     }

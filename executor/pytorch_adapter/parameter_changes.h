@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,8 @@ class ParameterChanges {
 
  private:
   std::string OwnerOf(PyObject* found, std::size_t but_unit, std::size_t but_parameter) const;
+  // None where the user cannot say it of one parameter.
+  std::optional<bool> RequiresGrad(std::size_t unit, std::size_t parameter) const;
   void CheckTies(PyObject* found, std::size_t unit, std::size_t parameter) const;
 
   const Plan& plan_;

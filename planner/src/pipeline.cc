@@ -15,6 +15,7 @@
 #include "passes/place_events.h"
 #include "passes/record_order.h"
 #include "passes/schedule_analysis.h"
+#include "passes/unseen_backward.h"
 #include "policy/policy_description.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
@@ -106,9 +107,16 @@ Status RunRecordOrder(const Task& task, Made& made) {
       made.order);
 }
 
+// What cannot be planned because of the model is not our bug.
+Error OfTheModel(const Task& task, const Made& made, Error error) {
+  if (error.code != ErrorCode::kInternal) return error;
+  const auto unit = UnitWithUnseenBackward(TraceOf(task, made), made.index, made.partition);
+  return unit ? UnseenBackward(made.partition, *unit) : error;
+}
+
 Status RunPlaceEvents(const Task& task, Made& made) {
   Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy);
-  if (!placed) return std::unexpected(std::move(placed.error()));
+  if (!placed) return std::unexpected(OfTheModel(task, made, std::move(placed.error())));
   made.plan = std::move(placed->plan);
   made.known_faults = std::move(placed->known_faults);
   return {};
@@ -134,13 +142,15 @@ Status RunDigest(const Task& task, Made& made) {
 }
 
 // Violations that PyTorch has, too, are reported, not refused: the plan is what PyTorch does.
-Status RunVerify(const Task&, Made& made) {
+Status RunVerify(const Task& task, Made& made) {
   for (const Violation& violation : Verify(made.plan)) {
     const auto known = std::ranges::find(made.known_faults, violation.rule, &KnownFault::rule);
     if (known == made.known_faults.end()) {
-      return std::unexpected(Error{
+      Error error = {
           .code = ErrorCode::kInternal,
-          .message = "the plan does not verify (a bug of the planner): " + Explain(made.plan, violation)});
+          .message = "the plan does not verify (a bug of the planner): " + Explain(made.plan, violation)};
+      const bool not_gathered = violation.rule == Rule::kUseBeforeUnshard;
+      return std::unexpected(not_gathered ? OfTheModel(task, made, std::move(error)) : std::move(error));
     }
     std::string fault = known->why + "\n" + Explain(made.plan, violation);
     if (made.faults.empty() || made.faults.back() != fault) made.faults.push_back(std::move(fault));

@@ -272,13 +272,14 @@ def make_plans(cases: list[Case], folder: pathlib.Path, build: pathlib.Path) -> 
 
 
 def _merged(of_ranks: list[dict]) -> dict:
-    """By kind: what the first rank says that is not as well as the others."""
+    """By kind: what the rank says that is the worst off, but for one that another left behind."""
     order = ["is wrong", "hangs", "raises", "runs"]
     merged = {}
     for kind in KINDS:
         outcomes = [found[kind] for found in of_ranks if kind in found]
         if outcomes:
-            merged[kind] = min(outcomes, key=lambda o: (order.index(o["what"]), not o.get("difference")))
+            left_behind = ["Connection closed" in o["message"] or not o["message"] for o in outcomes]
+            merged[kind] = min(zip(outcomes, left_behind), key=lambda o: (order.index(o[0]["what"]), o[1], not o[0].get("difference")))[0]
             if len({o["what"] for o in outcomes}) > 1 and merged[kind]["what"] != "hangs":
                 merged[kind] = {**merged[kind], "ranks differ": True}
     return merged

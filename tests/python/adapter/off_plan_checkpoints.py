@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -88,7 +90,7 @@ def flat_orig_checkpoint_flattened(side: Side) -> None:
 
 
 def _from_rank_0(side: Side) -> None:
-    """What the first rank holds is for all."""
+    """What the first rank holds is for all. PyTorch's part is given it on every rank."""
     model = side.model()
     optimizer = _adamw(model)
     side.train(model, optimizer, 0, 1)
@@ -98,15 +100,11 @@ def _from_rank_0(side: Side) -> None:
 
     other = side.model()
     fresh = _adamw(other)
-    given = state if dist.get_rank() == 0 else ({}, {})
-    chosen = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_state_dict(other, fresh, model_state_dict=given[0], optim_state_dict=given[1], options=chosen)
+    given = state if side.is_torch or dist.get_rank() == 0 else ({}, {})
+    chosen = whole if side.is_torch else StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, given[0], options=chosen)
+    set_optimizer_state_dict(other, fresh, given[1], options=chosen)
     side.train(other, fresh, 2)
-
-
-@off_plan()
-def loaded_from_rank_0(side: Side) -> None:
-    _from_rank_0(side)
 
 
 @off_plan(of=FLAT)

@@ -9,7 +9,7 @@ from equivalence_settings import END, accumulation, case, micro
 from flat_settings import case as flat_case
 from flat_settings import no_sync
 from off_plan import EQUAL, Side, off_plan
-from off_plan_models_used import DEVIATES, TUPLE
+from off_plan_models_used import DEVIATES
 
 ADDING = case("adding_two", program=[[*micro(0), *micro(1), *END]])
 NO_SYNC = case("no_sync_two", program=accumulation(count=2))
@@ -506,5 +506,3 @@ def goes_on_after_a_deviation(side: Side) -> None:
         model.zero_grad()
     side.train(model, optimizer, 1, 2)
 
-
-assert TUPLE.ranks == 2

@@ -69,7 +69,7 @@ class PackedLayer(Layer):
 
 
 class Packed(nn.Module):
-    """Blocks that hand each other something else than a tensor. widens: of float32, whatever they compute in. returns: so does the model."""
+    """Blocks that hand each other something else than a tensor. widens: of float32, whatever they compute in. returns: the model does, too."""
 
     def __init__(self, kind: str, width: int = 10, hidden: int = 13, widens: bool = False, returns: bool = False) -> None:
         super().__init__()

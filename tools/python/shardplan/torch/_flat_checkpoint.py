@@ -12,6 +12,7 @@ which would keep one rank's for all, is refused (RankSlice).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -198,8 +199,16 @@ def _load(original: Callable, model: nn.Module, optimizers: tuple, state_dict: d
 
 
 def _get_model(original: Callable, model: nn.Module, info) -> dict:
-    with _state_dicts(model, "full" if info.full_state_dict else "sharded"):
+    all_held = held_in(model)
+    if not all_held:
         return original(model, info)
+    with _state_dicts(model, "full" if info.full_state_dict else "sharded"):
+        state_dict = original(model, dataclasses.replace(info, ignore_frozen_params=False))
+    if info.ignore_frozen_params:
+        for parameter, names in _names_by_parameter(model, all_held).items():
+            for name in names if not parameter.requires_grad else ():
+                state_dict.pop(name, None)
+    return state_dict
 
 
 def _load_model(original: Callable, model: nn.Module, state_dict: dict, info):
