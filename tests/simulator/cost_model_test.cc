@@ -319,7 +319,7 @@ TEST(Collectives, TheSlowestGroupCounts) {
       {.kind = CollectiveKind::kAllGather, .ranks = 3, .link = "nvlink", .points = Points({{1, 5}})}};
   EXPECT_EQ(Gather(*MakeCostModel(cluster), cluster, 3, 3'000)->duration_ns.value, 21'010);
   // ... or slower, and then it counts.
-  cluster.collectives[0].points = Points({{1, 50'000}});
+  cluster.collectives[0].points = Points({{3'000, 50'000}});
   const Result<CollectiveCost> measured = Gather(*MakeCostModel(cluster), cluster, 3, 3'000);
   EXPECT_EQ(measured->duration_ns.value, 50'000);
   EXPECT_EQ(measured->source, "measured 3 ranks nvlink");

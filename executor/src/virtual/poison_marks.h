@@ -18,6 +18,7 @@ class PoisonMarks {
   // Calls visit(begin, end) for every marked range of [begin, end), cut to it.
   template <typename Visit>
   void ForEach(std::int64_t begin, std::int64_t end, Visit&& visit) const {
+    if (begin >= end) return;
     auto range = ranges_.upper_bound(begin);
     if (range != ranges_.begin() && std::prev(range)->second > begin) --range;
     for (; range != ranges_.end() && range->first < end; ++range) {

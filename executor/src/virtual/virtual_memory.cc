@@ -37,13 +37,17 @@ VirtualMemory::VirtualMemory(const Plan& plan, HandOut hand_out,
   }
 }
 
-Block* VirtualMemory::NewBlock(std::size_t room_bytes) {
+Block* VirtualMemory::NewBlock(std::size_t bytes) {
   blocks_.push_back(std::make_unique<Block>());
-  // Of a large block only what is used takes memory.
+  Block& block = *blocks_.back();
+  // Whoever reads it before its first use finds poison.
   if (content_ == VirtualContent::kNumbers) {
-    blocks_.back()->data = std::make_unique_for_overwrite<std::byte[]>(room_bytes);
+    block.data = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    PoisonOnHost(block.data.get(), static_cast<std::int64_t>(bytes));
+  } else {
+    block.marks.Mark(0, static_cast<std::int64_t>(bytes));
   }
-  return blocks_.back().get();
+  return &block;
 }
 
 Block* VirtualMemory::TakeBlock(Pool& pool, std::size_t bytes) {

@@ -87,7 +87,7 @@ class VirtualMemory {
     Debts debts;
   };
   Block* TakeBlock(Pool& pool, std::size_t bytes);
-  Block* NewBlock(std::size_t room_bytes);
+  Block* NewBlock(std::size_t bytes);
 
   const HandOut hand_out_;
   const VirtualContent content_;

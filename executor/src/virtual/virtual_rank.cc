@@ -25,6 +25,7 @@ VirtualRank::VirtualRank(VirtualMachineImpl& machine, const Plan& plan, std::int
     instance->debts.clear();
     for (Block* block : instance->blocks) {
       if (block->data) std::fill_n(block->data.get(), block->bytes, std::byte{0});
+      block->marks.Clear(0, static_cast<std::int64_t>(block->bytes));
     }
     SetMemory(static_cast<BufferId>(b), std::move(instance));
   }

@@ -11,35 +11,6 @@
 namespace shardplan {
 namespace {
 
-// Whether the unit's shards are in device memory; those of a unit are in one kind of memory. Units without a
-// buffer of shards have nothing to step.
-enum class Place : std::uint8_t { kNowhere, kDevice, kHost };
-
-std::vector<Place> PlacesOf(const Plan& plan) {
-  std::vector<Place> places(plan.units.size(), Place::kNowhere);
-  for (const Buffer& buffer : plan.buffers) {
-    if (buffer.role != BufferRole::kParamSharded) continue;
-    if (buffer.unit < 0 || static_cast<std::size_t>(buffer.unit) >= plan.units.size()) continue;
-    places[static_cast<std::size_t>(buffer.unit)] =
-        buffer.memory == MemoryKind::kDevice ? Place::kDevice : Place::kHost;
-  }
-  return places;
-}
-
-// What the optimizer updates in device or host memory, unit by unit.
-std::vector<OptimizerShard> UpdatedShards(const Plan& plan, UnitId unit, Place place) {
-  const bool original_parameters = KnobsOf(plan.policy).steps_original_parameters(plan.strategy);
-  const std::vector<Place> places = PlacesOf(plan);
-  std::vector<OptimizerShard> shards;
-  for (std::size_t u = 0; u < plan.units.size(); ++u) {
-    if (places[u] != place || (unit >= 0 && static_cast<std::size_t>(unit) != u)) continue;
-    const Unit& owner = plan.units[u];
-    std::ranges::move(OptimizerShardsOf(owner, ShardCount(plan, owner), original_parameters),
-                      std::back_inserter(shards));
-  }
-  return shards;
-}
-
 // What one step reads and writes, in passes over the shards, and launches: by list of tensors (foreach) or by
 // tensor, and in any case by tensor.
 struct Passes {
@@ -102,17 +73,44 @@ OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards
           passes.kernels * (loops ? tensors : 1) + passes.kernels_by_tensor * tensors};
 }
 
-OptimizerCost CostIn(const Plan& plan, UnitId unit, std::int32_t parameter, Place place) {
-  const std::vector<OptimizerShard> shards = UpdatedShards(plan, unit, place);
+}  // namespace
+
+OptimizerSteps::OptimizerSteps(const Plan& plan)
+    : plan_(plan),
+      original_parameters_(KnobsOf(plan.policy).steps_original_parameters(plan.strategy)),
+      places_(plan.units.size(), Place::kNowhere) {
+  for (const Buffer& buffer : plan.buffers) {
+    if (buffer.role != BufferRole::kParamSharded) continue;
+    if (buffer.unit < 0 || static_cast<std::size_t>(buffer.unit) >= plan.units.size()) continue;
+    places_[static_cast<std::size_t>(buffer.unit)] =
+        buffer.memory == MemoryKind::kDevice ? Place::kDevice : Place::kHost;
+  }
+}
+
+std::vector<OptimizerShard> OptimizerSteps::Shards(UnitId unit, Place place) const {
+  const std::size_t first = unit < 0 ? 0 : static_cast<std::size_t>(unit);
+  const std::size_t last = unit < 0 ? plan_.units.size() : first + 1;
+  std::vector<OptimizerShard> shards;
+  for (std::size_t u = first; u < last; ++u) {
+    if (places_[u] != place) continue;
+    const Unit& owner = plan_.units[u];
+    std::ranges::move(OptimizerShardsOf(owner, ShardCount(plan_, owner), original_parameters_),
+                      std::back_inserter(shards));
+  }
+  return shards;
+}
+
+OptimizerCost OptimizerSteps::CostIn(UnitId unit, std::int32_t parameter, Place place) const {
+  const std::vector<OptimizerShard> shards = Shards(unit, place);
   Bytes bytes;
   Bytes of_parameter;
   for (const OptimizerShard& shard : shards) {
     bytes += SizeBytes(shard);
     if (shard.parameter == parameter) of_parameter += SizeBytes(shard);
   }
-  const Optimizer& optimizer = plan.strategy.optimizer;
+  const Optimizer& optimizer = plan_.strategy.optimizer;
   if (unit < 0 || parameter < 0) return CostOf(optimizer, bytes, shards.size());
-  const Unit& owner = plan.units[static_cast<std::size_t>(unit)];
+  const Unit& owner = plan_.units[static_cast<std::size_t>(unit)];
   if (owner.layout == LayoutKind::kPerParameter) return CostOf(optimizer, of_parameter, 1);
   std::int64_t all = 0;
   for (const UnitParameter& p : owner.parameters) all += p.requires_grad ? Numel(p) : 0;
@@ -121,23 +119,21 @@ OptimizerCost CostIn(const Plan& plan, UnitId unit, std::int32_t parameter, Plac
   return CostOf(optimizer, {internal::MulDiv(bytes.value, own, all)}, 1);
 }
 
-}  // namespace
-
-OptimizerWork WorkOfOptimizerStep(const Plan& plan, UnitId unit, std::int32_t parameter) {
-  return {CostIn(plan, unit, parameter, Place::kDevice), CostIn(plan, unit, parameter, Place::kHost)};
+OptimizerWork OptimizerSteps::Work(UnitId unit, std::int32_t parameter) const {
+  return {CostIn(unit, parameter, Place::kDevice), CostIn(unit, parameter, Place::kHost)};
 }
 
-std::vector<Bytes> OptimizerStateTensors(const Plan& plan, UnitId unit, bool on_device) {
+std::vector<Bytes> OptimizerSteps::States(UnitId unit, bool on_device) const {
   std::vector<Bytes> tensors;
-  for (const OptimizerShard& shard : UpdatedShards(plan, unit, on_device ? Place::kDevice : Place::kHost)) {
-    std::ranges::copy(OptimizerStates(plan.strategy.optimizer, shard), std::back_inserter(tensors));
+  for (const OptimizerShard& shard : Shards(unit, on_device ? Place::kDevice : Place::kHost)) {
+    std::ranges::copy(OptimizerStates(plan_.strategy.optimizer, shard), std::back_inserter(tensors));
   }
   return tensors;
 }
 
-std::vector<Bytes> OptimizerTemporaries(const Plan& plan, UnitId unit, bool on_device) {
-  return OptimizerTemporaries(plan.strategy.optimizer,
-                              UpdatedShards(plan, unit, on_device ? Place::kDevice : Place::kHost));
+std::vector<Bytes> OptimizerSteps::Temporaries(UnitId unit, bool on_device) const {
+  return OptimizerTemporaries(plan_.strategy.optimizer,
+                              Shards(unit, on_device ? Place::kDevice : Place::kHost));
 }
 
 }  // namespace shardplan

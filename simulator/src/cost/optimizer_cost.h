@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
 
@@ -23,16 +24,33 @@ struct OptimizerWork {
   OptimizerCost on_host;
 };
 
-// `unit` -1: all units. The parameters are those that require a gradient, as this rank's shards hold them.
-// `parameter` of the unit, -1: all of them. Of a flat parameter that one has its share by elements: ranks
-// hold different pieces, and this is what they have on average.
-OptimizerWork WorkOfOptimizerStep(const Plan& plan, UnitId unit, std::int32_t parameter);
+// The optimizer's steps of a plan. The parameters are those that require a gradient, as this rank's shards
+// hold them. `unit` -1: all units. The plan outlives it.
+class OptimizerSteps {
+ public:
+  explicit OptimizerSteps(const Plan& plan);
 
-// Requested sizes of the tensors that the first step of `unit` (-1: all) leaves behind for the shards in
-// device or host memory, in order of creation.
-std::vector<Bytes> OptimizerStateTensors(const Plan& plan, UnitId unit, bool on_device);
+  // `parameter` of the unit, -1: all of them. Of a flat parameter that one has its share by elements: ranks
+  // hold different pieces, and this is what they have on average.
+  OptimizerWork Work(UnitId unit, std::int32_t parameter) const;
 
-// Requested sizes of the temporaries that are alive at the same time inside a step, for the same shards.
-std::vector<Bytes> OptimizerTemporaries(const Plan& plan, UnitId unit, bool on_device);
+  // Requested sizes of the tensors that the first step leaves behind for the shards in device or host memory,
+  // in order of creation.
+  std::vector<Bytes> States(UnitId unit, bool on_device) const;
+
+  // Requested sizes of the temporaries that are alive at the same time inside a step, for the same shards.
+  std::vector<Bytes> Temporaries(UnitId unit, bool on_device) const;
+
+ private:
+  // Where a unit's shards are; units without a buffer of shards have nothing to step.
+  enum class Place : std::uint8_t { kNowhere, kDevice, kHost };
+
+  std::vector<OptimizerShard> Shards(UnitId unit, Place place) const;
+  OptimizerCost CostIn(UnitId unit, std::int32_t parameter, Place place) const;
+
+  const Plan& plan_;
+  const bool original_parameters_;
+  std::vector<Place> places_;  // by unit
+};
 
 }  // namespace shardplan

@@ -26,7 +26,7 @@ std::unexpected<Error> Bad(std::string pointer, std::string message, std::string
 class Lowering {
  public:
   Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs)
-      : plan_(plan), cluster_(cluster), costs_(costs), alive_(plan) {}
+      : plan_(plan), cluster_(cluster), costs_(costs), optimizer_(plan), alive_(plan) {}
 
   Result<EngineProgram> Run() {
     if (plan_.streams.size() > kMaxStreams)
@@ -371,7 +371,7 @@ class Lowering {
   // Shards in device memory are stepped on the stream. Those in host memory, and all of a step without a
   // stream, are the host's work, done before the rest is issued.
   void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered, InstructionOrigin origin) {
-    OptimizerWork work = WorkOfOptimizerStep(plan_, instruction.unit, instruction.parameter);
+    const OptimizerWork work = optimizer_.Work(instruction.unit, instruction.parameter);
     const bool on_host_only = instruction.stream < 0;
     const OptimizerCost host = on_host_only ? work.on_host + work.on_device : work.on_host;
     if (on_host_only || host.kernels > 0) {
@@ -410,6 +410,7 @@ class Lowering {
   const Plan& plan_;
   const Cluster& cluster_;
   const CostModel& costs_;
+  const OptimizerSteps optimizer_;
   EngineProgram program_;
   EngineStep step_;
   std::vector<std::int32_t> last_in_stream_;

@@ -33,7 +33,7 @@ std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
 class StreamBuilder {
  public:
   StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options)
-      : plan_(plan), options_(options), alive_(plan) {
+      : plan_(plan), options_(options), optimizer_(plan), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
     states_made_.resize(plan.units.size() + 1);
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
@@ -431,14 +431,14 @@ class StreamBuilder {
     std::vector<bool>::reference made = states_made_[static_cast<std::size_t>(unit) + 1];
     if (!made) {
       made = true;
-      for (const Bytes tensor : OptimizerStateTensors(plan_, unit, OnDevice())) {
+      for (const Bytes tensor : optimizer_.States(unit, OnDevice())) {
         block.requested_bytes = tensor;
         Allocate(block);
       }
     }
     block.category = CategoryOf(BufferRole::kOptimizerTemp);
     std::vector<std::int32_t> blocks;
-    for (const Bytes tensor : OptimizerTemporaries(plan_, unit, OnDevice())) {
+    for (const Bytes tensor : optimizer_.Temporaries(unit, OnDevice())) {
       block.requested_bytes = tensor;
       blocks.push_back(Allocate(block));
     }
@@ -447,6 +447,7 @@ class StreamBuilder {
 
   const Plan& plan_;
   const MemoryHistoryOptions& options_;
+  const OptimizerSteps optimizer_;
   AliveBuffers alive_;
   MemoryHistory history_;
   std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
