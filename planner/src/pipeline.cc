@@ -19,7 +19,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/schemas/known_faults.h"
 #include "units/model_index.h"
 #include "units/partition.h"
 #include "units/split_ties.h"
@@ -42,8 +42,8 @@ struct Made {
   Partition partition;
   std::vector<RecordedStep> order;
   Plan plan;
-  std::vector<KnownFault> known_faults;
-  std::vector<ScheduleGraph> graphs;  // by step
+  std::vector<PyTorchFault> possible_faults;  // that the policy knows of
+  std::vector<ScheduleGraph> graphs;          // by step
   std::vector<std::string> faults;
 };
 
@@ -110,7 +110,7 @@ Status RunPlaceEvents(const Task& task, Made& made) {
   Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy);
   if (!placed) return std::unexpected(std::move(placed.error()));
   made.plan = std::move(placed->plan);
-  made.known_faults = std::move(placed->known_faults);
+  made.possible_faults = std::move(placed->faults);
   return {};
 }
 
@@ -133,18 +133,20 @@ Status RunDigest(const Task& task, Made& made) {
   return {};
 }
 
-// Violations that PyTorch has, too, are reported, not refused: the plan is what PyTorch does.
-Status RunVerify(const Task&, Made& made) {
-  for (const Violation& violation : Verify(made.plan)) {
-    const auto known = std::ranges::find(made.known_faults, violation.rule, &KnownFault::rule);
-    if (known == made.known_faults.end()) {
-      return std::unexpected(Error{
-          .code = ErrorCode::kInternal,
-          .message = "the plan does not verify (a bug of the planner): " + Explain(made.plan, violation)});
-    }
-    std::string fault = known->why + "\n" + Explain(made.plan, violation);
-    if (made.faults.empty() || made.faults.back() != fault) made.faults.push_back(std::move(fault));
+// Violations that PyTorch has, too, are reported and carried, not refused: the plan is what PyTorch does.
+Status RunVerify(const Task& task, Made& made) {
+  const Result<std::vector<FoundFault>> found = CarryFaults(made.plan, made.possible_faults);
+  if (!found && task.strategy.program.empty()) {
+    return MakeError(ErrorCode::kInternal,
+                     "the plan does not verify (a bug of the planner): " + found.error().message);
   }
+  if (!found) {
+    return MakeInputError("/program",
+                          "the plan of this training loop does not verify (if the loop is meant so and "
+                          "trains with PyTorch, it is a bug of the planner): " +
+                              found.error().message);
+  }
+  made.faults = Explain(made.plan, *found);
   return {};
 }
 

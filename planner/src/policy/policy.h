@@ -9,15 +9,9 @@
 
 #include "policy/program_builder.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/schemas/plan.h"
 
 namespace shardplan {
-
-// What the verifier will rightly find in the plan because PyTorch itself does it: violations of `rule`.
-struct KnownFault {
-  Rule rule = Rule::kReference;
-  std::string why;
-};
 
 // A value that policies of one kind compare: see Policy::State.
 class PolicyState {
@@ -51,7 +45,8 @@ class Policy {
   // points are equal. What only counts or names past steps stays out of it: a training loop repeats, and so
   // do the states in which its steps begin.
   virtual std::unique_ptr<PolicyState> State() const = 0;
-  virtual std::vector<KnownFault> Faults() const { return {}; }
+  // What the verifier may rightly find in the plan because PyTorch itself does it.
+  virtual std::vector<PyTorchFault> Faults() const { return {}; }
 };
 
 struct PolicyInput {

@@ -207,7 +207,7 @@ std::unique_ptr<PolicyState> Fsdp1Policy::State() const {
   return std::make_unique<PolicyStateOf<Value>>(std::move(value));
 }
 
-std::vector<KnownFault> Fsdp1Policy::Faults() const { return KnownFaults(context_); }
+std::vector<PyTorchFault> Fsdp1Policy::Faults() const { return KnownFaults(context_); }
 
 }  // namespace fsdp1
 }  // namespace shardplan

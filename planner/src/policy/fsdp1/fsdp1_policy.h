@@ -17,7 +17,7 @@ class Fsdp1Policy : public Policy {
   Status SetUp() override;
   Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
-  std::vector<KnownFault> Faults() const override;
+  std::vector<PyTorchFault> Faults() const override;
 
  private:
   void InitStreams();

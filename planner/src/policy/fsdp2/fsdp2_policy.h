@@ -35,7 +35,7 @@ class Fsdp2Policy : public Policy {
   Status SetUp() override;
   Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
-  std::vector<KnownFault> Faults() const override { return faults_.faults(); }
+  std::vector<PyTorchFault> Faults() const override { return faults_.faults(); }
 
  private:
   Status CallSetters();
