@@ -15,6 +15,7 @@
 #include "hooks.h"
 #include "plan_binding.h"
 #include "runtime.h"
+#include "shardplan/executor/agreement.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
 
@@ -128,6 +129,17 @@ py::list Log(const Runtime& runtime) {
   return log;
 }
 
+// Raises RuntimeError, in words, when the ranks are not about to do the same.
+void AgreeOrThrow(const StorePointer& store, std::int64_t place, const std::vector<std::int64_t>& ranks,
+                  const std::vector<std::pair<std::string, std::string>>& facts, const std::string& failure,
+                  double timeout_s) {
+  executor::Statement statement{.facts = {}, .failure = failure};
+  for (const auto& [name, value] : facts) statement.facts.push_back({name, value});
+  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
+  if (Status status = executor::Agree(*store, place, ranks, statement, timeout); !status)
+    throw std::runtime_error(ToString(status.error()));
+}
+
 void SetReductionHook(Runtime& runtime, UnitId unit, const py::object& hook) {
   runtime.SetReductionHook(unit, OrEmpty(hook));
 }
@@ -201,4 +213,9 @@ PYBIND11_MODULE(_shardplan, module) {
   pybind11::module_::import("torch._C._distributed_c10d");
   shardplan::python::BindPlan(module);
   shardplan::python::BindRuntime(module);
+  module.attr("__version__") = SHARDPLAN_VERSION;
+  module.def("agree", &shardplan::python::AgreeOrThrow, pybind11::arg("store"), pybind11::arg("place"),
+             pybind11::arg("ranks"), pybind11::arg("facts"), pybind11::arg("failure"),
+             pybind11::arg("timeout_s"), pybind11::call_guard<pybind11::gil_scoped_release>(),
+             "Compares what the ranks say of themselves (docs/python.md, \"What apply does\").");
 }

@@ -10,6 +10,7 @@
 
 #include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/verifier.h"
 
@@ -29,6 +30,13 @@ std::vector<std::string> VerifyPlan(const Plan& plan) {
   std::vector<std::string> explanations;
   for (const Violation& violation : Verify(plan)) explanations.push_back(Explain(plan, violation));
   return explanations;
+}
+
+// Warnings; ValueError when the plan is not to be used.
+std::vector<std::string> CheckPlanForUse(const Plan& plan) {
+  Result<std::vector<std::string>> warnings = CheckForUse(plan, "verify=False trains by it as it is");
+  if (!warnings) throw std::invalid_argument(ToString(warnings.error()));
+  return std::move(*warnings);
 }
 
 std::optional<std::string> OptionalName(const std::optional<DType>& dtype) {
@@ -105,6 +113,7 @@ void BindPlan(py::module_& module) {
       .def_readonly("world_size", &Plan::world_size)
       .def_readonly("mesh", &Plan::mesh)
       .def_readonly("units", &Plan::units)
+      .def_property_readonly("digest", [](const Plan& plan) { return Digest(ToJson(plan)); })
       .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })
       .def_property_readonly("cluster_json", [](const Plan& plan) { return ToJson(plan.cluster); })
       .def_readonly("communicators", &Plan::communicators)
@@ -134,6 +143,10 @@ void BindPlan(py::module_& module) {
       "Reads a plan document; ValueError with the file, the JSON pointer, what was found and expected.");
   module.def("verify_plan", &VerifyPlan, py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
              "What the verifier objects to, a paragraph each; empty when the plan is safe to run.");
+  module.def(
+      "check_plan_for_use", &CheckPlanForUse, py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
+      "A paragraph for each fault of PyTorch's that the plan carries; ValueError, in the verifier's words, "
+      "for anything else that does not verify.");
 }
 
 }  // namespace shardplan::python

@@ -13,6 +13,7 @@
 #include "launcher.h"
 #include "options.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/known_faults.h"
 #include "worker.h"
 
 namespace shardplan::run {
@@ -71,27 +72,53 @@ void AddFlags(CLI::App& app, RunOptions& options) {
   app.add_flag("--arena", options.arena, "Buffers at addresses of their own in one block of memory");
   app.add_flag("!--no-activations", options.activations, "Do not allocate the model's own memory");
   app.add_flag("--progress", options.progress, "Each rank says when a step is done");
+  app.add_flag("!--no-verify", options.verify, "Replay the plan as it is, even one that does not verify");
   app.footer(
       "Examples:\n"
       "  shardplan run plan.json --ranks 2 --device cpu --compute-scale 0.001\n"
       "  shardplan run plan.json --device virtual --seed 7\n"
       "  torchrun --nproc-per-node 8 --no-python shardplan run plan.json --device cuda --report report.json\n"
-      "Exit codes: 0 done, 1 the schedule does not hold, 2 usage (another number of ranks), 3 a bad "
-      "document,\n"
+      "Exit codes: 0 done, 1 the plan does not verify or the ranks have different ones, 2 usage (another "
+      "number of\n"
+      "ranks), 3 a bad document,\n"
       "4 environment (no GPU, a rank failed or did not arrive)");
+}
+
+// The plan, verified. Our launcher has done so for the ranks that it starts.
+Result<Plan> ReadPlanForRun(const RunOptions& options, const std::optional<RankEnvironment>& environment,
+                            const std::string& who) {
+  Result<Plan> plan = ReadPlan(options.plan_path);
+  if (!plan || (environment && environment->started_here)) return plan;
+  const bool speaks = !environment || environment->rank == 0;
+  const auto warn = [&](const std::string& text) {
+    if (speaks)
+      std::fprintf(stderr, "%s: warning: %s: %s\n", who.c_str(), options.plan_path.c_str(), text.c_str());
+  };
+  if (!options.verify) {
+    warn("not verified (--no-verify)");
+    return plan;
+  }
+  Result<std::vector<std::string>> warnings = CheckForUse(*plan, "--no-verify replays it as it is");
+  if (!warnings) {
+    warnings.error().file = options.plan_path;
+    return std::unexpected(std::move(warnings.error()));
+  }
+  for (const std::string& warning : *warnings)
+    warn("the plan has a fault because PyTorch has it: " + warning);
+  return plan;
 }
 
 int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
   const std::optional<RankEnvironment> environment = ReadEnvironment();
   const std::string who = environment ? fmt::format("rank {}", environment->rank) : "shardplan-run";
-  Result<Plan> plan = ReadPlan(options.plan_path);
+  const Result<Plan> plan = ReadPlanForRun(options, environment, who);
+  if (environment && options.device != DeviceKind::kVirtual) {
+    const Status status = RunRank(plan, options, *environment);
+    return status ? 0 : Fail(status.error(), who);
+  }
   if (!plan) return Fail(plan.error(), who);
   if (options.device == DeviceKind::kVirtual) {
     const Status status = RunVirtual(*plan, options);
-    return status ? 0 : Fail(status.error(), who);
-  }
-  if (environment) {
-    const Status status = RunRank(*plan, options, *environment);
     return status ? 0 : Fail(status.error(), who);
   }
   const std::int64_t ranks = options.ranks > 0 ? options.ranks : plan->world_size;

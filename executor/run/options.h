@@ -20,6 +20,7 @@ struct RunOptions {
   bool activations = true;
   bool arena = false;
   bool progress = false;
+  bool verify = true;
 };
 
 // A rank's place, from the environment that torchrun (or our launcher) sets.

@@ -7,12 +7,16 @@
 #include <cstdlib>
 #include <exception>
 #include <memory>
+#include <numeric>
+#include <optional>
 #include <sstream>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "filler.h"
 #include "memory_count.h"
 #include "results.h"
+#include "shardplan/executor/agreement.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/replayer.h"
@@ -49,11 +53,16 @@ class Meter final : public executor::Observer {
 
 class Rank {
  public:
-  Rank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment)
-      : plan_(plan), options_(options), environment_(environment), memory_(plan), meter_(memory_) {}
+  Rank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment,
+       c10::intrusive_ptr<c10d::Store> store)
+      : plan_(plan),
+        options_(options),
+        environment_(environment),
+        memory_(plan),
+        meter_(memory_),
+        store_(std::move(store)) {}
 
   Status Run() {
-    if (Status status = Connect(); !status) return status;
     if (Status status = MakeBackend(); !status) return status;
     for (std::int64_t step = 0; step < options_.steps; ++step) {
       if (Status status = RunStep(); !status) return status;
@@ -62,7 +71,6 @@ class Rank {
   }
 
  private:
-  Status Connect();
   Status MakeBackend();
   int ChooseGpu() const;
   Status RunStep();
@@ -82,16 +90,6 @@ class Rank {
   std::unique_ptr<executor::Replayer> replayer_;
   std::vector<Nanoseconds> steps_ns_;
 };
-
-Status Rank::Connect() {
-  c10d::TCPStoreOptions options;
-  options.port = environment_.master_port;
-  options.isServer = environment_.rank == 0 && !environment_.store_is_served;
-  options.waitWorkers = false;
-  options.timeout = timeout();
-  store_ = c10::make_intrusive<c10d::TCPStore>(environment_.master_address, options);
-  return {};
-}
 
 // Ranks that were started here share GPUs where there are not enough. NCCL takes those for ranks of several
 // hosts.
@@ -201,22 +199,55 @@ Status Rank::Report() {
   return {};
 }
 
+c10::intrusive_ptr<c10d::Store> Connect(const RunOptions& options, const RankEnvironment& environment) {
+  c10d::TCPStoreOptions store;
+  store.port = environment.master_port;
+  store.isServer = environment.rank == 0 && !environment.store_is_served;
+  store.waitWorkers = false;
+  store.timeout = std::chrono::seconds(options.timeout_s);
+  return c10::make_intrusive<c10d::TCPStore>(environment.master_address, store);
+}
+
+std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
+                            const RankEnvironment& environment) {
+  if (!plan) return plan.error();
+  if (environment.world_size == plan->world_size) return std::nullopt;
+  return Error{.code = ErrorCode::kUsage,
+               .message = "the plan is for another number of ranks",
+               .file = options.plan_path,
+               .pointer = "/world_size",
+               .found = fmt::format("{} ranks", environment.world_size),
+               .expected = fmt::format("{} ranks", plan->world_size)};
+}
+
+// This rank's own failure, or what the ranks do not agree on.
+Status AgreeOnPlan(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment,
+                   const c10::intrusive_ptr<c10d::Store>& store) {
+  const std::optional<Error> failure = WhyNot(plan, options, environment);
+  executor::Statement statement;
+  if (failure) {
+    statement.failure = ToString(*failure);
+  } else {
+    statement.facts = {{"the plan", Digest(ToJson(*plan))}, {"shardplan's version", SHARDPLAN_VERSION}};
+  }
+  std::vector<std::int64_t> ranks(static_cast<std::size_t>(environment.world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  // A group of ranks that is started again at the same store has keys of its own.
+  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  c10d::PrefixStore own(fmt::format("shardplan/agreement/{}", restart == nullptr ? "0" : restart), store);
+  Status agreed =
+      executor::Agree(own, environment.rank, ranks, statement, std::chrono::seconds(options.timeout_s));
+  if (failure) return std::unexpected(*failure);
+  return agreed;
+}
+
 }  // namespace
 
-Status RunRank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment) {
-  if (environment.world_size != plan.world_size) {
-    Error error = {ErrorCode::kUsage,
-                   "the plan is for another number of ranks",
-                   options.plan_path,
-                   "/world_size",
-                   {},
-                   {}};
-    error.found = fmt::format("{} ranks", environment.world_size);
-    error.expected = fmt::format("{} ranks", plan.world_size);
-    return std::unexpected(std::move(error));
-  }
+Status RunRank(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment) {
   try {
-    return Rank(plan, options, environment).Run();
+    const c10::intrusive_ptr<c10d::Store> store = Connect(options, environment);
+    if (Status status = AgreeOnPlan(plan, options, environment, store); !status) return status;
+    return Rank(*plan, options, environment, store).Run();
   } catch (const std::exception& exception) {
     const std::string what = exception.what();
     return MakeError(ErrorCode::kEnvironment, what.substr(0, what.find('\n')));

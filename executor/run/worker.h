@@ -7,9 +7,9 @@
 
 namespace shardplan::run {
 
-// Replays the plan; rank 0 prints the comparison to stdout. Everything that goes wrong comes back as an
-// error.
-Status RunRank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment);
+// Replays the plan, once all ranks have found that they have the same; rank 0 prints the comparison to
+// stdout. Everything that goes wrong comes back as an error. A rank whose plan is an error tells the others.
+Status RunRank(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment);
 // All ranks in this thread, on the virtual machine.
 Status RunVirtual(const Plan& plan, const RunOptions& options);
 

@@ -20,7 +20,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/schemas/known_faults.h"
 #include "units/model_index.h"
 #include "units/partition.h"
 #include "units/split_ties.h"
@@ -43,8 +43,8 @@ struct Made {
   Partition partition;
   std::vector<RecordedStep> order;
   Plan plan;
-  std::vector<KnownFault> known_faults;
-  std::vector<ScheduleGraph> graphs;  // by step
+  std::vector<PyTorchFault> possible_faults;  // that the policy knows of
+  std::vector<ScheduleGraph> graphs;          // by step
   std::vector<std::string> faults;
 };
 
@@ -118,7 +118,7 @@ Status RunPlaceEvents(const Task& task, Made& made) {
   Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy);
   if (!placed) return std::unexpected(OfTheModel(task, made, std::move(placed.error())));
   made.plan = std::move(placed->plan);
-  made.known_faults = std::move(placed->known_faults);
+  made.possible_faults = std::move(placed->faults);
   return {};
 }
 
@@ -141,20 +141,27 @@ Status RunDigest(const Task& task, Made& made) {
   return {};
 }
 
-// Violations that PyTorch has, too, are reported, not refused: the plan is what PyTorch does.
+// Violations that PyTorch has, too, are reported and carried, not refused: the plan is what PyTorch does.
 Status RunVerify(const Task& task, Made& made) {
-  for (const Violation& violation : Verify(made.plan)) {
-    const auto known = std::ranges::find(made.known_faults, violation.rule, &KnownFault::rule);
-    if (known == made.known_faults.end()) {
-      Error error = {
-          .code = ErrorCode::kInternal,
-          .message = "the plan does not verify (a bug of the planner): " + Explain(made.plan, violation)};
-      const bool not_gathered = violation.rule == Rule::kUseBeforeUnshard;
-      return std::unexpected(not_gathered ? OfTheModel(task, made, std::move(error)) : std::move(error));
+  const Result<std::vector<FoundFault>> found = CarryFaults(made.plan, made.possible_faults);
+  if (!found) {
+    const auto not_gathered = [](const Violation& v) { return v.rule == Rule::kUseBeforeUnshard; };
+    const auto unit = UnitWithUnseenBackward(TraceOf(task, made), made.index, made.partition);
+    if (unit && std::ranges::any_of(Verify(made.plan), not_gathered)) {
+      return std::unexpected(UnseenBackward(made.partition, *unit));
     }
-    std::string fault = known->why + "\n" + Explain(made.plan, violation);
-    if (made.faults.empty() || made.faults.back() != fault) made.faults.push_back(std::move(fault));
   }
+  if (!found && task.strategy.program.empty()) {
+    return MakeError(ErrorCode::kInternal,
+                     "the plan does not verify (a bug of the planner): " + found.error().message);
+  }
+  if (!found) {
+    return MakeInputError("/program",
+                          "the plan of this training loop does not verify (if the loop is meant so and "
+                          "trains with PyTorch, it is a bug of the planner): " +
+                              found.error().message);
+  }
+  made.faults = Explain(made.plan, *found);
   return {};
 }
 

@@ -202,7 +202,18 @@ Cluster RandomCluster(std::uint64_t seed) {
   RepairCluster(cluster);
   return cluster;
 }
-Strategy RandomStrategy(std::uint64_t seed) { return Random<Strategy>(seed); }
+Strategy RandomStrategy(std::uint64_t seed) {
+  Strategy strategy = Random<Strategy>(seed);
+  std::set<std::int32_t> ran;  // a backward is of what ran forward
+  for (StepProgram& step : strategy.program) {
+    for (ProgramCall& call : step) {
+      if (const auto* forward = std::get_if<ForwardCall>(&call)) ran.insert(forward->microbatch);
+      if (auto* backward = std::get_if<BackwardCall>(&call))
+        backward->microbatches.assign(ran.begin(), ran.end());
+    }
+  }
+  return strategy;
+}
 Report RandomReport(std::uint64_t seed) { return Random<Report>(seed); }
 
 Plan RandomPlan(std::uint64_t seed) {

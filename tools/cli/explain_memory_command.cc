@@ -8,6 +8,7 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/memory_explanation.h"
 #include "support.h"
+#include "verified_plan.h"
 
 namespace shardplan::cli {
 namespace {
@@ -17,11 +18,12 @@ constexpr std::size_t kShown = 20;
 struct ExplainMemoryArguments {
   std::string plan, trace, json;
   bool all = false;
+  bool no_verify = false;
   bool no_kernel_temporaries = false;
 };
 
 Status RunExplainMemory(const ExplainMemoryArguments& options) {
-  const Result<Plan> plan = ReadPlanFile(options.plan);
+  const Result<Plan> plan = ReadVerifiedPlan(options.plan, options.no_verify);
   if (!plan) return std::unexpected(plan.error());
   if (plan->steps.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   const bool kernels = !options.no_kernel_temporaries;
@@ -63,6 +65,7 @@ void AddExplainMemoryCommand(CLI::App& app, Invocation& invocation) {
                       "The trace that the plan was made from: knobs are tried by planning again");
   command->add_option("--json", options->json, "Write all of it as JSON ('-': standard output, no table)");
   command->add_flag("--all", options->all, "All that is alive, not the largest 20");
+  AddNoVerifyFlag(*command, options->no_verify);
   command->add_flag("--no-kernel-temporaries", options->no_kernel_temporaries,
                     "Leave out what kernels allocate inside themselves (estimated by formulas)");
   command->callback([options, &invocation] {

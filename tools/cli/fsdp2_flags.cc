@@ -86,6 +86,8 @@ Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
         if (!module.empty()) shared.push_back(module);
       }
     }
+    if (shared.empty())
+      return BadFlag("--share-comm-context", "no unit", "the units that share, given by --unit");
   }
   return {};
 }

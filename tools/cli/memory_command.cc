@@ -100,7 +100,8 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan memory trace.json --policy fsdp2 --ranks 64 --checkpoint 'model.layers.*'\n"
       "          shardplan memory trace.json --strategy s.json --ranks 8 --rows rows.json\n"
       "          shardplan memory plan.json --reserved --plot plot.html --map map.html\n"
-      "Exit code: 1 when it does not fit into the device's memory (of a trace: with --cluster).");
+      "Exit code: 1 when a plan does not verify, or when it does not fit into the device's memory (of a "
+      "trace: with --cluster).");
   auto options = std::make_shared<MemoryArguments>();
   AddMemoryInput(*command, options->input);
   command->add_option("--rows", options->rows,

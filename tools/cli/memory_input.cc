@@ -1,5 +1,7 @@
 #include "memory_input.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <set>
 
@@ -7,6 +9,7 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 #include "support.h"
+#include "verified_plan.h"
 
 namespace shardplan::cli {
 namespace {
@@ -14,20 +17,10 @@ namespace {
 Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
   const Result<Strategy> strategy = StrategyOf(input.strategy, input.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  Cluster cluster{.name = "memory only"};
-  if (!input.cluster.empty()) {
-    Result<Cluster> found = FindCluster(input.cluster);
-    if (!found) return std::unexpected(found.error());
-    cluster = std::move(*found);
-  }
-  if (input.ranks > 0) {
-    cluster.ranks = input.ranks;
-  } else if (!strategy->mesh.empty()) {
-    cluster.ranks = 1;
-    for (const StrategyMeshDim& dim : strategy->mesh) cluster.ranks *= dim.size;
-  }
+  Result<ChosenCluster> chosen = ChooseCluster(input.cluster, *strategy, {.name = "memory only"});
+  if (!chosen) return std::unexpected(chosen.error());
   Result<PlannerOutput> planned =
-      PlanTrace(trace, input.path, *strategy, input.strategy, cluster, {.verify = false});
+      PlanTrace(trace, input.path, *strategy, input.strategy, chosen->cluster, {.verify = false});
   if (!planned) return std::unexpected(planned.error());
   return std::move(planned->plan);
 }
@@ -63,11 +56,9 @@ UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan) {
 
 void AddMemoryInput(CLI::App& command, MemoryInput& input) {
   command.add_option("INPUT", input.path, "A plan, or a trace that is planned first")->required();
-  command
-      .add_option("--ranks", input.ranks, "Of a trace: how many ranks (default: the mesh's, the cluster's)")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
-  command.add_option("--cluster", input.cluster,
-                     "Device memory and context from this cluster (of a trace: default none)");
+  AddClusterFlags(command, input.cluster,
+                  "Device memory and context from this cluster (of a trace: default none)");
+  AddNoVerifyFlag(command, input.no_verify);
   command.add_option("--strategy", input.strategy, "Of a trace: a strategy file; flags go over it");
   AddPlanFlags(command, input.flags);
 }
@@ -76,10 +67,22 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
   Result<Document> document = ReadDocument(input.path);
   if (!document) return std::unexpected(document.error());
   if (auto* plan = std::get_if<Plan>(&*document)) {
-    if (!input.cluster.empty()) {
-      Result<Cluster> found = FindCluster(input.cluster);
+    if (Status verified = VerifyForUse(input.path, *plan, input.no_verify); !verified)
+      return std::unexpected(verified.error());
+    if (input.cluster.ranks > 0 && input.cluster.ranks != plan->world_size) {
+      return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                   .message = "a plan is for the ranks that it was made for",
+                                   .file = input.path,
+                                   .pointer = "/world_size",
+                                   .found = fmt::format("--ranks {}", input.cluster.ranks),
+                                   .expected = fmt::format("{}", plan->world_size)});
+    }
+    if (!input.cluster.cluster.empty()) {
+      Result<Cluster> found = FindCluster(input.cluster.cluster);
       if (!found) return std::unexpected(found.error());
-      plan->cluster = std::move(*found);
+      Result<Cluster> resized = WithRanks(std::move(*found), plan->world_size);
+      if (!resized) return std::unexpected(std::move(resized.error()));
+      plan->cluster = std::move(*resized);
     }
     return PlanAndUnmanaged{std::move(*plan), {}};
   }

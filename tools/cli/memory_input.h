@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
+#include "cluster_choice.h"
 #include "plan_flags.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
@@ -11,8 +12,9 @@
 namespace shardplan::cli {
 
 struct MemoryInput {
-  std::string path, strategy, cluster;
-  std::int64_t ranks = 0;
+  std::string path, strategy;
+  ClusterFlags cluster;
+  bool no_verify = false;
   PlanFlags flags;
 };
 
@@ -27,11 +29,11 @@ struct PlanAndUnmanaged {
   UnmanagedParameters unmanaged;  // zero of a plan, which does not know them
 };
 
-// INPUT, --ranks, --cluster, --strategy and the flags of `plan`.
+// INPUT, --ranks, --cluster, --strategy, --no-verify and the flags of `plan`.
 void AddMemoryInput(CLI::App& command, MemoryInput& input);
 
-// The plan that it names. A trace without --cluster is planned for a cluster that has nothing but ranks: no
-// costs are needed.
+// The plan that it names, verified. A trace without --cluster is planned for a cluster that has nothing but
+// ranks: no costs are needed.
 Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input);
 
 }  // namespace shardplan::cli

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cluster_choice.h"
 #include "commands.h"
 #include "explain_plan.h"
 #include "plan_flags.h"
@@ -19,10 +20,16 @@
 namespace shardplan::cli {
 namespace {
 
+// Whose devices a plan is for when nobody says.
+constexpr const char* kDefaultNode = "h100_sxm_8";
+constexpr const char* kDefaultNodes = "h100_sxm_64";
+constexpr std::int64_t kRanksOfNode = 8;
+
 struct PlanArguments {
-  std::string trace, cluster = "h100_sxm_8", strategy, graph, strategy_output, stop_after;
+  std::string trace, strategy, graph, strategy_output, stop_after;
   std::optional<std::string> output;
   std::vector<std::string> skip;
+  ClusterFlags cluster;
   PlanFlags flags;
   bool dump = false;
   bool explain = false;
@@ -87,10 +94,19 @@ Status RunPlan(const PlanArguments& options) {
   if (Status checked = CheckArguments(options); !checked) return checked;
   Result<Trace> trace = ReadTrace(options.trace);
   if (!trace) return std::unexpected(trace.error());
-  Result<Cluster> cluster = FindCluster(options.cluster);
-  if (!cluster) return std::unexpected(cluster.error());
   const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
   if (!strategy) return std::unexpected(strategy.error());
+  Result<Cluster> otherwise =
+      FindCluster(WantedRanks(options.cluster, *strategy) > kRanksOfNode ? kDefaultNodes : kDefaultNode);
+  if (!otherwise) return std::unexpected(otherwise.error());
+  Result<ChosenCluster> chosen = ChooseCluster(options.cluster, *strategy, std::move(*otherwise));
+  if (!chosen) {
+    if (!chosen.error().pointer.empty() && chosen.error().file.empty())
+      chosen.error().file = options.strategy;
+    return std::unexpected(std::move(chosen.error()));
+  }
+  if (!chosen->note.empty()) Progress(options.quiet, chosen->note);
+  const Cluster* cluster = &chosen->cluster;
 
   PlanOptions plan_options;
   plan_options.skip = options.skip;
@@ -157,8 +173,11 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan plan trace.json --unit 'layers.*' --stop-after choose_units --dump");
   auto options = std::make_shared<PlanArguments>();
   command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
-  command->add_option("--cluster", options->cluster, "A cluster file or the name of a shipped one")
-      ->capture_default_str();
+  AddClusterFlags(
+      *command, options->cluster,
+      fmt::format("A cluster file or the name of a shipped one (default: {}, with as many ranks as "
+                  "--ranks or the mesh says)",
+                  kDefaultNode));
   command->add_option("--strategy", options->strategy, "A strategy file; flags go over it");
   command->add_option("-o,--output", options->output,
                       "Where to write the plan, or what --dump writes ('-': standard output; default: "

@@ -3,10 +3,12 @@
 
 #include <optional>
 
+#include "cluster_choice.h"
 #include "commands.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
+#include "verified_plan.h"
 
 namespace shardplan::cli {
 namespace {
@@ -14,6 +16,7 @@ namespace {
 struct SimulateArguments {
   std::vector<std::string> plans;
   std::string cluster, report, timeline, html;
+  bool no_verify = false;
   bool quiet = false;
 };
 
@@ -41,10 +44,23 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   std::vector<Plan> plans;
   std::vector<Simulation> simulations;
   for (const std::string& path : options.plans) {
-    Result<Plan> plan = ReadPlanFile(path);
+    Result<Plan> plan = ReadVerifiedPlan(path, options.no_verify);
     if (!plan) return std::unexpected(plan.error());
     SimulationOptions simulation_options;
-    simulation_options.cluster = cluster ? &*cluster : nullptr;
+    std::optional<Cluster> of_plan;
+    if (cluster) {
+      Result<Cluster> resized = WithRanks(*cluster, plan->world_size);
+      if (!resized) {
+        resized.error().file = options.cluster;
+        return std::unexpected(std::move(resized.error()));
+      }
+      of_plan = std::move(*resized);
+      if (cluster->ranks != plan->world_size) {
+        Progress(options.quiet, fmt::format("{} has {} ranks: {} of its devices, as {} has ranks",
+                                            cluster->name, cluster->ranks, plan->world_size, path));
+      }
+      simulation_options.cluster = &*of_plan;
+    }
     simulation_options.plan_digest = Digest(ToJson(*plan));
     simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
     Result<Simulation> simulation = Simulate(*plan, simulation_options);
@@ -88,13 +104,14 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
   command->footer(
       "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
       "          shardplan simulate fsdp1.json fsdp2.json\n"
-      "Exit code: 1 when a plan does not fit into the device's memory.");
+      "Exit code: 1 when a plan does not verify, or does not fit into the device's memory.");
   auto options = std::make_shared<SimulateArguments>();
   command->add_option("PLAN", options->plans, "One or several plans")->required();
   command->add_option("--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
   command->add_option("--report", options->report, "Write the report (JSON)");
   command->add_option("--timeline", options->timeline, "Write a timeline that Perfetto opens");
   command->add_option("--html", options->html, "Write a self-contained HTML report");
+  AddNoVerifyFlag(*command, options->no_verify);
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {
     bool fits = true;

@@ -6,6 +6,7 @@
 
 #include "commands.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/verifier.h"
 #include "support.h"
 
@@ -53,15 +54,25 @@ std::string Count(std::size_t violations) {
 
 // Prints every violation; 0 or the exit code of a negative answer.
 int VerifyAndExplain(const std::string& path, const Plan& plan) {
-  const std::vector<Violation> violations = Verify(plan);
-  if (violations.empty()) {
-    fmt::print("{}: verifies\n", path);
-    PrintRemarks(path, plan);
-    return 0;
+  const Judgement judgement = Judge(plan);
+  for (const std::string& fault : Explain(plan, judgement.carried)) {
+    fmt::print("{}: a fault of PyTorch's, which the plan carries: {}\n", path, fault);
   }
-  for (const Violation& violation : violations) fmt::print("{}: {}\n", path, Explain(plan, violation));
-  fmt::print("{}: {}\n", path, Count(violations.size()));
-  return ExitCode(ErrorCode::kNegative);
+  for (const Violation& violation : judgement.violations)
+    fmt::print("{}: {}\n", path, Explain(plan, violation));
+  if (!judgement.distrust.empty()) fmt::print("{}: {}\n", path, judgement.distrust);
+  if (!judgement.good()) {
+    fmt::print("{}: {}\n", path, Count(judgement.violations.size()));
+    return ExitCode(ErrorCode::kNegative);
+  }
+  if (judgement.carried.empty()) {
+    fmt::print("{}: verifies\n", path);
+  } else {
+    fmt::print("{}: verifies, but for {} fault{} of PyTorch's\n", path, judgement.carried.size(),
+               judgement.carried.size() == 1 ? "" : "s");
+  }
+  PrintRemarks(path, plan);
+  return 0;
 }
 
 Result<Document> ReadAnyDocument(const std::string& path) {

@@ -12,6 +12,7 @@ namespace {
 struct ForwardIndex {
   std::map<ModuleId, std::int32_t> first_enter;                         // canonical modules
   std::map<std::pair<ModuleId, std::int32_t>, const ExitEvent*> exits;  // module, occurrence
+  std::map<std::pair<ModuleId, std::int32_t>, std::int32_t> left;       // ... the event
   std::vector<std::int32_t> first_seen;  // by tensor: event that names it first
 };
 
@@ -35,6 +36,7 @@ ForwardIndex MakeForwardIndex(const Pass& pass, const ModelIndex& index) {
       see(exit->outputs, i);
       if (open.empty()) continue;
       forward.exits[{index.canonical[exit->module], open.back()}] = exit;
+      forward.left[{index.canonical[exit->module], open.back()}] = i;
       open.pop_back();
     }
   }
@@ -140,7 +142,7 @@ class AutogradEvents {
         const AutogradEvent call{
             .unit = unit, .occurrence = runs[unit]++, .forward = static_cast<std::int32_t>(f)};
         Add({call.forward, static_cast<std::int32_t>(4 * i)}, call);
-        AddInputs(*enter, forward, seen, without_gradient, call);
+        AddInputs(*enter, static_cast<std::int32_t>(i), forward, seen, without_gradient, call);
       }
     }
     std::ranges::stable_sort(found_, [](const auto& a, const auto& b) { return a.first > b.first; });
@@ -175,21 +177,48 @@ class AutogradEvents {
     return returned;
   }
 
-  void AddInputs(const EnterEvent& enter, const Pass& forward, const ForwardIndex& seen,
+  // Behind the hooks on `tensor` (made at `time`) of the modules that had returned it before event `entered`
+  // of the forward: hooks on a tensor run in the order in which they were registered, and those of modules
+  // that return it later come behind the frozen unit's own.
+  std::int32_t BehindEarlierHooks(TensorId tensor, ForwardTime time, std::int32_t entered,
+                                  const ForwardIndex& seen) const {
+    const auto at = last_.lower_bound(time);
+    std::int32_t position = at == last_.begin() ? 0 : std::prev(at)->second + 1;
+    for (std::size_t i = 0; i < pass_.events.size(); ++i) {
+      const auto* ready = std::get_if<OutputGradReadyEvent>(&pass_.events[i]);
+      if (ready == nullptr || ready->forward != time.forward) continue;
+      const std::pair key(index_.canonical[ready->module], ready->occurrence);
+      const auto exit = seen.exits.find(key);
+      if (exit == seen.exits.end() || ready->index >= std::ssize(exit->second->outputs)) continue;
+      const TensorId returned = exit->second->outputs[ready->index];
+      if (4 * seen.first_seen[returned] - 1 != time.quarter) continue;
+      const bool later = returned == tensor && seen.left.find(key)->second > entered;
+      if (!later) position = std::max(position, static_cast<std::int32_t>(i) + 1);
+    }
+    return position;
+  }
+
+  void AddInputs(const EnterEvent& enter, std::int32_t entered, const Pass& forward, const ForwardIndex& seen,
                  const std::set<TensorId>& without_gradient, AutogradEvent call) {
     const std::vector<UnitParameter>& parts = partition_.units[call.unit].unit.parameters;
     if (parts.empty() || std::ranges::any_of(parts, &UnitParameter::requires_grad)) return;
     std::int32_t oldest = -1;
+    TensorId of = -1;
     for (const TensorId tensor : enter.inputs) {
       const std::int32_t first = seen.first_seen[tensor];
       if (without_gradient.contains(tensor)) continue;
-      if (forward.tensors[tensor].requires_grad && (oldest < 0 || first < oldest)) oldest = first;
+      if (!forward.tensors[tensor].requires_grad || (oldest >= 0 && first >= oldest)) continue;
+      oldest = first;
+      of = tensor;
     }
     if (oldest < 0) return;
     call.inputs_done = true;
     const auto traced = inputs_done_.find({call.forward, index_.canonical[enter.module], call.occurrence});
     if (traced != inputs_done_.end()) call.position = traced->second;
-    Add({call.forward, 4 * oldest - 1}, call);
+    const ForwardTime time{call.forward, 4 * oldest - 1};
+    if (last_.upper_bound(time) == last_.begin()) return;
+    call.position = std::max(call.position, BehindEarlierHooks(of, time, entered, seen));
+    found_.emplace_back(time, call);
   }
 
   const Trace& trace_;

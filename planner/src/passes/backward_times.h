@@ -30,8 +30,8 @@ std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& ind
 
 // What happens before event `position` of a backward to the `occurrence`-th call of `unit` in the forward at
 // position `forward`: all that was computed since its pre-forward has run backward; or the gradients of its
-// inputs are done, and the hooks on them of the units that returned them have run (frozen units only, whose
-// reshard hangs on that).
+// inputs are done, and the hooks on them of the modules that had returned them before have run (frozen units
+// only, whose reshard hangs on that).
 struct AutogradEvent {
   std::int32_t position = 0;
   UnitId unit = -1;

@@ -66,7 +66,7 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
           std::ranges::find_if(seen, [&](const auto& earlier) { return earlier->Equals(*state); });
       if (same != seen.end()) {
         if (Status status = policy->Procedures(); !status) return std::unexpected(status.error());
-        placed.known_faults = policy->Faults();
+        placed.faults = policy->Faults();
         plan.steady_step = static_cast<std::int32_t>(given - 1 + (same - seen.begin()));
         plan.steps[plan.steady_step].name = "steady";
         return placed;
@@ -80,7 +80,7 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
   if (Status status = policy->Procedures(); !status) return std::unexpected(status.error());
-  placed.known_faults = policy->Faults();
+  placed.faults = policy->Faults();
   if (KeepOneTurnOfEqualSteps(given - 1, plan)) return placed;
   return std::unexpected(
       Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});

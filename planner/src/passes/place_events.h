@@ -8,7 +8,7 @@ namespace shardplan {
 
 struct PlacedProgram {
   Plan plan;  // units, buffers, streams, events, segments, steps, steady_step
-  std::vector<KnownFault> known_faults;
+  std::vector<PyTorchFault> faults;
 };
 
 // `policy` runs the steps of `input`. kBadInput: a call that the policy does not know.

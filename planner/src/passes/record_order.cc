@@ -10,6 +10,7 @@
 
 #include "passes/backward_times.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/strategy_check.h"
 
 namespace shardplan {
 namespace {
@@ -384,6 +385,7 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   const std::vector<StepProgram>& program = !strategy.program.empty()        ? strategy.program
                                             : strategy.optimizer.in_backward ? kStepsInBackward
                                                                              : kDefault;
+  if (Status s = CheckProgram(strategy); !s) return std::unexpected(std::move(s.error()));
   std::size_t count = program.size();
   while (count > 1 && program[count - 1] == program[count - 2]) --count;
   Recorder recorder(trace, index, partition, inputs_wrapped);

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "policy/policy.h"
@@ -12,15 +10,13 @@ namespace shardplan {
 
 class FaultList {
  public:
-  void Add(Rule rule, std::string why) {
-    const bool known = std::ranges::any_of(
-        faults_, [&](const KnownFault& fault) { return fault.rule == rule && fault.why == why; });
-    if (!known) faults_.push_back({rule, std::move(why)});
+  void Add(PyTorchFault fault) {
+    if (std::ranges::find(faults_, fault) == faults_.end()) faults_.push_back(fault);
   }
-  const std::vector<KnownFault>& faults() const { return faults_; }
+  const std::vector<PyTorchFault>& faults() const { return faults_; }
 
  private:
-  std::vector<KnownFault> faults_;
+  std::vector<PyTorchFault> faults_;
 };
 
 }  // namespace shardplan

@@ -9,15 +9,9 @@
 
 #include "policy/program_builder.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/schemas/plan.h"
 
 namespace shardplan {
-
-// What the verifier will rightly find in the plan because PyTorch itself does it: violations of `rule`.
-struct KnownFault {
-  Rule rule = Rule::kReference;
-  std::string why;
-};
 
 // A value that policies of one kind compare: see Policy::State.
 class PolicyState {
@@ -53,7 +47,8 @@ class Policy {
   virtual std::unique_ptr<PolicyState> State() const = 0;
   // After the last step: emits what is done on demand, of every unit. All of it on the compute stream.
   virtual Status Procedures() = 0;
-  virtual std::vector<KnownFault> Faults() const { return {}; }
+  // What the verifier may rightly find in the plan because PyTorch itself does it.
+  virtual std::vector<PyTorchFault> Faults() const { return {}; }
 };
 
 struct PolicyInput {

@@ -75,6 +75,18 @@ CommunicatorId UnitCommunicators::GroupOf(const std::string& name, const MeshDig
   return groups_.back().second;
 }
 
+// FSDP2 reduces over the replicas wherever the mesh has a dimension for them, even one of a single replica.
+CommunicatorId UnitCommunicators::ReplicateGroup(const std::string& name, const UnitChoice& choice,
+                                                 Partition& partition) {
+  if (!choice.replicate_digits.empty() || choice.data_parallel.replicate.empty())
+    return GroupOf(name, choice.replicate_digits, partition);
+  if (!one_replica_) {
+    one_replica_ = static_cast<CommunicatorId>(partition.communicators.size());
+    partition.communicators.push_back(MakeCommunicator(name, {}));
+  }
+  return *one_replica_;
+}
+
 // ... over a dimension of the mesh that is not FSDP's.
 CommunicatorId UnitCommunicators::GroupOfDim(const std::string& name, Partition& partition) {
   const CommunicatorId group = GroupOf(name, mesh_.Flatten({name}), partition);
@@ -128,8 +140,7 @@ Status UnitCommunicators::SetCommunicators(const std::string& pointer, UnitChoic
     return fmt::format("{}", fmt::join(dims, "_"));
   };
   unit.shard_communicator = GroupOf(name(choice.data_parallel.shard), choice.shard_digits, partition);
-  unit.replicate_communicator =
-      GroupOf(name(choice.data_parallel.replicate), choice.replicate_digits, partition);
+  unit.replicate_communicator = ReplicateGroup(name(choice.data_parallel.replicate), choice, partition);
   if (unit.shard_communicator >= 0 && SeparatesReduceScatter()) {
     unit.reduce_scatter_communicator = SeparateGroup(unit.shard_communicator, partition);
   }
@@ -149,7 +160,7 @@ Status UnitCommunicators::SetHook(const std::string& pointer, UnitChoice& choice
     const bool named =
         std::ranges::any_of(choice.modules, [&](ModuleId m) { return hooked_[h].contains(m); });
     if (!hook.modules.empty() && !named) continue;
-    if (hook.own_stream && choice.replicate_size > 1) {
+    if (hook.own_stream && !choice.data_parallel.replicate.empty()) {
       return MakeInputError(pointer, "an all-reduce hook of an HSDP unit cannot have a stream of its own",
                             DisplayName(choice.unit.fqn), "own_stream false");
     }

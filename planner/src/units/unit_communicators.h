@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -30,6 +31,7 @@ class UnitCommunicators {
  private:
   Status CheckDims(const DataParallelDims& dims, const std::string& pointer) const;
   CommunicatorId GroupOf(const std::string& name, const MeshDigits& digits, Partition& partition);
+  CommunicatorId ReplicateGroup(const std::string& name, const UnitChoice& choice, Partition& partition);
   CommunicatorId GroupOfDim(const std::string& name, Partition& partition);
   bool SeparatesReduceScatter() const;
   CommunicatorId SeparateGroup(CommunicatorId shard, Partition& partition);
@@ -40,6 +42,7 @@ class UnitCommunicators {
   Mesh mesh_;
   DataParallelDims data_parallel_;                             // of units that give none
   std::vector<std::pair<MeshDigits, CommunicatorId>> groups_;  // made so far
+  std::optional<CommunicatorId> one_replica_;                  // where the replicas are one
   std::map<CommunicatorId, CommunicatorId> separate_;          // shard group -> reduce-scatter's own
   std::map<std::pair<std::int64_t, std::int64_t>, CommunicatorId> post_forward_;  // by size and stride
   std::vector<std::set<ModuleId>> hooked_;  // by all-reduce hook: the modules it names

@@ -217,7 +217,27 @@ template <>
 inline constexpr auto kFields<Digests> = FieldList(Optional("trace", &Digests::trace, "Of the trace."),
                                                    Optional("strategy", &Digests::strategy,
                                                             "Of the strategy."),
-                                                   Optional("cluster", &Digests::cluster, "Of the cluster."));
+                                                   Optional("cluster", &Digests::cluster, "Of the cluster."),
+                                                   Optional("program", &Digests::program,
+                                                            "With known_faults: of the plan itself without "
+                                                            "them."));
+
+template <>
+inline constexpr Definition kDefinition<KnownFault> = {
+    "plan", "known_fault", "A violation that the verifier finds because PyTorch does the same."};
+template <>
+inline constexpr auto kFields<KnownFault> =
+    FieldList(Required("fault", &KnownFault::fault, "What PyTorch does wrong."),
+              Required("rule", &KnownFault::rule, "The verifier's rule that is broken."),
+              Required("step", &KnownFault::step, "Index of the step.").OrNone(),
+              Required("trigger", &KnownFault::trigger, "Index of the trigger in the step.").OrNone(),
+              Required("instruction", &KnownFault::instruction,
+                       "Index of the instruction in the trigger; -1: of no instruction.")
+                  .OrNone(),
+              Optional("procedure", &KnownFault::procedure,
+                       "Index of the procedure that it is in, where it is in no step.")
+                  .OrNone(),
+              Optional("unit", &KnownFault::unit, "The unit that it works on; left out: none."));
 
 template <>
 inline constexpr bool kIsBlock<Plan> = true;
@@ -230,6 +250,11 @@ inline constexpr auto kFields<Plan> = FieldList(
     Required("policy", &Plan::policy, "Policy that made the plan."),
     Optional("digests", &Plan::digests,
              "Digests of the documents it was made from, \"sha256:...\"; \"\" when there was none."),
+    Optional(
+        "known_faults", &Plan::known_faults,
+        "What the verifier finds in this plan because PyTorch does the same; a plan that was changed since "
+        "is refused.")
+        .Lines(),
     Required("world_size", &Plan::world_size, "Ranks.").AtLeast(1),
     Optional("tokens_per_step", &Plan::tokens_per_step, "Of one rank."),
     Optional("mesh", &Plan::mesh, "Outermost first."),

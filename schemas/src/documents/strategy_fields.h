@@ -154,7 +154,7 @@ inline constexpr auto kFields<Fsdp2Knobs> = FieldList(
     Optional("shard_root", &Fsdp2Knobs::shard_root,
              "fully_shard is called on the root, too; false: each outermost unit is a root of its own."),
     Optional("shared_comm_contexts", &Fsdp2Knobs::shared_comm_contexts,
-             "share_comm_ctx: lists of FQNs of roots.")
+             "share_comm_ctx: lists of roots, by FQNs, patterns or class:NAME as in units.")
         .Lines());
 
 template <>

@@ -2,11 +2,15 @@
 #include "documents/strategy_fields.h"
 #include "json/json_writer.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/strategy_check.h"
 
 namespace shardplan {
 
 Result<Strategy> StrategyFromTape(const JsonTape& tape) {
-  return ReadDocumentAs<Strategy>(tape, kStrategySchema);
+  Result<Strategy> strategy = ReadDocumentAs<Strategy>(tape, kStrategySchema);
+  if (!strategy) return strategy;
+  if (Status status = CheckProgram(*strategy); !status) return std::unexpected(std::move(status.error()));
+  return strategy;
 }
 
 std::string ToJson(const Strategy& strategy) {

@@ -10,19 +10,21 @@ struct PlanHeader {
   std::string model;
   std::string policy;
   Digests digests;
+  std::vector<KnownFault> known_faults;
   std::int64_t world_size = 1;
   std::int64_t tokens_per_step = 0;
   std::vector<StrategyMeshDim> mesh;
   std::int32_t steady_step = 0;
 };
 inline PlanHeader PlanHeaderOf(const Plan& plan) {
-  return {plan.model,           plan.policy, plan.digests,    plan.world_size,
-          plan.tokens_per_step, plan.mesh,   plan.steady_step};
+  return {plan.model,      plan.policy,          plan.digests, plan.known_faults,
+          plan.world_size, plan.tokens_per_step, plan.mesh,    plan.steady_step};
 }
 template <>
 inline constexpr auto kFields<PlanHeader> =
     FieldList(Required("model", &PlanHeader::model), Required("policy", &PlanHeader::policy),
-              Optional("digests", &PlanHeader::digests), Required("world_size", &PlanHeader::world_size),
+              Optional("digests", &PlanHeader::digests), Optional("known_faults", &PlanHeader::known_faults),
+              Required("world_size", &PlanHeader::world_size),
               Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
               Optional("steady_step", &PlanHeader::steady_step));
 

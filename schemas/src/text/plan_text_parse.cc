@@ -112,8 +112,8 @@ class TextToJson {
     field = json;
     if (keyword == "plan") {
       field = json.substr(1, json.size() - 2);  // its fields belong to the top level
-      for (const char* name :
-           {"model", "policy", "digests", "world_size", "tokens_per_step", "mesh", "steady_step"}) {
+      for (const char* name : {"model", "policy", "digests", "known_faults", "world_size", "tokens_per_step",
+                               "mesh", "steady_step"}) {
         lines_[fmt::format("/{}", name)] = line_;
       }
     } else {

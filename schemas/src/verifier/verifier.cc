@@ -40,11 +40,15 @@ std::vector<Violation> VerifySteps(const Plan& plan) {
 
 }  // namespace
 
-// Where the steps are wrong, what procedures find of them may be, too: said once.
 std::vector<Violation> Verify(const Plan& plan) {
   std::vector<Violation> violations = VerifySteps(plan);
-  if (!violations.empty()) return violations;
-  return verifier::ViolationsOfProcedures(plan, VerifySteps);
+  const bool interpretable = std::ranges::none_of(
+      violations, [](const Violation& violation) { return violation.rule == Rule::kReference; });
+  if (!interpretable) return violations;  // procedures work with the same tables
+  for (Violation& violation : verifier::ViolationsOfProcedures(plan, VerifySteps)) {
+    violations.push_back(std::move(violation));
+  }
+  return violations;
 }
 
 std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {

@@ -238,7 +238,6 @@ BAD_SOURCES = [
     ("tracer_models:fails_to_build", "failed: KeyError: 'no such size'"),
     ("tracer_models:failing", "its own ValueError: heads do not divide the width"),
     ("tracer_models:reads_values", "reads a value of a tensor"),
-    ("tracer_models:recurrent", "asks the CUDA driver"),
     ("tracer_models:no_gradient", "no tensor that needs a gradient"),
     ("tracer_models:two_losses", "found a tensor of shape (2, 4)"),
     ("nowhere.json", "cannot read nowhere.json"),

@@ -52,15 +52,19 @@ Comparison Compare(const Recording& recording) {
   const Result<PlannerOutput> planned =
       MakePlan(recording.trace, recording.strategy, recording.cluster, options);
   if (!planned) return {.difference = "does not plan: " + ToString(planned.error())};
+  return ComparePlan(recording, planned->plan);
+}
+
+Comparison ComparePlan(const Recording& recording, const Plan& plan) {
   Comparison comparison;
-  const std::vector<Violation> violations = Verify(planned->plan);
-  if (!violations.empty()) comparison.objection = Explain(planned->plan, violations.front());
+  const std::vector<Violation> violations = Verify(plan);
+  if (!violations.empty()) comparison.objection = Explain(plan, violations.front());
   std::vector<std::string> expected, made;
   for (const LogEvent& event : recording.events) {
     if (IsCompared(event, recording.policy)) expected.push_back(Text(event, recording.policy));
   }
-  const std::vector<LogEvent> events = recording.policy == "fsdp1" ? Fsdp1Events(recording, planned->plan)
-                                                                   : Fsdp2Events(recording, planned->plan);
+  const std::vector<LogEvent> events =
+      recording.policy == "fsdp1" ? Fsdp1Events(recording, plan) : Fsdp2Events(recording, plan);
   for (const LogEvent& event : events) made.push_back(Text(event, recording.policy));
   const auto [e, m] = std::mismatch(expected.begin(), expected.end(), made.begin(), made.end());
   comparison.matches = e == expected.end() && m == made.end();

@@ -25,5 +25,7 @@ struct Comparison {
 };
 // Plans the recording and compares.
 Comparison Compare(const Recording& recording);
+// The recording with a plan that is there.
+Comparison ComparePlan(const Recording& recording, const Plan& plan);
 
 }  // namespace shardplan::conformance

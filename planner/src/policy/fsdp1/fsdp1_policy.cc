@@ -213,7 +213,7 @@ Status Fsdp1Policy::Procedures() {
   return {};
 }
 
-std::vector<KnownFault> Fsdp1Policy::Faults() const { return KnownFaults(context_); }
+std::vector<PyTorchFault> Fsdp1Policy::Faults() const { return KnownFaults(context_); }
 
 }  // namespace fsdp1
 }  // namespace shardplan

@@ -18,7 +18,7 @@ class Fsdp1Policy : public Policy {
   Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
   Status Procedures() override;
-  std::vector<KnownFault> Faults() const override;
+  std::vector<PyTorchFault> Faults() const override;
 
  private:
   void InitStreams();

@@ -8,6 +8,6 @@
 
 namespace shardplan::fsdp1 {
 
-std::vector<KnownFault> KnownFaults(const Context& context);
+std::vector<PyTorchFault> KnownFaults(const Context& context);
 
 }  // namespace shardplan::fsdp1

@@ -81,10 +81,7 @@ void Reduction::ReduceScatter(BufferId input, BufferId output) const {
   program_.Move(InstructionKind::kGradCopyIn, input, output, reduce_scatter_stream_);
   DivIfNeeded(factors_.copy, output, reduce_scatter_stream_, program_);
   if (factors_.copy && (factors_.pre || factors_.post)) {
-    arguments_.faults.Add(
-        Rule::kGradDivision,
-        "on one shard rank foreach_reduce divides by the gradient divide factor while it copies, and "
-        "again where reductions are sums");
+    arguments_.faults.Add(PyTorchFault::kFsdp2DividedTwice);
   }
 }
 
@@ -146,10 +143,7 @@ void Reduction::Deliver(BufferId output, StreamId stream) const {
   if (!result_.all_reduce) {
     program_.Free(output, reduce_scatter_stream_);
     if (!is_gradient && stream != reduce_scatter_stream_) {
-      arguments_.faults.Add(
-          Rule::kFreeBeforeLastUse,
-          "foreach_reduce drops a reduce-scatter's output that an all-reduce hook's stream still reads, to "
-          "cast it or to add it to an earlier gradient: the next reduce-scatter may get its memory");
+      arguments_.faults.Add(PyTorchFault::kFsdp2HookInputFreed);
     }
   }
   if (arguments_.optimizer_in_backward == nullptr) return;

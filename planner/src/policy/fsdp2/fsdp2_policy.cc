@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <variant>
 
 #include "policy/fsdp2/fully_shard.h"
 #include "policy/fsdp2/on_demand.h"
@@ -23,9 +24,14 @@ Status Fsdp2Policy::SetUp() {
   program_.Stream("compute");
   FullyShard(input_, program_, optimizer_, faults_, model_);
   if (Status s = optimizer_.Check(); !s) return s;
-  if (Status s = ShareCommContexts(input_.strategy.fsdp2, model_); !s) return s;
+  if (Status s = ShareCommContexts(input_, model_); !s) return s;
   if (Status s = SetPrefetchLists(input_, model_); !s) return s;
   if (Status s = CallSetters(); !s) return s;
+  const auto zeroes = [](const ProgramCall& call) { return std::holds_alternative<ZeroGradCall>(call); };
+  const std::vector<StepProgram>& program = input_.strategy.program;
+  if (!program.empty() && std::ranges::none_of(program.back(), zeroes)) {
+    faults_.Add(PyTorchFault::kFsdp2GradientsGrow);
+  }
   // Where the model's root is the first to be called, its first forward is like every other.
   const UnitId first = FirstCalled();
   return first >= 0 && input_.partition.units[first].is_root ? model_[first].LazyInit(model_) : Status{};

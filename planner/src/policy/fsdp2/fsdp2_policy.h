@@ -36,7 +36,7 @@ class Fsdp2Policy : public Policy {
   Status On(const HookPoint& event) override;
   std::unique_ptr<PolicyState> State() const override;
   Status Procedures() override;
-  std::vector<KnownFault> Faults() const override { return faults_.faults(); }
+  std::vector<PyTorchFault> Faults() const override { return faults_.faults(); }
 
  private:
   Status CallSetters();

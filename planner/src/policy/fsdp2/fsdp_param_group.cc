@@ -19,9 +19,7 @@ FsdpParamGroup::FsdpParamGroup(const UnitScope& scope, ParamGroupSettings settin
 Status FsdpParamGroup::Unshard(bool async_op, std::string_view reason) {
   if (state_.all_gather_result || params_.is_unsharded()) return {};
   if (!state_.settings.unshard_in_backward && state_.training_state == TrainingState::kPreBackward) {
-    faults_.Add(Rule::kUseBeforeUnshard,
-                "set_unshard_in_backward(False) on a unit whose backward does read its parameters: PyTorch "
-                "fails there, their storage is freed");
+    faults_.Add(PyTorchFault::kFsdp2NoUnshardInBackward);
     return {};
   }
   if (params_.is_sharded_post_forward() && state_.settings.post_forward_ranks == 0) {
@@ -157,9 +155,7 @@ Status FsdpParamGroup::PrefetchUnshard(const UnitScope& by, const FsdpCommContex
         by.Name() + " prefetches " + scope_.Name());
   }
   if (&comm_ctx_of_by != state_.comm_ctx) {
-    faults_.Add(Rule::kReadBeforeWrite,
-                "a unit of another root is prefetched on that root's streams, which wait for the optimizer "
-                "only in its own pre-forward");
+    faults_.Add(PyTorchFault::kFsdp2PrefetchedByOtherRoot);
   }
   // use_training_state
   const TrainingState before = std::exchange(state_.training_state, pass);
@@ -253,10 +249,7 @@ void FsdpParamGroup::DropUnusedAllGather() {
   if (!state_.all_gather_result) return;
   const AllGatherResult result = *std::exchange(state_.all_gather_result, std::nullopt);
   if (scope_.offloads()) {
-    faults_.Add(Rule::kWriteRace,
-                "the shard of a unit gathered for nothing is still being copied to the device, and nothing "
-                "makes the host wait for that before the optimizer writes it there (what is copied is "
-                "dropped)");
+    faults_.Add(PyTorchFault::kFsdp2UnusedGatherNotAwaited);
   }
   if (result.event < 0) return;
   scope_.program().Wait(result.event, kCompute);

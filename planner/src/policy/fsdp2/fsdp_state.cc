@@ -158,10 +158,7 @@ Status FsdpState::FinishBackward(bool is_last_backward) {
   state_.training_state = TrainingState::kIdle;
   if (group_) group_->SetIdle();
   if (state_.modules_to_run_forward && !is_last_backward && scope_.choice().modules.size() > 1) {
-    faults_.Add(
-        Rule::kUseBeforeUnshard,
-        "a module of a group has not run in its last forward, and before the last backward nothing makes "
-        "the group's hooks forget it: PyTorch does not unshard the group in the next forward, and fails");
+    faults_.Add(PyTorchFault::kFsdp2GroupNotUnsharded);
   }
   state_.modules_to_run_forward = false;
   scope_.program().SetReason("finalize");

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <utility>
 
+#include "shardplan/planner/planner.h"
+
 namespace shardplan::fsdp2 {
 namespace {
 
@@ -70,6 +72,19 @@ Status SetLists(const std::vector<PrefetchList>& lists, std::string_view pointer
   return {};
 }
 
+// The unit of this name, or those of all modules that the entry matches as an entry of a unit rule does.
+std::vector<FsdpState*> StatesNamed(const std::string& entry, const Trace& trace, const ModuleStates& model) {
+  if (FsdpState* state = model.Find(entry)) return {state};
+  std::vector<FsdpState*> states;
+  const Result<std::vector<std::string>> modules = MatchModules(trace, entry);
+  if (!modules) return states;
+  for (const std::string& fqn : *modules) {
+    FsdpState* state = model.Find(fqn);
+    if (state != nullptr && std::ranges::find(states, state) == states.end()) states.push_back(state);
+  }
+  return states;
+}
+
 }  // namespace
 
 void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemory& optimizer,
@@ -83,17 +98,17 @@ void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemo
   }
 }
 
-Status ShareCommContexts(const Fsdp2Knobs& knobs, const ModuleStates& model) {
-  for (std::size_t s = 0; s < knobs.shared_comm_contexts.size(); ++s) {
+Status ShareCommContexts(const PolicyInput& input, const ModuleStates& model) {
+  const std::vector<std::vector<std::string>>& contexts = input.strategy.fsdp2.shared_comm_contexts;
+  for (std::size_t s = 0; s < contexts.size(); ++s) {
     FsdpState* first = nullptr;
-    const std::vector<std::string>& shared = knobs.shared_comm_contexts[s];
-    for (std::size_t m = 0; m < shared.size(); ++m) {
-      FsdpState* state = model.Find(shared[m]);
-      if (state == nullptr) {
-        return NoSuchUnit(fmt::format("/fsdp2/shared_comm_contexts/{}/{}", s, m), shared[m]);
+    for (std::size_t m = 0; m < contexts[s].size(); ++m) {
+      const std::vector<FsdpState*> named = StatesNamed(contexts[s][m], input.trace, model);
+      if (named.empty()) {
+        return NoSuchUnit(fmt::format("/fsdp2/shared_comm_contexts/{}/{}", s, m), contexts[s][m]);
       }
-      if (first == nullptr) first = state;
-      state->ShareCommContext(first->comm_ctx());
+      if (first == nullptr) first = named.front();
+      for (FsdpState* state : named) state->ShareCommContext(first->comm_ctx());
     }
   }
   return {};

@@ -14,7 +14,7 @@ void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemo
                 FaultList& faults, ModuleStates& model);
 
 // kBadInput: there is no such unit.
-Status ShareCommContexts(const Fsdp2Knobs& knobs, const ModuleStates& model);
+Status ShareCommContexts(const PolicyInput& input, const ModuleStates& model);
 Status SetPrefetchLists(const PolicyInput& input, const ModuleStates& model);
 
 }  // namespace shardplan::fsdp2

@@ -117,12 +117,7 @@ void ShardedGrads::StepInBackward(OptimizerMemory& optimizer, FaultList& faults,
   program.SetReason(reason);
   program.Emit(InstructionKind::kZeroGrad, kHost);
   Clear();
-  if (!scope_.offloads()) return;
-  const std::string why =
-      "the hook steps a parameter on the host while its gradient is still on the way there: foreach_reduce "
-      "waits for pinned copies at the end of the backward only";
-  faults.Add(Rule::kReadBeforeWrite, why);
-  faults.Add(Rule::kWriteRace, why);
+  if (scope_.offloads()) faults.Add(PyTorchFault::kFsdp2SteppedBeforeOffloaded);
 }
 
 void ShardedGrads::WaitForOffload() {

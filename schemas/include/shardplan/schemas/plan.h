@@ -285,13 +285,50 @@ struct Digests {
   std::string trace;  // "sha256:..." of the document's bytes; "" when there was none
   std::string strategy;
   std::string cluster;
+  std::string program;  // with known_faults: of the plan itself without them (known_faults.h)
   bool operator==(const Digests&) const = default;
+};
+
+// What PyTorch itself does wrong and the policies therefore, too: the whole list (known_faults.h says what
+// each is).
+enum class PyTorchFault : std::uint8_t {
+  kFsdp1OffloadedGradientReplaced,
+  kFsdp1OffloadedParameterNotAwaited,
+  kFsdp1ReplicasNotAdded,
+  kFsdp1NotGatheredAgain,
+  kFsdp1LostGradient,
+  kFsdp1MissedHook,
+  kFsdp1MixedWithReduced,
+  kFsdp1DroppedUnreduced,
+  kFsdp1KeptUnused,
+  kFsdp1GradientsGrow,
+  kFsdp2NoUnshardInBackward,
+  kFsdp2PrefetchedByOtherRoot,
+  kFsdp2UnusedGatherNotAwaited,
+  kFsdp2DividedTwice,
+  kFsdp2HookInputFreed,
+  kFsdp2SteppedBeforeOffloaded,
+  kFsdp2GroupNotUnsharded,
+  kFsdp2GradientsGrow,
+};
+
+// A violation that the verifier finds in the plan because PyTorch has it.
+struct KnownFault {
+  PyTorchFault fault = PyTorchFault::kFsdp1LostGradient;
+  std::string rule;  // the verifier's
+  std::int32_t step = -1;
+  std::int32_t trigger = -1;      // index in the step
+  std::int32_t instruction = -1;  // index in the trigger; -1: of no instruction
+  std::int32_t procedure = -1;    // index into Plan::procedures, instead of step and trigger
+  std::string unit;               // that it works on, as people read it; "": of none
+  bool operator==(const KnownFault&) const = default;
 };
 
 struct Plan {
   std::string model;
   std::string policy;
   Digests digests;
+  std::vector<KnownFault> known_faults;  // a plan that verifies has none
   std::int64_t world_size = 1;
   std::int64_t tokens_per_step = 0;  // of one rank
   std::vector<StrategyMeshDim> mesh;

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, share_comm_ctx
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import Shard
 
 from shardplan.conformance.case import CaseError
@@ -109,7 +109,7 @@ class AppliedFsdp2:
             if knobs.get("allocate_memory_from_process_group"):
                 unit.set_allocate_memory_from_process_group_for_comm(True)
         for roots in knobs.get("shared_comm_contexts", []):
-            share_comm_ctx([self._first(fqn) for fqn in roots])
+            share_comm_ctx([unit for entry in roots for unit in self._units_named(entry)])
         for hook in reversed(knobs.get("all_reduce_hooks", [])):  # the first that names a unit counts
             self._set_hook(hook)
         unknown = set(knobs) - _APPLIED
@@ -141,6 +141,12 @@ class AppliedFsdp2:
     def _first(self, fqn: str) -> nn.Module:
         """A unit by its FQN; a group by its FQNs with commas, or by one of them."""
         return self.module(fqn.split(",")[0])
+
+    def _units_named(self, entry: str) -> list[nn.Module]:
+        """One by its name, or those of all modules that a pattern or class matches."""
+        if entry.split(",")[0] in self._modules:
+            return [self._first(entry)]
+        return [self.module(fqn) for fqn in matching_names(self._modules, entry) if isinstance(self.module(fqn), FSDPModule)]
 
     def _set_distances(self, knobs: dict, order: list[str]) -> None:
         """Lists of the next and the previous units in the order of the first forward; the root keeps its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -13,6 +14,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _flat, _optimizers, _steer
+from . import _flat
+from ._agree import agree
 from ._errors import PlanError
 from ._extension import ExtendedParameter
 from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, refuse_to_copy, untied, unwrapped
@@ -50,6 +53,19 @@ def load_plan(path: str | os.PathLike) -> native.Plan:
         return native.read_plan(os.fspath(path))
     except ValueError as error:
         raise PlanError(str(error)) from None
+
+
+def check_for_use(plan, verify: bool) -> None:
+    """Raises PlanError, in the verifier's words, for a plan that is not to be followed."""
+    if not verify:
+        warnings.warn("shardplan: the plan is not verified (verify=False)", stacklevel=3)
+        return
+    try:
+        faults = native.check_plan_for_use(plan)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    for fault in faults:
+        warnings.warn(f"shardplan: the plan has a fault because PyTorch has it: {fault}", stacklevel=3)
 
 
 def _mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
@@ -361,6 +377,7 @@ def apply(
     broadcast_from_rank_0: bool = False,
     on_deviation: str = "stop",
     memory: str = "allocator",
+    verify: bool = True,
 ) -> nn.Module:
     """Makes `model` train by replaying `plan`; returns the same module.
 
@@ -374,13 +391,16 @@ def apply(
     address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
     plan: a plan document's path, or what load_plan returned.
+    verify: whether the plan is verified first. A plan that does what PyTorch itself does wrong warns; any other that does not
+    verify raises. False: it is followed as it is, with a warning.
     mesh: ranks in the plan's arrangement; None: all ranks of the default process group.
 
     Parameters become DTensors, Shard(0) over FSDP's dimension of the mesh, laid out as FSDP2 lays them out: optimizers,
     gradient clipping and torch.distributed.checkpoint work on them. Create the optimizer after this call.
 
-    Raises PlanError (a RuntimeError) when the plan cannot be read, was made for another model (naming the parameter,
-    what was expected and what was found) or for other ranks. RuntimeError for a step that deviates names the first point
+    Raises PlanError (a RuntimeError) when the plan cannot be read, does not verify (naming rule and place), was made for
+    another model (naming the parameter, what was expected and what was found) or for other ranks, or when ranks differ in
+    plan, model or version (naming them). RuntimeError for a step that deviates names the first point
     that differs, found and expected.
     """
     if on_deviation not in ("stop", "replan"):
@@ -389,11 +409,18 @@ def apply(
         raise ValueError(f'memory is "allocator" or "arena", not {memory!r}')
     if hasattr(model, _ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
-    if not isinstance(plan, native.Plan):
-        plan = load_plan(plan)
-    by_fqn = untied(plan, parameters_of(model))
-    check_model(plan, model, by_fqn)
-    device = check_placement(by_fqn, mesh)
+    try:
+        if not isinstance(plan, native.Plan):
+            plan = load_plan(plan)
+        check_for_use(plan, verify)
+        by_fqn = untied(plan, parameters_of(model))
+        check_model(plan, model, by_fqn)
+        device = check_placement(by_fqn, mesh)
+    except Exception as error:
+        with contextlib.suppress(PlanError):
+            agree(model, None, mesh, failure=str(error) or type(error).__name__)
+        raise
+    agree(model, plan, mesh)
     mesh = resolve_mesh(plan, mesh, device)
     meshes = [_mesh_of_unit(plan, unit, model, mesh) for unit in plan.units]
     made_groups: dict = {}

@@ -32,6 +32,19 @@ def _positive(text: str) -> int:
     return value
 
 
+_WORDS = {"true": 1.0, "false": 0.0}
+
+
+def _answer(text: str) -> tuple[str, list[float]]:
+    fqn, equals, values = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return ("" if fqn == "(root)" else fqn), [_WORDS[v.lower()] if v.lower() in _WORDS else float(v) for v in values.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected FQN=VALUE, numbers or true or false") from None
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="shardplan trace",
@@ -94,6 +107,15 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep the model's output (logits) alive until the backward is over, as a loop that keeps a name for it",
     )
+    result.add_argument(
+        "--answer",
+        action="append",
+        type=_answer,
+        default=[],
+        metavar="FQN=VALUE[,VALUE...]",
+        help="what the module reads where it reads values of tensors (.item(), if): numbers, true or false, in order; how many elements a mask "
+        "finds. Repeat it for other modules; (loss) is the code outside of all of them",
+    )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -139,6 +161,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         experts=arguments.experts,
         steps=arguments.steps,
         evaluation=arguments.eval,
+        answers=dict(arguments.answer),
         keep_output=arguments.keep_output,
         name=arguments.name,
     )

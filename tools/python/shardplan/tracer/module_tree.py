@@ -97,7 +97,8 @@ def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> N
                 dtype = parameter_dtype if parameter.dtype.is_floating_point else None
                 data = on_fake_cuda(parameter, dtype)
                 made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                made[parameter].__dict__.update(parameter.__dict__)
+                for key, value in parameter.__dict__.items():  # but what a fake tensor says of its own device
+                    made[parameter].__dict__.setdefault(key, value)
             module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -105,6 +106,8 @@ def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> N
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor):
                 module.__dict__[name] = _moved(value, made)
+        if isinstance(module, nn.RNNBase):  # it keeps a list of its parameters
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def _moved(tensor: torch.Tensor, made: dict) -> torch.Tensor:

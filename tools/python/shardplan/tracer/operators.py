@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from shardplan.tracer.recurrent import flops as recurrent_flops
+
 aten = torch.ops.aten
 
 # Storage without a kernel.
@@ -151,6 +153,8 @@ def _grouped_mm_flops(left, right) -> int:
 def flops(operator: Operator, args: tuple, kwargs: dict, out) -> int:
     if operator.base == "_grouped_mm":
         return _grouped_mm_flops(args[0], args[1])
+    if (recurrent := recurrent_flops(operator.base, args)) is not None:
+        return recurrent
     if operator.flop_formula is None:
         return 0
     key = (_freeze(args), tuple((name, _freeze(value)) for name, value in kwargs.items()), _freeze(out))

@@ -106,7 +106,8 @@ def _record_once(
     step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress
 ) -> tuple[dict, bool]:
     """The fields, and whether the marks on inputs changed how gradients are summed."""
-    recorder, tree = Recorder(answers), step.tree
+    tree = step.tree
+    recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules])
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():
         recorder.add_parameter(parameter, parameter_id, owners[parameter_id])
@@ -293,8 +294,16 @@ def _name_only_what_is_there(forwards: list[dict], recorder: Recorder) -> None:
                 tensor.pop("storage", None)
 
 
+class _DevicelessMode(FakeTensorMode):
+    """Asks no device even while torch.cuda says that there is one (user_code.py)."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
 @contextlib.contextmanager
 def fake_mode():
     """FakeTensorMode as the tracer uses it."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with _DevicelessMode(allow_non_fake_inputs=True) as mode:
         yield mode

@@ -45,18 +45,50 @@ class StorageRecord:
         self.recomputed = False
 
 
+LOSS = "(loss)"  # what --answer calls the code outside of all modules
+
+
 class Answers:
-    """What a model that reads a tensor's value is told. `scalar`: the value of any tensor asked for while it is not None."""
+    """What a model that reads a tensor's value is told. `scalar`: the value of any tensor asked for while it is not None. `by_module`: by FQN
+    what is read in that module or below it, in order, the last one ever after; of what finds elements, how many it finds."""
 
     scalar = None
+
+    def __init__(self, by_module: dict[str, list[float]] | None = None):
+        self.by_module = by_module or {}
+        self.used: set[str] = set()
+        self._given: dict[str, int] = {}
+
+    def restart(self) -> None:
+        """A recording begins."""
+        self._given = {}
+
+    def next(self, fqn: str | None) -> float | None:
+        """The next answer in that module (None: outside of all); None: there is none."""
+        name = self._named(fqn)
+        if name is None:
+            return None
+        self.used.add(name)
+        values, position = self.by_module[name], self._given.get(name, 0)
+        self._given[name] = position + 1
+        return values[min(position, len(values) - 1)]
+
+    def _named(self, fqn: str | None) -> str | None:
+        if not self.by_module or fqn is None:
+            return LOSS if LOSS in self.by_module else None
+        while fqn and fqn not in self.by_module:
+            fqn = fqn.rpartition(".")[0]
+        return fqn if fqn in self.by_module else None
 
 
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self, answers: Answers | None = None):
+    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None):
         super().__init__()
         self.answers = answers or Answers()
+        self.answers.restart()
+        self._fqns = fqns or []  # of the modules
         self.phase = "off"
         self.events: list[list] = []
         self.storages: list[StorageRecord] = []
@@ -182,10 +214,40 @@ class Recorder(TorchDispatchMode):
             return args[0]  # a copy on fake tensors alone
         if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
             return self.answers.scalar
-        out = func(*args, **kwargs)
+        out = None
+        if self.answers.by_module and func in ANSWERED:
+            args, out = self._with_answer(func, args)
+            if func is aten._local_scalar_dense.default and out is not None:
+                return out
+        if out is None:
+            out = func(*args, **kwargs)
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
         return out
+
+    def _with_answer(self, func, args: tuple) -> tuple:
+        """The arguments and the result of an operator that depends on values, by the user's answer for them; None: there is none."""
+        if func is aten.index.Tensor:
+            return (args[0], self._expanded(args[1])), None
+        module = self.current_module()
+        answer = self.answers.next(self._fqns[module] if module >= 0 else None)
+        if answer is None:
+            return args, None
+        if func is aten._local_scalar_dense.default:
+            return args, _as_scalar(answer, args[0].dtype)
+        if func is aten.nonzero.default:
+            return args, args[0].new_empty((int(answer), args[0].dim()), dtype=torch.long)
+        return args, args[0].new_empty((int(answer),))
+
+    def _expanded(self, indices: list) -> list:
+        """Masks among the indices become what they find, as they do on a device."""
+        result = []
+        for index in indices:
+            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+                result += self.__torch_dispatch__(aten.nonzero.default, (), (index,)).unbind(1)
+            else:
+                result.append(index)
+        return result
 
     def _observe(self, func, args: tuple, kwargs: dict, out) -> None:
         operator = self._operators.get(func)
@@ -301,6 +363,17 @@ class Recorder(TorchDispatchMode):
             return
         self._announce(record, rest[0])
         self.events.append(["op", name, *rest, [record.id], []])
+
+
+ANSWERED = frozenset(
+    (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
+)
+
+
+def _as_scalar(value: float, dtype: torch.dtype):
+    if dtype == torch.bool:
+        return bool(value)
+    return float(value) if dtype.is_floating_point else int(value)
 
 
 def _append_new(values: list[int], value: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import unittest.mock
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,9 +23,13 @@ from shardplan.tracer.attention import device_attention
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.fake_meshes import fake_meshes
+from shardplan.tracer.grouped import device_grouped_mm
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
-from shardplan.tracer.recorder import Answers
+from shardplan.tracer.places import one_line, place
+from shardplan.tracer.recorder import ANSWERED, Answers
+from shardplan.tracer.recurrent import device_recurrent
+from shardplan.tracer.user_code import on_a_gpu
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -47,8 +53,13 @@ class Options:
     evaluation: bool = False
     name: str = ""
     mark_inputs: bool = True
+    answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/tracer.md)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
 
+
+_READS_VALUE = "the model reads a value of a tensor to decide what to do, and a traced tensor has no values"
+_ANSWER = 'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place (docs/tracer.md, "Values")'
+_STAND_IN = 'put a stand-in of the same name in its place (docs/tracer.md, "Values")'
 
 Progress = Callable[[str], None]
 
@@ -58,8 +69,12 @@ def _recording(options: Options):
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # torch logs what a fake tensor cannot do with a stack; the error says it.
+        stack.enter_context(unittest.mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
+        stack.enter_context(device_recurrent())
+        stack.enter_context(device_grouped_mm())
         stack.enter_context(record.fake_mode())
         stack.enter_context(fake_meshes())
         stack.enter_context(torch.set_grad_enabled(options.grad))
@@ -80,7 +95,7 @@ def trace_callable(
     function: Callable, source: str, options: Options, progress: Progress = lambda text: None
 ) -> dict:
     """The trace of what `function` returns (see docs/tracer.md); `source` names it. It is called inside the recorder's fake mode."""
-    with _recording(options):
+    with _recording(options), on_a_gpu():
         progress("building the module")
         with torch.enable_grad():
             example = sources.build(function, source, options.batch, options.seq)
@@ -176,7 +191,7 @@ def _trace_groups(
     step = record.Step(module, tree, there, loss, inputs, options.keep_output)
     tokens = _tokens([tensor for _, tensor in inputs])
     return _document(
-        step, options, Answers(), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
+        step, options, Answers(options.answers), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
     )
 
 
@@ -214,7 +229,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
 
     model = huggingface.HuggingFaceModel(path)
     dtype = DTYPES[options.dtype or "bfloat16"]
-    answers = Answers()
+    answers = Answers(options.answers)
     with _recording(options), huggingface.as_on_a_gpu(answers):
         progress("building the module")
         with torch.device("cuda"):
@@ -258,20 +273,24 @@ def _document(
     except TracerError:
         raise
     except _CANNOT_FAKE as error:
-        raise TracerError(
-            f"the model reads a value of a tensor to decide what to do, and a traced tensor has no values: {type(error).__name__}: {error}"
-        ) from error
+        answered = any(str(operator) in str(error) for operator in ANSWERED)
+        way_out = _ANSWER if answered else _STAND_IN
+        raise TracerError(f"{_READS_VALUE}{place(error, step.module)}: {one_line(error)}; {way_out}") from error
     except Exception as error:
         if ENGINE_WITHOUT_DEVICE in str(error):
             raise EnvironmentProblem(
                 "a backward ran in this process before shardplan.tracer was imported; import it first, or use the command"
             ) from error
-        if isinstance(error, torch.AcceleratorError):
+        where = place(error, step.module)
+        if ".numpy() is not supported" in str(error):
+            raise TracerError(f"{_READS_VALUE}{where}: numpy(); {_STAND_IN}") from error
+        if isinstance(error, torch.AcceleratorError) or "NVIDIA driver" in str(error):
             raise TracerError(
-                "an operator asks the CUDA driver before it runs, which a trace cannot answer (recurrent layers do):"
-                f" {str(error).splitlines()[0]}"
+                f"an operator asks the CUDA driver before it runs, which a trace cannot answer{where}: {one_line(error)}"
             ) from error
-        raise TracerError(f"the model failed with its own {type(error).__name__}: {error}") from error
+        raise TracerError(f"the model failed with its own {type(error).__name__}: {one_line(error)}{where}") from error
+    if unused := sorted(answers.by_module.keys() - answers.used):
+        raise UsageProblem(f"--answer {unused[0]}=...: no value is read there")
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
     head = {
         "schema": document.SCHEMA,

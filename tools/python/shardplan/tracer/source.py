@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_tree import on_fake_cuda
+from shardplan.tracer.places import one_line, place
+from shardplan.tracer.user_code import CudaIsCpu, as_written, weights_left_out
 
 
 @dataclass
@@ -64,15 +66,23 @@ def build(function: Callable, source: str, batch: int, seq: int) -> Example:
     """Calls the callable on fake CUDA tensors; where it must read values, once more on real CPU ones. Call inside FakeTensorMode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    def call():
+        with weights_left_out() as left_out:
+            try:
+                with torch.device("cuda"):
+                    return _call(function, source, batch, seq)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                with unset_fake_temporarily(), CudaIsCpu():
+                    return _call(function, source, batch, seq)
+            except Exception:
+                if left_out or "transformers" not in sys.modules:
+                    raise
+        return call()  # which has imported transformers by now
+
     try:
-        try:
-            with torch.device("cuda"):
-                made = _call(function, source, batch, seq)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            with unset_fake_temporarily():
-                made = _call(function, source, batch, seq)
-    except Exception as error:
-        raise TracerError(f'calling "{source}" failed: {type(error).__name__}: {error}') from error
+        made = call()
+    except (Exception, SystemExit) as error:
+        raise TracerError(f'calling "{source}" failed: {type(error).__name__}: {one_line(error)}{place(error, None)}') from error
     return _example(made, source, batch, seq)
 
 
@@ -92,6 +102,7 @@ def _example(made, source: str, batch: int, seq: int) -> Example:
         raise TracerError(
             f'"{source}" returned a {type(loss).__name__} as loss; expected a callable of the module\'s output'
         )
+    module = as_written(module)
     if inputs is None:
         inputs = (torch.empty(batch, seq, dtype=torch.long, device="cuda"),)
     if isinstance(inputs, dict):

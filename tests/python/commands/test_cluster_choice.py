@@ -1,0 +1,77 @@
+"""For how many ranks a trace is planned: --ranks, --mesh and --cluster together, none of them left out silently."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+TRACE = ROOT / "tests" / "planner" / "goldens" / "traces" / "small.json"
+
+
+def plan(shardplan, folder, *flags):
+    result = shardplan("plan", TRACE, "-o", folder / "plan.json", *flags)
+    made = json.loads((folder / "plan.json").read_text()) if result.returncode == 0 else None
+    return result, made
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "says"),
+    [
+        ((), 8, "no --cluster, --ranks or --mesh is given: 8 x H100 SXM, 8 ranks"),
+        (("--ranks", "24"), 24, "no --cluster is given: devices of 64 x H100 SXM, 24 ranks as --ranks says"),
+        (("--mesh", "replicate=2", "shard=3"), 6, "devices of 8 x H100 SXM, 6 ranks as the mesh says"),
+        (("--cluster", "h100_sxm_64"), 64, ""),
+        (("--cluster", "h100_sxm_64", "--ranks", "16"), 16, "64 x H100 SXM has 64 ranks: 16 of its devices"),
+        (("--cluster", "h100_sxm_8", "--mesh", "shard=8"), 8, ""),
+        (("--cluster", "h100_sxm_64", "--ranks", "16", "--mesh", "replicate=4", "shard=4"), 16, "64 x H100 SXM has 64 ranks"),
+        (("--cluster", "h100_sxm_8", "--ranks", "4"), 4, "8 x H100 SXM has 8 ranks: 4 of its devices"),
+    ],
+)
+def test_ranks_are_what_the_user_says(shardplan, tmp_path, flags, ranks, says):
+    result, made = plan(shardplan, tmp_path, *flags)
+    assert result.returncode == 0, result.stderr
+    assert made["world_size"] == made["cluster"]["ranks"] == ranks
+    sizes = [dim["size"] for dim in made["mesh"]]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert product == ranks
+    assert (says in result.stderr) if says else ("its devices" not in result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("command", ("plan", "memory"))
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (("--ranks", "4", "--mesh", "shard=8"), 2, "found --ranks 4, expected 8, the ranks of the mesh shard=8"),
+        (("--cluster", "h100_sxm_8", "--mesh", "shard=4"), 3, "found 4 (shard=4), expected 8"),
+        (("--cluster", "h100_sxm_8", "--ranks", "16"), 3, "16 ranks are several nodes of 8 x H100 SXM"),
+        (("--ranks", "0"), 2, "--ranks"),
+        (("--ranks", "eight"), 2, "--ranks"),
+        (("--cluster", "h100"), 3, "h100_sxm_8"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused(shardplan, tmp_path, command, flags, code, says):
+    output = ("-o", tmp_path / "plan.json") if command == "plan" else ()
+    result = shardplan(command, TRACE, *output, *flags)
+    assert result.returncode == code and says in result.stderr, result.stderr
+
+
+def test_a_mesh_in_a_strategy_counts_as_one_on_the_command_line(shardplan, tmp_path):
+    (tmp_path / "s.json").write_text(
+        json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", "mesh": [{"name": "shard", "size": 6}]})
+    )
+    _, made = plan(shardplan, tmp_path, "--strategy", tmp_path / "s.json")
+    assert made["world_size"] == 6
+    result, _ = plan(shardplan, tmp_path, "--strategy", tmp_path / "s.json", "--ranks", "4")
+    assert result.returncode == 2
+
+
+def test_another_cluster_for_a_plan_has_the_plans_ranks(shardplan, tmp_path):
+    plan(shardplan, tmp_path, "--ranks", "16")
+    result = shardplan("simulate", tmp_path / "plan.json", "--cluster", "h100_sxm_64")
+    assert result.returncode == 0 and "64 x H100 SXM has 64 ranks: 16 of its devices" in result.stderr
+    node = shardplan("simulate", tmp_path / "plan.json", "--cluster", "h100_sxm_8")
+    assert node.returncode == 3 and "no link between nodes" in node.stderr
+    wrong = shardplan("memory", tmp_path / "plan.json", "--ranks", "4")
+    assert wrong.returncode == 2 and "found --ranks 4, expected 16" in wrong.stderr

@@ -1,0 +1,232 @@
+"""Builders as people write them for a GPU, and models that read values of tensors."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.out = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, ids):
+        return self.out(torch.relu(self.inner(self.embed(ids))) * self.scale)
+
+
+def as_it_is():
+    return Net()
+
+
+def to_cuda():
+    return Net().to("cuda")
+
+
+def to_device_and_dtype():
+    return Net().to("cuda", torch.bfloat16)
+
+
+def to_device_0():
+    torch.manual_seed(0)
+    torch.cuda.set_device(0)
+    return Net().to(torch.device("cuda", torch.cuda.current_device()))
+
+
+def to_another_device():
+    return Net().to("cuda:1")
+
+
+def cuda():
+    return Net().cuda()
+
+
+def cuda_inputs():
+    return Net().cuda(), (torch.zeros(2, 8, dtype=torch.long).cuda(),)
+
+
+def half():
+    return Net().half()
+
+
+def bfloat16():
+    return Net().bfloat16()
+
+
+def to_cpu():
+    return Net().to("cpu")
+
+
+def on_the_cpu():
+    with torch.device("cpu"):
+        return Net()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Net()
+
+
+def to_empty():
+    with torch.device("meta"):
+        net = Net()
+    return net.to_empty(device="cuda")
+
+
+def where_there_is_one():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Net().to(device), (torch.zeros(2, 8, dtype=torch.long, device=device),)
+
+
+def compiled():
+    return torch.compile(Net())
+
+
+def filled():
+    net = Net()
+    with torch.no_grad():
+        net.inner.weight.copy_(torch.randn(16, 16))
+        nn.init.orthogonal_(net.inner.weight)
+    net.load_state_dict({name: torch.zeros_like(value) for name, value in net.state_dict().items()})
+    return net
+
+
+def reads_and_moves():
+    """It has to be built on real tensors."""
+    return Net().cuda() if torch.linspace(0, 1, 3)[1].item() > 0 else None
+
+
+def from_config():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=128)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return model.to_empty(device="cuda").to(torch.bfloat16)
+
+
+def from_pretrained():
+    """From a folder that has a config and no weights."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=128, architectures=["LlamaForCausalLM"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().train()
+
+
+# ---- values ----
+
+
+class Read(nn.Module):
+    """`how`: what is read of the linear layer's output."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x):
+        return self.how(self.linear(x))
+
+
+class Around(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.inner, self.out = Read(how), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.out(self.inner(x))
+
+
+def doubled_if_positive(y):
+    if y.sum().item() > 0:  # the line that reads
+        y = y * 2
+    return y
+
+
+def item():
+    return Around(doubled_if_positive), (torch.zeros(4, 8),)
+
+
+def condition():
+    return Around(lambda y: y * 2 if (y > 0).any() else y), (torch.zeros(4, 8),)
+
+
+def mask():
+    return Around(lambda y: y[y.sum(-1) > 0]), (torch.zeros(4, 8),)
+
+
+def found():
+    return Around(lambda y: y[torch.nonzero(y[:, 0]).squeeze(-1)]), (torch.zeros(4, 8),)
+
+
+def selected():
+    return Around(lambda y: y * y.masked_select(y > 0).sum()), (torch.zeros(4, 8),)
+
+
+def sizes():
+    return Around(lambda y: torch.cat(y.split(y[:, 0].long().tolist()))), (torch.zeros(4, 8),)
+
+
+def as_numpy():
+    return Around(lambda y: y * float(y.detach().cpu().numpy().mean())), (torch.zeros(4, 8),)
+
+
+def in_loss():
+    return nn.Linear(8, 8), (torch.zeros(4, 8),), lambda out: out.sum() if out.sum() > 0 else -out.sum()
+
+
+def stand_in():
+    model = Around(doubled_if_positive)
+    model.inner.how = lambda y: y * 2
+    return model, (torch.zeros(4, 8),)
+
+
+# ---- recurrent layers ----
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.recurrent = kind(8, 16, num_layers=2, batch_first=True, **options)
+        self.out = nn.Linear(self.width(options), 4)
+
+    @staticmethod
+    def width(options):
+        return (options.get("proj_size") or 16) * (2 if options.get("bidirectional") else 1)
+
+    def forward(self, x):
+        return self.out(self.recurrent(x)[0])
+
+
+def lstm():
+    return Recurrent(nn.LSTM), (torch.zeros(3, 5, 8),)
+
+
+def gru():
+    return Recurrent(nn.GRU), (torch.zeros(3, 5, 8),)
+
+
+def rnn():
+    return Recurrent(nn.RNN), (torch.zeros(3, 5, 8),)
+
+
+def lstm_with_everything():
+    return Recurrent(nn.LSTM, bidirectional=True, dropout=0.1, proj_size=4), (torch.zeros(3, 5, 8),)
+
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(8, 16), nn.GRUCell(16, 16), nn.RNNCell(16, 4)
+
+    def forward(self, x):
+        return self.rnn(self.gru(self.lstm(x)[0]))
+
+
+def cells():
+    return Cells(), (torch.zeros(3, 8),)

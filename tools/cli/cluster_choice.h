@@ -1,0 +1,37 @@
+// Which cluster a trace is planned for: what --cluster, --ranks and the mesh say together.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan::cli {
+
+struct ClusterFlags {
+  std::string cluster;     // a file or the name of a shipped one; "": not given
+  std::int64_t ranks = 0;  // 0: not given
+};
+
+// --cluster and --ranks.
+void AddClusterFlags(CLI::App& command, ClusterFlags& flags, const std::string& cluster_words);
+
+struct ChosenCluster {
+  Cluster cluster;
+  std::string note;  // what was not said and therefore assumed; "": nothing
+};
+
+// What --ranks says, else the mesh; 0: neither.
+std::int64_t WantedRanks(const ClusterFlags& flags, const Strategy& strategy);
+
+// As many ranks as wanted, else those of the cluster that is named, else of `otherwise`. kUsage: --ranks and
+// the mesh differ. kBadInput: the mesh and the named cluster do, or as WithRanks.
+Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise);
+
+// The cluster with so many of its devices; its name says so. kBadInput: these are several nodes, and it has
+// links inside a node only.
+Result<Cluster> WithRanks(Cluster cluster, std::int64_t ranks);
+
+}  // namespace shardplan::cli

@@ -1,0 +1,70 @@
+"""Before the first collective all ranks find out whether they are about to train the same model by the same plan."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ._errors import PlanError
+from ._mesh import timeout_s
+from ._native import native
+
+_applied: collections.Counter = collections.Counter()  # plans, by the ranks that they are applied on
+
+
+def model_signature(model: nn.Module) -> str:
+    """A digest of the names, shapes, dtypes, ties and placements of parameters and buffers; not of devices and values."""
+    lines = []
+    seen: dict[int, int] = {}
+
+    def add(kind: str, name: str, tensor: torch.Tensor) -> None:
+        placements = str(tensor.placements) if isinstance(tensor, DTensor) else ""
+        tie = seen.setdefault(id(tensor), len(seen))
+        lines.append(f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {placements} {tie}")
+
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        add("parameter", name, parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        add("buffer", name, buffer)
+    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _default_timeout_s() -> float:
+    group = dist.distributed_c10d._get_default_group()
+    options = group._get_backend(group._device_types[0]).options
+    return (options._timeout if options else dist.default_pg_timeout).total_seconds()
+
+
+def agree(model: nn.Module, plan, mesh: DeviceMesh | None, failure: str = "") -> None:
+    """Collective, through the default group's store. Raises PlanError on all ranks, naming those that differ, or those that
+    do not come within the group's timeout.
+
+    plan: None where there is a failure, which the other ranks are told.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks or len(ranks) < 2:
+        return
+    _applied[tuple(ranks)] += 1
+    name = f"shardplan/agree/{zlib.crc32(repr(ranks).encode())}/{_applied[tuple(ranks)]}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    facts = []
+    if plan is not None and not failure:
+        facts = [
+            ("the plan", plan.digest),
+            ("shardplan's version", native.__version__),
+            ("the model (names, shapes and dtypes of its parameters and buffers)", model_signature(model)),
+        ]
+    timeout = _default_timeout_s() if mesh is None else timeout_s(mesh)
+    try:
+        native.agree(store, ranks.index(dist.get_rank()), ranks, facts, failure, timeout)
+    except RuntimeError as error:
+        raise PlanError(str(error)) from None
