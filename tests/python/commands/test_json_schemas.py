@@ -24,6 +24,7 @@ BEYOND_SCHEMA = [
     "not a dimension",
     "not a step",
     "too many elements",
+    "points of a table have to ascend",
 ]
 
 
