@@ -53,6 +53,28 @@ TEST(PassesTest, RewrittenTracesAreDocuments) {
   }
 }
 
+// A unit whose outputs are where hooks do not find them (a dataclass, say).
+TEST(PassesTest, AUnitWhoseBackwardIsNotSeenIsRefusedByName) {
+  const Trace seen = LayeredTrace(3, 8, 8, 16);
+  for (const std::string layer : {"layers.0", "layers.1", "layers.2"}) {
+    Trace trace = seen;
+    const auto of_layer = [&](const TraceEvent& event) {
+      const auto* ready = std::get_if<OutputGradReadyEvent>(&event);
+      return ready != nullptr && trace.modules[ready->module].fqn == layer;
+    };
+    ASSERT_EQ(std::erase_if(trace.backwards[0].events, of_layer), 1) << layer;
+    Strategy strategy{.units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
+    const Result<PlannerOutput> refused = MakePlan(trace, strategy, ClusterOf(2));
+    ASSERT_FALSE(refused) << layer;
+    EXPECT_EQ(refused.error().code, ErrorCode::kBadInput) << ToString(refused.error());
+    EXPECT_THAT(refused.error().message, HasSubstr("unit " + layer + ": its backward is not seen to begin"));
+    EXPECT_THAT(refused.error().message, HasSubstr("use_reentrant=False"));
+    for (UnitRule& rule : strategy.units) rule.reshard_after_forward = ReshardAfterForward{false};
+    const Result<PlannerOutput> kept = MakePlan(trace, strategy, ClusterOf(2));
+    EXPECT_TRUE(kept) << layer << ": " << ToString(kept.error());
+  }
+}
+
 TEST(PassesTest, ATieIsSplitInTheTraceThatIsHandedOn) {
   Trace trace = LayeredTrace(2, 8, 8);
   ParameterId shared = -1;

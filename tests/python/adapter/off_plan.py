@@ -162,6 +162,8 @@ def _run(side: Side) -> tuple[str, str]:
         with _as_on_a_gpu():
             side.case.run(side)
         return "runs", ""
+    except ImportError:
+        raise  # says nothing of either side
     except AssertionError as error:
         text = "".join(traceback.format_exception_only(error)).strip()
         if "off_plan" in traceback.extract_tb(error.__traceback__)[-1].filename:
