@@ -50,7 +50,7 @@ Result<CollectiveId> VirtualRank::PrepareCollective(const CollectiveSpec& spec) 
 }
 
 std::span<std::byte> VirtualRank::Memory(BufferId buffer, std::int32_t part) {
-  if (!names_[buffer].instance) return {};
+  if (!names_[buffer].instance || part >= std::ssize(*names_[buffer].parts)) return {};
   return {(*names_[buffer].parts)[part],
           static_cast<std::size_t>(plan_.buffers[buffer].parts_bytes[part].value)};
 }

@@ -50,6 +50,31 @@ std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool o
   return FirstNew(before, VerifyRanks(ranks));
 }
 
+bool IsAboutTheDocument(Rule rule) { return rule == Rule::kReference; }
+
+// Small integers are exact in every dtype. A buffer that numbers pass through on their way rounds them by its
+// dtype, which the runs do not see.
+std::string RoundedOtherwise(const Plan& plan, const Plan& mutated) {
+  for (std::size_t b = 0; b < plan.buffers.size() && b < mutated.buffers.size(); ++b) {
+    const Buffer& before = plan.buffers[b];
+    const Buffer& after = mutated.buffers[b];
+    if (before.dtype == after.dtype || before.unit < 0 || before.role == BufferRole::kOptimizerState ||
+        before.role == BufferRole::kOptimizerTemp) {
+      continue;
+    }
+    for (const PlanStep& step : plan.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          const bool moves = i.kind != InstructionKind::kFree && i.kind != InstructionKind::kAllocate;
+          const auto id = static_cast<BufferId>(b);
+          if (moves && (i.src == id || i.dst == id)) return after.name + " rounds to another dtype";
+        }
+      }
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string_view Name(MutationKind kind) {
@@ -134,13 +159,20 @@ std::string Describe(const Plan& plan, const Mutation& m) {
 Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
                 const std::set<std::string>& stale, std::uint64_t seeds_to_find,
                 std::uint64_t seeds_to_trust) {
-  const Plan mutated = Mutated(plan, mutation);
   const bool on_last_rank = mutation.kind == MutationKind::kSwappedCollectives;
+  return JudgeMutated(plan, Mutated(plan, mutation), on_last_rank, expected, stale, seeds_to_find,
+                      seeds_to_trust);
+}
+
+Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank, ExpectedValues& expected,
+                       const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                       std::uint64_t seeds_to_trust) {
   Judgement judgement;
   const std::optional<Violation> objection = Objection(plan, mutated, on_last_rank);
   if (objection) judgement.verifier = objection->message;
   const bool objects = objection.has_value();
   const std::uint64_t seeds = objects ? seeds_to_find : seeds_to_trust;
+  judgement.run = RoundedOtherwise(plan, mutated);
   while (judgement.seeds < seeds && judgement.run.empty()) {
     const std::uint64_t seed = ++judgement.seeds;
     const Findings findings =
@@ -153,13 +185,16 @@ Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expe
   const bool wrong = !judgement.run.empty();
   judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
                               : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
-  if (judgement.verdict == Verdict::kMissedByVirtual) {
-    // What nobody reads may still be written over what is somebody else's by then.
-    const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
-    const Plan without = WithoutIdleWork(plan, unread_moves);
-    if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
-      judgement.verdict = Verdict::kIdle;
-    }
+  if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
+  if (IsAboutTheDocument(objection->rule)) {
+    judgement.verdict = Verdict::kMisstated;
+    return judgement;
+  }
+  // What nobody reads may still be written over what is somebody else's by then.
+  const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
+  const Plan without = WithoutIdleWork(plan, unread_moves);
+  if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
+    judgement.verdict = Verdict::kIdle;
   }
   return judgement;
 }

@@ -42,8 +42,9 @@ enum class Verdict : std::uint8_t {
   kMissedByVerifier,
   kIdle,  // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
           // wrong
+  kMisstated,  // no number is wrong, but the document contradicts itself: rules `reference` and `layout`
 };
-inline constexpr int kVerdicts = 5;
+inline constexpr int kVerdicts = 6;
 
 struct Judgement {
   Verdict verdict = Verdict::kHarmless;
@@ -56,5 +57,9 @@ struct Judgement {
 Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
                 const std::set<std::string>& stale, std::uint64_t seeds_to_find,
                 std::uint64_t seeds_to_trust);
+// The same of any other version of the plan, on all ranks or on the last one alone.
+Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank, ExpectedValues& expected,
+                       const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                       std::uint64_t seeds_to_trust);
 
 }  // namespace shardplan::test

@@ -57,9 +57,8 @@ class VirtualNumbers final : public NumberMemory {
   Status Enqueue(StreamId stream, NumberWork work) override;
 
  private:
-  std::byte* At(const BytePlace& place) const {
-    return machine_.Memory(rank_, place.buffer, place.part).data() + place.byte;
-  }
+  // Null where the buffer has no such bytes.
+  std::byte* At(const BytePlace& place, std::size_t bytes) const;
   executor::VirtualMachine& machine_;
   const std::int64_t rank_;
 };
