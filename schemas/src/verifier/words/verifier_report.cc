@@ -12,13 +12,14 @@
 namespace shardplan {
 
 std::string_view Name(Rule rule) {
-  static constexpr std::array<std::string_view, 16> kNames = {
+  static constexpr std::array<std::string_view, 20> kNames = {
       "reference",          "use_before_unshard", "read_before_write",
       "use_unallocated",    "use_after_free",     "free_before_last_use",
       "double_free",        "double_allocate",    "leak",
       "write_race",         "grad_not_reduced",   "grad_division",
       "wait_before_record", "deadlock",           "collective_order",
-      "steady_state"};
+      "steady_state",       "layout",             "wrong_value",
+      "compute_order",      "optimizer_step"};
   const auto index = static_cast<std::size_t>(rule);
   return index < kNames.size() ? kNames[index] : "?";
 }
