@@ -82,6 +82,7 @@ Compute::Compute(const Plan& plan, Reporter& reporter)
   }
   // A micro-batch is one of a step's few.
   microbatches_ = std::min(microbatches_, std::int32_t{1} << 12);
+  phases_.assign(static_cast<std::size_t>(microbatches_), SegmentPhase::kForward);
   last_step_.assign(plan.segments.size() * static_cast<std::size_t>(microbatches_), -1);
   const auto storages = static_cast<std::size_t>(LargestStorage(plan) + 1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
@@ -118,8 +119,8 @@ std::vector<Run> Compute::RunsOf(std::int32_t step) const {
       const Instruction& i = triggers[t].instructions[k];
       const bool exists = i.segment >= 0 && i.segment < std::ssize(plan_.segments);
       if (i.kind != InstructionKind::kCompute || !exists) continue;
-      runs.push_back({i.segment, i.microbatch,
-                      {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}});
+      runs.push_back(
+          {i.segment, i.microbatch, {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}});
     }
   }
   return runs;
@@ -169,6 +170,7 @@ void Compute::CheckSteps() {
 
 void Compute::BeginStep() {
   entered_.clear();
+  std::ranges::fill(phases_, SegmentPhase::kForward);
   ++step_;
 }
 
@@ -190,8 +192,8 @@ void Compute::CheckStorages(const Segment& segment, const Instruction& compute, 
     const Life* life = Of(storage, compute.microbatch);
     if (life == nullptr || *life == Life::kThere) return;
     Add(at, compute.segment,
-        fmt::format("{} {} storage {} of micro-batch {}, which no segment has made or one has freed", segment.name,
-                    does, storage, compute.microbatch));
+        fmt::format("{} {} storage {} of micro-batch {}, which no segment has made or one has freed",
+                    segment.name, does, storage, compute.microbatch));
   };
   for (const SegmentEntry& entry : segment.entries) {
     if (const auto* op = std::get_if<OperatorEvent>(&entry)) {
@@ -213,9 +215,9 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
   if (compute.microbatch < 0 || compute.microbatch >= microbatches_) {
     return Add(at, compute.segment, fmt::format("there is no micro-batch {}", compute.microbatch));
   }
-  std::int32_t& last = last_step_[static_cast<std::size_t>(compute.segment) *
-                                      static_cast<std::size_t>(microbatches_) +
-                                  static_cast<std::size_t>(compute.microbatch)];
+  std::int32_t& last =
+      last_step_[static_cast<std::size_t>(compute.segment) * static_cast<std::size_t>(microbatches_) +
+                 static_cast<std::size_t>(compute.microbatch)];
   if (last == step_) {
     Add(at, compute.segment,
         fmt::format("{} of micro-batch {} runs twice in a step", segment.name, compute.microbatch));
@@ -231,6 +233,12 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
         fmt::format("{} runs while the host is in the forward of {}", segment.name,
                     reporter_.UnitName(entered_.back())));
   }
+  if (ComputeOrderOfPhases(phases_[compute.microbatch], segment.phase)) {
+    Add(at, compute.segment,
+        fmt::format("{} of micro-batch {} runs behind a part of its backward", segment.name,
+                    compute.microbatch));
+  }
+  phases_[compute.microbatch] = segment.phase;
   if (follows_storages_) CheckStorages(segment, compute, at);
 }
 
@@ -256,6 +264,11 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
 
 bool ComputeOrderOfMicrobatch(const Instruction& compute, const Trigger& trigger, bool joins_microbatches) {
   return compute.microbatch != trigger.microbatch && !joins_microbatches;
+}
+
+bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now) {
+  const bool in_backward = before == SegmentPhase::kBackward || before == SegmentPhase::kRecompute;
+  return in_backward && now == SegmentPhase::kLoss;
 }
 
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered) {

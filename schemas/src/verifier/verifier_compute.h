@@ -41,6 +41,7 @@ class Compute {
   std::vector<UnitId> entered_;          // units whose forward is under way, innermost last
   std::vector<Life> lives_;              // by storage and micro-batch
   std::vector<char> from_outside_;       // by storage: an input, a buffer of the model, a gradient
+  std::vector<SegmentPhase> phases_;     // by micro-batch: of the latest segment
   std::vector<std::int32_t> last_step_;  // by segment and micro-batch: the step, counted as run
   std::int32_t microbatches_ = 1;
   std::int32_t step_ = 0;  // counted as run

@@ -25,6 +25,14 @@ std::int64_t StepsOfOptimizer(const Strategy& strategy) {
   return most;
 }
 
+bool ZeroesGradients(const Strategy& strategy) {
+  const auto zeroes = [](const StepProgram& step) {
+    return std::ranges::any_of(
+        step, [](const ProgramCall& call) { return std::holds_alternative<ZeroGradCall>(call); });
+  };
+  return strategy.program.empty() || std::ranges::any_of(strategy.program, zeroes);
+}
+
 }  // namespace
 
 Gradients::Gradients(const Plan& plan, const Memory& memory, Words& words)
@@ -32,7 +40,8 @@ Gradients::Gradients(const Plan& plan, const Memory& memory, Words& words)
       memory_(memory),
       words_(words),
       steps_(StepsOfOptimizer(plan.strategy) > 0),
-      may_step_again_(StepsOfOptimizer(plan.strategy) > 1) {}
+      may_step_again_(StepsOfOptimizer(plan.strategy) > 1),
+      zeroes_(ZeroesGradients(plan.strategy)) {}
 
 Gradient& Gradients::At(BufferId buffer) {
   SHARDPLAN_ASSERT(memory_.IsAlive(buffer), "a gradient is in memory");
@@ -174,6 +183,9 @@ void Gradients::Accumulate(Gradient& into, const Gradient& value, BufferId dst, 
   SHARDPLAN_ASSERT(into.count.size() == value.count.size(),
                    "gradients of one unit count the same parameters");
   if (GradDivisionOfSum(into, value)) words_.AddedToDividedUnlike(into, value, dst, at);
+  for (const std::int32_t p : ReadBeforeWriteOfSum(plan_, into, value, plan_.buffers[dst].role)) {
+    words_.GradientNotMade(into, p, dst, at);
+  }
   for (std::size_t p = 0; p < into.count.size(); ++p) {
     into.count[p] += value.count[p];
     if (value.count[p] > 0) into.stepped[p] = 0;
@@ -197,7 +209,7 @@ void Gradients::Move(const Instruction& instruction, Position at) {
     return Accumulate(target, value, instruction.dst, at);
   }
   if (instruction.kind == InstructionKind::kGradCopyIn && JoinOther(target, value)) return;
-  if (GradNotReducedButLost(target)) words_.Overwritten(target, instruction.dst, at);
+  if (GradNotReducedButOverwritten(target, zeroes_)) words_.Overwritten(target, instruction.dst, at);
   target = std::move(value);
 }
 

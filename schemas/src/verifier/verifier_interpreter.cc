@@ -175,18 +175,23 @@ bool Interpreter::IsView(const Instruction& i) const {
 
 // Which ranks have the other pieces of what an instruction of unshard or reshard moves.
 void Interpreter::CutPieces(const Instruction& i, Position at) {
-  if (!IsParameterRole(plan_.buffers[i.src].role) || !memory_.IsAlive(i.src) || !memory_.IsAlive(i.dst)) return;
+  if (!IsParameterRole(plan_.buffers[i.src].role) || !memory_.IsAlive(i.src) || !memory_.IsAlive(i.dst))
+    return;
   const CommunicatorId cut = memory_.Of(i.src).cut_over;
   switch (i.kind) {
     case InstructionKind::kAllGather:
-      if (WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator)) words_.GatheredOverOthers(i.src, cut, at);
-      return;
+      if (WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator))
+        words_.GatheredOverOthers(i.src, cut, at);
+      return memory_.SetCut(i.dst, i.communicator);
     case InstructionKind::kReshardPostForward:
       return memory_.SetCut(i.dst, plan_.units[plan_.buffers[i.dst].unit].post_forward_communicator);
     default: {
       const Allocation& into = memory_.Of(i.dst);
       const bool mixes = !into.filled_parameters.empty() && into.cut_over != cut;
+      const bool says_others =
+          i.communicator >= 0 && WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator);
       if (mixes && into.cut_over >= 0) words_.GatheredOverOthers(i.dst, into.cut_over, at);
+      if (says_others) words_.GatheredOverOthers(i.src, cut, at);
       return memory_.SetCut(i.dst, cut);
     }
   }
@@ -278,11 +283,14 @@ Snapshot Interpreter::TakeSnapshot() const {
 
 bool Interpreter::CheckBuffer(BufferId buffer, const BufferState& before, const BufferState& after,
                               std::int32_t first_step) {
-  const bool used = after.alive && memory_.Of(buffer).used_step >= first_step;
+  // Temporaries that outlive a step are forgotten ones, whoever steps beside them.
+  const bool used = after.alive && memory_.Of(buffer).used_step >= first_step &&
+                    plan_.buffers[buffer].role != BufferRole::kOptimizerTemp;
   switch (Leak(before, after, plan_.buffers[buffer].persistent, used)) {
     case LeakFault::kHolds:
       break;
     case LeakFault::kNotFreed:
+      leaves_over_ = true;
       words_.NotFreed(buffer, memory_.Of(buffer).allocated);
       return false;
     case LeakFault::kNotUsed:

@@ -25,6 +25,8 @@ class Interpreter {
   Snapshot TakeSnapshot() const;
   // Reports leaks and other differences between the beginning of the cycle of steps that repeats and now.
   // True if there is none.
+  // What a cycle leaves over, it leaves over each time, whatever came before.
+  bool LeavesOver() const { return leaves_over_; }
   bool CheckCycle(const Snapshot& before, std::int32_t steps_in_cycle);
 
  private:
@@ -65,8 +67,9 @@ class Interpreter {
   std::vector<Position> bound_at_;
   // By unit: its param_sharded, optimizer_state and final gradient buffers.
   std::vector<std::vector<BufferId>> unit_shards_, unit_states_, unit_grads_;
+  bool leaves_over_ = false;
   std::vector<BufferId> temporaries_;  // the optimizer's
-  std::vector<char> needs_binding_;  // by unit: its segments read an unsharded buffer, not the shard itself
+  std::vector<char> needs_binding_;    // by unit: its segments read an unsharded buffer, not the shard itself
 };
 
 }  // namespace shardplan::verifier

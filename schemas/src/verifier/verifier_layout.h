@@ -23,6 +23,7 @@ enum class Arrangement : std::uint8_t { kNone, kShard, kGathered, kWhole };
 // kNone: the role holds neither parameters nor gradients of a unit.
 Arrangement ArrangementOf(BufferRole role);
 bool IsParameterRole(BufferRole role);
+bool IsOnHost(const Buffer& buffer);
 
 // ---- rule layout: what a buffer of the role has to be ----
 

@@ -2,6 +2,7 @@
 // own.
 #include <algorithm>
 
+#include "shardplan/schemas/layout.h"
 #include "verifier/verifier_interpreter.h"
 #include "verifier/verifier_rules.h"
 
@@ -11,12 +12,17 @@ namespace shardplan::verifier {
 bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) {
   std::vector<BufferId> found(plan_.units[unit].parameters.size(), -1);
   bool has_grad = false;
+  BufferId moved_on = -1;
   for (const BufferId grad : unit_grads_[unit]) {
-    // A persistent host gradient is alive between steps too; it counts while it holds a gradient.
     if (!memory_.IsAlive(grad)) continue;
-    if (plan_.buffers[grad].persistent && gradients_.Contributions(grad).empty()) continue;
-    // Offloaded: the gradient on the device has moved on to the host and waits to be dropped.
-    if (gradients_.IsUsedUp(grad)) continue;
+    // Offloaded: the gradient has moved on to the host. The optimizer would find it where it was, too.
+    if (gradients_.IsUsedUp(grad)) {
+      if (plan_.buffers[grad].role == BufferRole::kGradSharded) moved_on = grad;
+      continue;
+    }
+    // Memory for a gradient may be there before it is (a host's, between steps or since the forward).
+    const bool waits = plan_.buffers[grad].persistent || memory_.ContentOf(grad) == Content::kNothing;
+    if (waits && gradients_.Contributions(grad).empty()) continue;
     has_grad = true;
     memory_.Read(grad, work);
     gradients_.Consume(grad, work.at);
@@ -25,6 +31,11 @@ bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) 
       if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], grad, work.at);
       found[p] = grad;
     }
+  }
+  for (const std::int32_t p :
+       moved_on < 0 ? std::vector<std::int32_t>() : ParametersOf(plan_, plan_.buffers[moved_on])) {
+    const bool same_memory = found[p] >= 0 && memory_.Slot(found[p]) == memory_.Slot(moved_on);
+    if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], moved_on, work.at);
   }
   return has_grad;
 }

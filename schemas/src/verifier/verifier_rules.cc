@@ -75,14 +75,14 @@ std::vector<Debt> FreeBeforeLastUse(const std::vector<Debt>& pool, const Work& f
 bool UseBeforeUnshard(const std::vector<BufferId>& bound, UnitId unit) { return bound[unit] < 0; }
 
 bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, CommunicatorId gathers) {
-  return memory.cut_over >= 0 && !SameGroups(plan, memory.cut_over, gathers);
+  return IsLong(plan, gathers) && !SameGroups(plan, memory.cut_over, gathers);
 }
 
 bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound) {
   const Buffer& buffer = plan.buffers[bound];
   if (buffer.unit != unit) return true;
   const Unit& of = plan.units[unit];
-  if (ParametersOf(plan, buffer).size() < of.parameters.size()) return true;
+  if (!buffer.parameters.empty() && buffer.parameters.size() < of.parameters.size()) return true;
   const bool one_after_the_other = of.layout == LayoutKind::kFlat && buffer.role != BufferRole::kParamSharded;
   return ArrangementOf(buffer.role) != Arrangement::kWhole && !one_after_the_other &&
          ShardCount(plan, of) > 1;

@@ -83,6 +83,8 @@ std::size_t ComputeOrderOfSteps(const Plan& plan, const std::vector<Run>& earlie
 std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
 // A segment runs for another micro-batch than the trigger's.
 bool ComputeOrderOfMicrobatch(const Instruction& compute, const Trigger& trigger, bool joins_microbatches);
+// A loss behind the backward of its forward.
+bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now);
 // A segment of a forward runs while the host is in the forward of another unit.
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered);
 
@@ -103,10 +105,16 @@ std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan);
 std::vector<std::int32_t> ReadBeforeWriteOfGradient(const Plan& plan, const Gradient& gradient,
                                                     const std::vector<std::int32_t>& parameters);
 
+// The parameters whose gradient is added to a part of a reduction's input that nothing has filled.
+std::vector<std::int32_t> ReadBeforeWriteOfSum(const Plan& plan, const Gradient& into, const Gradient& value,
+                                               BufferRole role);
 // A value that has moved on is used again: added to, taken, reduced or scaled.
 bool GradNotReducedButMoved(const Gradient& gradient);
 // A value that has not moved on is freed or overwritten.
 bool GradNotReducedButLost(const Gradient& gradient);
+// ... or overwritten. `zeroes`: the user drops gradients between steps, so that those that the optimizer has
+// stepped with may go.
+bool GradNotReducedButOverwritten(const Gradient& gradient, bool zeroes);
 enum class ReductionFault : std::uint8_t { kHolds, kTwice, kOtherRanks };
 // A gradient is reduced once over the unit's shards and once over its replicas. `over_shards`: which of them
 // this reduction over `communicator` is.

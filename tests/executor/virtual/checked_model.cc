@@ -19,9 +19,10 @@ bool IsOptimizersOwn(const Buffer& buffer) {
 }  // namespace
 
 CheckedModel::CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank,
-                           Findings& findings)
+                           Findings& findings, const Plan* runs)
     : expected_(expected),
       plan_(expected.plan()),
+      runs_(runs != nullptr ? *runs : plan_),
       memory_(memory),
       rank_(rank),
       findings_(findings),
@@ -195,6 +196,9 @@ void CheckedModel::WalkPlan() {
       }
     }
   }
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    alive_at_end_.push_back(alive.IsAlive(static_cast<BufferId>(b)) ? 1 : 0);
+  }
 }
 
 // The model runs its own segments, all of them, in its own order: what the plan says is what it expects.
@@ -302,7 +306,8 @@ void CheckedModel::AddScratch(UnitId only_unit, Work& work) {
       continue;
     }
     for (std::size_t part = 0; part < buffer.parts_bytes.size(); ++part) {
-      const auto bytes = static_cast<std::size_t>(buffer.parts_bytes[part].value);
+      const auto bytes = std::min(static_cast<std::size_t>(buffer.parts_bytes[part].value),
+                                  memory_.SizeOf(id, static_cast<std::int32_t>(part)));
       work.writes.push_back({{id, static_cast<std::int32_t>(part), 0}, std::span(scratch_).first(bytes)});
     }
   }
@@ -326,7 +331,14 @@ Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter
 Status CheckedModel::CheckEnd() {
   Work work;
   const bool all_computed = step_ + 1 == expected_.steps() && computed_ == order_[step_].size();
-  if (expected_.steps() > 0 && !order_.back().empty() && !all_computed) Fail("a segment is missing at the end");
+  if (expected_.steps() > 0 && !order_.back().empty() && !all_computed)
+    Fail("a segment is missing at the end");
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    if (plan_.buffers[b].role == BufferRole::kGradUnsharded) continue;  // allocated by the model
+    if (memory_.IsAlive(static_cast<BufferId>(b)) && alive_at_end_[b] == 0 && !runs_.buffers[b].persistent) {
+      Fail(fmt::format("{} is left over at the end", plan_.buffers[b].name));
+    }
+  }
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     const auto unit = static_cast<UnitId>(u);
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {

@@ -26,7 +26,9 @@ struct Findings {
 class CheckedModel final : public executor::Model {
  public:
   // All outlive the model.
-  CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings);
+  // `runs`: the plan that is run, where it is another version of the one of ExpectedValues.
+  CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings,
+               const Plan* runs = nullptr);
 
   // Writes the initial shards; once, after the replayer is made.
   Status SetInitialShards();
@@ -72,6 +74,7 @@ class CheckedModel final : public executor::Model {
 
   ExpectedValues& expected_;
   const Plan& plan_;
+  const Plan& runs_;
   NumberMemory& memory_;
   const std::int64_t rank_;
   Findings& findings_;
@@ -85,10 +88,11 @@ class CheckedModel final : public executor::Model {
   // optimizer's own memory.
   std::vector<std::vector<std::pair<SegmentId, std::int32_t>>> order_;
   std::vector<std::vector<BufferId>> optimizers_own_;
+  std::vector<char> alive_at_end_;   // by buffer
   std::int64_t step_ = 0;            // of the latest segment
   std::size_t computed_ = 0;         // segments in it so far
   std::size_t optimizer_steps_ = 0;  // so far
-  std::vector<std::byte> scratch_;                                // what the optimizer leaves in its memory
+  std::vector<std::byte> scratch_;   // what the optimizer leaves in its memory
 };
 
 }  // namespace shardplan::test

@@ -65,7 +65,7 @@ class Series {
   void OfTrigger(const std::string& field, const std::string& to, const Change& change) {
     if (!IsTaken()) return;
     FieldMutation mutation = {fmt::format("{}: {}", Name(Found().kind), field),
-                              fmt::format("{} ({} {})", Where(), field, to), plan_};
+                              fmt::format("{} ({} {})", Where(), field, to), plan_, field == "twice"};
     change(mutation.plan.steps[at_.step].triggers[at_.trigger].instructions);
     visit_(mutation);
   }
@@ -175,7 +175,8 @@ class Series {
     if (!IsTaken()) return;
     const Buffer& found = plan_.buffers[id];
     FieldMutation mutation = {fmt::format("buffer {}: {}", Name(found.role), field),
-                              fmt::format("buffer {} ({} {})", found.name, field, to), plan_};
+                              fmt::format("buffer {} ({} {})", found.name, field, to), plan_, false,
+                              field == "role"};
     change(mutation.plan.buffers[id]);
     visit_(mutation);
   }
@@ -189,8 +190,7 @@ class Series {
       }
     }
     for (UnitId unit = -1; unit < std::min<UnitId>(3, static_cast<UnitId>(plan_.units.size())); ++unit) {
-      if (unit != found.unit)
-        OfBuffer(id, "unit", std::to_string(unit), [&](Buffer& b) { b.unit = unit; });
+      if (unit != found.unit) OfBuffer(id, "unit", std::to_string(unit), [&](Buffer& b) { b.unit = unit; });
     }
     for (const DType dtype : kDTypes) {
       if (dtype == found.dtype) continue;
@@ -221,8 +221,7 @@ class Series {
     }
     for (const MemoryKind memory : {MemoryKind::kDevice, MemoryKind::kPinnedHost, MemoryKind::kHost}) {
       if (memory == found.memory) continue;
-      OfBuffer(id, "memory", std::to_string(static_cast<int>(memory)),
-               [&](Buffer& b) { b.memory = memory; });
+      OfBuffer(id, "memory", std::to_string(static_cast<int>(memory)), [&](Buffer& b) { b.memory = memory; });
     }
     OfBuffer(id, "persistent", found.persistent ? "no more" : "now",
              [&](Buffer& b) { b.persistent = !b.persistent; });

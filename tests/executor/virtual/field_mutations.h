@@ -13,9 +13,9 @@ namespace shardplan::test {
 struct FieldMutation {
   std::string kind;  // "reduce_scatter: divisor", "buffer: dtype": what the counts are by
   std::string what;  // the place, and found and new value
-  // Says the instruction or table otherwise and moves the same numbers: a stream of an instruction that runs
-  // on none, say.
   Plan plan;
+  bool repeats = false;  // does the same work again: where that changes nothing, it is idle
+  bool renames = false;  // says that a buffer is for something else
 };
 
 // Every `stride`-th of all of them, from the `first`-th.

@@ -56,6 +56,15 @@ std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool o
   return FirstNew(before, VerifyRanks(ranks));
 }
 
+// A wider dtype on the way of a parameter, or of a sum, rounds nothing away.
+bool PassesOn(const Buffer& before, DType wider) {
+  using enum BufferRole;
+  const bool on_its_way = before.role == kAllGatherInput || before.role == kAllGatherOutput ||
+                          before.role == kParamPostForwardShard || before.role == kGradUnshardedAccumulated;
+  const bool is_wider =
+      wider == DType::kFloat64 || (wider == DType::kFloat32 && before.dtype != DType::kFloat64);
+  return on_its_way && is_wider;
+}
 
 // Small integers are exact in every dtype. A buffer that numbers pass through on their way rounds them by its
 // dtype, which the runs do not see.
@@ -63,8 +72,8 @@ std::string RoundedOtherwise(const Plan& plan, const Plan& mutated) {
   for (std::size_t b = 0; b < plan.buffers.size() && b < mutated.buffers.size(); ++b) {
     const Buffer& before = plan.buffers[b];
     const Buffer& after = mutated.buffers[b];
-    if (before.dtype == after.dtype || before.unit < 0 || before.role == BufferRole::kOptimizerState ||
-        before.role == BufferRole::kOptimizerTemp) {
+    if (before.dtype == after.dtype || before.unit < 0 || PassesOn(before, after.dtype) ||
+        before.role == BufferRole::kOptimizerState || before.role == BufferRole::kOptimizerTemp) {
       continue;
     }
     for (const PlanStep& step : plan.steps) {
@@ -176,7 +185,9 @@ Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank,
   const std::optional<Violation> objection = Objection(plan, mutated, on_last_rank);
   if (objection) judgement.verifier = objection->message;
   const bool objects = objection.has_value();
-  const std::uint64_t seeds = objects ? seeds_to_find : seeds_to_trust;
+  const bool of_document = objects && IsAboutTheDocument(objection->rule);
+  const std::uint64_t seeds =
+      of_document ? std::min<std::uint64_t>(seeds_to_find, 20) : (objects ? seeds_to_find : seeds_to_trust);
   judgement.run = RoundedOtherwise(plan, mutated);
   while (judgement.seeds < seeds && judgement.run.empty()) {
     const std::uint64_t seed = ++judgement.seeds;
@@ -191,7 +202,7 @@ Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank,
   judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
                               : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
   if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
-  if (IsAboutTheDocument(objection->rule)) {
+  if (of_document) {
     judgement.verdict = Verdict::kMisstated;
     return judgement;
   }
@@ -201,6 +212,19 @@ Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank,
   if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
     judgement.verdict = Verdict::kIdle;
   }
+  return judgement;
+}
+
+Judgement JudgeField(const Plan& plan, const FieldMutation& mutation, ExpectedValues& expected,
+                     const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                     std::uint64_t seeds_to_trust) {
+  // Whose answer is known needs few runs.
+  const std::uint64_t seeds =
+      mutation.repeats || mutation.renames ? std::min<std::uint64_t>(seeds_to_find, 20) : seeds_to_find;
+  Judgement judgement = JudgeMutated(plan, mutation.plan, false, expected, stale, seeds, seeds_to_trust);
+  if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
+  if (mutation.repeats) judgement.verdict = Verdict::kIdle;
+  if (mutation.renames) judgement.verdict = Verdict::kMisstated;
   return judgement;
 }
 

@@ -90,12 +90,13 @@ void Words::NotReduced(const Gradient& gradient, MissingReduction missing, Buffe
       HistoryChain(gradient, at));
 }
 
-void Words::DroppedBeforeStep(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at) {
-  reporter_.Add(Rule::kOptimizerStep, at, buffer,
-                fmt::format("{} drops the gradient of {} in {} before the optimizer has stepped with it",
-                            Instruction(at), plan_.units[gradient.unit].parameters[parameter].fqn,
-                            Buffer(buffer)),
-                HistoryChain(gradient, at));
+void Words::DroppedBeforeStep(const Gradient& gradient, std::int32_t parameter, BufferId buffer,
+                              Position at) {
+  reporter_.Add(
+      Rule::kOptimizerStep, at, buffer,
+      fmt::format("{} drops the gradient of {} in {} before the optimizer has stepped with it",
+                  Instruction(at), plan_.units[gradient.unit].parameters[parameter].fqn, Buffer(buffer)),
+      HistoryChain(gradient, at));
 }
 
 void Words::SteppedTwice(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at) {

@@ -118,10 +118,12 @@ void Words::ReadWhileSharded(UnitId unit, Position sharded, Position read) {
 }
 
 void Words::GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at) {
-  reporter_.Add(Rule::kWrongValue, at, buffer,
-                fmt::format("{} gathers the pieces in {}, but the ranks of {} have the others",
+  reporter_.Add(
+      Rule::kWrongValue, at, buffer,
+      cut < 0 ? fmt::format("{} gathers {}, which is cut over no ranks", Instruction(at), Buffer(buffer))
+              : fmt::format("{} gathers the pieces in {}, but the ranks of {} have the others",
                             Instruction(at), Buffer(buffer), plan_.communicators[cut].name),
-                {"at: " + Describe(at)});
+      {"at: " + Describe(at)});
 }
 
 void Words::ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at) {
