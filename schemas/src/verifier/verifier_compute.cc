@@ -70,8 +70,7 @@ std::vector<WorkOf> WorkIn(const Plan& plan, const std::vector<Run>& runs) {
 
 }  // namespace
 
-Compute::Compute(const Plan& plan, Reporter& reporter)
-    : plan_(plan), reporter_(reporter), joins_microbatches_(JoinsMicrobatches(plan)) {
+Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(reporter) {
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
@@ -86,7 +85,7 @@ Compute::Compute(const Plan& plan, Reporter& reporter)
   last_step_.assign(plan.segments.size() * static_cast<std::size_t>(microbatches_), -1);
   const auto storages = static_cast<std::size_t>(LargestStorage(plan) + 1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
-  follows_storages_ = !joins_microbatches_ && storages < (std::size_t{1} << 26) / microbatches_;
+  follows_storages_ = !JoinsMicrobatches(plan) && storages < (std::size_t{1} << 26) / microbatches_;
   if (!follows_storages_) return;
   lives_.assign(storages * static_cast<std::size_t>(microbatches_), Life::kAbsent);
   from_outside_.assign(storages, 0);
@@ -133,8 +132,9 @@ const StepProgram* Compute::ProgramOf(std::int32_t step) const {
   return &program[std::min<std::size_t>(static_cast<std::size_t>(step), program.size() - 1)];
 }
 
-void Compute::CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step) {
-  const std::size_t differs = ComputeOrderOfSteps(plan_, earlier, later);
+void Compute::CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step,
+                         bool cut_alike) {
+  const std::size_t differs = ComputeOrderOfSteps(plan_, earlier, later, cut_alike);
   if (differs == std::max(earlier.size(), later.size())) return;
   const auto name = [&](const std::vector<Run>& runs) {
     if (differs >= runs.size()) return std::string("nothing");
@@ -147,19 +147,56 @@ void Compute::CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>
                   plan_.steps[step].name, name(later), name(earlier)));
 }
 
+bool Compute::PassSameTriggers(std::int32_t a, std::int32_t b) const {
+  return std::ranges::equal(plan_.steps[a].triggers, plan_.steps[b].triggers,
+                            [](const Trigger& x, const Trigger& y) {
+                              return x.kind == y.kind && x.unit == y.unit && x.microbatch == y.microbatch;
+                            });
+}
+
+void Compute::CheckForwards(const std::vector<Run>& runs, std::int32_t step) {
+  const StepProgram* program = ProgramOf(step);
+  if (program == nullptr) return;
+  const auto forward_of = [&](std::int32_t microbatch) {
+    std::vector<Run> forward;
+    for (const Run& run : runs) {
+      const SegmentPhase phase = plan_.segments[run.segment].phase;
+      const bool in_it = phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss;
+      if (run.microbatch == microbatch && in_it) forward.push_back({run.segment, 0, run.at});
+    }
+    return forward;
+  };
+  std::vector<ForwardCall> calls;
+  for (const ProgramCall& call : *program) {
+    const auto* forward = std::get_if<ForwardCall>(&call);
+    if (forward == nullptr) continue;
+    for (const ForwardCall& earlier : calls) {
+      const bool same = earlier.trace == forward->trace && earlier.training == forward->training;
+      if (!same || earlier.microbatch == forward->microbatch) continue;
+      CheckAlike(forward_of(earlier.microbatch), forward_of(forward->microbatch), step, false);
+      break;
+    }
+    calls.push_back(*forward);
+  }
+}
+
 void Compute::CheckSteps() {
   std::vector<std::vector<Run>> runs;
   std::vector<char> used(plan_.segments.size(), false);
   for (std::int32_t step = 0; step < std::ssize(plan_.steps); ++step) {
     runs.push_back(RunsOf(step));
     for (const Run& run : runs.back()) used[run.segment] = true;
-    for (std::int32_t other = 0; other < step; ++other) {
+    CheckForwards(runs.back(), step);
+    std::int32_t like = -1;
+    bool cut_alike = false;
+    for (std::int32_t other = 0; other < step && !cut_alike; ++other) {
       const StepProgram* a = ProgramOf(other);
       const StepProgram* b = ProgramOf(step);
       if (a != b && !(*a == *b)) continue;
-      CheckAlike(runs[other], runs.back(), step);
-      break;
+      cut_alike = PassSameTriggers(other, step);
+      if (like < 0 || cut_alike) like = other;
     }
+    if (like >= 0) CheckAlike(runs[like], runs.back(), step, cut_alike);
   }
   for (const SegmentId segment : ComputeOrderOfUnused(used)) {
     Add({}, segment, fmt::format("no step runs segment {}", plan_.segments[segment].name));
@@ -223,7 +260,7 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
         fmt::format("{} of micro-batch {} runs twice in a step", segment.name, compute.microbatch));
   }
   last = step_;
-  if (ComputeOrderOfMicrobatch(compute, trigger, joins_microbatches_)) {
+  if (ComputeOrderOfMicrobatch(plan_, compute, trigger)) {
     Add(at, compute.segment,
         fmt::format("{} runs for micro-batch {} where the host is in micro-batch {}", segment.name,
                     compute.microbatch, trigger.microbatch));
@@ -245,12 +282,13 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
 // ---- the rules ----
 
 std::size_t ComputeOrderOfSteps(const Plan& plan, const std::vector<Run>& earlier,
-                                const std::vector<Run>& later) {
+                                const std::vector<Run>& later, bool cut_alike) {
   const auto [a, b] = std::ranges::mismatch(earlier, later, [](const Run& x, const Run& y) {
     return x.segment == y.segment && x.microbatch == y.microbatch;
   });
   const bool alike = a == earlier.end() && b == later.end();
-  if (!alike && WorkIn(plan, earlier) == WorkIn(plan, later)) return std::max(earlier.size(), later.size());
+  if (!alike && !cut_alike && WorkIn(plan, earlier) == WorkIn(plan, later))
+    return std::max(earlier.size(), later.size());
   return static_cast<std::size_t>(a - earlier.begin());
 }
 
@@ -262,8 +300,17 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
   return unused;
 }
 
-bool ComputeOrderOfMicrobatch(const Instruction& compute, const Trigger& trigger, bool joins_microbatches) {
-  return compute.microbatch != trigger.microbatch && !joins_microbatches;
+bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger) {
+  if (compute.microbatch == trigger.microbatch) return false;
+  const SegmentPhase phase = plan.segments[compute.segment].phase;
+  if (phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss) return true;
+  const auto joins = [&](const ProgramCall& call) {
+    const auto* backward = std::get_if<BackwardCall>(&call);
+    return backward != nullptr && std::ranges::count(backward->microbatches, compute.microbatch) > 0 &&
+           std::ranges::count(backward->microbatches, trigger.microbatch) > 0;
+  };
+  return std::ranges::none_of(plan.strategy.program,
+                              [&](const StepProgram& step) { return std::ranges::any_of(step, joins); });
 }
 
 bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now) {

@@ -31,7 +31,11 @@ class Compute {
 
   std::vector<Run> RunsOf(std::int32_t step) const;
   const StepProgram* ProgramOf(std::int32_t step) const;
-  void CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step);
+  void CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step,
+                  bool cut_alike);
+  bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
+  // Forwards of the same trace, of several micro-batches in a step, run the same.
+  void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
   void CheckStorages(const Segment& segment, const Instruction& compute, Position at);
   void Add(Position at, SegmentId segment, std::string what);
   Life* Of(StorageId storage, std::int32_t microbatch);
@@ -46,7 +50,6 @@ class Compute {
   std::int32_t microbatches_ = 1;
   std::int32_t step_ = 0;  // counted as run
   bool follows_storages_ = true;
-  bool joins_microbatches_ = false;  // a backward of several forwards
 };
 
 }  // namespace shardplan::verifier

@@ -42,12 +42,6 @@ bool GradNotReducedButMoved(const Gradient& gradient) { return gradient.used_up;
 
 bool GradNotReducedButLost(const Gradient& gradient) { return gradient.IsThere(); }
 
-bool GradNotReducedButOverwritten(const Gradient& gradient, bool zeroes) {
-  const bool stepped = std::ranges::count(gradient.stepped, 0) < std::ssize(gradient.stepped) &&
-                       OptimizerStepOfDropped(gradient).empty();
-  return gradient.IsThere() && !(zeroes && stepped);
-}
-
 ReductionFault GradNotReducedRight(const Plan& plan, const Gradient& gradient, CommunicatorId communicator,
                                    bool over_shards) {
   const Unit& unit = plan.units[gradient.unit];

@@ -25,14 +25,6 @@ std::int64_t StepsOfOptimizer(const Strategy& strategy) {
   return most;
 }
 
-bool ZeroesGradients(const Strategy& strategy) {
-  const auto zeroes = [](const StepProgram& step) {
-    return std::ranges::any_of(
-        step, [](const ProgramCall& call) { return std::holds_alternative<ZeroGradCall>(call); });
-  };
-  return strategy.program.empty() || std::ranges::any_of(strategy.program, zeroes);
-}
-
 }  // namespace
 
 Gradients::Gradients(const Plan& plan, const Memory& memory, Words& words)
@@ -40,8 +32,7 @@ Gradients::Gradients(const Plan& plan, const Memory& memory, Words& words)
       memory_(memory),
       words_(words),
       steps_(StepsOfOptimizer(plan.strategy) > 0),
-      may_step_again_(StepsOfOptimizer(plan.strategy) > 1),
-      zeroes_(ZeroesGradients(plan.strategy)) {}
+      may_step_again_(StepsOfOptimizer(plan.strategy) > 1) {}
 
 Gradient& Gradients::At(BufferId buffer) {
   SHARDPLAN_ASSERT(memory_.IsAlive(buffer), "a gradient is in memory");
@@ -209,7 +200,7 @@ void Gradients::Move(const Instruction& instruction, Position at) {
     return Accumulate(target, value, instruction.dst, at);
   }
   if (instruction.kind == InstructionKind::kGradCopyIn && JoinOther(target, value)) return;
-  if (GradNotReducedButOverwritten(target, zeroes_)) words_.Overwritten(target, instruction.dst, at);
+  if (GradNotReducedButLost(target)) words_.Overwritten(target, instruction.dst, at);
   target = std::move(value);
 }
 

@@ -56,8 +56,7 @@ class Gradients {
   Words& words_;
   std::vector<Gradient> values_;  // by memory slot
   bool steps_ = false;            // the user's calls step an optimizer ...
-  bool may_step_again_ = false;   // ... more than once in a step ...
-  bool zeroes_ = false;           // ... and drop its gradients
+  bool may_step_again_ = false;   // ... more than once in a step
 };
 
 }  // namespace shardplan::verifier

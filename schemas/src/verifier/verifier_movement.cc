@@ -23,6 +23,13 @@ bool HaveParameterInCommon(const Buffer& a, const Buffer& b) {
                              [&](std::int32_t p) { return std::ranges::binary_search(b.parameters, p); });
 }
 
+// Both parameters or both gradients, or something else.
+bool HoldAlike(const Buffer& a, const Buffer& b) {
+  const bool have_layout =
+      ArrangementOf(a.role) != Arrangement::kNone && ArrangementOf(b.role) != Arrangement::kNone;
+  return !have_layout || IsParameterRole(a.role) == IsParameterRole(b.role);
+}
+
 }  // namespace
 
 std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view) {
@@ -31,6 +38,7 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
   if (from.unit < 0 || to.unit < 0 || from.unit != to.unit) return {};  // rule reference, or of no unit
   const Unit& unit = plan.units[from.unit];
   if (!HaveParameterInCommon(from, to)) return "have no parameter in common";
+  if (!HoldAlike(from, to)) return "one holds parameters, the other one gradients";
   const Arrangement a = ArrangementOf(from.role);
   const Arrangement b = ArrangementOf(to.role);
   const bool flat = unit.layout == LayoutKind::kFlat;
@@ -87,6 +95,9 @@ bool IsWholeInOrder(const Plan& plan, const Buffer& buffer) {
 
 std::string Arranged(const Plan& plan, const Buffer& shard, const Buffer& all) {
   if (all.unit < 0) return {};
+  if (!HoldAlike(shard, all)) {
+    return fmt::format("of {} and {} one holds parameters, the other one gradients", shard.name, all.name);
+  }
   if (all.role != kOrderCheck && ArrangementOf(shard.role) != Arrangement::kShard && &shard != &all) {
     return fmt::format("{} holds no shard", shard.name);
   }

@@ -77,12 +77,13 @@ bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound);
 // ---- the model's compute: verifier_compute.cc ----
 
 // How many segments two steps with the same calls run alike: all of the longer one, if they do the same.
+// `cut_alike`: the steps pass the same triggers, so that a segment ends here where it ends there.
 std::size_t ComputeOrderOfSteps(const Plan& plan, const std::vector<Run>& earlier,
-                                const std::vector<Run>& later);
+                                const std::vector<Run>& later, bool cut_alike);
 // The segments that no step runs.
 std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
-// A segment runs for another micro-batch than the trigger's.
-bool ComputeOrderOfMicrobatch(const Instruction& compute, const Trigger& trigger, bool joins_microbatches);
+// A segment runs for another micro-batch than the trigger's, and none that the user's backward joins with it.
+bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger);
 // A loss behind the backward of its forward.
 bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now);
 // A segment of a forward runs while the host is in the forward of another unit.
@@ -112,9 +113,6 @@ std::vector<std::int32_t> ReadBeforeWriteOfSum(const Plan& plan, const Gradient&
 bool GradNotReducedButMoved(const Gradient& gradient);
 // A value that has not moved on is freed or overwritten.
 bool GradNotReducedButLost(const Gradient& gradient);
-// ... or overwritten. `zeroes`: the user drops gradients between steps, so that those that the optimizer has
-// stepped with may go.
-bool GradNotReducedButOverwritten(const Gradient& gradient, bool zeroes);
 enum class ReductionFault : std::uint8_t { kHolds, kTwice, kOtherRanks };
 // A gradient is reduced once over the unit's shards and once over its replicas. `over_shards`: which of them
 // this reduction over `communicator` is.

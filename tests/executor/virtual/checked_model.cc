@@ -148,6 +148,7 @@ Status CheckedModel::ShardedGradientsReady(UnitId unit, BufferId buffer) {
 }
 
 Status CheckedModel::ZeroGrad(UnitId unit) {
+  --zero_grads_;
   for (std::size_t u = 0; u < gradients_.size(); ++u) {
     if (unit < 0 || unit == static_cast<UnitId>(u)) gradients_[u].clear();
   }
@@ -184,6 +185,7 @@ void CheckedModel::WalkPlan() {
     auto& segments = order_.emplace_back();
     for (const Trigger& trigger : plan_.steps[of_plan].triggers) {
       for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kZeroGrad) ++zero_grads_;
         if (i.kind == InstructionKind::kCompute) segments.emplace_back(i.segment, i.microbatch);
         if (i.kind == InstructionKind::kOptimizerStep) {
           std::vector<BufferId>& own = optimizers_own_.emplace_back();
@@ -333,6 +335,7 @@ Status CheckedModel::CheckEnd() {
   const bool all_computed = step_ + 1 == expected_.steps() && computed_ == order_[step_].size();
   if (expected_.steps() > 0 && !order_.back().empty() && !all_computed)
     Fail("a segment is missing at the end");
+  if (zero_grads_ > 0) Fail("the user's zero_grad does not happen");
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     if (plan_.buffers[b].role == BufferRole::kGradUnsharded) continue;  // allocated by the model
     if (memory_.IsAlive(static_cast<BufferId>(b)) && alive_at_end_[b] == 0 && !runs_.buffers[b].persistent) {

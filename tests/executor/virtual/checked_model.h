@@ -91,6 +91,7 @@ class CheckedModel final : public executor::Model {
   std::vector<char> alive_at_end_;   // by buffer
   std::int64_t step_ = 0;            // of the latest segment
   std::size_t computed_ = 0;         // segments in it so far
+  std::int64_t zero_grads_ = 0;      // still to come
   std::size_t optimizer_steps_ = 0;  // so far
   std::vector<std::byte> scratch_;   // what the optimizer leaves in its memory
 };

@@ -70,9 +70,6 @@ TEST_F(Rules, SteadyStateWhenGradientsAreNeverZeroed) {
       if (static_cast<int>(spot.step) == step) plan = test::Without(plan, spot);
     }
   }
-  // What the optimizer has stepped with is written over. Who does not drop gradients wants the sum.
-  EXPECT_THAT(Verify(plan), IsEmpty());
-  plan.strategy.program = {{ForwardCall{}, BackwardCall{}, OptimizerStepCall{}}};
   EXPECT_FALSE(Verify(plan).empty());
 }
 
