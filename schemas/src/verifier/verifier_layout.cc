@@ -97,6 +97,21 @@ std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pi
   return Unlike(buffer.parts_bytes, expected);
 }
 
+// An offloaded shard of a parameter with an all-gather extension, on the device, before the extension sees
+// it.
+bool IsCopyOfShard(const Plan& plan, const Buffer& buffer) {
+  const Unit& unit = plan.units[buffer.unit];
+  const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
+  const auto has_extension = [&](std::int32_t p) { return !unit.parameters[p].gathered.empty(); };
+  if (buffer.role != kAllGatherInput || std::ranges::none_of(held, has_extension)) return false;
+  std::vector<std::int64_t> pieces;
+  for (const std::int32_t p : held) {
+    const UnitParameter& parameter = unit.parameters[p];
+    pieces.push_back(PaddedPieceNumel(parameter, ShardCount(plan, unit)) * SizeBytes(parameter.dtype));
+  }
+  return Sizes(buffer.parts_bytes) == pieces;
+}
+
 // Elements of a flat parameter without what is added at its end.
 std::int64_t UnpaddedNumel(const Unit& unit) {
   std::int64_t end = 0;
@@ -252,6 +267,7 @@ std::string LayoutOfParts(const Plan& plan, const Buffer& buffer) {
   const std::int64_t after_forward = SizeOf(plan, unit.post_forward_communicator);
   if (buffer.role == kParamPostForwardShard) return PartsCutInto(plan, buffer, after_forward);
   std::string wrong = PartsCutInto(plan, buffer, ShardCount(plan, unit));
+  if (IsCopyOfShard(plan, buffer)) return {};
   const bool either = buffer.role == kAllGatherInput || buffer.role == kAllGatherOutput;
   if (wrong.empty() || !either || unit.post_forward_communicator < 0) return wrong;
   return PartsCutInto(plan, buffer, after_forward).empty() ? std::string() : wrong;

@@ -16,20 +16,20 @@
 namespace shardplan::test {
 namespace {
 
-constexpr std::uint64_t kSeedsToFind = 3000;  // stops at the first that goes wrong
-constexpr std::uint64_t kSeedsToTrust = 4;
+constexpr std::uint64_t kSeedsToFind = 1500;  // stops at the first that goes wrong
+constexpr std::uint64_t kSeedsToTrust = 3;
 
 struct Sample {
   std::string name;
   std::uint64_t stride = 1;
 };
-const std::vector<Sample> kSamples = {{"knob/fsdp2/reshard_2_bf16", 61},
-                                      {"knob/fsdp2/offload_accumulation", 61},
-                                      {"knob/fsdp2/adamw1", 41},
-                                      {"knob/fsdp1/hybrid_shard1", 61},
-                                      {"golden/fsdp2/no_sync_mixed_precision", 97},
-                                      {"golden/fsdp1/optimizer_in_backward_offload", 41},
-                                      {"golden/fsdp2/extension_fp8", 41}};
+const std::vector<Sample> kSamples = {{"knob/fsdp2/reshard_2_bf16", 151},
+                                      {"knob/fsdp2/offload_accumulation", 151},
+                                      {"knob/fsdp2/adamw1", 89},
+                                      {"knob/fsdp1/hybrid_shard1", 151},
+                                      {"golden/fsdp2/no_sync_mixed_precision", 211},
+                                      {"golden/fsdp1/optimizer_in_backward_offload", 89},
+                                      {"golden/fsdp2/extension_fp8", 89}};
 
 PlanCase CaseOf(const std::string& name) {
   if (name.starts_with("golden/")) return GoldenCase(name);
@@ -54,8 +54,8 @@ TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
         << mutation.what << "\n  verifier: " << judgement.verifier << "\n  run: " << judgement.run << " ("
         << judgement.seeds << " seeds)";
   });
-  EXPECT_GT(verdicts[Verdict::kCaught], 20);
-  EXPECT_GT(verdicts[Verdict::kHarmless], 5);
+  EXPECT_GT(verdicts[Verdict::kCaught], 10);
+  EXPECT_GT(verdicts[Verdict::kHarmless], 3);
 }
 
 INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, testing::ValuesIn(kSamples), [](const auto& info) {
