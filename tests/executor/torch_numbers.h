@@ -14,6 +14,9 @@ class TorchNumbers final : public NumberMemory {
  public:
   explicit TorchNumbers(executor::TorchDevice& device) : device_(device) {}
   bool IsAlive(BufferId buffer) override { return device_.Part(buffer, 0).defined(); }
+  std::size_t SizeOf(BufferId buffer, std::int32_t part) override {
+    return device_.Part(buffer, part).nbytes();
+  }
   Status Enqueue(StreamId stream, NumberWork work) override;
   // Once the device has done all its work.
   void Finish();

@@ -51,7 +51,17 @@ class PlanBuilder {
       unit.replicate_communicator = 1;
     return Add(plan_.units, std::move(unit));
   }
-  // A buffer "<unit>.<role>" that holds all parameters of the unit.
+  // The unit is flat, and each of its ranks has an equal piece.
+  void MakeFlat(UnitId unit) {
+    shardplan::Unit& flat = plan_.units[unit];
+    flat.layout = LayoutKind::kFlat;
+    for (UnitParameter& parameter : flat.parameters) {
+      parameter.flat_offset = flat.flat_numel;
+      flat.flat_numel += parameter.shape[0];
+    }
+  }
+  // A buffer "<unit>.<role>" that holds all parameters of the unit: what modules and optimizers see in a part
+  // for each.
   BufferId Buffer(BufferRole role, UnitId unit, DType dtype = DType::kFloat32) {
     shardplan::Buffer buffer;
     const shardplan::Unit& u = plan_.units[unit];
@@ -59,16 +69,19 @@ class PlanBuilder {
     buffer.role = role;
     buffer.unit = unit;
     buffer.dtype = dtype;
-    std::int64_t elements = 0;
-    for (std::size_t p = 0; p < u.parameters.size(); ++p) {
-      buffer.parameters.push_back(static_cast<std::int32_t>(p));
-      elements += u.parameters[p].shape[0];
-    }
     const bool is_shard = role == BufferRole::kParamSharded || role == BufferRole::kGradSharded ||
                           role == BufferRole::kReduceScatterOutput || role == BufferRole::kAllGatherInput ||
                           role == BufferRole::kOptimizerState || role == BufferRole::kGradHost;
     const std::int64_t shards = plan_.communicators[0].size;
-    buffer.parts_bytes = {Bytes{(is_shard ? elements / shards : elements) * SizeBytes(dtype)}};
+    const bool by_parameter = role == BufferRole::kParamSharded || role == BufferRole::kParamUnsharded ||
+                              role == BufferRole::kGradUnsharded || role == BufferRole::kGradSharded ||
+                              role == BufferRole::kGradHost;
+    for (std::size_t p = 0; p < u.parameters.size(); ++p) {
+      buffer.parameters.push_back(static_cast<std::int32_t>(p));
+      const std::int64_t elements = u.parameters[p].shape[0] / (is_shard ? shards : 1);
+      if (p == 0 || by_parameter) buffer.parts_bytes.push_back({});
+      buffer.parts_bytes.back().value += elements * SizeBytes(dtype);
+    }
     buffer.persistent = role == BufferRole::kParamSharded;
     return Add(plan_.buffers, std::move(buffer));
   }
@@ -103,8 +116,9 @@ class PlanBuilder {
     return *this;
   }
 
-  PlanBuilder& Compute(SegmentId segment, StreamId stream = 0) {
-    return Do({.kind = InstructionKind::kCompute, .stream = stream, .segment = segment});
+  PlanBuilder& Compute(SegmentId segment, StreamId stream = 0, std::int32_t microbatch = 0) {
+    return Do(
+        {.kind = InstructionKind::kCompute, .stream = stream, .segment = segment, .microbatch = microbatch});
   }
   PlanBuilder& Allocate(BufferId dst, StreamId stream) {
     return Do({.kind = InstructionKind::kAllocate, .stream = stream, .dst = dst});

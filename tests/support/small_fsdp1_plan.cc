@@ -67,7 +67,8 @@ class Fsdp1Like {
     const DType low = options_.mixed_precision ? DType::kBFloat16 : DType::kFloat32;
     FlatUnit u;
     u.unit = b_.Unit(fqn);
-    b_.plan().units[u.unit].layout = LayoutKind::kFlat;
+    b_.MakeFlat(u.unit);
+    b_.plan().units[u.unit].param_dtype = low;
     u.shard = b_.Buffer(kParamSharded, u.unit);
     if (options_.mixed_precision || options_.offload) u.low = b_.Buffer(kAllGatherInput, u.unit, low);
     u.unsharded = b_.Buffer(kParamUnsharded, u.unit, low);

@@ -59,20 +59,26 @@ class Fsdp2Like {
   UnitBuffers MakeUnit(const std::string& fqn) {
     const DType low = options_.mixed_precision ? DType::kBFloat16 : DType::kFloat32;
     UnitBuffers u;
-    u.unit = b_.Unit(fqn, options_.parameters);
+    // What the reduce-scatter writes is one piece.
+    u.unit = b_.Unit(fqn, options_.reduce_into_grad ? 1 : options_.parameters);
+    b_.plan().units[u.unit].param_dtype = low;
+    b_.plan().units[u.unit].reduce_dtype = reduce_dtype();
+    if (options_.reshard_to_shards) b_.plan().units[u.unit].post_forward_communicator = 0;
     u.shard = b_.Buffer(kParamSharded, u.unit);
     if (options_.mixed_precision) u.gather_input = b_.Buffer(kAllGatherInput, u.unit, low);
     u.gather_output = b_.Buffer(kAllGatherOutput, u.unit, low);
     u.unsharded = b_.Buffer(kParamUnsharded, u.unit, low);
     u.grad = b_.Buffer(kGradUnsharded, u.unit, low);
-    if (options_.microbatches > 1) u.accumulated = b_.Buffer(kGradUnshardedAccumulated, u.unit);
+    if (options_.microbatches > 1)
+      u.accumulated = b_.Buffer(kGradUnshardedAccumulated, u.unit, reduce_dtype());
     u.scatter_input = b_.Buffer(kReduceScatterInput, u.unit, reduce_dtype());
     if (!options_.reduce_into_grad)
       u.scatter_output = b_.Buffer(kReduceScatterOutput, u.unit, reduce_dtype());
     u.grad_shard = b_.Buffer(kGradSharded, u.unit);
     u.state = b_.Buffer(kOptimizerState, u.unit);
     std::vector<SegmentGrad> grads;
-    for (int p = 0; p < options_.parameters; ++p) grads.push_back({u.unit, p});
+    const auto parameters = static_cast<int>(b_.plan().units[u.unit].parameters.size());
+    for (int p = 0; p < parameters; ++p) grads.push_back({u.unit, p});
     for (int m = 0; m < options_.microbatches; ++m) {
       u.forward.push_back(b_.Forward("forward " + fqn, {u.unit}));
       u.backward.push_back(b_.Backward("backward " + fqn, {u.unit}, grads));
@@ -88,9 +94,9 @@ class Fsdp2Like {
 
   void AddPostForwardShards(UnitBuffers& u, DType low) {
     std::vector<Buffer>& buffers = b_.plan().buffers;
-    const Bytes part{buffers[u.unsharded].parts_bytes[0].value / options_.parameters};
-    buffers[u.unsharded].parts_bytes.assign(options_.parameters, part);
-    for (int p = 0; p < options_.parameters; ++p) {
+    const Bytes part{buffers[u.unsharded].parts_bytes[0].value / options_.shards};
+    const auto parameters = static_cast<int>(b_.plan().units[u.unit].parameters.size());
+    for (int p = 0; p < parameters; ++p) {
       u.post_forward.push_back(b_.Buffer(kParamPostForwardShard, u.unit, low));
       Buffer& shard = buffers[u.post_forward.back()];
       shard.name += ".p" + std::to_string(p);
@@ -155,11 +161,12 @@ class Fsdp2Like {
 
   // Each parameter's shard is copied, then the whole goes.
   void ReshardToShards(UnitBuffers& u) {
-    for (int p = 0; p < options_.parameters; ++p) {
+    const auto parameters = static_cast<int>(u.post_forward.size());
+    for (int p = 0; p < parameters; ++p) {
       const BufferId shard = u.post_forward[p];
       b_.Allocate(shard, kCompute0).Move(kReshardPostForward, u.unsharded, shard, kCompute0);
       if (p == 0) b_.BindSharded(shard);
-      p + 1 < options_.parameters ? b_.FreeParts(u.unsharded, {p}) : b_.Free(u.unsharded);
+      p + 1 < parameters ? b_.FreeParts(u.unsharded, {p}) : b_.Free(u.unsharded);
     }
     b_.Record(u.resharded, kCompute0);
     u.is_unsharded = false;
@@ -172,7 +179,8 @@ class Fsdp2Like {
       b_.At(TriggerKind::kPreForward, u.unit, microbatch);
       Unshard(u);
       WaitForUnshard(u, true);
-      b_.Compute(u.forward[microbatch]).At(TriggerKind::kPostForward, u.unit, microbatch);
+      b_.Compute(u.forward[microbatch], kCompute0, microbatch)
+          .At(TriggerKind::kPostForward, u.unit, microbatch);
       const bool last = &u == &units_.back();
       if (options_.reshard_after_forward && !(last && options_.prefetch)) {
         options_.reshard_to_shards ? ReshardToShards(u) : Reshard(u);
@@ -189,7 +197,8 @@ class Fsdp2Like {
       Unshard(u);
       WaitForUnshard(u, false);
       if (options_.prefetch && i > 0) Unshard(units_[i - 1]);
-      b_.Compute(u.backward[microbatch]).At(TriggerKind::kPostBackward, u.unit, microbatch);
+      b_.Compute(u.backward[microbatch], kCompute0, microbatch)
+          .At(TriggerKind::kPostBackward, u.unit, microbatch);
       Accumulate(u, microbatch);
       Reshard(u);
       if (reduce) Reduce(u);

@@ -51,7 +51,12 @@ void VirtualMachineImpl::Enqueue(std::int64_t rank, StreamId stream, std::span<c
                                  std::function<void()> work) {
   WorkItem item;
   item.debts = ranks_[rank]->TakeDebts(stream, uses);
-  item.work = std::move(work);
+  item.work = [borrowed = ranks_[rank]->Borrow(stream), work = std::move(work)] {
+    if (borrowed != nullptr) {
+      PoisonOnHost(borrowed->data.get(), static_cast<std::int64_t>(borrowed->bytes));
+    }
+    work();
+  };
   Push(rank, stream, std::move(item));
 }
 

@@ -153,6 +153,7 @@ class VirtualRank final : public Device, public Collectives {
   std::span<std::byte> Memory(BufferId buffer, std::int32_t part);
   Place PlaceOf(BufferId buffer, std::int32_t part) const;
   // Of the model's own work on the stream: the pool's debts, and those of the buffers that it uses first.
+  Block* Borrow(StreamId stream) { return stream < 0 ? nullptr : memory_.Borrow(stream); }
   Debts TakeDebts(StreamId stream, std::span<const BufferId> buffers);
 
  private:

@@ -79,6 +79,15 @@ std::shared_ptr<Instance> VirtualMemory::Allocate(const std::vector<Bytes>& part
   return instance;
 }
 
+Block* VirtualMemory::Borrow(StreamId stream) {
+  Pool& pool = pools_[stream];
+  if (pool.unused.empty()) {
+    pool.unused.push_back(NewBlock(largest_bytes_));
+    pool.unused.back()->bytes = largest_bytes_;
+  }
+  return pool.unused[random_(pool.unused.size())];
+}
+
 void VirtualMemory::Release(const Instance& instance) {
   if (instance.stream < 0) return;
   Pool& pool = pools_[instance.stream];

@@ -13,6 +13,9 @@
 // allocated next. A seed hands out the block that was freed last, or any of them; only those that are large
 // enough, or all: then every block has room for the largest part of the plan.
 //
+// What the model allocates and frees itself is handed out like all else, while its compute still waits for
+// its turn: each compute borrows a block of its stream's pool and poisons it when it runs.
+//
 // Host memory (stream -1) is never handed out again: the host's allocators see to that nobody uses it any
 // more.
 #pragma once
@@ -80,6 +83,9 @@ class VirtualMemory {
   void TakeDebts(Instance& instance, Debts& debts);
   // ... of a whole pool, for compute on its stream.
   void AddDebts(StreamId stream, Debts& debts);
+  // A block that compute on the stream takes and gives back before the host goes on. Compute writes to it
+  // when its turn comes, whoever has got it meanwhile.
+  Block* Borrow(StreamId stream);
 
  private:
   struct Pool {

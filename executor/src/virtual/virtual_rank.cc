@@ -65,7 +65,7 @@ Result<CollectiveId> VirtualRank::PrepareCollective(const CollectiveSpec& spec) 
 }
 
 std::span<std::byte> VirtualRank::Memory(BufferId buffer, std::int32_t part) {
-  if (!names_[buffer].instance || !HasNumbers()) return {};
+  if (!names_[buffer].instance || !HasNumbers() || part >= std::ssize(names_[buffer].parts->bytes)) return {};
   return {names_[buffer].parts->bytes[part],
           static_cast<std::size_t>(plan_.buffers[buffer].parts_bytes[part].value)};
 }

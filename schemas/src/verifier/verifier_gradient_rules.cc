@@ -27,6 +27,17 @@ std::vector<std::int32_t> ReadBeforeWriteOfGradient(const Plan& plan, const Grad
   return not_made;
 }
 
+std::vector<std::int32_t> ReadBeforeWriteOfSum(const Plan& plan, const Gradient& into, const Gradient& value,
+                                               BufferRole role) {
+  std::vector<std::int32_t> empty;
+  const bool in_pieces =
+      role == BufferRole::kReduceScatterInput && plan.units[into.unit].layout == LayoutKind::kPerParameter;
+  for (std::int32_t p = 0; in_pieces && p < std::ssize(value.count); ++p) {
+    if (value.count[p] > 0 && into.count[p] == 0) empty.push_back(p);
+  }
+  return empty;
+}
+
 bool GradNotReducedButMoved(const Gradient& gradient) { return gradient.used_up; }
 
 bool GradNotReducedButLost(const Gradient& gradient) { return gradient.IsThere(); }

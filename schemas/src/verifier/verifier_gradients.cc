@@ -1,14 +1,38 @@
 #include "verifier/verifier_gradients.h"
 
 #include <algorithm>
+#include <numeric>
+#include <variant>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/layout.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
 
+namespace {
+
+// How often the user's calls of a step the optimizer, at most; an optimizer in the backward steps by itself.
+std::int64_t StepsOfOptimizer(const Strategy& strategy) {
+  if (strategy.optimizer.kind == OptimizerKind::kNone) return 0;
+  if (strategy.optimizer.in_backward || strategy.program.empty()) return 1;
+  std::int64_t most = 0;
+  for (const StepProgram& step : strategy.program) {
+    most = std::max<std::int64_t>(most, std::ranges::count_if(step, [](const ProgramCall& call) {
+                                    return std::holds_alternative<OptimizerStepCall>(call);
+                                  }));
+  }
+  return most;
+}
+
+}  // namespace
+
 Gradients::Gradients(const Plan& plan, const Memory& memory, Words& words)
-    : plan_(plan), memory_(memory), words_(words) {}
+    : plan_(plan),
+      memory_(memory),
+      words_(words),
+      steps_(StepsOfOptimizer(plan.strategy) > 0),
+      may_step_again_(StepsOfOptimizer(plan.strategy) > 1) {}
 
 Gradient& Gradients::At(BufferId buffer) {
   SHARDPLAN_ASSERT(memory_.IsAlive(buffer), "a gradient is in memory");
@@ -17,11 +41,11 @@ Gradient& Gradients::At(BufferId buffer) {
   return values_[slot];
 }
 
-std::vector<std::int32_t> Gradients::ParametersOf(BufferId buffer, UnitId unit) const {
+std::vector<std::int32_t> Gradients::HeldOf(BufferId buffer, UnitId unit) const {
   const Buffer& b = plan_.buffers[buffer];
-  if (!b.parameters.empty() && b.unit == unit) return b.parameters;
+  if (b.unit >= 0) return b.unit == unit ? ParametersOf(plan_, b) : std::vector<std::int32_t>();
   std::vector<std::int32_t> all(plan_.units[unit].parameters.size());
-  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::int32_t>(i);
+  std::iota(all.begin(), all.end(), 0);
   return all;
 }
 
@@ -39,10 +63,12 @@ void Gradients::Make(const SegmentGrad& grad, BufferId buffer, Position at) {
     value = {};
     value.unit = grad.unit;
     value.count.assign(plan_.units[grad.unit].parameters.size(), 0);
+    value.stepped.assign(value.count.size(), 0);
   }
   SHARDPLAN_ASSERT(grad.parameter < std::ssize(value.count),
                    "CheckTables lets only parameters of the unit through");
   ++value.count[grad.parameter];
+  value.stepped[grad.parameter] = 0;
   if (value.history.empty() || !(value.history.back() == at)) value.history.push_back(at);
 }
 
@@ -50,8 +76,8 @@ void Gradients::Make(const SegmentGrad& grad, BufferId buffer, Position at) {
 // used up.
 Gradient Gradients::Select(Gradient& source, const Instruction& instruction, Position at) {
   if (GradNotReducedButMoved(source)) words_.TakenAgain(source, instruction.src, at);
-  std::vector<std::int32_t> parameters = ParametersOf(instruction.src, source.unit);
-  const std::vector<std::int32_t> held = ParametersOf(instruction.dst, source.unit);
+  std::vector<std::int32_t> parameters = HeldOf(instruction.src, source.unit);
+  const std::vector<std::int32_t> held = HeldOf(instruction.dst, source.unit);
   std::erase_if(parameters, [&](std::int32_t p) { return !std::ranges::binary_search(held, p); });
   for (const std::int32_t p : ReadBeforeWriteOfGradient(plan_, source, parameters)) {
     words_.GradientNotMade(source, p, instruction.src, at);
@@ -91,7 +117,7 @@ bool Gradients::IsForeign(const Gradient& value, const Instruction& instruction)
     return false;
   }
   if (SameGroups(plan_, used, unit.hook_communicator)) return true;
-  for (const std::int32_t p : ParametersOf(instruction.src, value.unit)) {
+  for (const std::int32_t p : HeldOf(instruction.src, value.unit)) {
     for (const ParameterPlacement& placement : unit.parameters[p].placements) {
       if (placement.grad_partial && placement.size == plan_.communicators[used].size) return true;
     }
@@ -148,7 +174,13 @@ void Gradients::Accumulate(Gradient& into, const Gradient& value, BufferId dst, 
   SHARDPLAN_ASSERT(into.count.size() == value.count.size(),
                    "gradients of one unit count the same parameters");
   if (GradDivisionOfSum(into, value)) words_.AddedToDividedUnlike(into, value, dst, at);
-  for (std::size_t p = 0; p < into.count.size(); ++p) into.count[p] += value.count[p];
+  for (const std::int32_t p : ReadBeforeWriteOfSum(plan_, into, value, plan_.buffers[dst].role)) {
+    words_.GradientNotMade(into, p, dst, at);
+  }
+  for (std::size_t p = 0; p < into.count.size(); ++p) {
+    into.count[p] += value.count[p];
+    if (value.count[p] > 0) into.stepped[p] = 0;
+  }
   into.history.push_back(at);
 }
 
@@ -188,7 +220,24 @@ void Gradients::Change(const Instruction& instruction, Position at) {
 void Gradients::Release(BufferId buffer, Position at) {
   if (!IsFinalGradient(plan_.buffers[buffer].role)) return;
   Consume(buffer, at);
-  At(buffer).used_up = true;
+  Gradient& value = At(buffer);
+  if (steps_ && value.IsThere()) {
+    for (const std::int32_t p : OptimizerStepOfDropped(value)) words_.DroppedBeforeStep(value, p, buffer, at);
+  }
+  value.used_up = true;
+}
+
+std::vector<std::int32_t> Gradients::Step(BufferId buffer, std::int32_t parameter, Position at) {
+  Gradient& value = At(buffer);
+  std::vector<std::int32_t> stepped;
+  if (!value.IsThere()) return stepped;
+  for (std::int32_t p = 0; p < std::ssize(value.count); ++p) {
+    if ((parameter >= 0 && p != parameter) || value.count[p] == 0) continue;
+    if (OptimizerStepTwice(value, p) && !may_step_again_) words_.SteppedTwice(value, p, buffer, at);
+    value.stepped[p] = 1;
+    stepped.push_back(p);
+  }
+  return stepped;
 }
 
 void Gradients::Drop(std::int32_t slot, BufferId buffer, Position at) {

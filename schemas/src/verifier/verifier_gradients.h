@@ -29,6 +29,8 @@ class Gradients {
   void Drop(std::int32_t slot, BufferId buffer, Position at);
   // The optimizer reads the gradients in `buffer`.
   void Consume(BufferId buffer, Position at);
+  // ... and steps one parameter with it, or all (-1) that have a gradient: these.
+  std::vector<std::int32_t> Step(BufferId buffer, std::int32_t parameter, Position at);
   // At an optimizer step of `unit` (-1: all): gradients of it that are still on their way.
   void CheckNoneUnreduced(UnitId unit, Position at);
 
@@ -39,7 +41,8 @@ class Gradients {
 
  private:
   Gradient& At(BufferId buffer);
-  std::vector<std::int32_t> ParametersOf(BufferId buffer, UnitId unit) const;
+  // The parameters of `unit` that the buffer holds: all, where it is of no unit.
+  std::vector<std::int32_t> HeldOf(BufferId buffer, UnitId unit) const;
   bool IsForeign(const Gradient& value, const Instruction& instruction) const;
   void Reduce(Gradient& value, const Instruction& instruction, Position at);
   Gradient Select(Gradient& source, const Instruction& instruction, Position at);
@@ -52,6 +55,8 @@ class Gradients {
   const Memory& memory_;
   Words& words_;
   std::vector<Gradient> values_;  // by memory slot
+  bool steps_ = false;            // the user's calls step an optimizer ...
+  bool may_step_again_ = false;   // ... more than once in a step
 };
 
 }  // namespace shardplan::verifier

@@ -1,6 +1,7 @@
 #include "verifier/verifier_interpreter.h"
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "verifier/verifier_layout.h"
 #include "verifier/verifier_references.h"
 #include "verifier/verifier_rules.h"
 
@@ -13,6 +14,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       clocks_(static_cast<std::int32_t>(plan.streams.size()), static_cast<std::int32_t>(plan.events.size())),
       memory_(plan, clocks_, words_),
       gradients_(plan, memory_, words_),
+      compute_(plan, reporter),
       grad_buffers_(plan),
       bound_(plan.units.size(), -1),
       bound_at_(plan.units.size()),
@@ -22,9 +24,13 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       needs_binding_(plan.units.size(), false) {
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
     const Buffer& buffer = plan.buffers[i];
-    if (buffer.unit < 0) continue;
     const BufferId id = static_cast<BufferId>(i);
-    if (buffer.role == BufferRole::kParamSharded) unit_shards_[buffer.unit].push_back(id);
+    if (buffer.role == BufferRole::kOptimizerTemp) temporaries_.push_back(id);
+    if (buffer.unit < 0) continue;
+    if (buffer.role == BufferRole::kParamSharded) {
+      unit_shards_[buffer.unit].push_back(id);
+      if (buffer.persistent) memory_.SetCut(id, plan.units[buffer.unit].shard_communicator);
+    }
     if (buffer.role == BufferRole::kOptimizerState) unit_states_[buffer.unit].push_back(id);
     if (IsFinalGradient(buffer.role)) unit_grads_[buffer.unit].push_back(id);
     if (buffer.role == BufferRole::kParamUnsharded) needs_binding_[buffer.unit] = true;
@@ -39,16 +45,25 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       }
     }
   }
+  CheckBuffers(plan, reporter);
+  compute_.CheckSteps();
+  for (const BufferId own : OptimizerStepOfNothing(plan)) words_.NeverAllocated(own);
 }
 
 void Interpreter::RunStep(std::int32_t step) {
   memory_.BeginStep();
+  compute_.BeginStep();
   const std::vector<Trigger>& triggers = plan_.steps[step].triggers;
   for (std::size_t t = 0; t < triggers.size(); ++t) {
     const std::vector<Instruction>& instructions = triggers[t].instructions;
+    compute_.Pass(triggers[t]);
     for (std::size_t k = 0; k < instructions.size(); ++k) {
       const Position at = {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)};
-      if (CheckInstruction(plan_, instructions[k], at, reporter_)) Run(instructions[k], at);
+      const Instruction& i = instructions[k];
+      if (!CheckInstruction(plan_, i, at, reporter_)) continue;
+      if (i.kind == InstructionKind::kCompute) compute_.Pass(i, triggers[t], at);
+      CheckMovement(plan_, i, IsView(i), at, reporter_);
+      Run(i, at);
     }
   }
 }
@@ -105,7 +120,10 @@ void Interpreter::ReadParameters(UnitId unit, const Work& work) {
     return;
   }
   if (UseBeforeUnshard(bound_, unit)) return words_.ReadWhileSharded(unit, bound_at_[unit], work.at);
-  memory_.Read(bound_[unit], work, Content::kEverything, Rule::kUseBeforeUnshard);
+  const bool readable = memory_.Read(bound_[unit], work, Content::kEverything, Rule::kUseBeforeUnshard);
+  if (readable && WrongValueOfBound(plan_, unit, bound_[unit])) {
+    words_.ReadsOtherThanParameters(unit, bound_[unit], bound_at_[unit], work.at);
+  }
 }
 
 void Interpreter::RunCompute(const Instruction& i, Position at) {
@@ -131,13 +149,9 @@ void Interpreter::Bind(const Instruction& i, Position at) {
   const bool unsharded = i.kind == InstructionKind::kBindUnsharded;
   bound_[unit] = unsharded ? i.src : -1;
   bound_at_[unit] = at;
-  // Binding is the host's: it needs the memory to be there and the unsharding to be issued, not finished.
-  // That the work is finished matters to the stream that computes, and is checked there.
-  if (!memory_.IsAlive(i.src)) {
-    memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
-  } else if (unsharded && UseBeforeUnshardOfBound(memory_.Of(i.src))) {
-    words_.BoundBeforeUnshard(unit, i.src, memory_.Of(i.src).allocated, at);
-  }
+  // Binding is the host's: it needs the memory to be there. What has to be in it, and to be finished, is a
+  // matter of the stream that computes, and is checked there.
+  if (!memory_.IsAlive(i.src)) memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
 }
 
 void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
@@ -154,12 +168,42 @@ void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
   if (memory_.Free(buffer, safe_after, at)) gradients_.Drop(slot, buffer, at);
 }
 
+bool Interpreter::IsView(const Instruction& i) const {
+  return i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) &&
+         MakesView(plan_, i, memory_.IsAlive(i.dst));
+}
+
+// Which ranks have the other pieces of what an instruction of unshard or reshard moves.
+void Interpreter::CutPieces(const Instruction& i, Position at) {
+  if (!IsParameterRole(plan_.buffers[i.src].role) || !memory_.IsAlive(i.src) || !memory_.IsAlive(i.dst))
+    return;
+  const CommunicatorId cut = memory_.Of(i.src).cut_over;
+  switch (i.kind) {
+    case InstructionKind::kAllGather:
+      if (WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator))
+        words_.GatheredOverOthers(i.src, cut, at);
+      return memory_.SetCut(i.dst, i.communicator);
+    case InstructionKind::kReshardPostForward:
+      return memory_.SetCut(i.dst, plan_.units[plan_.buffers[i.dst].unit].post_forward_communicator);
+    default: {
+      const Allocation& into = memory_.Of(i.dst);
+      const bool mixes = !into.filled_parameters.empty() && into.cut_over != cut;
+      const bool says_others =
+          i.communicator >= 0 && WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator);
+      if (mixes && into.cut_over >= 0) words_.GatheredOverOthers(i.dst, into.cut_over, at);
+      if (says_others) words_.GatheredOverOthers(i.src, cut, at);
+      return memory_.SetCut(i.dst, cut);
+    }
+  }
+}
+
 void Interpreter::RunUnshard(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   const bool in_place = i.kind == InstructionKind::kAllGather && i.src == i.dst;
   const BufferId other = i.kind == InstructionKind::kAllGather ? -1 : i.dst;
   memory_.Read(i.src, work, in_place ? Content::kOwnSlot : Content::kEverything, Rule::kReadBeforeWrite,
                other);
+  CutPieces(i, at);
   if (!memory_.Write(i.dst, work)) return;
   const bool slot_only = i.kind == InstructionKind::kCopyIn &&
                          plan_.buffers[i.dst].role != BufferRole::kAllGatherInput &&
@@ -170,8 +214,7 @@ void Interpreter::RunUnshard(const Instruction& i, Position at) {
 
 void Interpreter::RunGradient(const Instruction& i, Position at) {
   // A cast to the same dtype with no memory of its own is a view: a second name, no work.
-  if (i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) &&
-      MakesView(plan_, i, memory_.IsAlive(i.dst))) {
+  if (IsView(i)) {
     memory_.MakeAlias(i.dst, i.src);
     return;
   }
@@ -194,6 +237,7 @@ void Interpreter::RunGradient(const Instruction& i, Position at) {
 void Interpreter::RunCopy(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   const bool readable = memory_.Read(i.src, work);
+  CutPieces(i, at);
   if (!memory_.Write(i.dst, work)) return;
   memory_.SetContent(i.dst, Content::kEverything);
   if (readable) gradients_.Move(i, at);
@@ -212,35 +256,6 @@ void Interpreter::RunOrder(const Instruction& i, Position at) {
   }
   if (host && Deadlock(clocks_, i.event)) words_.HostWaitsForever(i.event, clocks_.StuckAt(i.event), at);
   clocks_.Wait(host ? clocks_.host() : i.stream, i.event);
-}
-
-void Interpreter::RunOptimizer(const Instruction& i, Position at) {
-  const Work work = Issue(i, at);
-  gradients_.CheckNoneUnreduced(i.unit, at);
-  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
-    if (i.unit >= 0 && i.unit != static_cast<UnitId>(u)) continue;
-    bool has_grad = false;
-    for (const BufferId grad : unit_grads_[u]) {
-      // A persistent host gradient is alive between steps too; it counts while it holds a gradient.
-      if (!memory_.IsAlive(grad)) continue;
-      if (plan_.buffers[grad].persistent && gradients_.Contributions(grad).empty()) continue;
-      // Offloaded: the gradient on the device has moved on to the host and waits to be dropped.
-      if (gradients_.IsUsedUp(grad)) continue;
-      has_grad = true;
-      memory_.Read(grad, work);
-      gradients_.Consume(grad, at);
-    }
-    if (!has_grad) continue;  // frozen, or not used in this step
-    for (const std::vector<BufferId>* updated : {&unit_shards_[u], &unit_states_[u]}) {
-      for (const BufferId buffer : *updated) {
-        if (!memory_.IsAlive(buffer)) continue;
-        // States are made by the first step: allocated, then filled here.
-        if (memory_.ContentOf(buffer) == Content::kEverything) memory_.Read(buffer, work);
-        memory_.Write(buffer, work);
-        memory_.SetContent(buffer, Content::kEverything);
-      }
-    }
-  }
 }
 
 void Interpreter::RunZeroGrad(const Instruction& i, Position at) {
@@ -268,11 +283,14 @@ Snapshot Interpreter::TakeSnapshot() const {
 
 bool Interpreter::CheckBuffer(BufferId buffer, const BufferState& before, const BufferState& after,
                               std::int32_t first_step) {
-  const bool used = after.alive && memory_.Of(buffer).used_step >= first_step;
+  // Temporaries that outlive a step are forgotten ones, whoever steps beside them.
+  const bool used = after.alive && memory_.Of(buffer).used_step >= first_step &&
+                    plan_.buffers[buffer].role != BufferRole::kOptimizerTemp;
   switch (Leak(before, after, plan_.buffers[buffer].persistent, used)) {
     case LeakFault::kHolds:
       break;
     case LeakFault::kNotFreed:
+      leaves_over_ = true;
       words_.NotFreed(buffer, memory_.Of(buffer).allocated);
       return false;
     case LeakFault::kNotUsed:

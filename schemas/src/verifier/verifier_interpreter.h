@@ -7,6 +7,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "verifier/verifier_clocks.h"
+#include "verifier/verifier_compute.h"
 #include "verifier/verifier_grad_buffers.h"
 #include "verifier/verifier_gradients.h"
 #include "verifier/verifier_memory.h"
@@ -24,6 +25,8 @@ class Interpreter {
   Snapshot TakeSnapshot() const;
   // Reports leaks and other differences between the beginning of the cycle of steps that repeats and now.
   // True if there is none.
+  // What a cycle leaves over, it leaves over each time, whatever came before.
+  bool LeavesOver() const { return leaves_over_; }
   bool CheckCycle(const Snapshot& before, std::int32_t steps_in_cycle);
 
  private:
@@ -34,6 +37,11 @@ class Interpreter {
   void RunCopy(const Instruction& i, Position at);
   void RunOrder(const Instruction& i, Position at);
   void RunOptimizer(const Instruction& i, Position at);
+  bool StepUnit(UnitId unit, const Instruction& i, const Work& work);
+  void UseOwnMemory(const Instruction& i, const std::vector<UnitId>& stepped, const Work& work);
+  void UseStates(UnitId unit, const Work& work);
+  void CutPieces(const Instruction& i, Position at);
+  bool IsView(const Instruction& i) const;
   void RunZeroGrad(const Instruction& i, Position at);
   void Bind(const Instruction& i, Position at);
   void Free(BufferId buffer, const std::vector<std::int32_t>& parts, const std::vector<StreamId>& safe_after,
@@ -53,12 +61,15 @@ class Interpreter {
   Clocks clocks_;
   Memory memory_;
   Gradients gradients_;
+  Compute compute_;
   GradBuffers grad_buffers_;
   std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded
   std::vector<Position> bound_at_;
   // By unit: its param_sharded, optimizer_state and final gradient buffers.
   std::vector<std::vector<BufferId>> unit_shards_, unit_states_, unit_grads_;
-  std::vector<char> needs_binding_;  // by unit: its segments read an unsharded buffer, not the shard itself
+  bool leaves_over_ = false;
+  std::vector<BufferId> temporaries_;  // the optimizer's
+  std::vector<char> needs_binding_;    // by unit: its segments read an unsharded buffer, not the shard itself
 };
 
 }  // namespace shardplan::verifier

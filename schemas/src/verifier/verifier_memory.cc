@@ -36,6 +36,7 @@ std::int32_t Memory::NewSlot() {
   memory.allocated = {};
   memory.content = Content::kNothing;
   memory.filled_parameters.clear();
+  memory.cut_over = -1;
   memory.debt_settled = true;
   memory.freed_parts.clear();
   memory.used_step = -1;

@@ -49,6 +49,7 @@ class Memory {
   }
   Content ContentOf(BufferId buffer) const { return Of(buffer).content; }
   void SetContent(BufferId buffer, Content content) { At(buffer).content = content; }
+  void SetCut(BufferId buffer, CommunicatorId over) { At(buffer).cut_over = over; }
   // A copy from `source` was written to the buffer: it has this content as soon as such copies have brought
   // all of its parameters.
   void FillFrom(BufferId source, BufferId buffer, Content content);

@@ -120,6 +120,7 @@ class InstructionCheck {
     }
     CheckParts();
     CheckDivisor();
+    CheckPool();
     const bool has_parameter =
         i_.unit >= 0 && Names(plan_.units, i_.unit) && Names(plan_.units[i_.unit].parameters, i_.parameter);
     if (i_.parameter != -1 && !has_parameter) Fail(fmt::format("parameter {} does not exist", i_.parameter));
@@ -140,6 +141,12 @@ class InstructionCheck {
         return Fail(fmt::format("part {} does not exist", i_.parts[k]));
       if (k > 0 && i_.parts[k] <= i_.parts[k - 1]) return Fail("parts are not ascending");
     }
+  }
+
+  void CheckPool() {
+    if (i_.kind != InstructionKind::kAllocate || i_.stream >= 0 || !Names(plan_.buffers, i_.dst)) return;
+    const Buffer& buffer = plan_.buffers[i_.dst];
+    if (buffer.memory == MemoryKind::kDevice) Fail(fmt::format("{} is allocated on no stream", buffer.name));
   }
 
   void CheckDivisor() {

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/layout.h"
+#include "verifier/verifier_layout.h"
+
 namespace shardplan::verifier {
 
 bool UseUnallocated(const Lifetime& buffer, std::int32_t step) {
@@ -71,7 +74,19 @@ std::vector<Debt> FreeBeforeLastUse(const std::vector<Debt>& pool, const Work& f
 
 bool UseBeforeUnshard(const std::vector<BufferId>& bound, UnitId unit) { return bound[unit] < 0; }
 
-bool UseBeforeUnshardOfBound(const Allocation& memory) { return memory.content != Content::kEverything; }
+bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, CommunicatorId gathers) {
+  return IsLong(plan, gathers) && !SameGroups(plan, memory.cut_over, gathers);
+}
+
+bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound) {
+  const Buffer& buffer = plan.buffers[bound];
+  if (buffer.unit != unit) return true;
+  const Unit& of = plan.units[unit];
+  if (!buffer.parameters.empty() && buffer.parameters.size() < of.parameters.size()) return true;
+  const bool one_after_the_other = of.layout == LayoutKind::kFlat && buffer.role != BufferRole::kParamSharded;
+  return ArrangementOf(buffer.role) != Arrangement::kWhole && !one_after_the_other &&
+         ShardCount(plan, of) > 1;
+}
 
 bool WaitBeforeRecord(const Clocks& clocks, EventId event) { return !clocks.IsRecorded(event); }
 

@@ -48,8 +48,6 @@ std::vector<Debt> FreeBeforeLastUse(const std::vector<Debt>& pool, const Work& f
 // A segment reads the parameters of a unit whose parameters are the shard. Whether those of an unsharded one
 // are written and visible is ReadBeforeWrite of the buffer that they are views of.
 bool UseBeforeUnshard(const std::vector<BufferId>& bound, UnitId unit);
-// The parameters become views of an unsharded buffer that does not hold everything.
-bool UseBeforeUnshardOfBound(const Allocation& memory);
 
 // ---- what is waited for ----
 
@@ -69,12 +67,48 @@ SteadyFault SteadyState(const BufferState& before, const BufferState& after);
 // The units whose parameters are views of something else.
 std::vector<UnitId> SteadyStateOfUnits(const Snapshot& before, const Snapshot& after);
 
+// ---- what is read: pieces of parameters ----
+
+// The pieces in `memory` are cut over other ranks than those that gather them.
+bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, CommunicatorId gathers);
+// The buffer that a unit's parameters are views of does not hold all of them, whole.
+bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound);
+
+// ---- the model's compute: verifier_compute.cc ----
+
+// How many segments two steps with the same calls run alike: all of the longer one, if they do the same.
+// `cut_alike`: the steps pass the same triggers, so that a segment ends here where it ends there.
+std::size_t ComputeOrderOfSteps(const Plan& plan, const std::vector<Run>& earlier,
+                                const std::vector<Run>& later, bool cut_alike);
+// The segments that no step runs.
+std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
+// A segment runs for another micro-batch than the trigger's, and none that the user's backward joins with it.
+bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger);
+// A loss behind the backward of its forward.
+bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now);
+// A segment of a forward runs while the host is in the forward of another unit.
+bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered);
+
+// ---- the optimizer: verifier_optimizer.cc ----
+
+// The parameters whose reduced gradient goes before the optimizer has stepped them with it.
+std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient);
+// A parameter is stepped with a gradient that it was stepped with before.
+bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter);
+// The optimizer has buffers of its own for the step, and none of them is alive. `alive`: of each.
+bool OptimizerStepWithoutMemory(const std::vector<char>& alive);
+// The buffers of the optimizer that nothing allocates.
+std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan);
+
 // ---- gradients: verifier_gradient_rules.cc ----
 
 // The parameters that the optimizer or a reduction takes of a unit's gradient and that no segment has made.
 std::vector<std::int32_t> ReadBeforeWriteOfGradient(const Plan& plan, const Gradient& gradient,
                                                     const std::vector<std::int32_t>& parameters);
 
+// The parameters whose gradient is added to a part of a reduction's input that nothing has filled.
+std::vector<std::int32_t> ReadBeforeWriteOfSum(const Plan& plan, const Gradient& into, const Gradient& value,
+                                               BufferRole role);
 // A value that has moved on is used again: added to, taken, reduced or scaled.
 bool GradNotReducedButMoved(const Gradient& gradient);
 // A value that has not moved on is freed or overwritten.

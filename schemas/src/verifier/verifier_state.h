@@ -49,6 +49,7 @@ struct Allocation {
   Position allocated;
   Content content = Content::kNothing;
   std::vector<std::int32_t> filled_parameters;  // while it holds nothing: what copies have brought
+  CommunicatorId cut_over = -1;  // the ranks that have the other pieces of the parameters in it; -1: none
   bool debt_settled = true;
   std::vector<std::int32_t> freed_parts;
   Position freed_parts_at;  // the latest free of parts
@@ -69,6 +70,7 @@ struct Lifetime {
 struct Gradient {
   UnitId unit = -1;                 // -1: none
   std::vector<std::int32_t> count;  // per parameter of the unit: gradients of how many segments are summed
+  std::vector<char> stepped;        // ... whether the optimizer has stepped it with this sum
   bool used_up = false;             // it has moved on
   bool sharded = false;             // reduce-scattered
   bool replicated = false;          // all-reduced over the replicas
@@ -77,6 +79,13 @@ struct Gradient {
   std::vector<Position> history;
 
   bool IsThere() const { return unit >= 0 && !used_up; }
+};
+
+// A segment of a micro-batch, where a step runs it.
+struct Run {
+  SegmentId segment = -1;
+  std::int32_t microbatch = 0;
+  Position at;
 };
 
 // What of a buffer must be the same before and after the steps that repeat.

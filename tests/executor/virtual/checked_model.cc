@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "executor/src/replay/host_kernels.h"
+#include "shardplan/schemas/alive_buffers.h"
 
 namespace shardplan::test {
 
@@ -18,9 +19,10 @@ bool IsOptimizersOwn(const Buffer& buffer) {
 }  // namespace
 
 CheckedModel::CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank,
-                           Findings& findings)
+                           Findings& findings, const Plan* runs)
     : expected_(expected),
       plan_(expected.plan()),
+      runs_(runs != nullptr ? *runs : plan_),
       memory_(memory),
       rank_(rank),
       findings_(findings),
@@ -34,6 +36,7 @@ CheckedModel::CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::
     versions_[u].resize(plan_.units[u].parameters.size());
     made_[u].resize(plan_.units[u].parameters.size());
   }
+  WalkPlan();
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
     if (buffer.role == BufferRole::kParamSharded) shard_of_[buffer.unit] = static_cast<BufferId>(b);
@@ -145,6 +148,7 @@ Status CheckedModel::ShardedGradientsReady(UnitId unit, BufferId buffer) {
 }
 
 Status CheckedModel::ZeroGrad(UnitId unit) {
+  --zero_grads_;
   for (std::size_t u = 0; u < gradients_.size(); ++u) {
     if (unit < 0 || unit == static_cast<UnitId>(u)) gradients_[u].clear();
   }
@@ -162,7 +166,7 @@ void CheckedModel::AddReads(UnitId unit, BufferId id, std::vector<Piece>& pieces
     const std::span<const std::byte> whole = expected_.Parameter(unit, index, rank_, version, dtype);
     const std::int64_t offset = flat ? parameter.flat_offset * SizeBytes(dtype) : 0;
     // An extension that packs several elements into one has no numbers that could be compared.
-    if (!flat && buffer.parts_bytes[p].value < std::ssize(whole)) continue;
+    if (!parameter.gathered.empty() && buffer.parts_bytes[p].value < std::ssize(whole)) continue;
     pieces.push_back({.at = {id, flat ? 0 : index, offset},
                       .expected = whole,
                       .dtype = dtype,
@@ -172,8 +176,53 @@ void CheckedModel::AddReads(UnitId unit, BufferId id, std::vector<Piece>& pieces
   }
 }
 
+void CheckedModel::WalkPlan() {
+  AliveBuffers alive(plan_);
+  const auto steps = std::ssize(plan_.steps);
+  for (std::int64_t step = 0; step < expected_.steps(); ++step) {
+    const auto of_plan =
+        step < steps ? step : plan_.steady_step + (step - steps) % (steps - plan_.steady_step);
+    auto& segments = order_.emplace_back();
+    for (const Trigger& trigger : plan_.steps[of_plan].triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kZeroGrad) ++zero_grads_;
+        if (i.kind == InstructionKind::kCompute) segments.emplace_back(i.segment, i.microbatch);
+        if (i.kind == InstructionKind::kOptimizerStep) {
+          std::vector<BufferId>& own = optimizers_own_.emplace_back();
+          for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+            const auto id = static_cast<BufferId>(b);
+            if (IsOptimizersOwn(plan_.buffers[b]) && alive.IsAlive(id)) own.push_back(id);
+          }
+        }
+        alive.Pass(i);
+      }
+    }
+  }
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    alive_at_end_.push_back(alive.IsAlive(static_cast<BufferId>(b)) ? 1 : 0);
+  }
+}
+
+// The model runs its own segments, all of them, in its own order: what the plan says is what it expects.
+void CheckedModel::CheckOrder(const executor::ComputeCall& call) {
+  while (step_ < call.step) {
+    if (computed_ < order_[step_].size()) Fail(fmt::format("a segment is missing in step {}", step_));
+    ++step_;
+    computed_ = 0;
+  }
+  const auto& order = order_[step_];
+  const std::pair found(call.segment, call.microbatch);
+  if (computed_ < order.size() && order[computed_] == found) {
+    ++computed_;
+    return;
+  }
+  Fail(fmt::format("{} of micro-batch {} runs out of the model's order", plan_.segments[call.segment].name,
+                   call.microbatch));
+}
+
 Status CheckedModel::Compute(const executor::ComputeCall& call) {
   const Segment& segment = plan_.segments[call.segment];
+  CheckOrder(call);
   Work work;
   for (const UnitId unit : segment.reads) {
     if (bound_[unit] < 0) {
@@ -246,14 +295,21 @@ void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, Work& work
 }
 
 // The optimizer's own memory is overwritten, so that whoever shares it by mistake notices.
-void CheckedModel::AddScratch(UnitId only_unit, Work& work) const {
+void CheckedModel::AddScratch(UnitId only_unit, Work& work) {
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
     const auto id = static_cast<BufferId>(b);
     const bool of_other = only_unit >= 0 && buffer.unit >= 0 && buffer.unit != only_unit;
-    if (!IsOptimizersOwn(buffer) || of_other || !memory_.IsAlive(id)) continue;
+    if (!IsOptimizersOwn(buffer) || of_other) continue;
+    if (!memory_.IsAlive(id)) {
+      const bool needed = optimizer_steps_ < optimizers_own_.size() &&
+                          std::ranges::count(optimizers_own_[optimizer_steps_], id) > 0;
+      if (needed) Fail(fmt::format("the optimizer steps without {}", buffer.name));
+      continue;
+    }
     for (std::size_t part = 0; part < buffer.parts_bytes.size(); ++part) {
-      const auto bytes = static_cast<std::size_t>(buffer.parts_bytes[part].value);
+      const auto bytes = std::min(static_cast<std::size_t>(buffer.parts_bytes[part].value),
+                                  memory_.SizeOf(id, static_cast<std::int32_t>(part)));
       work.writes.push_back({{id, static_cast<std::int32_t>(part), 0}, std::span(scratch_).first(bytes)});
     }
   }
@@ -270,11 +326,22 @@ Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter
     }
   }
   AddScratch(only_unit, work);
+  ++optimizer_steps_;
   return Enqueue(stream, std::move(work), "optimizer step");
 }
 
 Status CheckedModel::CheckEnd() {
   Work work;
+  const bool all_computed = step_ + 1 == expected_.steps() && computed_ == order_[step_].size();
+  if (expected_.steps() > 0 && !order_.back().empty() && !all_computed)
+    Fail("a segment is missing at the end");
+  if (zero_grads_ > 0) Fail("the user's zero_grad does not happen");
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    if (plan_.buffers[b].role == BufferRole::kGradUnsharded) continue;  // allocated by the model
+    if (memory_.IsAlive(static_cast<BufferId>(b)) && alive_at_end_[b] == 0 && !runs_.buffers[b].persistent) {
+      Fail(fmt::format("{} is left over at the end", plan_.buffers[b].name));
+    }
+  }
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     const auto unit = static_cast<UnitId>(u);
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {

@@ -1,7 +1,8 @@
 // A model of one rank that checks every number it meets against ExpectedValues, on any backend.
 //
 // A segment compares all unsharded parameters of the units that it reads with what the last optimizer step
-// gave, and makes its gradients; an optimizer step compares the reduced gradients and the shards, and steps
+// gave, and makes its gradients; the segments come in the order of the model, which the plan of
+// ExpectedValues has; an optimizer step compares the reduced gradients and the shards, and steps
 // the shards. What nobody wrote, wrote too late or overwrote too early is not equal.
 #pragma once
 
@@ -25,7 +26,9 @@ struct Findings {
 class CheckedModel final : public executor::Model {
  public:
   // All outlive the model.
-  CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings);
+  // `runs`: the plan that is run, where it is another version of the one of ExpectedValues.
+  CheckedModel(ExpectedValues& expected, NumberMemory& memory, std::int64_t rank, Findings& findings,
+               const Plan* runs = nullptr);
 
   // Writes the initial shards; once, after the replayer is made.
   Status SetInitialShards();
@@ -57,11 +60,13 @@ class CheckedModel final : public executor::Model {
   };
 
   DType DTypeOf(const Buffer& buffer, std::int32_t parameter) const;
+  void WalkPlan();
+  void CheckOrder(const executor::ComputeCall& call);
   void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
   Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
   void StepParameter(UnitId unit, std::int32_t parameter, Work& work);
   void AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks);
-  void AddScratch(UnitId only_unit, Work& work) const;
+  void AddScratch(UnitId only_unit, Work& work);
   Status Enqueue(StreamId stream, Work work, const std::string& where);
   void Check(const Piece& piece, const std::byte* found, const std::string& where);
   void Fail(std::string message);
@@ -69,6 +74,7 @@ class CheckedModel final : public executor::Model {
 
   ExpectedValues& expected_;
   const Plan& plan_;
+  const Plan& runs_;
   NumberMemory& memory_;
   const std::int64_t rank_;
   Findings& findings_;
@@ -78,7 +84,16 @@ class CheckedModel final : public executor::Model {
   std::vector<std::vector<std::int64_t>> versions_;               // by unit and parameter, in host order
   std::vector<std::vector<std::int64_t>> made_;                   // gradients, likewise
   std::vector<std::set<std::pair<std::int32_t, UnitId>>> reads_;  // by step
-  std::vector<std::byte> scratch_;                                // what the optimizer leaves in its memory
+  // Of the plan of ExpectedValues: by step as run its segments and micro-batches, and by optimizer step the
+  // optimizer's own memory.
+  std::vector<std::vector<std::pair<SegmentId, std::int32_t>>> order_;
+  std::vector<std::vector<BufferId>> optimizers_own_;
+  std::vector<char> alive_at_end_;   // by buffer
+  std::int64_t step_ = 0;            // of the latest segment
+  std::size_t computed_ = 0;         // segments in it so far
+  std::int64_t zero_grads_ = 0;      // still to come
+  std::size_t optimizer_steps_ = 0;  // so far
+  std::vector<std::byte> scratch_;   // what the optimizer leaves in its memory
 };
 
 }  // namespace shardplan::test

@@ -23,8 +23,8 @@ Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t se
   std::vector<executor::Replayer*> pointers;
   for (std::int64_t rank = 0; rank < plan.world_size; ++rank) {
     memories.push_back(std::make_unique<VirtualNumbers>(*machine, rank));
-    models.push_back(std::make_unique<CheckedModel>(expected, *memories.back(), rank, findings));
     const Plan& own = last_rank_plan != nullptr && rank + 1 == plan.world_size ? *last_rank_plan : plan;
+    models.push_back(std::make_unique<CheckedModel>(expected, *memories.back(), rank, findings, &own));
     auto replayer = executor::Replayer::Create(own, rank, machine->device(rank), machine->collectives(rank),
                                                models.back().get());
     if (!replayer) {

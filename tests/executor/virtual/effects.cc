@@ -16,6 +16,14 @@ bool MovesParameters(const Instruction& i) {
   return i.kind == kCopyIn || i.kind == kAllGather || i.kind == kCopyOut || i.kind == kCopyToDevice;
 }
 
+// What the ranks of fsdp1 compare: counts and indices that the model does not look at.
+bool IsOrderCheck(const Plan& plan, const Instruction& i) {
+  const auto is_one = [&](BufferId id) {
+    return id >= 0 && plan.buffers[id].role == BufferRole::kOrderCheck;
+  };
+  return is_one(i.src) || is_one(i.dst);
+}
+
 bool IsAloneInPlace(const Plan& plan, const Instruction& i) {
   using enum InstructionKind;
   const bool collective = i.kind == kAllGather || i.kind == kReduceScatter || i.kind == kAllReduce;
@@ -87,7 +95,8 @@ Plan WithoutIdleWork(Plan plan, bool unread_moves) {
         for (std::size_t i = 0; i < instructions.size(); ++i) {
           const Place place = {s, t, i};
           const bool unread = unread_moves && MovesParameters(instructions[i]) && !readers.AnyReads(place);
-          if (unread || IsAloneInPlace(plan, instructions[i])) idle.insert(place);
+          if (unread || IsAloneInPlace(plan, instructions[i]) || IsOrderCheck(plan, instructions[i]))
+            idle.insert(place);
         }
       }
     }

@@ -33,12 +33,18 @@ std::map<Rule, int> Broken(const std::vector<Violation>& violations) {
   return broken;
 }
 
+bool IsAboutTheDocument(Rule rule) { return rule == Rule::kReference || rule == Rule::kLayout; }
+
 std::optional<Violation> FirstNew(const std::vector<Violation>& before, const std::vector<Violation>& after) {
+  // What the document contradicts itself in has consequences that say less.
   std::map<Rule, int> known = Broken(before);
+  std::optional<Violation> first;
   for (const Violation& violation : after) {
-    if (--known[violation.rule] < 0) return violation;
+    if (--known[violation.rule] >= 0) continue;
+    if (IsAboutTheDocument(violation.rule)) return violation;
+    if (!first) first = violation;
   }
-  return std::nullopt;
+  return first;
 }
 
 // What the verifier says to the mutated plan (of the last rank alone) and did not say before.
@@ -48,6 +54,39 @@ std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool o
   const std::vector<Violation> before = VerifyRanks(ranks);
   ranks.back() = mutated;
   return FirstNew(before, VerifyRanks(ranks));
+}
+
+// A wider dtype on the way of a parameter, or of a sum, rounds nothing away.
+bool PassesOn(const Buffer& before, DType wider) {
+  using enum BufferRole;
+  const bool on_its_way = before.role == kAllGatherInput || before.role == kAllGatherOutput ||
+                          before.role == kParamPostForwardShard || before.role == kGradUnshardedAccumulated;
+  const bool is_wider =
+      wider == DType::kFloat64 || (wider == DType::kFloat32 && before.dtype != DType::kFloat64);
+  return on_its_way && is_wider;
+}
+
+// Small integers are exact in every dtype. A buffer that numbers pass through on their way rounds them by its
+// dtype, which the runs do not see.
+std::string RoundedOtherwise(const Plan& plan, const Plan& mutated) {
+  for (std::size_t b = 0; b < plan.buffers.size() && b < mutated.buffers.size(); ++b) {
+    const Buffer& before = plan.buffers[b];
+    const Buffer& after = mutated.buffers[b];
+    if (before.dtype == after.dtype || before.unit < 0 || PassesOn(before, after.dtype) ||
+        before.role == BufferRole::kOptimizerState || before.role == BufferRole::kOptimizerTemp) {
+      continue;
+    }
+    for (const PlanStep& step : plan.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          const bool moves = i.kind != InstructionKind::kFree && i.kind != InstructionKind::kAllocate;
+          const auto id = static_cast<BufferId>(b);
+          if (moves && (i.src == id || i.dst == id)) return after.name + " rounds to another dtype";
+        }
+      }
+    }
+  }
+  return {};
 }
 
 }  // namespace
@@ -134,13 +173,22 @@ std::string Describe(const Plan& plan, const Mutation& m) {
 Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
                 const std::set<std::string>& stale, std::uint64_t seeds_to_find,
                 std::uint64_t seeds_to_trust) {
-  const Plan mutated = Mutated(plan, mutation);
   const bool on_last_rank = mutation.kind == MutationKind::kSwappedCollectives;
+  return JudgeMutated(plan, Mutated(plan, mutation), on_last_rank, expected, stale, seeds_to_find,
+                      seeds_to_trust);
+}
+
+Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank, ExpectedValues& expected,
+                       const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                       std::uint64_t seeds_to_trust) {
   Judgement judgement;
   const std::optional<Violation> objection = Objection(plan, mutated, on_last_rank);
   if (objection) judgement.verifier = objection->message;
   const bool objects = objection.has_value();
-  const std::uint64_t seeds = objects ? seeds_to_find : seeds_to_trust;
+  const bool of_document = objects && IsAboutTheDocument(objection->rule);
+  const std::uint64_t seeds =
+      of_document ? std::min<std::uint64_t>(seeds_to_find, 20) : (objects ? seeds_to_find : seeds_to_trust);
+  judgement.run = RoundedOtherwise(plan, mutated);
   while (judgement.seeds < seeds && judgement.run.empty()) {
     const std::uint64_t seed = ++judgement.seeds;
     const Findings findings =
@@ -153,14 +201,30 @@ Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expe
   const bool wrong = !judgement.run.empty();
   judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
                               : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
-  if (judgement.verdict == Verdict::kMissedByVirtual) {
-    // What nobody reads may still be written over what is somebody else's by then.
-    const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
-    const Plan without = WithoutIdleWork(plan, unread_moves);
-    if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
-      judgement.verdict = Verdict::kIdle;
-    }
+  if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
+  if (of_document) {
+    judgement.verdict = Verdict::kMisstated;
+    return judgement;
   }
+  // What nobody reads may still be written over what is somebody else's by then.
+  const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
+  const Plan without = WithoutIdleWork(plan, unread_moves);
+  if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
+    judgement.verdict = Verdict::kIdle;
+  }
+  return judgement;
+}
+
+Judgement JudgeField(const Plan& plan, const FieldMutation& mutation, ExpectedValues& expected,
+                     const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                     std::uint64_t seeds_to_trust) {
+  // Whose answer is known needs few runs.
+  const std::uint64_t seeds =
+      mutation.repeats || mutation.renames ? std::min<std::uint64_t>(seeds_to_find, 20) : seeds_to_find;
+  Judgement judgement = JudgeMutated(plan, mutation.plan, false, expected, stale, seeds, seeds_to_trust);
+  if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
+  if (mutation.repeats) judgement.verdict = Verdict::kIdle;
+  if (mutation.renames) judgement.verdict = Verdict::kMisstated;
   return judgement;
 }
 

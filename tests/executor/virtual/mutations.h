@@ -9,6 +9,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "tests/executor/virtual/expected_values.h"
+#include "tests/executor/virtual/field_mutations.h"
 
 namespace shardplan::test {
 
@@ -40,10 +41,11 @@ enum class Verdict : std::uint8_t {
   kHarmless,         // the verifier has a proof, and no order goes wrong
   kMissedByVirtual,  // the verifier objects, no order that was tried goes wrong
   kMissedByVerifier,
-  kIdle,  // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
-          // wrong
+  kIdle,       // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
+               // wrong
+  kMisstated,  // no number is wrong, but the document contradicts itself: rules `reference` and `layout`
 };
-inline constexpr int kVerdicts = 5;
+inline constexpr int kVerdicts = 6;
 
 struct Judgement {
   Verdict verdict = Verdict::kHarmless;
@@ -56,5 +58,15 @@ struct Judgement {
 Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
                 const std::set<std::string>& stale, std::uint64_t seeds_to_find,
                 std::uint64_t seeds_to_trust);
+// The same of any other version of the plan, on all ranks or on the last one alone.
+Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank, ExpectedValues& expected,
+                       const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                       std::uint64_t seeds_to_trust);
+
+// Of a changed field. Work that is done again and changes nothing is idle; a buffer that says that it is for
+// something else, and is used as before, is misstated.
+Judgement JudgeField(const Plan& plan, const FieldMutation& mutation, ExpectedValues& expected,
+                     const std::set<std::string>& stale, std::uint64_t seeds_to_find,
+                     std::uint64_t seeds_to_trust);
 
 }  // namespace shardplan::test

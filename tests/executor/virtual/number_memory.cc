@@ -26,16 +26,26 @@ void DoOnHost(const NumberWork& work, std::span<const std::byte* const> reads,
   }
 }
 
+std::byte* VirtualNumbers::At(const BytePlace& place, std::size_t bytes) const {
+  const std::span<std::byte> memory = machine_.Memory(rank_, place.buffer, place.part);
+  const auto first = static_cast<std::size_t>(place.byte);
+  return first + bytes <= memory.size() ? memory.data() + first : nullptr;
+}
+
 Status VirtualNumbers::Enqueue(StreamId stream, NumberWork work) {
   std::vector<BufferId> uses;
   std::vector<const std::byte*> reads;
   std::vector<std::byte*> writes;
-  const auto use = [&](const BytePlace& place) {
+  bool fits = true;
+  const auto use = [&](const BytePlace& place, std::size_t bytes) {
     if (uses.empty() || uses.back() != place.buffer) uses.push_back(place.buffer);
-    return At(place);
+    std::byte* const at = At(place, bytes);
+    fits = fits && at != nullptr;
+    return at;
   };
-  for (const NumberWork::Read& read : work.reads) reads.push_back(use(read.at));
-  for (const NumberWork::Write& write : work.writes) writes.push_back(use(write.at));
+  for (const NumberWork::Read& read : work.reads) reads.push_back(use(read.at, read.bytes));
+  for (const NumberWork::Write& write : work.writes) writes.push_back(use(write.at, write.value.size()));
+  if (!fits) return MakeError(ErrorCode::kBadInput, "the model uses memory that is not there");
   machine_.Enqueue(rank_, stream, uses,
                    [work = std::move(work), reads = std::move(reads), writes = std::move(writes)] {
                      DoOnHost(work, reads, writes);

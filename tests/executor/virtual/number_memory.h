@@ -41,6 +41,8 @@ class NumberMemory {
  public:
   virtual ~NumberMemory() = default;
   virtual bool IsAlive(BufferId buffer) = 0;
+  // Bytes of a part of a living buffer; 0 where there is no such part.
+  virtual std::size_t SizeOf(BufferId buffer, std::int32_t part) = 0;
   // The buffers are those of now, the numbers those that the stream finds when it gets there. Stream -1: the
   // host does it, now.
   virtual Status Enqueue(StreamId stream, NumberWork work) = 0;
@@ -54,12 +56,14 @@ class VirtualNumbers final : public NumberMemory {
  public:
   VirtualNumbers(executor::VirtualMachine& machine, std::int64_t rank) : machine_(machine), rank_(rank) {}
   bool IsAlive(BufferId buffer) override { return machine_.Memory(rank_, buffer, 0).data() != nullptr; }
+  std::size_t SizeOf(BufferId buffer, std::int32_t part) override {
+    return machine_.Memory(rank_, buffer, part).size();
+  }
   Status Enqueue(StreamId stream, NumberWork work) override;
 
  private:
-  std::byte* At(const BytePlace& place) const {
-    return machine_.Memory(rank_, place.buffer, place.part).data() + place.byte;
-  }
+  // Null where the buffer has no such bytes.
+  std::byte* At(const BytePlace& place, std::size_t bytes) const;
   executor::VirtualMachine& machine_;
   const std::int64_t rank_;
 };

@@ -6,12 +6,15 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
+#include "tests/executor/virtual/field_mutations.h"
 #include "tests/executor/virtual/mutations.h"
 #include "tests/executor/virtual/plan_cases.h"
 
@@ -26,6 +29,8 @@ struct Options {
   std::string filter;
   std::uint32_t random = 0;
   bool mutations = false;
+  std::uint64_t fields = 0;  // every so many-th mutation of a field; 0: none
+  std::uint64_t offset = 0;
   std::uint64_t seeds_to_find = 2000;
   std::uint64_t seeds_to_trust = 20;
 };
@@ -33,6 +38,8 @@ struct Options {
 struct Totals {
   std::uint64_t cases = 0, right = 0, faulty = 0, refused = 0, runs = 0, mutations = 0;
   std::array<std::array<std::uint64_t, kVerdicts>, kMutationKinds> verdicts = {};  // by kind and verdict
+  std::map<std::string, std::array<std::uint64_t, kVerdicts>> fields;
+  std::uint64_t disagreements = 0;
 };
 
 void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
@@ -62,6 +69,25 @@ void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
       "and verifier, {} of idle work\n",
       c.name, mutations.size(), Since(begin), counts[0], all_seeds, most_seeds, counts[1], counts[2],
       counts[3], counts[4]);
+}
+
+void RunFields(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
+               const std::set<std::string>& stale, const Options& options, Totals& totals) {
+  const auto begin = Clock::now();
+  std::array<std::uint64_t, kVerdicts> counts = {};
+  ForEachFieldMutation(plan, options.offset % options.fields, options.fields, [&](const FieldMutation& m) {
+    const Judgement judgement =
+        JudgeField(plan, m, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    const auto verdict = static_cast<std::size_t>(judgement.verdict);
+    ++counts[verdict];
+    ++totals.fields[m.kind][verdict];
+    if (judgement.verdict != Verdict::kMissedByVirtual && judgement.verdict != Verdict::kMissedByVerifier)
+      return;
+    ++totals.disagreements;
+    fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", m.what, judgement.verifier,
+               judgement.run);
+  });
+  fmt::print("  {}: fields in {:.1f} s: {}\n", c.name, Since(begin), fmt::join(counts, " "));
 }
 
 void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
@@ -99,6 +125,7 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
   for (const Violation& violation : violations) {
     fmt::print("  verifier: {}: {}\n", Name(violation.rule), violation.message);
   }
+  if (options.fields > 0 && failure.empty()) RunFields(c, plan, expected, stale, options, totals);
   if (options.mutations && failure.empty()) RunMutations(c, plan, expected, stale, options, totals);
   std::fflush(stdout);
 }
@@ -114,6 +141,8 @@ int main(int argc, char** argv) {
   app.add_option("--filter", options.filter, "only cases whose name contains this");
   app.add_option("--random", options.random, "number of random cases beside the recorded ones and the knobs");
   app.add_flag("--mutations", options.mutations, "break every plan in every way");
+  app.add_option("--fields", options.fields, "change every so many-th field of every plan");
+  app.add_option("--offset", options.offset, "... from this one");
   app.add_option("--seeds-to-find", options.seeds_to_find,
                  "at most, for a mutation that the verifier objects to");
   app.add_option("--seeds-to-trust", options.seeds_to_trust, "for a mutation that the verifier accepts");
@@ -126,7 +155,18 @@ int main(int argc, char** argv) {
   for (std::uint32_t seed = 0; seed < options.random; ++seed) RunCase(RandomCase(seed), options, totals);
   fmt::print("{} cases: {} right, {} wrong as the verifier says, {} refused; {} runs in {:.0f} s\n",
              totals.cases, totals.right, totals.faulty, totals.refused, totals.runs, Since(begin));
-  const bool good = totals.right + totals.faulty + totals.refused == totals.cases;
+  if (options.fields > 0) {
+    fmt::print(
+        "by field: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated\n");
+    std::array<std::uint64_t, kVerdicts> all = {};
+    for (const auto& [kind, v] : totals.fields) {
+      fmt::print("  {}: {}\n", kind, fmt::join(v, " "));
+      for (int k = 0; k < kVerdicts; ++k) all[k] += v[k];
+    }
+    fmt::print("  all: {}\n", fmt::join(all, " "));
+  }
+  const bool good =
+      totals.disagreements == 0 && totals.right + totals.faulty + totals.refused == totals.cases;
   if (!options.mutations) return good ? 0 : 1;
   fmt::print("{} mutations: caught, harmless, missed by virtual, missed by the verifier, of idle work\n",
              totals.mutations);

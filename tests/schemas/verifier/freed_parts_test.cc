@@ -20,10 +20,7 @@ using enum InstructionKind;
 class FreedParts : public ::testing::Test {
  protected:
   // The gradients of every unit in two parts of which one is freed before the other.
-  FreedParts() : plan_(test::Fsdp2LikePlan({.units = 2})) {
-    for (Buffer& buffer : plan_.buffers) {
-      if (buffer.role == BufferRole::kGradUnsharded) buffer.parts_bytes.assign(2, Bytes{512});
-    }
+  FreedParts() : plan_(test::Fsdp2LikePlan({.units = 2, .parameters = 2})) {
     for (PlanStep& step : plan_.steps) {
       for (Trigger& trigger : step.triggers) SplitFrees(trigger.instructions);
     }

@@ -127,7 +127,6 @@ class Reader {
         return i.parts.empty() ? Free(i.src, i.safe_after) : FreeParts(i);
       case kBindUnsharded:
         if (const int instance = Use(i.src); instance >= 0) {
-          if (filled_[instance] != Filled::kYes) Problem("bound_before_unsharded");
           bound_[i.unit] = instance;
         } else {
           bound_.erase(i.unit);

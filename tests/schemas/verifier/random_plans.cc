@@ -20,7 +20,6 @@ class Generator {
       unit.shard = b_.Buffer(BufferRole::kParamSharded, unit.id);
       unit.gathered = b_.Buffer(BufferRole::kAllGatherOutput, unit.id);
       unit.unsharded = b_.Buffer(BufferRole::kParamUnsharded, unit.id);
-      unit.segment = b_.Forward("forward u" + std::to_string(u), {unit.id});
       units_.push_back(unit);
     }
   }
@@ -42,7 +41,7 @@ class Generator {
   struct UnitState {
     UnitId id = -1;
     BufferId shard = -1, gathered = -1, unsharded = -1;
-    SegmentId segment = -1;
+    int segments = 0;    // that have read it
     int phase = 0;       // what comes next
     StreamId pool = 0;   // where `gathered` is allocated
     StreamId last = -1;  // where the last work on it ran
@@ -118,7 +117,9 @@ class Generator {
         return;
       }
       case 4:
-        b_.Compute(unit.segment, Next(unit));
+        b_.Compute(b_.Forward("forward " + std::to_string(unit.id) + " " + std::to_string(unit.segments++),
+                              {unit.id}),
+                   Next(unit));
         if (Pick(3) == 0) --unit.phase;
         return;
       default:

@@ -38,7 +38,7 @@ class TwoRanks {
     for (int s = 1; s < 3; ++s) b_.Stream("s" + std::to_string(s));
     for (int t = 0; t < 4; ++t) {
       const UnitId unit = b_.Unit("u" + std::to_string(t));
-      const BufferId buffer = b_.Buffer(BufferRole::kGradHost, unit);
+      const BufferId buffer = b_.Buffer(BufferRole::kReduceScatterOutput, unit);
       b_.plan().buffers[buffer].persistent = true;
     }
     b_.Step("only").At(TriggerKind::kStepBegin);
@@ -85,7 +85,8 @@ TEST(Ranks, CollectiveOrderDiffers) {
   for (Buffer& buffer : other.buffers) {
     if (buffer.role == BufferRole::kReduceScatterInput && buffer.unit == 1) buffer.parts_bytes[0].value *= 2;
   }
-  const std::vector<Violation> violations = VerifyRanks({plan, other});
+  std::vector<Violation> violations = VerifyRanks({plan, other});
+  std::erase_if(violations, [](const Violation& v) { return v.rule == Rule::kLayout; });  // of rank 1's plan
   ASSERT_EQ(violations.size(), 1U);
   EXPECT_EQ(violations[0].rule, Rule::kCollectiveOrder);
   EXPECT_THAT(violations[0].message, HasSubstr("on communicator shard differs between rank 0 and rank 1"));
@@ -107,7 +108,7 @@ Plan FlattenedGroups(int all_reduces) {
   test::PlanBuilder b(8);
   b.plan().communicators.push_back({"flat", 4, 1, {{2, 4}, {2, 1}}});
   const UnitId unit = b.Unit("u");
-  const BufferId buffer = b.Buffer(BufferRole::kGradHost, unit);
+  const BufferId buffer = b.Buffer(BufferRole::kReduceScatterOutput, unit);
   b.plan().buffers[buffer].persistent = true;
   b.Step("only").At(TriggerKind::kStepBegin);
   for (int i = 0; i < all_reduces; ++i) b.AllReduce(buffer, 0, 1);

@@ -44,8 +44,8 @@ class VirtualMachine {
   virtual Device& device(std::int64_t rank) = 0;
   virtual Collectives& collectives(std::int64_t rank) = 0;
 
-  // Memory of a buffer's part, valid until it is freed; empty while not alive, and with kMarks. Elements are
-  // of the buffer's dtype.
+  // Memory of a buffer's part, valid until it is freed; empty while not alive, with kMarks, or where there is
+  // no such part. Elements are of the buffer's dtype.
   virtual std::span<std::byte> Memory(std::int64_t rank, BufferId buffer, std::int32_t part) = 0;
   // The model's own work: runs in stream order. `uses`: the buffers whose memory it touches.
   virtual void Enqueue(std::int64_t rank, StreamId stream, std::span<const BufferId> uses,

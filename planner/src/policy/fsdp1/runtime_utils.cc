@@ -98,6 +98,8 @@ bool ShouldFreeInBackward(const FsdpState& state, const FlatParamHandle& handle)
 void ResetFlatParamGradInfoIfNeeded(const Context& context, FsdpState& state) {
   if (!state.grads_zeroed) return;
   state.grads_zeroed = false;
+  // Dropped in the backward already, and the memory for those to come on the host stays.
+  if (context.strategy.optimizer.in_backward) return;
   const InstructionLabel label(context.builder, -1, "zero_grad");
   context.builder.Emit(InstructionKind::kZeroGrad, -1);
   for (std::optional<FlatParamHandle>& handle : state.handles) {

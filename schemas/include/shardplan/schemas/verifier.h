@@ -31,6 +31,10 @@ enum class Rule : std::uint8_t {
   kDeadlock,          // a host or stream wait that can never finish
   kCollectiveOrder,   // ranks issue different collectives, or in a different order, on a communicator
   kSteadyState,       // the steady step does not end where it began
+  kLayout,            // sizes, dtypes or arrangement of a buffer do not fit what moves through it
+  kWrongValue,        // what is read is not what has to be there: other pieces, or not all of them
+  kComputeOrder,      // a segment does not run, runs twice, elsewhere, or before what it needs
+  kOptimizerStep,     // the optimizer does not step what was reduced, or steps without its own memory
 };
 std::string_view Name(Rule rule);  // "use_before_unshard"
 

@@ -90,6 +90,48 @@ void Words::NotReduced(const Gradient& gradient, MissingReduction missing, Buffe
       HistoryChain(gradient, at));
 }
 
+void Words::DroppedBeforeStep(const Gradient& gradient, std::int32_t parameter, BufferId buffer,
+                              Position at) {
+  reporter_.Add(
+      Rule::kOptimizerStep, at, buffer,
+      fmt::format("{} drops the gradient of {} in {} before the optimizer has stepped with it",
+                  Instruction(at), plan_.units[gradient.unit].parameters[parameter].fqn, Buffer(buffer)),
+      HistoryChain(gradient, at));
+}
+
+void Words::SteppedTwice(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at) {
+  reporter_.Add(Rule::kOptimizerStep, at, buffer,
+                fmt::format("{} steps {} a second time with the gradient in {}", Instruction(at),
+                            plan_.units[gradient.unit].parameters[parameter].fqn, Buffer(buffer)),
+                HistoryChain(gradient, at));
+}
+
+void Words::InTwoBuffers(UnitId unit, std::int32_t parameter, BufferId first, BufferId second, Position at) {
+  reporter_.Add(Rule::kOptimizerStep, at, second,
+                fmt::format("{} finds gradients of {} in {} and in {}: one of them is lost", Instruction(at),
+                            plan_.units[unit].parameters[parameter].fqn, Buffer(first), Buffer(second)),
+                {"at: " + Describe(at)});
+}
+
+void Words::SteppedWithout(BufferId own, UnitId unit, Position at) {
+  const std::string of = unit < 0 ? "" : " of " + reporter_.UnitName(unit);
+  reporter_.Add(Rule::kOptimizerStep, at, own,
+                fmt::format("{} has no {}{}: {} is not allocated", Instruction(at),
+                            Name(plan_.buffers[own].role), of, Buffer(own)),
+                {"at: " + Describe(at)});
+}
+
+void Words::NeverAllocated(BufferId own) {
+  reporter_.Add(Rule::kOptimizerStep, {}, own, fmt::format("nothing allocates {}", Buffer(own)));
+}
+
+void Words::SteppedOutOfReach(BufferId shard, bool on_host, Position at) {
+  reporter_.Add(Rule::kLayout, at, shard,
+                fmt::format("{} steps {}, which is in memory of the {}", Instruction(at), Buffer(shard),
+                            on_host ? "host" : "device"),
+                {"at: " + Describe(at)});
+}
+
 void Words::StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at) {
   reporter_.Add(Rule::kGradNotReduced, at, buffer,
                 fmt::format("{} runs while the gradient of {} in {} is not reduced", Instruction(at),

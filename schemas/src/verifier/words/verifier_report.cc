@@ -12,13 +12,26 @@
 namespace shardplan {
 
 std::string_view Name(Rule rule) {
-  static constexpr std::array<std::string_view, 16> kNames = {
-      "reference",          "use_before_unshard", "read_before_write",
-      "use_unallocated",    "use_after_free",     "free_before_last_use",
-      "double_free",        "double_allocate",    "leak",
-      "write_race",         "grad_not_reduced",   "grad_division",
-      "wait_before_record", "deadlock",           "collective_order",
-      "steady_state"};
+  static constexpr std::array<std::string_view, 20> kNames = {"reference",
+                                                              "use_before_unshard",
+                                                              "read_before_write",
+                                                              "use_unallocated",
+                                                              "use_after_free",
+                                                              "free_before_last_use",
+                                                              "double_free",
+                                                              "double_allocate",
+                                                              "leak",
+                                                              "write_race",
+                                                              "grad_not_reduced",
+                                                              "grad_division",
+                                                              "wait_before_record",
+                                                              "deadlock",
+                                                              "collective_order",
+                                                              "steady_state",
+                                                              "layout",
+                                                              "wrong_value",
+                                                              "compute_order",
+                                                              "optimizer_step"};
   const auto index = static_cast<std::size_t>(rule);
   return index < kNames.size() ? kNames[index] : "?";
 }
@@ -47,6 +60,8 @@ void Reporter::Add(Rule rule, Position at, std::int64_t subject, std::string mes
   if (!reported_.emplace(rule, at, subject).second) return;
   violations_.push_back({rule, at.step, at.trigger, at.instruction, std::move(message), std::move(chain)});
 }
+
+void Reporter::Forget(std::size_t count) { violations_.resize(count); }
 
 std::vector<Violation> Reporter::Take() {
   std::ranges::stable_sort(violations_, {}, [](const Violation& v) {

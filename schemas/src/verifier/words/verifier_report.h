@@ -20,6 +20,10 @@ class Reporter {
   void Add(Rule rule, Position at, std::int64_t subject, std::string message,
            std::vector<std::string> chain = {});
 
+  // How many there are; and back to fewer.
+  std::size_t Count() const { return violations_.size(); }
+  void Forget(std::size_t count);
+
   bool HasViolations() const { return !violations_.empty(); }
   // The violations in program order.
   std::vector<Violation> Take();

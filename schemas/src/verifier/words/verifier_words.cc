@@ -117,10 +117,20 @@ void Words::ReadWhileSharded(UnitId unit, Position sharded, Position read) {
                 std::move(chain));
 }
 
-void Words::BoundBeforeUnshard(UnitId unit, BufferId buffer, Position allocated, Position bound) {
-  reporter_.Add(Rule::kUseBeforeUnshard, bound, unit,
-                fmt::format("{} binds {}, which has not been unsharded", Instruction(bound), Buffer(buffer)),
-                {"allocated: " + Describe(allocated), "bound: " + Describe(bound)});
+void Words::GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at) {
+  reporter_.Add(
+      Rule::kWrongValue, at, buffer,
+      cut < 0 ? fmt::format("{} gathers {}, which is cut over no ranks", Instruction(at), Buffer(buffer))
+              : fmt::format("{} gathers the pieces in {}, but the ranks of {} have the others",
+                            Instruction(at), Buffer(buffer), plan_.communicators[cut].name),
+      {"at: " + Describe(at)});
+}
+
+void Words::ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at) {
+  reporter_.Add(Rule::kWrongValue, at, unit,
+                fmt::format("{} reads the parameters of {} in {}, which does not hold all of them, whole",
+                            Instruction(at), reporter_.UnitName(unit), Buffer(bound)),
+                {"bound: " + Describe(bound_at), "read: " + Describe(at)});
 }
 
 // ---- waits ----

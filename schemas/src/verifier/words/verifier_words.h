@@ -34,7 +34,9 @@ class Words {
   // stream `pool`.
   void FreedTooEarly(std::int32_t pool, const Debt& debt, const Work& first_use, BufferId reused_as);
   void ReadWhileSharded(UnitId unit, Position sharded, Position read);
-  void BoundBeforeUnshard(UnitId unit, BufferId buffer, Position allocated, Position bound);
+  // The pieces in `buffer` are cut over the ranks of `cut`, and the all-gather is not over those.
+  void GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at);
+  void ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at);
 
   // ---- waits ----
   void WaitedForNothing(EventId event, Position at);
@@ -60,7 +62,13 @@ class Words {
   void ReducedOverOtherRanks(const Gradient& gradient, Position at);
   void AddedToUnlike(const Gradient& gradient, BufferId dst, Position at);
   void NotReduced(const Gradient& gradient, MissingReduction missing, BufferId buffer, Position at);
+  void SteppedWithout(BufferId own, UnitId unit, Position at);
+  void NeverAllocated(BufferId own);
+  void SteppedOutOfReach(BufferId shard, bool on_host, Position at);
   void StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at);
+  void DroppedBeforeStep(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at);
+  void SteppedTwice(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at);
+  void InTwoBuffers(UnitId unit, std::int32_t parameter, BufferId first, BufferId second, Position at);
   void DividedWrongly(const Gradient& gradient, double expected, BufferId buffer, Position at);
   void AddedToDividedUnlike(const Gradient& into, const Gradient& gradient, BufferId dst, Position at);
 

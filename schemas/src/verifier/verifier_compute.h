@@ -1,0 +1,55 @@
+// The model's own compute: which segments run, in which order, for which micro-batch. A plan says it three
+// times over, and the three have to agree: what a segment reads, makes and frees (storages of the model, by
+// micro-batch), the triggers that the host passes, and other steps with the same calls of the user.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "verifier/verifier_clocks.h"
+#include "verifier/verifier_state.h"
+#include "verifier/words/verifier_report.h"
+
+namespace shardplan::verifier {
+
+class Compute {
+ public:
+  // `plan` has passed CheckTables.
+  Compute(const Plan& plan, Reporter& reporter);
+
+  // Once: what the steps say of each other, and segments that none runs.
+  void CheckSteps();
+
+  void BeginStep();
+  void Pass(const Trigger& trigger);
+  // The segment runs.
+  void Pass(const Instruction& compute, const Trigger& trigger, Position at);
+
+ private:
+  enum class Life : std::uint8_t { kAbsent, kThere };
+
+  std::vector<Run> RunsOf(std::int32_t step) const;
+  const StepProgram* ProgramOf(std::int32_t step) const;
+  void CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step,
+                  bool cut_alike);
+  bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
+  // Forwards of the same trace, of several micro-batches in a step, run the same.
+  void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
+  void CheckStorages(const Segment& segment, const Instruction& compute, Position at);
+  void Add(Position at, SegmentId segment, std::string what);
+  Life* Of(StorageId storage, std::int32_t microbatch);
+
+  const Plan& plan_;
+  Reporter& reporter_;
+  std::vector<UnitId> entered_;          // units whose forward is under way, innermost last
+  std::vector<Life> lives_;              // by storage and micro-batch
+  std::vector<char> from_outside_;       // by storage: an input, a buffer of the model, a gradient
+  std::vector<SegmentPhase> phases_;     // by micro-batch: of the latest segment
+  std::vector<std::int32_t> last_step_;  // by segment and micro-batch: the step, counted as run
+  std::int32_t microbatches_ = 1;
+  std::int32_t step_ = 0;  // counted as run
+  bool follows_storages_ = true;
+};
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,52 @@
+// What lies where in a buffer: its role and its unit's layout say it, and with it how large the buffer is and
+// of which dtype. A copy moves a parameter from where it lies in src to where it lies in dst; a collective
+// knows no parameters and moves what is there.
+//
+// [Note: arrangements]
+// kShard: the padded pieces of one rank, parameter by parameter. kGathered: such pieces of all ranks of a
+// group, rank by rank. kWhole: each parameter as it is (padded at its end). Of a flat unit the pieces are
+// equal and lie one after the other, so that what is gathered is whole. So is one parameter that is cut along
+// its first dimension, and everything on one rank.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "verifier/verifier_clocks.h"
+#include "verifier/words/verifier_report.h"
+
+namespace shardplan::verifier {
+
+enum class Arrangement : std::uint8_t { kNone, kShard, kGathered, kWhole };
+// kNone: the role holds neither parameters nor gradients of a unit.
+Arrangement ArrangementOf(BufferRole role);
+bool IsParameterRole(BufferRole role);
+bool IsOnHost(const Buffer& buffer);
+
+// ---- rule layout: what a buffer of the role has to be ----
+
+// "": the buffer's parts are as large as its unit's layout asks for. Else what is wrong with them.
+std::string LayoutOfParts(const Plan& plan, const Buffer& buffer);
+// "": its dtype is the one that its unit gathers, computes, reduces or keeps in.
+std::string LayoutOfDType(const Plan& plan, const Buffer& buffer);
+// "": it is in the kind of memory that the role is for.
+std::string LayoutOfMemory(const Plan& plan, const Buffer& buffer);
+
+// ---- rule layout: what an instruction moves ----
+
+// "": both have a parameter in common, and the copy knows where it lies in either.
+std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view);
+// "": the sizes are as the communicator asks for, the dtypes are the same, and what comes out is arranged as
+// the role of dst says.
+std::string LayoutOfCollective(const Plan& plan, const Instruction& collective);
+// "": who works on a buffer can reach the memory that it is in.
+std::string LayoutOfReach(const Plan& plan, const Instruction& instruction, bool is_view);
+
+// Asks these of all buffers, and of an instruction.
+void CheckBuffers(const Plan& plan, Reporter& reporter);
+void CheckMovement(const Plan& plan, const Instruction& instruction, bool is_view, Position at,
+                   Reporter& reporter);
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,89 @@
+// A sample of the changes of every field (tools/verifier_mutations runs all): nothing that the verifier
+// accepts goes wrong, and what it refuses goes wrong, says what is not so, or is work for nothing.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "shardplan/planner/planner.h"
+#include "tests/executor/virtual/field_mutations.h"
+#include "tests/executor/virtual/mutations.h"
+#include "tests/executor/virtual/plan_cases.h"
+
+namespace shardplan::test {
+namespace {
+
+constexpr std::uint64_t kSeedsToFind = 1500;  // stops at the first that goes wrong
+constexpr std::uint64_t kSeedsToTrust = 3;
+
+struct Sample {
+  std::string name;
+  std::uint64_t stride = 1;
+};
+const std::vector<Sample> kSamples = {{"knob/fsdp2/reshard_2_bf16", 151},
+                                      {"knob/fsdp2/offload_accumulation", 151},
+                                      {"knob/fsdp2/adamw1", 89},
+                                      {"knob/fsdp1/hybrid_shard1", 151},
+                                      {"golden/fsdp2/no_sync_mixed_precision", 211},
+                                      {"golden/fsdp1/optimizer_in_backward_offload", 89},
+                                      {"golden/fsdp2/extension_fp8", 89}};
+
+PlanCase CaseOf(const std::string& name) {
+  if (name.starts_with("golden/")) return GoldenCase(name);
+  std::vector<PlanCase> cases = KnobCases();
+  return *std::ranges::find(cases, name, &PlanCase::name);
+}
+
+class FieldMutations : public testing::TestWithParam<Sample> {};
+
+TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
+  const PlanCase c = CaseOf(GetParam().name);
+  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  ExpectedValues expected(planned->plan, c.trace, c.steps);
+  std::map<Verdict, int> verdicts;
+  ForEachFieldMutation(planned->plan, 0, GetParam().stride, [&](const FieldMutation& mutation) {
+    const Judgement judgement =
+        JudgeField(planned->plan, mutation, expected, {}, kSeedsToFind, kSeedsToTrust);
+    ++verdicts[judgement.verdict];
+    EXPECT_TRUE(judgement.verdict != Verdict::kMissedByVirtual &&
+                judgement.verdict != Verdict::kMissedByVerifier)
+        << mutation.what << "\n  verifier: " << judgement.verifier << "\n  run: " << judgement.run << " ("
+        << judgement.seeds << " seeds)";
+  });
+  EXPECT_GT(verdicts[Verdict::kCaught], 10);
+  EXPECT_GT(verdicts[Verdict::kHarmless], 3);
+}
+
+INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, testing::ValuesIn(kSamples), [](const auto& info) {
+  std::string name = info.param.name;
+  std::ranges::replace(name, '/', '_');
+  return name;
+});
+
+// A change of a field makes another plan, and only there.
+TEST(FieldMutations, AreAllDifferent) {
+  const PlanCase c = CaseOf("knob/fsdp2/ranks2");
+  const Plan plan = MakePlan(c.trace, c.strategy, c.cluster)->plan;
+  std::map<std::string, int> kinds;
+  ForEachFieldMutation(plan, 0, 1, [&](const FieldMutation& mutation) {
+    EXPECT_FALSE(mutation.plan == plan) << mutation.what;
+    ++kinds[mutation.kind.substr(mutation.kind.find(": ") + 2)];
+  });
+  for (const char* kind : {"left out",    "twice",      "behind the next one",
+                           "stream",      "unit",       "src",
+                           "dst",         "event",      "communicator",
+                           "segment",     "microbatch", "reduce_op",
+                           "divisor",     "safe_after", "kind",
+                           "role",        "dtype",      "dtype and size",
+                           "parts_bytes", "parameters", "memory",
+                           "persistent",  "pool"}) {
+    EXPECT_GT(kinds[kind], 0) << kind;
+  }
+}
+
+}  // namespace
+}  // namespace shardplan::test
