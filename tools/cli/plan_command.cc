@@ -96,8 +96,11 @@ Status RunPlan(const PlanArguments& options) {
   if (!trace) return std::unexpected(trace.error());
   const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  Result<Cluster> otherwise =
-      FindCluster(WantedRanks(options.cluster, *strategy) > kRanksOfNode ? kDefaultNodes : kDefaultNode);
+  Result<Cluster> otherwise = Cluster{};
+  if (options.cluster.cluster.empty()) {
+    otherwise =
+        FindCluster(WantedRanks(options.cluster, *strategy) > kRanksOfNode ? kDefaultNodes : kDefaultNode);
+  }
   if (!otherwise) return std::unexpected(otherwise.error());
   Result<ChosenCluster> chosen = ChooseCluster(options.cluster, *strategy, std::move(*otherwise));
   if (!chosen) {
