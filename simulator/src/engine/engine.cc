@@ -74,10 +74,6 @@ class StepRunner {
       }
       const std::int64_t start_ns = host_ns;
       host_ns += instruction.host_ns.value * HostRepeats(instruction);
-      if (instruction.op == EngineOp::kHostWork) {
-        host_ns += instruction.duration_ns.value;
-        result_.host_work_ns += instruction.duration_ns;
-      }
       result_.host_busy_ns.value += host_ns - start_ns;
       // A segment's operators are issued one by one from `start_ns` on; anything else when its issue cost is
       // paid.
@@ -98,6 +94,7 @@ class StepRunner {
       if (streams_[s].status != StreamStatus::kDone) return Stuck(streams_[s].head);
     }
     result_.end_ns.value = std::max(host_ns, now_ns_);
+    result_.host_work_ns = step_.host_work_ns;
     return std::move(result_);
   }
 

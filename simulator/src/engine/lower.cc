@@ -198,7 +198,7 @@ class Lowering {
       case InstructionKind::kZeroGrad:
         break;
       case InstructionKind::kOptimizerStep:
-        LowerOptimizer(instruction, lowered, origin);
+        LowerOptimizer(instruction, lowered);
         break;
       default:
         LowerCopy(instruction, lowered);
@@ -368,43 +368,45 @@ class Lowering {
     return {};
   }
 
+  // What the host computes itself belongs to its time for the instruction.
+  void AddHostWork(Nanoseconds work_ns, EngineInstruction& lowered) {
+    lowered.host_ns += work_ns;
+    step_.host_work_ns += work_ns;
+  }
+
   // Shards in device memory are stepped on the stream. Those in host memory, and all of a step without a
   // stream, are the host's work, done before the rest is issued.
-  void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered, InstructionOrigin origin) {
+  void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered) {
     const OptimizerWork work = optimizer_.Work(instruction.unit, instruction.parameter);
     const bool on_host_only = instruction.stream < 0;
     const OptimizerCost host = on_host_only ? work.on_host + work.on_device : work.on_host;
-    if (on_host_only || host.kernels > 0) {
-      lowered.op = EngineOp::kHostWork;
-      lowered.duration_ns = costs_.HostWork(host.read_bytes + host.written_bytes);
-      lowered.host_ns = cluster_.host.operator_issue_ns * host.kernels;
-      if (on_host_only) return;
-      lowered.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
-      Append(lowered, origin);
-    }
+    const std::int64_t kernels = work.on_host.kernels + work.on_device.kernels;
+    lowered.host_ns = cluster_.host.operator_issue_ns * kernels;
+    AddHostWork(costs_.HostWork(host.read_bytes + host.written_bytes), lowered);
+    if (on_host_only) return;
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCompute;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.duration_ns = costs_.DeviceCopy(work.on_device.read_bytes, work.on_device.written_bytes);
-    lowered.host_ns = cluster_.host.operator_issue_ns * work.on_device.kernels;
   }
 
   void LowerCopy(const Instruction& instruction, EngineInstruction& lowered) {
-    const MovedBytes moved = MovedBy(plan_, instruction);
+    const bool on_host = instruction.stream < 0;
     const bool to_host = instruction.kind == InstructionKind::kCopyToHost;
     const bool to_device = instruction.kind == InstructionKind::kCopyToDevice;
-    const bool on_host = instruction.stream < 0;
-    if (alive_.MakesView(instruction)) {
-      lowered.op = on_host ? EngineOp::kHostOnly : EngineOp::kWork;
-    } else {
-      lowered.op = on_host ? EngineOp::kHostWork : EngineOp::kWork;
+    Nanoseconds work_ns;
+    if (!alive_.MakesView(instruction)) {
+      const MovedBytes moved = MovedBy(plan_, instruction);
       lowered.host_ns = cluster_.host.copy_issue_ns;
-      lowered.duration_ns = to_host || to_device ? costs_.HostCopy(to_host ? moved.read : moved.written)
-                            : on_host            ? costs_.HostWork(moved.read + moved.written)
-                                                 : costs_.DeviceCopy(moved.read, moved.written);
+      work_ns = to_host || to_device ? costs_.HostCopy(to_host ? moved.read : moved.written)
+                : on_host            ? costs_.HostWork(moved.read + moved.written)
+                                     : costs_.DeviceCopy(moved.read, moved.written);
     }
+    if (on_host) return AddHostWork(work_ns, lowered);
+    lowered.op = EngineOp::kWork;
     lowered.work = to_host ? WorkClass::kToHost : to_device ? WorkClass::kToDevice : WorkClass::kCopy;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.duration_ns = work_ns;
   }
 
   const Plan& plan_;

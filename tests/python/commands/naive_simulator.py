@@ -449,15 +449,10 @@ def lower(document, costs, alive, index):
                 work = costs.optimizer(instruction)
                 device, host = work["device"], work["host"]
                 issue = costs.host.get("operator_issue_ns", 0)
-                if item.stream is None:
-                    moved = sum(device[:2]) + sum(host[:2])
-                    item.host, item.host_work = issue * (device[2] + host[2]), costs.host_work(moved)
-                else:
-                    if host[2] > 0:
-                        first = Item((t, i), kind, len(phases) - 1)
-                        first.host, first.host_work = issue * host[2], costs.host_work(sum(host[:2]))
-                        items.append(first)
-                    item.host, item.work, item.duration = issue * device[2], "compute", costs.move(sum(device[:2]))
+                item.host = issue * (device[2] + host[2])
+                item.host_work = costs.host_work(sum(host[:2]) + (sum(device[:2]) if item.stream is None else 0))
+                if item.stream is not None:
+                    item.work, item.duration = "compute", costs.move(sum(device[:2]))
             elif kind == "allocate":
                 item.stream = None
                 item.host = costs.host.get("allocate_ns", 0) * len(document.buffers[document.ref(instruction, "dst")]["parts_bytes"])

@@ -23,8 +23,7 @@
 namespace shardplan {
 
 enum class EngineOp : std::uint8_t {
-  kHostOnly,  // a trigger, an allocation, a binding
-  kHostWork,  // the host itself computes for the duration, after the issue cost
+  kHostOnly,  // a trigger, an allocation, a binding, work of the host itself
   kWork,      // one piece of work on a stream
   kSegment,   // the operators of a segment, each not before the host has issued it
   kRecord,
@@ -55,7 +54,7 @@ struct EngineInstruction {
   std::int16_t unit = -1;     // whom waiting and computing is accounted to
   std::uint16_t phase = 0;    // index into EngineStep::phases
   Nanoseconds duration_ns;    // alone, at full rate
-  Nanoseconds host_ns;        // what issuing it takes the host (kSegment: one operator)
+  Nanoseconds host_ns;        // what it takes the host to issue it, or to do it (kSegment: one operator)
 };
 
 // A run of operators: [first, first + count) in EngineProgram::operators.
@@ -97,6 +96,7 @@ struct EngineStep {
   std::vector<Phase> phases;  // in host order; neighbours differ
   std::int32_t record_slots = 0;
   std::int64_t plan_instructions = 0;  // triggers not counted
+  Nanoseconds host_work_ns;            // of all host_ns: the host itself computes
 };
 
 struct EngineProgram {
