@@ -122,15 +122,15 @@ class Writer {
     Begin(TriggerKind::kBackwardEnd, -1);
   }
 
-  // An evaluation in full precision, of the units that have one.
+  // An evaluation, in full precision of the units that have it.
   void Evaluate() {
     for (std::size_t u = 0; u < units_.size(); ++u) {
-      if (FindProcedure(given_, ProcedureKind::kUnshardFullPrecision, units_[u]) == nullptr) continue;
+      const bool full = FindProcedure(given_, ProcedureKind::kUnshardFullPrecision, units_[u]) != nullptr;
       Begin(TriggerKind::kPreForward, units_[u]);
-      Call(ProcedureKind::kUnshardFullPrecision, units_[u]);
+      Call(full ? ProcedureKind::kUnshardFullPrecision : ProcedureKind::kUnshard, units_[u]);
       Compute(u, 0);
       Begin(TriggerKind::kPostForward, units_[u]);
-      Call(ProcedureKind::kReshardFullPrecision, units_[u]);
+      Call(full ? ProcedureKind::kReshardFullPrecision : ProcedureKind::kReshard, units_[u]);
     }
   }
 
@@ -167,8 +167,12 @@ class Writer {
 
   // As a loop would have it. (That gradients which are kept are reduced without another backward is no
   // call of any loop.)
-  void AddToProgram(const std::vector<ProcedureKind>& microbatches) {
+  void AddToProgram(const std::vector<ProcedureKind>& microbatches, bool evaluates) {
     StepProgram& program = program_.plan.strategy.program.emplace_back();
+    if (evaluates) {
+      program.emplace_back(
+          ForwardCall{.microbatch = static_cast<std::int32_t>(microbatches.size()), .training = false});
+    }
     const auto reduces = [&](bool value) {
       program.emplace_back(ModuleCall{.method = "set_requires_gradient_sync", .value = value});
     };
@@ -186,12 +190,16 @@ class Writer {
 
   void Step(std::string name, const std::vector<ProcedureKind>& microbatches, bool first) {
     program_.plan.steps.push_back({.name = std::move(name)});
-    AddToProgram(microbatches);
+    const bool evaluates = first && HasAny(ProcedureKind::kUnshardFullPrecision);
+    AddToProgram(microbatches, evaluates);
     program_.origins.emplace_back();
     microbatch_ = 0;
     Begin(TriggerKind::kStepBegin, -1);
     if (first) AllocateStates();
-    if (first) Evaluate();
+    if (evaluates) {
+      microbatch_ = static_cast<std::int32_t>(microbatches.size());
+      Evaluate();
+    }
     for (std::size_t m = 0; m < microbatches.size(); ++m) {
       microbatch_ = static_cast<std::int32_t>(m);
       Microbatch(microbatches[m], m + 1 == microbatches.size());

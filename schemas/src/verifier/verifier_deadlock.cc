@@ -33,9 +33,9 @@ struct RankState {
   Position host_at;
 };
 
-class Run {
+class RankRun {
  public:
-  explicit Run(const RankPrograms& programs) : p_(programs), ranks_(programs.plans.size()) {
+  explicit RankRun(const RankPrograms& programs) : p_(programs), ranks_(programs.plans.size()) {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       ranks_[r].streams.resize(p_.plans[r].streams.size());
       ranks_[r].latest_record.assign(p_.plans[r].events.size(), -1);
@@ -223,6 +223,6 @@ class Run {
 
 }  // namespace
 
-std::vector<WaitLink> DeadlockOfRanks(const RankPrograms& programs) { return Run(programs).Find(); }
+std::vector<WaitLink> DeadlockOfRanks(const RankPrograms& programs) { return RankRun(programs).Find(); }
 
 }  // namespace shardplan::verifier
