@@ -189,9 +189,16 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
                return buffer.dtype == ComputeDType(unit, unit.parameters[p]);
              });
     }
-    case kGradUnshardedAccumulated:
+    case kGradUnshardedAccumulated: {
       // Sums of one in the low precision and one in the other are in the other.
-      return flat ? IsOneOf(buffer.dtype, {computed, unit.orig_dtype}) : buffer.dtype == unit.reduce_dtype;
+      if (flat) return IsOneOf(buffer.dtype, {computed, unit.orig_dtype});
+      // One that is cut along another dimension than the first is put in order before it is cast.
+      const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
+      return buffer.dtype == unit.reduce_dtype || std::ranges::any_of(held, [&](std::int32_t p) {
+               const UnitParameter& parameter = unit.parameters[p];
+               return parameter.shard_dim > 0 && buffer.dtype == ComputeDType(unit, parameter);
+             });
+    }
     case kReduceScatterOutput:  // cast before it is copied to the host
       if (buffer.dtype == unit.orig_dtype) return true;
       [[fallthrough]];
