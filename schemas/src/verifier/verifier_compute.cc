@@ -329,7 +329,8 @@ bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now) {
 }
 
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered) {
-  return segment.phase == SegmentPhase::kForward && !entered.empty() && entered.back() != segment.unit;
+  if (segment.phase != SegmentPhase::kForward || segment.unit < 0 || entered.empty()) return false;
+  return entered.back() != segment.unit;
 }
 
 }  // namespace shardplan::verifier
