@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <tuple>
 #include <variant>
 
 #include "verifier/verifier_rules.h"
@@ -147,11 +148,20 @@ void Compute::CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>
                   plan_.steps[step].name, name(later), name(earlier)));
 }
 
+// What the model passes: where segments end.
 bool Compute::PassSameTriggers(std::int32_t a, std::int32_t b) const {
-  return std::ranges::equal(plan_.steps[a].triggers, plan_.steps[b].triggers,
-                            [](const Trigger& x, const Trigger& y) {
-                              return x.kind == y.kind && x.unit == y.unit && x.microbatch == y.microbatch;
-                            });
+  const auto passed = [&](std::int32_t step) {
+    std::vector<std::tuple<TriggerKind, UnitId, std::int32_t>> triggers;
+    for (const Trigger& trigger : plan_.steps[step].triggers) {
+      using enum TriggerKind;
+      const bool of_model = trigger.kind == kPreForward || trigger.kind == kPostForward ||
+                            trigger.kind == kPreBackward || trigger.kind == kPostBackward ||
+                            trigger.kind == kBackwardEnd;
+      if (of_model) triggers.emplace_back(trigger.kind, trigger.unit, trigger.microbatch);
+    }
+    return triggers;
+  };
+  return passed(a) == passed(b);
 }
 
 void Compute::CheckForwards(const std::vector<Run>& runs, std::int32_t step) {
@@ -319,7 +329,8 @@ bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now) {
 }
 
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered) {
-  return segment.phase == SegmentPhase::kForward && !entered.empty() && entered.back() != segment.unit;
+  if (segment.phase != SegmentPhase::kForward || segment.unit < 0 || entered.empty()) return false;
+  return entered.back() != segment.unit;
 }
 
 }  // namespace shardplan::verifier

@@ -199,7 +199,9 @@ void Gradients::Move(const Instruction& instruction, Position at) {
   if (instruction.kind == InstructionKind::kGradAccumulate && target.unit >= 0) {
     return Accumulate(target, value, instruction.dst, at);
   }
-  if (instruction.kind == InstructionKind::kGradCopyIn && JoinOther(target, value)) return;
+  const bool copies =
+      instruction.kind == InstructionKind::kGradCopyIn || instruction.kind == InstructionKind::kGradCast;
+  if (copies && JoinOther(target, value)) return;
   if (GradNotReducedButLost(target)) words_.Overwritten(target, instruction.dst, at);
   target = std::move(value);
 }

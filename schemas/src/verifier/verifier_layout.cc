@@ -162,17 +162,18 @@ bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
   if (buffer.role == kParamSharded) return buffer.dtype == unit.orig_dtype;
   if (buffer.dtype == unit.param_dtype || (may_be_original && buffer.dtype == unit.orig_dtype)) return true;
   // Parameters of several dtypes, or of another one than the unit's, are gathered as bytes.
+  if (flat) return false;
+  const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
   const auto differs = [&](std::int32_t p) {
     return GatheredDType(unit, unit.parameters[p]) != unit.param_dtype;
   };
   const auto is_its_own = [&](std::int32_t p) {
     const UnitParameter& parameter = unit.parameters[p];
-    return buffer.dtype == GatheredDType(unit, parameter) ||
+    return (differs(p) && buffer.dtype == GatheredDType(unit, parameter)) ||
            (may_be_original && buffer.dtype == parameter.dtype);
   };
-  const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
-  if (flat || std::ranges::none_of(held, differs)) return false;
-  return buffer.dtype == DType::kUInt8 || std::ranges::any_of(held, is_its_own);
+  return (buffer.dtype == DType::kUInt8 && std::ranges::any_of(held, differs)) ||
+         std::ranges::any_of(held, is_its_own);
 }
 
 bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
@@ -188,9 +189,16 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
                return buffer.dtype == ComputeDType(unit, unit.parameters[p]);
              });
     }
-    case kGradUnshardedAccumulated:
+    case kGradUnshardedAccumulated: {
       // Sums of one in the low precision and one in the other are in the other.
-      return flat ? IsOneOf(buffer.dtype, {computed, unit.orig_dtype}) : buffer.dtype == unit.reduce_dtype;
+      if (flat) return IsOneOf(buffer.dtype, {computed, unit.orig_dtype});
+      // One that is cut along another dimension than the first is put in order before it is cast.
+      const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
+      return buffer.dtype == unit.reduce_dtype || std::ranges::any_of(held, [&](std::int32_t p) {
+               const UnitParameter& parameter = unit.parameters[p];
+               return parameter.shard_dim > 0 && buffer.dtype == ComputeDType(unit, parameter);
+             });
+    }
     case kReduceScatterOutput:  // cast before it is copied to the host
       if (buffer.dtype == unit.orig_dtype) return true;
       [[fallthrough]];

@@ -229,6 +229,10 @@ Status CheckedModel::Compute(const executor::ComputeCall& call) {
       return MakeError(ErrorCode::kInternal,
                        fmt::format("{} reads {}, which is not bound", segment.name, plan_.units[unit].fqn));
     }
+    if (plan_.buffers[bound_[unit]].unit != unit) {
+      return MakeError(ErrorCode::kInternal, fmt::format("{} reads {} in a buffer of another unit",
+                                                         segment.name, plan_.units[unit].fqn));
+    }
     reads_[call.step].insert({call.microbatch, unit});
     AddReads(unit, bound_[unit], work.checks);
   }

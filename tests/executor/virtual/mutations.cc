@@ -57,13 +57,14 @@ std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool o
 }
 
 // A wider dtype on the way of a parameter, or of a sum, rounds nothing away.
-bool PassesOn(const Buffer& before, DType wider) {
+bool PassesOn(const Plan& plan, const Buffer& before, DType now) {
   using enum BufferRole;
   const bool on_its_way = before.role == kAllGatherInput || before.role == kAllGatherOutput ||
-                          before.role == kParamPostForwardShard || before.role == kGradUnshardedAccumulated;
-  const bool is_wider =
-      wider == DType::kFloat64 || (wider == DType::kFloat32 && before.dtype != DType::kFloat64);
-  return on_its_way && is_wider;
+                          before.role == kParamPostForwardShard;
+  // What the parameters are rounded to in the end, they may be rounded to before.
+  if (on_its_way && now == plan.units[before.unit].param_dtype) return true;
+  const bool is_wider = now == DType::kFloat64 || (now == DType::kFloat32 && before.dtype != DType::kFloat64);
+  return (on_its_way || before.role == kGradUnshardedAccumulated) && is_wider;
 }
 
 // Small integers are exact in every dtype. A buffer that numbers pass through on their way rounds them by its
@@ -72,7 +73,7 @@ std::string RoundedOtherwise(const Plan& plan, const Plan& mutated) {
   for (std::size_t b = 0; b < plan.buffers.size() && b < mutated.buffers.size(); ++b) {
     const Buffer& before = plan.buffers[b];
     const Buffer& after = mutated.buffers[b];
-    if (before.dtype == after.dtype || before.unit < 0 || PassesOn(before, after.dtype) ||
+    if (before.dtype == after.dtype || before.unit < 0 || PassesOn(plan, before, after.dtype) ||
         before.role == BufferRole::kOptimizerState || before.role == BufferRole::kOptimizerTemp) {
       continue;
     }
