@@ -13,7 +13,11 @@ namespace shardplan::test {
 class TorchNumbers final : public NumberMemory {
  public:
   explicit TorchNumbers(executor::TorchDevice& device) : device_(device) {}
-  bool IsAlive(BufferId buffer) override { return device_.Part(buffer, 0).defined(); }
+  // Whole parameters are one tensor for ever, whose storage comes and goes.
+  bool IsAlive(BufferId buffer) override {
+    const at::Tensor part = device_.Part(buffer, 0);
+    return part.defined() && (part.numel() == 0 || part.storage().nbytes() > 0);
+  }
   std::size_t SizeOf(BufferId buffer, std::int32_t part) override {
     return device_.Part(buffer, part).nbytes();
   }

@@ -52,9 +52,7 @@ void VirtualMachineImpl::Enqueue(std::int64_t rank, StreamId stream, std::span<c
   WorkItem item;
   item.debts = ranks_[rank]->TakeDebts(stream, uses);
   item.work = [borrowed = ranks_[rank]->Borrow(stream), work = std::move(work)] {
-    if (borrowed != nullptr) {
-      PoisonOnHost(borrowed->data.get(), static_cast<std::int64_t>(borrowed->bytes));
-    }
+    if (borrowed != nullptr) Poison(*borrowed);
     work();
   };
   Push(rank, stream, std::move(item));

@@ -6,15 +6,19 @@
 #include "replay/host_kernels.h"
 
 namespace shardplan::executor {
+void Poison(Block& block) {
+  const auto bytes = static_cast<std::int64_t>(block.bytes);
+  if (block.data) {
+    PoisonOnHost(block.data.get(), bytes);
+  } else {
+    block.marks.Mark(0, bytes);
+  }
+}
+
 void Poison(const Debts& debts) {
   for (const Debt& debt : debts) {
     if (debt.block->generation != debt.generation) continue;
-    const auto bytes = static_cast<std::int64_t>(debt.block->bytes);
-    if (debt.block->data) {
-      PoisonOnHost(debt.block->data.get(), bytes);
-    } else {
-      debt.block->marks.Mark(0, bytes);
-    }
+    Poison(*debt.block);
     debt.block->poisoned = debt.freed;
   }
 }

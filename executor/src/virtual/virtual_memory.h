@@ -56,6 +56,8 @@ struct Debt {
 };
 using Debts = std::vector<Debt>;
 void Poison(const Debts& debts);
+// All of the block.
+void Poison(Block& block);
 
 // The memory of one buffer, or of several that are aliases.
 struct Instance {

@@ -134,28 +134,64 @@ class Writer {
     }
   }
 
-  // The optimizer's own memory and its steps, as the given plan has them.
-  void CopyTriggers(const PlanStep& from, TriggerKind kind) {
-    for (const Trigger& trigger : from.triggers) {
-      if (trigger.kind != kind) continue;
-      Begin(kind, trigger.unit);
-      for (const Instruction& i : trigger.instructions) {
-        const BufferId buffer = i.kind == InstructionKind::kAllocate ? i.dst
-                                : i.kind == InstructionKind::kFree   ? i.src
-                                                                     : -1;
-        const bool own = buffer >= 0 && (given_.buffers[buffer].role == BufferRole::kOptimizerState ||
-                                         given_.buffers[buffer].role == BufferRole::kOptimizerTemp);
-        if (own || i.kind == InstructionKind::kOptimizerStep) Add(i);
+  // The optimizer's temporaries and its steps, of all steps of the given plan: on demand every unit that
+  // trains has gradients, in every step. Those that no step of the plan steps are stepped on the compute
+  // stream.
+  void StepOptimizer() {
+    std::set<BufferId> temporaries;
+    std::vector<Instruction> steps, frees;
+    for (const PlanStep& step : given_.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        if (trigger.kind != TriggerKind::kOptimizerStep) continue;
+        for (const Instruction& i : trigger.instructions) {
+          const auto same = [&](const Instruction& other) {
+            return other.unit == i.unit && other.parameter == i.parameter;
+          };
+          if (i.kind == InstructionKind::kOptimizerStep && std::ranges::none_of(steps, same))
+            steps.push_back(i);
+          if (i.kind == InstructionKind::kAllocate && IsTemporary(i.dst) && temporaries.insert(i.dst).second)
+            Add(i);
+          const auto frees_it = [&](const Instruction& other) { return other.src == i.src; };
+          if (i.kind == InstructionKind::kFree && IsTemporary(i.src) &&
+              std::ranges::none_of(frees, frees_it)) {
+            frees.push_back(i);
+          }
+        }
       }
     }
+    if (steps.empty()) return;
+    const auto of_all = std::ranges::find(steps, -1, &Instruction::unit);
+    if (of_all != steps.end()) steps = {Instruction(*of_all)};
+    for (const Instruction& step : steps) Add(step);
+    for (const UnitId unit : units_) {
+      const auto steps_it = [&](const Instruction& step) { return step.unit < 0 || step.unit == unit; };
+      const bool trains = FindProcedure(given_, ProcedureKind::kReduce, unit) != nullptr;
+      if (trains && std::ranges::none_of(steps, steps_it)) {
+        Add({.kind = InstructionKind::kOptimizerStep, .stream = 0, .unit = unit});
+      }
+    }
+    for (const Instruction& free : frees) Add(free);
   }
 
-  // States that are made in the backward, by optimizers that step there.
+  bool HasOptimizerStep() const {
+    return std::ranges::any_of(given_.steps, [](const PlanStep& step) {
+      return std::ranges::any_of(step.triggers, [](const Trigger& trigger) {
+        return trigger.kind == TriggerKind::kOptimizerStep &&
+               std::ranges::any_of(trigger.instructions, [](const Instruction& i) {
+                 return i.kind == InstructionKind::kOptimizerStep;
+               });
+      });
+    });
+  }
+  bool IsTemporary(BufferId buffer) const {
+    return given_.buffers[buffer].role == BufferRole::kOptimizerTemp;
+  }
+
+  // Of all optimizers, those that step in the backward included.
   void AllocateStates() {
     std::set<BufferId> made;
     for (const PlanStep& step : given_.steps) {
       for (const Trigger& trigger : step.triggers) {
-        if (trigger.kind == TriggerKind::kOptimizerStep && &step == &given_.steps.front()) continue;
         for (const Instruction& i : trigger.instructions) {
           const bool state = i.kind == InstructionKind::kAllocate &&
                              given_.buffers[i.dst].role == BufferRole::kOptimizerState;
@@ -184,7 +220,7 @@ class Writer {
       if (microbatches[m] == ProcedureKind::kReduceKept) continue;
       program.emplace_back(BackwardCall{.microbatches = {microbatch}});
     }
-    program.emplace_back(OptimizerStepCall{});
+    if (HasOptimizerStep()) program.emplace_back(OptimizerStepCall{});
     program.emplace_back(ZeroGradCall{});
   }
 
@@ -205,8 +241,10 @@ class Writer {
       Microbatch(microbatches[m], m + 1 == microbatches.size());
     }
     microbatch_ = 0;
-    CopyTriggers(first ? given_.steps.front() : given_.steps[given_.steady_step],
-                 TriggerKind::kOptimizerStep);
+    if (!given_.steps.empty() && HasOptimizerStep()) {
+      Begin(TriggerKind::kOptimizerStep, -1);
+      StepOptimizer();
+    }
     Begin(TriggerKind::kZeroGrad, -1);
     Add({.kind = InstructionKind::kZeroGrad});
     Begin(TriggerKind::kStepEnd, -1);

@@ -38,10 +38,24 @@ class Series {
         }
       }
     }
-    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) ChangeBuffer(static_cast<BufferId>(b));
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      if (IsInSteps(static_cast<BufferId>(b))) ChangeBuffer(static_cast<BufferId>(b));
+    }
   }
 
  private:
+  // What procedures alone use is judged by their own program (on_demand_test.cc).
+  bool IsInSteps(BufferId buffer) const {
+    for (const PlanStep& step : plan_.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          if (i.src == buffer || i.dst == buffer) return true;
+        }
+      }
+    }
+    return !plan_.buffers[buffer].name.ends_with(".on_demand");
+  }
+
   struct Place {
     std::size_t step = 0, trigger = 0, instruction = 0;
   };
