@@ -83,7 +83,7 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
   // A micro-batch is one of a step's few.
   microbatches_ = std::min(microbatches_, std::int32_t{1} << 12);
   phases_.assign(static_cast<std::size_t>(microbatches_), SegmentPhase::kForward);
-  last_step_.assign(plan.segments.size() * static_cast<std::size_t>(microbatches_), -1);
+  runs_in_step_.resize(plan.segments.size() * static_cast<std::size_t>(microbatches_));
   const auto storages = static_cast<std::size_t>(LargestStorage(plan) + 1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
   follows_storages_ = !JoinsMicrobatches(plan) && storages < (std::size_t{1} << 26) / microbatches_;
@@ -257,19 +257,33 @@ void Compute::CheckStorages(const Segment& segment, const Instruction& compute, 
   }
 }
 
+// How often the user's calls of the step run a part of the micro-batch: a loop may give several the same
+// number.
+std::int32_t Compute::CallsOf(std::int32_t step, SegmentPhase phase, std::int32_t microbatch) const {
+  const StepProgram* program = ProgramOf(step);
+  if (program == nullptr) return 1;
+  const bool forward = phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss;
+  const auto is_one = [&](const ProgramCall& call) {
+    if (const auto* own = std::get_if<ForwardCall>(&call)) return forward && own->microbatch == microbatch;
+    const auto* backward = std::get_if<BackwardCall>(&call);
+    return !forward && backward != nullptr && std::ranges::count(backward->microbatches, microbatch) > 0;
+  };
+  return static_cast<std::int32_t>(std::ranges::count_if(*program, is_one));
+}
+
 void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position at) {
   const Segment& segment = plan_.segments[compute.segment];
   if (compute.microbatch < 0 || compute.microbatch >= microbatches_) {
     return Add(at, compute.segment, fmt::format("there is no micro-batch {}", compute.microbatch));
   }
-  std::int32_t& last =
-      last_step_[static_cast<std::size_t>(compute.segment) * static_cast<std::size_t>(microbatches_) +
-                 static_cast<std::size_t>(compute.microbatch)];
-  if (last == step_) {
+  RunsInStep& runs =
+      runs_in_step_[static_cast<std::size_t>(compute.segment) * static_cast<std::size_t>(microbatches_) +
+                    static_cast<std::size_t>(compute.microbatch)];
+  if (runs.step != step_) runs = {step_, 0};
+  if (++runs.count > 1 && runs.count > CallsOf(at.step, segment.phase, compute.microbatch)) {
     Add(at, compute.segment,
         fmt::format("{} of micro-batch {} runs twice in a step", segment.name, compute.microbatch));
   }
-  last = step_;
   if (ComputeOrderOfMicrobatch(plan_, compute, trigger)) {
     Add(at, compute.segment,
         fmt::format("{} runs for micro-batch {} where the host is in micro-batch {}", segment.name,

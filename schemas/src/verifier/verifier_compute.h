@@ -31,6 +31,7 @@ class Compute {
 
   std::vector<Run> RunsOf(std::int32_t step) const;
   const StepProgram* ProgramOf(std::int32_t step) const;
+  std::int32_t CallsOf(std::int32_t step, SegmentPhase phase, std::int32_t microbatch) const;
   void CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step,
                   bool cut_alike);
   bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
@@ -42,11 +43,15 @@ class Compute {
 
   const Plan& plan_;
   Reporter& reporter_;
-  std::vector<UnitId> entered_;          // units whose forward is under way, innermost last
-  std::vector<Life> lives_;              // by storage and micro-batch
-  std::vector<char> from_outside_;       // by storage: an input, a buffer of the model, a gradient
-  std::vector<SegmentPhase> phases_;     // by micro-batch: of the latest segment
-  std::vector<std::int32_t> last_step_;  // by segment and micro-batch: the step, counted as run
+  std::vector<UnitId> entered_;       // units whose forward is under way, innermost last
+  std::vector<Life> lives_;           // by storage and micro-batch
+  std::vector<char> from_outside_;    // by storage: an input, a buffer of the model, a gradient
+  std::vector<SegmentPhase> phases_;  // by micro-batch: of the latest segment
+  struct RunsInStep {
+    std::int32_t step = -1;  // counted as run
+    std::int32_t count = 0;
+  };
+  std::vector<RunsInStep> runs_in_step_;  // by segment and micro-batch
   std::int32_t microbatches_ = 1;
   std::int32_t step_ = 0;  // counted as run
   bool follows_storages_ = true;

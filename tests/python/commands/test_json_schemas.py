@@ -14,6 +14,8 @@ KINDS = ["trace", "cluster", "strategy", "plan", "report"]
 
 # What a JSON Schema cannot say: that what is referred to exists, is unique, or is in order.
 BEYOND_SCHEMA = [
+    "a backward of a micro-batch that has had no forward",
+    "procedures are ordered by unit and by kind",
     "of this document",
     "of that name",
     "that name",
