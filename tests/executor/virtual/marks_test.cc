@@ -1,6 +1,5 @@
 // A machine of marks sees the poison that a machine of numbers sees, and needs no memory for what nobody
 // looks at.
-#include <algorithm>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 

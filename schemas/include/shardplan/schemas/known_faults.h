@@ -25,7 +25,8 @@ struct FoundFault {
   bool operator==(const FoundFault&) const = default;
 };
 
-// A paragraph for each fault: "FSDP1 does ...", how often it is found, the verifier's words of the first time.
+// A paragraph for each fault: "FSDP1 does ...", how often it is found, the verifier's words of the first
+// time.
 std::vector<std::string> Explain(const Plan& plan, const std::vector<FoundFault>& found);
 
 // Puts into the plan what it carries: for each violation the first of `possible` that explains it, and the
