@@ -114,7 +114,8 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, 
 PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  hooks.runtime->GiveUpInterrupted(hooks.options.unit);
+  // The modules of a group are entered one after the other, in one forward of the unit.
+  hooks.runtime->GiveUpInterrupted(hooks.options.modules.size() > 1 ? -1 : hooks.options.unit);
   if (!hooks.runtime->groups().Enter(hooks.options.unit, hooks.options.modules)) Py_RETURN_NONE;
   if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
     hooks.runtime->Recompute(TriggerKind::kPreForward, hooks.options.unit);

@@ -72,7 +72,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
                    std::vector<std::vector<ParameterSlot>> views);
 
   // ---- from the hooks ----
-  // A unit is entered: the step under way is given up if its forward or backward was not finished.
+  // A unit is entered: the step under way is given up if its forward or backward was not finished. -1: of a
+  // unit that may be entered again in one forward; then only a backward tells.
   void GiveUpInterrupted(UnitId entered) {
     if (backward_end_queued_ || (forward_root_ == entered && entered >= 0)) [[unlikely]] {
       GiveUpIfInterrupted(entered);

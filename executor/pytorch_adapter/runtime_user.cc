@@ -98,6 +98,7 @@ void Runtime::OptimizerSteps() {
   optimizer_seen_ = true;
   // Optimizers in the backward are the plan's, or a hook's on a gradient.
   if (torch::autograd::get_current_graph_task_id() != -1) return;
+  GiveUpIfInterrupted(forward_root_);  // nothing is stepped with gradients of half a backward
   if (fallback_.active()) return EndFallback();
   if (BetweenSteps()) return;
   Deviate("optimizer.step()");  // with fewer micro-batches, say
@@ -123,11 +124,13 @@ void Runtime::GiveUpIfInterrupted(UnitId entered) {
   const bool in_forward = forward_root_ == entered && forward_root_ != kNoUnit;
   if (!in_backward && !in_forward) return;
   Abandon();
-  PyErr_WarnFormat(
-      PyExc_UserWarning, 1,
-      "shardplan: the %s before this forward was not finished (an exception?): its step is given "
-      "up, and gradients made in it are dropped",
-      in_backward ? "backward" : "forward");
+  const HoldGil gil;
+  const int raised =
+      PyErr_WarnFormat(PyExc_UserWarning, 1,
+                       "shardplan: the last %s was not finished (an exception?): its step is given up, and "
+                       "gradients made in it are dropped",
+                       in_backward ? "backward" : "forward");
+  if (raised != 0) Throw(PythonError("giving up a step").error());
 }
 
 void Runtime::Abandon() {
