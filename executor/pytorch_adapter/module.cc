@@ -179,6 +179,7 @@ void BindRuntime(py::module_& module) {
            })
       .def("optimizer_steps", &Runtime::OptimizerSteps)
       .def("expect_optimizer", &Runtime::ExpectOptimizer)
+      .def_property_readonly("optimizer_seen", &Runtime::optimizer_seen)
       .def("set_requires_gradient_sync", &Runtime::SetRequiresGradientSync, py::arg("units"),
            py::arg("value"))
       .def("set_is_last_backward", &Runtime::SetIsLastBackward, py::arg("value"))

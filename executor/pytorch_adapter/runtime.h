@@ -121,6 +121,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void OptimizerSteps();
   // Optimizers of the model have been seen to step, by another runtime: OptimizerSteps will be called.
   void ExpectOptimizer() { optimizer_seen_ = true; }
+  bool optimizer_seen() const { return optimizer_seen_; }
   // What the user has set on the units with set_requires_gradient_sync, from now on; by unit. The plan's step
   // is followed as long as it does the same.
   void SetRequiresGradientSync(const std::vector<UnitId>& units, bool value);

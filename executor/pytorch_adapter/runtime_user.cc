@@ -95,9 +95,9 @@ void Runtime::FollowSetters() {
 
 void Runtime::OptimizerSteps() {
   const auto self = shared_from_this();  // the end of a fallback may replace this runtime
-  optimizer_seen_ = true;
   // Optimizers in the backward are the plan's, or a hook's on a gradient.
   if (torch::autograd::get_current_graph_task_id() != -1) return;
+  optimizer_seen_ = true;
   GiveUpIfInterrupted(forward_root_);  // nothing is stepped with gradients of half a backward
   if (fallback_.active()) return EndFallback();
   if (BetweenSteps()) return;

@@ -328,6 +328,10 @@ bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, cons
   if (compute.microbatch == trigger.microbatch) return false;
   const SegmentPhase phase = plan.segments[compute.segment].phase;
   if (phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss) return true;
+  // What begins a backward comes before its first trigger: behind one of whatever was before.
+  const bool in_backward =
+      trigger.kind == TriggerKind::kPreBackward || trigger.kind == TriggerKind::kPostBackward;
+  if (!in_backward) return false;
   const auto joins = [&](const ProgramCall& call) {
     const auto* backward = std::get_if<BackwardCall>(&call);
     return backward != nullptr && std::ranges::count(backward->microbatches, compute.microbatch) > 0 &&

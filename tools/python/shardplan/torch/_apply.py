@@ -224,6 +224,7 @@ class Applied:
     sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
     kept: collections.OrderedDict = dataclasses.field(default_factory=collections.OrderedDict)  # log -> Path, latest last
     unplannable: set = dataclasses.field(default_factory=set)  # logs
+    optimizer_seen: bool = False  # one has stepped outside of a backward
     optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
 
     def flat_units(self) -> list[_flat.FlatUnit]:
@@ -252,7 +253,7 @@ class Applied:
                 object.__setattr__(modules[fqn], UNIT_ATTRIBUTE, (self, i))
         for (method, *arguments), value in self.settings.items():
             getattr(self.runtime, method)(*arguments, value)
-        if self.optimizers:
+        if self.optimizer_seen:
             self.runtime.expect_optimizer()
         if self.sync is not None:
             for value in (False, True):
@@ -291,6 +292,7 @@ class Applied:
         key = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
         key = (key, tuple(self.runtime.full_precision_forwards))
         deviation, full_precision = self.runtime.deviation, self.runtime.full_precision_forwards
+        self.optimizer_seen = self.optimizer_seen or self.runtime.optimizer_seen
         self.runtime.restart()
         if key in self.unplannable:
             return
