@@ -345,12 +345,14 @@ Status OnDemand::PublishReady() {
 
 Status OnDemand::StepInBackward(UnitId unit, std::int32_t parameter) {
   if (unit < 0 || parameter < 0 || !units_[unit].flat) return {};
-  const InsideUserCode guards;
-  if (!under_way_.ready.empty()) {
-    if (Status status = PublishFlat(); !status) return status;
+  Status status;
+  const Status ran = device_.RunOn(0, [&] {  // what is reduced is there
+    const InsideUserCode guards;
+    if (!under_way_.ready.empty()) status = PublishFlat();
     under_way_.ready.clear();
-  }
-  return units_[unit].flat->StepInBackward(parameter);
+    if (status) status = units_[unit].flat->StepInBackward(parameter);
+  });
+  return ran ? status : ran;
 }
 
 }  // namespace shardplan::python

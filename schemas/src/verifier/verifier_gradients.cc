@@ -224,7 +224,11 @@ void Gradients::Release(BufferId buffer, Position at) {
   Consume(buffer, at);
   Gradient& value = At(buffer);
   if (steps_ && value.IsThere()) {
-    for (const std::int32_t p : OptimizerStepOfDropped(value)) words_.DroppedBeforeStep(value, p, buffer, at);
+    const UnitId unit = plan_.buffers[buffer].unit;
+    for (const std::int32_t p : OptimizerStepOfDropped(value)) {
+      // A frozen part of a flat parameter has a gradient, as all of that has; nobody wants it.
+      if (plan_.units[unit].parameters[p].requires_grad) words_.DroppedBeforeStep(value, p, buffer, at);
+    }
   }
   value.used_up = true;
 }
