@@ -145,13 +145,14 @@ def cases() -> list[Case]:
         _case("tp_low_precision", parallelize=tp, mesh=_mesh(shard=2, tensor=2), mixed_precision=LOW, reshard_after_forward=False),
         _case("tp_outermost", parallelize=tp, mesh=_mesh(tensor=2, shard=2), cpu_offload=True),
         _case("tp_replicas", parallelize=tp, mesh=_mesh(replicate=2, shard=1, tensor=2)),
-        _case("one_replica", mesh=_mesh(replicate=1, shard=2), mixed_precision=LOW),
+        _case("one_replica", ranks=2, mesh=_mesh(replicate=1, shard=2), mixed_precision=LOW),
         _case(
             "one_replica_accumulates",
+            ranks=2,
             mesh=_mesh(replicate=1, shard=2),
             program=[[_call("set_requires_all_reduce", "", False), *_STEP[:2], _call("set_requires_all_reduce", "", True), *_STEP]],
         ),
-        _case("one_replica_flattened", mesh=_mesh(replicate=1, outer=2, inner=1), data_parallel={"shard": ["outer", "inner"], "replicate": ["replicate"]}),
+        _case("one_replica_flattened", ranks=2, mesh=_mesh(replicate=1, outer=2, inner=1), data_parallel={"shard": ["outer", "inner"], "replicate": ["replicate"]}),
         _case(
             "shared_contexts_by_pattern",
             ranks=2,
