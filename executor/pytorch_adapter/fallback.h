@@ -19,7 +19,7 @@ namespace shardplan::python {
 // gathered when they are entered, forward and backward, and gradients are reduced unit by unit. The numbers
 // are the plan's, but for the order in which the gradients of several backwards are added. It lasts until the
 // optimizer steps (see Runtime::OptimizerSteps), or, where nobody sees that, until as many backwards as the
-// plan has for the step are over and the next forward begins.
+// plan has for the step are over.
 //
 // Members throw std::runtime_error with a message for a person.
 class Fallback {

@@ -159,6 +159,14 @@ std::vector<std::int32_t> OnDemand::Fresh(UnitId unit) const {
   return fresh;
 }
 
+// By parameter: is its gradient kept, or one of `fresh`?
+std::vector<bool> OnDemand::KeptOr(const std::vector<std::int32_t>& fresh, UnitId unit) const {
+  std::vector<bool> has(plan_.units[unit].parameters.size());
+  for (std::size_t p = 0; p < has.size(); ++p) has[p] = IsKept(unit, static_cast<std::int32_t>(p));
+  for (const std::int32_t parameter : fresh) has[parameter] = true;
+  return has;
+}
+
 bool OnDemand::HasGradients(UnitId unit) const { return HasKept(unit) || !Fresh(unit).empty(); }
 
 // A procedure finds all of them there.
@@ -177,9 +185,7 @@ std::vector<std::int32_t> OnDemand::Reduce(UnitId unit) {
   if (!replayer_->Has(ProcedureKind::kReduce, unit)) return {};  // nothing of it trains
   const std::vector<std::int32_t> fresh = Fresh(unit);
   const bool kept = HasKept(unit);
-  std::vector<bool> mine(plan_.units[unit].parameters.size());
-  for (std::size_t p = 0; p < mine.size(); ++p) mine[p] = IsKept(unit, static_cast<std::int32_t>(p));
-  for (const std::int32_t parameter : fresh) mine[parameter] = true;
+  const std::vector<bool> mine = KeptOr(fresh, unit);
   std::vector<bool> any;
   {
     const ReleaseGil no_gil;
@@ -200,9 +206,7 @@ std::vector<std::int32_t> OnDemand::Keep(UnitId unit) {
   // Without a procedure they stay where autograd adds to them.
   if (fresh.empty() || !replayer_->Has(ProcedureKind::kAccumulate, unit)) return fresh;
   const bool kept = HasKept(unit);
-  std::vector<bool> keeps(plan_.units[unit].parameters.size());
-  for (std::size_t p = 0; p < keeps.size(); ++p) keeps[p] = IsKept(unit, static_cast<std::int32_t>(p));
-  for (const std::int32_t parameter : fresh) keeps[parameter] = true;
+  std::vector<bool> keeps = KeptOr(fresh, unit);
   if (kept) FillKept(unit);
   CallWithGradients(kept ? ProcedureKind::kAccumulateAgain : ProcedureKind::kAccumulate, unit, {});
   keeps_[unit] = std::move(keeps);
@@ -222,8 +226,8 @@ void OnDemand::ReducePartial() {
     if (!is_its) {
       throw std::runtime_error(fmt::format(
           "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
-          "over the "
-          "shards but not yet over the replicas, and the plan does not say how to reduce {} on demand",
+          "over the shards but not yet over the replicas, and the plan does not say how to reduce {} on "
+          "demand",
           buffer.name));
     }
     std::vector<bool> any(plan_.units[buffer.unit].parameters.size());

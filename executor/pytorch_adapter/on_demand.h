@@ -74,6 +74,7 @@ class OnDemand {
   bool HasKept(UnitId unit) const;
   void FillKept(UnitId unit);
   std::vector<std::int32_t> Fresh(UnitId unit) const;
+  std::vector<bool> KeptOr(const std::vector<std::int32_t>& fresh, UnitId unit) const;
   void CallWithGradients(ProcedureKind kind, UnitId unit, std::vector<bool> any);
   Status Publish(BufferId buffer);
   Status PublishFlat();

@@ -78,8 +78,7 @@ class Replayer::Impl {
  private:
   Status RunProcedure(std::int32_t procedure);
   bool IsOnItsWay(BufferId buffer) const;
-  Status FreeWhere(bool (Impl::*is_freed)(BufferId) const);
-  bool IsTransient(BufferId buffer) const { return !plan_.buffers[buffer].persistent; }
+  Status FreeTransient(bool all);
   Status RunCaught(const Op& op, bool& blocked);
   Status Run(const Op& op, bool& blocked);
   Status RunMemory(const Op& op);
@@ -297,15 +296,16 @@ bool Replayer::Impl::IsOnItsWay(BufferId id) const {
     case BufferRole::kOptimizerTemp:
       return false;
     default:
-      return !buffer.persistent;
+      return true;
   }
 }
 
-Status Replayer::Impl::FreeWhere(bool (Impl::*is_freed)(BufferId) const) {
+// What is not persistent: all of it, or what is on its way.
+Status Replayer::Impl::FreeTransient(bool all) {
   if (Result<bool> done = device_.Synchronize(); !done) return std::unexpected(std::move(done.error()));
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const auto buffer = static_cast<BufferId>(b);
-    if (!alive_[buffer] || plan_.buffers[b].persistent || !(this->*is_freed)(buffer)) continue;
+    if (!alive_[buffer] || plan_.buffers[b].persistent || !(all || IsOnItsWay(buffer))) continue;
     if (Status status = Release(buffer); !status) return status;
   }
   return {};
@@ -313,7 +313,7 @@ Status Replayer::Impl::FreeWhere(bool (Impl::*is_freed)(BufferId) const) {
 
 Status Replayer::Impl::Leave() {
   if (failure_) return std::unexpected(*failure_);
-  return FreeWhere(&Impl::IsOnItsWay);
+  return FreeTransient(/*all=*/false);
 }
 
 Status Replayer::Impl::Restart() {
@@ -324,7 +324,7 @@ Status Replayer::Impl::Restart() {
   procedure_ = -1;
   std::ranges::fill(bound_, -1);
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) std::ranges::fill(grads_made_[b], 0);
-  return FreeWhere(&Impl::IsTransient);
+  return FreeTransient(/*all=*/true);
 }
 
 Status Replayer::Impl::RequireAlive(BufferId buffer) const {

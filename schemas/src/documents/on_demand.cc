@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <set>
 
 namespace shardplan {
 namespace {
@@ -28,6 +27,7 @@ class Writer {
       if (units_.empty() || units_.back() != procedure.unit) units_.push_back(procedure.unit);
     }
     for (const UnitId unit : units_) MakeSegments(unit);
+    CollectOptimizer();
   }
 
   OnDemandProgram Write() {
@@ -134,71 +134,48 @@ class Writer {
     }
   }
 
-  // The optimizer's temporaries and its steps, of all steps of the given plan: on demand every unit that
-  // trains has gradients, in every step. Those that no step of the plan steps are stepped on the compute
-  // stream.
-  void StepOptimizer() {
-    std::set<BufferId> temporaries;
-    std::vector<Instruction> steps, frees;
+  // What the optimizer does in any step of the given plan, each once: on demand every unit that trains has
+  // gradients, in every step. States are those of all optimizers, of those that step in the backward, too.
+  void CollectOptimizer() {
     for (const PlanStep& step : given_.steps) {
       for (const Trigger& trigger : step.triggers) {
-        if (trigger.kind != TriggerKind::kOptimizerStep) continue;
-        for (const Instruction& i : trigger.instructions) {
-          const auto same = [&](const Instruction& other) {
-            return other.unit == i.unit && other.parameter == i.parameter;
-          };
-          if (i.kind == InstructionKind::kOptimizerStep && std::ranges::none_of(steps, same))
-            steps.push_back(i);
-          if (i.kind == InstructionKind::kAllocate && IsTemporary(i.dst) && temporaries.insert(i.dst).second)
-            Add(i);
-          const auto frees_it = [&](const Instruction& other) { return other.src == i.src; };
-          if (i.kind == InstructionKind::kFree && IsTemporary(i.src) &&
-              std::ranges::none_of(frees, frees_it)) {
-            frees.push_back(i);
-          }
-        }
+        for (const Instruction& i : trigger.instructions) CollectFrom(i, trigger.kind);
       }
     }
-    if (steps.empty()) return;
-    const auto of_all = std::ranges::find(steps, -1, &Instruction::unit);
-    if (of_all != steps.end()) steps = {Instruction(*of_all)};
-    for (const Instruction& step : steps) Add(step);
+    const auto of_all = std::ranges::find(optimizer_steps_, -1, &Instruction::unit);
+    if (of_all != optimizer_steps_.end()) optimizer_steps_ = {Instruction(*of_all)};
+  }
+
+  void CollectFrom(const Instruction& i, TriggerKind trigger) {
+    const auto add_once = [&](std::vector<Instruction>& to, auto... of) {
+      const auto same = [&](const Instruction& other) { return (... && (other.*of == i.*of)); };
+      if (std::ranges::none_of(to, same)) to.push_back(i);
+    };
+    const auto is_of = [&](BufferId buffer, BufferRole role) { return given_.buffers[buffer].role == role; };
+    const bool allocates = i.kind == InstructionKind::kAllocate;
+    if (allocates && is_of(i.dst, BufferRole::kOptimizerState)) add_once(states_, &Instruction::dst);
+    if (trigger != TriggerKind::kOptimizerStep) return;
+    if (allocates && is_of(i.dst, BufferRole::kOptimizerTemp)) add_once(temporaries_, &Instruction::dst);
+    if (i.kind == InstructionKind::kFree && is_of(i.src, BufferRole::kOptimizerTemp)) {
+      add_once(freed_temporaries_, &Instruction::src);
+    }
+    if (i.kind == InstructionKind::kOptimizerStep) {
+      add_once(optimizer_steps_, &Instruction::unit, &Instruction::parameter);
+    }
+  }
+
+  // Units that no step of the plan steps are stepped on the compute stream.
+  void StepOptimizer() {
+    for (const Instruction& allocate : temporaries_) Add(allocate);
+    for (const Instruction& step : optimizer_steps_) Add(step);
     for (const UnitId unit : units_) {
       const auto steps_it = [&](const Instruction& step) { return step.unit < 0 || step.unit == unit; };
       const bool trains = FindProcedure(given_, ProcedureKind::kReduce, unit) != nullptr;
-      if (trains && std::ranges::none_of(steps, steps_it)) {
+      if (trains && std::ranges::none_of(optimizer_steps_, steps_it)) {
         Add({.kind = InstructionKind::kOptimizerStep, .stream = 0, .unit = unit});
       }
     }
-    for (const Instruction& free : frees) Add(free);
-  }
-
-  bool HasOptimizerStep() const {
-    return std::ranges::any_of(given_.steps, [](const PlanStep& step) {
-      return std::ranges::any_of(step.triggers, [](const Trigger& trigger) {
-        return trigger.kind == TriggerKind::kOptimizerStep &&
-               std::ranges::any_of(trigger.instructions, [](const Instruction& i) {
-                 return i.kind == InstructionKind::kOptimizerStep;
-               });
-      });
-    });
-  }
-  bool IsTemporary(BufferId buffer) const {
-    return given_.buffers[buffer].role == BufferRole::kOptimizerTemp;
-  }
-
-  // Of all optimizers, those that step in the backward included.
-  void AllocateStates() {
-    std::set<BufferId> made;
-    for (const PlanStep& step : given_.steps) {
-      for (const Trigger& trigger : step.triggers) {
-        for (const Instruction& i : trigger.instructions) {
-          const bool state = i.kind == InstructionKind::kAllocate &&
-                             given_.buffers[i.dst].role == BufferRole::kOptimizerState;
-          if (state && made.insert(i.dst).second) Add(i);
-        }
-      }
-    }
+    for (const Instruction& free : freed_temporaries_) Add(free);
   }
 
   // As a loop would have it. (That gradients which are kept are reduced without another backward is no
@@ -220,7 +197,7 @@ class Writer {
       if (microbatches[m] == ProcedureKind::kReduceKept) continue;
       program.emplace_back(BackwardCall{.microbatches = {microbatch}});
     }
-    if (HasOptimizerStep()) program.emplace_back(OptimizerStepCall{});
+    if (!optimizer_steps_.empty()) program.emplace_back(OptimizerStepCall{});
     program.emplace_back(ZeroGradCall{});
   }
 
@@ -231,7 +208,9 @@ class Writer {
     program_.origins.emplace_back();
     microbatch_ = 0;
     Begin(TriggerKind::kStepBegin, -1);
-    if (first) AllocateStates();
+    if (first) {
+      for (const Instruction& allocate : states_) Add(allocate);
+    }
     if (evaluates) {
       microbatch_ = static_cast<std::int32_t>(microbatches.size());
       Evaluate();
@@ -241,7 +220,7 @@ class Writer {
       Microbatch(microbatches[m], m + 1 == microbatches.size());
     }
     microbatch_ = 0;
-    if (!given_.steps.empty() && HasOptimizerStep()) {
+    if (!optimizer_steps_.empty()) {
       Begin(TriggerKind::kOptimizerStep, -1);
       StepOptimizer();
     }
@@ -253,6 +232,7 @@ class Writer {
   const Plan& given_;
   OnDemandProgram program_;
   std::vector<UnitId> units_;  // that have procedures
+  std::vector<Instruction> states_, temporaries_, optimizer_steps_, freed_temporaries_;
   std::int32_t microbatch_ = 0;
 };
 

@@ -6,13 +6,12 @@ import contextlib
 import types
 from collections.abc import Iterator
 
-import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from ._errors import PlanError
-from ._flat_whole import gather
 from ._fit import modules_of
+from ._flat_whole import gather
+from ._summon import whole_copy
 
 _METHODS = ("set_requires_gradient_sync", "set_is_last_backward", "no_sync")
 
@@ -83,13 +82,6 @@ def _remove_methods(model: nn.Module) -> None:
         vars(model).pop(name, None)
 
 
-@torch.no_grad()
-def _whole(parameter: nn.Parameter) -> nn.Parameter:
-    local = parameter.detach()
-    whole = local.full_tensor() if isinstance(local, DTensor) else local.clone()
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
 def _make_whole(applied) -> None:
     """Every module holds its own whole parameters again. Collective."""
     for unit, shards in zip(applied.plan.units, applied.shards):
@@ -97,7 +89,7 @@ def _make_whole(applied) -> None:
             shards.make_whole(gather(shards))
             continue
         for expected, sharded in zip(unit.parameters, shards):
-            whole = _whole(sharded.shard)
+            whole = whole_copy(sharded.shard)
             for slot in applied.by_fqn[expected.fqn].slots:
                 slot.module.register_parameter(slot.name, whole)
 

@@ -32,7 +32,8 @@ def _bind(slots: list[Slot], parameter: nn.Parameter) -> None:
         slot.module.register_parameter(slot.name, parameter)
 
 
-def _whole(shard: nn.Parameter, offload_to_cpu: bool) -> nn.Parameter:
+def whole_copy(shard: nn.Parameter, offload_to_cpu: bool = False) -> nn.Parameter:
+    """All ranks' parts in one, in memory of its own. Collective."""
     local = shard.detach()
     whole = local.full_tensor().clone() if isinstance(local, DTensor) else local.clone()
     return nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=shard.requires_grad)
@@ -81,7 +82,7 @@ def summon_full_params(
     runtime.suspend("the model cannot run inside summon_full_params")
     sharded = [entry.slots[0].module._parameters[entry.slots[0].name] for entry in found]
     try:
-        wholes = [_whole(shard, offload_to_cpu) for shard in sharded]
+        wholes = [whole_copy(shard, offload_to_cpu) for shard in sharded]
         for entry, shard, whole in zip(found, sharded, wholes):
             if not (rank0_only and isinstance(shard, DTensor) and any(shard.device_mesh.get_coordinate())):
                 _bind(entry.slots, whole)
