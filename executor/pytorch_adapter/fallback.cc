@@ -45,31 +45,35 @@ void Fallback::Begin(const std::string& found, const std::string& expected, exec
     OrThrow(replayer.Leave());
   }
   publish();
-  log_.clear();
-  LogPlannedTriggers({replayer.step_index(), replayer.trigger_index()});
+  const PlanPosition now{replayer.step_index(), replayer.trigger_index()};
+  log_ = PlannedLog(now);
+  backwards_left_ = BackwardsFrom(now);
   on_demand_.TakeOver();
   on_demand_.ReducePartial();
   active_ = true;
 }
 
-// What the step has passed so far was as planned.
-void Fallback::LogPlannedTriggers(PlanPosition now) {
-  backwards_left_ = 0;
+int Fallback::BackwardsFrom(PlanPosition now) const {
+  const std::vector<Trigger>& triggers = plan_.steps[now.step].triggers;
+  return static_cast<int>(
+      std::count_if(triggers.begin() + now.trigger, triggers.end(),
+                    [](const Trigger& trigger) { return trigger.kind == TriggerKind::kBackwardEnd; }));
+}
+
+std::vector<Fallback::Passed> Fallback::PlannedLog(PlanPosition until) const {
+  std::vector<Passed> log;
   std::vector<SegmentGrad> made;  // since the last point; those of a trigger's compute come after it
-  for (std::size_t t = 0; t < plan_.steps[now.step].triggers.size(); ++t) {
-    const Trigger& trigger = plan_.steps[now.step].triggers[t];
-    if (static_cast<std::int32_t>(t) >= now.trigger) {
-      backwards_left_ += trigger.kind == TriggerKind::kBackwardEnd ? 1 : 0;
-      continue;
-    }
-    log_.push_back({trigger.kind, trigger.unit, std::exchange(made, {}),
-                    order_.KeepsGradients(PlanPosition{now.step, static_cast<std::int32_t>(t)})});
+  for (std::int32_t t = 0; t < until.trigger; ++t) {
+    const Trigger& trigger = plan_.steps[until.step].triggers[t];
+    log.push_back({trigger.kind, trigger.unit, std::exchange(made, {}),
+                   order_.KeepsGradients(PlanPosition{until.step, t})});
     for (const Instruction& i : trigger.instructions) {
       if (i.kind != InstructionKind::kCompute) continue;
       const std::vector<SegmentGrad>& grads = plan_.segments[i.segment].grads;
       made.insert(made.end(), grads.begin(), grads.end());
     }
   }
+  return log;
 }
 
 void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {

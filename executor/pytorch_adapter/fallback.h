@@ -68,6 +68,8 @@ class Fallback {
   // The step is abandoned.
   void Abandon();
 
+  // What a step passes that follows the plan from its first trigger to the one at `until`.
+  std::vector<Passed> PlannedLog(PlanPosition until) const;
   // Of the step that deviated, and what deviated first; "": none has.
   const std::vector<Passed>& log() const { return log_; }
   const std::string& deviation() const { return deviation_; }
@@ -75,7 +77,7 @@ class Fallback {
   void Clear() { on_step_end_ = {}; }
 
  private:
-  void LogPlannedTriggers(PlanPosition now);
+  int BackwardsFrom(PlanPosition now) const;
   void TakeGradients(UnitId unit);
   void EndBackward();
 

@@ -111,9 +111,12 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, 
 }
 
 // (module, args, kwargs) -> None or (args, kwargs)
-PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
+PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
+  if (const PyRef next = hooks.runtime->HookOfNextPlan(hooks.options.unit)) [[unlikely]] {
+    return PyObject_Vectorcall(next.get(), arguments, count, nullptr);
+  }
   // The modules of a group are entered one after the other, in one forward of the unit.
   hooks.runtime->GiveUpInterrupted(hooks.options.modules.size() > 1 ? -1 : hooks.options.unit);
   if (!hooks.runtime->groups().Enter(hooks.options.unit, hooks.options.modules)) Py_RETURN_NONE;

@@ -118,10 +118,10 @@ py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector
                         py::reinterpret_steal<py::object>(hooks.post_forward.release()));
 }
 
-// [(kind, unit, [(unit, parameter) of a gradient], keeps)] of the step that deviated.
-py::list Log(const Runtime& runtime) {
+// [(kind, unit, [(unit, parameter) of a gradient], keeps)].
+py::list LogOf(const std::vector<Fallback::Passed>& points) {
   py::list log;
-  for (const Fallback::Passed& passed : runtime.fallback().log()) {
+  for (const Fallback::Passed& passed : points) {
     py::list grads;
     for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
     log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads, passed.keeps));
@@ -177,6 +177,14 @@ void BindRuntime(py::module_& module) {
            [](Runtime& runtime, const py::object& on_step_end) {
              runtime.fallback().Enable(PyRef::Borrow(on_step_end.ptr()));
            })
+      .def("on_requires_grad_change",
+           [](Runtime& runtime, const py::object& on_change) {
+             runtime.OnRequiresGradChange(PyRef::Borrow(on_change.ptr()));
+           })
+      .def("explain_deviations",
+           [](Runtime& runtime, const py::object& explain) {
+             runtime.ExplainDeviations(PyRef::Borrow(explain.ptr()));
+           })
       .def("optimizer_steps", &Runtime::OptimizerSteps)
       .def("expect_optimizer", &Runtime::ExpectOptimizer)
       .def_property_readonly("optimizer_seen", &Runtime::optimizer_seen)
@@ -188,7 +196,10 @@ void BindRuntime(py::module_& module) {
       .def("show_shards", &Runtime::ShowShards, py::arg("show"))
       .def_property_readonly("deviation",
                              [](const Runtime& runtime) { return runtime.fallback().deviation(); })
-      .def_property_readonly("log", &Log)
+      .def_property_readonly("log",
+                             [](const Runtime& runtime) { return LogOf(runtime.fallback().log()); })
+      .def_property_readonly("planned_log",
+                             [](const Runtime& runtime) { return LogOf(runtime.PlannedLog()); })
       .def_property_readonly("full_precision_forwards", &Runtime::full_precision_forwards)
       .def(
           "set_adopt",

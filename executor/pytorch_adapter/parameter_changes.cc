@@ -69,19 +69,19 @@ std::optional<bool> ParameterChanges::RequiresGrad(std::size_t unit, std::size_t
   return units_[unit].parameters[parameter].shard().requires_grad();
 }
 
-void ParameterChanges::CheckRequiresGrad() const {
+std::string ParameterChanges::RequiresGradChange() const {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     for (std::size_t i = 0; i < plan_.units[unit].parameters.size(); ++i) {
       const bool expected = plan_.units[unit].parameters[i].requires_grad;
       if (RequiresGrad(unit, i).value_or(expected) == expected) continue;
-      throw std::runtime_error(fmt::format(
-          "shardplan: {}: requires_grad expected {}, found {}: it was changed after "
-          "shardplan.torch.apply. Set it before, and trace and plan the model again, or leave it as "
-          "it was and keep the parameter out of the optimizer",
-          ParameterText(plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)), expected,
-          !expected));
+      return fmt::format(
+          "{}: requires_grad expected {}, found {}: it was changed after shardplan.torch.apply. Set it "
+          "before, and trace and plan the model again, or apply the plan with on_deviation=\"replan\" (not "
+          "with flat parameters), or leave it as it was and keep the parameter out of the optimizer",
+          ParameterText(plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)), expected, !expected);
     }
   }
+  return {};
 }
 
 }  // namespace shardplan::python

@@ -22,8 +22,9 @@ class ParameterChanges {
   void SetAdopt(PyRef adopt) { adopt_ = std::move(adopt); }
   // Takes over what the modules hold, of the units that are sharded. Takes the GIL.
   void Adopt();
-  // The plan reduces gradients of the parameters that required them when it was made.
-  void CheckRequiresGrad() const;
+  // The plan reduces gradients of the parameters that required them when it was made: a parameter that was
+  // frozen or unfrozen since, and the way out, for people; "": none was.
+  std::string RequiresGradChange() const;
   // The GIL is held: lets go of Python objects.
   void Clear() { adopt_ = {}; }
 

@@ -68,6 +68,8 @@ Runtime::~Runtime() {
     }
     collectives_->Clear();
     fallback_.Clear();
+    on_requires_grad_change_ = {};
+    explain_ = {};
     changes_.Clear();
     extensions_.Clear();
     const ReleaseGil no_gil;
@@ -127,7 +129,9 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
     if (replayer_->AtStepBegin()) {
       if (++steps > std::ssize(plan_->steps) + 1) break;  // a plan without any point of the model
       changes_.Adopt();
-      changes_.CheckRequiresGrad();
+      if (const std::string change = changes_.RequiresGradChange(); !change.empty()) {
+        throw std::runtime_error("shardplan: " + change);
+      }
       full_precision_forwards_.clear();
     }
     Fire(executor::TriggerKey(replayer_->Expected()));
@@ -155,8 +159,20 @@ std::string Runtime::FoundText(TriggerKind kind, UnitId unit) const {
              : text;
 }
 
+// A point that the plan has next, and why the model does not pass it, where that is known.
+std::string Runtime::Explained(const std::string& expected, UnitId unit) const {
+  if (!explain_ || unit < 0) return expected;
+  const HoldGil gil;
+  const PyRef text = PyRef::Steal(PyObject_CallFunction(explain_.get(), "i", static_cast<int>(unit)));
+  const char* reason = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
+  if (reason == nullptr) Throw(PythonError("explaining a deviation").error());
+  return *reason == '\0' ? expected : fmt::format("{}: {}", expected, reason);
+}
+
 void Runtime::Deviate(const std::string& found, const std::string& instead_of) {
-  const std::string expected = instead_of.empty() ? TriggerText(*plan_, replayer_->Expected()) : instead_of;
+  const executor::TriggerKey& next = replayer_->Expected();
+  const std::string expected =
+      instead_of.empty() ? Explained(TriggerText(*plan_, next), next.unit) : instead_of;
   if (!fallback_.enabled()) {
     throw std::runtime_error(fmt::format(
         "shardplan: the model deviates from the plan: found {}, expected {} ({}). Plan the step as it is "

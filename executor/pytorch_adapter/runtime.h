@@ -79,6 +79,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
       GiveUpIfInterrupted(entered);
     }
   }
+  // Where a step begins after the user froze or unfroze parameters, and OnRequiresGradChange was called: the
+  // pre-forward hook of the unit in the plan that is followed from now on. Else null. The GIL is held.
+  PyRef HookOfNextPlan(UnitId unit);
   // full_precision: the unit is not to be gathered in the low one, where the plan has no say.
   void PreForward(UnitId unit, bool full_precision = false);
   // Is the unit, whose forward has begun, in no other one's? -1: a root that is no unit.
@@ -134,6 +137,13 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // Inside a step the modules of gathered units hold whole parameters: shows the shards, and the whole ones
   // again. For reading.
   void ShowShards(bool show);
+  // on_change(unit, what was changed, in words): makes the model follow a plan for parameters that require
+  // gradients as they do now, and returns the unit's pre-forward hook in it.
+  void OnRequiresGradChange(PyRef on_change) { on_requires_grad_change_ = std::move(on_change); }
+  // explain(unit): why the model may not pass a point of the unit, for people; "": unknown.
+  void ExplainDeviations(PyRef explain) { explain_ = std::move(explain); }
+  // What a step of the plan, of those that repeat, passes.
+  std::vector<Fallback::Passed> PlannedLog() const;
   Fallback& fallback() { return fallback_; }
   const Fallback& fallback() const { return fallback_; }
   // By forward of the step under way, or of the one that deviated: was it to have full precision?
@@ -174,6 +184,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void FollowSetters();
   // instead_of: what the plan has; "": its next trigger.
   void Deviate(const std::string& found, const std::string& instead_of = {});
+  std::string Explained(const std::string& expected, UnitId unit) const;
   void GiveUpIfInterrupted(UnitId entered);
   void EndFallback();
   Status BindFlatViews(UnitId unit, BufferId buffer);
@@ -197,6 +208,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   GradientHandover handover_;
   ParameterChanges changes_;
   ModuleGroups groups_;
+  PyRef on_requires_grad_change_;  // null: such a change is an error
+  PyRef explain_;
   std::string suspended_;
   UnitId forward_root_ = kNoUnit;     // the unit entered first in the forward of the plan that is under way
   UnitId evaluation_root_ = kNoUnit;  // in the forward outside the plan

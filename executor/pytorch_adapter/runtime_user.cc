@@ -1,5 +1,6 @@
 // Runtime's part for what the user does at a point of the plan: calls, hooks on gradients, collectives of
 // their own.
+#include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -91,6 +92,25 @@ void Runtime::FollowSetters() {
                                         keeps ? "reduces" : "does not reduce");
   Deviate(found, keeps ? "one that keeps them for a later micro-batch"
                        : "one that reduces them, as that of the last micro-batch");
+}
+
+PyRef Runtime::HookOfNextPlan(UnitId unit) {
+  const bool begins = on_requires_grad_change_ && forward_root_ == kNoUnit && !fallback_.active() &&
+                      at::GradMode::is_enabled() && BetweenSteps();
+  if (!begins) return {};
+  changes_.Adopt();
+  const std::string change = changes_.RequiresGradChange();
+  if (change.empty()) return {};
+  const auto self = shared_from_this();  // the model lets go of it
+  PyRef hook = PyRef::Steal(
+      PyObject_CallFunction(on_requires_grad_change_.get(), "is", static_cast<int>(unit), change.c_str()));
+  if (!hook) Throw(PythonError("planning again").error());
+  return hook;
+}
+
+std::vector<Fallback::Passed> Runtime::PlannedLog() const {
+  const auto triggers = static_cast<std::int32_t>(plan_->steps[plan_->steady_step].triggers.size());
+  return fallback_.PlannedLog({plan_->steady_step, triggers});
 }
 
 void Runtime::OptimizerSteps() {

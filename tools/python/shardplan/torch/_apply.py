@@ -8,13 +8,13 @@ import dataclasses
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _flat, _optimizers, _steer
-from . import _flat
 from ._agree import agree
 from ._errors import PlanError
 from ._extension import ExtendedParameter
@@ -25,7 +25,7 @@ from ._init import Initialize, Source, reset_parameters
 from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
 from ._native import native
 from ._precision import casts_of, precision_of, rule_of, torch_dtype
-from ._replan import replan
+from ._replan import RequiresGrad, replan, requires_grad_of
 from ._shard import (
     ShardedParameter,
     adopt_parameter,
@@ -144,28 +144,34 @@ def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, me
     return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout, memory == "arena")
 
 
-def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> list:
+def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> tuple[list, Callable]:
+    """Handles of the unit's hooks, and the one in front of its forward."""
     pre_forward, post_forward = runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval)
     handles = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(post_forward, always_call=len(modules) > 1))
-    return handles
+    return handles, pre_forward
 
 
-def _hook_modules(plan, model: nn.Module, runtime) -> list:
-    """Handles of the hooks of all units."""
+def _hook_modules(plan, model: nn.Module, runtime) -> tuple[list, dict[int, Callable]]:
+    """Handles of the hooks of all units, and by unit (-1: a root that is none) the one in front of its forward."""
     modules = modules_of(model)
-    handles = []
+    handles, pre_forwards = [], {}
+
+    def hook(unit: int, of_unit: list[nn.Module], casts) -> None:
+        made, pre_forwards[unit] = _hook_unit(runtime, plan, unit, of_unit, casts)
+        handles.extend(made)
+
     for unit_id, unit in enumerate(plan.units):
         of_unit = [modules[fqn] for fqn in unit.modules]
-        handles += _hook_unit(runtime, plan, unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
+        hook(unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
     if not any("" in unit.modules for unit in plan.units):
         # A root without parameters of its own is no unit, yet it casts inputs and outputs.
         casts = casts_of(plan, "", model)
         if casts != (None, None):
-            handles += _hook_unit(runtime, plan, -1, [model], casts)
-    return handles
+            hook(-1, [model], casts)
+    return handles, pre_forwards
 
 
 def _shard_all(runtime, plan, model, by_fqn, meshes: list, source: Source, groups: list) -> list:
@@ -222,8 +228,10 @@ class Applied:
     undo: list = dataclasses.field(default_factory=list)  # functions: what else `remove` does
     settings: dict = dataclasses.field(default_factory=dict)
     sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
-    kept: collections.OrderedDict = dataclasses.field(default_factory=collections.OrderedDict)  # log -> Path, latest last
-    unplannable: set = dataclasses.field(default_factory=set)  # logs
+    pre_forwards: dict = dataclasses.field(default_factory=dict)  # by unit
+    # (requires_grad, points of a step, full-precision forwards) -> Path, latest last
+    kept: collections.OrderedDict = dataclasses.field(default_factory=collections.OrderedDict)
+    unplannable: set = dataclasses.field(default_factory=set)  # keys of `kept`
     optimizer_seen: bool = False  # one has stepped outside of a backward
     optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
 
@@ -236,6 +244,8 @@ class Applied:
         """The shards are there: makes the replayer, and hooks it into the model."""
         self.runtime.start()
         self.runtime.set_adopt(_adopter(self.plan, self.shards))
+        applied = weakref.ref(self)  # the runtime is the model's, through its hooks
+        self.runtime.explain_deviations(lambda unit: applied().explain(unit))
         for i, unit in enumerate(self.plan.units):
             if unit.flat:
                 self.shards[i].add(self.plan, modules_of(self.model)[unit.modules[0]])
@@ -246,7 +256,7 @@ class Applied:
 
     def hook(self) -> None:
         """From now on the model's modules pass their points to the runtime."""
-        self.handles = _hook_modules(self.plan, self.model, self.runtime)
+        self.handles, self.pre_forwards = _hook_modules(self.plan, self.model, self.runtime)
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
             for fqn in unit.modules:
@@ -258,6 +268,16 @@ class Applied:
         if self.sync is not None:
             for value in (False, True):
                 self.runtime.set_requires_gradient_sync([i for i, sync in enumerate(self.sync) if sync == value], value)
+
+    def explain(self, unit: int) -> str:
+        """Why the model may not pass a point of the unit, or ""."""
+        modules = modules_of(self.model)
+        for fqn in self.plan.units[unit].modules:
+            if fqn not in modules:
+                return f"module {fqn} was taken out of the model after shardplan.torch.apply"
+            if getattr(modules[fqn], UNIT_ATTRIBUTE, None) != (self, unit):
+                return f"module {fqn} was replaced after shardplan.torch.apply, by one that no plan is applied to"
+        return ""
 
     def unhook(self) -> None:
         for handle in self.handles:
@@ -284,33 +304,68 @@ class Applied:
             if applied() is not None:
                 applied().follow(applied().runtime.log)
 
+        def on_requires_grad_change(unit: int, change: str):
+            return applied().follow_requires_grad(unit, change)
+
         self.runtime.fall_back_on_deviation(on_step_end)
+        if not self.flat_units():
+            self.runtime.on_requires_grad_change(on_requires_grad_change)
 
     def follow(self, log: list[tuple]) -> None:
         """The step that deviated is over: the next one follows a plan made of the points that it passed, one that is kept if
         there was such a step before."""
-        key = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
-        key = (key, tuple(self.runtime.full_precision_forwards))
         deviation, full_precision = self.runtime.deviation, self.runtime.full_precision_forwards
-        self.optimizer_seen = self.optimizer_seen or self.runtime.optimizer_seen
-        self.runtime.restart()
+        points = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
+        key = (requires_grad_of(self.plan), points, tuple(full_precision))
+        self._leave()
         if key in self.unplannable:
             return
         if key in self.kept:
-            self.kept.move_to_end(key)
-            return self._take(self.kept[key])
-        names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
+            return self._take(key)
         try:
-            plan = replan(self.plan, log, names, full_precision)
-            if _units_of(plan) != _units_of(self.plan):
-                raise PlanError("the model has other modules or parameters than the plan")
+            plan = self._plan_again(log, requires_grad_of(self.plan), full_precision)
         except PlanError as error:
             self.unplannable.add(key)
             warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
             return
         warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
-        if not self.kept:
-            self.kept[None] = Path(self.plan, self.groups, self.runtime)  # the first plan, whatever its points
+        self._start_plan(key, plan)
+
+    def follow_requires_grad(self, unit: int, change: str):
+        """A step begins after parameters were frozen or unfrozen: it follows the plan that was followed last when they required
+        gradients as now, or a plan for the same points. Such a step need not pass these: then the one behind it is planned
+        again. Returns the unit's pre-forward hook."""
+        requires_grad = tuple(tuple(one.shard.requires_grad for one in sharded) for sharded in self.shards)
+        known = [key for key in self.kept if key[0] == requires_grad]
+        if not known:
+            try:
+                plan = self._plan_again(self.runtime.planned_log, requires_grad, self.runtime.full_precision_forwards)
+            except PlanError as error:
+                raise RuntimeError(f"shardplan: {change} ({error})") from None
+            warnings.warn(f"shardplan: {change}; the step is planned again", stacklevel=2)
+        self._leave()
+        if known:
+            self._take(known[-1])
+        else:
+            self._start_plan((requires_grad, (), ()), plan)
+        return self.pre_forwards[unit]
+
+    def _leave(self) -> None:
+        """The present plan is at its first trigger."""
+        self.optimizer_seen = self.optimizer_seen or self.runtime.optimizer_seen
+        self.runtime.restart()
+
+    def _plan_again(self, log: list[tuple], requires_grad: RequiresGrad, full_precision: list[bool]):
+        names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(self.model).items()}
+        plan = replan(self.plan, log, names, requires_grad, full_precision)
+        if _units_of(plan) != _units_of(self.plan):
+            raise PlanError("the model has other modules or parameters than the plan")
+        return plan
+
+    def _start_plan(self, key: tuple, plan) -> None:
+        """Follows a new plan, and keeps it."""
+        if not self.kept:  # the first plan, whatever its points
+            self.kept[requires_grad_of(self.plan), (), ()] = Path(self.plan, self.groups, self.runtime)
         groups = process_groups(plan, self.mesh, self.made_groups)
         runtime = _make_runtime(plan, self.mesh, self.device, groups, self.memory, self.timeout_s)
         self.kept[key] = Path(plan, groups, runtime)
@@ -331,8 +386,10 @@ class Applied:
         for flat in self.flat_units():
             flat.write_back()  # what the user replaced since
 
-    def _take(self, path: Path) -> None:
+    def _take(self, key: tuple) -> None:
         """A plan that was followed before is followed again."""
+        self.kept.move_to_end(key)
+        path = self.kept[key]
         self._write_back()
         self.unhook()
         self.plan, self.groups, self.runtime = path.plan, path.groups, path.runtime

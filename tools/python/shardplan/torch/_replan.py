@@ -28,11 +28,14 @@ def _command() -> str:
     return found
 
 
+RequiresGrad = tuple[tuple[bool, ...], ...]  # by unit and parameter
+
+
 class _Trace:
     """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)]."""
 
-    def __init__(self, plan, modules: list[str], full_precision_forwards: list[bool]) -> None:
-        self._plan, self._full_precision = plan, full_precision_forwards
+    def __init__(self, plan, modules: list[str], requires_grad: RequiresGrad, full_precision_forwards: list[bool]) -> None:
+        self._plan, self._requires_grad, self._full_precision = plan, requires_grad, full_precision_forwards
         self._module = {fqn: number for number, fqn in enumerate(modules)}
         self._parameter: dict[tuple[int, int], int] = {}
         self._forwards: list[dict] = []
@@ -54,7 +57,7 @@ class _Trace:
                 if parameter.fqn not in entries:
                     entries[parameter.fqn] = len(documents)
                     fields = {"fqn": parameter.fqn, "shape": list(parameter.shape), "dtype": parameter.dtype}
-                    if not parameter.requires_grad:
+                    if not self._requires_grad[u][p]:
                         fields["requires_grad"] = False
                     if parameter.shared_with:
                         fields["shared_with"] = list(parameter.shared_with)
@@ -123,7 +126,7 @@ class _Trace:
     def _inputs_done(self, unit: int, module: str) -> None:
         run, number = self._last_run(module), self._module[module]
         self._backward.append(["inputs_done", number, run, 0])
-        frozen = not any(parameter.requires_grad for parameter in self._plan.units[unit].parameters)
+        frozen = not any(self._requires_grad[unit])
         enters = [event for event in self._forwards[self._pending]["events"] if event[:2] == ["enter", number]]
         if frozen and run < len(enters) and not enters[run][2]:
             enters[run][2].append(self._tensor())  # a frozen unit's point is where its inputs' gradients are done
@@ -140,8 +143,9 @@ class _Trace:
     def _in_backward(self, gradients: list[tuple[int, int]]) -> None:
         if self._backward is None:
             self._backward = []
-        for gradient in gradients:
-            self._backward.append(["param_grad", self._parameter[gradient], -1])
+        for unit, parameter in gradients:
+            if self._requires_grad[unit][parameter]:
+                self._backward.append(["param_grad", self._parameter[unit, parameter], -1])
 
     def _enter(self, unit: int) -> None:
         if self._backward is not None:
@@ -186,10 +190,14 @@ class _Trace:
         }
 
 
-def replan(plan, log: list[tuple], names: dict[str, str], full_precision_forwards: list[bool]):
+def requires_grad_of(plan) -> RequiresGrad:
+    return tuple(tuple(parameter.requires_grad for parameter in unit.parameters) for unit in plan.units)
+
+
+def replan(plan, log: list[tuple], names: dict[str, str], requires_grad: RequiresGrad, full_precision_forwards: list[bool]):
     """The plan for steps like the one in `log`. PlanError: there is none. names: FQN -> class name of every module, in tree order.
-    full_precision_forwards: which forwards were evaluations in full precision. Every rank makes it; they all saw the same."""
-    trace = _Trace(plan, list(names), full_precision_forwards)
+    requires_grad: which parameters do, whatever `plan` says. full_precision_forwards: which forwards were evaluations in full precision. Every rank makes it; they all saw the same."""
+    trace = _Trace(plan, list(names), requires_grad, full_precision_forwards)
     trace.parameters()
     try:
         for kind, unit, gradients, keeps in log:
