@@ -196,8 +196,7 @@ void BindRuntime(py::module_& module) {
       .def("show_shards", &Runtime::ShowShards, py::arg("show"))
       .def_property_readonly("deviation",
                              [](const Runtime& runtime) { return runtime.fallback().deviation(); })
-      .def_property_readonly("log",
-                             [](const Runtime& runtime) { return LogOf(runtime.fallback().log()); })
+      .def_property_readonly("log", [](const Runtime& runtime) { return LogOf(runtime.fallback().log()); })
       .def_property_readonly("planned_log",
                              [](const Runtime& runtime) { return LogOf(runtime.PlannedLog()); })
       .def_property_readonly("full_precision_forwards", &Runtime::full_precision_forwards)
@@ -213,6 +212,7 @@ void BindRuntime(py::module_& module) {
            py::arg("comm"))
       .def("reshard", &Runtime::Reshard, py::arg("unit"))
       .def_property_readonly("between_steps", &Runtime::BetweenSteps)
+      .def_property("step", &Runtime::step, &Runtime::CountFrom)
       .def_property_readonly("where", &Runtime::Where);
 }
 

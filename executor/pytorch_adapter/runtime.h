@@ -149,6 +149,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // By forward of the step under way, or of the one that deviated: was it to have full precision?
   const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
   bool BetweenSteps() const;
+  // Steps of the training so far, of this runtime and of those before it.
+  std::int64_t step() const { return replayer_->step(); }
+  void CountFrom(std::int64_t step) { replayer_->CountFrom(step); }
   // Where the replayer is, for people.
   std::string Where() const { return replayer_ ? replayer_->Where() : "not started"; }
 

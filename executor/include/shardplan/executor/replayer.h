@@ -131,6 +131,10 @@ class Replayer {
   // Steps completed, instructions issued since the replayer was made, the index into plan.steps of the one
   // under way (or about to begin), and the index in it of the next trigger.
   std::int64_t steps_completed() const;
+  // Steps that the host has begun and is no longer in: completed, left and given up ones (Restart). Messages
+  // name it. CountFrom: it is `step` from now on (a host that changes replayers goes on counting).
+  std::int64_t step() const;
+  void CountFrom(std::int64_t step);
   std::int64_t instructions_issued() const;
   std::int32_t step_index() const;
   std::int32_t trigger_index() const;

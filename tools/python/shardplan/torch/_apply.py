@@ -368,6 +368,7 @@ class Applied:
             self.kept[requires_grad_of(self.plan), (), ()] = Path(self.plan, self.groups, self.runtime)
         groups = process_groups(plan, self.mesh, self.made_groups)
         runtime = _make_runtime(plan, self.mesh, self.device, groups, self.memory, self.timeout_s)
+        step = self.runtime.step
         self.kept[key] = Path(plan, groups, runtime)
         while len(self.kept) > _KEPT_PLANS:
             self.kept.popitem(last=False)
@@ -380,6 +381,7 @@ class Applied:
             else:
                 _supply_shards(runtime, i, plan.units[i], sharded)
         self.start()
+        self.runtime.step = step
         self.fall_back_on_deviation()
 
     def _write_back(self) -> None:
@@ -390,6 +392,7 @@ class Applied:
         """A plan that was followed before is followed again."""
         self.kept.move_to_end(key)
         path = self.kept[key]
+        path.runtime.step = self.runtime.step
         self._write_back()
         self.unhook()
         self.plan, self.groups, self.runtime = path.plan, path.groups, path.runtime

@@ -1,0 +1,109 @@
+// What is done beside the plan's steps: procedures, and leaving a step.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "replay/replayer_impl.h"
+
+namespace shardplan::executor {
+
+Status Replayer::Impl::RunProcedure(std::int32_t procedure) {
+  const ProgramProcedure& entry = program_.procedures[procedure];
+  for (const BufferId buffer : entry.supplied) alive_[buffer] = filled_[buffer] = 1;
+  for (; op_ < entry.count; ++op_) {
+    const Op& op = program_.ops[entry.first + op_];
+    if (observer_ != nullptr) observer_->BeforeInstruction(CurrentInstruction());
+    for (bool blocked = true; blocked;) {
+      blocked = false;
+      if (Status status = RunCaught(op, blocked); !status) {
+        return Fail(std::move(status.error()), op.code != OpCode::kAllocate);
+      }
+    }
+    ++instructions_issued_;
+    if (observer_ != nullptr) observer_->AfterInstruction(CurrentInstruction());
+  }
+  return {};
+}
+
+Status Replayer::Impl::Call(ProcedureKind kind, UnitId unit) {
+  if (failure_) return std::unexpected(*failure_);
+  if (in_trigger_) return MakeError(ErrorCode::kUsage, "a procedure is called inside a trigger: " + Where());
+  const Procedure* found = FindProcedure(plan_, kind, unit);
+  if (found == nullptr) {
+    return MakeError(ErrorCode::kUsage, fmt::format("the plan does not say how to {} {} on demand: it has no "
+                                                    "such procedure; plan the model again",
+                                                    Name(kind), DisplayName(plan_.units[unit].fqn)));
+  }
+  procedure_ = static_cast<std::int32_t>(found - plan_.procedures.data());
+  op_ = 0;
+  const Status status = RunProcedure(procedure_);
+  procedure_ = -1;
+  op_ = 0;
+  return status;
+}
+
+Status Replayer::Impl::Provide(BufferId buffer) {
+  if (alive_[buffer]) return MakeError(ErrorCode::kUsage, plan_.buffers[buffer].name + " is there already");
+  alive_[buffer] = filled_[buffer] = 1;
+  return device_.Allocate(buffer, 0);
+}
+
+Status Replayer::Impl::Release(BufferId buffer) {
+  alive_[buffer] = filled_[buffer] = 0;
+  freed_parts_[buffer].clear();
+  std::ranges::fill(grads_made_[buffer], 0);
+  const bool models = model_runs_itself_ && plan_.buffers[buffer].role == BufferRole::kGradUnsharded;
+  return models ? Status() : device_.Free(buffer, {});
+}
+
+// Neither parameters that somebody computes with nor gradients.
+bool Replayer::Impl::IsOnItsWay(BufferId id) const {
+  const Buffer& buffer = plan_.buffers[id];
+  switch (buffer.role) {
+    case BufferRole::kParamUnsharded:
+      return bound_[buffer.unit] != id;
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
+      return bound_[buffer.unit] < 0;
+    case BufferRole::kGradUnsharded:
+    case BufferRole::kGradUnshardedAccumulated:
+    case BufferRole::kPartialReduceOutput:
+    case BufferRole::kGradSharded:
+    case BufferRole::kGradHost:
+    case BufferRole::kOptimizerState:
+    case BufferRole::kOptimizerTemp:
+      return false;
+    default:
+      return true;
+  }
+}
+
+// What is not persistent: all of it, or what is on its way.
+Status Replayer::Impl::FreeTransient(bool all) {
+  if (Result<bool> done = device_.Synchronize(); !done) return std::unexpected(std::move(done.error()));
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const auto buffer = static_cast<BufferId>(b);
+    if (!alive_[buffer] || plan_.buffers[b].persistent || !(all || IsOnItsWay(buffer))) continue;
+    if (Status status = Release(buffer); !status) return status;
+  }
+  return {};
+}
+
+Status Replayer::Impl::Leave() {
+  if (failure_) return std::unexpected(*failure_);
+  return FreeTransient(/*all=*/false);
+}
+
+Status Replayer::Impl::Restart() {
+  if (collectives_aborted_) return std::unexpected(*failure_);
+  failure_.reset();
+  steps_left_ += AtStepBegin() ? 0 : 1;
+  in_trigger_ = op_begun_ = false;
+  trigger_ = op_ = 0;
+  procedure_ = -1;
+  std::ranges::fill(bound_, -1);
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) std::ranges::fill(grads_made_[b], 0);
+  return FreeTransient(/*all=*/true);
+}
+
+}  // namespace shardplan::executor
