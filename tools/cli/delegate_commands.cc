@@ -50,7 +50,7 @@ std::optional<std::string> SimulatedReport(const std::vector<std::string>& argum
   const auto path =
       std::ranges::find_if(arguments, [](const std::string& a) { return fs::is_regular_file(a); });
   if (path == arguments.end()) return std::nullopt;
-  const Result<Plan> plan = ReadPlanFile(*path);
+  const Result<Plan> plan = ReadPlan(*path);
   if (!plan) return std::nullopt;
   SimulationOptions options;
   options.record_timeline = false;
