@@ -59,8 +59,7 @@ def test_nothing_else_in_the_sources_writes_files():
         found = set()
         for folder in ("schemas/src", "simulator/src", "planner/src", "executor", "tools"):
             for path in (ROOT / folder).rglob(f"*{suffix}"):
-                # The temporary files of a replan are in a folder that goes with it.
-                if path.name != "_replan.py" and re.search(pattern, path.read_text()):
+                if re.search(pattern, path.read_text()):
                     found.add(str(path.relative_to(ROOT)))
         assert found <= writers
 
@@ -245,3 +244,34 @@ def test_a_pipe_takes_the_bytes_and_a_pipe_without_a_reader_is_told(inputs, tmp_
     assert run(show).returncode == 0
     assert reader.communicate(timeout=30)[0] == inputs["plan"].read_bytes()
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+SCRATCH = """
+import pathlib, time
+from shardplan import command, files
+def main():
+    with files.scratch_folder() as folder:
+        (folder / "file").write_text("x")
+        print(folder, flush=True)
+        time.sleep(20)
+    return 0
+command.run("scratch", main)
+"""
+
+
+def test_scratch_folders_go(tmp_path):
+    """With the process that a signal ends; of one that was killed with the next."""
+    where = {**os.environ, "TMPDIR": str(tmp_path)}
+    for number in ENDS:
+        process = subprocess.Popen(python(SCRATCH), stdout=subprocess.PIPE, text=True, env=where)
+        folder = process.stdout.readline().strip()
+        assert everything_in(tmp_path) == {os.path.basename(folder)}
+        process.send_signal(number)
+        assert process.wait(timeout=30) == -number
+        assert bool(everything_in(tmp_path)) == (number == signal.SIGKILL)
+    other = subprocess.Popen(python(SCRATCH), stdout=subprocess.PIPE, text=True, env=where)
+    folder = other.stdout.readline().strip()
+    assert everything_in(tmp_path) == {os.path.basename(folder)}
+    other.terminate()
+    other.wait(timeout=30)
+    assert not everything_in(tmp_path)

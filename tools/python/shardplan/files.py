@@ -82,20 +82,33 @@ def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A folder for what a command needs while it runs. Those of commands that were killed go with the next one's."""
-    parent = tempfile.gettempdir()
-    with os.scandir(parent) as entries:
+    _remove_scratch_folders()
+    folder, lock = _locked_folder()
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder() -> tuple[str, int]:
+    while True:
+        folder = tempfile.mkdtemp(prefix=_SCRATCH_BEGIN)
+        lock = os.open(os.path.join(folder, _LOCK), os.O_CREAT | os.O_WRONLY, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink > 0:
+            return folder, lock
+        os.close(lock)  # another command took it for a killed one's before it was locked
+
+
+def _remove_scratch_folders() -> None:
+    """Of commands that live no more: nobody holds the lock."""
+    with os.scandir(tempfile.gettempdir()) as entries:
         left = [entry.path for entry in entries if entry.name.startswith(_SCRATCH_BEGIN)]
     for path in left:
         with contextlib.suppress(OSError), open(os.path.join(path, _LOCK), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=_SCRATCH_BEGIN)
-    try:
-        with open(os.path.join(folder, _LOCK), "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
