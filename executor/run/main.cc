@@ -70,8 +70,7 @@ void AddFlags(CLI::App& app, RunOptions& options) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--seed", options.seed, "virtual: which order the streams run in")->capture_default_str();
-  app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with")
-      ->check(CLI::ExistingFile);
+  app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with");
   app.add_flag("--arena", options.arena, "Buffers at addresses of their own in one block of memory");
   app.add_flag("!--no-activations", options.activations, "Do not allocate the model's own memory");
   app.add_flag("--progress", options.progress, "Each rank says when a step is done");

@@ -38,6 +38,18 @@ void PrepareWriting() {
   }
 }
 
+// An empty value of a flag that names a file would count as no flag.
+void RefuseEmptyNames(CLI::App& app) {
+  const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
+  for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
+                             "--report", "--timeline", "--html", "--rows", "--plot", "--map", "--json"}) {
+      CLI::Option* option = command->get_option_no_throw(flag);
+      if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
+    }
+  }
+}
+
 // Help, the version, or what is wrong with the command line.
 int Explain(const CLI::App& app, const CLI::ParseError& error) {
   std::ostringstream text, wrong;
@@ -73,6 +85,7 @@ int main(int argc, char** argv) {
   cli::AddRunCommand(app, invocation);
   cli::AddConformanceCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
+  RefuseEmptyNames(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

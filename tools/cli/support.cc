@@ -86,11 +86,16 @@ int PrintAnswer(std::string_view text, int exit_code) {
   return printed ? exit_code : Fail(printed.error());
 }
 
+bool IsThere(const std::string& path) {
+  std::error_code error;
+  return fs::exists(path, error) || error;
+}
+
 Result<Cluster> FindCluster(const std::string& path_or_name) {
-  if (fs::exists(path_or_name)) return ReadCluster(path_or_name);
+  if (IsThere(path_or_name)) return ReadCluster(path_or_name);
   for (const fs::path& folder : DataFolders("clusters", "tools/clusters")) {
     const fs::path candidate = folder / (path_or_name + ".json");
-    if (fs::exists(candidate)) return ReadCluster(candidate.string());
+    if (IsThere(candidate)) return ReadCluster(candidate.string());
   }
   Error error;
   error.code = ErrorCode::kBadInput;
@@ -140,7 +145,7 @@ std::string ExecutableFolder() {
 
 std::string PythonFolder() {
   for (const fs::path& folder : DataFolders("python", "tools/python")) {
-    if (fs::exists(folder / "shardplan" / "__init__.py")) return folder.lexically_normal().string();
+    if (IsThere(folder / "shardplan" / "__init__.py")) return folder.lexically_normal().string();
   }
   return {};
 }

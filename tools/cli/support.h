@@ -55,6 +55,9 @@ Result<Cluster> FindCluster(const std::string& path_or_name);
 Error Execute(const std::string& program, const std::vector<std::string>& arguments,
               const std::string& python_path = {});
 
+// Whether something is there, be it a link that leads nowhere: opening it says what is wrong.
+bool IsThere(const std::string& path);
+
 // Runs `program arguments...` and waits: its exit code, 70 when a signal ended it. kEnvironment when it
 // cannot start.
 Result<int> RunAndWait(const std::string& program, const std::vector<std::string>& arguments);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare_folder(arguments: argparse.Namespace) -> int:
-    if (arguments.folder / "model.py").is_file():
+    if os.path.isfile(arguments.folder / "model.py"):  # no error for a name that is too long
         from shardplan.conformance import memory
 
         return memory.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)

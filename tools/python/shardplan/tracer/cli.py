@@ -30,8 +30,8 @@ exit codes: 0 done, 2 usage, 3 bad input, 4 environment"""
 
 def _positive(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer of 31 bits")
     return value
 
 
