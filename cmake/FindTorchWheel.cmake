@@ -2,8 +2,9 @@
 #   TorchWheel::cpu    libtorch_cpu, libc10 and their headers
 #   TorchWheel::cuda   libtorch_cuda, libc10_cuda, the CUDA runtime and NCCL (only when torch was built with CUDA)
 #
-# SHARDPLAN_TORCH_DIR: the folder of the torch package (site-packages/torch). Found through the project's virtual
-#   environment, else python3, when not set.
+# SHARDPLAN_TORCH_DIR: the folder of the torch package (site-packages/torch). When not set, that of SHARDPLAN_PYTHON. When
+#   that is not set either, of the first interpreter that has torch: the one that builds a wheel (Python3_EXECUTABLE,
+#   Python_EXECUTABLE), that of the project's virtual environment, python3.
 # SHARDPLAN_CUDA_ROOT: a CUDA toolkit to take CUDA and NCCL headers and libraries from. Not set: from the wheels that
 #   torch brings (site-packages/nvidia), which are the ones it was built with; from /usr/local/cuda where there are none.
 
@@ -12,14 +13,23 @@ set(SHARDPLAN_CUDA_ROOT "" CACHE PATH "CUDA toolkit; the wheels' CUDA when empty
 
 set(_torch_dir "${SHARDPLAN_TORCH_DIR}")
 if(NOT _torch_dir)
-  find_program(SHARDPLAN_PYTHON NAMES python3 python HINTS ${CMAKE_CURRENT_LIST_DIR}/../.venv/bin NO_CMAKE_PATH
-               DOC "Interpreter whose torch is used")
-  if(SHARDPLAN_PYTHON)
+  set(_pythons "${SHARDPLAN_PYTHON}")
+  if(NOT _pythons)
+    find_program(_torch_python3 NAMES python3 python NO_CMAKE_PATH NO_CACHE)
+    set(_pythons "${Python3_EXECUTABLE}" "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/../.venv/bin/python3" "${_torch_python3}")
+  endif()
+  foreach(_python IN LISTS _pythons)
+    if(_torch_dir OR NOT _python)
+      continue()
+    endif()
     execute_process(
-      COMMAND ${SHARDPLAN_PYTHON} -c
+      COMMAND "${_python}" -c
               "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '', end='')"
       OUTPUT_VARIABLE _torch_dir ERROR_QUIET)
-  endif()
+    if(_torch_dir)
+      set(SHARDPLAN_PYTHON "${_python}" CACHE FILEPATH "Interpreter whose torch is used" FORCE)
+    endif()
+  endforeach()
 endif()
 
 include(FindPackageHandleStandardArgs)

@@ -6,14 +6,17 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <optional>
+#include <sstream>
 #include <string>
 
 #include "launcher.h"
 #include "options.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
+#include "shardplan/schemas/printable.h"
 #include "worker.h"
 
 namespace shardplan::run {
@@ -67,8 +70,7 @@ void AddFlags(CLI::App& app, RunOptions& options) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--seed", options.seed, "virtual: which order the streams run in")->capture_default_str();
-  app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with")
-      ->check(CLI::ExistingFile);
+  app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with");
   app.add_flag("--arena", options.arena, "Buffers at addresses of their own in one block of memory");
   app.add_flag("!--no-activations", options.activations, "Do not allocate the model's own memory");
   app.add_flag("--progress", options.progress, "Each rank says when a step is done");
@@ -108,10 +110,32 @@ Result<Plan> ReadPlanForRun(const RunOptions& options, const std::optional<RankE
   return plan;
 }
 
+// What every rank reads, before any starts. Ranks that our launcher started read what it has read.
+Result<Plan> ReadDocumentsForRun(const RunOptions& options, const std::optional<RankEnvironment>& environment,
+                                 const std::string& who) {
+  const bool is_alone = !environment && options.device == DeviceKind::kVirtual;
+  for (const std::string& path : {options.plan_path, options.report_path}) {
+    std::error_code ignored;
+    const std::filesystem::file_type type = std::filesystem::status(path, ignored).type();
+    if (type == std::filesystem::file_type::fifo && !is_alone) {
+      return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                                   .message = "every rank reads it, and of a pipe only the first could",
+                                   .file = path,
+                                   .found = "a pipe",
+                                   .expected = "a file"});
+    }
+  }
+  Result<Plan> plan = ReadPlanForRun(options, environment, who);
+  if (!plan || options.report_path.empty() || (environment && environment->started_here)) return plan;
+  Result<Report> report = ReadReport(options.report_path);
+  if (!report) return std::unexpected(std::move(report.error()));
+  return plan;
+}
+
 int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
   const std::optional<RankEnvironment> environment = ReadEnvironment();
   const std::string who = environment ? fmt::format("rank {}", environment->rank) : "shardplan-run";
-  const Result<Plan> plan = ReadPlanForRun(options, environment, who);
+  const Result<Plan> plan = ReadDocumentsForRun(options, environment, who);
   if (environment && options.device != DeviceKind::kVirtual) {
     const Status status = RunRank(plan, options, *environment);
     return status ? 0 : Fail(status.error(), who);
@@ -140,6 +164,7 @@ int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
 }  // namespace shardplan::run
 
 int main(int argc, char** argv) {
+  (void)std::signal(SIGPIPE, SIG_IGN);  // a pipe that nobody reads is an error that is told
   // A rank that our launcher started does not outlive it.
   if (std::getenv("SHARDPLAN_RUN_CHILD") != nullptr) (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
   CLI::App app("Replay a plan without the model: real memory, real collectives, filler compute",
@@ -149,7 +174,12 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : shardplan::run::kUsageExit;
+    std::ostringstream text, wrong;
+    const bool asked = app.exit(error, text, wrong) == 0;
+    std::fputs(shardplan::PrintableLines(wrong.str()).c_str(), stderr);
+    if (!asked) return shardplan::run::kUsageExit;
+    const shardplan::Status written = shardplan::WriteStandardOutput(text.str());
+    return written ? 0 : shardplan::run::Fail(written.error(), "shardplan-run");
   }
   int code = 0;
   try {

@@ -6,6 +6,8 @@
 #include <array>
 #include <map>
 
+#include "shardplan/schemas/printable.h"
+
 namespace shardplan::run {
 namespace {
 
@@ -57,9 +59,9 @@ std::string CollectiveLines(const Plan& plan) {
 
 std::string ResultTable(const Plan& plan, const RunOptions& options, const Measurement& measured,
                         const Report* report) {
-  std::string text =
-      fmt::format("{} {}: {} ranks on {}, {} steps, compute x {}\n", plan.model, plan.policy, plan.world_size,
-                  DeviceName(options.device), options.steps, options.compute_scale);
+  std::string text = fmt::format("{} {}: {} ranks on {}, {} steps, compute x {}\n", Printable(plan.model),
+                                 Printable(plan.policy), plan.world_size, DeviceName(options.device),
+                                 options.steps, options.compute_scale);
   text += fmt::format("{:<28}{:>18}{:>18}\n", "", "measured", report == nullptr ? "" : "simulated");
   const auto row = [&](const char* name, const std::string& left, const std::string& right) {
     text += fmt::format("{:<28}{:>18}{:>18}\n", name, left, report == nullptr ? "" : right);

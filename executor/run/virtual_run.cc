@@ -1,18 +1,18 @@
 // `shardplan run --device virtual`: does the schedule hold when the streams run in the worst order?
-#include <cstdio>
+#include <fmt/format.h>
 
 #include "shardplan/executor/virtual_backend.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
 #include "worker.h"
 
 namespace shardplan::run {
 
 Status RunVirtual(const Plan& plan, const RunOptions& options) {
   if (Status status = executor::ReplayFiller(plan, options.seed, options.steps); !status) return status;
-  std::printf(
-      "%s %s: %lld ranks on virtual, %lld steps, seed %llu: every instruction ran, nothing was overwritten\n",
-      plan.model.c_str(), plan.policy.c_str(), static_cast<long long>(plan.world_size),
-      static_cast<long long>(options.steps), static_cast<unsigned long long>(options.seed));
-  return {};
+  return WriteStandardOutput(fmt::format(
+      "{} {}: {} ranks on virtual, {} steps, seed {}: every instruction ran, nothing was overwritten\n",
+      Printable(plan.model), Printable(plan.policy), plan.world_size, options.steps, options.seed));
 }
 
 }  // namespace shardplan::run

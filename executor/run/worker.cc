@@ -21,6 +21,7 @@
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan::run {
 namespace {
@@ -184,19 +185,14 @@ Status Rank::Report() {
   measured.peak_bytes = memory_.peak_bytes();
   std::unique_ptr<shardplan::Report> report;
   if (!options_.report_path.empty()) {
-    Result<std::string> text = ReadFile(options_.report_path);
-    if (!text) return std::unexpected(text.error());
-    Result<shardplan::Report> read = ParseReport(*text);
-    if (!read) {
-      read.error().file = options_.report_path;
-      return std::unexpected(read.error());
-    }
+    Result<shardplan::Report> read = ReadReport(options_.report_path);
+    if (!read) return std::unexpected(read.error());
     report = std::make_unique<shardplan::Report>(std::move(*read));
   }
-  std::fputs(ResultTable(plan_, options_, measured, report.get()).c_str(), stdout);
-  std::fflush(stdout);
+  const Status printed =
+      WriteStandardOutput(PrintableLines(ResultTable(plan_, options_, measured, report.get())));
   store_->set("shardplan/printed", std::vector<std::uint8_t>{1});
-  return {};
+  return printed;
 }
 
 c10::intrusive_ptr<c10d::Store> Connect(const RunOptions& options, const RankEnvironment& environment) {

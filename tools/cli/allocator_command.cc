@@ -46,6 +46,9 @@ Status ApplyOptions(const AllocatorArguments& options, AllocatorLog& log) {
 }
 
 Result<bool> RunAllocatorReplay(const AllocatorArguments& options) {
+  const std::vector<OutputFile> outputs = {{"--json", options.report}};
+  if (Status checked = CheckOutputs({options.log}, outputs, !HasStandardOutput(outputs)); !checked)
+    return std::unexpected(checked.error());
   Result<AllocatorLog> log = ReadAllocatorLog(options.log);
   if (!log) return std::unexpected(log.error());
   if (Status applied = ApplyOptions(options, *log); !applied) return std::unexpected(applied.error());
@@ -55,7 +58,7 @@ Result<bool> RunAllocatorReplay(const AllocatorArguments& options) {
     return std::unexpected(replay.error());
   }
   if (options.report != "-") {
-    if (Status written = WriteOutput("-", ReplayText(*log, *replay)); !written)
+    if (Status written = PrintText(ReplayText(*log, *replay)); !written)
       return std::unexpected(written.error());
   }
   if (!options.report.empty()) {

@@ -22,9 +22,9 @@ namespace fs = std::filesystem;
 std::string Python() {
   if (const char* named = std::getenv("SHARDPLAN_PYTHON")) return named;
   const fs::path beside = fs::path(ExecutableFolder()) / "python3";
-  if (fs::exists(beside)) return beside.string();
+  if (IsThere(beside)) return beside.string();
   const fs::path venv = fs::path(SHARDPLAN_SOURCE_DIR) / ".venv" / "bin" / "python";
-  return fs::exists(venv) ? venv.string() : "python3";
+  return IsThere(venv) ? venv.string() : "python3";
 }
 
 // A subcommand that hands everything after its name, --help included, to another program.
@@ -47,10 +47,12 @@ std::optional<std::string> SimulatedReport(const std::vector<std::string>& argum
   if (Has(arguments, "--report") || Has(arguments, "--help") || Has(arguments, "-h") || std::getenv("RANK")) {
     return std::nullopt;
   }
-  const auto path =
-      std::ranges::find_if(arguments, [](const std::string& a) { return fs::is_regular_file(a); });
+  const auto path = std::ranges::find_if(arguments, [](const std::string& a) {
+    std::error_code ignored;
+    return fs::is_regular_file(a, ignored);
+  });
   if (path == arguments.end()) return std::nullopt;
-  const Result<Plan> plan = ReadPlanFile(*path);
+  const Result<Plan> plan = ReadPlan(*path);
   if (!plan) return std::nullopt;
   SimulationOptions options;
   options.record_timeline = false;
@@ -90,8 +92,9 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
     const std::vector<std::string> given = command->remaining();
     // A folder without a model holds recordings of events, which need no Python. A missing one is reported
     // there too.
+    std::error_code ignored;
     const bool events = !given.empty() && !given.front().starts_with('-') &&
-                        !fs::exists(fs::path(given.front()) / "model.py");
+                        !fs::exists(fs::path(given.front()) / "model.py", ignored);
     if (events) {
       const fs::path program = fs::path(ExecutableFolder()) / "shardplan-conformance";
       invocation.exit_code = Fail(Execute(program.string(), given));
@@ -108,7 +111,7 @@ void AddRunCommand(CLI::App& app, Invocation& invocation) {
       AddDelegate(app, "run", "Replay a plan without the model on real ranks: real memory, real collectives");
   command->callback([command, &invocation] {
     const fs::path program = fs::path(ExecutableFolder()) / "shardplan-run";
-    if (!fs::exists(program)) {
+    if (!IsThere(program)) {
       invocation.exit_code = Fail({ErrorCode::kEnvironment,
                                    "this build has no executor: configure with -DSHARDPLAN_EXECUTOR=ON",
                                    program.string(),

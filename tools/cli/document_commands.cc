@@ -5,6 +5,7 @@
 #include "explain_plan.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/printable.h"
 #include "support.h"
 
 namespace shardplan::cli {
@@ -28,7 +29,11 @@ void AddShowCommand(CLI::App& app, Invocation& invocation) {
       ->excludes(json);
   command->add_option("-o,--output", options->output, "Where to write (default: standard output)");
   command->callback([options, &invocation] {
-    const Result<Plan> plan = ReadPlanFile(options->plan);
+    if (const Status checked = CheckOutputs({options->plan}, {{"-o", options->output}}); !checked) {
+      invocation.exit_code = Fail(checked.error());
+      return;
+    }
+    const Result<Plan> plan = ReadPlan(options->plan);
     if (!plan) {
       invocation.exit_code = Fail(plan.error());
       return;
@@ -48,19 +53,16 @@ void AddDiffCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("A", files->first, "A plan")->required();
   command->add_option("B", files->second, "Another plan")->required();
   command->callback([files, &invocation] {
-    const Result<Plan> a = ReadPlanFile(files->first);
-    const Result<Plan> b = ReadPlanFile(files->second);
+    const Result<Plan> a = ReadPlan(files->first);
+    const Result<Plan> b = ReadPlan(files->second);
     if (!a || !b) {
       invocation.exit_code = Fail(!a ? a.error() : b.error());
       return;
     }
-    const std::vector<std::string> differences = DescribeDifferences(*a, *b);
-    for (const std::string& difference : differences) fmt::print("{}\n", difference);
-    if (differences.empty()) {
-      fmt::print("the plans are equal\n");
-    } else {
-      invocation.exit_code = ExitCode(ErrorCode::kNegative);
-    }
+    std::string text;
+    for (const std::string& difference : DescribeDifferences(*a, *b)) text += Printable(difference) + "\n";
+    invocation.exit_code = text.empty() ? PrintAnswer("the plans are equal\n")
+                                        : PrintAnswer(text, ExitCode(ErrorCode::kNegative));
   });
 }
 

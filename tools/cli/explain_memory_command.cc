@@ -23,6 +23,10 @@ struct ExplainMemoryArguments {
 };
 
 Status RunExplainMemory(const ExplainMemoryArguments& options) {
+  const std::vector<OutputFile> outputs = {{"--json", options.json}};
+  if (Status checked = CheckOutputs({options.plan, options.trace}, outputs, !HasStandardOutput(outputs));
+      !checked)
+    return checked;
   const Result<Plan> plan = ReadVerifiedPlan(options.plan, options.no_verify);
   if (!plan) return std::unexpected(plan.error());
   if (plan->steps.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
@@ -46,7 +50,7 @@ Status RunExplainMemory(const ExplainMemoryArguments& options) {
     }
     text += TrialsTable(*trials, explanation.peak_bytes);
   }
-  return WriteOutput("-", text);
+  return PrintText(text);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan::cli {
 namespace {
@@ -50,13 +51,14 @@ std::string Heading(const std::string& reason) {
 }
 
 void ExplainStep(const Plan& plan, const PlanStep& step, std::string& text) {
-  text += fmt::format("step {}\n", step.name);
+  text += fmt::format("step {}\n", Printable(step.name));
   for (const Trigger& trigger : step.triggers) {
     text += Describe(plan, trigger) + "\n";
     const Instruction* last = nullptr;
     for (const Instruction& instruction : trigger.instructions) {
       const bool same = last != nullptr && last->reason == instruction.reason;
-      if (!same && !instruction.reason.empty()) text += fmt::format("  # {}\n", Heading(instruction.reason));
+      if (!same && !instruction.reason.empty())
+        text += fmt::format("  # {}\n", Printable(Heading(instruction.reason)));
       text += fmt::format("  {}\n", Describe(plan, instruction));
       last = &instruction;
     }

@@ -1,11 +1,16 @@
 // shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, allocator-replay.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <csignal>
 #include <exception>
-#include <iostream>
+#include <sstream>
 #include <string>
 #include <string_view>
 
 #include "commands.h"
 #include "shardplan/schemas/error.h"
+#include "support.h"
 
 namespace {
 
@@ -22,10 +27,43 @@ std::string CommandsText(const CLI::App& app, std::string_view word) {
   return text + "\nRun with --help for more information.\n";
 }
 
+// A write that fails is an error that is told, and no file of ours gets the number of a standard descriptor
+// that was closed.
+void PrepareWriting() {
+  (void)std::signal(SIGPIPE, SIG_IGN);
+  (void)std::signal(SIGXFSZ, SIG_IGN);
+  for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(standard, F_GETFD) < 0)
+      (void)::open("/dev/null", standard == STDERR_FILENO ? O_WRONLY : O_RDONLY);
+  }
+}
+
+// An empty value of a flag that names a file would count as no flag.
+void RefuseEmptyNames(CLI::App& app) {
+  const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
+  for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
+                             "--report", "--timeline", "--html", "--rows", "--plot", "--map", "--json"}) {
+      CLI::Option* option = command->get_option_no_throw(flag);
+      if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
+    }
+  }
+}
+
+// Help, the version, or what is wrong with the command line.
+int Explain(const CLI::App& app, const CLI::ParseError& error) {
+  std::ostringstream text, wrong;
+  const bool asked = app.exit(error, text, wrong) == 0;
+  shardplan::cli::PrintError(wrong.str());
+  if (!asked) return ExitCode(shardplan::ErrorCode::kUsage);
+  return shardplan::cli::PrintAnswer(text.str());
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace shardplan;
+  PrepareWriting();
   CLI::App app{
       "shardplan makes the schedule of fully sharded data-parallel training a document:\n"
       "plan it from a traced model, verify it, simulate it, replay it on real ranks.\n",
@@ -47,18 +85,19 @@ int main(int argc, char** argv) {
   cli::AddRunCommand(app, invocation);
   cli::AddConformanceCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
+  RefuseEmptyNames(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     const std::string_view word = argc > 1 ? argv[1] : "";
     if (error.get_exit_code() != 0 && app.get_subcommands().empty()) {
-      std::cerr << CommandsText(app, word);
+      cli::PrintError(CommandsText(app, word));
       return ExitCode(ErrorCode::kUsage);
     }
-    const int code = app.exit(error, std::cout, std::cerr);
-    return code == 0 ? 0 : ExitCode(ErrorCode::kUsage);
+    const int code = Explain(app, error);
+    return code == 0 ? invocation.exit_code : code;
   } catch (const std::exception& error) {
-    std::cerr << "shardplan: internal error: " << error.what() << '\n';
+    cli::PrintError(std::string("shardplan: internal error: ") + error.what() + "\n");
     return ExitCode(ErrorCode::kInternal);
   }
   return invocation.exit_code;

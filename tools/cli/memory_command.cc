@@ -47,17 +47,27 @@ Bytes WithoutLimit(const Plan& plan, const MemoryHistory& history, ReservedOptio
 Status WritePages(const MemoryArguments& options, const Plan& plan, const MemoryHistory& history,
                   const ReservedMemory* reserved) {
   if (!options.plot.empty()) {
-    if (Status written = WriteOutput(options.plot, MemoryHtml(plan, history)); !written) return written;
-    Progress(options.quiet, fmt::format("wrote {}", options.plot));
+    if (Status written = WriteAndSay(options.plot, MemoryHtml(plan, history), options.quiet); !written)
+      return written;
   }
   if (options.map.empty() || options.map == "-") return {};
-  if (Status written = WriteOutput(options.map, MemoryHtml(plan, history, reserved)); !written)
-    return written;
-  Progress(options.quiet, fmt::format("wrote {}", options.map));
-  return {};
+  return WriteAndSay(options.map, MemoryHtml(plan, history, reserved), options.quiet);
+}
+
+// A document on standard output is in place of the table, and of the map that is a part of it.
+bool HasTable(const MemoryArguments& options) {
+  return !HasStandardOutput({{"--rows", options.rows}, {"--plot", options.plot}});
+}
+
+Status CheckFiles(const MemoryArguments& options) {
+  const MemoryInput& input = options.input;
+  return CheckOutputs({input.path, input.strategy, input.cluster.cluster},
+                      {{"--rows", options.rows}, {"--plot", options.plot}, {"--map", options.map}},
+                      HasTable(options) && options.map != "-");
 }
 
 Status RunMemory(const MemoryArguments& options, bool& fits) {
+  if (Status checked = CheckFiles(options); !checked) return checked;
   const Result<PlanAndUnmanaged> input = ReadMemoryInput(options.input);
   if (!input) return std::unexpected(input.error());
   const Plan* plan = &input->plan;
@@ -75,11 +85,11 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   const ReservedMemory* held = reserved ? &*reserved : nullptr;
   fits = FitsDevice(*input, rows, held);
   if (!options.rows.empty()) {
-    if (Status written = WriteOutput(options.rows, RowsJson(*plan, rows)); !written) return written;
-    if (options.rows == "-") return {};
-    Progress(options.quiet, fmt::format("wrote {}", options.rows));
+    if (Status written = WriteAndSay(options.rows, RowsJson(*plan, rows), options.quiet); !written)
+      return written;
   }
   if (Status written = WritePages(options, *plan, history, held); !written) return written;
+  if (!HasTable(options)) return {};
   std::string text = MemoryTable(*input, rows, held);
   if (held != nullptr) {
     std::vector<SettingsTrial> trials;
@@ -87,7 +97,7 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
     text += ReservedTable(*plan, *held, WithoutLimit(*plan, history, *reserved_options), trials);
     if (options.map == "-") text += "\n" + AsciiMemoryMap(held->map_at_peak);
   }
-  return WriteOutput("-", text);
+  return PrintText(text);
 }
 
 }  // namespace
@@ -104,8 +114,10 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
       "trace: with --cluster).");
   auto options = std::make_shared<MemoryArguments>();
   AddMemoryInput(*command, options->input);
-  command->add_option("--rows", options->rows,
-                      "Write bytes by category before and after every hook of every unit (JSON)");
+  command->add_option(
+      "--rows", options->rows,
+      "Write bytes by category before and after every hook of every unit (JSON; '-': standard output, no "
+      "table)");
   command->add_flag("--no-kernel-temporaries", options->no_kernel_temporaries,
                     "Leave out what kernels allocate inside themselves (estimated by formulas)");
   command->add_flag("--reserved", options->reserved,

@@ -6,6 +6,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan::cli {
@@ -23,7 +24,7 @@ Json Numbers(const std::vector<Bytes>& values) {
   return numbers;
 }
 
-std::string Compact(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+std::string Compact(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
 
 // An object with a line for each member, and for each element of its arrays of objects.
 std::string Lines(const Json& object) {
@@ -56,15 +57,15 @@ bool Alike(const AliveMemory& a, const AliveMemory& b) {
 // The first of `alike` units that have the same, with the bytes of all.
 std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike) {
   const Bytes bytes = a.bytes * alike;
-  std::string unit = a.unit < 0 ? "-" : UnitText(plan, a.unit);
+  std::string unit = a.unit < 0 ? "-" : Printable(UnitText(plan, a.unit));
   if (alike > 1) unit += fmt::format(" and {} like it", alike - 1);
   std::string text = fmt::format("{:>16} {:>9.3f} GiB  {:<22} {:<16} {}\n", bytes.value, Gib(bytes),
-                                 a.category, unit, a.name);
-  text += fmt::format("{:>33}since {}; until {}\n", "", PointText(plan, a.since),
-                      a.until.step < 0 ? "the end" : PointText(plan, a.until));
+                                 a.category, unit, Printable(a.name));
+  text += fmt::format("{:>33}since {}; until {}\n", "", Printable(PointText(plan, a.since)),
+                      a.until.step < 0 ? "the end" : Printable(PointText(plan, a.until)));
   if (a.knob.empty()) return text;
   const Bytes saved = a.knob_bytes * alike;
-  text += fmt::format("{:>33}knob: {}{}\n", "", a.knob,
+  text += fmt::format("{:>33}knob: {}{}\n", "", Printable(a.knob),
                       saved.value > 0 ? fmt::format(" (-{} bytes here)", saved.value) : "");
   return text;
 }
@@ -101,16 +102,17 @@ std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
     text += Row(MemoryCategories()[c], peak.by_category[c], end.by_category[c]);
   }
   text += Row("total", peak.total_bytes, end.total_bytes);
-  text += fmt::format("peak in the {}", peak.phase);
-  if (peak.unit >= 0) text += fmt::format(", {}", UnitText(plan, peak.unit));
-  if (!peak.allocation.empty()) text += fmt::format(", at the allocation of {}", peak.allocation);
+  text += fmt::format("peak in the {}", Printable(peak.phase));
+  if (peak.unit >= 0) text += fmt::format(", {}", Printable(UnitText(plan, peak.unit)));
+  if (!peak.allocation.empty()) text += fmt::format(", at the allocation of {}", Printable(peak.allocation));
   text += "\n\noutside of it\n";
   const Device& device = plan.cluster.device;
   if (device.context_bytes.value > 0) text += Row("cuda_context", device.context_bytes, device.context_bytes);
   for (const Communicator& communicator : plan.communicators) {
     const Bytes bytes = NcclBufferBytes(communicator);
     if (bytes.value > 0) {
-      text += Row(fmt::format("nccl_buffers {} ({})", communicator.name, communicator.size), bytes, bytes);
+      text += Row(fmt::format("nccl_buffers {} ({})", Printable(communicator.name), communicator.size), bytes,
+                  bytes);
     }
   }
   const UnmanagedParameters& unmanaged = input.unmanaged;
@@ -127,7 +129,7 @@ std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
               held_between + OutsideBytes(input, false));
   if (device.memory_bytes.value > 0) {
     text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(input, rows, reserved) ? "fits" : "does not fit",
-                        device.name, Gib(device.memory_bytes));
+                        Printable(device.name), Gib(device.memory_bytes));
   }
   return text;
 }
@@ -156,8 +158,9 @@ std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Byte
                           const std::vector<SettingsTrial>& trials) {
   std::string text;
   if (reserved.out_of_memory) {
-    text = fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
-                       PointText(plan, reserved.out_of_memory_at), reserved.end_reserved_bytes.value);
+    text =
+        fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
+                    Printable(PointText(plan, reserved.out_of_memory_at)), reserved.end_reserved_bytes.value);
     text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit", without_limit.value,
                         Gib(without_limit));
   } else {
@@ -167,7 +170,7 @@ std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Byte
                         reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
                         static_cast<double>(reserved.FragmentationPpm()) / 1e4);
     text += fmt::format("first reserved at {}; {} requests released the cache\n",
-                        PointText(plan, reserved.peak_at), reserved.retries);
+                        Printable(PointText(plan, reserved.peak_at)), reserved.retries);
   }
   if (trials.empty()) return text;
   text += fmt::format("\n{:<52} {:>18} {:>18} {:>14}\n", "with PYTORCH_CUDA_ALLOC_CONF", "reserved, bytes",
@@ -184,9 +187,9 @@ std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Byte
 
 std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanation, std::size_t count) {
   std::string text = fmt::format("peak: {} bytes ({:.3f} GiB) in {}", explanation.peak_bytes.value,
-                                 Gib(explanation.peak_bytes), explanation.peak_text);
+                                 Gib(explanation.peak_bytes), Printable(explanation.peak_text));
   if (!explanation.allocation.empty())
-    text += fmt::format(", at the allocation of {}", explanation.allocation);
+    text += fmt::format(", at the allocation of {}", Printable(explanation.allocation));
   text += "\n\nalive there, largest first\n";
   const std::vector<AliveMemory>& alive = explanation.alive;
   struct Group {
@@ -209,8 +212,9 @@ std::string ExplanationTable(const Plan& plan, const MemoryExplanation& explanat
       fmt::format("\n{:<28} {:>18} {:>18}   {}\n", "unit", "at the peak, bytes", "its most, bytes", "then");
   for (const UnitMemory& unit : explanation.units) {
     if (unit.highest_bytes.value == 0) continue;
-    text += fmt::format("{:<28} {:>18} {:>18}   {}\n", unit.unit < 0 ? "(none)" : UnitText(plan, unit.unit),
-                        unit.at_peak_bytes.value, unit.highest_bytes.value, PointText(plan, unit.highest_at));
+    text += fmt::format(
+        "{:<28} {:>18} {:>18}   {}\n", unit.unit < 0 ? "(none)" : Printable(UnitText(plan, unit.unit)),
+        unit.at_peak_bytes.value, unit.highest_bytes.value, Printable(PointText(plan, unit.highest_at)));
   }
   return text;
 }

@@ -8,6 +8,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan::cli {
@@ -80,7 +81,7 @@ std::string TrialsTable(const std::vector<KnobTrial>& trials, Bytes peak_bytes) 
   std::string text =
       fmt::format("\n{:<48} {:>18} {:>18}\n", "planned again with", "peak, bytes", "difference");
   for (const KnobTrial& trial : trials) {
-    text += fmt::format("{:<48} {:>18} {:>+18}\n", trial.knob, trial.peak_bytes.value,
+    text += fmt::format("{:<48} {:>18} {:>+18}\n", Printable(trial.knob), trial.peak_bytes.value,
                         (trial.peak_bytes - peak_bytes).value);
   }
   return trials.empty() ? "\nno single knob changes the peak\n" : text;

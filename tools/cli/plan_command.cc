@@ -47,11 +47,22 @@ std::string PassesText() {
   return text;
 }
 
+// Where the plan goes, or what --dump writes.
+std::string OutputOf(const PlanArguments& options) {
+  return options.output.value_or(options.stop_after.empty() ? "plan.json" : "-");
+}
+
 Status CheckArguments(const PlanArguments& options) {
   const bool of_the_plan = options.explain || options.explain_schedule || !options.graph.empty();
-  if (options.stop_after.empty() || !of_the_plan) return {};
-  return MakeError(ErrorCode::kUsage,
-                   "--stop-after makes no plan: --graph, --explain and --explain-schedule need all passes");
+  if (!options.stop_after.empty() && of_the_plan) {
+    return MakeError(ErrorCode::kUsage,
+                     "--stop-after makes no plan: --graph, --explain and --explain-schedule need all passes");
+  }
+  std::vector<OutputFile> outputs = {{"--graph", options.graph},
+                                     {"--write-strategy", options.strategy_output}};
+  if (options.stop_after.empty() || options.dump) outputs.push_back({"-o", OutputOf(options)});
+  return CheckOutputs({options.trace, options.strategy, options.cluster.cluster}, outputs,
+                      options.explain || options.explain_schedule);
 }
 
 // The first passes only. Writes what the last of them made, if asked to.
@@ -66,10 +77,7 @@ Status RunSomePasses(const PlanArguments& options, const Trace& trace, const Str
     return std::unexpected(std::move(error));
   }
   if (!options.dump) return {};
-  const std::string output = options.output.value_or("-");
-  if (Status written = WriteOutput(output, made->text); !written) return written;
-  if (output != "-") Progress(options.quiet, fmt::format("wrote {} ({})", output, made->makes));
-  return {};
+  return WriteAndSay(OutputOf(options), made->text, options.quiet, made->makes);
 }
 
 // How long each instruction of the step that repeats takes by itself in the simulation.
@@ -124,27 +132,25 @@ Status RunPlan(const PlanArguments& options) {
     Progress(false, fmt::format("the plan has a fault because PyTorch has it: {}", fault));
   }
   const Plan& plan = planned->plan;
-  const std::string output = options.output.value_or("plan.json");
-  if (Status written = WriteOutput(output, ToJson(plan)); !written) return written;
-  if (output != "-") Progress(options.quiet, fmt::format("wrote {}", output));
+  if (Status written = WriteAndSay(OutputOf(options), ToJson(plan), options.quiet); !written) return written;
   if (!options.graph.empty()) {
     const std::string graph = ScheduleGraphviz(plan, plan.steady_step);
-    if (Status written = WriteOutput(options.graph, graph); !written) return written;
-    Progress(options.quiet, fmt::format("wrote {} (GraphViz)", options.graph));
+    if (Status written = WriteAndSay(options.graph, graph, options.quiet, "GraphViz"); !written)
+      return written;
   }
   if (!options.strategy_output.empty()) {
-    if (Status written = WriteOutput(options.strategy_output, ToJson(*strategy)); !written) return written;
-    Progress(options.quiet, fmt::format("wrote {}", options.strategy_output));
+    const Status written = WriteAndSay(options.strategy_output, ToJson(*strategy), options.quiet);
+    if (!written) return written;
   }
   if (options.explain) {
-    if (Status written = WriteOutput("-", ExplainPlan(plan, false)); !written) return written;
+    if (Status written = PrintText(ExplainPlan(plan, false)); !written) return written;
   }
   if (!options.explain_schedule) return {};
   const Result<std::string> schedule = ExplainTimedSchedule(plan);
-  return schedule ? WriteOutput("-", *schedule) : std::unexpected(schedule.error());
+  return schedule ? PrintText(*schedule) : std::unexpected(schedule.error());
 }
 
-void AddPassFlags(CLI::App& command, PlanArguments& options) {
+void AddPassFlags(CLI::App& command, Invocation& invocation, PlanArguments& options) {
   CLI::Option* stop_after = command.add_option("--stop-after", options.stop_after,
                                                "Run the passes up to this one, and make no plan");
   command
@@ -155,8 +161,8 @@ void AddPassFlags(CLI::App& command, PlanArguments& options) {
   command.add_option("--skip", options.skip, "A pass not to run; repeat it")->allow_extra_args(false);
   command.add_flag_callback(
       "--list-passes",
-      [] {
-        fmt::print("{}", PassesText());
+      [&invocation] {
+        invocation.exit_code = PrintAnswer(PassesText());
         throw CLI::Success();
       },
       "Print the passes in order, and end");
@@ -194,7 +200,7 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
       "--explain-schedule", options->explain_schedule,
       "Print where collectives may move in the step that repeats, what no work can move across, and its "
       "critical path");
-  AddPassFlags(*command, *options);
+  AddPassFlags(*command, invocation, *options);
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   AddPlanFlags(*command, options->flags);
   command->callback([options, &invocation] {

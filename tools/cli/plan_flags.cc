@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan::cli {
 namespace {
@@ -243,6 +244,8 @@ Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags) {
     strategy = std::move(*read);
   }
   if (Status applied = ApplyPlanFlags(flags, strategy); !applied) return std::unexpected(applied.error());
+  if (!IsUtf8(ToJson(strategy)))
+    return MakeError(ErrorCode::kUsage, "a name on the command line is no UTF-8, which a strategy has to be");
   return strategy;
 }
 

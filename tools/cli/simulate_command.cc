@@ -23,18 +23,30 @@ struct SimulateArguments {
 // Everything that is written for a single plan: its report and its timeline.
 Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Simulation& simulation) {
   if (!options.report.empty()) {
-    if (Status written = WriteOutput(options.report, ToJson(simulation.report)); !written) return written;
-    Progress(options.quiet, fmt::format("wrote {}", options.report));
+    if (Status written = WriteAndSay(options.report, ToJson(simulation.report), options.quiet); !written)
+      return written;
   }
   if (!options.timeline.empty()) {
-    if (Status written = WriteOutput(options.timeline, TimelineJson(plan, simulation)); !written)
-      return written;
-    Progress(options.quiet, fmt::format("wrote {} (open it at ui.perfetto.dev)", options.timeline));
+    return WriteAndSay(options.timeline, TimelineJson(plan, simulation), options.quiet,
+                       "open it at ui.perfetto.dev");
   }
   return {};
 }
 
+std::vector<OutputFile> OutputsOf(const SimulateArguments& options) {
+  return {{"--report", options.report}, {"--timeline", options.timeline}, {"--html", options.html}};
+}
+
+Status CheckFiles(const SimulateArguments& options) {
+  if (options.plans.size() > 1 && !(options.report.empty() && options.timeline.empty()))
+    return MakeError(ErrorCode::kUsage, "--report and --timeline take one plan; give --html for several");
+  std::vector<std::string> inputs = options.plans;
+  inputs.push_back(options.cluster);
+  return CheckOutputs(inputs, OutputsOf(options), !HasStandardOutput(OutputsOf(options)));
+}
+
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
+  if (Status checked = CheckFiles(options); !checked) return checked;
   std::optional<Cluster> cluster;
   if (!options.cluster.empty()) {
     Result<Cluster> found = FindCluster(options.cluster);
@@ -74,8 +86,6 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   }
   if (plans.size() == 1) {
     if (Status written = WriteSingle(options, plans[0], simulations[0]); !written) return written;
-  } else if (!options.report.empty() || !options.timeline.empty()) {
-    return MakeError(ErrorCode::kUsage, "--report and --timeline take one plan; give --html for several");
   }
   if (!options.html.empty()) {
     std::vector<const Plan*> plan_pointers;
@@ -84,15 +94,13 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       plan_pointers.push_back(&plans[i]);
       simulation_pointers.push_back(&simulations[i]);
     }
-    if (Status written = WriteOutput(options.html, ReportHtml(plan_pointers, simulation_pointers));
-        !written) {
-      return written;
-    }
-    Progress(options.quiet, fmt::format("wrote {}", options.html));
+    const std::string page = ReportHtml(plan_pointers, simulation_pointers);
+    if (Status written = WriteAndSay(options.html, page, options.quiet); !written) return written;
   }
+  if (HasStandardOutput(OutputsOf(options))) return {};
   std::vector<Report> reports;
   for (const Simulation& simulation : simulations) reports.push_back(simulation.report);
-  return WriteOutput("-", ComparisonTable(reports));
+  return PrintText(ComparisonTable(reports));
 }
 
 }  // namespace
@@ -108,7 +116,7 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
   auto options = std::make_shared<SimulateArguments>();
   command->add_option("PLAN", options->plans, "One or several plans")->required();
   command->add_option("--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
-  command->add_option("--report", options->report, "Write the report (JSON)");
+  command->add_option("--report", options->report, "Write the report (JSON; '-': standard output, no table)");
   command->add_option("--timeline", options->timeline, "Write a timeline that Perfetto opens");
   command->add_option("--html", options->html, "Write a self-contained HTML report");
   AddNoVerifyFlag(*command, options->no_verify);

@@ -13,7 +13,7 @@
 #include <filesystem>
 
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan::cli {
 namespace {
@@ -58,40 +58,44 @@ Error CannotStart(const std::string& program, int error) {
 
 }  // namespace
 
+void PrintError(std::string_view text) { std::fputs(PrintableLines(text).c_str(), stderr); }
+
 int Fail(const Error& error) {
-  std::fflush(stdout);
-  fmt::print(stderr, "shardplan: error: {}\n", ToString(error));
+  PrintError(fmt::format("shardplan: error: {}\n", ToString(error)));
   return ExitCode(error.code);
 }
 
 void Progress(bool quiet, std::string_view text) {
-  if (!quiet) fmt::print(stderr, "shardplan: {}\n", text);
+  if (!quiet) PrintError(fmt::format("shardplan: {}\n", Printable(text)));
 }
 
 Status WriteOutput(const std::string& path, std::string_view bytes) {
-  if (path != "-") return WriteFileAtomically(path, bytes);
-  if (std::fwrite(bytes.data(), 1, bytes.size(), stdout) != bytes.size() || std::fflush(stdout) != 0) {
-    return MakeError(ErrorCode::kEnvironment,
-                     fmt::format("cannot write to standard output: {}", std::strerror(errno)));
-  }
+  return path == "-" ? WriteStandardOutput(bytes) : WriteFileAtomically(path, bytes);
+}
+
+Status WriteAndSay(const std::string& path, std::string_view bytes, bool quiet, std::string_view more) {
+  if (Status written = WriteOutput(path, bytes); !written) return written;
+  if (path != "-") Progress(quiet, more.empty() ? "wrote " + path : fmt::format("wrote {} ({})", path, more));
   return {};
 }
 
-Result<Plan> ReadPlanFile(const std::string& path) {
-  Result<std::string> text = ReadFile(path);
-  if (!text) return std::unexpected(text.error());
-  const std::size_t first = text->find_first_not_of(" \t\r\n");
-  const bool json = first == std::string::npos || (*text)[first] == '{';
-  Result<Plan> plan = json ? ParsePlan(*text) : ParsePlanText(*text);
-  if (!plan && plan.error().file.empty()) plan.error().file = path;
-  return plan;
+Status PrintText(std::string_view text) { return WriteStandardOutput(PrintableLines(text)); }
+
+int PrintAnswer(std::string_view text, int exit_code) {
+  const Status printed = PrintText(text);
+  return printed ? exit_code : Fail(printed.error());
+}
+
+bool IsThere(const std::string& path) {
+  std::error_code error;
+  return fs::exists(path, error) || error;
 }
 
 Result<Cluster> FindCluster(const std::string& path_or_name) {
-  if (fs::exists(path_or_name)) return ReadCluster(path_or_name);
+  if (IsThere(path_or_name)) return ReadCluster(path_or_name);
   for (const fs::path& folder : DataFolders("clusters", "tools/clusters")) {
     const fs::path candidate = folder / (path_or_name + ".json");
-    if (fs::exists(candidate)) return ReadCluster(candidate.string());
+    if (IsThere(candidate)) return ReadCluster(candidate.string());
   }
   Error error;
   error.code = ErrorCode::kBadInput;
@@ -141,7 +145,7 @@ std::string ExecutableFolder() {
 
 std::string PythonFolder() {
   for (const fs::path& folder : DataFolders("python", "tools/python")) {
-    if (fs::exists(folder / "shardplan" / "__init__.py")) return folder.lexically_normal().string();
+    if (IsThere(folder / "shardplan" / "__init__.py")) return folder.lexically_normal().string();
   }
   return {};
 }

@@ -11,17 +11,40 @@
 
 namespace shardplan::cli {
 
+// Lines for a person on stderr. Where stderr cannot be written nobody can be told.
+void PrintError(std::string_view text);
+
 // Prints "shardplan: error: ..." to stderr and returns the exit code of the error.
 int Fail(const Error& error);
 
 // A line of progress on stderr, "shardplan: <text>". Nothing when `quiet`.
 void Progress(bool quiet, std::string_view text);
 
-// Writes bytes to a file atomically, or to stdout for "-".
+// Writes a document to a file atomically, or to stdout for "-".
 Status WriteOutput(const std::string& path, std::string_view bytes);
 
-// A plan from JSON or from the text that `shardplan show` prints (the first character decides).
-Result<Plan> ReadPlanFile(const std::string& path);
+// WriteOutput, and a line of progress that says so ("wrote r.html (<more>)").
+Status WriteAndSay(const std::string& path, std::string_view bytes, bool quiet, std::string_view more = {});
+
+// Writes lines for a person to stdout, control characters of names as escapes (printable.h).
+Status PrintText(std::string_view text);
+
+// PrintText, and `exit_code` if that could be done, else that of the failure.
+int PrintAnswer(std::string_view text, int exit_code = 0);
+
+// A file that a flag names. An empty path: the flag is not given.
+struct OutputFile {
+  std::string flag, path;  // "-": standard output
+};
+
+// Before any work: kUsage where an output is one of the inputs (by inode, so through links, too) or two
+// outputs are one file; kEnvironment where one cannot be written. `prints`: there is text on standard output
+// besides.
+Status CheckOutputs(const std::vector<std::string>& inputs, const std::vector<OutputFile>& outputs,
+                    bool prints = false);
+
+// Whether one of the outputs is standard output: it is in place of text there.
+bool HasStandardOutput(const std::vector<OutputFile>& outputs);
 
 // A cluster document: a path, or the name of one that is shipped ("h100_sxm_8"). kBadInput lists the shipped
 // names.
@@ -31,6 +54,9 @@ Result<Cluster> FindCluster(const std::string& path_or_name);
 // Returns only on failure.
 Error Execute(const std::string& program, const std::vector<std::string>& arguments,
               const std::string& python_path = {});
+
+// Whether something is there, be it a link that leads nowhere: opening it says what is wrong.
+bool IsThere(const std::string& path);
 
 // Runs `program arguments...` and waits: its exit code, 70 when a signal ended it. kEnvironment when it
 // cannot start.

@@ -7,6 +7,7 @@
 #include "commands.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
+#include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/verifier.h"
 #include "support.h"
 
@@ -17,19 +18,20 @@ std::string Summary(const Trace& trace) {
   std::size_t events = 0;
   for (const Pass& pass : trace.forwards) events += pass.events.size();
   for (const Pass& pass : trace.backwards) events += pass.events.size();
-  return fmt::format("trace of {}: {} modules, {} parameters, {} events", trace.model, trace.modules.size(),
-                     trace.parameters.size(), events);
+  return fmt::format("trace of {}: {} modules, {} parameters, {} events", Printable(trace.model),
+                     trace.modules.size(), trace.parameters.size(), events);
 }
 std::string Summary(const Cluster& cluster) {
-  return fmt::format("cluster {}: {} ranks, {} per node, {} measured collective tables", cluster.name,
-                     cluster.ranks, cluster.ranks_per_node, cluster.collectives.size());
+  return fmt::format("cluster {}: {} ranks, {} per node, {} measured collective tables",
+                     Printable(cluster.name), cluster.ranks, cluster.ranks_per_node,
+                     cluster.collectives.size());
 }
 std::string Summary(const Strategy& strategy) {
-  return fmt::format("strategy: policy {}, {} unit rules", strategy.policy, strategy.units.size());
+  return fmt::format("strategy: policy {}, {} unit rules", Printable(strategy.policy), strategy.units.size());
 }
 std::string Summary(const Report& report) {
-  return fmt::format("report of {} under {}: step {:.3f} ms", report.model, report.policy,
-                     static_cast<double>(report.step_ns.value) / 1e6);
+  return fmt::format("report of {} under {}: step {:.3f} ms", Printable(report.model),
+                     Printable(report.policy), static_cast<double>(report.step_ns.value) / 1e6);
 }
 std::string Summary(const Plan& plan) {
   std::size_t triggers = 0, instructions = 0;
@@ -38,51 +40,37 @@ std::string Summary(const Plan& plan) {
     for (const Trigger& trigger : step.triggers) instructions += trigger.instructions.size();
   }
   return fmt::format("plan of {} by {} for {} ranks: {} units, {} steps, {} triggers, {} instructions",
-                     plan.model, plan.policy, plan.world_size, plan.units.size(), plan.steps.size(), triggers,
-                     instructions);
+                     Printable(plan.model), Printable(plan.policy), plan.world_size, plan.units.size(),
+                     plan.steps.size(), triggers, instructions);
 }
 
-void PrintRemarks(const std::string& path, const Plan& plan) {
-  for (const Remark& remark : Remarks(plan)) {
-    fmt::print("{}: remark: {}: {}\n", path, Name(remark.kind), remark.message);
-  }
+std::string RemarksText(const std::string& path, const Plan& plan) {
+  std::string text;
+  for (const Remark& remark : Remarks(plan))
+    text += fmt::format("{}: remark: {}: {}\n", path, Name(remark.kind), Printable(remark.message));
+  return text;
 }
 
 std::string Count(std::size_t violations) {
   return fmt::format("{} violation{}", violations, violations == 1 ? "" : "s");
 }
 
-// Prints every violation; 0 or the exit code of a negative answer.
-int VerifyAndExplain(const std::string& path, const Plan& plan) {
+// Every violation in words; `good`: whether there is none.
+std::string VerdictText(const std::string& path, const Plan& plan, bool& good) {
   const Judgement judgement = Judge(plan);
-  for (const std::string& fault : Explain(plan, judgement.carried)) {
-    fmt::print("{}: a fault of PyTorch's, which the plan carries: {}\n", path, fault);
-  }
+  std::string text;
+  for (const std::string& fault : Explain(plan, judgement.carried))
+    text += fmt::format("{}: a fault of PyTorch's, which the plan carries: {}\n", path, Printable(fault));
   for (const Violation& violation : judgement.violations)
-    fmt::print("{}: {}\n", path, Explain(plan, violation));
-  if (!judgement.distrust.empty()) fmt::print("{}: {}\n", path, judgement.distrust);
-  if (!judgement.good()) {
-    fmt::print("{}: {}\n", path, Count(judgement.violations.size()));
-    return ExitCode(ErrorCode::kNegative);
-  }
-  if (judgement.carried.empty()) {
-    fmt::print("{}: verifies\n", path);
-  } else {
-    fmt::print("{}: verifies, but for {} fault{} of PyTorch's\n", path, judgement.carried.size(),
-               judgement.carried.size() == 1 ? "" : "s");
-  }
-  PrintRemarks(path, plan);
-  return 0;
-}
-
-Result<Document> ReadAnyDocument(const std::string& path) {
-  Result<std::string> text = ReadFile(path);
-  if (!text) return std::unexpected(text.error());
-  const std::size_t first = text->find_first_not_of(" \t\r\n");
-  if (first == std::string::npos || (*text)[first] == '{') return ReadDocument(path);
-  Result<Plan> plan = ReadPlanFile(path);
-  if (!plan) return std::unexpected(plan.error());
-  return Document(std::move(*plan));
+    text += fmt::format("{}: {}\n", path, Explain(plan, violation));
+  if (!judgement.distrust.empty()) text += fmt::format("{}: {}\n", path, judgement.distrust);
+  good = judgement.good();
+  if (!good) return text + fmt::format("{}: {}\n", path, Count(judgement.violations.size()));
+  const std::size_t faults = judgement.carried.size();
+  text += faults == 0 ? fmt::format("{}: verifies\n", path)
+                      : fmt::format("{}: verifies, but for {} fault{} of PyTorch's\n", path, faults,
+                                    faults == 1 ? "" : "s");
+  return text + RemarksText(path, plan);
 }
 
 std::string SummaryOf(const Document& document) {
@@ -90,11 +78,14 @@ std::string SummaryOf(const Document& document) {
 }
 
 int ValidateFile(const std::string& path) {
-  const Result<Document> document = ReadAnyDocument(path);
+  const Result<Document> document = ReadDocument(path);
   if (!document) return Fail(document.error());
-  fmt::print("{}: {}\n", path, SummaryOf(*document));
+  const std::string name = Printable(path);
+  std::string text = fmt::format("{}: {}\n", name, SummaryOf(*document));
   const Plan* plan = std::get_if<Plan>(&*document);
-  return plan ? VerifyAndExplain(path, *plan) : 0;
+  bool good = true;
+  if (plan != nullptr) text += VerdictText(name, *plan, good);
+  return PrintAnswer(text, good ? 0 : ExitCode(ErrorCode::kNegative));
 }
 
 // ---- several ranks ----
@@ -107,7 +98,7 @@ int FailUsage(std::string message) {
 std::expected<std::vector<Plan>, int> ReadPlansOfRanks(const std::vector<std::string>& files) {
   std::vector<Plan> plans;
   for (std::size_t rank = 0; rank < files.size(); ++rank) {
-    Result<Document> document = ReadAnyDocument(files[rank]);
+    Result<Document> document = ReadDocument(files[rank]);
     if (!document) return std::unexpected(Fail(document.error()));
     Plan* plan = std::get_if<Plan>(&*document);
     if (plan == nullptr) {
@@ -117,6 +108,31 @@ std::expected<std::vector<Plan>, int> ReadPlansOfRanks(const std::vector<std::st
     plans.push_back(std::move(*plan));
   }
   return plans;
+}
+
+std::string RanksText(const std::vector<std::string>& files, const std::vector<Plan>& plans,
+                      const std::vector<Violation>& violations) {
+  std::string text;
+  for (std::size_t first = 0, next = 0; first < files.size(); first = next) {
+    while (next < files.size() && files[next] == files[first]) ++next;
+    const std::string who =
+        next - first == 1 ? fmt::format("rank {}", first) : fmt::format("ranks {} to {}", first, next - 1);
+    text += fmt::format("{}: {}: {}\n", who, Printable(files[first]), Summary(plans[first]));
+  }
+  for (const Violation& violation : violations) {
+    const auto rank = static_cast<std::size_t>(violation.rank);
+    text += fmt::format("{}: {}\n", Printable(files[rank]), Explain(plans[rank], violation));
+  }
+  if (!violations.empty())
+    return text + fmt::format("{} ranks: {}\n", files.size(), Count(violations.size()));
+  text += fmt::format(
+      "{} ranks: the plans verify together: the same collectives in the same order, and no circle of waits\n",
+      files.size());
+  for (std::size_t rank = 0; rank < files.size(); ++rank) {
+    const bool is_new = std::find(files.begin(), files.begin() + rank, files[rank]) == files.begin() + rank;
+    if (is_new) text += RemarksText(Printable(files[rank]), plans[rank]);
+  }
+  return text;
 }
 
 int ValidateRanks(const std::vector<std::string>& files) {
@@ -131,29 +147,9 @@ int ValidateRanks(const std::vector<std::string>& files) {
                     "ranks run one plan",
                     files.front(), ranks, files.size(), files.size() == 1 ? "" : "s", ranks - 1));
   }
-  for (std::size_t first = 0, next = 0; first < files.size(); first = next) {
-    while (next < files.size() && files[next] == files[first]) ++next;
-    const std::string who =
-        next - first == 1 ? fmt::format("rank {}", first) : fmt::format("ranks {} to {}", first, next - 1);
-    fmt::print("{}: {}: {}\n", who, files[first], Summary((*plans)[first]));
-  }
   const std::vector<Violation> violations = VerifyRanks(*plans);
-  for (const Violation& violation : violations) {
-    const auto rank = static_cast<std::size_t>(violation.rank);
-    fmt::print("{}: {}\n", files[rank], Explain((*plans)[rank], violation));
-  }
-  if (!violations.empty()) {
-    fmt::print("{} ranks: {}\n", ranks, Count(violations.size()));
-    return ExitCode(ErrorCode::kNegative);
-  }
-  fmt::print(
-      "{} ranks: the plans verify together: the same collectives in the same order, and no circle of waits\n",
-      ranks);
-  for (std::size_t rank = 0; rank < files.size(); ++rank) {
-    const bool is_new = std::find(files.begin(), files.begin() + rank, files[rank]) == files.begin() + rank;
-    if (is_new) PrintRemarks(files[rank], (*plans)[rank]);
-  }
-  return 0;
+  return PrintAnswer(RanksText(files, *plans, violations),
+                     violations.empty() ? 0 : ExitCode(ErrorCode::kNegative));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "support.h"
 
@@ -29,7 +30,7 @@ Status VerifyForUse(const std::string& path, const Plan& plan, bool no_verify) {
 }
 
 Result<Plan> ReadVerifiedPlan(const std::string& path, bool no_verify) {
-  Result<Plan> plan = ReadPlanFile(path);
+  Result<Plan> plan = ReadPlan(path);
   if (!plan) return plan;
   if (Status verified = VerifyForUse(path, *plan, no_verify); !verified)
     return std::unexpected(std::move(verified.error()));

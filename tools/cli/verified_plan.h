@@ -16,7 +16,7 @@ void AddNoVerifyFlag(CLI::App& command, bool& no_verify);
 // as is `no_verify`, which lets everything pass.
 Status VerifyForUse(const std::string& path, const Plan& plan, bool no_verify);
 
-// ReadPlanFile, then VerifyForUse.
+// ReadPlan, then VerifyForUse.
 Result<Plan> ReadVerifiedPlan(const std::string& path, bool no_verify);
 
 }  // namespace shardplan::cli

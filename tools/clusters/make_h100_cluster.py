@@ -17,6 +17,9 @@ import pathlib
 import statistics
 import sys
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+from shardplan.files import write_text  # noqa: E402
+
 COLLECTIVE_DEVICE = "h100-sxm"
 MATMUL_DEVICE = "h100-sxm"
 SOURCE = "public performance tables of XLA, H100 SXM"
@@ -205,7 +208,7 @@ def main():
     for ranks in (8, 64, 1024):
         links = [inner] if ranks <= 8 else [inner, NETWORK]
         name = f"{ranks} x H100 SXM"
-        (out / f"h100_sxm_{ranks}.json").write_text(document(name, ranks, rates, tables, links))
+        write_text(out / f"h100_sxm_{ranks}.json", document(name, ranks, rates, tables, links))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@
 
 #include <string_view>
 
+#include "shardplan/schemas/printable.h"
+
 namespace shardplan {
 namespace {
 
 std::string RanksText(const Partition& partition, CommunicatorId communicator) {
   if (communicator < 0) return "one rank";
   const Communicator& c = partition.communicators[communicator];
-  return fmt::format("{} ranks ({}, stride {})", c.size, c.name, c.stride);
+  return fmt::format("{} ranks ({}, stride {})", c.size, Printable(c.name), c.stride);
 }
 
 std::string ReshardText(const UnitChoice& choice) {
@@ -35,7 +37,7 @@ std::string UnitText(const Partition& partition, const UnitChoice& choice) {
   if (choice.cpu_offload) text += "  offloaded to the host\n";
   for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
     const UnitParameter& parameter = unit.parameters[p];
-    text += fmt::format("  parameter {}: {} [{}] {}{}\n", choice.parameter_ids[p], parameter.fqn,
+    text += fmt::format("  parameter {}: {} [{}] {}{}\n", choice.parameter_ids[p], Printable(parameter.fqn),
                         fmt::join(parameter.shape, ", "), Name(parameter.dtype),
                         parameter.requires_grad ? "" : ", frozen");
   }
@@ -86,13 +88,13 @@ std::string UnitsText(const Trace& trace, const Partition& partition) {
   std::string text;
   for (std::size_t u = 0; u < partition.units.size(); ++u) {
     const UnitChoice& choice = partition.units[u];
-    text += fmt::format("unit {}: {}\n", u, DisplayName(choice.unit.fqn));
+    text += fmt::format("unit {}: {}\n", u, Printable(DisplayName(choice.unit.fqn)));
     if (choice.modules.size() > 1) text += fmt::format("  a group of {} modules\n", choice.modules.size());
     text += UnitText(partition, choice);
   }
   for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
     if (partition.owners[p].empty()) {
-      text += fmt::format("parameter {}: {} is in no unit\n", p, trace.parameters[p].fqn);
+      text += fmt::format("parameter {}: {} is in no unit\n", p, Printable(trace.parameters[p].fqn));
     }
   }
   return text;
@@ -104,10 +106,10 @@ std::string OrderText(const Partition& partition, const std::vector<RecordedStep
     text += fmt::format("step {}\n", s);
     for (const HookPoint& event : steps[s].events) {
       text += fmt::format("  {}", HookPointName(event.kind));
-      if (event.unit >= 0) text += " " + DisplayName(partition.units[event.unit].unit.fqn);
+      if (event.unit >= 0) text += " " + Printable(DisplayName(partition.units[event.unit].unit.fqn));
       if (event.kind == HookPointKind::kSegment) {
         text +=
-            fmt::format(" \"{}\": events {} to {} of {} {}", event.name, event.range.begin,
+            fmt::format(" \"{}\": events {} to {} of {} {}", Printable(event.name), event.range.begin,
                         event.range.end - 1, event.range.backward ? "backward" : "forward", event.range.pass);
       }
       if (event.call != nullptr) text += fmt::format(": {}", event.call->method);

@@ -8,6 +8,7 @@
 #include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan {
 namespace {
@@ -26,7 +27,7 @@ class ScheduleExplainer {
     std::string text = fmt::format(
         "schedule graph of step {}: {} vertices, {} edges ({} without those that "
         "follow from others)\n",
-        step_.name, boost::num_vertices(graph_), boost::num_edges(graph_),
+        Printable(step_.name), boost::num_vertices(graph_), boost::num_edges(graph_),
         boost::num_edges(TransitiveReduction(graph_)));
     for (std::size_t k = 0; k < counts.size(); ++k) {
       text += fmt::format("  {}: {}\n", Name(static_cast<EdgeKind>(k)), counts[k]);

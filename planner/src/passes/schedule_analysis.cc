@@ -13,6 +13,8 @@
 #include <sstream>
 #include <string_view>
 
+#include "shardplan/schemas/printable.h"
+
 namespace shardplan {
 namespace {
 
@@ -45,21 +47,32 @@ std::string_view EdgeStyle(EdgeKind kind) {
   return "";
 }
 
+// What a name is inside the quotes of a label. GraphViz reads \n, \l, \N and the like after a backslash.
+std::string LabelText(std::string_view name) {
+  std::string text;
+  for (const char c : Printable(name)) {
+    if (c == '"' || c == '\\') text += '\\';
+    text += c;
+  }
+  return text;
+}
+
 std::string NodeText(const Plan& plan, const PlanStep& step, const ScheduleNode& node) {
   const Trigger& trigger = step.triggers[node.trigger];
   if (node.instruction < 0) {
     return fmt::format("label=\"{}\\n{}\", shape=plaintext", Name(trigger.kind),
-                       trigger.unit < 0 ? "" : DisplayName(plan.units[trigger.unit].fqn));
+                       trigger.unit < 0 ? "" : LabelText(DisplayName(plan.units[trigger.unit].fqn)));
   }
   const Instruction& instruction = trigger.instructions[node.instruction];
   const std::string_view color = kColors[(instruction.stream + 1) % kColors.size()];
   if (instruction.kind == InstructionKind::kCompute) {
-    return fmt::format("label=\"{}\", color={}, shape=box", plan.segments[instruction.segment].name, color);
+    return fmt::format("label=\"{}\", color={}, shape=box",
+                       LabelText(plan.segments[instruction.segment].name), color);
   }
   std::string label(Name(instruction.kind));
   const BufferId buffer = instruction.dst >= 0 ? instruction.dst : instruction.src;
-  if (buffer >= 0) label += "\\n" + plan.buffers[buffer].name;
-  if (instruction.event >= 0) label += "\\n" + plan.events[instruction.event];
+  if (buffer >= 0) label += "\\n" + LabelText(plan.buffers[buffer].name);
+  if (instruction.event >= 0) label += "\\n" + LabelText(plan.events[instruction.event]);
   return fmt::format("label=\"{}\", color={}, shape=ellipse", label, color);
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/plan_text.h"
 
 namespace shardplan {
 namespace {
@@ -31,6 +32,20 @@ template <typename T>
 Result<Document> AsDocument(Result<T> value) {
   if (!value.has_value()) return std::unexpected(std::move(value.error()));
   return Document(std::move(*value));
+}
+
+// The text of a plan begins with a word. What is no JSON object either is JSON's to refuse.
+bool IsPlanText(std::string_view text) {
+  const std::size_t first = text.find_first_not_of(" \t\r\n");
+  return first != std::string_view::npos && text[first] != '{';
+}
+
+Result<Plan> ParsePlanInAnyForm(std::string_view text) {
+  return IsPlanText(text) ? ParsePlanText(text) : ParsePlan(text);
+}
+
+Result<Document> ParseDocumentInAnyForm(std::string_view text) {
+  return IsPlanText(text) ? AsDocument(ParsePlanText(text)) : ParseDocument(text);
 }
 
 }  // namespace
@@ -83,7 +98,8 @@ Result<Document> ParseDocument(std::string_view json_text) {
 Result<Trace> ReadTrace(const std::string& path) { return ReadWith(path, ParseTrace); }
 Result<Cluster> ReadCluster(const std::string& path) { return ReadWith(path, ParseCluster); }
 Result<Strategy> ReadStrategy(const std::string& path) { return ReadWith(path, ParseStrategy); }
-Result<Plan> ReadPlan(const std::string& path) { return ReadWith(path, ParsePlan); }
-Result<Document> ReadDocument(const std::string& path) { return ReadWith(path, ParseDocument); }
+Result<Plan> ReadPlan(const std::string& path) { return ReadWith(path, ParsePlanInAnyForm); }
+Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
+Result<Document> ReadDocument(const std::string& path) { return ReadWith(path, ParseDocumentInAnyForm); }
 
 }  // namespace shardplan

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "shardplan/schemas/printable.h"
+
 namespace shardplan {
 
 int ExitCode(ErrorCode code) {
@@ -22,15 +24,16 @@ int ExitCode(ErrorCode code) {
 
 std::string ToString(const Error& error) {
   std::string text;
-  if (!error.file.empty()) text += error.file + ": ";
-  if (!error.pointer.empty()) text += error.pointer + ": ";
-  text += error.message;
-  if (!error.found.empty() && !error.expected.empty()) {
-    text += fmt::format(" (found {}, expected {})", error.found, error.expected);
-  } else if (!error.found.empty()) {
-    text += fmt::format(" (found {})", error.found);
-  } else if (!error.expected.empty()) {
-    text += fmt::format(" (expected {})", error.expected);
+  if (!error.file.empty()) text += Printable(error.file) + ": ";
+  if (!error.pointer.empty()) text += Printable(error.pointer) + ": ";
+  text += PrintableLines(error.message);
+  const std::string found = Printable(error.found), expected = Printable(error.expected);
+  if (!found.empty() && !expected.empty()) {
+    text += fmt::format(" (found {}, expected {})", found, expected);
+  } else if (!found.empty()) {
+    text += fmt::format(" (found {})", found);
+  } else if (!expected.empty()) {
+    text += fmt::format(" (expected {})", expected);
   }
   return text;
 }

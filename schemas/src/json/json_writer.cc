@@ -2,44 +2,58 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstdint>
+
+#include "documents/unicode.h"
 
 namespace shardplan {
 namespace {
 
+// The escape of a character that has a short one.
+char ShortEscape(char c) {
+  switch (c) {
+    case '"':
+    case '\\':
+      return c;
+    case '\n':
+      return 'n';
+    case '\r':
+      return 'r';
+    case '\t':
+      return 't';
+    case '\b':
+      return 'b';
+    case '\f':
+      return 'f';
+    default:
+      return 0;
+  }
+}
+
+// A reader of the file sees every character that is not escaped. document.py of the tracer writes the same.
 void AppendJsonString(std::string& out, std::string_view text) {
   out += '"';
-  for (const char c : text) {
-    switch (c) {
-      case '"':
-        out += "\\\"";
-        break;
-      case '\\':
-        out += "\\\\";
-        break;
-      case '\n':
-        out += "\\n";
-        break;
-      case '\r':
-        out += "\\r";
-        break;
-      case '\t':
-        out += "\\t";
-        break;
-      case '\b':
-        out += "\\b";
-        break;
-      case '\f':
-        out += "\\f";
-        break;
-      default:
-        if (static_cast<unsigned char>(c) < 0x20) {
-          out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-        } else {
-          out += c;
-        }
+  while (!text.empty()) {
+    const char c = text.front();
+    std::size_t bytes = 1;
+    if (c > 0x1f && c < 0x7f && c != '"' && c != '\\') {
+      out += c;
+    } else if (const char escape = ShortEscape(c); escape != 0) {
+      out += '\\';
+      out += escape;
+    } else {
+      const Utf8Character character = FirstCharacter(text);
+      bytes = std::max<std::size_t>(1, character.bytes);
+      if (character.bytes > 0 && IsHiddenCharacter(character.code)) {
+        out += fmt::format("\\u{:04x}", static_cast<std::uint32_t>(character.code));
+      } else {
+        out += text.substr(0, bytes);
+      }
     }
+    text.remove_prefix(bytes);
   }
   out += '"';
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/allocator_replay.h"
 
 namespace shardplan {
@@ -54,8 +55,8 @@ std::string RowText(const AllocatorLog& log, const AllocatorReplay& replay, std:
 std::string DepartureText(const AllocatorLog& log, const AllocatorReplay& replay) {
   const AllocatorDeparture& departure = *replay.departure;
   std::string text = "first departure at action " + std::to_string(departure.action) + " (/events/" +
-                     std::to_string(departure.action) + ")\n  model: " + departure.model +
-                     "\n  log:   " + departure.log + "\n";
+                     std::to_string(departure.action) + ")\n  model: " + Printable(departure.model) +
+                     "\n  log:   " + Printable(departure.log) + "\n";
   const std::int64_t last = std::min(departure.action + kRowsAround, replay.actions - 1);
   for (std::int64_t row = std::max<std::int64_t>(0, departure.action - kRowsAround); row <= last; ++row) {
     text += RowText(log, replay, row);
@@ -71,9 +72,9 @@ std::string DepartureText(const AllocatorLog& log, const AllocatorReplay& replay
 
 std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay) {
   std::string text;
-  if (!log.about.empty()) text += log.about + "\n";
+  if (!log.about.empty()) text += Printable(log.about) + "\n";
   const std::string settings = ToString(log.settings);
-  text += "settings: " + (settings.empty() ? "defaults" : settings) + "\n";
+  text += "settings: " + (settings.empty() ? "defaults" : Printable(settings)) + "\n";
   if (log.settings.allowed_bytes) {
     text += "allowed: " + WithSeparators(log.settings.allowed_bytes->value) + " B\n";
   }
@@ -84,7 +85,7 @@ std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay) {
   if (replay.streams_searched) {
     text += "streams: the log does not say them; some new segments fit only another stream than the first\n";
   }
-  for (const std::string& note : log.notes) text += "note: " + note + "\n";
+  for (const std::string& note : log.notes) text += "note: " + Printable(note) + "\n";
   text += "state before: " + std::to_string(log.initial_segments.size()) + " segments, " +
           WithSeparators(replay.initial_reserved_bytes.value) + " B reserved\n";
   std::string kinds;
@@ -130,7 +131,7 @@ std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay) {
                          {"log", replay.departure->log}};
   }
   json["notes"] = log.notes;
-  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  return json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace shardplan

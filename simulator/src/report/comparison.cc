@@ -8,6 +8,7 @@
 
 #include "cost/fixed_log.h"
 #include "report/format.h"
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/simulate.h"
 
 namespace shardplan::internal {
@@ -128,7 +129,7 @@ std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports) {
 namespace shardplan {
 namespace {
 
-std::string Title(const Report& report) { return report.policy.empty() ? "plan" : report.policy; }
+std::string Title(const Report& report) { return report.policy.empty() ? "plan" : Printable(report.policy); }
 
 // The heading over the columns: what all reports share is said once.
 std::string Caption(const std::vector<Report>& reports) {
@@ -137,9 +138,9 @@ std::string Caption(const std::vector<Report>& reports) {
     return std::ranges::all_of(reports, [&](const Report& r) { return r.*field == first.*field; });
   };
   std::string caption;
-  if (same(&Report::model)) caption += first.model;
+  if (same(&Report::model)) caption += Printable(first.model);
   if (same(&Report::cluster) && !first.cluster.empty())
-    caption += (caption.empty() ? "" : " on ") + first.cluster;
+    caption += (caption.empty() ? "" : " on ") + Printable(first.cluster);
   if (same(&Report::world_size)) caption += fmt::format(", {} ranks", first.world_size);
   return caption;
 }
@@ -147,7 +148,7 @@ std::string Caption(const std::vector<Report>& reports) {
 void AppendPeaks(const std::vector<Report>& reports, std::string& out) {
   for (const Report& report : reports) {
     if (report.memory.peak_at.empty()) continue;
-    out += fmt::format("peak of {}: {}\n", Title(report), report.memory.peak_at);
+    out += fmt::format("peak of {}: {}\n", Title(report), Printable(report.memory.peak_at));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan::internal {
 namespace {
@@ -35,7 +36,7 @@ std::string Thousands(std::int64_t number) {
 
 std::string HtmlText(std::string_view text) {
   std::string out;
-  for (const char c : text) {
+  for (const char c : Printable(text)) {
     switch (c) {
       case '&':
         out += "&amp;";

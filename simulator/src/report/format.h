@@ -14,7 +14,7 @@ std::string Gibibytes(Bytes size);           // "12.34 GiB"
 std::string Percent(std::int64_t ppm);       // "45.6 %"
 std::string Thousands(std::int64_t number);  // "12,345"
 
-// `text` with &, <, > and quotes as character references.
+// `text` in one line (printable.h), with &, <, > and quotes as character references.
 std::string HtmlText(std::string_view text);
 
 }  // namespace shardplan::internal

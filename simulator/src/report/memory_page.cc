@@ -134,16 +134,15 @@ std::string MemoryHtml(const Plan& plan, const MemoryHistory& history, const Res
   const MemoryExplanation explanation = ExplainMemory(plan, history);
   const std::string model = internal::HtmlText(plan.model.empty() ? "shardplan" : plan.model);
   std::string body(kMemoryBody);
-  internal::Replace(body, "@MODEL", model);
-  internal::Replace(
-      body, "@ABOUT",
-      internal::HtmlText(fmt::format("{}, {} ranks, memory of one", plan.policy, plan.world_size)));
-  internal::Replace(
-      body, "@PEAK",
-      internal::HtmlText(
-          fmt::format("Peak {} in {}.", internal::Gibibytes(explanation.peak_bytes), explanation.peak_text)));
   const Bytes held = reserved == nullptr ? Bytes{} : reserved->peak_reserved_bytes;
-  internal::Replace(body, "@RESERVED", fmt::format("At most {} reserved.", internal::Gibibytes(held)));
+  internal::Fill(
+      body,
+      {{"@MODEL", model},
+       {"@ABOUT",
+        internal::HtmlText(fmt::format("{}, {} ranks, memory of one", plan.policy, plan.world_size))},
+       {"@PEAK", internal::HtmlText(fmt::format("Peak {} in {}.", internal::Gibibytes(explanation.peak_bytes),
+                                                explanation.peak_text))},
+       {"@RESERVED", fmt::format("At most {} reserved.", internal::Gibibytes(held))}});
   std::string out = internal::PageHead(model + " &ndash; memory", body);
   out += internal::ScriptJson(PageData(plan, history, reserved).Make(explanation.peak_action));
   out += internal::PageTail(internal::MemoryScript());

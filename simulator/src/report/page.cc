@@ -1,4 +1,5 @@
 #include <nlohmann/json.hpp>
+#include <ranges>
 
 #include "report/report_page.h"
 
@@ -26,7 +27,7 @@ std::string PageTail(std::string_view script) {
 // "<" occurs in strings only, where it may be written as an escape.
 std::string ScriptJson(const nlohmann::ordered_json& data) {
   std::string text;
-  for (const char c : data.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace)) {
+  for (const char c : data.dump(-1, ' ', true, nlohmann::ordered_json::error_handler_t::replace)) {
     if (c == '<') {
       text += "\\u003c";
     } else {
@@ -36,8 +37,10 @@ std::string ScriptJson(const nlohmann::ordered_json& data) {
   return text;
 }
 
-void Replace(std::string& text, std::string_view what, std::string_view with) {
-  text.replace(text.find(what), what.size(), with);
+void Fill(std::string& body, const std::vector<Place>& places) {
+  // The last first: what fills a place may look like one.
+  for (const Place& place : places | std::views::reverse)
+    body.replace(body.find(place.mark), place.mark.size(), place.text);
 }
 
 }  // namespace shardplan::internal

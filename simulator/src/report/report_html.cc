@@ -244,10 +244,9 @@ std::string ReportHtml(const std::vector<const Plan*>& plans,
   const Report first = simulations.empty() ? Report{} : simulations.front()->report;
   const std::string model = first.model.empty() ? "shardplan" : first.model;
   std::string body(kReportBody);
-  internal::Replace(body, "@MODEL", internal::HtmlText(model));
-  internal::Replace(
-      body, "@CLUSTER",
-      internal::HtmlText(fmt::format("{}, {} ranks, simulated", first.cluster, first.world_size)));
+  internal::Fill(body, {{"@MODEL", internal::HtmlText(model)},
+                        {"@CLUSTER", internal::HtmlText(fmt::format("{}, {} ranks, simulated", first.cluster,
+                                                                    first.world_size))}});
   std::string out = internal::PageHead(internal::HtmlText(model) + " &ndash; shardplan", body);
   Json data = {{"ranks", first.world_size}, {"comparison", Comparison(simulations)}};
   Json& plan_data = data["plans"] = Json::array();

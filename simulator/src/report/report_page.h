@@ -4,6 +4,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace shardplan::internal {
 
@@ -12,8 +13,12 @@ std::string PageHead(std::string_view title, std::string_view body);
 std::string PageTail(std::string_view script);
 // `data` as it may stand inside a <script>: without "<".
 std::string ScriptJson(const nlohmann::ordered_json& data);
-// Puts `with` in place of the first `what`, which is there.
-void Replace(std::string& text, std::string_view what, std::string_view with);
+struct Place {
+  std::string_view mark;
+  std::string text;
+};
+// Puts the texts in place of their marks, which stand in the body in this order.
+void Fill(std::string& body, const std::vector<Place>& places);
 
 std::string_view ReportStyle();
 std::string_view ReportScript();

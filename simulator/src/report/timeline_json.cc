@@ -40,7 +40,7 @@ class TimelineWriter {
   void Write(const Event& event) {
     if (!first_) out_ += ",\n";
     first_ = false;
-    out_ += event.dump(-1, ' ', false, Event::error_handler_t::replace);
+    out_ += event.dump(-1, ' ', true, Event::error_handler_t::replace);
   }
 
   void NameThread(int thread, const std::string& name) {

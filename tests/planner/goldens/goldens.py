@@ -123,11 +123,14 @@ def update(program: pathlib.Path) -> None:
         if not (GOLDENS / policy / "cases.txt").exists():
             continue
         for golden in goldens(policy):
-            golden.expected.write_text(difference(golden, program))
-        page(policy).write_text(document(policy))
+            write_text(golden.expected, difference(golden, program))
+        write_text(page(policy), document(policy))
 
 
 if __name__ == "__main__":
     import sys
+
+    sys.path.append(str(ROOT / "tools" / "python"))
+    from shardplan.files import write_text
 
     update(pathlib.Path(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 import pathlib
 
+from shardplan import files
 from shardplan.tracer import document, session  # before torch runs a backward
 from shardplan.tracer.record import Call, Group
 
@@ -135,7 +136,7 @@ def main() -> None:
     TRACES.mkdir(exist_ok=True)
     for name, trace in traces().items():
         trace["model"] = name
-        (TRACES / f"{name}.json").write_text("".join(document.lines(trace)))
+        files.write_text(TRACES / f"{name}.json", "".join(document.lines(trace)))
 
 
 if __name__ == "__main__":

@@ -23,5 +23,7 @@ def test_example_prints_what_is_expected(folder: pathlib.Path, tmp_path: pathlib
     assert result.returncode == 0, result.stderr
     expected = folder / "expected.txt"
     if os.environ.get("SHARDPLAN_UPDATE_EXAMPLES"):
-        expected.write_text(result.stdout)
+        from shardplan.files import write_text
+
+        write_text(expected, result.stdout)
     assert result.stdout == expected.read_text(), f"stderr was:\n{result.stderr}"

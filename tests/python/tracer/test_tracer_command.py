@@ -280,9 +280,9 @@ def test_usage_errors_exit_2(arguments, capsys):
     assert exit_info.value.code == 2 and "usage" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_exits_2(capsys, tmp_path):
-    assert cli.main(["tracer_models:only_a_module", "-q", "-o", str(tmp_path / "no" / "t.json")]) == 2
-    assert "no folder" in capsys.readouterr().err
+def test_a_folder_that_is_not_there_exits_4(capsys, tmp_path):
+    assert cli.main(["tracer_models:only_a_module", "-q", "-o", str(tmp_path / "no" / "t.json")]) == 4
+    assert "no/t.json: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_loss_of_configs_is_refused_for_a_callable(capsys, tmp_path):

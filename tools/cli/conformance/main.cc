@@ -4,11 +4,16 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <optional>
+#include <sstream>
 #include <system_error>
 
 #include "events.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
 
 namespace {
 
@@ -38,23 +43,26 @@ Result<std::vector<std::string>> FindCases(const std::string& folder,
   return names;
 }
 
-// Whether the case matches, in words on standard output.
+// Whether the case matches, in words on standard output. kEnvironment where they cannot be written.
 Result<bool> CompareCase(const std::string& folder, const std::string& name) {
   const Result<conformance::Recording> recording = conformance::ReadRecording(folder + "/" + name);
   if (!recording) return std::unexpected(recording.error());
   const conformance::Comparison comparison = conformance::Compare(*recording);
+  std::string text = Printable(name);
   if (comparison.matches) {
-    fmt::print("{}: matches ({} events)\n", name, recording->events.size());
-    if (!comparison.objection.empty()) fmt::print("    but {}\n", comparison.objection);
+    text += fmt::format(": matches ({} events)\n", recording->events.size());
+    if (!comparison.objection.empty()) text += fmt::format("    but {}\n", comparison.objection);
   } else {
-    fmt::print("{}: differs at {}", name, comparison.difference);
-    if (!comparison.difference.ends_with("\n")) fmt::print("\n");
+    text += ": differs at " + comparison.difference;
+    if (!text.ends_with("\n")) text += "\n";
   }
+  if (Status written = WriteStandardOutput(PrintableLines(text)); !written)
+    return std::unexpected(written.error());
   return comparison.matches;
 }
 
 int Fail(const Error& error) {
-  fmt::print(stderr, "shardplan conformance: {}\n", ToString(error));
+  std::fputs(fmt::format("shardplan conformance: {}\n", ToString(error)).c_str(), stderr);
   return ExitCode(error.code);
 }
 
@@ -70,15 +78,18 @@ int Run(const std::string& folder, const std::vector<std::string>& wanted) {
       matched += *matches ? 1 : 0;
     } else {
       failed = Fail(matches.error());
+      if (matches.error().code == ErrorCode::kEnvironment) return *failed;
     }
   }
-  fmt::print("matched {} of {} cases\n", matched, names->size());
+  const Status written = WriteStandardOutput(fmt::format("matched {} of {} cases\n", matched, names->size()));
+  if (!written) return Fail(written.error());
   return failed.value_or(matched == names->size() ? 0 : ExitCode(ErrorCode::kNegative));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  (void)std::signal(SIGPIPE, SIG_IGN);  // a pipe that nobody reads is an error that is told
   CLI::App app{"Plan every recording of a folder and compare the plan's events with what PyTorch did.",
                "shardplan-conformance"};
   std::string folder;
@@ -94,7 +105,12 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : ExitCode(ErrorCode::kUsage);
+    std::ostringstream text, wrong;
+    const bool asked = app.exit(error, text, wrong) == 0;
+    std::fputs(PrintableLines(wrong.str()).c_str(), stderr);
+    if (!asked) return ExitCode(ErrorCode::kUsage);
+    const Status written = WriteStandardOutput(text.str());
+    return written ? 0 : Fail(written.error());
   }
   return Run(folder, wanted);
 }

@@ -36,7 +36,8 @@ using Status = std::expected<void, Error>;
 // The process exit code of an error (docs/architecture.md, "Errors"): 1, 2, 3, 4 or 70.
 int ExitCode(ErrorCode code);
 
-// "file: /pointer: message (found X, expected Y)"; parts that are empty are left out.
+// "file: /pointer: message (found X, expected Y)"; parts that are empty are left out. Safe to print
+// (printable.h).
 std::string ToString(const Error& error);
 
 // Shorthand for `return std::unexpected(Error{...})`.

@@ -41,12 +41,26 @@ Result<std::string> ReadFile(const std::string& path);
 Result<Trace> ReadTrace(const std::string& path);
 Result<Cluster> ReadCluster(const std::string& path);
 Result<Strategy> ReadStrategy(const std::string& path);
+// A plan may have the form of text, too, that plan_text.h writes.
 Result<Plan> ReadPlan(const std::string& path);
+Result<Report> ReadReport(const std::string& path);
 Result<Document> ReadDocument(const std::string& path);
 
-// Writes to a temporary file in the same folder, flushes, then renames: `path` has the old bytes or all the
-// new ones. kEnvironment on a full disk or a missing folder.
+// Writes a file without a name (where the file system has none: with a hidden one) in the same folder,
+// flushes it, and gives it the name `path`, with the owner and the mode of what had that name: `path` has the
+// old bytes or all the new ones, and no signal leaves anything beside it. What a killed writer could not
+// remove, the next one in the folder does. A link stays a link. Pipes and devices are written to.
+// kEnvironment when it cannot be done: a full disk, a missing folder, a folder in place of a file, no
+// permission.
 Status WriteFileAtomically(const std::string& path, std::string_view bytes);
+
+// The file that a write to `path` makes or replaces: links followed, its folder in canonical form.
+// kEnvironment when it could not be written, as far as that can be told before.
+Result<std::string> WritableTarget(const std::string& path);
+
+// kEnvironment when not all bytes can be written: a full disk, a pipe that nobody reads (if SIGPIPE is
+// ignored), a closed descriptor.
+Status WriteStandardOutput(std::string_view bytes);
 
 // "sha256:<hex>" of the bytes.
 std::string Digest(std::string_view bytes);

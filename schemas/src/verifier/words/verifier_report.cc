@@ -8,6 +8,7 @@
 
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/printable.h"
 
 namespace shardplan {
 
@@ -110,15 +111,15 @@ std::string Reporter::Describe(Position at) const {
 }  // namespace verifier
 
 std::string Explain(const Plan& plan, const Violation& violation) {
-  std::string text = fmt::format("{}: {}\n", Name(violation.rule), violation.message);
+  std::string text = fmt::format("{}: {}\n", Name(violation.rule), Printable(violation.message));
   const verifier::Position at = {violation.step, violation.trigger, violation.instruction};
   if (verifier::Exists(plan, at)) {
     const std::string where = verifier::Reporter(plan).Describe(at);
     const bool in_chain =
         std::ranges::any_of(violation.chain, [&](const std::string& link) { return link.ends_with(where); });
-    if (!in_chain) text += fmt::format("  at: {}\n", where);
+    if (!in_chain) text += fmt::format("  at: {}\n", Printable(where));
   }
-  for (const std::string& link : violation.chain) text += fmt::format("  {}\n", link);
+  for (const std::string& link : violation.chain) text += fmt::format("  {}\n", Printable(link));
   return text;
 }
 

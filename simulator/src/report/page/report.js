@@ -324,7 +324,7 @@ function hoverMemory(event, canvas) {
   }
   const point = plan.memory[low];
   const rows = plan.shown.filter((c) => point[c + 1] > 0).sort((a, b) => point[b + 1] - point[a + 1])
-    .map((c) => '<tr><td><i style="background:' + plan.hue[c] + '"></i>' + plan.categories[c] + '</td><td>' + size(point[c + 1]) + '</td></tr>');
+    .map((c) => '<tr><td><i style="background:' + plan.hue[c] + '"></i>' + escape(plan.categories[c]) + '</td><td>' + size(point[c + 1]) + '</td></tr>');
   drawMemory(now);
   tip(event, '<b>' + size(plan.total[low]) + '</b> at ' + time(point[0]) + '<table>' + rows.join('') + '</table>');
 }

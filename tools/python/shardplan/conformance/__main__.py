@@ -1,8 +1,7 @@
 """`python -m shardplan.conformance`, what `shardplan conformance` runs."""
 
-import sys
-
+from shardplan.command import run
 from shardplan.conformance.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("shardplan conformance", main)

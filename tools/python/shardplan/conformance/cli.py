@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from shardplan.command import EXIT_ENVIRONMENT, printable, printable_name
+from shardplan.files import CannotWrite, scratch_folder
 
 _DESCRIPTION = """\
 Compare what shardplan computes with what PyTorch does, and say how many cases match."""
@@ -63,14 +66,22 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [arguments.folder is not None, arguments.live is not None, arguments.random is not None]
     if sum(chosen) != 1:
         parser().error("one of DIR, --live and --random says what to compare")
+    if arguments.random is not None and arguments.random < 1:
+        parser().error(f"--random {arguments.random}: expected a number of cases")
     if arguments.folder is not None:
         return _compare_folder(arguments)
+    if arguments.keep is not None:
+        try:
+            arguments.keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"shardplan conformance: cannot make the folder {arguments.keep}: {error.strerror}", file=sys.stderr)
+            return EXIT_ENVIRONMENT
     try:
         from shardplan.conformance.case import CaseError
         from shardplan.tracer.errors import TracerError
     except ImportError as error:
         print(f"shardplan conformance: cannot import {error.name} (tools/setup installs what is needed)", file=sys.stderr)
-        return 4
+        return EXIT_ENVIRONMENT
     try:
         return _compare_live(arguments)
     except CaseError as error:
@@ -79,10 +90,13 @@ def main(argv: list[str] | None = None) -> int:
     except TracerError as error:
         print(f"shardplan conformance: {error}", file=sys.stderr)
         return error.exit_code
+    except CannotWrite as error:
+        print(f"shardplan conformance: {error}", file=sys.stderr)
+        return EXIT_ENVIRONMENT
 
 
 def _compare_folder(arguments: argparse.Namespace) -> int:
-    if (arguments.folder / "model.py").is_file():
+    if os.path.isfile(arguments.folder / "model.py"):  # no error for a name that is too long
         from shardplan.conformance import memory
 
         return memory.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
@@ -99,16 +113,15 @@ def _compare_live(arguments: argparse.Namespace) -> int:
     counts, failures = Counts(), Counter()
     jobs = list(_live_jobs(arguments.live)) if arguments.live else None
     ranks = max(make().ranks for make in jobs) if jobs is not None else 4
-    with tempfile.TemporaryDirectory() as made, Ranks(ranks, arguments.fake) as on:
-        folder = arguments.keep or Path(made)
-        folder.mkdir(parents=True, exist_ok=True)
+    with scratch_folder() as made, Ranks(ranks, arguments.fake) as on:
+        folder = arguments.keep or made
         for make in jobs if jobs is not None else _random_jobs(arguments):
             try:
                 _compare_one(make, on, folder, arguments, counts)
             except RecordingFailed as error:
                 counts.not_run += 1
                 failures[str(error)] += 1
-                print(f"{make().name}: PyTorch does not run it: {error}", flush=True)
+                print(printable(f"{printable_name(make().name)}: PyTorch does not run it: {error}"), flush=True)
     print(f"matched {counts.matched} of {counts.compared} cases", end="")
     print(f"; PyTorch does not run {counts.not_run}" if counts.not_run else "")
     differ = counts.matched < counts.compared or (arguments.live and counts.not_run)

@@ -17,9 +17,11 @@ import importlib.util
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from shardplan import command, files
+from shardplan.command import printable, printable_name
 
 EVENTS = {
     "step.begin": "step_begin",
@@ -183,7 +185,7 @@ def trace_case(folder: Path, case: dict, output: Path) -> None:
     options = session.Options(dtype=dtype, param_dtype=param_dtype, keep_output=not knobs["del_logits"])
     with _without_masks() if hugging_face else contextlib.nullcontext():
         trace = session.trace_callable(build, str(folder / "model.py"), options)
-    with open(output, "w", encoding="utf-8") as file:
+    with files.replacing(output) as file:
         document.write(trace, file)
 
 
@@ -353,7 +355,7 @@ def first_difference(case: dict, computed: dict) -> str | None:
 def compute(program: str, trace: Path, case: dict, folder: Path) -> dict:
     """The rows and the peak of a case from its trace. Files are written to `folder`."""
     strategy, rows = folder / "strategy.json", folder / "rows.json"
-    strategy.write_text(json.dumps(strategy_of(case)))
+    files.write_text(strategy, json.dumps(strategy_of(case)))
     command = [program, "memory", str(trace), "--strategy", str(strategy), "--ranks", str(case["knobs"]["world"])]
     done = subprocess.run([*command, "--no-kernel-temporaries", "--rows", str(rows), "-q"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -371,19 +373,19 @@ def run(folder: Path, program: str, names: list[str]) -> int:
         print(f"shardplan conformance: {folder}: no recorded memory case", file=sys.stderr)
         return 3
     results: dict[str, str | None] = {}
-    with tempfile.TemporaryDirectory() as made:
-        trace, key = Path(made) / "trace.json", None
+    with files.scratch_folder() as made:
+        trace, key = made / "trace.json", None
         for case in sorted(cases, key=lambda c: (repr(trace_key(c)), c["case"])):
             try:
                 if trace_key(case) != key:
                     key = None
                     trace_case(folder, case, trace)
                     key = trace_key(case)
-                results[case["case"]] = first_difference(case, compute(program, trace, case, Path(made)))
+                results[case["case"]] = first_difference(case, compute(program, trace, case, made))
             except Exception as error:  # one case that cannot be run is one that does not match
                 results[case["case"]] = f"{type(error).__name__}: {error}"
             found = results[case["case"]]
-            print(f"{case['case']}: {'matches' if found is None else found}", flush=True)
+            print(printable(f"{printable_name(case['case'])}: {'matches' if found is None else found}"), flush=True)
     matched = sum(found is None for found in results.values())
     print(f"matched {matched} of {len(results)} cases")
     return 0 if matched == len(results) else 1
@@ -402,4 +404,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("shardplan.conformance.memory", main)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from shardplan.conformance.case import Case, CaseError
 from shardplan.conformance.meshes import fake_process_group, process_group
 from shardplan.conformance.record_case import record_case
+from shardplan.files import scratch_folder
 
 _TIMEOUT_SECONDS = 120
 _FRAMES = 3  # of a failure's traceback that are shown
@@ -73,16 +73,17 @@ class Ranks:
 
     def __init__(self, count: int, fake: bool = False):
         self._count, self._fake, self._jobs = (1 if fake else count), fake, 0
-        self._folder = tempfile.TemporaryDirectory()
+        self._scratch = contextlib.ExitStack()
+        self._folder = self._scratch.enter_context(scratch_folder())
         self._processes: list = []
         self._connections: list = []
 
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, *_error) -> None:
-        self._stop()
-        self._folder.cleanup()
+    def __exit__(self, *error) -> None:
+        self._stop(at_once=error[0] is not None)
+        self._scratch.close()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -112,7 +113,7 @@ class Ranks:
         if not self._processes:
             self._start()
         self._jobs += 1
-        store_path = os.path.join(self._folder.name, str(self._jobs))
+        store_path = os.path.join(self._folder, str(self._jobs))
         try:
             for connection in self._connections:
                 connection.send((make_case, order, store_path))

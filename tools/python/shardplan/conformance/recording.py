@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from shardplan import files
 from shardplan.conformance.case import Case, planner_strategy
 from shardplan.conformance.record_case import forward_order
 from shardplan.conformance.trace_case import trace
@@ -19,12 +20,12 @@ Record = Callable[[list[str]], list[str]]  # of the order of the first forward: 
 def write(make_case: Callable[[], Case], record: Record, folder: Path) -> int:
     """Traces and records the case; the number of recorded events."""
     case, traced = make_case(), trace(make_case)
-    with open(folder / f"{case.name}.trace.json", "w", encoding="utf-8") as file:
+    with files.replacing(folder / f"{case.name}.trace.json") as file:
         document.write(traced, file)
     strategy = planner_strategy(case)
     text = json.dumps(strategy, indent=1) + "\n"
-    (folder / f"{case.name}.strategy.json").write_text(text, encoding="utf-8")
+    files.write_text(folder / f"{case.name}.strategy.json", text)
     lines = record(forward_order(traced, strategy))
     head = [f"# case {case.name}", f"# torch {torch.__version__}", f"# ranks {case.ranks}"]
-    (folder / f"{case.name}.log").write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    files.write_text(folder / f"{case.name}.log", "\n".join([*head, *lines]) + "\n")
     return len(lines)

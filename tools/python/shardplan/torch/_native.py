@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import types
+import typing
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
@@ -37,4 +38,7 @@ def _load() -> types.ModuleType:
     )
 
 
-native = _load()
+if typing.TYPE_CHECKING:
+    import _shardplan as native
+else:
+    native = _load()

@@ -11,9 +11,10 @@ import json
 import pathlib
 import shutil
 import subprocess
-import tempfile
 
 import torch.distributed as dist
+
+from shardplan.files import scratch_folder, write_text
 
 from ._errors import PlanError
 from ._native import native
@@ -208,11 +209,10 @@ def replan(plan, log: list[tuple], names: dict[str, str], requires_grad: Require
         raise PlanError("its last backward leaves gradients that nothing reduces")
     strategy = json.loads(plan.strategy_json)
     strategy["program"] = [[*trace.program, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
-    with tempfile.TemporaryDirectory() as folder:
-        here = pathlib.Path(folder)
-        (here / "trace.json").write_text(json.dumps(trace.document(names, plan.model)))
-        (here / "strategy.json").write_text(json.dumps(strategy))
-        (here / "cluster.json").write_text(plan.cluster_json)
+    with scratch_folder() as here:
+        write_text(here / "trace.json", json.dumps(trace.document(names, plan.model)))
+        write_text(here / "strategy.json", json.dumps(strategy))
+        write_text(here / "cluster.json", plan.cluster_json)
         done = subprocess.run(
             [_command(), "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q"]
             + ["-o", "plan.json"],

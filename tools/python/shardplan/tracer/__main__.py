@@ -1,8 +1,7 @@
 """`python -m shardplan.tracer`."""
 
-import sys
-
+from shardplan.command import run
 from shardplan.tracer.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("shardplan trace", main)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
 
-from shardplan.tracer.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EXIT_USAGE, TracerError
+from shardplan import files
+from shardplan.command import printable_name
+from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TracerError, UsageProblem
 
 _DESCRIPTION = """\
 Record what one training step of a model does: modules, parameters, operators with FLOPs and bytes, and every allocation and free, forward
@@ -27,8 +30,8 @@ exit codes: 0 done, 2 usage, 3 bad input, 4 environment"""
 
 def _positive(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer of 31 bits")
     return value
 
 
@@ -132,11 +135,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(arguments, progress)
     except TracerError as error:
-        print(f"shardplan trace: {error}", file=sys.stderr)
+        print(f"shardplan trace: {printable_name(str(error))}", file=sys.stderr)
         return error.exit_code
 
 
 def _run(arguments: argparse.Namespace, progress) -> int:
+    _check_arguments(arguments)
     progress("loading torch")
     try:
         from shardplan.tracer import document, session
@@ -146,10 +150,6 @@ def _run(arguments: argparse.Namespace, progress) -> int:
             file=sys.stderr,
         )
         return EXIT_ENVIRONMENT
-    folder = os.path.dirname(arguments.output) or "."
-    if arguments.output != "-" and not os.path.isdir(folder):
-        print(f"shardplan trace: no folder {folder} to write {arguments.output} to", file=sys.stderr)
-        return EXIT_USAGE
     options = session.Options(
         batch=arguments.batch,
         seq=arguments.seq,
@@ -165,19 +165,42 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         keep_output=arguments.keep_output,
         name=arguments.name,
     )
-    trace = session.trace_source(arguments.source, options, progress)
+    # What the model prints is no part of a trace on standard output.
+    with contextlib.redirect_stdout(sys.stderr) if arguments.output == "-" else contextlib.nullcontext():
+        trace = session.trace_source(arguments.source, options, progress)
     progress("writing")
     try:
         if arguments.output == "-":
             document.write(trace, sys.stdout)
         else:
-            with open(arguments.output, "w", encoding="utf-8") as file:
+            with files.replacing(arguments.output) as file:
                 document.write(trace, file)
-    except OSError as error:
-        print(f"shardplan trace: cannot write {arguments.output}: {error.strerror}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    except files.CannotWrite as error:
+        raise EnvironmentProblem(str(error)) from error
+    except UnicodeEncodeError as error:
+        raise TracerError(f"a name of the model is no text that UTF-8 can hold: {error.object[error.start:error.end]!r}") from error
     progress(_summary(trace, arguments.output))
     return 0
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    for name, value in (("SOURCE", arguments.source), ("--name", arguments.name)):
+        if not value.isprintable() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise UsageProblem(f"{name} is no UTF-8: {value!r}")
+    if arguments.output == "-":
+        return
+    try:
+        files.check_output(arguments.output, _read_by(arguments.source))
+    except files.CannotWrite as error:
+        raise EnvironmentProblem(str(error)) from error
+    except files.OutputIsInput as error:
+        raise UsageProblem(str(error)) from error
+
+
+def _read_by(source: str) -> list[str]:
+    """The files that a SOURCE names: a config, or the code of a module in the current folder."""
+    module = source.partition(":")[0].replace(".", os.sep)
+    return [source, f"{module}.py", os.path.join(module, "__init__.py")]
 
 
 def _summary(trace: dict, output: str) -> str:

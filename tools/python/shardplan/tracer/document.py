@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -12,8 +13,12 @@ _LISTS = ("modules", "parameters", "buffers", "inputs")
 _PASSES = ("forwards", "backwards")
 
 
+# Nobody sees them: schemas/src/documents/unicode.h.
+_HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
 def _text(value) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def _rows(indent: int, rows: list) -> Iterator[str]:

@@ -1,0 +1,20 @@
+// Characters of UTF-8, and those that a reader does not see.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+namespace shardplan {
+
+struct Utf8Character {
+  char32_t code = 0;
+  std::size_t bytes = 0;  // 0: no UTF-8
+};
+
+// What `text`, which is not empty, begins with.
+Utf8Character FirstCharacter(std::string_view text);
+
+// Of Unicode: controls, separators of lines, marks and overrides of direction.
+bool IsHiddenCharacter(char32_t code);
+
+}  // namespace shardplan

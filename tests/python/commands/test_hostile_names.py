@@ -1,0 +1,231 @@
+"""Names are whatever a document says: every output is read by a real parser, has no character that a terminal obeys, and as many lines as with
+plain names."""
+
+import html.parser
+import json
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT, build_folder
+from writers import ALLOCATOR_LOG, TRACE, TRACER, environment, program, python
+
+HOSTILE = {
+    "quotes": "la'y\"er`s\\",
+    "lines": "la\nINJECTED: verifies\r\n\tlayers",
+    "terminal": "la\x1b[31mye\x07\x08\x7frs\u009b2J",
+    "markup": "</script><script>alert(1)</script><!--&amp;]]>",
+    "direction": "la\u202eyers\u2066\u2028\u200f",
+    "placeholders": "@MODEL@CLUSTER@PEAK@ABOUT@RESERVED{}{0}%s$(id)",
+    "words": "on via for because -> #1 = , \"",
+    "escapes": "\\N\\n\\\"\\",
+    "empty-looking": "\u00a0 ",
+}
+# What a terminal obeys, or a person does not see. Lines may end.
+HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
+
+
+def documents(folder, name):
+    """A trace, a cluster and a strategy in which everything is called like that."""
+    folder.mkdir()
+    text = TRACE.read_text()
+    trace = json.loads(text.replace("layers", json.dumps(name)[1:-1]))
+    for place in ("model", "source"):
+        trace[place] = name
+    for module in trace["modules"]:
+        module["class_name"] = name
+    for entry in trace["inputs"]:
+        entry["name"] = name
+    (folder / "trace.json").write_text(json.dumps(trace))
+    device = {"name": name, "memory_bytes": 1 << 40, "context_bytes": 1 << 20}
+    cluster = {"schema": "shardplan.cluster/1", "name": name, "ranks": 2, "ranks_per_node": 2, "device": device,
+               "links": [{"name": name, "latency_ns": 1000, "bytes_per_second": 10**11}]}
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    pattern = re.sub(r"([\\*?\[])", r"\\\1", name) if "\\" in name else name
+    fqns = [module["fqn"] for module in trace["modules"] if module["fqn"].startswith(name) and module["fqn"].count(".") == name.count(".") + 1]
+    strategy = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": fqns}], "checkpoint": {"modules": fqns[:1]}}
+    (folder / "strategy.json").write_text(json.dumps(strategy))
+    assert pattern
+    return folder
+
+
+OUTPUTS = {
+    "plan": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-o", "plan.json", "--graph", "graph.dot",
+             "--write-strategy", "written.json", "--explain", "--explain-schedule"),
+    "other": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "--reshard-after-forward", "false", "-q", "-o", "other.json"),
+    "units": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after", "choose_units", "--dump"),
+    "order": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after", "record_order", "--dump"),
+    "validate": ("validate", "trace.json", "cluster.json", "strategy.json", "plan.json"),
+    "ranks": ("validate", "--ranks-apart", "plan.json", "other.json"),
+    "simulate": ("simulate", "plan.json", "--report", "report.json", "--timeline", "timeline.json", "--html", "report.html"),
+    "compare": ("simulate", "plan.json", "other.json", "--html", "both.html"),
+    "report": ("validate", "report.json"),
+    "memory": ("memory", "plan.json", "--reserved", "--rows", "rows.json", "--plot", "plot.html", "--map", "map.html"),
+    "explain-memory": ("explain-memory", "plan.json", "--all", "--json", "alive.json"),
+    "knobs": ("explain-memory", "plan.json", "--trace", "trace.json"),
+    "show": ("show", "plan.json"),
+    "shown": ("show", "plan.json", "-o", "plan.txt"),
+    "back": ("show", "plan.txt", "--json", "-o", "back.json"),
+    "explain": ("show", "plan.json", "--explain"),
+    "diff": ("diff", "plan.json", "other.json"),
+    "wrong trace": ("explain-memory", "plan.json", "--trace", "strategy.json"),
+    "broken": ("validate", "broken.json"),
+    "refused": ("simulate", "broken.json"),
+    "no such unit": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "nowhere.json"),
+}
+if HAS_EXECUTOR:
+    OUTPUTS["run"] = ("run", "plan.json", "--device", "virtual", "--steps", "1")
+JSON = ("plan.json", "written.json", "report.json", "timeline.json", "rows.json", "alive.json", "back.json")
+PAGES = ("report.html", "both.html", "plot.html", "map.html")
+
+
+def break_plan(folder):
+    """A violation whose words name things."""
+    plan = json.loads((folder / "plan.json").read_text())
+    for trigger in plan["steps"][-1]["triggers"]:
+        trigger["instructions"] = [one for one in trigger.get("instructions", []) if one["kind"] not in ("wait", "copy_out")]
+    (folder / "broken.json").write_text(json.dumps(plan))
+    strategy = json.loads((folder / "strategy.json").read_text())
+    strategy["units"][0]["modules"] = [name + ".nowhere" for name in strategy["units"][0]["modules"]]
+    (folder / "nowhere.json").write_text(json.dumps(strategy))
+
+
+def outputs(folder):
+    said = {}
+    for name, words in OUTPUTS.items():
+        if name == "broken":
+            break_plan(folder)
+        done = subprocess.run([program(), *words], capture_output=True, cwd=folder, timeout=120, check=False)
+        assert done.returncode in ((1,) if name in ("diff", "ranks", "broken", "refused") else (3,) if name in ("wrong trace", "no such unit") else (0,)), (
+            name, done.returncode, done.stdout[-500:], done.stderr)
+        said[name] = (done.returncode, done.stdout.decode(), done.stderr.decode())
+    return said
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = documents(tmp_path_factory.mktemp("plain") / "documents", "layers")
+    return outputs(folder), folder
+
+
+class Page(html.parser.HTMLParser):
+    """Tags in order, and what a script or the title holds."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts = [], {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes).get("id")))
+
+    def handle_comment(self, data):
+        self.tags.append(("comment", data))
+
+    def handle_data(self, data):
+        last = self.tags[-1] if self.tags else None
+        self.texts[last] = self.texts.get(last, "") + data
+
+
+DOT_STRING = r'"(?:[^"\\\n]|\\.)*"'
+DOT_ATTRIBUTE = rf"\w+=(?:{DOT_STRING}|[\w.]+)"
+DOT_STATEMENT = re.compile(
+    rf"(?:\d+(?:->\d+)?\s*(?:\[{DOT_ATTRIBUTE}(?:,\s*{DOT_ATTRIBUTE})*\])?|rankdir=TB|node \[fontsize=9\])\s*;\s*"
+)
+
+
+def labels_of(dot):
+    """The labels of a graph, by a grammar of what GraphViz takes."""
+    body = re.fullmatch(r"digraph \w+ \{\n(.*)\}\s*", dot, re.DOTALL).group(1)
+    at = 0
+    while at < len(body):
+        statement = DOT_STATEMENT.match(body, at)
+        assert statement, body[at : at + 200]
+        at = statement.end()
+    return re.findall(rf"label=({DOT_STRING})", body)
+
+
+def names_in(value):
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from names_in(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from names_in(one)
+    elif isinstance(value, str):
+        yield value
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_every_output_parses_and_nothing_moves_the_cursor(kind, plain, tmp_path):
+    name = HOSTILE[kind]
+    folder = documents(tmp_path / "documents", name)
+    said, (expected, plain_folder) = outputs(folder), plain
+    for command, (_, out, err) in said.items():
+        for text, other in ((out, expected[command][1]), (err, expected[command][2])):
+            assert not HIDDEN.search(text), (command, HIDDEN.search(text), text[:500])
+            # Sentences about layers with plain names are put together.
+            assert command == "diff" or len(text.splitlines()) == len(other.splitlines()), (command, text, other)
+            assert "\nINJECTED" not in text
+    for file in JSON:
+        found, other = json.loads((folder / file).read_text()), json.loads((plain_folder / file).read_text())
+        assert type(found) is type(other)
+        assert not HIDDEN.search((folder / file).read_text())
+    assert (folder / "back.json").read_bytes() == (folder / "plan.json").read_bytes()
+    for file, tidy in (("plan.json", lambda n: n), ("rows.json", lambda n: n), ("alive.json", lambda n: n), ("report.json", lambda n: n)):
+        assert any(name in tidy(one) for one in names_in(json.loads((folder / file).read_text()))), file
+    for file in PAGES:
+        page, other = Page((folder / file).read_text()), Page((plain_folder / file).read_text())
+        assert page.tags == other.tags, file
+        assert not HIDDEN.search((folder / file).read_text())
+        json.loads(page.texts["script", "data"])
+        assert "@RESERVED" not in page.texts["p", None] or kind == "placeholders"
+    labels, other = labels_of((folder / "graph.dot").read_text()), labels_of((plain_folder / "graph.dot").read_text())
+    assert len(labels) == len(other)
+
+
+def test_names_in_an_allocator_log(tmp_path):
+    log = json.loads(ALLOCATOR_LOG.read_text())
+    hostile = "".join(HOSTILE.values())
+    for key, value in log.items():
+        if isinstance(value, str) and key != "schema":
+            log[key] = hostile
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps(log))
+    for line in (("allocator-replay", path), ("allocator-replay", path, "--max-split-size-mb", "64", "--json", "-")):
+        done = subprocess.run([program(), *map(str, line)], capture_output=True, timeout=60, check=False)
+        assert done.returncode in (0, 1, 3), done.stderr
+        assert not HIDDEN.search(done.stdout.decode()) and not HIDDEN.search(done.stderr.decode())
+        if "--json" in line and done.returncode < 2:
+            json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("command", ["plan", "validate", "simulate", "memory", "explain-memory", "show", "diff", "run", "trace", "conformance", "allocator-replay"])
+def test_names_of_files_and_flags(command, tmp_path):
+    """A file that is not there, and words that are no flags, with names that nobody would choose. Bytes that are no UTF-8, too."""
+    if command == "run" and not HAS_EXECUTOR:
+        pytest.skip("no executor in this build")
+    for name in (*(text for text in HOSTILE.values()), b"no-\xff\xfe-utf8".decode(errors="surrogateescape")):
+        if command == "run" and name not in (HOSTILE["terminal"], HOSTILE["lines"]):
+            continue  # LibTorch loads slowly
+        for words in ((command, f"{name}.json", *([f"{name}.json"] if command == "diff" else [])), (command, f"--{name}")):
+            if command in ("run", "trace", "conformance") and words[1].startswith("--") and name != HOSTILE["terminal"]:
+                continue  # Python starts slowly
+            if command == "trace" and name != HOSTILE["lines"]:
+                continue
+            done = subprocess.run([program(), *words], capture_output=True, cwd=tmp_path, timeout=60, check=False, env=environment())
+            assert done.returncode in (2, 3), (words, done.returncode, done.stderr)
+            for text in (done.stdout.decode(), done.stderr.decode()):
+                assert not HIDDEN.search(text), (words, text)
+
+
+def test_a_flag_that_is_no_utf8_is_refused(tmp_path):
+    bad = b"layers.\xff*".decode(errors="surrogateescape")
+    done = subprocess.run([program(), "plan", TRACE, "--ranks", "2", "--unit", bad, "-o", tmp_path / "plan.json"], capture_output=True, check=False)
+    assert done.returncode in (2, 3) and not (tmp_path / "plan.json").exists()
+    done.stderr.decode()
+    done = subprocess.run([*python(TRACER), TRACE, "--name", bad, "-q", "-o", tmp_path / "t.json"], capture_output=True, check=False)
+    assert done.returncode == 2 and b"UTF-8" in done.stderr and not (tmp_path / "t.json").exists()

@@ -1,0 +1,151 @@
+"""What a user may give in place of a file: every command says what is wrong, in one line, with the code of the kind of fault. And every command
+that reads a plan reads its text form."""
+
+import json
+import os
+import re
+import subprocess
+import time
+
+import pytest
+from conftest import build_folder
+from writers import ALLOCATOR_LOG, FLAGS, TRACE, TRACER, program, python
+
+HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
+# Words with {file}, which the command reads.
+READERS = {
+    "plan": ("plan", "{file}", "-o", "/dev/null"),
+    "plan --strategy": ("plan", "{trace}", "--ranks", "2", "--strategy", "{file}", "-o", "/dev/null"),
+    "plan --cluster": ("plan", "{trace}", "--cluster", "{file}", "-o", "/dev/null"),
+    "validate": ("validate", "{file}"),
+    "validate --ranks-apart": ("validate", "--ranks-apart", "{plan}", "{file}"),
+    "simulate": ("simulate", "{file}"),
+    "simulate second": ("simulate", "{plan}", "{file}"),
+    "simulate --cluster": ("simulate", "{plan}", "--cluster", "{file}"),
+    "memory": ("memory", "{file}"),
+    "memory --strategy": ("memory", "{trace}", "--ranks", "2", "--strategy", "{file}"),
+    "memory --cluster": ("memory", "{plan}", "--cluster", "{file}"),
+    "explain-memory": ("explain-memory", "{file}"),
+    "explain-memory --trace": ("explain-memory", "{plan}", "--trace", "{file}"),
+    "show": ("show", "{file}"),
+    "diff": ("diff", "{plan}", "{file}"),
+    "diff first": ("diff", "{file}", "{plan}"),
+    "conformance": ("conformance", "{file}"),
+    "allocator-replay": ("allocator-replay", "{file}"),
+}
+if HAS_EXECUTOR:
+    READERS["run"] = ("run", "{file}", "--device", "virtual")
+    READERS["run --report"] = ("run", "{plan}", "--report", "{file}")
+SLOW = {"run", "run --report"}  # LibTorch loads slowly
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    plan = folder / "plan.json"
+    subprocess.run([program(), "plan", TRACE, *FLAGS, "-q", "-o", plan], check=True)
+    subprocess.run([program(), "show", plan, "-o", folder / "plan.txt"], check=True)
+    (folder / "loop").symlink_to("loop")
+    (folder / "folder").mkdir()
+    (folder / "empty").touch()
+    (folder / "blank").write_text(" \n\t\n")
+    (folder / "binary").write_bytes(bytes(range(256)) * 8)
+    (folder / "words").write_text("these are words\nand no document\n")
+    (folder / "list").write_text("[1, 2, 3]\n")
+    (folder / "object").write_text('{"schema": "shardplan.nothing/1"}\n')
+    (folder / "number").write_text("42")
+    (folder / "half").write_text(plan.read_text()[: plan.stat().st_size // 2])
+    (folder / "half text").write_text((folder / "plan.txt").read_text()[:2000])
+    (folder / "deep").write_text("[" * 100_000)
+    (folder / "bom").write_bytes(b"\xef\xbb\xbf" + plan.read_bytes()[:100])
+    (folder / "nul").write_bytes(b"\0" * 1000)
+    return folder
+
+
+STRANGE = ["nowhere", "loop", "loop/inside", "folder", "n" * 300, "plan.json/inside", "empty", "blank", "binary", "words", "list", "object", "number",
+           "half", "half text", "deep", "bom", "nul", "/dev/null", ""]
+
+
+def tried(name, path, folder, **options):
+    words = [word.format(file=path, plan=folder / "plan.json", trace=TRACE) for word in READERS[name]]
+    return subprocess.run([program(), *words], capture_output=True, text=True, timeout=60, check=False, cwd=folder, **options)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_that_is_none_is_bad_input(name, files):
+    for strange in STRANGE if name not in SLOW else ("nowhere", "words"):
+        done = tried(name, strange, files)
+        assert done.returncode == (2 if not strange and "--" in name and name != "validate --ranks-apart" else 3), (strange, done.returncode, done.stdout[-300:], done.stderr)
+        if not strange and done.returncode == 2:
+            continue
+        lines = [line for line in done.stderr.splitlines() if "error: " in line or line.startswith("shardplan-run: ") or line.startswith("shardplan conformance: ")]
+        assert len(lines) == 1, (strange, done.stderr)
+        assert not strange or os.path.basename(strange) in lines[0], (strange, lines)
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name != "conformance"])
+def test_a_pipe_is_read_once_and_one_that_nobody_writes_to_is_told(name, files, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if name in ("validate", "run --report"):  # one without a writer takes seconds, of any reader
+        begin = time.monotonic()
+        done = tried(name, pipe, files)
+        assert done.returncode == 3 and time.monotonic() - begin < 30
+        assert "no process writes to it" in done.stderr or "every rank reads it" in done.stderr
+    good = {"plan": TRACE, "explain-memory --trace": TRACE, "allocator-replay": ALLOCATOR_LOG}.get(name, files / "plan.json")
+    document = json.loads(good.read_text())
+    if "--strategy" in name or "--cluster" in name:
+        document = document["strategy" if "--strategy" in name else "cluster"]
+        document["schema"] = f"shardplan.{'strategy' if '--strategy' in name else 'cluster'}/1"
+        document.pop("mesh", None)
+    if name == "run --report":
+        return
+    (tmp_path / "document").write_text(json.dumps(document))
+    plain = tried(name, tmp_path / "document", files)
+    writer = subprocess.Popen(["sh", "-c", f"cat {tmp_path}/document > {pipe}"])
+    done = tried(name, pipe, files)
+    writer.wait(timeout=30)
+    assert (done.returncode, done.stdout.replace("/pipe", "/document")) == (plain.returncode, plain.stdout), done.stderr
+
+
+@pytest.mark.parametrize("name", ["validate", "validate --ranks-apart", "simulate", "simulate second", "memory", "explain-memory", "show", "diff", "run"])
+def test_the_text_form_of_a_plan_is_a_plan(name, files):
+    if name not in READERS:
+        pytest.skip("no executor in this build")
+    as_json, as_text = (tried(name, files / f"plan.{form}", files) for form in ("json", "txt"))
+    assert as_text.returncode == as_json.returncode == 0, as_text.stderr
+    if "apart" not in name:  # which names equal files once
+        assert as_text.stdout.replace("plan.txt", "plan.json") == as_json.stdout
+
+
+def test_the_python_module_reads_the_text_form(files):
+    torch_plan = pytest.importorskip("shardplan.torch._native").native.read_plan
+    assert torch_plan(str(files / "plan.txt")).digest == torch_plan(str(files / "plan.json")).digest
+
+
+NUMBERS = ("0", "-1", "1.5", "many", "", "99999999999999999999", "nan")
+
+
+@pytest.mark.parametrize("words", [
+    ("plan", TRACE, "-o", "/dev/null", "--ranks"), ("memory", TRACE, "--ranks"), ("plan", TRACE, "-o", "/dev/null", "--accumulate"),
+    *([("run", "plan.json", "--ranks"), ("run", "plan.json", "--steps")] if HAS_EXECUTOR else []),
+], ids=lambda words: f"{words[0]} {words[-1]}")  # fmt: skip
+def test_numbers_that_are_none_are_usage_errors(words, files):
+    for number in NUMBERS if words[0] != "run" else NUMBERS[:1]:
+        done = subprocess.run([program(), *map(str, words), number], capture_output=True, text=True, timeout=60, check=False, cwd=files)
+        assert done.returncode == 2, (number, done.returncode, done.stderr)
+        assert words[-1] in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_the_tracer(number, tmp_path):
+    for flag in ("--batch", "--seq", "--steps"):
+        done = subprocess.run([*python(TRACER), str(TRACE), "-o", str(tmp_path / "t.json"), flag, number], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and flag in done.stderr and not re.search("Traceback", done.stderr)
+
+
+def test_an_empty_name_of_an_output_is_refused(tmp_path):
+    for words in (("show", "plan.json"), ("plan", TRACE)):
+        done = subprocess.run([program(), *map(str, words), "-o", ""], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 2 and "names no file" in done.stderr, done
+        assert not list(tmp_path.iterdir())

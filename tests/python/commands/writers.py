@@ -1,0 +1,101 @@
+"""Every output of every command, for the tests of how they are written. `test_output_files.py` compares the list with what --help says."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+from conftest import ROOT, build_folder
+
+GOLDENS = ROOT / "tests" / "planner" / "goldens"
+TRACE = GOLDENS / "traces" / "small.json"
+CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
+ALLOCATOR_LOG = ROOT / "tests" / "simulator" / "allocator" / "data" / "h100_training_step.json"
+FLAGS = ("--ranks", "2", "--unit", "layers.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """`flag` of the command writes {out}. {plan}, {trace}, {log}: inputs."""
+
+    command: str
+    flag: str
+    words: tuple[str, ...]
+    input: str = "{plan}"  # a file that it reads
+    other: tuple[str, ...] = ()  # a second output, {other}
+
+    @property
+    def name(self) -> str:
+        return f"{self.command} {self.flag}"
+
+
+WRITERS = (
+    Writer("plan", "--output", ("{trace}", *FLAGS, "-q", "-o", "{out}"), "{trace}", ("--graph", "{other}")),
+    Writer("plan", "--graph", ("{trace}", *FLAGS, "-q", "-o", "{null}", "--graph", "{out}"), "{trace}", ("--write-strategy", "{other}")),
+    Writer("plan", "--write-strategy", ("{trace}", *FLAGS, "-q", "-o", "{null}", "--write-strategy", "{out}"), "{trace}", ("--graph", "{other}")),
+    Writer("plan", "--dump", ("{trace}", *FLAGS, "-q", "--stop-after", "place_events", "--dump", "-o", "{out}"), "{trace}"),
+    Writer("simulate", "--report", ("{plan}", "-q", "--report", "{out}"), other=("--html", "{other}")),
+    Writer("simulate", "--timeline", ("{plan}", "-q", "--timeline", "{out}"), other=("--report", "{other}")),
+    Writer("simulate", "--html", ("{plan}", "-q", "--html", "{out}"), other=("--timeline", "{other}")),
+    Writer("memory", "--rows", ("{plan}", "-q", "--rows", "{out}"), other=("--plot", "{other}")),
+    Writer("memory", "--plot", ("{plan}", "-q", "--plot", "{out}"), other=("--map", "{other}")),
+    Writer("memory", "--map", ("{plan}", "-q", "--map", "{out}"), other=("--rows", "{other}")),
+    Writer("explain-memory", "--json", ("{plan}", "--json", "{out}")),
+    Writer("show", "--output", ("{plan}", "--json", "-o", "{out}")),
+    Writer("allocator-replay", "--json", ("{log}", "--json", "{out}"), "{log}"),
+    Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
+)
+# The tracer's command without the seconds that torch takes: what it would trace is in the file that it is given.
+TRACER = """
+import json, types
+import shardplan.tracer
+from shardplan import command
+from shardplan.tracer import cli
+class Options(types.SimpleNamespace):
+    pass
+def trace_source(source, options, progress):
+    print("what a model prints")
+    with open(source) as file:
+        return json.load(file)
+shardplan.tracer.session = types.SimpleNamespace(Options=Options, trace_source=trace_source)
+sys.modules["shardplan.tracer.session"] = shardplan.tracer.session
+command.run("shardplan trace", cli.main)
+"""
+
+
+def program(name: str = "shardplan") -> str:
+    return str(build_folder() / "bin" / name)
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "tests" / "python" / "tracer"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def command_line(writer: Writer, files: dict[str, object], *more: str) -> list[str]:
+    start = python(TRACER) if writer.command == "trace" else [program(), writer.command]
+    return [*start, *(word.format_map({k: str(v) for k, v in files.items()}) for word in (*writer.words, *more))]
+
+
+def run(line: list[str], **options) -> subprocess.CompletedProcess:
+    given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "env": environment(), **options}
+    return subprocess.run(line, check=False, **given)
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """A process that has the package, and nothing of torch."""
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools' / 'python')!r})\n{code}", *map(str, arguments)]
+
+
+def small_files() -> None:
+    """In the child: a write that goes past 100 bytes of a file fails, as on a full disk."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # as a shell leaves it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+def everything_in(folder: pathlib.Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}

@@ -1,0 +1,244 @@
+"""Outputs of the commands: a file is written whole or not at all, and nothing else is left in its folder.
+
+The C++ commands do the same (schemas/src/documents/file_write.cc); each removes what the other's killed processes left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+_BEGIN, _END = ".shardplan-", ".tmp"
+_SCRATCH_BEGIN = "shardplan-scratch-"
+_LOCK = "lock"
+_READER_SECONDS = 2  # that a pipe's reader may take to open it
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+_counter = itertools.count()
+
+
+class CannotWrite(Exception):
+    """An output cannot be written: a full disk, a missing folder, a folder in place of a file, no permission."""
+
+
+class OutputIsInput(Exception):
+    """An output would replace what is read."""
+
+
+def check_output(path: str, inputs: Iterable[str]) -> None:
+    """Before any work. OutputIsInput when the output is one of the inputs (by inode, so through links, too); CannotWrite when it cannot be
+    written, as far as that can be told."""
+    _target(path)
+    with contextlib.suppress(OSError):
+        output = os.stat(path)
+        for name in inputs:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(name), output) and not stat.S_ISCHR(output.st_mode):
+                    raise OutputIsInput(f"an output is a file that is read, and would replace it (found -o {path}, expected another file than the input {name})")
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
+    """A text file that takes the place of `path` when the block ends without an error, with the owner and the mode of what was there. A link
+    stays one; pipes and devices are written to. CannotWrite leaves the old file."""
+    path = os.fspath(path)
+    with _told(path):
+        target, replaced = _target(path)
+        if replaced is not None and not stat.S_ISREG(replaced.st_mode):
+            with open(_open_in_place(path, replaced), "w", encoding="utf-8") as file:
+                yield file
+            return
+        folder = os.open(os.path.dirname(target) or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _remove_leftovers(folder)
+            with contextlib.closing(_Temporary(folder)) as made:
+                with open(made.descriptor, "w", encoding="utf-8", closefd=False) as file:
+                    yield file
+                if replaced is not None:
+                    _keep_owner_and_mode(made.descriptor, replaced)
+                os.fsync(made.descriptor)
+                made.replace(os.path.basename(target))
+            with contextlib.suppress(OSError):
+                os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for what a command needs while it runs. Those of commands that were killed go with the next one's."""
+    _remove_scratch_folders()
+    folder, lock = _locked_folder()
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder() -> tuple[str, int]:
+    while True:
+        folder = tempfile.mkdtemp(prefix=_SCRATCH_BEGIN)
+        lock = os.open(os.path.join(folder, _LOCK), os.O_CREAT | os.O_WRONLY, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink > 0:
+            return folder, lock
+        os.close(lock)  # another command took it for a killed one's before it was locked
+
+
+def _remove_scratch_folders() -> None:
+    """Of commands that live no more: nobody holds the lock."""
+    with os.scandir(tempfile.gettempdir()) as entries:
+        left = [entry.path for entry in entries if entry.name.startswith(_SCRATCH_BEGIN)]
+    for path in left:
+        with contextlib.suppress(OSError), open(os.path.join(path, _LOCK), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _target(path: str) -> tuple[str, os.stat_result | None]:
+    """The file that is made or replaced, links followed, and what is there."""
+    with _told(path):
+        if not path:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        try:
+            replaced = os.stat(path)
+        except FileNotFoundError:
+            replaced = None
+        if replaced is not None:
+            if stat.S_ISDIR(replaced.st_mode):
+                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not os.access(path, os.W_OK):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            if not stat.S_ISREG(replaced.st_mode):
+                return path, replaced
+        target = os.path.realpath(path) if os.path.islink(path) else path
+        folder, name = os.path.split(target)
+        if not name:
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISDIR(os.stat(folder or ".").st_mode):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if len(os.fsencode(name)) > 255:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        if not os.access(folder or ".", os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return target, replaced
+
+
+def _open_in_place(path: str, replaced: os.stat_result) -> int:
+    """A descriptor of a pipe or a device. A reader of a pipe may be about to open it."""
+    deadline = time.monotonic() + _READER_SECONDS
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            return descriptor
+        except OSError as error:
+            if error.errno != errno.ENXIO or not stat.S_ISFIFO(replaced.st_mode):
+                raise
+            if time.monotonic() > deadline:
+                raise OSError(errno.ENXIO, "no process reads the pipe") from None
+            time.sleep(0.02)
+
+
+def _remove_leftovers(folder: int) -> None:
+    for name in os.listdir(folder):
+        if not (name.startswith(_BEGIN) and name.endswith(_END)):
+            continue
+        with contextlib.suppress(OSError):
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=folder)
+            finally:
+                os.close(descriptor)
+
+
+def _keep_owner_and_mode(descriptor: int, replaced: os.stat_result) -> None:
+    made = os.fstat(descriptor)
+    if (made.st_uid, made.st_gid) != (replaced.st_uid, replaced.st_gid):
+        os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))
+
+
+class _Temporary:
+    """A file without a name, or with one that nobody else uses where the file system has no others. Signals that end the process wait while it
+    has a name."""
+
+    def __init__(self, folder: int):
+        self._folder, self._name, self._held = folder, None, None
+        try:
+            self.descriptor = os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o666, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+                raise
+            self._hold()
+            try:
+                self._open_named()
+            except OSError:
+                self._release()
+                raise
+
+    def replace(self, target: str) -> None:
+        self._hold()
+        if self._name is None:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            name = _temporary_name()
+            # A folder descriptor makes os.link follow the link of /proc.
+            source = f"/proc/self/fd/{self.descriptor}"
+            os.link(source, name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=True)
+            self._name = name
+        os.rename(self._name, target, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._name = None
+
+    def close(self) -> None:
+        if self._name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._name, dir_fd=self._folder)
+        os.close(self.descriptor)
+        self._release()
+
+    def _hold(self) -> None:
+        if self._held is None:
+            self._held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._held)
+
+    def _open_named(self) -> None:
+        while self._name is None:
+            name = _temporary_name()
+            self.descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666, dir_fd=self._folder)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self.descriptor).st_nlink > 0:
+                self._name = name
+            else:  # a cleaner took it for a leftover before it was locked
+                os.close(self.descriptor)
+
+
+def _temporary_name() -> str:
+    return f"{_BEGIN}{os.getpid()}-{next(_counter)}p{_END}"
