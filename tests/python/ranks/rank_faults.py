@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 
-from rank_runs import HSDP, Started, Starter, make_plan
+from rank_runs import HSDP, Started, Starter, listening, make_plan
 
 SLACK_S = 8.0  # of two busy cores, beside what is waited for on purpose
 START_S = 60.0
+LOOPBACK = "0100007F"  # as /proc/net has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,15 @@ def await_start(fault: Fault, started: Started) -> dict[int, int] | None:
     return pids if len(pids) == fault.ranks() else None
 
 
+def judge_sockets(outcome: Outcome, started: Started) -> None:
+    """`shardplan run` listens on the loopback interface alone. (In training it is PyTorch who listens.)"""
+    fault = outcome.fault
+    if fault.program == "run" and fault.how != "torchrun" and not fault.connecting:
+        addresses = listening(started.all_pids())
+        if addresses != {LOOPBACK}:
+            outcome.wrong.append(f"listens at {sorted(addresses)}")
+
+
 def try_rank(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pathlib.Path) -> Outcome:
     outcome = Outcome(fault)
     started = starter.start(fault.how, fault.program, plan, fault.ranks(), folder)
@@ -87,6 +97,7 @@ def try_rank(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pathlib
         if pids is None:
             outcome.wrong.append("does not start")
             return outcome
+        judge_sockets(outcome, started)
         os.kill(pids[fault.rank], fault.signal)
         begin = time.monotonic()
         judge_survivors(outcome, started, pids, begin, starter.timeout_s)
@@ -96,12 +107,25 @@ def try_rank(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pathlib
     return outcome
 
 
+def await_word(fault: Fault, started: Started, survivors: list[int], pids: dict[int, int], deadline: float) -> float | None:
+    """Seconds until all survivors name the rank; None: they end before, or time does."""
+    begin = time.monotonic()
+    while time.monotonic() < deadline:
+        if all(fault.rank in blamed(started.text(rank)) for rank in survivors):
+            return time.monotonic() - begin
+        if started.await_end(survivors, pids, time.monotonic()):
+            return None
+        time.sleep(0.01)
+    return None
+
+
 def judge_survivors(outcome: Outcome, started: Started, pids: dict[int, int], begin: float, timeout_s: float) -> None:
     fault = outcome.fault
     survivors = [rank for rank in range(fault.ranks()) if rank != fault.rank]
     # A stopped one is waited for, and so is one that died before it was there; the others see a death.
     waits = fault.connecting or fault.signal == signal.SIGSTOP
     patience = timeout_s + SLACK_S if waits else SLACK_S
+    outcome.said_s = await_word(fault, started, survivors, pids, begin + patience)
     if not started.await_end(survivors, pids, begin + patience):
         outcome.wrong.append(f"ranks still run after {patience:g} s")
     outcome.ended_s = time.monotonic() - begin
@@ -123,6 +147,7 @@ def try_launcher(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pat
         if pids is None:
             outcome.wrong.append("does not start")
             return outcome
+        judge_sockets(outcome, started)
         os.kill(outer.pid, fault.signal)
         begin = time.monotonic()
         if not started.await_end(list(pids), pids, begin + SLACK_S):
@@ -173,15 +198,21 @@ def main() -> int:
     plans = {"3": make_plan(starter.shardplan(), folder, 3), "2x2": make_plan(starter.shardplan(), folder, 4, HSDP)}
     print(f"seed {options.seed}", flush=True)
     totals: collections.Counter = collections.Counter()
+    said: list[float] = []
     for number in range(options.count):
         outcome = attempt(random_fault(choose), starter, plans, folder / "ranks")
-        ended = "" if outcome.ended_s is None else f"{outcome.ended_s:6.2f} s"
+        times = [("said", outcome.said_s), ("ended", outcome.ended_s)]
+        spans = " ".join(f"{name} {value:5.2f} s" if value is not None else f"{name} {'-':>7}" for name, value in times)
         verdict = "right" if not outcome.wrong else "WRONG: " + "; ".join(outcome.wrong)
         totals[verdict[:5]] += 1
-        print(f"{number:4} {outcome.fault.describe():90} {ended:>9} {verdict}", flush=True)
+        print(f"{number:4} {outcome.fault.describe():90} {spans} {verdict}", flush=True)
         if outcome.wrong:
             print("".join(f"       | {line}\n" for line in outcome.text.splitlines() if "took" not in line), flush=True)
+        if outcome.said_s is not None and not outcome.fault.connecting and outcome.fault.signal != signal.SIGSTOP:
+            said.append(outcome.said_s)
     print(dict(totals))
+    if said:
+        print(f"deaths while all train: said by all after {max(said):.2f} s at most ({len(said)} of them)")
     shutil.rmtree(folder, ignore_errors=True)
     return 1 if totals["WRONG"] else 0
 

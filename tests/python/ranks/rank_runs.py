@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -77,6 +76,22 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def listening(pids: list[int]) -> set[str]:
+    """Addresses that these processes listen at, as /proc/net has them."""
+    inodes = set()
+    for pid in pids:
+        for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(entry)
+            except OSError:  # closed since
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    tables = [pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table]
+    return {fields[1].split(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in inodes}
+
+
 @dataclasses.dataclass
 class Started:
     """Ranks that run. `logs`: a file for each, or one for all."""
@@ -87,8 +102,10 @@ class Started:
 
     def pids(self) -> dict[int, int]:
         """rank -> process, of those that are there."""
-        tree = [pid for process in self.processes for pid in (process.pid, *descendants(process.pid))]
-        return {rank: pid for pid in tree if (rank := rank_of(pid)) is not None}
+        return {rank: pid for pid in self.all_pids() if (rank := rank_of(pid)) is not None}
+
+    def all_pids(self) -> list[int]:
+        return [pid for process in self.processes for pid in (process.pid, *descendants(process.pid))]
 
     def text(self, rank: int | None = None) -> str:
         """All that was said, or by that rank."""
@@ -98,25 +115,19 @@ class Started:
             return text
         return "".join(line for line in text.splitlines(True) if line.startswith(f"rank {rank}: "))
 
-    def await_text(self, pattern: str, ranks: list[int], deadline: float) -> bool:
-        while time.monotonic() < deadline:
-            if all(re.search(pattern, self.text(rank)) for rank in ranks):
-                return True
-            time.sleep(0.01)
-        return False
-
     def await_end(self, ranks: list[int], pids: dict[int, int], deadline: float) -> bool:
-        while time.monotonic() < deadline:
+        """Have these ranks ended? Looks at least once."""
+        while True:
             for process in self.processes:
                 process.poll()
             if not any(is_alive(pids[rank]) for rank in ranks if rank in pids):
                 return True
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.01)
-        return False
 
     def end(self) -> None:
-        pids = {pid for process in self.processes for pid in (process.pid, *descendants(process.pid))}
-        for pid in pids:
+        for pid in self.all_pids():
             for number in (signal.SIGKILL, signal.SIGCONT):
                 try:
                     os.kill(pid, number)

@@ -1,20 +1,17 @@
 """Ranks that die or are stopped, and signals to the launcher, with real processes: a sample of what tools/nightly_ranks tries."""
 
-import os
 import pathlib
 import signal
-import time
 
 import pytest
 from conftest import build_folder
 from rank_faults import Fault, attempt, blamed
-from rank_runs import HSDP, Started, Starter, descendants, make_plan
+from rank_runs import HSDP, Starter, make_plan
 
 FAULTS = [
     Fault("run", "run", "3", signal.SIGKILL, 1, connecting=True, after_s=0.3),
     Fault("run", "run", "3", signal.SIGTERM, -1),
     Fault("run", "run", "3", signal.SIGKILL, -1),
-    Fault("run", "run", "3", signal.SIGINT, -1, connecting=True, after_s=0.2),
     Fault("hand", "run", "2x2", signal.SIGKILL, 3),  # those that share no communicator with it name it, too
     Fault("hand", "run", "3", signal.SIGSTOP, 0),  # it serves the store
     Fault("hand", "apply", "3", signal.SIGSTOP, 0),
@@ -57,29 +54,3 @@ def test_ranks_with_different_plan_files_are_named_on_all(starter, plans, tmp_pa
     for rank in range(3):
         assert "the plan differs" in started.text(rank), started.text(rank)
         assert "on ranks 0 and 2" in started.text(rank) and "on rank 1" in started.text(rank)
-
-
-def listening(pids: list[int]) -> set[str]:
-    """Addresses that these processes listen at, as /proc/net has them."""
-    inodes = set()
-    for pid in pids:
-        for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = os.readlink(entry)
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    lines = [line.split() for table in ("tcp", "tcp6") for line in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()]
-    return {fields[1].split(":")[0] for fields in lines[1:] if len(fields) > 9 and fields[3] == "0A" and fields[9] in inodes}
-
-
-@pytest.mark.parametrize("how", ["run", "hand"])
-def test_listens_on_the_loopback_interface_alone(how, starter, plans, tmp_path):
-    started: Started = starter.start(how, "run", plans["3"], 3, tmp_path / "ranks")
-    try:
-        assert started.await_text("step 0 took", [0, 1, 2], time.monotonic() + 30), started.text()
-        pids = [pid for process in started.processes for pid in (process.pid, *descendants(process.pid))]
-        assert listening(pids) == {"0100007F"}
-    finally:
-        started.end()
