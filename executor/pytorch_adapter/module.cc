@@ -1,9 +1,11 @@
 // The Python module _shardplan: the compiled half of the package shardplan.torch, which is its only user.
+#include <fmt/format.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <cstdio>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -18,6 +20,7 @@
 #include "shardplan/executor/agreement.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/peers.h"
 
 namespace shardplan::python {
 namespace {
@@ -25,6 +28,11 @@ namespace {
 namespace py = pybind11;
 using ProcessGroups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
 using StorePointer = c10::intrusive_ptr<c10d::Store>;
+using PeersPointer = std::shared_ptr<executor::Peers>;
+
+std::chrono::milliseconds Milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3));
+}
 
 template <typename T>
 T ValueOrThrow(Result<T> result) {
@@ -33,20 +41,22 @@ T ValueOrThrow(Result<T> result) {
 }
 
 // cpu: collectives go through `groups` (by communicator; None where the size is 1). cuda: NCCL communicators
-// of the executor's own, made through `store`.
+// of the executor's own, made through `store`. names: of the plan's ranks, as people know them.
 std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
-                                     ProcessGroups groups, StorePointer store, double timeout_s, bool arena) {
+                                     ProcessGroups groups, StorePointer store, PeersPointer peers,
+                                     std::vector<std::int64_t> names, double timeout_s, bool arena) {
   const auto memory = arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
+  const auto timeout = Milliseconds(timeout_s);
   std::unique_ptr<executor::TorchDevice> torch_device;
   std::unique_ptr<executor::Collectives> collectives;
   if (device.is_cuda()) {
     torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index(), memory));
-    collectives = ValueOrThrow(
-        executor::MakeNcclCollectives(*torch_device, {timeout, std::move(store), plan->world_size}));
+    collectives = ValueOrThrow(executor::MakeNcclCollectives(
+        *torch_device, {timeout, std::move(store), plan->world_size, std::move(peers), std::move(names)}));
   } else if (device.is_cpu()) {
     torch_device = executor::MakeCpuDevice(memory);
-    collectives = executor::MakeProcessGroupCollectives(*torch_device, {groups, timeout, std::move(store)});
+    collectives = executor::MakeProcessGroupCollectives(
+        *torch_device, {groups, timeout, std::move(store), std::move(peers), std::move(names)});
   } else {
     throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
   }
@@ -132,11 +142,11 @@ py::list LogOf(const std::vector<Fallback::Passed>& points) {
 // Raises RuntimeError, in words, when the ranks are not about to do the same.
 void AgreeOrThrow(const StorePointer& store, std::int64_t place, const std::vector<std::int64_t>& ranks,
                   const std::vector<std::pair<std::string, std::string>>& facts, const std::string& failure,
-                  double timeout_s) {
+                  double timeout_s, const PeersPointer& peers) {
   executor::Statement statement{.facts = {}, .failure = failure};
   for (const auto& [name, value] : facts) statement.facts.push_back({name, value});
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
-  if (Status status = executor::Agree(*store, place, ranks, statement, timeout); !status)
+  if (Status status = executor::Agree(store, place, ranks, statement, Milliseconds(timeout_s), peers.get());
+      !status)
     throw std::runtime_error(ToString(status.error()));
 }
 
@@ -150,10 +160,39 @@ void SetCustomCollective(Runtime& runtime, UnitId unit, bool gathers, const py::
                               OrEmpty(comm));
 }
 
+// It says a death at once: whoever started the ranks may end them all before a collective fails.
+PeersPointer MakePeers(StorePointer store, std::int64_t rank, std::int64_t ranks,
+                       std::optional<std::int64_t> store_rank) {
+  executor::PeersOptions options = {.store = std::move(store),
+                                    .rank = rank,
+                                    .ranks = ranks,
+                                    .store_rank = store_rank,
+                                    .speak = [rank](const std::string& text) {
+                                      std::fputs(fmt::format("shardplan: rank {}: {}\n", rank, text).c_str(),
+                                                 stderr);
+                                    }};
+  return std::make_shared<executor::Peers>(std::move(options));
+}
+
+void BindPeers(py::module_& module) {
+  py::class_<executor::Peers, PeersPointer>(module, "Peers")
+      .def(py::init(&MakePeers), py::arg("store"), py::arg("rank"), py::arg("ranks"), py::arg("store_rank"))
+      .def("leave", &executor::Peers::Leave)
+      .def("fail", &executor::Peers::Fail)
+      .def("dead", &executor::Peers::Dead, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "culprit",
+          [](const executor::Peers& peers, double patience_s) {
+            const std::string seen = executor::AwaitCulprit(&peers, Milliseconds(patience_s));
+            return seen.empty() ? peers.SilentStore().value_or("") : seen;
+          },
+          py::arg("patience_s"), py::call_guard<py::gil_scoped_release>());
+}
+
 void BindRuntime(py::module_& module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&MakeRuntime), py::arg("plan"), py::arg("rank"), py::arg("device"), py::arg("groups"),
-           py::arg("store"), py::arg("timeout_s"), py::arg("arena"))
+           py::arg("store"), py::arg("peers"), py::arg("names"), py::arg("timeout_s"), py::arg("arena"))
       .def("set_shards", &Runtime::SetShards, py::arg("unit"), py::arg("padded"))
       .def("start", &Runtime::Start, py::call_guard<py::gil_scoped_release>())
       .def("unsharded_view", &Runtime::UnshardedView, py::arg("unit"), py::arg("parameter"))
@@ -224,10 +263,12 @@ PYBIND11_MODULE(_shardplan, module) {
   // The types of the constructors' arguments.
   pybind11::module_::import("torch._C._distributed_c10d");
   shardplan::python::BindPlan(module);
+  shardplan::python::BindPeers(module);
   shardplan::python::BindRuntime(module);
   module.attr("__version__") = SHARDPLAN_VERSION;
   module.def("agree", &shardplan::python::AgreeOrThrow, pybind11::arg("store"), pybind11::arg("place"),
              pybind11::arg("ranks"), pybind11::arg("facts"), pybind11::arg("failure"),
-             pybind11::arg("timeout_s"), pybind11::call_guard<pybind11::gil_scoped_release>(),
+             pybind11::arg("timeout_s"), pybind11::arg("peers"),
+             pybind11::call_guard<pybind11::gil_scoped_release>(),
              "Compares what the ranks say of themselves (docs/python.md, \"What apply does\").");
 }

@@ -5,25 +5,28 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <optional>
-#include <thread>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "meeting.h"
+#include "shardplan/executor/peers.h"
+#include "signals.h"
 
 namespace shardplan::run {
 namespace {
 
-constexpr int kEnvironmentExit = 4;
-constexpr std::int64_t kPatienceSeconds = 15;  // for ranks that have noticed, to say so and leave
+using Clock = std::chrono::steady_clock;
 
-struct Child {
-  pid_t pid = -1;
-  std::optional<int> exit_code;
-};
+constexpr int kEnvironmentExit = 4;
+constexpr int kSignalExit = 128;                // of shells: and the signal's number
+constexpr std::chrono::seconds kPatience{15};   // for ranks that have noticed, to say so and leave
+constexpr std::chrono::seconds kLastWords{5};   // after a signal that was passed on
+constexpr std::chrono::milliseconds kLook{50};  // a child's signal usually comes first
 
 std::vector<char*> Pointers(std::vector<std::string>& strings) {
   std::vector<char*> pointers;
@@ -32,90 +35,154 @@ std::vector<char*> Pointers(std::vector<std::string>& strings) {
   return pointers;
 }
 
-pid_t Spawn(const std::vector<std::string>& arguments, std::int64_t rank, std::int64_t ranks,
-            std::uint16_t port) {
-  std::vector<std::string> environment = {
-      fmt::format("RANK={}", rank), fmt::format("LOCAL_RANK={}", rank),  fmt::format("WORLD_SIZE={}", ranks),
-      "MASTER_ADDR=127.0.0.1",      fmt::format("MASTER_PORT={}", port), "SHARDPLAN_RUN_CHILD=1"};
+struct Child {
+  pid_t pid = -1;
+  bool ended = false;
+  bool stopped = false;
+};
+
+// The ranks that run on this machine.
+class LocalRanks {
+ public:
+  LocalRanks(const Signals& signals, c10::intrusive_ptr<c10d::TCPStore> store, std::int64_t timeout_s)
+      : signals_(signals), store_(std::move(store)), timeout_(std::chrono::seconds(timeout_s)) {}
+
+  bool Start(const std::vector<std::string>& arguments, std::int64_t ranks);
+  // Until all have left, or time is up after the first failure or a signal: the launcher's exit code.
+  int Watch();
+
+ private:
+  pid_t Spawn(const std::vector<std::string>& arguments, std::int64_t rank, std::int64_t ranks) const;
+  void Reap();
+  void Reap(std::int64_t rank, int status);
+  void PassOn(int signal);
+  void Kill(int signal) const;
+  bool NobodyCanEnd() const;
+
+  const Signals& signals_;
+  const c10::intrusive_ptr<c10d::TCPStore> store_;
+  const Clock::duration timeout_;
+  std::vector<Child> children_;
+  int first_failure_ = 0;
+  int passed_on_ = 0;    // the signal
+  bool killed_ = false;  // what did not end by itself
+  Clock::time_point deadline_ = Clock::time_point::max();
+};
+
+pid_t LocalRanks::Spawn(const std::vector<std::string>& arguments, std::int64_t rank,
+                        std::int64_t ranks) const {
+  std::vector<std::string> environment = {fmt::format("RANK={}", rank),
+                                          fmt::format("LOCAL_RANK={}", rank),
+                                          fmt::format("WORLD_SIZE={}", ranks),
+                                          "MASTER_ADDR=127.0.0.1",
+                                          fmt::format("MASTER_PORT={}", store_->getPort()),
+                                          fmt::format("SHARDPLAN_RUN_CHILD={}", getpid())};
   for (char** entry = environ; *entry != nullptr; ++entry) environment.emplace_back(*entry);
   std::vector<std::string> words = {"shardplan-run"};
   words.insert(words.end(), arguments.begin(), arguments.end());
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
+  posix_spawnattr_setsigmask(&attributes, &signals_.before());
   pid_t pid = -1;
-  const int result = posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, Pointers(words).data(),
+  const int result = posix_spawn(&pid, "/proc/self/exe", nullptr, &attributes, Pointers(words).data(),
                                  Pointers(environment).data());
-  if (result != 0)
-    std::fprintf(stderr, "shardplan-run: rank %d does not start: %s\n", static_cast<int>(rank),
-                 std::strerror(result));
-  return result == 0 ? pid : -1;
+  posix_spawnattr_destroy(&attributes);
+  if (result == 0) return pid;
+  std::fprintf(stderr, "shardplan-run: rank %d does not start: %s\n", static_cast<int>(rank),
+               std::strerror(result));
+  return -1;
 }
 
-int ExitCodeOf(int status, std::int64_t rank) {
-  if (WIFEXITED(status)) return WEXITSTATUS(status);
-  std::fprintf(stderr, "shardplan-run: rank %d was killed by signal %d\n", static_cast<int>(rank),
-               WTERMSIG(status));
-  return kEnvironmentExit;
+bool LocalRanks::Start(const std::vector<std::string>& arguments, std::int64_t ranks) {
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    const pid_t pid = Spawn(arguments, rank, ranks);
+    if (pid < 0) {
+      Kill(SIGKILL);
+      return false;
+    }
+    children_.push_back({.pid = pid});
+  }
+  return true;
 }
 
-void Kill(const std::vector<Child>& children) {
-  for (const Child& child : children) {
-    if (child.pid > 0 && !child.exit_code) (void)kill(child.pid, SIGKILL);
+void LocalRanks::Kill(int signal) const {
+  for (const Child& child : children_) {
+    if (!child.ended) (void)kill(child.pid, signal);
   }
 }
 
-// Until all have left, or time is up after the first failure.
-int Watch(std::vector<Child>& children, std::int64_t timeout_s) {
-  using Clock = std::chrono::steady_clock;
-  int first_failure = 0;
-  Clock::time_point deadline = Clock::time_point::max();
+void LocalRanks::PassOn(int signal) {
+  std::fprintf(stderr, "shardplan-run: signal %d (%s) is passed on to the ranks\n", signal,
+               strsignal(signal));
+  Kill(signal);
+  Kill(SIGCONT);  // a stopped one would not take it
+  passed_on_ = signal;
+  deadline_ = std::min(deadline_, Clock::now() + kLastWords);
+}
+
+void LocalRanks::Reap(std::int64_t rank, int status) {
+  Child& child = children_[rank];
+  child.stopped = WIFSTOPPED(status);
+  if (child.stopped)
+    std::fprintf(stderr, "shardplan-run: rank %d was stopped by signal %d\n", static_cast<int>(rank),
+                 WSTOPSIG(status));
+  child.ended = WIFEXITED(status) || WIFSIGNALED(status);
+  if (!child.ended || passed_on_ != 0 || killed_) return;
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+  if (WIFSIGNALED(status)) {
+    const std::string how = fmt::format("was killed by signal {}", WTERMSIG(status));
+    std::fprintf(stderr, "shardplan-run: rank %d %s\n", static_cast<int>(rank), how.c_str());
+    executor::PublishDeath(*store_, rank, how);
+  }
+  if (first_failure_ != 0) return;
+  first_failure_ = WIFEXITED(status) ? WEXITSTATUS(status) : kEnvironmentExit;
+  deadline_ = Clock::now() + timeout_ + kPatience;
+}
+
+void LocalRanks::Reap() {
+  for (std::size_t rank = 0; rank < children_.size(); ++rank) {
+    int status = 0;
+    Child& child = children_[rank];
+    while (!child.ended && waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) == child.pid)
+      Reap(static_cast<std::int64_t>(rank), status);
+  }
+}
+
+// Something has failed, and those that are left are stopped.
+bool LocalRanks::NobodyCanEnd() const {
+  return first_failure_ != 0 &&
+         std::ranges::all_of(children_, [](const Child& child) { return child.ended || child.stopped; });
+}
+
+int LocalRanks::Watch() {
   while (true) {
-    bool running = false;
-    for (std::size_t rank = 0; rank < children.size(); ++rank) {
-      Child& child = children[rank];
-      if (child.exit_code) continue;
-      int status = 0;
-      if (waitpid(child.pid, &status, WNOHANG) != child.pid) {
-        running = true;
-        continue;
-      }
-      child.exit_code = ExitCodeOf(status, static_cast<std::int64_t>(rank));
-      if (*child.exit_code == 0 || first_failure != 0) continue;
-      first_failure = *child.exit_code;
-      deadline = Clock::now() + std::chrono::seconds(timeout_s + kPatienceSeconds);
-    }
-    if (!running) return first_failure;
-    if (Clock::now() >= deadline) {
+    Reap();
+    const bool running = std::ranges::any_of(children_, [](const Child& child) { return !child.ended; });
+    if (!running) return passed_on_ != 0 ? kSignalExit + passed_on_ : first_failure_;
+    if (!killed_ && (Clock::now() >= deadline_ || NobodyCanEnd())) {
       std::fprintf(stderr, "shardplan-run: ranks that did not stop by themselves are killed\n");
-      Kill(children);
-      deadline = Clock::time_point::max();
+      Kill(SIGKILL);
+      killed_ = true;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const std::optional<int> signal = signals_.Next(kLook);
+    if (signal && *signal != SIGCHLD) PassOn(*signal);
   }
 }
 
 }  // namespace
 
 int LaunchRanks(const std::vector<std::string>& arguments, std::int64_t ranks, std::int64_t timeout_s) {
+  const Signals signals;  // before the store has threads
   c10::intrusive_ptr<c10d::TCPStore> store;
   try {
-    c10d::TCPStoreOptions options;
-    options.port = 0;  // any free one
-    options.isServer = true;
-    options.waitWorkers = false;
-    store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    store = ServeStore();
   } catch (const std::exception& exception) {
-    std::fprintf(stderr, "shardplan-run: no store can be served on 127.0.0.1: %s\n", exception.what());
+    std::fprintf(stderr, "shardplan-run: %s\n", exception.what());
     return kEnvironmentExit;
   }
-  std::vector<Child> children;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    const pid_t pid = Spawn(arguments, rank, ranks, store->getPort());
-    if (pid < 0) {
-      Kill(children);
-      return kEnvironmentExit;
-    }
-    children.push_back({pid, std::nullopt});
-  }
-  return Watch(children, timeout_s);
+  LocalRanks local(signals, std::move(store), timeout_s);
+  return local.Start(arguments, ranks) ? local.Watch() : kEnvironmentExit;
 }
 
 }  // namespace shardplan::run

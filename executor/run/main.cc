@@ -1,6 +1,7 @@
 // shardplan-run: replays a plan without the model (docs/executor.md).
 #include <fmt/format.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <csignal>
@@ -23,6 +24,7 @@ namespace shardplan::run {
 namespace {
 
 constexpr int kUsageExit = 2;
+constexpr int kOrphanExit = 4;
 
 int Fail(const Error& error, const std::string& who) {
   std::fprintf(stderr, "%s: %s\n", who.c_str(), ToString(error).c_str());
@@ -48,6 +50,13 @@ std::optional<RankEnvironment> ReadEnvironment() {
   environment.store_is_served =
       environment.started_here || (agent != nullptr && std::string(agent) == "True");
   return environment;
+}
+
+// A rank that our launcher started does not outlive it, nor one that died before we could say so.
+void EndWithLauncher() {
+  if (std::getenv("SHARDPLAN_RUN_CHILD") == nullptr) return;
+  (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != FromEnvironment("SHARDPLAN_RUN_CHILD", 0)) std::_Exit(kOrphanExit);
 }
 
 void AddFlags(CLI::App& app, RunOptions& options) {
@@ -165,8 +174,7 @@ int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
 
 int main(int argc, char** argv) {
   (void)std::signal(SIGPIPE, SIG_IGN);  // a pipe that nobody reads is an error that is told
-  // A rank that our launcher started does not outlive it.
-  if (std::getenv("SHARDPLAN_RUN_CHILD") != nullptr) (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+  shardplan::run::EndWithLauncher();
   CLI::App app("Replay a plan without the model: real memory, real collectives, filler compute",
                "shardplan run");
   shardplan::run::RunOptions options;

@@ -10,15 +10,18 @@
 #include <numeric>
 #include <optional>
 #include <sstream>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "filler.h"
+#include "meeting.h"
 #include "memory_count.h"
 #include "results.h"
 #include "shardplan/executor/agreement.h"
+#include "shardplan/executor/bounded_store.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/peers.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
@@ -27,6 +30,8 @@ namespace shardplan::run {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kLastWords{5};  // for ranks that have all but finished
 
 Nanoseconds Since(Clock::time_point begin) {
   return {std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count()};
@@ -55,13 +60,14 @@ class Meter final : public executor::Observer {
 class Rank {
  public:
   Rank(const Plan& plan, const RunOptions& options, const RankEnvironment& environment,
-       c10::intrusive_ptr<c10d::Store> store)
+       c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<executor::Peers> peers)
       : plan_(plan),
         options_(options),
         environment_(environment),
         memory_(plan),
         meter_(memory_),
-        store_(std::move(store)) {}
+        store_(executor::MakeBoundedStore(std::move(store), timeout())),
+        peers_(std::move(peers)) {}
 
   Status Run() {
     if (Status status = MakeBackend(); !status) return status;
@@ -76,6 +82,7 @@ class Rank {
   int ChooseGpu() const;
   Status RunStep();
   Status Report();
+  Status Await(const std::string& key, std::int64_t rank);
 
   std::chrono::milliseconds timeout() const { return std::chrono::seconds(options_.timeout_s); }
 
@@ -85,6 +92,7 @@ class Rank {
   MemoryCount memory_;
   Meter meter_;
   c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<executor::Peers> peers_;
   std::unique_ptr<executor::TorchDevice> device_;
   std::unique_ptr<executor::Collectives> collectives_;
   std::unique_ptr<FillerModel> model_;
@@ -109,7 +117,7 @@ Status Rank::MakeBackend() {
     Result<std::unique_ptr<executor::TorchDevice>> device = executor::MakeCudaDevice(ChooseGpu(), memory);
     if (!device) return std::unexpected(device.error());
     device_ = std::move(*device);
-    auto collectives = executor::MakeNcclCollectives(*device_, {timeout(), store_, plan_.world_size});
+    auto collectives = executor::MakeNcclCollectives(*device_, {timeout(), store_, plan_.world_size, peers_});
     if (!collectives) return std::unexpected(collectives.error());
     collectives_ = std::move(*collectives);
     spinner = MakeMatmulSpinner(device_->torch_device());
@@ -119,9 +127,12 @@ Status Rank::MakeBackend() {
     executor::GlooOptions gloo;
     gloo.store = store_;
     gloo.timeout = timeout();
+    gloo.peers = peers_;
+    if (!IsLoopback(environment_.master_address)) gloo.address.clear();
     auto groups = executor::MakeGlooGroups(plan_, environment_.rank, gloo);
     if (!groups) return std::unexpected(groups.error());
-    collectives_ = executor::MakeProcessGroupCollectives(*device_, {std::move(*groups), timeout(), store_});
+    collectives_ =
+        executor::MakeProcessGroupCollectives(*device_, {std::move(*groups), timeout(), store_, peers_});
     spinner = MakeCpuSpinner();
   }
   model_ = std::make_unique<FillerModel>(plan_, *device_, options_, memory_, std::move(spinner));
@@ -160,13 +171,14 @@ Status Rank::Report() {
   for (const Nanoseconds ns : steps_ns_) times += fmt::format("{} ", ns.value);
   store_->set(key(environment_.rank), std::vector<std::uint8_t>(times.begin(), times.end()));
   if (environment_.rank != 0) {
-    store_->wait({"shardplan/printed"}, timeout());
+    if (Status status = Await("shardplan/printed", 0); !status) return status;
+    store_->add("shardplan/read", 1);
     return {};
   }
   Measurement measured;
   measured.steps_ns = steps_ns_;
   for (std::int64_t rank = 1; rank < plan_.world_size; ++rank) {
-    store_->wait({key(rank)}, timeout());
+    if (Status status = Await(key(rank), rank); !status) return status;
     const std::vector<std::uint8_t> bytes = store_->get(key(rank));
     std::istringstream stream(std::string(bytes.begin(), bytes.end()));
     for (Nanoseconds& slowest : measured.steps_ns) {
@@ -191,17 +203,29 @@ Status Rank::Report() {
   }
   const Status printed =
       WriteStandardOutput(PrintableLines(ResultTable(plan_, options_, measured, report.get())));
-  store_->set("shardplan/printed", std::vector<std::uint8_t>{1});
+  store_->set("shardplan/printed", "1");
+  // The store may end with this process: the others have to know first.
+  const auto deadline = Clock::now() + kLastWords;
+  while (ServesStore(environment_) && store_->add("shardplan/read", 0) < plan_.world_size - 1 &&
+         Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
   return printed;
 }
 
-c10::intrusive_ptr<c10d::Store> Connect(const RunOptions& options, const RankEnvironment& environment) {
-  c10d::TCPStoreOptions store;
-  store.port = environment.master_port;
-  store.isServer = environment.rank == 0 && !environment.store_is_served;
-  store.waitWorkers = false;
-  store.timeout = std::chrono::seconds(options.timeout_s);
-  return c10::make_intrusive<c10d::TCPStore>(environment.master_address, store);
+// Until `rank` has written the key.
+Status Rank::Await(const std::string& key, std::int64_t rank) {
+  const auto deadline = Clock::now() + timeout();
+  while (!store_->check({key})) {
+    std::string absent = peers_->Dead().value_or("");
+    if (absent.empty() && Clock::now() >= deadline) {
+      absent = executor::AwaitCulprit(peers_.get(), executor::kEndPatience);
+      if (absent.empty()) absent = executor::DidNotArrive({rank});
+    }
+    if (!absent.empty()) return MakeError(ErrorCode::kEnvironment, absent + " at the end of the run");
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return {};
 }
 
 std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
@@ -216,9 +240,36 @@ std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
                .expected = fmt::format("{} ranks", plan->world_size)};
 }
 
+// Ranks that our launcher started meet as they are; those that are started again at the same store have keys
+// of their own.
+c10::intrusive_ptr<c10d::Store> Meet(const RunOptions& options, const RankEnvironment& environment) {
+  const c10::intrusive_ptr<c10d::Store> store = Connect(options, environment);
+  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  if (restart == nullptr) return store;
+  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("shardplan/attempt/{}", restart), store);
+}
+
+// Our launcher says itself who dies.
+std::shared_ptr<executor::Peers> WatchPeers(const c10::intrusive_ptr<c10d::Store>& store,
+                                            const RankEnvironment& environment) {
+  executor::PeersOptions options = {.store = store,
+                                    .rank = environment.rank,
+                                    .ranks = environment.world_size,
+                                    .store_rank = {},
+                                    .speak = nullptr};
+  if (!environment.store_is_served) options.store_rank = 0;
+  if (!environment.started_here) {
+    options.speak = [rank = environment.rank](const std::string& text) {
+      std::fputs(fmt::format("rank {}: {}\n", rank, text).c_str(), stderr);
+    };
+  }
+  return std::make_shared<executor::Peers>(std::move(options));
+}
+
 // This rank's own failure, or what the ranks do not agree on.
 Status AgreeOnPlan(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment,
-                   const c10::intrusive_ptr<c10d::Store>& store) {
+                   const c10::intrusive_ptr<c10d::Store>& store,
+                   const std::shared_ptr<executor::Peers>& peers) {
   const std::optional<Error> failure = WhyNot(plan, options, environment);
   executor::Statement statement;
   if (failure) {
@@ -228,11 +279,9 @@ Status AgreeOnPlan(const Result<Plan>& plan, const RunOptions& options, const Ra
   }
   std::vector<std::int64_t> ranks(static_cast<std::size_t>(environment.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
-  // A group of ranks that is started again at the same store has keys of its own.
-  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  c10d::PrefixStore own(fmt::format("shardplan/agreement/{}", restart == nullptr ? "0" : restart), store);
-  Status agreed =
-      executor::Agree(own, environment.rank, ranks, statement, std::chrono::seconds(options.timeout_s));
+  const auto own = c10::make_intrusive<c10d::PrefixStore>("shardplan/agreement", store);
+  Status agreed = executor::Agree(own, environment.rank, ranks, statement,
+                                  std::chrono::seconds(options.timeout_s), peers.get());
   if (failure) return std::unexpected(*failure);
   return agreed;
 }
@@ -241,9 +290,12 @@ Status AgreeOnPlan(const Result<Plan>& plan, const RunOptions& options, const Ra
 
 Status RunRank(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment) {
   try {
-    const c10::intrusive_ptr<c10d::Store> store = Connect(options, environment);
-    if (Status status = AgreeOnPlan(plan, options, environment, store); !status) return status;
-    return Rank(*plan, options, environment, store).Run();
+    const c10::intrusive_ptr<c10d::Store> store = Meet(options, environment);
+    const std::shared_ptr<executor::Peers> peers = WatchPeers(store, environment);
+    Status status = AgreeOnPlan(plan, options, environment, store, peers);
+    if (status) status = Rank(*plan, options, environment, store, peers).Run();
+    if (!status && peers->Dead()) peers->Fail();
+    return status;
   } catch (const std::exception& exception) {
     const std::string what = exception.what();
     return MakeError(ErrorCode::kEnvironment, what.substr(0, what.find('\n')));

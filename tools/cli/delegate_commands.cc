@@ -1,9 +1,13 @@
 // `trace` and `conformance` (Python, need torch) and `run` (C++, needs LibTorch) live in programs of their
 // own, so that the command itself builds without either.
 #include <fmt/format.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <optional>
 
@@ -61,16 +65,19 @@ std::optional<std::string> SimulatedReport(const std::vector<std::string>& argum
   return ToJson(simulation->report);
 }
 
-// Runs the replay with the report in a temporary file, which is removed afterwards.
-Result<int> RunWithReport(const std::string& program, std::vector<std::string> arguments,
-                          const std::string& report) {
-  std::string path = (fs::temp_directory_path() / "shardplan-report-XXXXXX").string();
-  if (Status made = MakeTemporaryFile(path, report); !made) return std::unexpected(made.error());
-  arguments.insert(arguments.end(), {"--report", path});
-  Result<int> exit_code = RunAndWait(program, arguments);
-  std::error_code ignored;
-  fs::remove(path, ignored);
-  return exit_code;
+// A file of these bytes that lives in memory, for this process and those that it becomes or starts: nothing
+// is left behind however they end. Its path.
+Result<std::string> MakeMemoryFile(std::string_view bytes) {
+  const int file = memfd_create("shardplan-report", 0);
+  std::string_view rest = bytes;
+  while (file >= 0 && !rest.empty()) {
+    const ssize_t written = write(file, rest.data(), rest.size());
+    if (written <= 0) break;
+    rest.remove_prefix(static_cast<std::size_t>(written));
+  }
+  if (file >= 0 && rest.empty()) return fmt::format("/proc/self/fd/{}", file);
+  return MakeError(ErrorCode::kEnvironment,
+                   fmt::format("no memory for the simulated report: {}", std::strerror(errno)));
 }
 
 }  // namespace
@@ -120,14 +127,16 @@ void AddRunCommand(CLI::App& app, Invocation& invocation) {
                                    {}});
       return;
     }
-    const std::vector<std::string> arguments = command->remaining();
-    const std::optional<std::string> report = SimulatedReport(arguments);
-    if (!report) {
-      invocation.exit_code = Fail(Execute(program.string(), arguments));
-      return;
+    std::vector<std::string> arguments = command->remaining();
+    if (const std::optional<std::string> report = SimulatedReport(arguments)) {
+      const Result<std::string> path = MakeMemoryFile(*report);
+      if (!path) {
+        invocation.exit_code = Fail(path.error());
+        return;
+      }
+      arguments.insert(arguments.end(), {"--report", *path});
     }
-    const Result<int> exit_code = RunWithReport(program.string(), arguments, *report);
-    invocation.exit_code = exit_code ? *exit_code : Fail(exit_code.error());
+    invocation.exit_code = Fail(Execute(program.string(), arguments));
   });
 }
 

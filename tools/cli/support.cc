@@ -1,8 +1,6 @@
 #include "support.h"
 
 #include <fmt/format.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -114,27 +112,6 @@ Error Execute(const std::string& program, const std::vector<std::string>& argume
   }
   execvp(program.c_str(), Argv(program, arguments).data());
   return CannotStart(program, errno);
-}
-
-Result<int> RunAndWait(const std::string& program, const std::vector<std::string>& arguments) {
-  pid_t child = 0;
-  const int error =
-      posix_spawn(&child, program.c_str(), nullptr, nullptr, Argv(program, arguments).data(), environ);
-  if (error != 0) return std::unexpected(CannotStart(program, error));
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0) {
-    if (errno != EINTR) return std::unexpected(CannotStart(program, errno));
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : ExitCode(ErrorCode::kInternal);
-}
-
-Status MakeTemporaryFile(std::string& path, std::string_view bytes) {
-  const int file = mkstemp(path.data());
-  if (file < 0) {
-    return MakeError(ErrorCode::kEnvironment, fmt::format("cannot make {}: {}", path, std::strerror(errno)));
-  }
-  close(file);
-  return WriteFileAtomically(path, bytes);
 }
 
 std::string ExecutableFolder() {

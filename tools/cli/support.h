@@ -58,13 +58,6 @@ Error Execute(const std::string& program, const std::vector<std::string>& argume
 // Whether something is there, be it a link that leads nowhere: opening it says what is wrong.
 bool IsThere(const std::string& path);
 
-// Runs `program arguments...` and waits: its exit code, 70 when a signal ended it. kEnvironment when it
-// cannot start.
-Result<int> RunAndWait(const std::string& program, const std::vector<std::string>& arguments);
-
-// Makes a new file from the pattern `path` (it ends in XXXXXX and becomes the real path) with these bytes.
-Status MakeTemporaryFile(std::string& path, std::string_view bytes);
-
 // The folder that holds the running executable.
 std::string ExecutableFolder();
 

@@ -13,6 +13,7 @@
 #include "cuda/cuda_device.h"
 #include "cuda/nccl_communicators.h"
 #include "replay/watchdog.h"
+#include "shardplan/executor/bounded_store.h"
 #include "shardplan/executor/cuda_backend.h"
 #include "torch/arrivals.h"
 
@@ -20,6 +21,8 @@ namespace shardplan::executor {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kGone{1};
 
 std::optional<ncclDataType_t> ToNccl(DType dtype) {
   switch (dtype) {
@@ -55,7 +58,7 @@ class NcclCollectives final : public Collectives {
       : device_(device),
         options_(std::move(options)),
         communicators_(device, options_),
-        arrivals_(options_.store),
+        arrivals_({options_.store, options_.peers, options_.names}),
         watchdog_(options_.timeout, std::chrono::milliseconds(100), ForWatchdog()) {}
   ~NcclCollectives() override;
 
@@ -92,6 +95,7 @@ class NcclCollectives final : public Collectives {
 
   Watchdog::Backend ForWatchdog();
   std::expected<bool, std::string> IsDone(const InFlight& flight);
+  std::optional<std::string> WhyBroken() const;
   std::string Explain(const InFlight& flight, const std::string& reason);
   bool FinishWork();
 
@@ -276,7 +280,7 @@ Watchdog::Backend NcclCollectives::ForWatchdog() {
   return {.enter_thread = [this] { (void)cudaSetDevice(device_.index()); },
           .is_done = [this](const InFlight& flight) { return IsDone(flight); },
           .ended = [this](const InFlight& flight) { unused_events_.push_back(EventOf(flight)); },
-          .is_broken = [this] { return communicators_.IsBroken(); },
+          .is_broken = [this] { return WhyBroken(); },
           .failing = [this] { arrivals_.Report(rank_, issued_); },
           .explain = [this](const InFlight& flight,
                             const std::string& reason) { return Explain(flight, reason); },
@@ -291,11 +295,20 @@ std::expected<bool, std::string> NcclCollectives::IsDone(const InFlight& flight)
   return std::unexpected(cudaGetErrorString(state));
 }
 
+// Why what is in flight will never end. A rank that ends right after a collective may be gone before it is
+// done here.
+std::optional<std::string> NcclCollectives::WhyBroken() const {
+  if (std::optional<std::string> broken = communicators_.IsBroken()) return broken;
+  if (!options_.peers || Clock::now() - watchdog_.in_flight().front().issued < kGone) return std::nullopt;
+  return options_.peers->Dead();
+}
+
 std::string NcclCollectives::Explain(const InFlight& flight, const std::string& reason) {
   const CommunicatorId communicator = prepared_[flight.collective].spec.communicator;
   const std::vector<std::int64_t> group = GroupOf(plan_->communicators[communicator], rank_);
-  const std::string missing = arrivals_.Missing(group, rank_, communicator, flight.sequence, kPatience);
-  return fmt::format("{}, failed: {}{}", Describe(flight), missing.empty() ? "" : missing + ": ", reason);
+  const std::string missing = arrivals_.Missing(group, rank_, communicator, flight.sequence);
+  const bool says_more = !missing.empty() && missing != reason;
+  return fmt::format("{}, failed: {}{}", Describe(flight), says_more ? missing + ": " : "", reason);
 }
 
 }  // namespace
@@ -304,6 +317,7 @@ Result<std::unique_ptr<Collectives>> MakeNcclCollectives(TorchDevice& device, Nc
   auto* cuda = dynamic_cast<CudaDevice*>(&device);
   if (cuda == nullptr) return MakeError(ErrorCode::kUsage, "NCCL needs a cuda device");
   if (!options.store) return MakeError(ErrorCode::kUsage, "NCCL needs a store to exchange its id through");
+  options.store = MakeBoundedStore(std::move(options.store), options.timeout);
   return std::make_unique<NcclCollectives>(*cuda, std::move(options));
 }
 

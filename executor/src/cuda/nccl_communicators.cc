@@ -9,6 +9,8 @@
 #include <exception>
 #include <thread>
 
+#include "torch/arrivals.h"
+
 namespace shardplan::executor {
 namespace {
 
@@ -30,10 +32,14 @@ Status NcclCommunicators::WaitUntilReady(ncclComm_t communicator, const char* wh
     const ncclResult_t asked = ncclCommGetAsyncError(communicator, &state);
     if (asked != ncclSuccess) state = asked;
     if (state != ncclInProgress || Clock::now() >= deadline) break;
+    if (options_.peers && options_.peers->Dead()) break;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   if (state == ncclSuccess) return {};
-  const char* reason = state == ncclInProgress ? "timed out" : ncclGetErrorString(state);
+  const std::string absent = AwaitCulprit(options_.peers.get(), kPatience);
+  const char* reason = state != ncclInProgress ? ncclGetErrorString(state)
+                       : absent.empty()        ? "timed out"
+                                               : absent.c_str();
   return MakeError(ErrorCode::kEnvironment, fmt::format("{}: {} (rank {})", what, reason, rank_));
 }
 

@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "shardplan/executor/bounded_store.h"
+
 namespace shardplan::executor {
 namespace {
 
@@ -43,13 +45,31 @@ Statement Decode(const std::vector<std::uint8_t>& bytes) {
   return statement;
 }
 
-std::optional<std::vector<std::uint8_t>> WaitFor(c10d::Store& store, const std::string& key,
+// What the ranks meet with.
+struct Meeting {
+  c10d::Store& store;
+  const Peers* peers;  // null: nobody knows who is alive
+};
+
+// nullopt: it does not come, because time is up or somebody has died.
+std::optional<std::vector<std::uint8_t>> WaitFor(const Meeting& meeting, const std::string& key,
                                                  AgreementClock::time_point deadline) {
-  while (!store.check({key})) {
+  while (!meeting.store.check({key})) {
     if (AgreementClock::now() >= deadline) return std::nullopt;
+    if (meeting.peers != nullptr && meeting.peers->Dead()) return std::nullopt;
     std::this_thread::sleep_for(kPollInterval);
   }
-  return store.get(key);
+  return meeting.store.get(key);
+}
+
+// Why nothing is heard of those ranks.
+std::string Silence(const Meeting& meeting, const std::vector<std::int64_t>& ranks) {
+  if (meeting.peers != nullptr) {
+    const std::string culprit = AwaitCulprit(meeting.peers, kEndPatience);
+    if (!culprit.empty()) return culprit;
+  }
+  return fmt::format("{}: nothing is heard of {} within the time-out", DidNotArrive(ranks),
+                     ranks.size() == 1 ? "it" : "them");
 }
 
 // How a value reads in a message: digests are told apart by their beginning.
@@ -81,14 +101,14 @@ std::string Differences(const std::vector<Statement>& statements, const std::vec
 }
 
 // What the first rank tells all, with the letter of the exit code in front: "" when all is well.
-std::string Collect(c10d::Store& store, const std::vector<std::int64_t>& ranks, const Statement& own,
+std::string Collect(const Meeting& meeting, const std::vector<std::int64_t>& ranks, const Statement& own,
                     AgreementClock::time_point deadline) {
   std::vector<Statement> statements = {own};
   std::vector<std::int64_t> missing;
   std::string failures;
   if (!own.failure.empty()) return fmt::format("N{}: {}", RanksText({ranks[0]}), own.failure);
   for (std::size_t place = 1; place < ranks.size(); ++place) {
-    const auto bytes = WaitFor(store, StatementKey(static_cast<std::int64_t>(place)), deadline);
+    const auto bytes = WaitFor(meeting, StatementKey(static_cast<std::int64_t>(place)), deadline);
     if (!bytes) {
       missing.push_back(ranks[place]);
       statements.push_back(own);
@@ -106,8 +126,7 @@ std::string Collect(c10d::Store& store, const std::vector<std::int64_t>& ranks, 
   const std::string differences = Differences(statements, ranks);
   if (!differences.empty()) return "N" + differences;
   if (missing.empty()) return {};
-  return fmt::format("E{} did not arrive: nothing is heard of {} within the time-out", RanksText(missing),
-                     missing.size() == 1 ? "it" : "them");
+  return "E" + Silence(meeting, missing);
 }
 
 Status AsStatus(const std::string& verdict) {
@@ -115,32 +134,35 @@ Status AsStatus(const std::string& verdict) {
   return MakeError(verdict[0] == 'N' ? ErrorCode::kNegative : ErrorCode::kEnvironment, verdict.substr(1));
 }
 
-Status Lead(c10d::Store& store, const std::vector<std::int64_t>& ranks, const Statement& statement,
+Status Lead(const Meeting& meeting, const std::vector<std::int64_t>& ranks, const Statement& statement,
             std::chrono::milliseconds timeout) {
-  const std::string verdict = Collect(store, ranks, statement, AgreementClock::now() + timeout);
+  const std::string verdict = Collect(meeting, ranks, statement, AgreementClock::now() + timeout);
+  c10d::Store& store = meeting.store;
   store.set("verdict", std::vector<std::uint8_t>(verdict.begin(), verdict.end()));
   if (verdict.empty()) return {};
-  // This process may serve the store, and ends with the refusal: the others have to read it first.
-  const auto deadline = AgreementClock::now() + kGrace;
+  // This process may serve the store, and ends with the refusal: the others have to read it first. A dead one
+  // will not, and the others know of it.
+  const bool dead = meeting.peers != nullptr && meeting.peers->Dead();
+  const auto deadline = AgreementClock::now() + (dead ? kEndPatience : kGrace);
   const auto others = static_cast<std::int64_t>(ranks.size()) - 1;
   while (store.add("read", 0) < others && AgreementClock::now() < deadline)
     std::this_thread::sleep_for(kPollInterval);
   return AsStatus(verdict);
 }
 
-Status Follow(c10d::Store& store, std::int64_t place, const std::vector<std::int64_t>& ranks,
+Status Follow(const Meeting& meeting, std::int64_t place, const std::vector<std::int64_t>& ranks,
               const Statement& statement, std::chrono::milliseconds timeout) {
+  c10d::Store& store = meeting.store;
   store.set(StatementKey(place), Encode(statement));
   if (!statement.failure.empty()) {
     store.add("read", 1);
     return MakeError(ErrorCode::kNegative, statement.failure);
   }
-  const auto verdict = WaitFor(store, "verdict", AgreementClock::now() + timeout + kGrace);
-  if (!verdict) {
-    return MakeError(ErrorCode::kEnvironment,
-                     fmt::format("{} did not arrive: nothing is heard of it within the time-out",
-                                 RanksText({ranks.front()})));
-  }
+  auto verdict = WaitFor(meeting, "verdict", AgreementClock::now() + timeout);
+  // The first rank's time may be up later than this one's.
+  if (!verdict && AwaitCulprit(meeting.peers, kEndPatience).empty())
+    verdict = WaitFor(meeting, "verdict", AgreementClock::now() + kGrace);
+  if (!verdict) return MakeError(ErrorCode::kEnvironment, Silence(meeting, {ranks.front()}));
   store.add("read", 1);
   return AsStatus({verdict->begin(), verdict->end()});
 }
@@ -166,21 +188,26 @@ std::string RanksText(const std::vector<std::int64_t>& ranks) {
   return text;
 }
 
-Status Agree(c10d::Store& store, std::int64_t place, const std::vector<std::int64_t>& ranks,
-             const Statement& statement, std::chrono::milliseconds timeout) {
+Status Agree(const c10::intrusive_ptr<c10d::Store>& store, std::int64_t place,
+             const std::vector<std::int64_t>& ranks, const Statement& statement,
+             std::chrono::milliseconds timeout, const Peers* peers) {
   if (ranks.size() < 2) {
     return statement.failure.empty() ? Status() : MakeError(ErrorCode::kNegative, statement.failure);
   }
   try {
-    return place == 0 ? Lead(store, ranks, statement, timeout)
-                      : Follow(store, place, ranks, statement, timeout);
+    const c10::intrusive_ptr<c10d::Store> bounded = MakeBoundedStore(store, timeout);
+    const Meeting meeting = {*bounded, peers};
+    return place == 0 ? Lead(meeting, ranks, statement, timeout)
+                      : Follow(meeting, place, ranks, statement, timeout);
   } catch (const std::exception& exception) {
+    std::string who = AwaitCulprit(peers, kEndPatience);
+    if (who.empty() && peers != nullptr) who = peers->SilentStore().value_or("");
     const std::string what = exception.what();
     return MakeError(
         ErrorCode::kEnvironment,
-        fmt::format("whether the other ranks are about to do the same is unknown, because the store "
+        fmt::format("{}{}whether the other ranks are about to do the same is unknown, because the store "
                     "is gone or does not answer: {}",
-                    what.substr(0, what.find('\n'))));
+                    who, who.empty() ? "" : "; ", what.substr(0, what.find('\n'))));
   }
 }
 

@@ -17,7 +17,7 @@ class ProcessGroupCollectives final : public Collectives {
       : device_(dynamic_cast<TorchBuffers&>(device)),
         cpu_(dynamic_cast<CpuDevice*>(&device)),
         options_(std::move(options)),
-        arrivals_(options_.store) {
+        arrivals_({options_.store, options_.peers, options_.names}) {
     if (cpu_ != nullptr) {
       cpu_->SetFinisher([this](PendingCollective& pending) { return Finish(pending); });
     }
@@ -152,7 +152,7 @@ Status ProcessGroupCollectives::Failed(CollectiveId id, std::int64_t sequence,
   const Communicator& communicator = plan_->communicators[spec.communicator];
   arrivals_.Report(rank_, issued_);
   const std::string missing =
-      arrivals_.Missing(GroupOf(communicator, rank_), rank_, spec.communicator, sequence, kPatience);
+      arrivals_.Missing(GroupOf(communicator, rank_), rank_, spec.communicator, sequence);
   const std::string what = exception.what();
   failure_ = Error{ErrorCode::kEnvironment,
                    fmt::format("{}, failed: {}{}", DescribeCollective(*plan_, spec, sequence),

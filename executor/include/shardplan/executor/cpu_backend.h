@@ -11,6 +11,7 @@
 
 #include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
 
 namespace shardplan::executor {
@@ -26,6 +27,8 @@ struct ProcessGroupOptions {
   std::chrono::milliseconds timeout{600'000};
   // Side channel through which ranks tell how far they came; null: errors do not say who did not arrive.
   c10::intrusive_ptr<c10d::Store> store;
+  std::shared_ptr<Peers> peers = nullptr;  // which of them are alive; null: nobody knows
+  std::vector<std::int64_t> names = {};    // of the plan's ranks in errors; empty: the same numbers
 };
 
 // `device` is the cpu device of the same replayer and outlives it.
@@ -33,8 +36,11 @@ std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, Pr
 
 struct GlooOptions {
   c10::intrusive_ptr<c10d::Store> store;  // that all ranks share
-  std::string address = "127.0.0.1";      // of this machine, where the other ranks can reach it
+  // Of this machine, where the other ranks can reach it. "": GLOO_SOCKET_IFNAME's, or the host name's, as
+  // torch.distributed has it.
+  std::string address = "127.0.0.1";
   std::chrono::milliseconds timeout{600'000};
+  std::shared_ptr<Peers> peers = nullptr;  // which ranks are alive; null: nobody knows
 };
 // A Gloo group for each communicator of more than one rank, by CommunicatorId (for
 // ProcessGroupOptions::groups). Blocks until all members are there. kEnvironment when they do not come within

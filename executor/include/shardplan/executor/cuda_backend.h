@@ -4,9 +4,11 @@
 #include <chrono>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
 
 namespace shardplan::executor {
@@ -29,6 +31,8 @@ struct NcclOptions {
   // Ranks exchange NCCL's ids through it and, when one fails, tell how far they came. Required.
   c10::intrusive_ptr<c10d::Store> store;
   std::int64_t world_size = 1;
+  std::shared_ptr<Peers> peers = nullptr;  // which ranks are alive; null: nobody knows
+  std::vector<std::int64_t> names = {};    // of the plan's ranks in errors; empty: the same numbers
 };
 
 // Communicators are made in Prepare, without blocking, within the timeout. Sub-communicators are split off

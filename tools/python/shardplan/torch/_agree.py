@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._errors import PlanError
-from ._mesh import timeout_s
 from ._native import native
+from ._peers import peers
 
 _applied: collections.Counter = collections.Counter()  # plans, by the ranks that they are applied on
 
@@ -36,15 +36,9 @@ def model_signature(model: nn.Module) -> str:
     return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _default_timeout_s() -> float:
-    group = dist.distributed_c10d._get_default_group()
-    options = group._get_backend(group._device_types[0]).options
-    return (options._timeout if options else dist.default_pg_timeout).total_seconds()
-
-
-def agree(model: nn.Module, plan, mesh: DeviceMesh | None, failure: str = "") -> None:
+def agree(model: nn.Module, plan, mesh: DeviceMesh | None, timeout_s: float, failure: str = "") -> None:
     """Collective, through the default group's store. Raises PlanError on all ranks, naming those that differ, or those that
-    do not come within the group's timeout.
+    do not come within the timeout.
 
     plan: None where there is a failure, which the other ranks are told.
     """
@@ -63,8 +57,10 @@ def agree(model: nn.Module, plan, mesh: DeviceMesh | None, failure: str = "") ->
             ("shardplan's version", native.__version__),
             ("the model (names, shapes and dtypes of its parameters and buffers)", model_signature(model)),
         ]
-    timeout = _default_timeout_s() if mesh is None else timeout_s(mesh)
+    watched = peers()
     try:
-        native.agree(store, ranks.index(dist.get_rank()), ranks, facts, failure, timeout)
+        native.agree(store, ranks.index(dist.get_rank()), ranks, facts, failure, timeout_s, watched)
     except RuntimeError as error:
+        if watched.dead():
+            watched.fail()
         raise PlanError(str(error)) from None

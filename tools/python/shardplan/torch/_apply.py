@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import os
 import warnings
 import weakref
@@ -22,8 +23,9 @@ from ._fit import ModelParameter, check_model, check_placement, modules_of, para
 from ._flat_checkpoint import support_checkpoints
 from ._flat_state_dict import hook_state_dicts, unhook_state_dicts
 from ._init import Initialize, Source, reset_parameters
-from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel, timeout_s
+from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, side_channel
 from ._native import native
+from ._peers import connect, peers, seconds
 from ._precision import casts_of, precision_of, rule_of, torch_dtype
 from ._replan import RequiresGrad, replan, requires_grad_of
 from ._shard import (
@@ -141,7 +143,8 @@ def _add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParamete
 def _make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, memory: str, timeout: float):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), timeout, memory == "arena")
+    ranks = mesh.mesh.flatten().tolist()
+    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), peers(), ranks, timeout, memory == "arena")
 
 
 def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> tuple[list, Callable]:
@@ -366,7 +369,7 @@ class Applied:
         """Follows a new plan, and keeps it."""
         if not self.kept:  # the first plan, whatever its points
             self.kept[requires_grad_of(self.plan), (), ()] = Path(self.plan, self.groups, self.runtime)
-        groups = process_groups(plan, self.mesh, self.made_groups)
+        groups = connect(lambda: process_groups(plan, self.mesh, self.made_groups, self.timeout_s), self.timeout_s)
         runtime = _make_runtime(plan, self.mesh, self.device, groups, self.memory, self.timeout_s)
         step = self.runtime.step
         self.kept[key] = Path(plan, groups, runtime)
@@ -440,6 +443,7 @@ def apply(
     on_deviation: str = "stop",
     memory: str = "allocator",
     verify: bool = True,
+    timeout: float | datetime.timedelta | None = None,
 ) -> nn.Module:
     """Makes `model` train by replaying `plan`; returns the same module.
 
@@ -453,6 +457,8 @@ def apply(
     address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
     plan: a plan document's path, or what load_plan returned.
+    timeout: seconds after which a collective of the plan, on any communicator, has failed, and after which ranks that do not
+    come to this call are given up. None: the default process group's (init_process_group).
     verify: whether the plan is verified first. A plan that does what PyTorch itself does wrong warns; any other that does not
     verify raises. False: it is followed as it is, with a warning.
     mesh: ranks in the plan's arrangement; None: all ranks of the default process group.
@@ -471,6 +477,8 @@ def apply(
         raise ValueError(f'memory is "allocator" or "arena", not {memory!r}')
     if hasattr(model, _ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
+    timeout_s = seconds(timeout)
+    peers()  # are watched from here on
     try:
         if not isinstance(plan, native.Plan):
             plan = load_plan(plan)
@@ -480,18 +488,22 @@ def apply(
         device = check_placement(by_fqn, mesh)
     except Exception as error:
         with contextlib.suppress(PlanError):
-            agree(model, None, mesh, failure=str(error) or type(error).__name__)
+            agree(model, None, mesh, timeout_s, failure=str(error) or type(error).__name__)
         raise
-    agree(model, plan, mesh)
-    mesh = resolve_mesh(plan, mesh, device)
-    meshes = [_mesh_of_unit(plan, unit, model, mesh) for unit in plan.units]
+    agree(model, plan, mesh, timeout_s)
     made_groups: dict = {}
-    groups = process_groups(plan, mesh, made_groups)  # those of flattened meshes among them
-    runtime = _make_runtime(plan, mesh, device, groups, memory, timeout_s(mesh))
+
+    def make_groups() -> tuple:
+        resolved = resolve_mesh(plan, mesh, device)
+        meshes = [_mesh_of_unit(plan, unit, model, resolved) for unit in plan.units]
+        return resolved, meshes, process_groups(plan, resolved, made_groups, timeout_s)  # those of flattened meshes, too
+
+    mesh, meshes, groups = connect(make_groups, timeout_s)
+    runtime = _make_runtime(plan, mesh, device, groups, memory, timeout_s)
     source = Source(by_fqn, mesh, device, initialize, broadcast_from_rank_0)
     shards = _shard_all(runtime, plan, model, by_fqn, meshes, source, groups)
     applied = Applied(
-        model, plan, mesh, meshes, device, groups, made_groups, runtime, by_fqn, shards, memory, timeout_s(mesh)
+        model, plan, mesh, meshes, device, groups, made_groups, runtime, by_fqn, shards, memory, timeout_s
     )
     applied.start()
     if plan.policy == "fsdp1":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 
@@ -54,7 +55,7 @@ def mesh_rank(mesh: DeviceMesh) -> int:
     return mesh.mesh.flatten().tolist().index(dist.get_rank())
 
 
-def process_groups(plan, mesh: DeviceMesh, made: dict) -> list[dist.ProcessGroup]:
+def process_groups(plan, mesh: DeviceMesh, made: dict, timeout_s: float) -> list[dist.ProcessGroup]:
     """One group per communicator of the plan: the mesh's own where it has it (or a mesh flattened from it), one that was `made`
     before (ranks of all groups -> this rank's), or a new one, which is put there. Collective."""
     own_rank = dist.get_rank()
@@ -69,7 +70,8 @@ def process_groups(plan, mesh: DeviceMesh, made: dict) -> list[dist.ProcessGroup
         existing = next((g for g in mesh_groups if dist.get_process_group_ranks(g) == own), None)
         key = tuple(map(tuple, partition))
         if existing is None and key not in made:
-            made[key] = dist.new_subgroups_by_enumeration(partition)[0]
+            timeout = datetime.timedelta(seconds=timeout_s)
+            made[key] = dist.new_subgroups_by_enumeration(partition, timeout=timeout)[0]
         result.append(existing or made[key])
     return result
 
@@ -104,13 +106,6 @@ def data_parallel_mesh(plan, named, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]
         raise PlanError("the mesh needs names for its dimensions (mesh_dim_names)")
     parts = [_flattened(mesh, group) for group in dims]
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts), shards
-
-
-def timeout_s(mesh: DeviceMesh) -> float:
-    """After how long without an answer a collective of the mesh's groups fails."""
-    backend = mesh.get_group(mesh.ndim - 1)._get_backend(torch.device(mesh.device_type))
-    options = backend.options
-    return (options._timeout if options else dist.default_pg_timeout).total_seconds()
 
 
 _side_channels = itertools.count()

@@ -1,0 +1,114 @@
+"""The other ranks: how long they are waited for, and which of them are alive."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import multiprocessing.util
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ._errors import PlanError
+from ._native import native
+
+T = TypeVar("T")
+
+_peers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of a default group
+
+
+def default_timeout_s() -> float:
+    """The default group's: after how long without an answer its collectives fail."""
+    if not dist.is_initialized():
+        return dist.default_pg_timeout.total_seconds()
+    group = dist.distributed_c10d._get_default_group()
+    options = group._get_backend(group._device_types[0]).options
+    return (options._timeout if options else dist.default_pg_timeout).total_seconds()
+
+
+def seconds(timeout: float | datetime.timedelta | None) -> float:
+    """Raises ValueError for what is no time to wait."""
+    if timeout is None:
+        return default_timeout_s()
+    value = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+    if not 0 < value < 1e9:
+        raise ValueError(f"timeout is a number of seconds above 0, or a timedelta, not {timeout!r}")
+    return value
+
+
+def _store_rank(store: dist.Store) -> int | None:
+    """Who serves the store: with env:// it is rank 0, unless torchrun's agent does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    from_environment = isinstance(store, dist.TCPStore) and os.environ.get("MASTER_PORT") == str(store.port)
+    return 0 if from_environment and not by_agent else None
+
+
+def peers() -> native.Peers | None:
+    """Of the default group; None where there are no processes to watch. The first call begins to watch."""
+    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() < 2:
+        return None
+    group = dist.distributed_c10d._get_default_group()
+    if group not in _peers:
+        if not _peers:
+            atexit.register(_leave)
+            multiprocessing.util.Finalize(None, _leave, exitpriority=0)  # its processes do not run atexit
+        store = dist.distributed_c10d._get_default_store()
+        _peers[group] = native.Peers(
+            dist.PrefixStore("shardplan/peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store)
+        )
+    return _peers[group]
+
+
+def _leave() -> None:
+    """An interpreter that ends in good order has not died."""
+    for watched in list(_peers.values()):
+        watched.leave()
+
+
+_LOOK_S = 0.05
+_PATIENCE_S = 3.0
+
+
+def connect(function: Callable[[], T], timeout_s: float) -> T:
+    """function(), which makes process groups: PyTorch waits for other ranks there, through a store that may never answer.
+
+    So it runs in a thread that is given up when time is up, or a rank has died. Raises PlanError, naming who did not arrive.
+    """
+    watched = peers()
+    if watched is None:
+        return function()
+    result: list[T] = []
+    failure: list[BaseException] = []
+    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            result.append(function())
+        except BaseException as error:  # raised again where it was called
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="shardplan-connect", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < deadline and not watched.dead():
+        thread.join(_LOOK_S)
+    if result:
+        return result[0]
+    if failure and (isinstance(failure[0], PlanError) or not isinstance(failure[0], RuntimeError)):
+        raise failure[0]  # ours, or PyTorch's on how it is called: nobody is missing
+    culprit = watched.culprit(_PATIENCE_S if failure else _LOOK_S)
+    if failure and not culprit:
+        raise failure[0]
+    watched.fail()
+    why = str(failure[0]).splitlines()[0] if failure else f"no process group within {timeout_s:g} s"
+    raise PlanError(f"the ranks could not connect: {culprit}{': ' if culprit else ''}{why}") from (failure or [None])[0]
