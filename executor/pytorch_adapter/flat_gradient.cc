@@ -58,13 +58,19 @@ FlatGradient::FlatGradient(std::vector<bool> tracked, std::function<void()> done
 FlatGradient::~FlatGradient() = default;
 
 void FlatGradient::Track(std::vector<at::Tensor>& views) {
-  if (!sink_) {
-    sink_ = std::shared_ptr<Sink>(new Sink(weak_from_this()), torch::autograd::deleteNode);
-    sink_->add_input_metadata(torch::autograd::Node::undefined_input());
-  }
   std::vector<std::size_t> parameters;
   for (std::size_t i = 0; i < views.size(); ++i) {
     if (tracked_[i]) parameters.push_back(i);
+  }
+  if (!sink_) {
+    sink_ = std::shared_ptr<Sink>(new Sink(weak_from_this()), torch::autograd::deleteNode);
+    // Autograd runs a node in the thread of its inputs' device: the splits' one, or two threads would issue
+    // at once.
+    if (parameters.empty()) {
+      sink_->add_input_metadata(torch::autograd::Node::undefined_input());
+    } else {
+      sink_->add_input_metadata(views[parameters.front()]);
+    }
   }
   std::shared_ptr<Split> split(new Split(weak_from_this(), parameters), torch::autograd::deleteNode);
   split->add_next_edge({sink_, 0});

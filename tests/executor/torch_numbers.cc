@@ -26,8 +26,12 @@ void TorchNumbers::Read(NumberWork& work) {
     unchecked.found.back().copy_(bytes, /*non_blocking=*/!on_host);
   }
   unchecked.work.check = std::move(work.check);
-  unchecked_.push_back(std::move(unchecked));
-  if (now) Finish();
+  // What the device still has to read stays for Finish.
+  if (now) {
+    Check(unchecked);
+  } else {
+    unchecked_.push_back(std::move(unchecked));
+  }
 }
 
 void TorchNumbers::Write(const NumberWork::Write& write) const {
@@ -47,13 +51,15 @@ Status TorchNumbers::Enqueue(StreamId stream, NumberWork work) {
 }
 
 void TorchNumbers::Finish() {
-  for (const Unchecked& unchecked : std::exchange(unchecked_, {})) {
-    std::vector<const std::byte*> found;
-    for (const at::Tensor& tensor : unchecked.found) {
-      found.push_back(static_cast<const std::byte*>(tensor.const_data_ptr()));
-    }
-    unchecked.work.check(found);
+  for (const Unchecked& unchecked : std::exchange(unchecked_, {})) Check(unchecked);
+}
+
+void TorchNumbers::Check(const Unchecked& unchecked) {
+  std::vector<const std::byte*> found;
+  for (const at::Tensor& tensor : unchecked.found) {
+    found.push_back(static_cast<const std::byte*>(tensor.const_data_ptr()));
   }
+  unchecked.work.check(found);
 }
 
 }  // namespace shardplan::test

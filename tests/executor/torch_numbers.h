@@ -32,6 +32,7 @@ class TorchNumbers final : public NumberMemory {
   };
   at::Tensor Bytes(const BytePlace& place, std::size_t bytes) const;
   void Read(NumberWork& work);
+  static void Check(const Unchecked& unchecked);
   void Write(const NumberWork::Write& write) const;
 
   executor::TorchDevice& device_;

@@ -58,7 +58,7 @@ CudaDevice::~CudaDevice() {
 }
 
 Status CudaDevice::PrepareStreams(const Plan& plan) {
-  c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+  const OnDevice guard = Here();
   for (std::size_t s = 0; s < plan.streams.size(); ++s) {
     streams_.push_back(s == 0 ? c10::cuda::getCurrentCUDAStream()
                               : c10::cuda::getStreamFromPool(plan.streams[s].priority < 0));
@@ -100,7 +100,7 @@ void CudaDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, Strea
 
 // NCCL's own memory can be registered with its communicators; without NCCL's help it is the allocator's.
 at::Tensor CudaDevice::MakeArena(std::int64_t bytes) {
-  c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+  const OnDevice guard = Here();
   const at::TensorOptions options = at::TensorOptions(at::kByte).device(torch_device());
   void* memory = nullptr;
   if (bytes > 0 && ncclMemAlloc(&memory, static_cast<std::size_t>(bytes)) == ncclSuccess) {
@@ -112,6 +112,7 @@ at::Tensor CudaDevice::MakeArena(std::int64_t bytes) {
 }
 
 Status CudaDevice::BeforeReuse(BufferId buffer, StreamId stream) {
+  const OnDevice guard = Here();
   for (Left& left : left_[buffer]) {
     if (!std::exchange(left.pending, false)) continue;
     const cudaError_t result = cudaStreamWaitEvent(streams_[std::max(stream, 0)].stream(), left.event, 0);
@@ -130,6 +131,7 @@ Result<CudaDevice::Left*> CudaDevice::LeftOf(BufferId buffer, StreamId stream) {
 }
 
 Status CudaDevice::BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) {
+  const OnDevice guard = Here();
   if (IsInArena(buffer)) {
     for (const StreamId stream : safe_after) {
       const Result<Left*> left = LeftOf(buffer, stream);
@@ -252,11 +254,13 @@ Status CudaDevice::Scale(BufferId buffer, double divisor, StreamId stream) {
 }
 
 Status CudaDevice::Record(EventId event, StreamId stream) {
+  const OnDevice guard = Here();
   recorded_[event] = true;
   return CheckCuda(cudaEventRecord(events_[event], streams_[stream].stream()), "recording an event");
 }
 
 Status CudaDevice::Wait(EventId event, StreamId stream) {
+  const OnDevice guard = Here();
   if (!recorded_[event]) {
     return MakeError(ErrorCode::kInternal,
                      fmt::format("event {} is waited for before it is recorded", plan().events[event]));
@@ -276,6 +280,7 @@ Result<bool> CudaDevice::HostWait(EventId event) {
 }
 
 Result<bool> CudaDevice::Synchronize() {
+  const OnDevice guard = Here();
   for (const c10::cuda::CUDAStream& stream : streams_) {
     if (Status status = CheckCuda(cudaStreamSynchronize(stream.stream()), "waiting for a stream"); !status) {
       return std::unexpected(std::move(status.error()));

@@ -1,6 +1,7 @@
 // The cuda device: everything is issued to CUDA streams; the order is what the plan's events make it.
 #pragma once
 
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
@@ -41,6 +42,11 @@ class CudaDevice final : public TorchBuffers {
   Status BeforeReuse(BufferId buffer, StreamId stream) override;
 
  private:
+  // The default stream's handle is null on every device: a call that gets it means that of the thread's
+  // current device.
+  using OnDevice = c10::cuda::CUDAGuard;
+  OnDevice Here() const { return OnDevice(static_cast<c10::DeviceIndex>(index_)); }
+
   // An all-gather's copy-out: one kernel splits the rows of the source among the parts of the destination.
   struct Split {
     bool possible = false;

@@ -252,10 +252,11 @@ class Trainer:
     def __init__(self, case: Case, model: nn.Module, calls) -> None:
         self.case, self.model, self.calls = case, model, calls
         parameters = [p for p in model.parameters() if p.requires_grad]
+        # On CUDA torch takes the kernels for many tensors where no parameter is a DTensor: other roundings.
         if case.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
         else:
-            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
         self.losses: dict[int, torch.Tensor] = {}
 
     def step(self, number: int) -> dict[str, torch.Tensor]:

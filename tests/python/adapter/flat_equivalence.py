@@ -60,7 +60,7 @@ def _options(case: Case, rule: dict, model: nn.Module, mesh) -> dict:
     by_name = {clean(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     return {
         "process_group": groups,
-        "device_id": torch.device(DEVICE),
+        "device_id": torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device(DEVICE),
         "sharding_strategy": strategies[rule.get("sharding") or knobs.get("sharding", "full_shard")],
         "backward_prefetch": prefetch[knobs.get("backward_prefetch", "backward_pre")],
         "forward_prefetch": knobs.get("forward_prefetch", False),
@@ -99,6 +99,18 @@ def gradients_in_host_memory() -> Iterator[None]:
         yield
     finally:
         FlatParamHandle.prepare_gradient_for_backward = prepare
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What FSDP1 needs on the CPU to do what it does on a GPU; there it needs nothing."""
+    from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
+
+    if DEVICE != "cpu":
+        yield
+        return
+    with runs_on_the_cpu(), gradients_in_host_memory():
+        yield
 
 
 def with_fsdp1(case: Case, model: nn.Module, mesh) -> nn.Module:
@@ -219,11 +231,10 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def compare(case: Case, plan: str) -> tuple[float, str]:
     """On a rank: the adapter next to FSDP1."""
     import shardplan.torch as sp
-    from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
 
     mesh = make_mesh(case)
     prepare = give_optimizers if steps_in_backward(case) else lambda model: model
-    with runs_on_the_cpu(), gradients_in_host_memory():
+    with as_on_a_gpu():
         ours_model = sp.apply(prepare(make_model(case)), plan, mesh)
         theirs_model = with_fsdp1(case, prepare(make_model(case)), mesh)
         ours = FlatTrainer(case, ours_model, PlanCalls(ours_model), _plan_clip)

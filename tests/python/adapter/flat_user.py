@@ -8,20 +8,21 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from adapter_workers import DEVICE
 from equivalence import Case, largest_difference, make_mesh, make_model, whole
 from equivalence_models import inputs_of, loss_of
 from flat_equivalence import (
     Fsdp1Calls,
     FlatTrainer,
     PlanCalls,
+    as_on_a_gpu,
     clean,
     give_optimizers,
-    gradients_in_host_memory,
     steps_in_backward,
     whole_parameters,
     with_fsdp1,
 )
-from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
+from torch.utils._pytree import tree_map_only
 
 Models = tuple[nn.Module, nn.Module]  # by the plan, FSDP1
 
@@ -34,7 +35,8 @@ def models_of(case: Case, plan: str) -> Models:
 
 
 def loss(case: Case, model: nn.Module, number: int) -> torch.Tensor:
-    args, kwargs = inputs_of(case.model, 100 * number + dist.get_rank())
+    made = inputs_of(case.model, 100 * number + dist.get_rank())
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), made)
     return loss_of(model(*args, **kwargs))
 
 
@@ -255,7 +257,7 @@ def run_all(runs: list[tuple[str, Case]], plans: dict[str, str]) -> dict[tuple[s
     results: dict[tuple[str, str], object] = {}
     for scenario, case in runs:
         try:
-            with runs_on_the_cpu(), gradients_in_host_memory():
+            with as_on_a_gpu():
                 results[scenario, case.name] = SCENARIOS[scenario](case, plans[case.name])
         except Exception:
             results[scenario, case.name] = traceback.format_exc()

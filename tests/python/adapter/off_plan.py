@@ -149,10 +149,9 @@ class Side:
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    from flat_equivalence import gradients_in_host_memory
-    from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
+    from flat_equivalence import as_on_a_gpu
 
-    with runs_on_the_cpu(), gradients_in_host_memory(), warnings.catch_warnings():
+    with as_on_a_gpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

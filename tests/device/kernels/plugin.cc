@@ -1,0 +1,128 @@
+// Puts the host's kernels in the place of torch's CUDA kernels.
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "tests/device/kernels/kernel.h"
+#include "tests/device/kernels/special.h"
+#include "tests/device/runtime/software_device.h"
+
+static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11, "written for what torch 2.11 registers");
+
+namespace shardplan::softdevice {
+namespace {
+
+using BoxedFunction = void(const c10::OperatorHandle&, c10::Stack*);
+
+// What only touches the allocator, streams or the runtime stays torch's own.
+constexpr std::array<std::string_view, 12> kReal = {"aten::empty",
+                                                    "aten::empty_strided",
+                                                    "aten::resize_",
+                                                    "aten::set_",
+                                                    "aten::record_stream",
+                                                    "aten::is_set_to",
+                                                    "aten::_pin_memory",
+                                                    "aten::is_pinned",
+                                                    "aten::_copy_from",
+                                                    "aten::_copy_from_and_resize",
+                                                    "aten::_local_scalar_dense",
+                                                    "aten::_cudnn_init_dropout_state"};
+// Registered for all devices together, with parts that launch kernels of CUDA.
+constexpr std::array<std::string_view, 2> kAlsoReplaced = {"aten::convolution", "aten::convolution_backward"};
+
+bool IsView(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.returns(), [](const c10::Argument& value) {
+    return value.alias_info() != nullptr && !value.alias_info()->isWrite();
+  });
+}
+
+// [Note: poison]
+// The allocator hands out memory that the allocating stream may write at once. So the first work on it is the
+// poison: who still reads it then, or reads it before it is written, computes with NaN.
+void PoisonWhatIsHandedOut() {
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
+    if (entry.action_ != std::decay_t<decltype(entry)>::ALLOC) return;
+    const c10::cuda::CUDAGuard guard(entry.device_);
+    void* pointer = reinterpret_cast<void*>(entry.addr_);
+    EnqueueKernel(static_cast<cudaStream_t>(entry.stream_), "poison",
+                  [pointer, bytes = entry.size_] { PoisonMemory(pointer, bytes); });
+  });
+}
+
+// The allocator exists when the first kernel is called.
+void SetUpOnce() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (PoisonsMemory()) PoisonWhatIsHandedOut();
+  });
+}
+
+template <BoxedFunction* function>
+void AfterSetUp(const c10::OperatorHandle& op, c10::Stack* stack) {
+  SetUpOnce();
+  function(op, stack);
+}
+
+class Silence final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
+template <BoxedFunction* function>
+void Replace(const c10::OperatorName& name) {
+  // Never undone: the registration ends with the process.
+  static auto* const kept = new std::vector<c10::RegistrationHandleRAII>();
+  kept->push_back(c10::Dispatcher::singleton().registerImpl(
+      name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<function>(), std::nullopt,
+      nullptr, "device in software"));
+}
+
+void Register() {
+  Silence silence;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  int replaced = 0;
+  std::vector<c10::OperatorName> names = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
+  for (const std::string_view name : kAlsoReplaced) names.push_back({std::string(name), ""});
+  for (const c10::OperatorName& name : names) {
+    if (!name.name.starts_with("aten::") || std::ranges::find(kReal, name.name) != kReal.end()) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (!op || IsView(op->schema()) || name.name == "aten::_foreach_copy_" ||
+        name.name == "aten::native_dropout") {
+      continue;
+    }
+    Replace<&AfterSetUp<&RunKernel>>(name);
+    ++replaced;
+  }
+  Replace<&AfterSetUp<&Copy>>({"aten::copy_", ""});
+  Replace<&AfterSetUp<&ForeachCopy>>({"aten::_foreach_copy_", ""});
+  Replace<&AfterSetUp<&NativeDropout>>({"aten::native_dropout", ""});
+  if (std::getenv("SHARDPLAN_DEVICE_VERBOSE") != nullptr) {
+    std::fprintf(stderr, "device in software: %d operators run the host's kernels\n", replaced);
+  }
+  // These kernels have no counterpart on the host; without them torch takes plain operators.
+  at::Context& context = at::globalContext();
+  context.setUserEnabledCuDNN(false);
+  context.setSDPUseFlash(false);
+  context.setSDPUseMemEfficient(false);
+  context.setSDPUseCuDNN(false);
+}
+
+}  // namespace
+}  // namespace shardplan::softdevice
+
+extern "C" __attribute__((visibility("default"))) void shardplan_register_kernels() {
+  shardplan::softdevice::Register();
+}

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Mutations of the cuda backend: each has to give a wrong number or an error on the device in software, in lazy mode.
+
+    tests/device/mutations.py [NAME...]      needs build/dev; prints a line for each, exit code 1 when one is not seen
+
+A mutation is an edit of a source of `executor/src/cuda`. The library's unity file is compiled again with the edited copy, with the
+build's own command, and the conformance suite is linked with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
+SUITE = "tests/executor/executor_cuda_conformance_test"
+SEEDS = (1, 2, 3, 4, 5, 6)
+NUMBERS = "*EveryNumberIsRight/cuda_ranks2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str = NUMBERS
+
+
+WAIT = 'return CheckCuda(cudaStreamWaitEvent(streams_[stream].stream(), events_[event], 0), "waiting for an event");'
+MUTATIONS = [
+    Mutation("no mutation", "cuda_device.cc", WAIT, WAIT),
+    Mutation("no wait", "cuda_device.cc", WAIT, "return {};"),
+    Mutation("every 7th wait lost", "cuda_device.cc", WAIT, f"static int number = 0; if (++number % 7 == 0) return {{}}; {WAIT}"),
+    Mutation(
+        "no record_stream",
+        "cuda_device.cc",
+        "c10::cuda::CUDACachingAllocator::recordStream(part.storage().data_ptr(), streams_[stream]);",
+        "",
+    ),
+    Mutation(
+        "copies on the wrong stream",
+        "cuda_device.cc",
+        "Status CudaDevice::Copy(CopyId id, StreamId stream) {",
+        "Status CudaDevice::Copy(CopyId id, StreamId stream) { stream = 0;",
+    ),
+    Mutation(
+        "memory of the wrong stream",
+        "cuda_device.cc",
+        "at::Tensor CudaDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) {",
+        "at::Tensor CudaDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) { stream = 0;",
+    ),
+    Mutation("records on the wrong stream", "cuda_device.cc", "events_[event], streams_[stream].stream())", "events_[event], streams_[0].stream())"),
+    Mutation("no host wait", "cuda_device.cc", "cudaEventSynchronize(events_[event])", "cudaSuccess"),
+    Mutation("no wait before memory of the arena is used again", "cuda_device.cc", "if (!std::exchange(left.pending, false)) continue;", "continue;"),
+    Mutation(
+        "collectives on the wrong stream",
+        "nccl_collectives.cc",
+        "const cudaStream_t cuda_stream = device_.stream(stream).stream();",
+        "const cudaStream_t cuda_stream = device_.stream(0).stream();",
+    ),
+    Mutation(
+        "no device named",
+        "cuda_device.h",
+        "OnDevice Here() const { return OnDevice(static_cast<c10::DeviceIndex>(index_)); }",
+        "OnDevice Here() const { return OnDevice(static_cast<c10::DeviceIndex>(0)); }",
+    ),
+    Mutation(
+        "communicators are not aborted",
+        "nccl_communicators.cc",
+        "void NcclCommunicators::Abort() {",
+        "void NcclCommunicators::Abort() { return;",
+        "*ARankThatFailsInAStep*",
+    ),
+]
+
+
+def commands_of(target: str) -> list[str]:
+    return subprocess.run(["ninja", "-C", BUILD, "-t", "commands", target], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def mutated_sources(mutation: Mutation, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of executor/src/cuda with the edit; include paths find it first."""
+    copy = folder / "cuda"
+    copy.mkdir(parents=True)
+    for source in (ROOT / "executor" / "src" / "cuda").iterdir():
+        text = source.read_text()
+        if source.name == mutation.file:
+            assert text.count(mutation.old) >= 1, f"{mutation.name}: {source.name} has no such text"
+            text = text.replace(mutation.old, mutation.new)
+        (copy / source.name).write_text(text)
+    return copy
+
+
+def build(mutation: Mutation, folder: pathlib.Path) -> pathlib.Path:
+    copy = mutated_sources(mutation, folder)
+    entries = json.loads((BUILD / "compile_commands.json").read_text())
+    objects = []
+    for number, entry in enumerate(e for e in entries if "shardplan_executor_cuda.dir" in e["command"]):
+        source = pathlib.Path(entry["file"])
+        unity = folder / f"unity{number}.cc"
+        unity.write_text(source.read_text().replace(str(ROOT / "executor" / "src" / "cuda"), str(copy)))
+        command = shlex.split(entry["command"])
+        command[command.index("-c") + 1] = str(unity)
+        command[command.index("-o") + 1] = str(unity.with_suffix(".o"))
+        command.insert(command.index("-c"), f"-I{folder}")
+        at = next(i for i, word in enumerate(command) if word.startswith("-I"))
+        command.insert(at, command.pop(command.index(f"-I{folder}")))
+        subprocess.run(command, cwd=entry["directory"], check=True)
+        objects.append(str(unity.with_suffix(".o")))
+    (link,) = [line for line in commands_of(SUITE)[-1:]]
+    words = shlex.split(link.split("&&")[1])
+    program = folder / "suite"
+    words[words.index("-o") + 1] = str(program)
+    at = next(i for i, word in enumerate(words) if word.endswith("libshardplan_executor_cuda.a"))
+    words[at:at] = objects
+    subprocess.run(words, cwd=BUILD, check=True)
+    return program
+
+
+def is_seen(program: pathlib.Path, tests: str, seed: int) -> str:
+    """"" or the first line that says what is wrong."""
+    environment = {**os.environ, "SHARDPLAN_DEVICE_MODE": f"lazy:{seed}", "SHARDPLAN_EVERY": "20"}
+    library = BUILD / "tests" / "device" / "libshardplan_device.so"
+    run = subprocess.run(
+        [ROOT / "tools" / "on_device", library, program, f"--gtest_filter={tests}"], env=environment, capture_output=True, text=True
+    )
+    if run.returncode == 0:
+        return ""
+    wrong = [line for line in run.stdout.splitlines() if "rank" in line and "instead of" in line] or [
+        line for line in run.stdout.splitlines() if "rank" in line and "[" not in line
+    ]
+    return wrong[0].strip() if wrong else f"exit code {run.returncode}"
+
+
+def main(names: list[str]) -> int:
+    missed = 0
+    for mutation in MUTATIONS:
+        if names and mutation.name not in names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            program = build(mutation, pathlib.Path(folder))
+            seen = {seed: what for seed in SEEDS if (what := is_seen(program, mutation.tests, seed))}
+        expected = mutation.name != "no mutation"
+        missed += bool(seen) != expected
+        example = next(iter(seen.values()), "")[:120]
+        print(f"{mutation.name}: seen under {len(seen)} of {len(SEEDS)} seeds. {example}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

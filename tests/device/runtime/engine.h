@@ -1,0 +1,117 @@
+// The order in which the work of all streams of this process is done.
+//
+// [Note: modes]
+// inline: a task runs as soon as it may: its stream's earlier tasks and all points that it needs are done.
+// Only
+//   a collective whose peers have not come stays.
+// lazy: nothing runs until somebody waits (a thread of this process, or a peer in a collective, or the host
+// has
+//   issued nothing for a while), and then in an order chosen by the seed: for stretches of random length only
+//   what the waiter needs, or whatever may run, or anything but one stream. So what the host forgot to order
+//   comes in another order than the host's.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/device/runtime/settings.h"
+
+namespace shardplan::softdevice {
+
+class Stream;
+
+// A place in a stream: behind its first `position` tasks. The empty point has been passed.
+struct Point {
+  std::shared_ptr<Stream> stream;
+  std::uint64_t position = 0;
+};
+
+struct Task {
+  std::string name;
+  std::vector<Point> needs;
+  // False: it cannot end yet, and is called again. An exception breaks the device.
+  std::function<bool()> run;
+};
+
+class Stream {
+ public:
+  Stream(int device, int priority) : device(device), priority(priority) {}
+  const int device;
+  const int priority;
+
+ private:
+  friend class Engine;
+  std::deque<Task> queue_;
+  std::uint64_t issued_ = 0;
+  std::uint64_t completed_ = 0;
+  bool busy_ = false;     // a thread runs its first task
+  bool stalled_ = false;  // its first task could not end when it was last tried
+};
+
+class Engine {
+ public:
+  static Engine& Get();
+
+  Point Enqueue(const std::shared_ptr<Stream>& stream, Task task);
+  Point LastOf(const std::shared_ptr<Stream>& stream);
+  bool IsDone(const Point& point);
+  // Runs what may run until the point is passed, or the device is broken.
+  void Wait(const Point& point);
+  void WaitForDevice(int device);
+  // Runs what the point needs, as far as it goes without waiting for anybody.
+  void Nudge(const Point& point);
+
+  // What peers wait for here: asked between tasks. Returned: for Forget.
+  using Demand = std::function<std::optional<Point>()>;
+  int AddDemand(Demand demand);
+  void ForgetDemand(int id);
+
+  // Ranks of one seed get orders of their own.
+  void MixSeed(std::uint64_t number);
+
+  // The first error of a task; empty: none. A broken device does no more work.
+  std::string WhatBrokeIt();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using Clock = std::chrono::steady_clock;
+  enum class Taste { kNeeded, kAny, kAvoid };
+
+  explicit Engine(const Settings& settings) : lazy_(settings.lazy), random_(settings.seed) {}
+  bool IsPassed(const Point& point) const;
+  bool MayRun(const Stream& stream) const;
+  // True: the task is done.
+  bool RunFirst(const std::shared_ptr<Stream>& stream, Lock& lock);
+  bool RunAll(Lock& lock);
+  void Needed(const Point& point, std::vector<std::shared_ptr<Stream>>& found, int depth) const;
+  std::shared_ptr<Stream> Choose(const Point* target);
+  bool Step(const Point* target, Lock& lock);
+  void Progress();
+  void ServeDemands(Lock& lock);
+
+  const bool lazy_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::condition_variable work_;
+  std::vector<std::shared_ptr<Stream>> active_;  // streams with tasks
+  std::vector<std::pair<int, Demand>> demands_;
+  int next_demand_ = 0;
+  bool has_thread_ = false;
+  Clock::time_point last_issue_;
+  std::string broken_;
+  std::mt19937_64 random_;
+  Taste taste_ = Taste::kNeeded;
+  std::uint64_t stretch_ = 0;
+  std::shared_ptr<Stream> avoided_;
+};
+
+}  // namespace shardplan::softdevice

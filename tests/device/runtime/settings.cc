@@ -1,0 +1,51 @@
+#include "tests/device/runtime/settings.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+namespace shardplan::softdevice {
+namespace {
+
+[[noreturn]] void Refuse(const char* name, const char* value, const char* expected) {
+  std::fprintf(stderr, "device in software: %s=%s, expected %s\n", name, value, expected);
+  std::_Exit(2);
+}
+
+std::uint64_t NumberOf(const char* name, const char* text) {
+  char* end = nullptr;
+  const std::uint64_t number = std::strtoull(text, &end, 10);
+  if (end == text || *end != '\0') Refuse(name, text, "a number");
+  return number;
+}
+
+Settings Read() {
+  Settings settings;
+  if (const char* count = std::getenv("SHARDPLAN_DEVICE_COUNT")) {
+    settings.devices = static_cast<int>(NumberOf("SHARDPLAN_DEVICE_COUNT", count));
+  }
+  if (const char* bytes = std::getenv("SHARDPLAN_DEVICE_BYTES")) {
+    settings.capacity_bytes = NumberOf("SHARDPLAN_DEVICE_BYTES", bytes);
+  }
+  if (const char* poison = std::getenv("SHARDPLAN_DEVICE_POISON")) {
+    settings.poison = NumberOf("SHARDPLAN_DEVICE_POISON", poison) != 0;
+  }
+  const char* mode = std::getenv("SHARDPLAN_DEVICE_MODE");
+  if (mode == nullptr || std::string_view(mode) == "inline") return settings;
+  if (!std::string_view(mode).starts_with("lazy:")) {
+    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline or lazy:SEED");
+  }
+  settings.lazy = true;
+  settings.seed = NumberOf("SHARDPLAN_DEVICE_MODE", mode + std::strlen("lazy:"));
+  return settings;
+}
+
+}  // namespace
+
+const Settings& TheSettings() {
+  static const Settings settings = Read();
+  return settings;
+}
+
+}  // namespace shardplan::softdevice

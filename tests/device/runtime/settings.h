@@ -1,0 +1,20 @@
+// What the environment says about the device in software. Read once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace shardplan::softdevice {
+
+struct Settings {
+  int devices = 8;                                     // SHARDPLAN_DEVICE_COUNT
+  std::size_t capacity_bytes = std::size_t{80} << 30;  // SHARDPLAN_DEVICE_BYTES, of each device
+  // SHARDPLAN_DEVICE_MODE=inline or lazy:SEED.
+  bool lazy = false;
+  std::uint64_t seed = 0;
+  bool poison = true;  // SHARDPLAN_DEVICE_POISON=0: memory that is handed out keeps what it holds
+};
+
+const Settings& TheSettings();
+
+}  // namespace shardplan::softdevice

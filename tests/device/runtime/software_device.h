@@ -1,0 +1,24 @@
+// What the kernels' plug-in calls in the preloaded library.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <functional>
+#include <string>
+
+namespace shardplan::softdevice {
+
+#define SHARDPLAN_DEVICE_API __attribute__((visibility("default")))
+
+// `work` runs in the stream's order.
+SHARDPLAN_DEVICE_API void EnqueueKernel(cudaStream_t stream, const std::string& name,
+                                        std::function<void()> work);
+// Blocks until all that was issued on the stream is done. False: the device is broken.
+SHARDPLAN_DEVICE_API bool FinishStream(cudaStream_t stream);
+// What broke the device; empty: nothing.
+SHARDPLAN_DEVICE_API std::string WhatIsBroken();
+// Does memory that is handed out get the poison?
+SHARDPLAN_DEVICE_API bool PoisonsMemory();
+SHARDPLAN_DEVICE_API void PoisonMemory(void* pointer, std::size_t bytes);
+
+}  // namespace shardplan::softdevice

@@ -1,0 +1,41 @@
+// What the parts of the runtime share: devices, handles, errors.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "tests/device/runtime/engine.h"
+
+namespace shardplan::softdevice {
+
+// What a cudaEvent_t is. An event that was never recorded counts as reached.
+struct Event {
+  std::mutex mutex;
+  Point point;
+  std::shared_ptr<double> reached_ms;  // when the work was done; of the latest record
+  bool timing = true;
+  int device = 0;  // that was current when it was made; it is recorded on streams of no other
+};
+
+int CurrentDevice();
+// Null: no such handle. 0 and the legacy handles: the current device's default stream.
+std::shared_ptr<Stream> StreamOf(cudaStream_t handle);
+Event* EventOf(cudaEvent_t handle);
+
+// Remembers the error for cudaGetLastError, and returns it. A broken device answers everything with its own.
+cudaError_t Answer(cudaError_t error);
+// cudaErrorLaunchFailure once a task failed.
+cudaError_t DeviceState();
+// The next cudaGetErrorString of this code in any thread says this, too.
+void Explain(cudaError_t error, const std::string& what);
+
+// Host work on a stream, in order.
+Point EnqueueOn(const std::shared_ptr<Stream>& stream, std::string name, std::function<void()> work);
+
+// Loads the kernels once torch's own are there; see [Note: when kernels are registered].
+void LoadKernels();
+
+}  // namespace shardplan::softdevice

@@ -1,0 +1,234 @@
+// cudart: streams, events and host functions.
+#include <chrono>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "tests/device/runtime/state.h"
+
+namespace shardplan::softdevice {
+namespace {
+
+struct Handles {
+  std::mutex mutex;
+  std::map<cudaStream_t, std::shared_ptr<Stream>> streams;
+  std::map<int, std::shared_ptr<Stream>> default_streams;
+  std::set<cudaEvent_t> events;
+};
+Handles& TheHandles() {
+  static auto* const handles = new Handles();
+  return *handles;
+}
+
+std::shared_ptr<Stream> DefaultStream(Handles& handles, int device) {
+  std::shared_ptr<Stream>& stream = handles.default_streams[device];
+  if (stream == nullptr) stream = std::make_shared<Stream>(device, 0);
+  return stream;
+}
+
+double NowMs() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::milli>(now).count();
+}
+
+}  // namespace
+
+std::shared_ptr<Stream> StreamOf(cudaStream_t handle) {
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
+    return DefaultStream(handles, CurrentDevice());
+  }
+  const auto found = handles.streams.find(handle);
+  return found == handles.streams.end() ? nullptr : found->second;
+}
+
+Event* EventOf(cudaEvent_t handle) {
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  return handles.events.contains(handle) ? reinterpret_cast<Event*>(handle) : nullptr;
+}
+
+namespace {
+
+Point PointOf(Event& event) {
+  const std::lock_guard lock(event.mutex);
+  return event.point;
+}
+
+cudaError_t MakeStream(cudaStream_t* handle, int priority) {
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  auto stream = std::make_shared<Stream>(CurrentDevice(), priority);
+  *handle = reinterpret_cast<cudaStream_t>(stream.get());
+  handles.streams[*handle] = std::move(stream);
+  return cudaSuccess;
+}
+
+}  // namespace
+}  // namespace shardplan::softdevice
+
+using namespace shardplan::softdevice;  // NOLINT: the rest of the file is cudart's interface
+
+extern "C" {
+#pragma GCC visibility push(default)
+
+// All streams are non-blocking: none waits for the default stream because it is the default stream.
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int priority) {
+  return Answer(MakeStream(stream, priority));
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+// Work that it has is still done.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  if (!handles.streams.contains(stream)) return Answer(cudaErrorInvalidResourceHandle);
+  // The object stays, so that a handle is never that of another stream.
+  static auto* const ended = new std::vector<std::shared_ptr<Stream>>();
+  ended->push_back(handles.streams[stream]);
+  handles.streams.erase(stream);
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  const std::shared_ptr<Stream> of = StreamOf(stream);
+  if (of == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  Engine::Get().Wait(Engine::Get().LastOf(of));
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  const std::shared_ptr<Stream> of = StreamOf(stream);
+  if (of == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  const bool done = Engine::Get().IsDone(Engine::Get().LastOf(of));
+  return Answer(done ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  const std::shared_ptr<Stream> of = StreamOf(stream);
+  if (of == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  *priority = of->priority;
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  if (least != nullptr) *least = 0;
+  if (greatest != nullptr) *greatest = -5;
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     size_t* count) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id != nullptr) *id = 0;
+  if (count != nullptr) *count = 0;
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  Explain(cudaErrorNotSupported, "no graphs are captured");
+  return Answer(cudaErrorNotSupported);
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned int flags) {
+  auto* event = new Event();
+  event->device = CurrentDevice();
+  event->timing = (flags & cudaEventDisableTiming) == 0;
+  *handle = reinterpret_cast<cudaEvent_t>(event);
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  handles.events.insert(*handle);
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  if (handles.events.erase(event) == 0) return Answer(cudaErrorInvalidResourceHandle);
+  delete reinterpret_cast<Event*>(event);
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+  Event* event = EventOf(handle);
+  const std::shared_ptr<Stream> stream = StreamOf(stream_handle);
+  if (event == nullptr || stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  if (event->device != stream->device) {
+    Explain(cudaErrorInvalidResourceHandle, "an event is recorded on a stream of another device");
+    return Answer(cudaErrorInvalidResourceHandle);
+  }
+  auto reached = std::make_shared<double>(0.0);
+  const Point point = EnqueueOn(stream, "record of an event", [reached] { *reached = NowMs(); });
+  const std::lock_guard lock(event->mutex);
+  event->point = point;
+  event->reached_ms = reached;
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int) {
+  return cudaEventRecord(event, stream);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned int) {
+  Event* event = EventOf(handle);
+  const std::shared_ptr<Stream> stream = StreamOf(stream_handle);
+  if (event == nullptr || stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  const Point point = PointOf(*event);
+  if (point.stream != nullptr) {
+    (void)Engine::Get().Enqueue(stream, {"wait for an event", {point}, [] { return true; }});
+  }
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  Event* event = EventOf(handle);
+  if (event == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  return Answer(Engine::Get().IsDone(PointOf(*event)) ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  Event* event = EventOf(handle);
+  if (event == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  Engine::Get().Wait(PointOf(*event));
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  Event* from = EventOf(start);
+  Event* to = EventOf(end);
+  if (from == nullptr || to == nullptr || !from->timing || !to->timing || !from->reached_ms ||
+      !to->reached_ms) {
+    return Answer(cudaErrorInvalidResourceHandle);
+  }
+  if (!Engine::Get().IsDone(PointOf(*from)) || !Engine::Get().IsDone(PointOf(*to))) {
+    return Answer(cudaErrorNotReady);
+  }
+  *ms = static_cast<float>(*to->reached_ms - *from->reached_ms);
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  const std::shared_ptr<Stream> on = StreamOf(stream);
+  if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  (void)EnqueueOn(on, "host function", [function, data] { function(data); });
+  return Answer(cudaSuccess);
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data,
+                                  unsigned int) {
+  const std::shared_ptr<Stream> on = StreamOf(stream);
+  if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  (void)EnqueueOn(on, "stream callback", [=] { callback(stream, cudaSuccess, data); });
+  return Answer(cudaSuccess);
+}
+
+#pragma GCC visibility pop
+}
