@@ -38,6 +38,13 @@ Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const 
 }
 
 // What the allocator would reserve on a device without end.
+// ... on a device that is never behind the host.
+Bytes ReservedAtOnce(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
+  options.completion = Completion::kAtOnce;
+  options.record_addresses = false;
+  return ReserveMemory(plan, history, options).peak_reserved_bytes;
+}
+
 Bytes WithoutLimit(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.device_bytes = ReservedOptions().device_bytes;
   options.record_addresses = false;
@@ -84,7 +91,10 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (held != nullptr) {
     std::vector<SettingsTrial> trials;
     if (options.reserved) trials = TryAllocatorSettings(*plan, history, *reserved_options);
-    text += ReservedTable(*plan, *held, WithoutLimit(*plan, history, *reserved_options), trials);
+    text += ReservedTable(*plan, *held,
+                          {.without_limit_bytes = WithoutLimit(*plan, history, *reserved_options),
+                           .at_once_bytes = ReservedAtOnce(*plan, history, *reserved_options)},
+                          trials);
     if (options.map == "-") text += "\n" + AsciiMemoryMap(held->map_at_peak);
   }
   return WriteOutput("-", text);

@@ -152,20 +152,22 @@ std::string RowsJson(const Plan& plan, const MemoryRows& rows) {
   return Lines(json);
 }
 
-std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, const OtherReserved& other,
                           const std::vector<SettingsTrial>& trials) {
   std::string text;
   if (reserved.out_of_memory) {
     text = fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
                        PointText(plan, reserved.out_of_memory_at), reserved.end_reserved_bytes.value);
-    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit", without_limit.value,
-                        Gib(without_limit));
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit",
+                        other.without_limit_bytes.value, Gib(other.without_limit_bytes));
   } else {
     text = fmt::format("\n{:<28} {:>18} {:>10.3f}\n", "reserved at its peak",
                        reserved.peak_reserved_bytes.value, Gib(reserved.peak_reserved_bytes));
     text += fmt::format("{:<28} {:>18} {:>10.3f}   {:.1f} % of it is not allocated\n", "allocated then",
                         reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
                         static_cast<double>(reserved.FragmentationPpm()) / 1e4);
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n",
+                        "... device never behind", other.at_once_bytes.value, Gib(other.at_once_bytes));
     text += fmt::format("first reserved at {}; {} requests released the cache\n",
                         PointText(plan, reserved.peak_at), reserved.retries);
   }

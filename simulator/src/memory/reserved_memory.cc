@@ -16,9 +16,9 @@ Order OrderOf(const MemoryPoint& at) { return {at.step, at.trigger, at.instructi
 
 // What the host knows to be done: by stream, how many of the allocator's events on it (clocks over streams,
 // as the program's records and waits carry them).
-class Completion {
+class PassedEvents {
  public:
-  Completion(const Plan& plan, CachingAllocator& allocator)
+  PassedEvents(const Plan& plan, CachingAllocator& allocator)
       : plan_(plan),
         allocator_(allocator),
         streams_(std::max<std::size_t>(1, plan.streams.size())),
@@ -94,7 +94,7 @@ class Reserver {
         options_(options),
         allocator_(options.settings),
         device_(options.device_bytes, options.other_bytes),
-        completion_(plan, allocator_),
+        passed_(plan, allocator_),
         blocks_(history.blocks.size(), kNoBlock) {
     if (options.record_addresses) result_.placements.resize(history.blocks.size());
   }
@@ -119,14 +119,19 @@ class Reserver {
   void Apply(std::size_t a) {
     const MemoryAction& action = history_.actions[a];
     const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
-    completion_.AdvanceTo(action.at);
+    passed_.AdvanceTo(action.at);
     BlockId& id = blocks_[static_cast<std::size_t>(action.block)];
     SHARDPLAN_ASSERT(action.frees != (id == kNoBlock),
                      "a block of the history is allocated once, then freed");
     if (action.frees) {
       if (id < 0) return;
-      for (const StreamId used : SafeAfter(action.at)) allocator_.RecordStream(id, used);
+      for (const StreamId used : block.recorded_on) allocator_.RecordStream(id, used);
       allocator_.Free(id);
+      if (options_.completion == Completion::kAtOnce) {
+        for (const StreamId used : block.recorded_on) {
+          allocator_.CompleteEvents(used, allocator_.RecordedEvents(used));
+        }
+      }
       return;
     }
     id = allocator_.Allocate(block.requested_bytes, block.stream, device_);
@@ -154,17 +159,6 @@ class Reserver {
     peak_action_ = a;
   }
 
-  // Streams that the freed buffer was recorded on.
-  std::vector<StreamId> SafeAfter(const MemoryPoint& at) const {
-    if (at.step < 0 || at.trigger < 0 || at.instruction < 0) return {};
-    const auto& triggers = plan_.steps[static_cast<std::size_t>(at.step)].triggers;
-    if (static_cast<std::size_t>(at.trigger) >= triggers.size()) return {};
-    const Instruction& instruction =
-        triggers[static_cast<std::size_t>(at.trigger)].instructions[static_cast<std::size_t>(at.instruction)];
-    if (instruction.kind != InstructionKind::kFree) return {};
-    return instruction.safe_after;
-  }
-
   void Record(std::size_t a, StreamId stream) {
     if (!options_.record_addresses) return;
     const auto now = static_cast<std::int32_t>(a);
@@ -188,7 +182,7 @@ class Reserver {
   const ReservedOptions& options_;
   CachingAllocator allocator_;
   SimpleDevice device_;
-  Completion completion_;
+  PassedEvents passed_;
   std::vector<BlockId> blocks_;
   std::size_t peak_action_ = 0;
   ReservedMemory result_;

@@ -15,7 +15,7 @@ void PostBackwardReshard(FsdpState& state, FlatParamHandle& handle, const Unshar
 void PostBackwardHook(FsdpState& state, FlatParamHandle& handle, std::int32_t microbatch) {
   const Context& context = handle.context();
   context.builder.BeginTrigger(TriggerKind::kPostBackward, handle.id(), microbatch);
-  context.builder.SetReason("autograd");
+  context.builder.SetReason("accumulate_grad");
   AccumulateGrad(handle);
   state.backward.accumulated = true;
   handle.training_state = HandleTrainingState::kBackwardPost;
@@ -141,7 +141,7 @@ void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& ev
       PostBackwardHook(state, *handle, event.microbatch);
   }
   context.builder.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
-  context.builder.SetReason("autograd");
+  context.builder.SetReason("accumulate_grad");
   for (std::optional<FlatParamHandle>& handle : state.handles) {
     if (!handle) continue;
     if (!handle->flat_param.view_grads.empty()) {

@@ -213,6 +213,8 @@ void ReduceGrad(FlatParamHandle& handle) {
   for (auto buffer = input.temporaries.rbegin(); buffer != input.temporaries.rend(); ++buffer) {
     context.builder.Free(*buffer, stream);
   }
+  // The hook is over: the engine, which called it, lets go of the gradient.
+  const InstructionLabel label(context.builder, handle.id(), "hook_returned");
   context.builder.Free(unsharded, context.streams.unshard,
                        Context::RecordStream(stream, context.streams.unshard));
 }

@@ -41,6 +41,7 @@ struct MemoryBlock {
   BufferId buffer = -1;        // of the plan; -1: the model's or the optimizer's own
   std::int32_t part = 0;       // of the buffer
   std::int32_t microbatch = 0;
+  std::vector<StreamId> recorded_on;  // record_stream: streams, besides its own, that its free waits for
   std::int32_t born = -1;  // index of its action
   std::int32_t died = -1;  // -1: alive at the end
   bool operator==(const MemoryBlock&) const = default;

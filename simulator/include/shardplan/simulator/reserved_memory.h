@@ -3,9 +3,10 @@
 //
 // [Note: frees that wait for a stream]
 // A free with `safe_after` (record_stream) is finished when the device has passed the point of the free on
-// those streams. The replay has no clock, so it counts only on what the program makes certain: a host_wait on
+// those streams. When that is depends on the device's speed, and the replay has no clock: it gives both
+// bounds. A device that is behind (kWaitedFor) has done only what the program makes certain: a host_wait on
 // an event, and everything that was waited for before that event was recorded; and the step's end, where the
-// device is idle.
+// device is idle. A device that is never behind (kAtOnce) has done everything before the next request.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,10 @@
 
 namespace shardplan {
 
+enum class Completion : std::uint8_t { kWaitedFor, kAtOnce };
+
 struct ReservedOptions {
+  Completion completion = Completion::kWaitedFor;
   AllocatorSettings settings;
   Bytes device_bytes{std::int64_t{1} << 50};  // memory of the device
   Bytes other_bytes;                          // what the process cannot get: context, NCCL's buffers
