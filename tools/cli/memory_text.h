@@ -22,7 +22,8 @@ bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const Res
 
 // {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
 // "by_category"}...]}
-std::string RowsJson(const Plan& plan, const MemoryRows& rows);
+// `allocator`: with its statistics at each row; null: without.
+std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReserved* allocator);
 
 // Reserved peaks under other circumstances.
 struct OtherReserved {

@@ -59,10 +59,22 @@ class StreamBuilder {
                 .category = CategoryOf(StorageRole::kBuffer),
                 .part = static_cast<std::int32_t>(b)});
     }
+    if (options_.steady_passes > 0) {
+      RunPasses();
+      return std::move(history_);
+    }
     if (plan_.steps.size() == 1) RunStep(0);
     history_.first_recorded = history_.actions.size();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) RunStep(static_cast<std::int32_t>(s));
     return std::move(history_);
+  }
+
+  void RunPasses() {
+    for (std::int32_t s = 0; s < plan_.steady_step; ++s) RunStep(s);
+    for (std::int32_t pass = 0; pass < options_.steady_passes; ++pass) {
+      history_.first_recorded = history_.actions.size();
+      for (auto s = plan_.steady_step; s < std::ssize(plan_.steps); ++s) RunStep(s);
+    }
   }
 
  private:
@@ -70,7 +82,7 @@ class StreamBuilder {
   struct Memory {
     std::int32_t names = 0;
     std::vector<StreamId> recorded_on;  // by the frees of its names so far
-    std::vector<std::int32_t> parts;  // blocks, -1 where there is none
+    std::vector<std::int32_t> parts;    // blocks, -1 where there is none
   };
 
   const Buffer& BufferOf(BufferId id) const { return plan_.buffers[static_cast<std::size_t>(id)]; }
@@ -299,7 +311,8 @@ class StreamBuilder {
         if (Has(plan_.buffers, instruction.dst)) AllocateBuffer(instruction.dst, instruction.stream);
         break;
       case InstructionKind::kFree:
-        if (Has(plan_.buffers, instruction.src)) FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
+        if (Has(plan_.buffers, instruction.src))
+          FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
         break;
       case InstructionKind::kGradCast:
         if (alive_.MakesView(instruction)) MakeView(instruction.src, instruction.dst);

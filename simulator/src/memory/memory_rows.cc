@@ -44,6 +44,7 @@ class RowReader {
       if (key(sample.step, sample.trigger, sample.instruction, sample.entry) >= limit) return;
       now_.by_category[static_cast<std::size_t>(sample.category)] = sample.category_bytes;
       now_.total_bytes = sample.total_bytes;
+      now_.action = sample.action;
       if (in_step_ && sample.total_bytes > result_.peak.total_bytes) NotePeak(&sample);
     }
   }

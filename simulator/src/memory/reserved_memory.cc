@@ -100,7 +100,10 @@ class Reserver {
   }
 
   ReservedMemory Run() {
-    for (std::size_t a = 0; a < history_.actions.size() && !result_.out_of_memory; ++a) Apply(a);
+    for (std::size_t a = 0; a < history_.actions.size() && !result_.out_of_memory; ++a) {
+      Apply(a);
+      if (options_.record_stats) result_.stats.push_back(allocator_.stats());
+    }
     const AllocatorStats& stats = allocator_.stats();
     result_.end_reserved_bytes = stats.reserved_bytes;
     result_.peak_allocated_bytes = stats.peak_allocated_bytes;
@@ -205,6 +208,40 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history, con
   }
   // Values only, nothing that points into the reserver.
   return result;  // NOLINT(clang-analyzer-core.StackAddressEscape)
+}
+
+SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
+                                  const ReservedOptions& options) {
+  constexpr std::int32_t kMostPasses = 8;
+  ReservedOptions recording = options;
+  recording.record_stats = true;
+  SteadyReserved steady;
+  for (std::int32_t pass = 2; pass <= kMostPasses; ++pass) {
+    history_options.steady_passes = pass;
+    steady.history = MemoryHistoryOf(plan, history_options);
+    steady.reserved = ReserveMemory(plan, steady.history, recording);
+    if (steady.reserved.out_of_memory) return steady;
+    const AllocatorStats& before = steady.reserved.stats[steady.history.first_recorded - 1];
+    steady.end = steady.reserved.stats.back();
+    const bool stays = before.peak_reserved_bytes == steady.end.peak_reserved_bytes &&
+                       before.reserved_bytes == steady.end.reserved_bytes;
+    if (stays) break;
+  }
+  std::size_t before_steps = 0;
+  while (steady.history.actions[before_steps].at.step < 0) ++before_steps;
+  if (before_steps > 0) {
+    const AllocatorStats& made = steady.reserved.stats[before_steps - 1];
+    steady.end.device_allocs -= made.device_allocs;
+    steady.end.device_frees -= made.device_frees;
+  }
+  const MemoryProfile profile = ProfileMemory(plan, steady.history, {.record_samples = true});
+  steady.rows = RowsOf(plan, profile, plan.steady_step).rows;
+  const auto first = static_cast<std::int32_t>(steady.history.first_recorded);
+  for (const MemoryRow& row : steady.rows) {
+    steady.at_rows.push_back(
+        steady.reserved.stats[static_cast<std::size_t>(std::max(row.action, first - 1))]);
+  }
+  return steady;
 }
 
 std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryHistory& history,
