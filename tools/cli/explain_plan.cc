@@ -17,7 +17,7 @@ struct Reason {
 };
 
 // Instruction::reason of both policies (docs/planner.md).
-constexpr std::array<Reason, 19> kReasons = {{
+constexpr std::array<Reason, 21> kReasons = {{
     {"pre_forward", "the unit's forward begins and needs its parameters"},
     {"post_forward", "the unit's forward is over"},
     {"pre_backward", "the gradient of an output is ready: the unit's backward needs its parameters"},
@@ -29,6 +29,8 @@ constexpr std::array<Reason, 19> kReasons = {{
      "backward"},
     {"prefetch_backward_explicit", "a unit that this one's list names is gathered while this one computes"},
     {"recompute", "a checkpointed forward runs again and needs the parameters"},
+    {"accumulate_grad", "autograd puts the gradients of a flat parameter's views together"},
+    {"hook_returned", "the post-backward hook is over: autograd lets go of the gradient that it had for it"},
     {"autograd", "autograd has the gradients of the unit's inputs: its own gradients are complete"},
     {"final",
      "autograd never reached the unit's inputs (they need no gradient): done when the engine has finished"},

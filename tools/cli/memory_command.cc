@@ -18,16 +18,23 @@ struct MemoryArguments {
   std::string rows, alloc_conf, plot, map;
   bool no_kernel_temporaries = false;
   bool reserved = false;
+  std::string frees = "late";
+  std::uint64_t limit_bytes = 0;  // 0: the device's
   bool quiet = false;
 };
 
 Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const Plan& plan) {
   ReservedOptions reserved;
   reserved.record_addresses = !options.map.empty();
+  reserved.completion = options.frees == "late" ? Completion::kWaitedFor : Completion::kAtOnce;
   const Device& device = plan.cluster.device;
   if (device.memory_bytes.value > 0) {
     reserved.device_bytes = device.memory_bytes;
     reserved.other_bytes = device.context_bytes + NcclBufferBytes(plan);
+  }
+  if (options.limit_bytes > 0) {
+    reserved.device_bytes = {static_cast<std::int64_t>(options.limit_bytes)};
+    reserved.other_bytes = {};
   }
   if (options.alloc_conf.empty()) return reserved;
   if (Status parsed = ParseAllocatorSettings(options.alloc_conf, reserved.device_bytes, reserved.settings);
@@ -37,7 +44,14 @@ Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const 
   return reserved;
 }
 
-// What the allocator would reserve on a device without end.
+// What the allocator would reserve on a device that is never behind the host.
+Bytes ReservedAtOnce(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
+  options.completion = Completion::kAtOnce;
+  options.record_addresses = false;
+  return ReserveMemory(plan, history, options).peak_reserved_bytes;
+}
+
+// ... on one without end.
 Bytes WithoutLimit(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.device_bytes = ReservedOptions().device_bytes;
   options.record_addresses = false;
@@ -77,25 +91,32 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
       RowsOf(*plan, ProfileMemory(*plan, history, {.record_samples = true}), plan->steady_step);
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   std::optional<ReservedMemory> reserved;
+  std::optional<SteadyReserved> steady;
   const Result<ReservedOptions> reserved_options = ReservedOptionsOf(options, *plan);
   if (!reserved_options) return std::unexpected(reserved_options.error());
   if (options.reserved || !options.map.empty() || !options.alloc_conf.empty()) {
     reserved = ReserveMemory(*plan, history, *reserved_options);
+    steady =
+        ReserveUntilSteady(*plan, {.kernel_temporaries = !options.no_kernel_temporaries}, *reserved_options);
   }
-  const ReservedMemory* held = reserved ? &*reserved : nullptr;
+  const ReservedMemory* held = steady ? &steady->reserved : nullptr;
   fits = FitsDevice(*input, rows, held);
   if (!options.rows.empty()) {
-    if (Status written = WriteAndSay(options.rows, RowsJson(*plan, rows), options.quiet); !written)
-      return written;
+    const std::string text = RowsJson(*plan, rows, steady ? &*steady : nullptr);
+    if (Status written = WriteAndSay(options.rows, text, options.quiet); !written) return written;
   }
-  if (Status written = WritePages(options, *plan, history, held); !written) return written;
+  if (Status written = WritePages(options, *plan, history, reserved ? &*reserved : nullptr); !written)
+    return written;
   if (!HasTable(options)) return {};
   std::string text = MemoryTable(*input, rows, held);
   if (held != nullptr) {
     std::vector<SettingsTrial> trials;
     if (options.reserved) trials = TryAllocatorSettings(*plan, history, *reserved_options);
-    text += ReservedTable(*plan, *held, WithoutLimit(*plan, history, *reserved_options), trials);
-    if (options.map == "-") text += "\n" + AsciiMemoryMap(held->map_at_peak);
+    text += ReservedTable(*plan, *held,
+                          {.without_limit_bytes = WithoutLimit(*plan, history, *reserved_options),
+                           .at_once_bytes = ReservedAtOnce(*plan, history, *reserved_options)},
+                          trials);
+    if (options.map == "-") text += "\n" + AsciiMemoryMap(reserved->map_at_peak);
   }
   return PrintText(text);
 }
@@ -122,6 +143,20 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
                     "Leave out what kernels allocate inside themselves (estimated by formulas)");
   command->add_flag("--reserved", options->reserved,
                     "Reserved bytes of the caching allocator, and which settings would lower them");
+  command
+      ->add_option(
+          "--frees", options->frees,
+          "When memory that other streams use is free again: late (the host knows that they are done; "
+          "a device that is behind), at-once (a device that never is)")
+      ->check(CLI::IsMember({"late", "at-once"}))
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--allocator-limit", options->limit_bytes,
+          "Memory that the allocator can get, as 40GiB (default: the device's, less its context and NCCL's "
+          "buffers)")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(std::uint64_t{1} << 20, std::uint64_t{1} << 50));
   command->add_option("--alloc-conf", options->alloc_conf,
                       "Settings of the allocator, as PYTORCH_CUDA_ALLOC_CONF has them");
   command->add_option("--plot", options->plot,

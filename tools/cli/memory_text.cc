@@ -134,7 +134,31 @@ std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
   return text;
 }
 
-std::string RowsJson(const Plan& plan, const MemoryRows& rows) {
+namespace {
+
+Json Statistics(const AllocatorStats& stats) {
+  return {{"requested_bytes", stats.requested_bytes.value},
+          {"allocated_bytes", stats.allocated_bytes.value},
+          {"active_bytes", stats.active_bytes.value},
+          {"reserved_bytes", stats.reserved_bytes.value},
+          {"segments", stats.segments}};
+}
+
+// Peaks are of everything, calls of the driver from the first step on.
+Json AllocatorEnd(const SteadyReserved& allocator) {
+  const AllocatorStats& end = allocator.end;
+  return {{"peak_allocated_bytes", end.peak_allocated_bytes.value},
+          {"peak_active_bytes", end.peak_active_bytes.value},
+          {"peak_reserved_bytes", end.peak_reserved_bytes.value},
+          {"device_allocs", end.device_allocs},
+          {"device_frees", end.device_frees},
+          {"retries", end.retries},
+          {"out_of_memory", allocator.reserved.out_of_memory}};
+}
+
+}  // namespace
+
+std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReserved* allocator) {
   const MemoryPeak& peak = rows.peak;
   Json json = {{"categories", MemoryCategories()},
                {"peak",
@@ -144,31 +168,39 @@ std::string RowsJson(const Plan& plan, const MemoryRows& rows) {
                  {"unit", UnitText(plan, peak.unit)},
                  {"allocation", peak.allocation}}},
                {"rows", Json::array()}};
-  for (const MemoryRow& row : rows.rows) {
-    json["rows"].push_back({{"event", row.event},
-                            {"unit", UnitText(plan, row.unit)},
-                            {"microbatch", row.microbatch},
-                            {"total_bytes", row.total_bytes.value},
-                            {"by_category", Numbers(row.by_category)}});
+  for (std::size_t r = 0; r < rows.rows.size(); ++r) {
+    const MemoryRow& row = rows.rows[r];
+    Json entry = {{"event", row.event},
+                  {"unit", UnitText(plan, row.unit)},
+                  {"microbatch", row.microbatch},
+                  {"total_bytes", row.total_bytes.value},
+                  {"by_category", Numbers(row.by_category)}};
+    if (allocator != nullptr && r < allocator->at_rows.size()) {
+      entry["allocator"] = Statistics(allocator->at_rows[r]);
+    }
+    json["rows"].push_back(std::move(entry));
   }
+  if (allocator != nullptr) json["allocator"] = AllocatorEnd(*allocator);
   return Lines(json);
 }
 
-std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, const OtherReserved& other,
                           const std::vector<SettingsTrial>& trials) {
   std::string text;
   if (reserved.out_of_memory) {
     text =
         fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
                     Printable(PointText(plan, reserved.out_of_memory_at)), reserved.end_reserved_bytes.value);
-    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit", without_limit.value,
-                        Gib(without_limit));
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit",
+                        other.without_limit_bytes.value, Gib(other.without_limit_bytes));
   } else {
     text = fmt::format("\n{:<28} {:>18} {:>10.3f}\n", "reserved at its peak",
                        reserved.peak_reserved_bytes.value, Gib(reserved.peak_reserved_bytes));
     text += fmt::format("{:<28} {:>18} {:>10.3f}   {:.1f} % of it is not allocated\n", "allocated then",
                         reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
                         static_cast<double>(reserved.FragmentationPpm()) / 1e4);
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "... device never behind", other.at_once_bytes.value,
+                        Gib(other.at_once_bytes));
     text += fmt::format("first reserved at {}; {} requests released the cache\n",
                         Printable(PointText(plan, reserved.peak_at)), reserved.retries);
   }

@@ -22,11 +22,17 @@ bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const Res
 
 // {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
 // "by_category"}...]}
-std::string RowsJson(const Plan& plan, const MemoryRows& rows);
+// `allocator`: with its statistics at each row; null: without.
+std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReserved* allocator);
 
-// Reserved peak, fragmentation, and what other settings of the allocator would save. `without_limit`: the
-// reserved peak on a device without end, printed where the memory does not suffice.
-std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, Bytes without_limit,
+// Reserved peaks under other circumstances.
+struct OtherReserved {
+  Bytes without_limit_bytes;  // on a device without end, printed where the memory does not suffice
+  Bytes at_once_bytes;        // Completion::kAtOnce
+};
+
+// Reserved peak, fragmentation, and what other settings of the allocator would save.
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, const OtherReserved& other,
                           const std::vector<SettingsTrial>& trials);
 
 // The largest `count` of what is alive at the peak, and the units.

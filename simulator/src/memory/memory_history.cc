@@ -59,17 +59,30 @@ class StreamBuilder {
                 .category = CategoryOf(StorageRole::kBuffer),
                 .part = static_cast<std::int32_t>(b)});
     }
+    if (options_.steady_passes > 0) {
+      RunPasses();
+      return std::move(history_);
+    }
     if (plan_.steps.size() == 1) RunStep(0);
     history_.first_recorded = history_.actions.size();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) RunStep(static_cast<std::int32_t>(s));
     return std::move(history_);
   }
 
+  void RunPasses() {
+    for (std::int32_t s = 0; s < plan_.steady_step; ++s) RunStep(s);
+    for (std::int32_t pass = 0; pass < options_.steady_passes; ++pass) {
+      history_.first_recorded = history_.actions.size();
+      for (auto s = plan_.steady_step; s < std::ssize(plan_.steps); ++s) RunStep(s);
+    }
+  }
+
  private:
   // Memory that one buffer, or several (views), name.
   struct Memory {
     std::int32_t names = 0;
-    std::vector<std::int32_t> parts;  // blocks, -1 where there is none
+    std::vector<StreamId> recorded_on;  // by the frees of its names so far
+    std::vector<std::int32_t> parts;    // blocks, -1 where there is none
   };
 
   const Buffer& BufferOf(BufferId id) const { return plan_.buffers[static_cast<std::size_t>(id)]; }
@@ -128,9 +141,10 @@ class StreamBuilder {
     history_.actions.push_back({index, false, at_});
     return index;
   }
-  void Free(std::int32_t block) {
+  void Free(std::int32_t block, const std::vector<StreamId>& recorded_on = {}) {
     if (block < 0) return;
     MemoryBlock& freed = history_.blocks[static_cast<std::size_t>(block)];
+    freed.recorded_on = recorded_on;
     SHARDPLAN_ASSERT(freed.died < 0, "whoever frees a block forgets it");
     freed.died = static_cast<std::int32_t>(history_.actions.size());
     history_.actions.push_back({block, true, at_});
@@ -145,7 +159,7 @@ class StreamBuilder {
       unused_memories_.pop_back();
     }
     MemoryIndex(id) = index;
-    MemoryAt(index) = {1, std::vector<std::int32_t>(BufferOf(id).parts_bytes.size(), -1)};
+    MemoryAt(index) = {1, {}, std::vector<std::int32_t>(BufferOf(id).parts_bytes.size(), -1)};
     return MemoryAt(index);
   }
 
@@ -187,11 +201,13 @@ class StreamBuilder {
   }
 
   // `parts`: only these; empty: what is left.
-  void FreeBuffer(BufferId id, const std::vector<std::int32_t>& parts = {}) {
+  void FreeBuffer(BufferId id, const std::vector<std::int32_t>& parts = {},
+                  const std::vector<StreamId>& recorded_on = {}) {
     if (SharesGradients(id)) {
-      FreeGradients(id, parts);
+      FreeGradients(id, parts, recorded_on);
       return;
     }
+    if (MemoryIndex(id) >= 0) NoteRecorded(MemoryAt(MemoryIndex(id)).recorded_on, recorded_on);
     if (!parts.empty()) {
       if (MemoryIndex(id) >= 0) FreeParts(MemoryAt(MemoryIndex(id)), parts);
       return;
@@ -201,13 +217,19 @@ class StreamBuilder {
     Memory& memory = MemoryAt(index);
     SHARDPLAN_ASSERT(memory.names > 0, "each buffer that names the memory was counted");
     if (--memory.names > 0) return;
-    for (const std::int32_t block : memory.parts) Free(block);
+    for (const std::int32_t block : memory.parts) Free(block, memory.recorded_on);
     unused_memories_.push_back(index);
   }
 
   void FreeParts(Memory& memory, const std::vector<std::int32_t>& parts) {
     for (const std::int32_t part : parts) {
-      if (Has(memory.parts, part)) Free(std::exchange(memory.parts[static_cast<std::size_t>(part)], -1));
+      if (!Has(memory.parts, part)) continue;
+      Free(std::exchange(memory.parts[static_cast<std::size_t>(part)], -1), memory.recorded_on);
+    }
+  }
+  static void NoteRecorded(std::vector<StreamId>& all, const std::vector<StreamId>& more) {
+    for (const StreamId stream : more) {
+      if (std::ranges::find(all, stream) == all.end()) all.push_back(stream);
     }
   }
 
@@ -230,12 +252,13 @@ class StreamBuilder {
     }
     return nullptr;
   }
-  void FreeGradients(BufferId id, const std::vector<std::int32_t>& parts) {
+  void FreeGradients(BufferId id, const std::vector<std::int32_t>& parts,
+                     const std::vector<StreamId>& recorded_on) {
     const std::vector<std::int32_t>& parameters = BufferOf(id).parameters;
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       const std::int32_t parameter = parameters[p];
       if (!parts.empty() && !std::ranges::binary_search(parts, static_cast<std::int32_t>(p))) continue;
-      if (std::int32_t* block = GradientBlock(id, parameter)) Free(std::exchange(*block, -1));
+      if (std::int32_t* block = GradientBlock(id, parameter)) Free(std::exchange(*block, -1), recorded_on);
     }
   }
 
@@ -288,7 +311,8 @@ class StreamBuilder {
         if (Has(plan_.buffers, instruction.dst)) AllocateBuffer(instruction.dst, instruction.stream);
         break;
       case InstructionKind::kFree:
-        if (Has(plan_.buffers, instruction.src)) FreeBuffer(instruction.src, instruction.parts);
+        if (Has(plan_.buffers, instruction.src))
+          FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
         break;
       case InstructionKind::kGradCast:
         if (alive_.MakesView(instruction)) MakeView(instruction.src, instruction.dst);

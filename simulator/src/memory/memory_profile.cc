@@ -78,7 +78,8 @@ class Profiler {
                                   action.at.step,
                                   action.at.trigger,
                                   action.at.instruction,
-                                  action.at.entry});
+                                  action.at.entry,
+                                  static_cast<std::int32_t>(next_)});
     }
     if (total_ > step_peak_) {
       step_peak_ = total_;

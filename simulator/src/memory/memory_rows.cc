@@ -44,6 +44,7 @@ class RowReader {
       if (key(sample.step, sample.trigger, sample.instruction, sample.entry) >= limit) return;
       now_.by_category[static_cast<std::size_t>(sample.category)] = sample.category_bytes;
       now_.total_bytes = sample.total_bytes;
+      now_.action = sample.action;
       if (in_step_ && sample.total_bytes > result_.peak.total_bytes) NotePeak(&sample);
     }
   }
@@ -71,7 +72,8 @@ class RowReader {
                       trigger.kind == TriggerKind::kPostBackward || trigger.kind == TriggerKind::kBackwardEnd;
     if (hook) SetPhase(trigger.kind);
     hook_open_ = hook && HasRow(trigger);
-    if (hook_open_) RowOf(name + ".before", trigger.unit);
+    hook_begun_ = false;
+    if (hook_open_ && !IsOfAutograd(trigger, 0)) BeginHook(trigger, name);
     if (trigger.kind == TriggerKind::kPostBackward) reduced_.insert(trigger.unit);
     if (trigger.kind == TriggerKind::kBackwardEnd) FindLateUnits();
     if (trigger.kind == TriggerKind::kOptimizerStep) {
@@ -80,6 +82,9 @@ class RowReader {
     }
     for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
       AdvanceTo({step_, trigger_, static_cast<std::int32_t>(i), kNone});
+      const bool autograd = IsOfAutograd(trigger, i);
+      if (hook_open_ && hook_begun_ && autograd) CloseHook(trigger, name);
+      if (hook_open_ && !hook_begun_ && !autograd) BeginHook(trigger, name);
       ReadInstruction(trigger, trigger.instructions[i], name);
     }
     AdvanceTo({step_, trigger_ + 1, kNone, kNone});
@@ -105,8 +110,20 @@ class RowReader {
     phase_ = kind == TriggerKind::kPreForward || kind == TriggerKind::kPostForward ? "forward" : "backward";
   }
 
+  // fsdp1: what autograd does before it calls the hook, and after.
+  static bool IsOfAutograd(const Trigger& trigger, std::size_t instruction) {
+    return instruction < trigger.instructions.size() &&
+           (trigger.instructions[instruction].reason == "accumulate_grad" ||
+            trigger.instructions[instruction].reason == "hook_returned");
+  }
+  void BeginHook(const Trigger& trigger, const std::string& name) {
+    hook_begun_ = true;
+    RowOf(name + ".before", trigger.unit);
+  }
+
   // What the model does follows a hook's own instructions.
   void CloseHook(const Trigger& trigger, const std::string& name) {
+    if (!hook_begun_) BeginHook(trigger, name);
     hook_open_ = false;
     RowOf(name + ".after", trigger.unit);
     const bool root = trigger.unit >= 0 && plan_.units[static_cast<std::size_t>(trigger.unit)].fqn.empty();
@@ -249,6 +266,7 @@ class RowReader {
   std::vector<UnitId> late_;  // those that its end runs
   bool recomputing_ = false;
   bool hook_open_ = false;
+  bool hook_begun_ = false;  // of a hook that is open: its first row is there
   bool in_step_ = false;
 };
 

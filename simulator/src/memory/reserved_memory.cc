@@ -16,9 +16,9 @@ Order OrderOf(const MemoryPoint& at) { return {at.step, at.trigger, at.instructi
 
 // What the host knows to be done: by stream, how many of the allocator's events on it (clocks over streams,
 // as the program's records and waits carry them).
-class Completion {
+class PassedEvents {
  public:
-  Completion(const Plan& plan, CachingAllocator& allocator)
+  PassedEvents(const Plan& plan, CachingAllocator& allocator)
       : plan_(plan),
         allocator_(allocator),
         streams_(std::max<std::size_t>(1, plan.streams.size())),
@@ -94,13 +94,16 @@ class Reserver {
         options_(options),
         allocator_(options.settings),
         device_(options.device_bytes, options.other_bytes),
-        completion_(plan, allocator_),
+        passed_(plan, allocator_),
         blocks_(history.blocks.size(), kNoBlock) {
     if (options.record_addresses) result_.placements.resize(history.blocks.size());
   }
 
   ReservedMemory Run() {
-    for (std::size_t a = 0; a < history_.actions.size() && !result_.out_of_memory; ++a) Apply(a);
+    for (std::size_t a = 0; a < history_.actions.size() && !result_.out_of_memory; ++a) {
+      Apply(a);
+      if (options_.record_stats) result_.stats.push_back(allocator_.stats());
+    }
     const AllocatorStats& stats = allocator_.stats();
     result_.end_reserved_bytes = stats.reserved_bytes;
     result_.peak_allocated_bytes = stats.peak_allocated_bytes;
@@ -119,14 +122,19 @@ class Reserver {
   void Apply(std::size_t a) {
     const MemoryAction& action = history_.actions[a];
     const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
-    completion_.AdvanceTo(action.at);
+    passed_.AdvanceTo(action.at);
     BlockId& id = blocks_[static_cast<std::size_t>(action.block)];
     SHARDPLAN_ASSERT(action.frees != (id == kNoBlock),
                      "a block of the history is allocated once, then freed");
     if (action.frees) {
       if (id < 0) return;
-      for (const StreamId used : SafeAfter(action.at)) allocator_.RecordStream(id, used);
+      for (const StreamId used : block.recorded_on) allocator_.RecordStream(id, used);
       allocator_.Free(id);
+      if (options_.completion == Completion::kAtOnce) {
+        for (const StreamId used : block.recorded_on) {
+          allocator_.CompleteEvents(used, allocator_.RecordedEvents(used));
+        }
+      }
       return;
     }
     id = allocator_.Allocate(block.requested_bytes, block.stream, device_);
@@ -154,17 +162,6 @@ class Reserver {
     peak_action_ = a;
   }
 
-  // Streams that the freed buffer was recorded on.
-  std::vector<StreamId> SafeAfter(const MemoryPoint& at) const {
-    if (at.step < 0 || at.trigger < 0 || at.instruction < 0) return {};
-    const auto& triggers = plan_.steps[static_cast<std::size_t>(at.step)].triggers;
-    if (static_cast<std::size_t>(at.trigger) >= triggers.size()) return {};
-    const Instruction& instruction =
-        triggers[static_cast<std::size_t>(at.trigger)].instructions[static_cast<std::size_t>(at.instruction)];
-    if (instruction.kind != InstructionKind::kFree) return {};
-    return instruction.safe_after;
-  }
-
   void Record(std::size_t a, StreamId stream) {
     if (!options_.record_addresses) return;
     const auto now = static_cast<std::int32_t>(a);
@@ -188,7 +185,7 @@ class Reserver {
   const ReservedOptions& options_;
   CachingAllocator allocator_;
   SimpleDevice device_;
-  Completion completion_;
+  PassedEvents passed_;
   std::vector<BlockId> blocks_;
   std::size_t peak_action_ = 0;
   ReservedMemory result_;
@@ -211,6 +208,40 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history, con
   }
   // Values only, nothing that points into the reserver.
   return result;  // NOLINT(clang-analyzer-core.StackAddressEscape)
+}
+
+SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
+                                  const ReservedOptions& options) {
+  constexpr std::int32_t kMostPasses = 8;
+  ReservedOptions recording = options;
+  recording.record_stats = true;
+  SteadyReserved steady;
+  for (std::int32_t pass = 2; pass <= kMostPasses; ++pass) {
+    history_options.steady_passes = pass;
+    steady.history = MemoryHistoryOf(plan, history_options);
+    steady.reserved = ReserveMemory(plan, steady.history, recording);
+    if (steady.reserved.out_of_memory) return steady;
+    const AllocatorStats& before = steady.reserved.stats[steady.history.first_recorded - 1];
+    steady.end = steady.reserved.stats.back();
+    const bool stays = before.peak_reserved_bytes == steady.end.peak_reserved_bytes &&
+                       before.reserved_bytes == steady.end.reserved_bytes;
+    if (stays) break;
+  }
+  std::size_t before_steps = 0;
+  while (steady.history.actions[before_steps].at.step < 0) ++before_steps;
+  if (before_steps > 0) {
+    const AllocatorStats& made = steady.reserved.stats[before_steps - 1];
+    steady.end.device_allocs -= made.device_allocs;
+    steady.end.device_frees -= made.device_frees;
+  }
+  const MemoryProfile profile = ProfileMemory(plan, steady.history, {.record_samples = true});
+  steady.rows = RowsOf(plan, profile, plan.steady_step).rows;
+  const auto first = static_cast<std::int32_t>(steady.history.first_recorded);
+  for (const MemoryRow& row : steady.rows) {
+    steady.at_rows.push_back(
+        steady.reserved.stats[static_cast<std::size_t>(std::max(row.action, first - 1))]);
+  }
+  return steady;
 }
 
 std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryHistory& history,

@@ -7,27 +7,27 @@
 namespace shardplan::fsdp1 {
 namespace {
 
-void PostBackwardReshard(FsdpState& state, FlatParamHandle& handle) {
-  Reshard(state, handle, ShouldFreeInBackward(state, handle), /*grad_enabled=*/false,
-          handle.context().unshard_streams());
+void PostBackwardReshard(FsdpState& state, FlatParamHandle& handle, const UnshardStreams& streams) {
+  Reshard(state, handle, ShouldFreeInBackward(state, handle), /*grad_enabled=*/false, streams);
   PrefetchHandle(state, handle, PrefetchMode::kBackward);
 }
 
 void PostBackwardHook(FsdpState& state, FlatParamHandle& handle, std::int32_t microbatch) {
   const Context& context = handle.context();
   context.builder.BeginTrigger(TriggerKind::kPostBackward, handle.id(), microbatch);
-  context.builder.SetReason("autograd");
+  context.builder.SetReason("accumulate_grad");
   AccumulateGrad(handle);
+  state.backward.accumulated = true;
   handle.training_state = HandleTrainingState::kBackwardPost;
   handle.flat_param.post_backward_called = true;
   context.builder.SetReason("post_backward");
-  PostBackwardReshard(state, handle);
+  PostBackwardReshard(state, handle, context.post_backward_hook_streams());
   if (!state.sync_gradients) {
     // Without sharding `.grad` may be the reduced gradient.
     if (!handle.flat_param.grad.exists()) context.faults_seen.mixed_with_reduced = true;
     return;
   }
-  context.builder.WaitStream(context.streams.post_backward, kCompute,
+  context.builder.WaitStream(context.streams.post_backward, context.streams.unshard,
                              context.EventName(handle.id(), "grads_ready"));
   ReduceGrad(handle);
 }
@@ -131,7 +131,7 @@ void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const
   context.builder.BeginTrigger(TriggerKind::kPostBackward, event.unit, event.microbatch);
   context.builder.SetReason("reshard_only");
   handle->training_state = HandleTrainingState::kBackwardPost;
-  PostBackwardReshard(state, *handle);
+  PostBackwardReshard(state, *handle, context.unshard_streams());  // a hook on inputs
 }
 
 void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& event) {
@@ -141,15 +141,19 @@ void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& ev
       PostBackwardHook(state, *handle, event.microbatch);
   }
   context.builder.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
-  context.builder.SetReason("autograd");
+  context.builder.SetReason("accumulate_grad");
   for (std::optional<FlatParamHandle>& handle : state.handles) {
     if (!handle) continue;
     if (!handle->flat_param.view_grads.empty()) {
       context.builder.SetUnit(handle->id());
       AccumulateGrad(*handle);
-      context.faults_seen.missed_hook = true;
+      state.backward.accumulated = context.faults_seen.missed_hook = true;
     }
     handle->flat_param.post_backward_hook_state.OnBackwardEnd(state.backward.microbatches);
+  }
+  if (state.backward.accumulated) {  // the engine, of the streams of nodes without successors
+    context.builder.SetUnit(-1);
+    context.builder.WaitStream(kCompute, context.streams.unshard, "backward_end.flat_gradients");
   }
   state.backward = {};
   if (state.post_backward_callback_queued) PostBackwardFinalCallback(context, state);

@@ -16,16 +16,24 @@ namespace shardplan::fsdp1 {
 
 // _init_streams.
 struct Streams {
-  StreamId unshard = -1;        // _unshard_stream: all-gathers and their outputs
+  StreamId unshard = -1;        // _unshard_stream: all-gathers, their outputs, and flat gradients (see below)
   StreamId pre_unshard = -1;    // _pre_unshard_stream: casts and copies of shards before all-gathers
   StreamId post_backward = -1;  // _post_backward_stream: reductions
   StreamId all_reduce = -1;     // _all_reduce_stream: of hybrid sharding, otherwise -1
 };
 
-// The two streams that _unshard takes.
+// [Note: the backward of views] FSDP1 makes the views of a flat parameter with the unshard stream current
+// (FlatParamHandle._use_unsharded_views inside of _unshard). Autograd runs a node's backward on the stream
+// that was current when the node was made, and makes it wait for the streams of its inputs. So the gradients
+// of the views are put together on the unshard stream, and from its pool; the flat parameter's AccumulateGrad
+// and its post-backward hook run there, too: what the hook records or waits for as "the current stream" is
+// the unshard stream. (torch/csrc/autograd/input_buffer.cpp, engine.cpp: "Streaming backwards".)
+
+// The streams that _unshard takes, and for _reshard the one that is current.
 struct UnshardStreams {
   StreamId unshard = -1;
   StreamId pre_unshard = -1;
+  StreamId current = kCompute;
 };
 inline constexpr UnshardStreams kUnshardOnCompute{kCompute, kCompute};  // summon_full_params
 
@@ -62,11 +70,19 @@ struct Context {
 
   const Unit& UnitOf(UnitId id) const { return partition.units[id].unit; }
   UnshardStreams unshard_streams() const { return {streams.unshard, streams.pre_unshard}; }
+  // ... in a post-backward hook.
+  UnshardStreams post_backward_hook_streams() const {
+    return {streams.unshard, streams.pre_unshard, streams.unshard};
+  }
   // "<unit>.<what>"
   std::string EventName(UnitId id, std::string_view what) const;
   // A buffer over all parameters of the unit.
   BufferId FlatBuffer(UnitId id, BufferRole role, DType dtype, std::int64_t numel,
                       std::string_view suffix = {}, MemoryKind memory = MemoryKind::kDevice) const;
+  // tensor.record_stream(stream) of memory of the pool of `owner`: safe_after of its free.
+  static std::vector<StreamId> RecordStream(StreamId stream, StreamId owner) {
+    return stream == owner ? std::vector<StreamId>() : std::vector<StreamId>{stream};
+  }
   // stream.synchronize()
   void SynchronizeStream(StreamId stream, const std::string& event) const;
 };

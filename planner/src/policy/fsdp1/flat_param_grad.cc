@@ -107,12 +107,14 @@ BufferId ShardedGrad(const FlatParamHandle& handle) {
 void AccumulateGrad(FlatParamHandle& handle) {
   FlatParameter& flat_param = handle.flat_param;
   ProgramBuilder& builder = handle.context().builder;
+  const StreamId stream = handle.context().streams.unshard;
   const auto flat_buffer = [&](std::string_view suffix) {
     return handle.context().FlatBuffer(handle.id(), BufferRole::kGradUnshardedAccumulated, GradDType(handle),
                                        handle.config().numel, suffix);
   };
   SHARDPLAN_ASSERT(!flat_param.view_grads.empty(), "the node runs when a view has a gradient");
   const BufferId views = ViewGrads(handle);
+  builder.WaitStream(stream, kCompute, handle.context().EventName(handle.id(), "view_grads"));
   // Without sharding a gradient that was reduced is still the one that autograd adds to.
   const bool adds_to_reduced =
       !handle.config().sharded && flat_param.has_sharded_grad && !handle.config().offloads;
@@ -120,20 +122,19 @@ void AccumulateGrad(FlatParamHandle& handle) {
   const BufferId flat = flat_param.grad.exists() ? flat_param.grad.buffer : flat_buffer({});
   const BufferId made = adds ? flat_buffer("new") : flat;
   const BufferId zeros = ZerosForGrad(handle);
-  if (zeros >= 0) builder.Allocate(zeros, kCompute);
-  builder.Allocate(made, kCompute);
-  builder.Move(InstructionKind::kGradCopyIn, views, made, kCompute);
-  if (zeros >= 0) builder.Free(zeros, kCompute);
-  builder.Free(views, kCompute);
+  if (zeros >= 0) builder.Allocate(zeros, stream);
+  builder.Allocate(made, stream);
+  builder.Move(InstructionKind::kGradCopyIn, views, made, stream);
+  if (zeros >= 0) builder.Free(zeros, stream);
+  builder.Free(views, kCompute, Context::RecordStream(stream, kCompute));
   flat_param.contributions.emplace_back(flat_param.view_grads.begin(), flat_param.view_grads.end());
   flat_param.view_grads.clear();
   if (!adds) {
     flat_param.grad.buffer = made;
     return;
   }
-  builder.Move(InstructionKind::kGradAccumulate, made, adds_to_reduced ? ShardedGrad(handle) : flat,
-               kCompute);
-  builder.Free(made, kCompute);
+  builder.Move(InstructionKind::kGradAccumulate, made, adds_to_reduced ? ShardedGrad(handle) : flat, stream);
+  builder.Free(made, stream);
 }
 
 void PrepareGradientForBackward(FlatParamHandle& handle) {
@@ -202,7 +203,7 @@ void ResetGrad(FlatParamHandle& handle) {
   if (!flat_param.grad.exists()) return;
   context.faults_seen.dropped_unreduced = true;  // of micro-batches that did not reduce
   context.builder.SetUnit(handle.id());
-  flat_param.grad.Free(context.builder, kCompute);
+  flat_param.grad.Free(context.builder, context.streams.unshard);
 }
 
 }  // namespace shardplan::fsdp1

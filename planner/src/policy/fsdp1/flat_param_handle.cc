@@ -126,7 +126,7 @@ void FlatParamHandle::PostUnshard(const UnshardStreams& streams) {
 void FlatParamHandle::Reshard(bool free_unsharded_flat_param, bool grad_enabled,
                               const UnshardStreams& streams) {
   UseShardedFlatParam(grad_enabled);
-  if (free_unsharded_flat_param) FreeUnshardedFlatParam(streams.unshard);
+  if (free_unsharded_flat_param) FreeUnshardedFlatParam(streams);
 }
 
 void FlatParamHandle::UseShardedFlatParam(bool grad_enabled) {
@@ -138,16 +138,18 @@ void FlatParamHandle::UseShardedFlatParam(bool grad_enabled) {
 }
 
 // What is freed depends on the mode now, not on what was gathered.
-void FlatParamHandle::FreeUnshardedFlatParam(StreamId stream) {
-  flat_param.full_param_padded.Free(context_->builder, stream, {kCompute});
+void FlatParamHandle::FreeUnshardedFlatParam(const UnshardStreams& streams) {
+  const std::vector<StreamId> used_on = Context::RecordStream(streams.current, streams.unshard);
+  flat_param.full_param_padded.Free(context_->builder, streams.unshard, used_on);
   if (!UsesFullPrecisionParam()) return;
-  flat_param.full_prec_full_param_padded.Free(context_->builder, stream, {kCompute});
+  flat_param.full_prec_full_param_padded.Free(context_->builder, streams.unshard, used_on);
 }
 
 void FlatParamHandle::PostReshard(const UnshardStreams& streams) {
   if (config().sharded) return;
-  flat_param.mp_shard.Free(context_->builder, streams.pre_unshard, {kCompute});
-  flat_param.device_shard.Free(context_->builder, streams.pre_unshard, {kCompute});
+  const std::vector<StreamId> used_on = Context::RecordStream(streams.current, streams.pre_unshard);
+  flat_param.mp_shard.Free(context_->builder, streams.pre_unshard, used_on);
+  flat_param.device_shard.Free(context_->builder, streams.pre_unshard, used_on);
 }
 
 void FlatParamHandle::ToCpu() {

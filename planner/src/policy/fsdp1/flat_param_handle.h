@@ -152,7 +152,7 @@ class FlatParamHandle {
   void MakeCpuGrad();
   void UseUnshardedFlatParam(BufferId unsharded);
   void UseShardedFlatParam(bool grad_enabled);
-  void FreeUnshardedFlatParam(StreamId stream);
+  void FreeUnshardedFlatParam(const UnshardStreams& streams);
 
   const Context* context_;
   UnitId id_;

@@ -21,6 +21,7 @@ namespace shardplan::fsdp1 {
 struct RunningBackward {
   UnitId unit = -1;                        // whose pre-backward hook ran last: what segments read
   std::vector<std::int32_t> microbatches;  // that it covers
+  bool accumulated = false;                // a flat parameter got a gradient in it
   bool operator==(const RunningBackward&) const = default;
 };
 

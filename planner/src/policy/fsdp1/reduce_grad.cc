@@ -55,8 +55,9 @@ BufferId TakeReducedGrad(FlatParamHandle& handle) {
   const BufferId reduced = ShardedGrad(handle);
   const BufferId sum = handle.context().FlatBuffer(handle.id(), BufferRole::kGradUnshardedAccumulated,
                                                    ShardedGradDType(handle), handle.unit().flat_numel, "sum");
-  builder.Move(InstructionKind::kGradCast, reduced, sum, kCompute);  // a view
-  builder.Free(reduced, kCompute);
+  const StreamId stream = handle.context().streams.unshard;
+  builder.Move(InstructionKind::kGradCast, reduced, sum, stream);  // a view
+  builder.Free(reduced, stream);
   handle.flat_param.has_sharded_grad = false;
   return sum;
 }
@@ -212,7 +213,10 @@ void ReduceGrad(FlatParamHandle& handle) {
   for (auto buffer = input.temporaries.rbegin(); buffer != input.temporaries.rend(); ++buffer) {
     context.builder.Free(*buffer, stream);
   }
-  context.builder.Free(unsharded, kCompute, {stream});
+  // The hook is over: the engine, which called it, lets go of the gradient.
+  const InstructionLabel label(context.builder, handle.id(), "hook_returned");
+  context.builder.Free(unsharded, context.streams.unshard,
+                       Context::RecordStream(stream, context.streams.unshard));
 }
 
 }  // namespace shardplan::fsdp1

@@ -69,7 +69,7 @@ void Reshard(FsdpState& state, FlatParamHandle& handle, bool free_unsharded_flat
   handle.Reshard(free_unsharded_flat_param, grad_enabled, streams);
   if (context.strategy.fsdp1.limit_all_gathers && free_unsharded_flat_param) {
     const EventId free_event = state.free_event_queue.NewEvent(context.builder);
-    context.builder.Record(free_event, kCompute);
+    context.builder.Record(free_event, streams.current);
     state.free_event_queue.Enqueue(free_event);
   }
   handle.PostReshard(streams);

@@ -41,8 +41,9 @@ struct MemoryBlock {
   BufferId buffer = -1;        // of the plan; -1: the model's or the optimizer's own
   std::int32_t part = 0;       // of the buffer
   std::int32_t microbatch = 0;
-  std::int32_t born = -1;  // index of its action
-  std::int32_t died = -1;  // -1: alive at the end
+  std::vector<StreamId> recorded_on;  // record_stream: streams, besides its own, that its free waits for
+  std::int32_t born = -1;             // index of its action
+  std::int32_t died = -1;             // -1: alive at the end
   bool operator==(const MemoryBlock&) const = default;
 };
 
@@ -69,6 +70,10 @@ struct MemoryHistoryOptions {
   MemorySpace space = MemorySpace::kDevice;
   // What kernels allocate inside themselves, from formulas (kernel_memory.h).
   bool kernel_temporaries = false;
+  // 0: every step of the plan once (a plan of one step: twice). Else every step once, and then the steps that
+  // repeat, until these were passed so often; what comes before the last pass is not recorded
+  // (first_recorded).
+  std::int32_t steady_passes = 0;
 };
 
 // Deterministic. Streams of blocks are the plan's; the model's memory comes from streams[0].

@@ -21,6 +21,7 @@ struct MemorySample {
   std::int32_t trigger = -1;      // -1: before the first, or of the step's inputs
   std::int32_t instruction = -1;  // in the trigger
   std::int32_t entry = -1;        // of a compute: index in its segment
+  std::int32_t action = -1;       // index into MemoryHistory::actions; -1: of what was there before them
   bool operator==(const MemorySample&) const = default;
 };
 

@@ -22,6 +22,7 @@ struct MemoryRow {
   std::int32_t microbatch = 0;
   Bytes total_bytes;
   std::vector<Bytes> by_category;  // like MemoryCategories()
+  std::int32_t action = -1;        // the last one before the row, as in MemorySample
   bool operator==(const MemoryRow&) const = default;
 };
 

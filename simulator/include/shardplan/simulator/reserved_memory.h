@@ -3,9 +3,10 @@
 //
 // [Note: frees that wait for a stream]
 // A free with `safe_after` (record_stream) is finished when the device has passed the point of the free on
-// those streams. The replay has no clock, so it counts only on what the program makes certain: a host_wait on
+// those streams. When that is depends on the device's speed, and the replay has no clock: it gives both
+// bounds. A device that is behind (kWaitedFor) has done only what the program makes certain: a host_wait on
 // an event, and everything that was waited for before that event was recorded; and the step's end, where the
-// device is idle.
+// device is idle. A device that is never behind (kAtOnce) has done everything before the next request.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,19 @@
 #include "shardplan/schemas/plan.h"
 #include "shardplan/simulator/caching_allocator.h"
 #include "shardplan/simulator/memory_history.h"
+#include "shardplan/simulator/memory_rows.h"
 
 namespace shardplan {
 
+enum class Completion : std::uint8_t { kWaitedFor, kAtOnce };
+
 struct ReservedOptions {
+  Completion completion = Completion::kWaitedFor;
   AllocatorSettings settings;
   Bytes device_bytes{std::int64_t{1} << 50};  // memory of the device
   Bytes other_bytes;                          // what the process cannot get: context, NCCL's buffers
   bool record_addresses = false;              // keep `placements` and `segments`
+  bool record_stats = false;                  // keep `stats`
 };
 
 // Where a block of the history lay; size_bytes 0: nowhere (0 bytes asked for, or out of memory).
@@ -54,6 +60,7 @@ struct ReservedMemory {
   std::vector<SegmentView> map_at_peak;
   std::vector<BlockPlacement> placements;  // by block
   std::vector<SegmentLife> segments;
+  std::vector<AllocatorStats> stats;  // after each action of the history
   // The part of the reserved peak that is not allocated, parts per million.
   std::int64_t FragmentationPpm() const;
 };
@@ -61,6 +68,19 @@ struct ReservedMemory {
 // Deterministic.
 ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history,
                              const ReservedOptions& options = {});
+
+// ... of a training that goes on: the steps that repeat are passed again until a pass reserves no more than
+// the one before (at most eight times). What a limit of memory, or a device that is behind, makes of the
+// first passes need not last.
+struct SteadyReserved {
+  ReservedMemory reserved;              // over all passes
+  MemoryHistory history;                // of all passes; what is before the last one is not recorded
+  std::vector<MemoryRow> rows;          // of the last pass, of plan.steady_step
+  std::vector<AllocatorStats> at_rows;  // the allocator's statistics at each of them
+  AllocatorStats end;                   // calls of the driver: since the first step began
+};
+SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history,
+                                  const ReservedOptions& options);
 
 // One line of PYTORCH_CUDA_ALLOC_CONF and what it makes of the same history.
 struct SettingsTrial {

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from shardplan import command, files
 from shardplan.command import printable, printable_name
+from shardplan.conformance import memory_cuda
 
 EVENTS = {
     "step.begin": "step_begin",
@@ -74,7 +75,8 @@ CATEGORIES = {
 
 
 def is_case(document) -> bool:
-    return isinstance(document, dict) and {"knobs", "model", "timeline", "timeline_columns"} <= document.keys()
+    fields = {"knobs", "model", "timeline", "timeline_columns"}
+    return isinstance(document, dict) and (fields <= document.keys() or memory_cuda.is_case(document))
 
 
 class BadRecording(Exception):
@@ -93,7 +95,7 @@ def read_cases(folder: Path, names: list[str]) -> list[dict]:
         if is_case(document):
             cases.append({**document, "case": path.stem})
         elif path.stem in names:
-            raise BadRecording(f"{path}: no recorded memory case (it has no knobs, model, timeline or timeline_columns)")
+            raise BadRecording(f"{path}: no recorded memory case (it has no knobs, model, timeline or timeline_columns, or rows and columns)")
     for name in names:
         if name not in {case["case"] for case in cases}:
             raise BadRecording(f"{folder}: has no recording {name}.json")
@@ -231,6 +233,8 @@ def _program(knobs: dict) -> list[dict]:
 
 def strategy_of(case: dict) -> dict:
     """The strategy document that says what the case's knobs say."""
+    if case["knobs"].get("policy") == "fsdp1":
+        return _fsdp1_strategy(case["knobs"])
     knobs = case["knobs"]
     blocks = "model.layers" if knobs["impl"] == "hf" else "layers"
     shard = knobs["world"] // knobs["replicate"]
@@ -253,8 +257,57 @@ def strategy_of(case: dict) -> dict:
         strategy["fsdp2"] = _prefetch_lists(knobs["prefetch"], names)
     if knobs["ac"] == "block":
         strategy["checkpoint"] = {"modules": [f"{blocks}.*"]}
-    strategy["optimizer"] = {"kind": "adamw", "implementation": knobs["opt"]}
+    strategy["optimizer"] = _optimizer(knobs)
     strategy["program"] = [_program(knobs)]
+    return strategy
+
+
+def _optimizer(knobs: dict) -> dict:
+    kind = knobs.get("optimizer", "adamw")
+    momentum = {"momentum": True} if kind == "sgdm" else {}
+    return {"kind": "sgd" if momentum else kind, "implementation": knobs["opt"], **momentum}
+
+
+def _fsdp1_program(knobs: dict) -> list[dict]:
+    calls = []
+    for index in range(knobs["accum"]):
+        if knobs["accum"] > 1 and not knobs["accum_sync"]:
+            last = index == knobs["accum"] - 1
+            calls.append({"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": last})
+        calls.append({"call": "forward", "microbatch": index})
+        calls.append({"call": "backward", "microbatches": [index]})
+    return [*calls, {"call": "optimizer_step"}, {"call": "zero_grad"}]
+
+
+def _fsdp1_strategy(knobs: dict) -> dict:
+    blocks = "model.layers" if knobs["impl"] == "hf" else "layers"
+    units = [{"modules": [f"{blocks}.*"]}]
+    if knobs["units"] == "embed_block_head":
+        units += [{"modules": ["tok_embeddings"]}, {"modules": ["head"]}]
+    mesh = [{"name": "shard", "size": knobs["world"] // knobs["replicate"]}]
+    if knobs["replicate"] > 1:
+        mesh.insert(0, {"name": "replicate", "size": knobs["replicate"]})
+    prefetch = {"pre": "backward_pre", "post": "backward_post", "none": "none"}[knobs["backward_prefetch"]]
+    strategy: dict = {
+        "schema": "shardplan.strategy/1",
+        "policy": "fsdp1",
+        "mesh": mesh,
+        "units": [*units, {"modules": [""]}],
+        "fsdp1": {
+            "sharding": knobs["sharding"],
+            "backward_prefetch": prefetch,
+            **{name: knobs[name] for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params")},
+        },
+        "optimizer": _optimizer(knobs),
+        "program": [_fsdp1_program(knobs)],
+    }
+    reduce_dtype = {"bf16_fp32": "float32", "bf16_bf16": "bfloat16"}.get(knobs["mp"])
+    if reduce_dtype is not None:
+        strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype}
+    if knobs["offload"]:
+        strategy["cpu_offload"] = True
+    if knobs["ac"] == "block":
+        strategy["checkpoint"] = {"modules": [f"{blocks}.*"]}
     return strategy
 
 
@@ -357,8 +410,9 @@ def compute(program: str, trace: Path, case: dict, folder: Path) -> dict:
     strategy, rows = folder / "strategy.json", folder / "rows.json"
     files.write_text(strategy, json.dumps(strategy_of(case)))
     command = [program, "memory", str(trace), "--strategy", str(strategy), "--ranks", str(case["knobs"]["world"])]
-    done = subprocess.run([*command, "--no-kernel-temporaries", "--rows", str(rows), "-q"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    options = memory_cuda.options(case["knobs"]) if memory_cuda.is_case(case) else ["--no-kernel-temporaries"]
+    done = subprocess.run([*command, *options, "--rows", str(rows), "-q"], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
         raise RuntimeError(done.stderr.strip() or f"{program} memory: exit code {done.returncode}")
     return json.loads(rows.read_text())
 
@@ -381,7 +435,8 @@ def run(folder: Path, program: str, names: list[str]) -> int:
                     key = None
                     trace_case(folder, case, trace)
                     key = trace_key(case)
-                results[case["case"]] = first_difference(case, compute(program, trace, case, made))
+                compare = memory_cuda.first_difference if memory_cuda.is_case(case) else first_difference
+                results[case["case"]] = compare(case, compute(program, trace, case, made))
             except Exception as error:  # one case that cannot be run is one that does not match
                 results[case["case"]] = f"{type(error).__name__}: {error}"
             found = results[case["case"]]
