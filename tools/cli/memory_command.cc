@@ -20,6 +20,7 @@ struct MemoryArguments {
   bool reserved = false;
   std::string frees = "late";
   std::uint64_t limit_bytes = 0;  // 0: the device's
+  std::int32_t steps = 0;         // 0: until the allocator reserves no more
   bool quiet = false;
 };
 
@@ -96,8 +97,8 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (!reserved_options) return std::unexpected(reserved_options.error());
   if (options.reserved || !options.map.empty() || !options.alloc_conf.empty()) {
     reserved = ReserveMemory(*plan, history, *reserved_options);
-    steady =
-        ReserveUntilSteady(*plan, {.kernel_temporaries = !options.no_kernel_temporaries}, *reserved_options);
+    steady = ReserveUntilSteady(*plan, {.kernel_temporaries = !options.no_kernel_temporaries},
+                                *reserved_options, options.steps);
   }
   const ReservedMemory* held = steady ? &steady->reserved : nullptr;
   fits = FitsDevice(*input, rows, held);
@@ -157,6 +158,10 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
           "buffers)")
       ->transform(CLI::AsSizeValue(false))
       ->check(CLI::Range(std::uint64_t{1} << 20, std::uint64_t{1} << 50));
+  command
+      ->add_option("--steps", options->steps,
+                   "Steps that the allocator is asked over (default: until it reserves no more)")
+      ->check(CLI::Range(1, 100));
   command->add_option("--alloc-conf", options->alloc_conf,
                       "Settings of the allocator, as PYTORCH_CUDA_ALLOC_CONF has them");
   command->add_option("--plot", options->plot,

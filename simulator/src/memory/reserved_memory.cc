@@ -211,24 +211,29 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history, con
 }
 
 SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
-                                  const ReservedOptions& options) {
-  constexpr std::int32_t kMostPasses = 8;
+                                  const ReservedOptions& options, std::int32_t steps) {
+  const std::int32_t asked = std::max(steps - plan.steady_step, steps > 0 ? 1 : 0);
+  const std::int32_t most_passes = asked > 0 ? asked : 8;
   ReservedOptions recording = options;
   recording.record_stats = true;
   SteadyReserved steady;
-  for (std::int32_t pass = 2; pass <= kMostPasses; ++pass) {
+  for (std::int32_t pass = asked > 0 ? asked : 2; pass <= most_passes; ++pass) {
     history_options.steady_passes = pass;
     steady.history = MemoryHistoryOf(plan, history_options);
     steady.reserved = ReserveMemory(plan, steady.history, recording);
     if (steady.reserved.out_of_memory) return steady;
-    const AllocatorStats& before = steady.reserved.stats[steady.history.first_recorded - 1];
+    if (steady.reserved.stats.empty()) return steady;
     steady.end = steady.reserved.stats.back();
+    if (steady.history.first_recorded == 0) continue;
+    const AllocatorStats& before = steady.reserved.stats[steady.history.first_recorded - 1];
     const bool stays = before.peak_reserved_bytes == steady.end.peak_reserved_bytes &&
                        before.reserved_bytes == steady.end.reserved_bytes;
     if (stays) break;
   }
   std::size_t before_steps = 0;
-  while (steady.history.actions[before_steps].at.step < 0) ++before_steps;
+  while (before_steps < steady.history.actions.size() && steady.history.actions[before_steps].at.step < 0) {
+    ++before_steps;
+  }
   if (before_steps > 0) {
     const AllocatorStats& made = steady.reserved.stats[before_steps - 1];
     steady.end.device_allocs -= made.device_allocs;
@@ -239,7 +244,7 @@ SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history
   const auto first = static_cast<std::int32_t>(steady.history.first_recorded);
   for (const MemoryRow& row : steady.rows) {
     steady.at_rows.push_back(
-        steady.reserved.stats[static_cast<std::size_t>(std::max(row.action, first - 1))]);
+        steady.reserved.stats[static_cast<std::size_t>(std::max({row.action, first - 1, 0}))]);
   }
   return steady;
 }

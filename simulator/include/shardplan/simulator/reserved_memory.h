@@ -79,8 +79,9 @@ struct SteadyReserved {
   std::vector<AllocatorStats> at_rows;  // the allocator's statistics at each of them
   AllocatorStats end;                   // calls of the driver: since the first step began
 };
+// `steps` above 0: so many in all, steady or not.
 SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history,
-                                  const ReservedOptions& options);
+                                  const ReservedOptions& options, std::int32_t steps = 0);
 
 // One line of PYTORCH_CUDA_ALLOC_CONF and what it makes of the same history.
 struct SettingsTrial {

@@ -35,7 +35,8 @@ def options(knobs: dict) -> list[str]:
     """Of `shardplan memory`."""
     frees = "late" if knobs["device"] == "slow" else "at-once"
     settings = ["--alloc-conf", knobs["alloc_conf"]] if knobs["alloc_conf"] else []
-    return ["--reserved", "--frees", frees, "--allocator-limit", f"{knobs['gib']}GiB", *settings]
+    steps = ["--steps", str(knobs["steps"])] if "steps" in knobs else []
+    return ["--reserved", "--frees", frees, "--allocator-limit", f"{knobs['gib']}GiB", *steps, *settings]
 
 
 def first_difference(case: dict, computed: dict) -> str | None:

@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             if func is aten._local_scalar_dense.default and out is not None:
                 return out
         if out is None:
-            out = func(*args, **kwargs)
+            out = _on_their_devices(func, func(*args, **kwargs))
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
         return out
@@ -374,6 +374,15 @@ def _as_scalar(value: float, dtype: torch.dtype):
     if dtype == torch.bool:
         return bool(value)
     return float(value) if dtype.is_floating_point else int(value)
+
+
+def _on_their_devices(func, out):
+    """Outputs that a real CUDA kernel leaves on the host: the random state of efficient attention (attention.cu, outside of a graph's
+    capture), which fake ones have on the device."""
+    if func is not aten._scaled_dot_product_efficient_attention.default:
+        return out
+    attended, log_sum_exp, *state = out
+    return attended, log_sum_exp, *(torch.empty_like(tensor, device="cpu") for tensor in state)
 
 
 def _append_new(values: list[int], value: int) -> None:
