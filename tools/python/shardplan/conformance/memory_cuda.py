@@ -27,10 +27,6 @@ _OF_END = {
 }
 
 
-def is_case(document) -> bool:
-    return isinstance(document, dict) and {"knobs", "model", "columns", "rows", "peak"} <= document.keys()
-
-
 def options(knobs: dict) -> list[str]:
     """Of `shardplan memory`."""
     frees = "late" if knobs["device"] == "slow" else "at-once"
