@@ -23,10 +23,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kEnvironmentExit = 4;
-constexpr int kSignalExit = 128;                // of shells: and the signal's number
-constexpr std::chrono::seconds kPatience{15};   // for ranks that have noticed, to say so and leave
-constexpr std::chrono::seconds kLastWords{5};   // after a signal that was passed on
-constexpr std::chrono::milliseconds kLook{50};  // a child's signal usually comes first
+constexpr int kSignalExit = 128;                 // of shells: and the signal's number
+constexpr std::chrono::seconds kPatience{15};    // for ranks that have noticed, to say so and leave
+constexpr std::chrono::seconds kAfterSignal{5};  // after a signal that was passed on
+constexpr std::chrono::milliseconds kLook{50};   // a child's signal usually comes first
 
 std::vector<char*> Pointers(std::vector<std::string>& strings) {
   std::vector<char*> pointers;
@@ -118,7 +118,7 @@ void LocalRanks::PassOn(int signal) {
   Kill(signal);
   Kill(SIGCONT);  // a stopped one would not take it
   passed_on_ = signal;
-  deadline_ = std::min(deadline_, Clock::now() + kLastWords);
+  deadline_ = std::min(deadline_, Clock::now() + kAfterSignal);
 }
 
 void LocalRanks::Reap(std::int64_t rank, int status) {

@@ -60,23 +60,24 @@ void EndWithLauncher() {
 }
 
 void AddFlags(CLI::App& app, RunOptions& options) {
+  const CLI::Range count(std::int64_t{1}, std::int64_t{1} << 30);
   app.add_option("plan", options.plan_path, "The plan to replay")->required();
   app.add_option("--ranks", options.ranks, "Local processes to start (default: the plan's world size)")
-      ->check(CLI::PositiveNumber);
-  const std::map<std::string, DeviceKind> devices = {
+      ->check(count);
+  static const std::map<std::string, DeviceKind> kDevices = {
       {"cpu", DeviceKind::kCpu}, {"cuda", DeviceKind::kCuda}, {"virtual", DeviceKind::kVirtual}};
-  app.add_option(
-         "--device", options.device,
+  app.add_option_function<std::string>(
+         "--device", [&options](const std::string& name) { options.device = kDevices.at(name); },
          "cpu (Gloo), cuda (NCCL, a GPU per rank), or virtual (one thread, streams in the worst order)")
-      ->transform(CLI::CheckedTransformer(devices, CLI::ignore_case))
+      ->transform(CLI::IsMember({"cpu", "cuda", "virtual"}, CLI::ignore_case))
       ->default_str("cpu")
       ->type_name("DEVICE");
-  app.add_option("--steps", options.steps, "Steps to run")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--steps", options.steps, "Steps to run")->check(count)->capture_default_str();
   app.add_option("--compute-scale", options.compute_scale, "Filler compute takes the traced cost times this")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0.0, 1e9))
       ->capture_default_str();
   app.add_option("--timeout-s", options.timeout_s, "A collective that takes longer has failed")
-      ->check(CLI::PositiveNumber)
+      ->check(count)
       ->capture_default_str();
   app.add_option("--seed", options.seed, "virtual: which order the streams run in")->capture_default_str();
   app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with");

@@ -85,6 +85,35 @@ TEST_F(FileIo, ALinkStaysALink) {
   EXPECT_EQ(ReadFile(Path("target")), "new");
 }
 
+TEST_F(FileIo, TheTargetIsWhatAWriteReplaces) {
+  std::filesystem::create_directory(Path("folder"));
+  std::filesystem::create_symlink("folder/made", Path("link"));
+  const auto folder = std::filesystem::canonical(Path("folder"));
+  EXPECT_EQ(WritableTarget(Path("link")), folder / "made");
+  EXPECT_EQ(WritableTarget(Path("folder/../folder/made")), folder / "made");
+  std::filesystem::create_symlink("loop", Path("loop"));
+  for (const std::string& path : {Path("loop"), Path("folder"), Path("folder/"), Path("no/made"),
+                                  Path(std::string(300, 'n')), std::string()}) {
+    const Result<std::string> target = WritableTarget(path);
+    ASSERT_FALSE(target.has_value()) << path;
+    EXPECT_EQ(target.error().code, ErrorCode::kEnvironment);
+    const Status written = WriteFileAtomically(path, "x");
+    ASSERT_FALSE(written.has_value()) << path;
+    EXPECT_EQ(written.error(), target.error());
+  }
+}
+
+TEST_F(FileIo, TheModeStaysAndReadOnlyFilesDo) {
+  ASSERT_TRUE(WriteFileAtomically(Path("f"), "old").has_value());
+  std::filesystem::permissions(Path("f"), std::filesystem::perms{0751});
+  ASSERT_TRUE(WriteFileAtomically(Path("f"), "new").has_value());
+  EXPECT_EQ(std::filesystem::status(Path("f")).permissions(), std::filesystem::perms{0751});
+  std::filesystem::permissions(Path("f"), std::filesystem::perms{0444});
+  if (::geteuid() == 0) return;  // root may write it
+  EXPECT_FALSE(WriteFileAtomically(Path("f"), "newer").has_value());
+  EXPECT_EQ(ReadFile(Path("f")), "new");
+}
+
 TEST_F(FileIo, ReadErrorsNameTheFile) {
   const Result<std::string> missing = ReadFile(Path("none"));
   ASSERT_FALSE(missing.has_value());

@@ -88,7 +88,10 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
   }
   const auto* trace = std::get_if<Trace>(&*document);
   if (trace == nullptr) {
-    return MakeError(ErrorCode::kBadInput, input.path + " is neither a trace nor a plan");
+    return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                                 .message = "another kind of document",
+                                 .file = input.path,
+                                 .expected = "a trace or a plan"});
   }
   Result<Plan> plan = PlanFor(input, *trace);
   if (!plan) return std::unexpected(plan.error());

@@ -102,8 +102,8 @@ std::expected<std::vector<Plan>, int> ReadPlansOfRanks(const std::vector<std::st
     if (!document) return std::unexpected(Fail(document.error()));
     Plan* plan = std::get_if<Plan>(&*document);
     if (plan == nullptr) {
-      return std::unexpected(FailUsage(
-          fmt::format("--ranks-apart takes plans, but {} is a {}", files[rank], SummaryOf(*document))));
+      return std::unexpected(FailUsage(fmt::format("--ranks-apart takes plans, but {} is a {}",
+                                                   Printable(files[rank]), SummaryOf(*document))));
     }
     plans.push_back(std::move(*plan));
   }
@@ -145,7 +145,7 @@ int ValidateRanks(const std::vector<std::string>& files) {
                     "rank, 0 to {} in "
                     "this order (one file may stand for several ranks), or leave --ranks-apart out if all "
                     "ranks run one plan",
-                    files.front(), ranks, files.size(), files.size() == 1 ? "" : "s", ranks - 1));
+                    Printable(files.front()), ranks, files.size(), files.size() == 1 ? "" : "s", ranks - 1));
   }
   const std::vector<Violation> violations = VerifyRanks(*plans);
   return PrintAnswer(RanksText(files, *plans, violations),

@@ -25,7 +25,7 @@ namespace {
 constexpr std::chrono::seconds kAskLimit{1};        // for a question of who has died
 constexpr std::chrono::minutes kAnnounceLimit{10};  // in the background
 constexpr std::chrono::milliseconds kAskAgain{100};
-constexpr std::chrono::milliseconds kLook{20};
+constexpr std::chrono::milliseconds kLookAround{20};
 constexpr int kLookMs = 100;  // how often it is looked for ranks that are new
 
 constexpr const char* kFirstDeath = "shardplan/first_death";
@@ -72,7 +72,7 @@ std::string AwaitCulprit(const Peers* peers, std::chrono::milliseconds patience)
     const auto waited = std::chrono::steady_clock::now() - start;
     std::string seen = Culprit(peers, waited);
     if (!seen.empty() || waited >= patience) return seen;
-    std::this_thread::sleep_for(kLook);
+    std::this_thread::sleep_for(kLookAround);
   }
   return {};
 }

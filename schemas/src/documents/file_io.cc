@@ -13,7 +13,7 @@ namespace shardplan {
 namespace {
 
 constexpr int kTriesForWriter = 150;
-constexpr int kBetweenTriesMs = 20;
+constexpr int kBetweenReadsMs = 20;
 
 // Waits for what a pipe begins with. False: nobody has come to write to it. `bytes` gets what has been read.
 bool BeginPipe(int pipe, std::string& bytes) {
@@ -22,7 +22,7 @@ bool BeginPipe(int pipe, std::string& bytes) {
     const ssize_t got = ::read(pipe, &first, 1);
     if (got == 1) bytes += first;
     if (got != 0) return true;
-    (void)::poll(nullptr, 0, kBetweenTriesMs);
+    (void)::poll(nullptr, 0, kBetweenReadsMs);
   }
   return false;
 }

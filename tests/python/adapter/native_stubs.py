@@ -43,6 +43,9 @@ def _class(name: str, kind: type) -> str:
         if isinstance(value, property) and _is_public(member):
             result = _types(value.fget.__doc__.strip().rpartition("-> ")[2])
             lines.append(f"    @property\n    def {member}(self) -> {result}: ...\n")
+            if value.fset is not None:
+                given = _types(re.search(r", arg\d: (.*)\) -> None", value.fset.__doc__).group(1))
+                lines.append(f"    @{member}.setter\n    def {member}(self, value: {given}) -> None: ...\n")
         elif (_is_public(member) or member == "__init__") and (value.__doc__ or "").startswith(f"{member}(self"):
             lines.append(_function(member, value.__doc__, "    "))
         elif _is_public(member) and callable(value):

@@ -11,15 +11,9 @@ from conftest import ROOT, build_folder
 from writers import ALLOCATOR_LOG, TRACE, TRACER, environment, program, python
 
 HOSTILE = {
-    "quotes": "la'y\"er`s\\",
-    "lines": "la\nINJECTED: verifies\r\n\tlayers",
-    "terminal": "la\x1b[31mye\x07\x08\x7frs\u009b2J",
-    "markup": "</script><script>alert(1)</script><!--&amp;]]>",
-    "direction": "la\u202eyers\u2066\u2028\u200f",
-    "placeholders": "@MODEL@CLUSTER@PEAK@ABOUT@RESERVED{}{0}%s$(id)",
-    "words": "on via for because -> #1 = , \"",
-    "escapes": "\\N\\n\\\"\\",
-    "empty-looking": "\u00a0 ",
+    "quotes": "la'y\"er`s\\ \\N\\n\\\"\\ on via for because -> #1 = , \"\u00a0",
+    "lines": "la\nINJECTED: verifies\r\n\tla\x1b[31mye\x07\x08\x7frs\u009b2J \u202eyers\u2066\u2028\u200f",
+    "markup": "</script><script>alert(1)</script><!--&amp;]]>@MODEL@CLUSTER@PEAK@ABOUT@RESERVED{}{0}%s$(id)",
 }
 # What a terminal obeys, or a person does not see. Lines may end.
 HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -42,11 +36,9 @@ def documents(folder, name):
     cluster = {"schema": "shardplan.cluster/1", "name": name, "ranks": 2, "ranks_per_node": 2, "device": device,
                "links": [{"name": name, "latency_ns": 1000, "bytes_per_second": 10**11}]}
     (folder / "cluster.json").write_text(json.dumps(cluster))
-    pattern = re.sub(r"([\\*?\[])", r"\\\1", name) if "\\" in name else name
     fqns = [module["fqn"] for module in trace["modules"] if module["fqn"].startswith(name) and module["fqn"].count(".") == name.count(".") + 1]
     strategy = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": fqns}], "checkpoint": {"modules": fqns[:1]}}
     (folder / "strategy.json").write_text(json.dumps(strategy))
-    assert pattern
     return folder
 
 
@@ -175,14 +167,14 @@ def test_every_output_parses_and_nothing_moves_the_cursor(kind, plain, tmp_path)
         assert type(found) is type(other)
         assert not HIDDEN.search((folder / file).read_text())
     assert (folder / "back.json").read_bytes() == (folder / "plan.json").read_bytes()
-    for file, tidy in (("plan.json", lambda n: n), ("rows.json", lambda n: n), ("alive.json", lambda n: n), ("report.json", lambda n: n)):
-        assert any(name in tidy(one) for one in names_in(json.loads((folder / file).read_text()))), file
+    for file in ("plan.json", "rows.json", "alive.json", "report.json", "timeline.json"):
+        assert any(name in one for one in names_in(json.loads((folder / file).read_text()))), file
     for file in PAGES:
         page, other = Page((folder / file).read_text()), Page((plain_folder / file).read_text())
         assert page.tags == other.tags, file
         assert not HIDDEN.search((folder / file).read_text())
         json.loads(page.texts["script", "data"])
-        assert "@RESERVED" not in page.texts["p", None] or kind == "placeholders"
+        assert "@RESERVED" not in page.texts["p", None] or kind == "markup"
     labels, other = labels_of((folder / "graph.dot").read_text()), labels_of((plain_folder / "graph.dot").read_text())
     assert len(labels) == len(other)
 
@@ -209,10 +201,10 @@ def test_names_of_files_and_flags(command, tmp_path):
     if command == "run" and not HAS_EXECUTOR:
         pytest.skip("no executor in this build")
     for name in (*(text for text in HOSTILE.values()), b"no-\xff\xfe-utf8".decode(errors="surrogateescape")):
-        if command == "run" and name not in (HOSTILE["terminal"], HOSTILE["lines"]):
+        if command == "run" and name != HOSTILE["lines"]:
             continue  # LibTorch loads slowly
         for words in ((command, f"{name}.json", *([f"{name}.json"] if command == "diff" else [])), (command, f"--{name}")):
-            if command in ("run", "trace", "conformance") and words[1].startswith("--") and name != HOSTILE["terminal"]:
+            if command in ("run", "trace", "conformance") and words[1].startswith("--") and name != HOSTILE["lines"]:
                 continue  # Python starts slowly
             if command == "trace" and name != HOSTILE["lines"]:
                 continue

@@ -149,3 +149,10 @@ def test_an_empty_name_of_an_output_is_refused(tmp_path):
         done = subprocess.run([program(), *map(str, words), "-o", ""], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 2 and "names no file" in done.stderr, done
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not HAS_EXECUTOR, reason="no executor in this build")
+def test_a_device_that_there_is_not_is_told_with_those_that_there_are(files):
+    done = subprocess.run([program(), "run", "plan.json", "--device", "tpu"], capture_output=True, text=True, timeout=60, check=False, cwd=files)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in ("--device", "tpu", "cpu", "cuda", "virtual")), done.stderr

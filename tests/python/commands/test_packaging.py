@@ -1,0 +1,82 @@
+"""Whose torch a build takes, and what find_package finds without one."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+from conftest import ROOT, build_folder
+
+
+def interpreter(folder: pathlib.Path, name: str, has_torch: bool) -> pathlib.Path:
+    """A program that answers as Python does when it is asked where torch is."""
+    made = folder / name
+    torch = made / "site-packages" / "torch"
+    (torch / "lib").mkdir(parents=True)
+    (torch / "version.py").write_text("__version__ = '2.11.0+cpu'\n")
+    (torch / "lib" / "libtorch_cpu.so").touch()
+    python = made / "python3"
+    python.write_text(f"#!/bin/sh\nprintf %s '{torch if has_torch else ''}'\n")
+    python.chmod(0o755)
+    return python
+
+
+def configured(folder: pathlib.Path, path: pathlib.Path, *definitions: str) -> str:
+    """The torch that FindTorchWheel of a copied source tree takes."""
+    source = folder / "source"
+    (source / "cmake").mkdir(parents=True, exist_ok=True)
+    (source / "cmake" / "FindTorchWheel.cmake").write_text((ROOT / "cmake" / "FindTorchWheel.cmake").read_text())
+    (source / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(x LANGUAGES NONE)\nset(CMAKE_FIND_LIBRARY_PREFIXES lib)\n"
+        "set(CMAKE_FIND_LIBRARY_SUFFIXES .so)\nlist(APPEND CMAKE_MODULE_PATH ${CMAKE_CURRENT_LIST_DIR}/cmake)\nfind_package(TorchWheel)\n"
+        'message(STATUS "torch of <${TorchWheel_DIR}>")\n'
+    )
+    build = folder / f"build{len(list(folder.iterdir()))}"
+    done = subprocess.run(
+        ["cmake", "-S", source, "-B", build, "-G", "Ninja", *definitions], capture_output=True, text=True, check=False,
+        env={**os.environ, "PATH": f"{path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return pathlib.Path(done.stdout.split("torch of <")[1].split(">")[0]).parents[1].name
+
+
+def test_the_interpreter_that_builds_a_wheel_is_asked_first(tmp_path):
+    on_path = interpreter(tmp_path, "on_path", has_torch=True)
+    pips = interpreter(tmp_path, "pips", has_torch=True)
+    without = interpreter(tmp_path, "without", has_torch=False)
+    given = interpreter(tmp_path, "given", has_torch=True)
+    path = on_path.parent
+    assert configured(tmp_path, path) == "on_path"
+    # As scikit-build-core says them, of a virtual environment that is not on PATH.
+    assert configured(tmp_path, path, f"-DPython3_EXECUTABLE={pips}") == "pips"
+    assert configured(tmp_path, path, f"-DPython_EXECUTABLE={pips}") == "pips"
+    assert configured(tmp_path, path, f"-DPython3_EXECUTABLE={without}") == "on_path"
+    assert configured(tmp_path, path, f"-DPython3_EXECUTABLE={pips}", f"-DSHARDPLAN_PYTHON={given}") == "given"
+    venv = tmp_path / "source" / ".venv"
+    venv.mkdir()
+    (venv / "bin").symlink_to(interpreter(tmp_path, "projects", has_torch=True).parent)
+    assert configured(tmp_path, path) == "projects"
+    assert configured(tmp_path, path, f"-DPython3_EXECUTABLE={pips}") == "pips"
+
+
+def test_the_replayer_is_found_without_torch(tmp_path):
+    if not (build_folder() / "bin" / "shardplan-run").exists():
+        pytest.skip("no executor in this build")
+    subprocess.run(["cmake", "--install", build_folder(), "--prefix", tmp_path / "installed"], check=True, capture_output=True)
+    python = tmp_path / "installed" / "share" / "shardplan" / "python"
+    assert (python / "shardplan" / "py.typed").exists() and (python / "_shardplan-stubs" / "__init__.pyi").exists()
+    for component in ("replay", "executor"):
+        source = tmp_path / component
+        source.mkdir()
+        (source / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.25)\nproject(x LANGUAGES CXX)\nset(CMAKE_CXX_STANDARD 23)\n"
+            f"find_package(shardplan REQUIRED COMPONENTS {component})\nadd_executable(x x.cc)\ntarget_link_libraries(x shardplan::replay)\n"
+            "if(TARGET shardplan::executor)\n  message(FATAL_ERROR there)\nendif()\n"
+        )
+        (source / "x.cc").write_text('#include "shardplan/executor/virtual_backend.h"\nint main() { return &shardplan::executor::ReplayFiller == nullptr; }\n')
+        configure = ["cmake", "-S", source, "-B", source / "build", "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={tmp_path / 'installed'}"]
+        done = subprocess.run([*configure, "-DSHARDPLAN_PYTHON=/bin/false"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert ("shardplan::executor is not" in done.stdout) == (component == "executor")
+    subprocess.run(["cmake", "--build", tmp_path / "replay" / "build"], check=True, capture_output=True)
+    subprocess.run([tmp_path / "replay" / "build" / "x"], check=True)

@@ -1,0 +1,52 @@
+"""Names in anonymous namespaces differ within a library: presets compile different numbers of files as one, and every number has to do."""
+
+import collections
+import re
+
+import pytest
+from conftest import ROOT
+
+LIBRARIES = {
+    "schemas": ["schemas/src"],
+    "simulator": ["simulator/src"],
+    "planner": ["planner/src"],
+    "replay": ["executor/src/replay", "executor/src/virtual"],
+    "executor": ["executor/src/torch", "executor/src/cpu"],
+    "executor_cuda": ["executor/src/cuda"],
+    "run": ["executor/run"],
+    "pytorch_adapter": ["executor/pytorch_adapter"],
+    "conformance": ["tools/cli/conformance"],
+}
+DEFINITIONS = (
+    re.compile(r"^(?:struct|class|enum class) (\w+)[^;\n]*\{", re.MULTILINE),
+    re.compile(r"^(?:static )?(?:constexpr|const)\b[^=;{(]*?\b(k\w+)\b", re.MULTILINE),
+    re.compile(r"^[A-Za-z][^\n;={}()]*?\b(\w+)\(([^{;]*?)\)(?: const)?(?: noexcept)? \{", re.MULTILINE),
+)
+
+
+def definitions(text: str) -> set[str]:
+    """Types and constants by name, functions with the types of their arguments, of the anonymous namespaces of a file."""
+    space = re.search(r"^namespace ([\w:]+) \{", text, re.MULTILINE)
+    found = set()
+    for block in re.findall(r"^namespace \{\n(.*?)^\}  // namespace\n", text, re.DOTALL | re.MULTILINE):
+        for pattern in DEFINITIONS:
+            for name, *rest in (match.groups() for match in pattern.finditer(block)):
+                arguments = re.sub(r"\b\w+(,|$)", r"\1", re.sub(r"\s+", " ", "".join(rest)))
+                found.add(f"{space.group(1) if space else ''}::{name}({arguments})")
+    return found
+
+
+def test_equal_names_are_found():
+    text = "namespace a {{\nnamespace {{\nconstexpr int kMost = 1;\nint Count(int {}) {{\n  return 1;\n}}\nstruct Place {{\n}};\n}}  // namespace\n}}\n"
+    assert definitions(text.format("x")) == definitions(text.format("y")) == {"a::kMost()", "a::Count(int )", "a::Place()"}
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, "cli"])
+def test_names_differ_within_a_library(library):
+    files = collections.defaultdict(set)
+    sources = (ROOT / "tools" / "cli").glob("*.cc") if library == "cli" else (path for f in LIBRARIES[library] for path in (ROOT / f).rglob("*.cc"))
+    for path in sources:
+        for name in definitions(path.read_text()):
+            files[name].add(path.name)
+    assert files, "the library has files"
+    assert not {name: sorted(where) for name, where in files.items() if len(where) > 1}
