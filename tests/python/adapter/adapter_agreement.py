@@ -44,6 +44,15 @@ def with_another_buffer(plan: str) -> str:
     return _apply(model, plan)
 
 
+def with_another_version(plan: str) -> str:
+    """Rank 1 runs another shardplan."""
+    from shardplan.torch._native import native
+
+    if dist.get_rank() == 1:
+        native.__version__ = "0.0.1"
+    return apply_plan(plan)
+
+
 def rank_1_does_not_come(plan: str) -> tuple[str, float]:
     start = time.monotonic()
     said = apply_plan(plan) if dist.get_rank() == 0 else "stayed away"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import torch
 import torch.distributed as dist
-from adapter_cases import CASES, STEPS, batch_of, gpt, make_model, make_optimizer, train, whole, with_plan
+from adapter_cases import CASES, ROOT, STEPS, batch_of, gpt, make_model, make_optimizer, train, whole, with_plan
+
+sys.path.append(str(ROOT / "tests" / "python" / "ranks"))
 
 
 def apply_only(case: str, plan: str) -> None:
@@ -108,6 +111,25 @@ def die_in_second_step(plan: str) -> tuple[str, float]:
             optimizer.zero_grad()
     except RuntimeError as error:
         return str(error), time.monotonic() - start
+    return "ran", 0.0
+
+
+def stop_in_third_step(plan: str, timeout_s: float, stops: int) -> tuple[str, float]:
+    """That rank is stopped; what the others say, and after how many seconds."""
+    import rank_training
+
+    last = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if "step 2" in text and dist.get_rank() == stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        last = time.monotonic()
+
+    try:
+        rank_training.train(plan, timeout_s, STEPS, say)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - last
     return "ran", 0.0
 
 

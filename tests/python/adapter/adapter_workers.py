@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import socket
 import traceback
 from collections.abc import Callable
 
@@ -38,7 +39,7 @@ def _entry(
     torch.set_num_threads(1)
     dist.init_process_group(
         _use_device(rank),
-        init_method=f"file://{folder}/store",
+        init_method="env://" if "MASTER_PORT" in environment else f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -54,22 +55,37 @@ def _entry(
     dist.destroy_process_group()
 
 
-def run_on_ranks(ranks: int, folder: pathlib.Path, function: Callable, *arguments, timeout_s: float = 60) -> list:
+def _served_by_rank_0() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def run_on_ranks(
+    ranks: int, folder: pathlib.Path, function: Callable, *arguments, timeout_s: float = 60, stops: int | None = None
+) -> list:
     """function(*arguments) on every rank -> per rank ("returned", value), ("raised", message, traceback), or None for
-    a process that died without a word."""
+    a process that died without a word.
+
+    stops: a rank that stops itself, and is killed when the others have ended. The store is then a TCPStore of rank 0's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Forks of a process that has imported torch, and done nothing else: importing takes longer than most cases.
     multiprocessing.set_forkserver_preload(PRELOADED)
+    served = {} if stops is None else _served_by_rank_0()
     context = mp.start_processes(
         _entry,
-        (ranks, str(folder), function, arguments, timeout_s, dict(os.environ)),
+        (ranks, str(folder), function, arguments, timeout_s, {**os.environ, **served}),
         nprocs=ranks,
         join=False,
         start_method="forkserver",
     )
-    for process in context.processes:
-        process.join()
+    for rank, process in enumerate(context.processes):
+        if rank != stops:
+            process.join()
+    if stops is not None:
+        context.processes[stops].kill()
     outcomes = []
     for rank in range(ranks):
         result = folder / f"rank{rank}"

@@ -79,6 +79,18 @@ def test_ranks_with_different_models_are_named(plan, tmp_path):
         assert "the model" in words and "differs" in words and "on rank 0" in words and "on rank 1" in words, words
 
 
+def test_ranks_with_plans_for_other_numbers_of_ranks_are_named(plans, plan, tmp_path):  # noqa: F811
+    fitting = plans.plan("default", 3)
+    said = returned(run_on_ranks(3, tmp_path / "ranks", scenarios.apply_own_plan, [fitting, fitting, plan]))
+    for words in said:
+        assert "the plan differs" in words and "on ranks 0 and 1" in words and "on rank 2" in words, words
+
+
+def test_ranks_with_different_versions_are_named(plan, tmp_path):
+    for words in returned(run_on_ranks(2, tmp_path, scenarios.with_another_version, plan)):
+        assert "shardplan's version differs" in words and "0.0.1 on rank 1" in words, words
+
+
 def test_a_rank_whose_plan_is_refused_tells_the_others(plan, tmp_path):
     broken = edited(plan, remove("copy_out"), tmp_path)
     good, bad = returned(run_on_ranks(2, tmp_path / "ranks", scenarios.apply_own_plan, [plan, broken]))

@@ -5,6 +5,8 @@ import pathlib
 import adapter_errors as scenarios
 import pytest
 from adapter_workers import run_on_ranks
+from conftest import build_folder
+from rank_runs import HSDP, make_plan
 from test_adapter import plans  # noqa: F401  (a fixture)
 
 
@@ -60,6 +62,15 @@ def test_truncated_plan_says_file_and_place(plan, tmp_path):
         sp.load_plan(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon", [1], 1e12])
+def test_what_is_no_time_to_wait_is_refused(plan, timeout):
+    import shardplan.torch as sp
+    import torch
+
+    with pytest.raises(ValueError, match="timeout is a number of seconds above 0"):
+        sp.apply(torch.nn.Linear(1, 1), plan, timeout=timeout)
+
+
 def test_another_order_names_the_first_trigger_that_differs(plan, tmp_path):
     for said in returned(run_on_ranks(2, tmp_path, scenarios.skip_a_block, plan)):
         assert "the model deviates from the plan" in said
@@ -77,6 +88,19 @@ def test_killed_rank_stops_the_others_and_is_named(plan, tmp_path):
     said, seconds = survivor[1]
     assert seconds < 40
     assert "backward" in said and ("all_gather" in said or "reduce_scatter" in said), said
+
+
+def test_stopped_rank_stops_the_others_within_the_timeout_of_apply(tmp_path):
+    """The default group and the groups of the mesh have 1,800 s, and the rank serves the store."""
+    stops = 0
+    plan = str(make_plan(build_folder() / "bin" / "shardplan", tmp_path, 4, HSDP))
+    outcomes = run_on_ranks(
+        *(4, tmp_path / "ranks", scenarios.stop_in_third_step, plan, 6.0, stops), timeout_s=1800, stops=stops
+    )
+    assert outcomes.pop(stops) is None
+    for said, seconds in returned(outcomes):
+        assert f"rank {stops} did not arrive: it is stopped" in said, said
+        assert seconds < 60
 
 
 def test_evaluation_between_steps(plans, tmp_path):  # noqa: F811

@@ -27,7 +27,7 @@ LOOPBACK = "0100007F"  # as /proc/net has it
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`signal` to a rank, or to the outer process (rank -1), so long after all ranks train, or (connecting) after it is there."""
+    """`signal` to a rank, or to the outer process (rank -1), so long after all ranks train, or (connecting) after they are there."""
 
     how: str  # run, hand, torchrun
     program: str  # run: `shardplan run`; apply: training under sp.apply
@@ -39,7 +39,7 @@ class Fault:
 
     def describe(self) -> str:
         whom = "the outer process" if self.rank < 0 else f"rank {self.rank}"
-        when = f"{self.after_s:.2f} s after {'its start' if self.connecting else 'all train'}"
+        when = f"{self.after_s:.2f} s after {'the start' if self.connecting else 'all train'}"
         return f"{signal.Signals(self.signal).name} to {whom}, {when}; {self.how}, {self.program}, {self.plan}"
 
     def ranks(self) -> int:
@@ -71,7 +71,9 @@ def await_start(fault: Fault, started: Started) -> dict[int, int] | None:
     everybody = list(range(fault.ranks()))
     while len(started.pids()) < fault.ranks() and time.monotonic() < deadline:
         time.sleep(0.01)
-    while not fault.connecting and not all("step 1 took" in started.text(rank) for rank in everybody):
+    # What a rank that dies before this does to the others is PyTorch's, in training.
+    word = "step 1 took" if not fault.connecting else "is in the group" if fault.program == "apply" else ""
+    while not all(word in started.text(rank) for rank in everybody):
         if time.monotonic() > deadline or len(started.pids()) < fault.ranks():
             return None
         time.sleep(0.02)
@@ -182,7 +184,7 @@ def random_fault(choose: random.Random) -> Fault:
     program = "run" if how == "run" else choose.choice(["run", "apply"])
     number = choose.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
     connecting = number != signal.SIGSTOP and choose.random() < 0.4
-    after_s = choose.uniform(0, 8 if program == "apply" else 2) if connecting else choose.uniform(0, 0.5)
+    after_s = choose.uniform(0, 2 if connecting else 0.5)
     return Fault(how, program, plan, number, choose.randrange(4 if plan == "2x2" else 3), connecting, after_s)
 
 

@@ -40,6 +40,7 @@ def train(plan: str, timeout_s: float | None, steps: int, say) -> None:
 def main(plan: str, timeout_s: str, steps: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # its own timeout is 1,800 s
+    print(f"rank {dist.get_rank()}: is in the group", file=sys.stderr, flush=True)
     plan = plan.replace("%RANK%", os.environ["RANK"])
     train(plan, float(timeout_s), int(steps), lambda text: print(text, file=sys.stderr, flush=True))
     dist.destroy_process_group()

@@ -14,13 +14,12 @@ FAULTS = [
     Fault("run", "run", "3", signal.SIGKILL, -1),
     Fault("hand", "run", "2x2", signal.SIGKILL, 3),  # those that share no communicator with it name it, too
     Fault("hand", "run", "3", signal.SIGSTOP, 0),  # it serves the store
-    Fault("hand", "apply", "3", signal.SIGSTOP, 0),
 ]
 
 
 @pytest.fixture(scope="module")
 def starter() -> Starter:
-    return Starter(build_folder(), timeout_s=2)
+    return Starter(build_folder(), timeout_s=5)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,10 @@ def seconds(timeout: float | datetime.timedelta | None) -> float:
     """Raises ValueError for what is no time to wait."""
     if timeout is None:
         return default_timeout_s()
-    value = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+    try:
+        value = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+    except (TypeError, ValueError):
+        value = 0.0
     if not 0 < value < 1e9:
         raise ValueError(f"timeout is a number of seconds above 0, or a timedelta, not {timeout!r}")
     return value
@@ -73,6 +76,11 @@ def _leave() -> None:
         watched.leave()
 
 
+def _gpu() -> int | None:
+    """The thread's current one, once CUDA is in use."""
+    return torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
 _LOOK_S = 0.05
 _PATIENCE_S = 3.0
 
@@ -87,13 +95,15 @@ def connect(function: Callable[[], T], timeout_s: float) -> T:
         return function()
     result: list[T] = []
     failure: list[BaseException] = []
-    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    devices = [_gpu()]  # each thread has its own; a device mesh may choose one
 
     def run() -> None:
         try:
-            if device is not None:
-                torch.cuda.set_device(device)  # each thread has its own
-            result.append(function())
+            if devices[0] is not None:
+                torch.cuda.set_device(devices[0])
+            made = function()
+            devices.append(_gpu())
+            result.append(made)
         except BaseException as error:  # raised again where it was called
             failure.append(error)
 
@@ -103,6 +113,8 @@ def connect(function: Callable[[], T], timeout_s: float) -> T:
     while thread.is_alive() and time.monotonic() < deadline and not watched.dead():
         thread.join(_LOOK_S)
     if result:
+        if devices[-1] != devices[0]:
+            torch.cuda.set_device(devices[-1])
         return result[0]
     if failure and (isinstance(failure[0], PlanError) or not isinstance(failure[0], RuntimeError)):
         raise failure[0]  # ours, or PyTorch's on how it is called: nobody is missing
