@@ -5,26 +5,41 @@
 #include <memory>
 #include <vector>
 
+#include "events.h"
+#include "recording.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
+#include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/allocator_replay.h"
+#include "shardplan/simulator/memory_explanation.h"
+#include "shardplan/simulator/memory_page.h"
+#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/simulator/simulate.h"
+#include "tests/fuzz/mutator.h"
 
 namespace shardplan::test {
 namespace {
 
-void Require(bool holds, const char* what) {
+void Require(bool holds, const std::string& what) {
   if (holds) return;
-  std::fprintf(stderr, "does not hold: %s\n", what);
+  std::fprintf(stderr, "does not hold: %s\n", what.c_str());
   std::abort();
 }
 
 void CheckError(const Error& error) {
-  Require(error.code == ErrorCode::kBadInput, "bad bytes are bad input");
+  Require(error.code == ErrorCode::kBadInput, "bad bytes are bad input: " + ToString(error));
   Require(!error.message.empty() && !ToString(error).empty(), "an error has a message");
+}
+
+// Of a document that reads well: the place is said, too.
+void CheckPlacedError(const Error& error) {
+  CheckError(error);
+  Require(!error.pointer.empty(), "an error has a place: " + ToString(error));
 }
 
 template <typename T>
@@ -57,6 +72,34 @@ void CheckPlan(const Plan& plan) {
   std::vector<Plan> plans(static_cast<std::size_t>(plan.world_size), plan);
   plans.back().model += '+';
   Require(VerifyRanks(plans).empty() == violations.empty(), "equal programs meet in every collective");
+}
+
+// Everything that `memory` and `explain-memory` say, of a plan that need not verify.
+void CheckMemory(const Plan& plan) {
+  for (const bool kernels : {false, true}) {
+    const MemoryHistory history = MemoryHistoryOf(plan, {.kernel_temporaries = kernels});
+    const MemoryProfile profile = ProfileMemory(plan, history, {.record_samples = true});
+    Require(profile.peak_bytes.value >= 0, "memory is not negative");
+    Require(!RowsOf(plan, profile, plan.steady_step).rows.empty(), "a step has rows of memory");
+    const MemoryExplanation explanation = ExplainMemory(plan, history);
+    Require(explanation.peak_bytes.value >= 0, "memory is not negative");
+    const ReservedMemory reserved = ReserveMemory(plan, history, {.record_addresses = true});
+    Require(
+        reserved.out_of_memory || reserved.peak_reserved_bytes.value >= reserved.peak_allocated_bytes.value,
+        "what is allocated is reserved");
+    Require(!MemoryHtml(plan, history, &reserved).empty(), "memory is drawn");
+  }
+  MemoryHistoryOf(plan, {.space = MemorySpace::kHost});
+}
+
+void CheckSimulation(const Plan& plan) {
+  const Result<Simulation> simulation = Simulate(plan);
+  if (!simulation) return CheckPlacedError(simulation.error());
+  Require(simulation->report.step_ns.value >= 0, "time is not negative");
+  const Result<Report> report = ParseReport(ToJson(simulation->report));
+  Require(report.has_value() && *report == simulation->report, "a report is read as it was written");
+  Require(!TimelineJson(plan, *simulation).empty() && !ReportHtml({&plan}, {&*simulation}).empty(),
+          "a simulation is drawn");
 }
 
 // Real memory on every rank of the virtual machine.
@@ -122,6 +165,53 @@ void FuzzAllocatorLog(std::string_view bytes) {
   const Result<AllocatorReplay> replay = ReplayAllocatorLog(*log);
   if (!replay) return CheckError(replay.error());
   Require(!ReplayText(*log, *replay).empty() && !ReplayJson(*log, *replay).empty(), "a replay is told");
+}
+
+// `plan`, `memory` of the trace, and what takes the plan.
+void FuzzPipeline(std::string_view bytes) {
+  const std::vector<std::string_view> parts = PartsOf(bytes);
+  if (parts.size() != 3) return;
+  const Result<Trace> trace = ParseTrace(parts[0]);
+  if (!trace) return CheckError(trace.error());
+  const Result<Strategy> strategy = ParseStrategy(parts[1]);
+  if (!strategy) return CheckError(strategy.error());
+  const Result<Cluster> cluster = ParseCluster(parts[2]);
+  if (!cluster) return CheckError(cluster.error());
+  const Result<PlannerOutput> unverified = MakePlan(*trace, *strategy, *cluster, {.verify = false});
+  if (!unverified) return CheckPlacedError(unverified.error());
+  CheckMemory(unverified->plan);
+  const Result<PlannerOutput> planned = MakePlan(*trace, *strategy, *cluster);
+  if (!planned) return CheckPlacedError(planned.error());
+  const Result<Plan> read = ParsePlan(ToJson(planned->plan));
+  Require(read.has_value(), read ? "" : "a plan is read as it was written: " + ToString(read.error()));
+  Require(*read == planned->plan, "a plan is read as it was written");
+  Require(Judge(*read).good(), "a plan verifies");
+  CheckSimulation(*read);
+}
+
+// A recording of PyTorch, as `conformance` reads and compares it: the case's document or trace and strategy,
+// and the log.
+void FuzzRecording(std::string_view bytes) {
+  const std::vector<std::string_view> parts = PartsOf(bytes);
+  conformance::Recording recording;
+  Status parsed;
+  if (parts.size() == 2) {
+    Result<conformance::Recording> converted = conformance::ConvertCase(std::string(parts[0]));
+    if (!converted) return CheckError(converted.error());
+    recording = std::move(*converted);
+    parsed = conformance::ParseLog(std::string(parts[1]), recording);
+  } else if (parts.size() == 3) {
+    const Result<Trace> trace = ParseTrace(parts[0]);
+    if (!trace) return CheckError(trace.error());
+    const Result<Strategy> strategy = ParseStrategy(parts[1]);
+    if (!strategy) return CheckError(strategy.error());
+    recording.trace = *trace;
+    recording.strategy = *strategy;
+    parsed = conformance::ParseLiveLog(std::string(parts[2]), recording);
+  }
+  if (!parsed) return CheckPlacedError(parsed.error());
+  const conformance::Comparison comparison = conformance::Compare(recording);
+  Require(comparison.matches || !comparison.difference.empty(), "a difference is told");
 }
 
 }  // namespace shardplan::test

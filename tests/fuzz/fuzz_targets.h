@@ -22,19 +22,26 @@ void FuzzSimulate(std::string_view bytes);
 void FuzzReplay(std::string_view bytes);
 // A log of the caching allocator, read and replayed.
 void FuzzAllocatorLog(std::string_view bytes);
+// A trace, a strategy and a cluster (parts of mutator.h): planned, verified, simulated, its memory explained.
+// Whatever cannot be is bad input with a place.
+void FuzzPipeline(std::string_view bytes);
+// A recording's documents and its log, read and compared with a plan.
+void FuzzRecording(std::string_view bytes);
 
 struct FuzzTarget {
   std::string_view name;
   void (*run)(std::string_view bytes);
 };
-inline constexpr std::array<FuzzTarget, 9> kFuzzTargets = {{{"trace", FuzzTrace},
-                                                            {"cluster", FuzzCluster},
-                                                            {"strategy", FuzzStrategy},
-                                                            {"plan", FuzzPlan},
-                                                            {"report", FuzzReport},
-                                                            {"plan_text", FuzzPlanText},
-                                                            {"simulate", FuzzSimulate},
-                                                            {"replay", FuzzReplay},
-                                                            {"allocator_log", FuzzAllocatorLog}}};
+inline constexpr std::array<FuzzTarget, 11> kFuzzTargets = {{{"trace", FuzzTrace},
+                                                             {"cluster", FuzzCluster},
+                                                             {"strategy", FuzzStrategy},
+                                                             {"plan", FuzzPlan},
+                                                             {"report", FuzzReport},
+                                                             {"plan_text", FuzzPlanText},
+                                                             {"simulate", FuzzSimulate},
+                                                             {"replay", FuzzReplay},
+                                                             {"allocator_log", FuzzAllocatorLog},
+                                                             {"pipeline", FuzzPipeline},
+                                                             {"recording", FuzzRecording}}};
 
 }  // namespace shardplan::test

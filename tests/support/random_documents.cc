@@ -2,9 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
 
 #include "schemas/src/diff/field_diff.h"
 #include "schemas/src/documents/enum_names.h"
@@ -128,34 +133,127 @@ void MakeUnique(std::string& name, std::set<std::string>& taken) {
   while (!taken.insert(name).second) name += "'";
 }
 
-// Events without a tensor, parameter or module to refer to, or beyond the pass's forwards, are dropped.
-void RepairPass(Pass& pass, bool backward, const Trace& trace, std::set<StorageId>& used) {
-  if (!backward) pass.forwards.clear();
-  const auto tensors = static_cast<TensorId>(pass.tensors.size());
-  const auto forwards = static_cast<std::int32_t>(pass.forwards.size());
-  const auto outside = [&](const std::vector<TensorId>& ids) {
-    return std::ranges::any_of(ids, [&](TensorId id) { return id >= tensors; });
-  };
-  std::erase_if(pass.events, [&](const TraceEvent& event) {
-    if (const auto* enter = std::get_if<EnterEvent>(&event)) return outside(enter->inputs);
-    if (const auto* exit = std::get_if<ExitEvent>(&event)) return outside(exit->outputs);
-    if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) return ready->forward >= forwards;
-    if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) return done->forward >= forwards;
-    return false;
-  });
-  std::erase_if(pass.forwards,
-                [&](std::int32_t id) { return id >= static_cast<std::int32_t>(trace.forwards.size()); });
-  for (const Tensor& tensor : pass.tensors) used.insert(tensor.storage);
-  for (const TraceEvent& event : pass.events) {
-    if (const auto* op = std::get_if<OperatorEvent>(&event)) {
-      used.insert(op->reads.begin(), op->reads.end());
-      used.insert(op->writes.begin(), op->writes.end());
-    } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
-      used.insert(free->storage);
-    } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
-      used.insert(grad->storage);
+// Modules of a tree of two levels: the root has all others.
+void RepairModules(Trace& trace) {
+  std::set<std::string> names = {""};
+  for (std::size_t m = 0; m < trace.modules.size(); ++m) {
+    Module& module = trace.modules[m];
+    if (m == 0) {
+      module.fqn.clear();
+    } else {
+      MakeUnique(module.fqn, names);
+    }
+    module.children.clear();
+    module.same_module_as = m == 2 ? trace.modules[1].fqn : "";
+    if (m > 0) trace.modules[0].children.push_back(module.fqn);
+    for (NamedParameter& named : module.parameters) {
+      Parameter& parameter = trace.parameters[static_cast<std::size_t>(named.parameter)];
+      const std::string fqn = module.fqn.empty() ? named.name : module.fqn + "." + named.name;
+      if (parameter.fqn != fqn) parameter.shared_with.push_back(fqn);
     }
   }
+}
+
+// What a pass says of its memory: whatever is used is there, and is born and dies once.
+class MemoryRepair {
+ public:
+  explicit MemoryRepair(const Trace& trace) {
+    for (const TraceInput& input : trace.inputs) outside_.insert(input.storage);
+    for (const ModuleBuffer& buffer : trace.buffers) outside_.insert(buffer.storage);
+    outside_.insert(-1);
+    alive_ = outside_;
+  }
+  // False: the event cannot stand here.
+  bool Keep(TraceEvent& event) {
+    if (auto* op = std::get_if<OperatorEvent>(&event)) {
+      const auto dead = [&](StorageId storage) { return !alive_.contains(storage); };
+      std::erase_if(op->reads, dead);
+      std::erase_if(op->writes, dead);
+    } else if (auto* allocate = std::get_if<AllocateEvent>(&event)) {
+      while (outside_.contains(next_)) ++next_;
+      allocate->storage = next_++;
+      allocate->size_bytes.value %= 1 << 20;
+      if (allocate->role == StorageRole::kParameterGrad) allocate->role = StorageRole::kSaved;
+      alive_.insert(allocate->storage);
+    } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
+      return !outside_.contains(free->storage) && alive_.erase(free->storage) > 0;
+    }
+    return true;
+  }
+  bool IsOutside(StorageId storage) const { return outside_.contains(storage); }
+
+ private:
+  std::set<StorageId> outside_, alive_;
+  StorageId next_ = 1000;
+};
+
+// Each forward enters and leaves its modules one by one; tensors are those of inputs and buffers.
+void RepairForward(Pass& pass, const std::vector<ModuleId>& canonical, MemoryRepair& memory,
+                   std::map<std::pair<ModuleId, std::int32_t>, std::int32_t>& outputs) {
+  pass.forwards.clear();
+  for (Tensor& tensor : pass.tensors) {
+    if (!memory.IsOutside(tensor.storage)) tensor.storage = -1;
+  }
+  const auto tensors = static_cast<TensorId>(pass.tensors.size());
+  const auto outside = [&](TensorId id) { return id >= tensors; };
+  std::vector<TraceEvent> events;
+  std::map<ModuleId, std::int32_t> calls;
+  for (TraceEvent& event : pass.events) {
+    if (auto* enter = std::get_if<EnterEvent>(&event)) {
+      std::erase_if(enter->inputs, outside);
+      ExitEvent exit{enter->module, enter->inputs};
+      const ModuleId module = canonical[static_cast<std::size_t>(enter->module)];
+      outputs[{module, calls[module]++}] = static_cast<std::int32_t>(exit.outputs.size());
+      events.push_back(*enter);
+      events.push_back(std::move(exit));
+    } else if (std::holds_alternative<OperatorEvent>(event) || std::holds_alternative<AllocateEvent>(event) ||
+               std::holds_alternative<FreeEvent>(event)) {
+      if (memory.Keep(event)) events.push_back(std::move(event));
+    }
+  }
+  pass.events = std::move(events);
+}
+
+// A backward of the first forward alone, with events of calls that it has.
+void RepairBackward(Pass& pass, const Trace& trace, const std::vector<ModuleId>& canonical,
+                    MemoryRepair memory,
+                    const std::map<std::pair<ModuleId, std::int32_t>, std::int32_t>& outputs) {
+  pass.forwards = {0};
+  pass.tensors.clear();
+  std::set<ParameterId> reduced;
+  std::set<std::tuple<int, ModuleId, std::int32_t, std::int32_t>> seen;
+  std::vector<TraceEvent> events;
+  for (TraceEvent& event : pass.events) {
+    bool keep = true;
+    if (auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
+      const ModuleId module = canonical[static_cast<std::size_t>(ready->module)];
+      ready->forward = 0;
+      const auto call = outputs.find({module, ready->occurrence});
+      keep = call != outputs.end() && ready->index < call->second &&
+             !seen.contains({1, module, ready->occurrence, 0}) &&
+             seen.insert({0, module, ready->occurrence, ready->index}).second;
+    } else if (auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
+      const ModuleId module = canonical[static_cast<std::size_t>(done->module)];
+      done->forward = 0;
+      keep = outputs.contains({module, done->occurrence}) &&
+             seen.insert({1, module, done->occurrence, 0}).second;
+    } else if (auto* grad = std::get_if<ParameterGradEvent>(&event)) {
+      grad->storage = -1;
+      keep = trace.parameters[static_cast<std::size_t>(grad->parameter)].requires_grad &&
+             reduced.insert(grad->parameter).second;
+    } else if (const auto* again = std::get_if<RecomputeEnterEvent>(&event)) {
+      events.push_back(*again);
+      event = RecomputeExitEvent{again->module};
+    } else {
+      const bool of_forward =
+          std::holds_alternative<EnterEvent>(event) || std::holds_alternative<ExitEvent>(event);
+      keep = !of_forward && !std::holds_alternative<RecomputeExitEvent>(event) &&
+             !std::holds_alternative<BackwardEndEvent>(event) && memory.Keep(event);
+    }
+    if (keep) events.push_back(std::move(event));
+  }
+  events.push_back(BackwardEndEvent{});
+  pass.events = std::move(events);
 }
 
 // Points of a table ascend.
@@ -171,6 +269,35 @@ void RepairCluster(Cluster& cluster) {
   }
 }
 
+// Dimensions of other names and sizes, of few ranks together.
+void RepairMesh(Strategy& strategy) {
+  std::set<std::string> names;
+  for (StrategyMeshDim& dim : strategy.mesh) {
+    MakeUnique(dim.name, names);
+    dim.size = 1 + dim.size % 8;
+  }
+  if (!strategy.data_parallel) return;
+  DataParallelDims& dims = *strategy.data_parallel;
+  const std::vector<std::string> all(names.begin(), names.end());
+  dims.shard.assign(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2));
+  dims.replicate.assign(all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2), all.end());
+}
+
+void RepairOptimizer(Optimizer& optimizer) {
+  const bool adam = optimizer.kind == OptimizerKind::kAdam || optimizer.kind == OptimizerKind::kAdamW;
+  optimizer.momentum = optimizer.momentum && optimizer.kind == OptimizerKind::kSgd;
+  optimizer.nesterov = optimizer.nesterov && optimizer.momentum;
+  optimizer.amsgrad = optimizer.amsgrad && adam;
+  optimizer.capturable = optimizer.capturable && adam;
+  if (optimizer.kind == OptimizerKind::kAdafactor) optimizer.implementation.reset();
+}
+
+// A call that may stand anywhere.
+void RepairCall(ModuleCall& call) {
+  call.method = call.modules.empty() ? "set_requires_gradient_sync" : "set_modules_to_forward_prefetch";
+  call.flags.clear();
+}
+
 template <typename T>
 T Random(std::uint64_t seed) {
   T value;
@@ -182,18 +309,21 @@ T Random(std::uint64_t seed) {
 
 Trace RandomTrace(std::uint64_t seed) {
   Trace trace = Random<Trace>(seed);
-  std::set<std::string> modules, parameters;
-  for (Module& module : trace.modules) MakeUnique(module.fqn, modules);
+  std::set<std::string> parameters;
   for (Parameter& parameter : trace.parameters) MakeUnique(parameter.fqn, parameters);
-  std::set<StorageId> used;
-  for (Pass& pass : trace.forwards) RepairPass(pass, false, trace, used);
-  for (Pass& pass : trace.backwards) RepairPass(pass, true, trace, used);
-  used.erase(-1);
-  // Whatever is used is born in the first forward.
-  for (const StorageId storage : used) {
-    trace.forwards.front().events.insert(trace.forwards.front().events.begin(),
-                                         AllocateEvent{.storage = storage, .size_bytes = Bytes{512}});
+  RepairModules(trace);
+  std::vector<ModuleId> canonical;
+  for (std::size_t m = 0; m < trace.modules.size(); ++m)
+    canonical.push_back(m == 2 ? 1 : static_cast<ModuleId>(m));
+  MemoryRepair memory(trace);
+  std::map<std::pair<ModuleId, std::int32_t>, std::int32_t> outputs;  // of the first forward
+  for (std::size_t f = 0; f < trace.forwards.size(); ++f) {
+    std::map<std::pair<ModuleId, std::int32_t>, std::int32_t> here;
+    RepairForward(trace.forwards[f], canonical, memory, here);
+    if (f == 0) outputs = std::move(here);
   }
+  if (trace.forwards.empty()) trace.backwards.clear();
+  for (Pass& pass : trace.backwards) RepairBackward(pass, trace, canonical, memory, outputs);
   return trace;
 }
 
@@ -204,13 +334,26 @@ Cluster RandomCluster(std::uint64_t seed) {
 }
 Strategy RandomStrategy(std::uint64_t seed) {
   Strategy strategy = Random<Strategy>(seed);
+  strategy.policy = "fsdp2";
+  RepairMesh(strategy);
+  RepairOptimizer(strategy.optimizer);
+  for (UnitRule& rule : strategy.units) {
+    rule.data_parallel.reset();
+    if (rule.modules.empty()) rule.modules = {""};
+  }
+  for (ModuleCall& call : strategy.setup) RepairCall(call);
   std::set<std::int32_t> ran;  // a backward is of what ran forward
   for (StepProgram& step : strategy.program) {
     for (ProgramCall& call : step) {
       if (const auto* forward = std::get_if<ForwardCall>(&call)) ran.insert(forward->microbatch);
       if (auto* backward = std::get_if<BackwardCall>(&call))
         backward->microbatches.assign(ran.begin(), ran.end());
+      if (auto* module = std::get_if<ModuleCall>(&call)) RepairCall(*module);
     }
+    std::erase_if(step, [](const ProgramCall& call) {
+      const auto* backward = std::get_if<BackwardCall>(&call);
+      return backward != nullptr && backward->microbatches.empty();
+    });
   }
   return strategy;
 }

@@ -15,6 +15,7 @@
 
 #include "passes/checkpoint_regions.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/trace_check.h"
 #include "units/model_index.h"
 
 namespace shardplan {
@@ -251,9 +252,8 @@ class Checkpointer {
 }  // namespace
 
 Result<Trace> ApplyCheckpointing(const Trace& trace, const CheckpointRule& rule) {
-  Result<ModelIndex> index = MakeModelIndex(trace);
-  if (!index) return std::unexpected(index.error());
-  return Checkpointer(trace, std::move(*index), rule).Run();
+  if (Status status = CheckTrace(trace); !status) return std::unexpected(std::move(status.error()));
+  return Checkpointer(trace, MakeModelIndex(trace), rule).Run();
 }
 
 }  // namespace shardplan

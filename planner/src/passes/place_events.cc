@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "shardplan/schemas/assert.h"
@@ -15,11 +17,27 @@ namespace {
 // A policy whose state does not come back within this many repetitions of the last step would be a bug.
 constexpr int kMaxRepetitions = 16;
 
-Status RunStep(const RecordedStep& step, Policy& policy, ProgramBuilder& builder) {
+// Where the strategy has the call; "/program": it has none (a step that nobody wrote).
+std::string PointerOf(const ModuleCall& wanted, const Strategy& strategy) {
+  for (std::size_t s = 0; s < strategy.program.size(); ++s) {
+    for (std::size_t c = 0; c < strategy.program[s].size(); ++c) {
+      if (std::get_if<ModuleCall>(&strategy.program[s][c]) == &wanted)
+        return fmt::format("/program/{}/{}", s, c);
+    }
+  }
+  return "/program";
+}
+
+Status RunStep(const RecordedStep& step, const Strategy& strategy, Policy& policy, ProgramBuilder& builder) {
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepBegin, -1, 0);
   for (const HookPoint& event : step.events) {
-    if (Status status = policy.On(event); !status) return status;
+    Status status = policy.On(event);
+    if (status) continue;
+    if (status.error().pointer.empty() && event.call != nullptr) {
+      status.error().pointer = PointerOf(*event.call, strategy);
+    }
+    return status;
   }
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepEnd, -1, 0);
@@ -74,7 +92,8 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
       seen.push_back(std::move(state));
     }
     builder.BeginStep(s == 0 ? "first" : fmt::format("step {}", s));
-    if (Status status = RunStep(input.steps[std::min(s, given - 1)], *policy, builder); !status) {
+    if (Status status = RunStep(input.steps[std::min(s, given - 1)], input.strategy, *policy, builder);
+        !status) {
       return std::unexpected(status.error());
     }
   }

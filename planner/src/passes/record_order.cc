@@ -10,7 +10,6 @@
 
 #include "passes/backward_times.h"
 #include "shardplan/schemas/assert.h"
-#include "shardplan/schemas/strategy_check.h"
 
 namespace shardplan {
 namespace {
@@ -80,10 +79,6 @@ class Recorder {
         entered.push_back(enter);
         OnEnter(module, open.back(), static_cast<std::int32_t>(i));
       } else if (const auto* exit = std::get_if<ExitEvent>(&pass_->events[i])) {
-        if (open.empty()) {
-          return MakeInputError(fmt::format("/forwards/{}/events/{}", call.trace, i),
-                                "a module is left that was not entered");
-        }
         OnExit(index_.canonical[exit->module], open.back(), *entered.back(), *exit,
                static_cast<std::int32_t>(i));
         open.pop_back();
@@ -135,14 +130,19 @@ class Recorder {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
     }
     // Part of a forward can run without gradients: then nothing that trainable parameters made needs one, or
-    // that any parameters made, would they train. What is passed through says nothing.
+    // that any parameters made, would they train. What would need one if they did was made with gradients;
+    // what is passed through says nothing.
     const auto is_made = [&](TensorId tensor) {
       return std::ranges::find(enter.inputs, tensor) == enter.inputs.end();
     };
     const auto never_requires = [&](TensorId tensor) {
       return is_made(tensor) && pass_->tensors[tensor].may_require_grad == false;
     };
-    const bool makes = std::ranges::any_of(exit.outputs, is_made);
+    const auto may_require = [&](TensorId tensor) {
+      return is_made(tensor) && pass_->tensors[tensor].may_require_grad == true;
+    };
+    const bool makes =
+        std::ranges::any_of(exit.outputs, is_made) && std::ranges::none_of(exit.outputs, may_require);
     if (!event.outputs_require_grad && makes &&
         (IsTrainable(unit) || (!partition_.units[unit].unit.parameters.empty() &&
                                std::ranges::any_of(exit.outputs, never_requires)))) {
@@ -159,9 +159,6 @@ class Recorder {
     if (call.trace < 0 || call.trace >= static_cast<std::int32_t>(trace_.backwards.size())) {
       return MakeInputError(pointer_ + "/trace", "the trace has no such backward",
                             fmt::format("{}", call.trace), fmt::format("below {}", trace_.backwards.size()));
-    }
-    if (call.microbatches.empty()) {
-      return MakeInputError(pointer_ + "/microbatches", "a backward covers at least one micro-batch");
     }
     Begin(/*backward=*/true, call.trace, call.microbatches.front(),
           {"backward loss", SegmentPhase::kBackward});
@@ -396,7 +393,6 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   const std::vector<StepProgram>& program = !strategy.program.empty()        ? strategy.program
                                             : strategy.optimizer.in_backward ? kStepsInBackward
                                                                              : kDefault;
-  if (Status s = CheckProgram(strategy); !s) return std::unexpected(std::move(s.error()));
   std::size_t count = program.size();
   while (count > 1 && program[count - 1] == program[count - 2]) --count;
   Recorder recorder(trace, index, partition, inputs_wrapped);

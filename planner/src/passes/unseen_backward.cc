@@ -37,7 +37,8 @@ Error UnseenBackward(const Partition& partition, UnitId unit) {
           "it without gradients. Return tensors, tuples, lists or dicts, or register the class with pytree; "
           "checkpoint with use_reentrant=False, or inside the unit; or keep the unit gathered "
           "(reshard_after_forward false)",
-          fqn.empty() ? "(root)" : fqn)};
+          fqn.empty() ? "(root)" : fqn),
+      .pointer = "/units"};
 }
 
 }  // namespace shardplan

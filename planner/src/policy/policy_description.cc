@@ -1,13 +1,12 @@
 #include "policy/policy_description.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 
 #include "policy/fsdp1/fsdp1_frozen.h"
 #include "policy/fsdp1/fsdp1_units.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
@@ -38,13 +37,10 @@ std::vector<std::string> PlannerPolicies() {
   return names;
 }
 
-Result<const PolicyDescription*> FindPolicy(std::string_view name) {
+const PolicyDescription& FindPolicy(std::string_view name) {
   const auto* found = std::ranges::find(kPolicies, name, &PolicyDescription::name);
-  if (found == kPolicies.end()) {
-    return MakeInputError("/policy", "unknown policy", std::string(name),
-                          fmt::format("{}", fmt::join(PlannerPolicies(), " or ")));
-  }
-  return found;
+  SHARDPLAN_ASSERT(found != kPolicies.end(), "CheckStrategy knows the policies by AllPolicyKnobs");
+  return *found;
 }
 
 }  // namespace shardplan

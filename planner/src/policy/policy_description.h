@@ -32,7 +32,7 @@ struct PolicyDescription {
   Status (*change_buffers)(const PolicyInput&, std::vector<ModuleBuffer>& buffers) = nullptr;
 };
 
-// kBadInput at /policy: no policy has this name.
-Result<const PolicyDescription*> FindPolicy(std::string_view name);
+// Of a strategy that CheckStrategy lets through.
+const PolicyDescription& FindPolicy(std::string_view name);
 
 }  // namespace shardplan

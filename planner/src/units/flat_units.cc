@@ -28,23 +28,14 @@ class FlatUnits final : public UnitMaker {
     partition.mesh = strategy_.mesh;
     if (partition.mesh.empty()) partition.mesh = {{"shard", cluster_ranks}};
     std::int64_t ranks = 1;
-    for (std::size_t d = 0; d < partition.mesh.size(); ++d) {
-      const StrategyMeshDim& dim = partition.mesh[d];
-      const std::string pointer = fmt::format("/mesh/{}", d);
-      if (dim.size < 1) {
-        return MakeInputError(pointer + "/size", "a mesh dimension needs a rank", fmt::format("{}", dim.size),
-                              "1 or more");
-      }
-      if (dim.name == "shard") {
-        partition.shard_size = dim.size;
-      } else if (dim.name == "replicate") {
-        partition.replicate_size = dim.size;
-      } else {
-        return MakeInputError(pointer + "/name", "unknown mesh dimension", dim.name, "shard or replicate");
-      }
-      ranks *= dim.size;
+    for (const StrategyMeshDim& dim : partition.mesh) {
+      (dim.name == "shard" ? partition.shard_size : partition.replicate_size) = dim.size;
+      ranks *= dim.size;  // CheckStrategy keeps them small
     }
-    if (Status s = CheckMesh(partition.mesh, ranks, cluster_ranks); !s) return s;
+    if (ranks != cluster_ranks) {
+      return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
+                            fmt::format("{}", cluster_ranks));
+    }
     UnitChoice as_most{.sharding = strategy_.fsdp1.sharding};
     SetFlatGroups(as_most, partition);  // their communicators come first
     return {};
@@ -97,21 +88,6 @@ class FlatUnits final : public UnitMaker {
   }
 
  private:
-  static Status CheckMesh(const std::vector<StrategyMeshDim>& mesh, std::int64_t ranks,
-                          std::int64_t cluster_ranks) {
-    const bool known =
-        mesh.size() == 1 || (mesh.size() == 2 && mesh[0].name == "replicate" && mesh[1].name == "shard");
-    if (!known) {
-      return MakeInputError("/mesh", "a mesh is {shard} or {replicate, shard}, outermost first",
-                            fmt::format("{} dimensions", mesh.size()));
-    }
-    if (ranks != cluster_ranks) {
-      return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", ranks),
-                            fmt::format("{}", cluster_ranks));
-    }
-    return {};
-  }
-
   // The ranks that a unit communicates with: the mesh's dimensions with hybrid sharding, all ranks with any
   // other.
   static void SetFlatGroups(UnitChoice& choice, Partition& partition) {

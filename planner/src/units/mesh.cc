@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace shardplan {
 
@@ -10,17 +11,9 @@ Result<Mesh> Mesh::Make(std::vector<StrategyMeshDim> dims, std::int64_t ranks) {
   Mesh mesh;
   if (dims.empty()) dims = {{"shard", ranks}};
   std::int64_t covered = 1;
-  for (std::size_t d = 0; d < dims.size(); ++d) {
-    const std::string pointer = fmt::format("/mesh/{}", d);
-    if (dims[d].size < 1) {
-      return MakeInputError(pointer + "/size", "a mesh dimension needs a rank",
-                            fmt::format("{}", dims[d].size), "1 or more");
-    }
-    if (mesh.Find(dims[d].name) != nullptr) {
-      return MakeInputError(pointer + "/name", "two dimensions of the mesh have this name", dims[d].name);
-    }
-    covered *= dims[d].size;
-    mesh.dims_.push_back(dims[d]);
+  for (StrategyMeshDim& dim : dims) {
+    if (__builtin_mul_overflow(covered, dim.size, &covered)) covered = 0;
+    mesh.dims_.push_back(std::move(dim));
   }
   if (covered != ranks) {
     return MakeInputError("/mesh", "the mesh does not cover the cluster's ranks", fmt::format("{}", covered),

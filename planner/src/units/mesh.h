@@ -17,7 +17,7 @@ using MeshDigits = std::vector<CommunicatorDim>;
 
 class Mesh {
  public:
-  // kBadInput: a dimension without ranks, two of one name, or a mesh that does not cover `ranks`.
+  // Dimensions that CheckStrategy lets through. kBadInput: they do not cover `ranks`.
   static Result<Mesh> Make(std::vector<StrategyMeshDim> dims, std::int64_t ranks);
 
   const std::vector<StrategyMeshDim>& dims() const { return dims_; }

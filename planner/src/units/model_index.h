@@ -23,7 +23,7 @@ struct ModelIndex {
 // Glob over FQNs: '*' any characters but '.', '?' one character but '.'.
 bool Matches(std::string_view pattern, std::string_view fqn);
 
-// kBadInput with a pointer into the trace: no modules, a child without an entry, an id out of range, ...
-Result<ModelIndex> MakeModelIndex(const Trace& trace);
+// Of a trace that CheckTrace (schemas) lets through, or one made of it.
+ModelIndex MakeModelIndex(const Trace& trace);
 
 }  // namespace shardplan

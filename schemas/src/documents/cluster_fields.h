@@ -7,6 +7,8 @@
 namespace shardplan {
 
 inline constexpr std::int64_t kWholePpm = 1'000'000;
+// Of one thing that the host issues, a kernel or a ring's step: an hour.
+inline constexpr std::int64_t kLongestCost = 3'600'000'000'000;
 
 template <>
 inline constexpr Definition kDefinition<EfficiencyPoint> = {.says = "How efficient operators of a size are."};
@@ -46,7 +48,8 @@ inline constexpr auto kFields<Device> = FieldList(
         .AtMost(kWholePpm),
     Optional("vector_flops_per_second", &Device::vector_flops_per_second, "Pointwise arithmetic, any dtype."),
     Optional("matmul", &Device::matmul, "Matrix rates by dtype.").Lines(),
-    Optional("kernel_overhead_ns", &Device::kernel_overhead_ns, "Device time that no operator goes below."));
+    Optional("kernel_overhead_ns", &Device::kernel_overhead_ns, "Device time that no operator goes below.")
+        .AtMost(kLongestCost));
 
 template <>
 inline constexpr bool kIsBlock<Host> = true;
@@ -54,15 +57,16 @@ template <>
 inline constexpr Definition kDefinition<Host> = {"cluster", "host",
                                                  "Host cost of issuing one thing, and the host's memory."};
 template <>
-inline constexpr auto kFields<Host> =
-    FieldList(Optional("operator_issue_ns", &Host::operator_issue_ns, "One operator of the model."),
-              Optional("collective_issue_ns", &Host::collective_issue_ns, "One collective."),
-              Optional("copy_issue_ns", &Host::copy_issue_ns, "One copy."),
-              Optional("allocate_ns", &Host::allocate_ns, "One allocation."),
-              Optional("event_ns", &Host::event_ns, "One record or wait."),
-              Optional("trigger_ns", &Host::trigger_ns, "One hook."),
-              Optional("memory_bytes_per_second", &Host::memory_bytes_per_second,
-                       "Host memory that one rank reads and writes while all ranks of its node do."));
+inline constexpr auto kFields<Host> = FieldList(
+    Optional("operator_issue_ns", &Host::operator_issue_ns, "One operator of the model.")
+        .AtMost(kLongestCost),
+    Optional("collective_issue_ns", &Host::collective_issue_ns, "One collective.").AtMost(kLongestCost),
+    Optional("copy_issue_ns", &Host::copy_issue_ns, "One copy.").AtMost(kLongestCost),
+    Optional("allocate_ns", &Host::allocate_ns, "One allocation.").AtMost(kLongestCost),
+    Optional("event_ns", &Host::event_ns, "One record or wait.").AtMost(kLongestCost),
+    Optional("trigger_ns", &Host::trigger_ns, "One hook.").AtMost(kLongestCost),
+    Optional("memory_bytes_per_second", &Host::memory_bytes_per_second,
+             "Host memory that one rank reads and writes while all ranks of its node do."));
 
 template <>
 inline constexpr Definition kDefinition<CollectivePoint> = {.says = "One measurement."};
@@ -91,7 +95,7 @@ inline constexpr Definition kDefinition<Link> = {"cluster", "link", "A link clas
 template <>
 inline constexpr auto kFields<Link> =
     FieldList(Required("name", &Link::name, "\"nvlink\", \"network\"."),
-              Optional("latency_ns", &Link::latency_ns, "Per step of a ring."),
+              Optional("latency_ns", &Link::latency_ns, "Per step of a ring.").AtMost(kLongestCost),
               Required("bytes_per_second", &Link::bytes_per_second, "Per rank and direction.").AtLeast(1));
 
 template <>
@@ -102,8 +106,10 @@ inline constexpr Definition kDefinition<Cluster> = {"cluster", "cluster",
 template <>
 inline constexpr auto kFields<Cluster> = FieldList(
     Required("name", &Cluster::name, "A name for people."),
-    Required("ranks", &Cluster::ranks, "Number of ranks.").AtLeast(1),
-    Optional("ranks_per_node", &Cluster::ranks_per_node, "Ranks inside a node.").AtLeast(1),
+    Required("ranks", &Cluster::ranks, "Number of ranks.").AtLeast(1).AtMost(kMostRanks),
+    Optional("ranks_per_node", &Cluster::ranks_per_node, "Ranks inside a node.")
+        .AtLeast(1)
+        .AtMost(kMostRanks),
     Required("device", &Cluster::device, "The accelerators."),
     Optional("host", &Cluster::host, "The host threads."),
     Optional("links", &Cluster::links, "The first is inside a node, the second between nodes.").Lines(),

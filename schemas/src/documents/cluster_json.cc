@@ -1,9 +1,9 @@
 #include <fmt/format.h>
 
-#include "documents/cluster_check.h"
 #include "documents/cluster_fields.h"
 #include "documents/document_json.h"
 #include "json/json_writer.h"
+#include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {

@@ -2,12 +2,12 @@
 
 #include <utility>
 
-#include "documents/cluster_check.h"
 #include "documents/document_json.h"
 #include "documents/plan_check.h"
 #include "documents/plan_fields.h"
 #include "documents/plan_names.h"
 #include "json/json_writer.h"
+#include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {

@@ -1,38 +1,272 @@
 #include "shardplan/schemas/strategy_check.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <string>
+#include <string_view>
 #include <variant>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan {
+namespace {
 
-Status CheckProgram(const Strategy& strategy) {
-  std::set<std::int32_t> ran;  // micro-batches, in this step or an earlier one
-  for (std::size_t s = 0; s < strategy.program.size(); ++s) {
-    for (std::size_t c = 0; c < strategy.program[s].size(); ++c) {
-      const ProgramCall& call = strategy.program[s][c];
-      if (const auto* forward = std::get_if<ForwardCall>(&call)) ran.insert(forward->microbatch);
-      const auto* backward = std::get_if<BackwardCall>(&call);
-      if (backward == nullptr) continue;
-      for (std::size_t m = 0; m < backward->microbatches.size(); ++m) {
-        const std::int32_t microbatch = backward->microbatches[m];
-        const std::string pointer = fmt::format("/program/{}/{}/microbatches/{}", s, c, m);
-        const auto here = backward->microbatches.begin() + static_cast<std::ptrdiff_t>(m);
-        if (std::find(backward->microbatches.begin(), here, microbatch) != here) {
-          return MakeInputError(pointer, "a backward covers a micro-batch once",
-                                fmt::format("{}", microbatch));
-        }
-        if (!ran.contains(microbatch)) {
-          return MakeInputError(pointer, "a backward of a micro-batch that has had no forward",
-                                fmt::format("{}", microbatch), "a forward of it before");
-        }
+bool HasFlag(const ModuleCall& call, std::string_view flag) {
+  return std::ranges::find(call.flags, flag) != call.flags.end();
+}
+
+class StrategyCheck {
+ public:
+  explicit StrategyCheck(const Strategy& strategy) : strategy_(strategy) {}
+
+  Status Run() {
+    const std::vector<PolicyKnobs>& policies = AllPolicyKnobs();
+    const auto policy = std::ranges::find(policies, strategy_.policy, &PolicyKnobs::name);
+    if (policy == policies.end()) {
+      std::vector<std::string_view> names;
+      for (const PolicyKnobs& known : policies) names.push_back(known.name);
+      return MakeInputError("/policy", "unknown policy", strategy_.policy,
+                            fmt::format("{}", fmt::join(names, " or ")));
+    }
+    policy_ = &*policy;
+    if (Status s = CheckMesh(); !s) return s;
+    if (Status s = CheckDataParallel(); !s) return s;
+    if (Status s = CheckUnits(); !s) return s;
+    if (Status s = CheckOptimizer(); !s) return s;
+    for (std::size_t c = 0; c < strategy_.setup.size(); ++c) {
+      if (Status s = CheckCall(strategy_.setup[c], fmt::format("/setup/{}", c), /*in_setup=*/true); !s)
+        return s;
+    }
+    return CheckProgram();
+  }
+
+ private:
+  bool IsFsdp1() const { return strategy_.policy == "fsdp1"; }
+
+  // ---- ranks ----
+
+  Status CheckMesh() const {
+    std::int64_t ranks = 1;
+    const std::vector<StrategyMeshDim>& mesh = strategy_.mesh;
+    for (std::size_t d = 0; d < mesh.size(); ++d) {
+      const std::string pointer = fmt::format("/mesh/{}", d);
+      if (mesh[d].size < 1) {
+        return MakeInputError(pointer + "/size", "a mesh dimension needs a rank",
+                              fmt::format("{}", mesh[d].size), "1 or more");
+      }
+      if (mesh[d].size > kMostRanks / ranks) {
+        return MakeInputError(pointer + "/size", "the mesh has too many ranks",
+                              fmt::format("{}", mesh[d].size),
+                              fmt::format("at most {} ranks in all", kMostRanks));
+      }
+      ranks *= mesh[d].size;
+      const auto before = mesh.begin() + static_cast<std::ptrdiff_t>(d);
+      if (std::find_if(mesh.begin(), before, [&](const auto& dim) { return dim.name == mesh[d].name; }) !=
+          before) {
+        return MakeInputError(pointer + "/name", "two dimensions of the mesh have this name", mesh[d].name);
+      }
+      if (IsFsdp1() && mesh[d].name != "shard" && mesh[d].name != "replicate") {
+        return MakeInputError(pointer + "/name", "unknown mesh dimension", mesh[d].name,
+                              "shard or replicate");
       }
     }
+    if (IsFsdp1() && mesh.size() == 2 && mesh[0].name == "shard") {
+      return MakeInputError("/mesh", "a mesh is {shard} or {replicate, shard}, outermost first",
+                            "shard before replicate", "replicate before shard");
+    }
+    return {};
   }
-  return {};
-}
+
+  Status CheckDataParallel() const {
+    if (!strategy_.data_parallel || IsFsdp1()) return {};
+    return CheckDims(*strategy_.data_parallel, "/data_parallel");
+  }
+
+  Status CheckDims(const DataParallelDims& dims, const std::string& pointer) const {
+    std::set<std::string_view> seen;
+    for (const std::vector<std::string>* names : {&dims.shard, &dims.replicate}) {
+      const std::string list = pointer + (names == &dims.shard ? "/shard" : "/replicate");
+      for (std::size_t n = 0; n < names->size(); ++n) {
+        const std::string& name = (*names)[n];
+        const std::string here = fmt::format("{}/{}", list, n);
+        // Without a mesh it is made of the trace.
+        const bool known =
+            strategy_.mesh.empty() ||
+            std::ranges::find(strategy_.mesh, name, &StrategyMeshDim::name) != strategy_.mesh.end();
+        if (!known) return MakeInputError(here, "the mesh has no such dimension", name);
+        if (!seen.insert(name).second) return MakeInputError(here, "a mesh dimension is named twice", name);
+      }
+    }
+    return {};
+  }
+
+  Status CheckUnits() const {
+    for (std::size_t u = 0; u < strategy_.units.size(); ++u) {
+      const UnitRule& rule = strategy_.units[u];
+      const std::string pointer = fmt::format("/units/{}", u);
+      if (rule.modules.empty()) {
+        return MakeInputError(pointer + "/modules", "a unit has a module", "an empty list",
+                              "FQNs or patterns");
+      }
+      if (IsFsdp1() && rule.group) {
+        return MakeInputError(pointer + "/group", "FSDP1 wraps one module, a unit has no others", "true",
+                              "false");
+      }
+      if (!rule.data_parallel || IsFsdp1()) continue;
+      if (Status s = CheckDims(*rule.data_parallel, pointer + "/data_parallel"); !s) return s;
+    }
+    return {};
+  }
+
+  // ---- the optimizer ----
+
+  Status CheckOptimizer() const {
+    using enum OptimizerKind;
+    const Optimizer& optimizer = strategy_.optimizer;
+    const bool adam = optimizer.kind == kAdam || optimizer.kind == kAdamW;
+    const auto refuse = [](std::string_view field, std::string_view why, std::string_view expected) {
+      return MakeInputError(fmt::format("/optimizer/{}", field), std::string(why), "true",
+                            std::string(expected));
+    };
+    if (optimizer.momentum && optimizer.kind != kSgd) {
+      return refuse("momentum", "only sgd has this argument", "kind sgd");
+    }
+    if (optimizer.nesterov && !optimizer.momentum) {
+      return refuse("nesterov", "Nesterov momentum requires a momentum", "kind sgd with momentum true");
+    }
+    if (optimizer.amsgrad && !adam) {
+      return refuse("amsgrad", "only adam and adamw have this argument", "kind adam or adamw");
+    }
+    if (optimizer.capturable && !adam) {
+      return refuse("capturable", "only adam and adamw have this argument", "kind adam or adamw");
+    }
+    if (optimizer.kind == kAdafactor && optimizer.implementation == OptimizerImplementation::kFused) {
+      return MakeInputError("/optimizer/implementation", "Adafactor has no fused implementation", "fused",
+                            "for_loop or foreach");
+    }
+    if (IsFsdp1() && optimizer.in_backward && !strategy_.fsdp1.use_orig_params) {
+      return refuse("in_backward", "FSDP1 steps in the backward with use_orig_params only",
+                    "fsdp1.use_orig_params true");
+    }
+    return {};
+  }
+
+  // ---- the training loop ----
+
+  Status CheckProgram() {
+    for (std::size_t s = 0; s < strategy_.program.size(); ++s) {
+      for (std::size_t c = 0; c < strategy_.program[s].size(); ++c) {
+        const ProgramCall& call = strategy_.program[s][c];
+        const std::string pointer = fmt::format("/program/{}/{}", s, c);
+        Status status;
+        if (const auto* forward = std::get_if<ForwardCall>(&call)) {
+          ran_.insert(forward->microbatch);
+        } else if (const auto* backward = std::get_if<BackwardCall>(&call)) {
+          status = CheckBackward(*backward, pointer + "/microbatches");
+        } else if (const auto* module = std::get_if<ModuleCall>(&call)) {
+          status = CheckCall(*module, pointer, /*in_setup=*/false);
+        }
+        if (!status) return status;
+      }
+    }
+    return {};
+  }
+
+  Status CheckBackward(const BackwardCall& call, const std::string& pointer) const {
+    if (call.microbatches.empty()) {
+      return MakeInputError(pointer, "a backward covers at least one micro-batch", "an empty list",
+                            "its micro-batches");
+    }
+    std::set<std::int32_t> covered;
+    for (std::size_t m = 0; m < call.microbatches.size(); ++m) {
+      const std::int32_t microbatch = call.microbatches[m];
+      const std::string here = fmt::format("{}/{}", pointer, m);
+      if (!covered.insert(microbatch).second) {
+        return MakeInputError(here, "a backward covers a micro-batch once", fmt::format("{}", microbatch));
+      }
+      if (!ran_.contains(microbatch)) {
+        return MakeInputError(here, "a backward of a micro-batch that has had no forward",
+                              fmt::format("{}", microbatch), "a forward of it before");
+      }
+    }
+    return {};
+  }
+
+  Status CheckCall(const ModuleCall& call, const std::string& pointer, bool in_setup) const {
+    const auto form = std::ranges::find(policy_->calls, call.method, &CallForm::method);
+    if (form == policy_->calls.end()) {
+      std::vector<std::string_view> methods;
+      for (const CallForm& known : policy_->calls) methods.push_back(known.method);
+      return MakeInputError(pointer + "/method", fmt::format("{} does not know this call", policy_->name),
+                            call.method, fmt::format("{}", fmt::join(methods, ", ")));
+    }
+    if (in_setup && !form->in_setup) {
+      return MakeInputError(pointer + "/method", "this call has its place in a step", call.method,
+                            "in program");
+    }
+    if (!in_setup && !form->in_program) {
+      return MakeInputError(pointer + "/method", "this call has its place before the first step", call.method,
+                            "in setup");
+    }
+    for (std::size_t f = 0; f < call.flags.size(); ++f) {
+      if (std::ranges::find(form->flags, call.flags[f]) != form->flags.end()) continue;
+      return MakeInputError(fmt::format("{}/flags/{}", pointer, f),
+                            fmt::format("{} does not know this flag", call.method), call.flags[f],
+                            form->flags.empty() ? "none" : fmt::format("{}", fmt::join(form->flags, ", ")));
+    }
+    if (Status s = CheckArgument(call, form->argument, pointer); !s) return s;
+    return call.method == "summon_full_params" ? CheckSummon(call, pointer) : Status{};
+  }
+
+  static Status CheckArgument(const ModuleCall& call, CallArgument argument, const std::string& pointer) {
+    const bool number = argument == CallArgument::kNumber || argument == CallArgument::kCount;
+    if (number && !call.number) {
+      return MakeInputError(pointer, "this call takes a number", call.method, "\"number\"");
+    }
+    constexpr double kMostInputs = 1 << 30;
+    const bool counts = argument == CallArgument::kCount;
+    if (counts &&
+        (*call.number < 1 || *call.number > kMostInputs || std::trunc(*call.number) != *call.number)) {
+      return MakeInputError(pointer + "/number", "so many reduce-scatter inputs cannot be in flight",
+                            fmt::format("{}", *call.number), "a whole number from 1");
+    }
+    if (argument != CallArgument::kModules && !call.modules.empty()) {
+      return MakeInputError(pointer + "/modules", "this call takes no modules", call.method,
+                            "no \"modules\"");
+    }
+    return {};
+  }
+
+  // _validate_unshard_params_args of FSDP1, as far as the arguments alone say. Flags are the arguments that
+  // are not at their defaults: `writeback` is true by default, the others are false.
+  Status CheckSummon(const ModuleCall& call, const std::string& pointer) const {
+    const auto refuse = [&](const char* why) {
+      return MakeInputError(pointer + "/flags", std::string("FSDP1 refuses ") + why);
+    };
+    if (HasFlag(call, "with_grads") &&
+        (HasFlag(call, "offload_to_cpu") || !strategy_.fsdp1.use_orig_params)) {
+      return refuse("summon_full_params(with_grads) with offload_to_cpu, or without use_orig_params");
+    }
+    if (HasFlag(call, "rank0_only") && !HasFlag(call, "writeback")) {
+      return refuse(
+          "summon_full_params(rank0_only) with writeback, the default: name the flag writeback, too");
+    }
+    return {};
+  }
+
+  const Strategy& strategy_;
+  const PolicyKnobs* policy_ = nullptr;
+  std::set<std::int32_t> ran_;  // micro-batches, in this step or an earlier one
+};
+
+}  // namespace
+
+Status CheckStrategy(const Strategy& strategy) { return StrategyCheck(strategy).Run(); }
 
 }  // namespace shardplan

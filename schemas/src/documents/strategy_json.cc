@@ -9,7 +9,7 @@ namespace shardplan {
 Result<Strategy> StrategyFromTape(const JsonTape& tape) {
   Result<Strategy> strategy = ReadDocumentAs<Strategy>(tape, kStrategySchema);
   if (!strategy) return strategy;
-  if (Status status = CheckProgram(*strategy); !status) return std::unexpected(std::move(status.error()));
+  if (Status status = CheckStrategy(*strategy); !status) return std::unexpected(std::move(status.error()));
   return strategy;
 }
 

@@ -51,7 +51,15 @@ std::vector<KnobChange> Fsdp1MemoryChanges(const Strategy& strategy) {
 }  // namespace
 
 PolicyKnobs Fsdp1PolicyKnobs() {
+  // The runtime reads nothing but its constructor's arguments before the first step.
+  const CallForm call = {.in_setup = false};
+  CallForm no_sync = call, sync = call, summon = call;
+  no_sync.method = "no_sync";
+  sync.method = "set_requires_gradient_sync";
+  summon.method = "summon_full_params";
+  summon.flags = {"with_grads", "offload_to_cpu", "rank0_only", "writeback"};
   return {.name = "fsdp1",
+          .calls = {no_sync, sync, summon},
           .accumulation_call = "no_sync",
           .steps_original_parameters = StepsOriginalParameters,
           .gradient_divisor = Fsdp1GradientDivisor,

@@ -29,10 +29,35 @@ std::vector<KnobChange> Fsdp2MemoryChanges(const Strategy& strategy) {
           {"one reduce-scatter input in flight", one_input}};
 }
 
+std::vector<CallForm> Fsdp2Calls() {
+  std::vector<CallForm> calls;
+  for (const char* setter :
+       {"set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward",
+        "set_reshard_after_backward", "_set_unshard_async_op", "set_separate_reduce_scatter_group",
+        "set_force_sum_reduction_for_comms", "set_unshard_in_backward",
+        "set_allocate_memory_from_process_group_for_comm", "set_is_last_backward", "set_post_optim_event"}) {
+    calls.push_back({.method = setter, .flags = {}});
+  }
+  for (const char* prefetch : {"set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"}) {
+    calls.push_back({.method = prefetch, .argument = CallArgument::kModules, .flags = {}});
+  }
+  calls.push_back({.method = "set_gradient_divide_factor",
+                   .argument = CallArgument::kNumber,
+                   .in_program = false,
+                   .flags = {}});
+  calls.push_back(
+      {.method = "set_reduce_scatter_max_input_buffers", .argument = CallArgument::kCount, .flags = {}});
+  for (const char* use : {"unshard", "wait_for_unshard", "reshard", "state_dict", "load_state_dict"}) {
+    calls.push_back({.method = use, .in_setup = false, .flags = {}});
+  }
+  return calls;
+}
+
 }  // namespace
 
 PolicyKnobs Fsdp2PolicyKnobs() {
   return {.name = "fsdp2",
+          .calls = Fsdp2Calls(),
           .accumulation_call = "set_requires_gradient_sync",
           // Its shards are those of parameters.
           .steps_original_parameters = [](const Strategy&) { return false; },

@@ -16,10 +16,13 @@ using internal::MulDivUp;
 constexpr std::int64_t kNanosecondsPerSecond = 1'000'000'000;
 constexpr std::int64_t kMillion = 1'000'000;
 
+// A step that takes longer is refused where it is lowered.
+std::int64_t Limited(std::int64_t time_ns) { return std::min(time_ns, kLongestStep.value); }
+
 // Time to do `amount` at `rate_per_second`; a rate of zero costs nothing.
 std::int64_t TimeAt(std::int64_t amount, std::int64_t rate_per_second) {
   if (rate_per_second <= 0 || amount <= 0) return 0;
-  return MulDivUp(amount, kNanosecondsPerSecond, rate_per_second);
+  return Limited(MulDivUp(amount, kNanosecondsPerSecond, rate_per_second));
 }
 
 std::int64_t Scaled(std::int64_t rate, std::int64_t ppm) { return MulDiv(rate, ppm, kMillion); }
@@ -94,15 +97,15 @@ class AnalyticCostModel final : public CostModel {
     std::int64_t rate = inner.bytes_per_second;
     std::int64_t latency_ns = inner.latency_ns.value * (request.ranks - 1);
     if (crosses) {
-      const std::int64_t node_rate = outer.bytes_per_second * place.fewest_in_node;
+      const std::int64_t node_rate = MulDiv(outer.bytes_per_second, place.fewest_in_node, 1);
       rate = place.most_in_node == 1 ? node_rate : SlowerRate(inner.bytes_per_second, node_rate);
       latency_ns =
           inner.latency_ns.value * (request.ranks - place.nodes) + outer.latency_ns.value * (place.nodes - 1);
     }
     const std::int64_t sent = MulDivUp(request.full_tensor_bytes.value, request.ranks - 1, request.ranks);
     const std::int64_t passes = request.kind == CollectiveKind::kAllReduce ? 2 : 1;
-    return CollectiveCost{Nanoseconds{passes * (latency_ns + TimeAt(sent, rate))}, "alpha-beta " + outer.name,
-                          crosses ? 1 : 0};
+    return CollectiveCost{Nanoseconds{passes * Limited(latency_ns + TimeAt(sent, rate))},
+                          "alpha-beta " + outer.name, crosses ? 1 : 0};
   }
 
   std::int64_t MemoryTime(Bytes moved) const {
@@ -238,8 +241,9 @@ Nanoseconds InterpolateDuration(const std::vector<CollectivePoint>& points, Byte
   if (size_bytes > last.full_tensor_bytes) {
     const CollectivePoint& before = points[points.size() - 2];
     const std::int64_t rise = std::max<std::int64_t>(0, last.duration_ns.value - before.duration_ns.value);
-    return {last.duration_ns.value + MulDiv(rise, (size_bytes - last.full_tensor_bytes).value,
-                                            (last.full_tensor_bytes - before.full_tensor_bytes).value)};
+    return {
+        Limited(last.duration_ns.value + MulDiv(rise, (size_bytes - last.full_tensor_bytes).value,
+                                                (last.full_tensor_bytes - before.full_tensor_bytes).value))};
   }
   const auto [low, high] =
       Enclosing(points, size_bytes.value, [](const CollectivePoint& p) { return p.full_tensor_bytes.value; });

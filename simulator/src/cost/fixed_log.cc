@@ -48,16 +48,26 @@ std::int64_t Exp2Fixed(std::int64_t x) {
   return static_cast<std::int64_t>((result + (static_cast<UInt128>(1) << (shift - 1))) >> shift);
 }
 
+namespace {
+
+// Far above any time or rate that makes sense, and two of them still add up.
+std::int64_t Clamped(Int128 value) {
+  constexpr Int128 kMost = Int128{1} << 62;
+  return static_cast<std::int64_t>(value > kMost ? kMost : value < -kMost ? -kMost : value);
+}
+
+}  // namespace
+
 std::int64_t MulDiv(std::int64_t a, std::int64_t b, std::int64_t c) {
   SHARDPLAN_ASSERT(c != 0, "callers divide by sizes and rates that they found not to be zero");
   const Int128 product = static_cast<Int128>(a) * b;
   const Int128 half = c / 2;
-  return static_cast<std::int64_t>((product >= 0 ? product + half : product - half) / c);
+  return Clamped((product >= 0 ? product + half : product - half) / c);
 }
 
 std::int64_t MulDivUp(std::int64_t a, std::int64_t b, std::int64_t c) {
   SHARDPLAN_ASSERT(c != 0, "callers divide by sizes and rates that they found not to be zero");
-  return static_cast<std::int64_t>((static_cast<Int128>(a) * b + c - 1) / c);
+  return Clamped((static_cast<Int128>(a) * b + c - 1) / c);
 }
 
 }  // namespace shardplan::internal

@@ -40,7 +40,11 @@ class Lowering {
     program_.units = static_cast<std::int32_t>(plan_.units.size());
     program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
     program_.communication_rate_ppm = cluster_.communication_rate_while_computing_ppm;
-    LowerSegments();
+    // What is slowed takes so much longer.
+    constexpr std::int64_t kMillion = 1'000'000;
+    const std::int64_t slowest_ppm = std::min(program_.compute_rate_ppm, program_.communication_rate_ppm);
+    longest_ns_ = {kLongestStep.value / kMillion * slowest_ppm};
+    if (Status lowered = LowerSegments(); !lowered) return std::unexpected(lowered.error());
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
       if (Status lowered = LowerStep(s); !lowered) return std::unexpected(lowered.error());
     }
@@ -51,15 +55,18 @@ class Lowering {
   static std::string Text(std::integral auto n) { return std::to_string(n); }
 
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
-  void LowerSegments() {
+  Status LowerSegments() {
     const std::int64_t issue_ns = cluster_.host.operator_issue_ns.value;
     for (const Segment& segment : plan_.segments) {
       EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0};
+      Nanoseconds in_all;
       for (const SegmentEntry& entry : segment.entries) {
         const auto* event = std::get_if<OperatorEvent>(&entry);
         if (event == nullptr) continue;
         program_.operators.push_back({costs_.Operator(*event), {}, {}});
         ++lowered.count;
+        in_all += program_.operators.back().duration_ns + cluster_.host.operator_issue_ns;
+        if (in_all > longest_ns_) return TooLong("/segments/" + Text(program_.segments.size()));
       }
       EngineOperator* operators = program_.operators.data() + lowered.first;
       for (std::int32_t k = lowered.count - 1; k >= 0; --k) {
@@ -73,6 +80,30 @@ class Lowering {
       }
       program_.segments.push_back(lowered);
     }
+    return {};
+  }
+
+  static std::unexpected<Error> TooLong(std::string pointer) {
+    return Bad(std::move(pointer),
+               "with the costs of this cluster a step takes longer than 2^53 ns (104 days)",
+               "more than a report can say");
+  }
+
+  // One thing after the other, which no order of them exceeds.
+  Status CheckLength(const std::string& pointer) const {
+    Nanoseconds in_all;
+    for (const EngineInstruction& code : step_.code) {
+      in_all += code.duration_ns + code.host_ns;
+      if (code.op == EngineOp::kSegment) {
+        const EngineSegment& segment = program_.segments[static_cast<std::size_t>(code.operand)];
+        if (segment.count > 0) {
+          in_all += program_.operators[static_cast<std::size_t>(segment.first)].rest_ns;
+          in_all += code.host_ns * segment.count;
+        }
+      }
+      if (in_all > longest_ns_) return TooLong(pointer);
+    }
+    return {};
   }
 
   Status LowerStep(std::size_t s) {
@@ -104,6 +135,7 @@ class Lowering {
     }
     if (step_.phases.size() > kMaxPhases)
       return Bad("/steps/" + Text(s), "too many passes", Text(step_.phases.size()));
+    if (Status checked = CheckLength("/steps/" + Text(s)); !checked) return checked;
     step_.record_slots = static_cast<std::int32_t>(unit_of_slot_.size());
     program_.steps.push_back(std::move(step_));
     return {};
@@ -371,7 +403,7 @@ class Lowering {
   // What the host computes itself belongs to its time for the instruction.
   void AddHostWork(Nanoseconds work_ns, EngineInstruction& lowered) {
     lowered.host_ns += work_ns;
-    step_.host_work_ns += work_ns;
+    step_.host_work_ns = std::min(step_.host_work_ns + work_ns, kLongestStep);
   }
 
   // Shards in device memory are stepped on the stream. Those in host memory, and all of a step without a
@@ -414,6 +446,7 @@ class Lowering {
   const CostModel& costs_;
   const OptimizerSteps optimizer_;
   EngineProgram program_;
+  Nanoseconds longest_ns_;  // of everything in a step, one after the other
   EngineStep step_;
   std::vector<std::int32_t> last_in_stream_;
   std::vector<UnitId> last_unit_;  // by stream: of the work issued last

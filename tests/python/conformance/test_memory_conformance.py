@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 
 import pytest
 from conftest import ROOT, build_folder
@@ -98,3 +99,43 @@ def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
     assert extra["cublas_workspace"] == 2 * 32 * 2**20
     assert with_kernels["peak"]["total_bytes"] >= case["peak"]["step2"]["total"] + kernels - extra["kernel_temp"]
     assert shardplan("memory", tmp_path / "strategy.json").returncode == 3
+
+
+def places(value, path=()):
+    """Every value below `value`, by its path."""
+    if path:
+        yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from places(child, (*path, key))
+
+
+def test_damage_is_refused_with_its_place(tmp_path):
+    """Members taken away and values of another kind, at places drawn at random: an error with the place, or no change to what is compared."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    document = json.loads((FOLDER / "default.json").read_text())
+    looked_at = ("knobs", "model", "timeline", "timeline_columns", "peak")
+    everywhere = {key: list(places(document[key], (key,))) for key in looked_at}
+    refused = 0
+    for number in range(300):
+        *path, key = draw.choice(everywhere[draw.choice(looked_at)])
+        changed = copy.deepcopy(document)
+        holder = changed
+        for step in path:
+            holder = holder[step]
+        change = draw.randrange(4)
+        if change == 0:
+            holder.pop(key)
+        else:
+            holder[key] = (None, {"a": []}, -7)[change - 1]
+        (tmp_path / "case.json").write_text(json.dumps(changed))
+        (case,) = memory.read_cases(tmp_path, ["case"])
+        if isinstance(case, memory.BadRecording):
+            refused += 1
+            assert f"{tmp_path}/case.json: " in str(case), (seed, number)
+        else:  # what reads well is compared
+            memory.strategy_of(case), memory.trace_key(case)
+            memory.first_difference(case, {"rows": [], "categories": [], "peak": {}})
+    assert refused > 200

@@ -38,31 +38,6 @@ Result<std::int32_t> StepOf(const LogEvent& event) {
   return *step;
 }
 
-// Reads the log's lines and, where the case does not say it, counts the steps in them.
-Status ReadLog(const std::string& path, Recording& recording) {
-  const Result<std::string> log = ReadFile(path);
-  if (!log) return std::unexpected(log.error());
-  const bool count_steps = recording.steps == 0;
-  std::istringstream lines(*log);
-  std::size_t number = 0;
-  for (std::string line; std::getline(lines, line);) {
-    ++number;
-    if (line.starts_with("# ")) recording.header.push_back(line.substr(2));
-    if (line.empty() || line.starts_with("# ")) continue;
-    Result<LogEvent> event = ParseLine(line);
-    const Result<std::int32_t> step = event ? StepOf(*event) : std::unexpected(event.error());
-    if (!step) {
-      Error error = step.error();
-      error.file = path;
-      error.pointer = "line " + std::to_string(number);
-      return std::unexpected(error);
-    }
-    if (count_steps) recording.steps = std::max(recording.steps, *step + 1);
-    recording.events.push_back(std::move(*event));
-  }
-  return {};
-}
-
 // The ranks are in a comment of the log.
 Result<std::int64_t> RanksOf(const Recording& recording) {
   constexpr std::string_view kRanks = "ranks ";
@@ -74,6 +49,21 @@ Result<std::int64_t> RanksOf(const Recording& recording) {
   return MakeInputError("", "the log does not say how many ranks there are", "", "a comment \"# ranks N\"");
 }
 
+// `status` with the file that it is about.
+template <typename T>
+T InFile(T status, const std::string& path) {
+  if (!status && status.error().file.empty()) status.error().file = path;
+  return status;
+}
+
+// Reads the file of the log and parses it with `parse`.
+template <typename Parse>
+Status ReadLog(const std::string& path, Recording& recording, Parse parse) {
+  const Result<std::string> log = ReadFile(path);
+  if (!log) return std::unexpected(log.error());
+  return InFile(parse(*log, recording), path);
+}
+
 // What `shardplan conformance --live` records: the planner's own documents, and the log.
 Result<Recording> ReadLive(const std::string& path) {
   Result<Trace> trace = ReadTrace(path + ".trace.json");
@@ -81,19 +71,47 @@ Result<Recording> ReadLive(const std::string& path) {
   Result<Strategy> strategy = ReadStrategy(path + ".strategy.json");
   if (!strategy) return std::unexpected(strategy.error());
   Recording recording{.trace = std::move(*trace), .strategy = std::move(*strategy)};
-  recording.policy = recording.strategy.policy;
-  if (Status read = ReadLog(path + ".log", recording); !read) return std::unexpected(read.error());
-  const Result<std::int64_t> ranks = RanksOf(recording);
-  if (!ranks) {
-    Error error = ranks.error();
-    error.file = path + ".log";
-    return std::unexpected(error);
-  }
-  recording.cluster.ranks = recording.cluster.ranks_per_node = *ranks;
+  Status read = ReadLog(path + ".log", recording, ParseLiveLog);
+  if (!read) return std::unexpected(std::move(read.error()));
   return recording;
 }
 
 }  // namespace
+
+Status ParseLog(const std::string& log, Recording& recording) {
+  const bool count_steps = recording.steps == 0;
+  std::istringstream lines(log);
+  std::size_t number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    if (line.starts_with("# ")) recording.header.push_back(line.substr(2));
+    if (line.empty() || line.starts_with("# ")) continue;
+    Result<LogEvent> event = ParseLine(line);
+    const Result<std::int32_t> step = event ? StepOf(*event) : std::unexpected(event.error());
+    if (!step) {
+      Error error = step.error();
+      error.pointer = "line " + std::to_string(number);
+      return std::unexpected(error);
+    }
+    if (count_steps) recording.steps = std::max(recording.steps, *step + 1);
+    recording.events.push_back(std::move(*event));
+  }
+  return {};
+}
+
+Status ParseLiveLog(const std::string& log, Recording& recording) {
+  recording.policy = recording.strategy.policy;
+  if (Status parsed = ParseLog(log, recording); !parsed) return parsed;
+  const Result<std::int64_t> ranks = RanksOf(recording);
+  if (!ranks) return std::unexpected(ranks.error());
+  recording.cluster.ranks = recording.cluster.ranks_per_node = *ranks;
+  return {};
+}
+
+Result<Recording> ConvertCase(const std::string& json_text) {
+  const bool fsdp2 = json_text.find("\"fsdp2-case-1\"") != std::string::npos;
+  return fsdp2 ? ConvertFsdp2(json_text) : ConvertFsdp1(json_text);
+}
 
 Result<Recording> ReadRecording(const std::string& path) {
   const std::string name = std::filesystem::path(path).filename().string();
@@ -104,14 +122,11 @@ Result<Recording> ReadRecording(const std::string& path) {
   }
   Result<std::string> json = ReadFile(path + ".json");
   if (!json) return std::unexpected(json.error());
-  const bool fsdp2 = json->find("\"fsdp2-case-1\"") != std::string::npos;
-  Result<Recording> recording = fsdp2 ? ConvertFsdp2(*json) : ConvertFsdp1(*json);
-  if (!recording) {
-    recording.error().file = path + ".json";
-    return recording;
-  }
+  Result<Recording> recording = InFile(ConvertCase(*json), path + ".json");
+  if (!recording) return recording;
   recording->name = name;
-  if (Status read = ReadLog(path + ".log", *recording); !read) return std::unexpected(read.error());
+  Status read = ReadLog(path + ".log", *recording, ParseLog);
+  if (!read) return std::unexpected(std::move(read.error()));
   return recording;
 }
 

@@ -35,7 +35,14 @@ struct Recording {
 // Reads `<path_without_suffix>.json` and `.log`. kBadInput when they are not a recording.
 Result<Recording> ReadRecording(const std::string& path_without_suffix);
 
-// By format; used by ReadRecording.
+// The texts of these files; their errors have no file.
+Result<Recording> ConvertCase(const std::string& json_text);
+// Into `recording`, whose documents are there. Counts the steps where the case does not say them.
+Status ParseLog(const std::string& log, Recording& recording);
+// Of `shardplan conformance --live`: the log says the policy's ranks, too.
+Status ParseLiveLog(const std::string& log, Recording& recording);
+
+// By format; used by ConvertCase.
 Result<Recording> ConvertFsdp2(const std::string& json_text);
 Result<Recording> ConvertFsdp1(const std::string& json_text);
 

@@ -29,7 +29,7 @@ struct PlannerPass {
 std::span<const PlannerPass> PlannerPasses();
 
 struct PlanOptions {
-  // Run the verifier after the passes and fail with kInternal if it finds a violation that PyTorch itself
+  // Run the verifier after the passes and fail with kBadInput if it finds a violation that PyTorch itself
   // does not have. False is the same as skipping the pass `verify`.
   bool verify = true;
   // Passes that do not run.

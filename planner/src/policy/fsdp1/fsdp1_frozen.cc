@@ -100,8 +100,10 @@ class ForwardGradients {
     std::int32_t parent = -1;  // the call around it
     std::int32_t enter = 0, exit = 0;
     std::vector<TensorId> outputs;
-    bool uses_gradients = false;  // something computed in it so far requires a gradient
-    bool trains = false;          // ... in the plain model, too
+    // Something computed in it so far requires a gradient here alone: what does in the plain model, too, goes
+    // only into what the plain model tracks.
+    bool uses_gradients = false;
+    bool trains = false;  // something computed in it requires a gradient in the plain model
   };
 
   bool HasTrainableParameter(ModuleId module) const {
@@ -115,10 +117,15 @@ class ForwardGradients {
     return owner.unit >= 0 && std::ranges::any_of(partition_.units[owner.unit].unit.parameters, Trains);
   }
 
-  bool TakesPartOfTrainableUnit(ModuleId module) const {
+  bool TakesFrozenPartOfTrainedUnit(ModuleId module) const {
     return std::ranges::any_of(trace_.modules[module].parameters, [&](const NamedParameter& named) {
-      return IsInTrainedUnit(named.parameter, module);
+      return !trace_.parameters[named.parameter].requires_grad && IsInTrainedUnit(named.parameter, module);
     });
+  }
+
+  // Whether the tensor requires a gradient here, but not in the plain model.
+  bool RequiresHereAlone(TensorId tensor) const {
+    return requires_[tensor] && !pass_.tensors[tensor].requires_grad;
   }
 
   // A tensor named first as an input was made in the module around, by operators between its modules.
@@ -141,8 +148,8 @@ class ForwardGradients {
       takers_[tensor].push_back(number);
     }
     Call call{.module = module, .occurrence = runs_[module]++, .parent = open_, .enter = at_};
-    call.uses_gradients = TakesPartOfTrainableUnit(module) ||
-                          std::ranges::any_of(enter.inputs, [&](TensorId t) { return requires_[t]; });
+    call.uses_gradients = TakesFrozenPartOfTrainedUnit(module) ||
+                          std::ranges::any_of(enter.inputs, [&](TensorId t) { return RequiresHereAlone(t); });
     call.trains = HasTrainableParameter(module) || std::ranges::any_of(enter.inputs, [&](TensorId t) {
                     return pass_.tensors[t].requires_grad;
                   });
@@ -159,8 +166,8 @@ class ForwardGradients {
       made_in_[tensor] = call.parent;
     }
     // What it returns carries gradients on, unless it ran without.
-    const bool carries =
-        exit.outputs.empty() || std::ranges::any_of(exit.outputs, [&](TensorId t) { return requires_[t]; });
+    const bool carries = exit.outputs.empty() ||
+                         std::ranges::any_of(exit.outputs, [&](TensorId t) { return RequiresHereAlone(t); });
     open_ = call.parent;
     if (open_ < 0) return;
     calls_[open_].uses_gradients = calls_[open_].uses_gradients || (call.uses_gradients && carries);

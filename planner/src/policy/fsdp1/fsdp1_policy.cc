@@ -9,6 +9,7 @@
 #include "policy/fsdp1/on_demand.h"
 #include "policy/fsdp1/runtime_utils.h"
 #include "policy/fsdp1/unshard_params.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 
@@ -59,10 +60,6 @@ void Fsdp1Policy::InitStreams() {
 // What the runtime itself refuses.
 Status Fsdp1Policy::CheckKnobs() const {
   const Fsdp1Knobs& knobs = context_.strategy.fsdp1;
-  if (context_.strategy.optimizer.in_backward && !knobs.use_orig_params) {
-    return MakeInputError("/optimizer/in_backward", "FSDP1 steps in the backward with use_orig_params only",
-                          "true", "fsdp1.use_orig_params true");
-  }
   if (knobs.comm_hook == Fsdp1CommHook::kNone) return {};
   for (const UnitChoice& choice : context_.partition.units) {
     if (UsesHybridSharding(choice)) {
@@ -187,11 +184,9 @@ Status Fsdp1Policy::UserCall(const HookPoint& event) {
     state_.sync_gradients = !event.call->value.value_or(true);
   } else if (event.call->method == "set_requires_gradient_sync") {
     state_.sync_gradients = event.call->value.value_or(true);
-  } else if (summons) {
-    return SummonFullParams(context_, state_, event);
   } else {
-    return MakeInputError("/program", "fsdp1 does not know this call", event.call->method,
-                          "no_sync, set_requires_gradient_sync or summon_full_params");
+    SHARDPLAN_ASSERT(summons, "CheckStrategy lets the calls of Fsdp1PolicyKnobs through");
+    return SummonFullParams(context_, state_, event);
   }
   return {};
 }

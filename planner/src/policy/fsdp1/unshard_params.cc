@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -33,26 +32,10 @@ bool Has(const ModuleCall& call, std::string_view flag) {
   return std::ranges::find(call.flags, flag) != call.flags.end();
 }
 
-// _validate_unshard_params_args. Flags are the arguments that are not at their defaults: `writeback` is true
-// by default, the others are false.
-Status ValidateUnshardParamsArgs(const Context& context, FsdpState& state, const ModuleCall& call,
-                                 const std::vector<UnitId>& units) {
-  constexpr std::string_view kFlags[] = {"with_grads", "offload_to_cpu", "rank0_only", "writeback"};
-  for (const std::string& flag : call.flags) {
-    if (std::ranges::find(kFlags, flag) == std::end(kFlags)) {
-      return MakeInputError("/program", "summon_full_params does not know this flag", flag,
-                            "with_grads, offload_to_cpu, rank0_only or writeback");
-    }
-  }
-  const auto refuse = [](const char* why) {
-    return MakeInputError("/program", std::string("FSDP1 refuses ") + why);
-  };
-  if (Has(call, "with_grads") && (Has(call, "offload_to_cpu") || !context.strategy.fsdp1.use_orig_params)) {
-    return refuse("summon_full_params(with_grads) with offload_to_cpu, or without use_orig_params");
-  }
-  if (Has(call, "rank0_only") && !Has(call, "writeback")) {
-    return refuse("summon_full_params(rank0_only) with writeback, the default: name the flag writeback, too");
-  }
+// _validate_unshard_params_args, but for what CheckStrategy says. Flags are the arguments that are not at
+// their defaults: `writeback` is true by default, the others are false.
+Status ValidateUnshardParamsArgs(FsdpState& state, const ModuleCall& call, const std::vector<UnitId>& units) {
+  const auto refuse = [](const char* why) { return MakeInputError("", std::string("FSDP1 refuses ") + why); };
   for (const UnitId unit : units) {
     const FlatParamHandle* handle = state.HandleOf(unit);
     if (handle == nullptr) continue;
@@ -96,14 +79,14 @@ Status SummonFullParams(const Context& context, FsdpState& state, const HookPoin
   const ModuleCall& call = *event.call;
   if (!state.is_initialized && !call.module.empty()) {
     return MakeInputError(
-        "/program",
+        "",
         "a module whose parameters are summoned before the model has run is taken for a root "
         "of its own, and the model's first forward fails",
         call.module, "the root first, or a forward");
   }
   const bool enters = call.value.value_or(true);
   std::vector<UnitId> units = UnitsUnder(context, call);
-  if (Status s = ValidateUnshardParamsArgs(context, state, call, units); !s) return s;
+  if (Status s = ValidateUnshardParamsArgs(state, call, units); !s) return s;
   if (!enters) std::ranges::reverse(units);
   context.builder.SetReason("summon_full_params");
   if (enters) ResetFlatParamGradInfoIfNeeded(context, state);
@@ -113,7 +96,7 @@ Status SummonFullParams(const Context& context, FsdpState& state, const HookPoin
     FlatParamHandle* handle = state.HandleOf(unit);
     if (handle == nullptr) continue;
     if (enters == handle->summoned) {
-      return MakeInputError("/program", "summon_full_params is entered twice, or left before it is entered",
+      return MakeInputError("", "summon_full_params is entered twice, or left before it is entered",
                             DisplayName(context.UnitOf(unit).fqn));
     }
     // Only while it enters and leaves: what the program does inside the context, the hooks of a forward say.

@@ -7,6 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "shardplan/schemas/assert.h"
+
 namespace shardplan::fsdp2 {
 namespace {
 
@@ -44,26 +46,11 @@ void SetFlag(const FlagSetter& setter, bool value, FsdpState& state) {
   if (setter.second_flag != nullptr) settings.*setter.second_flag = value;
 }
 
-Status SetGradientDivideFactor(const ModuleCall& call, bool in_setup, FsdpState& state) {
-  if (!in_setup) {
-    return MakeInputError("", "the divide factor can be set before the first step only", call.method,
-                          "in setup");
-  }
-  if (state.group() != nullptr) state.group()->settings().gradient_divide_factor = call.number;
-  return {};
-}
-
-Status SetReduceScatterMaxInputBuffers(double number, const std::vector<FsdpState*>& states) {
-  const auto count = static_cast<std::int64_t>(number);
-  if (count < 1 || static_cast<double>(count) != number) {
-    return MakeInputError("", "so many reduce-scatter inputs cannot be in flight", fmt::format("{}", number),
-                          "1 or more");
-  }
+void SetReduceScatterMaxInputBuffers(double number, const std::vector<FsdpState*>& states) {
   for (FsdpState* state : states) {
     if (state->group() == nullptr) continue;
-    state->group()->settings().reduce_scatter_max_input_buffers = static_cast<std::size_t>(count);
+    state->group()->settings().reduce_scatter_max_input_buffers = static_cast<std::size_t>(number);
   }
-  return {};
 }
 
 }  // namespace
@@ -106,14 +93,12 @@ Status FsdpModule::Set(const ModuleCall& call, bool in_setup) {
     return SetPrefetch(call, own.states_to_forward_prefetch());
   } else if (call.method == "set_modules_to_backward_prefetch") {
     return SetPrefetch(call, own.states_to_backward_prefetch());
-  } else if (call.method == "set_gradient_divide_factor" ||
-             call.method == "set_reduce_scatter_max_input_buffers") {
-    if (!call.number) return MakeInputError("", "this call takes a number", call.method, "\"number\"");
-    return call.method == "set_gradient_divide_factor"
-               ? SetGradientDivideFactor(call, in_setup, own)
-               : SetReduceScatterMaxInputBuffers(*call.number, Reached(model_, call, own));
+  } else if (call.method == "set_gradient_divide_factor") {
+    if (own.group() != nullptr) own.group()->settings().gradient_divide_factor = call.number;
   } else {
-    return MakeInputError("", "fsdp2 does not know this call", call.method);
+    SHARDPLAN_ASSERT(call.method == "set_reduce_scatter_max_input_buffers" && call.number,
+                     "CheckStrategy lets the calls of Fsdp2PolicyKnobs through");
+    SetReduceScatterMaxInputBuffers(*call.number, Reached(model_, call, own));
   }
   return {};
 }

@@ -10,6 +10,9 @@
 
 namespace shardplan {
 
+// Of a cluster and of a mesh.
+inline constexpr std::int64_t kMostRanks = std::int64_t{1} << 30;
+
 // One measured point of an efficiency curve: at `flops` of one operator, the fraction (parts per million) of
 // peak.
 struct EfficiencyPoint {

@@ -2,7 +2,9 @@
 // for each policy in schemas/src/policies.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -17,8 +19,21 @@ struct KnobChange {
   bool operator==(const KnobChange&) const = default;
 };
 
+// A method that a strategy may call on a module: ModuleCall::method.
+enum class CallArgument : std::uint8_t { kValue, kNumber, kCount, kModules };
+struct CallForm {
+  std::string_view method;
+  // What it needs beside the module: a value that may be left out, "number", a whole "number", "modules" that
+  // may be left out.
+  CallArgument argument = CallArgument::kValue;
+  bool in_setup = true;
+  bool in_program = true;
+  std::vector<std::string_view> flags;  // that it knows
+};
+
 struct PolicyKnobs {
   std::string name;
+  std::vector<CallForm> calls;
   // The ModuleCall method that makes a backward accumulate gradients without reducing them.
   std::string accumulation_call;
   // Whether the optimizer steps pieces of the original parameters where a unit's shard is flat.

@@ -1,4 +1,4 @@
-// What the fields of a strategy cannot say of its training loop, and planning relies on.
+// What the fields of a strategy cannot say of each other, and planning relies on.
 #pragma once
 
 #include "shardplan/schemas/error.h"
@@ -6,8 +6,10 @@
 
 namespace shardplan {
 
-// kBadInput, with the pointer of the call: a backward covers a micro-batch that has had no forward before, or
-// one twice. Reading a strategy asks it, and planning.
-Status CheckProgram(const Strategy& strategy);
+// kBadInput, with the pointer: no policy has this name, the mesh is none, an argument that the optimizer does
+// not take, a call that the policy does not know, a backward of a micro-batch that has had no forward, ...
+// Whatever a strategy alone says cannot be planned; what depends on the trace or the cluster, planning says.
+// Reading a strategy asks it, and planning.
+Status CheckStrategy(const Strategy& strategy);
 
 }  // namespace shardplan

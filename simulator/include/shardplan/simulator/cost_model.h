@@ -33,6 +33,8 @@ struct GroupPlacement {
 };
 
 inline constexpr std::int64_t kMaxRanks = 1 << 20;
+// 104 days, the longest time that a document can say.
+inline constexpr Nanoseconds kLongestStep{std::int64_t{1} << 53};
 // The ranks that one group of the communicator needs; kMaxRanks + 1: more than kMaxRanks.
 std::int64_t RanksSpanned(const Communicator& communicator);
 // The different placements of the communicator's groups on `world_size` ranks (or as many as one group needs,

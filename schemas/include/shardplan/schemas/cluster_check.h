@@ -8,8 +8,8 @@
 
 namespace shardplan {
 
-// Points of efficiency curves and of tables of collectives ascend. `pointer` is where the document has the
-// cluster ("" or "/cluster").
-Status CheckCluster(const Cluster& cluster, const std::string& pointer);
+// kBadInput: points of efficiency curves and of tables of collectives do not ascend. `pointer` is where the
+// document has the cluster ("" or "/cluster").
+Status CheckCluster(const Cluster& cluster, const std::string& pointer = {});
 
 }  // namespace shardplan

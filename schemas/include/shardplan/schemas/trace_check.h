@@ -1,0 +1,14 @@
+// What the field lists of a trace cannot say of it, and planning relies on.
+#pragma once
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+// kBadInput, with the pointer: the modules are no tree, modules are left that were not entered, a storage is
+// used that is not alive, an event refers to a call that the forward does not have, ... docs/trace-format.md
+// lists the rules. Reading a trace asks it, and planning.
+Status CheckTrace(const Trace& trace);
+
+}  // namespace shardplan

@@ -1,0 +1,329 @@
+#include "shardplan/schemas/trace_check.h"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "documents/trace_modules_check.h"
+#include "json/json_fields.h"
+
+namespace shardplan {
+namespace {
+
+// A call of a module in a forward: the module, and which of its calls.
+using ModuleCallId = std::pair<ModuleId, std::int32_t>;
+
+// What a forward leaves to those behind it and to its backward.
+struct Left {
+  std::unordered_set<StorageId> alive;
+  std::map<ModuleCallId, std::size_t> outputs;  // by call: how many tensors it returned
+};
+
+class PassesCheck {
+ public:
+  explicit PassesCheck(const Trace& trace) : trace_(trace), canonical_(CanonicalModules(trace)) {}
+
+  Status Run() {
+    for (const TraceInput& input : trace_.inputs) outside_.insert(input.storage);
+    for (const ModuleBuffer& buffer : trace_.buffers) outside_.insert(buffer.storage);
+    outside_.insert(-1);
+    alive_ = outside_;
+    for (std::size_t f = 0; f < trace_.forwards.size(); ++f) {
+      if (Status status = CheckForward(f); !status) return status;
+    }
+    for (std::size_t b = 0; b < trace_.backwards.size(); ++b) {
+      if (Status status = CheckBackward(b); !status) return status;
+    }
+    return {};
+  }
+
+ private:
+  // ---- forwards: a later one finds what those before it left ----
+
+  Status CheckForward(std::size_t f) {
+    list_ = fmt::format("/forwards/{}", f);
+    const Pass& pass = trace_.forwards[f];
+    left_.emplace_back();
+    open_.clear();
+    born_here_.clear();
+    std::map<ModuleId, std::int32_t> calls;
+    for (std::size_t i = 0; i < pass.events.size(); ++i) {
+      event_ = i;
+      Status status;
+      if (const auto* enter = std::get_if<EnterEvent>(&pass.events[i])) {
+        const ModuleId module = canonical_[static_cast<std::size_t>(enter->module)];
+        open_.emplace_back(module, calls[module]++);
+      } else if (const auto* exit = std::get_if<ExitEvent>(&pass.events[i])) {
+        status = Exit(*exit);
+      } else if (IsOfBackward(pass.events[i])) {
+        status = MakeInputError(At("/0"), "an event of a backward in a forward");
+      } else {
+        status = CheckMemory(pass.events[i]);
+      }
+      if (!status) return status;
+    }
+    if (!open_.empty()) {
+      return MakeInputError(list_ + "/events", "a module is entered and never left",
+                            trace_.modules[static_cast<std::size_t>(open_.back().first)].fqn, "its \"exit\"");
+    }
+    left_.back().alive = alive_;
+    return CheckTensors(pass);
+  }
+
+  static bool IsOfBackward(const TraceEvent& event) {
+    return std::holds_alternative<OutputGradReadyEvent>(event) ||
+           std::holds_alternative<InputsGradDoneEvent>(event) ||
+           std::holds_alternative<ParameterGradEvent>(event) ||
+           std::holds_alternative<RecomputeEnterEvent>(event) ||
+           std::holds_alternative<RecomputeExitEvent>(event) ||
+           std::holds_alternative<BackwardEndEvent>(event);
+  }
+
+  // Behind the events of the pass.
+  Status CheckTensors(const Pass& pass) const {
+    for (std::size_t i = 0; i < pass.tensors.size(); ++i) {
+      const StorageId storage = pass.tensors[i].storage;
+      if (outside_.contains(storage) || born_.contains(storage)) continue;
+      return MakeInputError(fmt::format("{}/tensors/{}/storage", list_, i),
+                            "this storage is never born, and belongs to no input or buffer",
+                            fmt::format("{}", storage), "a storage of a \"+\" event, an input or a buffer");
+    }
+    return {};
+  }
+
+  Status Exit(const ExitEvent& exit) {
+    const std::string& fqn = trace_.modules[static_cast<std::size_t>(exit.module)].fqn;
+    if (open_.empty()) return MakeInputError(At("/1"), "a module is left that was not entered", fqn);
+    if (open_.back().first != canonical_[static_cast<std::size_t>(exit.module)]) {
+      return MakeInputError(At("/1"), "a module is left inside another one", fqn,
+                            trace_.modules[static_cast<std::size_t>(open_.back().first)].fqn);
+    }
+    left_.back().outputs[open_.back()] = exit.outputs.size();
+    open_.pop_back();
+    return {};
+  }
+
+  // ---- backwards: each finds what its forwards left ----
+
+  Status CheckBackward(std::size_t b) {
+    list_ = fmt::format("/backwards/{}", b);
+    pass_ = &trace_.backwards[b];
+    if (Status status = CoverForwards(); !status) return status;
+    open_.clear();
+    born_here_.clear();
+    ready_.clear();
+    done_.clear();
+    reduced_.clear();
+    grads_.clear();
+    ended_ = false;
+    for (std::size_t i = 0; i < pass_->events.size(); ++i) {
+      event_ = i;
+      Status status = std::visit([&](const auto& event) { return OnBackward(event); }, pass_->events[i]);
+      if (!status) return status;
+    }
+    if (open_.empty()) return CheckTensors(*pass_);
+    return MakeInputError(list_ + "/events", "a recomputation begins and never ends",
+                          trace_.modules[static_cast<std::size_t>(open_.back().first)].fqn,
+                          "its \"recompute_exit\"");
+  }
+
+  Status CoverForwards() {
+    if (pass_->forwards.empty()) {
+      return MakeInputError(list_ + "/forwards", "a backward covers a forward", "an empty list",
+                            "its forwards");
+    }
+    alive_ = outside_;
+    for (std::size_t k = 0; k < pass_->forwards.size(); ++k) {
+      const std::int32_t f = pass_->forwards[k];
+      const std::string pointer = fmt::format("{}/forwards/{}", list_, k);
+      if (f < 0 || f >= std::ssize(left_)) {
+        return MakeInputError(pointer, "there is no such forward", fmt::format("{}", f),
+                              fmt::format("less than {}", left_.size()));
+      }
+      const std::unordered_set<StorageId>& left = left_[static_cast<std::size_t>(f)].alive;
+      alive_.insert(left.begin(), left.end());
+    }
+    return {};
+  }
+
+  Status OnBackward(const OutputGradReadyEvent& ready) {
+    Result<std::size_t> outputs = OutputsOf(ready.module, ready.occurrence, ready.forward, "/3", "/4");
+    if (!outputs) return std::unexpected(std::move(outputs.error()));
+    if (ready.index < 0 || static_cast<std::size_t>(ready.index) >= *outputs) {
+      return MakeInputError(At("/2"), "this call of the module did not return so many tensors",
+                            fmt::format("{}", ready.index), fmt::format("less than {}", *outputs));
+    }
+    const ModuleId module = canonical_[static_cast<std::size_t>(ready.module)];
+    if (!ready_.emplace(module, ready.index, ready.occurrence, ready.forward).second) {
+      return MakeInputError(At("/0"), "the gradient of this output is ready already");
+    }
+    if (done_.contains({module, ready.occurrence, ready.forward})) {
+      return MakeInputError(At("/0"), "the gradients of this call's inputs are done already");
+    }
+    return BeforeTheEnd();
+  }
+  Status OnBackward(const InputsGradDoneEvent& done) {
+    Result<std::size_t> outputs = OutputsOf(done.module, done.occurrence, done.forward, "/2", "/3");
+    if (!outputs) return std::unexpected(std::move(outputs.error()));
+    const ModuleId module = canonical_[static_cast<std::size_t>(done.module)];
+    if (!done_.emplace(module, done.occurrence, done.forward).second) {
+      return MakeInputError(At("/0"), "the gradients of this call's inputs are done already");
+    }
+    return BeforeTheEnd();
+  }
+  Status OnBackward(const ParameterGradEvent& grad) {
+    const Parameter& parameter = trace_.parameters[static_cast<std::size_t>(grad.parameter)];
+    if (!parameter.requires_grad) {
+      return MakeInputError(At("/1"), "a frozen parameter gets no gradient", parameter.fqn,
+                            "a parameter with requires_grad");
+    }
+    if (!reduced_.insert(grad.parameter).second) {
+      return MakeInputError(At("/1"), "this parameter has its gradient already", parameter.fqn);
+    }
+    if (!alive_.contains(grad.storage)) return NotAlive(At("/2"), grad.storage);
+    if (grad.storage >= 0) {
+      const auto of = grads_.find(grad.storage);
+      if (of == grads_.end() || of->second != grad.parameter) {
+        return MakeInputError(
+            At("/2"), "this storage is not the gradient of this parameter", fmt::format("{}", grad.storage),
+            fmt::format("a storage of the role parameter_grad of parameter {}", grad.parameter));
+      }
+    }
+    return BeforeTheEnd();
+  }
+  Status OnBackward(const RecomputeEnterEvent& enter) {
+    open_.emplace_back(canonical_[static_cast<std::size_t>(enter.module)], 0);
+    return {};
+  }
+  // An early stop leaves the modules inside, too.
+  Status OnBackward(const RecomputeExitEvent& exit) {
+    const ModuleId module = canonical_[static_cast<std::size_t>(exit.module)];
+    while (!open_.empty() && open_.back().first != module) open_.pop_back();
+    if (open_.empty()) {
+      return MakeInputError(At("/1"), "a recomputation ends that did not begin",
+                            trace_.modules[static_cast<std::size_t>(exit.module)].fqn);
+    }
+    open_.pop_back();
+    return {};
+  }
+  Status OnBackward(const BackwardEndEvent&) {
+    Status status = BeforeTheEnd();
+    ended_ = true;
+    return status;
+  }
+  Status OnBackward(const EnterEvent&) { return OfForward(); }
+  Status OnBackward(const ExitEvent&) { return OfForward(); }
+  Status OnBackward(const AllocateEvent& allocate) {
+    if (allocate.role == StorageRole::kParameterGrad) grads_[allocate.storage] = allocate.parameter;
+    return CheckMemory(allocate);
+  }
+  Status OnBackward(const FreeEvent& free) { return CheckMemory(free); }
+  Status OnBackward(const OperatorEvent& op) { return CheckMemory(op); }
+
+  Status OfForward() const { return MakeInputError(At("/0"), "an event of a forward in a backward"); }
+  Status BeforeTheEnd() const {
+    if (!ended_) return {};
+    return MakeInputError(At("/0"), "the backward has ended already");
+  }
+
+  // How many tensors the call returned.
+  Result<std::size_t> OutputsOf(ModuleId entry, std::int32_t occurrence, std::int32_t forward,
+                                std::string_view occurrence_at, std::string_view forward_at) const {
+    if (forward < 0 || forward >= std::ssize(pass_->forwards)) {
+      return MakeInputError(At(forward_at), "not one of the forwards that this backward covers",
+                            fmt::format("{}", forward), fmt::format("less than {}", pass_->forwards.size()));
+    }
+    const auto covered = static_cast<std::size_t>(pass_->forwards[static_cast<std::size_t>(forward)]);
+    const std::map<ModuleCallId, std::size_t>& outputs = left_[covered].outputs;
+    const auto call = outputs.find({canonical_[static_cast<std::size_t>(entry)], occurrence});
+    if (call != outputs.end()) return call->second;
+    return MakeInputError(At(occurrence_at),
+                          fmt::format("forward {} does not call this module so often", covered),
+                          fmt::format("call {} of {}", occurrence,
+                                      DisplayName(trace_.modules[static_cast<std::size_t>(entry)].fqn)));
+  }
+
+  // ---- storages ----
+
+  // Births, deaths and uses.
+  Status CheckMemory(const TraceEvent& event) {
+    if (const auto* op = std::get_if<OperatorEvent>(&event)) {
+      if (Status status = CheckUses(op->reads, "/8"); !status) return status;
+      return CheckUses(op->writes, "/9");
+    }
+    if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
+      born_.insert(allocate->storage);
+      if (outside_.contains(allocate->storage) || !born_here_.insert(allocate->storage).second) {
+        return MakeInputError(At("/1"), "a storage is born once, and one of an input or a buffer never",
+                              fmt::format("{}", allocate->storage), "a new number");
+      }
+      alive_.insert(allocate->storage);
+      total_bytes_ += allocate->size_bytes.value;
+      if (total_bytes_ <= kMaxExact) return {};
+      return MakeInputError(At("/2"), "the storages of the trace have too many bytes together",
+                            fmt::format("{}", total_bytes_), fmt::format("at most {}", kMaxExact));
+    }
+    const auto* free = std::get_if<FreeEvent>(&event);
+    if (free == nullptr) return {};
+    if (outside_.contains(free->storage)) {
+      return MakeInputError(At("/1"), "inputs and buffers live on", fmt::format("{}", free->storage),
+                            "a storage of a \"+\" event");
+    }
+    if (alive_.erase(free->storage) == 0) return NotAlive(At("/1"), free->storage);
+    return {};
+  }
+
+  Status CheckUses(const std::vector<StorageId>& storages, std::string_view field) const {
+    for (std::size_t i = 0; i < storages.size(); ++i) {
+      if (!alive_.contains(storages[i])) return NotAlive(At(fmt::format("{}/{}", field, i)), storages[i]);
+    }
+    return {};
+  }
+  std::unexpected<Error> NotAlive(const std::string& pointer, StorageId storage) const {
+    return MakeInputError(
+        pointer,
+        born_.contains(storage) ? "this storage is not alive here"
+                                : "this storage is not born before, and belongs to no input or buffer",
+        fmt::format("{}", storage), "a storage of a \"+\" event before, an input or a buffer");
+  }
+
+  std::string At(std::string_view field) const { return fmt::format("{}/events/{}{}", list_, event_, field); }
+
+  const Trace& trace_;
+  const std::vector<ModuleId> canonical_;
+  std::unordered_set<StorageId> outside_;  // of inputs and buffers, and -1
+  std::unordered_set<StorageId> born_;     // in any pass
+  std::int64_t total_bytes_ = 0;
+  std::vector<Left> left_;  // by forward
+
+  // Of the pass that is walked over.
+  std::string list_;  // its pointer
+  std::size_t event_ = 0;
+  const Pass* pass_ = nullptr;
+  std::unordered_set<StorageId> born_here_;
+  std::unordered_set<StorageId> alive_;
+  std::vector<ModuleCallId> open_;  // modules that run, or run again
+  std::set<std::tuple<ModuleId, std::int32_t, std::int32_t, std::int32_t>> ready_;
+  std::set<std::tuple<ModuleId, std::int32_t, std::int32_t>> done_;
+  std::set<ParameterId> reduced_;
+  std::unordered_map<StorageId, ParameterId> grads_;
+  bool ended_ = false;
+};
+
+}  // namespace
+
+Status CheckTrace(const Trace& trace) {
+  if (Status status = CheckModules(trace); !status) return status;
+  return PassesCheck(trace).Run();
+}
+
+}  // namespace shardplan
