@@ -250,7 +250,7 @@ TEST(InputCheckTest, EventsThatComeTwiceAreRefused) {
       ++refused;
     }
   }
-  EXPECT_GT(refused, 30);
+  EXPECT_GE(refused, 30);
 }
 
 // An operator that reads a parameter of another module's unit: PyTorch reads a shard there.

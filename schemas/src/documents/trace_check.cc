@@ -15,6 +15,7 @@
 
 #include "documents/trace_modules_check.h"
 #include "json/json_fields.h"
+#include "shardplan/schemas/plan.h"
 
 namespace shardplan {
 namespace {

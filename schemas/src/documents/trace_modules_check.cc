@@ -8,8 +8,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "shardplan/schemas/layout.h"
-
 namespace shardplan {
 namespace {
 
