@@ -15,6 +15,8 @@
 namespace shardplan {
 namespace {
 
+constexpr Bytes kMostBytes{std::int64_t{1} << 53};  // of every document
+
 // Turns "/code/N" of an engine error into a place in the plan.
 Error Located(Error error, const Plan& plan, const EngineStep& step, std::int32_t s) {
   constexpr std::string_view kPrefix = "/code/";
@@ -147,6 +149,11 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
   simulation.memory = std::move(memory.samples);
   MemoryProfile host_memory = ProfileHostMemory(plan, std::move(memory_options));
   simulation.host_memory = std::move(host_memory.samples);
+  for (const Bytes peak : {memory.peak_bytes, host_memory.peak_bytes}) {
+    if (peak <= kMostBytes) continue;
+    return std::unexpected(Error{ErrorCode::kBadInput, "the plan needs more memory than a report can say", "",
+                                 "/buffers", std::to_string(peak.value), std::to_string(kMostBytes.value)});
+  }
   simulation.report =
       internal::BuildReport(plan, cluster, *program, last, *synchronized, memory, host_memory);
   simulation.report.plan_digest = options.plan_digest;

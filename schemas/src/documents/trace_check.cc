@@ -38,6 +38,7 @@ class PassesCheck {
     for (const ModuleBuffer& buffer : trace_.buffers) outside_.insert(buffer.storage);
     outside_.insert(-1);
     alive_ = outside_;
+    if (Status status = CheckSizes(); !status) return status;
     for (std::size_t f = 0; f < trace_.forwards.size(); ++f) {
       if (Status status = CheckForward(f); !status) return status;
     }
@@ -48,6 +49,33 @@ class PassesCheck {
   }
 
  private:
+  // ---- what is there before ----
+
+  Status CheckSizes() {
+    const auto check = [&](const auto& tensors, std::string_view list) -> Status {
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        std::int64_t elements = 1;
+        for (const std::int64_t size : tensors[i].shape) elements *= size;  // at most 2^53
+        if (Status status =
+                AddBytes(elements * SizeBytes(tensors[i].dtype), fmt::format("/{}/{}/shape", list, i));
+            !status) {
+          return status;
+        }
+      }
+      return {};
+    };
+    if (Status status = check(trace_.parameters, "parameters"); !status) return status;
+    if (Status status = check(trace_.buffers, "buffers"); !status) return status;
+    return check(trace_.inputs, "inputs");
+  }
+
+  Status AddBytes(std::int64_t bytes, const std::string& pointer) {
+    total_bytes_ += bytes;
+    if (total_bytes_ <= kMaxExact) return {};
+    return MakeInputError(pointer, "the model and its storages have too many bytes together",
+                          fmt::format("{}", total_bytes_), fmt::format("at most {}", kMaxExact));
+  }
+
   // ---- forwards: a later one finds what those before it left ----
 
   Status CheckForward(std::size_t f) {
@@ -268,10 +296,7 @@ class PassesCheck {
                               fmt::format("{}", allocate->storage), "a new number");
       }
       alive_.insert(allocate->storage);
-      total_bytes_ += allocate->size_bytes.value;
-      if (total_bytes_ <= kMaxExact) return {};
-      return MakeInputError(At("/2"), "the storages of the trace have too many bytes together",
-                            fmt::format("{}", total_bytes_), fmt::format("at most {}", kMaxExact));
+      return AddBytes(allocate->size_bytes.value, At("/2"));
     }
     const auto* free = std::get_if<FreeEvent>(&event);
     if (free == nullptr) return {};
