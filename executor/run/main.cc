@@ -193,6 +193,9 @@ int main(int argc, char** argv) {
   int code = 0;
   try {
     code = shardplan::run::Run(options, {argv + 1, argv + argc});
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "shardplan-run: there is not enough memory for this plan\n");
+    code = ExitCode(shardplan::ErrorCode::kEnvironment);
   } catch (const std::exception& exception) {
     std::fprintf(stderr, "shardplan-run: %s\n", exception.what());
     code = 70;

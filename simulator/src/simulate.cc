@@ -103,7 +103,8 @@ MemoryProfile ProfileHostMemory(const Plan& plan, MemoryOptions options) {
   const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };
   if (std::ranges::all_of(plan.buffers, on_device)) return {};
   options.granularity_bytes = {1};
-  return ProfileMemory(plan, MemoryHistoryOf(plan, {.space = MemorySpace::kHost}), options);
+  options.space = MemorySpace::kHost;
+  return ProfileMemory(plan, options);
 }
 
 }  // namespace

@@ -200,7 +200,7 @@ std::vector<RankCase> TwoCases() {
 TEST_P(OnRanks, AWrongNumberIsNamedAndTheRestIsRun) {
   std::vector<RankCase> cases = TwoCases();
   for (Trigger& trigger : cases[0].plan.steps[0].triggers) {
-    for (Instruction& instruction : trigger.instructions) {
+    for (Instruction& instruction : trigger.instructions.Edit()) {
       if (instruction.kind == InstructionKind::kReduceScatter) instruction.reduce_op = ReduceOp::kSum;
     }
   }
@@ -217,7 +217,7 @@ TEST_P(OnRanks, AWrongNumberIsNamedAndTheRestIsRun) {
 TEST_P(OnRanks, ARankThatGivesUpEndsTheRun) {
   const std::vector<RankCase> cases = TwoCases();
   std::vector<RankCase> others = TwoCases();
-  others[0].plan.steps[0].triggers[0].instructions.push_back(
+  others[0].plan.steps[0].triggers[0].instructions.Edit().push_back(
       {.kind = InstructionKind::kFree, .src = 100'000});
   const ForkedRun run = Run(cases, 0, GetParam(), &others, kShortPatienceSeconds);
   EXPECT_THAT(run.lines, testing::Contains(testing::HasSubstr("mlp3_default_w2: /steps/0/triggers/0")));
@@ -232,7 +232,7 @@ TEST_P(OnRanks, ARankThatFailsInAStepLeavesNobodyHanging) {
   Plan& plan = others[0].plan;
   plan.events.push_back("never recorded");
   std::vector<Trigger>& triggers = plan.steps[0].triggers;
-  triggers[triggers.size() / 2].instructions.push_back(
+  triggers[triggers.size() / 2].instructions.Edit().push_back(
       {.kind = InstructionKind::kWait, .stream = 0, .event = static_cast<EventId>(plan.events.size()) - 1});
   const ForkedRun run = Run(cases, 0, GetParam(), &others, kLongPatienceSeconds);
   EXPECT_THAT(run.lines, testing::Contains(testing::HasSubstr("waited for before it is recorded")));

@@ -69,7 +69,7 @@ TEST_F(ReplayerTest, ABufferThatIsTooSmallForItsParametersIsNamedWithBothSizes) 
 }
 
 TEST_F(ReplayerTest, AnIdOutOfRangeIsLocated) {
-  plan_.steps[0].triggers[1].instructions[0].event = 10'000;
+  plan_.steps[0].triggers[1].instructions.Edit()[0].event = 10'000;
   const auto replayer = Make();
   ASSERT_FALSE(replayer.has_value());
   EXPECT_EQ(replayer.error().pointer, "/steps/0/triggers/1/instructions/0");
@@ -87,7 +87,7 @@ TEST_F(ReplayerTest, AModelThatRunsItselfRefusesInstructionsAfterItsCompute) {
     return t.instructions.size() > 1 && t.instructions.back().kind == InstructionKind::kCompute;
   });
   ASSERT_NE(computes, plan_.steps[0].triggers.end());
-  std::vector<Instruction>& instructions = computes->instructions;
+  std::vector<Instruction>& instructions = computes->instructions.Edit();
   std::swap(instructions.back(), *(instructions.end() - 2));
   const auto replayer = Make(&model);
   ASSERT_FALSE(replayer.has_value());

@@ -92,7 +92,8 @@ std::vector<Mutation> MutationsOf(const Recording& recording, const Plan& plan) 
 BufferId LoggedBuffer(const Instruction& i) { return i.kind == InstructionKind::kAllGather ? i.dst : i.src; }
 
 Plan Mutate(Plan plan, const Mutation& mutation) {
-  std::vector<Instruction>& instructions = plan.steps[mutation.step].triggers[mutation.trigger].instructions;
+  std::vector<Instruction>& instructions =
+      plan.steps[mutation.step].triggers[mutation.trigger].instructions.Edit();
   const auto at = instructions.begin() + mutation.instruction;
   switch (mutation.change) {
     case Change::kDrop:

@@ -222,7 +222,7 @@ std::vector<std::string> Lines(const Plan& plan, const PlanStep& step) {
           "  {} {} -> {} on {} event {} unit {} segment {} communicator {} divisor {} safe after {} because "
           "{}",
           Name(i.kind), BufferName(plan, i.src), BufferName(plan, i.dst), i.stream, EventName(plan, i.event),
-          i.unit, i.segment, i.communicator, i.divisor, fmt::join(i.safe_after, ","), i.reason));
+          i.unit, i.segment, i.communicator, i.divisor, fmt::join(i.safe_after, ","), i.reason.str()));
     }
   }
   return lines;

@@ -51,7 +51,7 @@ std::vector<std::string> SteadyStep(const Plan& plan) {
                       Name(i.kind), BufferText(plan, i.src), BufferText(plan, i.dst),
                       i.stream < 0 ? "host" : plan.streams[i.stream].name,
                       i.event < 0 ? "-" : plan.events[i.event], i.communicator, static_cast<int>(i.reduce_op),
-                      i.divisor, fmt::join(i.parts, ","), i.unit, i.reason));
+                      i.divisor, fmt::join(i.parts, ","), i.unit, i.reason.str()));
     }
   }
   return lines;

@@ -86,7 +86,7 @@ TEST(PlanDiff, NamesOfEventsSayNothing) {
 TEST(PlanDiff, ReasonsAlone) {
   const Plan a = test::Fsdp2LikePlan({.units = 1});
   Plan b = a;
-  b.steps[0].triggers[1].instructions[0].reason = "another";
+  b.steps[0].triggers[1].instructions.Edit()[0].reason = "another";
   EXPECT_THAT(DescribeDifferences(a, b), ElementsAre("only the reasons given for instructions differ"));
 }
 
@@ -95,7 +95,7 @@ TEST(PlanDiff, AMissingWaitIsToldByWhatItWaitedFor) {
   Plan b = a;
   for (Trigger& trigger : b.steps[1].triggers) {
     if (Describe(b, trigger) != "pre_forward layers.1") continue;
-    std::erase_if(trigger.instructions, [&](const Instruction& instruction) {
+    std::erase_if(trigger.instructions.Edit(), [&](const Instruction& instruction) {
       return Describe(b, instruction).ends_with("layers.1.gathered on compute") &&
              instruction.kind == InstructionKind::kWait;
     });

@@ -134,7 +134,7 @@ TEST(EngineProperty, AddingAWaitNeverSpeedsUp) {
     // Segments on one stream only; each communicator has a stream of its own; no shared link.
     plan.cluster.links.clear();
     for (Trigger& trigger : plan.steps[0].triggers) {
-      for (Instruction& i : trigger.instructions) {
+      for (Instruction& i : trigger.instructions.Edit()) {
         if (i.kind == InstructionKind::kCompute) i.stream = 0;
       }
     }
@@ -142,7 +142,7 @@ TEST(EngineProperty, AddingAWaitNeverSpeedsUp) {
     std::vector<Instruction>* longest = nullptr;
     for (Trigger& trigger : plan.steps[0].triggers) {
       if (longest == nullptr || trigger.instructions.size() > longest->size())
-        longest = &trigger.instructions;
+        longest = &trigger.instructions.Edit();
     }
     const auto stream = static_cast<StreamId>(seed % plan.streams.size());
     const auto at = static_cast<std::ptrdiff_t>(seed % (longest->size() + 1));
@@ -182,14 +182,14 @@ TEST(Engine, ReportsAStepThatNeverEnds) {
 
 TEST(Engine, RejectsIdsOutOfRange) {
   Plan plan = LayeredPlan({});
-  plan.steps[0].triggers[1].instructions.push_back(
+  plan.steps[0].triggers[1].instructions.Edit().push_back(
       {.kind = InstructionKind::kCompute, .stream = 0, .segment = 99});
   const Result<Simulation> simulation = Simulate(plan);
   ASSERT_FALSE(simulation.has_value());
   EXPECT_EQ(simulation.error().code, ErrorCode::kBadInput);
   EXPECT_TRUE(simulation.error().pointer.starts_with("/steps/0/triggers/1/instructions/"));
   plan = LayeredPlan({});
-  plan.steps[0].triggers[1].instructions.push_back(
+  plan.steps[0].triggers[1].instructions.Edit().push_back(
       {.kind = InstructionKind::kCompute, .stream = -1, .segment = 0});
   EXPECT_FALSE(Simulate(plan).has_value());
   plan.steps.clear();

@@ -215,7 +215,7 @@ TEST(ReservedMemory, AFreeThatWaitsForAStreamIsDoneWhenTheHostHasWaited) {
     b.plan().streams = {{"compute", 0}, {"other", 0}};
     b.plan().events = {"done"};
     b.Step("steady").At(TriggerKind::kPreForward, unit).Allocate(first, 0).Free(first);
-    std::vector<Instruction>& code = b.plan().steps[0].triggers[0].instructions;
+    std::vector<Instruction>& code = b.plan().steps[0].triggers[0].instructions.Edit();
     code.back().safe_after = {1};
     code.push_back({.kind = InstructionKind::kRecord, .stream = 1, .event = 0});
     if (wait) code.push_back({.kind = InstructionKind::kHostWait, .event = 0});

@@ -185,6 +185,7 @@ TEST(MemoryProfileProperty, PeakEqualsBruteForceAndCategoriesSumUp) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const Plan plan = RandomPlan(seed);
     const MemoryProfile profile = ProfileMemory(plan, {.record_samples = true});
+    EXPECT_EQ(profile, ProfileMemory(plan, MemoryHistoryOf(plan), {.record_samples = true}));
     EXPECT_EQ(profile.peak_bytes.value, BruteForcePeak(plan));
     std::int64_t sum = 0;
     for (const Bytes bytes : profile.peak_by_category) sum += bytes.value;

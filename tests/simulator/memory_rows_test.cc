@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/simulator/random_plan.h"
 #include "tests/support/plan_builder.h"
 
 namespace shardplan {
@@ -131,6 +132,22 @@ TEST(MemoryRows, ACastGradientIsOneAllocationForAllParameters) {
   EXPECT_EQ(Rows(b.plan()).peak.total_bytes.value, 1'024);  // 800 rounded, not 400 twice
   b.plan().buffers[0].parts_bytes = {Bytes{100}, Bytes{100}};
   EXPECT_EQ(Rows(b.plan()).peak.total_bytes.value, 512);
+}
+
+// What came before the step is a sample of each category.
+TEST(MemoryRowsProperty, SamplesOfTheStepAloneAreEnough) {
+  for (std::uint64_t seed = 1; seed <= 50; ++seed) {
+    Plan plan = test::RandomPlan(seed);
+    plan.steps.push_back(plan.steps.back());
+    const auto last = static_cast<std::int32_t>(plan.steps.size()) - 1;
+    for (std::int32_t step = 0; step <= last; ++step) {
+      const MemoryRows all = RowsOf(plan, ProfileMemory(plan, {.record_samples = true}), step);
+      const MemoryProfile later = ProfileMemory(plan, {.record_samples = true, .first_sampled_step = step});
+      const MemoryRows of_later = RowsOf(plan, later, step);
+      EXPECT_EQ(of_later.rows, all.rows) << "seed " << seed << ", step " << step;
+      EXPECT_EQ(of_later.peak, all.peak) << "seed " << seed << ", step " << step;
+    }
+  }
 }
 
 }  // namespace

@@ -112,13 +112,15 @@ class PlanBuilder {
     return *this;
   }
   PlanBuilder& Do(Instruction instruction) {
-    plan_.steps.back().triggers.back().instructions.push_back(std::move(instruction));
+    plan_.steps.back().triggers.back().instructions.Edit().push_back(std::move(instruction));
     return *this;
   }
 
   PlanBuilder& Compute(SegmentId segment, StreamId stream = 0, std::int32_t microbatch = 0) {
-    return Do(
-        {.kind = InstructionKind::kCompute, .stream = stream, .segment = segment, .microbatch = microbatch});
+    return Do({.kind = InstructionKind::kCompute,
+               .stream = stream,
+               .segment = segment,
+               .microbatch_offset = microbatch - plan_.steps.back().triggers.back().microbatch});
   }
   PlanBuilder& Allocate(BufferId dst, StreamId stream) {
     return Do({.kind = InstructionKind::kAllocate, .stream = stream, .dst = dst});
@@ -139,12 +141,12 @@ class PlanBuilder {
   PlanBuilder& Move(InstructionKind kind, BufferId src, BufferId dst, StreamId stream,
                     CommunicatorId communicator = -1, ReduceOp op = ReduceOp::kSum) {
     return Do({.kind = kind,
+               .reduce_op = op,
                .stream = stream,
                .unit = UnitOf(src),
                .src = src,
                .dst = dst,
-               .communicator = communicator,
-               .reduce_op = op});
+               .communicator = communicator});
   }
   PlanBuilder& CopyIn(BufferId src, BufferId dst, StreamId s) {
     return Move(InstructionKind::kCopyIn, src, dst, s);

@@ -66,6 +66,8 @@ class RandomFill {
       value = Chance(50);
     } else if constexpr (std::is_same_v<T, std::string>) {
       value = Text();
+    } else if constexpr (std::is_same_v<T, SharedText>) {
+      value = Text();
     } else if constexpr (std::is_same_v<T, double>) {
       constexpr std::array<double, 7> kReals = {1.0, 2.0, 0.1, 1e300, 5e-324, 12345678.875, 1.0 / 3};
       value = kReals[static_cast<std::size_t>(Uniform(0, 6))];
@@ -110,6 +112,13 @@ class RandomFill {
     if constexpr (std::is_same_v<T, std::int64_t>) {
       for (T& dimension : value) dimension = spec.shape ? dimension % 1000 : dimension;
     }
+  }
+  template <typename T>
+  requires requires(T list) { list.Edit(); }
+  void Compound(T& value, const Spec& spec, bool has_size) {
+    std::vector<typename T::value_type> values = value;
+    Compound(values, spec, has_size);
+    value = std::move(values);
   }
   void Compound(std::variant<bool, std::int64_t>& value, const Spec& /*spec*/, bool /*has_size*/) {
     value = Chance(50) ? std::variant<bool, std::int64_t>(Chance(50)) : Uniform(1, 64);
@@ -364,6 +373,10 @@ Plan RandomPlan(std::uint64_t seed) {
   RepairCluster(plan.cluster);
   if (plan.steps.empty()) plan.steps.push_back({.name = "steady"});
   plan.steady_step = static_cast<std::int32_t>(plan.steps.size()) - 1;
+  InstructionSharing sharing;
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) AfterReading(trigger, sharing);
+  }
   for (Unit& unit : plan.units) {
     for (UnitParameter& parameter : unit.parameters) {
       if (parameter.shape.empty()) parameter.shape = {1};

@@ -60,8 +60,8 @@ void ExplainStep(const Plan& plan, const PlanStep& step, std::string& text) {
     for (const Instruction& instruction : trigger.instructions) {
       const bool same = last != nullptr && last->reason == instruction.reason;
       if (!same && !instruction.reason.empty())
-        text += fmt::format("  # {}\n", Printable(Heading(instruction.reason)));
-      text += fmt::format("  {}\n", Describe(plan, instruction));
+        text += fmt::format("  # {}\n", Printable(Heading(instruction.reason.str())));
+      text += fmt::format("  {}\n", Describe(plan, trigger, instruction));
       last = &instruction;
     }
   }

@@ -96,6 +96,9 @@ int main(int argc, char** argv) {
     }
     const int code = Explain(app, error);
     return code == 0 ? invocation.exit_code : code;
+  } catch (const std::bad_alloc&) {
+    cli::PrintError("shardplan: error: there is not enough memory for this document\n");
+    return ExitCode(ErrorCode::kEnvironment);
   } catch (const std::exception& error) {
     cli::PrintError(std::string("shardplan: internal error: ") + error.what() + "\n");
     return ExitCode(ErrorCode::kInternal);

@@ -86,16 +86,21 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   const Result<PlanAndUnmanaged> input = ReadMemoryInput(options.input);
   if (!input) return std::unexpected(input.error());
   const Plan* plan = &input->plan;
-  const MemoryHistory history =
-      MemoryHistoryOf(*plan, {.kernel_temporaries = !options.no_kernel_temporaries});
-  const MemoryRows rows =
-      RowsOf(*plan, ProfileMemory(*plan, history, {.record_samples = true}), plan->steady_step);
+  const bool kernels = !options.no_kernel_temporaries;
+  const MemoryRows rows = RowsOf(*plan,
+                                 ProfileMemory(*plan, {.record_samples = true,
+                                                       .first_sampled_step = plan->steady_step,
+                                                       .kernel_temporaries = kernels}),
+                                 plan->steady_step);
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   std::optional<ReservedMemory> reserved;
   std::optional<SteadyReserved> steady;
   const Result<ReservedOptions> reserved_options = ReservedOptionsOf(options, *plan);
   if (!reserved_options) return std::unexpected(reserved_options.error());
-  if (options.reserved || !options.map.empty() || !options.alloc_conf.empty()) {
+  const bool reserves = options.reserved || !options.map.empty() || !options.alloc_conf.empty();
+  MemoryHistory history;
+  if (reserves || !options.plot.empty()) history = MemoryHistoryOf(*plan, {.kernel_temporaries = kernels});
+  if (reserves) {
     reserved = ReserveMemory(*plan, history, *reserved_options);
     steady = ReserveUntilSteady(*plan, {.kernel_temporaries = !options.no_kernel_temporaries},
                                 *reserved_options, options.steps);

@@ -73,7 +73,7 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       }
       simulation_options.cluster = &*of_plan;
     }
-    simulation_options.plan_digest = Digest(ToJson(*plan));
+    simulation_options.plan_digest = DigestOfJson(*plan);
     simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
     Result<Simulation> simulation = Simulate(*plan, simulation_options);
     if (!simulation) {

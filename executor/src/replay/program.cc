@@ -112,6 +112,7 @@ class Builder {
                             step,
                             index};
     program_.triggers.push_back(entry);
+    trigger_microbatch_ = trigger.microbatch;
     bool computed = false;
     for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
       const Instruction& instruction = trigger.instructions[i];
@@ -211,7 +212,7 @@ class Builder {
     Op op = {.stream = i.stream, .src = i.src, .dst = i.dst};
     switch (i.kind) {
       case kCompute:
-        return Simple(op, OpCode::kCompute, i.segment, i.microbatch);
+        return Simple(op, OpCode::kCompute, i.segment, trigger_microbatch_ + i.microbatch_offset);
       case kAllocate:
         if (IsModels(i.dst)) return op;
         return Simple(op, OpCode::kAllocate, i.dst);
@@ -407,6 +408,7 @@ class Builder {
   const bool model_runs_itself_;
   CopyResolver copies_;
   Program program_;
+  std::int32_t trigger_microbatch_ = 0;  // of the trigger that is added
   std::string pointer_;
   std::map<BufferId, CommunicatorId> gathered_by_;
   std::vector<BufferId> added_to_another_;

@@ -79,7 +79,9 @@ std::string Replayer::Impl::Where() const {
   }
   if (!in_trigger_) return fmt::format("before {}", at);
   if (op_ >= trigger.count) return at;
-  return fmt::format("{}, instruction {}: {}", at, op_, shardplan::Describe(plan_, CurrentInstruction()));
+  const Trigger& planned = plan_.steps[trigger.step].triggers[trigger.trigger];
+  return fmt::format("{}, instruction {}: {}", at, op_,
+                     shardplan::Describe(plan_, planned, CurrentInstruction()));
 }
 
 // A rank that cannot go on ends the others' collectives, too. One that deviates, or finds no memory, can

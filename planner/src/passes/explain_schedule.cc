@@ -41,8 +41,8 @@ class ScheduleExplainer {
     for (std::size_t v = 0; v < ranges.size(); ++v) {
       const ScheduleNode& node = graph_[v];
       if (node.instruction < 0 || !IsCollective(InstructionOf(node))) continue;
-      text += fmt::format("  {}\n    {}, may be from {} to {}\n", Describe(plan_, InstructionOf(node)),
-                          At(node.trigger), At(ranges[v].first), At(ranges[v].last));
+      text += fmt::format("  {}\n    {}, may be from {} to {}\n", Text(node), At(node.trigger),
+                          At(ranges[v].first), At(ranges[v].last));
     }
     return text;
   }
@@ -96,9 +96,12 @@ class ScheduleExplainer {
     return step_.triggers[node.trigger].instructions[node.instruction];
   }
   std::string At(std::int32_t trigger) const { return Describe(plan_, step_.triggers[trigger]); }
+  std::string Text(const ScheduleNode& node) const {
+    return Describe(plan_, step_.triggers[node.trigger], InstructionOf(node));
+  }
   std::string Line(const ScheduleNode& node) const {
     if (node.instruction < 0) return At(node.trigger);
-    return fmt::format("{}, {}", Describe(plan_, InstructionOf(node)), At(node.trigger));
+    return fmt::format("{}, {}", Text(node), At(node.trigger));
   }
 
   const Plan& plan_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/instruction_sharing.h"
 
 namespace shardplan {
 
@@ -46,11 +47,15 @@ PlanStep InOrder(const PlanStep& step, const ScheduleGraph& graph, const std::ve
                                   .unit = from.unit,
                                   .microbatch = from.microbatch,
                                   .occurrence = from.occurrence});
-      ordered.triggers.back().instructions.reserve(from.instructions.size());
+      ordered.triggers.back().instructions.Edit().reserve(from.instructions.size());
       continue;
     }
     SHARDPLAN_ASSERT(!ordered.triggers.empty(), "vertex 0 is a trigger, and comes before all others");
-    ordered.triggers.back().instructions.push_back(from.instructions[node.instruction]);
+    Trigger& to = ordered.triggers.back();
+    Instruction& moved = to.instructions.Edit().emplace_back(from.instructions[node.instruction]);
+    if (moved.kind == InstructionKind::kCompute) {
+      moved.microbatch_offset = MicrobatchOf(from, moved) - to.microbatch;
+    }
   }
   return ordered;
 }
@@ -59,13 +64,15 @@ Result<std::vector<PlanStep>> Linearise(const Plan& plan, const std::vector<Sche
   SHARDPLAN_ASSERT(graphs.size() == plan.steps.size(), "build_graph makes a graph for each step");
   std::vector<PlanStep> steps;
   steps.reserve(graphs.size());
+  InstructionSharing sharing;
   for (std::size_t s = 0; s < graphs.size(); ++s) {
     const std::vector<std::int32_t> order = TopologicalOrder(graphs[s]);
     if (order.size() != boost::num_vertices(graphs[s])) {
       return std::unexpected(
           Error{.code = ErrorCode::kInternal, .message = "the schedule graph has a cycle"});
     }
-    steps.push_back(InOrder(plan.steps[s], graphs[s], order));
+    PlanStep& ordered = steps.emplace_back(InOrder(plan.steps[s], graphs[s], order));
+    for (Trigger& trigger : ordered.triggers) sharing.Share(trigger);
   }
   return steps;
 }

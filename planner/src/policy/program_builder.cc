@@ -44,28 +44,36 @@ ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, P
 void ProgramBuilder::BeginStep(std::string name) {
   plan_.steps.push_back({.name = std::move(name)});
   passed_.clear();
-  counted_.clear();
 }
 
 void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch) {
   SHARDPLAN_ASSERT(!plan_.steps.empty(), "triggers are those of a step");
   const std::int32_t occurrence = passed_[{kind, unit, microbatch}]++;
+  if (!plan_.steps.back().triggers.empty()) sharing_.Share(plan_.steps.back().triggers.back());
   plan_.steps.back().triggers.push_back(
       {.kind = kind, .unit = unit, .microbatch = microbatch, .occurrence = occurrence});
   unit_ = unit;
 }
 
 void ProgramBuilder::BeginProcedure(ProcedureKind kind, UnitId unit) {
+  if (!plan_.procedures.empty()) plan_.procedures.back().instructions.shrink_to_fit();
   plan_.procedures.push_back({.kind = kind, .unit = unit});
   unit_ = unit;
-  reason_ = "on_demand";
+  SetReason("on_demand");
+}
+
+void ProgramBuilder::SetReason(std::string_view reason) {
+  const auto found = reasons_.find(reason);
+  const SharedText known = found != reasons_.end() ? found->second : SharedText(reason);
+  if (found == reasons_.end()) reasons_.emplace(reason, known);
+  reason_ = known;
 }
 
 std::vector<Instruction>& ProgramBuilder::Instructions() {
   if (!plan_.procedures.empty()) return plan_.procedures.back().instructions;
   SHARDPLAN_ASSERT(!plan_.steps.empty() && !plan_.steps.back().triggers.empty(),
                    "a policy issues nothing outside a trigger");
-  return plan_.steps.back().triggers.back().instructions;
+  return plan_.steps.back().triggers.back().instructions.Edit();
 }
 
 StreamId ProgramBuilder::Stream(std::string_view name, std::int32_t priority) {
@@ -81,10 +89,6 @@ EventId ProgramBuilder::Event(const std::string& given) {
   const auto [entry, added] = events_.try_emplace(name, static_cast<EventId>(plan_.events.size()));
   if (added) plan_.events.push_back(name);
   return entry->second;
-}
-
-std::int32_t ProgramBuilder::CountInStep(std::string_view what) {
-  return counted_.try_emplace(std::string(what), 0).first->second++;
 }
 
 BufferId ProgramBuilder::AddBuffer(Buffer buffer) {
@@ -216,7 +220,7 @@ void ProgramBuilder::Compute(const HookPoint& event, const std::vector<Parameter
   if (found->second < 0) return;
   Instruction& compute = Emit(InstructionKind::kCompute, kCompute);
   compute.segment = found->second;
-  compute.microbatch = event.microbatch;
+  compute.microbatch_offset = event.microbatch - plan_.steps.back().triggers.back().microbatch;
   compute.unit = -1;
   compute.reason.clear();
 }

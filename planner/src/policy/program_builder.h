@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "passes/record_order.h"
+#include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/plan.h"
 #include "units/partition.h"
 
@@ -31,8 +32,6 @@ class ProgramBuilder {
   // known name is another one, whose name gets a number.
   StreamId Stream(std::string_view name, std::int32_t priority = 0);
   EventId Event(const std::string& name);
-  // How often this was called with `what` in this step: numbers for the names of a step's events.
-  std::int32_t CountInStep(std::string_view what);
   BufferId AddBuffer(Buffer buffer);
   // The buffer of `unit` named "<unit>.<role>[.<suffix>]" over the given parameters (indices, ascending).
   BufferId UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
@@ -40,10 +39,10 @@ class ProgramBuilder {
                       MemoryKind memory = MemoryKind::kDevice, CommunicatorId pool = -1);
 
   // `reason` is put on every instruction until the next call.
-  void SetReason(std::string_view reason) { reason_ = reason; }
+  void SetReason(std::string_view reason);
   void SetUnit(UnitId unit) { unit_ = unit; }
   UnitId unit() const { return unit_; }
-  const std::string& reason() const { return reason_; }
+  const std::string& reason() const { return reason_.str(); }
 
   Instruction& Emit(InstructionKind kind, StreamId stream);
   void Allocate(BufferId buffer, StreamId stream);
@@ -79,7 +78,9 @@ class ProgramBuilder {
   const Partition& partition_;
   Plan& plan_;
   bool has_operators_ = false;
-  std::string reason_;
+  SharedText reason_;
+  std::map<std::string, SharedText, std::less<>> reasons_;
+  InstructionSharing sharing_;
   UnitId unit_ = -1;
   std::map<std::string, StreamId, std::less<>> streams_;
   std::map<std::string, EventId, std::less<>> events_;
@@ -87,7 +88,6 @@ class ProgramBuilder {
   std::map<SegmentKey, SegmentId> segments_;
   std::map<std::string, std::int32_t, std::less<>> segment_names_;
   std::map<std::tuple<TriggerKind, UnitId, std::int32_t>, std::int32_t> passed_;  // in this step
-  std::map<std::string, std::int32_t, std::less<>> counted_;                      // in this step
 };
 
 }  // namespace shardplan

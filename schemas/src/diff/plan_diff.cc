@@ -82,7 +82,7 @@ std::string SumText(const SegmentSum& sum) {
 Plan WithoutReasons(Plan plan) {
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
-      for (Instruction& instruction : trigger.instructions) instruction.reason.clear();
+      for (Instruction& instruction : trigger.instructions.Edit()) instruction.reason.clear();
     }
   }
   for (Procedure& procedure : plan.procedures) {

@@ -13,7 +13,7 @@ class LineWalker {
  public:
   explicit LineWalker(const Plan& plan) : plan_(plan), words_(plan) {}
 
-  DiffLine LineOf(const Instruction& instruction) {
+  DiffLine LineOf(const Trigger& trigger, const Instruction& instruction) {
     switch (instruction.kind) {
       case InstructionKind::kRecord: {
         const Work work = last_work_[instruction.stream];
@@ -29,7 +29,7 @@ class LineWalker {
                 &instruction};
       }
       default: {
-        Instruction plain = instruction;
+        Instruction plain = AsWritten(trigger, instruction);
         plain.reason.clear();
         DiffLine line{words_.Line(plain), UnitOf(instruction), &instruction};
         if (IsWork(instruction)) last_work_[instruction.stream] = {ShortText(instruction), line.unit};
@@ -85,7 +85,9 @@ std::vector<std::vector<std::vector<DiffLine>>> DiffLinesOf(const Plan& plan) {
     auto& triggers = steps.emplace_back();
     for (const Trigger& trigger : step.triggers) {
       auto& lines = triggers.emplace_back();
-      for (const Instruction& instruction : trigger.instructions) lines.push_back(walker.LineOf(instruction));
+      for (const Instruction& instruction : trigger.instructions) {
+        lines.push_back(walker.LineOf(trigger, instruction));
+      }
     }
   }
   return steps;

@@ -1,8 +1,10 @@
 // SHA-256 (FIPS 180-4).
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "shardplan/schemas/io.h"
 
@@ -51,31 +53,67 @@ void Compress(State& state, const unsigned char* block) {
   for (std::size_t i = 0; i < 8; ++i) state[i] += add[i];
 }
 
-}  // namespace
+// Of bytes that come in pieces.
+class RunningDigest {
+ public:
+  void Add(std::string_view bytes) {
+    size_ += bytes.size();
+    if (!rest_.empty()) {
+      const std::size_t taken = std::min(bytes.size(), 64 - rest_.size());
+      rest_ += bytes.substr(0, taken);
+      bytes.remove_prefix(taken);
+      if (rest_.size() == 64) AddBlocks(std::exchange(rest_, {}));
+    }
+    const std::size_t whole = bytes.size() / 64 * 64;
+    AddBlocks(bytes.substr(0, whole));
+    rest_ += bytes.substr(whole);
+  }
+  std::string Take();
 
-std::string Digest(std::string_view bytes) {
-  State state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const auto* data = reinterpret_cast<const unsigned char*>(bytes.data());
-  const std::size_t whole_blocks = bytes.size() / 64;
-  for (std::size_t i = 0; i < whole_blocks; ++i) Compress(state, data + 64 * i);
+ private:
+  void AddBlocks(std::string_view blocks) {
+    const auto* data = reinterpret_cast<const unsigned char*>(blocks.data());
+    for (std::size_t i = 0; i < blocks.size(); i += 64) Compress(state_, data + i);
+  }
 
+  State state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                  0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  std::string rest_;  // less than a block
+  std::uint64_t size_ = 0;
+};
+
+std::string RunningDigest::Take() {
   // The rest, a one bit, zeros, the length in bits: one or two blocks.
-  const std::string_view rest = bytes.substr(64 * whole_blocks);
+  const std::string_view rest = rest_;
   std::array<unsigned char, 128> tail = {};
   for (std::size_t i = 0; i < rest.size(); ++i) tail[i] = static_cast<unsigned char>(rest[i]);
   tail[rest.size()] = 0x80;
   const std::size_t tail_bytes = rest.size() < 56 ? 64 : 128;
-  const std::uint64_t bits = std::uint64_t{bytes.size()} * 8;
+  const std::uint64_t bits = size_ * 8;
   for (std::size_t i = 0; i < 8; ++i) tail[tail_bytes - 1 - i] = static_cast<unsigned char>(bits >> (8 * i));
-  for (std::size_t i = 0; i < tail_bytes; i += 64) Compress(state, tail.data() + i);
+  for (std::size_t i = 0; i < tail_bytes; i += 64) Compress(state_, tail.data() + i);
 
   static constexpr std::string_view kHex = "0123456789abcdef";
   std::string digest = "sha256:";
-  for (const std::uint32_t word : state) {
+  for (const std::uint32_t word : state_) {
     for (int shift = 28; shift >= 0; shift -= 4) digest += kHex[(word >> shift) & 15];
   }
   return digest;
+}
+
+}  // namespace
+
+std::string Digest(std::string_view bytes) {
+  RunningDigest digest;
+  digest.Add(bytes);
+  return digest.Take();
+}
+
+std::string DigestOfJson(const Plan& plan, MicrobatchText microbatches) {
+  RunningDigest digest;
+  const auto add = [&](std::string_view piece) { digest.Add(piece); };
+  WriteJson(plan, add, microbatches);
+  return digest.Take();
 }
 
 }  // namespace shardplan

@@ -2,6 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <optional>
+
+#include "documents/file_bytes.h"
+#include "documents/plan_parts.h"
+#include "shardplan/schemas/available_memory.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 
@@ -26,6 +31,12 @@ Result<T> ReadWith(const std::string& path, Result<T> (*parse)(std::string_view)
   Result<T> value = parse(*text);
   if (!value.has_value()) value.error().file = path;
   return value;
+}
+
+std::optional<Plan> PlanInFile(const std::string& path) {
+  FileBytes bytes(path);
+  if (!CheckMemory("", static_cast<std::int64_t>(bytes.size()))) return std::nullopt;  // ReadFile says so
+  return ReadPlanByParts(bytes);
 }
 
 template <typename T>
@@ -78,10 +89,14 @@ Status ExpectSchema(const JsonTape& tape, std::string_view schema) {
 Result<Trace> ParseTrace(std::string_view json_text) { return ParseWith(json_text, TraceFromTape); }
 Result<Cluster> ParseCluster(std::string_view json_text) { return ParseWith(json_text, ClusterFromTape); }
 Result<Strategy> ParseStrategy(std::string_view json_text) { return ParseWith(json_text, StrategyFromTape); }
-Result<Plan> ParsePlan(std::string_view json_text) { return ParseWith(json_text, PlanFromTape); }
+Result<Plan> ParsePlan(std::string_view json_text) {
+  if (std::optional<Plan> plan = ReadPlanByParts(json_text)) return std::move(*plan);
+  return ParseWith(json_text, PlanFromTape);
+}
 Result<Report> ParseReport(std::string_view json_text) { return ParseWith(json_text, ReportFromTape); }
 
 Result<Document> ParseDocument(std::string_view json_text) {
+  if (std::optional<Plan> plan = ReadPlanByParts(json_text)) return Document(std::move(*plan));
   const Result<JsonTape> tape = JsonTape::Parse(json_text);
   if (!tape.has_value()) return std::unexpected(tape.error());
   const Result<std::string_view> schema = SchemaOf(*tape);
@@ -98,8 +113,14 @@ Result<Document> ParseDocument(std::string_view json_text) {
 Result<Trace> ReadTrace(const std::string& path) { return ReadWith(path, ParseTrace); }
 Result<Cluster> ReadCluster(const std::string& path) { return ReadWith(path, ParseCluster); }
 Result<Strategy> ReadStrategy(const std::string& path) { return ReadWith(path, ParseStrategy); }
-Result<Plan> ReadPlan(const std::string& path) { return ReadWith(path, ParsePlanInAnyForm); }
+Result<Plan> ReadPlan(const std::string& path) {
+  if (std::optional<Plan> plan = PlanInFile(path)) return std::move(*plan);
+  return ReadWith(path, ParsePlanInAnyForm);
+}
 Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
-Result<Document> ReadDocument(const std::string& path) { return ReadWith(path, ParseDocumentInAnyForm); }
+Result<Document> ReadDocument(const std::string& path) {
+  if (std::optional<Plan> plan = PlanInFile(path)) return Document(std::move(*plan));
+  return ReadWith(path, ParseDocumentInAnyForm);
+}
 
 }  // namespace shardplan

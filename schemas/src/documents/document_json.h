@@ -24,7 +24,8 @@ template <typename T>
 Result<T> ReadDocumentAs(const JsonTape& tape, std::string_view schema) {
   if (Status status = ExpectSchema(tape, schema); !status) return std::unexpected(status.error());
   T value;
-  JsonReader reader(tape);
+  ReadingContext context;
+  JsonReader reader(tape, context);
   if (!reader.ReadDocument(value)) return std::unexpected(reader.TakeError());
   return value;
 }

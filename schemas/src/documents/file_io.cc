@@ -6,12 +6,15 @@
 #include <cerrno>
 
 #include "documents/descriptor.h"
+#include "shardplan/schemas/available_memory.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
 
 namespace {
 
+// What a reader takes for every byte of a file: the byte, and the values of the text (JsonTape).
+constexpr std::int64_t kReadingTakes = 5;
 constexpr int kTriesForWriter = 150;
 constexpr int kBetweenReadsMs = 20;
 
@@ -42,6 +45,10 @@ Result<std::string> ReadFile(const std::string& path) {
   }
   (void)::fcntl(file.value(), F_SETFL, O_RDONLY);
   if (S_ISREG(status.st_mode)) {
+    if (Status checked = CheckMemory("reading it", kReadingTakes * status.st_size); !checked) {
+      checked.error().file = path;
+      return std::unexpected(std::move(checked.error()));
+    }
     bytes.reserve(static_cast<std::size_t>(status.st_size) + 1);
   }
   std::string chunk(std::size_t{1} << 16, '\0');

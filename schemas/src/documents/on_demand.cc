@@ -78,7 +78,7 @@ class Writer {
   }
 
   void Add(Instruction instruction, OnDemandOrigin origin = {}) {
-    program_.plan.steps.back().triggers.back().instructions.push_back(std::move(instruction));
+    program_.plan.steps.back().triggers.back().instructions.Edit().push_back(std::move(instruction));
     program_.origins.back().back().push_back(origin);
   }
 
@@ -95,8 +95,7 @@ class Writer {
   void Compute(std::size_t unit, std::size_t which) {
     Add({.kind = InstructionKind::kCompute,
          .stream = 0,
-         .segment = static_cast<SegmentId>(2 * unit + which),
-         .microbatch = microbatch_});
+         .segment = static_cast<SegmentId>(2 * unit + which)});
   }
 
   // `as`: how its gradients are taken. A unit that has no such procedure lets them be where they are: the

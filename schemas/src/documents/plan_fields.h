@@ -2,9 +2,11 @@
 #pragma once
 
 #include "documents/cluster_fields.h"
+#include "documents/plan_repetitions.h"
 #include "documents/strategy_fields.h"
 #include "documents/trace_fields.h"
 #include "json/json_fields.h"
+#include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -150,7 +152,7 @@ template <>
 inline constexpr auto kFields<Instruction> = FieldList(
     Required("kind", &Instruction::kind, "What it does."),
     Optional("segment", &Instruction::segment, "compute: the segment.").Ref(RefKind::kSegment),
-    Optional("microbatch", &Instruction::microbatch, "compute: which micro-batch."),
+    Optional("microbatch", &Instruction::microbatch_offset, "compute: which micro-batch."),
     Optional("event", &Instruction::event, "record, wait, host_wait: the event.").Ref(RefKind::kEvent),
     Optional("src", &Instruction::src, "Buffer that is read.").Ref(RefKind::kBuffer),
     Optional("dst", &Instruction::dst, "Buffer that is written.").Ref(RefKind::kBuffer),
@@ -189,6 +191,22 @@ inline constexpr auto kFields<Trigger> = FieldList(
     Optional("occurrence", &Trigger::occurrence, "How often it was passed before in this step."),
     Required("instructions", &Trigger::instructions, "In the order in which the host issues them.").Lines());
 
+// [Note: micro-batches in documents] A document has the micro-batch of a compute, memory its distance to the
+// trigger's: AfterReading() makes the one of the other, AsWritten() the reverse.
+inline void AfterReading(Trigger& trigger, InstructionSharing& sharing) {
+  if (trigger.microbatch != 0) {
+    for (Instruction& i : trigger.instructions.Edit()) {
+      if (i.kind == InstructionKind::kCompute) i.microbatch_offset -= trigger.microbatch;
+    }
+  }
+  sharing.Share(trigger);
+}
+inline Trigger AsWritten(Trigger trigger) {
+  if (trigger.microbatch == 0) return trigger;
+  for (Instruction& i : trigger.instructions.Edit()) i = AsWritten(trigger, std::move(i));
+  return trigger;
+}
+
 template <>
 inline constexpr bool kIsBlock<PlanStep> = true;
 template <>
@@ -196,7 +214,9 @@ inline constexpr Definition kDefinition<PlanStep> = {.says = "One step."};
 template <>
 inline constexpr auto kFields<PlanStep> = FieldList(
     Required("name", &PlanStep::name, "\"first\", \"steady\"."),
-    Required("triggers", &PlanStep::triggers, "In the order in which the host passes them.").Lines());
+    Required("triggers", &PlanStep::triggers,
+             "In the order in which the host passes them, with entries that stand for triggers again.")
+        .Lines());
 
 template <>
 inline constexpr bool kIsBlock<Procedure> = true;

@@ -104,11 +104,21 @@ Result<Plan> PlanFromTape(const JsonTape& tape) {
   return plan;
 }
 
-std::string ToJson(const Plan& plan) {
+void WriteJson(const Plan& plan, const JsonSink& sink, MicrobatchText microbatches) {
   const PlanNames names(plan);
-  JsonWriter writer(&names);
+  JsonWriter writer(&names, sink, microbatches);
   writer.WriteDocument(kPlanSchema, plan);
-  return writer.Take();
+  sink(writer.Take());
+}
+
+// In memory of its own size: a string that grows takes up to three times as much.
+std::string ToJson(const Plan& plan) {
+  std::size_t bytes = 0;
+  WriteJson(plan, [&](std::string_view piece) { bytes += piece.size(); });
+  std::string text;
+  text.reserve(bytes);
+  WriteJson(plan, [&](std::string_view piece) { text += piece; });
+  return text;
 }
 
 }  // namespace shardplan

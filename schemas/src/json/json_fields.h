@@ -131,6 +131,15 @@ inline constexpr Definition kDefinition{};
 template <typename T>
 inline constexpr bool kIsBlock = false;
 
+// A list of T may hold entries that stand for elements before them again. Specialised with the type `Entry`
+// of such an entry (an object whose one field T has not), Append(list, entry) and Find(list).
+template <typename T>
+struct Repeats {};
+template <typename T>
+concept Repeatable = requires {
+  typename Repeats<T>::Entry;
+};
+
 // Alternatives of a variant are told apart by a tag. An event is an array [tag, field, ...] of which optional
 // fields at the end may be missing; anything else is an object with the tag in the field "call".
 template <typename T>

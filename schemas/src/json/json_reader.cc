@@ -58,6 +58,15 @@ bool JsonReader::ReadString(JsonIndex node, std::string& value) {
   return true;
 }
 
+bool JsonReader::ReadText(JsonIndex node, SharedText& value) {
+  if (tape_[node].kind != JsonKind::kString) return Wrong(node, "wrong type", "a string");
+  const std::string_view text = tape_.String(node);
+  const auto known = context_.texts.find(text);
+  value = known != context_.texts.end() ? known->second : SharedText(text);
+  if (known == context_.texts.end()) context_.texts.emplace(text, value);
+  return true;
+}
+
 bool JsonReader::ReadReal(JsonIndex node, double& value, const Spec& spec) {
   const JsonNode& number = tape_[node];
   if (number.kind == JsonKind::kInteger) {
@@ -84,7 +93,7 @@ bool JsonReader::ReadInteger(JsonIndex node, std::int64_t min, std::int64_t max,
 }
 
 bool JsonReader::ReadReference(JsonIndex node, RefKind kind, std::int64_t min, std::int64_t& value) {
-  const RefTable& table = refs_[static_cast<std::size_t>(kind)];
+  const ReadingContext::RefTable& table = context_.refs[static_cast<std::size_t>(kind)];
   if (!IsNamed(kind) || tape_[node].kind != JsonKind::kString) {
     constexpr std::int64_t kMaxId = std::numeric_limits<std::int32_t>::max();
     if (!table.defined) return ReadInteger(node, min, kMaxId, value);
@@ -136,7 +145,7 @@ JsonIndex JsonReader::FindTag(JsonIndex node, bool is_event, std::string_view& t
 }
 
 bool JsonReader::Define(RefKind kind, JsonIndex list) {
-  RefTable& table = refs_[static_cast<std::size_t>(kind)];
+  ReadingContext::RefTable& table = context_.refs[static_cast<std::size_t>(kind)];
   table = {.defined = true};
   if (list == 0) return true;
   if (tape_[list].kind != JsonKind::kArray) return Wrong(list, "wrong type", "a list");
@@ -148,8 +157,7 @@ bool JsonReader::Define(RefKind kind, JsonIndex list) {
     if (tape_[element].kind == JsonKind::kObject)
       name = tape_.Find(element, kind == RefKind::kUnit ? "fqn" : "name");
     if (name == 0 || tape_[name].kind != JsonKind::kString) continue;
-    const auto [entry, added] = table.ids.emplace(tape_.String(name), id);
-    if (!added) entry->second = -1;
+    table.Add(tape_.String(name), id);
   }
   return true;
 }

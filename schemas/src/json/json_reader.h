@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -19,6 +21,8 @@
 #include "json/json_fields.h"
 #include "json/json_tape.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/shared_list.h"
 
 namespace shardplan {
 
@@ -26,9 +30,34 @@ namespace shardplan {
 inline constexpr std::string_view kSchemaField = "schema";
 inline constexpr std::string_view kExtensionsField = "extensions";
 
+// What the readers of the parts of one document know of the others.
+struct ReadingContext {
+  struct RefTable {
+    bool defined =
+        false;  // otherwise references are not limited (a segment's module ids: the trace is not here)
+    std::int64_t size = 0;
+    std::unordered_map<std::string_view, std::int64_t> ids;  // -1: several elements have the name
+    void Add(std::string_view name, std::int64_t id) {
+      const auto [entry, added] = ids.emplace(name, id);
+      if (!added) entry->second = -1;
+    }
+  };
+  // A list that was read; it stays where it is.
+  template <typename T>
+  void Define(RefKind kind, const std::vector<T>& list) {
+    RefTable& table = refs[static_cast<std::size_t>(kind)];
+    table = {.defined = true, .size = std::ssize(list)};
+    for (std::size_t i = 0; i < list.size(); ++i) table.Add(list[i].name, static_cast<std::int64_t>(i));
+  }
+
+  std::array<RefTable, kRefKinds> refs;
+  std::map<std::string, SharedText, std::less<>> texts;
+  InstructionSharing sharing;
+};
+
 class JsonReader {
  public:
-  explicit JsonReader(const JsonTape& tape) : tape_(tape) {}
+  JsonReader(const JsonTape& tape, ReadingContext& context) : tape_(tape), context_(context) {}
 
   // Reads the root object. Every Read function returns false after an error.
   template <typename T>
@@ -39,6 +68,11 @@ class JsonReader {
     }
     return ReadObject(0, value, {kSchemaField, kExtensionsField});
   }
+  // Reads the root as one more element of the list.
+  template <typename T>
+  bool ReadElementOf(std::vector<T>& list, const Spec& spec) {
+    return ReadElement(0, list, spec);
+  }
   Error TakeError() { return std::move(error_); }
 
  private:
@@ -48,6 +82,8 @@ class JsonReader {
       return ReadBool(node, value);
     } else if constexpr (std::is_same_v<T, std::string>) {
       return ReadString(node, value);
+    } else if constexpr (std::is_same_v<T, SharedText>) {
+      return ReadText(node, value);
     } else if constexpr (std::is_same_v<T, double>) {
       return ReadReal(node, value, spec);
     } else if constexpr (std::is_integral_v<T>) {
@@ -76,13 +112,35 @@ class JsonReader {
     value.clear();  // the default of a list need not be empty
     value.reserve(tape_[node].size);
     for (JsonIndex child = node + 1; child < tape_[node].end; child = tape_[child].end) {
-      if (!Read(child, value.emplace_back(), spec)) return false;
+      if (!ReadElement(child, value, spec)) return false;
     }
     if constexpr (std::is_same_v<T, std::int64_t>) {
       if (spec.shape && !FitsExact(value))
         return Wrong(node, "too many elements", "a shape of at most 2^53 elements");
     }
     return true;
+  }
+  template <typename T>
+  bool ReadElement(JsonIndex node, std::vector<T>& list, const Spec& spec) {
+    if constexpr (Repeatable<T>) {
+      typename Repeats<T>::Entry entry;
+      const std::string_view name = std::get<0>(kFields<typename Repeats<T>::Entry>).name;
+      if (tape_.Find(node, name) != 0) {
+        if (!ReadObject(node, entry, {})) return false;
+        const std::string expected = Repeats<T>::Append(list, entry);
+        return expected.empty() || Wrong(tape_.Find(node, name), "cannot be repeated so", expected);
+      }
+    }
+    return Read(node, list.emplace_back(), spec);
+  }
+  // SharedList, IdList
+  template <typename T>
+  requires requires(T list) { list.Edit(); }
+  bool ReadCompound(JsonIndex node, T& value, const Spec& spec) {
+    std::vector<typename T::value_type> values;
+    const bool ok = ReadCompound(node, values, spec);
+    value = std::move(values);
+    return ok;
   }
   // ReshardAfterForward: a bool, or the size of a smaller mesh.
   bool ReadCompound(JsonIndex node, std::variant<bool, std::int64_t>& value, const Spec& spec);
@@ -149,11 +207,13 @@ class JsonReader {
       seen |= bit;
     }
     std::uint64_t bit = 1;
-    return ForEachField<T>([&](const auto& field) {
+    const bool complete = ForEachField<T>([&](const auto& field) {
       const bool ok = !field.required || (seen & bit) != 0;
       bit <<= 1;
       return ok || Missing(node, field.name);
     });
+    if constexpr (requires { AfterReading(value, context_.sharing); }) AfterReading(value, context_.sharing);
+    return complete;
   }
 
   template <typename T>
@@ -200,6 +260,8 @@ class JsonReader {
   static bool FitsExact(const std::vector<std::int64_t>& shape);
   bool ReadBool(JsonIndex node, bool& value);
   bool ReadString(JsonIndex node, std::string& value);
+  // Equal texts of a document share their characters.
+  bool ReadText(JsonIndex node, SharedText& value);
   bool ReadReal(JsonIndex node, double& value, const Spec& spec);
   bool ReadInteger(JsonIndex node, std::int64_t min, std::int64_t max, std::int64_t& value);
   // An index into, or the name of an element of, the list that defines `kind`.
@@ -214,15 +276,8 @@ class JsonReader {
   bool Missing(JsonIndex object, std::string_view field);
   bool Unknown(JsonIndex key, const std::string& known);
 
-  struct RefTable {
-    bool defined =
-        false;  // otherwise references are not limited (a segment's module ids: the trace is not here)
-    std::int64_t size = 0;
-    std::unordered_map<std::string_view, std::int64_t> ids;  // -1: several elements have the name
-  };
-
   const JsonTape& tape_;
-  std::array<RefTable, kRefKinds> refs_;
+  ReadingContext& context_;
   Error error_;
 };
 

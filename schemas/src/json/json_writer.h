@@ -12,6 +12,8 @@
 #include "documents/enum_names.h"
 #include "documents/plan_names.h"
 #include "json/json_fields.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/shared_list.h"
 
 namespace shardplan {
 
@@ -19,6 +21,9 @@ class JsonWriter {
  public:
   // `names`: references are written by name where the name is unique. May be null.
   explicit JsonWriter(const PlanNames* names = nullptr) : names_(names) {}
+  // Gives the text away in pieces, as it comes.
+  JsonWriter(const PlanNames* names, JsonSink sink, MicrobatchText microbatches)
+      : names_(names), sink_(std::move(sink)), repeats_(microbatches == MicrobatchText::kEqualOnesOnce) {}
 
   template <typename T>
   void WriteDocument(std::string_view schema, const T& value) {
@@ -44,6 +49,8 @@ class JsonWriter {
       out_ += value ? "true" : "false";
     } else if constexpr (std::is_same_v<T, std::string>) {
       Append(value);
+    } else if constexpr (std::is_same_v<T, SharedText>) {
+      Append(value.str());
     } else if constexpr (std::is_same_v<T, double>) {
       Append(value);
     } else if constexpr (std::is_integral_v<T>) {
@@ -70,14 +77,37 @@ class JsonWriter {
     const bool lines = indent != kInline && !value.empty();
     out_ += '[';
     bool first = true;
-    for (const T& element : value) {
+    const auto begin_element = [&] {
       if (!first) out_ += lines ? "," : ", ";
       first = false;
       if (lines) NewLine(indent + 2);
-      Write(element, spec, lines && kIsBlock<T> ? indent + 2 : kInline);
+    };
+    const auto write = [&](std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin; i < end; ++i) {
+        begin_element();
+        Write<T>(value[i], spec, lines && kIsBlock<T> ? indent + 2 : kInline);
+      }
+    };
+    std::size_t next = 0;
+    if constexpr (Repeatable<T>) {
+      std::vector<typename Repeats<T>::Place> places;
+      if (repeats_) places = Repeats<T>::Find(value);
+      for (const auto& repeated : places) {
+        write(next, repeated.at);
+        begin_element();
+        WriteInline(repeated.entry);
+        next = repeated.at + repeated.count();
+      }
     }
+    write(next, value.size());
     if (lines) NewLine(indent);
     out_ += ']';
+  }
+  // SharedList, IdList
+  template <typename T>
+  requires requires(T list) { list.Edit(); }
+  void WriteCompound(const T& value, const Spec& spec, int indent) {
+    WriteCompound(value.list(), spec, indent);
   }
   void WriteCompound(const std::variant<bool, std::int64_t>& value, const Spec& spec, int /*indent*/) {
     std::visit([&](const auto& alternative) { Write(alternative, spec, kInline); }, value);
@@ -88,6 +118,14 @@ class JsonWriter {
   }
   template <typename T>
   void WriteCompound(const T& value, const Spec& /*spec*/, int indent) {
+    if constexpr (requires { AsWritten(value); }) {
+      WriteObject(AsWritten(value), indent);
+    } else {
+      WriteObject(value, indent);
+    }
+  }
+  template <typename T>
+  void WriteObject(const T& value, int indent) {
     if (indent != kInline) {
       out_ += '{';
       WriteBlockFields(value, indent + 2, true);
@@ -158,6 +196,11 @@ class JsonWriter {
     return !field.required && value.*field.member == kDefaults.*field.member;
   }
   void NewLine(int indent) {
+    constexpr std::size_t kPieceBytes = std::size_t{1} << 16;
+    if (sink_ && out_.size() >= kPieceBytes) {
+      sink_(out_);
+      out_.clear();
+    }
     out_ += '\n';
     out_.append(static_cast<std::size_t>(indent), ' ');
   }
@@ -168,6 +211,8 @@ class JsonWriter {
 
   std::string out_;
   const PlanNames* names_;
+  JsonSink sink_;
+  bool repeats_ = true;  // lists have entries that stand for elements again
 };
 
 // A JSON string of `text`, quotes included.

@@ -41,10 +41,20 @@ class PlanTextWriter {
  private:
   void WriteStep(const PlanStep& step) {
     out_ += fmt::format("\nstep {}\n", QuoteWord(step.name));
-    for (const Trigger& trigger : step.triggers) {
-      out_ += fmt::format("  {}\n", words_.Line(trigger));
-      for (const Instruction& instruction : trigger.instructions) {
-        out_ += fmt::format("    {}\n", words_.Line(instruction));
+    std::size_t next = 0;
+    for (const auto& repeated : Repeats<Trigger>::Find(step.triggers)) {
+      WriteTriggers(step.triggers, next, repeated.at);
+      const auto& [triggers, times] = repeated.entry.repeat;
+      out_ += fmt::format("  repeat the last {} triggers {} times\n", triggers, times);
+      next = repeated.at + repeated.count();
+    }
+    WriteTriggers(step.triggers, next, step.triggers.size());
+  }
+  void WriteTriggers(const std::vector<Trigger>& triggers, std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      out_ += fmt::format("  {}\n", words_.Line(triggers[t]));
+      for (const Instruction& instruction : triggers[t].instructions) {
+        out_ += fmt::format("    {}\n", words_.Line(AsWritten(triggers[t], instruction)));
       }
     }
   }

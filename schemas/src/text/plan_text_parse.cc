@@ -159,11 +159,20 @@ class TextToJson {
   bool AddTrigger(std::string_view line) {
     if (step_.empty()) return Fail("a trigger outside of a step", "", "a \"step\" line before it");
     CloseTrigger();
+    if (line.starts_with("repeat ")) return AddRepetition(line);
     Result<std::string> json = TriggerJson(line);
     if (!json.has_value()) return FailWith(std::move(json.error()));
     lines_[fmt::format("/steps/{}/triggers/{}", steps_.count, triggers_)] = line_;
     trigger_ = *json + ", \"instructions\": [";
     instructions_ = 0;
+    return true;
+  }
+  bool AddRepetition(std::string_view line) {
+    Result<std::string> json = RepetitionJson(line);
+    if (!json.has_value()) return FailWith(std::move(json.error()));
+    lines_[fmt::format("/steps/{}/triggers/{}", steps_.count, triggers_)] = line_;
+    if (triggers_++ > 0) step_ += ",";
+    step_ += *json;
     return true;
   }
   bool AddProcedure(std::string_view json) {

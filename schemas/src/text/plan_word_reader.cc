@@ -212,6 +212,26 @@ Result<std::string> TriggerJson(std::string_view line) {
   return object.Take();
 }
 
+Result<std::string> RepetitionJson(std::string_view line) {
+  constexpr std::array<std::string_view, 7> kWords = {"repeat", "the", "last", "", "triggers", "", "times"};
+  const auto wrong = [&] {
+    return std::unexpected(Wrong("not a repetition", line, "repeat the last N triggers K times"));
+  };
+  std::vector<std::string> numbers;
+  WordReader words(line);
+  for (const std::string_view expected : kWords) {
+    const std::optional<std::string> word = words.NextName();
+    if (!word.has_value() || (!expected.empty() && *word != expected)) return wrong();
+    if (!expected.empty()) continue;
+    const bool is_number =
+        word->size() < 10 && std::ranges::all_of(*word, [](char c) { return c >= '0' && c <= '9'; });
+    if (!is_number) return wrong();
+    numbers.push_back(fmt::format("{}", std::stol(*word)));
+  }
+  if (!words.AtEnd()) return wrong();
+  return fmt::format("{{\"repeat\": {{\"triggers\": {}, \"times\": {}}}}}", numbers[0], numbers[1]);
+}
+
 Result<std::string> InstructionJson(std::string_view line) {
   WordReader words(line);
   const std::optional<std::string> name = words.NextName();

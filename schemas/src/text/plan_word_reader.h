@@ -39,5 +39,7 @@ class WordReader {
 // whole of the JSON object. The error's pointer is left empty.
 Result<std::string> TriggerJson(std::string_view line);
 Result<std::string> InstructionJson(std::string_view line);
+// "repeat the last 12 triggers 3 times" as the whole of the JSON object.
+Result<std::string> RepetitionJson(std::string_view line);
 
 }  // namespace shardplan

@@ -108,7 +108,7 @@ std::string PlanWords::Operands(const Instruction& instruction) const {
 std::string PlanWords::Line(const Instruction& instruction) const {
   std::string line(EnumName(instruction.kind));
   line += Operands(instruction);
-  if (instruction.microbatch != 0) line += fmt::format(" mb={}", instruction.microbatch);
+  if (instruction.microbatch_offset != 0) line += fmt::format(" mb={}", instruction.microbatch_offset);
   if (instruction.parameter != -1) line += fmt::format(" parameter={}", instruction.parameter);
   if (instruction.divisor != 1.0) line += fmt::format(" divisor={}", NumberWord(instruction.divisor));
   if (instruction.reduce_op != ReduceOp::kSum) line += fmt::format(" op={}", EnumName(instruction.reduce_op));
@@ -122,7 +122,7 @@ std::string PlanWords::Line(const Instruction& instruction) const {
     line += fmt::format("{}{}", i == 0 ? " parts=" : ",", instruction.parts[i]);
   }
   if (instruction.unit != -1) line += " for " + Word(RefKind::kUnit, instruction.unit);
-  if (!instruction.reason.empty()) line += " because " + QuoteWord(instruction.reason);
+  if (!instruction.reason.empty()) line += " because " + QuoteWord(instruction.reason.str());
   return line;
 }
 
@@ -136,6 +136,9 @@ std::string PlanWords::Line(const Trigger& trigger) const {
 
 std::string Describe(const Plan& plan, const Instruction& instruction) {
   return PlanWords(plan).Line(instruction);
+}
+std::string Describe(const Plan& plan, const Trigger& trigger, const Instruction& instruction) {
+  return Describe(plan, AsWritten(trigger, instruction));
 }
 std::string Describe(const Plan& plan, const Trigger& trigger) { return PlanWords(plan).Line(trigger); }
 

@@ -202,7 +202,7 @@ std::string ProgramDigest(const Plan& plan) {
   Plan program = plan;
   program.known_faults.clear();
   program.digests.program.clear();
-  return Digest(ToJson(program));
+  return DigestOfJson(program, MicrobatchText::kAll);  // as versions that know no repetitions have it
 }
 
 Result<std::vector<FoundFault>> CarryFaults(Plan& plan, const std::vector<PyTorchFault>& possible) {

@@ -76,7 +76,7 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
         if (i.kind != InstructionKind::kCompute) continue;
-        microbatches_ = std::max(microbatches_, i.microbatch + 1);
+        microbatches_ = std::max(microbatches_, MicrobatchOf(trigger, i) + 1);
       }
     }
   }
@@ -119,8 +119,9 @@ std::vector<Run> Compute::RunsOf(std::int32_t step) const {
       const Instruction& i = triggers[t].instructions[k];
       const bool exists = i.segment >= 0 && i.segment < std::ssize(plan_.segments);
       if (i.kind != InstructionKind::kCompute || !exists) continue;
-      runs.push_back(
-          {i.segment, i.microbatch, {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}});
+      runs.push_back({i.segment,
+                      MicrobatchOf(triggers[t], i),
+                      {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}});
     }
   }
   return runs;
@@ -234,13 +235,14 @@ Compute::Life* Compute::Of(StorageId storage, std::int32_t microbatch) {
   return &lives_[index + static_cast<std::size_t>(microbatch)];
 }
 
-void Compute::CheckStorages(const Segment& segment, const Instruction& compute, Position at) {
+void Compute::CheckStorages(SegmentId id, std::int32_t microbatch, Position at) {
+  const Segment& segment = plan_.segments[id];
   const auto need = [&](StorageId storage, const char* does) {
-    const Life* life = Of(storage, compute.microbatch);
+    const Life* life = Of(storage, microbatch);
     if (life == nullptr || *life == Life::kThere) return;
-    Add(at, compute.segment,
+    Add(at, id,
         fmt::format("{} {} storage {} of micro-batch {}, which no segment has made or one has freed",
-                    segment.name, does, storage, compute.microbatch));
+                    segment.name, does, storage, microbatch));
   };
   for (const SegmentEntry& entry : segment.entries) {
     if (const auto* op = std::get_if<OperatorEvent>(&entry)) {
@@ -248,11 +250,11 @@ void Compute::CheckStorages(const Segment& segment, const Instruction& compute, 
       for (const StorageId storage : op->writes) need(storage, "writes");
     } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
       need(dead->storage, "frees");
-      if (Life* life = Of(dead->storage, compute.microbatch)) *life = Life::kAbsent;
+      if (Life* life = Of(dead->storage, microbatch)) *life = Life::kAbsent;
     } else {
       // What is there still is another one: of a forward that no backward followed.
       const auto& born = std::get<AllocateEvent>(entry);
-      if (Life* life = Of(born.storage, compute.microbatch)) *life = Life::kThere;
+      if (Life* life = Of(born.storage, microbatch)) *life = Life::kThere;
     }
   }
 }
@@ -273,34 +275,34 @@ std::int32_t Compute::CallsOf(std::int32_t step, SegmentPhase phase, std::int32_
 
 void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position at) {
   const Segment& segment = plan_.segments[compute.segment];
-  if (compute.microbatch < 0 || compute.microbatch >= microbatches_) {
-    return Add(at, compute.segment, fmt::format("there is no micro-batch {}", compute.microbatch));
+  const std::int32_t microbatch = MicrobatchOf(trigger, compute);
+  if (microbatch < 0 || microbatch >= microbatches_) {
+    return Add(at, compute.segment, fmt::format("there is no micro-batch {}", microbatch));
   }
   RunsInStep& runs =
       runs_in_step_[static_cast<std::size_t>(compute.segment) * static_cast<std::size_t>(microbatches_) +
-                    static_cast<std::size_t>(compute.microbatch)];
+                    static_cast<std::size_t>(microbatch)];
   if (runs.step != step_) runs = {step_, 0};
-  if (++runs.count > 1 && runs.count > CallsOf(at.step, segment.phase, compute.microbatch)) {
+  if (++runs.count > 1 && runs.count > CallsOf(at.step, segment.phase, microbatch)) {
     Add(at, compute.segment,
-        fmt::format("{} of micro-batch {} runs twice in a step", segment.name, compute.microbatch));
+        fmt::format("{} of micro-batch {} runs twice in a step", segment.name, microbatch));
   }
   if (ComputeOrderOfMicrobatch(plan_, compute, trigger)) {
     Add(at, compute.segment,
         fmt::format("{} runs for micro-batch {} where the host is in micro-batch {}", segment.name,
-                    compute.microbatch, trigger.microbatch));
+                    microbatch, trigger.microbatch));
   }
   if (ComputeOrderOfForward(segment, entered_)) {
     Add(at, compute.segment,
         fmt::format("{} runs while the host is in the forward of {}", segment.name,
                     reporter_.UnitName(entered_.back())));
   }
-  if (ComputeOrderOfPhases(phases_[compute.microbatch], segment.phase)) {
+  if (ComputeOrderOfPhases(phases_[microbatch], segment.phase)) {
     Add(at, compute.segment,
-        fmt::format("{} of micro-batch {} runs behind a part of its backward", segment.name,
-                    compute.microbatch));
+        fmt::format("{} of micro-batch {} runs behind a part of its backward", segment.name, microbatch));
   }
-  phases_[compute.microbatch] = segment.phase;
-  if (follows_storages_) CheckStorages(segment, compute, at);
+  phases_[microbatch] = segment.phase;
+  if (follows_storages_) CheckStorages(compute.segment, microbatch, at);
 }
 
 // ---- the rules ----
@@ -325,7 +327,8 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
 }
 
 bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger) {
-  if (compute.microbatch == trigger.microbatch) return false;
+  const std::int32_t microbatch = MicrobatchOf(trigger, compute);
+  if (microbatch == trigger.microbatch) return false;
   const SegmentPhase phase = plan.segments[compute.segment].phase;
   if (phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss) return true;
   // What begins a backward comes before its first trigger: behind one of whatever was before.
@@ -334,7 +337,7 @@ bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, cons
   if (!in_backward) return false;
   const auto joins = [&](const ProgramCall& call) {
     const auto* backward = std::get_if<BackwardCall>(&call);
-    return backward != nullptr && std::ranges::count(backward->microbatches, compute.microbatch) > 0 &&
+    return backward != nullptr && std::ranges::count(backward->microbatches, microbatch) > 0 &&
            std::ranges::count(backward->microbatches, trigger.microbatch) > 0;
   };
   return std::ranges::none_of(plan.strategy.program,

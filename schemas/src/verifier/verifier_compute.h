@@ -37,7 +37,7 @@ class Compute {
   bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
   // Forwards of the same trace, of several micro-batches in a step, run the same.
   void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
-  void CheckStorages(const Segment& segment, const Instruction& compute, Position at);
+  void CheckStorages(SegmentId id, std::int32_t microbatch, Position at);
   void Add(Position at, SegmentId segment, std::string what);
   Life* Of(StorageId storage, std::int32_t microbatch);
 

@@ -8,6 +8,7 @@
 
 #include "cost/optimizer_cost.h"
 #include "memory/kernel_memory.h"
+#include "memory/memory_actions.h"
 #include "memory/memory_categories.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
@@ -32,8 +33,10 @@ std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
 
 class StreamBuilder {
  public:
-  StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options)
-      : plan_(plan), options_(options), optimizer_(plan), alive_(plan) {
+  // `actions`: who gets them instead of a history; null: they are kept.
+  StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options,
+                internal::MemoryActions* actions = nullptr)
+      : plan_(plan), options_(options), actions_(actions), optimizer_(plan), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
     states_made_.resize(plan.units.size() + 1);
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
@@ -65,6 +68,7 @@ class StreamBuilder {
     }
     if (plan_.steps.size() == 1) RunStep(0);
     history_.first_recorded = history_.actions.size();
+    if (actions_ != nullptr) actions_->BeginRecorded();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) RunStep(static_cast<std::int32_t>(s));
     return std::move(history_);
   }
@@ -135,6 +139,7 @@ class StreamBuilder {
   }
 
   std::int32_t Allocate(MemoryBlock block) {
+    if (actions_ != nullptr) return AllocateUnkept(block);
     const auto index = static_cast<std::int32_t>(history_.blocks.size());
     block.born = static_cast<std::int32_t>(history_.actions.size());
     history_.blocks.push_back(block);
@@ -146,8 +151,27 @@ class StreamBuilder {
     MemoryBlock& freed = history_.blocks[static_cast<std::size_t>(block)];
     freed.recorded_on = recorded_on;
     SHARDPLAN_ASSERT(freed.died < 0, "whoever frees a block forgets it");
+    if (actions_ != nullptr) {
+      freed.died = 0;
+      unused_blocks_.push_back(block);
+      return actions_->Act(freed, true, at_);
+    }
     freed.died = static_cast<std::int32_t>(history_.actions.size());
     history_.actions.push_back({block, true, at_});
+  }
+
+  // The numbers of blocks that are gone are used again.
+  std::int32_t AllocateUnkept(const MemoryBlock& block) {
+    auto index = static_cast<std::int32_t>(history_.blocks.size());
+    if (unused_blocks_.empty()) {
+      history_.blocks.push_back(block);
+    } else {
+      index = unused_blocks_.back();
+      unused_blocks_.pop_back();
+      history_.blocks[static_cast<std::size_t>(index)] = block;
+    }
+    actions_->Act(block, false, at_);
+    return index;
   }
 
   Memory& NewMemory(BufferId id) {
@@ -276,6 +300,7 @@ class StreamBuilder {
       const Trigger& trigger = step.triggers[t];
       for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
         at_ = {s, static_cast<std::int32_t>(t), static_cast<std::int32_t>(i), -1};
+        microbatch_ = MicrobatchOf(trigger, trigger.instructions[i]);
         Apply(trigger.instructions[i]);
       }
     }
@@ -335,9 +360,8 @@ class StreamBuilder {
 
   void RunSegment(const Instruction& instruction) {
     const Segment& segment = plan_.segments[static_cast<std::size_t>(instruction.segment)];
-    MemoryBlock block{.stream = std::max(instruction.stream, 0),
-                      .unit = segment.unit,
-                      .microbatch = instruction.microbatch};
+    MemoryBlock block{
+        .stream = std::max(instruction.stream, 0), .unit = segment.unit, .microbatch = microbatch_};
     new_grads_.clear();
     for (const SegmentEntry& entry : segment.entries) {
       ++at_.entry;
@@ -347,13 +371,13 @@ class StreamBuilder {
         if (born->role == StorageRole::kParameterGrad) {
           new_grads_.push_back(Allocate(block));
         } else {
-          std::int32_t& storage = Storage(born->storage, instruction.microbatch);
+          std::int32_t& storage = Storage(born->storage, microbatch_);
           Free(std::exchange(storage, -1));  // of a step before that never freed it
           storage = Allocate(block);
         }
       } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
         if (static_cast<std::size_t>(dead->storage) < storages_per_batch_) {
-          Free(std::exchange(Storage(dead->storage, instruction.microbatch), -1));
+          Free(std::exchange(Storage(dead->storage, microbatch_), -1));
         }
       } else if (options_.kernel_temporaries) {
         if (const auto* op = std::get_if<OperatorEvent>(&entry)) RunKernel(*op, segment, block);
@@ -471,6 +495,8 @@ class StreamBuilder {
 
   const Plan& plan_;
   const MemoryHistoryOptions& options_;
+  internal::MemoryActions* const actions_;
+  std::vector<std::int32_t> unused_blocks_;  // where actions are not kept
   const OptimizerSteps optimizer_;
   AliveBuffers alive_;
   MemoryHistory history_;
@@ -488,9 +514,15 @@ class StreamBuilder {
   std::vector<bool> states_made_;  // [0]: of all units
   bool says_optimizer_ = false;
   MemoryPoint at_;
+  std::int32_t microbatch_ = 0;  // of the compute there
 };
 
 }  // namespace
+
+void internal::ForEachMemoryAction(const Plan& plan, const MemoryHistoryOptions& options,
+                                   MemoryActions& actions) {
+  StreamBuilder(plan, options, &actions).Build();
+}
 
 MemoryHistory MemoryHistoryOf(const Plan& plan, const MemoryHistoryOptions& options) {
   return StreamBuilder(plan, options).Build();

@@ -86,8 +86,8 @@ std::string PointText(const Plan& plan, const MemoryPoint& at) {
   const Instruction* instruction = InstructionAt(plan, at);
   if (instruction == nullptr) return text;
   if (instruction->kind != InstructionKind::kCompute || instruction->segment < 0) {
-    if (!instruction->reason.empty() && instruction->reason != Name(trigger.kind)) {
-      text += " (" + instruction->reason + ")";
+    if (!instruction->reason.empty() && instruction->reason.str() != Name(trigger.kind)) {
+      text += " (" + instruction->reason.str() + ")";
     }
     return text;
   }

@@ -4,32 +4,33 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "memory/memory_actions.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
 
-// Sums of the history after every action.
-class Profiler {
+// Sums after every action.
+class Profiler final : public internal::MemoryActions {
  public:
-  Profiler(const Plan& plan, const MemoryHistory& history, const MemoryOptions& options)
-      : plan_(plan), history_(history), options_(options) {
+  Profiler(const Plan& plan, const MemoryOptions& options) : plan_(plan), options_(options) {
     by_category_.resize(MemoryCategories().size());
+    profile_.step_peak_bytes.resize(plan_.steps.size());
   }
 
-  MemoryProfile Run() {
-    profile_.step_peak_bytes.resize(plan_.steps.size());
-    while (next_ < history_.first_recorded) Apply(history_.actions[next_++]);
-    recording_ = options_.record_samples;
-    if (recording_) RecordAll();
-    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
-      RunStep(static_cast<std::int32_t>(s));
-      profile_.step_peak_bytes[s].value = step_peak_;
-      if (step_peak_ < profile_.peak_bytes.value) continue;
-      profile_.peak_bytes.value = step_peak_;
-      profile_.peak_at = step_peak_at_;
-      SetPeak(step_peak_by_category_);
+  void Act(const MemoryBlock& block, bool frees, const MemoryPoint& at) override {
+    ++action_;
+    if (recorded_) {
+      while (step_ < at.step) NextStep();
+      if (frees) KeepPeak();
     }
+    Apply(block, frees, at);
+  }
+  void BeginRecorded() override { recorded_ = true; }
+
+  MemoryProfile Take() {
+    while (step_ + 1 < std::ssize(plan_.steps)) NextStep();
+    EndStep();
     if (plan_.steps.empty()) {
       profile_.peak_bytes.value = total_;
       SetPeak(by_category_);
@@ -44,46 +45,61 @@ class Profiler {
     for (const std::int64_t bytes : by_category) profile_.peak_by_category.push_back({bytes});
   }
 
-  // What is alive before the first recorded step, a sample each.
+  // What is alive before the first step of which samples are recorded, a sample each.
   void RecordAll() {
     for (std::size_t c = 0; c < by_category_.size(); ++c) {
       if (by_category_[c] == 0) continue;
-      profile_.samples.push_back({{0}, static_cast<std::int32_t>(c), {by_category_[c]}, {total_}, 0, -1});
+      MemorySample sample{.category = static_cast<std::int32_t>(c),
+                          .category_bytes = {by_category_[c]},
+                          .total_bytes = {total_},
+                          .step = step_};
+      sample.action = last_change_;
+      profile_.samples.push_back(sample);
     }
   }
 
-  void RunStep(std::int32_t s) {
+  void NextStep() {
+    EndStep();
+    ++step_;
     step_peak_ = total_;
-    step_peak_at_ = {s, -1, -1, -1};
+    step_peak_at_ = {step_, -1, -1, -1};
     peak_is_now_ = true;
-    for (; next_ < history_.actions.size() && history_.actions[next_].at.step == s; ++next_) {
-      if (history_.actions[next_].frees) KeepPeak();
-      Apply(history_.actions[next_]);
-    }
-    KeepPeak();
+    const bool first = step_ == options_.first_sampled_step;
+    recording_ = recording_ || (first && options_.record_samples);
+    if (first && recording_) RecordAll();
   }
 
-  void Apply(const MemoryAction& action) {
-    const MemoryBlock& block = history_.blocks[static_cast<std::size_t>(action.block)];
+  void EndStep() {
+    if (step_ < 0) return;
+    KeepPeak();
+    profile_.step_peak_bytes[static_cast<std::size_t>(step_)].value = step_peak_;
+    if (step_peak_ < profile_.peak_bytes.value) return;
+    profile_.peak_bytes.value = step_peak_;
+    profile_.peak_at = step_peak_at_;
+    SetPeak(step_peak_by_category_);
+  }
+
+  void Apply(const MemoryBlock& block, bool frees, const MemoryPoint& at) {
     const std::int64_t bytes = Rounded(block.requested_bytes.value);
     if (bytes == 0) return;
+    if (recorded_) last_change_ = action_;
     std::int64_t& of_category = by_category_[static_cast<std::size_t>(block.category)];
-    of_category += action.frees ? -bytes : bytes;
-    total_ += action.frees ? -bytes : bytes;
+    of_category += frees ? -bytes : bytes;
+    total_ += frees ? -bytes : bytes;
     if (recording_) {
-      profile_.samples.push_back({TimeOf(action.at),
+      profile_.samples.push_back({TimeOf(at),
                                   block.category,
                                   {of_category},
                                   {total_},
-                                  action.at.step,
-                                  action.at.trigger,
-                                  action.at.instruction,
-                                  action.at.entry,
-                                  static_cast<std::int32_t>(next_)});
+                                  at.step,
+                                  at.trigger,
+                                  at.instruction,
+                                  at.entry,
+                                  action_});
     }
     if (total_ > step_peak_) {
       step_peak_ = total_;
-      step_peak_at_ = action.at;
+      step_peak_at_ = at;
       // The categories are copied when the peak is over, i.e. before the first free after it.
       peak_is_now_ = true;
     }
@@ -147,10 +163,12 @@ class Profiler {
   }
 
   const Plan& plan_;
-  const MemoryHistory& history_;
   const MemoryOptions& options_;
   MemoryProfile profile_;
-  std::size_t next_ = 0;
+  bool recorded_ = false;          // the steps have begun
+  std::int32_t step_ = -1;         // the one under way
+  std::int32_t action_ = -1;       // index in the history
+  std::int32_t last_change_ = -1;  // the last of them that changed a sum, in the steps
   std::vector<std::int64_t> by_category_;
   std::vector<std::int64_t> step_peak_by_category_;
   std::int64_t total_ = 0;
@@ -170,12 +188,20 @@ class Profiler {
 }  // namespace
 
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options) {
-  return ProfileMemory(plan, MemoryHistoryOf(plan, {.kernel_temporaries = options.kernel_temporaries}),
-                       options);
+  Profiler profiler(plan, options);
+  internal::ForEachMemoryAction(
+      plan, {.space = options.space, .kernel_temporaries = options.kernel_temporaries}, profiler);
+  return profiler.Take();
 }
 
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history, const MemoryOptions& options) {
-  return Profiler(plan, history, options).Run();
+  Profiler profiler(plan, options);
+  for (std::size_t a = 0; a < history.actions.size(); ++a) {
+    if (a == history.first_recorded) profiler.BeginRecorded();
+    const MemoryAction& action = history.actions[a];
+    profiler.Act(history.blocks[static_cast<std::size_t>(action.block)], action.frees, action.at);
+  }
+  return profiler.Take();
 }
 
 Bytes NcclBufferBytes(const Communicator& communicator) {

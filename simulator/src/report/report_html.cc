@@ -145,7 +145,7 @@ class PlanData {
         group = GroupOf(plan_, span, instruction);
         row = span.stream + 2;
         more = "issued at " + text;
-        if (!instruction.reason.empty()) more += " (" + instruction.reason + ")";
+        if (!instruction.reason.empty()) more += " (" + instruction.reason.str() + ")";
         text = internal::InstructionText(plan_, instruction);
       }
       spans.push_back(row);

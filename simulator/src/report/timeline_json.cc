@@ -89,7 +89,7 @@ class TimelineWriter {
     event["name"] = internal::InstructionText(plan_, instruction);
     Event& args = event["args"];
     args["trigger"] = internal::TriggerText(plan_, trigger);
-    if (!instruction.reason.empty()) args["reason"] = instruction.reason;
+    if (!instruction.reason.empty()) args["reason"] = instruction.reason.str();
     const bool gathers = instruction.kind == InstructionKind::kAllGather;
     const BufferId tensor = gathers ? instruction.dst : instruction.src;
     if (instruction.communicator >= 0 && tensor >= 0) {

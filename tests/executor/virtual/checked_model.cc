@@ -186,7 +186,7 @@ void CheckedModel::WalkPlan() {
     for (const Trigger& trigger : plan_.steps[of_plan].triggers) {
       for (const Instruction& i : trigger.instructions) {
         if (i.kind == InstructionKind::kZeroGrad) ++zero_grads_;
-        if (i.kind == InstructionKind::kCompute) segments.emplace_back(i.segment, i.microbatch);
+        if (i.kind == InstructionKind::kCompute) segments.emplace_back(i.segment, MicrobatchOf(trigger, i));
         if (i.kind == InstructionKind::kOptimizerStep) {
           std::vector<BufferId>& own = optimizers_own_.emplace_back();
           for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {

@@ -103,7 +103,7 @@ Plan WithoutIdleWork(Plan plan, bool unread_moves) {
   } while (idle.size() > known);
   for (auto place = idle.rbegin(); place != idle.rend(); ++place) {
     const auto [s, t, i] = *place;
-    std::vector<Instruction>& instructions = plan.steps[s].triggers[t].instructions;
+    std::vector<Instruction>& instructions = plan.steps[s].triggers[t].instructions.Edit();
     instructions.erase(instructions.begin() + static_cast<std::ptrdiff_t>(i));
   }
   return plan;

@@ -72,7 +72,7 @@ class Series {
   std::string Where() const {
     const Trigger& trigger = plan_.steps[at_.step].triggers[at_.trigger];
     return fmt::format("step {}, {}: {}", plan_.steps[at_.step].name, Describe(plan_, trigger),
-                       Describe(plan_, Found()));
+                       Describe(plan_, trigger, Found()));
   }
 
   template <typename Change>
@@ -80,7 +80,7 @@ class Series {
     if (!IsTaken()) return;
     FieldMutation mutation = {fmt::format("{}: {}", Name(Found().kind), field),
                               fmt::format("{} ({} {})", Where(), field, to), plan_, field == "twice"};
-    change(mutation.plan.steps[at_.step].triggers[at_.trigger].instructions);
+    change(mutation.plan.steps[at_.step].triggers[at_.trigger].instructions.Edit());
     visit_(mutation);
   }
   template <typename T>
@@ -140,8 +140,10 @@ class Series {
     ChangeBufferOf("src", &Instruction::src);
     ChangeBufferOf("dst", &Instruction::dst);
     if (i.kind == InstructionKind::kCompute) {
-      Set("microbatch", &Instruction::microbatch, i.microbatch + 1, std::to_string(i.microbatch + 1));
-      Set("microbatch", &Instruction::microbatch, 0, "0");
+      const Trigger& trigger = plan_.steps[at_.step].triggers[at_.trigger];
+      Set("microbatch", &Instruction::microbatch_offset, i.microbatch_offset + 1,
+          std::to_string(MicrobatchOf(trigger, i) + 1));
+      Set("microbatch", &Instruction::microbatch_offset, -trigger.microbatch, "0");
     }
     const bool reduces = i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce;
     if (reduces) {

@@ -142,7 +142,7 @@ TEST(LeftOut, AnyMoveIsFound) {
           continue;
         }
         Plan other = knob.plan();
-        std::vector<Instruction>& instructions = other.steps.back().triggers[t].instructions;
+        std::vector<Instruction>& instructions = other.steps.back().triggers[t].instructions.Edit();
         instructions.erase(instructions.begin() + static_cast<std::ptrdiff_t>(i));
         EXPECT_NE(knob.FirstFailure(other), "")
             << name << ": " << Describe(knob.plan(), triggers[t].instructions[i]);
@@ -163,7 +163,7 @@ TEST(LeftOut, TheLastCollectiveOfOneRankIsADeadlock) {
     return std::ranges::any_of(t.instructions, reduces);
   });
   ASSERT_NE(last, triggers.rend());
-  std::erase_if(last->instructions, reduces);
+  std::erase_if(last->instructions.Edit(), reduces);
   const auto machine = executor::VirtualMachine::Create(knob.plan(), 1);
   std::vector<std::unique_ptr<executor::Replayer>> replayers;
   for (const std::int64_t rank : {0, 1}) {

@@ -139,7 +139,7 @@ std::vector<Mutation> MutationsOf(const Plan& plan) {
 Plan Mutated(const Plan& plan, const Mutation& m) {
   Plan mutated = plan;
   std::vector<Trigger>& triggers = mutated.steps[m.step].triggers;
-  std::vector<Instruction>& instructions = triggers[m.trigger].instructions;
+  std::vector<Instruction>& instructions = triggers[m.trigger].instructions.Edit();
   const Instruction instruction = instructions[m.instruction];
   switch (m.kind) {
     case MutationKind::kRemovedWait:
@@ -153,13 +153,14 @@ Plan Mutated(const Plan& plan, const Mutation& m) {
       break;
     case MutationKind::kEarlierFree:
       Erase(instructions, m.instruction);
-      triggers[m.trigger - 1].instructions.push_back(instruction);
+      triggers[m.trigger - 1].instructions.Edit().push_back(instruction);
       break;
     case MutationKind::kForgottenStream:
       instructions[m.instruction].safe_after.clear();
       break;
     case MutationKind::kSwappedCollectives:
-      std::swap(instructions[m.instruction], triggers[m.other_trigger].instructions[m.other_instruction]);
+      std::swap(instructions[m.instruction],
+                triggers[m.other_trigger].instructions.Edit()[m.other_instruction]);
       break;
   }
   return mutated;
@@ -168,7 +169,7 @@ Plan Mutated(const Plan& plan, const Mutation& m) {
 std::string Describe(const Plan& plan, const Mutation& m) {
   const Trigger& trigger = plan.steps[m.step].triggers[m.trigger];
   return fmt::format("step {}, {}: {} ({})", plan.steps[m.step].name, Describe(plan, trigger),
-                     Describe(plan, trigger.instructions[m.instruction]), Name(m.kind));
+                     Describe(plan, trigger, trigger.instructions[m.instruction]), Name(m.kind));
 }
 
 Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,

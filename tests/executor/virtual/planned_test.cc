@@ -79,7 +79,7 @@ TEST(CheckedRun, AWrongNumberIsFound) {
   ASSERT_TRUE(planned);
   Plan other = planned->plan;
   for (Trigger& trigger : other.steps[0].triggers) {
-    for (Instruction& instruction : trigger.instructions) {
+    for (Instruction& instruction : trigger.instructions.Edit()) {
       if (instruction.kind == InstructionKind::kReduceScatter) instruction.reduce_op = ReduceOp::kSum;
     }
   }

@@ -4,6 +4,7 @@ It reads the plan and cluster documents and gives the report's figures, the span
 
 import collections
 import decimal
+import json
 from fractions import Fraction
 
 decimal.getcontext().prec = 60
@@ -55,10 +56,29 @@ def power(value):
 
 
 # ---- the documents ----
+def written_out(plan):
+    """The plan with the triggers that a repetition stands for."""
+    steps = []
+    for step in plan["steps"]:
+        triggers = []
+        for entry in step["triggers"]:
+            if "repeat" not in entry:
+                triggers.append(entry)
+                continue
+            for _ in range(entry["repeat"]["triggers"] * entry["repeat"]["times"]):
+                again = json.loads(json.dumps(triggers[-entry["repeat"]["triggers"]]))
+                for part in [again, *(i for i in again["instructions"] if i["kind"] == "compute")]:
+                    part["microbatch"] = part.get("microbatch", 0) + 1
+                triggers.append(again)
+        steps.append(step | {"triggers": triggers})
+    return plan | {"steps": steps}
+
+
 class Document:
     """A plan with the references of its instructions resolved to positions."""
 
     def __init__(self, plan, cluster=None):
+        plan = written_out(plan)
         self.plan = plan
         self.cluster = cluster or plan["cluster"]
         self.units = plan["units"]

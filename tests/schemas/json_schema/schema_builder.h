@@ -37,6 +37,10 @@ inline constexpr bool kIsList = false;
 template <typename T>
 inline constexpr bool kIsList<std::vector<T>> = true;
 template <typename T>
+inline constexpr bool kIsList<SharedList<T>> = true;
+template <>
+inline constexpr bool kIsList<IdList> = true;
+template <typename T>
 inline constexpr bool kIsVariant = false;
 template <typename... T>
 inline constexpr bool kIsVariant<std::variant<T...>> = true;
@@ -112,7 +116,7 @@ class SchemaBuilder {
   Json Written(const Spec& spec) {
     if constexpr (std::is_same_v<T, bool>) {
       return {{"type", "boolean"}};
-    } else if constexpr (std::is_same_v<T, std::string>) {
+    } else if constexpr (std::is_same_v<T, std::string> || std::is_same_v<T, SharedText>) {
       return {{"type", "string"}};
     } else if constexpr (std::is_same_v<T, double>) {
       Json number = {{"type", "number"}};
@@ -128,6 +132,10 @@ class SchemaBuilder {
       return Of<typename T::value_type>(spec);
     } else if constexpr (kIsList<T>) {
       Json element = Of<typename T::value_type>(spec);
+      if constexpr (Repeatable<typename T::value_type>) {
+        element = {
+            {"anyOf", {std::move(element), Of<typename Repeats<typename T::value_type>::Entry>(spec)}}};
+      }
       const std::string words = ElementWords(spec);
       if (!words.empty() && !kIsList<typename T::value_type>) element["description"] = words;
       return {{"type", "array"}, {"items", std::move(element)}};

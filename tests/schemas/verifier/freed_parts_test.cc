@@ -22,7 +22,7 @@ class FreedParts : public ::testing::Test {
   // The gradients of every unit in two parts of which one is freed before the other.
   FreedParts() : plan_(test::Fsdp2LikePlan({.units = 2, .parameters = 2})) {
     for (PlanStep& step : plan_.steps) {
-      for (Trigger& trigger : step.triggers) SplitFrees(trigger.instructions);
+      for (Trigger& trigger : step.triggers) SplitFrees(trigger.instructions.Edit());
     }
   }
 
@@ -57,7 +57,7 @@ TEST_F(FreedParts, NothingUsesWhatIsLeft) {
   const test::Spot free = FirstSpot();
   for (test::Spot copy : test::SpotsOf(plan_, kGradCopyIn)) {
     if (copy.step != free.step || copy.trigger != free.trigger) continue;
-    std::vector<Instruction>& list = plan_.steps[copy.step].triggers[copy.trigger].instructions;
+    std::vector<Instruction>& list = plan_.steps[copy.step].triggers[copy.trigger].instructions.Edit();
     std::swap(list[copy.instruction], list[free.instruction]);
     break;
   }

@@ -7,7 +7,7 @@ namespace shardplan::test {
 namespace {
 
 std::vector<Instruction>& TriggerAt(Plan& plan, Spot spot) {
-  return plan.steps[spot.step].triggers[spot.trigger].instructions;
+  return plan.steps[spot.step].triggers[spot.trigger].instructions.Edit();
 }
 
 std::string Text(const Plan& plan, Spot spot) {
@@ -119,7 +119,8 @@ Plan RandomChange(Plan plan, std::mt19937_64& random, std::string& what) {
       }
       if (i.kind == InstructionKind::kFree) {
         const StreamId stream = static_cast<StreamId>(pick(plan.streams.size()));
-        if (std::erase(i.safe_after, stream) == 0) i.safe_after.push_back(stream);
+        std::vector<StreamId>& safe_after = i.safe_after.Edit();
+        if (std::erase(safe_after, stream) == 0) safe_after.push_back(stream);
         what = "safe after changed by " + plan.streams[stream].name + ", " + text;
         return plan;
       }

@@ -75,7 +75,7 @@ TEST(Ranks, ThePlansWorldSizeMustBeTheNumberOfRanks) {
 TEST(Ranks, RanksMayDifferInWhatTheyDoByThemselves) {
   const Plan plan = test::Fsdp2LikePlan({.units = 2});
   Plan other = plan;
-  other.steps[1].triggers[0].instructions.push_back({.kind = kRecord, .stream = 0, .event = 0});
+  other.steps[1].triggers[0].instructions.Edit().push_back({.kind = kRecord, .stream = 0, .event = 0});
   EXPECT_THAT(VerifyRanks({plan, other}), IsEmpty());
 }
 

@@ -43,7 +43,7 @@ void SpoilInstruction(Instruction& i, std::mt19937_64& random) {
       i.segment = RandomId(random);
       return;
     default:
-      i.safe_after.push_back(RandomId(random));
+      i.safe_after.Edit().push_back(RandomId(random));
       return;
   }
 }

@@ -52,8 +52,8 @@ TEST_F(Rules, GradNotReducedWhenTheOptimizerIsEarly) {
   for (PlanStep& step : plan.steps) {
     for (std::size_t t = 0; t < step.triggers.size(); ++t) {
       if (step.triggers[t].kind != TriggerKind::kPostBackward || step.triggers[t].unit != 0) continue;
-      step.triggers[t].instructions.insert(step.triggers[t].instructions.begin(),
-                                           {.kind = kOptimizerStep, .stream = 0, .unit = 0});
+      step.triggers[t].instructions.Edit().insert(step.triggers[t].instructions.Edit().begin(),
+                                                  {.kind = kOptimizerStep, .stream = 0, .unit = 0});
     }
   }
   EXPECT_THAT(RulesOf(plan), Contains("grad_not_reduced"));
@@ -103,7 +103,8 @@ TEST_F(Rules, GradDivisionInTwoPartsIsOneDivision) {
         scale.kind = kGradScale;
         scale.divisor = 4.0;
         scale.dst = scale.communicator = -1;
-        trigger.instructions.insert(trigger.instructions.begin() + static_cast<std::ptrdiff_t>(i++), scale);
+        trigger.instructions.Edit().insert(
+            trigger.instructions.Edit().begin() + static_cast<std::ptrdiff_t>(i++), scale);
       }
     }
   }
@@ -117,7 +118,7 @@ Plan WithGradientOfAnotherUnit(Plan plan) {
   const BufferId from = BufferNamed(plan, "layers.1.grad_unsharded");
   const BufferId to = BufferNamed(plan, "layers.0.grad_unsharded");
   const Spot taken = Steady(plan, kGradCopyIn, "layers.1.grad_unsharded")[0];
-  std::vector<Instruction>& instructions = plan.steps[taken.step].triggers[taken.trigger].instructions;
+  std::vector<Instruction>& instructions = plan.steps[taken.step].triggers[taken.trigger].instructions.Edit();
   instructions.insert(instructions.begin() + static_cast<std::ptrdiff_t>(taken.instruction),
                       {{.kind = kAllocate, .stream = 0, .dst = between},
                        {.kind = kAllocate, .stream = 0, .dst = to},

@@ -30,7 +30,7 @@ TEST_F(Rules, UseUnallocated) {
 TEST_F(Rules, UseAfterFree) {
   Plan plan = good_;
   const test::Spot copy_out = Steady(plan, kCopyOut, "layers.1.all_gather_output")[0];
-  std::vector<Instruction>& list = plan.steps[1].triggers[copy_out.trigger].instructions;
+  std::vector<Instruction>& list = plan.steps[1].triggers[copy_out.trigger].instructions.Edit();
   list.insert(list.begin() + static_cast<std::ptrdiff_t>(copy_out.instruction),
               {.kind = kFree, .src = BufferNamed(plan, "layers.1.all_gather_output")});
   // ... and the free that was there before comes second.
@@ -119,7 +119,7 @@ TEST_F(Rules, Leak) {
 TEST_F(Rules, LeakOfSomethingThatOnlyTheFirstStepMakes) {
   Plan plan = good_;
   plan.buffers.push_back({.name = "forgotten", .role = BufferRole::kOptimizerTemp});
-  plan.steps[0].triggers[0].instructions.push_back(
+  plan.steps[0].triggers[0].instructions.Edit().push_back(
       {.kind = kAllocate, .stream = 0, .dst = static_cast<BufferId>(plan.buffers.size()) - 1});
   EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"leak"}));
 }

@@ -75,7 +75,7 @@ TEST_F(Rules, SteadyStateWhenGradientsAreNeverZeroed) {
 
 TEST_F(Rules, SteadyStateWhenAPersistentBufferIsFreed) {
   Plan plan = good_;
-  plan.steps[1].triggers.back().instructions.push_back(
+  plan.steps[1].triggers.back().instructions.Edit().push_back(
       {.kind = kFree, .src = BufferNamed(plan, "layers.0.param_sharded")});
   EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"steady_state"}));
 }
@@ -87,7 +87,7 @@ TEST_F(Rules, TheSteadyStepIsFollowedRound) {
   plan.steady_step = 0;
   for (Buffer& buffer : plan.buffers) buffer.persistent |= buffer.role == BufferRole::kOptimizerState;
   for (Trigger& trigger : plan.steps[0].triggers) {
-    std::erase_if(trigger.instructions, [&](const Instruction& i) {
+    std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) {
       return i.kind == kAllocate && plan.buffers[i.dst].role == BufferRole::kOptimizerState;
     });
   }

@@ -82,11 +82,9 @@ TEST_F(Rules, UseBeforeUnshardWhenReadBeforeTheCopyOut) {
   test::Spot copy_out = Steady(good_, kCopyOut, "layers.0.param_unsharded")[0];
   Plan plan = test::Swapped(good_, copy_out);
   EXPECT_THAT(Verify(plan), IsEmpty());
-  const std::vector<Instruction>& instructions =
-      plan.steps[copy_out.step].triggers[copy_out.trigger].instructions;
   do {
     plan = test::Swapped(plan, {copy_out.step, copy_out.trigger, ++copy_out.instruction});
-  } while (instructions[copy_out.instruction].kind != kCompute);
+  } while (test::InstructionAt(plan, copy_out).kind != kCompute);
   EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"use_before_unshard"}));
 }
 

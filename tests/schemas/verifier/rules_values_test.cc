@@ -144,7 +144,7 @@ TEST_F(Rules, ComputeOrderWithoutASegmentInAnyStep) {
   Plan plan = good_;
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
-      std::erase_if(trigger.instructions, [](const Instruction& i) { return i.segment == 0; });
+      std::erase_if(trigger.instructions.Edit(), [](const Instruction& i) { return i.segment == 0; });
     }
   }
   EXPECT_THAT(RulesOf(plan), Contains("compute_order"));
@@ -152,7 +152,7 @@ TEST_F(Rules, ComputeOrderWithoutASegmentInAnyStep) {
 
 TEST_F(Rules, ComputeOrderOfAnotherMicroBatch) {
   Plan plan = good_;
-  for (const Spot spot : SpotsOf(plan, kCompute)) test::InstructionAt(plan, spot).microbatch = 1;
+  for (const Spot spot : SpotsOf(plan, kCompute)) test::InstructionAt(plan, spot).microbatch_offset = 1;
   EXPECT_EQ(RulesOf(plan), Only{"compute_order"});
 }
 
@@ -202,7 +202,7 @@ TEST_F(Rules, ComputeOrderOfTensors) {
 Plan WithoutAll(Plan plan, const std::function<bool(const Plan&, const Instruction&)>& leaves_out) {
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
-      std::erase_if(trigger.instructions, [&](const Instruction& i) { return leaves_out(plan, i); });
+      std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) { return leaves_out(plan, i); });
     }
   }
   return plan;
@@ -237,11 +237,12 @@ TEST_F(Rules, OptimizerStepOfSomeParameters) {
       for (Trigger& trigger : step.triggers) {
         for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
           if (trigger.instructions[i].kind != kOptimizerStep) continue;
-          trigger.instructions[i].unit = 0;
-          trigger.instructions[i].parameter = first;
+          trigger.instructions.Edit()[i].unit = 0;
+          trigger.instructions.Edit()[i].parameter = first;
           Instruction next = trigger.instructions[i];
           next.parameter = second;
-          trigger.instructions.insert(trigger.instructions.begin() + static_cast<std::ptrdiff_t>(++i), next);
+          trigger.instructions.Edit().insert(
+              trigger.instructions.Edit().begin() + static_cast<std::ptrdiff_t>(++i), next);
         }
       }
     }
@@ -257,7 +258,7 @@ TEST_F(Rules, OptimizerStepBehindZeroGrad) {
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
       if (trigger.kind != TriggerKind::kOptimizerStep) continue;
-      trigger.instructions.insert(trigger.instructions.begin(), {.kind = kZeroGrad});
+      trigger.instructions.Edit().insert(trigger.instructions.Edit().begin(), {.kind = kZeroGrad});
     }
   }
   EXPECT_THAT(RulesOf(plan), Contains("optimizer_step"));
@@ -288,9 +289,9 @@ TEST_F(Rules, OptimizerStepWithItsTemporaries) {
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
       if (trigger.kind != TriggerKind::kOptimizerStep) continue;
-      trigger.instructions.insert(trigger.instructions.begin(),
-                                  {.kind = kAllocate, .stream = 0, .dst = temporary});
-      trigger.instructions.push_back({.kind = kFree, .src = temporary});
+      trigger.instructions.Edit().insert(trigger.instructions.Edit().begin(),
+                                         {.kind = kAllocate, .stream = 0, .dst = temporary});
+      trigger.instructions.Edit().push_back({.kind = kFree, .src = temporary});
     }
   }
   EXPECT_THAT(Verify(plan), IsEmpty());
@@ -299,7 +300,8 @@ TEST_F(Rules, OptimizerStepWithItsTemporaries) {
   for (PlanStep& step : early.steps) {
     for (Trigger& trigger : step.triggers) {
       if (trigger.kind != TriggerKind::kOptimizerStep) continue;
-      std::swap(trigger.instructions.back(), trigger.instructions[trigger.instructions.size() - 2]);
+      std::vector<Instruction>& list = trigger.instructions.Edit();
+      std::swap(list.back(), list[list.size() - 2]);
     }
   }
   EXPECT_EQ(RulesOf(early), Only{"optimizer_step"});

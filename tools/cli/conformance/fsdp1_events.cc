@@ -154,7 +154,7 @@ class Fsdp1EventWriter {
   }
 
   void MarkPrefetch(LogEvent& event, const Instruction& i) {
-    if (i.reason.starts_with("prefetch")) event.keys["prefetch"] = "true";
+    if (i.reason.str().starts_with("prefetch")) event.keys["prefetch"] = "true";
   }
 
   bool IsLowPrecision(BufferId id) const {

@@ -1,7 +1,5 @@
 #include "policy/fsdp1/free_event_queue.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <string>
 
@@ -13,8 +11,7 @@ constexpr std::size_t kMaxInflightAllGathers = 2;
 
 }  // namespace
 
-EventId FreeEventQueue::NewEvent(ProgramBuilder& builder) const {
-  std::string name = fmt::format("free.{}", builder.CountInStep("free"));
+EventId FreeEventQueue::NewEvent(ProgramBuilder& builder, std::string name) const {
   while (std::ranges::find(queue_, builder.Event(name)) != queue_.end()) name += ".again";
   return builder.Event(name);
 }

@@ -8,6 +8,7 @@
 
 #include <deque>
 #include <optional>
+#include <string>
 
 #include "policy/program_builder.h"
 
@@ -15,8 +16,8 @@ namespace shardplan::fsdp1 {
 
 class FreeEventQueue {
  public:
-  // An event for the next free: no other in the step, and none that is pending, has it.
-  EventId NewEvent(ProgramBuilder& builder) const;
+  // An event for the next free: of that name, or of another while one of that name is pending.
+  EventId NewEvent(ProgramBuilder& builder, std::string name) const;
   void Enqueue(EventId free_event);
   // The oldest, when the limit of pending frees is reached.
   std::optional<EventId> DequeueIfNeeded();

@@ -68,7 +68,8 @@ void Reshard(FsdpState& state, FlatParamHandle& handle, bool free_unsharded_flat
   const Context& context = handle.context();
   handle.Reshard(free_unsharded_flat_param, grad_enabled, streams);
   if (context.strategy.fsdp1.limit_all_gathers && free_unsharded_flat_param) {
-    const EventId free_event = state.free_event_queue.NewEvent(context.builder);
+    const EventId free_event =
+        state.free_event_queue.NewEvent(context.builder, context.EventName(handle.id(), "free"));
     context.builder.Record(free_event, streams.current);
     state.free_event_queue.Enqueue(free_event);
   }

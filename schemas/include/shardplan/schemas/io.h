@@ -4,6 +4,8 @@
 // same bytes.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -29,6 +31,11 @@ std::string ToJson(const Trace& trace);
 std::string ToJson(const Cluster& cluster);
 std::string ToJson(const Strategy& strategy);
 std::string ToJson(const Plan& plan);
+// The same text in pieces: that of a plan of ten thousand units is larger than the plan.
+using JsonSink = std::function<void(std::string_view piece)>;
+enum class MicrobatchText : std::uint8_t { kEqualOnesOnce, kAll };
+void WriteJson(const Plan& plan, const JsonSink& sink,
+               MicrobatchText microbatches = MicrobatchText::kEqualOnesOnce);
 std::string ToJson(const Report& report);
 
 using Document = std::variant<Trace, Cluster, Strategy, Plan, Report>;
@@ -64,5 +71,7 @@ Status WriteStandardOutput(std::string_view bytes);
 
 // "sha256:<hex>" of the bytes.
 std::string Digest(std::string_view bytes);
+// Digest(ToJson(plan)), without the text.
+std::string DigestOfJson(const Plan& plan, MicrobatchText microbatches = MicrobatchText::kEqualOnesOnce);
 
 }  // namespace shardplan

@@ -18,6 +18,7 @@
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/quantity.h"
+#include "shardplan/schemas/shared_list.h"
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
 
@@ -204,8 +205,10 @@ enum class InstructionKind : std::uint8_t {
   kZeroGrad,        // sharded gradients are dropped
 };
 
+// A plan of ten thousand units has a million of them: small, and texts are shared.
 struct Instruction {
   InstructionKind kind = InstructionKind::kCompute;
+  ReduceOp reduce_op = ReduceOp::kSum;
   StreamId stream = -1;  // -1: host only
   UnitId unit = -1;
   BufferId src = -1;
@@ -216,17 +219,17 @@ struct Instruction {
   // optimizer_step in the backward: index into Unit::parameters; -1: all. Ranks without a piece of it do
   // nothing.
   std::int32_t parameter = -1;
-  std::int32_t microbatch = 0;  // compute
-  ReduceOp reduce_op = ReduceOp::kSum;
+  // compute: its micro-batch is the trigger's and so many. (MicrobatchOf; the documents have the sum.)
+  std::int32_t microbatch_offset = 0;
   // grad_scale; of a sum: every rank's input is multiplied by 1 / divisor on its way into it (NCCL's
   // PREMUL_SUM).
   double divisor = 1.0;
-  std::vector<StreamId> safe_after;  // free: streams whose work issued so far must finish before reuse
+  IdList safe_after;  // free: streams whose work issued so far must finish before reuse
   // free: indices into the buffer's parts_bytes, ascending. Only these go; the others stay until a free
   // without parts, which ends the buffer. Until then copies of unshard and reshard may move parameters whose
   // parts are left; nothing else uses the buffer.
-  std::vector<std::int32_t> parts;
-  std::string reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
+  IdList parts;
+  SharedText reason;  // why it is here: "pre_forward", "prefetch_backward", "final"... (plan --explain)
   bool operator==(const Instruction&) const = default;
 };
 
@@ -244,14 +247,31 @@ enum class TriggerKind : std::uint8_t {
   kStepEnd,
 };
 
+// [Note: equal micro-batches]
+// What a trigger issues says nothing of its micro-batch but by a distance to it, so the triggers of equal
+// micro-batches (and of equal steps) have equal lists. Planner and readers let equal lists share one memory:
+// InstructionSharing.
+using InstructionList = SharedList<Instruction>;
+
 struct Trigger {
   TriggerKind kind = TriggerKind::kStepBegin;
   UnitId unit = -1;
   std::int32_t microbatch = 0;
   std::int32_t occurrence = 0;  // how often (kind, unit, microbatch) was passed before in this step
-  std::vector<Instruction> instructions;
+  InstructionList instructions;
   bool operator==(const Trigger&) const = default;
 };
+
+// Of a compute instruction of the trigger.
+inline std::int32_t MicrobatchOf(const Trigger& trigger, const Instruction& compute) {
+  return trigger.microbatch + compute.microbatch_offset;
+}
+// An instruction of the trigger as documents and people have it: with the micro-batch itself in the place of
+// the distance.
+inline Instruction AsWritten(const Trigger& trigger, Instruction instruction) {
+  if (instruction.kind == InstructionKind::kCompute) instruction.microbatch_offset += trigger.microbatch;
+  return instruction;
+}
 
 struct PlanStep {
   std::string name;  // "first", "steady"

@@ -18,7 +18,9 @@ Result<Plan> ParsePlanText(std::string_view text);
 
 // One line of text for an instruction / trigger, with names instead of ids ("all_gather
 // layers.0.all_gather_output on all_gather via shard"), as error messages and reports use it.
+// `instruction`: of a procedure, or AsWritten.
 std::string Describe(const Plan& plan, const Instruction& instruction);
+std::string Describe(const Plan& plan, const Trigger& trigger, const Instruction& instruction);
 std::string Describe(const Plan& plan, const Trigger& trigger);
 
 // Sentences saying how b differs from a; empty when they are equal.

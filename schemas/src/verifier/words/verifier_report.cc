@@ -87,7 +87,8 @@ std::string Reporter::StreamName(std::int32_t stream) const {
 std::string Reporter::Instruction(Position at) const {
   if (at.instruction < 0) return "the start of the plan";
   SHARDPLAN_ASSERT(Exists(plan_, at), "a position is that of an instruction, or before the first");
-  shardplan::Instruction i = plan_.steps[at.step].triggers[at.trigger].instructions[at.instruction];
+  const Trigger& trigger = plan_.steps[at.step].triggers[at.trigger];
+  shardplan::Instruction i = AsWritten(trigger, trigger.instructions[at.instruction]);
   i.reason.clear();
   i.unit = i.src = i.dst = i.communicator = -1;
   i.safe_after.clear();
@@ -101,7 +102,7 @@ std::string Reporter::Describe(Position at) const {
   SHARDPLAN_ASSERT(Exists(plan_, at), "a position is that of an instruction, or before the first");
   const PlanStep& step = plan_.steps[at.step];
   const Trigger& trigger = step.triggers[at.trigger];
-  shardplan::Instruction i = trigger.instructions[at.instruction];
+  shardplan::Instruction i = AsWritten(trigger, trigger.instructions[at.instruction]);
   if (i.src >= 0 || i.dst >= 0) i.unit = -1;  // the buffers say it
   std::string text = shardplan::Describe(plan_, i) + ", at " + shardplan::Describe(plan_, trigger);
   if (plan_.steps.size() > 1) text += " (step " + step.name + ")";

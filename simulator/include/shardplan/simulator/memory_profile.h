@@ -33,7 +33,11 @@ struct TimeRange {
 struct MemoryOptions {
   Bytes granularity_bytes{512};  // every allocation is rounded up to a multiple
   bool record_samples = false;
-  // What kernels allocate inside themselves, as the categories "kernel_temp" and "cublas_workspace".
+  // Samples of this step and the later ones: what is alive when it begins, a sample each, then every change.
+  std::int32_t first_sampled_step = 0;
+  // Where no history is given: whose memory, and what kernels allocate inside themselves, as the categories
+  // "kernel_temp" and "cublas_workspace".
+  MemorySpace space = MemorySpace::kDevice;
   bool kernel_temporaries = false;
   // Times of the samples, by step, trigger and instruction. Samples inside a segment are spread evenly over
   // its operators. Empty: zero.
@@ -50,8 +54,9 @@ struct MemoryProfile {
   bool operator==(const MemoryProfile&) const = default;
 };
 
+// Keeps no history.
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options = {});
-// The same of a history that is already there (its options decide about kernel temporaries).
+// The same of a history that is already there.
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history,
                             const MemoryOptions& options = {});
 

@@ -1,0 +1,35 @@
+#include "shardplan/schemas/instruction_sharing.h"
+
+#include <string>
+
+namespace shardplan {
+
+// Of what tells lists apart; equality decides.
+std::size_t InstructionSharing::Hash::operator()(const InstructionList& list) const {
+  std::size_t hash = list.size();
+  for (const Instruction& i : list) {
+    for (const std::int32_t id : {static_cast<std::int32_t>(i.kind), i.stream, i.unit, i.src, i.dst, i.event,
+                                  i.communicator, i.segment, i.microbatch_offset}) {
+      hash = hash * 1'099'511'628'211u + static_cast<std::uint32_t>(id);
+    }
+  }
+  return hash;
+}
+
+void InstructionSharing::Share(Trigger& trigger) {
+  if (trigger.instructions.empty()) {
+    trigger.instructions = {};
+    return;
+  }
+  const auto [entry, added] = lists_.insert(trigger.instructions);
+  if (!added) trigger.instructions = *entry;
+}
+
+void ShareInstructions(Plan& plan) {
+  InstructionSharing sharing;
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) sharing.Share(trigger);
+  }
+}
+
+}  // namespace shardplan
