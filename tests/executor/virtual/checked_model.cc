@@ -221,6 +221,9 @@ void CheckedModel::CheckOrder(const executor::ComputeCall& call) {
 }
 
 Status CheckedModel::Compute(const executor::ComputeCall& call) {
+  if (findings_.stops_at_failure && !findings_.failure.empty()) {
+    return MakeError(ErrorCode::kInternal, findings_.failure);
+  }
   const Segment& segment = plan_.segments[call.segment];
   CheckOrder(call);
   Work work;

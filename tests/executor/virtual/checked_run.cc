@@ -16,6 +16,7 @@ namespace shardplan::test {
 Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
                     const Plan* last_rank_plan) {
   Findings findings;
+  findings.stops_at_failure = true;
   const auto machine = executor::VirtualMachine::Create(plan, seed);
   std::vector<std::unique_ptr<VirtualNumbers>> memories;
   std::vector<std::unique_ptr<CheckedModel>> models;

@@ -37,12 +37,6 @@ PlanCase CaseOf(const std::string& name) {
   return *std::ranges::find(cases, name, &PlanCase::name);
 }
 
-// What the verifier does not see yet (docs/verifier.md, "What it does not prove").
-bool IsKnownMiss(const std::string& what) {
-  return what.ends_with("optimizer_state (role grad_sharded)") ||
-         what.ends_with("grad_unsharded_accumulated.p0 (role reduce_scatter_input)");
-}
-
 class FieldMutations : public testing::TestWithParam<Sample> {};
 
 TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
@@ -50,13 +44,13 @@ TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
   ASSERT_TRUE(planned) << ToString(planned.error());
   ExpectedValues expected(planned->plan, c.trace, c.steps);
+  const PlanJudge judge(planned->plan, expected, {}, kSeedsToFind, kSeedsToTrust);
   std::map<Verdict, int> verdicts;
   ForEachFieldMutation(planned->plan, 0, GetParam().stride, [&](const FieldMutation& mutation) {
-    const Judgement judgement =
-        JudgeField(planned->plan, mutation, expected, {}, kSeedsToFind, kSeedsToTrust);
+    const Judgement judgement = judge.Judge(mutation);
     ++verdicts[judgement.verdict];
     EXPECT_TRUE(judgement.verdict != Verdict::kMissedByVirtual &&
-                (judgement.verdict != Verdict::kMissedByVerifier || IsKnownMiss(mutation.what)))
+                judgement.verdict != Verdict::kMissedByVerifier)
         << mutation.what << "\n  verifier: " << judgement.verifier << "\n  run: " << judgement.run << " ("
         << judgement.seeds << " seeds)";
   });

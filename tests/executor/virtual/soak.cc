@@ -48,9 +48,9 @@ void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
   const std::vector<Mutation> mutations = MutationsOf(plan);
   std::array<std::uint64_t, kVerdicts> counts = {};
   std::uint64_t most_seeds = 0, all_seeds = 0;
+  const PlanJudge judge(plan, expected, stale, options.seeds_to_find, options.seeds_to_trust);
   for (const Mutation& mutation : mutations) {
-    const Judgement judgement =
-        Judge(plan, mutation, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    const Judgement judgement = judge.Judge(mutation);
     ++counts[static_cast<int>(judgement.verdict)];
     ++totals.verdicts[static_cast<int>(mutation.kind)][static_cast<int>(judgement.verdict)];
     if (judgement.verdict == Verdict::kCaught) {
@@ -75,17 +75,18 @@ void RunFields(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
                const std::set<std::string>& stale, const Options& options, Totals& totals) {
   const auto begin = Clock::now();
   std::array<std::uint64_t, kVerdicts> counts = {};
+  const PlanJudge judge(plan, expected, stale, options.seeds_to_find, options.seeds_to_trust);
   ForEachFieldMutation(plan, options.offset % options.fields, options.fields, [&](const FieldMutation& m) {
-    const Judgement judgement =
-        JudgeField(plan, m, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    const Judgement judgement = judge.Judge(m);
     const auto verdict = static_cast<std::size_t>(judgement.verdict);
     ++counts[verdict];
     ++totals.fields[m.kind][verdict];
     if (judgement.verdict != Verdict::kMissedByVirtual && judgement.verdict != Verdict::kMissedByVerifier)
       return;
     ++totals.disagreements;
-    fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", m.what, judgement.verifier,
-               judgement.run);
+    fmt::print("  disagreement: {}: {}\n    verifier: {}\n    run: {}\n", c.name, m.what,
+               judgement.verifier, judgement.run);
+    std::fflush(stdout);
   });
   fmt::print("  {}: fields in {:.1f} s: {}\n", c.name, Since(begin), fmt::join(counts, " "));
 }
