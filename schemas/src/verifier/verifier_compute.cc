@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <tuple>
 #include <variant>
 
@@ -85,8 +86,15 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
   phases_.assign(static_cast<std::size_t>(microbatches_), SegmentPhase::kForward);
   runs_in_step_.resize(plan.segments.size() * static_cast<std::size_t>(microbatches_));
   const auto storages = static_cast<std::size_t>(LargestStorage(plan) + 1);
+  is_gathered_.assign(plan.units.size(), 0);
+  for (const Buffer& buffer : plan.buffers) {
+    const bool unsharded = buffer.role == BufferRole::kParamUnsharded;
+    if (unsharded && buffer.unit >= 0) is_gathered_[static_cast<std::size_t>(buffer.unit)] = 1;
+  }
+  read_in_step_.assign(plan.units.size() * static_cast<std::size_t>(microbatches_), -1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
-  follows_storages_ = !JoinsMicrobatches(plan) && storages < (std::size_t{1} << 26) / microbatches_;
+  joins_microbatches_ = JoinsMicrobatches(plan);
+  follows_storages_ = !joins_microbatches_ && storages < (std::size_t{1} << 26) / microbatches_;
   if (!follows_storages_) return;
   lives_.assign(storages * static_cast<std::size_t>(microbatches_), Life::kAbsent);
   from_outside_.assign(storages, 0);
@@ -211,6 +219,31 @@ void Compute::CheckSteps() {
   for (const SegmentId segment : ComputeOrderOfUnused(used)) {
     Add({}, segment, fmt::format("no step runs segment {}", plan_.segments[segment].name));
   }
+  CheckReads();
+}
+
+// Which unit has a parameter of the model, the segments that compute with it say.
+void Compute::CheckReads() {
+  std::map<ParameterId, std::vector<SegmentId>> computing;
+  for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
+    for (const SegmentEntry& entry : plan_.segments[s].entries) {
+      const auto* op = std::get_if<OperatorEvent>(&entry);
+      if (op == nullptr) continue;
+      for (const ParameterId parameter : op->parameters) {
+        std::vector<SegmentId>& of = computing[parameter];
+        if (of.empty() || of.back() != static_cast<SegmentId>(s)) of.push_back(static_cast<SegmentId>(s));
+      }
+    }
+  }
+  for (const auto& [parameter, segments] : computing) {
+    const SegmentId differs = ComputeOrderOfReads(plan_, segments);
+    if (differs < 0) continue;
+    Add({}, differs,
+        fmt::format(
+            "{} computes with parameter {} of the model, and does not read the unit that others which "
+            "compute with it read",
+            plan_.segments[differs].name, parameter));
+  }
 }
 
 // ---- a step ----
@@ -257,6 +290,33 @@ void Compute::CheckStorages(const Segment& segment, const Instruction& compute, 
   }
 }
 
+void Compute::CheckGradients(const Segment& segment, const Instruction& compute, Position at) {
+  const auto read_at = [&](UnitId unit) -> std::int32_t& {
+    return read_in_step_[static_cast<std::size_t>(unit) * static_cast<std::size_t>(microbatches_) +
+                         static_cast<std::size_t>(compute.microbatch)];
+  };
+  if (segment.phase == SegmentPhase::kForward || segment.phase == SegmentPhase::kLoss) {
+    for (const UnitId unit : segment.reads) read_at(unit) = step_;
+  }
+  if (joins_microbatches_) return;
+  for (const SegmentGrad& grad : segment.grads) {
+    const bool is_gathered = is_gathered_[static_cast<std::size_t>(grad.unit)] != 0;
+    if (!ComputeOrderOfGradient(is_gathered, read_at(grad.unit), step_)) continue;
+    return Add(at, compute.segment,
+               fmt::format("{} makes gradients of {} of micro-batch {}, in which no forward has read it",
+                           segment.name, reporter_.UnitName(grad.unit), compute.microbatch));
+  }
+}
+
+bool Compute::MayEvaluate(std::int32_t microbatch, Position at) const {
+  const StepProgram* program = ProgramOf(at.step);
+  if (program == nullptr || !plan_.strategy.fsdp1.full_precision_in_eval) return false;
+  return std::ranges::any_of(*program, [&](const ProgramCall& call) {
+    const auto* forward = std::get_if<ForwardCall>(&call);
+    return forward != nullptr && forward->microbatch == microbatch && !forward->training.value_or(false);
+  });
+}
+
 // How often the user's calls of the step run a part of the micro-batch: a loop may give several the same
 // number.
 std::int32_t Compute::CallsOf(std::int32_t step, SegmentPhase phase, std::int32_t microbatch) const {
@@ -300,6 +360,7 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
                     compute.microbatch));
   }
   phases_[compute.microbatch] = segment.phase;
+  CheckGradients(segment, compute, at);
   if (follows_storages_) CheckStorages(segment, compute, at);
 }
 
@@ -322,6 +383,37 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
     if (!used[s]) unused.push_back(static_cast<SegmentId>(s));
   }
   return unused;
+}
+
+SegmentId ComputeOrderOfReads(const Plan& plan, const std::vector<SegmentId>& segments) {
+  const auto is_shared = [&](UnitId unit) {
+    return std::ranges::any_of(plan.units[unit].parameters,
+                               [](const UnitParameter& parameter) { return !parameter.shared_with.empty(); });
+  };
+  std::vector<UnitId> common = plan.segments[segments.front()].reads;
+  for (const SegmentId segment : segments) {
+    const std::vector<UnitId>& reads = plan.segments[segment].reads;
+    std::erase_if(common, [&](UnitId unit) { return std::ranges::find(reads, unit) == reads.end(); });
+  }
+  if (!common.empty()) return -1;
+  // A tied parameter may be in several units. What most segments read is meant.
+  std::map<UnitId, std::int64_t> readers;
+  for (const SegmentId segment : segments) {
+    for (const UnitId unit : plan.segments[segment].reads) {
+      if (is_shared(unit)) return -1;
+      ++readers[unit];
+    }
+  }
+  if (readers.empty()) return -1;
+  const UnitId meant =
+      std::ranges::max_element(readers, {}, [](const auto& entry) { return entry.second; })->first;
+  return *std::ranges::find_if(segments, [&](SegmentId segment) {
+    return std::ranges::count(plan.segments[segment].reads, meant) == 0;
+  });
+}
+
+bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step) {
+  return is_gathered && read_in_step != step;
 }
 
 bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger) {

@@ -112,7 +112,7 @@ bool Interpreter::IsSingleRank(UnitId unit) const {
   return c < 0 || plan_.communicators[c].size == 1;
 }
 
-void Interpreter::ReadParameters(UnitId unit, const Work& work) {
+void Interpreter::ReadParameters(UnitId unit, const Work& work, bool evaluates) {
   if (!needs_binding_[unit]) {  // never sharded: the segment reads the parameters themselves
     for (const BufferId buffer : unit_shards_[unit]) {
       memory_.Read(buffer, work, Content::kEverything, Rule::kUseBeforeUnshard);
@@ -123,6 +123,8 @@ void Interpreter::ReadParameters(UnitId unit, const Work& work) {
   const bool readable = memory_.Read(bound_[unit], work, Content::kEverything, Rule::kUseBeforeUnshard);
   if (readable && WrongValueOfBound(plan_, unit, bound_[unit])) {
     words_.ReadsOtherThanParameters(unit, bound_[unit], bound_at_[unit], work.at);
+  } else if (readable && WrongValueOfDType(plan_, unit, bound_[unit], evaluates)) {
+    words_.ReadsInOtherDType(unit, bound_[unit], bound_at_[unit], work.at);
   }
 }
 
@@ -130,12 +132,17 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   memory_.UsePool(work);
   const Segment& segment = plan_.segments[i.segment];
-  for (const UnitId unit : segment.reads) ReadParameters(unit, work);
+  const bool evaluates = compute_.MayEvaluate(i.microbatch, at);
+  for (const UnitId unit : segment.reads) ReadParameters(unit, work, evaluates);
   for (const SegmentGrad& grad : segment.grads) {
     const BufferId buffer = grad_buffers_.Find(grad, at);
     if (buffer < 0) {
       words_.GradientHasNoBuffer(grad, at);
       continue;
+    }
+    const BufferId bound = bound_[grad.unit];
+    if (bound >= 0 && WrongValueOfGradient(plan_, grad.unit, bound, buffer)) {
+      words_.GradientInOtherDType(grad.unit, buffer, bound, at);
     }
     if (!memory_.IsAlive(buffer)) memory_.Allocate(buffer, work.stream, at);
     memory_.Write(buffer, work);

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::verifier {
@@ -214,25 +215,29 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
   }
 }
 
-// The buffers that something moves through. Memory that is only taken and given back holds no numbers.
-std::vector<char> Touched(const Plan& plan) {
-  std::vector<char> touched(plan.buffers.size(), false);
+// What the steps do with a buffer.
+struct Use {
+  bool is_allocated = false;
+  bool is_touched = false;  // something moves through it; memory that is only taken holds no numbers
+};
+std::vector<Use> UsesOf(const Plan& plan) {
+  std::vector<Use> uses(plan.buffers.size());
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    touched[b] = plan.buffers[b].role == kGradUnsharded || plan.buffers[b].role == kOptimizerState;
+    uses[b].is_touched = plan.buffers[b].role == kGradUnsharded || plan.buffers[b].role == kOptimizerState;
   }
-  const auto touch = [&](BufferId id) {
-    if (id >= 0 && id < std::ssize(touched)) touched[id] = true;
-  };
+  const auto exists = [&](BufferId id) { return id >= 0 && id < std::ssize(uses); };
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
+        if (i.kind == kAllocate && exists(i.dst)) uses[i.dst].is_allocated = true;
         if (i.kind == kAllocate || i.kind == kFree) continue;
-        touch(i.src);
-        touch(i.dst);
+        for (const BufferId id : {i.src, i.dst}) {
+          if (exists(id)) uses[id].is_touched = true;
+        }
       }
     }
   }
-  return touched;
+  return uses;
 }
 
 }  // namespace
@@ -309,11 +314,20 @@ std::string LayoutOfMemory(const Plan& /*plan*/, const Buffer& buffer) {
   }
 }
 
+bool LayoutOfUnfilled(const Buffer& buffer, bool is_allocated, bool is_touched) {
+  return IsFinalGradient(buffer.role) && is_allocated && !is_touched;
+}
+
 void CheckBuffers(const Plan& plan, Reporter& reporter) {
-  const std::vector<char> touched = Touched(plan);
+  const std::vector<Use> uses = UsesOf(plan);
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     const Buffer& buffer = plan.buffers[b];
-    if (!touched[b]) continue;
+    if (LayoutOfUnfilled(buffer, uses[b].is_allocated, uses[b].is_touched)) {
+      reporter.Add(Rule::kLayout, {}, static_cast<std::int64_t>(b),
+                   fmt::format("buffer {} has the role {}, and no gradient comes into it", buffer.name,
+                               Name(buffer.role)));
+    }
+    if (!uses[b].is_touched) continue;
     for (const std::string& wrong :
          {LayoutOfParts(plan, buffer), LayoutOfDType(plan, buffer), LayoutOfMemory(plan, buffer)}) {
       if (wrong.empty()) continue;

@@ -34,6 +34,9 @@ std::string LayoutOfDType(const Plan& plan, const Buffer& buffer);
 // "": it is in the kind of memory that the role is for.
 std::string LayoutOfMemory(const Plan& plan, const Buffer& buffer);
 
+// Memory that says it is for reduced gradients, is taken, and never gets one: zero_grad would free it.
+bool LayoutOfUnfilled(const Buffer& buffer, bool is_allocated, bool is_touched);
+
 // ---- rule layout: what an instruction moves ----
 
 // "": both have a parameter in common, and the copy knows where it lies in either.

@@ -52,6 +52,10 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
   if (flat && in_parts && copy.kind != kGradCopyIn) {
     return fmt::format("only {} makes one piece of several", Name(kGradCopyIn));
   }
+  // Sums over micro-batches are in the dtype of what is added.
+  if (flat && to.role == kGradUnshardedAccumulated && from.dtype != to.dtype) {
+    return fmt::format("{} is kept unsharded as {}", Name(from.dtype), Name(to.dtype));
+  }
   const CommunicatorId cut =
       copy.kind == kReshardPostForward ? unit.post_forward_communicator : unit.shard_communicator;
   const bool of_others = copy.communicator >= 0 && !SameGroups(plan, copy.communicator, cut);

@@ -185,8 +185,8 @@ std::string PlanJudge::Run(const Plan& version, bool on_last_rank, std::uint64_t
   std::string wrong = RoundedOtherwise(plan_, version);
   while (tried < seeds && wrong.empty()) {
     const std::uint64_t seed = ++tried;
-    const Findings findings = on_last_rank ? RunChecked(plan_, expected_, seed, &version)
-                                           : RunChecked(version, expected_, seed);
+    const Findings findings =
+        on_last_rank ? RunChecked(plan_, expected_, seed, &version) : RunChecked(version, expected_, seed);
     wrong = findings.failure;
     for (const std::string& unit : findings.stale) {
       if (wrong.empty() && !stale_.contains(unit)) wrong = "reads stale parameters of " + unit;

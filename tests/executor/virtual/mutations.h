@@ -59,7 +59,8 @@ struct Judgement {
 class PlanJudge {
  public:
   // `plan` and `expected` outlive this. `stale`: what runs of the plan itself find. Tries at most
-  // `seeds_to_find` orders of a version that the verifier objects to, `seeds_to_trust` of one that it accepts.
+  // `seeds_to_find` orders of a version that the verifier objects to, `seeds_to_trust` of one that it
+  // accepts.
   PlanJudge(const Plan& plan, ExpectedValues& expected, std::set<std::string> stale,
             std::uint64_t seeds_to_find, std::uint64_t seeds_to_trust);
 

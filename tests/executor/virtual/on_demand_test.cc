@@ -19,45 +19,6 @@ namespace {
 
 constexpr std::uint64_t kSeeds = 4;
 
-// All but the last where gradients are kept: that those are reduced without another backward is no call of
-// any loop.
-std::int64_t StepsToRun(const Plan& program) {
-  const auto steps = std::ssize(program.steps);
-  return program.steps.back().name == "keep" ? steps - 1 : steps;
-}
-
-// The model of numbers takes gradients, and units that forwards read, from the trace; on demand every
-// parameter that trains gets one, and every unit is read.
-bool ReachesEverything(const Plan& plan, const Trace& trace) {
-  std::vector<bool> has(trace.parameters.size(), false);
-  for (const TraceEvent& event : trace.backwards.front().events) {
-    if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) has[grad->parameter] = true;
-  }
-  const bool all = std::ranges::all_of(plan.units, [&](const Unit& unit) {
-    return std::ranges::all_of(unit.parameters, [&](const UnitParameter& own) {
-      const auto traced = std::ranges::find(trace.parameters, own.fqn, &Parameter::fqn);
-      return !own.requires_grad || traced == trace.parameters.end() || has[traced - trace.parameters.begin()];
-    });
-  });
-  return all && trace.forwards.front().grad_enabled;
-}
-
-void Check(const PlanCase& c) {
-  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
-  if (!planned) return;
-  const Plan& plan = planned->plan;
-  EXPECT_FALSE(plan.procedures.empty());
-  if (!planned->faults.empty() || c.trace.backwards.empty() || !ReachesEverything(plan, c.trace)) return;
-  const OnDemandProgram program = OnDemandProgramOf(plan);
-  EXPECT_EQ(NotCalled(plan, program), std::set<std::string>()) << c.name;
-  ASSERT_TRUE(Verify(program.plan).empty()) << c.name;
-  const std::int64_t steps = StepsToRun(program.plan);
-  ExpectedValues expected(program.plan, c.trace, steps);
-  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
-    ASSERT_EQ(RunChecked(program.plan, expected, seed).failure, "") << c.name << ", seed " << seed;
-  }
-}
-
 // The procedures that no step of the program calls.
 std::set<std::string> NotCalled(const Plan& plan, const OnDemandProgram& program) {
   std::vector<bool> called(plan.procedures.size(), false);
@@ -75,6 +36,21 @@ std::set<std::string> NotCalled(const Plan& plan, const OnDemandProgram& program
     missing.insert(std::string(Name(procedure.kind)) + " of " + plan.units[procedure.unit].fqn);
   }
   return missing;
+}
+
+void Check(const PlanCase& c) {
+  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  if (!planned) return;
+  const Plan& plan = planned->plan;
+  EXPECT_FALSE(plan.procedures.empty());
+  if (!planned->faults.empty() || !HasNumbersOnDemand(plan, c.trace)) return;
+  const OnDemandProgram program = OnDemandProgramOf(plan);
+  EXPECT_EQ(NotCalled(plan, program), std::set<std::string>()) << c.name;
+  ASSERT_TRUE(Verify(program.plan).empty()) << c.name;
+  ExpectedValues expected(program.plan, c.trace, OnDemandStepsWithNumbers(program.plan));
+  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    ASSERT_EQ(RunChecked(program.plan, expected, seed).failure, "") << c.name << ", seed " << seed;
+  }
 }
 
 class OnDemand : public testing::Test {};
