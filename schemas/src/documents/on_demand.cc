@@ -239,6 +239,7 @@ class Writer {
   void AddToProgram(const std::vector<ProcedureKind>& microbatches, bool evaluates) {
     StepProgram& program = program_.plan.strategy.program.emplace_back();
     if (evaluates) {
+      program_.plan.strategy.fsdp1.full_precision_in_eval = true;
       program.emplace_back(
           ForwardCall{.microbatch = static_cast<std::int32_t>(microbatches.size()), .training = false});
     }

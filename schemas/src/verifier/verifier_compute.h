@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -39,6 +40,7 @@ class Compute {
   bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
   // Forwards of the same trace, of several micro-batches in a step, run the same.
   void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
+  std::map<ParameterId, UnitId> OwnersByGradients() const;
   void CheckReads();
   void CheckGradients(const Segment& segment, const Instruction& compute, Position at);
   void CheckStorages(const Segment& segment, const Instruction& compute, Position at);

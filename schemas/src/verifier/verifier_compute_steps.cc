@@ -148,8 +148,27 @@ void Compute::CheckSteps() {
   CheckReads();
 }
 
-// Which unit has a parameter of the model, the segments that compute with it say.
+// Which unit has a parameter of the model: the one whose gradients a segment makes that allocates its. -1:
+// segments differ, as of ties.
+std::map<ParameterId, UnitId> Compute::OwnersByGradients() const {
+  std::map<ParameterId, UnitId> owners;
+  for (const Segment& segment : plan_.segments) {
+    const auto of_another = [&](const SegmentGrad& grad) { return grad.unit != segment.grads.front().unit; };
+    if (segment.grads.empty() || std::ranges::any_of(segment.grads, of_another)) continue;
+    const UnitId unit = segment.grads.front().unit;
+    for (const SegmentEntry& entry : segment.entries) {
+      const auto* born = std::get_if<AllocateEvent>(&entry);
+      if (born == nullptr || born->role != StorageRole::kParameterGrad || born->parameter < 0) continue;
+      const auto [found, added] = owners.try_emplace(born->parameter, unit);
+      if (!added && found->second != unit) found->second = -1;
+    }
+  }
+  return owners;
+}
+
+// ... and the segments that compute with it say it, too.
 void Compute::CheckReads() {
+  const std::map<ParameterId, UnitId> owners = OwnersByGradients();
   std::vector<std::pair<ParameterId, SegmentId>> computing;
   for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
     for (const SegmentEntry& entry : plan_.segments[s].entries) {
@@ -166,7 +185,9 @@ void Compute::CheckReads() {
         std::find_if(first, computing.end(), [&](const auto& entry) { return entry.first != first->first; });
     std::vector<SegmentId> segments;
     for (auto entry = first; entry != end; ++entry) segments.push_back(entry->second);
-    const SegmentId differs = ComputeOrderOfReads(plan_, segments);
+    const auto owner = owners.find(first->first);
+    const SegmentId differs =
+        ComputeOrderOfReads(plan_, segments, owner == owners.end() ? -1 : owner->second);
     if (differs >= 0) {
       Add({}, differs,
           fmt::format(
@@ -199,31 +220,26 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
   return unused;
 }
 
-SegmentId ComputeOrderOfReads(const Plan& plan, const std::vector<SegmentId>& segments) {
+SegmentId ComputeOrderOfReads(const Plan& plan, const std::vector<SegmentId>& segments, UnitId owner) {
+  // A tied parameter may be in several units.
   const auto is_shared = [&](UnitId unit) {
     return std::ranges::any_of(plan.units[unit].parameters,
                                [](const UnitParameter& parameter) { return !parameter.shared_with.empty(); });
   };
-  std::vector<UnitId> common = plan.segments[segments.front()].reads;
-  for (const SegmentId segment : segments) {
-    const std::vector<UnitId>& reads = plan.segments[segment].reads;
-    std::erase_if(common, [&](UnitId unit) { return std::ranges::find(reads, unit) == reads.end(); });
-  }
-  if (!common.empty()) return -1;
-  // A tied parameter may be in several units. What most segments read is meant.
+  const auto does_not_read = [&](SegmentId segment) {
+    return std::ranges::count(plan.segments[segment].reads, owner) == 0;
+  };
   std::map<UnitId, std::int64_t> readers;
   for (const SegmentId segment : segments) {
-    for (const UnitId unit : plan.segments[segment].reads) {
-      if (is_shared(unit)) return -1;
-      ++readers[unit];
-    }
+    for (const UnitId unit : plan.segments[segment].reads) ++readers[unit];
   }
-  if (readers.empty()) return -1;
-  const UnitId meant =
-      std::ranges::max_element(readers, {}, [](const auto& entry) { return entry.second; })->first;
-  return *std::ranges::find_if(segments, [&](SegmentId segment) {
-    return std::ranges::count(plan.segments[segment].reads, meant) == 0;
-  });
+  if (std::ranges::any_of(readers, [&](const auto& entry) { return is_shared(entry.first); })) return -1;
+  if (owner < 0 && !readers.empty()) {  // the one that most of them read
+    owner = std::ranges::max_element(readers, {}, [](const auto& entry) { return entry.second; })->first;
+  }
+  if (owner < 0 || is_shared(owner)) return -1;
+  const auto found = std::ranges::find_if(segments, does_not_read);
+  return found == segments.end() ? -1 : *found;
 }
 
 }  // namespace shardplan::verifier

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <optional>
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
@@ -144,18 +143,6 @@ bool IsOneOf(DType dtype, std::initializer_list<DType> allowed) {
   return std::ranges::find(allowed, dtype) != allowed.end();
 }
 
-// A compressing hook of fsdp1 reduces in its own dtype.
-std::optional<DType> HookDType(const Plan& plan) {
-  switch (plan.strategy.fsdp1.comm_hook) {
-    case Fsdp1CommHook::kFp16Compress:
-      return DType::kFloat16;
-    case Fsdp1CommHook::kBf16Compress:
-      return DType::kBFloat16;
-    default:
-      return std::nullopt;
-  }
-}
-
 bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
@@ -181,7 +168,7 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
   const DType computed = unit.param_dtype;
-  const DType reduced = HookDType(plan).value_or(unit.reduce_dtype);
+  const DType reduced = ReducedIn(plan, unit);
   switch (buffer.role) {
     case kGradUnsharded: {
       if (flat && plan.strategy.fsdp1.full_precision_in_eval && buffer.dtype == unit.orig_dtype) return true;
@@ -241,6 +228,17 @@ std::vector<Use> UsesOf(const Plan& plan) {
 }
 
 }  // namespace
+
+DType ReducedIn(const Plan& plan, const Unit& unit) {
+  switch (plan.strategy.fsdp1.comm_hook) {
+    case Fsdp1CommHook::kFp16Compress:
+      return DType::kFloat16;
+    case Fsdp1CommHook::kBf16Compress:
+      return DType::kBFloat16;
+    default:
+      return unit.reduce_dtype;
+  }
+}
 
 Arrangement ArrangementOf(BufferRole role) {
   switch (role) {

@@ -78,8 +78,8 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
     const bool kept = parameters && copy.kind == kReshardPostForward && a == Arrangement::kWhole;
     return kept ? std::string() : differ();
   }
-  const bool out = parameters && a == Arrangement::kGathered;
-  const bool in = !parameters && b == Arrangement::kGathered;
+  const bool out = parameters && a == Arrangement::kGathered && b == Arrangement::kWhole;
+  const bool in = !parameters && a == Arrangement::kWhole && b == Arrangement::kGathered;
   return out || in ? std::string() : differ();
 }
 
@@ -116,6 +116,21 @@ std::string Arranged(const Plan& plan, const Buffer& shard, const Buffer& all) {
   return {};
 }
 
+// In which dtype FSDP's own reductions add up; others (tensor parallelism's, the user's hook) as they find
+// it.
+std::string ReducedOtherwise(const Plan& plan, const Instruction& i, const Buffer& from) {
+  if (from.unit < 0 || IsParameterRole(from.role) || ArrangementOf(from.role) == Arrangement::kNone)
+    return {};
+  const Unit& unit = plan.units[from.unit];
+  const bool own = i.kind == kReduceScatter || SameGroups(plan, i.communicator, unit.shard_communicator) ||
+                   SameGroups(plan, i.communicator, unit.replicate_communicator);
+  const bool in_full_precision = unit.layout == LayoutKind::kFlat &&
+                                 plan.strategy.fsdp1.full_precision_in_eval && from.dtype == unit.orig_dtype;
+  const DType reduced = ReducedIn(plan, unit);
+  if (!own || from.dtype == reduced || in_full_precision) return {};
+  return fmt::format("{} is {}, and the unit reduces in {}", from.name, Name(from.dtype), Name(reduced));
+}
+
 }  // namespace
 
 std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
@@ -132,8 +147,10 @@ std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
     return fmt::format("{} is {} and {} is {}: a collective does not convert", from.name, Name(from.dtype),
                        to.name, Name(to.dtype));
   }
-  if (i.kind == kAllReduce) return {};
   const bool gathers = i.kind == kAllGather;
+  if (std::string wrong = gathers ? std::string() : ReducedOtherwise(plan, i, from); !wrong.empty())
+    return wrong;
+  if (i.kind == kAllReduce) return {};
   const Buffer& shard = gathers ? from : to;
   const Buffer& all = gathers ? to : from;
   const std::int64_t all_bytes = all.parts_bytes[0].value;

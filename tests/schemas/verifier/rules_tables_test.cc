@@ -114,6 +114,18 @@ TEST_F(Tables, GradientsOfAFlatUnitAreAddedInTheDTypeThatTheyAreMadeIn) {
   EXPECT_EQ(RulesOf(Accumulating(DType::kFloat32)), Only{"layout"});
 }
 
+// ---- arrangements ----
+
+// A sum of one parameter's gradients that is called an input of a reduce-scatter: pieces of all ranks, which
+// no copy takes apart again.
+TEST_F(Tables, PiecesOfAllRanksBecomeNoOther) {
+  Plan plan = Fsdp2LikePlan({.units = 1, .mixed_precision = true, .microbatches = 2});
+  ASSERT_THAT(Verify(plan), IsEmpty());
+  plan.buffers[BufferNamed(plan, "layers.0.grad_unsharded_accumulated")].role =
+      BufferRole::kReduceScatterInput;
+  EXPECT_THAT(RulesOf(plan), Contains("layout"));
+}
+
 // ---- what segments read ----
 
 TEST_F(Tables, SegmentsThatComputeWithAParameterReadItsUnit) {
