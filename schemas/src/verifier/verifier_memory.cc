@@ -6,6 +6,26 @@
 
 namespace shardplan::verifier {
 
+namespace {
+
+// What is in memory that is always there before the first step: shards, the model's own, what ranks compare.
+// Of reduced gradients the gradient rules know that there is none.
+Content ContentAtFirst(BufferRole role) {
+  switch (role) {
+    case BufferRole::kParamSharded:
+    case BufferRole::kModelBuffer:
+    case BufferRole::kOrderCheck:
+    case BufferRole::kGradSharded:
+    case BufferRole::kGradHost:
+    case BufferRole::kOptimizerState:
+      return Content::kEverything;
+    default:
+      return Content::kNothing;
+  }
+}
+
+}  // namespace
+
 Memory::Memory(const Plan& plan, const Clocks& clocks, Words& words)
     : plan_(plan),
       clocks_(clocks),
@@ -17,7 +37,7 @@ Memory::Memory(const Plan& plan, const Clocks& clocks, Words& words)
     lifetimes_[i].slot = NewSlot();
     Allocation& memory = slots_[lifetimes_[i].slot];
     memory.owner = static_cast<BufferId>(i);
-    memory.content = Content::kEverything;
+    memory.content = ContentAtFirst(plan.buffers[i].role);
   }
 }
 

@@ -155,6 +155,27 @@ TEST_F(Tables, GradientsComeFromAForwardThatHasReadTheUnit) {
   EXPECT_EQ(RulesOf(plan), Only{"compute_order"});
 }
 
+// ---- memory that is always there ----
+
+// Parameters that are bound once and for all, and never gathered: only shards have values at first.
+TEST_F(Tables, PersistentMemoryForWholeParametersIsEmptyAtFirst) {
+  Plan plan = good_;
+  for (Buffer& buffer : plan.buffers) {
+    buffer.persistent = buffer.persistent || buffer.role == BufferRole::kParamUnsharded;
+  }
+  const auto names = [&](BufferId id, BufferRole role) { return id >= 0 && plan.buffers[id].role == role; };
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) {
+      std::erase_if(trigger.instructions, [&](const Instruction& i) {
+        return names(i.dst, BufferRole::kAllGatherOutput) || names(i.src, BufferRole::kAllGatherOutput) ||
+               names(i.dst, BufferRole::kParamUnsharded) ||
+               (i.kind == InstructionKind::kFree && names(i.src, BufferRole::kParamUnsharded));
+      });
+    }
+  }
+  EXPECT_THAT(RulesOf(plan), Contains("use_before_unshard"));
+}
+
 // ---- the optimizer's states ----
 
 TEST_F(Tables, AnOptimizerHasStatesOfAllUnitsThatItStepsOrOfNone) {
