@@ -45,6 +45,10 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       }
     }
   }
+  // What several ranks have pieces of is not whole in any of them.
+  for (std::size_t u = 0; u < plan.units.size(); ++u) {
+    if (IsLong(plan, plan.units[u].shard_communicator)) needs_binding_[u] = true;
+  }
   CheckBuffers(plan, reporter);
   compute_.CheckSteps();
   for (const BufferId own : OptimizerStepOfNothing(plan)) words_.NeverAllocated(own);

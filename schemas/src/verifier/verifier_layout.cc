@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
@@ -164,6 +165,15 @@ bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
          std::ranges::any_of(held, is_its_own);
 }
 
+// fsdp1: whether the optimizer gets gradients of some units as they are computed or reduced.
+bool KeepsLowPrecision(const Strategy& strategy) {
+  const auto keeps = [](const std::optional<MixedPrecision>& mixed) {
+    return mixed && mixed->keep_low_precision_grads;
+  };
+  return keeps(strategy.mixed_precision) ||
+         std::ranges::any_of(strategy.units, keeps, &UnitRule::mixed_precision);
+}
+
 bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
@@ -194,7 +204,8 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
     case kPartialReduceOutput:
       return IsOneOf(buffer.dtype, {reduced, unit.reduce_dtype});
     case kGradSharded:
-      return buffer.dtype == unit.orig_dtype || (flat && buffer.dtype == computed);
+      return buffer.dtype == unit.orig_dtype ||
+             (flat && KeepsLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
     case kGradHost:
       return buffer.dtype == unit.orig_dtype;
     default:

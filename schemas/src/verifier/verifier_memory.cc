@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/layout.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
@@ -142,10 +143,10 @@ void Memory::MakeAlias(BufferId alias, BufferId buffer) {
 
 void Memory::FillFrom(BufferId source, BufferId buffer, Content content) {
   Allocation& memory = At(buffer);
-  const std::vector<std::int32_t>& brought = plan_.buffers[source].parameters;
-  const std::vector<std::int32_t>& wanted = plan_.buffers[buffer].parameters;
   std::vector<std::int32_t>& filled = memory.filled_parameters;
-  if (!brought.empty() && !wanted.empty()) {
+  if (plan_.buffers[source].parameters != plan_.buffers[buffer].parameters) {
+    const std::vector<std::int32_t> brought = ParametersOf(plan_, plan_.buffers[source]);
+    const std::vector<std::int32_t> wanted = ParametersOf(plan_, plan_.buffers[buffer]);
     filled.insert(filled.end(), brought.begin(), brought.end());
     const auto is_missing = [&](std::int32_t p) { return std::ranges::find(filled, p) == filled.end(); };
     if (std::ranges::any_of(wanted, is_missing)) return;

@@ -23,11 +23,12 @@ bool HaveParameterInCommon(const Buffer& a, const Buffer& b) {
                              [&](std::int32_t p) { return std::ranges::binary_search(b.parameters, p); });
 }
 
-// Both parameters or both gradients, or something else.
+// Both parameters, both gradients, or both something else.
 bool HoldAlike(const Buffer& a, const Buffer& b) {
-  const bool have_layout =
-      ArrangementOf(a.role) != Arrangement::kNone && ArrangementOf(b.role) != Arrangement::kNone;
-  return !have_layout || IsParameterRole(a.role) == IsParameterRole(b.role);
+  const auto has_layout = [](const Buffer& buffer) {
+    return ArrangementOf(buffer.role) != Arrangement::kNone;
+  };
+  return has_layout(a) == has_layout(b) && IsParameterRole(a.role) == IsParameterRole(b.role);
 }
 
 }  // namespace
@@ -35,10 +36,14 @@ bool HoldAlike(const Buffer& a, const Buffer& b) {
 std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view) {
   const Buffer& from = plan.buffers[copy.src];
   const Buffer& to = plan.buffers[copy.dst];
+  if (!HoldAlike(from, to)) {
+    return fmt::format("one holds {}, the other one does not",
+                       IsParameterRole(from.role) || IsParameterRole(to.role) ? "parameters" : "gradients");
+  }
+  if (to.role == kParamSharded) return "the optimizer alone writes a shard";
   if (from.unit < 0 || to.unit < 0 || from.unit != to.unit) return {};  // rule reference, or of no unit
   const Unit& unit = plan.units[from.unit];
   if (!HaveParameterInCommon(from, to)) return "have no parameter in common";
-  if (!HoldAlike(from, to)) return "one holds parameters, the other one gradients";
   const Arrangement a = ArrangementOf(from.role);
   const Arrangement b = ArrangementOf(to.role);
   const bool flat = unit.layout == LayoutKind::kFlat;

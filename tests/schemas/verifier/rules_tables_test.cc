@@ -7,6 +7,7 @@
 #include <limits>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/schemas/verifier/rules.h"
@@ -172,6 +173,69 @@ TEST_F(Tables, PersistentMemoryForWholeParametersIsEmptyAtFirst) {
                (i.kind == InstructionKind::kFree && names(i.src, BufferRole::kParamUnsharded));
       });
     }
+  }
+  EXPECT_THAT(RulesOf(plan), Contains("use_before_unshard"));
+}
+
+// ... and without any: what two ranks have pieces of is not whole in either.
+TEST_F(Tables, AShardedUnitThatNothingGathersIsNotRead) {
+  Plan plan = good_;
+  std::set<BufferId> gone;
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    Buffer& buffer = plan.buffers[b];
+    if (buffer.role != BufferRole::kAllGatherOutput && buffer.role != BufferRole::kParamUnsharded) continue;
+    buffer.role = BufferRole::kModelBuffer;
+    gone.insert(static_cast<BufferId>(b));
+  }
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) {
+      std::erase_if(trigger.instructions, [&](const Instruction& i) {
+        return gone.contains(i.src) || gone.contains(i.dst) || i.kind == InstructionKind::kBindSharded;
+      });
+    }
+  }
+  EXPECT_EQ(RulesOf(plan), Only{"use_before_unshard"});
+}
+
+// ---- where parameters come from and go to ----
+
+TEST_F(Tables, ParametersComeFromParameters) {
+  Plan plan = good_;
+  Buffer other = plan.buffers[BufferNamed(plan, "layers.0.param_sharded")];
+  other.name = "position";
+  other.role = BufferRole::kModelBuffer;
+  other.unit = -1;
+  other.parameters.clear();
+  plan.buffers.push_back(other);
+  for (const Spot spot : SpotsOf(plan, InstructionKind::kCopyIn)) {
+    Instruction& copy = test::InstructionAt(plan, spot);
+    if (plan.buffers[copy.src].unit == 0) copy.src = static_cast<BufferId>(plan.buffers.size() - 1);
+  }
+  EXPECT_THAT(RulesOf(plan), Contains("layout"));
+}
+
+TEST_F(Tables, TheOptimizerAloneWritesAShard) {
+  Plan plan = Fsdp1LikePlan({.units = 1, .mixed_precision = true});
+  const Spot spot = SpotsOf(plan, InstructionKind::kCopyIn).at(0);
+  Instruction back = test::InstructionAt(plan, spot);
+  std::swap(back.src, back.dst);
+  back.kind = InstructionKind::kCopyToDevice;
+  std::vector<Instruction>& all = plan.steps[spot.step].triggers[spot.trigger].instructions;
+  all.insert(all.begin() + spot.instruction + 1, back);
+  EXPECT_THAT(RulesOf(plan), Contains("layout"));
+}
+
+// A copy of one parameter does not fill a buffer of two that names none of them.
+TEST_F(Tables, ACopyFillsWhatItBrings) {
+  Plan plan = Fsdp2LikePlan({.units = 1, .parameters = 2});
+  for (Buffer& buffer : plan.buffers) {
+    if (buffer.role == BufferRole::kParamUnsharded) buffer.parameters.clear();
+  }
+  ASSERT_THAT(Verify(plan), IsEmpty());
+  for (Buffer& buffer : plan.buffers) {
+    if (buffer.role != BufferRole::kAllGatherOutput) continue;
+    buffer.parameters = {0};
+    buffer.parts_bytes[0].value /= 2;
   }
   EXPECT_THAT(RulesOf(plan), Contains("use_before_unshard"));
 }
