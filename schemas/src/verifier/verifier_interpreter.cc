@@ -1,5 +1,7 @@
 #include "verifier/verifier_interpreter.h"
 
+#include <algorithm>
+
 #include "shardplan/schemas/alive_buffers.h"
 #include "verifier/verifier_layout.h"
 #include "verifier/verifier_references.h"
@@ -308,7 +310,10 @@ bool Interpreter::CheckBuffer(BufferId buffer, const BufferState& before, const 
       words_.NeverUsed(buffer, memory_.Of(buffer).allocated);
       return false;
   }
-  switch (SteadyState(before, after)) {
+  // Memory that is always there is filled in the first round.
+  BufferState held = before;
+  if (plan_.buffers[buffer].persistent) held.content = std::max(before.content, after.content);
+  switch (SteadyState(held, after)) {
     case SteadyFault::kHolds:
       return true;
     case SteadyFault::kGone:
