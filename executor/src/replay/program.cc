@@ -192,6 +192,10 @@ class Builder {
     const bool by_host = i.stream < 0 && (moves || i.kind == kAllocate) && IsOnHost(i.src) && IsOnHost(i.dst);
     if (Status status = Check(i.stream, plan_.streams, streamed && !by_host, "stream"); !status)
       return status;
+    const bool binds = i.kind == kBindUnsharded || i.kind == kBindSharded;
+    if (binds && i.unit < 0 && plan_.buffers[i.src].unit < 0) {
+      return MakeInputError("", "neither the instruction nor its buffer says which unit");
+    }
     for (const StreamId stream : i.safe_after) {
       if (Status status = Check(stream, plan_.streams, true, "stream"); !status) return status;
     }
@@ -320,7 +324,7 @@ class Builder {
                   std::ranges::any_of(plan_.units[plan_.buffers[i.src].unit].parameters,
                                       [](const UnitParameter& p) { return !p.gathered.empty(); });
     op.final_gradient = IsFinalGradient(plan_.buffers[i.dst].role) && !IsAddedToAnother(i.dst);
-    const auto key = std::tuple(i.kind, i.src, i.dst, slots);
+    const auto key = std::tuple(i.kind, i.src, i.dst, slots, slot);
     const auto known = copy_ids_.find(key);
     if (known != copy_ids_.end()) return Simple(op, code, known->second);
     Result<CopySpec> copy = copies_.Copy(i, slots, slot);
@@ -412,7 +416,7 @@ class Builder {
   std::string pointer_;
   std::map<BufferId, CommunicatorId> gathered_by_;
   std::vector<BufferId> added_to_another_;
-  std::map<std::tuple<InstructionKind, BufferId, BufferId, std::int64_t>, CopyId> copy_ids_;
+  std::map<std::tuple<InstructionKind, BufferId, BufferId, std::int64_t, std::int64_t>, CopyId> copy_ids_;
 };
 
 }  // namespace

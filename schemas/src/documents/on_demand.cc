@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "documents/partial_reductions.h"
+
 namespace shardplan {
 namespace {
 
@@ -27,6 +29,8 @@ class Writer {
       if (units_.empty() || units_.back() != procedure.unit) units_.push_back(procedure.unit);
     }
     for (const UnitId unit : units_) MakeSegments(unit);
+    partial_ = internal::PartialReductionsOf(given);
+    for (const internal::PartialReduction& reduction : partial_) MakePartialSegment(reduction);
     CollectOptimizer();
   }
 
@@ -36,6 +40,10 @@ class Writer {
     Step("first", {ProcedureKind::kReduce}, /*first=*/true);
     program_.plan.steady_step = 1;
     Step("reduce", {ProcedureKind::kReduce}, false);
+    if (!partial_.empty()) Step("partial", {ProcedureKind::kReducePartial}, false);
+    if (std::ranges::any_of(partial_, [](const auto& p) { return !p.again.empty(); })) {
+      Step("partial_again", {ProcedureKind::kReducePartial, ProcedureKind::kReducePartial}, false);
+    }
     if (HasAny(ProcedureKind::kAccumulate)) {
       Step("accumulate",
            {ProcedureKind::kAccumulate, ProcedureKind::kAccumulateAgain, ProcedureKind::kReduceAccumulated},
@@ -67,6 +75,24 @@ class Writer {
     segments.push_back(std::move(backward));
   }
 
+  // The backward that makes the gradients of a partial_reduce_output, and no others.
+  void MakePartialSegment(const internal::PartialReduction& reduction) {
+    const UnitId unit = given_.buffers[reduction.partial].unit;
+    Segment segment{.name = fmt::format("partial backward {}", DisplayName(given_.units[unit].fqn)),
+                    .phase = SegmentPhase::kBackward,
+                    .unit = unit,
+                    .reads = {unit}};
+    for (const std::int32_t p : reduction.parameters) segment.grads.push_back({unit, p});
+    program_.plan.segments.push_back(std::move(segment));
+  }
+
+  // Index into partial_; -1: no step leaves the unit's gradients reduced over the shards alone.
+  std::ptrdiff_t PartialOf(UnitId unit) const {
+    const auto found = std::ranges::find_if(
+        partial_, [&](const auto& reduction) { return given_.buffers[reduction.partial].unit == unit; });
+    return found == partial_.end() ? -1 : found - partial_.begin();
+  }
+
   void Begin(TriggerKind kind, UnitId unit) {
     const auto same = [&](const Trigger& t) {
       return t.kind == kind && t.unit == unit && t.microbatch == microbatch_;
@@ -91,12 +117,13 @@ class Writer {
     }
   }
 
-  // which: 0, the forward; 1, the backward.
-  void Compute(std::size_t unit, std::size_t which) {
+  void Compute(std::size_t segment) {
     Add({.kind = InstructionKind::kCompute,
          .stream = 0,
-         .segment = static_cast<SegmentId>(2 * unit + which)});
+         .segment = static_cast<SegmentId>(segment)});
   }
+  std::size_t ForwardOf(std::size_t unit) const { return 2 * unit; }
+  std::size_t BackwardOf(std::size_t unit) const { return 2 * unit + 1; }
 
   // `as`: how its gradients are taken. A unit that has no such procedure lets them be where they are: the
   // next micro-batch adds to them.
@@ -104,21 +131,50 @@ class Writer {
     for (std::size_t u = 0; u < units_.size(); ++u) {
       Begin(TriggerKind::kPreForward, units_[u]);
       Call(ProcedureKind::kUnshard, units_[u]);
-      Compute(u, 0);
+      Compute(ForwardOf(u));
       Begin(TriggerKind::kPostForward, units_[u]);
       Call(ProcedureKind::kReshard, units_[u]);
     }
     for (std::size_t u = units_.size(); u-- > 0;) {
-      const bool has = FindProcedure(given_, as, units_[u]) != nullptr;
       Begin(TriggerKind::kPreBackward, units_[u]);
       Call(ProcedureKind::kUnshard, units_[u]);
-      const bool trains = as != ProcedureKind::kReduceKept;
-      if (trains || !has) Compute(u, 1);
-      Begin(TriggerKind::kPostBackward, units_[u]);
-      Call(has || !last ? as : ProcedureKind::kReduce, units_[u]);
+      if (as == ProcedureKind::kReducePartial) {
+        BackwardToPartial(u, last);
+      } else {
+        Backward(u, as, last);
+      }
       Call(ProcedureKind::kReshard, units_[u]);
     }
     Begin(TriggerKind::kBackwardEnd, -1);
+    if (as != ProcedureKind::kReducePartial || !last) return;
+    for (const UnitId unit : units_) {
+      if (PartialOf(unit) >= 0) Call(ProcedureKind::kReducePartial, unit);
+    }
+  }
+
+  void Backward(std::size_t u, ProcedureKind as, bool last) {
+    const bool has = FindProcedure(given_, as, units_[u]) != nullptr;
+    const bool trains = as != ProcedureKind::kReduceKept;
+    if (trains || !has) Compute(BackwardOf(u));
+    Begin(TriggerKind::kPostBackward, units_[u]);
+    Call(has || !last ? as : ProcedureKind::kReduce, units_[u]);
+  }
+
+  // What the steps issue where they leave gradients reduced over the shards alone. Units that never do reduce
+  // theirs, in the last micro-batch all at once.
+  void BackwardToPartial(std::size_t u, bool last) {
+    const std::ptrdiff_t index = PartialOf(units_[u]);
+    if (index < 0) {
+      Compute(BackwardOf(u));
+      Begin(TriggerKind::kPostBackward, units_[u]);
+      if (last) Call(ProcedureKind::kReduce, units_[u]);
+      return;
+    }
+    const internal::PartialReduction& reduction = partial_[static_cast<std::size_t>(index)];
+    const std::vector<Instruction>& taken = microbatch_ == 0 ? reduction.first : reduction.again;
+    if (!taken.empty()) Compute(2 * units_.size() + static_cast<std::size_t>(index));
+    Begin(TriggerKind::kPostBackward, units_[u]);
+    for (const Instruction& i : taken) Add(i);
   }
 
   // An evaluation, in full precision of the units that have it.
@@ -127,7 +183,7 @@ class Writer {
       const bool full = FindProcedure(given_, ProcedureKind::kUnshardFullPrecision, units_[u]) != nullptr;
       Begin(TriggerKind::kPreForward, units_[u]);
       Call(full ? ProcedureKind::kUnshardFullPrecision : ProcedureKind::kUnshard, units_[u]);
-      Compute(u, 0);
+      Compute(ForwardOf(u));
       Begin(TriggerKind::kPostForward, units_[u]);
       Call(full ? ProcedureKind::kReshardFullPrecision : ProcedureKind::kReshard, units_[u]);
     }
@@ -182,11 +238,14 @@ class Writer {
   void AddToProgram(const std::vector<ProcedureKind>& microbatches, bool evaluates) {
     StepProgram& program = program_.plan.strategy.program.emplace_back();
     if (evaluates) {
+      program_.plan.strategy.fsdp1.full_precision_in_eval = true;
       program.emplace_back(
           ForwardCall{.microbatch = static_cast<std::int32_t>(microbatches.size()), .training = false});
     }
+    const bool partial = microbatches.front() == ProcedureKind::kReducePartial;
     const auto reduces = [&](bool value) {
-      program.emplace_back(ModuleCall{.method = "set_requires_gradient_sync", .value = value});
+      program.emplace_back(ModuleCall{
+          .method = partial ? "set_requires_all_reduce" : "set_requires_gradient_sync", .value = value});
     };
     for (std::size_t m = 0; m < microbatches.size(); ++m) {
       const auto microbatch = static_cast<std::int32_t>(m);
@@ -231,6 +290,7 @@ class Writer {
   const Plan& given_;
   OnDemandProgram program_;
   std::vector<UnitId> units_;  // that have procedures
+  std::vector<internal::PartialReduction> partial_;
   std::vector<Instruction> states_, temporaries_, optimizer_steps_, freed_temporaries_;
   std::int32_t microbatch_ = 0;
 };

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <tuple>
 #include <variant>
 
 #include "verifier/verifier_rules.h"
@@ -39,36 +38,6 @@ bool JoinsMicrobatches(const Plan& plan) {
   return false;
 }
 
-// What the segments do, wherever one ends and the next begins: a step that passes other triggers is cut
-// elsewhere.
-struct WorkOf {
-  std::int32_t microbatch = 0;
-  const SegmentEntry* entry = nullptr;  // of the model ...
-  std::int64_t grad = -1;               // ... or a gradient
-  UnitId reads = -1;                    // ... or a unit, where others came before
-  bool operator==(const WorkOf& other) const {
-    if (microbatch != other.microbatch || grad != other.grad || reads != other.reads) return false;
-    return entry == other.entry || (entry != nullptr && other.entry != nullptr && *entry == *other.entry);
-  }
-};
-std::vector<WorkOf> WorkIn(const Plan& plan, const std::vector<Run>& runs) {
-  std::vector<WorkOf> entries, grads, reads;
-  for (const Run& run : runs) {
-    const Segment& segment = plan.segments[run.segment];
-    for (const SegmentEntry& entry : segment.entries) entries.push_back({run.microbatch, &entry});
-    for (const SegmentGrad& grad : segment.grads) {
-      grads.push_back({run.microbatch, nullptr, (std::int64_t{grad.unit} << 32) + grad.parameter});
-    }
-    for (const UnitId unit : segment.reads) {
-      const WorkOf read = {run.microbatch, nullptr, static_cast<std::int64_t>(segment.phase), unit};
-      if (std::ranges::find(reads, read) == reads.end()) reads.push_back(read);
-    }
-  }
-  entries.insert(entries.end(), grads.begin(), grads.end());
-  entries.insert(entries.end(), reads.begin(), reads.end());
-  return entries;
-}
-
 }  // namespace
 
 Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(reporter) {
@@ -85,8 +54,15 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
   phases_.assign(static_cast<std::size_t>(microbatches_), SegmentPhase::kForward);
   runs_in_step_.resize(plan.segments.size() * static_cast<std::size_t>(microbatches_));
   const auto storages = static_cast<std::size_t>(LargestStorage(plan) + 1);
+  is_gathered_.assign(plan.units.size(), 0);
+  for (const Buffer& buffer : plan.buffers) {
+    const bool unsharded = buffer.role == BufferRole::kParamUnsharded;
+    if (unsharded && buffer.unit >= 0) is_gathered_[static_cast<std::size_t>(buffer.unit)] = 1;
+  }
+  read_in_step_.assign(plan.units.size() * static_cast<std::size_t>(microbatches_), -1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
-  follows_storages_ = !JoinsMicrobatches(plan) && storages < (std::size_t{1} << 26) / microbatches_;
+  joins_microbatches_ = JoinsMicrobatches(plan);
+  follows_storages_ = !joins_microbatches_ && storages < (std::size_t{1} << 26) / microbatches_;
   if (!follows_storages_) return;
   lives_.assign(storages * static_cast<std::size_t>(microbatches_), Life::kAbsent);
   from_outside_.assign(storages, 0);
@@ -107,111 +83,6 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
 void Compute::Add(Position at, SegmentId segment, std::string what) {
   reporter_.Add(Rule::kComputeOrder, at, segment, std::move(what),
                 at.step < 0 ? std::vector<std::string>() : std::vector{"at: " + reporter_.Describe(at)});
-}
-
-// ---- the steps among each other ----
-
-std::vector<Run> Compute::RunsOf(std::int32_t step) const {
-  std::vector<Run> runs;
-  const std::vector<Trigger>& triggers = plan_.steps[step].triggers;
-  for (std::size_t t = 0; t < triggers.size(); ++t) {
-    for (std::size_t k = 0; k < triggers[t].instructions.size(); ++k) {
-      const Instruction& i = triggers[t].instructions[k];
-      const bool exists = i.segment >= 0 && i.segment < std::ssize(plan_.segments);
-      if (i.kind != InstructionKind::kCompute || !exists) continue;
-      runs.push_back({i.segment,
-                      MicrobatchOf(triggers[t], i),
-                      {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}});
-    }
-  }
-  return runs;
-}
-
-// What the user calls in the step; null: the calls that every training step has.
-const StepProgram* Compute::ProgramOf(std::int32_t step) const {
-  const std::vector<StepProgram>& program = plan_.strategy.program;
-  if (program.empty()) return nullptr;
-  return &program[std::min<std::size_t>(static_cast<std::size_t>(step), program.size() - 1)];
-}
-
-void Compute::CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step,
-                         bool cut_alike) {
-  const std::size_t differs = ComputeOrderOfSteps(plan_, earlier, later, cut_alike);
-  if (differs == std::max(earlier.size(), later.size())) return;
-  const auto name = [&](const std::vector<Run>& runs) {
-    if (differs >= runs.size()) return std::string("nothing");
-    return fmt::format("{} of micro-batch {}", plan_.segments[runs[differs].segment].name,
-                       runs[differs].microbatch);
-  };
-  const Position at = differs < later.size() ? later[differs].at : Position{step, -1, -1};
-  Add(at, differs < later.size() ? later[differs].segment : -1,
-      fmt::format("step {} runs {} where an earlier step, with the same calls, runs {}",
-                  plan_.steps[step].name, name(later), name(earlier)));
-}
-
-// What the model passes: where segments end.
-bool Compute::PassSameTriggers(std::int32_t a, std::int32_t b) const {
-  const auto passed = [&](std::int32_t step) {
-    std::vector<std::tuple<TriggerKind, UnitId, std::int32_t>> triggers;
-    for (const Trigger& trigger : plan_.steps[step].triggers) {
-      using enum TriggerKind;
-      const bool of_model = trigger.kind == kPreForward || trigger.kind == kPostForward ||
-                            trigger.kind == kPreBackward || trigger.kind == kPostBackward ||
-                            trigger.kind == kBackwardEnd;
-      if (of_model) triggers.emplace_back(trigger.kind, trigger.unit, trigger.microbatch);
-    }
-    return triggers;
-  };
-  return passed(a) == passed(b);
-}
-
-void Compute::CheckForwards(const std::vector<Run>& runs, std::int32_t step) {
-  const StepProgram* program = ProgramOf(step);
-  if (program == nullptr) return;
-  const auto forward_of = [&](std::int32_t microbatch) {
-    std::vector<Run> forward;
-    for (const Run& run : runs) {
-      const SegmentPhase phase = plan_.segments[run.segment].phase;
-      const bool in_it = phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss;
-      if (run.microbatch == microbatch && in_it) forward.push_back({run.segment, 0, run.at});
-    }
-    return forward;
-  };
-  std::vector<ForwardCall> calls;
-  for (const ProgramCall& call : *program) {
-    const auto* forward = std::get_if<ForwardCall>(&call);
-    if (forward == nullptr) continue;
-    for (const ForwardCall& earlier : calls) {
-      const bool same = earlier.trace == forward->trace && earlier.training == forward->training;
-      if (!same || earlier.microbatch == forward->microbatch) continue;
-      CheckAlike(forward_of(earlier.microbatch), forward_of(forward->microbatch), step, false);
-      break;
-    }
-    calls.push_back(*forward);
-  }
-}
-
-void Compute::CheckSteps() {
-  std::vector<std::vector<Run>> runs;
-  std::vector<char> used(plan_.segments.size(), false);
-  for (std::int32_t step = 0; step < std::ssize(plan_.steps); ++step) {
-    runs.push_back(RunsOf(step));
-    for (const Run& run : runs.back()) used[run.segment] = true;
-    CheckForwards(runs.back(), step);
-    std::int32_t like = -1;
-    bool cut_alike = false;
-    for (std::int32_t other = 0; other < step && !cut_alike; ++other) {
-      const StepProgram* a = ProgramOf(other);
-      const StepProgram* b = ProgramOf(step);
-      if (a != b && !(*a == *b)) continue;
-      cut_alike = PassSameTriggers(other, step);
-      if (like < 0 || cut_alike) like = other;
-    }
-    if (like >= 0) CheckAlike(runs[like], runs.back(), step, cut_alike);
-  }
-  for (const SegmentId segment : ComputeOrderOfUnused(used)) {
-    Add({}, segment, fmt::format("no step runs segment {}", plan_.segments[segment].name));
-  }
 }
 
 // ---- a step ----
@@ -259,6 +130,34 @@ void Compute::CheckStorages(SegmentId id, std::int32_t microbatch, Position at) 
   }
 }
 
+void Compute::CheckGradients(SegmentId id, std::int32_t microbatch, Position at) {
+  const Segment& segment = plan_.segments[id];
+  const auto read_at = [&](UnitId unit) -> std::int32_t& {
+    return read_in_step_[static_cast<std::size_t>(unit) * static_cast<std::size_t>(microbatches_) +
+                         static_cast<std::size_t>(microbatch)];
+  };
+  if (segment.phase == SegmentPhase::kForward || segment.phase == SegmentPhase::kLoss) {
+    for (const UnitId unit : segment.reads) read_at(unit) = step_;
+  }
+  if (joins_microbatches_) return;
+  for (const SegmentGrad& grad : segment.grads) {
+    const bool is_gathered = is_gathered_[static_cast<std::size_t>(grad.unit)] != 0;
+    if (!ComputeOrderOfGradient(is_gathered, read_at(grad.unit), step_)) continue;
+    return Add(at, id,
+               fmt::format("{} makes gradients of {} of micro-batch {}, in which no forward has read it",
+                           segment.name, reporter_.UnitName(grad.unit), microbatch));
+  }
+}
+
+bool Compute::MayEvaluate(std::int32_t microbatch, Position at) const {
+  const StepProgram* program = ProgramOf(at.step);
+  if (program == nullptr || !plan_.strategy.fsdp1.full_precision_in_eval) return false;
+  return std::ranges::any_of(*program, [&](const ProgramCall& call) {
+    const auto* forward = std::get_if<ForwardCall>(&call);
+    return forward != nullptr && forward->microbatch == microbatch && !forward->training.value_or(false);
+  });
+}
+
 // How often the user's calls of the step run a part of the micro-batch: a loop may give several the same
 // number.
 std::int32_t Compute::CallsOf(std::int32_t step, SegmentPhase phase, std::int32_t microbatch) const {
@@ -302,28 +201,14 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
         fmt::format("{} of micro-batch {} runs behind a part of its backward", segment.name, microbatch));
   }
   phases_[microbatch] = segment.phase;
+  CheckGradients(compute.segment, microbatch, at);
   if (follows_storages_) CheckStorages(compute.segment, microbatch, at);
 }
 
 // ---- the rules ----
 
-std::size_t ComputeOrderOfSteps(const Plan& plan, const std::vector<Run>& earlier,
-                                const std::vector<Run>& later, bool cut_alike) {
-  const auto [a, b] = std::ranges::mismatch(earlier, later, [](const Run& x, const Run& y) {
-    return x.segment == y.segment && x.microbatch == y.microbatch;
-  });
-  const bool alike = a == earlier.end() && b == later.end();
-  if (!alike && !cut_alike && WorkIn(plan, earlier) == WorkIn(plan, later))
-    return std::max(earlier.size(), later.size());
-  return static_cast<std::size_t>(a - earlier.begin());
-}
-
-std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
-  std::vector<SegmentId> unused;
-  for (std::size_t s = 0; s < used.size(); ++s) {
-    if (!used[s]) unused.push_back(static_cast<SegmentId>(s));
-  }
-  return unused;
+bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step) {
+  return is_gathered && read_in_step != step;
 }
 
 bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger) {

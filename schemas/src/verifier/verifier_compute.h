@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -25,6 +26,8 @@ class Compute {
   void Pass(const Trigger& trigger);
   // The segment runs.
   void Pass(const Instruction& compute, const Trigger& trigger, Position at);
+  // Whether the user's calls of the step may run the micro-batch with the model in evaluation.
+  bool MayEvaluate(std::int32_t microbatch, Position at) const;
 
  private:
   enum class Life : std::uint8_t { kAbsent, kThere };
@@ -37,6 +40,9 @@ class Compute {
   bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
   // Forwards of the same trace, of several micro-batches in a step, run the same.
   void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
+  std::map<ParameterId, UnitId> OwnersByGradients() const;
+  void CheckReads();
+  void CheckGradients(SegmentId id, std::int32_t microbatch, Position at);
   void CheckStorages(SegmentId id, std::int32_t microbatch, Position at);
   void Add(Position at, SegmentId segment, std::string what);
   Life* Of(StorageId storage, std::int32_t microbatch);
@@ -51,9 +57,12 @@ class Compute {
     std::int32_t step = -1;  // counted as run
     std::int32_t count = 0;
   };
-  std::vector<RunsInStep> runs_in_step_;  // by segment and micro-batch
+  std::vector<RunsInStep> runs_in_step_;    // by segment and micro-batch
+  std::vector<char> is_gathered_;           // by unit: for the model
+  std::vector<std::int32_t> read_in_step_;  // by unit and micro-batch: by a forward
   std::int32_t microbatches_ = 1;
-  std::int32_t step_ = 0;  // counted as run
+  std::int32_t step_ = 0;            // counted as run
+  bool joins_microbatches_ = false;  // a backward of several, and its segments say one
   bool follows_storages_ = true;
 };
 

@@ -1,5 +1,7 @@
 #include "verifier/verifier_interpreter.h"
 
+#include <algorithm>
+
 #include "shardplan/schemas/alive_buffers.h"
 #include "verifier/verifier_layout.h"
 #include "verifier/verifier_references.h"
@@ -44,6 +46,10 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
         }
       }
     }
+  }
+  // What several ranks have pieces of is not whole in any of them.
+  for (std::size_t u = 0; u < plan.units.size(); ++u) {
+    if (IsLong(plan, plan.units[u].shard_communicator)) needs_binding_[u] = true;
   }
   CheckBuffers(plan, reporter);
   compute_.CheckSteps();
@@ -112,7 +118,7 @@ bool Interpreter::IsSingleRank(UnitId unit) const {
   return c < 0 || plan_.communicators[c].size == 1;
 }
 
-void Interpreter::ReadParameters(UnitId unit, const Work& work) {
+void Interpreter::ReadParameters(UnitId unit, const Work& work, bool evaluates) {
   if (!needs_binding_[unit]) {  // never sharded: the segment reads the parameters themselves
     for (const BufferId buffer : unit_shards_[unit]) {
       memory_.Read(buffer, work, Content::kEverything, Rule::kUseBeforeUnshard);
@@ -123,6 +129,8 @@ void Interpreter::ReadParameters(UnitId unit, const Work& work) {
   const bool readable = memory_.Read(bound_[unit], work, Content::kEverything, Rule::kUseBeforeUnshard);
   if (readable && WrongValueOfBound(plan_, unit, bound_[unit])) {
     words_.ReadsOtherThanParameters(unit, bound_[unit], bound_at_[unit], work.at);
+  } else if (readable && WrongValueOfDType(plan_, unit, bound_[unit], evaluates)) {
+    words_.ReadsInOtherDType(unit, bound_[unit], bound_at_[unit], work.at);
   }
 }
 
@@ -130,12 +138,17 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   memory_.UsePool(work);
   const Segment& segment = plan_.segments[i.segment];
-  for (const UnitId unit : segment.reads) ReadParameters(unit, work);
+  const bool evaluates = compute_.MayEvaluate(MicrobatchOf(plan_.steps[at.step].triggers[at.trigger], i), at);
+  for (const UnitId unit : segment.reads) ReadParameters(unit, work, evaluates);
   for (const SegmentGrad& grad : segment.grads) {
     const BufferId buffer = grad_buffers_.Find(grad, at);
     if (buffer < 0) {
       words_.GradientHasNoBuffer(grad, at);
       continue;
+    }
+    const BufferId bound = bound_[grad.unit];
+    if (bound >= 0 && WrongValueOfGradient(plan_, grad.unit, bound, buffer)) {
+      words_.GradientInOtherDType(grad.unit, buffer, bound, at);
     }
     if (!memory_.IsAlive(buffer)) memory_.Allocate(buffer, work.stream, at);
     memory_.Write(buffer, work);
@@ -297,7 +310,10 @@ bool Interpreter::CheckBuffer(BufferId buffer, const BufferState& before, const 
       words_.NeverUsed(buffer, memory_.Of(buffer).allocated);
       return false;
   }
-  switch (SteadyState(before, after)) {
+  // Memory that is always there is filled in the first round.
+  BufferState held = before;
+  if (plan_.buffers[buffer].persistent) held.content = std::max(before.content, after.content);
+  switch (SteadyState(held, after)) {
     case SteadyFault::kHolds:
       return true;
     case SteadyFault::kGone:

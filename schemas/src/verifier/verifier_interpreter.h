@@ -46,7 +46,7 @@ class Interpreter {
   void Bind(const Instruction& i, Position at);
   void Free(BufferId buffer, const std::vector<std::int32_t>& parts, const std::vector<StreamId>& safe_after,
             Position at);
-  void ReadParameters(UnitId unit, const Work& work);
+  void ReadParameters(UnitId unit, const Work& work, bool evaluates);
   Work Issue(const Instruction& i, Position at) {
     return clocks_.Issue(i.stream < 0 ? clocks_.host() : i.stream, at);
   }

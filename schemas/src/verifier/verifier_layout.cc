@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::verifier {
@@ -143,18 +144,6 @@ bool IsOneOf(DType dtype, std::initializer_list<DType> allowed) {
   return std::ranges::find(allowed, dtype) != allowed.end();
 }
 
-// A compressing hook of fsdp1 reduces in its own dtype.
-std::optional<DType> HookDType(const Plan& plan) {
-  switch (plan.strategy.fsdp1.comm_hook) {
-    case Fsdp1CommHook::kFp16Compress:
-      return DType::kFloat16;
-    case Fsdp1CommHook::kBf16Compress:
-      return DType::kBFloat16;
-    default:
-      return std::nullopt;
-  }
-}
-
 bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
@@ -176,11 +165,20 @@ bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
          std::ranges::any_of(held, is_its_own);
 }
 
+// fsdp1: whether the optimizer gets gradients of some units as they are computed or reduced.
+bool KeepsLowPrecision(const Strategy& strategy) {
+  const auto keeps = [](const std::optional<MixedPrecision>& mixed) {
+    return mixed && mixed->keep_low_precision_grads;
+  };
+  return keeps(strategy.mixed_precision) ||
+         std::ranges::any_of(strategy.units, keeps, &UnitRule::mixed_precision);
+}
+
 bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
   const DType computed = unit.param_dtype;
-  const DType reduced = HookDType(plan).value_or(unit.reduce_dtype);
+  const DType reduced = ReducedIn(plan, unit);
   switch (buffer.role) {
     case kGradUnsharded: {
       if (flat && plan.strategy.fsdp1.full_precision_in_eval && buffer.dtype == unit.orig_dtype) return true;
@@ -206,7 +204,8 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
     case kPartialReduceOutput:
       return IsOneOf(buffer.dtype, {reduced, unit.reduce_dtype});
     case kGradSharded:
-      return buffer.dtype == unit.orig_dtype || (flat && buffer.dtype == computed);
+      return buffer.dtype == unit.orig_dtype ||
+             (flat && KeepsLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
     case kGradHost:
       return buffer.dtype == unit.orig_dtype;
     default:
@@ -214,28 +213,43 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
   }
 }
 
-// The buffers that something moves through. Memory that is only taken and given back holds no numbers.
-std::vector<char> Touched(const Plan& plan) {
-  std::vector<char> touched(plan.buffers.size(), false);
+// What the steps do with a buffer.
+struct Use {
+  bool is_allocated = false;
+  bool is_touched = false;  // something moves through it; memory that is only taken holds no numbers
+};
+std::vector<Use> UsesOf(const Plan& plan) {
+  std::vector<Use> uses(plan.buffers.size());
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    touched[b] = plan.buffers[b].role == kGradUnsharded || plan.buffers[b].role == kOptimizerState;
+    uses[b].is_touched = plan.buffers[b].role == kGradUnsharded || plan.buffers[b].role == kOptimizerState;
   }
-  const auto touch = [&](BufferId id) {
-    if (id >= 0 && id < std::ssize(touched)) touched[id] = true;
-  };
+  const auto exists = [&](BufferId id) { return id >= 0 && id < std::ssize(uses); };
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
+        if (i.kind == kAllocate && exists(i.dst)) uses[i.dst].is_allocated = true;
         if (i.kind == kAllocate || i.kind == kFree) continue;
-        touch(i.src);
-        touch(i.dst);
+        for (const BufferId id : {i.src, i.dst}) {
+          if (exists(id)) uses[id].is_touched = true;
+        }
       }
     }
   }
-  return touched;
+  return uses;
 }
 
 }  // namespace
+
+DType ReducedIn(const Plan& plan, const Unit& unit) {
+  switch (plan.strategy.fsdp1.comm_hook) {
+    case Fsdp1CommHook::kFp16Compress:
+      return DType::kFloat16;
+    case Fsdp1CommHook::kBf16Compress:
+      return DType::kBFloat16;
+    default:
+      return unit.reduce_dtype;
+  }
+}
 
 Arrangement ArrangementOf(BufferRole role) {
   switch (role) {
@@ -309,11 +323,20 @@ std::string LayoutOfMemory(const Plan& /*plan*/, const Buffer& buffer) {
   }
 }
 
+bool LayoutOfUnfilled(const Buffer& buffer, bool is_allocated, bool is_touched) {
+  return IsFinalGradient(buffer.role) && is_allocated && !is_touched;
+}
+
 void CheckBuffers(const Plan& plan, Reporter& reporter) {
-  const std::vector<char> touched = Touched(plan);
+  const std::vector<Use> uses = UsesOf(plan);
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     const Buffer& buffer = plan.buffers[b];
-    if (!touched[b]) continue;
+    if (LayoutOfUnfilled(buffer, uses[b].is_allocated, uses[b].is_touched)) {
+      reporter.Add(Rule::kLayout, {}, static_cast<std::int64_t>(b),
+                   fmt::format("buffer {} has the role {}, and no gradient comes into it", buffer.name,
+                               Name(buffer.role)));
+    }
+    if (!uses[b].is_touched) continue;
     for (const std::string& wrong :
          {LayoutOfParts(plan, buffer), LayoutOfDType(plan, buffer), LayoutOfMemory(plan, buffer)}) {
       if (wrong.empty()) continue;

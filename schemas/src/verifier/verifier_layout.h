@@ -24,6 +24,8 @@ enum class Arrangement : std::uint8_t { kNone, kShard, kGathered, kWhole };
 Arrangement ArrangementOf(BufferRole role);
 bool IsParameterRole(BufferRole role);
 bool IsOnHost(const Buffer& buffer);
+// The dtype of the unit's reductions: a compressing hook of fsdp1 has its own.
+DType ReducedIn(const Plan& plan, const Unit& unit);
 
 // ---- rule layout: what a buffer of the role has to be ----
 
@@ -34,12 +36,15 @@ std::string LayoutOfDType(const Plan& plan, const Buffer& buffer);
 // "": it is in the kind of memory that the role is for.
 std::string LayoutOfMemory(const Plan& plan, const Buffer& buffer);
 
+// Memory that says it is for reduced gradients, is taken, and never gets one: zero_grad would free it.
+bool LayoutOfUnfilled(const Buffer& buffer, bool is_allocated, bool is_touched);
+
 // ---- rule layout: what an instruction moves ----
 
 // "": both have a parameter in common, and the copy knows where it lies in either.
 std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view);
-// "": the sizes are as the communicator asks for, the dtypes are the same, and what comes out is arranged as
-// the role of dst says.
+// "": the sizes are as the communicator asks for, the dtypes are the same, gradients are reduced in the
+// unit's, and what comes out is arranged as the role of dst says.
 std::string LayoutOfCollective(const Plan& plan, const Instruction& collective);
 // "": who works on a buffer can reach the memory that it is in.
 std::string LayoutOfReach(const Plan& plan, const Instruction& instruction, bool is_view);

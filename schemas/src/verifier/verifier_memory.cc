@@ -2,9 +2,30 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/layout.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
+
+namespace {
+
+// What is in memory that is always there before the first step: shards, the model's own, what ranks compare.
+// Of reduced gradients the gradient rules know that there is none.
+Content ContentAtFirst(BufferRole role) {
+  switch (role) {
+    case BufferRole::kParamSharded:
+    case BufferRole::kModelBuffer:
+    case BufferRole::kOrderCheck:
+    case BufferRole::kGradSharded:
+    case BufferRole::kGradHost:
+    case BufferRole::kOptimizerState:
+      return Content::kEverything;
+    default:
+      return Content::kNothing;
+  }
+}
+
+}  // namespace
 
 Memory::Memory(const Plan& plan, const Clocks& clocks, Words& words)
     : plan_(plan),
@@ -17,7 +38,7 @@ Memory::Memory(const Plan& plan, const Clocks& clocks, Words& words)
     lifetimes_[i].slot = NewSlot();
     Allocation& memory = slots_[lifetimes_[i].slot];
     memory.owner = static_cast<BufferId>(i);
-    memory.content = Content::kEverything;
+    memory.content = ContentAtFirst(plan.buffers[i].role);
   }
 }
 
@@ -122,10 +143,10 @@ void Memory::MakeAlias(BufferId alias, BufferId buffer) {
 
 void Memory::FillFrom(BufferId source, BufferId buffer, Content content) {
   Allocation& memory = At(buffer);
-  const std::vector<std::int32_t>& brought = plan_.buffers[source].parameters;
-  const std::vector<std::int32_t>& wanted = plan_.buffers[buffer].parameters;
   std::vector<std::int32_t>& filled = memory.filled_parameters;
-  if (!brought.empty() && !wanted.empty()) {
+  if (plan_.buffers[source].parameters != plan_.buffers[buffer].parameters) {
+    const std::vector<std::int32_t> brought = ParametersOf(plan_, plan_.buffers[source]);
+    const std::vector<std::int32_t> wanted = ParametersOf(plan_, plan_.buffers[buffer]);
     filled.insert(filled.end(), brought.begin(), brought.end());
     const auto is_missing = [&](std::int32_t p) { return std::ranges::find(filled, p) == filled.end(); };
     if (std::ranges::any_of(wanted, is_missing)) return;

@@ -14,7 +14,7 @@ namespace shardplan::verifier {
 
 class Memory {
  public:
-  // Persistent buffers are alive and filled.
+  // Persistent buffers are alive; those that keep something from step to step are filled.
   Memory(const Plan& plan, const Clocks& clocks, Words& words);
 
   // A new step: "freed" in the rules means freed in this step.

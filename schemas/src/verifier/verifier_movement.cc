@@ -23,11 +23,12 @@ bool HaveParameterInCommon(const Buffer& a, const Buffer& b) {
                              [&](std::int32_t p) { return std::ranges::binary_search(b.parameters, p); });
 }
 
-// Both parameters or both gradients, or something else.
+// Both parameters, both gradients, or both something else.
 bool HoldAlike(const Buffer& a, const Buffer& b) {
-  const bool have_layout =
-      ArrangementOf(a.role) != Arrangement::kNone && ArrangementOf(b.role) != Arrangement::kNone;
-  return !have_layout || IsParameterRole(a.role) == IsParameterRole(b.role);
+  const auto has_layout = [](const Buffer& buffer) {
+    return ArrangementOf(buffer.role) != Arrangement::kNone;
+  };
+  return has_layout(a) == has_layout(b) && IsParameterRole(a.role) == IsParameterRole(b.role);
 }
 
 }  // namespace
@@ -35,10 +36,14 @@ bool HoldAlike(const Buffer& a, const Buffer& b) {
 std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view) {
   const Buffer& from = plan.buffers[copy.src];
   const Buffer& to = plan.buffers[copy.dst];
+  if (!HoldAlike(from, to)) {
+    return fmt::format("one holds {}, the other one does not",
+                       IsParameterRole(from.role) || IsParameterRole(to.role) ? "parameters" : "gradients");
+  }
+  if (to.role == kParamSharded) return "the optimizer alone writes a shard";
   if (from.unit < 0 || to.unit < 0 || from.unit != to.unit) return {};  // rule reference, or of no unit
   const Unit& unit = plan.units[from.unit];
   if (!HaveParameterInCommon(from, to)) return "have no parameter in common";
-  if (!HoldAlike(from, to)) return "one holds parameters, the other one gradients";
   const Arrangement a = ArrangementOf(from.role);
   const Arrangement b = ArrangementOf(to.role);
   const bool flat = unit.layout == LayoutKind::kFlat;
@@ -51,6 +56,10 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
   const bool in_parts = from.role == kGradUnsharded && from.parts_bytes.size() > 1;
   if (flat && in_parts && copy.kind != kGradCopyIn) {
     return fmt::format("only {} makes one piece of several", Name(kGradCopyIn));
+  }
+  // Sums over micro-batches are in the dtype of what is added.
+  if (flat && to.role == kGradUnshardedAccumulated && from.dtype != to.dtype) {
+    return fmt::format("{} is kept unsharded as {}", Name(from.dtype), Name(to.dtype));
   }
   const CommunicatorId cut =
       copy.kind == kReshardPostForward ? unit.post_forward_communicator : unit.shard_communicator;
@@ -74,8 +83,8 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
     const bool kept = parameters && copy.kind == kReshardPostForward && a == Arrangement::kWhole;
     return kept ? std::string() : differ();
   }
-  const bool out = parameters && a == Arrangement::kGathered;
-  const bool in = !parameters && b == Arrangement::kGathered;
+  const bool out = parameters && a == Arrangement::kGathered && b == Arrangement::kWhole;
+  const bool in = !parameters && a == Arrangement::kWhole && b == Arrangement::kGathered;
   return out || in ? std::string() : differ();
 }
 
@@ -112,6 +121,21 @@ std::string Arranged(const Plan& plan, const Buffer& shard, const Buffer& all) {
   return {};
 }
 
+// In which dtype FSDP's own reductions add up; others (tensor parallelism's, the user's hook) as they find
+// it.
+std::string ReducedOtherwise(const Plan& plan, const Instruction& i, const Buffer& from) {
+  if (from.unit < 0 || IsParameterRole(from.role) || ArrangementOf(from.role) == Arrangement::kNone)
+    return {};
+  const Unit& unit = plan.units[from.unit];
+  const bool own = i.kind == kReduceScatter || SameGroups(plan, i.communicator, unit.shard_communicator) ||
+                   SameGroups(plan, i.communicator, unit.replicate_communicator);
+  const bool in_full_precision = unit.layout == LayoutKind::kFlat &&
+                                 plan.strategy.fsdp1.full_precision_in_eval && from.dtype == unit.orig_dtype;
+  const DType reduced = ReducedIn(plan, unit);
+  if (!own || from.dtype == reduced || in_full_precision) return {};
+  return fmt::format("{} is {}, and the unit reduces in {}", from.name, Name(from.dtype), Name(reduced));
+}
+
 }  // namespace
 
 std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
@@ -128,8 +152,10 @@ std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
     return fmt::format("{} is {} and {} is {}: a collective does not convert", from.name, Name(from.dtype),
                        to.name, Name(to.dtype));
   }
-  if (i.kind == kAllReduce) return {};
   const bool gathers = i.kind == kAllGather;
+  if (std::string wrong = gathers ? std::string() : ReducedOtherwise(plan, i, from); !wrong.empty())
+    return wrong;
+  if (i.kind == kAllReduce) return {};
   const Buffer& shard = gathers ? from : to;
   const Buffer& all = gathers ? to : from;
   const std::int64_t all_bytes = all.parts_bytes[0].value;

@@ -44,6 +44,7 @@ void Interpreter::UseStates(UnitId unit, const Work& work) {
   std::vector<char> alive;
   for (const BufferId state : unit_states_[unit]) alive.push_back(memory_.IsAlive(state) ? 1 : 0);
   if (OptimizerStepWithoutMemory(alive)) words_.SteppedWithout(unit_states_[unit].front(), unit, work.at);
+  if (OptimizerStepWithoutStates(plan_, unit_states_, unit)) words_.SteppedWithoutStates(unit, work.at);
   for (const std::vector<BufferId>* updated : {&unit_shards_[unit], &unit_states_[unit]}) {
     for (const BufferId buffer : *updated) {
       if (!memory_.IsAlive(buffer)) continue;
@@ -107,6 +108,18 @@ bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter) {
 
 bool OptimizerStepWithoutMemory(const std::vector<char>& alive) {
   return !alive.empty() && std::ranges::none_of(alive, [](char is_alive) { return is_alive != 0; });
+}
+
+bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<BufferId>>& states,
+                                UnitId id) {
+  const auto has_one = [](const std::vector<BufferId>& of_unit) { return !of_unit.empty(); };
+  if (has_one(states[id]) || std::ranges::none_of(states, has_one)) return false;
+  // Of original parameters, those whose pieces the first rank has.
+  const Unit& unit = plan.units[id];
+  const std::int64_t end = unit.flat_numel / ShardCount(plan, unit);
+  return std::ranges::any_of(unit.parameters, [&](const UnitParameter& parameter) {
+    return parameter.requires_grad && (unit.layout != LayoutKind::kFlat || parameter.flat_offset < end);
+  });
 }
 
 std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan) {

@@ -241,6 +241,9 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
       if (!NamesOrNone(plan.communicators, c))
         fail(fmt::format("unit {}: communicator {} does not exist", unit.fqn, c));
     }
+    if (!good) continue;  // cut into how many pieces?
+    const std::string wrong = WhatIsWrongWithUnit(plan, unit);
+    if (!wrong.empty()) fail(fmt::format("unit {}: {}", DisplayName(unit.fqn), wrong));
   }
   for (const Buffer& buffer : plan.buffers) {
     if (!NamesOrNone(plan.units, buffer.unit)) {

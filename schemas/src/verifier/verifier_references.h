@@ -13,6 +13,9 @@ namespace shardplan::verifier {
 // Reports (rule reference) what is wrong outside the steps. False if the plan cannot be interpreted.
 bool CheckTables(const Plan& plan, Reporter& reporter);
 
+// "": the unit's parameters have shapes that can be cut as it says, and a place of their own in a flat one.
+std::string WhatIsWrongWithUnit(const Plan& plan, const Unit& unit);
+
 // Reports what is wrong with one instruction. False if it cannot be interpreted.
 bool CheckInstruction(const Plan& plan, const Instruction& instruction, Position at, Reporter& reporter);
 

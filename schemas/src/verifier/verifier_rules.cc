@@ -88,6 +88,18 @@ bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound) {
          ShardCount(plan, of) > 1;
 }
 
+bool WrongValueOfDType(const Plan& plan, UnitId unit, BufferId bound, bool evaluates) {
+  const Unit& of = plan.units[unit];
+  const DType dtype = plan.buffers[bound].dtype;
+  if (of.layout != LayoutKind::kFlat || plan.buffers[bound].role == BufferRole::kParamSharded) return false;
+  return dtype != of.param_dtype && !(evaluates && dtype == of.orig_dtype);
+}
+
+bool WrongValueOfGradient(const Plan& plan, UnitId unit, BufferId bound, BufferId grad) {
+  return plan.units[unit].layout == LayoutKind::kFlat &&
+         plan.buffers[bound].dtype != plan.buffers[grad].dtype;
+}
+
 bool WaitBeforeRecord(const Clocks& clocks, EventId event) { return !clocks.IsRecorded(event); }
 
 bool Deadlock(const Clocks& clocks, EventId event) { return clocks.IsStuck(event); }

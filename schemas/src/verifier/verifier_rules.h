@@ -73,6 +73,10 @@ std::vector<UnitId> SteadyStateOfUnits(const Snapshot& before, const Snapshot& a
 bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, CommunicatorId gathers);
 // The buffer that a unit's parameters are views of does not hold all of them, whole.
 bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound);
+// ... or holds a flat unit in another dtype than it computes in. `evaluates`: the model may be in evaluation.
+bool WrongValueOfDType(const Plan& plan, UnitId unit, BufferId bound, bool evaluates);
+// The gradient of a flat unit is made in another dtype than its parameters have.
+bool WrongValueOfGradient(const Plan& plan, UnitId unit, BufferId bound, BufferId grad);
 
 // ---- the model's compute: verifier_compute.cc ----
 
@@ -86,6 +90,12 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
 bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger);
 // A loss behind the backward of its forward.
 bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now);
+// Of the segments that compute with one parameter of the model, one that does not read the unit which has it:
+// `owner`, or if that is -1, the one that most of them read. -1: there is none, or several units have the
+// parameter.
+SegmentId ComputeOrderOfReads(const Plan& plan, const std::vector<SegmentId>& segments, UnitId owner);
+// A gradient of a unit that is gathered for the model, and that no forward of the micro-batch has read.
+bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step);
 // A segment of a forward runs while the host is in the forward of another unit.
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered);
 
@@ -97,6 +107,10 @@ std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient);
 bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter);
 // The optimizer has buffers of its own for the step, and none of them is alive. `alive`: of each.
 bool OptimizerStepWithoutMemory(const std::vector<char>& alive);
+// It has states of other units and none of the one that is stepped, of which the first rank has a piece that
+// trains. `states`: by unit.
+bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<BufferId>>& states,
+                                UnitId unit);
 // The buffers of the optimizer that nothing allocates.
 std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan);
 

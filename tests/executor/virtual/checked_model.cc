@@ -12,6 +12,21 @@ namespace shardplan::test {
 
 namespace {
 
+// Taken once, and used in every step from then on: nothing is left over.
+bool IsKept(const Plan& plan, BufferId buffer) {
+  bool is_used = false;
+  for (std::size_t s = static_cast<std::size_t>(plan.steady_step); s < plan.steps.size(); ++s) {
+    for (const Trigger& trigger : plan.steps[s].triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.src != buffer && i.dst != buffer) continue;
+        if (i.kind == InstructionKind::kAllocate || i.kind == InstructionKind::kFree) return false;
+        is_used = true;
+      }
+    }
+  }
+  return is_used;
+}
+
 bool IsOptimizersOwn(const Buffer& buffer) {
   return buffer.role == BufferRole::kOptimizerState || buffer.role == BufferRole::kOptimizerTemp;
 }
@@ -221,6 +236,9 @@ void CheckedModel::CheckOrder(const executor::ComputeCall& call) {
 }
 
 Status CheckedModel::Compute(const executor::ComputeCall& call) {
+  if (findings_.stops_at_failure && !findings_.failure.empty()) {
+    return MakeError(ErrorCode::kInternal, findings_.failure);
+  }
   const Segment& segment = plan_.segments[call.segment];
   CheckOrder(call);
   Work work;
@@ -342,7 +360,9 @@ Status CheckedModel::CheckEnd() {
   if (zero_grads_ > 0) Fail("the user's zero_grad does not happen");
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     if (plan_.buffers[b].role == BufferRole::kGradUnsharded) continue;  // allocated by the model
-    if (memory_.IsAlive(static_cast<BufferId>(b)) && alive_at_end_[b] == 0 && !runs_.buffers[b].persistent) {
+    const auto id = static_cast<BufferId>(b);
+    const bool may_live = alive_at_end_[b] != 0 || runs_.buffers[b].persistent || IsKept(runs_, id);
+    if (memory_.IsAlive(id) && !may_live) {
       Fail(fmt::format("{} is left over at the end", plan_.buffers[b].name));
     }
   }

@@ -21,6 +21,8 @@ namespace shardplan::test {
 struct Findings {
   std::string failure;          // the first wrong number; "": none
   std::set<std::string> stale;  // units whose parameters are read as they were before an optimizer step
+  // Nothing runs behind a failure. Not where ranks wait for each other.
+  bool stops_at_failure = false;
 };
 
 class CheckedModel final : public executor::Model {

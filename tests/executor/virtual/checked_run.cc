@@ -16,6 +16,7 @@ namespace shardplan::test {
 Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t seed,
                     const Plan* last_rank_plan) {
   Findings findings;
+  findings.stops_at_failure = true;
   const auto machine = executor::VirtualMachine::Create(plan, seed);
   std::vector<std::unique_ptr<VirtualNumbers>> memories;
   std::vector<std::unique_ptr<CheckedModel>> models;
@@ -49,6 +50,25 @@ std::set<std::string> StaleUnits(const Plan& plan) {
     if (remark.kind == RemarkKind::kStaleParameters) units.insert(plan.units[remark.unit].fqn);
   }
   return units;
+}
+
+bool HasNumbersOnDemand(const Plan& plan, const Trace& trace) {
+  if (trace.backwards.empty() || !trace.forwards.front().grad_enabled) return false;
+  std::vector<bool> has(trace.parameters.size(), false);
+  for (const TraceEvent& event : trace.backwards.front().events) {
+    if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) has[grad->parameter] = true;
+  }
+  return std::ranges::all_of(plan.units, [&](const Unit& unit) {
+    return std::ranges::all_of(unit.parameters, [&](const UnitParameter& own) {
+      const auto traced = std::ranges::find(trace.parameters, own.fqn, &Parameter::fqn);
+      return !own.requires_grad || traced == trace.parameters.end() || has[traced - trace.parameters.begin()];
+    });
+  });
+}
+
+std::int64_t OnDemandStepsWithNumbers(const Plan& program) {
+  const auto steps = std::ssize(program.steps);
+  return steps > 0 && program.steps.back().name == "keep" ? steps - 1 : steps;
 }
 
 std::string WhatIsWrong(const PlanCase& c, const std::set<std::string>& remarked, const Findings& findings) {

@@ -22,6 +22,13 @@ Findings RunChecked(const Plan& plan, ExpectedValues& expected, std::uint64_t se
 // step.
 std::set<std::string> StaleUnits(const Plan& plan);
 
+// Whether the model of numbers knows what `plan` does on demand. It takes gradients, and units that forwards
+// read, from the trace; on demand every parameter that trains gets a gradient, and every unit is read.
+bool HasNumbersOnDemand(const Plan& plan, const Trace& trace);
+// Steps of an on-demand program that it knows: all but the last where gradients are kept, as that those are
+// reduced without another backward is no call of any loop.
+std::int64_t OnDemandStepsWithNumbers(const Plan& program);
+
 // "" if what a run of the case's plan found is right: no failure, and stale parameters are read of the units
 // of which the verifier says so.
 std::string WhatIsWrong(const PlanCase& c, const std::set<std::string>& remarked, const Findings& findings);

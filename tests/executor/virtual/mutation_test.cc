@@ -45,9 +45,10 @@ TEST_P(PlanMutations, VerifierAndVirtualMachineAgree) {
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
   ASSERT_TRUE(planned) << ToString(planned.error());
   ExpectedValues expected(planned->plan, c.trace, c.steps);
+  const PlanJudge judge(planned->plan, expected, {}, kSeedsToFind, kSeedsToTrust);
   std::array<int, kMutationKinds> caught = {};
   for (const Mutation& mutation : MutationsOf(planned->plan)) {
-    const Judgement judgement = Judge(planned->plan, mutation, expected, {}, kSeedsToFind, kSeedsToTrust);
+    const Judgement judgement = judge.Judge(mutation);
     if (judgement.verdict == Verdict::kCaught) ++caught[static_cast<int>(mutation.kind)];
     EXPECT_TRUE(judgement.verdict != Verdict::kMissedByVirtual &&
                 judgement.verdict != Verdict::kMissedByVerifier)

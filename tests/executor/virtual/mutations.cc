@@ -47,15 +47,6 @@ std::optional<Violation> FirstNew(const std::vector<Violation>& before, const st
   return first;
 }
 
-// What the verifier says to the mutated plan (of the last rank alone) and did not say before.
-std::optional<Violation> Objection(const Plan& plan, const Plan& mutated, bool on_last_rank) {
-  if (!on_last_rank) return FirstNew(Verify(plan), Verify(mutated));
-  std::vector<Plan> ranks(static_cast<std::size_t>(plan.world_size), plan);
-  const std::vector<Violation> before = VerifyRanks(ranks);
-  ranks.back() = mutated;
-  return FirstNew(before, VerifyRanks(ranks));
-}
-
 // A wider dtype on the way of a parameter, or of a sum, rounds nothing away.
 bool PassesOn(const Plan& plan, const Buffer& before, DType now) {
   using enum BufferRole;
@@ -172,34 +163,47 @@ std::string Describe(const Plan& plan, const Mutation& m) {
                      Describe(plan, trigger, trigger.instructions[m.instruction]), Name(m.kind));
 }
 
-Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
-                const std::set<std::string>& stale, std::uint64_t seeds_to_find,
-                std::uint64_t seeds_to_trust) {
-  const bool on_last_rank = mutation.kind == MutationKind::kSwappedCollectives;
-  return JudgeMutated(plan, Mutated(plan, mutation), on_last_rank, expected, stale, seeds_to_find,
-                      seeds_to_trust);
+PlanJudge::PlanJudge(const Plan& plan, ExpectedValues& expected, std::set<std::string> stale,
+                     std::uint64_t seeds_to_find, std::uint64_t seeds_to_trust)
+    : plan_(plan),
+      expected_(expected),
+      stale_(std::move(stale)),
+      seeds_to_find_(seeds_to_find),
+      seeds_to_trust_(seeds_to_trust),
+      before_(Verify(plan)) {}
+
+// What the verifier says to the version (of the last rank alone) and did not say before.
+std::optional<Violation> PlanJudge::Objection(const Plan& version, bool on_last_rank) const {
+  if (!on_last_rank) return FirstNew(before_, Verify(version));
+  std::vector<Plan> ranks(static_cast<std::size_t>(plan_.world_size), plan_);
+  const std::vector<Violation> before = VerifyRanks(ranks);
+  ranks.back() = version;
+  return FirstNew(before, VerifyRanks(ranks));
 }
 
-Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank, ExpectedValues& expected,
-                       const std::set<std::string>& stale, std::uint64_t seeds_to_find,
-                       std::uint64_t seeds_to_trust) {
+std::string PlanJudge::Run(const Plan& version, bool on_last_rank, std::uint64_t seeds,
+                           std::uint64_t& tried) const {
+  std::string wrong = RoundedOtherwise(plan_, version);
+  while (tried < seeds && wrong.empty()) {
+    const std::uint64_t seed = ++tried;
+    const Findings findings =
+        on_last_rank ? RunChecked(plan_, expected_, seed, &version) : RunChecked(version, expected_, seed);
+    wrong = findings.failure;
+    for (const std::string& unit : findings.stale) {
+      if (wrong.empty() && !stale_.contains(unit)) wrong = "reads stale parameters of " + unit;
+    }
+  }
+  return wrong;
+}
+
+Judgement PlanJudge::JudgeVersion(const Plan& version, bool on_last_rank, std::uint64_t seeds_to_find) const {
   Judgement judgement;
-  const std::optional<Violation> objection = Objection(plan, mutated, on_last_rank);
+  const std::optional<Violation> objection = Objection(version, on_last_rank);
   if (objection) judgement.verifier = objection->message;
   const bool objects = objection.has_value();
   const bool of_document = objects && IsAboutTheDocument(objection->rule);
-  const std::uint64_t seeds =
-      of_document ? std::min<std::uint64_t>(seeds_to_find, 20) : (objects ? seeds_to_find : seeds_to_trust);
-  judgement.run = RoundedOtherwise(plan, mutated);
-  while (judgement.seeds < seeds && judgement.run.empty()) {
-    const std::uint64_t seed = ++judgement.seeds;
-    const Findings findings =
-        on_last_rank ? RunChecked(plan, expected, seed, &mutated) : RunChecked(mutated, expected, seed);
-    judgement.run = findings.failure;
-    for (const std::string& text : findings.stale) {
-      if (judgement.run.empty() && !stale.contains(text)) judgement.run = "reads stale parameters of " + text;
-    }
-  }
+  const std::uint64_t to_find = of_document ? std::min<std::uint64_t>(seeds_to_find, 20) : seeds_to_find;
+  judgement.run = Run(version, on_last_rank, objects ? to_find : seeds_to_trust_, judgement.seeds);
   const bool wrong = !judgement.run.empty();
   judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
                               : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
@@ -210,20 +214,24 @@ Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank,
   }
   // What nobody reads may still be written over what is somebody else's by then.
   const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
-  const Plan without = WithoutIdleWork(plan, unread_moves);
-  if (!Objection(without, WithoutIdleWork(mutated, unread_moves), on_last_rank)) {
+  const Plan without = WithoutIdleWork(plan_, unread_moves);
+  const PlanJudge idle(without, expected_, stale_, 0, 0);
+  if (!idle.Objection(WithoutIdleWork(version, unread_moves), on_last_rank)) {
     judgement.verdict = Verdict::kIdle;
   }
   return judgement;
 }
 
-Judgement JudgeField(const Plan& plan, const FieldMutation& mutation, ExpectedValues& expected,
-                     const std::set<std::string>& stale, std::uint64_t seeds_to_find,
-                     std::uint64_t seeds_to_trust) {
+Judgement PlanJudge::Judge(const Mutation& mutation) const {
+  const bool on_last_rank = mutation.kind == MutationKind::kSwappedCollectives;
+  return JudgeVersion(Mutated(plan_, mutation), on_last_rank, seeds_to_find_);
+}
+
+Judgement PlanJudge::Judge(const FieldMutation& mutation) const {
   // Whose answer is known needs few runs.
   const std::uint64_t seeds =
-      mutation.repeats || mutation.renames ? std::min<std::uint64_t>(seeds_to_find, 20) : seeds_to_find;
-  Judgement judgement = JudgeMutated(plan, mutation.plan, false, expected, stale, seeds, seeds_to_trust);
+      mutation.repeats || mutation.renames ? std::min<std::uint64_t>(seeds_to_find_, 20) : seeds_to_find_;
+  Judgement judgement = JudgeVersion(mutation.plan, false, seeds);
   if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
   if (mutation.repeats) judgement.verdict = Verdict::kIdle;
   if (mutation.renames) judgement.verdict = Verdict::kMisstated;

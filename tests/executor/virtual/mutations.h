@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/verifier.h"
 #include "tests/executor/virtual/expected_values.h"
 #include "tests/executor/virtual/field_mutations.h"
 
@@ -53,20 +55,32 @@ struct Judgement {
   std::string verifier, run;  // what each of them says
 };
 
-// `stale`: what runs of the plan itself find. Tries at most `seeds_to_find` orders of a mutation that the
-// verifier objects to, `seeds_to_trust` of one that it accepts.
-Judgement Judge(const Plan& plan, const Mutation& mutation, ExpectedValues& expected,
-                const std::set<std::string>& stale, std::uint64_t seeds_to_find,
-                std::uint64_t seeds_to_trust);
-// The same of any other version of the plan, on all ranks or on the last one alone.
-Judgement JudgeMutated(const Plan& plan, const Plan& mutated, bool on_last_rank, ExpectedValues& expected,
-                       const std::set<std::string>& stale, std::uint64_t seeds_to_find,
-                       std::uint64_t seeds_to_trust);
+// Judges changed versions of one plan, which the virtual machine runs right.
+class PlanJudge {
+ public:
+  // `plan` and `expected` outlive this. `stale`: what runs of the plan itself find. Tries at most
+  // `seeds_to_find` orders of a version that the verifier objects to, `seeds_to_trust` of one that it
+  // accepts.
+  PlanJudge(const Plan& plan, ExpectedValues& expected, std::set<std::string> stale,
+            std::uint64_t seeds_to_find, std::uint64_t seeds_to_trust);
 
-// Of a changed field. Work that is done again and changes nothing is idle; a buffer that says that it is for
-// something else, and is used as before, is misstated.
-Judgement JudgeField(const Plan& plan, const FieldMutation& mutation, ExpectedValues& expected,
-                     const std::set<std::string>& stale, std::uint64_t seeds_to_find,
-                     std::uint64_t seeds_to_trust);
+  Judgement Judge(const Mutation& mutation) const;
+  // Of a changed field. Work that is done again and changes nothing is idle; a buffer that says that it is
+  // for something else, and is used as before, is misstated.
+  Judgement Judge(const FieldMutation& mutation) const;
+
+ private:
+  // Any other version of the plan, on all ranks or on the last one alone.
+  Judgement JudgeVersion(const Plan& version, bool on_last_rank, std::uint64_t seeds_to_find) const;
+  std::optional<Violation> Objection(const Plan& version, bool on_last_rank) const;
+  // A wrong number that some order of execution gives, and how many orders were tried.
+  std::string Run(const Plan& version, bool on_last_rank, std::uint64_t seeds, std::uint64_t& tried) const;
+
+  const Plan& plan_;
+  ExpectedValues& expected_;
+  const std::set<std::string> stale_;
+  const std::uint64_t seeds_to_find_, seeds_to_trust_;
+  const std::vector<Violation> before_;  // what the plan itself breaks
+};
 
 }  // namespace shardplan::test

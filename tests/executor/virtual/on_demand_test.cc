@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
@@ -15,22 +18,24 @@ namespace shardplan::test {
 namespace {
 
 constexpr std::uint64_t kSeeds = 4;
-constexpr std::int64_t kSteps = 3;  // the first, one that reduces, one that keeps and reduces
 
-// The model of numbers takes gradients, and units that forwards read, from the trace; on demand every
-// parameter that trains gets one, and every unit is read.
-bool ReachesEverything(const Plan& plan, const Trace& trace) {
-  std::vector<bool> has(trace.parameters.size(), false);
-  for (const TraceEvent& event : trace.backwards.front().events) {
-    if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) has[grad->parameter] = true;
+// The procedures that no step of the program calls.
+std::set<std::string> NotCalled(const Plan& plan, const OnDemandProgram& program) {
+  std::vector<bool> called(plan.procedures.size(), false);
+  for (const auto& step : program.origins) {
+    for (const auto& trigger : step) {
+      for (const OnDemandOrigin& origin : trigger) {
+        if (origin.procedure >= 0) called[static_cast<std::size_t>(origin.procedure)] = true;
+      }
+    }
   }
-  const bool all = std::ranges::all_of(plan.units, [&](const Unit& unit) {
-    return std::ranges::all_of(unit.parameters, [&](const UnitParameter& own) {
-      const auto traced = std::ranges::find(trace.parameters, own.fqn, &Parameter::fqn);
-      return !own.requires_grad || traced == trace.parameters.end() || has[traced - trace.parameters.begin()];
-    });
-  });
-  return all && trace.forwards.front().grad_enabled;
+  std::set<std::string> missing;
+  for (std::size_t p = 0; p < called.size(); ++p) {
+    const Procedure& procedure = plan.procedures[p];
+    if (called[p] || procedure.instructions.empty()) continue;
+    missing.insert(std::string(Name(procedure.kind)) + " of " + plan.units[procedure.unit].fqn);
+  }
+  return missing;
 }
 
 void Check(const PlanCase& c) {
@@ -38,11 +43,11 @@ void Check(const PlanCase& c) {
   if (!planned) return;
   const Plan& plan = planned->plan;
   EXPECT_FALSE(plan.procedures.empty());
-  if (!planned->faults.empty() || c.trace.backwards.empty() || !ReachesEverything(plan, c.trace)) return;
+  if (!planned->faults.empty() || !HasNumbersOnDemand(plan, c.trace)) return;
   const OnDemandProgram program = OnDemandProgramOf(plan);
-  ASSERT_TRUE(Verify(program.plan).empty());
-  const std::int64_t steps = std::min<std::int64_t>(kSteps, std::ssize(program.plan.steps));
-  ExpectedValues expected(program.plan, c.trace, steps);
+  EXPECT_EQ(NotCalled(plan, program), std::set<std::string>()) << c.name;
+  ASSERT_TRUE(Verify(program.plan).empty()) << c.name;
+  ExpectedValues expected(program.plan, c.trace, OnDemandStepsWithNumbers(program.plan));
   for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
     ASSERT_EQ(RunChecked(program.plan, expected, seed).failure, "") << c.name << ", seed " << seed;
   }

@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/on_demand.h"
 #include "shardplan/schemas/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
+#include "tests/executor/virtual/edits.h"
 #include "tests/executor/virtual/field_mutations.h"
 #include "tests/executor/virtual/mutations.h"
 #include "tests/executor/virtual/plan_cases.h"
@@ -31,6 +33,9 @@ struct Options {
   bool mutations = false;
   std::uint64_t fields = 0;  // every so many-th mutation of a field; 0: none
   std::uint64_t offset = 0;
+  std::uint64_t edits = 0;  // random pairs of edits of every plan
+  std::uint64_t first_edit = 0;
+  bool on_demand = false;  // not the steps, but what the procedures do
   std::uint64_t seeds_to_find = 2000;
   std::uint64_t seeds_to_trust = 20;
 };
@@ -48,9 +53,9 @@ void RunMutations(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
   const std::vector<Mutation> mutations = MutationsOf(plan);
   std::array<std::uint64_t, kVerdicts> counts = {};
   std::uint64_t most_seeds = 0, all_seeds = 0;
+  const PlanJudge judge(plan, expected, stale, options.seeds_to_find, options.seeds_to_trust);
   for (const Mutation& mutation : mutations) {
-    const Judgement judgement =
-        Judge(plan, mutation, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    const Judgement judgement = judge.Judge(mutation);
     ++counts[static_cast<int>(judgement.verdict)];
     ++totals.verdicts[static_cast<int>(mutation.kind)][static_cast<int>(judgement.verdict)];
     if (judgement.verdict == Verdict::kCaught) {
@@ -75,19 +80,41 @@ void RunFields(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
                const std::set<std::string>& stale, const Options& options, Totals& totals) {
   const auto begin = Clock::now();
   std::array<std::uint64_t, kVerdicts> counts = {};
+  const PlanJudge judge(plan, expected, stale, options.seeds_to_find, options.seeds_to_trust);
   ForEachFieldMutation(plan, options.offset % options.fields, options.fields, [&](const FieldMutation& m) {
-    const Judgement judgement =
-        JudgeField(plan, m, expected, stale, options.seeds_to_find, options.seeds_to_trust);
+    const Judgement judgement = judge.Judge(m);
     const auto verdict = static_cast<std::size_t>(judgement.verdict);
     ++counts[verdict];
     ++totals.fields[m.kind][verdict];
     if (judgement.verdict != Verdict::kMissedByVirtual && judgement.verdict != Verdict::kMissedByVerifier)
       return;
     ++totals.disagreements;
-    fmt::print("  disagreement: {}\n    verifier: {}\n    run: {}\n", m.what, judgement.verifier,
+    fmt::print("  disagreement: {}: {}\n    verifier: {}\n    run: {}\n", c.name, m.what, judgement.verifier,
                judgement.run);
+    std::fflush(stdout);
   });
   fmt::print("  {}: fields in {:.1f} s: {}\n", c.name, Since(begin), fmt::join(counts, " "));
+}
+
+// Whether pairs that the verifier refuses go wrong is not asked in many orders.
+void RunEdits(const PlanCase& c, const Plan& plan, ExpectedValues& expected,
+              const std::set<std::string>& stale, const Options& options, Totals& totals) {
+  const auto begin = Clock::now();
+  std::array<std::uint64_t, kVerdicts> counts = {};
+  const PlanJudge judge(plan, expected, stale, 1, options.seeds_to_trust);
+  for (std::uint64_t seed = options.first_edit; seed < options.first_edit + options.edits; ++seed) {
+    const FieldMutation edited = RandomEdits(plan, seed, 2);
+    if (edited.plan == plan) continue;
+    const Judgement judgement = judge.Judge(edited);
+    const auto verdict = static_cast<std::size_t>(judgement.verdict);
+    ++counts[verdict];
+    ++totals.fields[edited.kind][verdict];
+    if (judgement.verdict != Verdict::kMissedByVerifier) continue;
+    ++totals.disagreements;
+    fmt::print("  disagreement: {}, seed {}: {}\n    run: {}\n", c.name, seed, edited.what, judgement.run);
+    std::fflush(stdout);
+  }
+  fmt::print("  {}: edits in {:.1f} s: {}\n", c.name, Since(begin), fmt::join(counts, " "));
 }
 
 void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
@@ -100,9 +127,15 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
     ++totals.refused;
     return;
   }
-  const Plan& plan = planned->plan;
+  if (options.on_demand && !HasNumbersOnDemand(planned->plan, c.trace)) {
+    ++totals.refused;
+    return;
+  }
+  const Plan plan = options.on_demand ? OnDemandProgramOf(planned->plan).plan : planned->plan;
   const std::vector<Violation> violations = Verify(plan);
-  ExpectedValues expected(plan, c.trace, std::max<std::int64_t>(c.steps, std::ssize(plan.steps) + 1));
+  const std::int64_t steps = options.on_demand ? OnDemandStepsWithNumbers(plan)
+                                               : std::max<std::int64_t>(c.steps, std::ssize(plan.steps) + 1);
+  ExpectedValues expected(plan, c.trace, steps);
   std::string failure;
   std::set<std::string> stale;
   std::uint64_t seed = 0;
@@ -118,7 +151,7 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
   totals.runs += seed;
   totals.right += failure.empty() ? 1 : 0;
   totals.faulty += !failure.empty() && !violations.empty() ? 1 : 0;
-  fmt::print("{}: {} ranks, {} steps, {} seeds in {:.2f} s: {}\n", c.name, plan.world_size, c.steps, seed,
+  fmt::print("{}: {} ranks, {} steps, {} seeds in {:.2f} s: {}\n", c.name, plan.world_size, steps, seed,
              Since(begin), failure.empty() ? "right" : failure);
   for (const std::string& unit : stale)
     fmt::print("  stale parameters: {}\n", unit.empty() ? "(root)" : unit);
@@ -126,8 +159,30 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
     fmt::print("  verifier: {}: {}\n", Name(violation.rule), violation.message);
   }
   if (options.fields > 0 && failure.empty()) RunFields(c, plan, expected, stale, options, totals);
+  if (options.edits > 0 && failure.empty()) RunEdits(c, plan, expected, stale, options, totals);
   if (options.mutations && failure.empty()) RunMutations(c, plan, expected, stale, options, totals);
   std::fflush(stdout);
+}
+
+void PrintFields(const Totals& totals) {
+  fmt::print(
+      "changes: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated\n");
+  std::array<std::uint64_t, kVerdicts> all = {};
+  std::map<std::string, std::array<std::uint64_t, kVerdicts>> by_change;  // whatever is changed
+  for (const auto& [kind, v] : totals.fields) {
+    fmt::print("  {}: {}\n", kind, fmt::join(v, " "));
+    const std::string change =
+        (kind.starts_with("buffer") ? "buffer: " : "") + kind.substr(kind.find(": ") + 2);
+    for (int k = 0; k < kVerdicts; ++k) {
+      all[k] += v[k];
+      by_change[change][k] += v[k];
+    }
+  }
+  fmt::print("by change: refused, harmless, wrong\n");
+  for (const auto& [change, v] : by_change) {
+    fmt::print("  {}: {} {} {}\n", change, v[0] + v[2] + v[4] + v[5], v[1], v[3]);
+  }
+  fmt::print("all: {}\n", fmt::join(all, " "));
 }
 
 }  // namespace
@@ -143,6 +198,9 @@ int main(int argc, char** argv) {
   app.add_flag("--mutations", options.mutations, "break every plan in every way");
   app.add_option("--fields", options.fields, "change every so many-th field of every plan");
   app.add_option("--offset", options.offset, "... from this one");
+  app.add_flag("--on-demand", options.on_demand, "what the procedures do, not the steps");
+  app.add_option("--edits", options.edits, "random pairs of edits of every plan");
+  app.add_option("--first-edit", options.first_edit, "... from this seed");
   app.add_option("--seeds-to-find", options.seeds_to_find,
                  "at most, for a mutation that the verifier objects to");
   app.add_option("--seeds-to-trust", options.seeds_to_trust, "for a mutation that the verifier accepts");
@@ -155,15 +213,14 @@ int main(int argc, char** argv) {
   for (std::uint32_t seed = 0; seed < options.random; ++seed) RunCase(RandomCase(seed), options, totals);
   fmt::print("{} cases: {} right, {} wrong as the verifier says, {} refused; {} runs in {:.0f} s\n",
              totals.cases, totals.right, totals.faulty, totals.refused, totals.runs, Since(begin));
-  if (options.fields > 0) {
-    fmt::print(
-        "by field: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated\n");
+  if (options.fields > 0) PrintFields(totals);
+  if (options.edits > 0) {
     std::array<std::uint64_t, kVerdicts> all = {};
     for (const auto& [kind, v] : totals.fields) {
-      fmt::print("  {}: {}\n", kind, fmt::join(v, " "));
       for (int k = 0; k < kVerdicts; ++k) all[k] += v[k];
     }
-    fmt::print("  all: {}\n", fmt::join(all, " "));
+    fmt::print("pairs of edits: {} refused, {} accepted and right, {} accepted and wrong\n",
+               all[0] + all[2] + all[4] + all[5], all[1], all[3]);
   }
   const bool good =
       totals.disagreements == 0 && totals.right + totals.faulty + totals.refused == totals.cases;

@@ -26,9 +26,9 @@ struct OnDemandProgram {
 // A plan with the tables of `plan` and steps in which everything is done on demand, one unit at a time: each
 // is gathered where it is entered, forward and backward, and freed where it is left; each step gets its
 // gradients in another way (reduced at once; kept for two micro-batches and reduced with the third's; kept
-// and reduced alone), then the optimizer steps. So every procedure is called in every state of its unit that
-// it may be called in: what holds of this program holds of the procedures. reduce_partial, whose state only a
-// step can make, is not in it.
+// and reduced alone; of HSDP reduced over the shards by what the steps issue, once or for two micro-batches,
+// and then over the replicas), then the optimizer steps. So every procedure is called in every state of its
+// unit that it may be called in: what holds of this program holds of the procedures.
 //
 // Of a plan without procedures: no steps.
 OnDemandProgram OnDemandProgramOf(const Plan& plan);

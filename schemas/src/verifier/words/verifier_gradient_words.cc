@@ -121,6 +121,13 @@ void Words::SteppedWithout(BufferId own, UnitId unit, Position at) {
                 {"at: " + Describe(at)});
 }
 
+void Words::SteppedWithoutStates(UnitId unit, Position at) {
+  reporter_.Add(Rule::kOptimizerStep, at, unit,
+                fmt::format("{} steps {}, which has no {}: other units have one", Instruction(at),
+                            reporter_.UnitName(unit), Name(BufferRole::kOptimizerState)),
+                {"at: " + Describe(at)});
+}
+
 void Words::NeverAllocated(BufferId own) {
   reporter_.Add(Rule::kOptimizerStep, {}, own, fmt::format("nothing allocates {}", Buffer(own)));
 }

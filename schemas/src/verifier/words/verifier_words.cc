@@ -133,6 +133,22 @@ void Words::ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound
                 {"bound: " + Describe(bound_at), "read: " + Describe(at)});
 }
 
+void Words::ReadsInOtherDType(UnitId unit, BufferId bound, Position bound_at, Position at) {
+  reporter_.Add(Rule::kWrongValue, at, unit,
+                fmt::format("{} reads {} in {}, which is {}: the unit computes in {}", Instruction(at),
+                            reporter_.UnitName(unit), Buffer(bound), Name(plan_.buffers[bound].dtype),
+                            Name(plan_.units[unit].param_dtype)),
+                {"bound: " + Describe(bound_at), "read: " + Describe(at)});
+}
+
+void Words::GradientInOtherDType(UnitId unit, BufferId grad, BufferId bound, Position at) {
+  reporter_.Add(Rule::kWrongValue, at, unit,
+                fmt::format("{} makes gradients of {} in {}, which is {}: its parameters are {}",
+                            Instruction(at), reporter_.UnitName(unit), Buffer(grad),
+                            Name(plan_.buffers[grad].dtype), Name(plan_.buffers[bound].dtype)),
+                {"at: " + Describe(at)});
+}
+
 // ---- waits ----
 
 void Words::WaitedForNothing(EventId event, Position at) {

@@ -37,6 +37,8 @@ class Words {
   // The pieces in `buffer` are cut over the ranks of `cut`, and the all-gather is not over those.
   void GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at);
   void ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at);
+  void ReadsInOtherDType(UnitId unit, BufferId bound, Position bound_at, Position at);
+  void GradientInOtherDType(UnitId unit, BufferId grad, BufferId bound, Position at);
 
   // ---- waits ----
   void WaitedForNothing(EventId event, Position at);
@@ -63,6 +65,7 @@ class Words {
   void AddedToUnlike(const Gradient& gradient, BufferId dst, Position at);
   void NotReduced(const Gradient& gradient, MissingReduction missing, BufferId buffer, Position at);
   void SteppedWithout(BufferId own, UnitId unit, Position at);
+  void SteppedWithoutStates(UnitId unit, Position at);
   void NeverAllocated(BufferId own);
   void SteppedOutOfReach(BufferId shard, bool on_host, Position at);
   void StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at);

@@ -1,0 +1,24 @@
+// How the steps of a plan come to a partial_reduce_output: HSDP's gradients that are reduced over the shards
+// and not yet over the replicas.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::internal {
+
+// What a step issues behind a backward of the unit, without what orders its streams.
+struct PartialReduction {
+  BufferId partial = -1;
+  std::vector<std::int32_t> parameters;  // whose gradients are in it
+  std::vector<Instruction> first;        // unsharded gradients -> the partial_reduce_output
+  std::vector<Instruction> again;        // ... added to what is there; empty: no step does that
+};
+
+// One for each unit that has a procedure reduce_partial and whose steps make what it reduces, of `unit`'s
+// gradients as the model makes them; empty otherwise.
+std::vector<PartialReduction> PartialReductionsOf(const Plan& plan);
+
+}  // namespace shardplan::internal
