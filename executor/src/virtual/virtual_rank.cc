@@ -172,7 +172,8 @@ Status VirtualRank::MakeAlias(CopyId id) {
     places[run.dst_part] = owner.parts->places[run.src_part];
     places[run.dst_part].offset += run.src_offset * SizeBytes(copy.src_dtype);
   }
-  const bool holds_all = std::ranges::all_of(places, [](const Place& place) { return place.block != nullptr; });
+  const bool holds_all =
+      std::ranges::all_of(places, [](const Place& place) { return place.block != nullptr; });
   if (!holds_all) {
     return MakeError(ErrorCode::kBadInput,
                      fmt::format("{} has parts that are not in {}", NameOf(copy.dst), NameOf(copy.src)));

@@ -250,7 +250,7 @@ class Writer {
     for (std::size_t m = 0; m < microbatches.size(); ++m) {
       const auto microbatch = static_cast<std::int32_t>(m);
       const bool last = m + 1 == microbatches.size();
-      if (microbatches.size() > 1 && (m == 0 || last)) reduces(last);
+      if ((partial || microbatches.size() > 1) && (m == 0 || last)) reduces(last);
       program.emplace_back(ForwardCall{.microbatch = microbatch});
       if (microbatches[m] == ProcedureKind::kReduceKept) continue;
       program.emplace_back(BackwardCall{.microbatches = {microbatch}});

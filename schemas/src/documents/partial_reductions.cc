@@ -11,46 +11,57 @@ namespace {
 
 using enum InstructionKind;
 
-bool Names(const Plan& plan, BufferId buffer) { return buffer >= 0 && buffer < std::ssize(plan.buffers); }
+bool IsInPlan(const Plan& plan, BufferId buffer) { return buffer >= 0 && buffer < std::ssize(plan.buffers); }
 
-bool Holds(const std::vector<BufferId>& buffers, BufferId buffer) {
+bool IsAmong(const std::vector<BufferId>& buffers, BufferId buffer) {
   return buffer >= 0 && std::ranges::find(buffers, buffer) != buffers.end();
 }
 
 // The instructions of a trigger that bring gradients to `last`, in order: backwards from it, whatever fills
-// what they read. Without frees and what orders streams; empty where not all of it begins in the trigger,
-// with gradients as the model has just made them.
+// what they read. Without what orders streams and what takes and frees memory; empty where not all of it
+// begins in the trigger, with gradients as the model has just made them.
 std::vector<Instruction> ChainTo(const Plan& plan, const Trigger& trigger, std::size_t last) {
   std::vector<BufferId> wanted = {trigger.instructions[last].src, trigger.instructions[last].dst};
   std::vector<BufferId> made;
   std::vector<Instruction> chain;
   for (std::size_t k = last + 1; k-- > 0;) {
     const Instruction& i = trigger.instructions[k];
-    const bool orders = i.kind == kFree || i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
-    if (orders || (!Holds(wanted, i.dst) && !(i.kind == kGradScale && Holds(wanted, i.src)))) continue;
-    if (i.kind == kAllocate) made.push_back(i.dst);
-    if (Names(plan, i.src) && !Holds(wanted, i.src)) wanted.push_back(i.src);
+    const bool orders =
+        i.kind == kAllocate || i.kind == kFree || i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
+    if (orders || (!IsAmong(wanted, i.dst) && !(i.kind == kGradScale && IsAmong(wanted, i.src)))) continue;
+    if (i.kind != kGradScale) made.push_back(i.dst);
+    if (IsInPlan(plan, i.src) && !IsAmong(wanted, i.src)) wanted.push_back(i.src);
     chain.push_back(i);
   }
   std::ranges::reverse(chain);
   const BufferId target = trigger.instructions[last].dst;
   const bool begins = std::ranges::all_of(wanted, [&](BufferId buffer) {
-    return buffer == target || Holds(made, buffer) || plan.buffers[buffer].role == BufferRole::kGradUnsharded;
+    return buffer == target || IsAmong(made, buffer) ||
+           plan.buffers[buffer].role == BufferRole::kGradUnsharded;
   });
   return begins ? chain : std::vector<Instruction>();
 }
 
-// On the compute stream, and with nothing left but `target`.
-std::vector<Instruction> InOneStream(const Plan& plan, std::vector<Instruction> chain, BufferId target) {
-  std::vector<BufferId> left;
-  for (Instruction& i : chain) {
-    i.stream = 0;
+// On the compute stream, in memory of its own; nothing is left but `target`, which `is_new` or was there.
+std::vector<Instruction> InOneStream(const Plan& plan, const std::vector<Instruction>& chain, BufferId target,
+                                     bool is_new) {
+  std::vector<BufferId> used;
+  for (const Instruction& i : chain) {
     for (const BufferId buffer : {i.src, i.dst}) {
-      if (Names(plan, buffer) && buffer != target && !Holds(left, buffer)) left.push_back(buffer);
+      if (IsInPlan(plan, buffer) && !IsAmong(used, buffer)) used.push_back(buffer);
     }
   }
-  for (const BufferId buffer : left) chain.push_back({.kind = kFree, .stream = 0, .src = buffer});
-  return chain;
+  std::vector<Instruction> alone;
+  for (const BufferId buffer : used) {
+    const bool made_by_model = plan.buffers[buffer].role == BufferRole::kGradUnsharded;
+    if (made_by_model || (buffer == target && !is_new)) continue;
+    alone.push_back({.kind = kAllocate, .stream = 0, .dst = buffer});
+  }
+  for (const Instruction& i : chain) alone.emplace_back(i).stream = 0;
+  for (const BufferId buffer : used) {
+    if (buffer != target) alone.push_back({.kind = kFree, .stream = -1, .src = buffer});
+  }
+  return alone;
 }
 
 // Of the first place in the steps that fills, or adds to, the partial_reduce_output.
@@ -60,7 +71,8 @@ std::vector<Instruction> ChainInSteps(const Plan& plan, BufferId partial, bool a
       for (std::size_t k = 0; k < trigger.instructions.size(); ++k) {
         const Instruction& i = trigger.instructions[k];
         const bool fills = i.kind == kReduceScatter || i.kind == kGradCopyIn;
-        if (i.dst != partial || !Names(plan, i.src) || !(adds ? i.kind == kGradAccumulate : fills)) continue;
+        if (i.dst != partial || !IsInPlan(plan, i.src) || !(adds ? i.kind == kGradAccumulate : fills))
+          continue;
         std::size_t last = k;
         const std::vector<Instruction>& all = trigger.instructions;
         while (last + 1 < all.size() && all[last + 1].kind == kGradScale && all[last + 1].src == partial) {
@@ -70,7 +82,7 @@ std::vector<Instruction> ChainInSteps(const Plan& plan, BufferId partial, bool a
         if (chain.empty()) continue;
         chain.insert(chain.end(), all.begin() + static_cast<std::ptrdiff_t>(k) + 1,
                      all.begin() + static_cast<std::ptrdiff_t>(last) + 1);
-        return InOneStream(plan, std::move(chain), partial);
+        return InOneStream(plan, chain, partial, !adds);
       }
     }
   }
@@ -84,7 +96,7 @@ std::vector<PartialReduction> PartialReductionsOf(const Plan& plan) {
   for (const Procedure& procedure : plan.procedures) {
     if (procedure.kind != ProcedureKind::kReducePartial) continue;
     const auto found = std::ranges::find_if(procedure.instructions, [&](const Instruction& i) {
-      return Names(plan, i.src) && plan.buffers[i.src].role == BufferRole::kPartialReduceOutput &&
+      return IsInPlan(plan, i.src) && plan.buffers[i.src].role == BufferRole::kPartialReduceOutput &&
              plan.buffers[i.src].unit == procedure.unit;
     });
     if (found == procedure.instructions.end()) continue;
