@@ -12,10 +12,16 @@ namespace {
 
 constexpr std::size_t kWindow = std::size_t{1} << 18;
 
+// A pipe is not opened: its writer would see a reader that goes at once.
+int OpenFile(const std::string& path) {
+  struct stat status = {};
+  if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return -1;
+  return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+}
+
 }  // namespace
 
-FileBytes::FileBytes(const std::string& path)
-    : descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)) {
+FileBytes::FileBytes(const std::string& path) : descriptor_(OpenFile(path)) {
   struct stat status = {};
   if (descriptor_ < 0 || ::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) return;
   size_ = static_cast<std::size_t>(status.st_size);

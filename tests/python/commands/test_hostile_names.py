@@ -206,9 +206,8 @@ def test_names_of_files_and_flags(command, tmp_path):
         for words in ((command, f"{name}.json", *([f"{name}.json"] if command == "diff" else [])), (command, f"--{name}")):
             if command in ("run", "trace", "conformance") and words[1].startswith("--") and name != HOSTILE["lines"]:
                 continue  # Python starts slowly
-            if command == "trace" and name != HOSTILE["lines"]:
-                continue
-            done = subprocess.run([program(), *words], capture_output=True, cwd=tmp_path, timeout=60, check=False, env=environment())
+            start = python(TRACER) if command == "trace" else [program(), command]
+            done = subprocess.run([*start, *words[1:]], capture_output=True, cwd=tmp_path, timeout=60, check=False, env=environment())
             assert done.returncode in (2, 3), (words, done.returncode, done.stderr)
             for text in (done.stdout.decode(), done.stderr.decode()):
                 assert not HIDDEN.search(text), (words, text)

@@ -53,12 +53,16 @@ import json, types
 import shardplan.tracer
 from shardplan import command
 from shardplan.tracer import cli
+from shardplan.tracer.errors import TracerError
 class Options(types.SimpleNamespace):
     pass
 def trace_source(source, options, progress):
     print("what a model prints")
-    with open(source) as file:
-        return json.load(file)
+    try:
+        with open(source) as file:
+            return json.load(file)
+    except OSError as error:
+        raise TracerError(f"cannot read {source}") from error
 shardplan.tracer.session = types.SimpleNamespace(Options=Options, trace_source=trace_source)
 sys.modules["shardplan.tracer.session"] = shardplan.tracer.session
 command.run("shardplan trace", cli.main)
