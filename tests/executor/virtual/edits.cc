@@ -76,7 +76,7 @@ class Editor {
     const Instruction found = plan().steps[spot.step].triggers[spot.trigger].instructions[spot.instruction];
     for (std::size_t s = 0; s < plan().steps.size(); ++s) {
       for (std::size_t t = 0; t < plan().steps[s].triggers.size(); ++t) {
-        std::vector<Instruction>& all = plan().steps[s].triggers[t].instructions;
+        std::vector<Instruction>& all = plan().steps[s].triggers[t].instructions.Edit();
         for (std::size_t k = all.size(); k-- > 0;) {
           const bool is_it = s == spot.step && t == spot.trigger && k == spot.instruction;
           if (is_it || (everywhere && all[k] == found)) change(all, k);
@@ -174,7 +174,7 @@ class Editor {
       case 5:
         if (found.kind != kCompute) return {};
         how = "microbatch";
-        return Set(&Instruction::microbatch, static_cast<std::int32_t>(Below(3)));
+        return Set(&Instruction::microbatch_offset, static_cast<std::int32_t>(Below(3)));
       case 6:
         if (found.kind != kCompute) return {};
         how = "segment";
@@ -297,7 +297,7 @@ class Editor {
     for (std::size_t s = 0; s < plan().steps.size(); ++s) {
       if (only_here && s != step) continue;
       for (Trigger& trigger : plan().steps[s].triggers) {
-        for (Instruction& i : trigger.instructions) {
+        for (Instruction& i : trigger.instructions.Edit()) {
           if (i.stream == a || i.stream == b) i.stream = i.stream == a ? b : a;
         }
       }

@@ -167,7 +167,7 @@ TEST_F(Tables, PersistentMemoryForWholeParametersIsEmptyAtFirst) {
   const auto names = [&](BufferId id, BufferRole role) { return id >= 0 && plan.buffers[id].role == role; };
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
-      std::erase_if(trigger.instructions, [&](const Instruction& i) {
+      std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) {
         return names(i.dst, BufferRole::kAllGatherOutput) || names(i.src, BufferRole::kAllGatherOutput) ||
                names(i.dst, BufferRole::kParamUnsharded) ||
                (i.kind == InstructionKind::kFree && names(i.src, BufferRole::kParamUnsharded));
@@ -189,7 +189,7 @@ TEST_F(Tables, AShardedUnitThatNothingGathersIsNotRead) {
   }
   for (PlanStep& step : plan.steps) {
     for (Trigger& trigger : step.triggers) {
-      std::erase_if(trigger.instructions, [&](const Instruction& i) {
+      std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) {
         return gone.contains(i.src) || gone.contains(i.dst) || i.kind == InstructionKind::kBindSharded;
       });
     }
@@ -220,7 +220,7 @@ TEST_F(Tables, TheOptimizerAloneWritesAShard) {
   Instruction back = test::InstructionAt(plan, spot);
   std::swap(back.src, back.dst);
   back.kind = InstructionKind::kCopyToDevice;
-  std::vector<Instruction>& all = plan.steps[spot.step].triggers[spot.trigger].instructions;
+  std::vector<Instruction>& all = plan.steps[spot.step].triggers[spot.trigger].instructions.Edit();
   all.insert(all.begin() + spot.instruction + 1, back);
   EXPECT_THAT(RulesOf(plan), Contains("layout"));
 }
