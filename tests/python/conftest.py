@@ -14,6 +14,15 @@ def build_folder() -> pathlib.Path:
     return pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
 
 
+def on_device(command: list[str], mode: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a command on the device in software (docs/device.md)."""
+    library = build_folder() / "tests" / "device" / "libshardplan_device.so"
+    if not library.exists():
+        pytest.skip(f"{library} is not built: torch has no CUDA, or the build has sanitizers")
+    own = {**os.environ, "LD_PRELOAD": str(library), "SHARDPLAN_DEVICE_MODE": mode, **environment}
+    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=300)
+
+
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:
     return ROOT

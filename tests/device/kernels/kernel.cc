@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "tests/device/kernels/on_host.h"
+#include "tests/device/kernels/special.h"
 #include "tests/device/runtime/software_device.h"
 
 namespace shardplan::softdevice {
@@ -170,6 +171,7 @@ class Call {
                                NumbersFor(schema(), arguments_, device_));
     Queue(device_, schema().name(),
           [op = op_, stack = std::move(stack), targets = Targets(results)]() mutable {
+            AdaptToHost(op, stack);
             CallPlainly(op, stack);
             CopyResults(stack, targets);
           });
@@ -191,6 +193,7 @@ class Call {
       outs.emplace_back(arguments_[i].toTensor(), stack[i].toTensor().clone());
       stack[i] = outs.back().second;
     }
+    AdaptToHost(op_, stack);
     CallPlainly(op_, stack);
     for (const auto& [device_tensor, host_tensor] : outs) SetShape(device_tensor, host_tensor);
     c10::Stack results = Results(stack);

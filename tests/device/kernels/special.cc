@@ -1,5 +1,6 @@
 #include "tests/device/kernels/special.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty_like.h>
@@ -10,6 +11,17 @@
 #include "tests/device/kernels/on_host.h"
 
 namespace shardplan::softdevice {
+
+// CUDA keeps a layer norm's statistics in float; the host in the input's dtype, unless the weight has
+// another.
+void AdaptToHost(const c10::OperatorHandle& op, c10::Stack& stack) {
+  if (op.schema().name() != "aten::native_layer_norm_backward") return;
+  const at::ScalarType input = stack[1].toTensor().scalar_type();
+  const bool mixed =
+      stack[5].isTensor() && stack[5].toTensor().defined() && stack[5].toTensor().scalar_type() != input;
+  const at::ScalarType statistics = mixed ? at::toOpMathType(input) : input;
+  for (const std::size_t i : {3, 4}) stack[i] = stack[i].toTensor().to(statistics);
+}
 
 // Between host and device, and between devices, torch's own copy calls the runtime.
 void Copy(const c10::OperatorHandle& op, c10::Stack* stack) {

@@ -5,6 +5,9 @@
 
 namespace shardplan::softdevice {
 
+// Arguments as the host's kernel takes them, where it differs from CUDA's.
+void AdaptToHost(const c10::OperatorHandle& op, c10::Stack& stack);
+
 void Copy(const c10::OperatorHandle& op, c10::Stack* stack);
 void ForeachCopy(const c10::OperatorHandle& op, c10::Stack* stack);
 void NativeDropout(const c10::OperatorHandle& op, c10::Stack* stack);

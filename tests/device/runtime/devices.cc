@@ -152,13 +152,13 @@ cudaError_t cudaGetDeviceCount(int* count) {
 
 cudaError_t cudaGetDevice(int* device) {
   *device = current_device;
-  return Answer(cudaSuccess);
+  return cudaSuccess;  // guards ask and set it in destructors, on a broken device, too
 }
 
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= TheSettings().devices) return Answer(cudaErrorInvalidDevice);
   current_device = device;
-  return Answer(cudaSuccess);
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {

@@ -71,6 +71,8 @@ class FlatUnit:
         self.is_first = apart is None or apart.rank() == 0  # of the ranks that FSDP1 gives the unit
         numel = self.unit.flat_numel // self.ranks
         self.shard = flatten(self.unit, self.parameters)[self.index * numel : (self.index + 1) * numel].clone()
+        if plan.shards_on_host(unit_id) and self.shard.device.type != "cpu":
+            self.shard = self.shard.cpu().pin_memory()
         self.visible: list[nn.Parameter] = []
         self.module: nn.Module | None = None
         self.mesh: DeviceMesh | None = None  # the plan's
@@ -80,6 +82,11 @@ class FlatUnit:
         """The shard is what `runtime` gathers from now on."""
         self.runtime = runtime
         runtime.set_flat_shard(self.id, self.shard)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered; the shard may be in host memory."""
+        return self.runtime.unsharded_view(self.id, 0).device if self.parameters else self.shard.device
 
     @property
     def trains(self) -> bool:

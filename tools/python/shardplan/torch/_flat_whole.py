@@ -16,10 +16,11 @@ from ._flat import FLAT_NAME, FlatUnit
 def gather(flat: FlatUnit) -> torch.Tensor:
     """The flat parameter in the dtype that it has between steps: 1-D, its padding included. Collective."""
     flat.write_back()
-    whole = flat.shard.new_empty(flat.ranks * flat.shard.numel())
+    shard = flat.shard.to(flat.device)
+    whole = shard.new_empty(flat.ranks * shard.numel())
     if flat.ranks == 1:
-        return whole.copy_(flat.shard)
-    dist.all_gather_into_tensor(whole, flat.shard, group=flat.group)
+        return whole.copy_(shard)
+    dist.all_gather_into_tensor(whole, shard, group=flat.group)
     return whole
 
 
@@ -59,11 +60,11 @@ def _hide_flat(flat: FlatUnit) -> None:
 def _gather_gradient(flat: FlatUnit) -> torch.Tensor | None:
     """The whole flat gradient, zeros where a rank has none; None when no rank has any. Collective."""
     grads = [parameter.grad for parameter in flat.visible]
-    without = torch.tensor([all(grad is None for grad in grads)], dtype=torch.int32, device=flat.shard.device)
+    without = torch.tensor([all(grad is None for grad in grads)], dtype=torch.int32, device=flat.device)
     dist.all_reduce(without, group=flat.group)
     if without.item() == flat.ranks:
         return None
-    own = torch.zeros_like(flat.shard)
+    own = torch.zeros_like(flat.shard, device=flat.device)
     for position, grad in enumerate(grads):
         offset, numel = flat.slice_of(position)
         if grad is not None and numel > 0:
