@@ -256,14 +256,14 @@ class Editor {
       for (std::size_t k = 0; k < parts; ++k) {
         if (Below(2) == 0) some.push_back(static_cast<std::int32_t>(k));
       }
-      return Set(&Instruction::parts, some);
+      return Set(&Instruction::parts, IdList(some));
     }
     how = "safe_after";
     std::vector<StreamId> streams;
     for (std::size_t s = 0; s < plan().streams.size(); ++s) {
       if (Below(3) == 0) streams.push_back(static_cast<StreamId>(s));
     }
-    return Set(&Instruction::safe_after, streams);
+    return Set(&Instruction::safe_after, IdList(streams));
   }
 
   // ---- tables ----
