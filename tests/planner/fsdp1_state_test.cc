@@ -228,6 +228,15 @@ std::vector<std::string> Lines(const Plan& plan, const PlanStep& step) {
   return lines;
 }
 
+// An event of the rate limiter is called "again" where one of its unit is still in the queue: which of the
+// two is the older one depends on when the cycle began.
+std::string WithoutAgain(std::string line) {
+  for (std::size_t at = line.find(".free.again"); at != std::string::npos; at = line.find(".free.again")) {
+    line.erase(at + 5, 6);
+  }
+  return line;
+}
+
 // The first line that differs; empty: none.
 std::string Difference(const std::vector<std::string>& a, const std::vector<std::string>& b) {
   const auto [first, second] = std::ranges::mismatch(a, b);
@@ -356,9 +365,11 @@ TEST(Fsdp1StateTest, ALateCallEndsInTheStepsOfAnEarlyOne) {
       ASSERT_EQ(early.has_value(), late.has_value());
       if (!early) continue;
       const std::size_t far = 20;
-      EXPECT_EQ(Difference(Lines(late->plan, StepAt(late->plan, far)),
-                           Lines(early->plan, StepAt(early->plan, far))),
-                "");
+      std::vector<std::string> of_late = Lines(late->plan, StepAt(late->plan, far));
+      std::vector<std::string> of_early = Lines(early->plan, StepAt(early->plan, far));
+      for (std::string& line : of_late) line = WithoutAgain(std::move(line));
+      for (std::string& line : of_early) line = WithoutAgain(std::move(line));
+      EXPECT_EQ(Difference(of_late, of_early), "");
     }
   }
 }

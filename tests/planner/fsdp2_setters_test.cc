@@ -111,7 +111,7 @@ TEST(Fsdp2SettersTest, TheDivideFactorIsSetBeforeTheFirstStepOnly) {
   strategy.program = {step};
   const Result<PlannerOutput> planned = MakePlan(LayeredTrace(3, 8, 8, 16), strategy, ClusterOf(4));
   ASSERT_FALSE(planned);
-  EXPECT_THAT(planned.error().message, HasSubstr("before the first step only"));
+  EXPECT_THAT(planned.error().message, HasSubstr("has its place before the first step"));
 }
 
 // A forward without a backward leaves the parameters on the smaller mesh.

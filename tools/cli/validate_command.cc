@@ -60,7 +60,8 @@ std::string VerdictText(const std::string& path, const Plan& plan, bool& good) {
   const Judgement judgement = Judge(plan);
   std::string text;
   for (const std::string& fault : Explain(plan, judgement.carried))
-    text += fmt::format("{}: a fault of PyTorch's, which the plan carries: {}\n", path, Printable(fault));
+    text +=
+        fmt::format("{}: a fault of PyTorch's, which the plan carries: {}\n", path, PrintableLines(fault));
   for (const Violation& violation : judgement.violations)
     text += fmt::format("{}: {}\n", path, Explain(plan, violation));
   if (!judgement.distrust.empty()) text += fmt::format("{}: {}\n", path, judgement.distrust);

@@ -118,9 +118,7 @@ class Writer {
   }
 
   void Compute(std::size_t segment) {
-    Add({.kind = InstructionKind::kCompute,
-         .stream = 0,
-         .segment = static_cast<SegmentId>(segment)});
+    Add({.kind = InstructionKind::kCompute, .stream = 0, .segment = static_cast<SegmentId>(segment)});
   }
   std::size_t ForwardOf(std::size_t unit) const { return 2 * unit; }
   std::size_t BackwardOf(std::size_t unit) const { return 2 * unit + 1; }

@@ -40,9 +40,11 @@ class Lowering {
     program_.units = static_cast<std::int32_t>(plan_.units.size());
     program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
     program_.communication_rate_ppm = cluster_.communication_rate_while_computing_ppm;
-    // What is slowed takes so much longer.
+    // What is slowed takes so much longer; what stands still meanwhile runs afterwards.
     constexpr std::int64_t kMillion = 1'000'000;
-    const std::int64_t slowest_ppm = std::min(program_.compute_rate_ppm, program_.communication_rate_ppm);
+    const auto moving = [](std::int64_t rate_ppm) { return rate_ppm > 0 ? rate_ppm : kMillion; };
+    const std::int64_t slowest_ppm =
+        std::min(moving(program_.compute_rate_ppm), moving(program_.communication_rate_ppm));
     longest_ns_ = {kLongestStep.value / kMillion * slowest_ppm};
     if (Status lowered = LowerSegments(); !lowered) return std::unexpected(lowered.error());
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {

@@ -38,7 +38,7 @@ class TwoRanks {
     for (int s = 1; s < 3; ++s) b_.Stream("s" + std::to_string(s));
     for (int t = 0; t < 4; ++t) {
       const UnitId unit = b_.Unit("u" + std::to_string(t));
-      const BufferId buffer = b_.Buffer(BufferRole::kReduceScatterOutput, unit);
+      const BufferId buffer = b_.Buffer(BufferRole::kOrderCheck, unit);
       b_.plan().buffers[buffer].persistent = true;
     }
     b_.Step("only").At(TriggerKind::kStepBegin);
@@ -108,7 +108,7 @@ Plan FlattenedGroups(int all_reduces) {
   test::PlanBuilder b(8);
   b.plan().communicators.push_back({"flat", 4, 1, {{2, 4}, {2, 1}}});
   const UnitId unit = b.Unit("u");
-  const BufferId buffer = b.Buffer(BufferRole::kReduceScatterOutput, unit);
+  const BufferId buffer = b.Buffer(BufferRole::kOrderCheck, unit);
   b.plan().buffers[buffer].persistent = true;
   b.Step("only").At(TriggerKind::kStepBegin);
   for (int i = 0; i < all_reduces; ++i) b.AllReduce(buffer, 0, 1);
