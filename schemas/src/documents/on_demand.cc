@@ -32,6 +32,7 @@ class Writer {
     partial_ = internal::PartialReductionsOf(given);
     for (const internal::PartialReduction& reduction : partial_) MakePartialSegment(reduction);
     CollectOptimizer();
+    AddMissingStates();
   }
 
   OnDemandProgram Write() {
@@ -214,6 +215,31 @@ class Writer {
     }
     if (i.kind == InstructionKind::kOptimizerStep) {
       add_once(optimizer_steps_, &Instruction::unit, &Instruction::parameter);
+    }
+  }
+
+  // A unit that no step of the plan trains has no states there. On demand it may train, as the others do.
+  void AddMissingStates() {
+    std::vector<Buffer>& buffers = program_.plan.buffers;
+    const auto is_state = [](const Buffer& buffer) { return buffer.role == BufferRole::kOptimizerState; };
+    if (std::ranges::none_of(buffers, is_state)) return;
+    for (const UnitId unit : units_) {
+      const auto is_own = [&](const Buffer& buffer) { return buffer.unit == unit && is_state(buffer); };
+      const auto is_shard = [&](const Buffer& buffer) {
+        return buffer.unit == unit && buffer.role == BufferRole::kParamSharded;
+      };
+      const bool trains = FindProcedure(given_, ProcedureKind::kReduce, unit) != nullptr;
+      const auto shard = std::ranges::find_if(buffers, is_shard);
+      if (!trains || shard == buffers.end() || std::ranges::any_of(buffers, is_own)) continue;
+      Buffer state = *shard;
+      state.name += ".optimizer_state.on_demand";
+      state.role = BufferRole::kOptimizerState;
+      state.persistent = false;
+      states_.push_back({.kind = InstructionKind::kAllocate,
+                         .stream = 0,
+                         .unit = unit,
+                         .dst = static_cast<BufferId>(buffers.size())});
+      buffers.push_back(std::move(state));
     }
   }
 

@@ -62,6 +62,9 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
   read_in_step_.assign(plan.units.size() * static_cast<std::size_t>(microbatches_), -1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
   joins_microbatches_ = JoinsMicrobatches(plan);
+  knows_forwards_ = std::ranges::any_of(plan.segments, [](const Segment& segment) {
+    return segment.phase == SegmentPhase::kForward && !segment.reads.empty();
+  });
   follows_storages_ = !joins_microbatches_ && storages < (std::size_t{1} << 26) / microbatches_;
   if (!follows_storages_) return;
   lives_.assign(storages * static_cast<std::size_t>(microbatches_), Life::kAbsent);
@@ -139,7 +142,7 @@ void Compute::CheckGradients(SegmentId id, std::int32_t microbatch, Position at)
   if (segment.phase == SegmentPhase::kForward || segment.phase == SegmentPhase::kLoss) {
     for (const UnitId unit : segment.reads) read_at(unit) = step_;
   }
-  if (joins_microbatches_) return;
+  if (joins_microbatches_ || !knows_forwards_) return;
   for (const SegmentGrad& grad : segment.grads) {
     const bool is_gathered = is_gathered_[static_cast<std::size_t>(grad.unit)] != 0;
     if (!ComputeOrderOfGradient(is_gathered, read_at(grad.unit), step_)) continue;

@@ -40,8 +40,6 @@ class Compute {
   bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
   // Forwards of the same trace, of several micro-batches in a step, run the same.
   void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
-  std::map<ParameterId, UnitId> OwnersByGradients() const;
-  void CheckReads();
   void CheckGradients(SegmentId id, std::int32_t microbatch, Position at);
   void CheckStorages(SegmentId id, std::int32_t microbatch, Position at);
   void Add(Position at, SegmentId segment, std::string what);
@@ -63,6 +61,7 @@ class Compute {
   std::int32_t microbatches_ = 1;
   std::int32_t step_ = 0;            // counted as run
   bool joins_microbatches_ = false;  // a backward of several, and its segments say one
+  bool knows_forwards_ = false;      // forwards say what they read: those of a trace of points do not
   bool follows_storages_ = true;
 };
 

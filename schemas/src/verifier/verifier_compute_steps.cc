@@ -146,58 +146,6 @@ void Compute::CheckSteps() {
   for (const SegmentId segment : ComputeOrderOfUnused(used)) {
     Add({}, segment, fmt::format("no step runs segment {}", plan_.segments[segment].name));
   }
-  CheckReads();
-}
-
-// Which unit has a parameter of the model: the one whose gradients a segment makes that allocates its. -1:
-// segments differ, as of ties.
-std::map<ParameterId, UnitId> Compute::OwnersByGradients() const {
-  std::map<ParameterId, UnitId> owners;
-  for (const Segment& segment : plan_.segments) {
-    const auto of_another = [&](const SegmentGrad& grad) { return grad.unit != segment.grads.front().unit; };
-    if (segment.grads.empty() || std::ranges::any_of(segment.grads, of_another)) continue;
-    const UnitId unit = segment.grads.front().unit;
-    for (const SegmentEntry& entry : segment.entries) {
-      const auto* born = std::get_if<AllocateEvent>(&entry);
-      if (born == nullptr || born->role != StorageRole::kParameterGrad || born->parameter < 0) continue;
-      const auto [found, added] = owners.try_emplace(born->parameter, unit);
-      if (!added && found->second != unit) found->second = -1;
-    }
-  }
-  return owners;
-}
-
-// ... and the segments that compute with it say it, too.
-void Compute::CheckReads() {
-  const std::map<ParameterId, UnitId> owners = OwnersByGradients();
-  std::vector<std::pair<ParameterId, SegmentId>> computing;
-  for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
-    for (const SegmentEntry& entry : plan_.segments[s].entries) {
-      const auto* op = std::get_if<OperatorEvent>(&entry);
-      if (op == nullptr) continue;
-      for (const ParameterId parameter : op->parameters) {
-        computing.emplace_back(parameter, static_cast<SegmentId>(s));
-      }
-    }
-  }
-  std::ranges::sort(computing);
-  for (auto first = computing.begin(); first != computing.end();) {
-    const auto end =
-        std::find_if(first, computing.end(), [&](const auto& entry) { return entry.first != first->first; });
-    std::vector<SegmentId> segments;
-    for (auto entry = first; entry != end; ++entry) segments.push_back(entry->second);
-    const auto owner = owners.find(first->first);
-    const SegmentId differs =
-        ComputeOrderOfReads(plan_, segments, owner == owners.end() ? -1 : owner->second);
-    if (differs >= 0) {
-      Add({}, differs,
-          fmt::format(
-              "{} computes with parameter {} of the model, and does not read the unit that the others "
-              "which compute with it read",
-              plan_.segments[differs].name, first->first));
-    }
-    first = end;
-  }
 }
 
 // ---- the rules ----
@@ -219,28 +167,6 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {
     if (!used[s]) unused.push_back(static_cast<SegmentId>(s));
   }
   return unused;
-}
-
-SegmentId ComputeOrderOfReads(const Plan& plan, const std::vector<SegmentId>& segments, UnitId owner) {
-  // A tied parameter may be in several units.
-  const auto is_shared = [&](UnitId unit) {
-    return std::ranges::any_of(plan.units[unit].parameters,
-                               [](const UnitParameter& parameter) { return !parameter.shared_with.empty(); });
-  };
-  const auto does_not_read = [&](SegmentId segment) {
-    return std::ranges::count(plan.segments[segment].reads, owner) == 0;
-  };
-  std::map<UnitId, std::int64_t> readers;
-  for (const SegmentId segment : segments) {
-    for (const UnitId unit : plan.segments[segment].reads) ++readers[unit];
-  }
-  if (std::ranges::any_of(readers, [&](const auto& entry) { return is_shared(entry.first); })) return -1;
-  if (owner < 0 && !readers.empty()) {  // the one that most of them read
-    owner = std::ranges::max_element(readers, {}, [](const auto& entry) { return entry.second; })->first;
-  }
-  if (owner < 0 || is_shared(owner)) return -1;
-  const auto found = std::ranges::find_if(segments, does_not_read);
-  return found == segments.end() ? -1 : *found;
 }
 
 }  // namespace shardplan::verifier

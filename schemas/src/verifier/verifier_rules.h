@@ -90,10 +90,6 @@ std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
 bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger);
 // A loss behind the backward of its forward.
 bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now);
-// Of the segments that compute with one parameter of the model, one that does not read the unit which has it:
-// `owner`, or if that is -1, the one that most of them read. -1: there is none, or several units have the
-// parameter.
-SegmentId ComputeOrderOfReads(const Plan& plan, const std::vector<SegmentId>& segments, UnitId owner);
 // A gradient of a unit that is gathered for the model, and that no forward of the micro-batch has read.
 bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step);
 // A segment of a forward runs while the host is in the forward of another unit.

@@ -306,57 +306,16 @@ class Editor {
     return fmt::format("streams {} and {} swapped{}", a, b, only_here ? " in one step" : "");
   }
 
-  // That a segment reads a unit is a fact of the model, unless another segment computes with the same
-  // parameter, or makes its gradient.
-  bool IsSaidElsewhere(const Segment& segment, UnitId unit) {
-    std::set<ParameterId> own;
-    for (const ParameterId parameter : ParametersIn(segment)) own.insert(parameter);
-    return std::ranges::any_of(plan().segments, [&](const Segment& other) {
-      const bool makes =
-          !other.grads.empty() &&
-          std::ranges::all_of(other.grads, [&](const SegmentGrad& grad) { return grad.unit == unit; });
-      if (makes && std::ranges::any_of(GradientsIn(other), [&](ParameterId p) { return own.contains(p); })) {
-        return true;
-      }
-      return &other != &segment && std::ranges::count(other.reads, unit) > 0 && other.reads.size() == 1 &&
-             std::ranges::any_of(ParametersIn(other), [&](ParameterId p) { return own.contains(p); });
-    });
-  }
-  static std::vector<ParameterId> ParametersIn(const Segment& segment) {
-    std::vector<ParameterId> all;
-    for (const SegmentEntry& entry : segment.entries) {
-      const auto* op = std::get_if<OperatorEvent>(&entry);
-      if (op != nullptr) all.insert(all.end(), op->parameters.begin(), op->parameters.end());
-    }
-    return all;
-  }
-
-  static std::vector<ParameterId> GradientsIn(const Segment& segment) {
-    std::vector<ParameterId> all;
-    for (const SegmentEntry& entry : segment.entries) {
-      const auto* born = std::get_if<AllocateEvent>(&entry);
-      if (born != nullptr && born->role == StorageRole::kParameterGrad) all.push_back(born->parameter);
-    }
-    return all;
-  }
-
+  // What a segment reads is a fact of the model, which nothing in a plan proves: reads stay as they are.
   std::string EditSegment() {
     if (plan().segments.empty()) return {};
     segment_ = static_cast<SegmentId>(Below(plan().segments.size()));
     Segment& segment = plan().segments[segment_];
-    const std::size_t read = Below(segment.reads.size());
-    const bool removes =
-        !segment.reads.empty() && Below(3) > 0 && IsSaidElsewhere(segment, segment.reads[read]);
-    if (removes) {
-      segment.reads.erase(segment.reads.begin() + static_cast<std::ptrdiff_t>(read));
-    } else if (segment.entries.size() > 1) {
-      const std::size_t at = Below(segment.entries.size() - 1);
-      std::swap(segment.entries[at], segment.entries[at + 1]);
-    } else {
-      return {};
-    }
-    Count(removes ? "segment: reads" : "segment: entries");
-    return fmt::format("segment {} ({})", segment.name, removes ? "a unit not read" : "entries swapped");
+    if (segment.entries.size() < 2) return {};
+    const std::size_t at = Below(segment.entries.size() - 1);
+    std::swap(segment.entries[at], segment.entries[at + 1]);
+    Count("segment: entries");
+    return fmt::format("segment {} (entries swapped)", segment.name);
   }
 
   std::string EditBuffer() {

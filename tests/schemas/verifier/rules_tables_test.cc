@@ -129,25 +129,6 @@ TEST_F(Tables, PiecesOfAllRanksBecomeNoOther) {
 
 // ---- what segments read ----
 
-TEST_F(Tables, SegmentsThatComputeWithAParameterReadItsUnit) {
-  Plan plan = good_;
-  for (Segment& segment : plan.segments) {
-    if (!segment.reads.empty()) {
-      segment.entries.emplace_back(OperatorEvent{.name = "mm", .parameters = {segment.reads.front()}});
-    }
-  }
-  ASSERT_THAT(Verify(plan), IsEmpty());
-  const auto backward = std::ranges::find_if(plan.segments, [](const Segment& segment) {
-    return segment.phase == SegmentPhase::kBackward && !segment.reads.empty();
-  });
-  const UnitId unit = backward->reads.front();
-  backward->reads.clear();
-  EXPECT_EQ(RulesOf(plan), Only{"compute_order"});
-  // A tie may be in two units, each of which some read.
-  plan.units[unit].parameters[0].shared_with = {"elsewhere"};
-  EXPECT_THAT(Verify(plan), IsEmpty());
-}
-
 TEST_F(Tables, GradientsComeFromAForwardThatHasReadTheUnit) {
   Plan plan = good_;
   for (Segment& segment : plan.segments) {
