@@ -28,6 +28,21 @@ StorageId LargestStorage(const Plan& plan) {
   return largest;
 }
 
+// By unit: do forwards say where they read it? Those of a plan made of points (without operators) need not.
+std::vector<char> UnitsThatForwardsRead(const Plan& plan) {
+  const auto has_operator = [](const Segment& segment) {
+    return std::ranges::any_of(segment.entries, [](const SegmentEntry& entry) {
+      return std::holds_alternative<OperatorEvent>(entry);
+    });
+  };
+  std::vector<char> said(plan.units.size(), std::ranges::any_of(plan.segments, has_operator) ? 1 : 0);
+  for (const Segment& segment : plan.segments) {
+    if (segment.phase != SegmentPhase::kForward && segment.phase != SegmentPhase::kLoss) continue;
+    for (const UnitId unit : segment.reads) said[static_cast<std::size_t>(unit)] = 1;
+  }
+  return said;
+}
+
 bool JoinsMicrobatches(const Plan& plan) {
   for (const StepProgram& step : plan.strategy.program) {
     for (const ProgramCall& call : step) {
@@ -62,9 +77,7 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
   read_in_step_.assign(plan.units.size() * static_cast<std::size_t>(microbatches_), -1);
   // Storages of a backward are named by its own forwards, whose micro-batches it does not say.
   joins_microbatches_ = JoinsMicrobatches(plan);
-  knows_forwards_ = std::ranges::any_of(plan.segments, [](const Segment& segment) {
-    return segment.phase == SegmentPhase::kForward && !segment.reads.empty();
-  });
+  forwards_say_ = UnitsThatForwardsRead(plan);
   follows_storages_ = !joins_microbatches_ && storages < (std::size_t{1} << 26) / microbatches_;
   if (!follows_storages_) return;
   lives_.assign(storages * static_cast<std::size_t>(microbatches_), Life::kAbsent);
@@ -142,9 +155,10 @@ void Compute::CheckGradients(SegmentId id, std::int32_t microbatch, Position at)
   if (segment.phase == SegmentPhase::kForward || segment.phase == SegmentPhase::kLoss) {
     for (const UnitId unit : segment.reads) read_at(unit) = step_;
   }
-  if (joins_microbatches_ || !knows_forwards_) return;
+  if (joins_microbatches_) return;
   for (const SegmentGrad& grad : segment.grads) {
-    const bool is_gathered = is_gathered_[static_cast<std::size_t>(grad.unit)] != 0;
+    const bool is_gathered = is_gathered_[static_cast<std::size_t>(grad.unit)] != 0 &&
+                             forwards_say_[static_cast<std::size_t>(grad.unit)] != 0;
     if (!ComputeOrderOfGradient(is_gathered, read_at(grad.unit), step_)) continue;
     return Add(at, id,
                fmt::format("{} makes gradients of {} of micro-batch {}, in which no forward has read it",

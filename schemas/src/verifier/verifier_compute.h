@@ -61,7 +61,7 @@ class Compute {
   std::int32_t microbatches_ = 1;
   std::int32_t step_ = 0;            // counted as run
   bool joins_microbatches_ = false;  // a backward of several, and its segments say one
-  bool knows_forwards_ = false;      // forwards say what they read: those of a trace of points do not
+  std::vector<char> forwards_say_;   // by unit: forwards say where they read it
   bool follows_storages_ = true;
 };
 
