@@ -45,6 +45,7 @@ class _Trace:
         self._open: list[int] = []  # units entered and not left
         self._backward: list[list] | None = None
         self._ready: list[int] = []  # units whose pre_backward came in this backward, once for each
+        self._done: list[int] = []  # ... and whose post_backward came
         self._pending = 0  # the forward whose backward is next
         self._occurrence: dict[tuple[int, int], int] = {}
         self._keeps = False  # of the backward before
@@ -94,15 +95,17 @@ class _Trace:
             self._leave(unit)
         elif kind == "pre_backward":
             self._in_backward(gradients)
-            later = self._ready.count(unit) if self._plan.units[unit].flat else 0  # runs that came before in the backward
+            later = self._ready.count(unit)  # runs that came before in the backward
             self._ready.append(unit)
             for module in self._plan.units[unit].modules:
                 run = max(self._last_run(module) - later, 0)
                 self._backward.append(["grad_ready", self._module[module], 0, run, 0])
         elif kind == "post_backward":
             self._in_backward(gradients)
+            later = self._done.count(unit)  # runs whose gradients were done before in the backward
+            self._done.append(unit)
             for module in self._plan.units[unit].modules:
-                self._inputs_done(unit, module)
+                self._inputs_done(unit, module, later)
         elif kind == "backward_end":
             self._in_backward(gradients)
             self._backward.append(["backward_end"])
@@ -114,7 +117,7 @@ class _Trace:
                 {"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1}
             )
             self._backward = None
-            self._ready = []
+            self._ready, self._done = [], []
 
     def _sync(self, reduces: bool) -> dict:
         """The call after which backwards reduce their gradients, or keep them."""
@@ -124,8 +127,8 @@ class _Trace:
     def ends_without_sync(self) -> bool:
         return self._keeps
 
-    def _inputs_done(self, unit: int, module: str) -> None:
-        run, number = self._last_run(module), self._module[module]
+    def _inputs_done(self, unit: int, module: str, later: int) -> None:
+        run, number = max(self._last_run(module) - later, 0), self._module[module]
         self._backward.append(["inputs_done", number, run, 0])
         frozen = not any(self._requires_grad[unit])
         enters = [event for event in self._forwards[self._pending]["events"] if event[:2] == ["enter", number]]
