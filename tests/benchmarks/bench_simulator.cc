@@ -5,11 +5,9 @@
 // time to read each lowered instruction once and add up its fields.
 #include <benchmark/benchmark.h>
 
-#include <algorithm>
-#include <chrono>
-
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/simulate.h"
+#include "shortest_seconds.h"
 #include "tests/simulator/layered_plan.h"
 
 namespace shardplan::test {
@@ -32,19 +30,6 @@ std::int64_t EmptyPass(const EngineStep& step) {
     sum += i.duration_ns.value + i.host_ns.value + i.operand + i.sequence + i.stream + i.unit + i.phase;
   }
   return sum;
-}
-
-// The shortest of `repeats` runs: what else runs on the machine only adds.
-template <typename Function>
-double ShortestSeconds(int repeats, Function function) {
-  double shortest = 1e9;
-  for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    function();
-    shortest =
-        std::min(shortest, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  }
-  return shortest;
 }
 
 void BM_RunStep(benchmark::State& state) {

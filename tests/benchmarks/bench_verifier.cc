@@ -6,29 +6,15 @@
 // is in memory already. `ratio_to_empty_pass`: to reading each instruction once and adding up its fields.
 #include <benchmark/benchmark.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <string>
 
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/verifier.h"
+#include "shortest_seconds.h"
 
 namespace shardplan {
 namespace {
-
-// The shortest of `repeats` runs: what else runs on the machine only adds.
-template <typename Function>
-double ShortestSeconds(int repeats, Function function) {
-  double shortest = 1e9;
-  for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    function();
-    shortest =
-        std::min(shortest, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  }
-  return shortest;
-}
 
 std::int64_t EmptyPass(const Plan& plan, std::int64_t& instructions) {
   std::int64_t sum = 0;

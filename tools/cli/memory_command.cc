@@ -26,7 +26,6 @@ struct MemoryArguments {
 
 Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const Plan& plan) {
   ReservedOptions reserved;
-  reserved.record_addresses = !options.map.empty();
   reserved.completion = options.frees == "late" ? Completion::kWaitedFor : Completion::kAtOnce;
   const Device& device = plan.cluster.device;
   if (device.memory_bytes.value > 0) {
@@ -48,17 +47,22 @@ Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const 
 // What the allocator would reserve on a device that is never behind the host.
 Bytes ReservedAtOnce(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.completion = Completion::kAtOnce;
-  options.record_addresses = false;
   return ReserveMemory(plan, history, options).peak_reserved_bytes;
 }
 
 // ... on one without end.
 Bytes WithoutLimit(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.device_bytes = ReservedOptions().device_bytes;
-  options.record_addresses = false;
   return ReserveMemory(plan, history, options).peak_reserved_bytes;
 }
 
+// The steps once, with what the pages draw: every block at its address.
+ReservedMemory ReserveForMap(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
+  options.record_addresses = true;
+  return ReserveMemory(plan, history, options);
+}
+
+// `reserved`: of ReserveForMap, null without a map.
 Status WritePages(const MemoryArguments& options, const Plan& plan, const MemoryHistory& history,
                   const ReservedMemory* reserved) {
   if (!options.plot.empty()) {
@@ -93,17 +97,18 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
                                                        .kernel_temporaries = kernels}),
                                  plan->steady_step);
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
-  std::optional<ReservedMemory> reserved;
+  std::optional<ReservedMemory> map;
   std::optional<SteadyReserved> steady;
   const Result<ReservedOptions> reserved_options = ReservedOptionsOf(options, *plan);
   if (!reserved_options) return std::unexpected(reserved_options.error());
   const bool reserves = options.reserved || !options.map.empty() || !options.alloc_conf.empty();
-  MemoryHistory history;
-  if (reserves || !options.plot.empty()) history = MemoryHistoryOf(*plan, {.kernel_temporaries = kernels});
+  MemoryHistory drawn;
+  if (!options.map.empty() || !options.plot.empty()) {
+    drawn = MemoryHistoryOf(*plan, {.kernel_temporaries = kernels});
+  }
+  if (!options.map.empty()) map = ReserveForMap(*plan, drawn, *reserved_options);
   if (reserves) {
-    reserved = ReserveMemory(*plan, history, *reserved_options);
-    steady = ReserveUntilSteady(*plan, {.kernel_temporaries = !options.no_kernel_temporaries},
-                                *reserved_options, options.steps);
+    steady = ReserveUntilSteady(*plan, {.kernel_temporaries = kernels}, *reserved_options, options.steps);
   }
   const ReservedMemory* held = steady ? &steady->reserved : nullptr;
   fits = FitsDevice(*input, rows, held);
@@ -111,18 +116,18 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
     const std::string text = RowsJson(*plan, rows, steady ? &*steady : nullptr);
     if (Status written = WriteAndSay(options.rows, text, options.quiet); !written) return written;
   }
-  if (Status written = WritePages(options, *plan, history, reserved ? &*reserved : nullptr); !written)
-    return written;
+  if (Status written = WritePages(options, *plan, drawn, map ? &*map : nullptr); !written) return written;
   if (!HasTable(options)) return {};
   std::string text = MemoryTable(*input, rows, held);
   if (held != nullptr) {
+    const MemoryHistory& history = steady->history;  // what is compared passes the same steps
     std::vector<SettingsTrial> trials;
     if (options.reserved) trials = TryAllocatorSettings(*plan, history, *reserved_options);
     text += ReservedTable(*plan, *held,
                           {.without_limit_bytes = WithoutLimit(*plan, history, *reserved_options),
                            .at_once_bytes = ReservedAtOnce(*plan, history, *reserved_options)},
                           trials);
-    if (options.map == "-") text += "\n" + AsciiMemoryMap(reserved->map_at_peak);
+    if (options.map == "-") text += "\n" + AsciiMemoryMap(map->map_at_peak);
   }
   return PrintText(text);
 }

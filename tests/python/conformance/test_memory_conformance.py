@@ -5,7 +5,8 @@ import json
 import random
 
 import pytest
-from conftest import ROOT, build_folder
+from conftest import ROOT
+from memory_cases import compute_all
 
 from shardplan.conformance import memory
 
@@ -16,13 +17,7 @@ CASES = memory.read_cases(FOLDER, [])
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
     """Rows of every case, by its name."""
-    program = str(build_folder() / "bin" / "shardplan")
-    result = {}
-    for case in CASES:
-        folder = tmp_path_factory.mktemp("case")
-        memory.trace_case(FOLDER, case, folder / "trace.json")
-        result[case["case"]] = memory.compute(program, folder / "trace.json", case, folder)
-    return result
+    return compute_all(FOLDER, CASES, tmp_path_factory)
 
 
 def test_there_are_recordings():

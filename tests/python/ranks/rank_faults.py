@@ -91,15 +91,23 @@ def judge_sockets(outcome: Outcome, started: Started) -> None:
             outcome.wrong.append(f"listens at {sorted(addresses)}")
 
 
+def ready(outcome: Outcome, started: Started) -> dict[int, int] | None:
+    """The processes by rank, once the fault may come."""
+    pids = await_start(outcome.fault, started)
+    if pids is None:
+        outcome.wrong.append("does not start")
+    else:
+        judge_sockets(outcome, started)
+    return pids
+
+
 def try_rank(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pathlib.Path) -> Outcome:
     outcome = Outcome(fault)
     started = starter.start(fault.how, fault.program, plan, fault.ranks(), folder)
     try:
-        pids = await_start(fault, started)
+        pids = ready(outcome, started)
         if pids is None:
-            outcome.wrong.append("does not start")
             return outcome
-        judge_sockets(outcome, started)
         os.kill(pids[fault.rank], fault.signal)
         begin = time.monotonic()
         judge_survivors(outcome, started, pids, begin, starter.timeout_s)
@@ -145,11 +153,9 @@ def try_launcher(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pat
     started = starter.start("run", "run", plan, fault.ranks(), folder)
     outer = started.processes[0]
     try:
-        pids = await_start(fault, started)
+        pids = ready(outcome, started)
         if pids is None:
-            outcome.wrong.append("does not start")
             return outcome
-        judge_sockets(outcome, started)
         os.kill(outer.pid, fault.signal)
         begin = time.monotonic()
         if not started.await_end(list(pids), pids, begin + SLACK_S):

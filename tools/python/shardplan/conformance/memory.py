@@ -24,6 +24,7 @@ from shardplan import command, files
 from shardplan.command import printable, printable_name
 from shardplan.conformance import memory_cuda
 from shardplan.conformance.memory_recording import BadRecording, is_allocator_case, read_cases
+from shardplan.conformance.memory_strategy import strategy_of
 
 EVENTS = {
     "step.begin": "step_begin",
@@ -164,126 +165,6 @@ def trace_case(folder: Path, case: dict, output: Path) -> None:
         document.write(trace, file)
 
 
-# ---- the strategy ----
-
-
-def _units(knobs: dict, blocks: str) -> list[dict]:
-    """The calls of fully_shard: blocks, then (as units of their own) embedding and head, then the root."""
-    reshard = {} if knobs["reshard"] is None else {"reshard_after_forward": knobs["reshard"]}
-    units = [{"modules": [f"{blocks}.*"], **reshard}]
-    if knobs["units"] == "embed_block_head":
-        units.append({"modules": ["tok_embeddings"], **reshard})
-        units.append({"modules": ["head"], "reshard_after_forward": False})
-    units.append({"modules": [""], **(reshard if isinstance(knobs["reshard"], bool) else {})})
-    return units
-
-
-def _prefetch_lists(depth: int, blocks: list[str]) -> dict:
-    forward = [{"unit": b, "prefetch": blocks[i + 1 : i + 1 + depth]} for i, b in enumerate(blocks)]
-    backward = [{"unit": b, "prefetch": blocks[max(0, i - depth) : i][::-1]} for i, b in enumerate(blocks)]
-    return {
-        "forward_prefetch_lists": [entry for entry in forward if entry["prefetch"]],
-        "backward_prefetch_lists": [entry for entry in backward if entry["prefetch"]],
-    }
-
-
-def _program(knobs: dict) -> list[dict]:
-    count, calls = knobs["accum"], []
-    for index in range(count):
-        last = index == count - 1
-        if count > 1:
-            setters = {
-                "set_requires_gradient_sync": knobs["accum_sync"] or last,
-                "set_is_last_backward": last,
-                "set_reshard_after_backward": knobs["accum_reshard"] or last,
-            }
-            for method, value in setters.items():
-                calls.append({"call": "module", "method": method, "module": "", "value": value})
-        calls.append({"call": "forward", "microbatch": index})
-        calls.append({"call": "backward", "microbatches": [index]})
-    return [*calls, {"call": "optimizer_step"}, {"call": "zero_grad"}]
-
-
-def strategy_of(case: dict) -> dict:
-    """The strategy document that says what the case's knobs say."""
-    if case["knobs"].get("policy") == "fsdp1":
-        return _fsdp1_strategy(case["knobs"])
-    knobs = case["knobs"]
-    blocks = "model.layers" if knobs["impl"] == "hf" else "layers"
-    shard = knobs["world"] // knobs["replicate"]
-    mesh = [{"name": "shard", "size": shard}]
-    if knobs["replicate"] > 1:
-        mesh.insert(0, {"name": "replicate", "size": knobs["replicate"]})
-    strategy: dict = {
-        "schema": "shardplan.strategy/1",
-        "policy": "fsdp2",
-        "mesh": mesh,
-        "units": _units(knobs, blocks),
-    }
-    reduce_dtype = {"bf16_fp32": "float32", "bf16_bf16": "bfloat16"}.get(knobs["mp"])
-    if reduce_dtype is not None:
-        strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype}
-    if knobs["offload"]:
-        strategy["cpu_offload"] = True
-    if knobs["prefetch"]:
-        names = [f"{blocks}.{i}" for i in range(case["model"]["layers"])]
-        strategy["fsdp2"] = _prefetch_lists(knobs["prefetch"], names)
-    if knobs["ac"] == "block":
-        strategy["checkpoint"] = {"modules": [f"{blocks}.*"]}
-    strategy["optimizer"] = _optimizer(knobs)
-    strategy["program"] = [_program(knobs)]
-    return strategy
-
-
-def _optimizer(knobs: dict) -> dict:
-    kind = knobs.get("optimizer", "adamw")
-    momentum = {"momentum": True} if kind == "sgdm" else {}
-    return {"kind": "sgd" if momentum else kind, "implementation": knobs["opt"], **momentum}
-
-
-def _fsdp1_program(knobs: dict) -> list[dict]:
-    calls = []
-    for index in range(knobs["accum"]):
-        if knobs["accum"] > 1 and not knobs["accum_sync"]:
-            last = index == knobs["accum"] - 1
-            calls.append({"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": last})
-        calls.append({"call": "forward", "microbatch": index})
-        calls.append({"call": "backward", "microbatches": [index]})
-    return [*calls, {"call": "optimizer_step"}, {"call": "zero_grad"}]
-
-
-def _fsdp1_strategy(knobs: dict) -> dict:
-    blocks = "model.layers" if knobs["impl"] == "hf" else "layers"
-    units = [{"modules": [f"{blocks}.*"]}]
-    if knobs["units"] == "embed_block_head":
-        units += [{"modules": ["tok_embeddings"]}, {"modules": ["head"]}]
-    mesh = [{"name": "shard", "size": knobs["world"] // knobs["replicate"]}]
-    if knobs["replicate"] > 1:
-        mesh.insert(0, {"name": "replicate", "size": knobs["replicate"]})
-    prefetch = {"pre": "backward_pre", "post": "backward_post", "none": "none"}[knobs["backward_prefetch"]]
-    strategy: dict = {
-        "schema": "shardplan.strategy/1",
-        "policy": "fsdp1",
-        "mesh": mesh,
-        "units": [*units, {"modules": [""]}],
-        "fsdp1": {
-            "sharding": knobs["sharding"],
-            "backward_prefetch": prefetch,
-            **{name: knobs[name] for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params")},
-        },
-        "optimizer": _optimizer(knobs),
-        "program": [_fsdp1_program(knobs)],
-    }
-    reduce_dtype = {"bf16_fp32": "float32", "bf16_bf16": "bfloat16"}.get(knobs["mp"])
-    if reduce_dtype is not None:
-        strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype}
-    if knobs["offload"]:
-        strategy["cpu_offload"] = True
-    if knobs["ac"] == "block":
-        strategy["checkpoint"] = {"modules": [f"{blocks}.*"]}
-    return strategy
-
-
 # ---- comparison ----
 
 
@@ -384,8 +265,10 @@ def compute(program: str, trace: Path, case: dict, folder: Path) -> dict:
     files.write_text(strategy, json.dumps(strategy_of(case)))
     command = [program, "memory", str(trace), "--strategy", str(strategy), "--ranks", str(case["knobs"]["world"])]
     options = memory_cuda.options(case["knobs"]) if is_allocator_case(case) else ["--no-kernel-temporaries"]
+    rows.unlink(missing_ok=True)  # those of the case before
     done = subprocess.run([*command, *options, "--rows", str(rows), "-q"], capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
+    out_of_memory = done.returncode == 1 and is_allocator_case(case) and rows.exists()  # which a recording may be, too
+    if done.returncode != 0 and not out_of_memory:
         raise RuntimeError(done.stderr.strip() or f"{program} memory: exit code {done.returncode}")
     return json.loads(rows.read_text())
 
