@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cost/optimizer_cost.h"
+#include "memory/copy_tables.h"
 #include "memory/kernel_memory.h"
 #include "memory/memory_actions.h"
 #include "memory/memory_categories.h"
@@ -38,6 +39,7 @@ class StreamBuilder {
                 internal::MemoryActions* actions = nullptr)
       : plan_(plan), options_(options), actions_(actions), optimizer_(plan), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
+    chunks_.assign(plan.buffers.size(), 0);
     states_made_.resize(plan.units.size() + 1);
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
       const Buffer& buffer = plan.buffers[b];
@@ -333,7 +335,17 @@ class StreamBuilder {
         if (OnDevice() && Has(plan_.segments, instruction.segment)) RunSegment(instruction);
         break;
       case InstructionKind::kAllocate:
-        if (Has(plan_.buffers, instruction.dst)) AllocateBuffer(instruction.dst, instruction.stream);
+        if (!Has(plan_.buffers, instruction.dst)) break;
+        AllocateBuffer(instruction.dst, instruction.stream);
+        chunks_[static_cast<std::size_t>(instruction.dst)] = 0;
+        break;
+      case InstructionKind::kAllGather:
+        chunks_[static_cast<std::size_t>(instruction.dst)] =
+            plan_.communicators[static_cast<std::size_t>(instruction.communicator)].size;
+        break;
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kGradCopyIn:
+        RunCopy(instruction);
         break;
       case InstructionKind::kFree:
         if (Has(plan_.buffers, instruction.src))
@@ -408,12 +420,31 @@ class StreamBuilder {
       return;
     }
     block.category = kKernelTemp;
+    const std::vector<internal::KernelAllocation> taken =
+        internal::KernelTemporaries(op, sizes(op.reads), sizes(op.writes));
     std::vector<std::int32_t> blocks;
-    for (const Bytes bytes : internal::KernelTemporaries(op, sizes(op.reads), sizes(op.writes))) {
-      block.requested_bytes = bytes;
+    for (std::size_t t = 0; t < taken.size(); ++t) {
+      for (std::size_t before = 0; before < t; ++before) {
+        if (taken[before].until == static_cast<std::int32_t>(t)) Free(std::exchange(blocks[before], -1));
+      }
+      block.requested_bytes = taken[t].bytes;
       blocks.push_back(Allocate(block));
     }
     std::ranges::for_each(blocks, [&](std::int32_t b) { Free(b); });
+  }
+
+  // FSDP2 copies all gradients of a reduction at once: the first stands for all.
+  void RunCopy(const Instruction& instruction) {
+    if (!OnDevice() || !options_.kernel_temporaries) return;
+    const bool out = instruction.kind == InstructionKind::kCopyOut;
+    auto& chunks = chunks_[static_cast<std::size_t>(out ? instruction.src : instruction.dst)];
+    const Bytes table =
+        internal::CopyTableBytes(plan_, instruction, out ? chunks : 1 - std::exchange(chunks, 1));
+    if (table.value == 0) return;
+    Free(Allocate({.requested_bytes = table,
+                   .category = kKernelTemp,
+                   .stream = std::max(instruction.stream, 0),
+                   .unit = instruction.unit}));
   }
 
   std::int32_t& Storage(StorageId storage, std::int32_t microbatch) {
@@ -501,6 +532,9 @@ class StreamBuilder {
   AliveBuffers alive_;
   MemoryHistory history_;
   std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
+  // By buffer: of a gather's output the ranks that gathered it; of a reduction's input 1 once something is in
+  // it.
+  std::vector<std::int64_t> chunks_;
   std::vector<Memory> memories_;
   std::vector<std::int32_t> unused_memories_;
   // Allocations (step, trigger, instruction) whose memory ends in another role.

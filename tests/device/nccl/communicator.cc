@@ -14,6 +14,10 @@ namespace {
 constexpr std::chrono::microseconds kPoll{50};
 constexpr std::chrono::milliseconds kPeerCheck{50};
 
+// Where nothing computes there are no peers: a communicator of any size is ready, and this process its rank
+// 0.
+bool IsAlone() { return TheSettings().null; }
+
 }  // namespace
 
 Communicator::Communicator(std::unique_ptr<SharedFile> file, int rank, int ranks, int device, bool blocking)
@@ -38,9 +42,10 @@ Communicator::Communicator(std::shared_ptr<Communicator> parent, std::size_t spl
 Communicator::~Communicator() { Leave(); }
 
 void Communicator::Join() {
-  RankArea& own = file_->head().ranks[rank_];
-  own.pid = getpid();
-  ++file_->head().joined;
+  if (!IsAlone()) {
+    file_->head().ranks[rank_].pid = getpid();
+    ++file_->head().joined;
+  }
   next_sent_.resize(static_cast<std::size_t>(ranks_));
   next_received_.resize(static_cast<std::size_t>(ranks_));
   Engine::Get().MixSeed(static_cast<std::uint64_t>(rank_));
@@ -48,6 +53,10 @@ void Communicator::Join() {
 
 // With the lock held. The ranks of this one's colour, by key and then by rank in the parent.
 bool Communicator::FindGroup() {
+  if (IsAlone()) {
+    ranks_ = parent_->ranks();
+    return true;
+  }
   SharedHead& head = parent_->file_->head();
   struct Member {
     int key;
@@ -91,13 +100,14 @@ ncclResult_t Communicator::State() {
     parent_.reset();
   }
   if (stage_ == Stage::kJoining) {
-    if (file_->head().joined < ranks_) return ncclInProgress;
-    file_->CloseDescriptor();
+    if (!IsAlone() && file_->head().joined < ranks_) return ncclInProgress;
+    if (!IsAlone()) file_->CloseDescriptor();
     stage_ = Stage::kReady;
-    demand_ = Engine::Get().AddDemand([weak = weak_from_this()]() -> std::optional<Point> {
-      const std::shared_ptr<Communicator> self = weak.lock();
-      return self ? self->Wanted() : std::nullopt;
-    });
+    if (!IsAlone())
+      demand_ = Engine::Get().AddDemand([weak = weak_from_this()]() -> std::optional<Point> {
+        const std::shared_ptr<Communicator> self = weak.lock();
+        return self ? self->Wanted() : std::nullopt;
+      });
   }
   if (asked_in_progress_.exchange(false)) return ncclInProgress;
   return ncclSuccess;
@@ -121,6 +131,7 @@ std::string Communicator::LastError() {
 
 std::size_t Communicator::SaySplit(int color, int key) {
   const std::lock_guard lock(mutex_);
+  if (IsAlone()) return 0;
   const std::size_t split = splits_said_++;
   if (split >= kMaxSplits) return split;
   SplitSaid& said = file_->head().ranks[rank_].splits[split];
@@ -157,10 +168,12 @@ void Communicator::Launch(std::vector<Operation> operations, const std::shared_p
                 : op.kind == OpKind::kReceive ? next_received_[peer]++
                                               : next_number_++;
   }
-  // NCCL launches the work of one communicator in the order of the calls, whatever the streams.
-  Task task = {NameOf(operations.front().kind), {last_}, {}};
+  // NCCL launches the work of one communicator in the order of the calls, whatever the streams. Where nothing
+  // computes only streams order it, so that what a host knows is what the program alone makes certain.
+  Task task = {NameOf(operations.front().kind), IsAlone() ? std::vector<Point>() : std::vector{last_}, {}};
   task.run = [self = shared_from_this(), operations = std::move(operations)]() mutable {
     bool done = true;
+    if (IsAlone()) return true;
     for (Operation& op : operations) done = self->Advance(op) && done;
     return done;
   };

@@ -108,8 +108,8 @@ ncclResult_t Issue(ncclComm_t handle, Operation op, cudaStream_t stream_handle) 
   if (communicator == nullptr || stream == nullptr) return ncclInvalidArgument;
   if (!communicator->IsReady() || stream->device != communicator->device()) return ncclInvalidArgument;
   if (op.peer < 0 || op.peer >= communicator->ranks()) return ncclInvalidArgument;
-  if (op.count * SizeOf(op.dtype) * static_cast<std::size_t>(communicator->ranks()) >
-      SharedFile::kSlotBytes) {
+  if (!TheSettings().null && op.count * SizeOf(op.dtype) * static_cast<std::size_t>(communicator->ranks()) >
+                                 SharedFile::kSlotBytes) {
     return ncclInternalError;
   }
   auto found = std::ranges::find(group.launched, communicator, &Group::Launched::communicator);
@@ -180,10 +180,11 @@ const char* ncclGetLastError(ncclComm_t handle) {
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  std::memset(id, 0, sizeof(*id));
+  if (TheSettings().null) return ncclSuccess;
   std::unique_ptr<SharedFile> file = SharedFile::Make();
   if (file == nullptr) return ncclSystemError;
   const Id made = {getpid(), file->descriptor()};
-  std::memset(id, 0, sizeof(*id));
   std::memcpy(id->internal, &made, sizeof(made));
   Communicators& all = TheCommunicators();
   const std::lock_guard lock(all.mutex);
@@ -193,11 +194,12 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int ranks, ncclUniqueId unique_id, int rank,
                                     ncclConfig_t* config) {
-  if (ranks < 1 || ranks > kMaxRanks || rank < 0 || rank >= ranks) return ncclInvalidArgument;
+  const bool alone = TheSettings().null;
+  if (ranks < 1 || (!alone && ranks > kMaxRanks) || rank < 0 || rank >= ranks) return ncclInvalidArgument;
   Id id;
   std::memcpy(&id, unique_id.internal, sizeof(id));
-  std::unique_ptr<SharedFile> file = FileOf(id);
-  if (file == nullptr) return ncclSystemError;
+  std::unique_ptr<SharedFile> file = alone ? nullptr : FileOf(id);
+  if (file == nullptr && !alone) return ncclSystemError;
   auto communicator =
       std::make_shared<Communicator>(std::move(file), rank, ranks, CurrentDevice(), IsBlocking(config));
   *handle = Add(communicator);

@@ -90,6 +90,11 @@ Point EnqueueOn(const std::shared_ptr<Stream>& stream, std::string name, std::fu
                                         }});
 }
 
+Point EnqueueData(const std::shared_ptr<Stream>& stream, std::string name, std::function<void()> work) {
+  if (!TheSettings().null) return EnqueueOn(stream, std::move(name), std::move(work));
+  return Engine::Get().Enqueue(stream, {std::move(name), {}, [] { return true; }});
+}
+
 void EnqueueKernel(cudaStream_t stream, const std::string& name, std::function<void()> work) {
   if (const std::shared_ptr<Stream> on = StreamOf(stream)) (void)EnqueueOn(on, name, std::move(work));
 }
@@ -132,7 +137,7 @@ void LoadThem() {
 
 void LoadKernels() {
   static std::atomic<bool> begun = false;
-  if (begun || !TorchIsThere() || begun.exchange(true)) return;
+  if (TheSettings().null || begun || !TorchIsThere() || begun.exchange(true)) return;
   LoadThem();
 }
 
@@ -174,6 +179,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
   properties->maxThreadsPerMultiProcessor = 2048;
+  properties->maxBlocksPerMultiProcessor = 32;
   properties->multiProcessorCount = 132;
   properties->major = 9;
   properties->minor = 0;
@@ -208,6 +214,45 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       break;
     case cudaDevAttrWarpSize:
       *value = properties.warpSize;
+      break;
+    case cudaDevAttrMaxBlockDimX:
+      *value = properties.maxThreadsDim[0];
+      break;
+    case cudaDevAttrMaxBlockDimY:
+      *value = properties.maxThreadsDim[1];
+      break;
+    case cudaDevAttrMaxBlockDimZ:
+      *value = properties.maxThreadsDim[2];
+      break;
+    case cudaDevAttrMaxGridDimX:
+      *value = properties.maxGridSize[0];
+      break;
+    case cudaDevAttrMaxGridDimY:
+      *value = properties.maxGridSize[1];
+      break;
+    case cudaDevAttrMaxGridDimZ:
+      *value = properties.maxGridSize[2];
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = properties.maxThreadsPerMultiProcessor;
+      break;
+    case cudaDevAttrMaxRegistersPerBlock:
+      *value = properties.regsPerBlock;
+      break;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      *value = properties.regsPerMultiprocessor;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = static_cast<int>(properties.sharedMemPerBlock);
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(properties.sharedMemPerBlockOptin);
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = static_cast<int>(properties.sharedMemPerMultiprocessor);
+      break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      *value = properties.maxBlocksPerMultiProcessor;
       break;
     default:
       *value = 0;

@@ -156,7 +156,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp*, CUmemGener
 CUresult cuMemsetD32Async(CUdeviceptr pointer, unsigned int value, size_t count, CUstream stream) {
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (on == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-  (void)EnqueueOn(on, "memset of words", [=] {
+  (void)EnqueueData(on, "memset of words", [=] {
     auto* words = reinterpret_cast<unsigned int*>(pointer);
     for (size_t i = 0; i < count; ++i) words[i] = value;
   });

@@ -91,7 +91,7 @@ void Engine::Needed(const Point& point, std::vector<std::shared_ptr<Stream>>& fo
 }
 
 std::shared_ptr<Stream> Engine::Choose(const Point* target) {
-  if (stretch_-- == 0) {
+  if (!only_needed_ && stretch_-- == 0) {
     stretch_ = random_() % kLongestStretch;
     taste_ = static_cast<Taste>(random_() % 3);
     avoided_ = active_.empty() ? nullptr : active_[random_() % active_.size()];
@@ -133,7 +133,7 @@ Point Engine::Enqueue(const std::shared_ptr<Stream>& stream, Task task) {
   const Point point = {stream, ++stream->issued_};
   if (lazy_) last_issue_ = Clock::now();
   if (!lazy_) (void)RunAll(lock);
-  const bool serve = lazy_ || !demands_.empty();
+  const bool serve = (lazy_ && !only_needed_) || !demands_.empty();
   if (serve && !IsPassed(point) && !std::exchange(has_thread_, true)) {
     std::thread([this] { Progress(); }).detach();
   }

@@ -9,6 +9,7 @@
 //   issued nothing for a while), and then in an order chosen by the seed: for stretches of random length only
 //   what the waiter needs, or whatever may run, or anything but one stream. So what the host forgot to order
 //   comes in another order than the host's.
+// null: tasks have no content. null:slow: as lazy, but only what a waiting host needs is ever done.
 #pragma once
 
 #include <chrono>
@@ -86,7 +87,8 @@ class Engine {
   using Clock = std::chrono::steady_clock;
   enum class Taste { kNeeded, kAny, kAvoid };
 
-  explicit Engine(const Settings& settings) : lazy_(settings.lazy), random_(settings.seed) {}
+  explicit Engine(const Settings& settings)
+      : lazy_(settings.lazy), only_needed_(settings.null), random_(settings.seed) {}
   bool IsPassed(const Point& point) const;
   bool MayRun(const Stream& stream) const;
   // True: the task is done.
@@ -99,6 +101,7 @@ class Engine {
   void ServeDemands(Lock& lock);
 
   const bool lazy_;
+  const bool only_needed_;  // lazy: nothing but what a waiting host needs
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable work_;

@@ -1,4 +1,5 @@
-// cudart: kernels. None is run: a launch that reaches the runtime is an error that names the kernel.
+// cudart: kernels. None is run: a launch that reaches the runtime is an error that names the kernel, or,
+// where nothing computes, work without content.
 //
 // [Note: a launch that slips through]
 // The plug-in replaces torch's kernels above the launch. What is launched all the same was not replaced, and
@@ -37,6 +38,14 @@ std::string NameOf(const void* function) {
 cudaError_t Refuse(const void* function) {
   Explain(cudaErrorInvalidDeviceFunction, "no kernel of the plug-in stands for " + NameOf(function));
   return Answer(cudaErrorInvalidDeviceFunction);
+}
+
+cudaError_t Launch(const void* function, cudaStream_t stream) {
+  if (!TheSettings().null) return Refuse(function);
+  const std::shared_ptr<Stream> on = StreamOf(stream);
+  if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  (void)EnqueueData(on, "kernel", {});
+  return Answer(cudaSuccess);
 }
 
 struct Configuration {
@@ -85,18 +94,19 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = static_cast<cudaKernel_t>(const_cast<void*>(function));
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
-  return Refuse(kernel);
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return Launch(kernel, stream);
 }
 
-cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
-  return Refuse(function);
+cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return Launch(function, stream);
 }
-cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
-  return Refuse(function);
+cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void**, size_t,
+                                        cudaStream_t stream) {
+  return Launch(function, stream);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
-  return Refuse(function);
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function, void**) {
+  return Launch(function, configuration->stream);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {

@@ -10,6 +10,9 @@ namespace shardplan::softdevice {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+// cudaMalloc takes memory of a device in these units.
+constexpr std::size_t kUnit = std::size_t{2} << 20;
+std::size_t Units(std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 std::size_t Pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 void* Map(std::size_t bytes) {
@@ -31,14 +34,14 @@ Memory& Memory::Get() {
 
 bool Memory::Reserve(int device, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (bytes > TheSettings().capacity_bytes - used_[device]) return false;
-  used_[device] += bytes;
+  if (Units(bytes) > TheSettings().capacity_bytes - used_[device]) return false;
+  used_[device] += Units(bytes);
   return true;
 }
 
 void Memory::Release(int device, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  used_[device] -= bytes;
+  used_[device] -= Units(bytes);
 }
 
 std::size_t Memory::Available(int device) {

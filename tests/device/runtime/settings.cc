@@ -33,8 +33,14 @@ Settings Read() {
   }
   const char* mode = std::getenv("SHARDPLAN_DEVICE_MODE");
   if (mode == nullptr || std::string_view(mode) == "inline") return settings;
+  if (std::string_view(mode) == "null" || std::string_view(mode) == "null:slow") {
+    settings.null = true;
+    settings.lazy = std::string_view(mode) == "null:slow";
+    settings.poison = false;
+    return settings;
+  }
   if (!std::string_view(mode).starts_with("lazy:")) {
-    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline or lazy:SEED");
+    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline, lazy:SEED, null or null:slow");
   }
   settings.lazy = true;
   settings.seed = NumberOf("SHARDPLAN_DEVICE_MODE", mode + std::strlen("lazy:"));

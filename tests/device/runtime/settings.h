@@ -9,9 +9,12 @@ namespace shardplan::softdevice {
 struct Settings {
   int devices = 8;                                     // SHARDPLAN_DEVICE_COUNT
   std::size_t capacity_bytes = std::size_t{80} << 30;  // SHARDPLAN_DEVICE_BYTES, of each device
-  // SHARDPLAN_DEVICE_MODE=inline or lazy:SEED.
+  // SHARDPLAN_DEVICE_MODE=inline, lazy:SEED, null or null:slow.
   bool lazy = false;
   std::uint64_t seed = 0;
+  // Nothing computes: kernels, copies and collectives are work without content (docs/device.md). With `lazy`:
+  // nothing is done before the host waits for it, and then only what that needs.
+  bool null = false;
   bool poison = true;  // SHARDPLAN_DEVICE_POISON=0: memory that is handed out keeps what it holds
 };
 

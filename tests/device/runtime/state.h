@@ -34,6 +34,8 @@ void Explain(cudaError_t error, const std::string& what);
 
 // Host work on a stream, in order.
 Point EnqueueOn(const std::shared_ptr<Stream>& stream, std::string name, std::function<void()> work);
+// The same for what moves or computes data: work without content where nothing computes.
+Point EnqueueData(const std::shared_ptr<Stream>& stream, std::string name, std::function<void()> work);
 
 // Loads the kernels once torch's own are there; see [Note: when kernels are registered].
 void LoadKernels();
