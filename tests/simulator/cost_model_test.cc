@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <set>
@@ -66,17 +67,22 @@ TEST(Interpolation, IsMonotoneAndBetweenItsNeighboursEverywhere) {
   }
 }
 
-TEST(Interpolation, FollowsAPowerLawBetweenPoints) {
-  // 1 -> 100, 4 -> 400 (a line through the origin in log space): 2 -> 200; and 10 -> 10, 1000 -> 1000.
-  EXPECT_EQ(InterpolateDuration(Points({{1, 100}, {4, 400}}), Bytes{2}).value, 200);
+TEST(Interpolation, TheBandwidthIsLinearInTheLogarithmOfTheSize) {
+  // 1 byte/ns at 1,000 bytes, 2 at 4,000 (a bandwidth of both ends between them): 1.5 at 2,000.
+  EXPECT_EQ(InterpolateDuration(Points({{1'000, 1'000}, {4'000, 2'000}}), Bytes{2'000}).value, 1'333);
+  // Equal bandwidths: proportional to the size. Equal durations: constant.
   EXPECT_EQ(InterpolateDuration(Points({{10, 10'000}, {1000, 1'000'000}}), Bytes{100}).value, 100'000);
+  EXPECT_EQ(InterpolateDuration(Points({{10, 10'000}, {1000, 10'000}}), Bytes{100}).value, 10'000);
+  // Just above a plateau the bandwidth alone would give less than the plateau.
+  EXPECT_EQ(InterpolateDuration(Points({{1'000, 1'000}, {2'000, 1'001}}), Bytes{1'010}).value, 1'000);
   // Against floating point, for sizes without a nice logarithm.
   const auto points = Points({{1'000, 7'777}, {9'000'000, 123'456'789}});
   for (std::int64_t bytes = 1'000; bytes < 9'000'000; bytes = bytes * 5 / 3) {
     const double part = std::log(static_cast<double>(bytes) / 1'000) / std::log(9'000.0);
-    const double expected = 7'777 * std::pow(123'456'789.0 / 7'777, part);
+    const double bandwidth = (1 - part) * 1'000 / 7'777 + part * 9e6 / 123'456'789;
+    const double expected = static_cast<double>(bytes) / bandwidth;
     EXPECT_NEAR(static_cast<double>(InterpolateDuration(points, Bytes{bytes}).value), expected,
-                1 + expected * 1e-7);
+                1 + expected * 1e-3);
   }
 }
 
@@ -241,17 +247,84 @@ TEST(Collectives, AnswersFromTheTableOfItsGroup) {
     EXPECT_EQ(cost->duration_ns, InterpolateDuration(table(ranks).points, Bytes{1 << 28}));
     EXPECT_TRUE(cost->source.starts_with("measured " + std::to_string(ranks) + " ranks nvlink"))
         << cost->source;
-    EXPECT_EQ(cost->link, 0);
+    EXPECT_EQ(cost->loads, (LinkLoads{{1'000'000, 0}}));
   }
   const Result<CollectiveCost> beyond = Gather(*model, cluster, 8, std::int64_t{1} << 33);
   EXPECT_EQ(beyond->source, "measured 8 ranks nvlink, extrapolated");
-  // Numbers of ranks that nobody measured: the ring, (6 - 1) steps and 5 / 6 of the tensor.
-  const Result<CollectiveCost> ring = Gather(*model, cluster, 6, 600'000'000);
+  // Without tables the ring: (6 - 1) steps and 5 / 6 of the tensor.
+  Cluster untabled = cluster;
+  untabled.collectives.clear();
+  untabled.links[0].protocols.clear();
+  const Result<CollectiveCost> ring = Gather(*MakeCostModel(untabled), untabled, 6, 600'000'000);
   EXPECT_EQ(ring->source, "alpha-beta nvlink");
   const Link& link = cluster.links[0];
-  EXPECT_NEAR(
-      static_cast<double>(ring->duration_ns.value),
-      5 * static_cast<double>(link.latency_ns.value) + 5e17 / static_cast<double>(link.bytes_per_second), 2);
+  EXPECT_NEAR(static_cast<double>(ring->duration_ns.value),
+              static_cast<double>(link.base_latency_ns.value) +
+                  5 * static_cast<double>(link.latency_ns.value) +
+                  5e17 / static_cast<double>(link.bytes_per_second),
+              2);
+}
+
+// Numbers of ranks that nobody measured are fitted: at equal shards the tensor's bandwidth, here as times for
+// the tensor of 6 ranks, is linear in 1 / ranks.
+TEST(Collectives, OtherNumbersOfRanksAreFitted) {
+  Cluster cluster;
+  cluster.ranks = 8;
+  const auto table = [](CollectiveKind kind, std::int64_t ranks,
+                        std::initializer_list<std::pair<std::int64_t, std::int64_t>> points) {
+    return CollectiveTable{.kind = kind, .ranks = ranks, .link = "", .points = Points(points)};
+  };
+  cluster.collectives = {table(CollectiveKind::kAllGather, 2, {{2'000, 4'000}}),
+                         table(CollectiveKind::kAllGather, 4, {{4'000, 10'000}}),
+                         table(CollectiveKind::kAllGather, 8, {{8'000, 22'000}})};
+  const Result<CollectiveCost> six = Gather(*MakeCostModel(cluster), cluster, 6, 6'000);
+  ASSERT_TRUE(six.has_value());
+  // 15,000 and 16,500; (1 / 6 - 1 / 4) / (1 / 8 - 1 / 4) = 2 / 3.
+  EXPECT_EQ(six->duration_ns.value, 16'000);
+  EXPECT_EQ(six->source, "fitted 6 ranks ");
+  // Beyond the last: 4 -> 8 goes on, 40,000 and 44,000; (1 / 16 - 1 / 4) / (1 / 8 - 1 / 4) = 3 / 2.
+  cluster.ranks = cluster.ranks_per_node = 16;
+  EXPECT_EQ(Gather(*MakeCostModel(cluster), cluster, 16, 16'000)->duration_ns.value, 46'000);
+  // One table: as many more steps.
+  cluster.collectives.resize(1);
+  EXPECT_EQ(Gather(*MakeCostModel(cluster), cluster, 4, 4'000)->duration_ns.value, 12'000);
+}
+
+TEST(Collectives, AFittedAllReduceKeepsItsRatioToGatherAndScatter) {
+  Cluster cluster;
+  cluster.ranks = 8;
+  for (const std::int64_t ranks : {2, 4}) {
+    for (const auto& [kind, time] :
+         {std::pair{CollectiveKind::kAllGather, 1'000}, {CollectiveKind::kReduceScatter, 2'000}}) {
+      cluster.collectives.push_back(
+          {.kind = kind, .ranks = ranks, .points = Points({{ranks * 100, time * ranks}})});
+    }
+  }
+  cluster.collectives.push_back(
+      {.kind = CollectiveKind::kAllReduce, .ranks = 4, .points = Points({{400, 6'000}})});
+  // Half of the 12,000 that both take on 4 ranks: half of the 24,000 on 8.
+  const auto cost = CostOf(*MakeCostModel(cluster), cluster, CollectiveKind::kAllReduce, {.size = 8}, 800);
+  EXPECT_EQ(cost->duration_ns.value, 12'000);
+}
+
+// A larger tensor never takes less time, whatever numbers of ranks and machine.
+TEST(Collectives, FittedDurationsDoNotFall) {
+  for (const char* name : {"h100_sxm_8", "b200_8", "gb200_nvl72_72"}) {
+    Cluster cluster = Shipped(name);
+    const auto model = MakeCostModel(cluster);
+    for (std::int64_t ranks = 2; ranks <= cluster.ranks_per_node; ++ranks) {
+      for (const CollectiveKind kind :
+           {CollectiveKind::kAllGather, CollectiveKind::kReduceScatter, CollectiveKind::kAllReduce}) {
+        Nanoseconds before;
+        for (std::int64_t bytes = 1; bytes < (std::int64_t{1} << 38); bytes += bytes / 5 + 1) {
+          const auto cost = CostOf(*model, cluster, kind, {.size = ranks}, bytes);
+          ASSERT_TRUE(cost.has_value());
+          ASSERT_GE(cost->duration_ns, before) << name << " " << ranks << " ranks, " << bytes;
+          before = cost->duration_ns;
+        }
+      }
+    }
+  }
 }
 
 TEST(Collectives, AlphaBetaAgreesRoughlyWithWhatWasMeasured) {
@@ -282,7 +355,8 @@ TEST(Collectives, AcrossNodesTheSlowerOfAdaptersAndLinkCounts) {
   // 63,000 bytes at 8 * 0.1 GB/s; 56 steps in nodes, 7 between them.
   EXPECT_EQ(wide->duration_ns.value, 78'750 + 56 * 10 + 7 * 1'000);
   EXPECT_EQ(wide->source, "alpha-beta network");
-  EXPECT_EQ(wide->link, 1);
+  // A byte a nanosecond would go through NVLink, 0.8 do.
+  EXPECT_EQ(wide->loads, (LinkLoads{{800'000, 1'000'000}}));
   // One rank a node: its own adapter alone, 7 / 8 of the tensor, twice for an all_reduce.
   const Result<CollectiveCost> replicas =
       CostOf(*model, cluster, CollectiveKind::kAllReduce, {.size = 8, .stride = 8}, 8'000);
@@ -302,7 +376,7 @@ TEST(Collectives, AGroupOfDimensionsApartGoesOverTheNetwork) {
   const Result<CollectiveCost> cost = CostOf(*model, cluster, CollectiveKind::kAllGather, apart, 4'000);
   // 3,000 bytes at 2 * 0.1 GB/s, 2 steps in nodes, one between.
   EXPECT_EQ(cost->duration_ns.value, 15'000 + 2 * 10 + 1'000);
-  EXPECT_EQ(cost->link, 1);
+  EXPECT_EQ(cost->loads, (LinkLoads{{200'000, 1'000'000}}));
   const Result<CollectiveCost> neighbours = Gather(*model, cluster, 4, 4'000);
   EXPECT_EQ(neighbours->duration_ns.value, 3'000 + 3 * 10);
 }
@@ -325,19 +399,111 @@ TEST(Collectives, TheSlowestGroupCounts) {
   EXPECT_EQ(measured->source, "measured 3 ranks nvlink");
 }
 
+// A protocol of less latency is for small tensors, a tree for many nodes, PAT for one rank a node.
+TEST(Collectives, TheFastestProtocolAndAlgorithmIsTaken) {
+  Cluster cluster = TwoLinks(64, 8);
+  cluster.links[0].protocols = {{"LL", Nanoseconds{1}, 500'000}};
+  cluster.links[1].protocols = {{"LL", Nanoseconds{100}, 500'000}};
+  const auto model = MakeCostModel(cluster);
+  // LL: 56 + 7 x 100 + 63 bytes at 0.4 bytes/ns; usual: 560 + 7,000 + 79.
+  const Result<CollectiveCost> small = Gather(*model, cluster, 64, 64);
+  EXPECT_EQ(small->duration_ns.value, 56 + 700 + 158);
+  EXPECT_EQ(small->source, "alpha-beta network LL");
+  EXPECT_EQ(Gather(*model, cluster, 64, 64'000'000)->source, "alpha-beta network");
+  cluster.links[1].algorithms = {CollectiveAlgorithm::kTree, CollectiveAlgorithm::kPat};
+  // Twice: 7 steps in a node, 3 levels of 8 nodes, and 64 bytes at 90 % of 0.4 bytes/ns.
+  const auto tree = CostOf(*model, cluster, CollectiveKind::kAllReduce, {.size = 64}, 64);
+  EXPECT_EQ(tree->duration_ns.value, 2 * (7 + 300 + 178));
+  EXPECT_EQ(tree->source, "alpha-beta network tree LL");
+  cluster.links[1].latency_ns = Nanoseconds{1'000'000};
+  cluster.links[1].protocols.clear();
+  // 3 levels of 2 / 7 ms, 2.8 us for each of 8 ranks, 7 bytes at 75 % of 0.1 bytes/ns.
+  const auto pat = CostOf(*model, cluster, CollectiveKind::kAllGather, {.size = 8, .stride = 8}, 8);
+  EXPECT_EQ(pat->duration_ns.value, 857'143 + 22'400 + 94);
+  EXPECT_EQ(pat->source, "alpha-beta network pat");
+}
+
+TEST(Collectives, ASwitchThatReducesSendsTheTensorOnce) {
+  Cluster cluster = TwoLinks(8, 8);
+  cluster.links[0].algorithms = {CollectiveAlgorithm::kNvls};
+  const auto model = MakeCostModel(cluster);
+  // 8,000 + 1,000 bytes at a byte a nanosecond and two steps; the ring has 14,000 and 14 steps.
+  const auto cost = CostOf(*model, cluster, CollectiveKind::kAllReduce, {.size = 8}, 8'000);
+  EXPECT_EQ(cost->duration_ns.value, 9'000 + 20);
+  EXPECT_EQ(cost->source, "alpha-beta nvlink nvls");
+}
+
+// Pods of two nodes: {0 .. 15} stays in one, {0 .. 31} does not and has half of the rate.
+TEST(Collectives, BeyondAPodTheNetworkIsOversubscribed) {
+  Cluster cluster = TwoLinks(32, 8);
+  cluster.links[1].pod_nodes = 2;
+  cluster.links[1].beyond_pod_rate_ppm = 500'000;
+  const auto model = MakeCostModel(cluster);
+  EXPECT_EQ(Gather(*model, cluster, 16, 16'000)->duration_ns.value, 15'000 * 10 / 8 + 14 * 10 + 1'000);
+  EXPECT_EQ(Gather(*model, cluster, 32, 32'000)->duration_ns.value, 31'000 * 10 / 4 + 28 * 10 + 3'000);
+  // One rank of each node: pairs {0, 8} in a pod, and all four nodes.
+  EXPECT_EQ(
+      CostOf(*model, cluster, CollectiveKind::kAllGather, {.size = 2, .stride = 8}, 2'000)->duration_ns.value,
+      10'000 + 1'000);
+  EXPECT_EQ(
+      CostOf(*model, cluster, CollectiveKind::kAllGather, {.size = 4, .stride = 8}, 4'000)->duration_ns.value,
+      60'000 + 3'000);
+}
+
+TEST(Matmuls, StraightLinesBetweenMeasuredShapes) {
+  const std::vector<MatmulRow> shapes = {{100, {{10, Nanoseconds{1'000}}, {20, Nanoseconds{1'400}}}},
+                                         {300, {{10, Nanoseconds{2'000}}, {20, Nanoseconds{3'400}}}}};
+  EXPECT_EQ(MatmulDuration(shapes, 100, 10).value, 1'000);
+  EXPECT_EQ(MatmulDuration(shapes, 300, 20).value, 3'400);
+  EXPECT_EQ(MatmulDuration(shapes, 100, 15).value, 1'200);
+  EXPECT_EQ(MatmulDuration(shapes, 200, 15).value, 1'950);
+  EXPECT_EQ(MatmulDuration(shapes, 300, 40).value, 3'400 + 2'800);  // beyond: on along the line
+  EXPECT_EQ(MatmulDuration(shapes, 500, 20).value, 5'400);
+  EXPECT_EQ(MatmulDuration(shapes, 1, 20).value, 1'400);  // the smallest output's row
+  EXPECT_EQ(MatmulDuration(shapes, 100, 5).value, 800);
+}
+
+// The output's elements are its bytes over the dtype's, the inner dimension follows from the FLOPs.
+TEST(Matmuls, ShapesFollowFromBytesAndFlops) {
+  Cluster cluster;
+  cluster.device.matmul = {{DType::kBFloat16, 1'000, {}, {{100, {{10, Nanoseconds{777}}}}}}};
+  OperatorEvent event{
+      .name = "aten.mm.default", .dtype = DType::kBFloat16, .flops = 2'000, .bytes_written = Bytes{200}};
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, 777);
+  event.flops = 4'000;  // an inner dimension of 20
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, 1'554);
+  cluster.device.clock_ppm = 500'000;  // half of the clock
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, 3'108);
+  cluster.device.clock_ppm = 1'000'000;
+  event.name = "aten._scaled_dot_product_flash_attention";  // no product of two matrices
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, 4'000'000'000);
+}
+
 TEST(Collectives, OneRankCostsNothing) {
   EXPECT_EQ(Gather(*MakeCostModel(Cluster{}), Cluster{}, 1, 1 << 30)->duration_ns.value, 0);
 }
 
 TEST(ShippedClusters, AreCanonicalDocuments) {
-  for (const char* name : {"h100_sxm_8", "h100_sxm_64", "h100_sxm_1024"}) {
-    const std::string path = std::string(SHARDPLAN_SOURCE_DIR) + "/tools/clusters/" + name + ".json";
+  const std::string folder = std::string(SHARDPLAN_SOURCE_DIR) + "/tools/clusters";
+  int seen = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() != ".json") continue;
+    ++seen;
+    const std::string path = entry.path().string();
+    const std::string name = entry.path().stem().string();
     const Result<std::string> text = ReadFile(path);
     ASSERT_TRUE(text.has_value());
     const Result<Cluster> cluster = ParseCluster(*text);
     ASSERT_TRUE(cluster.has_value()) << ToString(cluster.error());
     EXPECT_EQ(ToJson(*cluster), *text) << name;
+    // The members of a node do not send more through their adapters than they move inside it.
+    if (cluster->links.size() < 2) continue;
+    const Link& inner = cluster->links[0];
+    const Link& outer = cluster->links[1];
+    EXPECT_GE(inner.bytes_per_second, outer.bytes_per_second) << name;
+    EXPECT_LE(outer.bytes_per_second * cluster->ranks_per_node, inner.bytes_per_second * 2) << name;
   }
+  EXPECT_GE(seen, 3);
 }
 
 }  // namespace

@@ -272,7 +272,17 @@ void RepairCluster(Cluster& cluster) {
     const auto again = std::ranges::unique(points, {}, place);
     points.erase(again.begin(), again.end());
   };
-  for (ComputeRate& rate : cluster.device.matmul) ascending(rate.efficiency, &EfficiencyPoint::flops);
+  Device& device = cluster.device;
+  for (std::vector<ComputeRate>* rates : {&device.matmul, &device.attention, &device.attention_backward}) {
+    for (ComputeRate& rate : *rates) {
+      ascending(rate.efficiency, &EfficiencyPoint::flops);
+      std::erase_if(rate.shapes, [](const MatmulRow& row) { return row.points.empty(); });
+      for (MatmulRow& row : rate.shapes) ascending(row.points, &MatmulPoint::inner);
+      ascending(rate.shapes, &MatmulRow::output_elements);
+    }
+  }
+  ascending(device.memory_efficiency, &BandwidthPoint::moved_bytes);
+  ascending(cluster.sources, &FigureSource::figure);
   for (CollectiveTable& table : cluster.collectives) {
     ascending(table.points, &CollectivePoint::full_tensor_bytes);
   }

@@ -16,12 +16,14 @@ void AddTraceCommand(CLI::App& app, Invocation& invocation);
 void AddPlanCommand(CLI::App& app, Invocation& invocation);
 void AddValidateCommand(CLI::App& app, Invocation& invocation);
 void AddSimulateCommand(CLI::App& app, Invocation& invocation);
+void AddCostCommand(CLI::App& app, Invocation& invocation);
 void AddMemoryCommand(CLI::App& app, Invocation& invocation);
 void AddExplainMemoryCommand(CLI::App& app, Invocation& invocation);
 void AddShowCommand(CLI::App& app, Invocation& invocation);
 void AddDiffCommand(CLI::App& app, Invocation& invocation);
 void AddRunCommand(CLI::App& app, Invocation& invocation);
 void AddConformanceCommand(CLI::App& app, Invocation& invocation);
+void AddCalibrateCommand(CLI::App& app, Invocation& invocation);
 void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation);
 
 }  // namespace shardplan::cli

@@ -1,5 +1,5 @@
-// `trace` and `conformance` (Python, need torch) and `run` (C++, needs LibTorch) live in programs of their
-// own, so that the command itself builds without either.
+// `trace`, `calibrate` and `conformance` (Python, need torch) and `run` (C++, needs LibTorch) live in
+// programs of their own, so that the command itself builds without either.
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -88,6 +88,17 @@ void AddTraceCommand(CLI::App& app, Invocation& invocation) {
   command->callback([command, &invocation] {
     std::vector<std::string> arguments = {"-m", "shardplan.tracer"};
     for (const std::string& argument : command->remaining()) arguments.push_back(argument);
+    invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
+  });
+}
+
+void AddCalibrateCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command =
+      AddDelegate(app, "calibrate", "Measure the machine at hand, and write a cluster document of it");
+  command->callback([command, &invocation] {
+    std::vector<std::string> arguments = {"-m", "shardplan.calibrate"};
+    for (const std::string& argument : command->remaining()) arguments.push_back(argument);
+    setenv("SHARDPLAN_PROGRAMS", ExecutableFolder().c_str(), 0);
     invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
   });
 }

@@ -1,4 +1,5 @@
-// shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, allocator-replay.
+// shardplan: trace, plan, validate, simulate, cost, memory, explain-memory, show, diff, run,
+// allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -42,8 +43,9 @@ void PrepareWriting() {
 void RefuseEmptyNames(CLI::App& app) {
   const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
   for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
-                             "--report", "--timeline", "--html", "--rows", "--plot", "--map", "--json"}) {
+    for (const char* flag :
+         {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy", "--report",
+          "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit"}) {
       CLI::Option* option = command->get_option_no_throw(flag);
       if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
     }
@@ -78,12 +80,14 @@ int main(int argc, char** argv) {
   cli::AddPlanCommand(app, invocation);
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
+  cli::AddCostCommand(app, invocation);
   cli::AddMemoryCommand(app, invocation);
   cli::AddExplainMemoryCommand(app, invocation);
   cli::AddShowCommand(app, invocation);
   cli::AddDiffCommand(app, invocation);
   cli::AddRunCommand(app, invocation);
   cli::AddConformanceCommand(app, invocation);
+  cli::AddCalibrateCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   RefuseEmptyNames(app);
   try {

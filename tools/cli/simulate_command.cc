@@ -6,6 +6,7 @@
 #include "cluster_choice.h"
 #include "commands.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/sensitivity.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
 #include "verified_plan.h"
@@ -17,6 +18,7 @@ struct SimulateArguments {
   std::vector<std::string> plans;
   std::string cluster, report, timeline, html;
   bool no_verify = false;
+  bool sensitivity = false;
   bool quiet = false;
 };
 
@@ -45,6 +47,22 @@ Status CheckFiles(const SimulateArguments& options) {
   return CheckOutputs(inputs, OutputsOf(options), !HasStandardOutput(OutputsOf(options)));
 }
 
+// The step's interval, and with --sensitivity what each figure of the cluster contributes to it. Empty where
+// the cluster does not say how far its figures may be off.
+Result<std::string> UncertaintyText(const SimulateArguments& options, const Plan& plan,
+                                    const Cluster& cluster, const std::string& path) {
+  if (cluster.sources.empty()) {
+    if (!options.sensitivity) return std::string();
+    return MakeInputError("/cluster/sources", "the cluster does not say how far its figures may be off",
+                          "none", "a source for each figure, as shipped clusters have");
+  }
+  const Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, cluster);
+  if (!sensitivity) return std::unexpected(sensitivity.error());
+  std::string text = "\n" + (options.plans.size() > 1 ? path + ": " : "") + IntervalText(*sensitivity) + "\n";
+  if (options.sensitivity) text += SensitivityText(*sensitivity);
+  return text;
+}
+
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
   if (Status checked = CheckFiles(options); !checked) return checked;
   std::optional<Cluster> cluster;
@@ -53,8 +71,10 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     if (!found) return std::unexpected(found.error());
     cluster = std::move(*found);
   }
+  const bool prints = !HasStandardOutput(OutputsOf(options));
   std::vector<Plan> plans;
   std::vector<Simulation> simulations;
+  std::string uncertainty;
   for (const std::string& path : options.plans) {
     Result<Plan> plan = ReadVerifiedPlan(path, options.no_verify);
     if (!plan) return std::unexpected(plan.error());
@@ -81,6 +101,11 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       return std::unexpected(simulation.error());
     }
     fits = fits && simulation->report.memory.fits;
+    if (prints) {
+      Result<std::string> text = UncertaintyText(options, *plan, of_plan ? *of_plan : plan->cluster, path);
+      if (!text) return std::unexpected(std::move(text.error()));
+      uncertainty += *text;
+    }
     plans.push_back(std::move(*plan));
     simulations.push_back(std::move(*simulation));
   }
@@ -97,10 +122,10 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     const std::string page = ReportHtml(plan_pointers, simulation_pointers);
     if (Status written = WriteAndSay(options.html, page, options.quiet); !written) return written;
   }
-  if (HasStandardOutput(OutputsOf(options))) return {};
+  if (!prints) return {};
   std::vector<Report> reports;
   for (const Simulation& simulation : simulations) reports.push_back(simulation.report);
-  return PrintText(ComparisonTable(reports));
+  return PrintText(ComparisonTable(reports) + uncertainty);
 }
 
 }  // namespace
@@ -120,6 +145,8 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("--timeline", options->timeline, "Write a timeline that Perfetto opens");
   command->add_option("--html", options->html, "Write a self-contained HTML report");
   AddNoVerifyFlag(*command, options->no_verify);
+  command->add_flag("--sensitivity", options->sensitivity,
+                    "What each uncertain figure of the cluster changes, the widest first");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {
     bool fits = true;

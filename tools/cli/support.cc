@@ -24,19 +24,6 @@ std::vector<fs::path> DataFolders(const std::string& installed, const std::strin
           fs::path(SHARDPLAN_SOURCE_DIR) / in_source};
 }
 
-std::vector<std::string> ShippedClusters() {
-  std::vector<std::string> names;
-  for (const fs::path& folder : DataFolders("clusters", "tools/clusters")) {
-    std::error_code ignored;
-    for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-      if (entry.path().extension() == ".json") names.push_back(entry.path().stem().string());
-    }
-  }
-  std::sort(names.begin(), names.end());
-  names.erase(std::unique(names.begin(), names.end()), names.end());
-  return names;
-}
-
 std::vector<char*> Argv(const std::string& program, const std::vector<std::string>& arguments) {
   std::vector<char*> argv;
   argv.push_back(const_cast<char*>(program.c_str()));
@@ -87,6 +74,19 @@ int PrintAnswer(std::string_view text, int exit_code) {
 bool IsThere(const std::string& path) {
   std::error_code error;
   return fs::exists(path, error) || error;
+}
+
+std::vector<std::string> ShippedClusters() {
+  std::vector<std::string> names;
+  for (const fs::path& folder : DataFolders("clusters", "tools/clusters")) {
+    std::error_code ignored;
+    for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+      if (entry.path().extension() == ".json") names.push_back(entry.path().stem().string());
+    }
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
 }
 
 Result<Cluster> FindCluster(const std::string& path_or_name) {

@@ -49,6 +49,8 @@ bool HasStandardOutput(const std::vector<OutputFile>& outputs);
 // A cluster document: a path, or the name of one that is shipped ("h100_sxm_8"). kBadInput lists the shipped
 // names.
 Result<Cluster> FindCluster(const std::string& path_or_name);
+// Their names, in order.
+std::vector<std::string> ShippedClusters();
 
 // Replaces this process by `program arguments...`; PYTHONPATH is extended by `python_path` unless empty.
 // Returns only on failure.

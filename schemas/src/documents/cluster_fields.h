@@ -20,6 +20,21 @@ inline constexpr auto kFields<EfficiencyPoint> =
                   .AtMost(kWholePpm));
 
 template <>
+inline constexpr Definition kDefinition<MatmulPoint> = {.says = "One measured inner dimension."};
+template <>
+inline constexpr auto kFields<MatmulPoint> =
+    FieldList(Required("inner", &MatmulPoint::inner, "Inner dimension of the product.").AtLeast(1),
+              Required("duration_ns", &MatmulPoint::duration_ns, "Measured duration.").AtMost(kLongestCost));
+
+template <>
+inline constexpr Definition kDefinition<MatmulRow> = {.says = "Products with outputs of one size."};
+template <>
+inline constexpr auto kFields<MatmulRow> = FieldList(
+    Required("output_elements", &MatmulRow::output_elements, "Batch x rows x columns of the output.")
+        .AtLeast(1),
+    Required("points", &MatmulRow::points, "Ascending inner dimension; straight lines between."));
+
+template <>
 inline constexpr bool kIsBlock<ComputeRate> = true;
 template <>
 inline constexpr Definition kDefinition<ComputeRate> = {"cluster", "compute_rate",
@@ -30,7 +45,20 @@ inline constexpr auto kFields<ComputeRate> = FieldList(
     Required("flops_per_second", &ComputeRate::flops_per_second, "Peak of dense matrix work.").AtLeast(1),
     Optional("efficiency", &ComputeRate::efficiency,
              "Ascending FLOPs; interpolated in log(flops), clamped. Empty: 100 %.")
+        .Lines(),
+    Optional("shapes", &ComputeRate::shapes,
+             "Products of matrices by the elements of their output, ascending, before `efficiency`.")
         .Lines());
+
+template <>
+inline constexpr Definition kDefinition<BandwidthPoint> = {
+    .says = "How much of the bandwidth kernels of a size reach."};
+template <>
+inline constexpr auto kFields<BandwidthPoint> =
+    FieldList(Required("moved_bytes", &BandwidthPoint::moved_bytes, "Bytes read and written.").AtLeast(1),
+              Required("efficiency_ppm", &BandwidthPoint::efficiency_ppm, "Fraction of the peak reached.")
+                  .AtLeast(1)
+                  .AtMost(kWholePpm));
 
 template <>
 inline constexpr bool kIsBlock<Device> = true;
@@ -47,9 +75,22 @@ inline constexpr auto kFields<Device> = FieldList(
         .AtLeast(1)
         .AtMost(kWholePpm),
     Optional("vector_flops_per_second", &Device::vector_flops_per_second, "Pointwise arithmetic, any dtype."),
+    Optional("memory_efficiency", &Device::memory_efficiency,
+             "The fraction by bytes moved, ascending; in log(bytes), clamped.")
+        .Lines(),
     Optional("matmul", &Device::matmul, "Matrix rates by dtype.").Lines(),
+    Optional("attention", &Device::attention, "Rates of fused attention by dtype; empty: as `matmul`.")
+        .Lines(),
+    Optional("attention_backward", &Device::attention_backward,
+             "The same of its backward; empty: as its forward.")
+        .Lines(),
     Optional("kernel_overhead_ns", &Device::kernel_overhead_ns, "Device time that no operator goes below.")
-        .AtMost(kLongestCost));
+        .AtMost(kLongestCost),
+    Optional("clock_ppm", &Device::clock_ppm,
+             "Clock under a power limit, of the one that the rates hold for. Memory keeps its rate.")
+        .AtLeast(1)
+        .AtMost(kWholePpm),
+    Optional("table_name", &Device::table_name, "What tables of measurements call it."));
 
 template <>
 inline constexpr bool kIsBlock<Host> = true;
@@ -88,15 +129,45 @@ inline constexpr auto kFields<CollectiveTable> = FieldList(
     Optional("concurrent_groups", &CollectiveTable::concurrent_groups, "Groups that ran at once.").AtLeast(1),
     Required("link", &CollectiveTable::link, "Name of the link."),
     Required("points", &CollectiveTable::points, "Ascending bytes; interpolated in log size.").Lines(),
-    Optional("source", &CollectiveTable::source, "Where it was measured."));
+    Optional("source", &CollectiveTable::source, "Where it was measured."),
+    Optional("scatter_ppm", &CollectiveTable::scatter_ppm,
+             "Median distance of the measurements below 16 MiB from the points."));
+
+template <>
+inline constexpr Definition kDefinition<LinkProtocol> = {.says = "A protocol besides the usual one."};
+template <>
+inline constexpr auto kFields<LinkProtocol> = FieldList(
+    Required("name", &LinkProtocol::name, "\"LL\", \"LL128\"."),
+    Required("latency_ns", &LinkProtocol::latency_ns, "Per step.").AtMost(kLongestCost),
+    Required("rate_ppm", &LinkProtocol::rate_ppm, "Of the link's rate.").AtLeast(1).AtMost(kWholePpm));
 
 template <>
 inline constexpr Definition kDefinition<Link> = {"cluster", "link", "A link class that communicators share."};
 template <>
-inline constexpr auto kFields<Link> =
-    FieldList(Required("name", &Link::name, "\"nvlink\", \"network\"."),
-              Optional("latency_ns", &Link::latency_ns, "Per step of a ring.").AtMost(kLongestCost),
-              Required("bytes_per_second", &Link::bytes_per_second, "Per rank and direction.").AtLeast(1));
+inline constexpr auto kFields<Link> = FieldList(
+    Required("name", &Link::name, "\"nvlink\", \"network\"."),
+    Optional("latency_ns", &Link::latency_ns, "Per step of a ring.").AtMost(kLongestCost),
+    Required("bytes_per_second", &Link::bytes_per_second, "Per rank and direction.").AtLeast(1),
+    Optional("base_latency_ns", &Link::base_latency_ns, "Once for each collective.").AtMost(kLongestCost),
+    Optional("protocols", &Link::protocols, "Protocols of less latency and less rate."),
+    Optional("algorithms", &Link::algorithms, "What is chosen from besides the ring."),
+    Optional("nvls_rate_ppm", &Link::nvls_rate_ppm, "Of the rate, when the switch reduces.")
+        .AtLeast(1)
+        .AtMost(kWholePpm),
+    Optional("pod_nodes", &Link::pod_nodes, "Nodes that reach each other at the full rate; 0: all."),
+    Optional("beyond_pod_rate_ppm", &Link::beyond_pod_rate_ppm, "Part of the rate beyond them.")
+        .AtLeast(1)
+        .AtMost(kWholePpm));
+
+template <>
+inline constexpr Definition kDefinition<FigureSource> = {.says = "Where a figure came from."};
+template <>
+inline constexpr auto kFields<FigureSource> =
+    FieldList(Required("figure", &FigureSource::figure, "Which."),
+              Required("origin", &FigureSource::origin, "How it is known."),
+              Required("off_ppm", &FigureSource::off_ppm, "How far it may be off, two times in three.")
+                  .AtMost(kWholePpm),
+              Optional("note", &FigureSource::note, "More about it."));
 
 template <>
 inline constexpr bool kIsBlock<Cluster> = true;
@@ -123,6 +194,7 @@ inline constexpr auto kFields<Cluster> = FieldList(
         .AtLeast(1)
         .AtMost(kWholePpm),
     Optional("host_link_bytes_per_second", &Cluster::host_link_bytes_per_second,
-             "Device to pinned host memory and back, each direction."));
+             "Device to pinned host memory and back, each direction."),
+    Optional("sources", &Cluster::sources, "Where figures came from, and how far they may be off.").Lines());
 
 }  // namespace shardplan

@@ -1,5 +1,7 @@
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "documents/cluster_fields.h"
 #include "documents/document_json.h"
 #include "json/json_writer.h"
@@ -24,14 +26,48 @@ Status CheckAscending(const std::vector<Point>& points, const std::string& point
   return {};
 }
 
+Status CheckRate(const ComputeRate& rate, const std::string& pointer) {
+  Status status = CheckAscending(rate.efficiency, pointer + "/efficiency", "flops",
+                                 [](const EfficiencyPoint& point) { return point.flops; });
+  if (!status) return status;
+  const std::string shapes = pointer + "/shapes";
+  status = CheckAscending(rate.shapes, shapes, "output_elements",
+                          [](const MatmulRow& row) { return row.output_elements; });
+  for (std::size_t r = 0; status && r < rate.shapes.size(); ++r) {
+    const std::string points = fmt::format("{}/{}/points", shapes, r);
+    if (rate.shapes[r].points.empty()) {
+      return MakeInputError(points, "a row of shapes needs a point", "none", "1 or more");
+    }
+    status = CheckAscending(rate.shapes[r].points, points, "inner",
+                            [](const MatmulPoint& point) { return point.inner; });
+  }
+  return status;
+}
+
 }  // namespace
 
 Status CheckCluster(const Cluster& cluster, const std::string& pointer) {
-  for (std::size_t r = 0; r < cluster.device.matmul.size(); ++r) {
-    Status status = CheckAscending(cluster.device.matmul[r].efficiency,
-                                   fmt::format("{}/device/matmul/{}/efficiency", pointer, r), "flops",
-                                   [](const EfficiencyPoint& point) { return point.flops; });
-    if (!status) return status;
+  const Device& device = cluster.device;
+  for (const auto& [name, rates] : {std::pair{"matmul", &device.matmul},
+                                    {"attention", &device.attention},
+                                    {"attention_backward", &device.attention_backward}}) {
+    for (std::size_t r = 0; r < rates->size(); ++r) {
+      Status status = CheckRate((*rates)[r], fmt::format("{}/device/{}/{}", pointer, name, r));
+      if (!status) return status;
+    }
+  }
+  if (Status status =
+          CheckAscending(device.memory_efficiency, pointer + "/device/memory_efficiency", "moved_bytes",
+                         [](const BandwidthPoint& point) { return point.moved_bytes.value; });
+      !status)
+    return status;
+  for (std::size_t i = 0; i < cluster.sources.size(); ++i) {
+    for (std::size_t before = 0; before < i; ++before) {
+      if (cluster.sources[before].figure != cluster.sources[i].figure) continue;
+      return MakeInputError(fmt::format("{}/sources/{}/figure", pointer, i),
+                            "the source of a figure is said twice",
+                            std::string(Name(cluster.sources[i].figure)), "each figure once");
+    }
   }
   for (std::size_t t = 0; t < cluster.collectives.size(); ++t) {
     Status status = CheckAscending(

@@ -21,6 +21,11 @@ inline constexpr std::nullptr_t kEnumNames = nullptr;
 SHARDPLAN_ENUM_NAMES(DType, "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
                      "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128");
 SHARDPLAN_ENUM_NAMES(CollectiveKind, "all_gather", "reduce_scatter", "all_reduce");
+SHARDPLAN_ENUM_NAMES(CollectiveAlgorithm, "ring", "tree", "pat", "nvls");
+SHARDPLAN_ENUM_NAMES(ClusterFigure, "matmul", "attention", "vector", "memory", "kernel_overhead", "host",
+                     "host_memory", "host_link", "collectives", "inner_link", "network", "compute_slowdown",
+                     "communication_slowdown");
+SHARDPLAN_ENUM_NAMES(FigureOrigin, "measured", "fitted", "data_sheet", "guess");
 SHARDPLAN_ENUM_NAMES(StorageRole, "input", "buffer", "saved", "forward_temp", "output", "loss_saved",
                      "loss_temp", "backward_temp", "recompute", "parameter_grad");
 SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "hybrid_shard",

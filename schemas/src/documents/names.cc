@@ -44,6 +44,10 @@ bool IsFloatingPoint(DType dtype) {
 std::string_view Name(DType dtype) { return EnumName(dtype); }
 std::optional<DType> DTypeFromName(std::string_view name) { return EnumFromName<DType>(name); }
 
+std::string_view Name(CollectiveKind kind) { return EnumName(kind); }
+std::string_view Name(ClusterFigure figure) { return EnumName(figure); }
+std::string_view Name(FigureOrigin origin) { return EnumName(origin); }
+
 std::string_view Name(InstructionKind kind) { return EnumName(kind); }
 std::string_view Name(TriggerKind kind) { return EnumName(kind); }
 std::string_view Name(BufferRole role) { return EnumName(role); }

@@ -1,8 +1,10 @@
 #include "cost/fixed_log.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "shardplan/schemas/assert.h"
+#include "shardplan/simulator/cost_model.h"
 
 namespace shardplan::internal {
 namespace {
@@ -25,29 +27,6 @@ std::int64_t Log2Fixed(std::int64_t value) {
   return (static_cast<std::int64_t>(whole) << kLogBits) | fraction;
 }
 
-std::int64_t Exp2Fixed(std::int64_t x) {
-  const int whole = static_cast<int>(x >> kLogBits);
-  const std::uint64_t fraction = static_cast<std::uint64_t>(x) & 0xFFFF'FFFFULL;
-  // 2^fraction is the product of 2^(2^-k) over the set bits k; each factor is the square root of the one
-  // before.
-  UInt128 result = static_cast<UInt128>(1) << 62;
-  std::uint64_t root = std::uint64_t{1} << 63;  // 2^1 with 62 fractional bits
-  for (int bit = 1; bit <= kLogBits; ++bit) {
-    // Integer square root of root * 2^62 by bisection on bits: exact, and only ever run 32 times.
-    const UInt128 square = static_cast<UInt128>(root) << 62;
-    std::uint64_t guess = 0;
-    for (std::uint64_t step = std::uint64_t{1} << 62; step != 0; step >>= 1) {
-      const std::uint64_t candidate = guess | step;
-      if (static_cast<UInt128>(candidate) * candidate <= square) guess = candidate;
-    }
-    root = guess;
-    if ((fraction >> (kLogBits - bit)) & 1U) result = (result * root) >> 62;
-  }
-  if (whole >= 62) return static_cast<std::int64_t>(result << (whole - 62));
-  const int shift = 62 - whole;
-  return static_cast<std::int64_t>((result + (static_cast<UInt128>(1) << (shift - 1))) >> shift);
-}
-
 namespace {
 
 // Far above any time or rate that makes sense, and two of them still add up.
@@ -68,6 +47,13 @@ std::int64_t MulDiv(std::int64_t a, std::int64_t b, std::int64_t c) {
 std::int64_t MulDivUp(std::int64_t a, std::int64_t b, std::int64_t c) {
   SHARDPLAN_ASSERT(c != 0, "callers divide by sizes and rates that they found not to be zero");
   return Clamped((static_cast<Int128>(a) * b + c - 1) / c);
+}
+
+std::int64_t Limited(std::int64_t time_ns) { return std::min(time_ns, kLongestStep.value); }
+
+std::int64_t TimeAt(std::int64_t amount, std::int64_t rate_per_second) {
+  if (rate_per_second <= 0 || amount <= 0) return 0;
+  return Limited(MulDivUp(amount, 1'000'000'000, rate_per_second));
 }
 
 }  // namespace shardplan::internal

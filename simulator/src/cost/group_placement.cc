@@ -24,7 +24,8 @@ class Census {
  public:
   void Add(std::int64_t leader, std::int64_t node) { ++members_[leader][node]; }
 
-  std::set<GroupPlacement> Placements() const {
+  // `pod_nodes` 0: one pod of all nodes.
+  std::set<GroupPlacement> Placements(std::int64_t pod_nodes) const {
     std::map<std::int64_t, std::int64_t> groups_in_node;
     for (const auto& [leader, nodes] : members_) {
       for (const auto& [node, members] : nodes) ++groups_in_node[node];
@@ -33,6 +34,8 @@ class Census {
     for (const auto& [leader, nodes] : members_) {
       GroupPlacement place{.nodes = static_cast<std::int64_t>(nodes.size()),
                            .fewest_in_node = nodes.begin()->second};
+      if (pod_nodes > 0)
+        place.beyond_pod = nodes.begin()->first / pod_nodes != nodes.rbegin()->first / pod_nodes;
       for (const auto& [node, members] : nodes) {
         place.fewest_in_node = std::min(place.fewest_in_node, members);
         place.most_in_node = std::max(place.most_in_node, members);
@@ -67,7 +70,8 @@ std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicat
   for (std::int64_t rank = 0; rank < ranks; ++rank) {
     census.Add(LeaderOf(communicator, rank), rank / node);
   }
-  const std::set<GroupPlacement> placements = census.Placements();
+  const std::set<GroupPlacement> placements =
+      census.Placements(cluster.links.size() > 1 ? cluster.links[1].pod_nodes : 0);
   return {placements.begin(), placements.end()};
 }
 

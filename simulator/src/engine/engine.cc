@@ -26,7 +26,7 @@ struct StreamState {
   std::int32_t head = -1;  // instruction that is next or running
   StreamStatus status = StreamStatus::kReady;
   WorkClass work = WorkClass::kCompute;
-  std::int8_t link = -1;
+  std::int8_t loads = -1;
   std::int64_t wake_ns = kNever;  // the head cannot start before the host has issued it
   std::int64_t stalled_ns = -1;   // since when the head, a wait, has been waiting
   std::int64_t rate = 0;
@@ -51,7 +51,6 @@ class StepRunner {
     issued_ns_.resize(step.code.size());
     slots_.assign(static_cast<std::size_t>(step.record_slots), {});
     finished_in_.assign(static_cast<std::size_t>(program.communicators), 0);
-    on_link_.assign(static_cast<std::size_t>(program.links), 0);
     result_.stream_busy_ns.resize(streams);
     result_.stream_operations.resize(streams);
     result_.phase_end_ns.resize(step.phases.size());
@@ -258,7 +257,7 @@ class StepRunner {
   void Activate(StreamState& stream, const EngineInstruction& instruction, std::int64_t duration_ns) {
     stream.status = StreamStatus::kActive;
     stream.work = instruction.work;
-    stream.link = instruction.link;
+    stream.loads = instruction.loads;
     SHARDPLAN_ASSERT(duration_ns >= 0, "LowerPlan makes no negative duration");
     stream.remaining = static_cast<Int128>(duration_ns) * kFullRate;
     stream.updated_ns = now_ns_;
@@ -278,7 +277,6 @@ class StepRunner {
         break;
       case WorkClass::kCollective:
         collectives_ += change;
-        if (stream.link >= 0) on_link_[static_cast<std::size_t>(stream.link)] += change;
         break;
       case WorkClass::kToHost:
         to_host_ += change;
@@ -289,7 +287,7 @@ class StepRunner {
     }
   }
 
-  std::int64_t RateOf(const StreamState& stream) const {
+  std::int64_t RateOf(const StreamState& stream) {
     const std::int64_t kernel_ppm = collectives_ > 0 ? program_.compute_rate_ppm : 1'000'000;
     const std::int64_t link_ppm = kernels_ > 0 ? program_.communication_rate_ppm : 1'000'000;
     switch (stream.work) {
@@ -299,7 +297,7 @@ class StepRunner {
         return kernel_ppm * kSharers / kernels_;
       case WorkClass::kCollective:
         SHARDPLAN_ASSERT(collectives_ > 0, "an active collective is counted");
-        return link_ppm * kSharers / (stream.link < 0 ? 1 : on_link_[static_cast<std::size_t>(stream.link)]);
+        return RateOfCollective(stream, link_ppm);
       case WorkClass::kToHost:
         SHARDPLAN_ASSERT(to_host_ > 0, "an active copy is counted");
         return kFullRate / to_host_;
@@ -308,6 +306,37 @@ class StepRunner {
         return kFullRate / to_device_;
     }
     return kFullRate;
+  }
+
+  std::int64_t RateOfCollective(const StreamState& stream, std::int64_t ppm) {
+    std::int64_t rate = ppm * kSharers;
+    if (collectives_ == 1) return rate;
+    const LinkLoads& loads = program_.loads[Index(stream.loads)];
+    for (std::size_t link = 0; link < loads.ppm.size(); ++link) {
+      if (loads.ppm[link] > 0) rate = std::min(rate, RateOnLink(link, loads.ppm[link], ppm));
+    }
+    return rate;
+  }
+
+  // [Note: shares of a link] Those in flight are served from the smallest load up: each has what it needs, or
+  // an equal share of what is left for it and those after it. With equal loads that is one of c for all c.
+  std::int64_t RateOnLink(std::size_t link, std::int32_t load, std::int64_t ppm) {
+    sharing_.clear();
+    for (const StreamState& other : streams_) {
+      if (other.status != StreamStatus::kActive || other.work != WorkClass::kCollective) continue;
+      const std::int32_t wanted = program_.loads[Index(other.loads)].ppm[link];
+      if (wanted > 0) sharing_.push_back(wanted);
+    }
+    std::ranges::sort(sharing_);
+    std::int64_t left = 1'000'000;
+    auto sharers = static_cast<std::int64_t>(sharing_.size());
+    for (const std::int32_t wanted : sharing_) {
+      if (wanted * sharers > left) break;
+      if (wanted >= load) return ppm * kSharers;
+      left -= wanted;
+      --sharers;
+    }
+    return static_cast<std::int64_t>(Int128{ppm} * kSharers * left / (sharers * load));
   }
 
   void UpdateRates() {
@@ -410,7 +439,7 @@ class StepRunner {
   std::vector<std::int64_t> issued_ns_;
   std::vector<Slot> slots_;
   std::vector<std::int32_t> finished_in_;  // collectives, by communicator
-  std::vector<std::int32_t> on_link_;      // collectives in flight, by link
+  std::vector<std::int32_t> sharing_;      // their loads of one link (ShareOf), kept for its memory
   std::int64_t now_ns_ = 0;
   std::int32_t issued_ = 0;
   std::int32_t computing_ = 0;

@@ -17,6 +17,7 @@ namespace {
 constexpr std::size_t kMaxStreams = 100;
 constexpr std::size_t kMaxUnits = 30'000;
 constexpr std::size_t kMaxPhases = 60'000;
+constexpr std::size_t kMaxLoads = 120;
 
 std::unexpected<Error> Bad(std::string pointer, std::string message, std::string found) {
   return std::unexpected(
@@ -36,7 +37,6 @@ class Lowering {
     program_.streams = static_cast<std::int32_t>(plan_.streams.size());
     program_.communicators = static_cast<std::int32_t>(plan_.communicators.size());
     placements_.resize(plan_.communicators.size());
-    program_.links = static_cast<std::int32_t>(cluster_.links.size());
     program_.units = static_cast<std::int32_t>(plan_.units.size());
     program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
     program_.communication_rate_ppm = cluster_.communication_rate_while_computing_ppm;
@@ -365,6 +365,14 @@ class Lowering {
     return placements;
   }
 
+  Result<std::int8_t> LoadsIndex(const LinkLoads& loads) {
+    const auto found = std::ranges::find(program_.loads, loads);
+    const auto index = static_cast<std::size_t>(found - program_.loads.begin());
+    if (found == program_.loads.end()) program_.loads.push_back(loads);
+    if (index > kMaxLoads) return Bad("/communicators", "too many ways to use the links", Text(index + 1));
+    return static_cast<std::int8_t>(index);
+  }
+
   Status LowerCollective(const Instruction& instruction, EngineInstruction& lowered) {
     const Communicator& communicator = At(plan_.communicators, instruction.communicator);
     Result<std::span<const GroupPlacement>> placements = PlacementsOf(instruction.communicator);
@@ -388,7 +396,9 @@ class Lowering {
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCollective;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
-    lowered.link = static_cast<std::int8_t>(cost->link);
+    Result<std::int8_t> loads = LoadsIndex(cost->loads);
+    if (!loads) return std::unexpected(loads.error());
+    lowered.loads = *loads;
     lowered.duration_ns = cost->duration_ns;
     lowered.host_ns = cluster_.host.collective_issue_ns;
     lowered.sequence = issued_to_[static_cast<std::size_t>(instruction.communicator)]++;

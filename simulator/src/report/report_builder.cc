@@ -16,18 +16,6 @@ namespace {
 constexpr std::int64_t kMillion = 1'000'000;
 constexpr std::int64_t kNanosecondsPerSecond = 1'000'000'000;
 
-std::string_view CollectiveName(CollectiveKind kind) {
-  switch (kind) {
-    case CollectiveKind::kAllGather:
-      return "all_gather";
-    case CollectiveKind::kReduceScatter:
-      return "reduce_scatter";
-    case CollectiveKind::kAllReduce:
-      return "all_reduce";
-  }
-  return "";
-}
-
 // [Note: the times of the passes]
 // Forward, backward and optimizer are what a stopwatch shows that synchronises with the device at their
 // borders: each pass begins on an idle device. The step itself has no such borders: the host runs ahead, and
@@ -105,7 +93,7 @@ void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResul
   SHARDPLAN_ASSERT(step.groups.size() == result.groups.size(), "the result is of this step");
   for (std::size_t g = 0; g < step.groups.size(); ++g) {
     const CollectiveGroup& group = step.groups[g];
-    report.collectives.push_back({std::string(CollectiveName(group.kind)),
+    report.collectives.push_back({std::string(Name(group.kind)),
                                   plan.communicators[static_cast<std::size_t>(group.communicator)].name,
                                   group.count, group.full_tensor_bytes, result.groups[g].busy_ns,
                                   result.groups[g].exposed_ns, group.cost_source});

@@ -50,11 +50,6 @@ def log(value):
     return int(decimal.Decimal(value).ln() / LOG_2 * (1 << 32))
 
 
-def power(value):
-    """Of two, of a logarithm with 32 fractional bits."""
-    return int((decimal.Decimal(value) / (1 << 32) * LOG_2).exp() + decimal.Decimal("0.5"))
-
-
 # ---- the documents ----
 def written_out(plan):
     """The plan with the triggers that a repetition stands for."""
@@ -183,13 +178,15 @@ class Costs:
         self.cluster = document.cluster
         device = self.cluster["device"]
         self.device = device
-        self.memory_rate = nearest(Fraction(device.get("memory_bytes_per_second", 0) * device.get("memory_efficiency_ppm", MILLION), MILLION))
         self.overhead = device.get("kernel_overhead_ns", 0)
         self.host = self.cluster.get("host", {})
         self.groups = {}
+        self.fits = {}
 
     def memory(self, moved):
-        return time_at(moved, self.memory_rate)
+        curve = self.device.get("memory_efficiency", [])
+        part = efficiency([{"flops": p["moved_bytes"]} | p for p in curve], moved) if curve else self.device.get("memory_efficiency_ppm", MILLION)
+        return time_at(moved, nearest(Fraction(self.device.get("memory_bytes_per_second", 0) * part, MILLION)))
 
     def move(self, moved):
         if moved <= 0 or self.device.get("memory_bytes_per_second", 0) == 0:
@@ -203,13 +200,25 @@ class Costs:
         _, name, _, dtype, flops, read, written, duration, *_ = event
         if duration >= 0:
             return duration
-        rate = self.device.get("vector_flops_per_second", 0)
+        arithmetic = time_at(flops, self.device.get("vector_flops_per_second", 0))
         if is_matrix(name):
-            for entry in self.device.get("matmul", []):
+            for entry in self.rates_of(name, dtype):
                 if entry["dtype"] == dtype:
                     rate = nearest(Fraction(entry["flops_per_second"] * efficiency(entry.get("efficiency", []), flops), MILLION))
+                    arithmetic = time_at(flops, rate)
+                    elements = written // SIZES[dtype]
+                    inner = nearest(Fraction(flops, 2 * elements)) if elements else 0
+                    if entry.get("shapes") and plain(name) in MATRIX and inner > 0:
+                        arithmetic = of_shape(entry["shapes"], elements, inner)
                     break
-        return max(time_at(flops, rate), self.memory(read + written), self.overhead)
+        arithmetic = up(Fraction(arithmetic * MILLION, self.device.get("clock_ppm", MILLION)))
+        return max(arithmetic, self.memory(read + written), self.overhead)
+
+    def rates_of(self, name, dtype):
+        lists = ["matmul"]
+        if "attention" in plain(name) or "flash_attn" in plain(name):
+            lists = ["attention_backward"] * ("backward" in plain(name)) + ["attention", "matmul"]
+        return next((rates for rates in (self.device.get(field, []) for field in lists) if any(r["dtype"] == dtype for r in rates)), [])
 
     def moved(self, instruction):
         """(read, written) of a copy."""
@@ -304,18 +313,22 @@ class Costs:
             rest = rank - sum(digit * d["stride"] for digit, d in zip(digits, dims, strict=True))
             members[rest][rank // node] += 1
         here = collections.Counter(n for nodes in members.values() for n in nodes)
+        pod = self.cluster.get("links", [{}, {}])[1:2]
+        pod = pod[0].get("pod_nodes", 0) if pod else 0
+        pod = pod or world + 1
         self.groups[group] = sorted({
-            (len(nodes), min(nodes.values()), max(nodes.values()), max(here[n] for n in nodes)) for nodes in members.values()
+            (len(nodes), min(nodes.values()), max(nodes.values()), max(here[n] for n in nodes), len({n // pod for n in nodes}) > 1)
+            for nodes in members.values()
         })
         return self.groups[group]
 
     def collective(self, instruction):
-        """(duration, link or None, where the cost is from)"""
+        """(duration, loads of the two links, where the cost is from)"""
         document, kind = self.document, instruction["kind"]
         group = document.ref(instruction, "communicator")
         ranks = document.plan["communicators"][group]["size"]
         if ranks == 1:
-            return 0, None, "one rank"
+            return 0, (0, 0), "one rank"
         amount = document.bytes_of(document.ref(instruction, "dst" if kind == "all_gather" else "src"))
         best = None
         for placement in self.placements(group):
@@ -324,37 +337,192 @@ class Costs:
                 best = cost
         return best
 
-    def of_group(self, kind, ranks, amount, nodes, fewest, most, concurrent):
+    def table(self, kind, ranks, link, concurrent):
+        tables = [t for t in self.tables_on(link) if t["kind"] == kind and t["ranks"] == ranks]
+        return min(tables, key=lambda t: abs(t.get("concurrent_groups", 1) - concurrent), default=None)
+
+    def tables_on(self, link):
+        links = self.cluster.get("links", [])
+        name = links[link]["name"] if link < len(links) else None
+        return [t for t in self.cluster.get("collectives", []) if t["points"] and (t["link"] == name or (not links and link == 0))]
+
+    def of_group(self, kind, ranks, amount, nodes, fewest, most, concurrent, beyond_pod):
         links = self.cluster.get("links", [])
         link = 1 if nodes > 1 else 0
-        name = links[link]["name"] if link < len(links) else None
-        tables = [
-            t for t in self.cluster.get("collectives", [])
-            if t["kind"] == kind and t["ranks"] == ranks and t["points"] and (t["link"] == name or (not links and nodes == 1))
-        ]  # fmt: skip
-        if tables:
-            table = min(tables, key=lambda t: abs(t.get("concurrent_groups", 1) - concurrent))
-            source = f"measured {ranks} ranks {table['link']}"
+        table = self.table(kind, ranks, link, concurrent)
+        word = "measured"
+        if table is None and (nodes == 1 or fewest == most == self.cluster.get("ranks_per_node", 8)):
+            word = "fitted"
+            key = (kind, ranks, link, concurrent)
+            if key not in self.fits:
+                points = Fit(self, link, concurrent).points(kind, ranks)
+                self.fits[key] = {"link": links[link]["name"] if link < len(links) else "", "points": points} if points else None
+            table = self.fits[key]
+        if table is not None:
+            source = f"{word} {ranks} ranks {table['link']}"
             if table.get("concurrent_groups", 1) > 1:
                 source += f" x{table['concurrent_groups']}"
             if amount > table["points"][-1]["full_tensor_bytes"]:
                 source += ", extrapolated"
-            return duration_in(table["points"], amount), link if name is not None else None, source
-        latency, rate = links[0].get("latency_ns", 0) * (ranks - 1), links[0]["bytes_per_second"]
-        if nodes > 1:
-            latency = links[0].get("latency_ns", 0) * (ranks - nodes) + links[1].get("latency_ns", 0) * (nodes - 1)
-            inner, rate = rate, links[1]["bytes_per_second"] * fewest
-            rate = min(rate, inner) if most > 1 else rate
+            loads = loads_of(self.roads(nodes, fewest, most, beyond_pod)[0]) if links else (0, 0)
+            return duration_in(table["points"], amount), loads, source
+        return self.modelled(kind, ranks, amount, nodes, fewest, most, beyond_pod)
+
+    def roads(self, nodes, fewest, most, beyond_pod):
+        """What the links do under each protocol: (name, a step inside, a step outside, rate inside, rate outside); None: not used."""
+        links = self.cluster["links"]
+        outer = links[1] if nodes > 1 and len(links) > 1 else None
+        inside = outer is None or most > 1
+        rate = None
+        if outer:
+            rate = outer["bytes_per_second"] * fewest
+            rate = max(1, nearest(Fraction(rate * outer.get("beyond_pod_rate_ppm", MILLION), MILLION))) if beyond_pod else rate
+        usual = ("", links[0].get("latency_ns", 0), outer.get("latency_ns", 0) if outer else 0, links[0]["bytes_per_second"] if inside else None, rate)
+        roads = [usual]
+        for protocol in (outer or links[0]).get("protocols", []):
+            of = [next((p for p in used.get("protocols", []) if p["name"] == protocol["name"]), None) for used in (links[0], outer or links[0])]
+            if (inside and of[0] is None) or (outer and of[1] is None):
+                continue
+            part = [None if r is None else max(1, nearest(Fraction(r * p["rate_ppm"], MILLION))) for r, p in zip(usual[3:], of, strict=True)]
+            roads.append((protocol["name"], of[0]["latency_ns"] if inside else usual[1], of[1]["latency_ns"], *part))
+        return roads
+
+    def modelled(self, kind, ranks, amount, nodes, fewest, most, beyond_pod):
+        links = self.cluster["links"]
+        narrow = links[1 if nodes > 1 else 0]
+        base = max(used.get("base_latency_ns", 0) for used in links[: 2 if nodes > 1 else 1])
+        algorithms = narrow.get("algorithms", [])
+        levels = (nodes - 1).bit_length()
         sent = up(Fraction(amount * (ranks - 1), ranks))
-        once = latency + time_at(sent, rate)
-        return once * (2 if kind == "all_reduce" else 1), link, f"alpha-beta {name}"
+        best = None
+        for protocol, inner_ns, outer_ns, inner, outer in self.roads(nodes, fewest, most, beyond_pod):
+            rate = min(r for r in (inner, outer) if r is not None)
+            twice = 2 if kind == "all_reduce" else 1
+            ways = [("", twice * (inner_ns * (ranks - nodes) + outer_ns * (nodes - 1) + time_at(sent, rate)))]
+            part = lambda whole, ppm: max(1, nearest(Fraction(whole * ppm, MILLION)))  # noqa: E731
+            if kind == "all_reduce" and "tree" in algorithms:
+                ways.append(("tree", 2 * (inner_ns * (most - 1) + outer_ns * levels + time_at(amount, part(rate, 900_000)))))
+            if kind != "all_reduce" and nodes > 1 and most == 1 and "pat" in algorithms:
+                ways.append(("pat", nearest(Fraction(outer_ns * levels * 2, 7)) + 2800 * ranks + time_at(sent, part(rate, 750_000))))
+            if kind == "all_reduce" and most > 2 and not protocol and "nvls" in algorithms:
+                inside = time_at(amount + up(Fraction(amount, most)), part(inner, links[0].get("nvls_rate_ppm", MILLION)))
+                outside = 2 * time_at(amount, outer) if outer is not None else 0
+                ways.append(("nvls", 2 * (inner_ns + outer_ns * levels) + max(inside, outside)))
+            for algorithm, time in ways:
+                if best is None or base + time < best[0]:
+                    words = " ".join(w for w in ("alpha-beta", narrow["name"], algorithm, protocol) if w)
+                    best = (base + time, loads_of((protocol, inner_ns, outer_ns, inner, outer)), words)
+        return best
+
+
+def loads_of(road):
+    rate = min(r for r in road[3:] if r is not None)
+    return tuple(0 if r is None else max(1, nearest(Fraction(MILLION * rate, r))) for r in road[3:])
+
+
+class Fit:
+    """Tables for numbers of ranks that have none."""
+
+    def __init__(self, costs, link, concurrent):
+        self.costs, self.link, self.concurrent = costs, link, concurrent
+
+    def table(self, kind, ranks):
+        return self.costs.table(kind, ranks, self.link, self.concurrent)
+
+    def ranks(self, kind, leave_out):
+        return sorted({t["ranks"] for t in self.costs.tables_on(self.link) if t["kind"] == kind} - {1, leave_out})
+
+    def bases(self, kind, ranks):
+        known = self.ranks(kind, ranks)
+        if len(known) <= 1:
+            return known
+        above = sum(r <= ranks for r in known)
+        first = min(max(above, 1), len(known) - 1) - 1
+        return known[first : first + 2]
+
+    def at_equal_shards(self, kind, base, ranks, amount):
+        return duration_in(self.table(kind, base)["points"], nearest(Fraction(amount * base, ranks)))
+
+    def own(self, kind, ranks, amount):
+        if (table := self.table(kind, ranks)) is not None:
+            return duration_in(table["points"], amount)
+        bases = self.bases(kind, ranks)
+        if not bases:
+            return None
+        times = [self.at_equal_shards(kind, base, ranks, amount) for base in bases]
+        if len(bases) == 1:
+            return nearest(Fraction(times[0] * (ranks - 1), bases[0] - 1))
+        (a, b), (ta, tb) = bases, [nearest(Fraction(t * ranks, base)) for t, base in zip(times, bases, strict=True)]
+        return max(ta + nearest(Fraction((tb - ta) * (ranks - a) * b, (b - a) * ranks)), min(ta, tb) // 2)
+
+    def both(self, ranks, amount):
+        parts = [self.own(kind, ranks, amount) for kind in ("all_gather", "reduce_scatter")]
+        return None if None in parts else sum(parts)
+
+    def at(self, kind, ranks, amount):
+        own = self.own(kind, ranks, amount)
+        both = self.both(ranks, amount) if kind == "all_reduce" else None
+        if not both:
+            return own
+        known = self.ranks(kind, ranks)
+        ratio = {r: Fraction(max(r, ranks), min(r, ranks)) for r in known}
+        times = []
+        for near in known:
+            if ratio[near] != min(ratio.values()):
+                continue
+            there = self.both(near, nearest(Fraction(amount * near, ranks)))
+            if not there:
+                return own
+            times.append(nearest(Fraction(both * self.at_equal_shards(kind, near, ranks, amount), there)))
+        return nearest(Fraction(sum(times), len(times))) if times else own
+
+    def points(self, kind, ranks):
+        sizes = {
+            nearest(Fraction(p["full_tensor_bytes"] * ranks, base)) for base in self.bases(kind, ranks) for p in self.table(kind, base)["points"]
+        }
+        points, longest = [], 0
+        for size in sorted(s for s in sizes if s <= 1 << 53):
+            longest = max(longest, self.at(kind, ranks, size))
+            points.append({"full_tensor_bytes": size, "duration_ns": longest})
+        return points
+
+
+def plain(name):
+    name = name.split("::", 1)[-1]
+    return name.removeprefix("aten.").split(".", 1)[0]
+
+
+def on_line(at, low, low_ns, high, high_ns):
+    rise = high_ns - low_ns
+    if not low <= at <= high:
+        rise = max(0, rise)
+    start, begin = (high, high_ns) if at > high else (low, low_ns)
+    return max(0, begin + nearest(Fraction(rise * (at - start), high - low)))
+
+
+def around(places, at):
+    upper = next((i for i in range(1, len(places)) if places[i] >= at), len(places) - 1)
+    return upper - 1, upper
+
+
+def of_row(row, inner):
+    points = [(p["inner"], p["duration_ns"]) for p in row["points"]]
+    if len(points) == 1:
+        return up(Fraction(points[0][1] * max(inner, points[0][0]), points[0][0]))
+    low, high = around([place for place, _ in points], inner)
+    return on_line(inner, *points[low], *points[high])
+
+
+def of_shape(shapes, elements, inner):
+    if len(shapes) == 1 or elements <= shapes[0]["output_elements"]:
+        return of_row(shapes[0], inner)
+    low, high = around([row["output_elements"] for row in shapes], elements)
+    ends = [(shapes[i]["output_elements"], of_row(shapes[i], inner)) for i in (low, high)]
+    return on_line(elements, *ends[0], *ends[1])
 
 
 def is_matrix(name):
-    name = name.split("::", 1)[-1]
-    if name.startswith("aten."):
-        name = name[5:]
-    name = name.split(".", 1)[0]
+    name = plain(name)
     return name in MATRIX or any(part in name for part in MATRIX_PARTS)
 
 
@@ -384,8 +552,13 @@ def duration_in(points, amount):
     low, high, low_ns, high_ns = places[b - 1], places[b], times[b - 1], times[b]
     if 0 in (low, high, low_ns, high_ns):
         return low_ns + nearest(Fraction((high_ns - low_ns) * (amount - low), high - low))
-    rise = nearest(Fraction((log(high_ns) - log(low_ns)) * (log(amount) - log(low)), log(high) - log(low)))
-    return min(max(power(log(low_ns) + rise), min(low_ns, high_ns)), max(low_ns, high_ns))
+    if low_ns == high_ns:
+        return low_ns
+    slow = nearest(Fraction(low_ns * amount, low))
+    fast = max(1, nearest(Fraction(high_ns * amount, high)))
+    whole, part = log(high) - log(low), log(amount) - log(low)
+    mixed = max(1, nearest(Fraction(fast * (whole - part), whole)) + nearest(Fraction(slow * part, whole)))
+    return min(max(nearest(Fraction(slow * fast, mixed)), min(low_ns, high_ns)), max(low_ns, high_ns))
 
 
 # ---- a step as work ----
@@ -658,9 +831,19 @@ class Machine:
             return ppm * 60 // len(kernels)
         if item.work == "collective":
             ppm = self.cluster.get("communication_rate_while_computing_ppm", MILLION) if kernels else MILLION
-            sharing = 1 if item.link is None else sum(other.link == item.link for other in collectives)
-            return ppm * 60 // sharing
+            return min(self.share(ppm, link, item.link[link], collectives) for link in (0, 1))
         return 60 * MILLION // len(self.works(item.work))
+
+    def share(self, ppm, link, load, collectives):
+        """The rate that one link lets a collective have: those that need least of it first, then equal shares."""
+        if load == 0 or len(collectives) == 1:
+            return ppm * 60
+        left, waiting = MILLION, sorted(other.link[link] for other in collectives if other.link[link] > 0)
+        while waiting and waiting[0] * len(waiting) <= left:
+            if waiting[0] >= load:
+                return ppm * 60
+            left -= waiting.pop(0)
+        return ppm * 60 * left // (len(waiting) * load)
 
     def account(self, elapsed):
         computes, collectives = self.works("compute"), self.works("collective")

@@ -22,7 +22,10 @@ ODD = {
         "memory_efficiency_ppm": 777_777,
         "vector_flops_per_second": 98_765_432_1,
         "matmul": [{"dtype": "float32", "flops_per_second": 3_333_333_337, "efficiency": [{"flops": 7, "efficiency_ppm": 1234}, {"flops": 100_003, "efficiency_ppm": 654_321}]}],
+        "attention": [{"dtype": "float32", "flops_per_second": 2_222_222_223}],
+        "memory_efficiency": [{"moved_bytes": 100, "efficiency_ppm": 55_555}, {"moved_bytes": 77_777, "efficiency_ppm": 777_777}],
         "kernel_overhead_ns": 97,
+        "clock_ppm": 912_345,
     },
     "host": {
         "operator_issue_ns": 113,
@@ -33,7 +36,12 @@ ODD = {
         "trigger_ns": 503,
         "memory_bytes_per_second": 314_159_265,
     },
-    "links": [{"name": "inner", "latency_ns": 211, "bytes_per_second": 2_718_281_828}, {"name": "outer", "latency_ns": 1_999, "bytes_per_second": 161_803_398}],
+    "links": [
+        {"name": "inner", "latency_ns": 211, "bytes_per_second": 2_718_281_828, "base_latency_ns": 101, "protocols": [{"name": "LL", "latency_ns": 31, "rate_ppm": 333_333}],
+         "algorithms": ["nvls"], "nvls_rate_ppm": 765_432},
+        {"name": "outer", "latency_ns": 1_999, "bytes_per_second": 1_618_033_988, "protocols": [{"name": "LL", "latency_ns": 401, "rate_ppm": 254_321}],
+         "algorithms": ["tree", "pat", "nvls"], "pod_nodes": 2, "beyond_pod_rate_ppm": 612_345},
+    ],
     "collectives": [
         {"kind": "all_gather", "ranks": 2, "link": "inner", "points": [{"full_tensor_bytes": 100, "duration_ns": 977}, {"full_tensor_bytes": 3_001, "duration_ns": 4_001}]},
         {"kind": "all_gather", "ranks": 2, "concurrent_groups": 2, "link": "inner", "points": [{"full_tensor_bytes": 1, "duration_ns": 1_511}, {"full_tensor_bytes": 500, "duration_ns": 1_511}, {"full_tensor_bytes": 70_001, "duration_ns": 90_001}]},

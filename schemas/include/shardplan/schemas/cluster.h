@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/dtype.h"
@@ -21,12 +22,34 @@ struct EfficiencyPoint {
   bool operator==(const EfficiencyPoint&) const = default;
 };
 
+// A matrix product whose inner dimension is `inner`.
+struct MatmulPoint {
+  std::int64_t inner = 0;
+  Nanoseconds duration_ns;
+  bool operator==(const MatmulPoint&) const = default;
+};
+
+// Durations of products with so many elements of output: batch x rows x columns.
+struct MatmulRow {
+  std::int64_t output_elements = 0;
+  std::vector<MatmulPoint> points;  // ascending inner
+  bool operator==(const MatmulRow&) const = default;
+};
+
 struct ComputeRate {
   DType dtype = DType::kBFloat16;
   std::int64_t flops_per_second = 0;  // peak of dense matrix work in that dtype
   std::vector<EfficiencyPoint>
-      efficiency;  // ascending flops, interpolated in log(flops), clamped; empty: 100 %
+      efficiency;                 // ascending flops, interpolated in log(flops), clamped; empty: 100 %
+  std::vector<MatmulRow> shapes;  // ascending output_elements; of products of matrices, before `efficiency`
   bool operator==(const ComputeRate&) const = default;
+};
+
+// Kernels that move so many bytes reach this part of the peak bandwidth.
+struct BandwidthPoint {
+  Bytes moved_bytes;
+  std::int64_t efficiency_ppm = 1'000'000;
+  bool operator==(const BandwidthPoint&) const = default;
 };
 
 struct Device {
@@ -35,9 +58,16 @@ struct Device {
   Bytes context_bytes;  // what the driver context takes away
   std::int64_t memory_bytes_per_second = 0;
   std::int64_t memory_efficiency_ppm = 1'000'000;
-  std::int64_t vector_flops_per_second = 0;  // pointwise arithmetic, any dtype
+  std::int64_t vector_flops_per_second = 0;       // pointwise arithmetic, any dtype
+  std::vector<BandwidthPoint> memory_efficiency;  // ascending, in log(bytes), clamped; before the one figure
   std::vector<ComputeRate> matmul;
+  // Fused attention by its FLOPs, which grow with the sequence; empty: as matmul.
+  std::vector<ComputeRate> attention;
+  std::vector<ComputeRate> attention_backward;
   Nanoseconds kernel_overhead_ns;  // device time no operator goes below
+  // Clock under a power limit, of the clock that the rates were measured at. Memory keeps its rate.
+  std::int64_t clock_ppm = 1'000'000;
+  std::string table_name;  // what tables of measurements call it: "h100-sxm"
   bool operator==(const Device&) const = default;
 };
 
@@ -71,8 +101,20 @@ struct CollectiveTable {
   std::string link;                     // Link::name
   std::vector<CollectivePoint> points;  // ascending bytes; interpolated in log size
   std::string source;                   // where it was measured
+  // Median distance of measurements below 16 MiB from these points, which are made monotone there.
+  std::int64_t scatter_ppm = 0;
   bool operator==(const CollectiveTable&) const = default;
 };
+
+// How NCCL moves data besides its Simple protocol: sooner, at a part of the rate (LL, LL128).
+struct LinkProtocol {
+  std::string name;
+  Nanoseconds latency_ns;             // instead of Link::latency_ns
+  std::int64_t rate_ppm = 1'000'000;  // of Link::bytes_per_second
+  bool operator==(const LinkProtocol&) const = default;
+};
+
+enum class CollectiveAlgorithm : std::uint8_t { kRing, kTree, kPat, kNvls };
 
 // A link class that communicators share: alpha-beta cost where no table fits, fair sharing when several are
 // in flight.
@@ -80,7 +122,42 @@ struct Link {
   std::string name;                   // "nvlink", "network"
   Nanoseconds latency_ns;             // alpha, per step of a ring
   std::int64_t bytes_per_second = 0;  // beta, per rank and direction
+  Nanoseconds base_latency_ns;        // once for each collective
+  std::vector<LinkProtocol> protocols;
+  // What a library chooses from, besides the ring, where the slowest place of the group is on this link.
+  std::vector<CollectiveAlgorithm> algorithms;
+  std::int64_t nvls_rate_ppm = 1'000'000;  // of bytes_per_second, when the switch reduces
+  // Between nodes: nodes that reach each other at the full rate (0: all), and the part of it beyond them.
+  std::int64_t pod_nodes = 0;
+  std::int64_t beyond_pod_rate_ppm = 1'000'000;
   bool operator==(const Link&) const = default;
+};
+
+enum class ClusterFigure : std::uint8_t {
+  kMatmul,
+  kAttention,
+  kVector,
+  kMemory,
+  kKernelOverhead,
+  kHost,
+  kHostMemory,
+  kHostLink,
+  kCollectives,  // the tables
+  kInnerLink,
+  kNetwork,
+  kComputeSlowdown,
+  kCommunicationSlowdown,
+};
+enum class FigureOrigin : std::uint8_t { kMeasured, kFitted, kDataSheet, kGuess };
+
+// Where a figure came from, and how far it may be off: about two times in three it is within this of the
+// truth.
+struct FigureSource {
+  ClusterFigure figure = ClusterFigure::kMatmul;
+  FigureOrigin origin = FigureOrigin::kGuess;
+  std::int64_t off_ppm = 0;
+  std::string note;
+  bool operator==(const FigureSource&) const = default;
 };
 
 struct Cluster {
@@ -95,7 +172,13 @@ struct Cluster {
   std::int64_t compute_rate_while_communicating_ppm = 1'000'000;
   std::int64_t communication_rate_while_computing_ppm = 1'000'000;
   std::int64_t host_link_bytes_per_second = 0;  // device <-> pinned host memory, each direction
+  std::vector<FigureSource> sources;            // at most one of each figure
   bool operator==(const Cluster&) const = default;
 };
+
+// As documents have them.
+std::string_view Name(CollectiveKind kind);   // "all_gather"
+std::string_view Name(ClusterFigure figure);  // "inner_link"
+std::string_view Name(FigureOrigin origin);   // "data_sheet"
 
 }  // namespace shardplan

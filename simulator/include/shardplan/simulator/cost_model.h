@@ -7,6 +7,7 @@
 // one.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -28,7 +29,8 @@ struct GroupPlacement {
   std::int64_t fewest_in_node = 1;  // members that share a node, where they are fewest
   std::int64_t most_in_node = 1;    // ... and most
   std::int64_t concurrent_groups =
-      1;  // groups of the communicator that one of its nodes takes part in (SPMD)
+      1;                    // groups of the communicator that one of its nodes takes part in (SPMD)
+  bool beyond_pod = false;  // its nodes are in several pods of Link::pod_nodes
   auto operator<=>(const GroupPlacement&) const = default;
 };
 
@@ -51,10 +53,20 @@ struct CollectiveRequest {
   Bytes full_tensor_bytes;
 };
 
+// What a collective takes of each link while it runs alone: parts per million of what its ranks can move
+// there. A collective over several nodes uses the link inside a node and the one between them at once, and
+// the narrower of the two wholly. The engine shares links by this, and bounds on communication follow from
+// it: a link cannot carry more than a second's worth in a second, so collectives take at least the sum of
+// duration x load on any one link.
+struct LinkLoads {
+  std::array<std::int32_t, 2> ppm{};  // by index into Cluster::links
+  auto operator<=>(const LinkLoads&) const = default;
+};
+
 struct CollectiveCost {
   Nanoseconds duration_ns;
-  std::string source;      // "measured 8 ranks nvlink", "alpha-beta network"
-  std::int32_t link = -1;  // index into Cluster::links that it occupies; -1: none
+  std::string source;  // "measured 8 ranks nvlink", "fitted 6 ranks nvlink", "alpha-beta network"
+  LinkLoads loads;
 };
 
 class CostModel {
@@ -78,7 +90,8 @@ bool IsMatmulOperator(std::string_view name);
 
 // Roofline and alpha-beta. A rate of zero means "costs nothing". `cluster` must outlive the model.
 std::unique_ptr<CostModel> MakeAnalyticCostModel(const Cluster& cluster);
-// Collectives from cluster.collectives where a table fits, else from `base`.
+// Collectives from cluster.collectives where a table fits; for numbers of ranks between or beyond those of
+// the tables fitted to them; else from `base`. Keeps what it fitted: for one thread.
 std::unique_ptr<CostModel> WithMeasuredCollectives(const Cluster& cluster, std::unique_ptr<CostModel> base);
 // Operators from OperatorEvent::duration_ns where it is not negative, else from `base`.
 std::unique_ptr<CostModel> WithMeasuredOperators(std::unique_ptr<CostModel> base);
@@ -89,9 +102,16 @@ std::unique_ptr<CostModel> MakeCostModel(const Cluster& cluster);
 // 1'000'000 without points.
 std::int64_t EfficiencyPpm(const ComputeRate& rate, std::int64_t flops);
 
-// Duration at `size_bytes` in a measured table: exactly a point's duration at its size, between two points a
-// power law (linear in the logarithms), below the first point that point's (latency), above the last one the
-// line through the last two (bandwidth), never less than the last. A table of one point is a constant.
+// Duration of a product of matrices at a shape of `shapes` (one row or more): straight lines between the
+// inner dimensions of a row and between the rows, and on beyond the last; a row holds for all smaller
+// outputs.
+Nanoseconds MatmulDuration(const std::vector<MatmulRow>& shapes, std::int64_t output_elements,
+                           std::int64_t inner);
+
+// Duration at `size_bytes` in a measured table: exactly a point's duration at its size; between two points
+// the bandwidth is linear in the logarithm of the size, the duration not outside of theirs; below the first
+// point that point's (latency), above the last one the line through the last two (bandwidth), never less than
+// the last. A table of one point is a constant.
 Nanoseconds InterpolateDuration(const std::vector<CollectivePoint>& points, Bytes size_bytes);
 
 }  // namespace shardplan

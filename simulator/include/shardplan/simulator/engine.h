@@ -2,8 +2,10 @@
 //
 // [Note: rates and fairness]
 // What is active at one time shares what it needs. Kernels (the model's operators, copies, the optimizer)
-// share the compute engine equally; collectives of different communicators share their link class equally;
-// the collectives of one communicator run one at a time in the order in which the host issued them. While any
+// share the compute engine equally; collectives of different communicators share each link that they use: one
+// that needs less than an equal share of it has what it needs, the others have equal shares of the rest, and
+// a collective goes as fast as the link where it gets least of its need lets it; the collectives of one
+// communicator run one at a time in the order in which the host issued them. While any
 // collective is in flight, kernels go at compute_rate_while_communicating_ppm, and the reverse. Rates are
 // integers (kFullRate and exact fractions of it up to six sharers), remaining work is counted in rate x
 // nanoseconds, and whatever finishes between two nanoseconds finishes at the later one: no floating point,
@@ -46,7 +48,7 @@ struct EngineInstruction {
   EngineOp op = EngineOp::kHostOnly;
   WorkClass work = WorkClass::kCompute;
   std::int8_t stream = -1;
-  std::int8_t link = -1;
+  std::int8_t loads = -1;  // a collective: index into EngineProgram::loads
   // kRecord: its slot. kWait, kHostWait: slot of the record it refers to, -1 when nothing was recorded in
   // this step. kSegment: index into EngineProgram::segments. A collective: index into EngineStep::groups.
   std::int32_t operand = -1;
@@ -105,7 +107,7 @@ struct EngineProgram {
   std::vector<EngineOperator> operators;
   std::int32_t streams = 0;
   std::int32_t communicators = 0;
-  std::int32_t links = 0;
+  std::vector<LinkLoads> loads;  // the different ones
   std::int32_t units = 0;
   std::int64_t compute_rate_ppm = 1'000'000;        // while communicating
   std::int64_t communication_rate_ppm = 1'000'000;  // while computing

@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Makes the shipped cluster documents from measured tables and data sheets.
+
+Usage:
+    make_clusters.py COLLECTIVES.csv MATMULS.csv SHARDPLAN OUT_DIR
+
+COLLECTIVES.csv: device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
+MATMULS.csv:     device,dtype,batch,m,n,k,duration_ns
+SHARDPLAN is the built command: `shardplan cost --fit` does the fitting. docs/simulator.md explains every figure.
+"""
+import collections
+import csv
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+from shardplan.files import write_text  # noqa: E402
+
+SOURCE = "public performance tables of XLA"
+
+# Data sheets, dense. float32 means TF32 tensor cores. `as` names the device whose measurements stand for it.
+DEVICES = {
+    "a100_80": {
+        "name": "A100 SXM 80GB", "memory_bytes": 85_095_874_560, "memory_bytes_per_second": 2_039_000_000_000,
+        "bf16": 312_000_000_000_000, "f32": 156_000_000_000_000, "vector": 19_500_000_000_000, "nvlink": 300, "table_name": "a100-sxm",
+    },
+    "h100_sxm": {
+        "name": "H100 SXM 80GB", "memory_bytes": 84_943_962_112, "memory_bytes_per_second": 3_350_000_000_000,
+        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h100-sxm",
+    },
+    "h200": {
+        "name": "H200 SXM 141GB", "memory_bytes": 150_754_820_096, "memory_bytes_per_second": 4_800_000_000_000,
+        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h200",
+        "as": "h100-sxm",  # the same processor and links with other memory
+    },
+    "b200": {
+        "name": "B200 SXM 180GB", "memory_bytes": 191_500_000_000, "memory_bytes_per_second": 7_700_000_000_000,
+        "bf16": 2_250_000_000_000_000, "f32": 1_125_000_000_000_000, "vector": 75_000_000_000_000, "nvlink": 900, "table_name": "b200",
+    },
+    "gb200_nvl72": {
+        "name": "GB200 186GB", "memory_bytes": 198_600_000_000, "memory_bytes_per_second": 8_000_000_000_000,
+        "bf16": 2_500_000_000_000_000, "f32": 1_250_000_000_000_000, "vector": 80_000_000_000_000, "nvlink": 900, "table_name": "gb200-nvl72",
+        "as": "b200",  # matrix rates; its collectives were measured
+    },
+}
+ELEMENT_BYTES = {"bf16": 2, "f32": 4}
+# float16 has bfloat16's peak and gets its measured shapes.
+DTYPES = [("bfloat16", "bf16"), ("float16", "bf16"), ("float32", "f32")]
+MEMORY_EFFICIENCY_PPM = 850_000
+# A matmul counts for the efficiency curve when moving its operands once takes less than this part of its time.
+ARITHMETIC_BOUND = 0.7
+
+# Typical of eager PyTorch on a current server core; calibrate for your own host.
+HOST = {
+    "operator_issue_ns": 7_000,
+    "collective_issue_ns": 30_000,
+    "copy_issue_ns": 15_000,
+    "allocate_ns": 1_000,
+    "event_ns": 1_500,
+    "trigger_ns": 30_000,
+    # Two sockets of 8 channels DDR5-4800 are 614.4 GB/s (Intel Xeon Platinum 8480C, NVIDIA DGX H100 data sheet); a rank has an
+    # eighth. Four fifths are what STREAM reaches. It needs the rank's share of the cores: OMP_NUM_THREADS of torchrun is 1.
+    "memory_bytes_per_second": 61_440_000_000,
+}
+# Of a link's data sheet, what rings of eight ranks reach (H100: 350 of 450 GB/s).
+NVLINK_REACHED = 0.78
+# NCCL's tuning model: latencies of a ring step and parts of the rate, by protocol. LL moves a flag with every word, LL128 one with every
+# 120 bytes.
+INNER_PROTOCOLS = [{"name": "LL", "latency_ns": 600, "rate_ppm": 330_000}, {"name": "LL128", "latency_ns": 1_900, "rate_ppm": 920_000}]
+OUTER_PROTOCOLS = [{"name": "LL", "latency_ns": 2_700, "rate_ppm": 250_000}, {"name": "LL128", "latency_ns": 4_000, "rate_ppm": 920_000}]
+BASE_LATENCY_NS = 8_400
+RING_STEP_NS = {"inner": 3_400, "outer": 14_000}
+# Of the wire, what collectives reach: 45 of 50 GB/s through a 400 Gbit/s adapter.
+WIRE_REACHED = 0.9
+GIGABIT = 125_000_000
+
+# Name, device, ranks, ranks in a node, Gbit/s of a node's adapters together.
+CLUSTERS = [
+    ("a100_80_8", "a100_80", 8, 8, 1600), ("a100_80_64", "a100_80", 64, 8, 1600),
+    ("h100_sxm_8", "h100_sxm", 8, 8, 3200), ("h100_sxm_64", "h100_sxm", 64, 8, 3200), ("h100_sxm_256", "h100_sxm", 256, 8, 3200),
+    ("h100_sxm_1024", "h100_sxm", 1024, 8, 3200),
+    ("h100_sxm_64_400g", "h100_sxm", 64, 8, 400), ("h100_sxm_64_100g", "h100_sxm", 64, 8, 100),
+    ("h200_8", "h200", 8, 8, 3200), ("h200_64", "h200", 64, 8, 3200),
+    ("b200_8", "b200", 8, 8, 3200), ("b200_64", "b200", 64, 8, 3200),
+    ("gb200_nvl72_72", "gb200_nvl72", 72, 72, 28_800), ("gb200_nvl72_576", "gb200_nvl72", 576, 72, 28_800),
+]
+
+
+def isotonic(groups):
+    """The non-decreasing sequence nearest in absolute difference: one value for each group of samples (pool adjacent
+    violators with medians, so that a single outlier moves nothing but itself)."""
+    blocks = []
+    for group in groups:
+        blocks.append([list(group), 1])
+        while len(blocks) > 1 and statistics.median(blocks[-2][0]) > statistics.median(blocks[-1][0]):
+            samples, count = blocks.pop()
+            blocks[-1][0] += samples
+            blocks[-1][1] += count
+    return [statistics.median(samples) for samples, count in blocks for _ in range(count)]
+
+
+def efficiency_curve(path, device, dtype, peak, memory_bytes_per_second):
+    """[(flops, efficiency)]: the median at each number of FLOPs, made monotone. For operators whose shape a document does not know."""
+    samples = collections.defaultdict(list)
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            if row["device"] != device or row["dtype"] != dtype:
+                continue
+            b, m, n, k, duration_ns = (int(row[x]) for x in ("batch", "m", "n", "k", "duration_ns"))
+            flops = 2 * b * m * n * k
+            moved = ELEMENT_BYTES[dtype] * b * (m * k + k * n + m * n)
+            memory_ns = moved / (memory_bytes_per_second * MEMORY_EFFICIENCY_PPM / 1e6) * 1e9
+            if memory_ns < ARITHMETIC_BOUND * duration_ns:
+                samples[flops].append(flops / (peak * duration_ns * 1e-9))
+    levels = sorted(samples)
+    return list(zip(levels, isotonic(samples[f] for f in levels)))
+
+
+def matmul_rates(path, key):
+    """Peaks and efficiency curves. Where nothing was measured the H100's curve, at FLOPs that take as long."""
+    own = DEVICES[key]
+    measured_as = own.get("as", own["table_name"])
+    rates = []
+    for dtype, column in DTYPES:
+        source = next((d for d in DEVICES.values() if d["table_name"] == measured_as), own)
+        curve = efficiency_curve(path, measured_as, column, source[column], source["memory_bytes_per_second"])
+        if not curve:
+            source = DEVICES["h100_sxm"]
+            curve = efficiency_curve(path, source["table_name"], column, source[column], source["memory_bytes_per_second"])
+        scale = own[column] / source[column]
+        rates.append({
+            "dtype": dtype, "flops_per_second": own[column],
+            "efficiency": [{"flops": round(f * scale), "efficiency_ppm": min(1_000_000, round(e * 1e6))} for f, e in curve],
+        })
+    return rates
+
+
+def attention_rates(key, reached_ppm):
+    """Fused attention, with the FLOPs of both triangles as traces count them, of which a causal kernel does half: published kernels reach
+    some 600 TFLOP/s forward and 450 backward of what they do at long sequences on an H100, less at short ones."""
+    own = DEVICES[key]
+    curve = [{"flops": round(own["bf16"] * seconds), "efficiency_ppm": round(reached_ppm * part)} for seconds, part in ((1e-5, 0.3), (1e-4, 0.7), (1e-3, 1.0))]
+    return [{"dtype": dtype, "flops_per_second": own["bf16"], "efficiency": curve} for dtype in ("bfloat16", "float16")]
+
+
+def links(key, ranks, in_node, gigabits):
+    own = DEVICES[key]
+    inner = {
+        "name": "nvlink", "latency_ns": RING_STEP_NS["inner"], "bytes_per_second": round(own["nvlink"] * NVLINK_REACHED * 1e9),
+        "base_latency_ns": BASE_LATENCY_NS, "protocols": INNER_PROTOCOLS, "algorithms": ["ring", "tree"] + (["nvls"] if own["nvlink"] >= 450 else []),
+    }
+    outer = {
+        "name": "network", "latency_ns": RING_STEP_NS["outer"], "bytes_per_second": round(gigabits * GIGABIT * WIRE_REACHED / in_node),
+        "base_latency_ns": BASE_LATENCY_NS, "protocols": OUTER_PROTOCOLS, "algorithms": ["ring", "tree", "pat"] + (["nvls"] if own["nvlink"] >= 450 else []),
+    }
+    return [inner] if ranks <= in_node else [inner, outer]
+
+
+def renamed(path, out, column_device, name):
+    """The table's rows of one device under another's name: what was measured stands for it."""
+    with open(path, newline="") as file, open(out, "w", newline="") as copy:
+        rows = csv.DictReader(file)
+        writer = csv.DictWriter(copy, rows.fieldnames)
+        writer.writeheader()
+        for row in rows:
+            if row["device"] == column_device:
+                writer.writerow(row | {"device": name})
+
+
+def sources(key, ranks, in_node):
+    """Where each figure is from, and how far it may be off: the fits' own errors where there are some, else what machines differ by."""
+    own = DEVICES[key]
+    measured = key not in ("a100_80",)
+    borrowed = f"as {own['as']}" if own.get("as") else ""
+    return [
+        {"figure": "matmul", "origin": "measured" if measured else "data_sheet", "off_ppm": (50_000 if not borrowed else 100_000) if measured else 150_000,
+         **({"note": borrowed} if borrowed else {})},
+        {"figure": "attention", "origin": "guess", "off_ppm": 250_000, "note": "a part of the matrix rate, as published kernels reach"},
+        {"figure": "memory", "origin": "data_sheet", "off_ppm": 80_000, "note": "85 % of the peak"},
+        {"figure": "kernel_overhead", "origin": "guess", "off_ppm": 500_000},
+        {"figure": "host", "origin": "guess", "off_ppm": 500_000, "note": "typical of eager PyTorch on a current server core"},
+        {"figure": "host_memory", "origin": "guess", "off_ppm": 300_000},
+        {"figure": "host_link", "origin": "guess", "off_ppm": 100_000},
+        *([{"figure": "collectives", "origin": "measured", "off_ppm": 40_000}] if measured else []),
+        {"figure": "inner_link", "origin": "fitted" if measured else "data_sheet", "off_ppm": 100_000 if measured else 200_000},
+        *([{"figure": "network", "origin": "data_sheet", "off_ppm": 150_000, "note": "90 % of the wire, NCCL's latencies"}] if ranks > in_node else []),
+        {"figure": "compute_slowdown", "origin": "guess", "off_ppm": 500_000},
+        {"figure": "communication_slowdown", "origin": "guess", "off_ppm": 500_000},
+    ]
+
+
+def document(key, name, ranks, in_node, gigabits, matmuls):
+    own = DEVICES[key]
+    network = "" if ranks <= in_node or (gigabits, in_node) in ((3200, 8), (1600, 8), (28_800, 72)) else f", {gigabits} Gbit/s a node"
+    return {
+        "schema": "shardplan.cluster/1",
+        "name": f"{ranks} x {own['name'].rsplit(' ', 1)[0]}{network}",
+        "ranks": ranks,
+        **({"ranks_per_node": in_node} if in_node != 8 else {}),
+        "device": {
+            "name": own["name"], "memory_bytes": own["memory_bytes"], "context_bytes": 545_259_520,
+            "memory_bytes_per_second": own["memory_bytes_per_second"], "memory_efficiency_ppm": MEMORY_EFFICIENCY_PPM,
+            "vector_flops_per_second": own["vector"], "matmul": matmul_rates(matmuls, key),
+            "attention": attention_rates(key, 650_000), "attention_backward": attention_rates(key, 500_000), "kernel_overhead_ns": 2_000,
+            "table_name": own["table_name"],
+        },
+        "host": HOST,
+        "links": links(key, ranks, in_node, gigabits),
+        "compute_rate_while_communicating_ppm": 900_000,
+        "communication_rate_while_computing_ppm": 950_000,
+        "host_link_bytes_per_second": 55_000_000_000 if own["nvlink"] >= 450 else 25_000_000_000,
+        "sources": sources(key, ranks, in_node),
+    }
+
+
+def main():
+    if len(sys.argv) != 5:
+        sys.exit(__doc__)
+    collectives, matmuls, command, out = sys.argv[1], sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, key, ranks, in_node, gigabits in CLUSTERS:
+            own = DEVICES[key]
+            base = pathlib.Path(folder) / f"{name}.json"
+            write_text(base, json.dumps(document(key, name, ranks, in_node, gigabits, matmuls)))
+            tables = []
+            for kind, path in (("collectives", collectives), ("matmuls", matmuls)):
+                with open(path, newline="") as file:
+                    measured = {row["device"] for row in csv.DictReader(file)}
+                device = own["table_name"] if own["table_name"] in measured else own.get("as")
+                if device not in measured:
+                    continue
+                table = pathlib.Path(folder) / f"{name}.{kind}.csv"
+                renamed(path, table, device, own["table_name"])
+                tables.append(table)
+            target = out / f"{name}.json"
+            if not tables:  # nothing to fit: only written as documents are
+                tables = [collectives]
+            as_other = f", as {own['as']}" if own.get("as") else ""
+            subprocess.run([command, "cost", *map(str, tables), "--fit", str(base), "-o", str(target), "--source", SOURCE + as_other], check=True)
+
+
+if __name__ == "__main__":
+    main()

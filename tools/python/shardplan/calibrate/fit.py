@@ -1,0 +1,228 @@
+"""A cluster document from measurements."""
+
+from __future__ import annotations
+
+import collections
+import csv
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+_MATMUL_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_SCHEMA = "shardplan.measured/1"
+_NEEDED = {
+    "matmul": ("dtype", "batch", "m", "n", "k", "duration_ns"),
+    "attention": ("dtype", "batch", "heads", "seq", "head_size", "causal", "forward", "backward"),
+    "memory": ("operator", "bytes_read", "bytes_written", "duration_ns"),
+    "copies": ("direction", "size_bytes", "duration_ns"),
+    "collectives": ("collective", "concurrent_groups", "ranks_per_group", "full_tensor_bytes", "duration_ns"),
+    "host": ("what", "duration_ns"),
+    "issue": ("what", "duration_ns"),
+    "overlap": ("compute_rate_ppm",),
+}
+
+
+class BadMeasurements(Exception):
+    """The file holds no measurements."""
+
+
+class NoCommand(Exception):
+    """The command that fits the tables cannot be started."""
+
+
+def read(path: str) -> dict:
+    try:
+        measured = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadMeasurements(f"{path}: cannot be read as measurements: {error}") from error
+    if not isinstance(measured, dict) or measured.get("schema") != _SCHEMA:
+        found = measured.get("schema") if isinstance(measured, dict) else type(measured).__name__
+        raise BadMeasurements(f"{path}: no measurements (found {found!r} at /schema, expected {_SCHEMA!r})")
+    if not isinstance(measured.get("device"), dict) or not isinstance(measured["device"].get("memory_bytes"), int):
+        raise BadMeasurements(f"{path}: /device/memory_bytes is missing (found {measured.get('device')!r}, expected an integer)")
+    for section, fields in _NEEDED.items():
+        rows = measured.get(section, [])
+        if not isinstance(rows, list):
+            raise BadMeasurements(f"{path}: /{section} is no list (found {type(rows).__name__})")
+        for i, row in enumerate(rows):
+            missing = [field for field in fields if not isinstance(row, dict) or field not in row]
+            if missing:
+                raise BadMeasurements(f"{path}: /{section}/{i}/{missing[0]} is missing (expected {', '.join(fields)})")
+    return measured
+
+
+def cluster_text(measured: dict, base: str | None, name: str | None) -> str:
+    """The document: rates and costs from here, tables and shapes fitted by `shardplan cost --fit`."""
+    program = os.environ.get("SHARDPLAN_PROGRAMS", "")
+    program = str(Path(program) / "shardplan") if program else shutil.which("shardplan") or ""
+    if not program or not Path(program).exists():
+        raise NoCommand(f"the command shardplan is not found (found {program or 'none'!r}): run `shardplan calibrate`, or set SHARDPLAN_PROGRAMS to its folder")
+    with tempfile.TemporaryDirectory(prefix="shardplan-calibrate-") as folder:
+        document = _document(measured, _base(base), name)
+        tables = _tables(measured, document["device"]["table_name"], Path(folder))
+        if not tables:
+            return json.dumps(document, indent=2) + "\n"
+        (Path(folder) / "base.json").write_text(json.dumps(document))
+        source = f"shardplan calibrate, {measured['device'].get('name', 'device')}, torch {measured['device'].get('torch', '')}"
+        arguments = [program, "cost", *tables, "--fit", str(Path(folder) / "base.json"), "-o", "-", "--source", source, "-q"]
+        try:
+            done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise NoCommand(f"cannot start {program}: {error}") from error
+        if done.returncode != 0:
+            raise BadMeasurements(done.stderr.strip())
+        return done.stdout
+
+
+def _base(path: str | None) -> dict:
+    if path is None:
+        return {}
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise BadMeasurements(f"{path}: cannot be read as a cluster: {error}") from error
+
+
+def _document(measured: dict, base: dict, name: str | None) -> dict:
+    described = measured["device"]
+    ranks = measured.get("ranks", 1)
+    on_gpu = described.get("kind") == "cuda"
+    sources = {entry["figure"]: entry for entry in base.get("sources", [])}
+
+    def know(figure: str, rows: list[dict], note: str = "") -> None:
+        sources[figure] = {"figure": figure, "origin": "measured", "off_ppm": _spread(rows), **({"note": note} if note else {})}
+
+    device = base.get("device", {}) | {"name": described.get("name", "device"), "memory_bytes": described["memory_bytes"], "table_name": "measured"}
+    if described.get("context_bytes"):
+        device["context_bytes"] = described["context_bytes"]
+    if rows := measured.get("memory", []):
+        device |= _memory(rows)
+        know("memory", rows)
+        know("kernel_overhead", rows)
+    if rows := measured.get("matmul", []):
+        device["matmul"] = _matmul_rates(rows)
+        know("matmul", rows)
+    if rows := measured.get("attention", []):
+        device["attention"] = _attention_rates(rows, "forward", 4)
+        device["attention_backward"] = _attention_rates(rows, "backward", 10)
+        know("attention", [row["forward"] for row in rows] + [row["backward"] for row in rows])
+    document = {
+        "schema": "shardplan.cluster/1",
+        "name": name or f"{ranks} x {described.get('name', 'device')}",
+        "ranks": ranks,
+        "ranks_per_node": measured.get("ranks_per_node", ranks),
+        "device": device,
+        "host": base.get("host", {}) | _host(measured),
+    }
+    if measured.get("host"):
+        know("host", [row for row in measured["host"] if "least_ns" in row])
+    links = base.get("links", [])
+    if measured.get("collectives"):
+        links = [{"name": "nvlink" if on_gpu else "shared memory", "bytes_per_second": 1_000_000_000}, *links[1:]]
+        know("collectives", measured["collectives"])
+    document["links"] = links
+    document["collectives"] = base.get("collectives", [])
+    for field in ("compute_rate_while_communicating_ppm", "communication_rate_while_computing_ppm", "host_link_bytes_per_second"):
+        if field in base:
+            document[field] = base[field]
+    for row in measured.get("overlap", [])[-1:]:
+        beside = f"beside {row.get('beside', '')}"
+        document["compute_rate_while_communicating_ppm"] = _part(row["compute_rate_ppm"])
+        know("compute_slowdown", [row.get("product", {})], beside)
+        if "other_rate_ppm" in row:
+            document["communication_rate_while_computing_ppm"] = _part(row["other_rate_ppm"])
+            know("communication_slowdown", [row.get("other", {})], beside)
+    if rows := measured.get("copies", []):
+        best = {d: max((_rate(row["size_bytes"], row) for row in rows if row["direction"] == d), default=0) for d in ("to_device", "to_host")}
+        document["host_link_bytes_per_second"] = min(rate for rate in best.values() if rate)
+        know("host_link", rows)
+    document["sources"] = [sources[figure] for figure in sources]
+    return document
+
+
+def _part(ppm: int) -> int:
+    return max(1, min(1_000_000, ppm))
+
+
+def _rate(amount: int, row: dict) -> int:
+    return round(amount * 1e9 / max(1, row["duration_ns"]))
+
+
+def _spread(rows: list[dict]) -> int:
+    """Half of the distance between least and most, as a part of the duration: the median of the rows."""
+    parts = [(row["most_ns"] - row["least_ns"]) / 2 / row["duration_ns"] for row in rows if row.get("duration_ns", 0) > 0 and "most_ns" in row]
+    return min(1_000_000, round(1e6 * statistics.median(parts))) if parts else 0
+
+
+def _memory(rows: list[dict]) -> dict:
+    """Peak rate, the part of it that kernels reach by their bytes (the median of those within a factor of two), and the shortest kernel."""
+    moved = [(row["bytes_read"] + row["bytes_written"], row) for row in rows]
+    peak = max(_rate(size, row) for size, row in moved)
+    largest = max(size for size, _ in moved)
+    # Small tensors stay in a cache: what is larger than it says what memory gives.
+    peak = max((_rate(size, row) for size, row in moved if size > largest / 8), default=peak)
+    octaves = collections.defaultdict(list)
+    for size, row in moved:
+        octaves[size.bit_length() - 1].append(min(1.0, _rate(size, row) / peak))
+    curve = [{"moved_bytes": 1 << power, "efficiency_ppm": _part(round(1e6 * statistics.median(parts)))} for power, parts in sorted(octaves.items())]
+    return {"memory_bytes_per_second": peak, "memory_efficiency": curve, "kernel_overhead_ns": min(row["duration_ns"] for _, row in moved)}
+
+
+def _matmul_rates(rows: list[dict]) -> list[dict]:
+    rates = []
+    for short, dtype in _MATMUL_DTYPES.items():
+        fastest = [_rate(2 * row["batch"] * row["m"] * row["n"] * row["k"], row) for row in rows if row["dtype"] == short]
+        if fastest:
+            rates.append({"dtype": dtype, "flops_per_second": max(fastest)})
+    return rates
+
+
+def _attention_rates(rows: list[dict], which: str, matmuls: int) -> list[dict]:
+    """Causal, with the FLOPs of both triangles, as traces count them."""
+    rates = []
+    for dtype in sorted({row["dtype"] for row in rows}):
+        points = collections.defaultdict(list)
+        for row in rows:
+            if row["dtype"] == dtype and row["causal"]:
+                flops = matmuls * row["batch"] * row["heads"] * row["seq"] ** 2 * row["head_size"]
+                points[flops].append(_rate(flops, row[which]))
+        if points:
+            peak = max(max(found) for found in points.values())
+            curve = [{"flops": flops, "efficiency_ppm": _part(round(1e6 * statistics.median(found) / peak))} for flops, found in sorted(points.items())]
+            rates.append({"dtype": dtype, "flops_per_second": peak, "efficiency": curve})
+    return rates
+
+
+def _host(measured: dict) -> dict:
+    by_name = {row["what"]: row["duration_ns"] for row in measured.get("host", [])}
+    host = {}
+    for field, what in (("operator_issue_ns", "operator"), ("copy_issue_ns", "foreach_copy"), ("allocate_ns", "allocate"), ("trigger_ns", "hook")):
+        if what in by_name:
+            host[field] = by_name[what]
+    events = [by_name[what] for what in ("record", "wait") if what in by_name]
+    if events:
+        host["event_ns"] = round(statistics.mean(events))
+    issue = [row["duration_ns"] for row in measured.get("issue", [])]
+    if issue:
+        host["collective_issue_ns"] = round(statistics.mean(issue))
+    return host
+
+
+def _tables(measured: dict, device: str, folder: Path) -> list[str]:
+    written = []
+    for section in ("collectives", "matmul"):
+        rows = measured.get(section, [])
+        if not rows:
+            continue
+        columns = _NEEDED[section]
+        path = folder / f"{section}.csv"
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("device", *columns))
+            writer.writerows([device, *(row[column] for column in columns)] for row in rows)
+        written.append(str(path))
+    return written
