@@ -337,9 +337,8 @@ TEST(Collectives, AlphaBetaAgreesRoughlyWithWhatWasMeasured) {
           CostOf(*analytic, cluster, table.kind, {.size = table.ranks}, point.full_tensor_bytes.value);
       const double ratio =
           static_cast<double>(cost->duration_ns.value) / static_cast<double>(point.duration_ns.value);
-      // One line for all: pairs of ranks use their links less well than a ring of eight does, and the switch
-      // helps eight ranks to all_reduce.
-      const double slack = table.ranks == 8 ? 1.35 : 2.0;
+      // One line for all, that of eight ranks: pairs of ranks use their links less well than their ring does.
+      const double slack = table.ranks == 8 ? 1.27 : table.ranks == 4 ? 1.4 : 2.1;
       EXPECT_GT(ratio, 1 / slack) << table.ranks << " " << point.full_tensor_bytes.value;
       EXPECT_LT(ratio, slack) << table.ranks << " " << point.full_tensor_bytes.value;
     }
@@ -501,7 +500,7 @@ TEST(ShippedClusters, AreCanonicalDocuments) {
     const Link& inner = cluster->links[0];
     const Link& outer = cluster->links[1];
     EXPECT_GE(inner.bytes_per_second, outer.bytes_per_second) << name;
-    EXPECT_LE(outer.bytes_per_second * cluster->ranks_per_node, inner.bytes_per_second * 2) << name;
+    EXPECT_LE(outer.bytes_per_second * 8, inner.bytes_per_second * 2) << name;
   }
   EXPECT_GE(seen, 3);
 }

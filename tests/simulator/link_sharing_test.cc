@@ -71,8 +71,8 @@ TEST(LinkSharing, SmallLoadsAreServedFirst) {
   const Ends ends = EndsOf({{5'000, {{100'000, 0}}}, {4'000, {{kWhole, 0}}}, {1'000, {{800'000, 0}}}});
   EXPECT_EQ(ends[0], 5'000);
   EXPECT_EQ(ends[2], 1'778);
-  // 1,778 x 45 % = 800.1 done; the rest at 90 % until the first ends at 5,000, then at 100 %.
-  EXPECT_EQ(ends[1], 5'000 + 4'000 - 800 - 2'900);
+  // 800.1 of 4,000 done by then, 2,899.8 more at 90 % until the first ends at 5,000, and 300.1 at 100 %, up.
+  EXPECT_EQ(ends[1], 5'301);
 }
 
 // Whatever is in flight: no link carries more than its rate (each link needs at least the sum of duration x

@@ -14,7 +14,7 @@
 namespace shardplan::test {
 namespace {
 
-AllocateEvent Born(StorageId storage, std::int64_t bytes, StorageRole role) {
+AllocateEvent BornBlock(StorageId storage, std::int64_t bytes, StorageRole role) {
   return {.storage = storage, .size_bytes = Bytes{bytes}, .role = role};
 }
 OperatorEvent Op(std::string name, std::vector<StorageId> reads, std::vector<StorageId> writes,
@@ -54,8 +54,8 @@ TEST(MemoryHistory, AGradientBelongsToItsUnitsBufferFromTheMomentItIsAllocated) 
   const BufferId grads = b.Buffer(BufferRole::kGradUnsharded, unit);
   b.plan().buffers[0].parts_bytes = {Bytes{1'024}, Bytes{2'048}};
   const SegmentId segment = b.Backward("backward a", {unit}, {{unit, 1}, {unit, 0}});
-  b.plan().segments[0].entries = {Born(7, 2'048, StorageRole::kParameterGrad),
-                                  Born(8, 1'024, StorageRole::kParameterGrad)};
+  b.plan().segments[0].entries = {BornBlock(7, 2'048, StorageRole::kParameterGrad),
+                                  BornBlock(8, 1'024, StorageRole::kParameterGrad)};
   b.Step("steady").At(TriggerKind::kPostBackward, unit).Compute(segment).Free(grads);
   const MemoryHistory history = MemoryHistoryOf(b.plan());
   const std::size_t half = history.blocks.size() / 2;  // the first run is before the recorded one
@@ -74,7 +74,7 @@ TEST(MemoryHistory, WhatASegmentAllocatesBelongsToItsUnitWhateverItIsCalled) {
   for (const UnitId unit : {root, layer, -1, layer, root}) {
     b.Forward("loss", {});
     b.plan().segments.back().unit = unit;
-    b.plan().segments.back().entries = {Born(0, 512, StorageRole::kForwardTemp), FreeEvent{0}};
+    b.plan().segments.back().entries = {BornBlock(0, 512, StorageRole::kForwardTemp), FreeEvent{0}};
   }
   b.Step("steady").At(TriggerKind::kPreForward, root);
   for (SegmentId s = 0; s < 5; ++s) b.Compute(s);
@@ -101,17 +101,17 @@ TEST(KernelMemory, FlashBackwardTakesItsAccumulators) {
   constexpr std::int64_t kQ = 2LL * 4 * 100 * 40, kKv = kQ / 2, kLse = 2LL * 4 * 100;
   PlanBuilder b(1);
   b.Backward("backward (root)", {});
-  b.plan().segments[0].entries = {Born(0, 2 * kQ, StorageRole::kSaved),
-                                  Born(1, 2 * kQ, StorageRole::kSaved),
-                                  Born(2, 2 * kKv, StorageRole::kSaved),
-                                  Born(3, 2 * kKv, StorageRole::kSaved),
-                                  Born(4, 2 * kQ, StorageRole::kSaved),
-                                  Born(5, 4 * kLse, StorageRole::kSaved),
-                                  Born(6, 16, StorageRole::kSaved),
-                                  Born(7, 8, StorageRole::kSaved),
-                                  Born(8, 2 * kQ, StorageRole::kSaved),
-                                  Born(9, 2 * kKv, StorageRole::kSaved),
-                                  Born(10, 2 * kKv, StorageRole::kSaved),
+  b.plan().segments[0].entries = {BornBlock(0, 2 * kQ, StorageRole::kSaved),
+                                  BornBlock(1, 2 * kQ, StorageRole::kSaved),
+                                  BornBlock(2, 2 * kKv, StorageRole::kSaved),
+                                  BornBlock(3, 2 * kKv, StorageRole::kSaved),
+                                  BornBlock(4, 2 * kQ, StorageRole::kSaved),
+                                  BornBlock(5, 4 * kLse, StorageRole::kSaved),
+                                  BornBlock(6, 16, StorageRole::kSaved),
+                                  BornBlock(7, 8, StorageRole::kSaved),
+                                  BornBlock(8, 2 * kQ, StorageRole::kSaved),
+                                  BornBlock(9, 2 * kKv, StorageRole::kSaved),
+                                  BornBlock(10, 2 * kKv, StorageRole::kSaved),
                                   Op("aten._scaled_dot_product_flash_attention_backward",
                                      {0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10}, 10 * kQ * 100)};
   b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
@@ -130,9 +130,9 @@ TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
   PlanBuilder b(1);
   b.Backward("backward (root)", {});
   const auto sizes = [&](std::int64_t indices) {
-    b.plan().segments[0].entries = {Born(0, indices * 64 * 2, StorageRole::kBackwardTemp),
-                                    Born(1, indices * 8, StorageRole::kBackwardTemp),
-                                    Born(2, 1'000 * 64 * 2, StorageRole::kBackwardTemp),
+    b.plan().segments[0].entries = {BornBlock(0, indices * 64 * 2, StorageRole::kBackwardTemp),
+                                    BornBlock(1, indices * 8, StorageRole::kBackwardTemp),
+                                    BornBlock(2, 1'000 * 64 * 2, StorageRole::kBackwardTemp),
                                     Op("aten.embedding_dense_backward", {0, 1}, {2}),
                                     FreeEvent{0},
                                     FreeEvent{1},
@@ -273,7 +273,7 @@ TEST(MemoryExplanation, NamesTheKnobThatRemovesTheRootsParameters) {
   const BufferId kept = b.Buffer(BufferRole::kParamUnsharded, root);
   const BufferId used = b.Buffer(BufferRole::kParamUnsharded, layer);
   const SegmentId segment = b.Backward("backward layers.0", {layer});
-  b.plan().segments[0].entries = {Born(0, 512, StorageRole::kBackwardTemp), Op("aten.mul", {}, {0}),
+  b.plan().segments[0].entries = {BornBlock(0, 512, StorageRole::kBackwardTemp), Op("aten.mul", {}, {0}),
                                   FreeEvent{0}};
   b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(kept, 0).Allocate(used, 0);
   b.At(TriggerKind::kPreBackward, layer).Compute(segment).Free(used).Free(kept);

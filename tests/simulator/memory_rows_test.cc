@@ -10,7 +10,7 @@ namespace {
 
 using test::PlanBuilder;
 
-AllocateEvent Born(StorageId storage, std::int64_t bytes, StorageRole role) {
+AllocateEvent BornRow(StorageId storage, std::int64_t bytes, StorageRole role) {
   return {.storage = storage, .size_bytes = Bytes{bytes}, .role = role};
 }
 
@@ -29,9 +29,9 @@ TEST(MemoryRows, AHooksOwnWorkIsBetweenItsRowsAndTheModelsBehindThem) {
   const SegmentId forward = b.Forward("forward", {root});
   const SegmentId loss = b.Segment(SegmentPhase::kLoss, "loss", {});
   const SegmentId backward = b.Backward("backward loss", {});
-  b.plan().segments[0].entries = {Born(0, 512, StorageRole::kSaved), OperatorEvent{.name = "aten.mm"}};
-  b.plan().segments[1].entries = {Born(1, 512, StorageRole::kLossSaved)};
-  b.plan().segments[2].entries = {Born(2, 1'024, StorageRole::kBackwardTemp),
+  b.plan().segments[0].entries = {BornRow(0, 512, StorageRole::kSaved), OperatorEvent{.name = "aten.mm"}};
+  b.plan().segments[1].entries = {BornRow(1, 512, StorageRole::kLossSaved)};
+  b.plan().segments[2].entries = {BornRow(2, 1'024, StorageRole::kBackwardTemp),
                                   OperatorEvent{.name = "aten.nll_loss_backward"}, FreeEvent{2}, FreeEvent{1},
                                   FreeEvent{0}};
   b.Step("steady").At(TriggerKind::kPreForward, root).Allocate(gathered, 0).Compute(forward);
@@ -67,8 +67,8 @@ TEST(MemoryRows, AfterAnInnerUnitsForwardThePeakIsTheEnclosingUnits) {
   const UnitId inner = b.Unit("layers.0", 1, 1'024);
   b.Forward("forward layers.0", {inner});
   b.Forward("forward (root)", {root});
-  b.plan().segments[0].entries = {Born(0, 512, StorageRole::kSaved)};
-  b.plan().segments[1].entries = {Born(1, 1'024, StorageRole::kOutput), OperatorEvent{.name = "aten.mm"},
+  b.plan().segments[0].entries = {BornRow(0, 512, StorageRole::kSaved)};
+  b.plan().segments[1].entries = {BornRow(1, 1'024, StorageRole::kOutput), OperatorEvent{.name = "aten.mm"},
                                   FreeEvent{1}, FreeEvent{0}};
   b.Step("steady").At(TriggerKind::kPreForward, root).At(TriggerKind::kPreForward, inner).Compute(0);
   b.At(TriggerKind::kPostForward, inner).Compute(1).At(TriggerKind::kPostForward, root);

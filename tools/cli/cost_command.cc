@@ -85,11 +85,11 @@ class Clusters {
   explicit Clusters(std::string named) : named_(std::move(named)) {}
 
   Result<const Cluster*> Of(const std::string& device) {
-    const auto found = by_device_.find(device);
-    if (found != by_device_.end()) return &found->second;
-    Result<Cluster> cluster = named_.empty() ? Shipped(device) : FindCluster(named_);
-    if (!cluster) return std::unexpected(cluster.error());
-    return &by_device_.emplace(device, std::move(*cluster)).first->second;
+    auto found = by_device_.find(device);
+    if (found == by_device_.end())
+      found = by_device_.emplace(device, named_.empty() ? Shipped(device) : FindCluster(named_)).first;
+    if (!found->second) return std::unexpected(found->second.error());
+    return &*found->second;
   }
 
  private:
@@ -110,7 +110,7 @@ class Clusters {
   }
 
   const std::string named_;
-  std::map<std::string, Cluster> by_device_;
+  std::map<std::string, Result<Cluster>> by_device_;
 };
 
 Prediction PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row) {

@@ -1,5 +1,5 @@
-// `trace`, `calibrate` and `conformance` (Python, need torch) and `run` (C++, needs LibTorch) live in
-// programs of their own, so that the command itself builds without either.
+// `trace`, `calibrate`, `sweep` and `conformance` (Python, most need torch) and `run` (C++, needs LibTorch)
+// live in programs of their own, so that the command itself builds without either.
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -80,6 +80,16 @@ Result<std::string> MakeMemoryFile(std::string_view bytes) {
                    fmt::format("no memory for the simulated report: {}", std::strerror(errno)));
 }
 
+// A command of the Python package that runs other commands of this build.
+void RunInPython(CLI::App* command, Invocation& invocation) {
+  command->callback([command, &invocation] {
+    std::vector<std::string> arguments = {"-m", "shardplan." + command->get_name()};
+    for (const std::string& argument : command->remaining()) arguments.push_back(argument);
+    setenv("SHARDPLAN_PROGRAMS", ExecutableFolder().c_str(), 0);
+    invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
+  });
+}
+
 }  // namespace
 
 void AddTraceCommand(CLI::App& app, Invocation& invocation) {
@@ -93,14 +103,15 @@ void AddTraceCommand(CLI::App& app, Invocation& invocation) {
 }
 
 void AddCalibrateCommand(CLI::App& app, Invocation& invocation) {
-  CLI::App* command =
-      AddDelegate(app, "calibrate", "Measure the machine at hand, and write a cluster document of it");
-  command->callback([command, &invocation] {
-    std::vector<std::string> arguments = {"-m", "shardplan.calibrate"};
-    for (const std::string& argument : command->remaining()) arguments.push_back(argument);
-    setenv("SHARDPLAN_PROGRAMS", ExecutableFolder().c_str(), 0);
-    invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
-  });
+  RunInPython(
+      AddDelegate(app, "calibrate", "Measure the machine at hand, and write a cluster document of it"),
+      invocation);
+}
+
+void AddSweepCommand(CLI::App& app, Invocation& invocation) {
+  RunInPython(
+      AddDelegate(app, "sweep", "Plan and simulate many configurations; the largest or smallest that fits"),
+      invocation);
 }
 
 void AddConformanceCommand(CLI::App& app, Invocation& invocation) {

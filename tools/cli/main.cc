@@ -88,6 +88,7 @@ int main(int argc, char** argv) {
   cli::AddRunCommand(app, invocation);
   cli::AddConformanceCommand(app, invocation);
   cli::AddCalibrateCommand(app, invocation);
+  cli::AddSweepCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   RefuseEmptyNames(app);
   try {

@@ -6,7 +6,7 @@ Usage:
 
 COLLECTIVES.csv: device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
 MATMULS.csv:     device,dtype,batch,m,n,k,duration_ns
-SHARDPLAN is the built command: `shardplan cost --fit` does the fitting. docs/simulator.md explains every figure.
+SHARDPLAN is the built command: `shardplan cost --fit` does the fitting. measured/ has what `shardplan calibrate` measured. docs/simulator.md explains every figure.
 """
 import collections
 import csv
@@ -18,6 +18,7 @@ import sys
 import tempfile
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+from shardplan.calibrate import fit  # noqa: E402
 from shardplan.files import write_text  # noqa: E402
 
 SOURCE = "public performance tables of XLA"
@@ -139,12 +140,23 @@ def matmul_rates(path, key):
     return rates
 
 
-def attention_rates(key, reached_ppm):
-    """Fused attention, with the FLOPs of both triangles as traces count them, of which a causal kernel does half: published kernels reach
-    some 600 TFLOP/s forward and 450 backward of what they do at long sequences on an H100, less at short ones."""
-    own = DEVICES[key]
-    curve = [{"flops": round(own["bf16"] * seconds), "efficiency_ppm": round(reached_ppm * part)} for seconds, part in ((1e-5, 0.3), (1e-4, 0.7), (1e-3, 1.0))]
-    return [{"dtype": dtype, "flops_per_second": own["bf16"], "efficiency": curve} for dtype in ("bfloat16", "float16")]
+def kernels(key):
+    """Attention and kernels bound by memory: measured on an H100 by `shardplan calibrate`; for others its curves at their own peaks."""
+    own, measured_on = DEVICES[key], DEVICES["h100_sxm"]
+    measured = fit.read(str(pathlib.Path(__file__).parent / "measured" / "h100_sxm.json"))
+    memory = fit.memory_rates(measured["memory"])
+    reached = memory["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
+    moved = own["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
+    curve = [{"moved_bytes": round(p["moved_bytes"] * moved), "efficiency_ppm": round(p["efficiency_ppm"] * reached)} for p in memory["memory_efficiency"]]
+    described = {"memory_efficiency_ppm": MEMORY_EFFICIENCY_PPM, "memory_efficiency": curve}
+    faster = own["bf16"] / measured_on["bf16"]
+    for field, which, products in (("attention", "forward", 4), ("attention_backward", "backward", 10)):
+        described[field] = []
+        for dtype in ("bfloat16", "float16"):
+            for rate in fit.attention_rates(measured["attention"], which, products):
+                points = [p | {"flops": round(p["flops"] * faster)} for p in rate["efficiency"]]
+                described[field].append({"dtype": dtype, "flops_per_second": round(rate["flops_per_second"] * faster), "efficiency": points})
+    return described
 
 
 def links(key, ranks, in_node, gigabits):
@@ -175,12 +187,15 @@ def sources(key, ranks, in_node):
     """Where each figure is from, and how far it may be off: the fits' own errors where there are some, else what machines differ by."""
     own = DEVICES[key]
     measured = key not in ("a100_80",)
+    on_h100 = key == "h100_sxm"
     borrowed = f"as {own['as']}" if own.get("as") else ""
     return [
         {"figure": "matmul", "origin": "measured" if measured else "data_sheet", "off_ppm": (50_000 if not borrowed else 100_000) if measured else 150_000,
          **({"note": borrowed} if borrowed else {})},
-        {"figure": "attention", "origin": "guess", "off_ppm": 250_000, "note": "a part of the matrix rate, as published kernels reach"},
-        {"figure": "memory", "origin": "data_sheet", "off_ppm": 80_000, "note": "85 % of the peak"},
+        {"figure": "attention", "origin": "measured", "off_ppm": 100_000} if on_h100 else
+        {"figure": "attention", "origin": "guess", "off_ppm": 300_000, "note": "as the H100 at its own peak"},
+        {"figure": "memory", "origin": "measured", "off_ppm": 150_000, "note": "kernels differ by that"} if on_h100 else
+        {"figure": "memory", "origin": "data_sheet", "off_ppm": 200_000, "note": "as much of the peak as the H100 reaches"},
         {"figure": "kernel_overhead", "origin": "guess", "off_ppm": 500_000},
         {"figure": "host", "origin": "guess", "off_ppm": 500_000, "note": "typical of eager PyTorch on a current server core"},
         {"figure": "host_memory", "origin": "guess", "off_ppm": 300_000},
@@ -203,9 +218,9 @@ def document(key, name, ranks, in_node, gigabits, matmuls):
         **({"ranks_per_node": in_node} if in_node != 8 else {}),
         "device": {
             "name": own["name"], "memory_bytes": own["memory_bytes"], "context_bytes": 545_259_520,
-            "memory_bytes_per_second": own["memory_bytes_per_second"], "memory_efficiency_ppm": MEMORY_EFFICIENCY_PPM,
+            "memory_bytes_per_second": own["memory_bytes_per_second"], **kernels(key),
             "vector_flops_per_second": own["vector"], "matmul": matmul_rates(matmuls, key),
-            "attention": attention_rates(key, 650_000), "attention_backward": attention_rates(key, 500_000), "kernel_overhead_ns": 2_000,
+            "kernel_overhead_ns": 2_000,
             "table_name": own["table_name"],
         },
         "host": HOST,

@@ -100,15 +100,15 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
     if described.get("context_bytes"):
         device["context_bytes"] = described["context_bytes"]
     if rows := measured.get("memory", []):
-        device |= _memory(rows)
+        device |= memory_rates(rows)
         know("memory", rows)
         know("kernel_overhead", rows)
     if rows := measured.get("matmul", []):
         device["matmul"] = _matmul_rates(rows)
         know("matmul", rows)
     if rows := measured.get("attention", []):
-        device["attention"] = _attention_rates(rows, "forward", 4)
-        device["attention_backward"] = _attention_rates(rows, "backward", 10)
+        device["attention"] = attention_rates(rows, "forward", 4)
+        device["attention_backward"] = attention_rates(rows, "backward", 10)
         know("attention", [row["forward"] for row in rows] + [row["backward"] for row in rows])
     document = {
         "schema": "shardplan.cluster/1",
@@ -158,7 +158,7 @@ def _spread(rows: list[dict]) -> int:
     return min(1_000_000, round(1e6 * statistics.median(parts))) if parts else 0
 
 
-def _memory(rows: list[dict]) -> dict:
+def memory_rates(rows: list[dict]) -> dict:
     """Peak rate, the part of it that kernels reach by their bytes (the median of those within a factor of two), and the shortest kernel."""
     moved = [(row["bytes_read"] + row["bytes_written"], row) for row in rows]
     peak = max(_rate(size, row) for size, row in moved)
@@ -181,7 +181,7 @@ def _matmul_rates(rows: list[dict]) -> list[dict]:
     return rates
 
 
-def _attention_rates(rows: list[dict], which: str, matmuls: int) -> list[dict]:
+def attention_rates(rows: list[dict], which: str, matmuls: int) -> list[dict]:
     """Causal, with the FLOPs of both triangles, as traces count them."""
     rates = []
     for dtype in sorted({row["dtype"] for row in rows}):

@@ -38,6 +38,8 @@ def end_peers(peers: list[subprocess.Popen]) -> None:
 
 def join(device: torch.device, rank: int, ranks: int) -> None:
     folder = os.environ.get("SHARDPLAN_CALIBRATE_STORE")
+    if folder and not os.path.isdir(folder):  # torch would wait for it
+        raise FileNotFoundError(f"the folder where the ranks meet is not there: {folder}")
     where = {"init_method": f"file://{folder}/store"} if folder else {"init_method": "env://"}
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None

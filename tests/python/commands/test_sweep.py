@@ -1,0 +1,179 @@
+"""`shardplan sweep`: every combination once, whatever happens to the process, and the border of what fits."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, build_folder
+
+sys.path.insert(0, str(ROOT / "tools" / "python"))
+from shardplan.sweep.configurations import Configuration, part_of, product
+from shardplan.sweep.solve import solve
+
+COMMAND = build_folder() / "bin" / "shardplan"
+TRACE = ROOT / "examples" / "three_layers" / "trace.json"
+GRID = ["--ranks", "2,4,8", "--policy", "fsdp1,fsdp2", "--vary", "checkpoint=-|layers.*"]
+PLAN = ["--", "--unit", "layers.*"]
+SEED = 715
+
+
+def arguments(*more, plan=PLAN):
+    return [COMMAND, "sweep", *map(str, more), *plan]
+
+
+def sweep(*more, plan=PLAN):
+    environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable}
+    return subprocess.run(arguments(*more, plan=plan), capture_output=True, text=True, env=environment, timeout=100)
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return sorted(tuple(row.items()) for row in csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sweep") / "whole.csv"
+    done = sweep(TRACE, *GRID, "-o", path)
+    assert done.returncode == 0, done.stderr
+    return path, done.stdout
+
+
+def test_every_combination_is_there_once_and_as_the_commands_say(whole, tmp_path):
+    rows = [dict(row) for row in rows_of(whole[0])]
+    assert len(rows) == 12
+    assert len({(row["ranks"], row["policy"], row["checkpoint"]) for row in rows}) == 12
+    assert not any(row["error"] for row in rows)
+    plan = tmp_path / "p.json"
+    for row in (rows[0], rows[-1]):
+        checkpoint = ["--checkpoint", row["checkpoint"]] if row["checkpoint"] != "-" else []
+        subprocess.run([COMMAND, "plan", TRACE, "--ranks", row["ranks"], "--policy", row["policy"], *checkpoint, "--unit", "layers.*", "-q", "-o", plan], check=True)
+        report = tmp_path / "r.json"
+        subprocess.run([COMMAND, "simulate", plan, "-q", "--report", report], check=True, stdout=subprocess.DEVNULL)
+
+
+        assert row["step_ms"] == f"{json.loads(report.read_text())['step_ns'] / 1e6:.3f}"
+
+
+def test_the_best_that_fits_is_marked(whole):
+    rows = [dict(row) for row in rows_of(whole[0])]
+    best = max(rows, key=lambda row: float(row["tokens_per_second"]))
+    marked = [line for line in whole[1].splitlines() if line.startswith("*")]
+    assert len(marked) == 1 and best["step_ms"] in marked[0]
+
+
+def test_a_killed_sweep_goes_on(whole, tmp_path):
+    path = tmp_path / "rows.csv"
+    environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable}
+    process = subprocess.Popen(arguments(TRACE, *GRID, "-o", path, "--jobs", 1), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not path.exists() or path.read_bytes().count(b"\n") < 4):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = path.read_bytes()
+    assert 4 <= before.count(b"\n") <= 13
+    path.write_bytes(before + b"half,of,a,li")
+    done = sweep(TRACE, *GRID, "-o", path)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    assert rows_of(path) == rows_of(whole[0])
+
+
+def test_parts_together_are_the_whole(whole, tmp_path):
+    parts = [tmp_path / f"{i}.csv" for i in (1, 2, 3)]
+    for i, part in enumerate(parts, 1):
+        assert sweep(TRACE, *GRID, "-o", part, "--part", f"{i}/3").returncode == 0
+    merged = tmp_path / "merged.csv"
+    done = sweep("--merge", *parts, "-o", merged, plan=[])
+    assert done.returncode == 0, done.stderr
+    assert rows_of(merged) == rows_of(whole[0])
+
+
+def test_what_the_planner_refuses_is_a_row_with_its_reason(tmp_path):
+    path = tmp_path / "rows.csv"
+    done = sweep(TRACE, "--ranks", "2,4", "--vary", "unit=layers.*|no.such", "-o", path, plan=[])
+    assert done.returncode == 0, done.stderr
+    wrong = [dict(row) for row in rows_of(path) if dict(row)["error"]]
+    assert len(wrong) == 2 and all("no.such" in row["error"] for row in wrong)
+    assert "no.such" in done.stdout
+
+
+def test_a_budget_decides_what_fits(tmp_path):
+    assert sweep(TRACE, "--ranks", "2", "--budget", "1MiB").returncode == 1
+    assert sweep(TRACE, "--ranks", "2", "--budget", "70GiB").returncode == 0
+
+
+def test_the_fewest_ranks_that_fit(whole, tmp_path):
+    """0.62 GiB of this model are sharded over the ranks; a budget between two numbers of ranks, asked of the commands themselves."""
+    path = tmp_path / "rows.csv"
+    done = sweep(TRACE, "--solve", "min-ranks", "--budget", "1.2GiB", "-o", path)
+    assert done.returncode == 0, done.stderr
+    found = next(dict(row) for row in rows_of(path))
+    assert found["fits"] == "yes" and int(found["ranks"]) > 1
+    fewer = tmp_path / "fewer.csv"
+    assert sweep(TRACE, "--ranks", int(found["ranks"]) - 1, "--budget", "1.2GiB", "-o", fewer).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "word"),
+    [
+        ([], 2, "SOURCE"),
+        ([TRACE, "--batch", "0"], 2, "positive"),
+        ([TRACE, "--solve", "max-batch", "--batch", "2"], 2, "--batch"),
+        ([TRACE, "--part", "4/3"], 2, "I/N"),
+        ([TRACE, "--budget", "80 parsecs"], 2, "80GiB"),
+        ([TRACE, "--vary", "unit"], 2, "FLAG"),
+        (["--merge", TRACE, "-o", "x"], 3, "another sweep"),
+    ],
+)
+def test_wrong_usage(more, code, word, tmp_path):
+    done = sweep(*more, plan=[])
+    assert done.returncode == code, done.stderr
+    assert word in done.stderr
+
+
+def test_rows_of_another_sweep_are_left_alone(whole, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(whole[0].read_bytes())
+    done = sweep(TRACE, "--ranks", "2", "-o", path)
+    assert done.returncode == 3 and "another sweep" in done.stderr
+    assert path.read_bytes() == whole[0].read_bytes()
+
+
+def configuration(**values):
+    return Configuration(tuple(values.items()))
+
+
+def test_parts_are_disjoint_and_whole():
+    everything = product({"source": ["a"], "ranks": [str(n) for n in range(1, 24)]})
+    for count in range(1, 9):
+        parts = [c for i in range(1, count + 1) for c in part_of(everything, f"{i}/{count}")]
+        assert sorted(c.values for c in parts) == sorted(c.values for c in everything)
+
+
+def test_bisection_finds_the_border():
+    """Against trying every value, for any border."""
+    numbers = random.Random(SEED)
+    for border in [0, 1, 2, 3, *(numbers.randrange(4, 5_000) for _ in range(200))]:
+        asked = []
+
+        def evaluate(c, border=border, asked=asked):
+            asked.append(int(c["batch"]))
+            return {"fits": "yes" if int(c["batch"]) <= border else "no", "value": c["batch"]}
+
+        answer, results = solve("max-batch", configuration(source="m", batch="1"), evaluate)
+        assert (int(answer["batch"]) if answer else 0) == border, f"seed {SEED}"
+        assert results["value"] == str(max(1, border))
+        assert len(asked) == len(set(asked)) <= 2 * border.bit_length() + 2
+        least, _ = solve("min-ranks", configuration(source="m", ranks="1"), lambda c, b=border: {"fits": "yes" if int(c["ranks"]) > b else "no"})
+        assert int(least["ranks"]) == border + 1
+    assert solve("min-ranks", configuration(source="m", ranks="1"), lambda c: {"fits": "no"}, most=64)[0] is None
+    sequence, _ = solve("max-seq", configuration(source="m", seq="1"), lambda c: {"fits": "yes" if int(c["seq"]) <= 5_000 else "no"})
+    assert sequence["seq"] == str(5_000 // 128 * 128)

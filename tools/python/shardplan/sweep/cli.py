@@ -1,0 +1,189 @@
+"""The command `python -m shardplan.sweep` (`shardplan sweep`)."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from shardplan import files
+from shardplan.command import EXIT_ENVIRONMENT, printable_name
+from shardplan.sweep import configurations, rows
+from shardplan.sweep.configurations import Configuration
+from shardplan.sweep.evaluate import Evaluator
+from shardplan.sweep.solve import QUESTIONS, solve
+
+_DESCRIPTION = "Plan and simulate every combination of the given values, or find the largest batch or sequence, or the fewest ranks, that fits."
+_EPILOG = """\
+examples:
+  shardplan sweep llama.json --batch 1,2,4 --seq 4096,8192 --ranks 8,16,64 --cluster h100_sxm_64,b200_64 -o sweep.csv
+  shardplan sweep trace.json --policy fsdp1,fsdp2 --vary 'reshard-after-forward=true|false|-' -o sweep.csv -- --param-dtype bfloat16
+  shardplan sweep llama.json --seq 8192 --solve max-batch --budget 80GiB --cluster h100_sxm_8 -- --checkpoint 'model.layers.*'
+  shardplan sweep ... -o part3.csv --part 3/8          and then: shardplan sweep --merge part*.csv -o sweep.csv
+
+What follows -- goes to every `shardplan plan`. A sweep that was killed goes on with the rows that its file lacks.
+exit codes: 0 done, 1 nothing fits, 2 usage, 3 bad input, 4 environment"""
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if not match or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text}: expected bytes, as 80GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _list(text: str) -> list[str]:
+    return [value for value in text.split(",") if value]
+
+
+def _numbers(text: str) -> list[str]:
+    values = _list(text)
+    if not values or not all(re.fullmatch(r"[1-9]\d{0,9}", value) for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: expected positive integers, as 1,2,4")
+    return values
+
+
+def _varied(text: str) -> tuple[str, list[str]]:
+    flag, equals, values = text.partition("=")
+    if not flag or not equals or flag.startswith("-") or flag in (*configurations.AXES, "policy"):
+        raise argparse.ArgumentTypeError(f"{text}: expected FLAG=VALUE|VALUE, a flag of shardplan plan without dashes")
+    return flag, values.split("|")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="shardplan sweep", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("sources", nargs="*", metavar="SOURCE", help="traces, or what shardplan trace takes: a config, package.module:callable")
+    result.add_argument("--batch", type=_numbers, metavar="N,N", help="samples per rank")
+    result.add_argument("--seq", type=_numbers, metavar="N,N", help="tokens per sample")
+    result.add_argument("--ranks", type=_numbers, metavar="N,N", help="default: those of the cluster")
+    result.add_argument("--cluster", type=_list, metavar="NAME,NAME", help="files or shipped clusters (default: h100_sxm_8)")
+    result.add_argument("--policy", type=_list, metavar="NAME,NAME", help="fsdp1, fsdp2 (default: fsdp2)")
+    result.add_argument("--vary", type=_varied, action="append", default=[], metavar="FLAG=A|B", help="values of a flag of shardplan plan; -: not given, +: given without a value; repeat it")
+    result.add_argument("--trace-flag", action="append", default=[], metavar="FLAG", help="for every shardplan trace, as --trace-flag=--dtype=bfloat16; repeat it")
+    result.add_argument("--budget", type=_bytes, metavar="BYTES", help="memory of a device, in place of the cluster's (80GiB)")
+    result.add_argument("--solve", choices=sorted(QUESTIONS), help="answer this for every combination of the others")
+    result.add_argument("--part", metavar="I/N", help="part I of N of the configurations, from 1")
+    result.add_argument("--merge", nargs="+", metavar="FILE", help="put the rows of these files into one")
+    result.add_argument("--jobs", type=int, metavar="N", help="configurations at once (default: the cores)")
+    result.add_argument("-o", "--output", metavar="FILE", help="rows, as comma-separated values")
+    result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
+    return result
+
+
+def _log(text: str) -> None:
+    print(f"shardplan sweep: {printable_name(text)}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    plan_flags = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    options = parser().parse_args(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    try:
+        if options.merge:
+            if not options.output:
+                parser().error("--merge needs -o")
+            files.check_output(options.output, options.merge)
+            files.write_text(options.output, rows.merged(options.merge))
+            return 0
+        return _sweep(options, plan_flags)
+    except rows.OtherSweep as error:
+        _log(f"error: {error}")
+        return 3
+    except files.OutputIsInput as error:
+        _log(f"error: {error}")
+        return 2
+    except (files.CannotWrite, OSError) as error:
+        _log(f"error: {error}")
+        return EXIT_ENVIRONMENT
+
+
+def _axes(options: argparse.Namespace) -> dict[str, list[str]]:
+    axes = {"source": options.sources}
+    for name in ("batch", "seq", "ranks", "cluster", "policy"):
+        if getattr(options, name):
+            axes[name] = getattr(options, name)
+    for flag, values in options.vary:
+        if flag in axes:
+            parser().error(f"--vary {flag} is given twice")
+        axes[flag] = values
+    if options.solve:
+        axis = QUESTIONS[options.solve][0]
+        if axis in axes:
+            parser().error(f"--solve {options.solve} finds --{axis}: leave it out")
+        axes[axis] = ["1"]
+    return axes
+
+
+def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
+    if not options.sources:
+        parser().error("a SOURCE is missing")
+    program = str(Path(os.environ.get("SHARDPLAN_PROGRAMS", "")) / "shardplan") if os.environ.get("SHARDPLAN_PROGRAMS") else shutil.which("shardplan")
+    if not program or not Path(program).exists():
+        _log(f"error: the command shardplan is not found (found {program or 'none'}): run `shardplan sweep`, or set SHARDPLAN_PROGRAMS to its folder")
+        return EXIT_ENVIRONMENT
+    axes = _axes(options)
+    todo = configurations.product(axes)
+    if options.part:
+        try:
+            todo = configurations.part_of(todo, options.part)
+        except ValueError:
+            parser().error(f"--part {options.part}: expected I/N with 1 <= I <= N")
+    with tempfile.TemporaryDirectory(prefix="shardplan-sweep-") as folder:
+        path = options.output or os.path.join(folder, "rows.csv")
+        kept = rows.Rows(path, list(axes))
+        evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
+        answers = _run_all(options, todo, kept, evaluate)
+        kept.close()
+        return _say(options, kept, answers, list(axes))
+
+
+def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.Rows, evaluate: Evaluator) -> dict[Configuration, Configuration]:
+    """Evaluates what is not done, and keeps each row. With --solve: the answer of each that has one."""
+    answers: dict[Configuration, Configuration] = {}
+
+    def work(configuration: Configuration) -> tuple[Configuration | None, dict]:
+        if not options.solve:
+            return configuration, evaluate(configuration)
+        return solve(options.solve, configuration, evaluate)
+
+    left = [c for c in todo if options.solve or c not in kept.done]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs or os.cpu_count() or 1) as pool:
+        futures = {pool.submit(work, c): c for c in left}
+        try:
+            for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                answer, results = future.result()
+                if answer is not None:
+                    answers[futures[future]] = answer
+                row = answer or futures[future]
+                if row not in kept.done:
+                    kept.add(row, results)
+                if not options.quiet:
+                    _log(f"{count + len(todo) - len(left)} of {len(todo)}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return answers
+
+
+def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, axes: list[str]) -> int:
+    """The rows as a table, the best that fits marked; a table on standard output where -o names no file."""
+    chosen = [kept.done[a] for a in answers.values()] if options.solve else list(kept.done.values())
+    if options.solve:
+        chosen += [values for values in kept.done.values() if values not in chosen and values["fits"] != "yes"]
+    fitting = [row for row in chosen if row["fits"] == "yes"]
+    best = max(fitting, key=lambda row: float(row["tokens_per_second"] or 0), default=None)
+    shown = [axis for axis in axes if axis == "source" or len({row[axis] for row in chosen}) > 1 or options.solve] + [name for name in rows.RESULTS if name != "error"]
+    table = [shown, *([row[column] for column in shown] for row in sorted(chosen, key=lambda row: -float(row["tokens_per_second"] or 0)))]
+    widths = [max(len(line[i]) for line in table) for i in range(len(shown))]
+    for line in table:
+        mark = "*" if best is not None and line == [best[column] for column in shown] else " "
+        print(mark, "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for error in sorted({row["error"] for row in chosen if row["error"]}):
+        print("not simulated:", printable_name(error))
+    return 0 if fitting else 1

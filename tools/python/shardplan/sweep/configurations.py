@@ -1,0 +1,48 @@
+"""The configurations of a sweep: the product of its axes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+AXES = ("source", "batch", "seq", "ranks", "cluster")
+ABSENT, BARE = "-", "+"  # a flag that is not given, and one that is given without a value
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Values by axis, in the order of the sweep's axes."""
+
+    values: tuple[tuple[str, str], ...]
+
+    def __getitem__(self, axis: str) -> str:
+        return dict(self.values)[axis]
+
+    def get(self, axis: str) -> str:
+        return dict(self.values).get(axis, "")
+
+    def replace(self, axis: str, value: object) -> Configuration:
+        return Configuration(tuple((name, str(value) if name == axis else old) for name, old in self.values))
+
+    def plan_flags(self) -> list[str]:
+        """Those of `shardplan plan` that axes stand for."""
+        flags = []
+        for axis, value in self.values:
+            if axis in ("source", "batch", "seq") or value in ("", ABSENT):
+                continue
+            flags.append(f"--{axis}")
+            if value != BARE:
+                flags += value.split(" ")
+        return flags
+
+
+def product(axes: dict[str, list[str]]) -> list[Configuration]:
+    return [Configuration(tuple(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+def part_of(configurations: list[Configuration], text: str) -> list[Configuration]:
+    """Part i of n, "i/n" from 1: every n-th."""
+    part, parts = (int(number) for number in text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return configurations[part - 1 :: parts]

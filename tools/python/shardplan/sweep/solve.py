@@ -1,0 +1,57 @@
+"""The largest or smallest value of one axis that fits, by bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardplan.sweep.configurations import Configuration
+
+# What is solved for: axis, whether more of it needs more memory, and the step that values are multiples of.
+QUESTIONS = {"max-batch": ("batch", True, 1), "max-seq": ("seq", True, 128), "min-ranks": ("ranks", False, 1)}
+_MOST = 1 << 24
+
+
+def solve(question: str, base: Configuration, evaluate: Callable[[Configuration], dict], most: int = _MOST) -> tuple[Configuration | None, dict]:
+    """The configuration and its results; None with the results of the smallest (for ranks: the most that was tried) where none fits.
+
+    Memory grows with batch and sequence, so doubling finds a value that does not fit and bisection the border. It falls with ranks, but not
+    where they do not divide what is sharded evenly: the answer is the border of the bisection, with all numbers above it by doubling."""
+    axis, grows, step = QUESTIONS[question]
+    known: dict[int, dict] = {}
+
+    def fits(units: int) -> bool:
+        if units not in known:
+            known[units] = evaluate(base.replace(axis, units * step))
+        return known[units].get("fits") == "yes"
+
+    if not grows:
+        return _least(axis, step, base, fits, known, most)
+    if not fits(1):
+        return None, known[1]
+    low = 1
+    while low * 2 * step <= most and fits(low * 2):
+        low *= 2
+    high = low * 2  # does not fit, or is beyond the most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return base.replace(axis, low * step), known[low]
+
+
+def _least(axis: str, step: int, base: Configuration, fits: Callable[[int], bool], known: dict[int, dict], most: int) -> tuple[Configuration | None, dict]:
+    high = 1
+    while not fits(high):
+        if high * 2 * step > most:
+            return None, known[high]
+        high *= 2
+    low = high // 2  # does not fit; 0: one is enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return base.replace(axis, high * step), known[high]
