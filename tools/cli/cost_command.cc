@@ -298,8 +298,9 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
           "Predict each row from the others of its device: without its size; without its number of ranks "
           "(group); without its shape (products)")
       ->check(CLI::IsMember({"size", "group", "shape"}));
-  command->add_option("--fit", options->fit, "Fit this cluster's figures to the tables, and write it to -o");
-  command->add_option("-o,--output", options->output, "Where the fitted cluster goes ('-': standard output)");
+  command->add_option("--fit", options->fit, "Fit this cluster's figures to the tables, for -o");
+  command->add_option("-o,--output", options->output,
+                      "Where to write the fitted cluster ('-': standard output)");
   command->add_option("--source", options->source, "Of the fitted tables: where they were measured");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {

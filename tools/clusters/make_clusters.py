@@ -10,6 +10,7 @@ SHARDPLAN is the built command: `shardplan cost --fit` does the fitting. measure
 """
 import collections
 import csv
+import io
 import json
 import pathlib
 import statistics
@@ -174,13 +175,13 @@ def links(key, ranks, in_node, gigabits):
 
 def renamed(path, out, column_device, name):
     """The table's rows of one device under another's name: what was measured stands for it."""
-    with open(path, newline="") as file, open(out, "w", newline="") as copy:
+    with open(path, newline="") as file:
         rows = csv.DictReader(file)
-        writer = csv.DictWriter(copy, rows.fieldnames)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows.fieldnames)
         writer.writeheader()
-        for row in rows:
-            if row["device"] == column_device:
-                writer.writerow(row | {"device": name})
+        writer.writerows(row | {"device": name} for row in rows if row["device"] == column_device)
+    write_text(out, text.getvalue())
 
 
 def sources(key, ranks, in_node):

@@ -150,11 +150,11 @@ std::int64_t RateAtTheEnd(const CollectiveTable& table) {
 }
 
 // Of all numbers of ranks the largest is nearest to what nobody measured. The latency of a step is what small
-// tensors take more with more ranks.
+// tensors take more with more ranks, whatever protocol they take, and the rest is paid once.
 void FitInnerLink(Cluster& cluster) {
   std::int64_t most = 0;
   for (const CollectiveTable& table : cluster.collectives) most = std::max(most, table.ranks);
-  std::vector<std::int64_t> rates, steps;
+  std::vector<std::int64_t> rates, steps, once;
   std::int64_t nvls = 0;
   for (const CollectiveTable& table : cluster.collectives) {
     if (table.kind == CollectiveKind::kAllReduce) {
@@ -173,7 +173,17 @@ void FitInnerLink(Cluster& cluster) {
   std::erase(rates, 0);
   if (rates.empty()) return;
   link.bytes_per_second = Median(rates);
-  if (!steps.empty()) link.latency_ns = {Median(steps)};
+  if (!steps.empty()) {
+    link.latency_ns = {Median(steps)};
+    for (LinkProtocol& protocol : link.protocols)
+      protocol.latency_ns = std::max(protocol.latency_ns, link.latency_ns);
+    for (const CollectiveTable& table : cluster.collectives) {
+      if (table.kind == CollectiveKind::kAllReduce) continue;
+      once.push_back(std::max<std::int64_t>(
+          0, table.points.front().duration_ns.value - link.latency_ns.value * (table.ranks - 1)));
+    }
+    link.base_latency_ns = {Median(once)};
+  }
   const auto has_nvls =
       std::ranges::find(link.algorithms, CollectiveAlgorithm::kNvls) != link.algorithms.end();
   if (has_nvls && nvls > 0)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT, build_folder
-from writers import ALLOCATOR_LOG, FLAGS, TRACE, TRACER, environment, program, python
+from writers import ALLOCATOR_LOG, FLAGS, TABLE, TRACE, TRACER, environment, program, python
 
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 RECORDINGS = ROOT / "tests" / "conformance" / "fsdp2"
@@ -18,6 +18,7 @@ def plans(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     for name, more in (("plan", ()), ("other", ("--reshard-after-forward", "false"))):
         subprocess.run([program(), "plan", TRACE, *FLAGS, *more, "-q", "-o", folder / f"{name}.json"], check=True)
+    (folder / "table.csv").write_text(TABLE)
     return folder
 
 
@@ -60,6 +61,8 @@ SHORT = {
     "diff equal": ("diff", "plan.json", "plan.json"),
     "diff": ("diff", "plan.json", "other.json"),
     "conformance": ("conformance", RECORDINGS, CASE),
+    "cost": ("cost", "table.csv", "--leave-out", "size"),
+    "cost --fit": ("cost", "table.csv", "--fit", "h100_sxm_8", "-o", "-"),
     "allocator-replay": ("allocator-replay", ALLOCATOR_LOG),
     "allocator-replay --json": ("allocator-replay", ALLOCATOR_LOG, "--json", "-"),
 }
@@ -87,7 +90,7 @@ def test_exit_4_and_a_reason(name, way, plans):
 def test_every_command_is_tried():
     said = subprocess.run([program()], capture_output=True, text=True, check=False).stderr
     commands = set(re.search(r"The commands are (.*)", said).group(1).split())
-    delegated = {"trace"} | (set() if HAS_EXECUTOR else {"run"})  # below, and `run` where it is not built
+    delegated = {"trace", "calibrate", "sweep"} | (set() if HAS_EXECUTOR else {"run"})  # below or in Python, and `run` where it is not built
     assert {words[0] for words in SHORT.values() if not words[0].startswith("-")} == commands - delegated
 
 

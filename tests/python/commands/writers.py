@@ -46,7 +46,19 @@ WRITERS = (
     Writer("show", "--output", ("{plan}", "--json", "-o", "{out}")),
     Writer("allocator-replay", "--json", ("{log}", "--json", "{out}"), "{log}"),
     Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
+    Writer("cost", "--output", ("{table}", "--fit", str(CLUSTER), "-q", "-o", "{out}"), "{table}"),
+    Writer("calibrate", "--output", ("--from", "{measured}", "-o", "{out}"), "{measured}"),
+    Writer("calibrate", "--measured", ("--device", "cpu", "--base", "{base}", "--measured", "{out}"), "{base}", ("--output", "{other}")),
 )
+TABLE = """\
+device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
+h100-sxm,all-gather,1,8,1048576,31136
+h100-sxm,all-gather,1,8,2147483648,5343360
+"""
+MEASURED = """\
+{"schema": "shardplan.measured/1", "device": {"kind": "cpu", "name": "an abacus", "memory_bytes": 1000000}, "ranks": 2, "ranks_per_node": 2,
+ "host": [{"what": "operator", "duration_ns": 1000, "least_ns": 900, "most_ns": 1100}], "failed": []}
+"""
 # The tracer's command without the seconds that torch takes: what it would trace is in the file that it is given.
 TRACER = """
 import json, types
@@ -69,17 +81,28 @@ command.run("shardplan trace", cli.main)
 """
 
 
+# The command of calibrate without the measuring.
+CALIBRATE = f"""
+import json
+from shardplan import command
+from shardplan.calibrate import cli
+cli._measure_on_ranks = lambda options: json.loads({MEASURED!r})
+command.run("shardplan calibrate", cli.main)
+"""
+IN_PYTHON = {"trace": TRACER, "calibrate": CALIBRATE}
+
+
 def program(name: str = "shardplan") -> str:
     return str(build_folder() / "bin" / name)
 
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "tests" / "python" / "tracer"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path, "SHARDPLAN_PROGRAMS": str(build_folder() / "bin")}
 
 
 def command_line(writer: Writer, files: dict[str, object], *more: str) -> list[str]:
-    start = python(TRACER) if writer.command == "trace" else [program(), writer.command]
+    start = python(IN_PYTHON[writer.command]) if writer.command in IN_PYTHON else [program(), writer.command]
     return [*start, *(word.format_map({k: str(v) for k, v in files.items()}) for word in (*writer.words, *more))]
 
 

@@ -52,6 +52,33 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         file.write(text)
 
 
+class LineLog:
+    """A file that whole lines are appended to, each on the disk before `append` returns. What a killed writer left of a line is dropped by
+    the first of them."""
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = os.fspath(path)
+        with _told(self._path):
+            self._file = open(self._path, "a+b")  # noqa: SIM115
+            self._file.seek(0)
+            text = self._file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+        self._partly = len(whole) if len(whole) < len(text) else None
+        self.text = whole.decode("utf-8", errors="surrogateescape")  # the lines that were there
+
+    def append(self, line: str) -> None:
+        with _told(self._path):
+            if self._partly is not None:
+                self._file.truncate(self._partly)
+                self._partly = None
+            self._file.write(line.encode("utf-8", errors="surrogateescape"))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
     """A text file that takes the place of `path` when the block ends without an error, with the owner and the mode of what was there. A link

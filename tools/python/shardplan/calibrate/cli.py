@@ -88,15 +88,25 @@ def main() -> int:
     if unknown:
         parser().error(f"--only: no such measurement {unknown[0]}, expected some of {','.join(SECTIONS)}")
     outputs = [path for path in (options.measured, options.output) if path]
+    if len(outputs) == 2 and os.path.realpath(outputs[0]) == os.path.realpath(outputs[1]):
+        parser().error(f"--measured and -o are one file (found {printable_name(outputs[0])}, expected two)")
     try:
         for path in outputs:
-            files.check_output(path, [options.source] if options.source else [])
+            files.check_output(path, [read for read in (options.source, options.base) if read])
     except files.OutputIsInput as error:
         _log(f"error: {printable_name(str(error))}")
         return 2
     except files.CannotWrite as error:
         _log(f"error: {printable_name(str(error))}")
         return EXIT_ENVIRONMENT
+    try:
+        return _measure_and_fit(options)
+    except files.CannotWrite as error:
+        _log(f"error: {printable_name(str(error))}")
+        return EXIT_ENVIRONMENT
+
+
+def _measure_and_fit(options: argparse.Namespace) -> int:
     if options.source:
         return _fit(options, None)
     measured = _measure_on_ranks(options)

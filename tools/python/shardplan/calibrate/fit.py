@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import io
 import json
 import os
 import shutil
@@ -12,8 +13,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from shardplan import files
+
 _MATMUL_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _SCHEMA = "shardplan.measured/1"
+_CLUSTER_SCHEMA = "shardplan.cluster/1"
 _NEEDED = {
     "matmul": ("dtype", "batch", "m", "n", "k", "duration_ns"),
     "attention": ("dtype", "batch", "heads", "seq", "head_size", "causal", "forward", "backward"),
@@ -66,7 +70,7 @@ def cluster_text(measured: dict, base: str | None, name: str | None) -> str:
         tables = _tables(measured, document["device"]["table_name"], Path(folder))
         if not tables:
             return json.dumps(document, indent=2) + "\n"
-        (Path(folder) / "base.json").write_text(json.dumps(document))
+        files.write_text(Path(folder) / "base.json", json.dumps(document))
         source = f"shardplan calibrate, {measured['device'].get('name', 'device')}, torch {measured['device'].get('torch', '')}"
         arguments = [program, "cost", *tables, "--fit", str(Path(folder) / "base.json"), "-o", "-", "--source", source, "-q"]
         try:
@@ -82,9 +86,13 @@ def _base(path: str | None) -> dict:
     if path is None:
         return {}
     try:
-        return json.loads(Path(path).read_text())
+        base = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise BadMeasurements(f"{path}: cannot be read as a cluster: {error}") from error
+    found = base.get("schema") if isinstance(base, dict) else type(base).__name__
+    if found != _CLUSTER_SCHEMA:
+        raise BadMeasurements(f"{path}: no cluster (found {found!r} at /schema, expected {_CLUSTER_SCHEMA!r})")
+    return base
 
 
 def _document(measured: dict, base: dict, name: str | None) -> dict:
@@ -111,7 +119,7 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
         device["attention_backward"] = attention_rates(rows, "backward", 10)
         know("attention", [row["forward"] for row in rows] + [row["backward"] for row in rows])
     document = {
-        "schema": "shardplan.cluster/1",
+        "schema": _CLUSTER_SCHEMA,
         "name": name or f"{ranks} x {described.get('name', 'device')}",
         "ranks": ranks,
         "ranks_per_node": measured.get("ranks_per_node", ranks),
@@ -220,9 +228,8 @@ def _tables(measured: dict, device: str, folder: Path) -> list[str]:
             continue
         columns = _NEEDED[section]
         path = folder / f"{section}.csv"
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("device", *columns))
-            writer.writerows([device, *(row[column] for column in columns)] for row in rows)
+        text = io.StringIO()
+        csv.writer(text).writerows([("device", *columns), *((device, *(row[column] for column in columns)) for row in rows)])
+        files.write_text(path, text.getvalue())
         written.append(str(path))
     return written

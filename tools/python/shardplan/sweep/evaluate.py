@@ -11,6 +11,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from shardplan import files
 from shardplan.sweep.configurations import Configuration
 
 _GIB = 1 << 30
@@ -72,7 +73,7 @@ class Evaluator:
                 try:
                     self._run("trace", source, *shape, *self._trace_flags, "-o", str(path))
                 except _Failed as error:
-                    failed.write_text(str(error))
+                    files.write_text(failed, str(error))
                     raise
         return str(path)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-from pathlib import Path
 
+from shardplan import files
 from shardplan.sweep.configurations import Configuration
 
 RESULTS = (
@@ -24,25 +23,15 @@ class Rows:
     def __init__(self, path: str, axes: list[str]):
         self.columns = [*axes, *RESULTS]
         self.axes = axes
-        self.path = Path(path)
         self.done: dict[Configuration, dict[str, str]] = {}
-        if self.path.exists() and self.path.stat().st_size > 0:
-            self._read()
-            self._file = open(self.path, "a", newline="", encoding="utf-8")  # noqa: SIM115
-        else:
-            self._file = open(self.path, "w", newline="", encoding="utf-8")  # noqa: SIM115
+        self._log = files.LineLog(path)
+        found = list(csv.reader(io.StringIO(self._log.text)))
+        if not found:
             self._append(self.columns)
-
-    def _read(self) -> None:
-        text = self.path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]  # a killed sweep leaves part of a line
-        rows = list(csv.reader(io.StringIO(whole.decode("utf-8"))))
-        if not rows or rows[0] != self.columns:
-            raise OtherSweep(f"{self.path}: the rows are of another sweep (found {','.join(rows[0]) if rows else 'nothing'}, expected {','.join(self.columns)})")
-        if len(whole) < len(text):
-            with open(self.path, "r+b") as file:
-                file.truncate(len(whole))
-        for row in rows[1:]:
+        elif found[0] != self.columns:
+            self._log.close()
+            raise OtherSweep(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200]}, expected {','.join(self.columns)})")
+        for row in found[1:]:
             if len(row) == len(self.columns):
                 values = dict(zip(self.columns, row, strict=True))
                 self.done[Configuration(tuple((axis, values[axis]) for axis in self.axes))] = values
@@ -55,12 +44,10 @@ class Rows:
     def _append(self, cells: list[str]) -> None:
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(cells)
-        self._file.write(line.getvalue())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._log.append(line.getvalue())
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 def merged(paths: list[str]) -> str:
