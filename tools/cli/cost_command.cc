@@ -16,6 +16,7 @@
 namespace shardplan::cli {
 namespace {
 
+constexpr std::int64_t kFullClock = 1'000'000;
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
 struct CostArguments {
@@ -89,6 +90,8 @@ class Clusters {
     if (found == by_device_.end())
       found = by_device_.emplace(device, named_.empty() ? Shipped(device) : FindCluster(named_)).first;
     if (!found->second) return std::unexpected(found->second.error());
+    // Kernels are measured one by one, before a power limit lowers the clock.
+    found->second->device.clock_ppm = kFullClock;
     return &*found->second;
   }
 

@@ -149,7 +149,7 @@ def kernels(key):
     reached = memory["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
     moved = own["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
     curve = [{"moved_bytes": round(p["moved_bytes"] * moved), "efficiency_ppm": round(p["efficiency_ppm"] * reached)} for p in memory["memory_efficiency"]]
-    described = {"memory_efficiency_ppm": MEMORY_EFFICIENCY_PPM, "memory_efficiency": curve}
+    described = {"clock_ppm": fit.clock_ppm(measured), "memory_efficiency_ppm": MEMORY_EFFICIENCY_PPM, "memory_efficiency": curve}
     faster = own["bf16"] / measured_on["bf16"]
     for field, which, products in (("attention", "forward", 4), ("attention_backward", "backward", 10)):
         described[field] = []

@@ -89,7 +89,7 @@ def main() -> int:
         parser().error(f"--only: no such measurement {unknown[0]}, expected some of {','.join(SECTIONS)}")
     outputs = [path for path in (options.measured, options.output) if path]
     if len(outputs) == 2 and os.path.realpath(outputs[0]) == os.path.realpath(outputs[1]):
-        parser().error(f"--measured and -o are one file (found {printable_name(outputs[0])}, expected two)")
+        parser().error(f"--measured and -o: two outputs are one file (found {printable_name(outputs[0])}, expected two)")
     try:
         for path in outputs:
             files.check_output(path, [read for read in (options.source, options.base) if read])

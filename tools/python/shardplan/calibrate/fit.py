@@ -27,6 +27,7 @@ _NEEDED = {
     "host": ("what", "duration_ns"),
     "issue": ("what", "duration_ns"),
     "overlap": ("compute_rate_ppm",),
+    "sustained": ("m", "dtype", "duration_ns"),
 }
 
 
@@ -114,6 +115,8 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
     if rows := measured.get("matmul", []):
         device["matmul"] = _matmul_rates(rows)
         know("matmul", rows)
+    if (clock := clock_ppm(measured)) is not None:
+        device["clock_ppm"] = clock
     if rows := measured.get("attention", []):
         device["attention"] = attention_rates(rows, "forward", 4)
         device["attention_backward"] = attention_rates(rows, "backward", 10)
@@ -203,6 +206,16 @@ def attention_rates(rows: list[dict], which: str, matmuls: int) -> list[dict]:
             curve = [{"flops": flops, "efficiency_ppm": _part(round(1e6 * statistics.median(found) / peak))} for flops, found in sorted(points.items())]
             rates.append({"dtype": dtype, "flops_per_second": peak, "efficiency": curve})
     return rates
+
+
+def clock_ppm(measured: dict) -> int | None:
+    """What a power limit leaves of the clock: one product after some time (the median of the second half), of the fastest for a moment."""
+    rows = measured.get("sustained", [])
+    if not rows:
+        return None
+    fastest = [rate["flops_per_second"] for rate in _matmul_rates(measured.get("matmul", [])) if rate["dtype"] == rows[-1]["dtype"]]
+    rates = [_rate(2 * row["m"] ** 3, row) for row in rows[len(rows) // 2 :]]
+    return _part(round(1e6 * statistics.median(rates) / fastest[0])) if fastest else None
 
 
 def _host(measured: dict) -> dict:
