@@ -28,6 +28,9 @@ BEYOND_SCHEMA = [
     "not a step",
     "too many elements",
     "points of a table have to ascend",
+    "a row of shapes needs a point",
+    "the source of a figure is said twice",
+    "a segment that makes gradients is backward",
 ]
 # What one part of a document has to say of another is checked apart from the fields (CheckTrace, CheckStrategy).
 CHECKS = ["strategy_check.cc", "trace_check.cc", "trace_modules_check.cc"]
