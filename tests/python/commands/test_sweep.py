@@ -130,7 +130,7 @@ def test_the_fewest_ranks_that_fit(whole, tmp_path):
         ([TRACE, "--part", "4/3"], 2, "I/N"),
         ([TRACE, "--budget", "80 parsecs"], 2, "80GiB"),
         ([TRACE, "--vary", "unit"], 2, "FLAG"),
-        (["--merge", TRACE, "-o", "x"], 3, "another sweep"),
+        (["--merge", TRACE, "-o", "/dev/null"], 3, "another sweep"),
     ],
 )
 def test_wrong_usage(more, code, word, tmp_path):
