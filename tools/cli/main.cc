@@ -1,4 +1,5 @@
-// shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, allocator-replay.
+// shardplan: trace, plan, optimize, certify, validate, simulate, memory, explain-memory, show, diff, run,
+// allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -42,8 +43,9 @@ void PrepareWriting() {
 void RefuseEmptyNames(CLI::App& app) {
   const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
   for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
-                             "--report", "--timeline", "--html", "--rows", "--plot", "--map", "--json"}) {
+    for (const char* flag :
+         {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy", "--report",
+          "--certificate", "--timeline", "--html", "--rows", "--plot", "--map", "--json"}) {
       CLI::Option* option = command->get_option_no_throw(flag);
       if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
     }
@@ -76,6 +78,8 @@ int main(int argc, char** argv) {
   cli::Invocation invocation{argv[0], 0};
   cli::AddTraceCommand(app, invocation);
   cli::AddPlanCommand(app, invocation);
+  cli::AddOptimizeCommand(app, invocation);
+  cli::AddCertifyCommand(app, invocation);
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
   cli::AddMemoryCommand(app, invocation);
