@@ -16,6 +16,7 @@ void AddTraceCommand(CLI::App& app, Invocation& invocation);
 void AddPlanCommand(CLI::App& app, Invocation& invocation);
 void AddOptimizeCommand(CLI::App& app, Invocation& invocation);
 void AddCertifyCommand(CLI::App& app, Invocation& invocation);
+void AddExplainCommand(CLI::App& app, Invocation& invocation);
 void AddValidateCommand(CLI::App& app, Invocation& invocation);
 void AddSimulateCommand(CLI::App& app, Invocation& invocation);
 void AddMemoryCommand(CLI::App& app, Invocation& invocation);

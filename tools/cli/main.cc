@@ -1,4 +1,4 @@
-// shardplan: trace, plan, optimize, certify, validate, simulate, memory, explain-memory, show, diff, run,
+// shardplan: trace, plan, optimize, certify, explain, validate, simulate, memory, explain-memory, show, diff, run,
 // allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
@@ -80,6 +80,7 @@ int main(int argc, char** argv) {
   cli::AddPlanCommand(app, invocation);
   cli::AddOptimizeCommand(app, invocation);
   cli::AddCertifyCommand(app, invocation);
+  cli::AddExplainCommand(app, invocation);
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
   cli::AddMemoryCommand(app, invocation);

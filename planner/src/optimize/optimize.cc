@@ -40,6 +40,15 @@ bool NeedsItsPolicy(const Strategy& strategy) {
          strategy.fsdp1.size_based_wrap || !strategy.fsdp1.ignored_modules.empty() || !strategy.setup.empty();
 }
 
+// Units that say what is computed, or that something else names.
+bool NeedsItsUnits(const Strategy& strategy) {
+  const auto says_more = [](const UnitRule& rule) {
+    return rule.mixed_precision || rule.cpu_offload || rule.data_parallel;
+  };
+  return std::ranges::any_of(strategy.units, says_more) || !strategy.fsdp2.shard_root ||
+         !strategy.setup.empty() || !strategy.fsdp2.shared_comm_contexts.empty();
+}
+
 class OptimizeRun {
  public:
   OptimizeRun(const Trace& trace, const Strategy& strategy, const Cluster& cluster, OptimizeOptions options)
@@ -54,6 +63,7 @@ class OptimizeRun {
     AddBound();
     AddDecisions();
     AddBaselines();
+    AddCurve();
     Finish();
     return std::move(output_);
   }
@@ -61,6 +71,7 @@ class OptimizeRun {
  private:
   static OptimizeOptions Bound(const Strategy& strategy, OptimizeOptions options) {
     if (NeedsItsPolicy(strategy)) options.fixed.insert("policy");
+    if (NeedsItsUnits(strategy)) options.fixed.insert("units");
     return options;
   }
   static optimize::Job JobOf(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
@@ -211,6 +222,21 @@ class OptimizeRun {
       if (!e.planned) continue;
       output_.report.baselines.push_back(
           {name, e.step_ns, e.pooled_bytes, e.pooled_bytes <= options_.budget});
+    }
+  }
+
+  // Of everything that was simulated: from the smallest on, what is faster than all before it.
+  void AddCurve() {
+    std::vector<CurvePoint> points;
+    for (const auto& [choice, e] : evaluator_.known()) {
+      if (e.planned) points.push_back({e.pooled_bytes, e.step_ns});
+    }
+    std::ranges::sort(points, [](const CurvePoint& a, const CurvePoint& b) {
+      return std::pair(a.peak_pooled_bytes, a.step_ns) < std::pair(b.peak_pooled_bytes, b.step_ns);
+    });
+    for (const CurvePoint& point : points) {
+      std::vector<CurvePoint>& curve = output_.report.curve;
+      if (curve.empty() || point.step_ns < curve.back().step_ns) curve.push_back(point);
     }
   }
 

@@ -125,6 +125,7 @@ Result<Plan> ReadPlan(const std::string& path) {
 }
 Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
 Result<Certificate> ReadCertificate(const std::string& path) { return ReadWith(path, ParseCertificate); }
+Result<Optimization> ReadOptimization(const std::string& path) { return ReadWith(path, ParseOptimization); }
 Result<Document> ReadDocument(const std::string& path) {
   if (std::optional<Plan> plan = PlanInFile(path)) return Document(std::move(*plan));
   return ReadWith(path, ParseDocumentInAnyForm);

@@ -71,6 +71,14 @@ inline constexpr auto kFields<BaselineReport> =
               Required("fits", &BaselineReport::fits, "Whether they are in the budget."));
 
 template <>
+inline constexpr Definition kDefinition<CurvePoint> = {
+    .says = "A plan that was found, where none is both smaller and no slower."};
+template <>
+inline constexpr auto kFields<CurvePoint> =
+    FieldList(Required("peak_pooled_bytes", &CurvePoint::peak_pooled_bytes, "Sum of the pools' peaks."),
+              Required("step_ns", &CurvePoint::step_ns, "One steady step."));
+
+template <>
 inline constexpr bool kIsBlock<Optimization> = true;
 template <>
 inline constexpr Definition kDefinition<Optimization> = {"optimization", "optimization",
@@ -94,6 +102,7 @@ inline constexpr auto kFields<Optimization> = FieldList(
     Required("complete", &Optimization::complete, "False: the time limit or a signal ended the search."),
     Required("decisions", &Optimization::decisions, "By class of decisions.").Lines(),
     Required("baselines", &Optimization::baselines, "Of the same job.").Lines(),
+    Required("curve", &Optimization::curve, "Time against memory, ascending bytes.").Lines(),
     Optional("notes", &Optimization::notes, "What was assumed.").Lines());
 
 }  // namespace shardplan

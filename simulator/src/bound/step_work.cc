@@ -20,6 +20,12 @@ class StepWorkBuilder {
   }
 
   Result<StepWork> Run() {
+    std::size_t in_units = 0;
+    for (const Unit& unit : job_.units) in_units += unit.parameters.size();
+    if (in_units != trace_.parameters.size()) {
+      return MakeError(ErrorCode::kNegative,
+                       "the plan is not of the class: a parameter is in several units, or in none");
+    }
     AddParameters();
     if (Status walked = WalkProgram(); !walked) return std::unexpected(walked.error());
     SetLines();

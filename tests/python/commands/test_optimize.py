@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT, build_folder
@@ -122,3 +123,26 @@ def test_a_signal_ends_the_search_and_the_best_is_written(tmp_path):
     assert process.returncode == 0
     # A search of a small model may be over before the signal comes.
     assert load(report)["step_ns"] > 0 and load(plan)["schema"] == "shardplan.plan/1"
+
+
+def test_explain_says_what_units_do_and_what_memory_is_worth(shardplan, made, tmp_path):
+    picture = tmp_path / "curve.svg"
+    result = shardplan("explain", made["plan"], "--report", made["report"], "--plot", picture)
+    assert result.returncode == 0, result.stderr
+    assert "gathered from all ranks" in result.stdout and "this plan" in result.stdout
+    report = load(made["report"])
+    points = [(point["peak_pooled_bytes"], point["step_ns"]) for point in report["curve"]]
+    assert points == sorted(points) and [time for _, time in points] == sorted((time for _, time in points), reverse=True)
+    assert any(time <= report["step_ns"] and size <= report["budget_bytes"] for size, time in points)
+    svg = ElementTree.parse(picture).getroot()
+    circles = [element for element in svg if element.tag.endswith("circle")]
+    assert len(circles) == len(report["baselines"]) + 1
+
+
+def test_explain_refuses_what_does_not_belong_together(shardplan, made, tmp_path):
+    other = tmp_path / "plan.json"
+    assert shardplan("plan", *JOB, "--policy", "fsdp2", "-o", other, "-q").returncode == 0
+    assert shardplan("explain", other).returncode == 0
+    result = shardplan("explain", other, "--report", made["report"])
+    assert result.returncode == 3 and "/plan_digest" in result.stderr
+    assert shardplan("explain", other, "--plot", tmp_path / "curve.svg").returncode == 2

@@ -58,6 +58,7 @@ Result<Strategy> ReadStrategy(const std::string& path);
 Result<Plan> ReadPlan(const std::string& path);
 Result<Report> ReadReport(const std::string& path);
 Result<Certificate> ReadCertificate(const std::string& path);
+Result<Optimization> ReadOptimization(const std::string& path);
 Result<Document> ReadDocument(const std::string& path);
 
 // Writes a file without a name (where the file system has none: with a hidden one) in the same folder,

@@ -67,6 +67,13 @@ struct BaselineReport {
   bool operator==(const BaselineReport&) const = default;
 };
 
+// A plan of the price curve: none that was found is both smaller and no slower.
+struct CurvePoint {
+  Bytes peak_pooled_bytes;
+  Nanoseconds step_ns;
+  bool operator==(const CurvePoint&) const = default;
+};
+
 struct Optimization {
   std::string model;
   std::string policy;
@@ -85,6 +92,7 @@ struct Optimization {
   bool complete = true;  // false: the time limit or a signal ended the search
   std::vector<DecisionReport> decisions;
   std::vector<BaselineReport> baselines;
+  std::vector<CurvePoint> curve;  // ascending bytes
   std::vector<std::string> notes;
   bool operator==(const Optimization&) const = default;
 };

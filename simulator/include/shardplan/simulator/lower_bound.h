@@ -38,7 +38,7 @@ Status CheckPlanClass(const Plan& plan);
 class StepWork {
  public:
   // `job` is of the class. `recomputation`: plans may run parts of the forward again.
-  // kBadInput: the cluster has no costs for a collective, or the trace is not that of the plan.
+  // kNegative: not every parameter is in one unit. kBadInput: the trace is not that of the plan.
   static Result<StepWork> Make(const Trace& trace, const Plan& job, bool recomputation);
 
   std::int64_t operators() const { return static_cast<std::int64_t>(durations_ns_.size()); }
