@@ -1,6 +1,7 @@
 // The lower bound: below the step of every plan of the class, whatever the cluster and the prices.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "optimize/prices.h"
@@ -48,7 +49,8 @@ CertificateBranch RandomPrices(Random& random, const WindowedWork& work, const C
     branch.windows.push_back(HighestPrices(cluster, random.Below(kPriceScale + 1), shares));
   }
   for (std::size_t c = 0; c < work.cuts().size(); ++c) {
-    branch.bytes.push_back(random.Chance(50) ? 0 : work.BytePriceOfGather() * random.Below(64) / 16);
+    const std::int64_t price = work.BytePriceOfGather() / 16 * random.Below(64);
+    branch.bytes.push_back(random.Chance(50) ? 0 : std::min(price, kHighestBytePrice));
   }
   return branch;
 }
@@ -93,10 +95,11 @@ class BoundOfRandomPlans : public ::testing::Test {
 
 TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) return Check(std::atoi(seed));
-  constexpr std::uint32_t kPlans = 1200;
-  for (std::uint32_t seed = 1; seed <= kPlans && !HasFailure(); ++seed) Check(seed);
-  // Most random plans are of the class, and the bound is no trifle of their steps.
-  EXPECT_GT(checked_, 300);
+  std::uint32_t plans = 400;
+  if (const char* more = std::getenv("SHARDPLAN_RANDOM_PLANS"); more != nullptr) plans = std::atoi(more);
+  for (std::uint32_t seed = 1; seed <= plans && !HasFailure(); ++seed) Check(seed);
+  // Many random plans are of the class, and the bound is no trifle of their steps.
+  EXPECT_GT(checked_, plans / 4);
   EXPECT_LT(gaps_ / checked_, 0.9);
 }
 

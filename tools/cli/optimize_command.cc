@@ -32,6 +32,7 @@ struct OptimizeArguments {
   std::int32_t threads = 0;
   ClusterFlags cluster;
   PlanFlags flags;
+  bool whole_grid = false;
   bool quiet = false;
 };
 
@@ -100,6 +101,7 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
   options.threads = arguments.threads > 0
                         ? arguments.threads
                         : static_cast<std::int32_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 16U));
+  options.whole_grid = arguments.whole_grid;
   options.stop = &interrupted;
   options.on_progress = [quiet = arguments.quiet](const OptimizeProgress& progress) {
     const double gib = static_cast<double>(progress.pooled_bytes.value) / (1 << 30);
@@ -254,6 +256,8 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
       ->check(CLI::IsMember(FixableDecisions()));
   command->add_option("--threads", options->threads, "Threads of the search (default: all)")
       ->check(CLI::Range(1, 256));
+  command->add_flag("--whole-grid", options->whole_grid,
+                    "Simulate every setting of the grid, and report the best as a baseline");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   AddPlanFlags(*command, options->flags);
   command->callback([options, &invocation] {

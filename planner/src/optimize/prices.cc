@@ -27,7 +27,7 @@ class PriceClimb {
       const std::int64_t byte_price = windowed_.BytePriceOfGather();
       for (int level = 1; level <= 8; ++level) {
         MoveAll(kernels_, kPriceScale >> level, kPriceScale);
-        MoveAll(bytes_, 2 * byte_price >> level, byte_price * 64);
+        MoveAll(bytes_, 2 * byte_price >> level, kHighestBytePrice);
         if (windowed_.part_link() >= 0 && level <= 3)
           MoveAll(part_shares_, kPriceScale >> level, kPriceScale);
       }

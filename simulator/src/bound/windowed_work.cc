@@ -19,7 +19,6 @@ using internal::kSlopeScale;
 // kPriceScale. So the sum is in nanoseconds x 2^52, and a byte at a price of 2^-40 ns is 2^12 of it.
 namespace {
 constexpr std::int64_t kByteFactor = kSlopeScale / (kBytePriceScale / kPriceScale);
-constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
 constexpr Int128 kSumScale = Int128{kSlopeScale} * kPriceScale;
 }  // namespace
 
@@ -126,12 +125,11 @@ class WindowedWork::Sum {
     for (std::size_t c = 0; c < bytes_.size(); ++c) {
       sum -= Int128{of_.room_bytes_[c]} * bytes_[c] * kByteFactor;
     }
-    for (const auto& [key, bytes] : of_.first_gathers_) {
-      sum += Gather(of_.work_.gather_, bytes, bytes / of_.work_.shards_, 0, key.first, 0, key.second);
-    }
     for (const auto& [gap, bytes] : of_.gaps_) sum += Between(gap, bytes);
-    for (const auto& [reduction, what] : of_.reductions_) sum += Reduce(reduction, what);
-    return sum + Fixed();
+    for (const auto& [reduction, what] : of_.reductions_) {
+      if (reduction.next >= 0) sum += Reduce(reduction, what, reduction.window);
+    }
+    return sum + FirstGathers() + LastReductions() + AllReduceBegin();
   }
 
  private:
@@ -143,14 +141,64 @@ class WindowedWork::Sum {
     return link < 0 ? 0 : windows_[window].links[link];
   }
 
-  // In windows [first, last], and there until the last of cuts [cut, cuts) that come behind its begin.
+  // [Note: buckets]
+  // Parameters that are gathered by one collective are there before the first of their readers, and each
+  // collective costs the begin of its line. A collective that is over later costs its parameters no more: so
+  // of all ways to cut them into collectives, one that puts neighbours in the order of their readers together
+  // is the cheapest, and the recurrence over such ways finds it. Reductions likewise, from the end.
+  Int128 FirstGathers() const {
+    std::vector<Int128> least = {0};  // of the first so many
+    const auto begin = of_.first_gathers_.begin();
+    for (auto item = begin; item != of_.first_gathers_.end(); ++item) least.push_back(-1);
+    std::size_t first = 0;
+    for (auto bucket = begin; bucket != of_.first_gathers_.end(); ++bucket, ++first) {
+      const std::int64_t over = bucket->first.first;
+      Int128 cost = least[first] +
+                    CheapestUntil(over, of_.work_.gather_.link) * of_.work_.gather_.fixed_ns * kSlopeScale;
+      std::size_t end = first;
+      for (auto item = bucket; item != of_.first_gathers_.end(); ++item) {
+        const auto& [key, bytes] = *item;
+        cost +=
+            Gather(of_.work_.gather_, bytes, bytes / of_.work_.shards_, 0, over, key.first, 0, key.second);
+        Int128& best = least[++end];
+        if (best < 0 || cost < best) best = cost;
+      }
+    }
+    return least.back();
+  }
+
+  Int128 LastReductions() const {
+    std::vector<std::pair<Reduction, Reduced>> items;  // from the last on
+    for (const auto& item : of_.reductions_) {
+      if (item.first.next < 0) items.push_back(item);
+    }
+    std::ranges::reverse(items);
+    std::vector<Int128> least(items.size() + 1, -1);
+    least[0] = 0;
+    for (std::size_t first = 0; first < items.size(); ++first) {
+      const std::int64_t from = items[first].first.window;
+      Int128 cost = least[first] +
+                    CheapestFrom(from, of_.work_.reduce_.link) * of_.work_.reduce_.fixed_ns * kSlopeScale;
+      for (std::size_t end = first; end < items.size(); ++end) {
+        cost += Reduce(items[end].first, items[end].second, from);
+        if (least[end + 1] < 0 || cost < least[end + 1]) least[end + 1] = cost;
+      }
+    }
+    return least.back();
+  }
+
+  // On a link in windows [first, over], copied until the window `last`, and there until the last of cuts
+  // [cut, cuts) that come behind its begin.
   Int128 Gather(const StepWork::Line& line, std::int64_t bytes, std::int64_t shard_bytes, std::int64_t first,
-                std::int64_t last, std::int64_t cut, std::int64_t cuts) const {
+                std::int64_t over, std::int64_t last, std::int64_t cut, std::int64_t cuts) const {
     const Int128 on_link = Int128{bytes} * line.per_byte;
     const Int128 copied = (Int128{bytes} * of_.copied_per_gathered_ + shard_bytes * of_.copied_per_shard_) *
                           of_.work_.copy_slope_;
     Int128 link_price = std::numeric_limits<std::int64_t>::max(), kernel_price = link_price, least = -1;
-    for (std::int64_t begin = last; begin >= first; --begin) {
+    for (std::int64_t begin = last; begin > over; --begin) {
+      kernel_price = std::min(kernel_price, Int128{windows_[begin].kernels});
+    }
+    for (std::int64_t begin = over; begin >= first; --begin) {
       link_price = std::min(link_price, LinkPrice(begin, line.link));
       kernel_price = std::min(kernel_price, Int128{windows_[begin].kernels});
       const Int128 cost =
@@ -165,17 +213,18 @@ class WindowedWork::Sum {
     const auto& [from, to, last] = gap;
     Int128 least = Kept(bytes, from, to);
     if (least == 0) return 0;
-    least =
-        std::min(least, Gather(of_.work_.gather_, bytes, bytes / of_.work_.shards_, from, last, from, to));
+    least = std::min(least,
+                     Gather(of_.work_.gather_, bytes, bytes / of_.work_.shards_, from, last, last, from, to));
     for (const StepWork::SubMesh& part : of_.work_.sub_meshes_) {
-      least = std::min(
-          least, Kept(bytes / part.ranks, from, to) + Gather(part.gather, bytes, 0, from, last, from, to));
+      least = std::min(least, Kept(bytes / part.ranks, from, to) +
+                                  Gather(part.gather, bytes, 0, from, last, last, from, to));
     }
     return least;
   }
 
-  // At once, at some later time, or (where another gradient of the parameter comes) added to that one.
-  Int128 Reduce(const Reduction& reduction, const Reduced& what) const {
+  // Together with others, from the window `from` on; or, where another gradient of the parameter comes, added
+  // to that one.
+  Int128 Reduce(const Reduction& reduction, const Reduced& what, std::int64_t from) const {
     const StepWork::Line& line = of_.work_.reduce_;
     const auto windows = static_cast<std::int64_t>(windows_.size());
     const Int128 on_link = Int128{what.reduced_bytes} * line.per_byte;
@@ -183,7 +232,7 @@ class WindowedWork::Sum {
         reduction.next < 0 ? Int128{what.reduced_bytes / of_.work_.shards_} * of_.work_.all_reduce_.per_byte
                            : 0;
     Int128 link_price = std::numeric_limits<std::int64_t>::max(), least = -1;
-    for (std::int64_t end = reduction.window; end < windows; ++end) {
+    for (std::int64_t end = from; end < windows; ++end) {
       link_price = std::min(link_price, LinkPrice(end, line.link));
       const Int128 cost = link_price * on_link + Kept(what.gradient_bytes, reduction.cut, end);
       if (least < 0 || cost < least) least = cost;
@@ -212,23 +261,17 @@ class WindowedWork::Sum {
     return price;
   }
 
-  // What a collective costs however little it moves: there is one that gathers the first parameter, one that
-  // reduces the last gradient, one that adds it up over the replicas.
-  Int128 Fixed() const {
-    Int128 sum = 0;
-    if (of_.first_window_ >= 0) {
-      Int128 price = std::numeric_limits<std::int64_t>::max();
-      for (std::int64_t w = 0; w <= of_.first_window_; ++w) {
-        price = std::min(price, LinkPrice(w, of_.work_.gather_.link));
-      }
-      sum += price * of_.work_.gather_.fixed_ns * kSlopeScale;
-    }
-    if (of_.last_window_ >= 0) {
-      for (const StepWork::Line& line : {of_.work_.reduce_, of_.work_.all_reduce_}) {
-        sum += CheapestFrom(of_.last_window_, line.link) * line.fixed_ns * kSlopeScale;
-      }
-    }
-    return sum;
+  Int128 CheapestUntil(std::int64_t window, std::int32_t link) const {
+    Int128 price = std::numeric_limits<std::int64_t>::max();
+    for (std::int64_t w = 0; w <= window; ++w) price = std::min(price, LinkPrice(w, link));
+    return price;
+  }
+
+  // One collective at least adds the last gradient up over the replicas.
+  Int128 AllReduceBegin() const {
+    if (of_.last_window_ < 0) return 0;
+    const StepWork::Line& line = of_.work_.all_reduce_;
+    return CheapestFrom(of_.last_window_, line.link) * line.fixed_ns * kSlopeScale;
   }
 
   const WindowedWork& of_;

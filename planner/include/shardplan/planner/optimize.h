@@ -32,6 +32,8 @@ struct OptimizeOptions {
   // What stays as the strategy has it: "policy", "units", "reshard", "prefetch", "checkpoint",
   // "accumulation".
   std::set<std::string> fixed;
+  // Plan and simulate every setting of the grid, to report the best of them as a baseline.
+  bool whole_grid = false;
   Nanoseconds time_limit_ns{10'000'000'000};
   std::int32_t threads = 1;
   const std::atomic<bool>* stop = nullptr;  // true: give the best so far

@@ -25,6 +25,9 @@ namespace shardplan {
 // The name of the plan class (docs/optimize.md).
 inline constexpr std::string_view kPlanClass = "fully_sharded/1";
 
+// No price of a byte is higher (1,024 ns).
+inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
+
 // The highest allowed prices of a window in which kernels have this price, at most kPriceScale, and the links
 // share what is left: `shares` add up to kPriceScale.
 WindowPrices HighestPrices(const Cluster& cluster, std::int64_t kernels,
