@@ -106,20 +106,13 @@ std::optional<Verdict> Judge(std::uint32_t seed) {
   optimize::Evaluator evaluator(instance.trace, job, instance.cluster, options);
   const std::vector<Choice> choices = AllChoices(static_cast<std::int32_t>(job.chain.modules.size()));
   const std::vector<optimize::Evaluation> evaluations = evaluator.Evaluate(choices);
-  // A budget somewhere between the least and the most that a choice pools.
-  std::int64_t least = options.budget.value, most = 0;
-  for (const optimize::Evaluation& e : evaluations) {
-    if (!e.planned) continue;
-    least = std::min(least, e.pooled_bytes.value);
-    most = std::max(most, e.pooled_bytes.value);
-  }
-  Random random(seed);
-  options.budget.value = least + (most - least) * (1 + random.Below(100)) / 100;
   optimize::Search search(evaluator, job, options);
-  const std::optional<optimize::Found> found = search.Run(options.budget, {});
+  const std::optional<optimize::Found> found = search.Run({});
   std::optional<Nanoseconds> best;
-  for (const optimize::Evaluation& e : evaluations) {
-    if (e.planned && e.pooled_bytes <= options.budget) best = best ? std::min(*best, e.step_ns) : e.step_ns;
+  for (std::size_t i = 0; i < choices.size(); ++i) {
+    const optimize::Evaluation& e = evaluations[i];
+    if (!e.planned || e.pooled_bytes > options.budget || (best && *best <= e.step_ns)) continue;
+    if (evaluator.Reserved(choices[i]) <= options.budget) best = e.step_ns;
   }
   if (!best || !found) return std::nullopt;
   EXPECT_LE(found->evaluation.pooled_bytes, options.budget) << "seed " << seed;

@@ -8,6 +8,7 @@
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan::optimize {
 namespace {
@@ -58,6 +59,8 @@ Result<Evaluation> Measure(const Plan& plan) {
                     .work_ns = WorkBound(plan.cluster, *program, program->steps.back())};
 }
 
+Bytes ReservedBy(const Plan& plan) { return ReserveMemory(plan, MemoryHistoryOf(plan)).peak_reserved_bytes; }
+
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
     : trace_(trace), job_(job), cluster_(cluster), options_(options) {}
@@ -71,9 +74,19 @@ bool Evaluator::Ended() {
 }
 
 // The passes that neither a time nor a byte depends on are left out.
-Evaluation Evaluator::EvaluateOne(const Choice& choice) const {
+Result<PlannerOutput> Evaluator::PlanOf(const Choice& choice) const {
   const PlanOptions options{.verify = false, .skip = {"build_graph", "linearise", "digest"}};
-  const Result<PlannerOutput> planned = MakePlan(trace_, StrategyOf(job_, choice), cluster_, options);
+  return MakePlan(trace_, StrategyOf(job_, choice), cluster_, options);
+}
+
+Bytes Evaluator::Reserved(const Choice& choice) {
+  if (const auto known = reserved_.find(choice); known != reserved_.end()) return known->second;
+  const Result<PlannerOutput> planned = PlanOf(choice);
+  return reserved_[choice] = planned ? ReservedBy(planned->plan) : Bytes{std::int64_t{1} << 53};
+}
+
+Evaluation Evaluator::EvaluateOne(const Choice& choice) const {
+  const Result<PlannerOutput> planned = PlanOf(choice);
   if (!planned) return {.error = planned.error()};
   Result<Evaluation> measured = Measure(planned->plan);
   return measured ? std::move(*measured) : Evaluation{.error = measured.error()};

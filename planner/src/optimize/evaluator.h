@@ -31,6 +31,8 @@ class Evaluator {
   // Of each choice. Once the search has to end, what is not known yet is not planned.
   // `even_late`: only a signal keeps it from that.
   std::vector<Evaluation> Evaluate(const std::vector<Choice>& choices, bool even_late = false);
+  // What the allocator's model reserves for a choice that was planned.
+  Bytes Reserved(const Choice& choice);
   // The search has to end: the time is over, or somebody said so.
   bool Ended();
   std::int64_t evaluations() const { return evaluations_; }
@@ -39,6 +41,7 @@ class Evaluator {
  private:
   bool Stopped() const { return options_.stop != nullptr && options_.stop->load(); }
   Evaluation EvaluateOne(const Choice& choice) const;
+  Result<PlannerOutput> PlanOf(const Choice& choice) const;
 
   const Trace& trace_;
   const Job& job_;
@@ -46,11 +49,13 @@ class Evaluator {
   const OptimizeOptions& options_;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::map<Choice, Evaluation> known_;
+  std::map<Choice, Bytes> reserved_;
   std::int64_t evaluations_ = 0;
   std::atomic<bool> ended_ = false;
 };
 
 // Of a plan that was made already.
 Result<Evaluation> Measure(const Plan& plan);
+Bytes ReservedBy(const Plan& plan);
 
 }  // namespace shardplan::optimize

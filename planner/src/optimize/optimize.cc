@@ -13,7 +13,6 @@
 #include "optimize/search.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/lower_bound.h"
-#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan {
 namespace {
@@ -22,9 +21,7 @@ using optimize::Choice;
 using optimize::Evaluation;
 using optimize::Found;
 
-// Searches in a budget that gets smaller, until what is reserved is within the user's.
-constexpr int kRepairs = 8;
-constexpr int kRefusals = 32;
+constexpr int kRefusals = 32;  // plans that do not verify, or do so with a fault
 
 std::int64_t Ppm(std::int64_t part, std::int64_t whole) {
   __extension__ using Int128 = __int128;
@@ -88,41 +85,25 @@ class OptimizeRun {
 
   Status FindPlan() {
     optimize::Search search(evaluator_, job_, options_);
-    Bytes limit = options_.budget;
     std::set<Choice> refused;
-    for (int repairs = 0; repairs < kRepairs && std::cmp_less(refused.size(), kRefusals);) {
-      const std::optional<Found> found = search.Run(limit, refused);
+    while (std::cmp_less(refused.size(), kRefusals)) {
+      const std::optional<Found> found = search.Run(refused);
       if (!found) return std::unexpected(WhyNothing());
-      if (found->evaluation.pooled_bytes > limit) return NothingFits(*found, limit);
+      if (!search.Fits(*found)) return NothingFits(*found);
       Result<PlannerOutput> planned = MakePlan(trace_, optimize::StrategyOf(job_, found->choice), cluster_);
       // What PyTorch does wrong with a setting is no reason to train wrongly with it.
       if (!planned || !planned->faults.empty()) {
         refused.insert(found->choice);
         continue;
       }
-      const Bytes reserved = Reserved(planned->plan);
-      if (reserved > options_.budget) {
-        limit = found->evaluation.pooled_bytes - (reserved - options_.budget);
-        ++repairs;
-        continue;
-      }
       choice_ = found->choice;
       output_.strategy = optimize::StrategyOf(job_, choice_);
       output_.plan = std::move(planned->plan);
-      output_.report.peak_reserved_bytes = reserved;
+      output_.report.peak_reserved_bytes = evaluator_.Reserved(choice_);
       complete_ = !evaluator_.Ended();
       return {};
     }
-    return MakeError(
-        ErrorCode::kNegative,
-        fmt::format("every plan found within {} bytes reserves more than that by the allocator's "
-                    "model; give a larger budget",
-                    options_.budget.value));
-  }
-
-  static Bytes Reserved(const Plan& plan) {
-    const MemoryHistory history = MemoryHistoryOf(plan);
-    return ReserveMemory(plan, history).peak_reserved_bytes;
+    return MakeError(ErrorCode::kNegative, "none of the best plans that were found verifies");
   }
 
   Error WhyNothing() {
@@ -132,9 +113,11 @@ class OptimizeRun {
     return {.code = ErrorCode::kNegative, .message = "no plan was found in the time limit"};
   }
 
-  Status NothingFits(const Found& least, Bytes limit) {
-    std::string text = fmt::format("no plan that was found is within {} bytes: the least needs {} (pooled)",
-                                   limit.value, least.evaluation.pooled_bytes.value);
+  Status NothingFits(const Found& least) {
+    std::string text = fmt::format(
+        "no plan that was found is within {} bytes: the least needs {} (pooled) and reserves {} by the "
+        "allocator's model",
+        options_.budget.value, least.evaluation.pooled_bytes.value, evaluator_.Reserved(least.choice).value);
     const Result<PlannerOutput> planned =
         MakePlan(trace_, optimize::StrategyOf(job_, least.choice), cluster_, {.verify = false});
     if (planned && CheckPlanClass(planned->plan)) {

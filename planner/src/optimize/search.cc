@@ -7,31 +7,60 @@ namespace {
 
 // How many of the best beginnings are climbed from.
 constexpr int kClimbs = 4;
+// After so many choices that reserve more than the budget, what pools as much as one of them is passed over.
+constexpr int kMostOver = 8;
 
 }  // namespace
 
-// In the budget before out of it; then the faster, or the smaller.
-bool Search::Better(const Evaluation& a, const Evaluation& b) const {
-  if (!a.planned || !b.planned) return a.planned && !b.planned;
-  const bool a_fits = a.pooled_bytes <= budget_, b_fits = b.pooled_bytes <= budget_;
-  if (a_fits != b_fits) return a_fits;
-  if (!a_fits) return a.pooled_bytes < b.pooled_bytes;
-  if (a.step_ns != b.step_ns) return a.step_ns < b.step_ns;
-  return a.pooled_bytes < b.pooled_bytes;
+bool Search::Fits(const Found& found) {
+  return found.evaluation.pooled_bytes <= options_.budget &&
+         evaluator_.Reserved(found.choice) <= options_.budget;
 }
 
+// The fastest that fits, and is faster than the best; while nothing fits, the one that pools least.
 void Search::Consider(const std::vector<Choice>& choices) {
   const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices);
+  std::vector<Found> made;
   for (std::size_t i = 0; i < choices.size(); ++i) {
-    if (!evaluations[i].planned || refused_.contains(choices[i])) continue;
-    if (best_ && !Better(evaluations[i], best_->evaluation)) continue;
-    best_ = Found{choices[i], evaluations[i]};
-    if (!options_.on_progress) continue;
-    const bool fits = evaluations[i].pooled_bytes <= budget_;
-    options_.on_progress({.step_ns = fits ? evaluations[i].step_ns : Nanoseconds{},
-                          .pooled_bytes = evaluations[i].pooled_bytes,
-                          .evaluations = evaluator_.evaluations()});
+    if (evaluations[i].planned && !refused_.contains(choices[i]))
+      made.push_back({choices[i], evaluations[i]});
   }
+  const auto order = [](const Found& found) {
+    return std::pair(found.evaluation.step_ns, found.evaluation.pooled_bytes);
+  };
+  std::ranges::stable_sort(made, {}, order);
+  int over = 0;  // choices that reserve too much
+  Bytes least_over;
+  for (const Found& found : made) {
+    if (fits_ && order(found) >= order(*best_)) return;
+    const Bytes pooled = found.evaluation.pooled_bytes;
+    if (pooled > options_.budget || (over >= kMostOver && pooled >= least_over)) continue;
+    if (!Fits(found)) {
+      least_over = ++over == 1 ? pooled : std::min(least_over, pooled);
+      continue;
+    }
+    best_ = found;
+    fits_ = true;
+    Tell();
+    return;
+  }
+  if (fits_) return;
+  for (const Found& found : made) {
+    if (best_ && found.evaluation.pooled_bytes >= best_->evaluation.pooled_bytes) continue;
+    best_ = found;
+    Tell();
+  }
+}
+
+// A climb begins at what is worse than the best that was told.
+void Search::Tell() {
+  const Evaluation& e = best_->evaluation;
+  const std::pair told{!fits_, fits_ ? e.step_ns.value : e.pooled_bytes.value};
+  if (!options_.on_progress || (told_ && *told_ <= told)) return;
+  told_ = told;
+  options_.on_progress({.step_ns = fits_ ? best_->evaluation.step_ns : Nanoseconds{},
+                        .pooled_bytes = best_->evaluation.pooled_bytes,
+                        .evaluations = evaluator_.evaluations()});
 }
 
 // The order of the same work cannot make a step shorter than the work is. What is left out here is no better
@@ -40,7 +69,7 @@ void Search::TryOrders(const std::vector<Choice>& grid) {
   for (const Choice& work : grid) {
     const auto known = evaluator_.known().find(work);
     if (known == evaluator_.known().end() || !known->second.planned) continue;
-    if (known->second.pooled_bytes > budget_ || !best_ || best_->evaluation.pooled_bytes > budget_) continue;
+    if (!fits_ || known->second.pooled_bytes > options_.budget) continue;
     if (known->second.work_ns < best_->evaluation.step_ns) Consider(Orders(job_, work));
   }
 }
@@ -55,20 +84,24 @@ void Search::Climb() {
   }
 }
 
-// The best that is known and was not climbed from.
+// The most promising that is known and was not climbed from: the fastest that pools no more than the budget.
 std::optional<Found> Search::Next(const std::set<Choice>& tried) const {
   std::optional<Found> next;
+  const auto order = [&](const Evaluation& e) {
+    const bool over = e.pooled_bytes > options_.budget;
+    return std::tuple(over, over ? e.pooled_bytes.value : e.step_ns.value, e.pooled_bytes);
+  };
   for (const auto& [choice, evaluation] : evaluator_.known()) {
     if (!evaluation.planned || tried.contains(choice) || refused_.contains(choice)) continue;
-    if (!next || Better(evaluation, next->evaluation)) next = Found{choice, evaluation};
+    if (!next || order(evaluation) < order(next->evaluation)) next = Found{choice, evaluation};
   }
   return next;
 }
 
-std::optional<Found> Search::Run(Bytes budget, const std::set<Choice>& refused) {
-  budget_ = budget;
+std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   refused_ = refused;
   best_.reset();
+  fits_ = false;
   std::vector<Choice> beginnings;
   for (const NamedChoice& baseline : Baselines(job_, options_)) beginnings.push_back(baseline.choice);
   const std::vector<Choice> grid = Grid(job_, options_);
@@ -76,17 +109,25 @@ std::optional<Found> Search::Run(Bytes budget, const std::set<Choice>& refused) 
   const std::vector<Choice> frugal = Frugal(job_, options_);
   beginnings.insert(beginnings.end(), frugal.begin(), frugal.end());
   Consider(beginnings);
-  // The climbs begin at the best of each policy and each way to accumulate, then at the best of the rest.
   std::set<Choice> tried;
-  for (int climb = 0; climb < kClimbs && !evaluator_.Ended(); ++climb) {
-    const std::optional<Found> begin = Next(tried);
+  for (int climb = 0; climb < kClimbs && best_ && !evaluator_.Ended(); ++climb) {
+    const std::optional<Found> begin = climb == 0 ? best_ : Next(tried);
     if (!begin) break;
-    tried.insert(begin->choice);
     const std::optional<Found> before = best_;
+    const bool before_fits = fits_;
     best_ = begin;
+    fits_ = Fits(*begin);
+    tried.insert(begin->choice);
     Climb();
     tried.insert(best_->choice);
-    if (before && Better(before->evaluation, best_->evaluation)) best_ = before;
+    const auto order = [](const Found& found, bool fits) {
+      const Evaluation& e = found.evaluation;
+      return std::tuple(!fits, fits ? e.step_ns.value : e.pooled_bytes.value, e.pooled_bytes);
+    };
+    if (order(*before, before_fits) <= order(*best_, fits_)) {
+      best_ = before;
+      fits_ = before_fits;
+    }
   }
   TryOrders(grid);
   Climb();

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <optional>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "optimize/evaluator.h"
 #include "optimize/moves.h"
@@ -18,13 +21,14 @@ class Search {
   Search(Evaluator& evaluator, const Job& job, const OptimizeOptions& options)
       : evaluator_(evaluator), job_(job), options_(options) {}
 
-  // The fastest within `budget` bytes (pooled); where nothing is, the one that needs least. Plans that
-  // `refuse` holds are passed over.
-  std::optional<Found> Run(Bytes budget, const std::set<Choice>& refused);
+  // The fastest of which neither what is pooled nor what is reserved is over the budget; where none is, the
+  // one that pools least. Plans that `refuse` holds are passed over.
+  std::optional<Found> Run(const std::set<Choice>& refused);
+  bool Fits(const Found& found);
 
  private:
-  bool Better(const Evaluation& a, const Evaluation& b) const;
   void Consider(const std::vector<Choice>& choices);
+  void Tell();
   void TryOrders(const std::vector<Choice>& grid);
   void Climb();
   std::optional<Found> Next(const std::set<Choice>& tried) const;
@@ -32,9 +36,10 @@ class Search {
   Evaluator& evaluator_;
   const Job& job_;
   const OptimizeOptions& options_;
-  Bytes budget_;
   std::set<Choice> refused_;
   std::optional<Found> best_;
+  bool fits_ = false;                                  // the best does
+  std::optional<std::pair<bool, std::int64_t>> told_;  // of the best that progress was told of
 };
 
 }  // namespace shardplan::optimize
