@@ -1,5 +1,5 @@
-// shardplan: trace, plan, optimize, certify, explain, validate, simulate, memory, explain-memory, show, diff, run,
-// allocator-replay.
+// shardplan: trace, plan, optimize, certify, explain, validate, simulate, memory, explain-memory, show, diff,
+// run, allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
