@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT, build_folder
-from writers import ALLOCATOR_LOG, FLAGS, TRACE, TRACER, environment, program, python
+from writers import ALLOCATOR_LOG, FLAGS, OPTIMIZE, TRACE, TRACER, environment, program, python
 
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 RECORDINGS = ROOT / "tests" / "conformance" / "fsdp2"
@@ -18,6 +18,8 @@ def plans(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     for name, more in (("plan", ()), ("other", ("--reshard-after-forward", "false"))):
         subprocess.run([program(), "plan", TRACE, *FLAGS, *more, "-q", "-o", folder / f"{name}.json"], check=True)
+    best = [program(), "optimize", TRACE, *OPTIMIZE, "-o", folder / "best.json", "--certificate", folder / "certificate.json"]
+    subprocess.run(best, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -54,6 +56,10 @@ SHORT = {
     "memory": ("memory", "plan.json", "-q"),
     "memory --rows": ("memory", "plan.json", "-q", "--rows", "-"),
     "explain-memory": ("explain-memory", "plan.json"),
+    "explain": ("explain", "plan.json"),
+    "optimize": ("optimize", TRACE, *OPTIMIZE, "-o", "/dev/null"),
+    "optimize --output": ("optimize", TRACE, *OPTIMIZE, "-o", "-"),
+    "certify": ("certify", "best.json", "certificate.json", "--trace", TRACE),
     "explain-memory --json": ("explain-memory", "plan.json", "--json", "-"),
     "show": ("show", "plan.json"),
     "show --json": ("show", "plan.json", "--json"),
