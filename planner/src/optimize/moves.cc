@@ -47,11 +47,10 @@ Choice Fsdp1(const Job& job, bool grad_op) {
 }
 
 // Small units where nothing hides them, large ones between.
-std::vector<std::int32_t> Ramp(const Job& job, std::int32_t most) {
-  const auto modules = static_cast<std::int32_t>(job.chain.modules.size());
+std::vector<std::int32_t> Ramp(const Job& job, std::int32_t first, std::int32_t most) {
   std::vector<std::int32_t> front, back;
-  std::int32_t left = modules;
-  for (std::int32_t size = 1; left > 0; size = std::min(size * 2, most)) {
+  auto left = static_cast<std::int32_t>(job.chain.modules.size());
+  for (std::int32_t size = first; left > 0; size = std::min(size * 2, most)) {
     front.push_back(std::min(size, left));
     left -= front.back();
     if (left <= 0) break;
@@ -62,39 +61,52 @@ std::vector<std::int32_t> Ramp(const Job& job, std::int32_t most) {
   return front;
 }
 
+// What can be done at border i of the units: they are joined, one module goes over it, or the first is cut.
+void AddBorderMoves(const std::vector<std::int32_t>& units, std::size_t i,
+                    std::vector<std::vector<std::int32_t>>& made) {
+  const auto at = [](std::vector<std::int32_t>& list, std::size_t index) {
+    return list.begin() + static_cast<std::ptrdiff_t>(index);
+  };
+  if (units[i] >= 2) {
+    std::vector<std::int32_t> cut = units;
+    cut[i] = units[i] / 2;
+    cut.insert(at(cut, i), units[i] - cut[i]);
+    made.push_back(std::move(cut));
+  }
+  if (i + 1 >= units.size() || units[i] < 0 || units[i + 1] < 0) return;
+  std::vector<std::int32_t> joined = units;
+  joined[i] += units[i + 1];
+  joined.erase(at(joined, i + 1));
+  made.push_back(std::move(joined));
+  for (const std::int32_t over : {1, -1}) {
+    std::vector<std::int32_t> shifted = units;
+    shifted[i] += over;
+    shifted[i + 1] -= over;
+    if (shifted[i] > 0 && shifted[i + 1] > 0) made.push_back(std::move(shifted));
+  }
+}
+
 void AddUnitMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
   if (job.keeps_units) return;
-  const auto add = [&](std::vector<std::int32_t> units) {
-    Choice next = from;
-    next.units = std::move(units);
-    moves.push_back(std::move(next));
-  };
+  std::vector<std::vector<std::int32_t>> made;
   for (const Ends ends : {Ends::kRoot, Ends::kOwn, Ends::kJoined}) {
-    add(UnitsOfBlocks(job.chain, 1, ends));
-    if (from.fsdp1) continue;
-    for (std::int32_t size = 2; size <= job.chain.blocks; size *= 2)
-      add(UnitsOfBlocks(job.chain, size, ends));
+    for (std::int32_t size = 1; size <= (from.fsdp1 ? 1 : job.chain.blocks); size *= 2) {
+      made.push_back(UnitsOfBlocks(job.chain, size, ends));
+    }
   }
-  if (from.fsdp1) return;
-  for (std::int32_t most = 2; most <= job.chain.blocks; most *= 2) add(Ramp(job, most));
-  const auto merged = [&](std::size_t i) {
-    std::vector<std::int32_t> units = from.units;
-    units[i] += units[i + 1];
-    units.erase(units.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-    return units;
-  };
-  const std::size_t count = from.units.size();
-  for (std::size_t i = 0; i + 1 < count; ++i) {
-    const bool at_an_end = i < 2 || i + 3 >= count;
-    if (at_an_end && from.units[i] > 0 && from.units[i + 1] > 0) add(merged(i));
+  if (!from.fsdp1) {
+    for (const std::int32_t first : {1, 2, 3}) {
+      for (std::int32_t most = 2; most <= job.chain.blocks; most *= 2) made.push_back(Ramp(job, first, most));
+    }
+    constexpr std::size_t kFew = 12;  // where all borders are tried, not only those at the ends
+    const std::size_t count = from.units.size();
+    for (std::size_t i = 0; i < count; ++i) {
+      if (count <= kFew || i < 3 || i + 3 >= count) AddBorderMoves(from.units, i, made);
+    }
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    const bool at_an_end = i < 2 || i + 2 >= count;
-    if (!at_an_end || from.units[i] < 2) continue;
-    std::vector<std::int32_t> units = from.units;
-    units[i] = from.units[i] / 2;
-    units.insert(units.begin() + static_cast<std::ptrdiff_t>(i), from.units[i] - units[i]);
-    add(std::move(units));
+  for (std::vector<std::int32_t>& units : made) {
+    moves.push_back(from);
+    moves.back().units = std::move(units);
   }
 }
 

@@ -66,11 +66,15 @@ void Search::Tell() {
 // The order of the same work cannot make a step shorter than the work is. What is left out here is no better
 // than what was found.
 void Search::TryOrders(const std::vector<Choice>& grid) {
+  std::vector<std::pair<Nanoseconds, const Choice*>> works;
   for (const Choice& work : grid) {
     const auto known = evaluator_.known().find(work);
     if (known == evaluator_.known().end() || !known->second.planned) continue;
-    if (!fits_ || known->second.pooled_bytes > options_.budget) continue;
-    if (known->second.work_ns < best_->evaluation.step_ns) Consider(Orders(job_, work));
+    if (known->second.pooled_bytes <= options_.budget) works.emplace_back(known->second.work_ns, &work);
+  }
+  std::ranges::stable_sort(works, {}, [](const auto& work) { return work.first; });
+  for (const auto& [work_ns, work] : works) {
+    if (!fits_ || work_ns < best_->evaluation.step_ns) Consider(Orders(job_, *work));
   }
 }
 
@@ -128,8 +132,8 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
       best_ = before;
       fits_ = before_fits;
     }
+    if (climb == 0) TryOrders(grid);
   }
-  TryOrders(grid);
   Climb();
   return best_;
 }
