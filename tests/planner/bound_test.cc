@@ -95,7 +95,7 @@ class BoundOfRandomPlans : public ::testing::Test {
 
 TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) return Check(std::atoi(seed));
-  std::uint32_t plans = 400;
+  std::uint32_t plans = 250;
   if (const char* more = std::getenv("SHARDPLAN_RANDOM_PLANS"); more != nullptr) plans = std::atoi(more);
   for (std::uint32_t seed = 1; seed <= plans && !HasFailure(); ++seed) Check(seed);
   // Many random plans are of the class, and the bound is no trifle of their steps.
