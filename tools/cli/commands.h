@@ -14,6 +14,9 @@ struct Invocation {
 
 void AddTraceCommand(CLI::App& app, Invocation& invocation);
 void AddPlanCommand(CLI::App& app, Invocation& invocation);
+void AddOptimizeCommand(CLI::App& app, Invocation& invocation);
+void AddCertifyCommand(CLI::App& app, Invocation& invocation);
+void AddExplainCommand(CLI::App& app, Invocation& invocation);
 void AddValidateCommand(CLI::App& app, Invocation& invocation);
 void AddSimulateCommand(CLI::App& app, Invocation& invocation);
 void AddCostCommand(CLI::App& app, Invocation& invocation);

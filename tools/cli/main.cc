@@ -1,5 +1,5 @@
-// shardplan: trace, plan, validate, simulate, cost, memory, explain-memory, show, diff, run,
-// allocator-replay.
+// shardplan: trace, plan, optimize, certify, explain, validate, simulate, cost, memory, explain-memory, show,
+// diff, run, allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -45,7 +45,7 @@ void RefuseEmptyNames(CLI::App& app) {
   for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
     for (const char* flag :
          {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy", "--report",
-          "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit"}) {
+          "--certificate", "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit"}) {
       CLI::Option* option = command->get_option_no_throw(flag);
       if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
     }
@@ -78,6 +78,9 @@ int main(int argc, char** argv) {
   cli::Invocation invocation{argv[0], 0};
   cli::AddTraceCommand(app, invocation);
   cli::AddPlanCommand(app, invocation);
+  cli::AddOptimizeCommand(app, invocation);
+  cli::AddCertifyCommand(app, invocation);
+  cli::AddExplainCommand(app, invocation);
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
   cli::AddCostCommand(app, invocation);

@@ -94,6 +94,12 @@ Result<Plan> ParsePlan(std::string_view json_text) {
   return ParseWith(json_text, PlanFromTape);
 }
 Result<Report> ParseReport(std::string_view json_text) { return ParseWith(json_text, ReportFromTape); }
+Result<Certificate> ParseCertificate(std::string_view json_text) {
+  return ParseWith(json_text, CertificateFromTape);
+}
+Result<Optimization> ParseOptimization(std::string_view json_text) {
+  return ParseWith(json_text, OptimizationFromTape);
+}
 
 Result<Document> ParseDocument(std::string_view json_text) {
   if (std::optional<Plan> plan = ReadPlanByParts(json_text)) return Document(std::move(*plan));
@@ -118,6 +124,8 @@ Result<Plan> ReadPlan(const std::string& path) {
   return ReadWith(path, ParsePlanInAnyForm);
 }
 Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
+Result<Certificate> ReadCertificate(const std::string& path) { return ReadWith(path, ParseCertificate); }
+Result<Optimization> ReadOptimization(const std::string& path) { return ReadWith(path, ParseOptimization); }
 Result<Document> ReadDocument(const std::string& path) {
   if (std::optional<Plan> plan = PlanInFile(path)) return Document(std::move(*plan));
   return ReadWith(path, ParseDocumentInAnyForm);

@@ -14,6 +14,9 @@ inline constexpr std::string_view kClusterSchema = "shardplan.cluster/1";
 inline constexpr std::string_view kStrategySchema = "shardplan.strategy/1";
 inline constexpr std::string_view kPlanSchema = "shardplan.plan/1";
 inline constexpr std::string_view kReportSchema = "shardplan.report/1";
+// Not told apart by ParseDocument: the one program that reads a certificate knows what it reads.
+inline constexpr std::string_view kCertificateSchema = "shardplan.certificate/1";
+inline constexpr std::string_view kOptimizationSchema = "shardplan.optimization/1";
 
 // The value of the `schema` field of the root object.
 Result<std::string_view> SchemaOf(const JsonTape& tape);
@@ -36,5 +39,7 @@ Result<Cluster> ClusterFromTape(const JsonTape& tape);
 Result<Strategy> StrategyFromTape(const JsonTape& tape);
 Result<Plan> PlanFromTape(const JsonTape& tape);
 Result<Report> ReportFromTape(const JsonTape& tape);
+Result<Certificate> CertificateFromTape(const JsonTape& tape);
+Result<Optimization> OptimizationFromTape(const JsonTape& tape);
 
 }  // namespace shardplan

@@ -64,6 +64,8 @@ Passes PassesOf(const Optimizer& optimizer) {
   return passes;
 }
 
+}  // namespace
+
 OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards) {
   if (bytes == Bytes{}) return {};
   const Passes passes = PassesOf(optimizer);
@@ -72,8 +74,6 @@ OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards
   return {bytes * passes.read, bytes * passes.written,
           passes.kernels * (loops ? tensors : 1) + passes.kernels_by_tensor * tensors};
 }
-
-}  // namespace
 
 OptimizerSteps::OptimizerSteps(const Plan& plan)
     : plan_(plan),

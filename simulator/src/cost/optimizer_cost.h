@@ -18,6 +18,9 @@ inline OptimizerCost operator+(const OptimizerCost& a, const OptimizerCost& b) {
   return {a.read_bytes + b.read_bytes, a.written_bytes + b.written_bytes, a.kernels + b.kernels};
 }
 
+// A step of so many shards of so many bytes in all.
+OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards);
+
 // By where the shards are.
 struct OptimizerWork {
   OptimizerCost on_device;

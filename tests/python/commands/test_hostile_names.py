@@ -195,7 +195,7 @@ def test_names_in_an_allocator_log(tmp_path):
             json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("command", ["plan", "validate", "simulate", "memory", "explain-memory", "show", "diff", "run", "trace", "conformance", "allocator-replay"])
+@pytest.mark.parametrize("command", ["plan", "optimize", "certify", "explain", "validate", "simulate", "memory", "explain-memory", "show", "diff", "run", "trace", "conformance", "allocator-replay"])
 def test_names_of_files_and_flags(command, tmp_path):
     """A file that is not there, and words that are no flags, with names that nobody would choose. Bytes that are no UTF-8, too."""
     if command == "run" and not HAS_EXECUTOR:

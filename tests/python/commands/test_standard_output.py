@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT, build_folder
-from writers import ALLOCATOR_LOG, FLAGS, TABLE, TRACE, TRACER, environment, program, python
+from writers import ALLOCATOR_LOG, FLAGS, OPTIMIZE, TABLE, TRACE, TRACER, environment, program, python
 
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 RECORDINGS = ROOT / "tests" / "conformance" / "fsdp2"
@@ -19,6 +19,8 @@ def plans(tmp_path_factory):
     for name, more in (("plan", ()), ("other", ("--reshard-after-forward", "false"))):
         subprocess.run([program(), "plan", TRACE, *FLAGS, *more, "-q", "-o", folder / f"{name}.json"], check=True)
     (folder / "table.csv").write_text(TABLE)
+    best = [program(), "optimize", TRACE, *OPTIMIZE, "-o", folder / "best.json", "--certificate", folder / "certificate.json"]
+    subprocess.run(best, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -55,6 +57,10 @@ SHORT = {
     "memory": ("memory", "plan.json", "-q"),
     "memory --rows": ("memory", "plan.json", "-q", "--rows", "-"),
     "explain-memory": ("explain-memory", "plan.json"),
+    "explain": ("explain", "plan.json"),
+    "optimize": ("optimize", TRACE, *OPTIMIZE, "-o", "/dev/null"),
+    "optimize --output": ("optimize", TRACE, *OPTIMIZE, "-o", "-"),
+    "certify": ("certify", "best.json", "certificate.json", "--trace", TRACE),
     "explain-memory --json": ("explain-memory", "plan.json", "--json", "-"),
     "show": ("show", "plan.json"),
     "show --json": ("show", "plan.json", "--json"),

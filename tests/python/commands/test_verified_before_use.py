@@ -12,6 +12,7 @@ USES = {
     "simulate": ("simulate",),
     "memory": ("memory",),
     "explain-memory": ("explain-memory",),
+    "explain": ("explain",),
     "run": ("run", "--device", "virtual"),
 }
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()

@@ -1,6 +1,7 @@
 """Every output of every command, for the tests of how they are written. `test_output_files.py` compares the list with what --help says."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -14,21 +15,28 @@ TRACE = GOLDENS / "traces" / "small.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 ALLOCATOR_LOG = ROOT / "tests" / "simulator" / "allocator" / "data" / "h100_training_step.json"
 FLAGS = ("--ranks", "2", "--unit", "layers.*")
+# All is decided: a search of one plan.
+OPTIMIZE = (*FLAGS, "--policy", "fsdp2", "--memory-budget", "device", "--fix", "units,reshard,prefetch,checkpoint,accumulation", "-q")
 
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """`flag` of the command writes {out}. {plan}, {trace}, {log}: inputs."""
+    """`flag` of the command writes {out}. {plan}, {trace}, {log}, {best} and its {report}: inputs."""
 
     command: str
     flag: str
     words: tuple[str, ...]
     input: str = "{plan}"  # a file that it reads
     other: tuple[str, ...] = ()  # a second output, {other}
+    same: tuple[str, ...] = ()  # the fields of a document that are the same in every run; none: all bytes
 
     @property
     def name(self) -> str:
         return f"{self.command} {self.flag}"
+
+    def says(self, content: bytes) -> object:
+        """What two runs have in common."""
+        return {field: json.loads(content)[field] for field in self.same} if self.same else content
 
 
 WRITERS = (
@@ -36,6 +44,12 @@ WRITERS = (
     Writer("plan", "--graph", ("{trace}", *FLAGS, "-q", "-o", "{null}", "--graph", "{out}"), "{trace}", ("--write-strategy", "{other}")),
     Writer("plan", "--write-strategy", ("{trace}", *FLAGS, "-q", "-o", "{null}", "--write-strategy", "{out}"), "{trace}", ("--graph", "{other}")),
     Writer("plan", "--dump", ("{trace}", *FLAGS, "-q", "--stop-after", "place_events", "--dump", "-o", "{out}"), "{trace}"),
+    Writer("optimize", "--output", ("{trace}", *OPTIMIZE, "-o", "{out}"), "{trace}", ("--report", "{other}")),
+    Writer("optimize", "--certificate", ("{trace}", *OPTIMIZE, "-o", "{null}", "--certificate", "{out}"), "{trace}", ("--report", "{other}")),
+    Writer("optimize", "--report", ("{trace}", *OPTIMIZE, "-o", "{null}", "--report", "{out}"), "{trace}", ("--certificate", "{other}"),
+           ("schema", "plan_digest", "step_ns", "lower_bound_ns")),
+    Writer("optimize", "--write-strategy", ("{trace}", *OPTIMIZE, "-o", "{null}", "--write-strategy", "{out}"), "{trace}", ("--report", "{other}")),
+    Writer("explain", "--plot", ("{best}", "-q", "--report", "{report}", "--plot", "{out}"), "{best}"),
     Writer("simulate", "--report", ("{plan}", "-q", "--report", "{out}"), other=("--html", "{other}")),
     Writer("simulate", "--timeline", ("{plan}", "-q", "--timeline", "{out}"), other=("--report", "{other}")),
     Writer("simulate", "--html", ("{plan}", "-q", "--html", "{out}"), other=("--timeline", "{other}")),

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "schemas/src/documents/document_json.h"
+#include "schemas/src/documents/optimization_fields.h"
 #include "schemas/src/documents/plan_fields.h"
 #include "schemas/src/documents/report_fields.h"
 #include "tests/schemas/json_schema/schema_builder.h"
@@ -42,6 +43,8 @@ std::vector<JsonSchemaFile> Build(std::vector<std::string>& wordless) {
   Append<Strategy>(kStrategySchema, files, wordless);
   Append<Plan>(kPlanSchema, files, wordless);
   Append<Report>(kReportSchema, files, wordless);
+  Append<Certificate>(kCertificateSchema, files, wordless);
+  Append<Optimization>(kOptimizationSchema, files, wordless);
   return files;
 }
 

@@ -12,6 +12,7 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/optimization.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
 #include "shardplan/schemas/strategy.h"
@@ -24,6 +25,9 @@ Result<Cluster> ParseCluster(std::string_view json_text);
 Result<Strategy> ParseStrategy(std::string_view json_text);
 Result<Plan> ParsePlan(std::string_view json_text);
 Result<Report> ParseReport(std::string_view json_text);
+// What the optimising planner writes beside a plan: no Document.
+Result<Certificate> ParseCertificate(std::string_view json_text);
+Result<Optimization> ParseOptimization(std::string_view json_text);
 
 // Canonical JSON text, newline at the end, stable key order, one array element a line where that helps
 // reading.
@@ -37,6 +41,8 @@ enum class MicrobatchText : std::uint8_t { kEqualOnesOnce, kAll };
 void WriteJson(const Plan& plan, const JsonSink& sink,
                MicrobatchText microbatches = MicrobatchText::kEqualOnesOnce);
 std::string ToJson(const Report& report);
+std::string ToJson(const Certificate& certificate);
+std::string ToJson(const Optimization& optimization);
 
 using Document = std::variant<Trace, Cluster, Strategy, Plan, Report>;
 // Any of the five, told apart by the `schema` field.
@@ -51,6 +57,8 @@ Result<Strategy> ReadStrategy(const std::string& path);
 // A plan may have the form of text, too, that plan_text.h writes.
 Result<Plan> ReadPlan(const std::string& path);
 Result<Report> ReadReport(const std::string& path);
+Result<Certificate> ReadCertificate(const std::string& path);
+Result<Optimization> ReadOptimization(const std::string& path);
 Result<Document> ReadDocument(const std::string& path);
 
 // Writes a file without a name (where the file system has none: with a hidden one) in the same folder,

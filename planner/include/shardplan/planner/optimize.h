@@ -1,0 +1,59 @@
+// The optimising planner: of all plans that today's strategies make for a job, the fastest within a byte
+// budget, and a bound that no plan of the class goes below (docs/optimize.md).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/optimization.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+struct OptimizeProgress {
+  Nanoseconds step_ns;  // the best so far; 0: nothing in the budget yet
+  Bytes pooled_bytes;   // of it, or the least so far
+  std::int64_t evaluations = 0;
+};
+
+struct OptimizeOptions {
+  Bytes budget;
+  bool may_checkpoint = false;
+  bool may_offload = false;
+  // What stays as the strategy has it: "policy", "units", "reshard", "prefetch", "checkpoint",
+  // "accumulation".
+  std::set<std::string> fixed;
+  // Plan and simulate every setting of the grid, to report the best of them as a baseline.
+  bool whole_grid = false;
+  Nanoseconds time_limit_ns{10'000'000'000};
+  std::int32_t threads = 1;
+  const std::atomic<bool>* stop = nullptr;  // true: give the best so far
+  std::function<void(const OptimizeProgress&)> on_progress;
+};
+
+// What OptimizeOptions::fixed may hold.
+const std::set<std::string>& FixableDecisions();
+
+struct OptimizeOutput {
+  Strategy strategy;  // what makes the plan
+  Plan plan;
+  Optimization report;
+  std::optional<Certificate> certificate;  // none: the job is outside of the class; report.notes says why
+};
+
+// kNegative: no plan that was found is within the budget; the message has the least budget for which one was,
+// a bound below which there is none, and what would have to be allowed. Else as MakePlan.
+// The same answer on any number of threads, unless the time limit or `stop` ends the search.
+Result<OptimizeOutput> Optimize(const Trace& trace, const Strategy& job, const Cluster& cluster,
+                                const OptimizeOptions& options);
+
+}  // namespace shardplan

@@ -1,0 +1,288 @@
+#include "optimize/choice.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "shardplan/planner/planner.h"
+
+namespace shardplan::optimize {
+namespace {
+
+std::int32_t UnitCount(const Choice& choice) {
+  return static_cast<std::int32_t>(std::ranges::count_if(choice.units, [](auto size) { return size > 0; }));
+}
+
+std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
+  std::vector<UnitRule> rules;
+  std::size_t at = 0;
+  std::int32_t left = UnitCount(choice);
+  for (const std::int32_t size : choice.units) {
+    const auto end = std::min(job.chain.modules.size(), at + static_cast<std::size_t>(std::abs(size)));
+    if (size > 0 && at < end) {
+      UnitRule rule;
+      for (; at < end; ++at) rule.modules.push_back(job.chain.modules[at].fqn);
+      rule.group = rule.modules.size() > 1 && !choice.fsdp1;
+      if (!job.keeps_reshard && !choice.fsdp1) {
+        const bool kept = left <= choice.kept;
+        rule.reshard_after_forward = kept              ? ReshardAfterForward(false)
+                                     : choice.part > 1 ? ReshardAfterForward(choice.part)
+                                                       : ReshardAfterForward(true);
+      }
+      --left;
+      rules.push_back(std::move(rule));
+    }
+    at = end;
+  }
+  UnitRule root{.modules = {""}};
+  if (choice.root_freed && !job.keeps_reshard && !choice.fsdp1) root.reshard_after_forward = true;
+  rules.push_back(std::move(root));
+  return rules;
+}
+
+ModuleCall Set(std::string method, bool value, std::string module = {}, bool recurse = true) {
+  return {.method = std::move(method), .module = std::move(module), .value = value, .recurse = recurse};
+}
+
+// Of the units that are kept, over all micro-batches but the last.
+void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, StepProgram& step) {
+  if (choice.kept >= UnitCount(choice)) {
+    step.push_back(Set("set_reshard_after_backward", reshard));
+    return;
+  }
+  for (const UnitRule& rule : strategy.units) {
+    if (rule.reshard_after_forward == ReshardAfterForward(false))
+      step.push_back(Set("set_reshard_after_backward", reshard, rule.modules.front(), false));
+  }
+}
+
+void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
+  if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return;
+  StepProgram step;
+  for (std::int32_t m = 0; m < job.microbatches; ++m) {
+    const bool last = m + 1 == job.microbatches;
+    const bool changes = m == 0 || last;
+    const bool once =
+        choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept;
+    if (once && changes) step.push_back(Set("set_requires_gradient_sync", last));
+    if (choice.accumulation == Accumulation::kReplicasLast && changes)
+      step.push_back(Set("set_requires_all_reduce", last));
+    if (choice.accumulation == Accumulation::kLastKept && changes && !choice.fsdp1)
+      KeepUnits(strategy, choice, last, step);
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  strategy.program = {step};
+}
+
+void SetCheckpoint(const Job& job, const Choice& choice, Strategy& strategy) {
+  if (job.keeps_checkpoint) return;
+  strategy.checkpoint.reset();
+  CheckpointRule rule;
+  std::int32_t left = choice.recomputed;
+  for (const ChainModule& module : job.chain.modules) {
+    if (!module.block || left-- <= 0) continue;
+    if (choice.children.empty()) rule.modules.push_back(module.fqn);
+    for (const std::string& child : choice.children) rule.modules.push_back(module.fqn + "." + child);
+  }
+  if (!rule.modules.empty()) strategy.checkpoint = std::move(rule);
+}
+
+void SetFsdp1(const Job& job, const Choice& choice, Strategy& strategy) {
+  strategy.fsdp1.use_orig_params = true;  // as the user's own optimizer expects them
+  if (!job.keeps_reshard) {
+    const bool hybrid = job.replicas > 1;
+    strategy.fsdp1.sharding = choice.grad_op
+                                  ? (hybrid ? Fsdp1Sharding::kHybridShardZero2 : Fsdp1Sharding::kShardGradOp)
+                                  : (hybrid ? Fsdp1Sharding::kHybridShard : Fsdp1Sharding::kFullShard);
+    strategy.reshard_after_forward.reset();
+  }
+  if (job.keeps_prefetch) return;
+  strategy.fsdp1.backward_prefetch = choice.backward_prefetch;
+  strategy.fsdp1.forward_prefetch = choice.prefetch > 0;
+}
+
+bool IsPlainLoop(const StepProgram& step, std::int32_t& microbatches) {
+  microbatches = 0;
+  bool forward = true, ended = false;
+  for (const ProgramCall& call : step) {
+    if (const auto* f = std::get_if<ForwardCall>(&call)) {
+      if (!forward || ended || f->microbatch != microbatches || f->trace != 0 || f->training) return false;
+      forward = false;
+    } else if (const auto* b = std::get_if<BackwardCall>(&call)) {
+      if (forward || ended || b->microbatches != std::vector<std::int32_t>{microbatches} || b->trace != 0)
+        return false;
+      forward = true;
+      ++microbatches;
+    } else if (const auto* m = std::get_if<ModuleCall>(&call)) {
+      if (ended || m->method != "set_requires_gradient_sync" || !m->module.empty()) return false;
+    } else {
+      ended = true;
+    }
+  }
+  return ended && forward;
+}
+
+std::string UnitsText(const Job& job, const Choice& choice) {
+  if (job.keeps_units) return "as given";
+  std::vector<std::string> sizes;
+  for (std::size_t i = 0; i < choice.units.size();) {
+    std::size_t same = i;
+    while (same < choice.units.size() && choice.units[same] == choice.units[i]) ++same;
+    const std::int32_t size = choice.units[i];
+    const std::string one = size < 0 ? fmt::format("{} in the root", -size) : fmt::format("{}", size);
+    sizes.push_back(same - i > 1 ? fmt::format("{} x {}", same - i, one) : one);
+    i = same;
+  }
+  return fmt::format("modules of the chain in a unit: {}", fmt::join(sizes, ", "));
+}
+
+std::string ReshardText(const Job& job, const Choice& choice) {
+  if (job.keeps_reshard) return "as given";
+  if (choice.fsdp1) return choice.grad_op ? "kept through the backward" : "freed after the forward";
+  const std::int32_t units = UnitCount(choice);
+  const std::string others = choice.part > 1 ? fmt::format("kept on {} ranks", choice.part) : "freed";
+  return fmt::format("{} of {} units kept whole after the forward, the others {}, the root {}",
+                     std::min(choice.kept, units), units, others, choice.root_freed ? "freed" : "kept");
+}
+
+std::string PrefetchText(const Job& job, const Choice& choice) {
+  if (job.keeps_prefetch) return "as given";
+  if (choice.fsdp1)
+    return fmt::format("forward {}, backward {}", choice.prefetch > 0 ? "next" : "none",
+                       choice.backward_prefetch == Fsdp1BackwardPrefetch::kPre    ? "pre"
+                       : choice.backward_prefetch == Fsdp1BackwardPrefetch::kPost ? "post"
+                                                                                  : "none");
+  return fmt::format("{} ahead, {} inputs of reduce-scatters in flight, {}",
+                     choice.prefetch == 0 ? "as PyTorch" : fmt::format("{} units", choice.prefetch),
+                     choice.in_flight, choice.own_communicator ? "two communicators" : "one communicator");
+}
+
+std::string AccumulationText(const Job& job, const Choice& choice) {
+  if (job.keeps_accumulation || job.microbatches < 2 || !job.plain_loop) return "as given";
+  switch (choice.accumulation) {
+    case Accumulation::kEach:
+      return "gradients are reduced in every micro-batch";
+    case Accumulation::kLast:
+      return "gradients are reduced in the last micro-batch";
+    case Accumulation::kLastKept:
+      return "gradients are reduced in the last micro-batch, kept units stay gathered until then";
+    case Accumulation::kReplicasLast:
+      return "gradients are added up over the replicas in the last micro-batch";
+  }
+  return "";
+}
+
+std::string CheckpointText(const Job& job, const Choice& choice) {
+  if (job.keeps_checkpoint) return "as given";
+  if (choice.recomputed == 0) return "nothing is recomputed";
+  const std::string what =
+      choice.children.empty() ? "whole" : fmt::format("{}", fmt::join(choice.children, ", "));
+  return fmt::format("{} of {} blocks are recomputed: {}", choice.recomputed, job.chain.blocks, what);
+}
+
+}  // namespace
+
+Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
+  Job job{.strategy = strategy, .chain = MakeModelChain(trace)};
+  job.shards = ranks;
+  for (const StrategyMeshDim& dim : strategy.mesh) {
+    if (dim.name == "replicate") job.replicas = dim.size;
+  }
+  if (job.replicas > 1) job.shards = ranks / job.replicas;
+  job.plain_loop = strategy.program.size() == 1 && IsPlainLoop(strategy.program.front(), job.microbatches);
+  if (!job.plain_loop) job.microbatches = 1;
+  return job;
+}
+
+Strategy StrategyOf(const Job& job, const Choice& choice) {
+  Strategy strategy = job.strategy;
+  strategy.policy = choice.fsdp1 ? "fsdp1" : "fsdp2";
+  if (!job.keeps_reshard) strategy.reshard_after_forward.reset();
+  if (!job.keeps_units) {
+    strategy.units = RulesOf(job, choice);
+  } else if (!job.keeps_reshard && !choice.fsdp1) {
+    for (UnitRule& rule : strategy.units) rule.reshard_after_forward.reset();
+    strategy.reshard_after_forward = choice.kept > 0   ? ReshardAfterForward(false)
+                                     : choice.part > 1 ? ReshardAfterForward(choice.part)
+                                                       : ReshardAfterForward(true);
+  }
+  SetCheckpoint(job, choice, strategy);
+  WriteLoop(job, choice, strategy);
+  strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
+  if (choice.fsdp1) {
+    SetFsdp1(job, choice, strategy);
+  } else if (!job.keeps_prefetch) {
+    strategy.fsdp2.forward_prefetch = choice.prefetch;
+    strategy.fsdp2.backward_prefetch = choice.prefetch == 0 ? -1 : choice.prefetch;
+    strategy.fsdp2.forward_prefetch_lists.clear();
+    strategy.fsdp2.backward_prefetch_lists.clear();
+    strategy.fsdp2.reduce_scatter_inputs_in_flight = choice.in_flight;
+    strategy.fsdp2.separate_reduce_scatter_communicator = choice.own_communicator;
+  }
+  return strategy;
+}
+
+const std::vector<std::string>& DecisionNames() {
+  static const std::vector<std::string> names = {"policy",     "units",        "reshard",
+                                                 "checkpoint", "accumulation", "prefetch"};
+  return names;
+}
+
+std::string DecisionText(const Job& job, const Choice& choice, const std::string& decision) {
+  if (decision == "policy") return choice.fsdp1 ? "fsdp1" : "fsdp2";
+  if (decision == "units") return UnitsText(job, choice);
+  if (decision == "reshard") return ReshardText(job, choice);
+  if (decision == "checkpoint") return CheckpointText(job, choice);
+  if (decision == "accumulation") return AccumulationText(job, choice);
+  return PrefetchText(job, choice);
+}
+
+Choice WithDecision(Choice choice, const std::string& decision, const Choice& other) {
+  if (decision == "policy") choice.fsdp1 = other.fsdp1;
+  if (decision == "units") choice.units = other.units;
+  if (decision == "reshard") {
+    choice.kept = other.kept;
+    choice.part = other.part;
+    choice.root_freed = other.root_freed;
+    choice.grad_op = other.grad_op;
+  }
+  if (decision == "checkpoint") {
+    choice.recomputed = other.recomputed;
+    choice.children = other.children;
+  }
+  if (decision == "accumulation") choice.accumulation = other.accumulation;
+  if (decision == "prefetch") {
+    choice.prefetch = other.prefetch;
+    choice.in_flight = other.in_flight;
+    choice.own_communicator = other.own_communicator;
+    choice.backward_prefetch = other.backward_prefetch;
+  }
+  return choice;
+}
+
+std::vector<std::int32_t> UnitsOfBlocks(const ModelChain& chain, std::int32_t size, Ends ends) {
+  std::vector<std::int32_t> units;
+  std::int32_t modules = 0, blocks = 0;  // in the unit that is being filled
+  const auto close = [&] {
+    if (modules > 0) units.push_back(modules);
+    modules = blocks = 0;
+  };
+  for (const ChainModule& module : chain.modules) {
+    const bool starts = module.block ? blocks >= size : ends != Ends::kJoined && blocks > 0;
+    const bool left = module.block && ends != Ends::kJoined && modules > blocks;
+    if (starts || left) close();
+    if (!module.block && ends == Ends::kRoot) {
+      units.push_back(-1);
+      continue;
+    }
+    ++modules;
+    blocks += module.block;
+  }
+  close();
+  return units;
+}
+
+}  // namespace shardplan::optimize

@@ -1,0 +1,60 @@
+// A choice of every decision, and the strategy that it is.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "optimize/model_chain.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan::optimize {
+
+// When gradients are reduced, and parameters kept, over the micro-batches of a step.
+enum class Accumulation : std::uint8_t { kEach, kLast, kLastKept, kReplicasLast };
+
+struct Choice {
+  bool fsdp1 = false;
+  // How many neighbours of the chain are in each unit, from its begin; what is behind is the root's.
+  // A negative number: so many are the root's.
+  std::vector<std::int32_t> units;
+  std::int32_t kept = 0;          // units from the end that are not freed after the forward
+  std::int64_t part = 0;          // the others are kept on so many ranks; 0: freed
+  bool root_freed = false;        // the root's own parameters are, too
+  std::int32_t prefetch = 0;      // units ahead, in both passes; 0: as PyTorch by default
+  std::int32_t in_flight = 1;     // inputs of reduce-scatters
+  bool own_communicator = false;  // of the reduce-scatters
+  Accumulation accumulation = Accumulation::kEach;
+  std::int32_t recomputed = 0;        // blocks from the first that are recomputed
+  std::vector<std::string> children;  // of which only these modules are; empty: they are as a whole
+  bool offload = false;
+  // fsdp1
+  bool grad_op = false;  // SHARD_GRAD_OP
+  Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;
+  auto operator<=>(const Choice&) const = default;
+};
+
+// What a choice is made for.
+struct Job {
+  Strategy strategy;
+  ModelChain chain;
+  std::int64_t shards = 1, replicas = 1;
+  std::int32_t microbatches = 1;
+  bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
+  bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,
+       keeps_accumulation = false;
+};
+
+Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
+Strategy StrategyOf(const Job& job, const Choice& choice);
+// The decision in words, one for each name in DecisionNames().
+const std::vector<std::string>& DecisionNames();
+std::string DecisionText(const Job& job, const Choice& choice, const std::string& decision);
+// `choice` with that decision as `other` has it.
+Choice WithDecision(Choice choice, const std::string& decision, const Choice& other);
+
+// The chain cut into units of so many blocks. Modules before and behind them: as `ends` says.
+enum class Ends : std::uint8_t { kRoot, kOwn, kJoined };
+std::vector<std::int32_t> UnitsOfBlocks(const ModelChain& chain, std::int32_t size, Ends ends);
+
+}  // namespace shardplan::optimize

@@ -1,0 +1,132 @@
+#include "optimize/evaluator.h"
+
+#include <algorithm>
+#include <set>
+#include <thread>
+
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/simulator/reserved_memory.h"
+
+namespace shardplan::optimize {
+namespace {
+
+// Kernels and collectives of a step at the prices that are best for them, the same all the time.
+Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, const EngineStep& step) {
+  std::int64_t kernels_ns = 0;
+  std::vector<std::int64_t> links_ns(cluster.links.size(), 0);
+  for (const EngineInstruction& i : step.code) {
+    if (i.op == EngineOp::kSegment) {
+      const EngineSegment& segment = program.segments[static_cast<std::size_t>(i.operand)];
+      if (segment.count > 0)
+        kernels_ns += program.operators[static_cast<std::size_t>(segment.first)].rest_ns.value;
+    } else if (i.op == EngineOp::kWork && i.work == WorkClass::kCollective) {
+      if (i.link >= 0) links_ns[static_cast<std::size_t>(i.link)] += i.duration_ns.value;
+    } else if (i.op == EngineOp::kWork && (i.work == WorkClass::kCompute || i.work == WorkClass::kCopy)) {
+      kernels_ns += i.duration_ns.value;
+    }
+  }
+  __extension__ using Int128 = __int128;
+  std::int64_t best_ns = kernels_ns;
+  for (std::size_t l = 0; l < links_ns.size(); ++l) {
+    std::vector<std::int64_t> shares(links_ns.size(), 0);
+    shares[l] = kPriceScale;
+    for (std::int64_t kernels = 0; kernels <= kPriceScale; kernels += kPriceScale / 32) {
+      const WindowPrices prices = HighestPrices(cluster, kernels, shares);
+      const Int128 worth = Int128{prices.kernels} * kernels_ns + Int128{prices.links[l]} * links_ns[l];
+      best_ns = std::max(best_ns, static_cast<std::int64_t>(worth / kPriceScale));
+    }
+  }
+  return {best_ns};
+}
+
+}  // namespace
+
+Result<Evaluation> Measure(const Plan& plan) {
+  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
+  if (!program) return std::unexpected(program.error());
+  const auto last = static_cast<std::int32_t>(program->steps.size()) - 1;
+  const Result<EngineResult> run = RunStep(*program, last, nullptr);
+  if (!run) return std::unexpected(run.error());
+  const PooledMemory memory = PoolMemory(plan);
+  return Evaluation{.planned = true,
+                    .step_ns = run->end_ns,
+                    .pooled_bytes = memory.pooled_bytes,
+                    .allocated_bytes = memory.allocated_bytes,
+                    .work_ns = WorkBound(plan.cluster, *program, program->steps.back())};
+}
+
+Bytes ReservedBy(const Plan& plan) { return ReserveMemory(plan, MemoryHistoryOf(plan)).peak_reserved_bytes; }
+
+Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
+                     const OptimizeOptions& options)
+    : trace_(trace), job_(job), cluster_(cluster), options_(options) {}
+
+bool Evaluator::Ended() {
+  if (Stopped()) ended_ = true;
+  const std::int64_t limit_ns = options_.time_limit_ns.value;
+  if (limit_ns > 0 && std::chrono::steady_clock::now() - begin_ > std::chrono::nanoseconds(limit_ns))
+    ended_ = true;
+  return ended_;
+}
+
+// The passes that neither a time nor a byte depends on are left out.
+Result<PlannerOutput> Evaluator::PlanOf(const Choice& choice) const {
+  const PlanOptions options{.verify = false, .skip = {"build_graph", "linearise", "digest"}};
+  return MakePlan(trace_, StrategyOf(job_, choice), cluster_, options);
+}
+
+Bytes Evaluator::Reserved(const Choice& choice) {
+  if (const auto known = reserved_.find(choice); known != reserved_.end()) return known->second;
+  const Result<PlannerOutput> planned = PlanOf(choice);
+  return reserved_[choice] = planned ? ReservedBy(planned->plan) : Bytes{std::int64_t{1} << 53};
+}
+
+Evaluation Evaluator::EvaluateOne(const Choice& choice) const {
+  const Result<PlannerOutput> planned = PlanOf(choice);
+  if (!planned) return {.error = planned.error()};
+  Result<Evaluation> measured = Measure(planned->plan);
+  return measured ? std::move(*measured) : Evaluation{.error = measured.error()};
+}
+
+std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, bool even_late) {
+  std::vector<const Choice*> wanted;
+  std::set<Choice> seen;
+  for (const Choice& choice : choices) {
+    if (!known_.contains(choice) && seen.insert(choice).second) wanted.push_back(&choice);
+  }
+  std::vector<Evaluation> made(wanted.size());
+  std::vector<char> done(wanted.size(), 0);
+  std::atomic<std::size_t> next = 0;
+  const auto work = [&] {
+    for (std::size_t i = next++; i < wanted.size(); i = next++) {
+      // The very first is always planned: there is an answer to give.
+      const bool over = even_late ? Stopped() : Ended();
+      if (over && !(known_.empty() && i == 0)) return;
+      made[i] = EvaluateOne(*wanted[i]);
+      done[i] = 1;
+    }
+  };
+  std::vector<std::thread> threads;
+  const auto helpers =
+      std::min<std::size_t>(wanted.size(), static_cast<std::size_t>(std::max(options_.threads, 1)));
+  for (std::size_t t = 1; t < helpers; ++t) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (done[i] == 0) continue;
+    known_[*wanted[i]] = std::move(made[i]);
+    ++evaluations_;
+  }
+  std::vector<Evaluation> answers;
+  for (const Choice& choice : choices) {
+    const auto found = known_.find(choice);
+    answers.push_back(found == known_.end() ? Evaluation{} : found->second);
+  }
+  return answers;
+}
+
+}  // namespace shardplan::optimize

@@ -1,0 +1,61 @@
+// Plans and simulates choices: each once, several at a time.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "optimize/choice.h"
+#include "shardplan/planner/optimize.h"
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan::optimize {
+
+struct Evaluation {
+  bool planned = false;  // false: there is no such plan
+  Nanoseconds step_ns;
+  Bytes pooled_bytes;
+  Bytes allocated_bytes;
+  // The step is no shorter with the same work in another order: what Lemma 1 of docs/optimize.md says of it.
+  Nanoseconds work_ns;
+  Error error;  // why there is none
+};
+
+class Evaluator {
+ public:
+  Evaluator(const Trace& trace, const Job& job, const Cluster& cluster, const OptimizeOptions& options);
+
+  // Of each choice. Once the search has to end, what is not known yet is not planned.
+  // `even_late`: only a signal keeps it from that.
+  std::vector<Evaluation> Evaluate(const std::vector<Choice>& choices, bool even_late = false);
+  // What the allocator's model reserves for a choice that was planned.
+  Bytes Reserved(const Choice& choice);
+  // The search has to end: the time is over, or somebody said so.
+  bool Ended();
+  std::int64_t evaluations() const { return evaluations_; }
+  const std::map<Choice, Evaluation>& known() const { return known_; }
+
+ private:
+  bool Stopped() const { return options_.stop != nullptr && options_.stop->load(); }
+  Evaluation EvaluateOne(const Choice& choice) const;
+  Result<PlannerOutput> PlanOf(const Choice& choice) const;
+
+  const Trace& trace_;
+  const Job& job_;
+  const Cluster& cluster_;
+  const OptimizeOptions& options_;
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::map<Choice, Evaluation> known_;
+  std::map<Choice, Bytes> reserved_;
+  std::int64_t evaluations_ = 0;
+  std::atomic<bool> ended_ = false;
+};
+
+// Of a plan that was made already.
+Result<Evaluation> Measure(const Plan& plan);
+Bytes ReservedBy(const Plan& plan);
+
+}  // namespace shardplan::optimize

@@ -1,0 +1,74 @@
+#include "optimize/model_chain.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "shardplan/planner/planner.h"
+
+namespace shardplan::optimize {
+namespace {
+
+bool IsInside(const std::string& fqn, const std::set<std::string>& outer) {
+  for (std::size_t dot = fqn.find('.'); dot != std::string::npos; dot = fqn.find('.', dot + 1)) {
+    if (outer.contains(fqn.substr(0, dot))) return true;
+  }
+  return false;
+}
+
+// When the forwards enter each module first.
+std::map<std::string, std::size_t> FirstEntered(const Trace& trace) {
+  std::map<std::string, std::size_t> first;
+  std::size_t count = 0;
+  for (const Pass& pass : trace.forwards) {
+    for (const TraceEvent& event : pass.events) {
+      if (const auto* enter = std::get_if<EnterEvent>(&event))
+        first.emplace(trace.modules[enter->module].fqn, count++);
+    }
+  }
+  return first;
+}
+
+std::vector<std::string> ChildrenOf(const Trace& trace, const std::string& fqn) {
+  std::vector<std::string> children;
+  for (const Module& module : trace.modules) {
+    if (module.fqn.size() > fqn.size() && module.fqn.starts_with(fqn + ".") &&
+        module.fqn.find('.', fqn.size() + 1) == std::string::npos && module.same_module_as.empty()) {
+      children.push_back(module.fqn.substr(fqn.size() + 1));
+    }
+  }
+  return children;
+}
+
+}  // namespace
+
+ModelChain MakeModelChain(const Trace& trace) {
+  const std::map<std::string, std::size_t> entered = FirstEntered(trace);
+  const std::vector<UnitRule> rules = DefaultUnits(trace);
+  std::set<std::string> blocks;
+  if (rules.size() > 1) blocks.insert(rules.front().modules.begin(), rules.front().modules.end());
+  ModelChain chain;
+  std::set<std::string> taken = blocks;
+  for (const Module& module : trace.modules) {
+    const bool runs = entered.contains(module.fqn) && module.same_module_as.empty();
+    if (!runs || module.fqn.empty()) continue;
+    const bool block = blocks.contains(module.fqn);
+    if (!block && (module.parameters.empty() || IsInside(module.fqn, taken))) continue;
+    taken.insert(module.fqn);
+    chain.modules.push_back({module.fqn, block});
+    chain.blocks += block;
+  }
+  std::ranges::stable_sort(chain.modules, {}, [&](const ChainModule& m) { return entered.at(m.fqn); });
+  bool first = true;
+  for (const ChainModule& module : chain.modules) {
+    if (!module.block) continue;
+    std::vector<std::string> children = ChildrenOf(trace, module.fqn);
+    std::erase_if(children, [&](const std::string& c) { return !entered.contains(module.fqn + "." + c); });
+    if (first) chain.children = children;
+    std::erase_if(chain.children, [&](const std::string& c) { return std::ranges::count(children, c) == 0; });
+    first = false;
+  }
+  return chain;
+}
+
+}  // namespace shardplan::optimize

@@ -1,0 +1,25 @@
+// What units are made of: modules in the order in which the forward enters them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan::optimize {
+
+struct ChainModule {
+  std::string fqn;
+  bool block = false;  // one of the repeated blocks
+};
+
+struct ModelChain {
+  std::vector<ChainModule> modules;   // every parameter is under one of them, or the root's own
+  std::vector<std::string> children;  // names that every block has, of modules that can be recomputed
+  std::int32_t blocks = 0;
+};
+
+ModelChain MakeModelChain(const Trace& trace);
+
+}  // namespace shardplan::optimize

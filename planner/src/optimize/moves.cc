@@ -1,0 +1,314 @@
+#include "optimize/moves.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+
+namespace shardplan::optimize {
+namespace {
+
+constexpr std::int32_t kAll = std::numeric_limits<std::int32_t>::max();
+
+std::vector<Accumulation> Accumulations(const Job& job) {
+  if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
+  std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kLast, Accumulation::kLastKept};
+  if (job.replicas > 1) all.push_back(Accumulation::kReplicasLast);
+  return all;
+}
+
+std::vector<bool> Policies(const Job& job, const OptimizeOptions& options) {
+  if (options.fixed.contains("policy")) return {job.strategy.policy == "fsdp1"};
+  return {false, true};
+}
+
+// The sizes of a smaller mesh: powers of two that divide the shards, and a node.
+std::vector<std::int64_t> Parts(const Job& job) {
+  std::vector<std::int64_t> parts;
+  for (std::int64_t ranks = 2; ranks < job.shards; ranks *= 2) {
+    if (job.shards % ranks == 0) parts.push_back(ranks);
+  }
+  return parts;
+}
+
+Choice Titan(const Job& job) {
+  Choice choice{.units = UnitsOfBlocks(job.chain, 1, Ends::kOwn)};
+  const bool tail = !job.chain.modules.empty() && !job.chain.modules.back().block;
+  choice.kept = tail ? 1 : 0;
+  return choice;
+}
+
+Choice Default(const Job& job) { return {.units = UnitsOfBlocks(job.chain, 1, Ends::kRoot)}; }
+
+Choice Fsdp1(const Job& job, bool grad_op) {
+  Choice choice = Default(job);
+  choice.fsdp1 = true;
+  choice.grad_op = grad_op;
+  return choice;
+}
+
+// Small units where nothing hides them, large ones between.
+std::vector<std::int32_t> Ramp(const Job& job, std::int32_t first, std::int32_t most) {
+  std::vector<std::int32_t> front, back;
+  auto left = static_cast<std::int32_t>(job.chain.modules.size());
+  for (std::int32_t size = first; left > 0; size = std::min(size * 2, most)) {
+    front.push_back(std::min(size, left));
+    left -= front.back();
+    if (left <= 0) break;
+    back.push_back(std::min(size, left));
+    left -= back.back();
+  }
+  front.insert(front.end(), back.rbegin(), back.rend());
+  return front;
+}
+
+// What can be done at border i of the units: they are joined, one module goes over it, or the first is cut.
+void AddBorderMoves(const std::vector<std::int32_t>& units, std::size_t i,
+                    std::vector<std::vector<std::int32_t>>& made) {
+  const auto at = [](std::vector<std::int32_t>& list, std::size_t index) {
+    return list.begin() + static_cast<std::ptrdiff_t>(index);
+  };
+  if (units[i] >= 2) {
+    std::vector<std::int32_t> cut = units;
+    cut[i] = units[i] / 2;
+    cut.insert(at(cut, i), units[i] - cut[i]);
+    made.push_back(std::move(cut));
+  }
+  if (i + 1 >= units.size() || units[i] < 0 || units[i + 1] < 0) return;
+  std::vector<std::int32_t> joined = units;
+  joined[i] += units[i + 1];
+  joined.erase(at(joined, i + 1));
+  made.push_back(std::move(joined));
+  for (const std::int32_t over : {1, -1}) {
+    std::vector<std::int32_t> shifted = units;
+    shifted[i] += over;
+    shifted[i + 1] -= over;
+    if (shifted[i] > 0 && shifted[i + 1] > 0) made.push_back(std::move(shifted));
+  }
+}
+
+void AddUnitMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  if (job.keeps_units) return;
+  std::vector<std::vector<std::int32_t>> made;
+  for (const Ends ends : {Ends::kRoot, Ends::kOwn, Ends::kJoined}) {
+    for (std::int32_t size = 1; size <= (from.fsdp1 ? 1 : job.chain.blocks); size *= 2) {
+      made.push_back(UnitsOfBlocks(job.chain, size, ends));
+    }
+  }
+  if (!from.fsdp1) {
+    for (const std::int32_t first : {1, 2, 3}) {
+      for (std::int32_t most = 2; most <= job.chain.blocks; most *= 2) made.push_back(Ramp(job, first, most));
+    }
+    constexpr std::size_t kFew = 12;  // where all borders are tried, not only those at the ends
+    const std::size_t count = from.units.size();
+    for (std::size_t i = 0; i < count; ++i) {
+      if (count <= kFew || i < 3 || i + 3 >= count) AddBorderMoves(from.units, i, made);
+    }
+  }
+  for (std::vector<std::int32_t>& units : made) {
+    moves.push_back(from);
+    moves.back().units = std::move(units);
+  }
+}
+
+void AddReshardMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  if (job.keeps_reshard) return;
+  const auto add = [&](auto change) {
+    Choice next = from;
+    change(next);
+    moves.push_back(std::move(next));
+  };
+  if (from.fsdp1) {
+    add([](Choice& c) { c.grad_op = !c.grad_op; });
+    return;
+  }
+  const auto units = static_cast<std::int32_t>(from.units.size());
+  const std::int32_t kept = std::min(from.kept, units);
+  add([](Choice& c) { c.kept = 0; });
+  add([](Choice& c) { c.kept = kAll; });
+  add([](Choice& c) { c.root_freed = !c.root_freed; });
+  for (std::int32_t step = 1; step <= units; step *= 2) {
+    if (kept + step < units) add([&](Choice& c) { c.kept = kept + step; });
+    if (kept - step > 0) add([&](Choice& c) { c.kept = kept - step; });
+  }
+  add([](Choice& c) { c.part = 0; });
+  for (const std::int64_t part : Parts(job)) add([&](Choice& c) { c.part = part; });
+}
+
+void AddCheckpointMoves(const Job& job, const OptimizeOptions& options, const Choice& from,
+                        std::vector<Choice>& moves) {
+  if (job.keeps_checkpoint || !options.may_checkpoint) return;
+  const std::int32_t blocks = job.chain.blocks;
+  const auto add = [&](std::int32_t count, std::vector<std::string> children) {
+    Choice next = from;
+    next.recomputed = std::clamp(count, 0, blocks);
+    next.children = next.recomputed == 0 ? std::vector<std::string>{} : std::move(children);
+    moves.push_back(std::move(next));
+  };
+  add(0, {});
+  add(blocks, from.children);
+  for (std::int32_t step = 1; step <= blocks; step *= 2) {
+    add(from.recomputed + step, from.children);
+    add(from.recomputed - step, from.children);
+  }
+  if (from.recomputed == 0) {
+    for (const std::string& child : job.chain.children) add(blocks, {child});
+    return;
+  }
+  add(from.recomputed, {});
+  for (const std::string& child : job.chain.children) {
+    add(from.recomputed, {child});
+    std::vector<std::string> others = from.children;
+    if (std::erase(others, child) == 0) others.push_back(child);
+    std::ranges::sort(others);
+    if (!others.empty()) add(from.recomputed, others);
+  }
+}
+
+void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  for (const Accumulation accumulation : Accumulations(job)) {
+    moves.push_back(from);
+    moves.back().accumulation = accumulation;
+  }
+}
+
+void AddOffloadMoves(const OptimizeOptions& options, const Choice& from, std::vector<Choice>& moves) {
+  if (!options.may_offload || from.fsdp1) return;
+  moves.push_back(from);
+  moves.back().offload = !from.offload;
+}
+
+void AddOrderMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  if (job.keeps_prefetch) return;
+  const std::vector<Choice> orders = Orders(job, from);
+  moves.insert(moves.end(), orders.begin(), orders.end());
+  if (from.fsdp1) return;
+  for (const std::int32_t in_flight : {3, 4}) {
+    moves.push_back(from);
+    moves.back().in_flight = in_flight;
+  }
+}
+
+}  // namespace
+
+std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options) {
+  std::vector<NamedChoice> baselines;
+  for (const bool fsdp1 : Policies(job, options)) {
+    if (fsdp1) {
+      baselines.push_back({"fsdp1 full_shard", Fsdp1(job, false)});
+      baselines.push_back({"fsdp1 shard_grad_op", Fsdp1(job, true)});
+    } else {
+      baselines.push_back({"fsdp2 default", Default(job)});
+      baselines.push_back({"fsdp2 as torchtitan wraps", Titan(job)});
+    }
+  }
+  if (!options.may_checkpoint || job.keeps_checkpoint) return baselines;
+  const std::size_t plain = baselines.size();
+  for (std::size_t i = 0; i < plain; ++i) {
+    NamedChoice recomputed = baselines[i];
+    recomputed.name += ", blocks recomputed";
+    recomputed.choice.recomputed = job.chain.blocks;
+    baselines.push_back(std::move(recomputed));
+  }
+  return baselines;
+}
+
+std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
+  std::vector<Choice> works;
+  for (const bool fsdp1 : Policies(job, options)) {
+    if (fsdp1) {
+      works.push_back(Fsdp1(job, false));
+      works.push_back(Fsdp1(job, true));
+      continue;
+    }
+    works.push_back(Default(job));
+    for (const Ends ends : {Ends::kOwn, Ends::kRoot}) {
+      for (std::int32_t size = 1; size <= std::min(8, std::max(1, job.chain.blocks)); size *= 2) {
+        Choice choice = Titan(job);
+        choice.units = UnitsOfBlocks(job.chain, size, ends);
+        works.push_back(choice);
+        choice.kept = kAll;
+        works.push_back(choice);
+        if (const std::vector<std::int64_t> parts = Parts(job); !parts.empty()) {
+          choice.kept = Titan(job).kept;
+          choice.part = std::min<std::int64_t>(8, parts.back());
+          works.push_back(choice);
+        }
+      }
+    }
+  }
+  std::vector<Choice> grid;
+  for (const Choice& work : works) {
+    for (const Accumulation accumulation : Accumulations(job)) {
+      Choice choice = work;
+      choice.accumulation = accumulation;
+      grid.push_back(choice);
+      if (!options.may_checkpoint || job.keeps_checkpoint) continue;
+      choice.recomputed = job.chain.blocks;
+      grid.push_back(choice);
+    }
+  }
+  return grid;
+}
+
+std::vector<Choice> Orders(const Job& job, const Choice& choice) {
+  std::vector<Choice> orders;
+  if (job.keeps_prefetch) return orders;
+  for (std::int32_t prefetch = 0; prefetch <= 3; ++prefetch) {
+    Choice next = choice;
+    next.prefetch = prefetch;
+    if (choice.fsdp1) {
+      if (prefetch > 1) continue;
+      for (const auto backward :
+           {Fsdp1BackwardPrefetch::kNone, Fsdp1BackwardPrefetch::kPre, Fsdp1BackwardPrefetch::kPost}) {
+        next.backward_prefetch = backward;
+        orders.push_back(next);
+      }
+      continue;
+    }
+    for (const std::int32_t in_flight : {1, 2}) {
+      for (const bool own : {false, true}) {
+        next.in_flight = in_flight;
+        next.own_communicator = own;
+        orders.push_back(next);
+      }
+    }
+  }
+  return orders;
+}
+
+std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const Choice& choice,
+                          int move_class) {
+  std::vector<Choice> moves;
+  switch (move_class) {
+    case 0:
+      AddReshardMoves(job, choice, moves);
+      AddAccumulationMoves(job, choice, moves);
+      break;
+    case 1:
+      AddCheckpointMoves(job, options, choice, moves);
+      AddOffloadMoves(options, choice, moves);
+      break;
+    case 2:
+      AddUnitMoves(job, choice, moves);
+      break;
+    default:
+      AddOrderMoves(job, choice, moves);
+  }
+  std::erase(moves, choice);
+  std::set<Choice> seen;
+  std::erase_if(moves, [&](const Choice& move) { return !seen.insert(move).second; });
+  return moves;
+}
+
+std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options) {
+  std::vector<Choice> frugal;
+  for (const bool fsdp1 : Policies(job, options)) {
+    Choice choice{.fsdp1 = fsdp1, .units = UnitsOfBlocks(job.chain, 1, Ends::kOwn), .root_freed = true};
+    if (options.may_checkpoint && !job.keeps_checkpoint) choice.recomputed = job.chain.blocks;
+    choice.offload = options.may_offload && !fsdp1;
+    frugal.push_back(std::move(choice));
+  }
+  return frugal;
+}
+
+}  // namespace shardplan::optimize

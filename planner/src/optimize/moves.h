@@ -1,0 +1,30 @@
+// Where the search begins, and where it can go.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "optimize/choice.h"
+#include "shardplan/planner/optimize.h"
+
+namespace shardplan::optimize {
+
+struct NamedChoice {
+  std::string name;
+  Choice choice;
+};
+
+// FSDP2 as it is by default, and as torchtitan wraps; FSDP1.
+std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options);
+// The grid of what people turn, without the knobs that change nothing but the order of the same work.
+std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
+// One of them with every setting of those knobs.
+std::vector<Choice> Orders(const Job& job, const Choice& choice);
+// The choices next to one in a class of decisions, of kMoveClasses.
+inline constexpr int kMoveClasses = 4;
+std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const Choice& choice,
+                          int move_class);
+// The one that needs least memory, as far as that can be told without planning.
+std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options);
+
+}  // namespace shardplan::optimize

@@ -1,0 +1,19 @@
+// Looks for the prices that prove most. What they prove, the checker's own function says.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/optimization.h"
+#include "shardplan/simulator/lower_bound.h"
+
+namespace shardplan::optimize {
+
+// Positions at which windows end: the ends of the step and of its passes, and others evenly in the model's
+// time.
+std::vector<std::int64_t> ChooseCuts(const StepWork& work);
+
+CertificateBranch FindPrices(const StepWork& work, const std::vector<std::int64_t>& cuts, LayoutKind layout,
+                             Bytes budget);
+
+}  // namespace shardplan::optimize

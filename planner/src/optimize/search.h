@@ -1,0 +1,45 @@
+// From the best of what people set to the best next to it, until nothing next to it is better.
+#pragma once
+
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "optimize/evaluator.h"
+#include "optimize/moves.h"
+
+namespace shardplan::optimize {
+
+struct Found {
+  Choice choice;
+  Evaluation evaluation;
+};
+
+class Search {
+ public:
+  Search(Evaluator& evaluator, const Job& job, const OptimizeOptions& options)
+      : evaluator_(evaluator), job_(job), options_(options) {}
+
+  // The fastest of which neither what is pooled nor what is reserved is over the budget; where none is, the
+  // one that pools least. Plans that `refuse` holds are passed over.
+  std::optional<Found> Run(const std::set<Choice>& refused);
+  bool Fits(const Found& found);
+
+ private:
+  void Consider(const std::vector<Choice>& choices);
+  void Tell();
+  void TryOrders(const std::vector<Choice>& grid);
+  void Climb();
+  std::optional<Found> Next(const std::set<Choice>& tried) const;
+
+  Evaluator& evaluator_;
+  const Job& job_;
+  const OptimizeOptions& options_;
+  std::set<Choice> refused_;
+  std::optional<Found> best_;
+  bool fits_ = false;                                  // the best does
+  std::optional<std::pair<bool, std::int64_t>> told_;  // of the best that progress was told of
+};
+
+}  // namespace shardplan::optimize

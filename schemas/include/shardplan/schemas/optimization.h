@@ -1,0 +1,100 @@
+// What the optimising planner says of a plan: its report, and the certificate of how near to the best it is
+// (docs/optimize.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
+
+namespace shardplan {
+
+// What a nanosecond of work costs in one window of the step, in parts of kPriceScale.
+inline constexpr std::int64_t kPriceScale = std::int64_t{1} << 20;
+struct WindowPrices {
+  std::int64_t kernels = 0;
+  std::vector<std::int64_t> links;  // as Cluster::links
+  bool operator==(const WindowPrices&) const = default;
+};
+
+// What a byte costs at one cut, in nanoseconds / kBytePriceScale.
+inline constexpr std::int64_t kBytePriceScale = std::int64_t{1} << 40;
+
+// The prices that prove the bound for the plans of one layout.
+struct CertificateBranch {
+  LayoutKind layout = LayoutKind::kPerParameter;
+  std::vector<WindowPrices> windows;  // one more than cuts
+  std::vector<std::int64_t> bytes;    // one for each cut
+  Nanoseconds lower_bound_ns;
+  bool operator==(const CertificateBranch&) const = default;
+};
+
+// No plan of the class has a shorter step than lower_bound_ns within the budget.
+struct Certificate {
+  Digests digests;             // of the trace, the strategy and the cluster of the plan
+  std::string plan_digest;     // "sha256:..." of the plan's document
+  std::string plan_class;      // which plans it is about (docs/optimize.md)
+  bool recomputation = false;  // plans that run parts of the forward again are among them
+  std::vector<LayoutKind> layouts;
+  Bytes budget_bytes;
+  Bytes peak_pooled_bytes;
+  Nanoseconds step_ns;
+  Nanoseconds lower_bound_ns;
+  std::vector<std::int64_t> cuts;  // operators of the step before which a window ends, ascending
+  std::vector<CertificateBranch> branches;
+  bool operator==(const Certificate&) const = default;
+};
+
+// A class of decisions: what was chosen, and the plan with everything else as chosen and this one left as
+// FSDP2 has it by default.
+struct DecisionReport {
+  std::string decision;
+  std::string chosen;
+  Nanoseconds worth_ns;  // how much longer the step is without it
+  Bytes without_bytes;   // pooled, without it
+  bool fits_without = true;
+  bool operator==(const DecisionReport&) const = default;
+};
+
+// A strategy that people use, planned and simulated for the same job.
+struct BaselineReport {
+  std::string name;
+  Nanoseconds step_ns;
+  Bytes peak_pooled_bytes;
+  bool fits = false;
+  bool operator==(const BaselineReport&) const = default;
+};
+
+// A plan of the price curve: none that was found is both smaller and no slower.
+struct CurvePoint {
+  Bytes peak_pooled_bytes;
+  Nanoseconds step_ns;
+  bool operator==(const CurvePoint&) const = default;
+};
+
+struct Optimization {
+  std::string model;
+  std::string policy;
+  std::string cluster;
+  std::string plan_digest;
+  Nanoseconds step_ns;
+  Nanoseconds lower_bound_ns;
+  std::int64_t gap_ppm = 0;  // (step - bound) / bound
+  Bytes peak_allocated_bytes;
+  Bytes peak_pooled_bytes;
+  Bytes peak_reserved_bytes;
+  Bytes budget_bytes;
+  Nanoseconds planning_ns;
+  std::int64_t evaluations = 0;  // plans that were made and simulated
+  std::int64_t evaluations_per_second = 0;
+  bool complete = true;  // false: the time limit or a signal ended the search
+  std::vector<DecisionReport> decisions;
+  std::vector<BaselineReport> baselines;
+  std::vector<CurvePoint> curve;  // ascending bytes
+  std::vector<std::string> notes;
+  bool operator==(const Optimization&) const = default;
+};
+
+}  // namespace shardplan

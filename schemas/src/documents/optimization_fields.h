@@ -1,0 +1,108 @@
+// The optimizer's report and the certificate in JSON (docs/optimize.md).
+#pragma once
+
+#include "documents/plan_fields.h"
+#include "shardplan/schemas/optimization.h"
+
+namespace shardplan {
+
+template <>
+inline constexpr Definition kDefinition<WindowPrices> = {
+    .says = "What a nanosecond of work costs in one window of the step, in parts of 2^20."};
+template <>
+inline constexpr auto kFields<WindowPrices> = FieldList(
+    Required("kernels", &WindowPrices::kernels, "Of kernels.").AtMost(kPriceScale),
+    Required("links", &WindowPrices::links, "Of collectives, by the cluster's links.").AtMost(kPriceScale));
+
+template <>
+inline constexpr bool kIsBlock<CertificateBranch> = true;
+template <>
+inline constexpr Definition kDefinition<CertificateBranch> = {
+    "certificate", "branch", "The prices that prove the bound for the plans of one layout."};
+template <>
+inline constexpr auto kFields<CertificateBranch> =
+    FieldList(Required("layout", &CertificateBranch::layout, "Of the units."),
+              Required("windows", &CertificateBranch::windows, "One more than there are cuts.").Lines(),
+              Required("bytes", &CertificateBranch::bytes,
+                       "What a byte of memory costs at each cut, in nanoseconds / 2^40."),
+              Required("lower_bound_ns", &CertificateBranch::lower_bound_ns, "What these prices prove."));
+
+template <>
+inline constexpr bool kIsBlock<Certificate> = true;
+template <>
+inline constexpr Definition kDefinition<Certificate> = {
+    "certificate", "certificate", "No plan of the class has a shorter step within the budget."};
+template <>
+inline constexpr auto kFields<Certificate> = FieldList(
+    Required("digests", &Certificate::digests, "Of the documents that the plan was made from."),
+    Required("plan_digest", &Certificate::plan_digest, "Digest of the plan, \"sha256:...\"."),
+    Required("plan_class", &Certificate::plan_class, "Which plans it is about."),
+    Required("recomputation", &Certificate::recomputation,
+             "Plans that run parts of the forward again are among them."),
+    Required("layouts", &Certificate::layouts, "Layouts of units that the plans may have."),
+    Required("budget_bytes", &Certificate::budget_bytes, "Of device memory, pooled."),
+    Required("peak_pooled_bytes", &Certificate::peak_pooled_bytes, "Of the plan."),
+    Required("step_ns", &Certificate::step_ns, "Of the plan."),
+    Required("lower_bound_ns", &Certificate::lower_bound_ns, "Of every plan of the class."),
+    Required("cuts", &Certificate::cuts, "Operators of the step before which a window ends, ascending."),
+    Required("branches", &Certificate::branches, "One for each layout.").Lines());
+
+template <>
+inline constexpr Definition kDefinition<DecisionReport> = {
+    .says = "What was chosen in one class of decisions, and what it is worth."};
+template <>
+inline constexpr auto kFields<DecisionReport> =
+    FieldList(Required("decision", &DecisionReport::decision, "Its name."),
+              Required("chosen", &DecisionReport::chosen, "In words."),
+              Required("worth_ns", &DecisionReport::worth_ns,
+                       "How much longer the step is with FSDP2's default in its place.")
+                  .AtLeast(-kMaxExact),
+              Required("without_bytes", &DecisionReport::without_bytes, "Pooled bytes then."),
+              Required("fits_without", &DecisionReport::fits_without, "Whether they are in the budget."));
+
+template <>
+inline constexpr Definition kDefinition<BaselineReport> = {
+    .says = "A strategy that people use, for the same job."};
+template <>
+inline constexpr auto kFields<BaselineReport> =
+    FieldList(Required("name", &BaselineReport::name, "Its name."),
+              Required("step_ns", &BaselineReport::step_ns, "One steady step."),
+              Required("peak_pooled_bytes", &BaselineReport::peak_pooled_bytes, "Sum of the pools' peaks."),
+              Required("fits", &BaselineReport::fits, "Whether they are in the budget."));
+
+template <>
+inline constexpr Definition kDefinition<CurvePoint> = {
+    .says = "A plan that was found, where none is both smaller and no slower."};
+template <>
+inline constexpr auto kFields<CurvePoint> =
+    FieldList(Required("peak_pooled_bytes", &CurvePoint::peak_pooled_bytes, "Sum of the pools' peaks."),
+              Required("step_ns", &CurvePoint::step_ns, "One steady step."));
+
+template <>
+inline constexpr bool kIsBlock<Optimization> = true;
+template <>
+inline constexpr Definition kDefinition<Optimization> = {"optimization", "optimization",
+                                                         "What the optimising planner says of its plan."};
+template <>
+inline constexpr auto kFields<Optimization> = FieldList(
+    Required("model", &Optimization::model, "Name of the model."),
+    Required("policy", &Optimization::policy, "Policy of the plan."),
+    Required("cluster", &Optimization::cluster, "Name of the cluster."),
+    Required("plan_digest", &Optimization::plan_digest, "Digest of the plan, \"sha256:...\"."),
+    Required("step_ns", &Optimization::step_ns, "One steady step."),
+    Required("lower_bound_ns", &Optimization::lower_bound_ns, "Of every plan of the class."),
+    Required("gap_ppm", &Optimization::gap_ppm, "(step - bound) / bound."),
+    Required("peak_allocated_bytes", &Optimization::peak_allocated_bytes, "Of all pools together."),
+    Required("peak_pooled_bytes", &Optimization::peak_pooled_bytes, "Sum of the pools' own peaks."),
+    Required("peak_reserved_bytes", &Optimization::peak_reserved_bytes, "By the allocator's model."),
+    Required("budget_bytes", &Optimization::budget_bytes, "What pooled and reserved bytes stay within."),
+    Required("planning_ns", &Optimization::planning_ns, "Wall time of search and bound."),
+    Required("evaluations", &Optimization::evaluations, "Plans that were made and simulated."),
+    Required("evaluations_per_second", &Optimization::evaluations_per_second, "Of them."),
+    Required("complete", &Optimization::complete, "False: the time limit or a signal ended the search."),
+    Required("decisions", &Optimization::decisions, "By class of decisions.").Lines(),
+    Required("baselines", &Optimization::baselines, "Of the same job.").Lines(),
+    Required("curve", &Optimization::curve, "Time against memory, ascending bytes.").Lines(),
+    Optional("notes", &Optimization::notes, "What was assumed.").Lines());
+
+}  // namespace shardplan

@@ -1,0 +1,26 @@
+#include "documents/document_json.h"
+#include "documents/optimization_fields.h"
+#include "json/json_writer.h"
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+
+Result<Certificate> CertificateFromTape(const JsonTape& tape) {
+  return ReadDocumentAs<Certificate>(tape, kCertificateSchema);
+}
+Result<Optimization> OptimizationFromTape(const JsonTape& tape) {
+  return ReadDocumentAs<Optimization>(tape, kOptimizationSchema);
+}
+
+std::string ToJson(const Certificate& certificate) {
+  JsonWriter writer;
+  writer.WriteDocument(kCertificateSchema, certificate);
+  return writer.Take();
+}
+std::string ToJson(const Optimization& optimization) {
+  JsonWriter writer;
+  writer.WriteDocument(kOptimizationSchema, optimization);
+  return writer.Take();
+}
+
+}  // namespace shardplan

@@ -1,0 +1,160 @@
+// How short no step can be, whatever the schedule: the bound of docs/optimize.md, and the check of a
+// certificate.
+//
+// [Note: positions]
+// The operators of the step are counted in the order in which every plan of the class runs them on its
+// compute stream, all micro-batches one after the other. Position 2 i + 1 is where operator i starts, 2 i + 2
+// where it ends. A cut is a position; cuts divide the step into windows.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/optimization.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+// The name of the plan class (docs/optimize.md).
+inline constexpr std::string_view kPlanClass = "fully_sharded/1";
+
+// No price of a byte is higher (1,024 ns).
+inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
+
+// The highest allowed prices of a window in which kernels have this price, at most kPriceScale, and the links
+// share what is left: `shares` add up to kPriceScale.
+WindowPrices HighestPrices(const Cluster& cluster, std::int64_t kernels,
+                           const std::vector<std::int64_t>& shares);
+
+// Whether the plan is of the class. kNegative says what it does otherwise.
+Status CheckPlanClass(const Plan& plan);
+
+// What every plan of the class has to do in a step: made from the trace and what `job` says of the job (its
+// cluster, mesh, dtypes, optimizer and training loop).
+class StepWork {
+ public:
+  // `job` is of the class. `recomputation`: plans may run parts of the forward again.
+  // kNegative: not every parameter is in one unit. kBadInput: the trace is not that of the plan.
+  static Result<StepWork> Make(const Trace& trace, const Plan& job, bool recomputation);
+
+  std::int64_t operators() const { return static_cast<std::int64_t>(durations_ns_.size()); }
+  const std::vector<std::int64_t>& durations_ns() const { return durations_ns_; }
+  // The operators that are the first of a pass.
+  const std::vector<std::int64_t>& pass_begins() const { return pass_begins_; }
+  const Cluster& cluster() const { return cluster_; }
+  // No plan of the class needs less.
+  Bytes LeastMemory() const { return least_memory_; }
+  // The host alone takes that long.
+  Nanoseconds HostBound() const { return host_ns_; }
+
+ private:
+  friend class StepWorkBuilder;
+  friend class WindowedWork;
+
+  struct Line {
+    std::int32_t link = -1;
+    std::int64_t fixed_ns = 0;
+    std::int64_t per_byte = 0;
+  };
+  struct SubMesh {
+    std::int64_t ranks = 1;
+    Line gather;
+  };
+  struct Parameter {
+    std::int64_t numel = 0;
+    std::int64_t stored = 0;          // bytes of an element of the shard
+    std::int64_t gathered = 0;        // ... of the parameter that is computed with
+    std::int64_t reduced = 0;         // ... of the gradient while it is reduced
+    std::vector<std::int64_t> reads;  // operators, ascending
+    std::vector<std::int64_t> grads;  // operators that end a gradient, ascending
+  };
+  struct Storage {
+    std::int64_t size_bytes = 0;
+    std::int64_t first = -1, last = -1;  // operators that use it
+  };
+
+  Cluster cluster_;
+  std::vector<std::int64_t> durations_ns_;
+  std::vector<std::int64_t> pass_begins_;
+  std::vector<Parameter> parameters_;
+  std::vector<Storage> storages_;
+  std::int64_t shards_ = 1;
+  Line gather_, reduce_, all_reduce_;
+  std::vector<SubMesh> sub_meshes_;
+  std::int64_t copy_slope_ = 0;
+  Bytes static_bytes_;
+  Bytes least_memory_;
+  Nanoseconds optimizer_ns_;
+  Nanoseconds host_ns_;
+};
+
+// The same seen through cuts: what prices of the windows are put on.
+class WindowedWork {
+ public:
+  // `cuts`: positions, ascending. `work` outlives it.
+  WindowedWork(const StepWork& work, std::vector<std::int64_t> cuts, LayoutKind layout, Bytes budget);
+
+  const std::vector<std::int64_t>& cuts() const { return cuts_; }
+  // The link that gathers over all ranks run on, and one that gathers within a part of them do; -1: none.
+  std::int32_t gather_link() const { return work_.gather_.link; }
+  std::int32_t part_link() const;
+  // About the price of a byte at which gathering it again is as dear as keeping it.
+  std::int64_t BytePriceOfGather() const;
+  // What the prices prove, 0 at least. kNegative: prices that allow more than the cluster does.
+  Result<Nanoseconds> Value(const std::vector<WindowPrices>& windows,
+                            const std::vector<std::int64_t>& bytes) const;
+  // Of prices that are known to be allowed.
+  Nanoseconds ValueOf(const std::vector<WindowPrices>& windows, const std::vector<std::int64_t>& bytes) const;
+  // kNegative: see Value.
+  Status CheckPrices(const std::vector<WindowPrices>& windows, const std::vector<std::int64_t>& bytes) const;
+
+ private:
+  class Sum;
+  // A parameter that is read twice, and what may be between: cuts [from, to) and the last window in which it
+  // can be gathered again.
+  using Gap = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
+  struct Reduction {
+    std::int64_t window = 0;  // the first in which it can run
+    std::int64_t cut = 0;     // the first at which the gradient is there
+    std::int64_t next = -1;   // cuts before it pass until the next gradient of the parameter; -1: none comes
+    auto operator<=>(const Reduction&) const = default;
+  };
+
+  std::int64_t CutsUpTo(std::int64_t position) const;
+  void AddWindows();
+  void AddCuts(Bytes budget);
+  void AddParameters(LayoutKind layout);
+  void SetCopiedPerShard(bool flat);
+
+  const StepWork& work_;
+  std::vector<std::int64_t> cuts_;
+  std::vector<std::int64_t> kernels_ns_;  // by window
+  std::vector<std::int64_t> room_bytes_;  // by cut: the budget less what is there in any case
+  std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> first_gathers_;  // last window, cuts: bytes
+  std::map<Gap, std::int64_t> gaps_;                                             // bytes gathered
+  struct Reduced {
+    std::int64_t numel = 0;
+    std::int64_t gradient_bytes = 0;
+    std::int64_t reduced_bytes = 0;
+  };
+  std::map<Reduction, Reduced> reductions_;
+  std::int64_t first_window_ = -1;  // the first parameter's gather is over before the end of it; -1: none
+  std::int64_t last_window_ = -1;   // the last gradient's reduction begins no earlier; -1: none
+  std::int64_t copied_per_gathered_ = 0;  // bytes that a kernel moves for each byte gathered
+  std::int64_t copied_per_shard_ = 0;     // ... for each byte of the shard that is gathered
+  bool casts_gradients_ = false;
+};
+
+// The independent check: the plan verifies, is of the class and is what the certificate says it is, and the
+// prices prove the bound. kNegative says what does not hold; kBadInput: documents that do not belong
+// together.
+Status CheckCertificate(const Trace& trace, const Plan& plan, const Certificate& certificate);
+
+}  // namespace shardplan

@@ -1,0 +1,192 @@
+// The check of a certificate: documents in, yes or no out.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/known_faults.h"
+#include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/verifier.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/pooled_memory.h"
+
+namespace shardplan {
+namespace {
+
+std::unexpected<Error> NotOfClass(std::string why) {
+  return MakeError(ErrorCode::kNegative,
+                   fmt::format("the plan is not of the class {}: {}", kPlanClass, std::move(why)));
+}
+
+bool SameGroup(const Plan& plan, CommunicatorId a, CommunicatorId b) {
+  if (a < 0 || b < 0) return a < 0 && b < 0;
+  return SameRanks(plan.communicators[a], plan.communicators[b]);
+}
+
+Status CheckUnitsAlike(const Plan& plan) {
+  const Unit* first = nullptr;
+  for (const Unit& unit : plan.units) {
+    if (unit.parameters.empty()) continue;
+    if (first == nullptr) first = &unit;
+    if (unit.layout != first->layout || unit.param_dtype != first->param_dtype ||
+        unit.reduce_dtype != first->reduce_dtype) {
+      return NotOfClass("its units differ in layout or dtypes");
+    }
+    const bool scattered_alike = unit.reduce_scatter_communicator < 0 ||
+                                 SameGroup(plan, unit.reduce_scatter_communicator, unit.shard_communicator);
+    if (!SameGroup(plan, unit.shard_communicator, first->shard_communicator) || !scattered_alike ||
+        !SameGroup(plan, unit.replicate_communicator, first->replicate_communicator)) {
+      return NotOfClass("its units are cut over different ranks");
+    }
+    const std::int64_t ranks =
+        ShardCount(plan, unit) *
+        (unit.replicate_communicator < 0 ? 1 : plan.communicators[unit.replicate_communicator].size);
+    if (ranks != plan.world_size) return NotOfClass("parameters are not cut over all ranks of the mesh");
+    if (unit.hook_communicator >= 0) return NotOfClass("a hook reduces gradients");
+    for (const UnitParameter& parameter : unit.parameters) {
+      if (!parameter.placements.empty() || !parameter.gathered.empty() || parameter.param_dtype)
+        return NotOfClass("a parameter has a layout or dtype of its own");
+    }
+  }
+  return {};
+}
+
+Status CheckJob(const Plan& plan) {
+  const Strategy& strategy = plan.strategy;
+  if (!strategy.ignored_parameters.empty()) return NotOfClass("parameters are left out of all units");
+  if (strategy.optimizer.in_backward || strategy.optimizer.kind == OptimizerKind::kNone)
+    return NotOfClass("the optimizer does not step once, behind the backward");
+  const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };
+  if (!std::ranges::all_of(plan.buffers, on_device)) return NotOfClass("buffers are in host memory");
+  const auto is_step = [](const ProgramCall& call) {
+    return std::holds_alternative<OptimizerStepCall>(call);
+  };
+  const auto is_pass = [](const ProgramCall& call) {
+    return std::holds_alternative<ForwardCall>(call) || std::holds_alternative<BackwardCall>(call);
+  };
+  if (strategy.program.empty()) return {};
+  const StepProgram& step = strategy.program.back();
+  const auto stepped = std::ranges::find_if(step, is_step);
+  if (stepped == step.end() || std::find_if(stepped, step.end(), is_pass) != step.end())
+    return NotOfClass("the step does not end with the optimizer");
+  return {};
+}
+
+Status CheckStep(const Plan& plan) {
+  const PlanStep& step = plan.steps.back();
+  std::int64_t optimizer_steps = 0;
+  for (const Trigger& trigger : step.triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind == InstructionKind::kCompute && (i.stream != 0 || optimizer_steps > 0))
+        return NotOfClass("the model does not compute on one stream, before the optimizer");
+      if (i.kind == InstructionKind::kOptimizerStep &&
+          (++optimizer_steps > 1 || i.unit >= 0 || i.stream != 0))
+        return NotOfClass("the optimizer does not step all units at once, on the compute stream");
+      if (i.kind != InstructionKind::kAllGather) continue;
+      const Buffer& gathered = plan.buffers[i.dst];
+      if (gathered.unit >= 0 && plan.units[gathered.unit].layout == LayoutKind::kPerParameter &&
+          gathered.role != BufferRole::kAllGatherOutput) {
+        return NotOfClass("parameters of their own layout are gathered without a copy");
+      }
+    }
+  }
+  if (optimizer_steps != 1) return NotOfClass("the step has no optimizer's step");
+  return {};
+}
+
+std::unexpected<Error> Differs(std::string_view what, std::int64_t says, std::int64_t is) {
+  return MakeError(ErrorCode::kNegative,
+                   fmt::format("the certificate is wrong: {} is {}, and it says {}", what, is, says));
+}
+
+Status CheckPlanIsMeant(const Trace& trace, const Plan& plan, const Certificate& certificate) {
+  if (plan.digests.trace != Digest(ToJson(trace)))
+    return MakeInputError("/digests/trace", "the plan was not made from this trace");
+  if (certificate.plan_class != kPlanClass)
+    return MakeInputError("/plan_class", "a class of plans that this program does not know",
+                          certificate.plan_class, std::string(kPlanClass));
+  if (certificate.digests != plan.digests || certificate.plan_digest != DigestOfJson(plan))
+    return MakeError(ErrorCode::kNegative, "the certificate is another plan's");
+  return {};
+}
+
+Status CheckFigures(const Plan& plan, const Certificate& certificate) {
+  const Bytes pooled = PoolMemory(plan).pooled_bytes;
+  if (pooled != certificate.peak_pooled_bytes)
+    return Differs("the sum of the pools' peaks", certificate.peak_pooled_bytes.value, pooled.value);
+  if (pooled > certificate.budget_bytes)
+    return MakeError(ErrorCode::kNegative, fmt::format("the plan needs {} bytes, more than the budget of {}",
+                                                       pooled.value, certificate.budget_bytes.value));
+  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
+  if (!program) return std::unexpected(program.error());
+  const Result<EngineResult> step =
+      RunStep(*program, static_cast<std::int32_t>(plan.steps.size()) - 1, nullptr);
+  if (!step) return std::unexpected(step.error());
+  if (step->end_ns != certificate.step_ns)
+    return Differs("the step's time", certificate.step_ns.value, step->end_ns.value);
+  return {};
+}
+
+Status CheckBound(const StepWork& work, const Certificate& certificate) {
+  if (!std::ranges::is_sorted(certificate.cuts))
+    return MakeInputError("/cuts", "the cuts are not in ascending order");
+  std::optional<Nanoseconds> least;
+  for (const LayoutKind layout : certificate.layouts) {
+    const auto branch = std::ranges::find(certificate.branches, layout, &CertificateBranch::layout);
+    if (branch == certificate.branches.end())
+      return MakeError(ErrorCode::kNegative, "the certificate has no branch for one of its layouts");
+    const WindowedWork windowed(work, certificate.cuts, layout, certificate.budget_bytes);
+    const Result<Nanoseconds> value = windowed.Value(branch->windows, branch->bytes);
+    if (!value) return std::unexpected(value.error());
+    if (*value != branch->lower_bound_ns)
+      return Differs("what a branch proves", branch->lower_bound_ns.value, value->value);
+    least = least ? std::min(*least, *value) : *value;
+  }
+  if (!least) return MakeError(ErrorCode::kNegative, "the certificate is about no layout");
+  if (*least != certificate.lower_bound_ns)
+    return Differs("the lower bound", certificate.lower_bound_ns.value, least->value);
+  if (*least > certificate.step_ns)
+    return MakeError(ErrorCode::kInternal, "the bound is above the step's time: one of them is wrong");
+  return {};
+}
+
+}  // namespace
+
+Status CheckPlanClass(const Plan& plan) {
+  if (plan.steps.empty()) return NotOfClass("it has no step");
+  if (!plan.known_faults.empty()) return NotOfClass("it carries faults of PyTorch's");
+  if (Status units = CheckUnitsAlike(plan); !units) return units;
+  if (Status job = CheckJob(plan); !job) return job;
+  if (Status step = CheckStep(plan); !step) return step;
+  for (const Remark& remark : Remarks(plan)) {
+    if (remark.kind != RemarkKind::kGatherForNothing) return NotOfClass(remark.message);
+  }
+  return {};
+}
+
+Status CheckCertificate(const Trace& trace, const Plan& plan, const Certificate& certificate) {
+  if (Status meant = CheckPlanIsMeant(trace, plan, certificate); !meant) return meant;
+  if (const auto used = CheckForUse(plan, "a plan has to verify to be certified"); !used)
+    return std::unexpected(used.error());
+  if (Status in_class = CheckPlanClass(plan); !in_class) return in_class;
+  const bool recomputes = std::ranges::any_of(
+      plan.segments, [](const Segment& segment) { return segment.phase == SegmentPhase::kRecompute; });
+  if (recomputes && !certificate.recomputation)
+    return MakeError(ErrorCode::kNegative,
+                     "the plan recomputes, and the certificate is about plans that do not");
+  const auto in_layouts = [&](const Unit& unit) {
+    return unit.parameters.empty() || std::ranges::count(certificate.layouts, unit.layout) > 0;
+  };
+  if (!std::ranges::all_of(plan.units, in_layouts))
+    return MakeError(ErrorCode::kNegative, "the plan has a layout that the certificate is not about");
+  if (Status figures = CheckFigures(plan, certificate); !figures) return figures;
+  const Result<StepWork> work = StepWork::Make(trace, plan, certificate.recomputation);
+  if (!work) return std::unexpected(work.error());
+  return CheckBound(*work, certificate);
+}
+
+}  // namespace shardplan

@@ -1,0 +1,22 @@
+// How fast kernels and collectives go while they run at the same time, as inequalities: the one place where
+// the bound learns what engine.h's note on rates says.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/cluster.h"
+
+namespace shardplan::internal {
+
+// What a nanosecond in which everything of the set is active gets done at most, in parts per million of a
+// nanosecond of work alone: of kernels, and of the collectives of each link.
+struct ConcurrentRates {
+  std::int64_t kernels_ppm = 0;
+  std::vector<std::int64_t> links_ppm;
+};
+
+// Every set of classes that can be active at a time, or one that does as much of everything.
+std::vector<ConcurrentRates> ConcurrentRatesOf(const Cluster& cluster);
+
+}  // namespace shardplan::internal

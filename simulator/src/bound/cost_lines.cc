@@ -1,0 +1,88 @@
+#include "bound/cost_lines.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace shardplan::internal {
+namespace {
+
+struct CostPoint {
+  std::int64_t bytes = 0;
+  std::int64_t least_ns = 0;
+};
+
+std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t most_bytes) {
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t size = 1; size < most_bytes; size += size / 64 + 1) sizes.push_back(size);
+  for (const CollectiveTable& table : cluster.collectives) {
+    for (const CollectivePoint& point : table.points) {
+      const std::int64_t size = point.full_tensor_bytes.value;
+      if (size >= 1 && size < most_bytes) sizes.push_back(size);
+    }
+  }
+  sizes.push_back(most_bytes);
+  std::ranges::sort(sizes);
+  const auto repeated = std::ranges::unique(sizes);
+  sizes.erase(repeated.begin(), repeated.end());
+  return sizes;
+}
+
+// Points that a line has to pass below to be below the cost everywhere.
+std::vector<CostPoint> PointsBelow(const std::vector<std::int64_t>& sizes,
+                                   const std::vector<std::int64_t>& durations) {
+  const auto lowered = [](std::int64_t ns) { return std::max<std::int64_t>(0, ns - ns / 4096 - 2); };
+  std::vector<CostPoint> points = {{sizes.front(), lowered(durations.front())}};
+  for (std::size_t i = 1; i < sizes.size(); ++i) {
+    const bool steep = Int128{durations[i]} * 64 * 64 * 64 > Int128{durations[i - 1]} * 65 * 65 * 65;
+    points.push_back({sizes[i], lowered(steep ? durations[i - 1] : durations[i])});
+  }
+  return points;
+}
+
+// The line through the last point that passes below all others; where that would begin below zero, the
+// steepest one through the origin.
+void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
+  const CostPoint& last = points.back();
+  Int128 slope = 0;
+  Int128 from_origin = Int128{last.least_ns} * kSlopeScale / last.bytes;
+  for (const CostPoint& point : points) {
+    from_origin = std::min(from_origin, Int128{point.least_ns} * kSlopeScale / point.bytes);
+    if (point.bytes == last.bytes) continue;
+    const Int128 rise = Int128{last.least_ns} - point.least_ns;
+    const Int128 run = Int128{last.bytes} - point.bytes;
+    if (rise > 0) slope = std::max(slope, rise * kSlopeScale / run + 1);
+  }
+  const Int128 begin = Int128{last.least_ns} * kSlopeScale - slope * last.bytes;
+  line.fixed_ns = begin < 0 ? 0 : static_cast<std::int64_t>(begin / kSlopeScale);
+  line.per_byte = static_cast<std::int64_t>(begin < 0 ? from_origin : slope);
+}
+
+}  // namespace
+
+CostLine LineBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                   const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes) {
+  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return {};
+  const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, world_size);
+  CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
+  const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, most_bytes));
+  std::vector<std::int64_t> durations;
+  CostLine line;
+  for (const std::int64_t size : sizes) {
+    request.full_tensor_bytes = {size};
+    const Result<CollectiveCost> cost = costs.Collective(request);
+    if (!cost || cost->link < 0 || (line.link >= 0 && line.link != cost->link)) return {};
+    line.link = cost->link;
+    durations.push_back(cost->duration_ns.value);
+  }
+  SetLine(PointsBelow(sizes, durations), line);
+  return line;
+}
+
+// A size at which no kernel is as short as the overhead of one, and rounding is nothing.
+std::int64_t CopySlope(const CostModel& costs) {
+  constexpr std::int64_t kManyBytes = std::int64_t{1} << 40;
+  const std::int64_t time_ns = costs.DeviceCopy({kManyBytes}, {0}).value - 1;
+  return time_ns <= 0 ? 0 : static_cast<std::int64_t>(Int128{time_ns} * kSlopeScale / kManyBytes);
+}
+
+}  // namespace shardplan::internal

@@ -1,0 +1,226 @@
+// What every plan of the class does in a step: read off the trace.
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "bound/cost_lines.h"
+#include "cost/optimizer_cost.h"
+#include "shardplan/schemas/layout.h"
+#include "shardplan/simulator/lower_bound.h"
+
+namespace shardplan {
+
+using internal::Int128;
+
+class StepWorkBuilder {
+ public:
+  StepWorkBuilder(const Trace& trace, const Plan& job, bool recomputation)
+      : trace_(trace), job_(job), recomputation_(recomputation), costs_(MakeCostModel(job.cluster)) {
+    work_.cluster_ = job.cluster;
+  }
+
+  Result<StepWork> Run() {
+    std::size_t in_units = 0;
+    for (const Unit& unit : job_.units) in_units += unit.parameters.size();
+    if (in_units != trace_.parameters.size()) {
+      return MakeError(ErrorCode::kNegative,
+                       "the plan is not of the class: a parameter is in several units, or in none");
+    }
+    AddParameters();
+    if (Status walked = WalkProgram(); !walked) return std::unexpected(walked.error());
+    SetLines();
+    SetOptimizer();
+    SetLeastMemory();
+    return std::move(work_);
+  }
+
+ private:
+  using StorageKey = std::pair<StorageId, std::int32_t>;  // and its micro-batch
+
+  const Unit* AnyUnit() const {
+    const auto found = std::ranges::find_if(job_.units, [](const Unit& u) { return !u.parameters.empty(); });
+    return found == job_.units.end() ? nullptr : &*found;
+  }
+
+  void AddParameters() {
+    const Unit* unit = AnyUnit();
+    if (unit != nullptr) work_.shards_ = ShardCount(job_, *unit);
+    for (const shardplan::Parameter& parameter : trace_.parameters) {
+      std::int64_t numel = 1;
+      for (const std::int64_t size : parameter.shape) numel *= size;
+      StepWork::Parameter& added = work_.parameters_.emplace_back();
+      if (unit == nullptr || work_.shards_ <= 1) continue;
+      added = {.numel = numel,
+               .stored = SizeBytes(parameter.dtype),
+               .gathered = SizeBytes(unit->param_dtype),
+               .reduced = SizeBytes(unit->reduce_dtype)};
+    }
+  }
+
+  // The step that repeats: its passes in order, and then the optimizer.
+  Status WalkProgram() {
+    const StepProgram usual = {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}};
+    const StepProgram& program = job_.strategy.program.empty() ? usual : job_.strategy.program.back();
+    for (const ProgramCall& call : program) {
+      const Pass* pass = nullptr;
+      if (const auto* forward = std::get_if<ForwardCall>(&call)) {
+        if (std::cmp_less(forward->trace, trace_.forwards.size())) pass = &trace_.forwards[forward->trace];
+        microbatch_ = forward->microbatch;
+      } else if (const auto* backward = std::get_if<BackwardCall>(&call)) {
+        if (std::cmp_less(backward->trace, trace_.backwards.size()))
+          pass = &trace_.backwards[backward->trace];
+        microbatch_ = backward->microbatches.size() == 1 ? backward->microbatches.front() : -1;
+      } else {
+        continue;
+      }
+      if (pass == nullptr)
+        return MakeInputError("/forwards", "the plan runs a pass that this trace does not have");
+      WalkPass(*pass);
+    }
+    return {};
+  }
+
+  void WalkPass(const Pass& pass) {
+    work_.pass_begins_.push_back(work_.operators());
+    own_.clear();
+    for (const TraceEvent& event : pass.events) {
+      if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
+        own_.insert(allocate->storage);
+        if (allocate->role == StorageRole::kParameterGrad) continue;  // counted as a gradient
+        const StorageKey key{allocate->storage, microbatch_};
+        index_of_[key] = work_.storages_.size();
+        work_.storages_.push_back({.size_bytes = allocate->size_bytes.value});
+      } else if (const auto* op = std::get_if<OperatorEvent>(&event)) {
+        AddOperator(*op);
+      } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
+        if (work_.operators() > 0) Mark(work_.parameters_[grad->parameter].grads, work_.operators() - 1);
+      }
+    }
+  }
+
+  static void Mark(std::vector<std::int64_t>& positions, std::int64_t position) {
+    if (positions.empty() || positions.back() != position) positions.push_back(position);
+  }
+
+  void AddOperator(const OperatorEvent& op) {
+    const std::int64_t index = work_.operators();
+    work_.durations_ns_.push_back(costs_->Operator(op).value);
+    for (const ParameterId parameter : op.parameters) Mark(work_.parameters_[parameter].reads, index);
+    std::set<StorageId> used(op.reads.begin(), op.reads.end());
+    used.insert(op.writes.begin(), op.writes.end());
+    std::int64_t remade_bytes = 0;
+    for (const StorageId id : used) {
+      const auto found = index_of_.find({id, microbatch_});
+      if (found == index_of_.end()) continue;
+      StepWork::Storage& storage = work_.storages_[found->second];
+      // What an earlier pass made may be there again, made anew; of a backward over several micro-batches
+      // nobody knows whose it is.
+      const bool earlier = !own_.contains(id);
+      if (earlier && (recomputation_ || microbatch_ < 0)) {
+        if (microbatch_ >= 0) remade_bytes += storage.size_bytes;
+        continue;
+      }
+      if (storage.first < 0) storage.first = index;
+      storage.last = index;
+    }
+    remade_bytes_.push_back(remade_bytes);
+  }
+
+  void SetLines() {
+    work_.copy_slope_ = internal::CopySlope(*costs_);
+    const Unit* unit = AnyUnit();
+    if (unit == nullptr || work_.shards_ <= 1) return;
+    Int128 gathered = 0, reduced = 0;
+    for (const StepWork::Parameter& p : work_.parameters_) {
+      gathered += Int128{p.numel} * p.gathered;
+      reduced += Int128{p.numel} * p.reduced;
+    }
+    // Twice: what is padded.
+    const auto most = [](Int128 bytes) {
+      return static_cast<std::int64_t>(std::min<Int128>(2 * bytes + (1 << 20), Int128{1} << 50));
+    };
+    const Communicator& shard = job_.communicators[unit->shard_communicator];
+    work_.gather_ = LineOf(CollectiveKind::kAllGather, shard, most(gathered));
+    work_.reduce_ = LineOf(CollectiveKind::kReduceScatter, shard, most(reduced));
+    if (unit->replicate_communicator >= 0) {
+      work_.all_reduce_ =
+          LineOf(CollectiveKind::kAllReduce, job_.communicators[unit->replicate_communicator], most(reduced));
+    }
+    if (!shard.dims.empty()) return;
+    for (std::int64_t ranks = 2; ranks < shard.size; ++ranks) {
+      if (shard.size % ranks != 0) continue;
+      const Communicator part{.name = "part", .size = ranks, .stride = shard.stride};
+      work_.sub_meshes_.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, most(gathered))});
+    }
+  }
+
+  StepWork::Line LineOf(CollectiveKind kind, const Communicator& group, std::int64_t most_bytes) const {
+    const internal::CostLine line =
+        internal::LineBelow(*costs_, job_.cluster, kind, group, job_.world_size, most_bytes);
+    return {line.link, line.fixed_ns, line.per_byte};
+  }
+
+  // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free
+  // between those of a flat one, 16 bytes at most. Of a flat one that is frozen in part it may have frozen
+  // elements alone.
+  void SetOptimizer() {
+    constexpr std::int64_t kAlignment = 16;
+    const Optimizer& optimizer = job_.strategy.optimizer;
+    const bool all_train = std::ranges::all_of(trace_.parameters, &shardplan::Parameter::requires_grad);
+    std::int64_t shard_bytes = 0, trained_bytes = 0, state_bytes = 0;
+    for (std::size_t p = 0; p < work_.parameters_.size(); ++p) {
+      const StepWork::Parameter& parameter = work_.parameters_[p];
+      const std::int64_t share = parameter.numel / work_.shards_;
+      shard_bytes += share * parameter.stored;
+      const std::int64_t stepped = share - kAlignment;
+      if (!all_train || stepped <= 0) continue;
+      trained_bytes += stepped * parameter.stored;
+      if (optimizer.kind == OptimizerKind::kAdafactor) continue;  // as large as rows and columns
+      const OptimizerShard shard{.shape = {stepped}, .dtype = trace_.parameters[p].dtype};
+      for (const Bytes state : OptimizerStates(optimizer, shard)) state_bytes += state.value;
+    }
+    const OptimizerCost cost = CostOf(optimizer, {trained_bytes}, 1);
+    if (trained_bytes > 0) work_.optimizer_ns_ = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
+    work_.static_bytes_.value = shard_bytes + state_bytes;
+    work_.least_memory_.value = work_.static_bytes_.value + trained_bytes;
+    work_.host_ns_ =
+        job_.cluster.host.operator_issue_ns * (work_.operators() + cost.kernels) + work_.optimizer_ns_;
+  }
+
+  // While an operator runs, there is what it reads and writes, the parameters whole among it, and what is
+  // kept for later.
+  void SetLeastMemory() {
+    std::vector<std::int64_t> needed(remade_bytes_.begin(), remade_bytes_.end());
+    std::vector<std::int64_t> change(needed.size() + 1, 0);
+    for (const StepWork::Storage& storage : work_.storages_) {
+      if (storage.first < 0) continue;
+      change[storage.first] += storage.size_bytes;
+      change[storage.last + 1] -= storage.size_bytes;
+    }
+    for (const StepWork::Parameter& parameter : work_.parameters_) {
+      for (const std::int64_t read : parameter.reads) needed[read] += parameter.numel * parameter.gathered;
+    }
+    std::int64_t kept = work_.static_bytes_.value;
+    for (std::size_t i = 0; i < needed.size(); ++i) {
+      kept += change[i];
+      work_.least_memory_.value = std::max(work_.least_memory_.value, kept + needed[i]);
+    }
+  }
+
+  const Trace& trace_;
+  const Plan& job_;
+  const bool recomputation_;
+  const std::unique_ptr<CostModel> costs_;
+  StepWork work_;
+  std::int32_t microbatch_ = 0;  // -1: of several
+  std::set<StorageId> own_;      // storages that the pass allocates
+  std::map<StorageKey, std::size_t> index_of_;
+  std::vector<std::int64_t>
+      remade_bytes_;  // by operator: what it uses of earlier passes, if that is made anew
+};
+
+Result<StepWork> StepWork::Make(const Trace& trace, const Plan& job, bool recomputation) {
+  return StepWorkBuilder(trace, job, recomputation).Run();
+}
+
+}  // namespace shardplan

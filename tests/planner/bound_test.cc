@@ -1,0 +1,133 @@
+// The lower bound: below the step of every plan of the class, whatever the cluster and the prices.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "optimize/prices.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/verifier.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/pooled_memory.h"
+#include "tests/planner/bound_cases.h"
+
+namespace shardplan {
+namespace {
+
+using testing::BoundCase;
+using testing::Random;
+using testing::RandomBoundCase;
+
+Nanoseconds StepOf(const Plan& plan) {
+  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
+  EXPECT_TRUE(program.has_value());
+  if (!program) return {};
+  const Result<EngineResult> run =
+      RunStep(*program, static_cast<std::int32_t>(plan.steps.size()) - 1, nullptr);
+  EXPECT_TRUE(run.has_value());
+  return run ? run->end_ns : Nanoseconds{};
+}
+
+bool Recomputes(const Plan& plan) {
+  return std::ranges::any_of(plan.segments,
+                             [](const Segment& s) { return s.phase == SegmentPhase::kRecompute; });
+}
+
+// Allowed prices of any kind: the checker's inequality is all that may keep a bound from being wrong.
+CertificateBranch RandomPrices(Random& random, const WindowedWork& work, const Cluster& cluster) {
+  CertificateBranch branch;
+  for (std::size_t w = 0; w <= work.cuts().size(); ++w) {
+    std::vector<std::int64_t> shares(cluster.links.size(), 0);
+    std::int64_t left = kPriceScale;
+    for (std::int64_t& share : shares) {
+      share = random.Below(static_cast<int>(left) + 1);
+      left -= share;
+    }
+    branch.windows.push_back(HighestPrices(cluster, random.Below(kPriceScale + 1), shares));
+  }
+  for (std::size_t c = 0; c < work.cuts().size(); ++c) {
+    const std::int64_t price = work.BytePriceOfGather() / 16 * random.Below(64);
+    branch.bytes.push_back(random.Chance(50) ? 0 : std::min(price, kHighestBytePrice));
+  }
+  return branch;
+}
+
+class BoundOfRandomPlans : public ::testing::Test {
+ protected:
+  void Check(std::uint32_t seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    const BoundCase c = RandomBoundCase(seed);
+    const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+    if (!planned || !planned->faults.empty() || !CheckPlanClass(planned->plan)) return;
+    const Plan& plan = planned->plan;
+    const Result<StepWork> work = StepWork::Make(c.trace, plan, Recomputes(plan));
+    ASSERT_TRUE(work.has_value()) << ToString(work.error());
+    const Bytes pooled = PoolMemory(plan).pooled_bytes;
+    const Nanoseconds step = StepOf(plan);
+    EXPECT_LE(work->LeastMemory(), pooled);
+    EXPECT_LE(work->HostBound(), step);
+    const LayoutKind layout = plan.policy == "fsdp1" ? LayoutKind::kFlat : LayoutKind::kPerParameter;
+    std::vector<std::int64_t> cuts;
+    Random random(seed ^ 0x5bd1e995U);
+    for (std::int64_t position = 1; position <= 2 * work->operators(); ++position) {
+      if (random.Chance(30)) cuts.push_back(position);
+    }
+    const WindowedWork windowed(*work, cuts, layout, pooled);
+    for (int i = 0; i < 20; ++i) {
+      const CertificateBranch prices = RandomPrices(random, windowed, c.cluster);
+      const Result<Nanoseconds> value = windowed.Value(prices.windows, prices.bytes);
+      ASSERT_TRUE(value.has_value()) << ToString(value.error());
+      EXPECT_LE(*value, step) << "policy " << plan.policy << ", prices " << i;
+    }
+    const CertificateBranch found = optimize::FindPrices(*work, optimize::ChooseCuts(*work), layout, pooled);
+    EXPECT_LE(found.lower_bound_ns, step) << "policy " << plan.policy;
+    if (step.value > 0)
+      gaps_ += 1.0 - static_cast<double>(found.lower_bound_ns.value) / static_cast<double>(step.value);
+    ++checked_;
+  }
+
+  double gaps_ = 0;
+  int checked_ = 0;
+};
+
+TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
+  if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) return Check(std::atoi(seed));
+  std::uint32_t plans = 250;
+  if (const char* more = std::getenv("SHARDPLAN_RANDOM_PLANS"); more != nullptr) plans = std::atoi(more);
+  for (std::uint32_t seed = 1; seed <= plans && !HasFailure(); ++seed) Check(seed);
+  // Many random plans are of the class, and the bound is no trifle of their steps.
+  EXPECT_GT(checked_, plans / 4);
+  EXPECT_LT(gaps_ / checked_, 0.9);
+}
+
+// Prices that a window cannot earn are refused: each of them a little above the highest.
+TEST(BoundPrices, AreRefusedAboveWhatAWindowEarns) {
+  for (std::uint32_t seed = 1; seed <= 40; ++seed) {
+    const BoundCase c = RandomBoundCase(seed);
+    const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+    if (!planned || !CheckPlanClass(planned->plan)) continue;
+    const Result<StepWork> work = StepWork::Make(c.trace, planned->plan, true);
+    ASSERT_TRUE(work.has_value());
+    const WindowedWork windowed(*work, {1, 2}, LayoutKind::kPerParameter, Bytes{1 << 30});
+    Random random(seed);
+    CertificateBranch branch = RandomPrices(random, windowed, c.cluster);
+    ASSERT_TRUE(windowed.Value(branch.windows, branch.bytes).has_value());
+    for (std::size_t w = 0; w < branch.windows.size(); ++w) {
+      CertificateBranch raised = branch;
+      raised.windows[w].kernels = kPriceScale + 1;
+      EXPECT_FALSE(windowed.Value(raised.windows, raised.bytes).has_value()) << "seed " << seed;
+      raised = branch;
+      raised.windows[w].links.back() += kPriceScale;
+      raised.windows[w].kernels += 1;
+      EXPECT_FALSE(windowed.Value(raised.windows, raised.bytes).has_value()) << "seed " << seed;
+    }
+    branch.bytes.front() = -1;
+    EXPECT_FALSE(windowed.Value(branch.windows, branch.bytes).has_value()) << "seed " << seed;
+  }
+}
+
+}  // namespace
+}  // namespace shardplan

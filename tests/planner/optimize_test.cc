@@ -1,0 +1,264 @@
+// The optimising planner on small models: no plan that people or chance set is faster in the same budget, the
+// certificate holds, and a changed one does not.
+#include "shardplan/planner/optimize.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "optimize/evaluator.h"
+#include "optimize/moves.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/verifier.h"
+#include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/pooled_memory.h"
+#include "tests/planner/bound_cases.h"
+
+namespace shardplan {
+namespace {
+
+using testing::Random;
+
+constexpr std::int64_t kRanks = 4;
+
+// Blocks of two modules between an embedding and a head.
+Trace SmallModel(int layers, std::int64_t rows, std::int64_t columns) {
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+  for (int i = 0; i < layers; ++i) {
+    list.children.push_back({.name = std::to_string(i),
+                             .class_name = "Block",
+                             .children = {{.name = "attn", .parameters = {{rows, columns}}},
+                                          {.name = "mlp", .parameters = {{2 * rows, columns}, {columns}}}}});
+  }
+  return testing::TraceOf({.name = "",
+                           .children = {{.name = "embed", .parameters = {{rows, columns}}},
+                                        list,
+                                        {.name = "head", .parameters = {{rows, columns}}}}},
+                          1'000'000);
+}
+
+// Where kernels and links take about as long.
+Cluster SmallCluster(std::int64_t link_bytes_per_second = 4'000'000'000) {
+  Cluster cluster = testing::ClusterOf(kRanks);
+  cluster.ranks_per_node = 2;
+  cluster.device.memory_bytes = {std::int64_t{1} << 34};
+  cluster.device.memory_bytes_per_second = 100'000'000'000;
+  cluster.device.vector_flops_per_second = 100'000'000'000;
+  cluster.device.kernel_overhead_ns = {500};
+  cluster.compute_rate_while_communicating_ppm = 900'000;
+  cluster.communication_rate_while_computing_ppm = 950'000;
+  cluster.links = {{"inner", {500}, 10 * link_bytes_per_second}, {"outer", {2'000}, link_bytes_per_second}};
+  return cluster;
+}
+
+OptimizeOptions Within(Bytes budget, std::int32_t threads = 2) {
+  return {.budget = budget, .time_limit_ns = {0}, .threads = threads};
+}
+
+constexpr Bytes kLoose{std::int64_t{1} << 40};
+
+TEST(Optimize, NothingThatPeopleSetIsFaster) {
+  const Trace trace = SmallModel(4, 64, 32);
+  for (const std::int64_t speed : {100'000'000LL, 1'000'000'000LL, 20'000'000'000LL}) {
+    const Cluster cluster = SmallCluster(speed);
+    const Result<OptimizeOutput> output = Optimize(trace, {}, cluster, Within(kLoose));
+    ASSERT_TRUE(output.has_value()) << ToString(output.error());
+    EXPECT_TRUE(Verify(output->plan).empty());
+    EXPECT_TRUE(output->report.complete);
+    ASSERT_TRUE(output->certificate.has_value()) << output->report.notes.front();
+    EXPECT_LE(output->report.lower_bound_ns, output->report.step_ns);
+    const Status checked = CheckCertificate(trace, output->plan, *output->certificate);
+    EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+    // Not by the search's own lists: every knob of both policies by hand.
+    const OptimizeOptions options = Within(kLoose);
+    const optimize::Job job = optimize::MakeJob(trace, {}, kRanks);
+    optimize::Evaluator evaluator(trace, job, cluster, options);
+    for (const std::string policy : {"fsdp2", "fsdp1"}) {
+      for (const bool reshard : {false, true}) {
+        for (int prefetch = 0; prefetch <= 3; ++prefetch) {
+          Strategy strategy{.policy = policy};
+          strategy.reshard_after_forward = reshard;
+          if (policy == "fsdp1") strategy.reshard_after_forward.reset();
+          strategy.fsdp1.sharding = reshard ? Fsdp1Sharding::kFullShard : Fsdp1Sharding::kShardGradOp;
+          strategy.fsdp1.forward_prefetch = prefetch % 2 == 1;
+          strategy.fsdp1.backward_prefetch = static_cast<Fsdp1BackwardPrefetch>(prefetch % 3);
+          strategy.fsdp2.forward_prefetch = prefetch;
+          strategy.fsdp2.separate_reduce_scatter_communicator = prefetch > 1;
+          const Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster);
+          ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+          const auto measured = optimize::Measure(planned->plan);
+          ASSERT_TRUE(measured.has_value());
+          EXPECT_LE(output->report.step_ns, measured->step_ns) << policy << " " << reshard << " " << prefetch;
+        }
+      }
+    }
+  }
+}
+
+TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
+  const Trace trace = SmallModel(4, 64, 32);
+  const Cluster cluster = SmallCluster(1'000'000'000);
+  const Result<OptimizeOutput> loose = Optimize(trace, {}, cluster, Within(kLoose));
+  ASSERT_TRUE(loose.has_value());
+  Random random(17);
+  const optimize::Job job = optimize::MakeJob(trace, {}, kRanks);
+  for (const int part : {95, 85, 75}) {
+    const Bytes budget{loose->report.peak_reserved_bytes.value * part / 100};
+    const Result<OptimizeOutput> output = Optimize(trace, {}, cluster, Within(budget));
+    if (!output) {
+      EXPECT_EQ(output.error().code, ErrorCode::kNegative) << ToString(output.error());
+      continue;
+    }
+    EXPECT_LE(output->report.peak_pooled_bytes, budget);
+    EXPECT_LE(output->report.peak_reserved_bytes, budget);
+    EXPECT_EQ(PoolMemory(output->plan).pooled_bytes, output->report.peak_pooled_bytes);
+    EXPECT_GE(output->report.step_ns, output->report.lower_bound_ns);
+    for (int i = 0; i < 60; ++i) {
+      optimize::Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1 + random.Below(3),
+                                                               static_cast<optimize::Ends>(random.Below(3)))};
+      choice.kept = random.Below(5);
+      choice.part = random.Chance(30) ? 2 : 0;
+      choice.prefetch = random.Below(3);
+      choice.in_flight = 1 + random.Below(2);
+      choice.own_communicator = random.Chance(50);
+      const Result<PlannerOutput> planned = MakePlan(trace, optimize::StrategyOf(job, choice), cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      const auto measured = optimize::Measure(planned->plan);
+      ASSERT_TRUE(measured.has_value());
+      EXPECT_LE(loose->report.lower_bound_ns, measured->step_ns);
+      if (optimize::ReservedBy(planned->plan) > budget) continue;
+      EXPECT_LE(output->report.step_ns.value, measured->step_ns.value * 101 / 100)
+          << "part " << part << ", choice " << i;
+    }
+  }
+}
+
+TEST(Optimize, IsTheSameOnAnyNumberOfThreads) {
+  const Trace trace = SmallModel(3, 32, 32);
+  const Result<OptimizeOutput> one = Optimize(trace, {}, SmallCluster(), Within(kLoose, 1));
+  const Result<OptimizeOutput> three = Optimize(trace, {}, SmallCluster(), Within(kLoose, 3));
+  ASSERT_TRUE(one.has_value() && three.has_value());
+  EXPECT_EQ(ToJson(one->plan), ToJson(three->plan));
+  EXPECT_EQ(ToJson(*one->certificate), ToJson(*three->certificate));
+  EXPECT_EQ(one->report.evaluations, three->report.evaluations);
+}
+
+TEST(Optimize, SaysWhatIsMissing) {
+  const Trace trace = SmallModel(3, 64, 64);
+  const Result<OptimizeOutput> output = Optimize(trace, {}, SmallCluster(), Within(Bytes{4096}));
+  ASSERT_FALSE(output.has_value());
+  EXPECT_EQ(output.error().code, ErrorCode::kNegative);
+  EXPECT_NE(output.error().message.find("the least needs"), std::string::npos) << output.error().message;
+  EXPECT_NE(output.error().message.find("none of the class"), std::string::npos) << output.error().message;
+  EXPECT_NE(output.error().message.find("--allow checkpoint"), std::string::npos) << output.error().message;
+}
+
+TEST(Optimize, LeavesWhatIsFixed) {
+  const Trace trace = SmallModel(3, 32, 32);
+  Strategy strategy;
+  strategy.units = {{.modules = {"layers.*"}}, {.modules = {""}}};
+  strategy.reshard_after_forward = true;
+  OptimizeOptions options = Within(kLoose);
+  options.fixed = {"units", "reshard", "policy"};
+  const Result<OptimizeOutput> output = Optimize(trace, strategy, SmallCluster(), options);
+  ASSERT_TRUE(output.has_value()) << ToString(output.error());
+  EXPECT_EQ(output->strategy.units, strategy.units);
+  EXPECT_EQ(output->strategy.reshard_after_forward, strategy.reshard_after_forward);
+  EXPECT_EQ(output->plan.policy, "fsdp2");
+}
+
+TEST(Optimize, StopsWhenItIsTold) {
+  std::atomic<bool> stop = true;
+  OptimizeOptions options = Within(kLoose);
+  options.stop = &stop;
+  const Result<OptimizeOutput> output = Optimize(SmallModel(3, 32, 32), {}, SmallCluster(), options);
+  ASSERT_TRUE(output.has_value()) << ToString(output.error());
+  EXPECT_FALSE(output->report.complete);
+  EXPECT_TRUE(Verify(output->plan).empty());
+}
+
+TEST(Optimize, AccumulationReducesOnceWhereThatPays) {
+  const Trace trace = SmallModel(4, 64, 64);
+  Strategy strategy;
+  StepProgram step;
+  for (std::int32_t m = 0; m < 4; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  strategy.program = {step};
+  const Result<OptimizeOutput> output = Optimize(trace, strategy, SmallCluster(50'000'000), Within(kLoose));
+  ASSERT_TRUE(output.has_value()) << ToString(output.error());
+  const auto each = optimize::Measure(MakePlan(trace, strategy, SmallCluster(50'000'000))->plan);
+  ASSERT_TRUE(each.has_value());
+  EXPECT_LT(output->report.step_ns.value * 2, each->step_ns.value);
+  const Status checked = CheckCertificate(trace, output->plan, *output->certificate);
+  EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+}
+
+class ChangedCertificates : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    trace_ = SmallModel(3, 64, 32);
+    Result<OptimizeOutput> output = Optimize(trace_, {}, SmallCluster(), Within(kLoose));
+    ASSERT_TRUE(output.has_value() && output->certificate.has_value());
+    plan_ = std::move(output->plan);
+    good_ = std::move(*output->certificate);
+    ASSERT_TRUE(CheckCertificate(trace_, plan_, good_).has_value());
+  }
+  template <typename Change>
+  void ExpectRefused(const char* what, Change change) {
+    Certificate changed = good_;
+    change(changed);
+    EXPECT_FALSE(CheckCertificate(trace_, plan_, changed).has_value()) << what;
+  }
+
+  Trace trace_;
+  Plan plan_;
+  Certificate good_;
+};
+
+TEST_F(ChangedCertificates, AreRefused) {
+  ExpectRefused("a raised bound", [](Certificate& c) { c.lower_bound_ns.value += 1; });
+  ExpectRefused("a raised bound of a branch",
+                [](Certificate& c) { c.branches[0].lower_bound_ns.value += 1; });
+  ExpectRefused("a shorter step", [](Certificate& c) { c.step_ns.value -= 1; });
+  ExpectRefused("less memory", [](Certificate& c) { c.peak_pooled_bytes.value -= 512; });
+  ExpectRefused("a budget below the plan",
+                [](Certificate& c) { c.budget_bytes = c.peak_pooled_bytes - Bytes{1}; });
+  ExpectRefused("a dropped branch", [](Certificate& c) { c.branches.pop_back(); });
+  ExpectRefused("no branch", [](Certificate& c) { c.branches.clear(), c.layouts.clear(); });
+  ExpectRefused("another plan", [](Certificate& c) { c.plan_digest.back() ^= 1; });
+  ExpectRefused("another class", [](Certificate& c) { c.plan_class += "x"; });
+  ExpectRefused("a window too few", [](Certificate& c) { c.branches[0].windows.pop_back(); });
+  ExpectRefused("a cut too few", [](Certificate& c) { c.cuts.pop_back(); });
+  for (std::size_t b = 0; b < good_.branches.size(); ++b) {
+    for (std::size_t w = 0; w < good_.branches[b].windows.size(); ++w) {
+      ExpectRefused("a raised price of kernels",
+                    [&](Certificate& c) { c.branches[b].windows[w].kernels += kPriceScale / 4; });
+      ExpectRefused("a raised price of links", [&](Certificate& c) {
+        for (std::int64_t& price : c.branches[b].windows[w].links) price += kPriceScale / 2;
+      });
+    }
+  }
+}
+
+TEST_F(ChangedCertificates, AreRefusedWithAnotherPlan) {
+  Plan changed = plan_;
+  changed.cluster.device.memory_bytes_per_second *= 2;
+  EXPECT_FALSE(CheckCertificate(trace_, changed, good_).has_value());
+  Trace other = SmallModel(3, 64, 64);
+  const Status checked = CheckCertificate(other, plan_, good_);
+  ASSERT_FALSE(checked.has_value());
+  EXPECT_EQ(checked.error().code, ErrorCode::kBadInput);
+}
+
+TEST_F(ChangedCertificates, AreReadAsTheyWereWritten) {
+  const Result<Certificate> read = ParseCertificate(ToJson(good_));
+  ASSERT_TRUE(read.has_value()) << ToString(read.error());
+  EXPECT_EQ(*read, good_);
+}
+
+}  // namespace
+}  // namespace shardplan

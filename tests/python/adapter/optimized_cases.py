@@ -1,0 +1,121 @@
+"""Plans of `shardplan optimize` for small models, trained next to FSDP2 as it is by default.
+
+`python optimized_cases.py FOLDER` traces the models and optimises every job. A process of its own: the tracer must be
+there before autograd's first backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, compare_training, make_mesh, make_model, whole_parameters, with_fsdp2, with_plan
+from equivalence_models import BLOCKS, ROOT
+from equivalence_plans import cluster, trace
+
+END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
+STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    name: str
+    model: str
+    budget: str = "device"
+    microbatches: int = 1
+    mesh: tuple[tuple[str, int], ...] = (("shard", 2),)
+    flags: tuple[str, ...] = ()
+    # Gradients of micro-batches are summed before the ranks' sum and not behind it: other roundings.
+    tolerance: float = 0.0
+
+    def usual(self) -> dict:
+        """FSDP2's own strategy of the job."""
+        program = []
+        for number in range(self.microbatches):
+            program += [{"call": "forward", "microbatch": number}, {"call": "backward", "microbatches": [number]}]
+        return {
+            "units": [{"modules": [BLOCKS[self.model]]}, {"modules": [""]}],
+            "mesh": [{"name": name, "size": size} for name, size in self.mesh],
+            "program": [[*program, *END]],
+        }
+
+    def case(self, strategy: dict) -> Case:
+        ranks = 1
+        for _, size in self.mesh:
+            ranks *= size
+        return Case(self.name, self.model, {}, strategy, ranks, steps=STEPS, tolerance=self.tolerance)
+
+
+JOBS = [
+    Job("mlp", "mlp"),
+    Job("gpt", "gpt"),
+    Job("gpt_recomputes", "gpt", flags=("--allow", "checkpoint")),
+    Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
+]
+
+
+def compare(case: Case, plan: str) -> tuple[float, str]:
+    """On a rank: the optimised plan next to FSDP2 by default."""
+    job = next(job for job in JOBS if job.name == case.name)
+    usual = job.case(job.usual())
+    mesh = make_mesh(case)
+    ours_model = with_plan(case, make_model(case), mesh, plan)
+    theirs_model = with_fsdp2(usual, make_model(usual), mesh)
+    ours = Trainer(case, ours_model, PlanCalls(ours_model))
+    theirs = Trainer(usual, theirs_model, Fsdp2Calls(theirs_model))
+    # The two programs name their calls apart; what the optimizer made is compared.
+    return compare_training(case, Stepped(ours), Stepped(theirs), whole_parameters)
+
+
+class Stepped:
+    """A trainer of which only the losses and what the optimizer made count."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.model = trainer, trainer.model
+
+    def step(self, number: int) -> dict:
+        seen = self.trainer.step(number)
+        losses = [value for name, value in seen.items() if name.endswith(": loss")]
+        parameters = whole_parameters(self.model)
+        return {**{f"loss {index}": loss for index, loss in enumerate(losses)}, **parameters}
+
+
+def main(folder_name: str) -> None:
+    from shardplan.tracer import document
+
+    folder = pathlib.Path(folder_name)
+    for job in JOBS:
+        case = job.case(job.usual())
+        trace_path, given, made = (folder / f"{job.name}.{what}.json" for what in ("trace", "given", "made"))
+        with open(trace_path, "w", encoding="utf-8") as file:
+            document.write(trace(case), file)
+        given.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **job.usual()}))
+        command = [pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan"), "optimize", trace_path, "--cluster", cluster(folder, case.ranks),
+                   "--strategy", given, "--policy", "fsdp2", "--memory-budget", job.budget, "-o", folder / f"{job.name}.plan.json",
+                   "--write-strategy", made, "--time-limit", "2min", "-q", *job.flags]
+        done = subprocess.run([str(part) for part in command], text=True, capture_output=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{job.name}: shardplan optimize: exit code {done.returncode}\n{done.stderr}")
+
+
+def make(folder: pathlib.Path, build_folder: pathlib.Path) -> tuple[list[Case], dict[str, str]]:
+    """The cases with what was decided for each, and the paths of their plans."""
+    here = pathlib.Path(__file__).resolve()
+    paths = [str(here.parent), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "SHARDPLAN_BUILD": str(build_folder)}
+    done = subprocess.run([sys.executable, str(here), str(folder)], env=environment, text=True, capture_output=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"making plans failed:\n{done.stdout}\n{done.stderr}")
+    cases = []
+    for job in JOBS:
+        strategy = json.loads((folder / f"{job.name}.made.json").read_text())
+        cases.append(job.case({key: value for key, value in strategy.items() if key not in ("schema", "policy")}))
+    return cases, {job.name: str(folder / f"{job.name}.plan.json") for job in JOBS}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,20 @@
+"""Plans of `shardplan optimize` train with the numbers of FSDP2 as it is by default: bit for bit on two ranks, but for
+gradients of micro-batches that are added before they are reduced (docs/optimize.md)."""
+
+import pytest
+from conftest import build_folder
+from equivalence import compare_on_ranks, verdict
+from optimized_cases import JOBS, compare, make
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimized")
+    cases, plans = make(folder, build_folder())
+    return {case.name: case for case in cases}, compare_on_ranks(cases, folder / "ranks", plans, compare)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_optimized_plan_trains_as_fsdp2(results, job):
+    cases, outcomes = results
+    assert verdict(cases[job.name], outcomes) == ""

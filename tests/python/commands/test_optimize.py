@@ -1,0 +1,148 @@
+"""`shardplan optimize` and `shardplan certify`."""
+
+import json
+import os
+import signal
+import subprocess
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT, build_folder
+
+TRACE = ROOT / "examples" / "three_layers" / "trace.json"
+CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
+JOB = [TRACE, "--cluster", CLUSTER]
+
+
+@pytest.fixture(scope="module")
+def made(shardplan, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimized")
+    files = {name: folder / f"{name}.json" for name in ("plan", "certificate", "report", "strategy")}
+    result = shardplan("optimize", *JOB, "--memory-budget", "device", "-o", files["plan"], "--certificate", files["certificate"],
+                       "--report", files["report"], "--write-strategy", files["strategy"], "--time-limit", "2min")
+    assert result.returncode == 0, result.stderr
+    assert "best so far" in result.stderr and "lower bound" in result.stdout
+    return files
+
+
+def load(path):
+    return json.loads(path.read_text())
+
+
+def test_the_plan_verifies_and_is_what_the_report_says(shardplan, made, tmp_path):
+    assert shardplan("validate", made["plan"]).returncode == 0
+    simulated = tmp_path / "simulated.json"
+    assert shardplan("simulate", made["plan"], "--report", simulated).returncode == 0
+    report = load(made["report"])
+    assert report["step_ns"] == load(simulated)["step_ns"]
+    assert report["complete"] and report["lower_bound_ns"] <= report["step_ns"]
+    assert report["gap_ppm"] == (report["step_ns"] - report["lower_bound_ns"]) * 1_000_000 // report["lower_bound_ns"]
+    assert report["peak_allocated_bytes"] <= report["peak_pooled_bytes"] <= report["peak_reserved_bytes"] <= report["budget_bytes"]
+    assert all(report["step_ns"] <= baseline["step_ns"] for baseline in report["baselines"] if baseline["fits"])
+    assert {decision["decision"] for decision in report["decisions"]} >= {"units", "reshard", "prefetch"}
+
+
+def test_the_strategy_makes_the_same_plan(shardplan, made, tmp_path):
+    again = tmp_path / "plan.json"
+    result = shardplan("plan", *JOB, "--strategy", made["strategy"], "-o", again, "-q")
+    assert result.returncode == 0, result.stderr
+    assert again.read_bytes() == made["plan"].read_bytes()
+
+
+def test_no_setting_of_the_knobs_is_faster(shardplan, made, tmp_path):
+    step = load(made["report"])["step_ns"]
+    plan, simulated = tmp_path / "plan.json", tmp_path / "simulated.json"
+    for knobs in (["--policy", "fsdp2"], ["--policy", "fsdp2", "--reshard-after-forward", "false"], ["--policy", "fsdp1"],
+                  ["--policy", "fsdp2", "--forward-prefetch", "2", "--backward-prefetch", "2", "--separate-reduce-scatter"],
+                  ["--policy", "fsdp1", "--sharding", "shard_grad_op"]):
+        assert shardplan("plan", *JOB, *knobs, "-o", plan, "-q").returncode == 0
+        assert shardplan("simulate", plan, "--report", simulated, "-q").returncode == 0
+        assert step <= load(simulated)["step_ns"], knobs
+
+
+def test_the_certificate_holds(shardplan, made):
+    result = shardplan("certify", made["plan"], made["certificate"], "--trace", TRACE)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("holds: ")
+
+
+@pytest.mark.parametrize("change", [
+    lambda c: c.update(lower_bound_ns=c["lower_bound_ns"] + 1),
+    lambda c: c.update(step_ns=c["step_ns"] - 1),
+    lambda c: c.update(budget_bytes=c["peak_pooled_bytes"] - 1),
+    lambda c: c["branches"].pop(),
+    lambda c: c["branches"][0].update(lower_bound_ns=c["branches"][0]["lower_bound_ns"] + 1),
+    lambda c: [window.update(kernels=2**20) or window.update(links=[2**20] * len(window["links"]))
+               for window in c["branches"][0]["windows"]],
+    lambda c: c["cuts"].pop(),
+])
+def test_a_changed_certificate_is_refused(shardplan, made, tmp_path, change):
+    changed = load(made["certificate"])
+    change(changed)
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(changed))
+    result = shardplan("certify", made["plan"], path, "--trace", TRACE)
+    assert result.returncode == 1 and str(path) in result.stderr, result.stderr
+
+
+def test_a_certificate_of_another_plan_is_refused(shardplan, made, tmp_path):
+    other = tmp_path / "plan.json"
+    assert shardplan("plan", *JOB, "--policy", "fsdp2", "-o", other, "-q").returncode == 0
+    assert shardplan("certify", other, made["certificate"], "--trace", TRACE).returncode == 1
+    broken = tmp_path / "certificate.json"
+    broken.write_text(made["certificate"].read_text()[:200])
+    result = shardplan("certify", made["plan"], broken, "--trace", TRACE)
+    assert result.returncode == 3 and str(broken) in result.stderr
+
+
+def test_without_a_plan_in_the_budget_it_says_what_is_missing(shardplan, tmp_path):
+    result = shardplan("optimize", *JOB, "--memory-budget", "1KiB", "-o", tmp_path / "plan.json", "-q")
+    assert result.returncode == 1 and not list(tmp_path.iterdir())
+    for words in ("the least needs", "none of the class", "--allow checkpoint"):
+        assert words in result.stderr
+
+
+@pytest.mark.parametrize("flags, flag", [
+    (["--memory-budget", "much"], "--memory-budget"), (["--memory-budget", "-1GiB"], "--memory-budget"),
+    (["--memory-budget", "nan"], "--memory-budget"), (["--memory-budget", "1e400"], "--memory-budget"),
+    (["--memory-budget", "1GiB", "--time-limit", "soon"], "--time-limit"), (["--memory-budget", "1GiB", "--allow", "all"], "--allow"),
+    (["--memory-budget", "1GiB", "--fix", "all"], "--fix"), ([], "--memory-budget")])
+def test_wrong_flags_are_named(shardplan, flags, flag, tmp_path):
+    result = shardplan("optimize", *JOB, *flags, "-o", tmp_path / "plan.json")
+    assert result.returncode == 2 and flag in result.stderr, result.stderr
+
+
+def test_a_signal_ends_the_search_and_the_best_is_written(tmp_path):
+    plan, report = tmp_path / "plan.json", tmp_path / "report.json"
+    command = [build_folder() / "bin" / "shardplan", "optimize", *JOB, "--memory-budget", "device", "--allow", "checkpoint",
+               "--threads", "1", "--time-limit", "2min", "-o", plan, "--report", report]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process.stderr.readline()  # the first plan is there
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    # A search of a small model may be over before the signal comes.
+    assert load(report)["step_ns"] > 0 and load(plan)["schema"] == "shardplan.plan/1"
+
+
+def test_explain_says_what_units_do_and_what_memory_is_worth(shardplan, made, tmp_path):
+    picture = tmp_path / "curve.svg"
+    result = shardplan("explain", made["plan"], "--report", made["report"], "--plot", picture)
+    assert result.returncode == 0, result.stderr
+    assert "gathered from all ranks" in result.stdout and "this plan" in result.stdout
+    report = load(made["report"])
+    points = [(point["peak_pooled_bytes"], point["step_ns"]) for point in report["curve"]]
+    assert points == sorted(points) and [time for _, time in points] == sorted((time for _, time in points), reverse=True)
+    assert any(time <= report["step_ns"] and size <= report["budget_bytes"] for size, time in points)
+    svg = ElementTree.parse(picture).getroot()
+    circles = [element for element in svg if element.tag.endswith("circle")]
+    assert len(circles) == len(report["baselines"]) + 1
+
+
+def test_explain_refuses_what_does_not_belong_together(shardplan, made, tmp_path):
+    other = tmp_path / "plan.json"
+    assert shardplan("plan", *JOB, "--policy", "fsdp2", "-o", other, "-q").returncode == 0
+    assert shardplan("explain", other).returncode == 0
+    result = shardplan("explain", other, "--report", made["report"])
+    assert result.returncode == 3 and "/plan_digest" in result.stderr
+    assert shardplan("explain", other, "--plot", tmp_path / "curve.svg").returncode == 2
