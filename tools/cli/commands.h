@@ -22,6 +22,8 @@ void AddShowCommand(CLI::App& app, Invocation& invocation);
 void AddDiffCommand(CLI::App& app, Invocation& invocation);
 void AddRunCommand(CLI::App& app, Invocation& invocation);
 void AddConformanceCommand(CLI::App& app, Invocation& invocation);
+void AddLayoutCommand(CLI::App& app, Invocation& invocation);
+void AddReshardCommand(CLI::App& app, Invocation& invocation);
 void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation);
 
 }  // namespace shardplan::cli

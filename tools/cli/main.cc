@@ -1,4 +1,5 @@
-// shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, allocator-replay.
+// shardplan: trace, plan, validate, simulate, memory, explain-memory, show, diff, run, conformance, layout,
+// reshard, allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -84,6 +85,8 @@ int main(int argc, char** argv) {
   cli::AddDiffCommand(app, invocation);
   cli::AddRunCommand(app, invocation);
   cli::AddConformanceCommand(app, invocation);
+  cli::AddLayoutCommand(app, invocation);
+  cli::AddReshardCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   RefuseEmptyNames(app);
   try {

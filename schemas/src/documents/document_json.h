@@ -1,4 +1,4 @@
-// What the readers of the five documents have in common.
+// What the readers of the documents have in common.
 #pragma once
 
 #include <string_view>
@@ -14,6 +14,8 @@ inline constexpr std::string_view kClusterSchema = "shardplan.cluster/1";
 inline constexpr std::string_view kStrategySchema = "shardplan.strategy/1";
 inline constexpr std::string_view kPlanSchema = "shardplan.plan/1";
 inline constexpr std::string_view kReportSchema = "shardplan.report/1";
+inline constexpr std::string_view kStateLayoutSchema = "shardplan.state_layout/1";
+inline constexpr std::string_view kReshardSchema = "shardplan.reshard/1";
 
 // The value of the `schema` field of the root object.
 Result<std::string_view> SchemaOf(const JsonTape& tape);
@@ -36,5 +38,7 @@ Result<Cluster> ClusterFromTape(const JsonTape& tape);
 Result<Strategy> StrategyFromTape(const JsonTape& tape);
 Result<Plan> PlanFromTape(const JsonTape& tape);
 Result<Report> ReportFromTape(const JsonTape& tape);
+Result<StateLayout> StateLayoutFromTape(const JsonTape& tape);
+Result<ReshardPlan> ReshardFromTape(const JsonTape& tape);
 
 }  // namespace shardplan

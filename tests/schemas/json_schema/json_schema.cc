@@ -5,6 +5,7 @@
 #include "schemas/src/documents/document_json.h"
 #include "schemas/src/documents/plan_fields.h"
 #include "schemas/src/documents/report_fields.h"
+#include "schemas/src/documents/reshard_fields.h"
 #include "tests/schemas/json_schema/schema_builder.h"
 
 namespace shardplan {
@@ -42,6 +43,8 @@ std::vector<JsonSchemaFile> Build(std::vector<std::string>& wordless) {
   Append<Strategy>(kStrategySchema, files, wordless);
   Append<Plan>(kPlanSchema, files, wordless);
   Append<Report>(kReportSchema, files, wordless);
+  Append<StateLayout>(kStateLayoutSchema, files, wordless);
+  Append<ReshardPlan>(kReshardSchema, files, wordless);
   return files;
 }
 

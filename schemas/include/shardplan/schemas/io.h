@@ -1,4 +1,4 @@
-// Reading and writing the five documents. Every kind has a `schema` field "shardplan.<kind>/1" and a JSON
+// Reading and writing the documents. Every kind has a `schema` field "shardplan.<kind>/1" and a JSON
 // Schema file in schemas/json. Reading never trusts: errors carry the file, the JSON pointer, what was found
 // and expected; unknown fields are errors except under "extensions". Writing a value that was read gives the
 // same bytes.
@@ -14,6 +14,8 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/schemas/reshard.h"
+#include "shardplan/schemas/state_layout.h"
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
 
@@ -24,6 +26,8 @@ Result<Cluster> ParseCluster(std::string_view json_text);
 Result<Strategy> ParseStrategy(std::string_view json_text);
 Result<Plan> ParsePlan(std::string_view json_text);
 Result<Report> ParseReport(std::string_view json_text);
+Result<StateLayout> ParseStateLayout(std::string_view json_text);
+Result<ReshardPlan> ParseReshard(std::string_view json_text);
 
 // Canonical JSON text, newline at the end, stable key order, one array element a line where that helps
 // reading.
@@ -37,9 +41,11 @@ enum class MicrobatchText : std::uint8_t { kEqualOnesOnce, kAll };
 void WriteJson(const Plan& plan, const JsonSink& sink,
                MicrobatchText microbatches = MicrobatchText::kEqualOnesOnce);
 std::string ToJson(const Report& report);
+std::string ToJson(const StateLayout& layout);
+std::string ToJson(const ReshardPlan& plan);
 
-using Document = std::variant<Trace, Cluster, Strategy, Plan, Report>;
-// Any of the five, told apart by the `schema` field.
+using Document = std::variant<Trace, Cluster, Strategy, Plan, Report, StateLayout, ReshardPlan>;
+// Any of them, told apart by the `schema` field.
 Result<Document> ParseDocument(std::string_view json_text);
 
 // Reads a whole file. kBadInput when it cannot be read; the errors of the Parse functions get `file` filled
