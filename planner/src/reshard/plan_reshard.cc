@@ -110,10 +110,9 @@ class ReshardPlanner {
       ReshardGroup group;
       group.tensors.assign(alike.names.begin() + tensors * p / parts,
                            alike.names.begin() + tensors * (p + 1) / parts);
+      senders_.clear();
       for (const SharedBytes& bytes : shared) AddCopies(bytes, std::ssize(group.tensors), group.copies);
-      std::ranges::sort(group.copies, {}, [](const ReshardCopy& copy) {
-        return std::tuple(copy.target_rank, copy.target_offset, copy.source_rank);
-      });
+      Join(group.copies);
       plan_.groups.push_back(std::move(group));
     }
   }
@@ -123,11 +122,35 @@ class ReshardPlanner {
     for (const std::int64_t target : bytes.target->ranks) {
       ReshardCopy copy = bytes.copy;
       copy.target_rank = target;
-      copy.source_rank = SenderFor(target, bytes.source->ranks);
+      const auto [sender, is_new] = senders_.try_emplace({bytes.source, target});
+      if (is_new) sender->second = SenderFor(target, bytes.source->ranks);
+      copy.source_rank = sender->second;
       if (copy.source_rank != target)
         sent_[static_cast<std::size_t>(copy.source_rank)] += MovedBytes(copy).value * tensors;
       copies.push_back(std::move(copy));
     }
+  }
+
+  // Runs that lie side by side on both ranks are one copy.
+  static void Join(std::vector<ReshardCopy>& copies) {
+    std::ranges::sort(copies, {}, [](const ReshardCopy& copy) {
+      return std::tuple(copy.target_rank, copy.target_offset, copy.source_rank);
+    });
+    std::vector<ReshardCopy> joined;
+    for (ReshardCopy& copy : copies) {
+      if (!joined.empty() && GoesOn(joined.back(), copy)) {
+        joined.back().run_bytes += copy.run_bytes;
+      } else {
+        joined.push_back(std::move(copy));
+      }
+    }
+    copies = std::move(joined);
+  }
+  static bool GoesOn(const ReshardCopy& before, const ReshardCopy& copy) {
+    return before.loops.empty() && copy.loops.empty() && before.source_rank == copy.source_rank &&
+           before.target_rank == copy.target_rank &&
+           before.source_offset + before.run_bytes.value == copy.source_offset &&
+           before.target_offset + before.run_bytes.value == copy.target_offset;
   }
 
   std::int64_t SenderFor(std::int64_t target, const std::vector<std::int64_t>& holders) const {
@@ -147,6 +170,8 @@ class ReshardPlanner {
   ReshardPlan plan_;
   std::vector<TensorsAlike> all_;
   std::vector<std::int64_t> sent_;  // bytes by rank of the source
+  // Of the group at hand: who sends of a part to a rank.
+  std::map<std::pair<const HeldPart*, std::int64_t>, std::int64_t> senders_;
 };
 
 }  // namespace

@@ -114,6 +114,18 @@ TEST(Reshard, ContiguousRowsAreOneCopyForEachPairOfRanks) {
   EXPECT_EQ(plan->groups[0].copies, wanted);
 }
 
+TEST(Reshard, WhatLiesSideBySideOnBothRanksIsOneCopy) {
+  StateLayout source = OneTensor({{"shard", 2}}, {});
+  source.flats = {{"flat", DType::kFloat32, 74, {"shard"}}};
+  source.tensors[0].flat = 0;
+  // Elements 0-36 and 37-71, which no row ends at, to rows 0-5 and 6-11.
+  const Result<ReshardPlan> plan = PlanReshard(source, OneTensor({{"shard", 2}}, {{{"shard"}, 0}}));
+  ASSERT_TRUE(plan.has_value());
+  const std::vector<ReshardCopy> wanted = {
+      {0, 0, 0, 0, Bytes{144}, {}}, {0, 1, 144, 0, Bytes{4}, {}}, {1, 1, 0, 4, Bytes{140}, {}}};
+  EXPECT_EQ(plan->groups[0].copies, wanted);
+}
+
 TEST(Reshard, ColumnsAreOneCopyWithALoop) {
   const Result<ReshardPlan> plan =
       PlanReshard(OneTensor({{"shard", 2}}, {{{"shard"}, 1}}), OneTensor({{"shard", 1}}, {}));
