@@ -99,8 +99,7 @@ inline constexpr auto kFields<ReshardPlan> =
               Optional("ranks_per_node", &ReshardPlan::ranks_per_node, "Ranks that share the faster links.")
                   .AtLeast(1)
                   .AtMost(kMostRanks),
-              Optional("budget_bytes", &ReshardPlan::budget_bytes, "Staging memory of a rank.")
-                  .AtLeast(kLeastReshardBudget),
+              Optional("budget_bytes", &ReshardPlan::budget_bytes, "Staging memory of a rank.").AtLeast(1),
               Required("groups", &ReshardPlan::groups, "The copies.").Lines());
 
 }  // namespace shardplan
