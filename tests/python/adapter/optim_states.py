@@ -8,9 +8,10 @@ import shardplan.torch as sp
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from equivalence import Case, make_model
+from equivalence import Case, make_mesh, make_model
 from flat_equivalence import clean
 from flat_user import loss, models_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
@@ -164,8 +165,30 @@ def refused(case: Case, plan: str) -> dict[str, bool]:
     return results
 
 
+def per_parameter(case: Case, plan: str) -> dict[str, bool]:
+    """An fsdp2 plan: as torch.distributed.checkpoint.state_dict makes it, and back."""
+    ours = sp.apply(make_model(case), plan, make_mesh(case))
+    optimizer = _optimizer(ours)
+    _train(case, ours, optimizer, range(2))
+    expected = get_optimizer_state_dict(ours, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    whole = sp.full_optim_state_dict(ours, optimizer)
+    everywhere = sp.full_optim_state_dict(ours, optimizer, rank0_only=False)
+    ways = {
+        "sharded from full": sp.shard_full_optim_state_dict(everywhere, ours, optim=optimizer, strict=True),
+        "scattered": sp.scatter_full_optim_state_dict(whole if dist.get_rank() == 0 else None, ours, optim=optimizer),
+        "from sharded": sp.optim_state_dict_to_load(ours, optimizer, sp.sharded_optim_state_dict(ours, optimizer)),
+    }
+    results = {"as torch's": same(everywhere["state"], expected), "rank 0": bool(whole) == (dist.get_rank() == 0)}
+    for way, state_dict in ways.items():
+        fresh = _optimizer(ours)
+        fresh.load_state_dict(state_dict)
+        results[way] = same(fresh.state_dict(), optimizer.state_dict())
+    return results
+
+
 SCENARIOS = {function.__name__: function for function in (full, sharded, loaded, into_fsdp1, refused)}
 
 
 def run_all(runs: list, plans: dict[str, str]) -> dict:
-    return {(name, case.name): SCENARIOS[name](case, plans[case.name]) for name, case in runs}
+    named = {**SCENARIOS, "per_parameter": per_parameter}
+    return {(name, case.name): named[name](case, plans[case.name]) for name, case in runs}
