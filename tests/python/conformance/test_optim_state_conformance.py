@@ -5,14 +5,15 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, build_folder
+from shardplan.conformance.optim_state import Differs, compare
 
 FOLDER = ROOT / "tests" / "conformance" / "optim_state"
 
 
 @pytest.fixture
-def changed(tmp_path, shardplan):
-    """changed(case, file, change): the command's answer where change(document) was made to a copy of the case."""
+def changed(tmp_path):
+    """changed(case, file, change): what differs where change(document) was made to a copy of the case."""
 
     def run(case, file, change):
         shutil.copytree(FOLDER / case, tmp_path / case)
@@ -25,7 +26,9 @@ def changed(tmp_path, shardplan):
             document = torch.load(path, weights_only=True)
             change(document)
             torch.save(document, path)
-        return shardplan("conformance", tmp_path)
+        with pytest.raises(Differs) as differs:
+            compare(tmp_path / case, build_folder() / "bin" / "shardplan")
+        return str(differs.value)
 
     return run
 
@@ -63,9 +66,7 @@ VALUES = [
 
 @pytest.mark.parametrize("case, file, change, says", VALUES, ids=[f"{v[1]}-{i}" for i, v in enumerate(VALUES)])
 def test_another_value_differs(changed, case, file, change, says):
-    done = changed(case, file, change)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "differs at" in done.stdout and says in done.stdout
+    assert says in changed(case, file, change)
 
 
 @pytest.mark.parametrize("field", ["offset_in_shard", "numel_in_shard", "param_start"])
@@ -74,8 +75,18 @@ def test_another_slice_differs(changed, field):
         parameter = next(p for p in layout["ranks"][3]["units"][1]["params"] if p["in_shard"])
         parameter[field] += 1
 
-    done = changed("uneven_w4_orig", "layout.json", change)
-    assert done.returncode == 1 and "rank 3, unit l0: the slice of" in done.stdout
+    assert "rank 3, unit l0: the slice of" in changed("uneven_w4_orig", "layout.json", change)
+
+
+def test_the_command_says_where_a_case_differs(tmp_path, shardplan):
+    shutil.copytree(FOLDER / "uneven_w4_flat", tmp_path / "case")
+    path = tmp_path / "case" / "layout.json"
+    layout = json.loads(path.read_text())
+    layout["ranks"][1]["units"][0]["shard_start"] += 1
+    path.write_text(json.dumps(layout))
+    done = shardplan("conformance", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines() == ["case: differs at rank 1, unit (root): shard_start: shardplan 26, FSDP1 27", "matched 0 of 1 cases"]
 
 
 def test_damaged_recordings_are_bad_input_and_the_others_are_compared(tmp_path, shardplan):

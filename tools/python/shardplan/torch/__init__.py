@@ -28,17 +28,20 @@ from ._optim_state import (
     shard_full_optim_state_dict,
     sharded_optim_state_dict,
 )
+from ._save import Saving, load, save
 from ._steer import abandon_step, no_sync, remove, set_is_last_backward, set_requires_gradient_sync
 from ._summon import summon_full_params
 
 __all__ = [
     "OptimStateKeyType",
     "PlanError",
+    "Saving",
     "abandon_step",
     "apply",
     "clip_grad_norm_",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
+    "load",
     "load_plan",
     "no_sync",
     "optim_state_dict",
@@ -47,6 +50,7 @@ __all__ = [
     "rekey_optim_state_dict",
     "remove",
     "reshard",
+    "save",
     "scatter_full_optim_state_dict",
     "set_all_reduce_hook",
     "set_custom_all_gather",
