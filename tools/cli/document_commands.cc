@@ -24,12 +24,15 @@ Result<std::string> ShownText(const std::string& path, bool json, bool explain) 
       checked.error().file = path;
       return std::unexpected(std::move(checked.error()));
     }
-    return PrintableLines(ReshardText(*reshard));
+    return ReshardText(*reshard);
   }
   if (const auto* plan = std::get_if<Plan>(&*document))
     return json ? ToJson(*plan) : explain ? ExplainPlan(*plan, true) : PlanText(*plan);
-  const Result<Plan> plan = ReadPlan(path);  // says what it is instead
-  return plan ? PlanText(*plan) : Result<std::string>(std::unexpected(plan.error()));
+  return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                               .message = "another kind of document",
+                               .file = path,
+                               .pointer = "/schema",
+                               .expected = "\"shardplan.plan/1\" or \"shardplan.reshard/1\""});
 }
 
 }  // namespace

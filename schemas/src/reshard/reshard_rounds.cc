@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/reshard.h"
 
 namespace shardplan {
@@ -111,7 +112,7 @@ std::string ReshardText(const ReshardPlan& plan) {
     text += fmt::format("group of {} tensor{}, {} cop{} each\n", group.tensors.size(),
                         group.tensors.size() == 1 ? "" : "s", group.copies.size(),
                         group.copies.size() == 1 ? "y" : "ies");
-    for (const std::string& tensor : group.tensors) text += fmt::format("  {}\n", tensor);
+    for (const std::string& tensor : group.tensors) text += fmt::format("  {}\n", Printable(tensor));
     for (const ReshardCopy& copy : group.copies) {
       text += fmt::format("    rank {} at {} -> rank {} at {}: {} bytes", copy.source_rank,
                           copy.source_offset, copy.target_rank, copy.target_offset, copy.run_bytes.value);
