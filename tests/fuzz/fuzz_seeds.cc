@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <random>
 #include <stdexcept>
 #include <utility>
 
+#include "shardplan/planner/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "tests/executor/virtual/plan_cases.h"
 #include "tests/fuzz/mutator.h"
+#include "tests/planner/reshard/naive_reshard.h"
 #include "tests/support/random_documents.h"
 #include "tests/support/small_plans.h"
 
@@ -65,12 +68,25 @@ void Add(std::vector<std::string> parts, std::vector<std::string>& seeds) {
   if (text.size() <= kLargestSeed) seeds.push_back(std::move(text));
 }
 
+std::pair<StateLayout, StateLayout> RandomLayoutPair(std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const RandomTensors tensors = MakeTensors(random);
+  StateLayout source = MakeLayout(tensors, random);
+  return {std::move(source), MakeLayout(tensors, random)};
+}
+
 void AddDocuments(std::string_view target, std::vector<std::string>& seeds) {
   for (std::uint64_t seed = 0; seed < 12; ++seed) {
     if (target == "trace") seeds.push_back(ToJson(RandomTrace(seed)));
     if (target == "cluster") seeds.push_back(ToJson(RandomCluster(seed)));
     if (target == "strategy") seeds.push_back(ToJson(RandomStrategy(seed)));
     if (target == "report") seeds.push_back(ToJson(RandomReport(seed)));
+    if (target == "state_layout") seeds.push_back(ToJson(RandomLayoutPair(seed).first));
+    if (target == "reshard") {
+      const auto [source, target_layout] = RandomLayoutPair(seed);
+      const Result<ReshardPlan> plan = PlanReshard(source, target_layout);
+      if (plan) seeds.push_back(ToJson(*plan));
+    }
     if (target == "plan") seeds.push_back(ToJson(RandomPlan(seed)));
     if (target == "plan_text") seeds.push_back(PlanText(RandomPlan(seed)));
   }

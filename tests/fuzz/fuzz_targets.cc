@@ -10,6 +10,7 @@
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/planner/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/plan_text.h"
@@ -20,6 +21,7 @@
 #include "shardplan/simulator/memory_rows.h"
 #include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/simulator/simulate.h"
+#include "shardplan/simulator/simulate_reshard.h"
 #include "tests/fuzz/mutator.h"
 
 namespace shardplan::test {
@@ -122,6 +124,34 @@ void FuzzTrace(std::string_view bytes) { Check(bytes, ParseTrace); }
 void FuzzCluster(std::string_view bytes) { Check(bytes, ParseCluster); }
 void FuzzStrategy(std::string_view bytes) { Check(bytes, ParseStrategy); }
 void FuzzReport(std::string_view bytes) { Check(bytes, ParseReport); }
+void FuzzStateLayout(std::string_view bytes) {
+  const Result<StateLayout> layout = Check(bytes, ParseStateLayout);
+  if (!layout) return;
+  if (const Status checked = CheckStateLayout(*layout); !checked) return CheckPlacedError(checked.error());
+  const std::int64_t ranks = RanksOf(*layout);
+  for (const std::int64_t rank : {std::int64_t{0}, ranks - 1})
+    Require(StorageBytes(*layout, rank).value >= 0, "a rank's storage has a size");
+}
+void FuzzReshard(std::string_view bytes) {
+  const Result<ReshardPlan> plan = Check(bytes, ParseReshard);
+  if (!plan) return;
+  const bool sound = CheckReshardLayouts(*plan).has_value();
+  if (sound) {
+    Require(!ReshardText(*plan).empty(), "a plan is told");
+    const Result<ReshardPlan> made = PlanReshard(plan->source, plan->target);
+    Require(!made || VerifyReshard(*made).empty(), "a plan of any layouts verifies");
+    if (!made) CheckPlacedError(made.error());
+  }
+  const std::vector<ReshardViolation> violations = VerifyReshard(*plan);
+  Require(sound || !violations.empty(), "a plan of layouts that are none does not verify");
+  if (!violations.empty()) return;
+  Cluster cluster;
+  cluster.links = {{.name = "link", .latency_ns = {1}, .bytes_per_second = 1'000'000}};
+  const Result<ReshardSimulation> simulation = SimulateReshard(*plan, cluster);
+  Require(simulation.has_value() && simulation->duration_ns >= simulation->bound_ns,
+          "nothing is faster than its bound");
+  Require(simulation->staging_peak_bytes <= plan->budget_bytes, "a plan stays within its budget");
+}
 void FuzzPlan(std::string_view bytes) {
   const Result<Plan> plan = Check(bytes, ParsePlan);
   if (plan.has_value()) CheckPlan(*plan);

@@ -15,6 +15,9 @@ void FuzzStrategy(std::string_view bytes);
 // Also the text form, the verifier and the difference to itself.
 void FuzzPlan(std::string_view bytes);
 void FuzzReport(std::string_view bytes);
+void FuzzStateLayout(std::string_view bytes);
+// Also its verifier, its text and, where it verifies, its simulation.
+void FuzzReshard(std::string_view bytes);
 void FuzzPlanText(std::string_view bytes);
 // Simulates whatever plan is read: it need not be a good one.
 void FuzzSimulate(std::string_view bytes);
@@ -32,7 +35,7 @@ struct FuzzTarget {
   std::string_view name;
   void (*run)(std::string_view bytes);
 };
-inline constexpr std::array<FuzzTarget, 11> kFuzzTargets = {{{"trace", FuzzTrace},
+inline constexpr std::array<FuzzTarget, 13> kFuzzTargets = {{{"trace", FuzzTrace},
                                                              {"cluster", FuzzCluster},
                                                              {"strategy", FuzzStrategy},
                                                              {"plan", FuzzPlan},
@@ -42,6 +45,8 @@ inline constexpr std::array<FuzzTarget, 11> kFuzzTargets = {{{"trace", FuzzTrace
                                                              {"replay", FuzzReplay},
                                                              {"allocator_log", FuzzAllocatorLog},
                                                              {"pipeline", FuzzPipeline},
-                                                             {"recording", FuzzRecording}}};
+                                                             {"recording", FuzzRecording},
+                                                             {"state_layout", FuzzStateLayout},
+                                                             {"reshard", FuzzReshard}}};
 
 }  // namespace shardplan::test

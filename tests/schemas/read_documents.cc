@@ -29,6 +29,8 @@ int main(int argc, char** argv) {
     Write(ToJson(test::RandomStrategy(seed)));
     Write(ToJson(test::RandomPlan(seed)));
     Write(ToJson(test::RandomReport(seed)));
+    Write(ToJson(test::RandomStateLayout(seed)));
+    Write(ToJson(test::RandomReshard(seed)));
     return 0;
   }
   std::string text;

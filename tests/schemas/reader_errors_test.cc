@@ -20,9 +20,10 @@ using Json = nlohmann::ordered_json;
 constexpr std::uint64_t kSeedsOfBroken = 3;
 
 std::vector<std::string> RandomTexts(std::uint64_t seed) {
-  return {ToJson(test::RandomTrace(seed)), ToJson(test::RandomCluster(seed)),
+  return {ToJson(test::RandomTrace(seed)),    ToJson(test::RandomCluster(seed)),
           ToJson(test::RandomStrategy(seed)), ToJson(test::RandomPlan(seed)),
-          ToJson(test::RandomReport(seed))};
+          ToJson(test::RandomReport(seed)),   ToJson(test::RandomStateLayout(seed)),
+          ToJson(test::RandomReshard(seed))};
 }
 
 // Calls visit(pointer) for every value below `json`.

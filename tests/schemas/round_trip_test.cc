@@ -45,6 +45,14 @@ TEST(RoundTrip, Report) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed)
     ExpectRoundTrip(test::RandomReport(seed), ParseReport, seed);
 }
+TEST(RoundTrip, StateLayout) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed)
+    ExpectRoundTrip(test::RandomStateLayout(seed), ParseStateLayout, seed);
+}
+TEST(RoundTrip, Reshard) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed)
+    ExpectRoundTrip(test::RandomReshard(seed), ParseReshard, seed);
+}
 
 // A random document that never had a field set would prove nothing about it.
 TEST(RoundTrip, RandomDocumentsUseEveryField) {
@@ -94,7 +102,8 @@ std::string Example(const std::string& page, const std::string& language, std::s
 }
 
 TEST(RoundTrip, ExamplesOfTheFormatPagesAreCanonical) {
-  for (const std::string kind : {"trace", "cluster", "strategy", "plan", "report"}) {
+  for (const std::string kind :
+       {"trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard"}) {
     const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/" + kind + "-format.md");
     ASSERT_TRUE(page.has_value());
     const std::string example = Example(*page, "json");

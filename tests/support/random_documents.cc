@@ -15,6 +15,7 @@
 #include "schemas/src/documents/enum_names.h"
 #include "schemas/src/documents/plan_fields.h"
 #include "schemas/src/documents/report_fields.h"
+#include "schemas/src/documents/reshard_fields.h"
 
 namespace shardplan::test {
 namespace {
@@ -377,6 +378,8 @@ Strategy RandomStrategy(std::uint64_t seed) {
   return strategy;
 }
 Report RandomReport(std::uint64_t seed) { return Random<Report>(seed); }
+StateLayout RandomStateLayout(std::uint64_t seed) { return Random<StateLayout>(seed); }
+ReshardPlan RandomReshard(std::uint64_t seed) { return Random<ReshardPlan>(seed); }
 
 Plan RandomPlan(std::uint64_t seed) {
   Plan plan = Random<Plan>(seed);

@@ -9,6 +9,8 @@
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/schemas/reshard.h"
+#include "shardplan/schemas/state_layout.h"
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
 
@@ -19,5 +21,7 @@ Cluster RandomCluster(std::uint64_t seed);
 Strategy RandomStrategy(std::uint64_t seed);
 Plan RandomPlan(std::uint64_t seed);
 Report RandomReport(std::uint64_t seed);
+StateLayout RandomStateLayout(std::uint64_t seed);
+ReshardPlan RandomReshard(std::uint64_t seed);
 
 }  // namespace shardplan::test

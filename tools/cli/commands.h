@@ -28,6 +28,8 @@ void AddRunCommand(CLI::App& app, Invocation& invocation);
 void AddConformanceCommand(CLI::App& app, Invocation& invocation);
 void AddCalibrateCommand(CLI::App& app, Invocation& invocation);
 void AddSweepCommand(CLI::App& app, Invocation& invocation);
+void AddLayoutCommand(CLI::App& app, Invocation& invocation);
+void AddReshardCommand(CLI::App& app, Invocation& invocation);
 void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation);
 
 }  // namespace shardplan::cli

@@ -65,6 +65,16 @@ std::optional<std::string> SimulatedReport(const std::vector<std::string>& argum
   return ToJson(simulation->report);
 }
 
+// Whether a folder of it has a layout.json: a recording of optimizer states.
+bool HoldsOptimizerStates(const fs::path& folder) {
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    std::error_code ignored;
+    if (fs::exists(entry->path() / "layout.json", ignored)) return true;
+  }
+  return false;
+}
+
 // A file of these bytes that lives in memory, for this process and those that it becomes or starts: nothing
 // is left behind however they end. Its path.
 Result<std::string> MakeMemoryFile(std::string_view bytes) {
@@ -119,11 +129,12 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
       app, "conformance", "Compare plans with what PyTorch does: recordings, or the installed one (--live)");
   command->callback([command, &invocation] {
     const std::vector<std::string> given = command->remaining();
-    // A folder without a model holds recordings of events, which need no Python. A missing one is reported
-    // there too.
+    // A folder without a model or optimizer states holds recordings of events, which need no Python. A
+    // missing one is reported there too.
     std::error_code ignored;
     const bool events = !given.empty() && !given.front().starts_with('-') &&
-                        !fs::exists(fs::path(given.front()) / "model.py", ignored);
+                        !fs::exists(fs::path(given.front()) / "model.py", ignored) &&
+                        !HoldsOptimizerStates(given.front());
     if (events) {
       const fs::path program = fs::path(ExecutableFolder()) / "shardplan-conformance";
       invocation.exit_code = Fail(Execute(program.string(), given));

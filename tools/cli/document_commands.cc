@@ -9,10 +9,37 @@
 #include "support.h"
 
 namespace shardplan::cli {
+namespace {
+
+// Of a plan, or of a plan of resharding.
+Result<std::string> ShownText(const std::string& path, bool json, bool explain) {
+  Result<Document> document = ReadDocument(path);
+  if (!document) return std::unexpected(document.error());
+  if (const auto* reshard = std::get_if<ReshardPlan>(&*document)) {
+    if (explain)
+      return MakeError(ErrorCode::kUsage,
+                       "--explain takes a plan of training; leave it out for one of resharding");
+    if (json) return ToJson(*reshard);
+    if (Status checked = CheckReshardLayouts(*reshard); !checked) {
+      checked.error().file = path;
+      return std::unexpected(std::move(checked.error()));
+    }
+    return ReshardText(*reshard);
+  }
+  if (const auto* plan = std::get_if<Plan>(&*document))
+    return json ? ToJson(*plan) : explain ? ExplainPlan(*plan, true) : PlanText(*plan);
+  return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                               .message = "another kind of document",
+                               .file = path,
+                               .pointer = "/schema",
+                               .expected = "\"shardplan.plan/1\" or \"shardplan.reshard/1\""});
+}
+
+}  // namespace
 
 void AddShowCommand(CLI::App& app, Invocation& invocation) {
-  CLI::App* command =
-      app.add_subcommand("show", "Print a plan as text, trigger by trigger; the text parses back");
+  CLI::App* command = app.add_subcommand(
+      "show", "Print a plan as text, trigger by trigger (it parses back), or one of resharding");
   command->footer(
       "Examples: shardplan show plan.json > plan.txt\n"
       "          shardplan show plan.txt --json -o plan.json\n"
@@ -33,15 +60,8 @@ void AddShowCommand(CLI::App& app, Invocation& invocation) {
       invocation.exit_code = Fail(checked.error());
       return;
     }
-    const Result<Plan> plan = ReadPlan(options->plan);
-    if (!plan) {
-      invocation.exit_code = Fail(plan.error());
-      return;
-    }
-    const std::string text = options->json      ? ToJson(*plan)
-                             : options->explain ? ExplainPlan(*plan, true)
-                                                : PlanText(*plan);
-    const Status written = WriteOutput(options->output, text);
+    const Result<std::string> text = ShownText(options->plan, options->json, options->explain);
+    const Status written = text ? WriteOutput(options->output, *text) : std::unexpected(text.error());
     if (!written) invocation.exit_code = Fail(written.error());
   });
 }

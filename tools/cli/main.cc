@@ -1,5 +1,5 @@
 // shardplan: trace, plan, optimize, certify, explain, validate, simulate, cost, memory, explain-memory, show,
-// diff, run, allocator-replay.
+// diff, run, conformance, calibrate, sweep, layout, reshard, allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -92,6 +92,8 @@ int main(int argc, char** argv) {
   cli::AddConformanceCommand(app, invocation);
   cli::AddCalibrateCommand(app, invocation);
   cli::AddSweepCommand(app, invocation);
+  cli::AddLayoutCommand(app, invocation);
+  cli::AddReshardCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   RefuseEmptyNames(app);
   try {

@@ -44,6 +44,15 @@ std::string Summary(const Plan& plan) {
                      plan.steps.size(), triggers, instructions);
 }
 
+std::string Summary(const StateLayout& layout) {
+  return fmt::format("layout of a state: {}, {} tensors on {} ranks", Printable(layout.name),
+                     layout.tensors.size(), RanksOf(layout));
+}
+std::string Summary(const ReshardPlan& plan) {
+  return fmt::format("resharding of {} tensors in {} groups, {} -> {} ranks", plan.target.tensors.size(),
+                     plan.groups.size(), RanksOf(plan.source), RanksOf(plan.target));
+}
+
 std::string RemarksText(const std::string& path, const Plan& plan) {
   std::string text;
   for (const Remark& remark : Remarks(plan))
@@ -74,6 +83,16 @@ std::string VerdictText(const std::string& path, const Plan& plan, bool& good) {
   return text + RemarksText(path, plan);
 }
 
+std::string VerdictText(const std::string& path, const ReshardPlan& plan, bool& good) {
+  const std::vector<ReshardViolation> violations = VerifyReshard(plan);
+  good = violations.empty();
+  if (good) return fmt::format("{}: verifies\n", path);
+  std::string text;
+  for (const ReshardViolation& violation : violations)
+    text += fmt::format("{}: {}: {}\n", path, violation.pointer, violation.message);
+  return text + fmt::format("{}: {}\n", path, Count(violations.size()));
+}
+
 std::string SummaryOf(const Document& document) {
   return std::visit([](const auto& value) { return Summary(value); }, document);
 }
@@ -82,10 +101,21 @@ int ValidateFile(const std::string& path) {
   const Result<Document> document = ReadDocument(path);
   if (!document) return Fail(document.error());
   const std::string name = Printable(path);
-  std::string text = fmt::format("{}: {}\n", name, SummaryOf(*document));
+  if (const auto* layout = std::get_if<StateLayout>(&*document)) {
+    if (Status checked = CheckStateLayout(*layout); !checked) {
+      checked.error().file = path;
+      return Fail(checked.error());
+    }
+  }
   const Plan* plan = std::get_if<Plan>(&*document);
+  const ReshardPlan* reshard = std::get_if<ReshardPlan>(&*document);
   bool good = true;
-  if (plan != nullptr) text += VerdictText(name, *plan, good);
+  std::string verdict;
+  if (plan != nullptr) verdict = VerdictText(name, *plan, good);
+  if (reshard != nullptr) verdict = VerdictText(name, *reshard, good);
+  const bool has_layouts = reshard == nullptr || CheckReshardLayouts(*reshard);
+  const std::string summary = has_layouts ? SummaryOf(*document) : "resharding";
+  const std::string text = fmt::format("{}: {}\n{}", name, summary, verdict);
   return PrintAnswer(text, good ? 0 : ExitCode(ErrorCode::kNegative));
 }
 

@@ -14,8 +14,8 @@ namespace shardplan {
 namespace {
 
 constexpr std::string_view kAllSchemas =
-    "\"shardplan.trace/1\", \"shardplan.cluster/1\", \"shardplan.strategy/1\", \"shardplan.plan/1\" or "
-    "\"shardplan.report/1\"";
+    "\"shardplan.trace/1\", \"shardplan.cluster/1\", \"shardplan.strategy/1\", \"shardplan.plan/1\", "
+    "\"shardplan.report/1\", \"shardplan.state_layout/1\" or \"shardplan.reshard/1\"";
 
 template <typename T>
 Result<T> ParseWith(std::string_view json_text, Result<T> (*read)(const JsonTape&)) {
@@ -100,6 +100,10 @@ Result<Certificate> ParseCertificate(std::string_view json_text) {
 Result<Optimization> ParseOptimization(std::string_view json_text) {
   return ParseWith(json_text, OptimizationFromTape);
 }
+Result<StateLayout> ParseStateLayout(std::string_view json_text) {
+  return ParseWith(json_text, StateLayoutFromTape);
+}
+Result<ReshardPlan> ParseReshard(std::string_view json_text) { return ParseWith(json_text, ReshardFromTape); }
 
 Result<Document> ParseDocument(std::string_view json_text) {
   if (std::optional<Plan> plan = ReadPlanByParts(json_text)) return Document(std::move(*plan));
@@ -112,6 +116,8 @@ Result<Document> ParseDocument(std::string_view json_text) {
   if (*schema == kStrategySchema) return AsDocument(StrategyFromTape(*tape));
   if (*schema == kPlanSchema) return AsDocument(PlanFromTape(*tape));
   if (*schema == kReportSchema) return AsDocument(ReportFromTape(*tape));
+  if (*schema == kStateLayoutSchema) return AsDocument(StateLayoutFromTape(*tape));
+  if (*schema == kReshardSchema) return AsDocument(ReshardFromTape(*tape));
   return MakeInputError("/schema", "unknown kind or version of document", fmt::format("\"{}\"", *schema),
                         std::string(kAllSchemas));
 }

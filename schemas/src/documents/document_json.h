@@ -1,4 +1,4 @@
-// What the readers of the five documents have in common.
+// What the readers of the documents have in common.
 #pragma once
 
 #include <string_view>
@@ -17,6 +17,8 @@ inline constexpr std::string_view kReportSchema = "shardplan.report/1";
 // Not told apart by ParseDocument: the one program that reads a certificate knows what it reads.
 inline constexpr std::string_view kCertificateSchema = "shardplan.certificate/1";
 inline constexpr std::string_view kOptimizationSchema = "shardplan.optimization/1";
+inline constexpr std::string_view kStateLayoutSchema = "shardplan.state_layout/1";
+inline constexpr std::string_view kReshardSchema = "shardplan.reshard/1";
 
 // The value of the `schema` field of the root object.
 Result<std::string_view> SchemaOf(const JsonTape& tape);
@@ -41,5 +43,7 @@ Result<Plan> PlanFromTape(const JsonTape& tape);
 Result<Report> ReportFromTape(const JsonTape& tape);
 Result<Certificate> CertificateFromTape(const JsonTape& tape);
 Result<Optimization> OptimizationFromTape(const JsonTape& tape);
+Result<StateLayout> StateLayoutFromTape(const JsonTape& tape);
+Result<ReshardPlan> ReshardFromTape(const JsonTape& tape);
 
 }  // namespace shardplan

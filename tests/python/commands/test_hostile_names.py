@@ -57,6 +57,10 @@ OUTPUTS = {
     "explain-memory": ("explain-memory", "plan.json", "--all", "--json", "alive.json"),
     "knobs": ("explain-memory", "plan.json", "--trace", "trace.json"),
     "show": ("show", "plan.json"),
+    "layout": ("layout", "plan.json", "-o", "layout.json"),
+    "reshard": ("reshard", "layout.json", "plan.json", "-o", "reshard.json"),
+    "copies": ("show", "reshard.json"),
+    "resharding": ("validate", "layout.json", "reshard.json"),
     "shown": ("show", "plan.json", "-o", "plan.txt"),
     "back": ("show", "plan.txt", "--json", "-o", "back.json"),
     "explain": ("show", "plan.json", "--explain"),
@@ -195,7 +199,7 @@ def test_names_in_an_allocator_log(tmp_path):
             json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("command", ["plan", "optimize", "certify", "explain", "validate", "simulate", "memory", "explain-memory", "show", "diff", "run", "trace", "conformance", "allocator-replay"])
+@pytest.mark.parametrize("command", ["plan", "optimize", "certify", "explain", "validate", "simulate", "memory", "explain-memory", "show", "diff", "layout", "reshard", "run", "trace", "conformance", "allocator-replay"])
 def test_names_of_files_and_flags(command, tmp_path):
     """A file that is not there, and words that are no flags, with names that nobody would choose. Bytes that are no UTF-8, too."""
     if command == "run" and not HAS_EXECUTOR:

@@ -11,7 +11,7 @@ import pytest
 import referencing
 from conftest import ROOT, build_folder
 
-KINDS = ["trace", "cluster", "strategy", "plan", "report"]
+KINDS = ["trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard"]
 
 # What a JSON Schema cannot say: that what is referred to exists, is unique, or is in order.
 BEYOND_SCHEMA = [

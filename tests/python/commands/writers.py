@@ -58,6 +58,8 @@ WRITERS = (
     Writer("memory", "--map", ("{plan}", "-q", "--map", "{out}"), other=("--rows", "{other}")),
     Writer("explain-memory", "--json", ("{plan}", "--json", "{out}")),
     Writer("show", "--output", ("{plan}", "--json", "-o", "{out}")),
+    Writer("layout", "--output", ("{plan}", "-o", "{out}")),
+    Writer("reshard", "--output", ("{plan}", "{plan}", "-q", "-o", "{out}")),
     Writer("allocator-replay", "--json", ("{log}", "--json", "{out}"), "{log}"),
     Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
     Writer("cost", "--output", ("{table}", "--fit", str(CLUSTER), "-q", "-o", "{out}"), "{table}"),

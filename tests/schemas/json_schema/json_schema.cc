@@ -6,6 +6,7 @@
 #include "schemas/src/documents/optimization_fields.h"
 #include "schemas/src/documents/plan_fields.h"
 #include "schemas/src/documents/report_fields.h"
+#include "schemas/src/documents/reshard_fields.h"
 #include "tests/schemas/json_schema/schema_builder.h"
 
 namespace shardplan {
@@ -45,6 +46,8 @@ std::vector<JsonSchemaFile> Build(std::vector<std::string>& wordless) {
   Append<Report>(kReportSchema, files, wordless);
   Append<Certificate>(kCertificateSchema, files, wordless);
   Append<Optimization>(kOptimizationSchema, files, wordless);
+  Append<StateLayout>(kStateLayoutSchema, files, wordless);
+  Append<ReshardPlan>(kReshardSchema, files, wordless);
   return files;
 }
 

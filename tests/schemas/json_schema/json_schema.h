@@ -12,7 +12,7 @@ struct JsonSchemaFile {
   std::string text;
 };
 
-// A file for each of the five documents.
+// A file for each of the documents.
 std::vector<JsonSchemaFile> JsonSchemaFiles();
 
 // "/plan/unit/fqn" of every field and type that says nothing of itself.

@@ -1,4 +1,4 @@
-// Reading and writing the five documents. Every kind has a `schema` field "shardplan.<kind>/1" and a JSON
+// Reading and writing the documents. Every kind has a `schema` field "shardplan.<kind>/1" and a JSON
 // Schema file in schemas/json. Reading never trusts: errors carry the file, the JSON pointer, what was found
 // and expected; unknown fields are errors except under "extensions". Writing a value that was read gives the
 // same bytes.
@@ -15,6 +15,8 @@
 #include "shardplan/schemas/optimization.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/schemas/reshard.h"
+#include "shardplan/schemas/state_layout.h"
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
 
@@ -28,6 +30,8 @@ Result<Report> ParseReport(std::string_view json_text);
 // What the optimising planner writes beside a plan: no Document.
 Result<Certificate> ParseCertificate(std::string_view json_text);
 Result<Optimization> ParseOptimization(std::string_view json_text);
+Result<StateLayout> ParseStateLayout(std::string_view json_text);
+Result<ReshardPlan> ParseReshard(std::string_view json_text);
 
 // Canonical JSON text, newline at the end, stable key order, one array element a line where that helps
 // reading.
@@ -43,9 +47,11 @@ void WriteJson(const Plan& plan, const JsonSink& sink,
 std::string ToJson(const Report& report);
 std::string ToJson(const Certificate& certificate);
 std::string ToJson(const Optimization& optimization);
+std::string ToJson(const StateLayout& layout);
+std::string ToJson(const ReshardPlan& plan);
 
-using Document = std::variant<Trace, Cluster, Strategy, Plan, Report>;
-// Any of the five, told apart by the `schema` field.
+using Document = std::variant<Trace, Cluster, Strategy, Plan, Report, StateLayout, ReshardPlan>;
+// Any of them, told apart by the `schema` field.
 Result<Document> ParseDocument(std::string_view json_text);
 
 // Reads a whole file. kBadInput when it cannot be read; the errors of the Parse functions get `file` filled

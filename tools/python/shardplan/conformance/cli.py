@@ -25,7 +25,8 @@ examples:
   shardplan conformance --random 100 --policy fsdp1 --seed 1
 
 DIR holds recordings: of events (CASE.log: each case is planned and compared event for event), or of memory (model.py and CASE.json with a
-timeline: allocated bytes at every hook). MODULE:FUNCTION returns a shardplan.conformance.Case, or a list of them: it is traced, planned,
+timeline: allocated bytes at every hook), or of optimizer states (a folder with
+layout.json for each case: state dicts of FSDP1, value for value). MODULE:FUNCTION returns a shardplan.conformance.Case, or a list of them: it is traced, planned,
 run on the installed PyTorch on this machine's CPU, and compared event for event. docs/conformance.md says more.
 
 exit codes: 0 every case matches, 1 one differs or cannot be run, 2 usage, 3 bad input, 4 environment"""
@@ -100,6 +101,10 @@ def _compare_folder(arguments: argparse.Namespace) -> int:
         from shardplan.conformance import memory
 
         return memory.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
+    if any(arguments.folder.glob("*/layout.json")):
+        from shardplan.conformance import optim_state
+
+        return optim_state.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
     return subprocess.run([_comparison(arguments), arguments.folder, *arguments.cases], check=False).returncode
 
 

@@ -17,24 +17,48 @@ from ._clip import clip_grad_norm_
 from ._errors import PlanError
 from ._flat_state_dict import state_dict_type
 from ._forward_method import register_forward_method
+from ._optim_state import (
+    OptimStateKeyType,
+    flatten_sharded_optim_state_dict,
+    full_optim_state_dict,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+    sharded_optim_state_dict,
+)
+from ._save import Saving, load, save
 from ._steer import abandon_step, no_sync, remove, set_is_last_backward, set_requires_gradient_sync
 from ._summon import summon_full_params
 
 __all__ = [
+    "OptimStateKeyType",
     "PlanError",
+    "Saving",
     "abandon_step",
     "apply",
     "clip_grad_norm_",
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
+    "load",
     "load_plan",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "register_forward_method",
+    "rekey_optim_state_dict",
     "remove",
     "reshard",
+    "save",
+    "scatter_full_optim_state_dict",
     "set_all_reduce_hook",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
     "set_is_last_backward",
     "set_requires_gradient_sync",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
     "state_dict_type",
     "summon_full_params",
     "unshard",

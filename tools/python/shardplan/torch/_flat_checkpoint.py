@@ -50,7 +50,7 @@ def _state_dicts(model: nn.Module, kind: str) -> Iterator[None]:
         yield
 
 
-def _names_by_parameter(model: nn.Module, all_held: list[Held]) -> dict[nn.Parameter, list[str]]:
+def names_by_parameter(model: nn.Module, all_held: list[Held]) -> dict[nn.Parameter, list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = [trace_fqn(name)]
@@ -67,19 +67,19 @@ def _kept_whole(whole: torch.Tensor, _flat: FlatUnit) -> torch.Tensor:
     return whole.clone()
 
 
-def _kept_sharded(whole: torch.Tensor, flat: FlatUnit) -> torch.Tensor:
+def kept_sharded(whole: torch.Tensor, flat: FlatUnit) -> torch.Tensor:
     return whole.clone() if flat.ranks == 1 or whole.dim() == 0 else chunk(whole, flat.mesh)
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], full: bool) -> dict:
     """{"state": by original parameter, "param_groups": with names}. Collective."""
     dsd._init_optim_state(optimizer)
-    names = _names_by_parameter(model, all_held)
+    names = names_by_parameter(model, all_held)
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     state: State = {}
     for held in all_held:
         if any(parameter in own for parameter, _, _ in held.slices()):
-            state |= original_state(optimizer, held, _kept_whole if full else _kept_sharded)
+            state |= original_state(optimizer, held, _kept_whole if full else kept_sharded)
     sliced = {parameter for held in all_held for parameter, _, _ in held.slices()}
     for parameter in own - sliced:
         if parameter in optimizer.state:
@@ -127,7 +127,7 @@ def _with_options(group: dict, loaded: list[dict], names: list[str]) -> dict:
 
 def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], state_dict: dict, strict: bool) -> dict:
     """What optimizer.load_state_dict takes on this rank. Collective."""
-    by_parameter = _names_by_parameter(model, all_held)
+    by_parameter = names_by_parameter(model, all_held)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     nested = _nested(state_dict, [name for parameter in parameters for name in by_parameter[parameter]])
     saved: State = nested["state"]
@@ -154,7 +154,7 @@ def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list
     return {"state": state, "param_groups": groups}
 
 
-def _from_rank_0(state_dict: dict, device: torch.device) -> dict:
+def from_rank_0(state_dict: dict, device: torch.device) -> dict:
     """Of a nested dict that the first rank has: tensor by tensor."""
 
     def walk(value, path: tuple, found: dict):
@@ -187,7 +187,7 @@ def _load(original: Callable, model: nn.Module, optimizers: tuple, state_dict: d
     if not all_held or not info.handle_optim:
         return original(model, optimizers, state_dict, info)
     if info.broadcast_from_rank0:
-        state_dict = _from_rank_0(state_dict, all_held[0].flat.shard.device)
+        state_dict = from_rank_0(state_dict, all_held[0].flat.shard.device)
     for optimizer in optimizers:
         dsd._init_optim_state(optimizer)
         loadable = _loadable(model, optimizer, all_held, state_dict, info.strict)
@@ -205,7 +205,7 @@ def _get_model(original: Callable, model: nn.Module, info) -> dict:
     with _state_dicts(model, "full" if info.full_state_dict else "sharded"):
         state_dict = original(model, dataclasses.replace(info, ignore_frozen_params=False))
     if info.ignore_frozen_params:
-        for parameter, names in _names_by_parameter(model, all_held).items():
+        for parameter, names in names_by_parameter(model, all_held).items():
             for name in names if not parameter.requires_grad else ():
                 state_dict.pop(name, None)
     return state_dict
@@ -216,7 +216,7 @@ def _load_model(original: Callable, model: nn.Module, state_dict: dict, info):
     if not all_held:
         return original(model, state_dict, info)
     if info.broadcast_from_rank0:
-        state_dict = _from_rank_0(state_dict, all_held[0].flat.shard.device)
+        state_dict = from_rank_0(state_dict, all_held[0].flat.shard.device)
     return dsd._state_dict_fn(model, "load_state_dict")(state_dict=dict(state_dict), strict=info.strict)
 
 

@@ -105,6 +105,12 @@ def unhook_state_dicts(model: nn.Module) -> None:
         handle.remove()
 
 
+def state_dict_kind(model: nn.Module) -> str:
+    """What state_dict_type chose."""
+    state_dicts = getattr(model, _ATTRIBUTE, None)
+    return "full" if state_dicts is None else state_dicts.kind
+
+
 @contextlib.contextmanager
 def state_dict_type(model: nn.Module, kind: str) -> Iterator[None]:
     """What model.state_dict() gives inside, of a model whose plan has a flat layout: "full" (the default outside, and

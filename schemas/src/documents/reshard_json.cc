@@ -1,0 +1,28 @@
+#include "documents/document_json.h"
+#include "documents/reshard_fields.h"
+#include "json/json_writer.h"
+#include "shardplan/schemas/io.h"
+
+namespace shardplan {
+
+Result<StateLayout> StateLayoutFromTape(const JsonTape& tape) {
+  return ReadDocumentAs<StateLayout>(tape, kStateLayoutSchema);
+}
+
+Result<ReshardPlan> ReshardFromTape(const JsonTape& tape) {
+  return ReadDocumentAs<ReshardPlan>(tape, kReshardSchema);
+}
+
+std::string ToJson(const StateLayout& layout) {
+  JsonWriter writer;
+  writer.WriteDocument(kStateLayoutSchema, layout);
+  return writer.Take();
+}
+
+std::string ToJson(const ReshardPlan& plan) {
+  JsonWriter writer;
+  writer.WriteDocument(kReshardSchema, plan);
+  return writer.Take();
+}
+
+}  // namespace shardplan
