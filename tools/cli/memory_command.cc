@@ -19,6 +19,7 @@ struct MemoryArguments {
   bool no_kernel_temporaries = false;
   bool reserved = false;
   std::string frees = "late";
+  std::string addresses = "up";
   std::uint64_t limit_bytes = 0;  // 0: the device's
   std::int32_t steps = 0;         // 0: until the allocator reserves no more
   bool quiet = false;
@@ -27,6 +28,7 @@ struct MemoryArguments {
 Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const Plan& plan) {
   ReservedOptions reserved;
   reserved.completion = options.frees == "late" ? Completion::kWaitedFor : Completion::kAtOnce;
+  reserved.addresses = options.addresses == "up" ? AddressOrder::kUpwards : AddressOrder::kDownwards;
   const Device& device = plan.cluster.device;
   if (device.memory_bytes.value > 0) {
     reserved.device_bytes = device.memory_bytes;
@@ -160,6 +162,13 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
           "When memory that other streams use is free again: late (the host knows that they are done; "
           "a device that is behind), at-once (a device that never is)")
       ->check(CLI::IsMember({"late", "at-once"}))
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--addresses", options->addresses,
+          "Where the device puts its next segment, which decides between free blocks of one size: up (as "
+          "CUDA's driver does), down (as Linux maps memory)")
+      ->check(CLI::IsMember({"up", "down"}))
       ->capture_default_str();
   command
       ->add_option(

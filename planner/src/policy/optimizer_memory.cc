@@ -1,6 +1,9 @@
 #include "policy/optimizer_memory.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "shardplan/schemas/io.h"
@@ -46,39 +49,39 @@ MemoryKind OptimizerMemory::MemoryOf(UnitId unit) const {
 void OptimizerMemory::AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards,
                                      StreamId stream) {
   std::vector<Bytes> parts;
+  std::int32_t first = 0;  // parameter; the unit's others may have states in a buffer of their own
   for (const OptimizerShard& shard : shards) {
     std::vector<bool>::reference made = state_.has_states[unit][static_cast<std::size_t>(shard.parameter)];
     const std::vector<Bytes> states = OptimizerStates(optimizer_, shard);
     if (made || states.empty()) continue;
     made = true;
+    if (parts.empty()) first = shard.parameter;
     parts.insert(parts.end(), states.begin(), states.end());
   }
   if (parts.empty()) return;
   builder_.SetUnit(unit);
   builder_.Allocate(
       builder_.UnitBuffer(unit, BufferRole::kOptimizerState, partition_.units[unit].unit.orig_dtype,
-                          std::move(parts), {}, {}, MemoryOf(unit)),
+                          std::move(parts), {}, first > 0 ? fmt::format("p{}", first) : std::string(),
+                          MemoryOf(unit)),
       MemoryOf(unit) == MemoryKind::kDevice ? stream : kHost);
 }
 
-// What the optimizer steps at once, in the order of the model's parameters: those in device memory, or
-// where all units are offloaded, those in host memory.
-std::vector<OptimizerShard> OptimizerMemory::InModelOrder(const std::vector<SteppedUnit>& units,
-                                                          bool on_host) const {
-  std::vector<std::pair<ParameterId, OptimizerShard>> shards;
+// What the optimizer steps at once, in the order of the model's parameters. Flat parameters are those of the
+// modules that were wrapped: their units' order.
+std::vector<OptimizerMemory::Stepped> OptimizerMemory::InModelOrder(
+    const std::vector<SteppedUnit>& units) const {
+  std::vector<Stepped> shards;
   for (const SteppedUnit& stepped : units) {
-    if (!on_host && MemoryOf(stepped.unit) != MemoryKind::kDevice) continue;
-    const std::vector<ParameterId>& ids = partition_.units[stepped.unit].parameter_ids;
+    const UnitChoice& choice = partition_.units[stepped.unit];
+    const bool flat = choice.unit.layout == LayoutKind::kFlat && !use_orig_params_;
     for (OptimizerShard& shard : ShardsOf(stepped)) {
-      const ParameterId id = ids[static_cast<std::size_t>(shard.parameter)];
-      shards.emplace_back(id, std::move(shard));
+      const ParameterId id = choice.parameter_ids[static_cast<std::size_t>(shard.parameter)];
+      shards.push_back({flat ? stepped.unit : id, stepped.unit, std::move(shard)});
     }
   }
-  std::ranges::stable_sort(shards, {}, [](const auto& entry) { return entry.first; });
-  std::vector<OptimizerShard> ordered;
-  ordered.reserve(shards.size());
-  for (auto& [id, shard] : shards) ordered.push_back(std::move(shard));
-  return ordered;
+  std::ranges::stable_sort(shards, {}, &Stepped::place);
+  return shards;
 }
 
 void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
@@ -87,10 +90,23 @@ void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
     return MemoryOf(stepped.unit) != MemoryKind::kDevice;
   });
   const StreamId stream = on_host ? kHost : kCompute;
-  for (const SteppedUnit& stepped : units) AllocateStates(stepped.unit, ShardsOf(stepped), kCompute);
+  const std::vector<Stepped> ordered = InModelOrder(units);
+  std::vector<OptimizerShard> stepped_together;
+  for (auto first = ordered.begin(); first != ordered.end();) {
+    const auto last = std::ranges::find_if(
+        first, ordered.end(), [&](const Stepped& stepped) { return stepped.unit != first->unit; });
+    std::vector<OptimizerShard> run;
+    std::transform(first, last, std::back_inserter(run),
+                   [](const Stepped& stepped) { return stepped.shard; });
+    AllocateStates(first->unit, run, kCompute);
+    // Those in device memory, or where all units are offloaded, those in host memory.
+    if (on_host || MemoryOf(first->unit) == MemoryKind::kDevice)
+      stepped_together.insert(stepped_together.end(), run.begin(), run.end());
+    first = last;
+  }
   builder_.SetUnit(-1);
   BufferId temporary = -1;
-  std::vector<Bytes> parts = OptimizerTemporaries(optimizer_, InModelOrder(units, on_host));
+  std::vector<Bytes> parts = OptimizerTemporaries(optimizer_, stepped_together);
   if (!parts.empty()) {
     temporary = builder_.AddBuffer({.name = "optimizer.temp",
                                     .role = BufferRole::kOptimizerTemp,

@@ -38,7 +38,13 @@ class OptimizerMemory {
  private:
   void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
   std::vector<OptimizerShard> ShardsOf(const SteppedUnit& stepped) const;
-  std::vector<OptimizerShard> InModelOrder(const std::vector<SteppedUnit>& units, bool on_host) const;
+  // A shard, and where it is among the optimizer's parameters.
+  struct Stepped {
+    std::int32_t place = 0;
+    UnitId unit = -1;
+    OptimizerShard shard;
+  };
+  std::vector<Stepped> InModelOrder(const std::vector<SteppedUnit>& units) const;
   MemoryKind MemoryOf(UnitId unit) const;
 
   const Optimizer& optimizer_;

@@ -178,6 +178,7 @@ class Partitioner {
                                       .shape = parameter.shape,
                                       .dtype = parameter.dtype,
                                       .requires_grad = parameter.requires_grad,
+                                      .index = named.parameter,
                                       .placements = parameter.placements});
   }
 

@@ -30,6 +30,9 @@ inline constexpr auto kFields<UnitParameter> = FieldList(
         .Shape(),
     Required("dtype", &UnitParameter::dtype, "Original dtype."),
     Optional("requires_grad", &UnitParameter::requires_grad, "Whether a gradient is computed for it."),
+    Optional("index", &UnitParameter::index,
+             "Place in model.parameters(), which is the optimizer's order; -1: unknown.")
+        .AtLeast(-1),
     Optional("shard_dim", &UnitParameter::shard_dim, "per_parameter: the dimension that is cut."),
     Optional("flat_offset", &UnitParameter::flat_offset, "flat: elements before it, alignment included."),
     Optional("placements", &UnitParameter::placements, "Over the mesh's other dimensions."),

@@ -11,6 +11,7 @@
 #include "memory/kernel_memory.h"
 #include "memory/memory_actions.h"
 #include "memory/memory_categories.h"
+#include "memory/shard_order.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 
@@ -55,6 +56,7 @@ class StreamBuilder {
   }
 
   MemoryHistory Build() {
+    for (const internal::ShardMade& shard : internal::ShardsInOrder(plan_)) MakeShard(shard);
     for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
       if (plan_.buffers[b].persistent) AllocateBuffer(static_cast<BufferId>(b), 0);
     }
@@ -209,6 +211,19 @@ class StreamBuilder {
       block.part = static_cast<std::int32_t>(p);
       memory.parts[p] = Allocate(block);
     }
+  }
+
+  void MakeShard(const internal::ShardMade& shard) {
+    const Buffer& buffer = BufferOf(shard.buffer);
+    Memory& memory =
+        MemoryIndex(shard.buffer) < 0 ? NewMemory(shard.buffer) : MemoryAt(MemoryIndex(shard.buffer));
+    if ((buffer.memory == MemoryKind::kDevice) != OnDevice()) return;
+    memory.parts[static_cast<std::size_t>(shard.part)] =
+        Allocate({.requested_bytes = Taken(buffer, buffer.parts_bytes[static_cast<std::size_t>(shard.part)]),
+                  .category = CategoryOf(buffer.role),
+                  .unit = buffer.unit,
+                  .buffer = shard.buffer,
+                  .part = shard.part});
   }
 
   bool OnDevice() const { return options_.space == MemorySpace::kDevice; }

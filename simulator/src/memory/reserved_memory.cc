@@ -93,7 +93,7 @@ class Reserver {
         history_(history),
         options_(options),
         allocator_(options.settings),
-        device_(options.device_bytes, options.other_bytes),
+        device_(options.device_bytes, options.other_bytes, options.addresses),
         passed_(plan, allocator_),
         blocks_(history.blocks.size(), kNoBlock) {
     if (options.record_addresses) result_.placements.resize(history.blocks.size());

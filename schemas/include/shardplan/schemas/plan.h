@@ -46,6 +46,7 @@ struct UnitParameter {
   std::vector<std::int64_t> shape;       // unsharded by FSDP; local to the rank where placements cut it
   DType dtype = DType::kFloat32;         // original
   bool requires_grad = true;
+  std::int32_t index = -1;       // place in model.parameters(), the optimizer's order; -1: unknown
   std::int32_t shard_dim = 0;    // per_parameter
   std::int64_t flat_offset = 0;  // flat: elements before it in the flat parameter (alignment included)
   std::vector<ParameterPlacement> placements;  // over the mesh's other dimensions, as in the trace

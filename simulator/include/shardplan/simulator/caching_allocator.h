@@ -84,13 +84,18 @@ class DeviceDriver {
   virtual std::vector<std::int32_t> Synchronize() { return {}; }
 };
 
-// A device that hands out addresses upwards and never reuses one: deterministic, and enough for everything
-// but the addresses themselves. `other_bytes` is memory that the process cannot get (context, NCCL buffers,
-// other processes).
+// Where a device puts its next segment. Of blocks of one size the allocator takes the lowest, so it matters:
+// CUDA's driver goes upwards, memory that a kernel of Linux maps (a device in software) downwards.
+enum class AddressOrder : std::uint8_t { kUpwards, kDownwards };
+
+// A device that hands out addresses in one direction and never reuses one: deterministic, and enough for
+// everything but the addresses themselves. `other_bytes` is memory that the process cannot get (context, NCCL
+// buffers, other processes).
 class SimpleDevice final : public DeviceDriver {
  public:
-  explicit SimpleDevice(Bytes total_bytes = {std::int64_t{80} << 30}, Bytes other_bytes = {0})
-      : total_bytes_(total_bytes), used_bytes_(other_bytes) {}
+  explicit SimpleDevice(Bytes total_bytes = {std::int64_t{80} << 30}, Bytes other_bytes = {0},
+                        AddressOrder order = AddressOrder::kUpwards)
+      : total_bytes_(total_bytes), used_bytes_(other_bytes), order_(order) {}
   std::optional<DeviceAddress> AllocateSegment(Bytes size_bytes, std::int32_t stream) override;
   void FreeSegment(DeviceAddress address, Bytes size_bytes) override;
   DeviceAddress ReserveAddresses(Bytes size_bytes, std::int32_t stream) override;
@@ -101,9 +106,12 @@ class SimpleDevice final : public DeviceDriver {
   Bytes FreeMemory() const { return total_bytes_ - used_bytes_; }
 
  private:
+  DeviceAddress NextAddress(Bytes size_bytes);
+
   Bytes total_bytes_;
   Bytes used_bytes_;
-  DeviceAddress next_address_ = std::int64_t{1} << 32;
+  AddressOrder order_;
+  Bytes handed_out_bytes_;
 };
 
 using BlockId = std::int32_t;

@@ -24,6 +24,7 @@ enum class Completion : std::uint8_t { kWaitedFor, kAtOnce };
 
 struct ReservedOptions {
   Completion completion = Completion::kWaitedFor;
+  AddressOrder addresses = AddressOrder::kUpwards;
   AllocatorSettings settings;
   Bytes device_bytes{std::int64_t{1} << 50};  // memory of the device
   Bytes other_bytes;                          // what the process cannot get: context, NCCL's buffers

@@ -264,7 +264,7 @@ def compute(program: str, trace: Path, case: dict, folder: Path) -> dict:
     strategy, rows = folder / "strategy.json", folder / "rows.json"
     files.write_text(strategy, json.dumps(strategy_of(case)))
     command = [program, "memory", str(trace), "--strategy", str(strategy), "--ranks", str(case["knobs"]["world"])]
-    options = memory_cuda.options(case["knobs"]) if is_allocator_case(case) else ["--no-kernel-temporaries"]
+    options = memory_cuda.options(case) if is_allocator_case(case) else ["--no-kernel-temporaries"]
     rows.unlink(missing_ok=True)  # those of the case before
     done = subprocess.run([*command, *options, "--rows", str(rows), "-q"], capture_output=True, text=True, check=False)
     out_of_memory = done.returncode == 1 and is_allocator_case(case) and rows.exists()  # which a recording may be, too

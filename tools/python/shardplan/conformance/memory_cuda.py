@@ -27,12 +27,14 @@ _OF_END = {
 }
 
 
-def options(knobs: dict) -> list[str]:
-    """Of `shardplan memory`."""
+def options(case: dict) -> list[str]:
+    """Of `shardplan memory`. The memory of a device in software is mapped downwards."""
+    knobs = case["knobs"]
+    addresses = "down" if str(case.get("device", "")).startswith("software") else "up"
     frees = "late" if knobs["device"] == "slow" else "at-once"
     settings = ["--alloc-conf", knobs["alloc_conf"]] if knobs["alloc_conf"] else []
     steps = ["--steps", str(knobs["steps"])] if "steps" in knobs else []
-    return ["--reserved", "--frees", frees, "--allocator-limit", f"{knobs['gib']}GiB", *steps, *settings]
+    return ["--reserved", "--frees", frees, "--addresses", addresses, "--allocator-limit", f"{knobs['gib']}GiB", *steps, *settings]
 
 
 def first_difference(case: dict, computed: dict) -> str | None:
