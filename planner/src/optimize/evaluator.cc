@@ -15,6 +15,7 @@ namespace {
 
 // Kernels and collectives of a step at the prices that are best for them, the same all the time.
 Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, const EngineStep& step) {
+  __extension__ using Int128 = __int128;
   std::int64_t kernels_ns = 0;
   std::vector<std::int64_t> links_ns(cluster.links.size(), 0);
   for (const EngineInstruction& i : step.code) {
@@ -23,12 +24,14 @@ Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, cons
       if (segment.count > 0)
         kernels_ns += program.operators[static_cast<std::size_t>(segment.first)].rest_ns.value;
     } else if (i.op == EngineOp::kWork && i.work == WorkClass::kCollective) {
-      if (i.link >= 0) links_ns[static_cast<std::size_t>(i.link)] += i.duration_ns.value;
+      if (i.loads < 0) continue;
+      const LinkLoads& loads = program.loads[static_cast<std::size_t>(i.loads)];
+      for (std::size_t l = 0; l < links_ns.size(); ++l)
+        links_ns[l] += static_cast<std::int64_t>(Int128{i.duration_ns.value} * loads.ppm[l] / 1'000'000);
     } else if (i.op == EngineOp::kWork && (i.work == WorkClass::kCompute || i.work == WorkClass::kCopy)) {
       kernels_ns += i.duration_ns.value;
     }
   }
-  __extension__ using Int128 = __int128;
   std::int64_t best_ns = kernels_ns;
   for (std::size_t l = 0; l < links_ns.size(); ++l) {
     std::vector<std::int64_t> shares(links_ns.size(), 0);

@@ -11,9 +11,12 @@ struct CostPoint {
   std::int64_t least_ns = 0;
 };
 
+// A stretch between two sizes is so many times shorter than what is below it.
+constexpr std::int64_t kStretch = 512;
+
 std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t most_bytes) {
   std::vector<std::int64_t> sizes;
-  for (std::int64_t size = 1; size < most_bytes; size += size / 64 + 1) sizes.push_back(size);
+  for (std::int64_t size = 1; size < most_bytes; size += size / kStretch + 1) sizes.push_back(size);
   for (const CollectiveTable& table : cluster.collectives) {
     for (const CollectivePoint& point : table.points) {
       const std::int64_t size = point.full_tensor_bytes.value;
@@ -30,11 +33,10 @@ std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t most_b
 // Points that a line has to pass below to be below the cost everywhere.
 std::vector<CostPoint> PointsBelow(const std::vector<std::int64_t>& sizes,
                                    const std::vector<std::int64_t>& durations) {
-  const auto lowered = [](std::int64_t ns) { return std::max<std::int64_t>(0, ns - ns / 4096 - 2); };
+  const auto lowered = [](std::int64_t ns) { return std::max<std::int64_t>(0, ns - 2); };
   std::vector<CostPoint> points = {{sizes.front(), lowered(durations.front())}};
   for (std::size_t i = 1; i < sizes.size(); ++i) {
-    const bool steep = Int128{durations[i]} * 64 * 64 * 64 > Int128{durations[i - 1]} * 65 * 65 * 65;
-    points.push_back({sizes[i], lowered(steep ? durations[i - 1] : durations[i])});
+    points.push_back({sizes[i], lowered(std::min(durations[i - 1], durations[i]))});
   }
   return points;
 }
@@ -66,14 +68,21 @@ CostLine LineBelow(const CostModel& costs, const Cluster& cluster, CollectiveKin
   CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
   const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, most_bytes));
   std::vector<std::int64_t> durations;
-  CostLine line;
+  LinkLoads least;
+  least.ppm.fill(1'000'000);
   for (const std::int64_t size : sizes) {
     request.full_tensor_bytes = {size};
     const Result<CollectiveCost> cost = costs.Collective(request);
-    if (!cost || cost->link < 0 || (line.link >= 0 && line.link != cost->link)) return {};
-    line.link = cost->link;
+    if (!cost) return {};
+    for (std::size_t l = 0; l < least.ppm.size(); ++l)
+      least.ppm[l] = std::min(least.ppm[l], cost->loads.ppm[l]);
     durations.push_back(cost->duration_ns.value);
   }
+  const auto busiest = std::ranges::max_element(least.ppm);
+  if (*busiest == 0) return {};
+  CostLine line{.link = static_cast<std::int32_t>(busiest - least.ppm.begin())};
+  for (std::int64_t& duration : durations)
+    duration = static_cast<std::int64_t>(Int128{duration} * *busiest / 1'000'000);
   SetLine(PointsBelow(sizes, durations), line);
   return line;
 }

@@ -15,7 +15,8 @@ __extension__ using Int128 = __int128;
 // Of nanoseconds, in the slopes of lines.
 inline constexpr std::int64_t kSlopeScale = std::int64_t{1} << 32;
 
-// A collective of b bytes, 1 <= b <= most_bytes, takes at least fixed_ns + b * per_byte / kSlopeScale.
+// A collective of b bytes, 1 <= b <= most_bytes, keeps the link busy for at least
+// fixed_ns + b * per_byte / kSlopeScale.
 struct CostLine {
   std::int32_t link = -1;  // -1: it costs nothing
   std::int64_t fixed_ns = 0;
@@ -23,10 +24,13 @@ struct CostLine {
 };
 
 // [Note: what a line relies on]
-// The cost is asked at sizes that grow by a sixty-fourth, and at those of the cluster's tables. Between two
-// of these it is taken for concave, or for a power law (cost_model.h, InterpolateDuration): such a one sags
-// below its chord by less than a 4096th where its exponent is at most 3; where it rises more steeply, the
-// lower end counts for the whole stretch.
+// The cost is asked at sizes that grow by a 512th, and at those of the cluster's tables. Between two of these
+// it is taken to lie between the costs at both, as all models of cost_model.h do; the lower of them counts
+// for the whole stretch.
+//
+// [Note: one link]
+// A collective may use several links at once (LinkLoads). The line says its work on the one that it uses most
+// at all sizes: what it does on the others is left out, which only lowers the bound.
 CostLine LineBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
                    const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes);
 
