@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardplan.files import scratch_folder
+from shardplan.files import scratch_folder, write_text
 
 Piece = tuple[str, int, int, int, int, int]  # tensor, source rank, target rank, source offset, target offset, bytes
 
@@ -20,7 +20,7 @@ def plan(program: str | Path, source: dict, target: dict) -> dict:
     """The plan from one layout document to another."""
     with scratch_folder() as folder:
         for name, layout in (("source", source), ("target", target)):
-            (folder / f"{name}.json").write_text(json.dumps({"schema": "shardplan.state_layout/1", **layout}))
+            write_text(folder / f"{name}.json", json.dumps({"schema": "shardplan.state_layout/1", **layout}))
         command = [str(program), "reshard", str(folder / "source.json"), str(folder / "target.json"), "-q", "-o", "-"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
