@@ -17,7 +17,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_those_of_the_real_allocator(name, tmp_path):
     recorded = json.loads((FOLDER / "f2_small_expandable.json").read_text())
-    case = {"case": name, "device": "software CUDA device", "model": recorded["model"], "rows": [], "columns": recorded["columns"]}
+    case = {"case": name, "device": "software CUDA device", "model": recorded["model"], "rows": [], "peak": [], "columns": recorded["columns"]}
     case["knobs"] = {**recorded["knobs"], "alloc_conf": "", "steps": 2, **CASES[name]}
     path = tmp_path / "case.json"
     path.write_text(json.dumps(case))
