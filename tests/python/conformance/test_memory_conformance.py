@@ -21,7 +21,7 @@ def computed(tmp_path_factory):
 
 
 def test_there_are_recordings():
-    assert len(CASES) == 9
+    assert len(CASES) == 10
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])

@@ -131,7 +131,7 @@ def _without_masks() -> Iterator[None]:
 
 
 def trace_case(folder: Path, case: dict, output: Path) -> None:
-    """Writes the trace of the case's model as the recording trained it."""
+    """Writes the trace of the case's model as the recording trained it: those of tensors have fake ones, on one device."""
     import torch
     import torch.nn.functional as functional
 
@@ -158,7 +158,9 @@ def trace_case(folder: Path, case: dict, output: Path) -> None:
         inputs = {"input_ids": tokens, "use_cache": False} if hugging_face else (tokens,)
         return model, inputs, loss
 
-    options = session.Options(dtype=dtype, param_dtype=param_dtype, keep_output=not knobs["del_logits"])
+    options = session.Options(
+        dtype=dtype, param_dtype=param_dtype, keep_output=not knobs["del_logits"], all_on_device=not is_allocator_case(case)
+    )
     with _without_masks() if hugging_face else contextlib.nullcontext():
         trace = session.trace_callable(build, str(folder / "model.py"), options)
     with files.replacing(output) as file:

@@ -84,8 +84,9 @@ class Answers:
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None):
+    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, all_on_device: bool = False):
         super().__init__()
+        self._all_on_device = all_on_device
         self.answers = answers or Answers()
         self.answers.restart()
         self._fqns = fqns or []  # of the modules
@@ -220,7 +221,8 @@ class Recorder(TorchDispatchMode):
             if func is aten._local_scalar_dense.default and out is not None:
                 return out
         if out is None:
-            out = _on_their_devices(func, func(*args, **kwargs))
+            out = func(*args, **kwargs)
+            out = out if self._all_on_device else _on_their_devices(func, out)
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
         return out
