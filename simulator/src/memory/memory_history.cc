@@ -40,7 +40,8 @@ class StreamBuilder {
                 internal::MemoryActions* actions = nullptr)
       : plan_(plan), options_(options), actions_(actions), optimizer_(plan), alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
-    chunks_.assign(plan.buffers.size(), 0);
+    gathered_by_.assign(plan.buffers.size(), 0);
+    begun_.assign(plan.buffers.size(), false);
     states_made_.resize(plan.units.size() + 1);
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
       const Buffer& buffer = plan.buffers[b];
@@ -352,10 +353,10 @@ class StreamBuilder {
       case InstructionKind::kAllocate:
         if (!Has(plan_.buffers, instruction.dst)) break;
         AllocateBuffer(instruction.dst, instruction.stream);
-        chunks_[static_cast<std::size_t>(instruction.dst)] = 0;
+        begun_[static_cast<std::size_t>(instruction.dst)] = false;
         break;
       case InstructionKind::kAllGather:
-        chunks_[static_cast<std::size_t>(instruction.dst)] =
+        gathered_by_[static_cast<std::size_t>(instruction.dst)] =
             plan_.communicators[static_cast<std::size_t>(instruction.communicator)].size;
         break;
       case InstructionKind::kCopyOut:
@@ -448,13 +449,14 @@ class StreamBuilder {
     std::ranges::for_each(blocks, [&](std::int32_t b) { Free(b); });
   }
 
-  // FSDP2 copies all gradients of a reduction at once: the first stands for all.
+  // FSDP2 copies all gradients of a reduction at once: the first copy stands for all.
   void RunCopy(const Instruction& instruction) {
     if (!OnDevice() || !options_.kernel_temporaries) return;
     const bool out = instruction.kind == InstructionKind::kCopyOut;
-    auto& chunks = chunks_[static_cast<std::size_t>(out ? instruction.src : instruction.dst)];
-    const Bytes table =
-        internal::CopyTableBytes(plan_, instruction, out ? chunks : 1 - std::exchange(chunks, 1));
+    if (!out && begun_[static_cast<std::size_t>(instruction.dst)]) return;
+    if (!out) begun_[static_cast<std::size_t>(instruction.dst)] = true;
+    const std::int64_t ranks = out ? gathered_by_[static_cast<std::size_t>(instruction.src)] : 1;
+    const Bytes table = internal::CopyTableBytes(plan_, instruction, ranks);
     if (table.value == 0) return;
     Free(Allocate({.requested_bytes = table,
                    .category = kKernelTemp,
@@ -546,10 +548,9 @@ class StreamBuilder {
   const OptimizerSteps optimizer_;
   AliveBuffers alive_;
   MemoryHistory history_;
-  std::vector<std::int32_t> memory_of_;  // by buffer: index into memories_, -1: not alive
-  // By buffer: of a gather's output the ranks that gathered it; of a reduction's input 1 once something is in
-  // it.
-  std::vector<std::int64_t> chunks_;
+  std::vector<std::int32_t> memory_of_;    // by buffer: index into memories_, -1: not alive
+  std::vector<std::int64_t> gathered_by_;  // by buffer: ranks of the gather that wrote it last
+  std::vector<bool> begun_;                // by buffer: something was copied into it since it was allocated
   std::vector<Memory> memories_;
   std::vector<std::int32_t> unused_memories_;
   // Allocations (step, trigger, instruction) whose memory ends in another role.

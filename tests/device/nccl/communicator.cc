@@ -89,6 +89,17 @@ bool Communicator::FindGroup() {
   return true;
 }
 
+// With the lock held. False: some have not come yet.
+bool Communicator::MeetPeers() {
+  if (file_->head().joined < ranks_) return false;
+  file_->CloseDescriptor();
+  demand_ = Engine::Get().AddDemand([weak = weak_from_this()]() -> std::optional<Point> {
+    const std::shared_ptr<Communicator> self = weak.lock();
+    return self ? self->Wanted() : std::nullopt;
+  });
+  return true;
+}
+
 ncclResult_t Communicator::State() {
   const std::lock_guard lock(mutex_);
   if (error_ != ncclSuccess) return error_;
@@ -100,14 +111,8 @@ ncclResult_t Communicator::State() {
     parent_.reset();
   }
   if (stage_ == Stage::kJoining) {
-    if (!IsAlone() && file_->head().joined < ranks_) return ncclInProgress;
-    if (!IsAlone()) file_->CloseDescriptor();
+    if (!IsAlone() && !MeetPeers()) return ncclInProgress;
     stage_ = Stage::kReady;
-    if (!IsAlone())
-      demand_ = Engine::Get().AddDemand([weak = weak_from_this()]() -> std::optional<Point> {
-        const std::shared_ptr<Communicator> self = weak.lock();
-        return self ? self->Wanted() : std::nullopt;
-      });
   }
   if (asked_in_progress_.exchange(false)) return ncclInProgress;
   return ncclSuccess;

@@ -80,6 +80,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   using Clock = std::chrono::steady_clock;
   void Join();
   bool FindGroup();
+  bool MeetPeers();
   bool Advance(Operation& op);
   bool AdvanceCollective(Operation& op);
   bool AdvanceSend(Operation& op);

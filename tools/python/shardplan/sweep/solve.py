@@ -31,13 +31,7 @@ def solve(question: str, base: Configuration, evaluate: Callable[[Configuration]
     low = 1
     while low * 2 * step <= most and fits(low * 2):
         low *= 2
-    high = low * 2  # does not fit, or is beyond the most
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+    low, _ = _border(low, low * 2, fits)  # twice that does not fit, or is beyond the most
     return base.replace(axis, low * step), known[low]
 
 
@@ -47,11 +41,16 @@ def _least(axis: str, step: int, base: Configuration, fits: Callable[[int], bool
         if high * 2 * step > most:
             return None, known[high]
         high *= 2
-    low = high // 2  # does not fit; 0: one is enough
+    _, high = _border(high // 2, high, lambda units: not fits(units))  # half of it does not fit; 0: one is enough
+    return base.replace(axis, high * step), known[high]
+
+
+def _border(low: int, high: int, holds: Callable[[int], bool]) -> tuple[int, int]:
+    """Neighbours between `low`, where it holds, and `high`, where it does not."""
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
+        if holds(middle):
             low = middle
-    return base.replace(axis, high * step), known[high]
+        else:
+            high = middle
+    return low, high
