@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardplan/schemas/program.h"
 #include "tests/support/plan_builder.h"
 #include "tests/support/small_plans.h"
 
@@ -59,7 +60,9 @@ class Fsdp1Like {
     }
     b_.At(TriggerKind::kOptimizerStep).OptimizerStep(options_.offload ? -1 : 0);
     b_.At(TriggerKind::kZeroGrad).ZeroGrad();
-    return std::move(b_.plan());
+    Plan plan = std::move(b_.plan());
+    NumberPasses(plan);
+    return plan;
   }
 
  private:

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "shardplan/schemas/program.h"
 #include "tests/support/plan_builder.h"
 
 namespace shardplan::test {
@@ -47,6 +48,7 @@ class Fsdp2Like {
     }
     Plan plan = std::move(b_.plan());
     plan.steady_step = 1;
+    NumberPasses(plan);
     return plan;
   }
 

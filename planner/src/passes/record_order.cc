@@ -10,6 +10,7 @@
 
 #include "passes/backward_times.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 namespace {
@@ -387,14 +388,11 @@ class Recorder {
 Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelIndex& index,
                                               const Partition& partition, const Strategy& strategy,
                                               bool inputs_wrapped) {
-  static const std::vector<StepProgram> kDefault = {
-      {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}}};
-  static const std::vector<StepProgram> kStepsInBackward = {{ForwardCall{}, BackwardCall{}}};
-  const std::vector<StepProgram>& program = !strategy.program.empty()        ? strategy.program
-                                            : strategy.optimizer.in_backward ? kStepsInBackward
-                                                                             : kDefault;
-  std::size_t count = program.size();
-  while (count > 1 && program[count - 1] == program[count - 2]) --count;
+  const auto program = [&](std::size_t s) -> const StepProgram& {
+    return ProgramOfStep(strategy, static_cast<std::int64_t>(s));
+  };
+  std::size_t count = std::max<std::size_t>(1, strategy.program.size());
+  while (count > 1 && program(count - 1) == program(count - 2)) --count;
   Recorder recorder(trace, index, partition, inputs_wrapped);
   for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
@@ -404,7 +402,7 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   for (std::size_t s = 0; s < count || !repeats; ++s) {
     const std::size_t last = std::min(s, count - 1);
     const auto before = recorder.Carried();
-    Result<RecordedStep> step = recorder.Record(program[last], last);
+    Result<RecordedStep> step = recorder.Record(program(last), last);
     if (!step) return std::unexpected(step.error());
     steps.push_back(std::move(*step));
     repeats = s + 1 >= count && (recorder.Carried() == before || s > count);

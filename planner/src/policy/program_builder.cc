@@ -39,6 +39,31 @@ ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, P
                                    [](const auto& e) { return std::holds_alternative<OperatorEvent>(e); });
     }
   }
+  const auto count = [&](const std::vector<Pass>& passes, std::vector<std::vector<std::int32_t>>& done,
+                         std::vector<std::int32_t>& lengths) {
+    for (const Pass& pass : passes) {
+      std::vector<std::int32_t>& before = done.emplace_back(1, 0);
+      before.reserve(pass.events.size() + 1);
+      for (const TraceEvent& event : pass.events) before.push_back(before.back() + (IsWork(event) ? 1 : 0));
+      lengths.push_back(before.back());
+    }
+  };
+  count(trace.forwards, done_in_forwards_, plan.passes.forwards);
+  count(trace.backwards, done_in_backwards_, plan.passes.backwards);
+}
+
+bool ProgramBuilder::IsWork(const TraceEvent& event) const {
+  if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
+    return OwnerOf(partition_, grad->parameter, -1).unit >= 0;
+  }
+  if (const auto* enter = std::get_if<EnterEvent>(&event)) {
+    if (has_operators_) return false;
+    return std::ranges::any_of(trace_.modules[enter->module].parameters, [&](const NamedParameter& named) {
+      return OwnerOf(partition_, named.parameter, enter->module).unit >= 0;
+    });
+  }
+  return std::holds_alternative<OperatorEvent>(event) || std::holds_alternative<AllocateEvent>(event) ||
+         std::holds_alternative<FreeEvent>(event);
 }
 
 void ProgramBuilder::BeginStep(std::string name) {
@@ -228,7 +253,13 @@ void ProgramBuilder::Compute(const HookPoint& event, const std::vector<Parameter
 Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& key) const {
   const EventRange& range = event.range;
   const Pass& pass = range.backward ? trace_.backwards[range.pass] : trace_.forwards[range.pass];
-  Segment segment{.name = event.name, .phase = event.phase, .unit = event.unit};
+  const std::vector<std::int32_t>& done = (range.backward ? done_in_backwards_ : done_in_forwards_)[range.pass];
+  Segment segment{.name = event.name,
+                  .phase = event.phase,
+                  .unit = event.unit,
+                  .pass = range.pass,
+                  .begin = done[range.begin],
+                  .end = done[range.end]};
   std::set<UnitId> reads(key.extra_reads.begin(), key.extra_reads.end());
   const auto accumulates = [&](ParameterId parameter) {
     return std::binary_search(key.accumulating.begin(), key.accumulating.end(), parameter);

@@ -73,11 +73,15 @@ class ProgramBuilder {
   void CheckBuffer(BufferId buffer) const;
   void CheckEvent(EventId event) const;
   Segment MakeSegment(const HookPoint& event, const SegmentKey& key) const;
+  // Whether a segment that covers the event has something of it.
+  bool IsWork(const TraceEvent& event) const;
 
   const Trace& trace_;
   const Partition& partition_;
   Plan& plan_;
   bool has_operators_ = false;
+  // By forward and by backward of the trace, and position of an event: what is done before it.
+  std::vector<std::vector<std::int32_t>> done_in_forwards_, done_in_backwards_;
   SharedText reason_;
   std::map<std::string, SharedText, std::less<>> reasons_;
   InstructionSharing sharing_;

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "documents/partial_reductions.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 namespace {
@@ -17,6 +18,7 @@ class Writer {
     plan = given;
     plan.steps.clear();
     plan.segments.clear();
+    plan.passes = {};
     plan.procedures.clear();
     plan.inputs.clear();
     plan.strategy.program.clear();
@@ -51,6 +53,7 @@ class Writer {
            false);
       Step("keep", {ProcedureKind::kAccumulate, ProcedureKind::kReduceKept}, false);
     }
+    NumberPasses(program_.plan);
     return std::move(program_);
   }
 
@@ -257,6 +260,13 @@ class Writer {
     for (const Instruction& free : freed_temporaries_) Add(free);
   }
 
+  // No unit has a backward in a micro-batch that only reduces what is kept.
+  bool KeepsAll() const {
+    return std::ranges::all_of(units_, [&](UnitId unit) {
+      return FindProcedure(given_, ProcedureKind::kReduceKept, unit) != nullptr;
+    });
+  }
+
   // As a loop would have it. (That gradients which are kept are reduced without another backward is no
   // call of any loop.)
   void AddToProgram(const std::vector<ProcedureKind>& microbatches, bool evaluates) {
@@ -276,7 +286,7 @@ class Writer {
       const bool last = m + 1 == microbatches.size();
       if ((partial || microbatches.size() > 1) && (m == 0 || last)) reduces(last);
       program.emplace_back(ForwardCall{.microbatch = microbatch});
-      if (microbatches[m] == ProcedureKind::kReduceKept) continue;
+      if (microbatches[m] == ProcedureKind::kReduceKept && KeepsAll()) continue;
       program.emplace_back(BackwardCall{.microbatches = {microbatch}});
     }
     if (!optimizer_steps_.empty()) program.emplace_back(OptimizerStepCall{});

@@ -142,11 +142,22 @@ inline constexpr auto kFields<Segment> = FieldList(
     Optional("unit", &Segment::unit,
              "In whose forward, backward or recomputation it is; left out: in none's.")
         .Ref(RefKind::kUnit),
+    Optional("pass", &Segment::pass, "In which forward or backward of the model; left out: it does not say."),
+    Optional("begin", &Segment::begin, "The first thing of the pass that it does."),
+    Optional("end", &Segment::end, "The first thing of the pass that it does no more."),
     Optional("reads", &Segment::reads, "Units whose unsharded parameters it reads.").Ref(RefKind::kUnit),
     Optional("grads", &Segment::grads, "Parameters whose unsharded gradient it makes or adds to.").Lines(),
     Required("entries", &Segment::entries,
              "Operators, allocations and frees in host order; module and parameter ids are the trace's.")
         .Lines());
+
+template <>
+inline constexpr Definition kDefinition<ModelPasses> = {
+    .says = "How much each pass of the model does: operators, allocations, frees and gradients."};
+template <>
+inline constexpr auto kFields<ModelPasses> =
+    FieldList(Optional("forwards", &ModelPasses::forwards, "By forward of the trace."),
+              Optional("backwards", &ModelPasses::backwards, "By backward of the trace."));
 
 template <>
 inline constexpr Definition kDefinition<Instruction> = {"plan", "instruction",
@@ -297,6 +308,8 @@ inline constexpr auto kFields<Plan> = FieldList(
         .Defines(RefKind::kCommunicator),
     Optional("inputs", &Plan::inputs, "Alive from the beginning of a step to its end.").Lines(),
     Optional("model_buffers", &Plan::model_buffers, "Alive for ever.").Lines(),
+    Optional("passes", &Plan::passes,
+             "Which passes the model has. Left out: nothing is known of the order of segments."),
     Required("segments", &Plan::segments, "The model's own compute.").Lines().Defines(RefKind::kSegment),
     Required("steps", &Plan::steps, "The steps as run.").Lines().NotEmpty(),
     Optional("steady_step", &Plan::steady_step, "After the last step, go on with this one."),

@@ -14,11 +14,12 @@ struct PlanHeader {
   std::int64_t world_size = 1;
   std::int64_t tokens_per_step = 0;
   std::vector<StrategyMeshDim> mesh;
+  ModelPasses passes;
   std::int32_t steady_step = 0;
 };
 inline PlanHeader PlanHeaderOf(const Plan& plan) {
-  return {plan.model,      plan.policy,          plan.digests, plan.known_faults,
-          plan.world_size, plan.tokens_per_step, plan.mesh,    plan.steady_step};
+  return {plan.model,           plan.policy, plan.digests, plan.known_faults, plan.world_size,
+          plan.tokens_per_step, plan.mesh,   plan.passes,  plan.steady_step};
 }
 template <>
 inline constexpr auto kFields<PlanHeader> =
@@ -26,6 +27,7 @@ inline constexpr auto kFields<PlanHeader> =
               Optional("digests", &PlanHeader::digests), Optional("known_faults", &PlanHeader::known_faults),
               Required("world_size", &PlanHeader::world_size),
               Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
+              Optional("passes", &PlanHeader::passes),
               Optional("steady_step", &PlanHeader::steady_step));
 
 // A procedure without its instructions.
@@ -47,17 +49,22 @@ struct SegmentHeader {
   std::string name;
   SegmentPhase phase = SegmentPhase::kForward;
   UnitId unit = -1;
+  std::int32_t pass = -1;
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
   std::vector<UnitId> reads;
   std::vector<SegmentGrad> grads;
 };
 inline SegmentHeader SegmentHeaderOf(const Segment& segment) {
-  return {segment.name, segment.phase, segment.unit, segment.reads, segment.grads};
+  return {segment.name, segment.phase, segment.unit,  segment.pass,
+          segment.begin, segment.end,  segment.reads, segment.grads};
 }
 template <>
 inline constexpr auto kFields<SegmentHeader> = FieldList(
     Required("name", &SegmentHeader::name), Optional("phase", &SegmentHeader::phase),
     Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit),
-    Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
+    Optional("pass", &SegmentHeader::pass), Optional("begin", &SegmentHeader::begin),
+    Optional("end", &SegmentHeader::end), Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
 static_assert(std::tuple_size_v<std::remove_cv_t<decltype(kFields<SegmentHeader>)>> + 1 ==
               std::tuple_size_v<std::remove_cv_t<decltype(kFields<Segment>)>>);
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <variant>
 
+#include "shardplan/schemas/program.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
@@ -66,8 +67,6 @@ Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(
   }
   // A micro-batch is one of a step's few.
   microbatches_ = std::min(microbatches_, std::int32_t{1} << 12);
-  phases_.assign(static_cast<std::size_t>(microbatches_), SegmentPhase::kForward);
-  runs_in_step_.resize(plan.segments.size() * static_cast<std::size_t>(microbatches_));
   const auto storages = static_cast<std::size_t>(LargestStorage(plan) + 1);
   is_gathered_.assign(plan.units.size(), 0);
   for (const Buffer& buffer : plan.buffers) {
@@ -105,7 +104,6 @@ void Compute::Add(Position at, SegmentId segment, std::string what) {
 
 void Compute::BeginStep() {
   entered_.clear();
-  std::ranges::fill(phases_, SegmentPhase::kForward);
   ++step_;
 }
 
@@ -167,26 +165,11 @@ void Compute::CheckGradients(SegmentId id, std::int32_t microbatch, Position at)
 }
 
 bool Compute::MayEvaluate(std::int32_t microbatch, Position at) const {
-  const StepProgram* program = ProgramOf(at.step);
-  if (program == nullptr || !plan_.strategy.fsdp1.full_precision_in_eval) return false;
-  return std::ranges::any_of(*program, [&](const ProgramCall& call) {
+  if (!plan_.strategy.fsdp1.full_precision_in_eval) return false;
+  return std::ranges::any_of(ProgramOfStep(plan_.strategy, at.step), [&](const ProgramCall& call) {
     const auto* forward = std::get_if<ForwardCall>(&call);
     return forward != nullptr && forward->microbatch == microbatch && !forward->training.value_or(false);
   });
-}
-
-// How often the user's calls of the step run a part of the micro-batch: a loop may give several the same
-// number.
-std::int32_t Compute::CallsOf(std::int32_t step, SegmentPhase phase, std::int32_t microbatch) const {
-  const StepProgram* program = ProgramOf(step);
-  if (program == nullptr) return 1;
-  const bool forward = phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss;
-  const auto is_one = [&](const ProgramCall& call) {
-    if (const auto* own = std::get_if<ForwardCall>(&call)) return forward && own->microbatch == microbatch;
-    const auto* backward = std::get_if<BackwardCall>(&call);
-    return !forward && backward != nullptr && std::ranges::count(backward->microbatches, microbatch) > 0;
-  };
-  return static_cast<std::int32_t>(std::ranges::count_if(*program, is_one));
 }
 
 void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position at) {
@@ -195,29 +178,11 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
   if (microbatch < 0 || microbatch >= microbatches_) {
     return Add(at, compute.segment, fmt::format("there is no micro-batch {}", microbatch));
   }
-  RunsInStep& runs =
-      runs_in_step_[static_cast<std::size_t>(compute.segment) * static_cast<std::size_t>(microbatches_) +
-                    static_cast<std::size_t>(microbatch)];
-  if (runs.step != step_) runs = {step_, 0};
-  if (++runs.count > 1 && runs.count > CallsOf(at.step, segment.phase, microbatch)) {
-    Add(at, compute.segment,
-        fmt::format("{} of micro-batch {} runs twice in a step", segment.name, microbatch));
-  }
-  if (ComputeOrderOfMicrobatch(plan_, compute, trigger)) {
-    Add(at, compute.segment,
-        fmt::format("{} runs for micro-batch {} where the host is in micro-batch {}", segment.name,
-                    microbatch, trigger.microbatch));
-  }
   if (ComputeOrderOfForward(segment, entered_)) {
     Add(at, compute.segment,
         fmt::format("{} runs while the host is in the forward of {}", segment.name,
                     reporter_.UnitName(entered_.back())));
   }
-  if (ComputeOrderOfPhases(phases_[microbatch], segment.phase)) {
-    Add(at, compute.segment,
-        fmt::format("{} of micro-batch {} runs behind a part of its backward", segment.name, microbatch));
-  }
-  phases_[microbatch] = segment.phase;
   CheckGradients(compute.segment, microbatch, at);
   if (follows_storages_) CheckStorages(compute.segment, microbatch, at);
 }
@@ -226,29 +191,6 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
 
 bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step) {
   return is_gathered && read_in_step != step;
-}
-
-bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger) {
-  const std::int32_t microbatch = MicrobatchOf(trigger, compute);
-  if (microbatch == trigger.microbatch) return false;
-  const SegmentPhase phase = plan.segments[compute.segment].phase;
-  if (phase == SegmentPhase::kForward || phase == SegmentPhase::kLoss) return true;
-  // What begins a backward comes before its first trigger: behind one of whatever was before.
-  const bool in_backward =
-      trigger.kind == TriggerKind::kPreBackward || trigger.kind == TriggerKind::kPostBackward;
-  if (!in_backward) return false;
-  const auto joins = [&](const ProgramCall& call) {
-    const auto* backward = std::get_if<BackwardCall>(&call);
-    return backward != nullptr && std::ranges::count(backward->microbatches, microbatch) > 0 &&
-           std::ranges::count(backward->microbatches, trigger.microbatch) > 0;
-  };
-  return std::ranges::none_of(plan.strategy.program,
-                              [&](const StepProgram& step) { return std::ranges::any_of(step, joins); });
-}
-
-bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now) {
-  const bool in_backward = before == SegmentPhase::kBackward || before == SegmentPhase::kRecompute;
-  return in_backward && now == SegmentPhase::kLoss;
 }
 
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered) {

@@ -1,6 +1,6 @@
 // The model's own compute: which segments run, in which order, for which micro-batch. A plan says it three
-// times over, and the three have to agree: what a segment reads, makes and frees (storages of the model, by
-// micro-batch), the triggers that the host passes, and other steps with the same calls of the user.
+// times over, and the three have to agree: where in the model a segment is and which calls the user makes, what a
+// segment reads, makes and frees (storages of the model, by micro-batch), and the triggers that the host passes.
 #pragma once
 
 #include <cstdint>
@@ -32,14 +32,8 @@ class Compute {
  private:
   enum class Life : std::uint8_t { kAbsent, kThere };
 
-  std::vector<Run> RunsOf(std::int32_t step) const;
-  const StepProgram* ProgramOf(std::int32_t step) const;
-  std::int32_t CallsOf(std::int32_t step, SegmentPhase phase, std::int32_t microbatch) const;
-  void CheckAlike(const std::vector<Run>& earlier, const std::vector<Run>& later, std::int32_t step,
-                  bool cut_alike);
-  bool PassSameTriggers(std::int32_t a, std::int32_t b) const;
-  // Forwards of the same trace, of several micro-batches in a step, run the same.
-  void CheckForwards(const std::vector<Run>& runs, std::int32_t step);
+  // The step runs what the user's calls make the model do, in its order.
+  void CheckOrder(std::int32_t step);
   void CheckGradients(SegmentId id, std::int32_t microbatch, Position at);
   void CheckStorages(SegmentId id, std::int32_t microbatch, Position at);
   void Add(Position at, SegmentId segment, std::string what);
@@ -50,12 +44,6 @@ class Compute {
   std::vector<UnitId> entered_;       // units whose forward is under way, innermost last
   std::vector<Life> lives_;           // by storage and micro-batch
   std::vector<char> from_outside_;    // by storage: an input, a buffer of the model, a gradient
-  std::vector<SegmentPhase> phases_;  // by micro-batch: of the latest segment
-  struct RunsInStep {
-    std::int32_t step = -1;  // counted as run
-    std::int32_t count = 0;
-  };
-  std::vector<RunsInStep> runs_in_step_;    // by segment and micro-batch
   std::vector<char> is_gathered_;           // by unit: for the model
   std::vector<std::int32_t> read_in_step_;  // by unit and micro-batch: by a forward
   std::int32_t microbatches_ = 1;

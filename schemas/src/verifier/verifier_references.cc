@@ -5,6 +5,8 @@
 #include <array>
 #include <initializer_list>
 
+#include "shardplan/schemas/program.h"
+
 namespace shardplan::verifier {
 namespace {
 
@@ -272,6 +274,19 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
         fail(fmt::format("segment {}: gradient of parameter {} of unit {} does not exist", segment.name,
                          grad.parameter, grad.unit));
       }
+    }
+  }
+  for (const Segment& segment : plan.segments) {
+    if (segment.pass < 0) continue;
+    const bool backward = IsBackward(segment.phase);
+    const std::vector<std::int32_t>& lengths = backward ? plan.passes.backwards : plan.passes.forwards;
+    if (!Names(lengths, segment.pass)) {
+      fail(fmt::format("segment {}: {} {} does not exist", segment.name, backward ? "backward" : "forward",
+                       segment.pass));
+    } else if (segment.begin < 0 || segment.begin > segment.end ||
+               segment.end > lengths[static_cast<std::size_t>(segment.pass)]) {
+      fail(fmt::format("segment {}: from {} to {} is not in its pass of {}", segment.name, segment.begin,
+                       segment.end, lengths[static_cast<std::size_t>(segment.pass)]));
     }
   }
   if (plan.steps.empty() ? plan.steady_step != 0 : !Names(plan.steps, plan.steady_step)) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/program.h"
 #include "verifier/verifier_clocks.h"
 #include "verifier/verifier_state.h"
 
@@ -80,16 +81,11 @@ bool WrongValueOfGradient(const Plan& plan, UnitId unit, BufferId bound, BufferI
 
 // ---- the model's compute: verifier_compute.cc ----
 
-// How many segments two steps with the same calls run alike: all of the longer one, if they do the same.
-// `cut_alike`: the steps pass the same triggers, so that a segment ends here where it ends there.
-std::size_t ComputeOrderOfSteps(const Plan& plan, const std::vector<Run>& earlier,
-                                const std::vector<Run>& later, bool cut_alike);
+// The segment is not what comes next in the pass that `call` runs, of which `done` is behind.
+bool ComputeOrderOfModel(const Segment& segment, std::int32_t microbatch, const PassCall& call,
+                         std::int32_t done);
 // The segments that no step runs.
 std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
-// A segment runs for another micro-batch than the trigger's, and none that the user's backward joins with it.
-bool ComputeOrderOfMicrobatch(const Plan& plan, const Instruction& compute, const Trigger& trigger);
-// A loss behind the backward of its forward.
-bool ComputeOrderOfPhases(SegmentPhase before, SegmentPhase now);
 // A gradient of a unit that is gathered for the model, and that no forward of the micro-batch has read.
 bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step);
 // A segment of a forward runs while the host is in the forward of another unit.

@@ -81,13 +81,6 @@ struct Gradient {
   bool IsThere() const { return unit >= 0 && !used_up; }
 };
 
-// A segment of a micro-batch, where a step runs it.
-struct Run {
-  SegmentId segment = -1;
-  std::int32_t microbatch = 0;
-  Position at;
-};
-
 // What of a buffer must be the same before and after the steps that repeat.
 struct BufferState {
   bool alive = false;

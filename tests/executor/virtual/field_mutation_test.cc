@@ -109,7 +109,7 @@ TEST(FieldMutations, AreAllDifferent) {
                            "divisor",     "safe_after", "kind",
                            "role",        "dtype",      "dtype and size",
                            "parts_bytes", "parameters", "memory",
-                           "persistent",  "pool"}) {
+                           "persistent",  "pool", "pass", "begin", "end"}) {
     EXPECT_GT(kinds[kind], 0) << kind;
   }
 }

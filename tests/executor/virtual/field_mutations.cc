@@ -41,6 +41,14 @@ class Series {
     for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
       if (IsInSteps(static_cast<BufferId>(b))) ChangeBuffer(static_cast<BufferId>(b));
     }
+    for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
+      ChangeSegment(s, "pass", &Segment::pass, -1);
+      ChangeSegment(s, "pass", &Segment::pass, plan_.segments[s].pass + 1);
+      ChangeSegment(s, "begin", &Segment::begin, plan_.segments[s].begin + 1);
+      ChangeSegment(s, "begin", &Segment::begin, plan_.segments[s].begin - 1);
+      ChangeSegment(s, "end", &Segment::end, plan_.segments[s].end + 1);
+      ChangeSegment(s, "end", &Segment::end, plan_.segments[s].end - 1);
+    }
   }
 
  private:
@@ -192,7 +200,7 @@ class Series {
     const Buffer& found = plan_.buffers[id];
     FieldMutation mutation = {fmt::format("buffer {}: {}", Name(found.role), field),
                               fmt::format("buffer {} ({} {})", found.name, field, to), plan_, false,
-                              field == "role"};
+                              field == "role" || field == "persistent"};
     change(mutation.plan.buffers[id]);
     visit_(mutation);
   }
@@ -242,6 +250,16 @@ class Series {
     OfBuffer(id, "persistent", found.persistent ? "no more" : "now",
              [&](Buffer& b) { b.persistent = !b.persistent; });
     OfBuffer(id, "pool", "another", [&](Buffer& b) { b.pool = b.pool < 0 ? 0 : -1; });
+  }
+
+  void ChangeSegment(std::size_t id, const std::string& field, std::int32_t Segment::*member,
+                     std::int32_t value) {
+    if (!IsTaken()) return;
+    const Segment& found = plan_.segments[id];
+    FieldMutation mutation = {fmt::format("segment: {}", field),
+                              fmt::format("segment {} ({} {})", found.name, field, value), plan_, false, true};
+    mutation.plan.segments[id].*member = value;
+    visit_(mutation);
   }
 
   const Plan& plan_;

@@ -15,7 +15,7 @@ struct FieldMutation {
   std::string what;  // the place, and found and new value
   Plan plan;
   bool repeats = false;  // does the same work again: where that changes nothing, it is idle
-  bool renames = false;  // says that a buffer is for something else
+  bool restates = false;  // says of a buffer or a segment, which is used as before, what is not so
 };
 
 // Every `stride`-th of all of them, from the `first`-th.

@@ -230,11 +230,11 @@ Judgement PlanJudge::Judge(const Mutation& mutation) const {
 Judgement PlanJudge::Judge(const FieldMutation& mutation) const {
   // Whose answer is known needs few runs.
   const std::uint64_t seeds =
-      mutation.repeats || mutation.renames ? std::min<std::uint64_t>(seeds_to_find_, 20) : seeds_to_find_;
+      mutation.repeats || mutation.restates ? std::min<std::uint64_t>(seeds_to_find_, 20) : seeds_to_find_;
   Judgement judgement = JudgeVersion(mutation.plan, false, seeds);
   if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
   if (mutation.repeats) judgement.verdict = Verdict::kIdle;
-  if (mutation.renames) judgement.verdict = Verdict::kMisstated;
+  if (mutation.restates) judgement.verdict = Verdict::kMisstated;
   return judgement;
 }
 

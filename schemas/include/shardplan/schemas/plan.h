@@ -174,10 +174,23 @@ struct Segment {
   std::string name;  // for people: "forward layers.0", "loss", "backward layers.0"
   SegmentPhase phase = SegmentPhase::kForward;
   UnitId unit = -1;  // in whose forward, backward or recomputation it is; -1: in none (the loss)
+  // Where in the model it is: what it does is [begin, end) of what forward (backward, for phases of a backward)
+  // number `pass` of the trace does. -1: it does not say.
+  std::int32_t pass = -1;
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
   std::vector<SegmentEntry> entries;
   std::vector<UnitId> reads;       // units whose unsharded parameters it reads, ascending
   std::vector<SegmentGrad> grads;  // parameters whose unsharded gradient it makes or adds to
   bool operator==(const Segment&) const = default;
+};
+
+// How much each pass of the trace does, counted in what segments are made of: operators, allocations, frees and
+// gradients. A call of the user runs a pass from 0 to here, in order. Empty: the plan does not say.
+struct ModelPasses {
+  std::vector<std::int32_t> forwards;
+  std::vector<std::int32_t> backwards;
+  bool operator==(const ModelPasses&) const = default;
 };
 
 enum class InstructionKind : std::uint8_t {
@@ -363,6 +376,7 @@ struct Plan {
   std::vector<Communicator> communicators;
   std::vector<TraceInput> inputs;           // alive from step begin; freed at step end
   std::vector<ModuleBuffer> model_buffers;  // alive for ever
+  ModelPasses passes;
   std::vector<Segment> segments;
   std::vector<PlanStep> steps;
   std::int32_t steady_step = 0;       // after the last step, go on with steps[steady_step]

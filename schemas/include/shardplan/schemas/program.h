@@ -1,0 +1,34 @@
+// What the user calls in a step, and the passes of the model that those calls run.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan {
+
+// The calls of step `step` of a strategy: the last one's, where it has fewer; those that every training loop has,
+// where it has none. `strategy` outlives what is returned.
+const StepProgram& ProgramOfStep(const Strategy& strategy, std::int64_t step);
+
+// A call that runs a pass of the model.
+struct PassCall {
+  bool backward = false;
+  std::int32_t pass = -1;  // index into ModelPasses::backwards, or ::forwards
+  std::vector<std::int32_t> microbatches;
+  bool operator==(const PassCall&) const = default;
+};
+// Those of `program`, in order.
+std::vector<PassCall> PassCallsOf(const StepProgram& program);
+
+bool IsBackward(SegmentPhase phase);
+
+// Of a program that is written without a trace: makes what each step computes, one call after the other, the
+// model's passes (Plan::passes, Segment::pass). A segment that several passes run is written once for each. The
+// calls of `strategy.program` get the numbers of their passes; a step that has no calls there gets what it runs,
+// the optimizer's step and zero_grad.
+void NumberPasses(Plan& plan);
+
+}  // namespace shardplan
