@@ -71,6 +71,16 @@ std::int64_t OnDemandStepsWithNumbers(const Plan& program) {
   return steps > 0 && program.steps.back().name == "keep" ? steps - 1 : steps;
 }
 
+Plan WithPassesOfTrace(Plan program) {
+  for (StepProgram& step : program.strategy.program) {
+    for (ProgramCall& call : step) {
+      if (auto* forward = std::get_if<ForwardCall>(&call)) forward->trace = 0;
+      if (auto* backward = std::get_if<BackwardCall>(&call)) backward->trace = 0;
+    }
+  }
+  return program;
+}
+
 std::string WhatIsWrong(const PlanCase& c, const std::set<std::string>& remarked, const Findings& findings) {
   if (!findings.failure.empty()) return findings.failure;
   // The verifier does not know that an optimizer leaves alone what got no gradient: a branch not taken.

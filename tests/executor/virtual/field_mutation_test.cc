@@ -79,7 +79,8 @@ TEST_P(FieldMutations, NoPairOfEditsIsAcceptedAndWrong) {
   for (const Plan* plan : {&planned->plan, &on_demand.plan}) {
     const bool is_program = plan == &on_demand.plan;
     if (is_program && !HasNumbersOnDemand(planned->plan, c.trace)) continue;
-    ExpectedValues expected(*plan, c.trace, is_program ? OnDemandStepsWithNumbers(*plan) : c.steps);
+    const Plan of_trace = is_program ? WithPassesOfTrace(*plan) : *plan;
+    ExpectedValues expected(of_trace, c.trace, is_program ? OnDemandStepsWithNumbers(*plan) : c.steps);
     const PlanJudge judge(*plan, expected, {}, 1, kSeedsToTrust);
     for (std::uint64_t seed = 0; seed < kPairs; ++seed) {
       const FieldMutation edited = RandomEdits(*plan, seed, 2);

@@ -47,7 +47,8 @@ void Check(const PlanCase& c) {
   const OnDemandProgram program = OnDemandProgramOf(plan);
   EXPECT_EQ(NotCalled(plan, program), std::set<std::string>()) << c.name;
   ASSERT_TRUE(Verify(program.plan).empty()) << c.name;
-  ExpectedValues expected(program.plan, c.trace, OnDemandStepsWithNumbers(program.plan));
+  const Plan of_trace = WithPassesOfTrace(program.plan);
+  ExpectedValues expected(of_trace, c.trace, OnDemandStepsWithNumbers(program.plan));
   for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
     ASSERT_EQ(RunChecked(program.plan, expected, seed).failure, "") << c.name << ", seed " << seed;
   }

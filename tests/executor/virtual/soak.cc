@@ -135,7 +135,8 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
   const std::vector<Violation> violations = Verify(plan);
   const std::int64_t steps = options.on_demand ? OnDemandStepsWithNumbers(plan)
                                                : std::max<std::int64_t>(c.steps, std::ssize(plan.steps) + 1);
-  ExpectedValues expected(plan, c.trace, steps);
+  const Plan of_trace = options.on_demand ? WithPassesOfTrace(plan) : plan;
+  ExpectedValues expected(of_trace, c.trace, steps);
   std::string failure;
   std::set<std::string> stale;
   std::uint64_t seed = 0;
