@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 
 #include "shardplan/executor/bounded_store.h"
 
@@ -63,6 +64,26 @@ void ListenOnLoopback(const std::string& host, c10d::TCPStoreOptions& options) {
   options.port = PortOf(*options.masterListenFd);
 }
 
+bool Accepts(const std::string& host, std::uint16_t port) {
+  const Addresses addresses = Resolve(host, port);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const int tried = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const bool accepts = tried >= 0 && connect(tried, address->ai_addr, address->ai_addrlen) == 0;
+    if (tried >= 0) (void)close(tried);
+    if (accepts) return true;
+  }
+  return false;
+}
+
+// Until somebody listens there: c10d prints stack traces while it waits for that.
+void AwaitServer(const std::string& host, std::uint16_t port,
+                 std::chrono::steady_clock::time_point deadline) {
+  while (!Accepts(host, port)) {
+    if (std::chrono::steady_clock::now() >= deadline) throw std::runtime_error("nobody listens there");
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
 }  // namespace
 
 bool IsLoopback(const std::string& host) {
@@ -89,7 +110,9 @@ c10::intrusive_ptr<c10d::Store> Connect(const RunOptions& options, const RankEnv
   store.timeout = timeout;
   if (store.isServer) ListenOnLoopback(environment.master_address, store);
   try {
-    return executor::ConnectWithin(timeout, [host = environment.master_address, store] {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    return executor::ConnectWithin(timeout, [host = environment.master_address, store, deadline] {
+      if (!store.isServer) AwaitServer(host, store.port, deadline);
       return c10::make_intrusive<c10d::TCPStore>(host, store);
     });
   } catch (const std::exception& exception) {

@@ -19,7 +19,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def starter() -> Starter:
-    return Starter(build_folder(), timeout_s=5)
+    return Starter(build_folder(), timeout_s=6)
 
 
 @pytest.fixture(scope="module")
