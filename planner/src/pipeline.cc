@@ -132,7 +132,8 @@ Status RunBuildGraph(const Task&, Made& made) {
 }
 
 Status RunLinearise(const Task&, Made& made) {
-  return Keep(Linearise(made.plan, made.graphs), made.plan.steps);
+  const std::vector<ScheduleGraph> graphs = std::exchange(made.graphs, {});  // the largest of all that is made
+  return Keep(Linearise(made.plan, graphs), made.plan.steps);
 }
 
 Status RunDescribe(const Task& task, Made& made) {

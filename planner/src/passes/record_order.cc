@@ -171,7 +171,7 @@ class Recorder {
     auto next = engine.begin();
     const auto push_engine_events = [&](std::int32_t position) {
       for (; next != engine.end() && PositionOf(*next) <= position; ++next) {
-        microbatch_ = MicrobatchOf(call, next->forward);
+        InForward(call, next->forward);
         Cut(PositionOf(*next));
         Push(next->inputs_done ? HookPointKind::kInputsGradDone : HookPointKind::kUnitBackwardDone,
              next->unit)
@@ -181,7 +181,7 @@ class Recorder {
     HookPoint& begin = Push(HookPointKind::kBackwardBegin, -1);
     begin.range = {.backward = true, .pass = call.trace};
     for (std::size_t f = 0; f < pass_->forwards.size(); ++f) {
-      begin.microbatches.push_back(MicrobatchOf(call, static_cast<std::int32_t>(f)));
+      begin.microbatches.push_back(MicrobatchOf(call.microbatches, static_cast<std::int32_t>(f)));
     }
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
       push_engine_events(static_cast<std::int32_t>(i));
@@ -204,9 +204,10 @@ class Recorder {
     return position;
   }
 
-  static std::int32_t MicrobatchOf(const BackwardCall& call, std::int32_t forward) {
-    return forward < static_cast<std::int32_t>(call.microbatches.size()) ? call.microbatches[forward]
-                                                                         : call.microbatches.back();
+  // What follows belongs to a forward that the backward covers.
+  void InForward(const BackwardCall& call, std::int32_t forward) {
+    microbatch_ = MicrobatchOf(call.microbatches, forward);
+    forward_ = forward;
   }
 
   void EndBackward(std::int32_t position) {
@@ -230,7 +231,7 @@ class Recorder {
   void OnBackwardEvent(const TraceEvent& event, std::int32_t position, const BackwardCall& call,
                        const std::vector<std::int32_t>& last_grad) {
     if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
-      microbatch_ = MicrobatchOf(call, ready->forward);
+      InForward(call, ready->forward);
       const UnitId unit = Find(output_hooks_, ready->module, ready->occurrence);
       if (unit < 0) return;
       Cut(position);
@@ -238,7 +239,7 @@ class Recorder {
       place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
       if (!inputs_wrapped_) return;  // an AutogradEvent where it matters
-      microbatch_ = MicrobatchOf(call, done->forward);
+      InForward(call, done->forward);
       const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
       if (unit < 0) return;
       Cut(position);
@@ -316,6 +317,7 @@ class Recorder {
     in_backward_ = backward;
     pass_index_ = pass;
     microbatch_ = microbatch;
+    forward_ = 0;
     segment_begin_ = 0;
     place_ = std::move(place);
     engine_done_ = false;
@@ -343,6 +345,7 @@ class Recorder {
     if (position > segment_begin_) {
       HookPoint& event = Push(HookPointKind::kSegment, place_.unit);
       event.range = {in_backward_, pass_index_, segment_begin_, position};
+      event.forward = forward_;
       event.name = place_.name;
       event.phase = place_.phase;
     }
@@ -370,6 +373,7 @@ class Recorder {
   bool training_ = true;
   std::int32_t pass_index_ = -1;
   std::int32_t microbatch_ = 0;
+  std::int32_t forward_ = 0;  // that the backward covers
   std::int32_t segment_begin_ = 0;
   Place place_;
   Place backward_;                          // around a recomputation

@@ -49,6 +49,7 @@ struct HookPoint {
   bool training = true;         // mode of the modules in that forward
   bool outputs_require_grad = false;            // kPostForward
   EventRange range;                             // kSegment; kBackwardBegin: which backward of the trace
+  std::int32_t forward = 0;                     // kSegment: of which forward that the backward covers
   std::string name;                             // kSegment; `unit` is the segment's
   SegmentPhase phase = SegmentPhase::kForward;  // kSegment
   const ModuleCall* call = nullptr;             // kModuleCall

@@ -81,7 +81,7 @@ void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t mi
 }
 
 void ProgramBuilder::BeginProcedure(ProcedureKind kind, UnitId unit) {
-  if (!plan_.procedures.empty()) plan_.procedures.back().instructions.shrink_to_fit();
+  if (!plan_.procedures.empty()) plan_.procedures.back().instructions.Edit().shrink_to_fit();
   plan_.procedures.push_back({.kind = kind, .unit = unit});
   unit_ = unit;
   SetReason("on_demand");
@@ -95,7 +95,7 @@ void ProgramBuilder::SetReason(std::string_view reason) {
 }
 
 std::vector<Instruction>& ProgramBuilder::Instructions() {
-  if (!plan_.procedures.empty()) return plan_.procedures.back().instructions;
+  if (!plan_.procedures.empty()) return plan_.procedures.back().instructions.Edit();
   SHARDPLAN_ASSERT(!plan_.steps.empty() && !plan_.steps.back().triggers.empty(),
                    "a policy issues nothing outside a trigger");
   return plan_.steps.back().triggers.back().instructions.Edit();
@@ -259,7 +259,8 @@ Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& ke
                   .unit = event.unit,
                   .pass = range.pass,
                   .begin = done[range.begin],
-                  .end = done[range.end]};
+                  .end = done[range.end],
+                  .forward = event.forward};
   std::set<UnitId> reads(key.extra_reads.begin(), key.extra_reads.end());
   const auto accumulates = [&](ParameterId parameter) {
     return std::binary_search(key.accumulating.begin(), key.accumulating.end(), parameter);

@@ -86,7 +86,7 @@ Plan WithoutReasons(Plan plan) {
     }
   }
   for (Procedure& procedure : plan.procedures) {
-    for (Instruction& instruction : procedure.instructions) instruction.reason.clear();
+    for (Instruction& instruction : procedure.instructions.Edit()) instruction.reason.clear();
   }
   return plan;
 }

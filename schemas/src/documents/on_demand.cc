@@ -3,9 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <tuple>
 
 #include "documents/partial_reductions.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/program.h"
 
 namespace shardplan {
@@ -32,7 +35,10 @@ class Writer {
     }
     for (const UnitId unit : units_) MakeSegments(unit);
     partial_ = internal::PartialReductionsOf(given);
-    for (const internal::PartialReduction& reduction : partial_) MakePartialSegment(reduction);
+    for (std::size_t p = 0; p < partial_.size(); ++p) {
+      MakePartialSegment(partial_[p]);
+      partial_of_.emplace(given_.buffers[partial_[p].partial].unit, static_cast<std::ptrdiff_t>(p));
+    }
     CollectOptimizer();
     AddMissingStates();
   }
@@ -92,33 +98,27 @@ class Writer {
 
   // Index into partial_; -1: no step leaves the unit's gradients reduced over the shards alone.
   std::ptrdiff_t PartialOf(UnitId unit) const {
-    const auto found = std::ranges::find_if(
-        partial_, [&](const auto& reduction) { return given_.buffers[reduction.partial].unit == unit; });
-    return found == partial_.end() ? -1 : found - partial_.begin();
+    const auto found = partial_of_.find(unit);
+    return found == partial_of_.end() ? -1 : found->second;
   }
 
-  void Begin(TriggerKind kind, UnitId unit) {
-    const auto same = [&](const Trigger& t) {
-      return t.kind == kind && t.unit == unit && t.microbatch == microbatch_;
-    };
-    std::vector<Trigger>& triggers = program_.plan.steps.back().triggers;
-    const auto before = static_cast<std::int32_t>(std::ranges::count_if(triggers, same));
-    triggers.push_back({.kind = kind, .unit = unit, .microbatch = microbatch_, .occurrence = before});
-    program_.origins.back().emplace_back();
+  void Begin(TriggerKind kind, UnitId unit, std::int32_t procedure = -1) {
+    const std::int32_t before = passed_[{kind, unit, microbatch_}]++;
+    program_.plan.steps.back().triggers.push_back(
+        {.kind = kind, .unit = unit, .microbatch = microbatch_, .occurrence = before});
+    program_.procedures.back().push_back(procedure);
   }
 
-  void Add(Instruction instruction, OnDemandOrigin origin = {}) {
+  void Add(Instruction instruction) {
+    SHARDPLAN_ASSERT(program_.procedures.back().back() < 0, "a procedure is a trigger of its own");
     program_.plan.steps.back().triggers.back().instructions.Edit().push_back(std::move(instruction));
-    program_.origins.back().back().push_back(origin);
   }
 
   void Call(ProcedureKind kind, UnitId unit) {
     const Procedure* procedure = FindProcedure(given_, kind, unit);
     if (procedure == nullptr) return;
-    const auto index = static_cast<std::int32_t>(procedure - given_.procedures.data());
-    for (std::size_t i = 0; i < procedure->instructions.size(); ++i) {
-      Add(procedure->instructions[i], {index, static_cast<std::int32_t>(i)});
-    }
+    Begin(TriggerKind::kUserCall, unit, static_cast<std::int32_t>(procedure - given_.procedures.data()));
+    program_.plan.steps.back().triggers.back().instructions = procedure->instructions;
   }
 
   void Compute(std::size_t segment) {
@@ -131,15 +131,15 @@ class Writer {
   // next micro-batch adds to them.
   void Microbatch(ProcedureKind as, bool last) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
-      Begin(TriggerKind::kPreForward, units_[u]);
       Call(ProcedureKind::kUnshard, units_[u]);
+      Begin(TriggerKind::kPreForward, units_[u]);
       Compute(ForwardOf(u));
       Begin(TriggerKind::kPostForward, units_[u]);
       Call(ProcedureKind::kReshard, units_[u]);
     }
     for (std::size_t u = units_.size(); u-- > 0;) {
-      Begin(TriggerKind::kPreBackward, units_[u]);
       Call(ProcedureKind::kUnshard, units_[u]);
+      Begin(TriggerKind::kPreBackward, units_[u]);
       if (as == ProcedureKind::kReducePartial) {
         BackwardToPartial(u, last);
       } else {
@@ -183,8 +183,8 @@ class Writer {
   void Evaluate() {
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const bool full = FindProcedure(given_, ProcedureKind::kUnshardFullPrecision, units_[u]) != nullptr;
-      Begin(TriggerKind::kPreForward, units_[u]);
       Call(full ? ProcedureKind::kUnshardFullPrecision : ProcedureKind::kUnshard, units_[u]);
+      Begin(TriggerKind::kPreForward, units_[u]);
       Compute(ForwardOf(u));
       Begin(TriggerKind::kPostForward, units_[u]);
       Call(full ? ProcedureKind::kReshardFullPrecision : ProcedureKind::kReshard, units_[u]);
@@ -226,15 +226,19 @@ class Writer {
     std::vector<Buffer>& buffers = program_.plan.buffers;
     const auto is_state = [](const Buffer& buffer) { return buffer.role == BufferRole::kOptimizerState; };
     if (std::ranges::none_of(buffers, is_state)) return;
+    std::vector<std::ptrdiff_t> shard_of(given_.units.size(), -1);
+    std::vector<char> has_state(given_.units.size(), 0);
+    for (std::size_t b = buffers.size(); b-- > 0;) {
+      if (buffers[b].unit < 0) continue;
+      const auto unit = static_cast<std::size_t>(buffers[b].unit);
+      if (is_state(buffers[b])) has_state[unit] = 1;
+      if (buffers[b].role == BufferRole::kParamSharded) shard_of[unit] = static_cast<std::ptrdiff_t>(b);
+    }
     for (const UnitId unit : units_) {
-      const auto is_own = [&](const Buffer& buffer) { return buffer.unit == unit && is_state(buffer); };
-      const auto is_shard = [&](const Buffer& buffer) {
-        return buffer.unit == unit && buffer.role == BufferRole::kParamSharded;
-      };
       const bool trains = FindProcedure(given_, ProcedureKind::kReduce, unit) != nullptr;
-      const auto shard = std::ranges::find_if(buffers, is_shard);
-      if (!trains || shard == buffers.end() || std::ranges::any_of(buffers, is_own)) continue;
-      Buffer state = *shard;
+      const std::ptrdiff_t shard = shard_of[static_cast<std::size_t>(unit)];
+      if (!trains || shard < 0 || has_state[static_cast<std::size_t>(unit)] != 0) continue;
+      Buffer state = buffers[static_cast<std::size_t>(shard)];
       state.name += ".optimizer_state.on_demand";
       state.role = BufferRole::kOptimizerState;
       state.persistent = false;
@@ -297,7 +301,8 @@ class Writer {
     program_.plan.steps.push_back({.name = std::move(name)});
     const bool evaluates = first && HasAny(ProcedureKind::kUnshardFullPrecision);
     AddToProgram(microbatches, evaluates);
-    program_.origins.emplace_back();
+    program_.procedures.emplace_back();
+    passed_.clear();
     microbatch_ = 0;
     Begin(TriggerKind::kStepBegin, -1);
     if (first) {
@@ -325,8 +330,10 @@ class Writer {
   OnDemandProgram program_;
   std::vector<UnitId> units_;  // that have procedures
   std::vector<internal::PartialReduction> partial_;
+  std::map<UnitId, std::ptrdiff_t> partial_of_;  // index into partial_
   std::vector<Instruction> states_, temporaries_, optimizer_steps_, freed_temporaries_;
   std::int32_t microbatch_ = 0;
+  std::map<std::tuple<TriggerKind, UnitId, std::int32_t>, std::int32_t> passed_;  // in this step
 };
 
 }  // namespace

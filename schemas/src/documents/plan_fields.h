@@ -145,6 +145,8 @@ inline constexpr auto kFields<Segment> = FieldList(
     Optional("pass", &Segment::pass, "In which forward or backward of the model; left out: it does not say."),
     Optional("begin", &Segment::begin, "The first thing of the pass that it does."),
     Optional("end", &Segment::end, "The first thing of the pass that it does no more."),
+    Optional("forward", &Segment::forward,
+             "Of a backward that covers several forwards: of which of their micro-batches it is."),
     Optional("reads", &Segment::reads, "Units whose unsharded parameters it reads.").Ref(RefKind::kUnit),
     Optional("grads", &Segment::grads, "Parameters whose unsharded gradient it makes or adds to.").Lines(),
     Required("entries", &Segment::entries,

@@ -146,6 +146,11 @@ std::vector<PassCall> PassCallsOf(const StepProgram& program) {
   return calls;
 }
 
+std::int32_t MicrobatchOf(const std::vector<std::int32_t>& microbatches, std::int32_t forward) {
+  const bool has = forward >= 0 && forward < std::ssize(microbatches);
+  return has ? microbatches[static_cast<std::size_t>(forward)] : microbatches.back();
+}
+
 bool IsBackward(SegmentPhase phase) {
   return phase == SegmentPhase::kBackward || phase == SegmentPhase::kRecompute;
 }

@@ -52,19 +52,21 @@ struct SegmentHeader {
   std::int32_t pass = -1;
   std::int32_t begin = 0;
   std::int32_t end = 0;
+  std::int32_t forward = 0;
   std::vector<UnitId> reads;
   std::vector<SegmentGrad> grads;
 };
 inline SegmentHeader SegmentHeaderOf(const Segment& segment) {
   return {segment.name, segment.phase, segment.unit,  segment.pass,
-          segment.begin, segment.end,  segment.reads, segment.grads};
+          segment.begin, segment.end,   segment.forward, segment.reads, segment.grads};
 }
 template <>
 inline constexpr auto kFields<SegmentHeader> = FieldList(
     Required("name", &SegmentHeader::name), Optional("phase", &SegmentHeader::phase),
     Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit),
     Optional("pass", &SegmentHeader::pass), Optional("begin", &SegmentHeader::begin),
-    Optional("end", &SegmentHeader::end), Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
+    Optional("end", &SegmentHeader::end), Optional("forward", &SegmentHeader::forward),
+    Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
 static_assert(std::tuple_size_v<std::remove_cv_t<decltype(kFields<SegmentHeader>)>> + 1 ==
               std::tuple_size_v<std::remove_cv_t<decltype(kFields<Segment>)>>);
 

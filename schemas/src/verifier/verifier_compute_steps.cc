@@ -114,7 +114,7 @@ void Compute::CheckSteps() {
 bool ComputeOrderOfModel(const Segment& segment, std::int32_t microbatch, const PassCall& call,
                          std::int32_t done) {
   return segment.pass != call.pass || IsBackward(segment.phase) != call.backward || segment.begin != done ||
-         std::ranges::count(call.microbatches, microbatch) == 0;
+         call.microbatches.empty() || microbatch != MicrobatchOf(call.microbatches, segment.forward);
 }
 
 std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used) {

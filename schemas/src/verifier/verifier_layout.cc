@@ -161,8 +161,8 @@ bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
     return (differs(p) && buffer.dtype == GatheredDType(unit, parameter)) ||
            (may_be_original && buffer.dtype == parameter.dtype);
   };
-  return (buffer.dtype == DType::kUInt8 && std::ranges::any_of(held, differs)) ||
-         std::ranges::any_of(held, is_its_own);
+  const bool as_bytes = buffer.dtype == DType::kUInt8 && buffer.role != BufferRole::kParamUnsharded;
+  return (as_bytes && std::ranges::any_of(held, differs)) || std::ranges::any_of(held, is_its_own);
 }
 
 // fsdp1: whether the optimizer gets gradients of some units as they are computed or reduced.

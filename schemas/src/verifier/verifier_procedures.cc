@@ -14,14 +14,10 @@ std::string NameOf(const Plan& plan, const Procedure& procedure) {
   return fmt::format("{} of {}", Name(procedure.kind), DisplayName(plan.units[procedure.unit].fqn));
 }
 
-// The procedure's instruction that `violation` is about, or else the last procedure before it in its trigger
-// (of a leak, say, that shows at the end of a step: none).
-OnDemandOrigin OriginOf(const OnDemandProgram& program, const Violation& violation) {
-  if (violation.step < 0 || violation.trigger < 0) return {};
-  const std::vector<OnDemandOrigin>& of_trigger =
-      program.origins[static_cast<std::size_t>(violation.step)][static_cast<std::size_t>(violation.trigger)];
-  if (violation.instruction >= 0) return of_trigger[static_cast<std::size_t>(violation.instruction)];
-  return of_trigger.empty() ? OnDemandOrigin{} : of_trigger.back();
+// Index into Plan::procedures; -1: the violation is in none (a leak, say, that shows at the end of a step).
+std::int32_t ProcedureOf(const OnDemandProgram& program, const Violation& violation) {
+  if (violation.step < 0 || violation.trigger < 0) return -1;
+  return program.procedures[static_cast<std::size_t>(violation.step)][static_cast<std::size_t>(violation.trigger)];
 }
 
 }  // namespace
@@ -41,13 +37,13 @@ std::vector<Violation> ViolationsOfProcedures(const Plan& plan,
   std::vector<Violation> violations = verify(program.plan);
   std::vector<Violation> once;  // the program calls a procedure more than once
   for (Violation& violation : violations) {
-    const OnDemandOrigin origin = OriginOf(program, violation);
-    const std::string where = origin.procedure < 0
-                                  ? "what is done on demand"
-                                  : NameOf(plan, plan.procedures[static_cast<std::size_t>(origin.procedure)]);
+    violation.procedure = ProcedureOf(program, violation);
+    const std::string where =
+        violation.procedure < 0
+            ? "what is done on demand"
+            : NameOf(plan, plan.procedures[static_cast<std::size_t>(violation.procedure)]);
     violation.step = violation.trigger = -1;
-    violation.procedure = origin.procedure;
-    violation.instruction = origin.instruction;
+    if (violation.procedure < 0) violation.instruction = -1;
     violation.message = fmt::format("{} (on demand): {}", where, violation.message);
     const bool told = std::ranges::any_of(once, [&](const Violation& other) {
       return other.rule == violation.rule && other.procedure == violation.procedure &&

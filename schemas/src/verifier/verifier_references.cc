@@ -252,6 +252,9 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
       fail(fmt::format("buffer {}: unit {} does not exist", buffer.name, buffer.unit));
       continue;
     }
+    if (buffer.role == BufferRole::kOrderCheck && buffer.unit >= 0) {
+      fail(fmt::format("buffer {}: what ranks compare is no unit's", buffer.name));
+    }
     if (!NamesOrNone(plan.communicators, buffer.pool)) {
       fail(fmt::format("buffer {}: communicator {} does not exist", buffer.name, buffer.pool));
     }

@@ -148,7 +148,11 @@ void CheckedModel::Check(const Piece& piece, const std::byte* found, const std::
 
 Status CheckedModel::BindUnsharded(UnitId unit, BufferId buffer) {
   bound_[unit] = buffer;
-  return {};
+  if (plan_.buffers[buffer].memory == MemoryKind::kDevice) return {};
+  // The user reads it from now on, and waits for nothing.
+  Work work;
+  AddReads(unit, buffer, work.checks);
+  return Enqueue(-1, std::move(work), "what the user reads on the host");
 }
 
 Status CheckedModel::BindSharded(UnitId unit, BufferId) {

@@ -48,6 +48,7 @@ class Series {
       ChangeSegment(s, "begin", &Segment::begin, plan_.segments[s].begin - 1);
       ChangeSegment(s, "end", &Segment::end, plan_.segments[s].end + 1);
       ChangeSegment(s, "end", &Segment::end, plan_.segments[s].end - 1);
+      ChangeSegment(s, "forward", &Segment::forward, plan_.segments[s].forward + 1);
     }
   }
 

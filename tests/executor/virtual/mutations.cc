@@ -11,6 +11,7 @@
 #include "shardplan/schemas/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/effects.h"
+#include "tests/executor/virtual/leftovers.h"
 
 namespace shardplan::test {
 namespace {
@@ -210,6 +211,10 @@ Judgement PlanJudge::JudgeVersion(const Plan& version, bool on_last_rank, std::u
   if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
   if (of_document) {
     judgement.verdict = Verdict::kMisstated;
+    return judgement;
+  }
+  if (!on_last_rank && LeftOver(version) != LeftOver(plan_)) {
+    judgement.verdict = Verdict::kLeft;
     return judgement;
   }
   // What nobody reads may still be written over what is somebody else's by then.

@@ -46,8 +46,9 @@ enum class Verdict : std::uint8_t {
   kIdle,       // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
                // wrong
   kMisstated,  // no number is wrong, but the document contradicts itself: rules `reference` and `layout`
+  kLeft,       // no number is wrong, but memory is left over in every step, or for ever (leftovers.h)
 };
-inline constexpr int kVerdicts = 6;
+inline constexpr int kVerdicts = 7;
 
 struct Judgement {
   Verdict verdict = Verdict::kHarmless;

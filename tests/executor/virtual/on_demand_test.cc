@@ -22,11 +22,9 @@ constexpr std::uint64_t kSeeds = 4;
 // The procedures that no step of the program calls.
 std::set<std::string> NotCalled(const Plan& plan, const OnDemandProgram& program) {
   std::vector<bool> called(plan.procedures.size(), false);
-  for (const auto& step : program.origins) {
-    for (const auto& trigger : step) {
-      for (const OnDemandOrigin& origin : trigger) {
-        if (origin.procedure >= 0) called[static_cast<std::size_t>(origin.procedure)] = true;
-      }
+  for (const std::vector<std::int32_t>& step : program.procedures) {
+    for (const std::int32_t procedure : step) {
+      if (procedure >= 0) called[static_cast<std::size_t>(procedure)] = true;
     }
   }
   std::set<std::string> missing;

@@ -167,7 +167,7 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
 
 void PrintFields(const Totals& totals) {
   fmt::print(
-      "changes: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated\n");
+      "changes: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated, left over\n");
   std::array<std::uint64_t, kVerdicts> all = {};
   std::map<std::string, std::array<std::uint64_t, kVerdicts>> by_change;  // whatever is changed
   for (const auto& [kind, v] : totals.fields) {
@@ -181,7 +181,7 @@ void PrintFields(const Totals& totals) {
   }
   fmt::print("by change: refused, harmless, wrong\n");
   for (const auto& [change, v] : by_change) {
-    fmt::print("  {}: {} {} {}\n", change, v[0] + v[2] + v[4] + v[5], v[1], v[3]);
+    fmt::print("  {}: {} {} {}\n", change, v[0] + v[2] + v[4] + v[5] + v[6], v[1], v[3]);
   }
   fmt::print("all: {}\n", fmt::join(all, " "));
 }
@@ -221,7 +221,7 @@ int main(int argc, char** argv) {
       for (int k = 0; k < kVerdicts; ++k) all[k] += v[k];
     }
     fmt::print("pairs of edits: {} refused, {} accepted and right, {} accepted and wrong\n",
-               all[0] + all[2] + all[4] + all[5], all[1], all[3]);
+               all[0] + all[2] + all[4] + all[5] + all[6], all[1], all[3]);
   }
   const bool good =
       totals.disagreements == 0 && totals.right + totals.faulty + totals.refused == totals.cases;

@@ -11,15 +11,11 @@ namespace shardplan {
 // Index into Plan::procedures; null: the plan has none of this kind for the unit.
 const Procedure* FindProcedure(const Plan& plan, ProcedureKind kind, UnitId unit);
 
-// Where an instruction of the program below comes from.
-struct OnDemandOrigin {
-  std::int32_t procedure = -1;  // index into Plan::procedures; -1: from none
-  std::int32_t instruction = -1;
-};
-
 struct OnDemandProgram {
   Plan plan;
-  std::vector<std::vector<std::vector<OnDemandOrigin>>> origins;  // by step, trigger and instruction
+  // By step and trigger: the procedure that the trigger's instructions are (they are shared with it), an index into
+  // Plan::procedures; -1: they are of none.
+  std::vector<std::vector<std::int32_t>> procedures;
 };
 
 // [Note: states that procedures are called in]

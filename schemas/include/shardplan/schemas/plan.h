@@ -179,6 +179,7 @@ struct Segment {
   std::int32_t pass = -1;
   std::int32_t begin = 0;
   std::int32_t end = 0;
+  std::int32_t forward = 0;  // of a backward of several micro-batches: of which of them
   std::vector<SegmentEntry> entries;
   std::vector<UnitId> reads;       // units whose unsharded parameters it reads, ascending
   std::vector<SegmentGrad> grads;  // parameters whose unsharded gradient it makes or adds to
@@ -311,7 +312,7 @@ enum class ProcedureKind : std::uint8_t {
 struct Procedure {
   ProcedureKind kind = ProcedureKind::kUnshard;
   UnitId unit = -1;
-  std::vector<Instruction> instructions;
+  InstructionList instructions;
   bool operator==(const Procedure&) const = default;
 };
 

@@ -23,6 +23,9 @@ struct PassCall {
 // Those of `program`, in order.
 std::vector<PassCall> PassCallsOf(const StepProgram& program);
 
+// The micro-batch of a call's forward number `forward`; forwards behind the last named one are of that.
+std::int32_t MicrobatchOf(const std::vector<std::int32_t>& microbatches, std::int32_t forward);
+
 bool IsBackward(SegmentPhase phase);
 
 // Of a program that is written without a trace: makes what each step computes, one call after the other, the
