@@ -1,5 +1,6 @@
 // shardplan: trace, plan, optimize, certify, explain, validate, simulate, cost, memory, explain-memory, show,
-// diff, run, conformance, calibrate, sweep, layout, reshard, allocator-replay.
+// diff, run, conformance, calibrate, sweep, layout, reshard, reshard-checkpoint,
+// allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -45,7 +46,7 @@ void RefuseEmptyNames(CLI::App& app) {
   for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
     for (const char* flag :
          {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy", "--report",
-          "--certificate", "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit"}) {
+          "--certificate", "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit", "--target-layout"}) {
       CLI::Option* option = command->get_option_no_throw(flag);
       if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
     }
@@ -94,6 +95,7 @@ int main(int argc, char** argv) {
   cli::AddSweepCommand(app, invocation);
   cli::AddLayoutCommand(app, invocation);
   cli::AddReshardCommand(app, invocation);
+  cli::AddReshardCheckpointCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   RefuseEmptyNames(app);
   try {

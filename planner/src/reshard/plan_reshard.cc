@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "reshard/part_boxes.h"
+#include "shardplan/schemas/part_boxes.h"
 #include "shardplan/planner/reshard.h"
 
 namespace shardplan {
