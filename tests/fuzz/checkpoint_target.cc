@@ -26,16 +26,15 @@ void Insist(bool holds, const std::string& what) {
   std::abort();
 }
 
-void Write(const fs::path& path, std::string_view bytes) {
-  std::ofstream(path, std::ios::binary) << bytes;
-}
+void Write(const fs::path& path, std::string_view bytes) { std::ofstream(path, std::ios::binary) << bytes; }
 
 // A folder that goes with the object.
 class Scratch {
  public:
   Scratch() {
     const fs::path memory = "/dev/shm";
-    std::string name = ((fs::exists(memory) ? memory : fs::temp_directory_path()) / "shardplan-fuzz-XXXXXX").string();
+    std::string name =
+        ((fs::exists(memory) ? memory : fs::temp_directory_path()) / "shardplan-fuzz-XXXXXX").string();
     Insist(::mkdtemp(name.data()) != nullptr, "a folder can be made");
     path_ = name;
   }
@@ -85,7 +84,8 @@ void FuzzCheckpoint(std::string_view bytes) {
            "damaged files are bad input: " + ToString(error));
     return;
   }
-  if (TensorBytes(*checkpoint) > kMostTensorBytes || Shapes(*checkpoint).size() != checkpoint->tensors.size()) return;
+  if (TensorBytes(*checkpoint) > kMostTensorBytes || Shapes(*checkpoint).size() != checkpoint->tensors.size())
+    return;
   for (const CheckpointFormat format :
        {CheckpointFormat::kDistributed, CheckpointFormat::kTorchSave, CheckpointFormat::kSafetensors}) {
     CheckpointRewrite how{.format = format, .tensors_only = format == CheckpointFormat::kSafetensors};
@@ -99,7 +99,8 @@ void FuzzCheckpoint(std::string_view bytes) {
     const std::string target = (scratch.path() / ("out" + std::to_string(static_cast<int>(format)))).string();
     const Result<CheckpointRewritten> written = RewriteCheckpoint(*checkpoint, target, how);
     if (!written) {
-      Insist(written.error().code == ErrorCode::kBadInput, "what was read is written: " + ToString(written.error()));
+      Insist(written.error().code == ErrorCode::kBadInput,
+             "what was read is written: " + ToString(written.error()));
       continue;
     }
     const Result<Checkpoint> again = ReadCheckpoint(target);

@@ -44,9 +44,9 @@ void PrepareWriting() {
 void RefuseEmptyNames(CLI::App& app) {
   const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
   for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    for (const char* flag :
-         {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy", "--report",
-          "--certificate", "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit", "--target-layout"}) {
+    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
+                             "--report", "--certificate", "--timeline", "--html", "--rows", "--plot", "--map",
+                             "--json", "--fit", "--target-layout"}) {
       CLI::Option* option = command->get_option_no_throw(flag);
       if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
     }

@@ -45,7 +45,8 @@ void Select(const RewriteArguments& options, Checkpoint& checkpoint) {
   std::map<std::string, std::vector<CheckpointKey>> keys;
   const auto strip = [&](auto& named) {
     const auto found = checkpoint.keys.find(named.name);
-    std::vector<CheckpointKey> of = found == checkpoint.keys.end() ? std::vector<CheckpointKey>{} : found->second;
+    std::vector<CheckpointKey> of =
+        found == checkpoint.keys.end() ? std::vector<CheckpointKey>{} : found->second;
     if (named.name.starts_with(options.strip)) {
       named.name.erase(0, options.strip.size());
       // Keys that lie wholly within the prefix go.
@@ -53,7 +54,8 @@ void Select(const RewriteArguments& options, Checkpoint& checkpoint) {
       std::size_t count = 0;
       while (count < of.size() && gone + of[count].text.size() + 1 <= options.strip.size())
         gone += of[count++].text.size() + 1;
-      of.erase(of.begin(), gone == options.strip.size() ? of.begin() + static_cast<std::ptrdiff_t>(count) : of.end());
+      of.erase(of.begin(),
+               gone == options.strip.size() ? of.begin() + static_cast<std::ptrdiff_t>(count) : of.end());
     }
     if (!of.empty()) keys.emplace(named.name, std::move(of));
   };
@@ -72,7 +74,8 @@ Result<std::vector<StrategyMeshDim>> MeshOf(const RewriteArguments& options) {
     if (dim.name != "shard" && dim.name != "replicate")
       return BadFlag("--mesh", dim.name, "dimensions shard and replicate (others: --target-layout)");
     if (dim.size > kMostLayoutRanks / ranks)
-      return BadFlag("--mesh", fmt::format("{}", dim.size), fmt::format("at most {} ranks", kMostLayoutRanks));
+      return BadFlag("--mesh", fmt::format("{}", dim.size),
+                     fmt::format("at most {} ranks", kMostLayoutRanks));
     ranks *= dim.size;
   }
   if (options.world_size && *options.world_size != ranks)
@@ -97,7 +100,8 @@ Result<StateLayout> MakeLayout(const RewriteArguments& options, const Checkpoint
   if (options.layout == "whole" || (options.layout.empty() && !distributed)) {
     how.layout = CheckpointLayout::kWhole;
   } else if (!distributed) {
-    return BadFlag("--layout", options.layout, fmt::format("whole: {} files hold whole tensors", FormatName(format)));
+    return BadFlag("--layout", options.layout,
+                   fmt::format("whole: {} files hold whole tensors", FormatName(format)));
   } else if (options.layout == "flat") {
     how.layout = CheckpointLayout::kFlat;
   }
@@ -141,8 +145,8 @@ Status RunRewrite(const RewriteArguments& options) {
   how.progress = [lines](std::int64_t done, std::int64_t total) { (*lines)(done, total); };
   const Result<CheckpointRewritten> done = RewriteCheckpoint(*checkpoint, options.target, how);
   if (!done) return std::unexpected(done.error());
-  std::string text = fmt::format("{}: {}, {} tensors, {} other values, {} bytes in {} file{}\n", options.target,
-                                 FormatName(how.format), checkpoint->tensors.size(),
+  std::string text = fmt::format("{}: {}, {} tensors, {} other values, {} bytes in {} file{}\n",
+                                 options.target, FormatName(how.format), checkpoint->tensors.size(),
                                  how.tensors_only ? 0 : checkpoint->objects.size(), done->bytes, done->files,
                                  done->files == 1 ? "" : "s");
   if (done->was_there) {
@@ -161,25 +165,31 @@ void AddReshardCheckpointCommand(CLI::App& app, Invocation& invocation) {
   command->footer(
       "Examples: shardplan reshard-checkpoint step_1000 step_1000_6 --world-size 6\n"
       "          shardplan reshard-checkpoint step_1000 hsdp --mesh replicate=2 shard=4\n"
-      "          shardplan reshard-checkpoint step_1000 hf --format safetensors --select model. --strip model.\n"
+      "          shardplan reshard-checkpoint step_1000 hf --format safetensors --select model. --strip "
+      "model.\n"
       "A run that is ended goes on when it is called again. docs/checkpoints.md has the formats.");
   auto options = std::make_shared<RewriteArguments>();
   command
-      ->add_option("SOURCE", options->source,
-                   "A folder of torch.distributed.checkpoint or safetensors, or a file of torch.save or safetensors")
+      ->add_option(
+          "SOURCE", options->source,
+          "A folder of torch.distributed.checkpoint or safetensors, or a file of torch.save or safetensors")
       ->required();
   command->add_option("TARGET", options->target, "The new checkpoint: whole or absent")->required();
   command->add_option("--world-size", options->world_size, "Ranks; files of safetensors")
       ->check(CLI::Range(std::int64_t{1}, kMostLayoutRanks));
-  command->add_option("--mesh", options->mesh,
-                      "Mesh dimensions, outermost first: --mesh replicate=2 shard=4 (default: all ranks shard)");
-  command->add_option("--layout", options->layout,
-                      "per_parameter (rows, as FSDP2; the default), flat (as FSDP1's flat parameters) or whole")
+  command->add_option(
+      "--mesh", options->mesh,
+      "Mesh dimensions, outermost first: --mesh replicate=2 shard=4 (default: all ranks shard)");
+  command
+      ->add_option("--layout", options->layout,
+                   "per_parameter (rows, as FSDP2; the default), flat (as FSDP1's flat parameters) or whole")
       ->check(CLI::IsMember({"per_parameter", "flat", "whole"}));
-  command->add_option("--unit", options->units, "--layout flat: modules whose parameters lie together (layers.*)");
+  command->add_option("--unit", options->units,
+                      "--layout flat: modules whose parameters lie together (layers.*)");
   command->add_option("--target-layout", options->layout_file,
                       "The layout, of a document or of a plan, in place of --mesh and --layout");
-  command->add_option("--format", options->format, "distributed, safetensors or torch_save (default: as SOURCE)")
+  command
+      ->add_option("--format", options->format, "distributed, safetensors or torch_save (default: as SOURCE)")
       ->check(CLI::IsMember({"distributed", "safetensors", "torch_save"}));
   command->add_option("--select", options->select, "Only what has names that begin so (model.)");
   command->add_option("--strip", options->strip, "Names lose this begin");

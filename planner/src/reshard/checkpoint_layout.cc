@@ -58,7 +58,8 @@ class CheckpointNames {
     return at == std::string_view::npos ? std::string_view() : name.substr(at + 1 + kStateWord.size());
   }
   std::string_view ParameterOf(std::string_view name) const {
-    if (has_model_) return name.starts_with(kModelPrefix) ? name.substr(kModelPrefix.size()) : std::string_view();
+    if (has_model_)
+      return name.starts_with(kModelPrefix) ? name.substr(kModelPrefix.size()) : std::string_view();
     return AfterState(name).empty() ? name : std::string_view();
   }
 
@@ -96,7 +97,8 @@ class CheckpointLayoutMaker {
     const std::string unit = UnitOf(role.fqn);
     const auto [found, is_new] = flats_.try_emplace({unit, role.kind, tensor.dtype}, layout_.flats.size());
     if (is_new)
-      layout_.flats.push_back({fmt::format("{}|{}|{}", unit, role.kind, Name(tensor.dtype)), tensor.dtype, 0, shard_});
+      layout_.flats.push_back(
+          {fmt::format("{}|{}|{}", unit, role.kind, Name(tensor.dtype)), tensor.dtype, 0, shard_});
     FlatBuffer& flat = layout_.flats[found->second];
     const std::int64_t alignment = std::max<std::int64_t>(1, kFlatAlignmentBytes / SizeBytes(tensor.dtype));
     placed.flat = static_cast<std::int32_t>(found->second);
@@ -108,7 +110,8 @@ class CheckpointLayoutMaker {
 
   // The innermost module that a pattern names, the root ("") otherwise.
   std::string UnitOf(const std::string& fqn) const {
-    for (std::size_t dot = fqn.rfind('.'); dot != std::string::npos; dot = dot == 0 ? dot : fqn.rfind('.', dot - 1)) {
+    for (std::size_t dot = fqn.rfind('.'); dot != std::string::npos;
+         dot = dot == 0 ? dot : fqn.rfind('.', dot - 1)) {
       const std::string_view module = std::string_view(fqn).substr(0, dot);
       if (std::ranges::any_of(options_.units, [&](const std::string& unit) { return Matches(unit, module); }))
         return std::string(module);
@@ -140,7 +143,8 @@ Result<StateLayout> LayoutOfCheckpoint(const Checkpoint& checkpoint, const Check
   return layout;
 }
 
-Result<StateLayout> LayoutForCheckpoint(const Checkpoint& checkpoint, const StateLayout& layout, bool lenient) {
+Result<StateLayout> LayoutForCheckpoint(const Checkpoint& checkpoint, const StateLayout& layout,
+                                        bool lenient) {
   std::unordered_map<std::string_view, const StateTensor*> placed;
   for (const StateTensor& tensor : layout.tensors) placed.emplace(tensor.name, &tensor);
   const CheckpointNames names(checkpoint);
@@ -160,7 +164,8 @@ Result<StateLayout> LayoutForCheckpoint(const Checkpoint& checkpoint, const Stat
                               fmt::format("{} [{}]", Name(here.dtype), fmt::join(here.shape, ", ")),
                               fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(tensor.shape, ", ")));
     } else if (!lenient) {
-      return MakeInputError("/tensors", "the layout lacks a tensor of the checkpoint", {}, Printable(tensor.name));
+      return MakeInputError("/tensors", "the layout lacks a tensor of the checkpoint", {},
+                            Printable(tensor.name));
     }
     result.tensors.push_back(std::move(here));
   }

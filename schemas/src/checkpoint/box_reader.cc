@@ -55,7 +55,8 @@ Status BoxReader::CheckUnchanged() const {
   for (std::size_t f = 0; f < files_.size(); ++f) {
     const Result<InputFile> now = InputFile::Open(checkpoint_->files[f].path);
     if (!now) return std::unexpected(now.error());
-    if (now->size() != checkpoint_->files[f].size_bytes || now->modified_ns() != checkpoint_->files[f].modified_ns)
+    if (now->size() != checkpoint_->files[f].size_bytes ||
+        now->modified_ns() != checkpoint_->files[f].modified_ns)
       return std::unexpected(Error{.code = ErrorCode::kBadInput,
                                    .message = "the file was changed while the checkpoint was read",
                                    .file = now->path()});
@@ -92,7 +93,8 @@ Status BoxReader::Read(std::int32_t tensor, const PartBox& box, char* bytes) {
     if (!status || !Meet(pieces.parts[entry.part].boxes[0], target, dims, element, copy)) return;
     const CheckpointPiece& piece = of.pieces[entry.part];
     found += MovedBytes(copy).value;
-    status = ReadLoops(files_[piece.file], piece.offset + copy.source_offset, copy, 0, bytes + copy.target_offset);
+    status =
+        ReadLoops(files_[piece.file], piece.offset + copy.source_offset, copy, 0, bytes + copy.target_offset);
   });
   if (status && found != wanted)
     return MakeError(ErrorCode::kInternal, fmt::format("{} bytes of {} were found, and {} are needed", found,
@@ -118,11 +120,11 @@ Status BoxReader::ReadLoops(const InputFile& file, std::int64_t offset, const Re
   // A loop whose whole span is too long may have parts that are not.
   const CopyLoop& here = copy.loops[loop];
   const std::int64_t inner = span - (here.count - 1) * here.source_stride;
-  const std::int64_t at_once =
-      copy.run_bytes.value < kLongRun && here.source_stride > 0 && inner < kSpanBytes &&
-              here.source_stride / kMostWaste <= used / here.count
-          ? std::max<std::int64_t>(1, (kSpanBytes - inner) / here.source_stride)
-          : 1;
+  const std::int64_t at_once = copy.run_bytes.value < kLongRun && here.source_stride > 0 &&
+                                       inner < kSpanBytes &&
+                                       here.source_stride / kMostWaste <= used / here.count
+                                   ? std::max<std::int64_t>(1, (kSpanBytes - inner) / here.source_stride)
+                                   : 1;
   for (std::int64_t i = 0; i < here.count; i += at_once) {
     ReshardCopy part = copy;
     part.loops[loop].count = std::min(at_once, here.count - i);

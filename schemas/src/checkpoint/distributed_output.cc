@@ -37,7 +37,8 @@ class DistributedOutput final : public CheckpointOutput {
       const CheckpointTensor& tensor = checkpoint_.tensors[t];
       const auto found = placed.find(tensor.name);
       if (found == placed.end())
-        return MakeInputError("/tensors", "the layout lacks a tensor of the checkpoint", Printable(tensor.name));
+        return MakeInputError("/tensors", "the layout lacks a tensor of the checkpoint",
+                              Printable(tensor.name));
       if (found->second->shape != tensor.shape || found->second->dtype != tensor.dtype)
         return MakeInputError(
             "/tensors", fmt::format("{} is another tensor in the layout", Printable(tensor.name)),
@@ -242,7 +243,8 @@ class DistributedOutput final : public CheckpointOutput {
       pickle.Op('}');
       pickle.Mark();
       pickle.String("fqn");
-      pickle.String(item.is_object ? checkpoint_.objects[item.index].name : checkpoint_.tensors[item.index].name);
+      pickle.String(item.is_object ? checkpoint_.objects[item.index].name
+                                   : checkpoint_.tensors[item.index].name);
       pickle.String("offset");
       if (item.is_object) {
         pickle.None();

@@ -14,6 +14,7 @@ namespace {
 
 using Kind = PickleValue::Kind;
 
+constexpr std::string_view kZipBegin("PK\x03\x04", 4);
 constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata ";
 
 struct StoredAt {
@@ -161,6 +162,10 @@ class DistributedReader {
     if (!file) return std::unexpected(file.error());
     Result<std::string> stream = files_[*file].Read((*at)->offset, (*at)->length);
     if (!stream) return std::unexpected(stream.error());
+    if (stream->starts_with(kZipBegin)) {  // else a planner of the job's own has written it
+      const Result<ZipReader> zip = ZipReader::Open(files_[*file], (*at)->offset, (*at)->length);
+      if (!zip) return std::unexpected(zip.error());
+    }
     checkpoint_.objects.push_back({name.text, std::move(*stream)});
     return {};
   }
@@ -199,10 +204,9 @@ class DistributedReader {
     for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
       if (piece.low[d] < 0 || piece.size[d] < 0 || piece.low[d] > tensor.shape[d] ||
           piece.size[d] > tensor.shape[d] - piece.low[d])
-        return Wrong(
-            chunk, fmt::format("a chunk outside of its tensor {}", Printable(tensor.name)),
-            fmt::format("[{}] at [{}]", fmt::join(piece.size, ", "), fmt::join(piece.low, ", ")),
-            fmt::format("within [{}]", fmt::join(tensor.shape, ", ")));
+        return Wrong(chunk, fmt::format("a chunk outside of its tensor {}", Printable(tensor.name)),
+                     fmt::format("[{}] at [{}]", fmt::join(piece.size, ", "), fmt::join(piece.low, ", ")),
+                     fmt::format("within [{}]", fmt::join(tensor.shape, ", ")));
     }
     const bool is_empty = std::ranges::find(piece.size, 0) != piece.size.end();
     if (is_empty && tensor.shape != piece.size) return {};
@@ -217,10 +221,10 @@ class DistributedReader {
     Result<TorchTensor> found = stream->Tensor(stream->root());
     if (!found) return std::unexpected(found.error());
     if (found->dtype != tensor.dtype || found->size != piece.size)
-      return stream->ErrorAt(
-          stream->root(), fmt::format("another piece of {} than .metadata says", Printable(tensor.name)),
-          fmt::format("{} [{}]", Name(found->dtype), fmt::join(found->size, ", ")),
-          fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(piece.size, ", ")));
+      return stream->ErrorAt(stream->root(),
+                             fmt::format("another piece of {} than .metadata says", Printable(tensor.name)),
+                             fmt::format("{} [{}]", Name(found->dtype), fmt::join(found->size, ", ")),
+                             fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(piece.size, ", ")));
     piece.file = *file;
     piece.offset = found->offset;
     piece.strides = std::move(found->strides);

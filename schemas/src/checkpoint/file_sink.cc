@@ -37,8 +37,9 @@ void FileSink::Pass(const char* bytes, std::int64_t count) {
 Status FileSink::Write(const char* bytes, std::int64_t count) {
   if (position_ < kept_.bytes && position_ + count > kept_.bytes) kept_is_right_ = false;
   for (std::int64_t have = 0; have < count;) {
-    const ssize_t written = ::pwrite(descriptor_.value(), bytes + have, static_cast<std::size_t>(count - have),
-                                     static_cast<off_t>(position_ + have));
+    const ssize_t written =
+        ::pwrite(descriptor_.value(), bytes + have, static_cast<std::size_t>(count - have),
+                 static_cast<off_t>(position_ + have));
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) return SystemError(ErrorCode::kEnvironment, path_, "write the file");
     have += written;
@@ -54,7 +55,8 @@ Status FileSink::Literal(std::int32_t step) {
   const OutputStep& of = output_->steps[step];
   std::string bytes = of.literal;
   for (const CrcSlot& slot : of.crcs) {
-    for (std::size_t i = 0; i < 4; ++i) bytes[slot.at + i] = static_cast<char>(step_crcs_[slot.step] >> (8 * i));
+    for (std::size_t i = 0; i < 4; ++i)
+      bytes[slot.at + i] = static_cast<char>(step_crcs_[slot.step] >> (8 * i));
   }
   if (Has(std::ssize(bytes))) return Keep(-1, std::ssize(bytes));
   return Write(bytes.data(), std::ssize(bytes));
@@ -68,8 +70,9 @@ Status FileSink::Data(std::int32_t step, const char* bytes, std::int64_t count) 
 Status FileSink::Keep(std::int32_t step, std::int64_t count) {
   buffer_.resize(static_cast<std::size_t>(std::min(count, kReadBytes)));
   while (count > 0) {
-    const ssize_t got = ::pread(descriptor_.value(), buffer_.data(),
-                                static_cast<std::size_t>(std::min(count, kReadBytes)), static_cast<off_t>(position_));
+    const ssize_t got =
+        ::pread(descriptor_.value(), buffer_.data(), static_cast<std::size_t>(std::min(count, kReadBytes)),
+                static_cast<off_t>(position_));
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) return SystemError(ErrorCode::kEnvironment, path_, "read back what was written");
     if (step >= 0) step_crcs_[step] = Crc32(step_crcs_[step], buffer_.data(), got);
@@ -80,7 +83,8 @@ Status FileSink::Keep(std::int32_t step, std::int64_t count) {
 }
 
 Status FileSink::Finish() {
-  if (::ftruncate(descriptor_.value(), static_cast<off_t>(position_)) != 0 || ::fsync(descriptor_.value()) != 0)
+  if (::ftruncate(descriptor_.value(), static_cast<off_t>(position_)) != 0 ||
+      ::fsync(descriptor_.value()) != 0)
     return SystemError(ErrorCode::kEnvironment, path_, "write the file");
   return {};
 }

@@ -33,7 +33,10 @@ class FileSink {
 
  private:
   FileSink(std::string path, const OutputFile& output, Descriptor descriptor, WrittenPart kept)
-      : path_(std::move(path)), output_(&output), descriptor_(std::move(descriptor)), kept_(kept),
+      : path_(std::move(path)),
+        output_(&output),
+        descriptor_(std::move(descriptor)),
+        kept_(kept),
         step_crcs_(output.steps.size(), 0) {}
   Status Write(const char* bytes, std::int64_t count);
   void Pass(const char* bytes, std::int64_t count);

@@ -13,7 +13,9 @@ namespace {
 
 constexpr std::string_view kFirstWord = "shardplan.checksums/1";
 
-std::string FirstLine(const std::string& fingerprint) { return fmt::format("{} {}", kFirstWord, fingerprint); }
+std::string FirstLine(const std::string& fingerprint) {
+  return fmt::format("{} {}", kFirstWord, fingerprint);
+}
 
 // A line "<crc32> <bytes> <file>". What a killed process did not end is no line.
 bool ParseLine(const std::string& line, std::map<std::string, WrittenPart>& written) {
@@ -52,14 +54,14 @@ Result<Journal> Journal::Open(const std::string& folder, const std::string& fing
                                  .file = folder});
   std::string first(FirstLine(fingerprint).size() + 1, '\0');
   const ssize_t got = ::pread(journal.descriptor_.value(), first.data(), first.size(), 0);
-  journal.is_same_ =
-      got == static_cast<ssize_t>(first.size()) && first == FirstLine(fingerprint) + "\n";
+  journal.is_same_ = got == static_cast<ssize_t>(first.size()) && first == FirstLine(fingerprint) + "\n";
   if (journal.is_same_) {
     journal.written_ = Read(folder, fingerprint);
     // A line that a killed process did not end.
     const Result<std::string> text = ReadFile(path);
     const std::size_t whole = text ? text->rfind('\n') + 1 : 0;
-    if (text && whole < text->size() && ::ftruncate(journal.descriptor_.value(), static_cast<off_t>(whole)) != 0)
+    if (text && whole < text->size() &&
+        ::ftruncate(journal.descriptor_.value(), static_cast<off_t>(whole)) != 0)
       return SystemError(ErrorCode::kEnvironment, path, "cut the file");
     return journal;
   }

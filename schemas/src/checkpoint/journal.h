@@ -31,7 +31,8 @@ class Journal {
   Status Flush();
 
  private:
-  Journal(std::string path, Descriptor descriptor) : path_(std::move(path)), descriptor_(std::move(descriptor)) {}
+  Journal(std::string path, Descriptor descriptor)
+      : path_(std::move(path)), descriptor_(std::move(descriptor)) {}
 
   std::string path_;
   Descriptor descriptor_;

@@ -1,5 +1,5 @@
-// Pickles as data: a tree of values. Nothing is imported or called; names that a pickle refers to are those of
-// an allow-list, everything else is an error.
+// Pickles as data: a tree of values. Nothing is imported or called; names that a pickle refers to are those
+// of an allow-list, everything else is an error.
 #pragma once
 
 #include <cstddef>
@@ -54,6 +54,9 @@ struct Pickle {
 
 // kBadInput with the byte of the pickle at which it is wrong.
 Result<Pickle> ReadPickle(std::string_view bytes);
+
+// Whether pickles may refer to it ("module name").
+bool IsKnownGlobal(std::string_view name);
 
 // ---- looking at values ----
 

@@ -18,13 +18,13 @@ constexpr std::string_view kZipSign("PK\x03\x04", 4);
 constexpr std::string_view kOldTorchSign("\x80\x02\x8a\x0a", 4);
 
 std::unexpected<Error> Unknown(const std::string& path, std::string message, std::string found) {
-  return std::unexpected(
-      Error{.code = ErrorCode::kBadInput,
-            .message = std::move(message),
-            .file = path,
-            .found = std::move(found),
-            .expected = "a folder of torch.distributed.checkpoint (with .metadata) or of safetensors, or a file "
-                        "of torch.save or safetensors"});
+  return std::unexpected(Error{
+      .code = ErrorCode::kBadInput,
+      .message = std::move(message),
+      .file = path,
+      .found = std::move(found),
+      .expected = "a folder of torch.distributed.checkpoint (with .metadata) or of safetensors, or a file "
+                  "of torch.save or safetensors"});
 }
 
 Result<Checkpoint> ReadFolder(const std::string& path) {
@@ -82,9 +82,9 @@ Status CheckPieces(CheckpointTensor& tensor) {
   std::ranges::sort(tensor.pieces, [](const CheckpointPiece& a, const CheckpointPiece& b) {
     return std::tie(a.low, a.size, a.file, a.offset) < std::tie(b.low, b.size, b.file, b.offset);
   });
-  const auto same = std::ranges::unique(tensor.pieces, [](const CheckpointPiece& a, const CheckpointPiece& b) {
-    return a.low == b.low && a.size == b.size;
-  });
+  const auto same = std::ranges::unique(
+      tensor.pieces,
+      [](const CheckpointPiece& a, const CheckpointPiece& b) { return a.low == b.low && a.size == b.size; });
   tensor.pieces.erase(same.begin(), same.end());
   std::int64_t held = 0;
   std::vector<HeldPart> parts;
@@ -94,7 +94,8 @@ Status CheckPieces(CheckpointTensor& tensor) {
   }
   const std::int64_t numel = NumelOf(tensor.shape);
   if (held != numel)
-    return MakeInputError({}, fmt::format("the pieces of {} are not the whole tensor", Printable(tensor.name)),
+    return MakeInputError({},
+                          fmt::format("the pieces of {} are not the whole tensor", Printable(tensor.name)),
                           fmt::format("{} elements", held), fmt::format("{}", numel));
   if (parts.size() < 2) return {};
   const std::size_t dims = std::max<std::size_t>(1, tensor.shape.size());
@@ -105,8 +106,7 @@ Status CheckPieces(CheckpointTensor& tensor) {
     index.ForEachNear(part.boxes[0], [&](const BoxIndex::Entry& entry) {
       if (Meet(parts[entry.part].boxes[0], part.boxes[0], dims, 1, copy)) ++meets;
     });
-    if (meets > 1)
-      return MakeInputError({}, fmt::format("two pieces of {} overlap", Printable(tensor.name)));
+    if (meets > 1) return MakeInputError({}, fmt::format("two pieces of {} overlap", Printable(tensor.name)));
   }
   return {};
 }

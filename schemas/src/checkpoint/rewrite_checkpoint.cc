@@ -1,4 +1,5 @@
-// A checkpoint in another layout or format: read, cut and written in pieces, beside its place until it is whole.
+// A checkpoint in another layout or format: read, cut and written in pieces, beside its place until it is
+// whole.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -69,9 +70,10 @@ class Rewriter {
     std::error_code error;
     const fs::path parent = fs::canonical(path_.parent_path(), error);
     if (error)
-      return Wrong(ErrorCode::kEnvironment,
-                   fmt::format("cannot write there: {}", fs::exists(path_.parent_path()) ? error.message()
-                                                                                          : "its folder is not there"));
+      return Wrong(
+          ErrorCode::kEnvironment,
+          fmt::format("cannot write there: {}",
+                      fs::exists(path_.parent_path()) ? error.message() : "its folder is not there"));
     const fs::path source = fs::canonical(checkpoint_.path, error);
     const fs::path target = parent / path_.filename();
     const auto [from, to] = std::ranges::mismatch(source, target);
@@ -94,8 +96,8 @@ class Rewriter {
 
   // Equal: the same bytes are to be written, in the same pieces.
   std::string Fingerprint() const {
-    std::string text = fmt::format("{}\n{}\n{}\n{}", static_cast<int>(how_.format), how_.tensors_only, window_,
-                                   ToJson(how_.layout));
+    std::string text = fmt::format("{}\n{}\n{}\n{}", static_cast<int>(how_.format), how_.tensors_only,
+                                   window_, ToJson(how_.layout));
     for (const CheckpointFile& file : checkpoint_.files)
       text += fmt::format("{} {} {}\n", file.path, file.size_bytes, file.modified_ns);
     for (const CheckpointTensor& tensor : checkpoint_.tensors) text += tensor.name + "\n";
@@ -118,7 +120,8 @@ class Rewriter {
         return Wrong(ErrorCode::kUsage, "it is there already, and nothing is overwritten");
     }
     if (how_.verify) {
-      if (Status status = VerifyFiles(is_file_ ? path_.parent_path() : path_, written); !status) return status;
+      if (Status status = VerifyFiles(is_file_ ? path_.parent_path() : path_, written); !status)
+        return status;
     }
     std::error_code error;
     if (is_file_) fs::remove_all(partial_, error);
@@ -171,8 +174,8 @@ class Rewriter {
     std::error_code error;
     for (const fs::directory_entry& entry : fs::directory_iterator(partial_, error)) {
       const std::string name = entry.path().filename().string();
-      const bool is_ours = std::ranges::find(sizes_, name, &std::pair<std::string, std::int64_t>::first) !=
-                           sizes_.end();
+      const bool is_ours =
+          std::ranges::find(sizes_, name, &std::pair<std::string, std::int64_t>::first) != sizes_.end();
       if (name == kJournalName || (is_same && is_ours)) continue;
       std::error_code removed;
       fs::remove_all(entry.path(), removed);
@@ -217,7 +220,7 @@ class Rewriter {
     for (Buffer& buffer : buffers_) buffer.used_by = 0;
     WriteWorker worker;
     // What is written after a piece, by the worker: an entry of the journal now and then.
-    const auto note = [&]() -> Status {
+    const std::function<Status()> note = [&]() -> Status {
       const WrittenPart part = sink->written();
       if (part.bytes - entry_at < between_entries_) return {};
       entry_at = part.bytes;

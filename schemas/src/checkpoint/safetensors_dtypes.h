@@ -42,7 +42,8 @@ inline std::string_view SafetensorsName(DType dtype) {
 }
 inline std::string SafetensorsDTypes() {
   std::string names;
-  for (const auto& [name, dtype] : kSafetensorsDTypes) names += (names.empty() ? "" : ", ") + std::string(name);
+  for (const auto& [name, dtype] : kSafetensorsDTypes)
+    names += (names.empty() ? "" : ", ") + std::string(name);
   return names;
 }
 

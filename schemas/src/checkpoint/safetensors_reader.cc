@@ -1,5 +1,5 @@
-// safetensors: 8 bytes with the length of a JSON header, the header, the tensors' bytes. Several files have an
-// index that says which tensor is in which.
+// safetensors: 8 bytes with the length of a JSON header, the header, the tensors' bytes. Several files have
+// an index that says which tensor is in which.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -122,9 +122,9 @@ class SafetensorsReader {
       return Wrong(file, tape, at == 0 ? entry : at, "no place of a tensor", "data_offsets: begin and end");
     const std::int64_t room = file.size() - data;
     if (numel < 0 || offsets[0] > offsets[1] || offsets[1] - offsets[0] != numel * SizeBytes(tensor.dtype))
-      return Wrong(file, tape, at, "a tensor of another size than its shape and dtype say",
-                   numel < 0 ? "a shape that numbers hold"
-                             : fmt::format("{} bytes", numel * SizeBytes(tensor.dtype)));
+      return Wrong(
+          file, tape, at, "a tensor of another size than its shape and dtype say",
+          numel < 0 ? "a shape that numbers hold" : fmt::format("{} bytes", numel * SizeBytes(tensor.dtype)));
     if (offsets[1] > room)
       return Wrong(file, tape, at, "a tensor behind the end of the file",
                    fmt::format("an end within {} bytes", room));

@@ -1,4 +1,5 @@
-// A torch.save file of nested dicts and lists, flattened as torch.distributed.checkpoint flattens state dicts.
+// A torch.save file of nested dicts and lists, flattened as torch.distributed.checkpoint flattens state
+// dicts.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -80,7 +81,8 @@ class StateFlattener {
     Result<TorchTensor> tensor = stream_.Tensor(value);
     if (!tensor) return std::unexpected(tensor.error());
     if (CheckedNumel(tensor->size, tensor->dtype) < 0 || std::ssize(tensor->size) > kMostTensorDims)
-      return stream_.ErrorAt(value, "no shape of a tensor", fmt::format("[{}]", fmt::join(tensor->size, ", ")),
+      return stream_.ErrorAt(value, "no shape of a tensor",
+                             fmt::format("[{}]", fmt::join(tensor->size, ", ")),
                              fmt::format("at most {} dimensions", kMostTensorDims));
     CheckpointPiece piece{0, tensor->offset, std::vector<std::int64_t>(tensor->size.size(), 0), tensor->size,
                           std::move(tensor->strides)};

@@ -158,7 +158,8 @@ Result<TorchTensor> TorchStream::Tensor(const PickleValue& value) const {
   tensor.dtype = *dtype;
   const auto negative = [](std::int64_t number) { return number < 0; };
   const std::int64_t first = arguments[1]->integer;
-  if (std::ranges::any_of(tensor.size, negative) || std::ranges::any_of(tensor.strides, negative) || first < 0)
+  if (std::ranges::any_of(tensor.size, negative) || std::ranges::any_of(tensor.strides, negative) ||
+      first < 0)
     return ErrorAt(made, "no shape of a tensor", fmt::format("[{}]", fmt::join(tensor.size, ", ")));
   tensor.offset = *data;
   if (std::ranges::find(tensor.size, 0) != tensor.size.end()) return tensor;

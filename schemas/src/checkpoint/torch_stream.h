@@ -47,7 +47,7 @@ class TorchStream {
 
   ZipReader zip_;
   Pickle pickle_;
-  std::int64_t pickle_at_;  // in the file
+  std::int64_t pickle_at_;                                           // in the file
   std::unordered_map<std::string_view, const ZipRecord*> storages_;  // by what follows "data/"
 };
 

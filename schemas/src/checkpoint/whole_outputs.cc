@@ -79,8 +79,8 @@ class TorchSaveOutput final : public CheckpointOutput {
     StateNode* node = &root_;
     for (const CheckpointKey& key : keys) {
       const bool is_index = key.kind == CheckpointKey::Kind::kIndex;
-      const bool other = !node->children.empty() && is_index != (node->children.front().first.kind ==
-                                                                 CheckpointKey::Kind::kIndex);
+      const bool other = !node->children.empty() &&
+                         is_index != (node->children.front().first.kind == CheckpointKey::Kind::kIndex);
       if (node->tensor >= 0 || node->object >= 0 || other || (node == &root_ && is_index))
         return MakeInputError({}, "two values need one place in the nested state", Printable(name));
       const auto [at, is_new] =
@@ -133,8 +133,9 @@ class TorchSaveOutput final : public CheckpointOutput {
     return {};
   }
 
-  static Status WriteObject(const CheckpointObject& object, PickleWriter& pickle) {
-    const InputFile bytes = InputFile::OfBytes(object.name, object.stream);
+  Status WriteObject(const CheckpointObject& object, PickleWriter& pickle) const {
+    const InputFile bytes = InputFile::OfBytes(
+        fmt::format("{} (value {})", checkpoint_.path, Printable(object.name)), object.stream);
     const Result<TorchStream> stream = TorchStream::Open(bytes, 0, bytes.size());
     if (!stream) return std::unexpected(stream.error());
     Status status = pickle.Value(stream->root());
@@ -161,8 +162,9 @@ class TorchSaveOutput final : public CheckpointOutput {
   StateNode root_;
   std::string pickle_;
   std::vector<std::int32_t> storages_;  // the tensor of each
-  std::map<std::tuple<std::int32_t, std::int64_t, DType, std::vector<std::int64_t>, std::vector<std::int64_t>>,
-           std::int32_t>
+  std::map<
+      std::tuple<std::int32_t, std::int64_t, DType, std::vector<std::int64_t>, std::vector<std::int64_t>>,
+      std::int32_t>
       known_;
 };
 
@@ -198,9 +200,8 @@ class SafetensorsOutput final : public CheckpointOutput {
       const CheckpointTensor& tensor = checkpoint_.tensors[t];
       const std::int64_t begin = end;
       end += BytesOf(tensor);
-      header[tensor.name] = {{"dtype", SafetensorsName(tensor.dtype)},
-                             {"shape", tensor.shape},
-                             {"data_offsets", {begin, end}}};
+      header[tensor.name] = {
+          {"dtype", SafetensorsName(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
     }
     std::string text = header.dump();
     text.append((8 - text.size() % 8) % 8, ' ');  // tensors begin at a multiple of 8
@@ -266,10 +267,11 @@ Result<std::unique_ptr<CheckpointOutput>> MakeSafetensorsOutput(const Checkpoint
                                  .found = std::move(found)});
   };
   if (!checkpoint.objects.empty() && !how.tensors_only)
-    return wrong(fmt::format("safetensors holds tensors alone, and {} values of the checkpoint are none: leave "
-                             "them out (--tensors-only), or choose another format",
-                             checkpoint.objects.size()),
-                 Printable(checkpoint.objects.front().name));
+    return wrong(
+        fmt::format("safetensors holds tensors alone, and {} values of the checkpoint are none: leave "
+                    "them out (--tensors-only), or choose another format",
+                    checkpoint.objects.size()),
+        Printable(checkpoint.objects.front().name));
   for (const CheckpointTensor& tensor : checkpoint.tensors) {
     if (SafetensorsName(tensor.dtype).empty())
       return wrong(fmt::format("safetensors has no dtype for {}", Printable(tensor.name)),

@@ -130,8 +130,8 @@ Status ZipReader::ReadDirectory(const Directory& directory) {
       return file_->ErrorAt(here, fmt::format("the record {} does not lie in the archive", Printable(name)),
                             fmt::format("{} bytes at {}", size, header),
                             fmt::format("within {} bytes", length_));
-    records_.push_back({std::move(name), begin_ + static_cast<std::int64_t>(header),
-                        static_cast<std::int64_t>(size)});
+    records_.push_back(
+        {std::move(name), begin_ + static_cast<std::int64_t>(header), static_cast<std::int64_t>(size)});
     at += kEntryBytes + more;
   }
   return {};
@@ -149,15 +149,15 @@ Result<std::int64_t> ZipReader::DataOffset(const ZipRecord& record) const {
   const Result<std::string> local = file_->Read(record.header, kLocalBytes);
   if (!local) return std::unexpected(local.error());
   if (!local->starts_with(kLocalSign))
-    return file_->ErrorAt(record.header, fmt::format("no header of the record {}", Printable(record.name)), {},
-                          "the bytes PK\\x03\\x04");
-  const std::int64_t data = record.header + kLocalBytes +
-                            static_cast<std::int64_t>(LittleEndian(*local, 26, 2) + LittleEndian(*local, 28, 2));
+    return file_->ErrorAt(record.header, fmt::format("no header of the record {}", Printable(record.name)),
+                          {}, "the bytes PK\\x03\\x04");
+  const std::int64_t data =
+      record.header + kLocalBytes +
+      static_cast<std::int64_t>(LittleEndian(*local, 26, 2) + LittleEndian(*local, 28, 2));
   if (data + record.size > begin_ + length_)
-    return file_->ErrorAt(record.header,
-                          fmt::format("the record {} does not lie in the archive", Printable(record.name)),
-                          fmt::format("{} bytes at {}", record.size, data),
-                          fmt::format("an end at {}", begin_ + length_));
+    return file_->ErrorAt(
+        record.header, fmt::format("the record {} does not lie in the archive", Printable(record.name)),
+        fmt::format("{} bytes at {}", record.size, data), fmt::format("an end at {}", begin_ + length_));
   return data;
 }
 

@@ -1,9 +1,9 @@
 #include "checkpoint/zip_writer.h"
 
-#include <algorithm>
-
 #include <fmt/format.h>
 #include <libdeflate.h>
+
+#include <algorithm>
 
 #include "checkpoint/little_endian.h"
 #include "checkpoint/pickle.h"

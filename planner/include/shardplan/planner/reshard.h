@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-
 #include <string>
 #include <vector>
 
@@ -33,19 +32,21 @@ struct CheckpointLayoutOptions {
   CheckpointLayout layout = CheckpointLayout::kPerParameter;
   // "replicate" holds copies, every other dimension shards.
   std::vector<StrategyMeshDim> mesh;
-  // kFlat: the modules whose parameters lie together (FQNs or patterns, as unit rules); the rest is the root's.
+  // kFlat: the modules whose parameters lie together (FQNs or patterns, as unit rules); the rest is the
+  // root's.
   std::vector<std::string> units = {};
 };
 
-// Where the ranks of a mesh hold a checkpoint's tensors. kPerParameter: rows of each. kFlat: the parameters of
-// a unit one behind the other, and likewise each kind of optimizer state that has their shapes; what belongs to
-// no parameter is whole on all ranks. A name is a parameter's behind "model.", where any name begins so, and a
-// state's behind "state." ("optimizer.state.layers.0.weight.exp_avg").
+// Where the ranks of a mesh hold a checkpoint's tensors. kPerParameter: rows of each. kFlat: the parameters
+// of a unit one behind the other, and likewise each kind of optimizer state that has their shapes; what
+// belongs to no parameter is whole on all ranks. A name is a parameter's behind "model.", where any name
+// begins so, and a state's behind "state." ("optimizer.state.layers.0.weight.exp_avg").
 Result<StateLayout> LayoutOfCheckpoint(const Checkpoint& checkpoint, const CheckpointLayoutOptions& options);
 
 // `layout`, of parameters and states by the names of a plan ("layers.0.weight",
-// "state.layers.0.weight.exp_avg"), for the checkpoint's names. kBadInput: it lacks a tensor of the checkpoint.
-// `lenient`: that is whole on all ranks then.
-Result<StateLayout> LayoutForCheckpoint(const Checkpoint& checkpoint, const StateLayout& layout, bool lenient);
+// "state.layers.0.weight.exp_avg"), for the checkpoint's names. kBadInput: it lacks a tensor of the
+// checkpoint. `lenient`: that is whole on all ranks then.
+Result<StateLayout> LayoutForCheckpoint(const Checkpoint& checkpoint, const StateLayout& layout,
+                                        bool lenient);
 
 }  // namespace shardplan

@@ -77,8 +77,8 @@ struct CheckpointRewrite {
   // several hold one of them writes. Else there is a file for each rank (safetensors) or one (torch.save), of
   // whole tensors.
   StateLayout layout;
-  bool tensors_only = false;  // leaves out what is no tensor
-  bool verify = false;        // reads all that was written, and compares its checksums
+  bool tensors_only = false;                        // leaves out what is no tensor
+  bool verify = false;                              // reads all that was written, and compares its checksums
   std::int64_t budget_bytes = kUsualReshardBudget;  // of tensors' bytes in memory
   std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)> progress = {};
 };
