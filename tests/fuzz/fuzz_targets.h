@@ -30,12 +30,14 @@ void FuzzAllocatorLog(std::string_view bytes);
 void FuzzPipeline(std::string_view bytes);
 // A recording's documents and its log, read and compared with a plan.
 void FuzzRecording(std::string_view bytes);
+// A file of a checkpoint, or .metadata and the file that it speaks of.
+void FuzzCheckpoint(std::string_view bytes);
 
 struct FuzzTarget {
   std::string_view name;
   void (*run)(std::string_view bytes);
 };
-inline constexpr std::array<FuzzTarget, 13> kFuzzTargets = {{{"trace", FuzzTrace},
+inline constexpr std::array<FuzzTarget, 14> kFuzzTargets = {{{"trace", FuzzTrace},
                                                              {"cluster", FuzzCluster},
                                                              {"strategy", FuzzStrategy},
                                                              {"plan", FuzzPlan},
@@ -47,6 +49,7 @@ inline constexpr std::array<FuzzTarget, 13> kFuzzTargets = {{{"trace", FuzzTrace
                                                              {"pipeline", FuzzPipeline},
                                                              {"recording", FuzzRecording},
                                                              {"state_layout", FuzzStateLayout},
-                                                             {"reshard", FuzzReshard}}};
+                                                             {"reshard", FuzzReshard},
+                                                             {"checkpoint", FuzzCheckpoint}}};
 
 }  // namespace shardplan::test

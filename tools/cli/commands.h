@@ -30,6 +30,7 @@ void AddCalibrateCommand(CLI::App& app, Invocation& invocation);
 void AddSweepCommand(CLI::App& app, Invocation& invocation);
 void AddLayoutCommand(CLI::App& app, Invocation& invocation);
 void AddReshardCommand(CLI::App& app, Invocation& invocation);
+void AddReshardCheckpointCommand(CLI::App& app, Invocation& invocation);
 void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation);
 
 }  // namespace shardplan::cli

@@ -1,5 +1,6 @@
 // shardplan: trace, plan, optimize, certify, explain, validate, simulate, cost, memory, explain-memory, show,
-// diff, run, conformance, calibrate, sweep, layout, reshard, allocator-replay.
+// diff, run, conformance, calibrate, sweep, layout, reshard, reshard-checkpoint,
+// allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -43,9 +44,9 @@ void PrepareWriting() {
 void RefuseEmptyNames(CLI::App& app) {
   const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
   for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    for (const char* flag :
-         {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy", "--report",
-          "--certificate", "--timeline", "--html", "--rows", "--plot", "--map", "--json", "--fit"}) {
+    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
+                             "--report", "--certificate", "--timeline", "--html", "--rows", "--plot", "--map",
+                             "--json", "--fit", "--target-layout"}) {
       CLI::Option* option = command->get_option_no_throw(flag);
       if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
     }
@@ -94,6 +95,7 @@ int main(int argc, char** argv) {
   cli::AddSweepCommand(app, invocation);
   cli::AddLayoutCommand(app, invocation);
   cli::AddReshardCommand(app, invocation);
+  cli::AddReshardCheckpointCommand(app, invocation);
   cli::AddAllocatorReplayCommand(app, invocation);
   RefuseEmptyNames(app);
   try {

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "mesh_flag.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 
@@ -22,14 +23,9 @@ std::optional<std::int64_t> ToInteger(std::string_view text) {
 
 Status ApplyMesh(const std::vector<std::string>& mesh, Strategy& strategy) {
   if (mesh.empty()) return {};
-  strategy.mesh.clear();
-  for (const std::string& dim : mesh) {
-    const std::size_t equals = dim.find('=');
-    const auto size =
-        equals == std::string::npos ? std::nullopt : ToInteger(std::string_view(dim).substr(equals + 1));
-    if (!size || *size < 1) return BadFlag("--mesh", dim, "NAME=SIZE, say replicate=2 shard=8");
-    strategy.mesh.push_back({dim.substr(0, equals), *size});
-  }
+  Result<std::vector<StrategyMeshDim>> dims = ParseMesh(mesh);
+  if (!dims) return std::unexpected(dims.error());
+  strategy.mesh = std::move(*dims);
   return {};
 }
 
@@ -257,6 +253,18 @@ Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_pat
     planned.error().file = strategy_path.empty() ? trace_path : strategy_path;
   }
   return planned;
+}
+
+Result<std::vector<StrategyMeshDim>> ParseMesh(const std::vector<std::string>& mesh) {
+  std::vector<StrategyMeshDim> dims;
+  for (const std::string& dim : mesh) {
+    const std::size_t equals = dim.find('=');
+    const auto size =
+        equals == std::string::npos ? std::nullopt : ToInteger(std::string_view(dim).substr(equals + 1));
+    if (!size || *size < 1) return BadFlag("--mesh", dim, "NAME=SIZE, say replicate=2 shard=8");
+    dims.push_back({dim.substr(0, equals), *size});
+  }
+  return dims;
 }
 
 }  // namespace shardplan::cli

@@ -8,12 +8,11 @@
 #include "shardplan/planner/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/simulate_reshard.h"
+#include "state_layouts.h"
 #include "support.h"
 
 namespace shardplan::cli {
-namespace {
 
-// A layout, or the layout of a plan's state.
 Result<StateLayout> ReadLayout(const std::string& path) {
   Result<Document> document = ReadDocument(path);
   if (!document) return std::unexpected(document.error());
@@ -28,6 +27,8 @@ Result<StateLayout> ReadLayout(const std::string& path) {
   if (!layout) layout.error().file = path;
   return layout;
 }
+
+namespace {
 
 Status RunLayout(const std::string& plan, const std::string& output) {
   if (Status checked = CheckOutputs({plan}, {{"-o", output}}); !checked) return checked;

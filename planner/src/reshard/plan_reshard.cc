@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "reshard/part_boxes.h"
 #include "shardplan/planner/reshard.h"
+#include "shardplan/schemas/part_boxes.h"
 
 namespace shardplan {
 namespace {

@@ -19,6 +19,8 @@ def plans(tmp_path_factory):
     for name, more in (("plan", ()), ("other", ("--reshard-after-forward", "false"))):
         subprocess.run([program(), "plan", TRACE, *FLAGS, *more, "-q", "-o", folder / f"{name}.json"], check=True)
     (folder / "table.csv").write_text(TABLE)
+    header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'
+    (folder / "state.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
     best = [program(), "optimize", TRACE, *OPTIMIZE, "-o", folder / "best.json", "--certificate", folder / "certificate.json"]
     subprocess.run(best, check=True, stdout=subprocess.DEVNULL)
     return folder
@@ -67,6 +69,7 @@ SHORT = {
     "layout": ("layout", "plan.json"),
     "reshard": ("reshard", "plan.json", "other.json"),
     "reshard --output": ("reshard", "plan.json", "other.json", "-o", "-"),
+    "reshard-checkpoint": ("reshard-checkpoint", "state.safetensors", "state", "--format", "distributed", "-q"),
     "diff equal": ("diff", "plan.json", "plan.json"),
     "diff": ("diff", "plan.json", "other.json"),
     "conformance": ("conformance", RECORDINGS, CASE),

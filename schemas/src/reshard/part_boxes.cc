@@ -1,4 +1,4 @@
-#include "reshard/part_boxes.h"
+#include "shardplan/schemas/part_boxes.h"
 
 #include <algorithm>
 #include <map>

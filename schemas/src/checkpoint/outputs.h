@@ -1,0 +1,32 @@
+// The files that a checkpoint will have in a format and a layout.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "checkpoint/output_file.h"
+#include "shardplan/schemas/checkpoint.h"
+
+namespace shardplan {
+
+class CheckpointOutput {
+ public:
+  virtual ~CheckpointOutput() = default;
+  virtual std::int32_t files() const = 0;
+  // The same each time. All files before have to be made once before one that says where they have what.
+  virtual Result<OutputFile> Make(std::int32_t file) = 0;
+};
+
+// kUsage, kBadInput: the layout is not that of the checkpoint, or the format cannot say it.
+Result<std::unique_ptr<CheckpointOutput>> MakeDistributedOutput(const Checkpoint& checkpoint,
+                                                                const CheckpointRewrite& how);
+// `name`: of the one file; empty: files in a folder.
+Result<std::unique_ptr<CheckpointOutput>> MakeSafetensorsOutput(const Checkpoint& checkpoint,
+                                                                const CheckpointRewrite& how,
+                                                                const std::string& name);
+Result<std::unique_ptr<CheckpointOutput>> MakeTorchSaveOutput(const Checkpoint& checkpoint,
+                                                              const CheckpointRewrite& how,
+                                                              const std::string& name);
+
+}  // namespace shardplan

@@ -1,0 +1,77 @@
+"""How long `shardplan reshard-checkpoint` takes over `cp` of the same bytes, and its largest memory.
+
+    .venv/bin/python tests/benchmarks/reshard_checkpoint.py [--gibibytes 10] [--from 8] [--to 6] [--rounds 1] [--folder out]
+
+Makes a checkpoint of torch.distributed.checkpoint on so many ranks, copies it with `cp -r`, and rewrites it for the other number of ranks; each is flushed
+(`sync -f`) within its time, and before the next begins. Prints seconds, their ratio and the peak of the resident set. All that is made is removed.
+The task's bounds are 1.3 and the budget. SHARDPLAN_BUILD names the build."""
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUDGET_MIB = 256
+
+
+def timed(command: list[str], folder: pathlib.Path) -> tuple[float, int]:
+    """Seconds until the bytes are on the disk, and the largest resident set in MiB."""
+    subprocess.run(["sync", "-f", folder], check=True)
+    begin = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    subprocess.run(["sync", "-f", folder], check=True)
+    if status != 0:
+        raise SystemExit(f"{command[0]} failed")
+    return time.monotonic() - begin, usage.ru_maxrss // 1024
+
+
+def make_source(program: str, folder: pathlib.Path, gibibytes: float, ranks: int) -> None:
+    """A model with Adam's state, all float32, of random bytes; FSDP2's rows."""
+    import torch
+
+    layers = 16
+    rows = int(gibibytes * (1 << 30) / 4 / 3 / layers / 4096)
+    parameters = {f"layers.{i}.w": torch.randn(rows, 4096) for i in range(layers)}
+    kinds = ("exp_avg", "exp_avg_sq")
+    optimizer = {name: {kind: value.roll(1 + k) for k, kind in enumerate(kinds)} for name, value in parameters.items()}
+    torch.save({"model": parameters, "optimizer": {"state": optimizer}}, folder / "whole.pt")
+    command = [program, "reshard-checkpoint", folder / "whole.pt", folder / "source", "--format", "distributed", "--world-size", ranks]
+    subprocess.run([*map(str, command)], check=True)
+    (folder / "whole.pt").unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gibibytes", type=float, default=10)
+    parser.add_argument("--from", dest="source", type=int, default=8)
+    parser.add_argument("--to", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "out")
+    options = parser.parse_args()
+    program = str(pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "release")) / "bin" / "shardplan")
+    options.folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as made:
+        folder = pathlib.Path(made)
+        process = os.fork()  # torch's memory goes with it
+        if process == 0:
+            make_source(program, folder, options.gibibytes, options.source)
+            os._exit(0)
+        if os.waitpid(process, 0)[1] != 0:
+            raise SystemExit("the source could not be made")
+        for _ in range(options.rounds):
+            copied, _ = timed(["cp", "-r", str(folder / "source"), str(folder / "copy")], folder)
+            shutil.rmtree(folder / "copy")
+            command = [program, "reshard-checkpoint", str(folder / "source"), str(folder / "target"), "--world-size", str(options.to)]
+            rewritten, peak = timed([*command, "--budget", f"{BUDGET_MIB}MiB", "-q"], folder)
+            shutil.rmtree(folder / "target")
+            print(f"{options.gibibytes} GiB, {options.source} -> {options.to} ranks: cp {copied:.1f} s, reshard-checkpoint {rewritten:.1f} s, "
+                  f"ratio {rewritten / copied:.2f}; peak {peak} MiB (budget {BUDGET_MIB})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

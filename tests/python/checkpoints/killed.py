@@ -1,0 +1,98 @@
+"""A rewrite that is killed at random moments goes on where it was, and ends with the state that it began with.
+
+    PYTHONPATH=tests/python/checkpoints .venv/bin/python tests/python/checkpoints/killed.py [--kills 20] [--seed 1] [--megabytes 64] [--rounds 1]
+"""
+
+import argparse
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from states import equal, load_distributed, save_distributed, tensors_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def large_state(megabytes: int) -> dict:
+    generator = torch.Generator().manual_seed(megabytes)
+    rows = megabytes * 1024 // 8
+    return {"model": {f"layers.{i}.w": torch.randn(rows, 32, generator=generator) for i in range(8)}, "epoch": 3}
+
+
+def run(command: list[str], seconds: float | None) -> int:
+    """Killed after so many seconds, with all its threads."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        return -signal.SIGKILL
+    if process.returncode != 0:
+        raise AssertionError(said)
+    return 0
+
+
+def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) -> dict:
+    """Counts: kills that hit a run, bytes that the last run kept."""
+    r = random.Random(seed)
+    before = large_state(megabytes)
+    save_distributed(before, folder / "a")
+    build = pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
+    target = folder / "b"
+    command = [str(build / "bin" / "shardplan"), "reshard-checkpoint", str(folder / "a"), str(target), "--layout", "flat", "--world-size", "3", "-q", "--budget", "64KiB"]
+    begin = time.monotonic()
+    run(command, None)
+    whole_run = time.monotonic() - begin
+    wanted = {path.name: path.read_bytes() for path in target.iterdir() if path.name != ".shardplan-checksums"}
+    shutil.rmtree(target)
+    counts = {"killed": 0, "resumed": 0}
+    while counts["killed"] < kills:
+        partial = folder / ".shardplan-b.partial"
+        if run(command, r.uniform(0, whole_run)) == 0:
+            shutil.rmtree(target)
+            continue
+        counts["killed"] += 1
+        assert target.exists() != partial.exists() or not target.exists(), "whole or absent"
+        if target.exists():
+            shutil.rmtree(target)
+        elif r.random() < 0.3 and partial.exists():
+            files = sorted(path for path in partial.glob("*.distcp") if path.stat().st_size)
+            if files:  # the disk lost what was written
+                path = r.choice(files)
+                data = bytearray(path.read_bytes())
+                data[r.randrange(len(data))] ^= 1
+                path.write_bytes(data)
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    counts["resumed"] = "from a run that was ended" in said.stdout or "there already" in said.stdout
+    found = {path.name: path.read_bytes() for path in target.iterdir() if path.name != ".shardplan-checksums"}
+    assert found == wanted, f"other bytes: SHARDPLAN_SEED={seed}"
+    state = load_distributed(target, folder / "found.pt")
+    assert all(equal(value, tensors_of(state)[name]) for name, value in tensors_of(before).items())
+    assert not (folder / ".shardplan-b.partial").exists()
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    for seed in range(options.seed, options.seed + options.rounds):
+        with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:
+            print(f"seed {seed}: {kill_and_go_on(pathlib.Path(folder), options.kills, seed, options.megabytes)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+// Layouts that a command line names.
+#pragma once
+
+#include <string>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/state_layout.h"
+
+namespace shardplan::cli {
+
+// A layout, or the layout of a plan's state.
+Result<StateLayout> ReadLayout(const std::string& path);
+
+}  // namespace shardplan::cli
