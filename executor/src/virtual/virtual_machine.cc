@@ -70,6 +70,10 @@ void VirtualMachineImpl::Push(std::int64_t rank, StreamId stream, WorkItem item)
   Arrive(index);
 }
 
+bool VirtualMachineImpl::IsIdle(std::int64_t rank, StreamId stream) const {
+  return queues_[static_cast<std::size_t>(rank) * plan_.streams.size() + static_cast<std::size_t>(stream)].empty();
+}
+
 std::int64_t VirtualMachineImpl::NewRecord() {
   reached_.push_back(false);
   return std::ssize(reached_) - 1;

@@ -83,6 +83,8 @@ class VirtualMachineImpl final : public VirtualMachine {
 
   // For the ranks. Stream -1: the host does the work, now.
   void Push(std::int64_t rank, StreamId stream, WorkItem item);
+  // All that the stream was given is done.
+  bool IsIdle(std::int64_t rank, StreamId stream) const;
   std::int64_t NewRecord();
   bool IsReached(std::int64_t record) const { return reached_[record]; }
   // The group is named by its first rank.

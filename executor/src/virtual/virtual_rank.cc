@@ -86,6 +86,7 @@ Result<VirtualRank::Parts> VirtualRank::Use(BufferId buffer, Debts& debts) {
 
 Debts VirtualRank::TakeDebts(StreamId stream, std::span<const BufferId> buffers) {
   Debts debts;
+  ReleaseFinished();
   if (stream >= 0) memory_.AddDebts(stream, debts);
   for (const BufferId buffer : buffers) (void)Use(buffer, debts);
   return debts;
@@ -149,6 +150,7 @@ void VirtualRank::Release(BufferId buffer, std::shared_ptr<Instance> memory,
   if (safe_after.empty()) return memory_.Release(*memory);
   PendingRelease pending = {std::move(memory), {}};
   for (const StreamId stream : safe_after) {
+    if (machine_.IsIdle(rank_, stream)) continue;  // an event that is reached when it is recorded
     WorkItem item;
     item.kind = WorkItem::Kind::kRecord;
     item.record = machine_.NewRecord();

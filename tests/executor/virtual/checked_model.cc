@@ -275,7 +275,7 @@ Status CheckedModel::Compute(const executor::ComputeCall& call) {
 }
 
 // The reduced gradient that the parameter's next step needs, where it lies.
-void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks) {
+void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, bool on_host, std::vector<Piece>& checks) {
   BufferId found = -1;
   for (const BufferId id : gradients_[unit]) {
     const std::vector<std::int32_t>& held = plan_.buffers[id].parameters;
@@ -283,6 +283,10 @@ void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<P
     if (!memory_.IsAlive(id)) continue;
     if (found >= 0) return Fail(fmt::format("{} has two reduced gradients", NameOf(unit, parameter)));
     found = id;
+  }
+  if (found >= 0 && on_host == (plan_.buffers[found].memory == MemoryKind::kDevice)) {
+    return Fail(fmt::format("the optimizer steps {} {} with {}", NameOf(unit, parameter),
+                            on_host ? "on the host" : "on the device", plan_.buffers[found].name));
   }
   const std::int64_t version = versions_[unit][parameter];
   const DType dtype = found < 0 ? DType::kFloat32 : plan_.buffers[found].dtype;
@@ -300,12 +304,12 @@ void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, std::vector<P
   }
 }
 
-void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, Work& work) {
+void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, bool on_host, Work& work) {
   std::int64_t& version = versions_[unit][parameter];
   if (version >= expected_.Versions(unit, parameter)) {
     return Fail(fmt::format("the optimizer steps {} once too often", NameOf(unit, parameter)));
   }
-  AddReduced(unit, parameter, work.checks);
+  AddReduced(unit, parameter, on_host, work.checks);
   const BufferId shard = shard_of_[unit];
   const DType dtype = DTypeOf(plan_.buffers[shard], parameter);
   for (const ShardRun& run : expected_.Shard(unit, rank_)) {
@@ -348,7 +352,7 @@ Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter
     if (shard_of_[u] < 0 || (only_unit >= 0 && only_unit != unit)) continue;
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {
       const auto parameter = static_cast<std::int32_t>(p);
-      if (only_parameter < 0 || only_parameter == parameter) StepParameter(unit, parameter, work);
+      if (only_parameter < 0 || only_parameter == parameter) StepParameter(unit, parameter, stream < 0, work);
     }
   }
   AddScratch(only_unit, work);

@@ -66,8 +66,8 @@ class CheckedModel final : public executor::Model {
   void CheckOrder(const executor::ComputeCall& call);
   void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
   Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
-  void StepParameter(UnitId unit, std::int32_t parameter, Work& work);
-  void AddReduced(UnitId unit, std::int32_t parameter, std::vector<Piece>& checks);
+  void StepParameter(UnitId unit, std::int32_t parameter, bool on_host, Work& work);
+  void AddReduced(UnitId unit, std::int32_t parameter, bool on_host, std::vector<Piece>& checks);
   void AddScratch(UnitId only_unit, Work& work);
   Status Enqueue(StreamId stream, Work work, const std::string& where);
   void Check(const Piece& piece, const std::byte* found, const std::string& where);
