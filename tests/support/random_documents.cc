@@ -255,8 +255,9 @@ void RepairBackward(Pass& pass, const Trace& trace, const std::vector<ModuleId>&
       events.push_back(*again);
       event = RecomputeExitEvent{again->module};
     } else {
-      const bool of_forward =
-          std::holds_alternative<EnterEvent>(event) || std::holds_alternative<ExitEvent>(event);
+      const bool of_forward = std::holds_alternative<EnterEvent>(event) ||
+                              std::holds_alternative<ExitEvent>(event) ||
+                              std::holds_alternative<ReleaseEvent>(event);
       keep = !of_forward && !std::holds_alternative<RecomputeExitEvent>(event) &&
              !std::holds_alternative<BackwardEndEvent>(event) && memory.Keep(event);
     }

@@ -89,6 +89,10 @@ class RegionFinder {
         life.dies = true;
         life.death_forward = f;
         life.death = i;
+      } else if (const auto* release = std::get_if<ReleaseEvent>(&pass.events[i])) {
+        found_.lives[release->storage].released = true;
+        found_.lives[release->storage].release = i;
+        found_.says_releases.insert(f);
       } else if (const auto* op = std::get_if<OperatorEvent>(&pass.events[i])) {
         for (const StorageId s : op->reads) found_.lives[s].last_forward_use = i;
         for (const StorageId s : op->writes) found_.lives[s].last_forward_use = i;
@@ -227,8 +231,9 @@ bool CheckpointRegions::DiesInForward(StorageId storage, std::size_t& behind) co
   if (born == region_of_birth.end() || needed_outside.contains(storage)) return false;
   if (life.role == StorageRole::kOutput) return false;  // the caller holds it
   if (!regions[born->second].saved.contains(storage)) return false;
-  behind = life.last_forward_use;
-  return true;
+  const bool known = says_releases.contains(life.birth_forward);
+  behind = known ? life.release : life.last_forward_use;
+  return !known || life.released;
 }
 
 }  // namespace shardplan

@@ -34,6 +34,8 @@ struct StorageLife {
   std::size_t death = 0;
   bool dies = false;
   std::size_t last_forward_use = 0;
+  bool released = false;    // by Python, in the forward
+  std::size_t release = 0;  // where
 };
 
 // The regions of the forwards that a backward covers, and the storages in them.
@@ -43,6 +45,7 @@ struct CheckpointRegions {
   std::map<StorageId, std::size_t> region_of_birth;
   std::set<StorageId> needed_outside;           // of its region, in the backward
   std::map<StorageId, std::size_t> kept_until;  // a region's input: position in the backward
+  std::set<std::int32_t> says_releases;         // forwards in which the trace says what Python holds
 
   // Whether a storage born in the forward dies there now, and behind which event. Else it dies in the
   // backward.

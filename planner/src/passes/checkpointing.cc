@@ -2,11 +2,11 @@
 //
 // [Note: what checkpointing changes]
 // A region is one call of a checkpointed module. In the forward, what only the region's own backward would
-// read is not kept: it dies at its last use, or when the last module that got it as an argument returns (what
-// else Python holds it by is not known). The region's inputs are kept instead, until its backward is
-// over. In the backward, the first node that needs something saved in the region runs the region's forward
-// again, up to the point where the last saved tensor has been remade (early stop), and the tensors made there
-// take the place of the saved ones. What is left of the interrupted forward dies at once.
+// read is not kept: it dies where Python releases it; in a trace that does not say where, at its last use, or
+// when the last module that got it as an argument returns. The region's inputs are kept instead, until its
+// backward is over. In the backward, the first node that needs something saved in the region runs the
+// region's forward again, up to the point where the last saved tensor has been remade (early stop), and the
+// tensors made there take the place of the saved ones. What is left of the interrupted forward dies at once.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -85,6 +85,9 @@ class Checkpointer {
       if (const auto* free = std::get_if<FreeEvent>(&event)) {
         if (!found_.lives.contains(free->storage) || found_.lives[free->storage].birth_forward != f)
           events.push_back(event);
+      } else if (const auto* release = std::get_if<ReleaseEvent>(&event)) {
+        std::size_t behind = 0;
+        if (!found_.DiesInForward(release->storage, behind)) events.push_back(event);
       } else {
         if (auto* allocate = std::get_if<AllocateEvent>(&event)) SetRole(*allocate);
         events.push_back(std::move(event));

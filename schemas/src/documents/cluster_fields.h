@@ -90,7 +90,9 @@ inline constexpr auto kFields<Device> = FieldList(
              "Clock under a power limit, of the one that the rates hold for. Memory keeps its rate.")
         .AtLeast(1)
         .AtMost(kWholePpm),
-    Optional("table_name", &Device::table_name, "What tables of measurements call it."));
+    Optional("table_name", &Device::table_name, "What tables of measurements call it."),
+    Optional("multiprocessors", &Device::multiprocessors,
+             "What the memory inside of some kernels depends on; 0: known by the name."));
 
 template <>
 inline constexpr bool kIsBlock<Host> = true;

@@ -84,6 +84,7 @@ class PassesCheck {
     left_.emplace_back();
     open_.clear();
     born_here_.clear();
+    released_.clear();
     std::map<ModuleId, std::int32_t> calls;
     for (std::size_t i = 0; i < pass.events.size(); ++i) {
       event_ = i;
@@ -251,6 +252,7 @@ class PassesCheck {
   }
   Status OnBackward(const EnterEvent&) { return OfForward(); }
   Status OnBackward(const ExitEvent&) { return OfForward(); }
+  Status OnBackward(const ReleaseEvent&) { return OfForward(); }
   Status OnBackward(const AllocateEvent& allocate) {
     if (allocate.role == StorageRole::kParameterGrad) grads_[allocate.storage] = allocate.parameter;
     return CheckMemory(allocate);
@@ -298,6 +300,7 @@ class PassesCheck {
       alive_.insert(allocate->storage);
       return AddBytes(allocate->size_bytes.value, At("/2"));
     }
+    if (const auto* release = std::get_if<ReleaseEvent>(&event)) return CheckRelease(*release);
     const auto* free = std::get_if<FreeEvent>(&event);
     if (free == nullptr) return {};
     if (outside_.contains(free->storage)) {
@@ -306,6 +309,13 @@ class PassesCheck {
     }
     if (alive_.erase(free->storage) == 0) return NotAlive(At("/1"), free->storage);
     return {};
+  }
+
+  Status CheckRelease(const ReleaseEvent& release) {
+    if (!alive_.contains(release.storage)) return NotAlive(At("/1"), release.storage);
+    if (born_here_.contains(release.storage) && released_.insert(release.storage).second) return {};
+    return MakeInputError(At("/1"), "a storage is released once, in the forward that it is born in",
+                          fmt::format("{}", release.storage));
   }
 
   Status CheckUses(const std::vector<StorageId>& storages, std::string_view field) const {
@@ -336,6 +346,7 @@ class PassesCheck {
   std::size_t event_ = 0;
   const Pass* pass_ = nullptr;
   std::unordered_set<StorageId> born_here_;
+  std::unordered_set<StorageId> released_;
   std::unordered_set<StorageId> alive_;
   std::vector<ModuleCallId> open_;  // modules that run, or run again
   std::set<std::tuple<ModuleId, std::int32_t, std::int32_t, std::int32_t>> ready_;

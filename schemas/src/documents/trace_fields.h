@@ -225,6 +225,15 @@ template <>
 inline constexpr auto kFields<BackwardEndEvent> = FieldList();
 
 template <>
+inline constexpr std::string_view kTag<ReleaseEvent> = "release";
+template <>
+inline constexpr Definition kDefinition<ReleaseEvent> = {
+    .says = "Forward: from here on autograd alone holds the storage."};
+template <>
+inline constexpr auto kFields<ReleaseEvent> =
+    FieldList(Required("storage", &ReleaseEvent::storage, "Storage id.").Storage());
+
+template <>
 inline constexpr bool kIsEvent<EnterEvent> = true;
 template <>
 inline constexpr bool kIsEvent<ExitEvent> = true;
@@ -246,6 +255,8 @@ template <>
 inline constexpr bool kIsEvent<RecomputeExitEvent> = true;
 template <>
 inline constexpr bool kIsEvent<BackwardEndEvent> = true;
+template <>
+inline constexpr bool kIsEvent<ReleaseEvent> = true;
 
 template <>
 inline constexpr Definition kDefinition<TraceEvent> = {

@@ -32,7 +32,7 @@ bool HasOneKernel(DType src, DType dst) {
 // Addresses of targets and sources, sizes, the tensor of each block, and the first block of each tensor.
 // There are so many blocks that all multiprocessors are filled twice; more than that, and each block copies
 // several tiles: sqrt(factor) chunks, and of each the rest of the factor.
-Bytes SplitTableBytes(std::span<const std::int64_t> splits, std::int64_t chunks, std::string_view device) {
+Bytes SplitTableBytes(std::span<const std::int64_t> splits, std::int64_t chunks, const Device& device) {
   const std::int64_t most = Multiprocessors(device) * kThreadsOfMultiprocessor / kBlockThreads * 2;
   const std::int64_t factor = DivideUp(BlocksOf(splits, kTileBytes) * chunks, most);
   const auto root = static_cast<std::int64_t>(std::ceil(std::sqrt(static_cast<double>(factor))));
@@ -56,7 +56,7 @@ Bytes CopyTableBytes(const Plan& plan, const Instruction& instruction, std::int6
   std::vector<std::int64_t> sizes;
   if (instruction.kind == InstructionKind::kCopyOut) {
     for (const Bytes part : dst.parts_bytes) sizes.push_back(part.value / chunks);
-    return SplitTableBytes(sizes, chunks, plan.cluster.device.name);
+    return SplitTableBytes(sizes, chunks, plan.cluster.device);
   }
   if (!HasOneKernel(src.dtype, dst.dtype)) return {};
   for (const std::int32_t parameter : ParametersOf(plan, dst)) {

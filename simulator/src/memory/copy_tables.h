@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string_view>
 
 #include "shardplan/schemas/plan.h"
 
@@ -13,7 +12,7 @@ namespace shardplan::internal {
 
 // split_with_sizes_copy: `splits` are the bytes of each tensor in one of `chunks` equal parts of what is
 // split.
-Bytes SplitTableBytes(std::span<const std::int64_t> splits, std::int64_t chunks, std::string_view device);
+Bytes SplitTableBytes(std::span<const std::int64_t> splits, std::int64_t chunks, const Device& device);
 // _chunk_cat: `pieces` are the bytes of each tensor, padded, in one of the parts that are made.
 Bytes ChunkCatTableBytes(std::span<const std::int64_t> pieces);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 namespace shardplan::internal {
 namespace {
@@ -9,119 +10,235 @@ namespace {
 constexpr std::int64_t kFloatBytes = 4;
 constexpr std::int64_t kIndexBytes = 8;
 
+std::int64_t CeilDiv(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 std::int64_t RoundUp(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+  return CeilDiv(value, multiple) * multiple;
 }
 
-// Sizes of an attention backward, from the storages that it reads and writes: (B, S, H, D) of the queries.
+using Kind = KernelStep::Kind;
+constexpr std::int32_t kAllOutputs = 1 << 30;
+
+KernelStep Take(std::int64_t bytes) { return {.bytes = {bytes}}; }
+KernelStep GiveBack(std::int32_t which) { return {.kind = Kind::kGiveBack, .count = which}; }
+KernelStep Outputs(std::int32_t count) { return {.kind = Kind::kOutputs, .count = count}; }
+
+// Sizes of an attention's backward.
 struct Attention {
   std::int64_t batch_heads = 0;
-  std::int64_t queries = 0;
+  std::int64_t queries = 0, keys = 0;
   std::int64_t head_dim = 0;
   bool grouped = false;  // fewer key and value heads than query heads
 };
 
-// Reads: grad_out, q, k, v, out, logsumexp, and of the flash kernel the two of the random state (the other's
-// are on the host); q, k and v may be one storage, so the logsumexp (B x H x S floats) is counted from the
-// end, `behind` it. FLOPs of the backward are 10 B H S S' D, S' = S
-// here.
+// From the storages that it reads and writes. Its FLOPs are 10 B H S S' D of S queries and S' keys. Grouped
+// heads do not tell S from S': then they are equal. Reads: grad_out, q, k, v, out, logsumexp, and of the
+// flash kernel the two of the random state (the other's are on the host); q, k and v may be one storage, so
+// the logsumexp (B x H x S floats, S up to a multiple of `rows_multiple`) is counted from the end, `behind`
+// it.
 bool ReadAttention(const OperatorEvent& op, std::span<const Bytes> read, std::span<const Bytes> written,
-                   std::size_t behind, Attention& found) {
+                   std::size_t behind, std::int64_t rows_multiple, Attention& found) {
   const std::int64_t element = SizeBytes(op.dtype);
   if (read.size() < 4 || written.empty() || element == 0) return false;
-  const std::int64_t query_elements = written[0].value / element;
+  const std::int64_t elements = written[0].value / element;
   const std::int64_t rows = read[read.size() - 1 - behind].value / kFloatBytes;
-  if (query_elements <= 0 || rows <= 0 || query_elements % rows != 0 || op.flops <= 0) return false;
-  found.head_dim = query_elements / rows;
-  found.queries = std::max<std::int64_t>(1, op.flops / (10 * query_elements));
-  if (rows % found.queries != 0) return false;
-  found.batch_heads = rows / found.queries;
-  found.grouped = written.size() > 1 && written[1].value > 0 && written[1].value < written[0].value;
-  return true;
+  if (elements <= 0 || rows <= 0 || op.flops < 10 * elements) return false;
+  found.keys = found.queries = op.flops / (10 * elements);
+  if (written.size() > 1 && written[1].value > 0) {
+    if (behind == 0) found.queries = found.keys * written[0].value / written[1].value;
+    found.grouped = behind > 0 && written[1].value < written[0].value;
+  }
+  const std::int64_t rows_of_head = RoundUp(found.queries, rows_multiple);
+  if (rows_of_head == 0 || rows % rows_of_head != 0) return false;
+  found.batch_heads = rows / rows_of_head;
+  found.head_dim = elements / (found.batch_heads * found.queries);
+  return found.head_dim > 0 && found.head_dim * found.batch_heads * found.queries == elements;
 }
 
-// mha_bwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): the float accumulator of dq and
-// softmax_d, with lengths up to a multiple of 128 and head dimensions up to one of 32 (64 above 128); grouped
-// heads get dk and dv of every query head first.
-std::vector<KernelAllocation> FlashBackward(const OperatorEvent& op, const Attention& a) {
+// As many splits of the keys as fill the multiprocessors nearly as well as any number would
+// (num_splits_heuristic, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). `blocks` are there
+// without splits, `most` could run at once.
+std::int64_t FlashSplits(std::int64_t blocks, std::int64_t most, std::int64_t key_blocks) {
+  constexpr float kNearlyFull = 0.8F;
+  constexpr double kNearlyAsGood = 0.85;
+  if (static_cast<float>(blocks) >= kNearlyFull * static_cast<float>(most)) return 1;
+  const std::int64_t limit = std::min({std::int64_t{128}, most, key_blocks});
+  const auto changes_anything = [&](std::int64_t splits) {
+    return splits == 1 || CeilDiv(key_blocks, splits) != CeilDiv(key_blocks, splits - 1);
+  };
+  const auto efficiency = [&](std::int64_t splits) {
+    const float waves = static_cast<float>(blocks * splits) / static_cast<float>(most);
+    return waves / std::ceil(waves);
+  };
+  float best = 0;
+  for (std::int64_t splits = 1; splits <= limit; ++splits) {
+    if (changes_anything(splits)) best = std::max(best, efficiency(splits));
+  }
+  for (std::int64_t splits = 1; splits <= limit; ++splits) {
+    if (changes_anything(splits) && efficiency(splits) >= kNearlyAsGood * best) return splits;
+  }
+  return 1;
+}
+
+std::int64_t FlashHeadDim(std::int64_t head_dim) { return RoundUp(head_dim, head_dim <= 128 ? 32 : 64); }
+
+// mha_fwd (flash_api.cpp): behind the output and the log-sum-exp, the same of every split, in float. Queries
+// and keys are of one length (with others the storages do not tell heads from lengths), and there is no
+// dropout, with which it never splits: the random state is small then.
+std::vector<KernelStep> FlashForward(const OperatorEvent& op, std::span<const Bytes> read,
+                                     std::span<const Bytes> written, const Device& device) {
+  const std::int64_t element = SizeBytes(op.dtype);
+  if (read.empty() || written.size() < 2 || element == 0 || op.flops <= 0) return {};
+  const std::int64_t rows = written[1].value / kFloatBytes;
+  const std::int64_t elements = written[0].value / element;
+  if (rows <= 0 || elements % rows != 0) return {};
+  const std::int64_t head_dim = elements / rows;
+  const std::int64_t length = op.flops / (4 * elements);
+  if (length <= 0 || rows % length != 0) return {};
+  constexpr std::int64_t kQueriesOfBlock = 64;
+  const std::int64_t keys_of_block = head_dim <= 64 ? 256 : head_dim <= 128 ? 128 : 64;
+  const std::int64_t splits = FlashSplits(rows / length * CeilDiv(length, kQueriesOfBlock),
+                                          2 * Multiprocessors(device), CeilDiv(length, keys_of_block));
+  if (splits <= 1) return {};
+  const std::int64_t sums = splits * rows * kFloatBytes;
+  return {Outputs(2), Take(sums), Take(sums * FlashHeadDim(head_dim))};
+}
+
+// mha_bwd (flash_api.cpp): the float accumulator of dq and softmax_d, with lengths up to a multiple of 128
+// and head dimensions up to one of 32 (64 above 128); grouped heads get dk and dv of every query head first.
+std::vector<KernelStep> FlashBackward(const OperatorEvent& op, const Attention& a) {
   const std::int64_t queries = RoundUp(a.queries, 128);
-  const std::int64_t head_dim = RoundUp(a.head_dim, a.head_dim <= 128 ? 32 : 64);
-  std::vector<KernelAllocation> taken = {{{a.batch_heads * queries * kFloatBytes}},
-                                         {{a.batch_heads * queries * head_dim * kFloatBytes}}};
-  const Bytes whole{a.batch_heads * a.queries * a.head_dim * SizeBytes(op.dtype)};
-  if (a.grouped) taken.insert(taken.end(), 2, {whole});
-  return taken;
+  const std::int64_t sums = a.batch_heads * queries * kFloatBytes;
+  std::vector<KernelStep> steps = {Outputs(kAllOutputs), Take(sums), Take(sums * FlashHeadDim(a.head_dim))};
+  const std::int64_t whole = a.batch_heads * a.queries * a.head_dim * SizeBytes(op.dtype);
+  if (a.grouped) steps.insert(steps.end(), 2, Take(whole));
+  return steps;
 }
 
 // _efficient_attention_backward (.../transformers/cuda/attention_backward.cu): delta, and the workspace of
-// the gradient of the queries, tiles of 64 x 64 floats with 16 bytes before each (kernel_backward.h). The
-// kernels of half precision compute delta themselves; for the others it is the sum of a product, turned.
-std::vector<KernelAllocation> EfficientBackward(const OperatorEvent& op, const Attention& a) {
-  const std::int64_t tiles = RoundUp(a.queries, 64) / 64 * (RoundUp(a.head_dim, 64) / 64);
-  const Bytes delta{a.batch_heads * a.queries * kFloatBytes};
-  const Bytes workspace{a.batch_heads * tiles * (std::int64_t{64} * 64 * kFloatBytes + 16)};
-  if (SizeBytes(op.dtype) == 2) return {{delta}, {workspace}};
-  const Bytes product{a.batch_heads * a.queries * a.head_dim * kFloatBytes};
-  return {{product, 3}, {delta, 3}, {delta}, {workspace}};
+// the gradient of the queries, tiles of floats with 16 bytes before each (kernel_backward.h). The kernels of
+// half precision compute delta themselves; for the others it is the sum of a product, turned. Those of half
+// precision with long heads have sums of the gradients of keys and values, too, for every split of the keys:
+// as many as 200 blocks of threads need.
+std::vector<KernelStep> EfficientBackward(const OperatorEvent& op, const Attention& a) {
+  const bool half = SizeBytes(op.dtype) == 2;
+  const std::int64_t tile_queries = a.head_dim <= 64 ? 64 : 128;
+  const std::int64_t tile_width = a.head_dim <= 64 || a.head_dim > 128 || !half ? 64 : 128;
+  const std::int64_t tiles = CeilDiv(a.queries, tile_queries) * CeilDiv(a.head_dim, tile_width);
+  std::int64_t of_head = tiles * (tile_queries * tile_width * kFloatBytes + 16);
+  if (half && a.head_dim > 128) {
+    constexpr std::int64_t kKeysOfBlock = 64, kBlocks = 200;
+    const std::int64_t splits =
+        std::clamp<std::int64_t>(kBlocks / a.batch_heads, 1, CeilDiv(a.keys, kKeysOfBlock));
+    of_head += 2 * splits * kKeysOfBlock * RoundUp(a.head_dim, 128) * kFloatBytes;
+  }
+  const std::int64_t delta = a.batch_heads * a.queries * kFloatBytes;
+  const std::int64_t workspace = a.batch_heads * of_head;
+  if (half) return {Outputs(kAllOutputs), Take(delta), Take(workspace)};
+  const std::int64_t product = a.batch_heads * a.queries * a.head_dim * kFloatBytes;
+  return {Outputs(kAllOutputs), Take(product), Take(delta),    Take(delta),
+          GiveBack(0),          GiveBack(1),   Take(workspace)};
+}
+
+// What cub takes at once: each of its parts a multiple of 256 bytes, and room to align the first.
+std::int64_t CubBytes(std::initializer_list<std::int64_t> parts) {
+  std::int64_t bytes = 255;
+  for (const std::int64_t part : parts) bytes += RoundUp(part, 256);
+  return bytes;
+}
+
+// A pass over `count` items of 8 bytes that scans: the state of every tile, of which a warp's are padding.
+std::int64_t CubScanBytes(std::int64_t count, std::int64_t items_of_tile) {
+  constexpr std::int64_t kTileState = 16;
+  return CubBytes({(CeilDiv(count, items_of_tile) + 32) * kTileState, 1});
+}
+
+// A sort of pairs of 8 bytes by all 8 digits of the keys: the second halves of the double buffers, a
+// histogram and a counter for each digit, and a histogram for each tile.
+std::int64_t CubSortBytes(std::int64_t count) {
+  constexpr std::int64_t kDigits = 8, kBins = 256, kItemsOfTile = 4608;
+  return CubBytes({kDigits * kBins * kIndexBytes, count * kIndexBytes, count * kIndexBytes,
+                   CeilDiv(count, kItemsOfTile) * kBins * 4, kDigits * 4});
 }
 
 // embedding_dense_backward_cuda (aten/src/ATen/native/cuda/Embedding.cu) and embedding_backward_cuda_kernel
 // (EmbeddingBackwardKernel.cu): above 3072 indices they are sorted, and rows are summed in pieces of 10, in
-// float.
-std::vector<KernelAllocation> EmbeddingBackward(const OperatorEvent& op, std::span<const Bytes> read,
-                                                std::span<const Bytes> written) {
+// float. Tiles are those of cub on compute capability 9.
+std::vector<KernelStep> EmbeddingBackward(const OperatorEvent& op, std::span<const Bytes> read,
+                                          std::span<const Bytes> written) {
   const std::int64_t element = SizeBytes(op.dtype);
   if (read.size() < 2 || written.empty() || element == 0) return {};
   const std::int64_t indices = read[1].value / kIndexBytes;
   if (indices <= 3072) return {};
   const std::int64_t width = read[0].value / element / indices;
   if (width <= 0) return {};
+  constexpr std::int64_t kItemsOfUnique = 4480, kItemsOfSum = 896;
   const std::int64_t segments = std::min(indices, written[0].value / element / width);
   const std::int64_t pieces = indices / 10 + segments;
-  const Bytes all{indices * kIndexBytes};
-  const Bytes one{kIndexBytes};
-  const Bytes each{segments * kIndexBytes};
-  const Bytes sums{pieces * width * std::max(element, kFloatBytes)};
-  return {{all}, {all}, {all}, {one}, {each}, {each}, {one}, {{pieces * kIndexBytes}}, {sums}};
+  const KernelStep all = Take(indices * kIndexBytes);
+  const KernelStep one = Take(kIndexBytes);
+  const KernelStep each = Take(segments * kIndexBytes);
+  return {all,
+          all,
+          all,
+          Take(CubSortBytes(indices)),
+          GiveBack(3),
+          GiveBack(2),
+          Outputs(1),
+          all,
+          one,
+          all,
+          Take(CubScanBytes(indices, kItemsOfUnique)),
+          GiveBack(7),
+          GiveBack(6),
+          each,
+          each,
+          Take(CubScanBytes(segments, kItemsOfSum)),
+          GiveBack(10),
+          one,
+          Take(pieces * kIndexBytes),
+          Take(pieces * width * std::max(element, kFloatBytes))};
 }
 
 // LaunchGammaBetaBackwardCUDAKernel (aten/src/ATen/native/cuda/layer_norm_kernel.cu): with many short rows a
-// partial sum of the weight's gradient for every 32 rows, and of the bias's. 132 multiprocessors (H100).
-std::vector<KernelAllocation> NormBackward(const OperatorEvent& op, std::span<const Bytes> read,
-                                           std::span<const Bytes> written, bool bias) {
+// partial sum of the weight's gradient for every 32 rows, and of the bias's.
+std::vector<KernelStep> NormBackward(const OperatorEvent& op, std::span<const Bytes> read,
+                                     std::span<const Bytes> written, const Device& device, bool bias) {
   const std::int64_t element = SizeBytes(op.dtype);
   if (read.size() < 3 || written.size() < 2 || element == 0) return {};
   const std::int64_t width = written[1].value / element;
   if (width <= 0) return {};
   const std::int64_t rows = read[0].value / element / width;
-  constexpr std::int64_t kMultiprocessors = 132;
-  if (rows <= 64 * 1024 || width / 32 >= kMultiprocessors / 2) return {};
+  if (rows <= 64 * 1024 || width / 32 >= Multiprocessors(device) / 2) return {};
   const std::int64_t blocks = std::min(32 * 1024 / ((width + 31) / 32), (rows + 31) / 32);
-  return std::vector<KernelAllocation>(bias ? 2 : 1, {Bytes{blocks * width * element}});
+  std::vector<KernelStep> steps = {Outputs(kAllOutputs)};
+  steps.insert(steps.end(), bias ? 2 : 1, Take(blocks * width * element));
+  return steps;
 }
 
 }  // namespace
 
-std::vector<KernelAllocation> KernelTemporaries(const OperatorEvent& op, std::span<const Bytes> read,
-                                                std::span<const Bytes> written) {
+std::vector<KernelStep> KernelSteps(const OperatorEvent& op, std::span<const Bytes> read,
+                                    std::span<const Bytes> written, const Device& device) {
   if (op.name == "aten.embedding_dense_backward") return EmbeddingBackward(op, read, written);
-  if (op.name == "aten.native_layer_norm_backward") return NormBackward(op, read, written, true);
-  if (op.name == "aten._fused_rms_norm_backward") return NormBackward(op, read, written, false);
+  if (op.name == "aten.native_layer_norm_backward") return NormBackward(op, read, written, device, true);
+  if (op.name == "aten._fused_rms_norm_backward") return NormBackward(op, read, written, device, false);
+  if (op.name == "aten._scaled_dot_product_flash_attention") return FlashForward(op, read, written, device);
   const bool flash = op.name == "aten._scaled_dot_product_flash_attention_backward";
   if (!flash && op.name != "aten._scaled_dot_product_efficient_attention_backward") return {};
   Attention attention;
-  if (!ReadAttention(op, read, written, flash ? 2 : 0, attention)) return {};
+  if (!ReadAttention(op, read, written, flash ? 2 : 0, flash ? 1 : 32, attention)) return {};
   return flash ? FlashBackward(op, attention) : EfficientBackward(op, attention);
 }
 
-std::int64_t Multiprocessors(std::string_view device) {
+std::int64_t Multiprocessors(const Device& device) {
+  if (device.multiprocessors > 0) return device.multiprocessors;
   struct Known {
     std::string_view name;
     std::int64_t count;
   };
   constexpr std::array<Known, 4> kKnown = {{{"A100", 108}, {"A800", 108}, {"B200", 148}, {"V100", 80}}};
   const auto* found = std::ranges::find_if(
-      kKnown, [&](const Known& known) { return device.find(known.name) != device.npos; });
+      kKnown, [&](const Known& known) { return device.name.find(known.name) != device.name.npos; });
   return found == kKnown.end() ? 132 : found->count;
 }
 

@@ -7,23 +7,28 @@
 #include <string_view>
 #include <vector>
 
+#include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/quantity.h"
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan::internal {
 
-struct KernelAllocation {
-  Bytes bytes;
-  std::int32_t until = -1;  // freed before the allocation of this index; -1: when the operator ends
+// One thing that an operator's host code does, in order. What is not given back is when the operator ends.
+struct KernelStep {
+  enum class Kind : std::uint8_t { kTake, kGiveBack, kOutputs };
+  Kind kind = Kind::kTake;
+  Bytes bytes;             // kTake
+  std::int32_t count = 0;  // kGiveBack: which of those taken; kOutputs: so many are allocated here
 };
 
-// Allocations of one operator, in order. `read` and `written` are the bytes of the storages in op.reads and
-// op.writes, 0 where unknown; what cannot be derived from them is left out.
-std::vector<KernelAllocation> KernelTemporaries(const OperatorEvent& op, std::span<const Bytes> read,
-                                                std::span<const Bytes> written);
+// What one operator takes, and where in between it allocates its outputs: the rest of them where its steps
+// end. Empty: nothing. `read` and `written` are the bytes of the storages in op.reads and op.writes, 0 where
+// unknown; what cannot be derived from them is left out.
+std::vector<KernelStep> KernelSteps(const OperatorEvent& op, std::span<const Bytes> read,
+                                    std::span<const Bytes> written, const Device& device);
 
-// Multiprocessors of the device, by its name; an unknown one counts as an H100.
-std::int64_t Multiprocessors(std::string_view device);
+// Multiprocessors of the device: what the document says, else by its name; an unknown one counts as an H100.
+std::int64_t Multiprocessors(const Device& device);
 
 // Whether the operator is a product that cuBLAS or cuBLASLt computes.
 bool UsesCublas(std::string_view op);

@@ -8,12 +8,14 @@
 
 #include "cost/optimizer_cost.h"
 #include "memory/copy_tables.h"
+#include "memory/gradient_views.h"
 #include "memory/kernel_memory.h"
 #include "memory/memory_actions.h"
 #include "memory/memory_categories.h"
 #include "memory/shard_order.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan {
 namespace {
@@ -43,6 +45,8 @@ class StreamBuilder {
     gathered_by_.assign(plan.buffers.size(), 0);
     begun_.assign(plan.buffers.size(), false);
     states_made_.resize(plan.units.size() + 1);
+    views_gradients_ = KnobsOf(plan.policy).steps_original_parameters(plan.strategy);
+    has_gradient_.resize(plan.units.size());
     for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
       const Buffer& buffer = plan.buffers[b];
       says_optimizer_ = says_optimizer_ || buffer.role == BufferRole::kOptimizerState ||
@@ -92,6 +96,14 @@ class StreamBuilder {
     std::int32_t names = 0;
     std::vector<StreamId> recorded_on;  // by the frees of its names so far
     std::vector<std::int32_t> parts;    // blocks, -1 where there is none
+  };
+  static constexpr std::size_t kNoKernel = static_cast<std::size_t>(-1);
+  // What an operator has taken so far.
+  struct Kernel {
+    std::size_t entry = kNoKernel;  // the operator's, in the segment
+    std::vector<internal::KernelStep> steps;
+    std::size_t next = 0;
+    std::vector<std::int32_t> blocks;  // by order of taking, -1: given back
   };
 
   const Buffer& BufferOf(BufferId id) const { return plan_.buffers[static_cast<std::size_t>(id)]; }
@@ -367,6 +379,9 @@ class StreamBuilder {
         if (Has(plan_.buffers, instruction.src))
           FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
         break;
+      case InstructionKind::kBindSharded:
+        ViewGradients(instruction);
+        break;
       case InstructionKind::kGradCast:
         if (alive_.MakesView(instruction)) MakeView(instruction.src, instruction.dst);
         break;
@@ -374,6 +389,9 @@ class StreamBuilder {
         RunOptimizer(instruction.unit);
         break;
       case InstructionKind::kZeroGrad:
+        for (std::size_t u = 0; u < has_gradient_.size(); ++u) {
+          if (instruction.unit < 0 || instruction.unit == static_cast<UnitId>(u)) has_gradient_[u] = false;
+        }
         for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
           const Buffer& buffer = plan_.buffers[b];
           if (!ZeroGradTakes(instruction.unit, buffer) || buffer.persistent) continue;
@@ -391,8 +409,11 @@ class StreamBuilder {
     MemoryBlock block{
         .stream = std::max(instruction.stream, 0), .unit = segment.unit, .microbatch = microbatch_};
     new_grads_.clear();
-    for (const SegmentEntry& entry : segment.entries) {
+    kernel_.entry = kNoKernel;
+    for (std::size_t e = 0; e < segment.entries.size(); ++e) {
+      const SegmentEntry& entry = segment.entries[e];
       ++at_.entry;
+      if (options_.kernel_temporaries) PassKernel(segment, e, block);
       if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
         block.requested_bytes = born->size_bytes;
         block.category = CategoryOf(born->role);
@@ -407,46 +428,114 @@ class StreamBuilder {
         if (static_cast<std::size_t>(dead->storage) < storages_per_batch_) {
           Free(std::exchange(Storage(dead->storage, microbatch_), -1));
         }
-      } else if (options_.kernel_temporaries) {
-        if (const auto* op = std::get_if<OperatorEvent>(&entry)) RunKernel(*op, segment, block);
       }
     }
     SettleGradients(segment, block);
   }
 
-  void RunKernel(const OperatorEvent& op, const Segment& segment, MemoryBlock block) {
-    const auto sizes = [&](const std::vector<StorageId>& storages) {
-      std::vector<Bytes> bytes;
-      for (const StorageId s : storages) {
-        bytes.push_back(Has(storage_bytes_, s) ? storage_bytes_[static_cast<std::size_t>(s)] : Bytes{0});
-      }
-      return bytes;
-    };
-    if (internal::UsesCublas(op.name)) {
-      // The autograd engine's thread has a handle of its own.
-      const bool in_backward =
-          segment.phase == SegmentPhase::kBackward || segment.phase == SegmentPhase::kRecompute;
-      bool& made = workspace_made_[in_backward ? 1 : 0];
-      if (!made) {
-        Allocate({.requested_bytes = internal::CublasWorkspaceBytes(plan_.cluster.device.name),
-                  .category = kCublasWorkspace,
-                  .stream = block.stream});
-      }
-      made = true;
-      return;
+  // The operator whose outputs the allocations from `entry` on are: the first entry behind them.
+  static std::size_t OperatorOf(const Segment& segment, std::size_t entry) {
+    while (entry < segment.entries.size() && std::holds_alternative<AllocateEvent>(segment.entries[entry])) {
+      ++entry;
     }
+    return entry;
+  }
+
+  // A kernel takes memory before, between and behind its operator's outputs.
+  void PassKernel(const Segment& segment, std::size_t entry, const MemoryBlock& block) {
+    const std::size_t at = OperatorOf(segment, entry);
+    const auto* op = at < segment.entries.size() ? std::get_if<OperatorEvent>(&segment.entries[at]) : nullptr;
+    if (op == nullptr) return;
+    if (entry == at) RunCublas(*op, segment, block);
+    if (kernel_.entry != at) {
+      kernel_ = {.entry = at,
+                 .steps = internal::KernelSteps(*op, StorageSizes(op->reads), StorageSizes(op->writes),
+                                                plan_.cluster.device)};
+    }
+    if (entry == at) {
+      RunKernel(block, true);
+      for (const std::int32_t held : kernel_.blocks) Free(held);
+      kernel_.entry = kNoKernel;
+    } else if (std::ranges::find(op->writes, std::get<AllocateEvent>(segment.entries[entry]).storage) !=
+               op->writes.end()) {
+      RunKernel(block, false);
+    }
+  }
+
+  // Up to the next output, or to the end.
+  void RunKernel(MemoryBlock block, bool to_the_end) {
     block.category = kKernelTemp;
-    const std::vector<internal::KernelAllocation> taken =
-        internal::KernelTemporaries(op, sizes(op.reads), sizes(op.writes));
-    std::vector<std::int32_t> blocks;
-    for (std::size_t t = 0; t < taken.size(); ++t) {
-      for (std::size_t before = 0; before < t; ++before) {
-        if (taken[before].until == static_cast<std::int32_t>(t)) Free(std::exchange(blocks[before], -1));
+    for (; kernel_.next < kernel_.steps.size(); ++kernel_.next) {
+      internal::KernelStep& step = kernel_.steps[kernel_.next];
+      switch (step.kind) {
+        case internal::KernelStep::Kind::kTake:
+          block.requested_bytes = step.bytes;
+          kernel_.blocks.push_back(Allocate(block));
+          break;
+        case internal::KernelStep::Kind::kGiveBack:
+          Free(std::exchange(kernel_.blocks[static_cast<std::size_t>(step.count)], -1));
+          break;
+        case internal::KernelStep::Kind::kOutputs:
+          if (!to_the_end && step.count-- > 0) return;
+          break;
       }
-      block.requested_bytes = taken[t].bytes;
-      blocks.push_back(Allocate(block));
     }
-    std::ranges::for_each(blocks, [&](std::int32_t b) { Free(b); });
+  }
+
+  std::vector<Bytes> StorageSizes(const std::vector<StorageId>& storages) const {
+    std::vector<Bytes> bytes;
+    for (const StorageId s : storages) {
+      bytes.push_back(Has(storage_bytes_, s) ? storage_bytes_[static_cast<std::size_t>(s)] : Bytes{0});
+    }
+    return bytes;
+  }
+
+  void RunCublas(const OperatorEvent& op, const Segment& segment, const MemoryBlock& block) {
+    if (!internal::UsesCublas(op.name)) return;
+    // The autograd engine's thread has a handle of its own.
+    const bool in_backward =
+        segment.phase == SegmentPhase::kBackward || segment.phase == SegmentPhase::kRecompute;
+    bool& made = workspace_made_[in_backward ? 1 : 0];
+    if (made) return;
+    made = true;
+    Allocate({.requested_bytes = internal::CublasWorkspaceBytes(plan_.cluster.device.name),
+              .category = kCublasWorkspace,
+              .stream = block.stream});
+  }
+
+  // Behind a unit's backward. A gradient that is not reduced becomes that of the original parameters.
+  void ViewGradients(const Instruction& bound) {
+    const auto unit = static_cast<std::size_t>(bound.unit);
+    if (!OnDevice() || !options_.kernel_temporaries || !views_gradients_ || bound.unit < 0) return;
+    const auto is_gradient = [&](const Buffer& buffer) {
+      return buffer.unit == bound.unit && buffer.role == BufferRole::kGradUnshardedAccumulated &&
+             memory_of_[static_cast<std::size_t>(&buffer - plan_.buffers.data())] >= 0;
+    };
+    const auto flat = std::ranges::find_if(plan_.buffers, is_gradient);
+    if (flat == plan_.buffers.end() || has_gradient_[unit]) return;
+    has_gradient_[unit] = true;
+    if (IsReducedBehind(bound)) return;
+    const auto memory = memory_of_[static_cast<std::size_t>(flat - plan_.buffers.begin())];
+    const std::int32_t gradient = MemoryAt(memory).parts[0];
+    if (gradient < 0) return;
+    MemoryBlock block{.category = kKernelTemp,
+                      .stream = history_.blocks[static_cast<std::size_t>(gradient)].stream,
+                      .unit = bound.unit};
+    for (const Bytes bytes :
+         internal::GradientViewTemporaries(plan_.units[unit], BufferOf(bound.src), *flat)) {
+      block.requested_bytes = bytes;
+      Free(Allocate(block));
+    }
+  }
+
+  // In the same trigger.
+  bool IsReducedBehind(const Instruction& bound) const {
+    const PlanStep& step = plan_.steps[static_cast<std::size_t>(at_.step)];
+    const auto& instructions = step.triggers[static_cast<std::size_t>(at_.trigger)].instructions;
+    return std::any_of(instructions.begin() + at_.instruction, instructions.end(), [&](const Instruction& i) {
+      return i.unit == bound.unit &&
+             (i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce);
+    });
   }
 
   // FSDP2 copies all gradients of a reduction at once: the first copy stands for all.
@@ -560,6 +649,9 @@ class StreamBuilder {
   std::vector<std::int32_t> storages_;               // by micro-batch and storage: block, -1: not alive
   std::size_t storages_per_batch_ = 0;
   std::vector<Bytes> storage_bytes_;  // by storage
+  Kernel kernel_;
+  bool views_gradients_ = false;    // original parameters, of flat units
+  std::vector<bool> has_gradient_;  // by unit: its original parameters have one
   bool workspace_made_[2] = {false, false};
   std::vector<bool> states_made_;  // [0]: of all units
   bool says_optimizer_ = false;

@@ -68,6 +68,8 @@ struct Device {
   // Clock under a power limit, of the clock that the rates were measured at. Memory keeps its rate.
   std::int64_t clock_ppm = 1'000'000;
   std::string table_name;  // what tables of measurements call it: "h100-sxm"
+  // What the memory inside of some kernels depends on; 0: known by the name.
+  std::int32_t multiprocessors = 0;
   bool operator==(const Device&) const = default;
 };
 

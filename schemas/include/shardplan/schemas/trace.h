@@ -141,6 +141,12 @@ struct FreeEvent {
   bool operator==(const FreeEvent&) const = default;
 };
 
+// Forward: what the model's Python held of a storage is gone; from here on autograd alone holds it.
+struct ReleaseEvent {
+  StorageId storage = -1;
+  bool operator==(const ReleaseEvent&) const = default;
+};
+
 // Backward: the gradient of the module's `index`-th output tensor is ready (where a tensor hook on it fires).
 struct OutputGradReadyEvent {
   ModuleId module = -1;
@@ -181,7 +187,7 @@ struct BackwardEndEvent {
 
 using TraceEvent = std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEvent, FreeEvent,
                                 OutputGradReadyEvent, InputsGradDoneEvent, ParameterGradEvent,
-                                RecomputeEnterEvent, RecomputeExitEvent, BackwardEndEvent>;
+                                RecomputeEnterEvent, RecomputeExitEvent, BackwardEndEvent, ReleaseEvent>;
 
 // One forward (the loss included: its events follow the root's exit) or one backward.
 struct Pass {

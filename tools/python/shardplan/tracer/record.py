@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shardplan.tracer import frozen, placement
+from shardplan.tracer import frozen, placement, releases
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
@@ -80,6 +80,11 @@ def record(
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
     progress = progress or (lambda text: None)
     fields = _record_placed(step, mark_inputs, answers, progress)
+    if fields["backwards"]:
+        progress("the forward once more, with nothing kept for the backward")
+        with contextlib.suppress(TracerError, RuntimeError):
+            unkept, _ = _record_once(step, False, answers, progress, keep_nothing=True)
+            releases.mark(fields["forwards"], unkept["forwards"])
     if frozen.has_frozen_parameters(step.module):
         progress("once more, as if all parameters trained")
         with frozen.everything_trains(step.module), contextlib.suppress(TracerError, RuntimeError):
@@ -104,9 +109,10 @@ def _record_placed(step: Step, mark_inputs: bool, answers: Answers | None, progr
 
 
 def _record_once(
-    step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress
+    step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress, keep_nothing: bool = False
 ) -> tuple[dict, bool]:
-    """The fields, and whether the marks on inputs changed how gradients are summed."""
+    """The fields, and whether the marks on inputs changed how gradients are summed. `keep_nothing`: forwards alone, for which autograd keeps
+    no tensor."""
     tree = step.tree
     recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.all_on_device)
     owners = _owners(tree)
@@ -122,7 +128,7 @@ def _record_once(
     with _no_garbage_collection(), recorder:
         try:
             for group in step.groups:
-                made, backward, changed = _record_group(step, group, recorder, hooks, len(forwards), progress)
+                made, backward, changed = _record_group(step, group, recorder, hooks, len(forwards), progress, keep_nothing)
                 forwards += made
                 if backward is not None:
                     backwards.append({"name": f"b{len(backwards)}", **backward})
@@ -176,7 +182,13 @@ def _input(recorder: Recorder, name: str, tensor: torch.Tensor) -> dict:
 
 
 def _record_group(
-    step: Step, group: Group, recorder: Recorder, hooks: ModuleHooks, first: int, progress: Progress
+    step: Step,
+    group: Group,
+    recorder: Recorder,
+    hooks: ModuleHooks,
+    first: int,
+    progress: Progress,
+    keep_nothing: bool,
 ) -> tuple[list[dict], dict | None, bool]:
     """The group's forwards (`first` is the number of the first), its backward, and whether marks on inputs regroup its sums."""
     backward = group.backward and step.loss is not None
@@ -184,10 +196,10 @@ def _record_group(
     for position, call in enumerate(group.calls):
         last = position + 1 == len(group.calls)
         hooks.begin_forward(position)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and call.grad):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and call.grad), releases.kept_by_autograd(not keep_nothing):
             forward = _forward(step, call, recorder, hooks, outputs, losses if backward else None, last, progress)
         forwards.append({"name": f"f{first + position}", **forward})
-    if not backward:
+    if not backward or keep_nothing:
         recorder.phase = "off"
         return forwards, None, False
     _check_loss(losses[0])
