@@ -86,6 +86,77 @@ TEST(CheckpointingTest, ForwardKeepsOneInputPerBlockAndBackwardRunsItAgain) {
   EXPECT_EQ(Flops(checkpointed->backwards[0]) - Flops(plain.backwards[0]), 3 * kBlocks * 1'000'000);
 }
 
+// What Python holds of a block's tensors it lets go of where the block returns.
+Trace WithReleases(Trace trace, StorageId except) {
+  std::vector<TraceEvent> events;
+  std::vector<StorageId> born;
+  int depth = 0;
+  for (const TraceEvent& event : trace.forwards[0].events) {
+    const auto* enter = std::get_if<EnterEvent>(&event);
+    const auto* exit = std::get_if<ExitEvent>(&event);
+    const auto* allocate = std::get_if<AllocateEvent>(&event);
+    const auto is_block = [&](ModuleId module) {
+      return trace.modules[module].class_name != "ModuleList" && trace.modules[module].children.size() == 3;
+    };
+    if (enter != nullptr && is_block(enter->module)) depth = 1;
+    if (allocate != nullptr && depth == 1 && allocate->role == StorageRole::kSaved)
+      born.push_back(allocate->storage);
+    events.push_back(event);
+    if (exit == nullptr || !is_block(exit->module)) continue;
+    depth = 0;
+    for (const StorageId storage : born) {
+      if (storage != except) events.emplace_back(ReleaseEvent{storage});
+    }
+    born.clear();
+  }
+  trace.forwards[0].events = std::move(events);
+  return trace;
+}
+
+TEST(CheckpointingTest, AForwardFreesWherePythonReleases) {
+  const Trace plain = Blocks();
+  const Trace marked = WithReleases(plain, -1);
+  const std::set<StorageId> released = [&] {
+    std::set<StorageId> storages;
+    for (const TraceEvent& event : marked.forwards[0].events) {
+      if (const auto* release = std::get_if<ReleaseEvent>(&event)) storages.insert(release->storage);
+    }
+    return storages;
+  }();
+  ASSERT_GE(released.size(), 2U * kBlocks);
+  const Result<Trace> checkpointed = ApplyCheckpointing(marked, {.modules = {"blocks.*"}});
+  ASSERT_TRUE(checkpointed);
+  EXPECT_EQ(Replay(*checkpointed).left, 0);
+  // The forward is that of the trace with some of the releases, in place, as deaths: those of what is no
+  // block's input.
+  std::vector<TraceEvent> expected = marked.forwards[0].events;
+  std::size_t deaths = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const auto* release = std::get_if<ReleaseEvent>(&expected[i]);
+    const auto* allocate = std::get_if<AllocateEvent>(&expected[i]);
+    const TraceEvent& found = checkpointed->forwards[0].events.at(i);
+    if (release != nullptr) {
+      const auto* dead = std::get_if<FreeEvent>(&found);
+      deaths += dead != nullptr ? 1 : 0;
+      EXPECT_TRUE(dead == nullptr ? found == expected[i] : dead->storage == release->storage) << i;
+    } else if (allocate == nullptr) {
+      EXPECT_EQ(found, expected[i]) << i;
+    }
+  }
+  EXPECT_EQ(checkpointed->forwards[0].events.size(), expected.size());
+  EXPECT_EQ(deaths, 2U * kBlocks);
+
+  // What the model keeps a name for does not die in the forward.
+  const StorageId kept = *released.begin();
+  const Result<Trace> with_name = ApplyCheckpointing(WithReleases(plain, kept), {.modules = {"blocks.*"}});
+  ASSERT_TRUE(with_name);
+  EXPECT_EQ(Replay(*with_name).left, 0);
+  for (const TraceEvent& event : with_name->forwards[0].events) {
+    const auto* dead = std::get_if<FreeEvent>(&event);
+    EXPECT_FALSE(dead != nullptr && dead->storage == kept);
+  }
+}
+
 TEST(CheckpointingTest, EarlyStopEndsWithTheLastSavedTensor) {
   Trace plain = Blocks();
   // z's backward does not need its own output: nothing after y has to be remade.

@@ -39,6 +39,14 @@ void ExpectRefused(const Status& status, const BadInput& bad) {
   EXPECT_THAT(status.error().message, HasSubstr(bad.message)) << bad.name;
 }
 
+// Where the first forward allocates first.
+std::ptrdiff_t FirstBirth(const Trace& trace) {
+  const std::vector<TraceEvent>& events = trace.forwards[0].events;
+  return std::ranges::find_if(events, [](const TraceEvent& event) {
+           return std::holds_alternative<AllocateEvent>(event);
+         }) - events.begin();
+}
+
 // ---- strategies ----
 
 struct BadStrategy {
@@ -211,6 +219,22 @@ std::vector<BadTrace> BadTraces() {
          trace.backwards[0].events.insert(trace.backwards[0].events.begin(), EnterEvent{0, {}});
        },
        {"kind", "/backwards/0/events/0/0", "of a forward"}},
+      {[](Trace& trace) {
+         trace.backwards[0].events.insert(trace.backwards[0].events.begin(), ReleaseEvent{0});
+       },
+       {"kind", "/backwards/0/events/0/0", "of a forward"}},
+      {[](Trace& trace) {
+         trace.forwards[0].events.insert(trace.forwards[0].events.begin(), ReleaseEvent{1'000'000});
+       },
+       {"release", "/forwards/0/events/0/1", "not born before"}},
+      {[](Trace& trace) {
+         std::vector<TraceEvent>& events = trace.forwards[0].events;
+         const auto born = events.begin() + FirstBirth(trace);
+         const ReleaseEvent release{std::get<AllocateEvent>(*born).storage};
+         events.insert(std::next(born), {release, release});
+       },
+       {"release", "/forwards/0/events/" + std::to_string(FirstBirth(LayeredTrace(2, 8, 8, 8)) + 2) + "/1",
+        "released once"}},
       {[](Trace& trace) {
          trace.backwards[0].events.insert(trace.backwards[0].events.begin(), RecomputeExitEvent{0});
        },

@@ -142,8 +142,31 @@ TEST(KernelMemory, EmbeddingBackwardSortsManyIndicesOnly) {
   b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
   EXPECT_TRUE(sizes(3'072).empty());
   const auto many = sizes(4'000);
-  ASSERT_EQ(many.size(), 9U);
+  ASSERT_EQ(many.size(), 13U);
   EXPECT_EQ(many.back(), (4'000 / 10 + 1'000) * 64 * 4);  // at most 1,000 different rows, in float
+}
+
+TEST(KernelMemory, FlashForwardSplitsKeysWhereMultiprocessorsWouldIdle) {
+  constexpr std::int64_t kElements =
+      8LL * 512 * 64;  // 8 heads, 512 tokens, a dimension of 64; two blocks of keys
+  PlanBuilder b(1);
+  b.Forward("forward (root)", {});
+  b.plan().segments[0].entries = {
+      BornBlock(0, 2 * kElements, StorageRole::kSaved), BornBlock(1, 4LL * 8 * 512, StorageRole::kSaved),
+      Op("aten._scaled_dot_product_flash_attention", {}, {0, 1}, 4 * kElements * 512)};
+  std::get<OperatorEvent>(b.plan().segments[0].entries[2]).reads = {0};
+  b.Step("steady").At(TriggerKind::kPreForward).Compute(0);
+  const auto taken = [&](std::string name, std::int32_t multiprocessors) {
+    b.plan().cluster.device.name = std::move(name);
+    b.plan().cluster.device.multiprocessors = multiprocessors;
+    return Requested(MemoryHistoryOf(b.plan(), {.kernel_temporaries = true}), "kernel_temp");
+  };
+  const std::vector<std::int64_t> two_splits = {2LL * 4 * 8 * 512, 2LL * 4 * kElements};
+  EXPECT_EQ(taken("H100", 0), two_splits);
+  EXPECT_EQ(taken("A100", 0), two_splits);
+  // 64 blocks of threads: four fifths of what 40 multiprocessors run at once.
+  EXPECT_EQ(taken("H100", 41), two_splits);
+  EXPECT_TRUE(taken("H100", 40).empty());
 }
 
 TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {

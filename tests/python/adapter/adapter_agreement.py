@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from adapter_cases import CASES, make_model
+from adapter_workers import DEVICE
 
 
 def _apply(model, plan: str, **options) -> str:
@@ -16,7 +17,7 @@ def _apply(model, plan: str, **options) -> str:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            sp.apply(model, plan, **options)
+            sp.apply(model.to(DEVICE), plan, **options)
     except sp.PlanError as error:
         return str(error)
     return "applied" + "".join(f"; warned: {w.message}" for w in caught)

@@ -9,6 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from adapter_workers import DEVICE
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 for folder in (ROOT / "examples" / "train_gpt", ROOT / "tools" / "python"):
@@ -72,7 +73,7 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 def batch_of(case: Case, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(case.config.vocabulary, (BATCH, SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(case.config.vocabulary, (BATCH, SEQUENCE + 1), generator=generator).to(DEVICE)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -81,6 +82,8 @@ def with_fsdp2(case: Case, model: nn.Module) -> nn.Module:
     import fnmatch
 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = model.to(DEVICE)
 
     def dtype(name: str | None) -> torch.dtype | None:
         return name and getattr(torch, name)
@@ -105,7 +108,7 @@ def with_fsdp2(case: Case, model: nn.Module) -> nn.Module:
 def with_plan(model: nn.Module, plan: str) -> nn.Module:
     import shardplan.torch as sp
 
-    return sp.apply(model, plan)
+    return sp.apply(model.to(DEVICE), plan)
 
 
 @dataclasses.dataclass

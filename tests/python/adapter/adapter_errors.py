@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 from adapter_cases import CASES, ROOT, STEPS, batch_of, gpt, make_model, make_optimizer, train, whole, with_plan
+from adapter_workers import DEVICE
 
 sys.path.append(str(ROOT / "tests" / "python" / "ranks"))
 
@@ -25,7 +26,7 @@ def apply_to_changed_model(plan: str, change) -> str:
     model = make_model(CASES["default"])
     change(model)
     try:
-        sp.apply(model, plan)
+        sp.apply(model.to(DEVICE), plan)
     except sp.PlanError as error:
         return str(error)
     return "applied"

@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from adapter_workers import DEVICE
 from equivalence import (
     Case,
     Fsdp2Calls,
@@ -129,7 +130,7 @@ def from_meta(plan: str, mesh) -> tuple[float, str]:
     sp.apply(model, plan, mesh, initialize=initialize, broadcast_from_rank_0=True)
     drawn = parameters_of(model)
     torch.manual_seed(100)
-    same = build("mlp")
+    same = build("mlp").to(DEVICE)
     with torch.no_grad():
         for name, parameter in same.named_parameters():
             parameter.copy_(drawn[name])

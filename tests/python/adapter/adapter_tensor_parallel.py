@@ -9,6 +9,7 @@ import subprocess
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from adapter_workers import DEVICE
 from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, largest_difference, make_mesh, with_fsdp2
 from equivalence_models import build
 from equivalence_settings import BOTH, TWO, case
@@ -64,7 +65,7 @@ def make_plan(of: Case, folder: pathlib.Path, build_folder: pathlib.Path) -> str
 def parallel_model(of: Case, mesh) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = build("mlp", of.arguments)
+    model = build("mlp", of.arguments).to(DEVICE)
     for layer in model.layers:
         parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model

@@ -197,6 +197,9 @@ class FlatTrainer(Trainer):
     def optimizer_step(self, number: int, place: str, call: dict, seen: dict) -> None:
         if self.case.clip is not None:
             seen[f"{place}: gradient norm"] = self.clip(self.model, self.case.clip)
+        if DEVICE == "cuda" and self.case.strategy.get("cpu_offload"):
+            # A forward copies shards from host memory, and nothing waits for that before an optimizer changes them (docs/python-flat.md).
+            torch.cuda.synchronize()
         self.optimizer.step()
         for name, parameter in self.model.named_parameters():
             seen[f"{place}: {clean(name)}"] = parameter.detach().clone()

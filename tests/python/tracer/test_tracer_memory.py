@@ -232,3 +232,55 @@ def test_moments_fall_between_the_sums_of_the_recording_without_them():
         "inputs_done",
         "inputs_done",
     ], "the pair and what holds it, when both uses inside have sent theirs"
+
+
+# ---- what Python holds ----
+
+
+def _deaths(forward: dict, kinds: tuple[str, ...]) -> tuple[dict[int, int], dict[int, str]]:
+    """By number of birth: behind how many other events a storage is freed or released, and its role."""
+    numbers, roles, places, others = {}, {}, {}, 0
+    for event in forward["events"]:
+        if event[0] in kinds:
+            places[numbers[event[1]]] = others
+        elif event[0] not in ("-", "release"):
+            others += 1
+        if event[0] == "+":
+            numbers[event[1]] = len(numbers)
+            roles[numbers[event[1]]] = event[3]
+    return places, roles
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_releases_are_where_a_checkpointed_forward_frees(tied):
+    def forward(checkpointed):
+        model = models.Llama(checkpointed=checkpointed, tied=tied)
+        return trace_module(model, (tokens(),), options=Options(dtype="bfloat16"))["forwards"][0]
+
+    freed, roles = _deaths(forward(True), ("-",))
+    plain = forward(False)
+    marked, kept = _deaths(plain, ("-", "release"))
+    assert {number: marked.get(number) for number in freed} == freed
+    early = [number for number in freed if roles[number] == "forward_temp" and kept[number] == "saved"]
+    assert len(early) > 20, "the checkpointed forward frees what the other keeps"
+    assert any(event[0] == "release" for event in plain["events"])
+
+
+class _Remembers(nn.Module):
+    """Keeps a name for what it computed: in `last`, until it is called again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        held = self.inner(x)
+        self.last = torch.sigmoid(held)
+        return self.last.exp().sin()
+
+
+def test_what_a_module_remembers_is_not_released():
+    forward = trace_module(_Remembers(), (floats(4, 8),))["forwards"][0]
+    numbers = {event[9][0]: event[1] for event in forward["events"] if event[0] == "op" and event[9]}
+    released = {numbers[event[1]] for event in forward["events"] if event[0] == "release"}
+    assert "aten.exp" in released and "aten.sigmoid" not in released

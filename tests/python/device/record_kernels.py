@@ -1,0 +1,109 @@
+"""What PyTorch's own host code takes inside of kernels, on a device on which nothing computes: `record_kernels.py` prints a JSON document with, for each
+operator of a list of random ones, the bytes of the storages that it reads and writes and, in order, what it takes ("+", bytes) and gives back
+("-", which of those taken), and where it allocates its outputs ("o").
+`tests/simulator/kernels.json` is its output; `kernel_recordings_test.cc` compares the formulas with it."""
+
+import json
+import random
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _device(tensors) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and _bytes(tensor)]
+
+
+def _recorded(function):
+    torch.cuda.memory._record_memory_history(max_entries=10_000, context=None)
+    result = function()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return result, [(event["action"], event["addr"], event["size"]) for event in trace if event["action"] in ("alloc", "free_requested")]
+
+
+def _steps(actions: list, outputs: list[torch.Tensor]) -> list:
+    """A block that is not given back while the operator runs is an output."""
+    last = {address: index for index, (action, address, _) in enumerate(actions) if action == "alloc"}
+    freed = {address: index for index, (action, address, _) in enumerate(actions) if action != "alloc"}
+    kept = [index for address, index in last.items() if freed.get(address, -1) < index]
+    assert len(kept) == len(outputs), (actions, [_bytes(tensor) for tensor in outputs])
+    steps, taken, held = [], 0, {}
+    for index, (action, address, size) in enumerate(actions):
+        if index in kept:
+            steps.append("o")
+        elif action == "alloc":
+            steps.append(["+", size])
+            held[address], taken = taken, taken + 1
+        else:
+            steps.append(["-", held.pop(address)])
+    return steps
+
+
+def _case(name: str, dtype: torch.dtype, flops: int, reads: list, function) -> dict:
+    result, actions = _recorded(function)
+    outputs = _device(result if isinstance(result, tuple) else (result,))
+    return {
+        "op": f"aten.{name}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "flops": flops,
+        "reads": [_bytes(tensor) for tensor in _device(reads)],
+        "writes": [_bytes(tensor) for tensor in outputs],
+        "steps": _steps(actions, outputs),
+    }
+
+
+def _embedding(draw: random.Random) -> dict:
+    indices, rows, width = draw.choice((3072, 3073, draw.randrange(3000, 400_000))), draw.randrange(1, 60_000), draw.choice((1, 8, 72))
+    dtype = draw.choice((torch.bfloat16, torch.float32))
+    index = torch.empty(indices, dtype=torch.long, device="cuda")
+    gradient = torch.empty(indices, width, dtype=dtype, device="cuda")
+    run = lambda: aten.embedding_dense_backward(gradient, index, rows, -1, False)
+    return _case("embedding_dense_backward", dtype, 0, [gradient, index], run)
+
+
+def _heads(batch: int, length: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(batch, length, heads, width, dtype=dtype, device="cuda").transpose(1, 2)
+
+
+def _flash(draw: random.Random) -> list[dict]:
+    batch, groups, repeats, length = draw.randrange(1, 4), draw.randrange(1, 5), draw.choice((1, 4)), draw.randrange(1, 3000)
+    width, dtype = 8 * draw.randrange(1, 33), draw.choice((torch.bfloat16, torch.float16))
+    q = _heads(batch, length, groups * repeats, width, dtype)
+    k, v = (_heads(batch, length, groups, width, dtype) for _ in "kv")
+    flops = 4 * q.numel() * length
+    forward = _case("_scaled_dot_product_flash_attention", dtype, flops, [q, k, v], lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True))
+    out, lse, *lengths, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    state = [seed, offset]
+    run = lambda: aten._scaled_dot_product_flash_attention_backward(out, q, k, v, out, lse, *lengths, 0.0, True, *state)
+    reads = [torch.empty_like(out), q, k, v, out, lse, *state]
+    return [forward, _case("_scaled_dot_product_flash_attention_backward", dtype, flops * 5 // 2, reads, run)]
+
+
+def _efficient(draw: random.Random) -> dict:
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    batch, heads, length = draw.randrange(1, 4), draw.randrange(1, 40), draw.randrange(1, 1500)
+    keys, width = draw.choice((length, draw.randrange(1, 1500))), 8 * draw.randrange(1, 40)
+    q, k, v = (_heads(batch, size, heads, width, dtype) for size in (length, keys, keys))
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
+    wanted = [True, True, True, False]
+    gradient = torch.empty_like(out)
+    run = lambda: aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, None, out, lse, seed, offset, 0.0, wanted)
+    return _case("_scaled_dot_product_efficient_attention_backward", dtype, 10 * q.numel() * keys, [gradient, q, k, v, out, lse], run)
+
+
+def main() -> None:
+    draw = random.Random(16)
+    cases = []
+    for _ in range(12):
+        cases += [_embedding(draw), *_flash(draw), _efficient(draw)]
+    print("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]")
+
+
+if __name__ == "__main__":
+    main()
