@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from adapter_features import ADDING, DEFAULT, STEPS, both, parameters_of, train
+from adapter_workers import DEVICE
 from equivalence import Case, inputs_of, largest_difference, local, loss_of, make_mesh
 
 Difference = tuple[float, str]
@@ -26,13 +27,13 @@ def _after(change: Callable[[nn.Module], None], plan: str, mesh) -> Difference:
 
 def moved(plan: str, mesh) -> Difference:
     """Module.to swaps what is in every parameter."""
-    return _after(lambda model: model.to("cpu"), plan, mesh)
+    return _after(lambda model: model.to(DEVICE), plan, mesh)
 
 
 def moved_before_the_first_step(plan: str, mesh) -> Difference:
     models = both(plan, mesh)
     for model in models:
-        model.to("cpu")
+        model.to(DEVICE)
     return train(DEFAULT, *models)
 
 

@@ -1,6 +1,8 @@
-"""Trains by real FSDP2 on a device on which nothing computes, as rank 0 of a world of any size, and prints what the caching allocator says:
+"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size, and prints what the caching allocator says:
 `memory_of_training.py CASE.json`, where the case has the knobs and the model's sizes of a recording of memory."""
 
+import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -13,8 +15,16 @@ warnings.filterwarnings("ignore")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
 
 def model_of(case: dict, path: str) -> torch.nn.Module:
@@ -25,29 +35,104 @@ def model_of(case: dict, path: str) -> torch.nn.Module:
         return module.Llama({**case["knobs"], **case["model"]})
 
 
-def shard(model: torch.nn.Module, knobs: dict) -> None:
-    mesh = init_device_mesh("cuda", (knobs["world"],))
-    dtypes = {"bf16_fp32": (torch.bfloat16, torch.float32), "bf16_bf16": (torch.bfloat16, torch.bfloat16)}.get(knobs["mp"], (None, None))
-    for module in [*model.layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+def _dtypes(knobs: dict) -> tuple:
+    return {"bf16_fp32": (torch.bfloat16, torch.float32), "bf16_bf16": (torch.bfloat16, torch.bfloat16)}.get(knobs["mp"], (None, None))
+
+
+def _checkpointed(module: torch.nn.Module, knobs: dict) -> torch.nn.Module:
+    if knobs["ac"] != "block":
+        return module
+    return checkpoint_wrapper(module, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
+
+
+def _mesh(knobs: dict):
+    world, replicas = knobs["world"], knobs["replicate"]
+    if replicas == 1:
+        return init_device_mesh("cuda", (world,))
+    return init_device_mesh("cuda", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard2(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
+    options = {"mesh": _mesh(knobs), "mp_policy": MixedPrecisionPolicy(*_dtypes(knobs))}
+    for index, block in enumerate(model.layers):
+        model.layers[index] = fully_shard(_checkpointed(block, knobs), reshard_after_forward=knobs["reshard"], **options)
+    if knobs["units"] == "embed_block_head":
+        fully_shard(model.tok_embeddings, reshard_after_forward=knobs["reshard"], **options)
+        fully_shard(model.head, reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=knobs["reshard"], **options)
     model.to_empty(device="cuda")
+    return model
 
 
-def train(model: torch.nn.Module, knobs: dict) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **{"foreach": {"foreach": True}, "fused": {"fused": True}}[knobs["opt"]])
+def shard1(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
+    """Units are made one by one on the host; then the shards are moved to memory of their own, without what they were cut from."""
+    shardings = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD", "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2"}
+    options = {
+        "sharding_strategy": ShardingStrategy[shardings[knobs["sharding"]]],
+        "backward_prefetch": {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}[knobs["backward_prefetch"]],
+        "device_id": torch.device("cuda", 0),
+        **{name: knobs[name] for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params")},
+    }
+    if knobs["replicate"] > 1:
+        options["device_mesh"] = _mesh(knobs)
+    if knobs["mp"] != "fp32":
+        param_dtype, reduce_dtype = _dtypes(knobs)
+        options["mixed_precision"] = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    for index, block in enumerate(model.layers):
+        model.layers[index] = FullyShardedDataParallel(_checkpointed(block.to_empty(device="cpu"), knobs), **options)
+    for name in ("tok_embeddings", "head"):
+        part = getattr(model, name).to_empty(device="cpu")
+        setattr(model, name, FullyShardedDataParallel(part, **options) if knobs["units"] == "embed_block_head" else part)
+    for name in ("cos", "sin"):
+        model.register_buffer(name, torch.empty_like(getattr(model, name), device="cpu"), persistent=False)
+    model = FullyShardedDataParallel(model, **options)
+    units = [module for module in FullyShardedDataParallel.fsdp_modules(model) if module._handle]
+    flat = [unit._handle.flat_param for unit in (*units[1:], units[0])]
+    shards = [getattr(parameter, "_local_shard", parameter) for parameter in flat]
+    storages = [tensor.untyped_storage() for tensor in (*shards, *model.buffers())]
+    sizes = [storage.nbytes() for storage in storages]
+    for storage in storages:
+        storage.resize_(0)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    for storage, size in zip(storages, sizes):
+        storage.resize_(size)
+    return model
+
+
+def make_optimizer(model: torch.nn.Module, knobs: dict) -> torch.optim.Optimizer:
+    how = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}[knobs["opt"]]
+    if knobs["optimizer"] == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, **how)
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9 if knobs["optimizer"] == "sgdm" else 0.0, **how)
+
+
+def _before_microbatch(model: torch.nn.Module, knobs: dict, last: bool):
+    if knobs["policy"] == "fsdp2":
+        model.set_requires_gradient_sync(knobs["accum_sync"] or last)
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(knobs["accum_reshard"] or last)
+    elif not (knobs["accum_sync"] or last):
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, knobs: dict) -> None:
     size = (knobs["batch"], knobs["seq"])
     for _ in range(knobs["steps"]):
         batches = [[torch.empty(size, dtype=torch.long, device="cuda") for _ in "xy"] for _ in range(knobs["accum"])]
         for index, (x, y) in enumerate(batches):
-            last = index == knobs["accum"] - 1
-            model.set_requires_gradient_sync(knobs["accum_sync"] or last)
-            model.set_is_last_backward(last)
-            logits = model(x)
-            flat = logits.flatten(0, 1)
-            loss = F.cross_entropy(flat.float(), y.flatten())
-            del flat, logits
-            loss.backward()
-            del loss
+            with _before_microbatch(model, knobs, index == knobs["accum"] - 1):
+                logits = model(x)
+                flat = logits.flatten(0, 1)
+                loss = F.cross_entropy(flat.float() if knobs["loss"] == "fp32" else flat, y.flatten())
+                del flat
+                if knobs["del_logits"]:
+                    del logits
+                loss.backward()
+                del loss
+                if not knobs["del_logits"]:
+                    del logits
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         del x, y, batches
@@ -60,13 +145,16 @@ def main() -> None:
     knobs = case["knobs"]
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", rank=0, world_size=knobs["world"], store=dist.HashStore())
-    model = model_of(case, sys.argv[2])
-    shard(model, knobs)
+    shard = shard1 if knobs["policy"] == "fsdp1" else shard2
+    model = shard(model_of(case, sys.argv[2]), knobs)
+    optimizer = make_optimizer(model, knobs)
+    gc.collect()
+    gc.disable()  # as in the recordings: frees follow from references alone
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_accumulated_memory_stats()
-    train(model, knobs)
+    train(model, optimizer, knobs)
     stats = torch.cuda.memory_stats()
     found = {name: stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
     print("FOUND", json.dumps({**found, "device_allocs": stats["num_device_alloc"], "retries": stats["num_alloc_retries"]}), flush=True)

@@ -1,0 +1,120 @@
+"""Random small models and settings of both policies: `python tests/python/device/memory_random.py --cases 100 [--seed N]` trains each on a device on
+which nothing computes and compares the peaks of PyTorch's own allocator, and how often it called the driver, with those of `shardplan memory`.
+A case is made of its number alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "tools" / "python")]
+
+from conftest import build_folder, on_device  # noqa: E402
+from shardplan.conformance import memory  # noqa: E402
+
+FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
+DEFAULT = FOLDER / "f1_small_flat.json"  # what a case does not say
+PLAIN = {"policy": "fsdp2", "use_orig_params": True, "steps": 2}
+ALLOCATORS = ("", "", "", "expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:64")
+
+
+def make_case(seed: int) -> dict:
+    draw = random.Random(seed)
+    groups = draw.choice((1, 2, 4))
+    heads = groups * draw.choice((1, 2, 4))
+    width = heads * draw.choice((32, 64, 96, 128))
+    fsdp1, world = draw.random() < 0.5, draw.choice((2, 4, 8, 64))
+    hybrid = world > 2 and draw.random() < 0.3
+    knobs = {
+        "policy": "fsdp1" if fsdp1 else "fsdp2",
+        "world": world,
+        "replicate": 2 if hybrid else 1,
+        "seq": draw.choice((64, 200, 384, 512, 1000, 1024, 2048, 3072, 5000)),
+        "batch": draw.choice((1, 1, 2, 3)),
+        "ac": draw.choice(("none", "block")),
+        "mp": draw.choice(("bf16_fp32", "bf16_fp32", "bf16_bf16", "fp32")),
+        "accum": draw.choice((1, 1, 2, 3)),
+        "accum_sync": draw.random() < 0.5,
+        "units": draw.choice(("block_root", "embed_block_head")),
+        "optimizer": draw.choice(("adamw", "sgd", "sgdm")),
+        "norm": draw.choice(("torch", "manual")),
+        "loss": draw.choice(("fp32", "bf16")),
+        "del_logits": draw.random() < 0.7,
+        "device": draw.choice(("fast", "slow")),
+        "alloc_conf": draw.choice(ALLOCATORS),
+    }
+    knobs["attn"] = "repeat" if knobs["mp"] == "fp32" else draw.choice(("gqa", "repeat"))
+    knobs["opt"] = draw.choice(("foreach", "fused", "for_loop") if knobs["optimizer"] == "adamw" else ("foreach", "for_loop"))
+    if fsdp1:
+        knobs["sharding"] = draw.choice(("hybrid_shard", "hybrid_shard_zero2") if hybrid else ("full_shard", "full_shard", "shard_grad_op"))
+        knobs["backward_prefetch"] = draw.choice(("pre", "post", "none"))
+        knobs |= {name: draw.random() < 0.6 for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params")}
+    else:
+        knobs |= {"reshard": draw.choice((None, True, False)), "accum_reshard": draw.random() < 0.7}
+    sizes = {"dim": width, "layers": draw.choice((2, 3, 5)), "heads": heads, "kv_heads": groups, "vocab": draw.choice((1001, 5003, 32000, 50257))}
+    return {"case": f"memory{seed}", "knobs": knobs, "model": {**sizes, "ffn": draw.choice((2, 3, 4)) * width + draw.choice((0, 8, 40))}}
+
+
+def _whole(case: dict) -> dict:
+    recorded = json.loads(DEFAULT.read_text())
+    knobs = {**recorded["knobs"], **PLAIN, **case["knobs"]}
+    model = {**recorded["model"], **case["model"]}
+    return {**case, "device": "software CUDA device", "knobs": knobs, "model": model, "rows": [], "peak": [], "columns": recorded["columns"]}
+
+
+def _real(case: dict, path: pathlib.Path) -> dict:
+    knobs = case["knobs"]
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": knobs["alloc_conf"]} if knobs["alloc_conf"] else {}
+    done = on_device(
+        [sys.executable, str(ROOT / "tests" / "python" / "device" / "memory_of_training.py"), str(path), str(FOLDER / "model.py")],
+        "null:slow" if knobs["device"] == "slow" else "null",
+        SHARDPLAN_DEVICE_COUNT="1",
+        SHARDPLAN_DEVICE_BYTES=str(knobs["gib"] << 30),
+        **settings,
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert found, done.stdout + done.stderr[-3000:]
+    return json.loads(found[0].removeprefix("FOUND "))
+
+
+def difference(case: dict, folder: pathlib.Path) -> str:
+    """"" where all agree."""
+    case = _whole(case)
+    path, trace = folder / "case.json", folder / "trace.json"
+    path.write_text(json.dumps(case))
+    real = _real(case, path)
+    memory.trace_case(FOLDER, case, trace)
+    ours = memory.compute(str(build_folder() / "bin" / "shardplan"), trace, case, folder)["allocator"]
+    computed = {what: ours[f"peak_{what}_bytes"] for what in ("allocated", "active", "reserved")}
+    computed |= {"device_allocs": ours["device_allocs"], "retries": ours["retries"]}
+    return "; ".join(f"{what} {computed[what]} instead of {real[what]}" for what in real if computed[what] != real[what])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    agree = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.cases):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = difference(make_case(seed), pathlib.Path(folder))
+            except (AssertionError, RuntimeError, subprocess.SubprocessError) as error:
+                found = f"{type(error).__name__}: {str(error)[-300:]}"
+        agree += found == ""
+        if found:
+            print(f"memory{seed}: {found}", flush=True)
+    print(f"{agree} of {arguments.cases} cases agree")
+    return 0 if agree == arguments.cases else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
