@@ -42,9 +42,9 @@ void ExpectRefused(const Status& status, const BadInput& bad) {
 // Where the first forward allocates first.
 std::ptrdiff_t FirstBirth(const Trace& trace) {
   const std::vector<TraceEvent>& events = trace.forwards[0].events;
-  return std::ranges::find_if(events, [](const TraceEvent& event) {
-           return std::holds_alternative<AllocateEvent>(event);
-         }) - events.begin();
+  return std::ranges::find_if(
+             events, [](const TraceEvent& event) { return std::holds_alternative<AllocateEvent>(event); }) -
+         events.begin();
 }
 
 // ---- strategies ----

@@ -136,7 +136,7 @@ std::vector<KernelStep> EfficientBackward(const OperatorEvent& op, const Attenti
   if (half) return {Outputs(kAllOutputs), Take(delta), Take(workspace)};
   const std::int64_t product = a.batch_heads * a.queries * a.head_dim * kFloatBytes;
   return {Outputs(kAllOutputs), Take(product), Take(delta),    Take(delta),
-          GiveBack(0),          GiveBack(1),   Take(workspace)};
+          GiveBack(1),          GiveBack(0),   Take(workspace)};
 }
 
 // What cub takes at once: each of its parts a multiple of 256 bytes, and room to align the first.
