@@ -133,6 +133,57 @@ TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
   }
 }
 
+// Of the step that repeats: how often units are gathered over all ranks, and over a part of them.
+std::pair<int, int> GathersOf(const Plan& plan) {
+  std::pair<int, int> gathers;
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind != InstructionKind::kAllGather) continue;
+      const bool all = plan.communicators[static_cast<std::size_t>(i.communicator)].size == kRanks;
+      ++(all ? gathers.first : gathers.second);
+    }
+  }
+  return gathers;
+}
+
+TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
+  const Trace trace = SmallModel(4, 64, 32);
+  const Cluster cluster = SmallCluster(20'000'000);
+  Strategy strategy;
+  StepProgram step;
+  for (std::int32_t m = 0; m < 4; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  strategy.program = {step};
+  const optimize::Job job = optimize::MakeJob(trace, strategy, kRanks);
+  optimize::Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .part = 2};
+  choice.accumulation = optimize::Accumulation::kEachKept;
+  EXPECT_FALSE(optimize::IsOfPyTorch(choice));
+  const Result<PlannerOutput> parts = MakePlan(trace, optimize::StrategyOf(job, choice), cluster);
+  ASSERT_TRUE(parts.has_value()) << ToString(parts.error());
+  // Each unit once over all ranks; over the parts in every other pass.
+  const int units = static_cast<int>(choice.units.size());
+  EXPECT_EQ(GathersOf(parts->plan), std::pair(units, 7 * units));
+  choice.accumulation = optimize::Accumulation::kEach;
+  EXPECT_TRUE(optimize::IsOfPyTorch(choice));
+  const Result<PlannerOutput> freed = MakePlan(trace, optimize::StrategyOf(job, choice), cluster);
+  ASSERT_TRUE(freed.has_value());
+  EXPECT_EQ(GathersOf(freed->plan), std::pair(4 * units, 4 * units));
+  // Nothing is kept whole within this budget, and parts are: the search keeps them.
+  const auto measured = optimize::Measure(parts->plan);
+  ASSERT_TRUE(measured.has_value());
+  const Bytes budget = optimize::ReservedBy(parts->plan);
+  const Result<OptimizeOutput> output = Optimize(trace, strategy, cluster, Within(budget));
+  ASSERT_TRUE(output.has_value()) << ToString(output.error());
+  EXPECT_LE(output->report.step_ns, measured->step_ns);
+  ASSERT_TRUE(output->certificate.has_value());
+  const Status checked = CheckCertificate(trace, output->plan, *output->certificate);
+  EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+}
+
 TEST(Optimize, IsTheSameOnAnyNumberOfThreads) {
   const Trace trace = SmallModel(3, 32, 32);
   const Result<OptimizeOutput> one = Optimize(trace, {}, SmallCluster(), Within(kLoose, 1));

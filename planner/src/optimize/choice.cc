@@ -44,9 +44,16 @@ ModuleCall Set(std::string method, bool value, std::string module = {}, bool rec
   return {.method = std::move(method), .module = std::move(module), .value = value, .recurse = recurse};
 }
 
-// Of the units that are kept, over all micro-batches but the last.
+// Over micro-batches.
+bool KeepsOver(const Choice& choice) {
+  return !choice.fsdp1 &&
+         (choice.accumulation == Accumulation::kEachKept || choice.accumulation == Accumulation::kLastKept);
+}
+bool KeepsPartsOver(const Choice& choice) { return KeepsOver(choice) && choice.part > 1; }
+
+// Of the units that are kept, whole or in part, over all micro-batches but the last.
 void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, StepProgram& step) {
-  if (choice.kept >= UnitCount(choice)) {
+  if (choice.kept >= UnitCount(choice) || KeepsPartsOver(choice)) {
     step.push_back(Set("set_reshard_after_backward", reshard));
     return;
   }
@@ -67,8 +74,7 @@ void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
     if (once && changes) step.push_back(Set("set_requires_gradient_sync", last));
     if (choice.accumulation == Accumulation::kReplicasLast && changes)
       step.push_back(Set("set_requires_all_reduce", last));
-    if (choice.accumulation == Accumulation::kLastKept && changes && !choice.fsdp1)
-      KeepUnits(strategy, choice, last, step);
+    if (KeepsOver(choice) && changes) KeepUnits(strategy, choice, last, step);
     step.push_back(ForwardCall{m, 0});
     step.push_back(BackwardCall{{m}, 0});
   }
@@ -165,10 +171,12 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
   switch (choice.accumulation) {
     case Accumulation::kEach:
       return "gradients are reduced in every micro-batch";
+    case Accumulation::kEachKept:
+      return "gradients are reduced in every micro-batch, what is kept stays until the next one";
     case Accumulation::kLast:
       return "gradients are reduced in the last micro-batch";
     case Accumulation::kLastKept:
-      return "gradients are reduced in the last micro-batch, kept units stay gathered until then";
+      return "gradients are reduced in the last micro-batch, what is kept stays until then";
     case Accumulation::kReplicasLast:
       return "gradients are added up over the replicas in the last micro-batch";
   }
@@ -211,6 +219,8 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
   }
   SetCheckpoint(job, choice, strategy);
   WriteLoop(job, choice, strategy);
+  if (job.microbatches > 1 && !job.keeps_accumulation)
+    strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
   strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
   if (choice.fsdp1) {
     SetFsdp1(job, choice, strategy);
@@ -223,6 +233,28 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
     strategy.fsdp2.separate_reduce_scatter_communicator = choice.own_communicator;
   }
   return strategy;
+}
+
+bool IsOfPyTorch(const Choice& choice) { return !KeepsPartsOver(choice); }
+
+Choice Effective(const Job& job, Choice choice) {
+  const Choice none;
+  if (choice.fsdp1) {
+    choice.kept = none.kept;
+    choice.part = none.part;
+    choice.root_freed = none.root_freed;
+    choice.in_flight = none.in_flight;
+    choice.own_communicator = none.own_communicator;
+    choice.prefetch = std::min(choice.prefetch, 1);
+  } else {
+    choice.grad_op = none.grad_op;
+    choice.backward_prefetch = none.backward_prefetch;
+    const std::int32_t units = job.keeps_units ? 1 : UnitCount(choice);
+    choice.kept = std::min(choice.kept, units);
+    if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
+  }
+  if (choice.recomputed == 0) choice.children.clear();
+  return choice;
 }
 
 const std::vector<std::string>& DecisionNames() {

@@ -11,7 +11,9 @@
 namespace shardplan::optimize {
 
 // When gradients are reduced, and parameters kept, over the micro-batches of a step.
-enum class Accumulation : std::uint8_t { kEach, kLast, kLastKept, kReplicasLast };
+// Reduced in each or in the last; kept: what is kept after the forward, whole or in part, is until the next
+// one.
+enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kReplicasLast };
 
 struct Choice {
   bool fsdp1 = false;
@@ -47,6 +49,10 @@ struct Job {
 
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
 Strategy StrategyOf(const Job& job, const Choice& choice);
+// PyTorch has every knob of it.
+bool IsOfPyTorch(const Choice& choice);
+// The same for all choices that are the same strategy but for what is without effect.
+Choice Effective(const Job& job, Choice choice);
 // The decision in words, one for each name in DecisionNames().
 const std::vector<std::string>& DecisionNames();
 std::string DecisionText(const Job& job, const Choice& choice, const std::string& decision);

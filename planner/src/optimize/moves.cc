@@ -11,7 +11,8 @@ constexpr std::int32_t kAll = std::numeric_limits<std::int32_t>::max();
 
 std::vector<Accumulation> Accumulations(const Job& job) {
   if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
-  std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kLast, Accumulation::kLastKept};
+  std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kEachKept, Accumulation::kLast,
+                                   Accumulation::kLastKept};
   if (job.replicas > 1) all.push_back(Accumulation::kReplicasLast);
   return all;
 }

@@ -30,14 +30,16 @@ std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t most_b
   return sizes;
 }
 
-// Points that a line has to pass below to be below the cost everywhere.
+// Points that a line has to pass below to be below the work on a link everywhere.
 std::vector<CostPoint> PointsBelow(const std::vector<std::int64_t>& sizes,
-                                   const std::vector<std::int64_t>& durations) {
-  const auto lowered = [](std::int64_t ns) { return std::max<std::int64_t>(0, ns - 2); };
-  std::vector<CostPoint> points = {{sizes.front(), lowered(durations.front())}};
-  for (std::size_t i = 1; i < sizes.size(); ++i) {
-    points.push_back({sizes[i], lowered(std::min(durations[i - 1], durations[i]))});
-  }
+                                   const std::vector<CollectiveCost>& costs, std::size_t link) {
+  const auto work = [&](std::size_t a, std::size_t b) {
+    const Int128 ns = std::min(costs[a].duration_ns, costs[b].duration_ns).value;
+    const Int128 done = ns * std::min(costs[a].loads.ppm[link], costs[b].loads.ppm[link]) / 1'000'000;
+    return std::max<std::int64_t>(0, static_cast<std::int64_t>(done) - 2);
+  };
+  std::vector<CostPoint> points = {{sizes.front(), work(0, 0)}};
+  for (std::size_t i = 1; i < sizes.size(); ++i) points.push_back({sizes[i], work(i - 1, i)});
   return points;
 }
 
@@ -61,30 +63,22 @@ void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
 
 }  // namespace
 
-CostLine LineBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
-                   const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes) {
-  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return {};
+CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                     const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes) {
+  CostLines lines;
+  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return lines;
   const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, world_size);
   CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
   const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, most_bytes));
-  std::vector<std::int64_t> durations;
-  LinkLoads least;
-  least.ppm.fill(1'000'000);
+  std::vector<CollectiveCost> of_sizes;
   for (const std::int64_t size : sizes) {
     request.full_tensor_bytes = {size};
-    const Result<CollectiveCost> cost = costs.Collective(request);
-    if (!cost) return {};
-    for (std::size_t l = 0; l < least.ppm.size(); ++l)
-      least.ppm[l] = std::min(least.ppm[l], cost->loads.ppm[l]);
-    durations.push_back(cost->duration_ns.value);
+    Result<CollectiveCost> cost = costs.Collective(request);
+    if (!cost) return lines;
+    of_sizes.push_back(*std::move(cost));
   }
-  const auto busiest = std::ranges::max_element(least.ppm);
-  if (*busiest == 0) return {};
-  CostLine line{.link = static_cast<std::int32_t>(busiest - least.ppm.begin())};
-  for (std::int64_t& duration : durations)
-    duration = static_cast<std::int64_t>(Int128{duration} * *busiest / 1'000'000);
-  SetLine(PointsBelow(sizes, durations), line);
-  return line;
+  for (std::size_t l = 0; l < lines.size(); ++l) SetLine(PointsBelow(sizes, of_sizes, l), lines[l]);
+  return lines;
 }
 
 // A size at which no kernel is as short as the overhead of one, and rounding is nothing.
