@@ -1,7 +1,9 @@
 #include "optimize/prices.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <tuple>
 
 namespace shardplan::optimize {
 namespace {
@@ -186,6 +188,10 @@ class PriceClimb {
 
 }  // namespace
 
+// [Note: where windows end]
+// A gather lies wholly before its first reader: a cut there says so, and one between two of them says less.
+// So of the positions in a stretch of the model's time the cut is where most bytes have to be gathered by
+// then, or may be reduced from then on.
 std::vector<std::int64_t> ChooseCuts(const StepWork& work) {
   std::set<std::int64_t> cuts = {1, 2 * work.operators()};
   for (const std::int64_t begin : work.pass_begins()) {
@@ -193,12 +199,22 @@ std::vector<std::int64_t> ChooseCuts(const StepWork& work) {
   }
   std::int64_t whole_ns = 0;
   for (const std::int64_t duration : work.durations_ns()) whole_ns += duration;
-  const std::int64_t others =
-      std::max<std::int64_t>(8, kMostWindows - static_cast<std::int64_t>(cuts.size()));
-  std::int64_t passed_ns = 0, next = 1;
+  const std::int64_t stretch_ns =
+      whole_ns / std::max<std::int64_t>(8, kMostWindows - static_cast<std::int64_t>(cuts.size())) + 1;
+  const std::map<std::int64_t, std::int64_t> deadlines = work.Deadlines();
+  auto deadline = deadlines.begin();
+  std::int64_t passed_ns = 0, best = -1, most_bytes = 0;
   for (std::int64_t i = 0; i < work.operators(); ++i) {
+    const std::int64_t stretch = passed_ns / stretch_ns;
     passed_ns += work.durations_ns()[static_cast<std::size_t>(i)];
-    for (; next < others && passed_ns >= whole_ns / others * next; ++next) cuts.insert(2 * i + 2);
+    for (; deadline != deadlines.end() && deadline->first <= 2 * i + 2; ++deadline) {
+      if (deadline->second <= most_bytes) continue;
+      std::tie(best, most_bytes) = *deadline;
+    }
+    if (passed_ns / stretch_ns == stretch && i + 1 < work.operators()) continue;
+    cuts.insert(best >= 0 ? best : 2 * i + 2);
+    best = -1;
+    most_bytes = 0;
   }
   return {cuts.begin(), cuts.end()};
 }

@@ -43,20 +43,35 @@ std::vector<CostPoint> PointsBelow(const std::vector<std::int64_t>& sizes,
   return points;
 }
 
-// The line through the last point that passes below all others; where that would begin below zero, the
-// steepest one through the origin.
-void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
-  const CostPoint& last = points.back();
-  Int128 slope = 0;
-  Int128 from_origin = Int128{last.least_ns} * kSlopeScale / last.bytes;
+// The lower convex hull: no point is below it.
+std::vector<CostPoint> HullOf(const std::vector<CostPoint>& points) {
+  std::vector<CostPoint> hull;
+  const auto above = [](const CostPoint& a, const CostPoint& b, const CostPoint& c) {
+    return Int128{b.least_ns - a.least_ns} * (c.bytes - a.bytes) >=
+           Int128{c.least_ns - a.least_ns} * (b.bytes - a.bytes);
+  };
   for (const CostPoint& point : points) {
-    from_origin = std::min(from_origin, Int128{point.least_ns} * kSlopeScale / point.bytes);
-    if (point.bytes == last.bytes) continue;
-    const Int128 rise = Int128{last.least_ns} - point.least_ns;
-    const Int128 run = Int128{last.bytes} - point.bytes;
-    if (rise > 0) slope = std::max(slope, rise * kSlopeScale / run + 1);
+    while (hull.size() > 1 && above(hull[hull.size() - 2], hull.back(), point)) hull.pop_back();
+    hull.push_back(point);
   }
-  const Int128 begin = Int128{last.least_ns} * kSlopeScale - slope * last.bytes;
+  return hull;
+}
+
+// The hull's edge at the size of a unit among many; where that begins below zero, the steepest line through
+// the origin. The slope is rounded down, and up where it takes from the begin.
+void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
+  constexpr std::int64_t kUnits = 128;
+  const std::vector<CostPoint> hull = HullOf(points);
+  const std::int64_t of_a_unit = points.back().bytes / kUnits;
+  std::size_t end = 1;
+  while (end + 1 < hull.size() && hull[end].bytes < of_a_unit) ++end;
+  const CostPoint &from = hull[end - 1], &to = hull[end];
+  const Int128 rise = Int128{to.least_ns - from.least_ns} * kSlopeScale;
+  const Int128 slope = std::max<Int128>(rise / (to.bytes - from.bytes), 0);
+  const Int128 begin = Int128{from.least_ns} * kSlopeScale - (slope + 1) * from.bytes;
+  Int128 from_origin = Int128{points.back().least_ns} * kSlopeScale / points.back().bytes;
+  for (const CostPoint& point : points)
+    from_origin = std::min(from_origin, Int128{point.least_ns} * kSlopeScale / point.bytes);
   line.fixed_ns = begin < 0 ? 0 : static_cast<std::int64_t>(begin / kSlopeScale);
   line.per_byte = static_cast<std::int64_t>(begin < 0 ? from_origin : slope);
 }

@@ -245,6 +245,15 @@ class StepWorkBuilder {
       remade_bytes_;  // by operator: what it uses of earlier passes, if that is made anew
 };
 
+std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
+  std::map<std::int64_t, std::int64_t> bytes;
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.reads.empty()) bytes[2 * parameter.reads.front() + 1] += parameter.numel;
+    if (!parameter.grads.empty()) bytes[2 * parameter.grads.back() + 2] += parameter.numel;
+  }
+  return bytes;
+}
+
 Result<StepWork> StepWork::Make(const Trace& trace, const Plan& job, bool recomputation) {
   return StepWorkBuilder(trace, job, recomputation).Run();
 }

@@ -49,6 +49,9 @@ class StepWork {
   const std::vector<std::int64_t>& durations_ns() const { return durations_ns_; }
   // The operators that are the first of a pass.
   const std::vector<std::int64_t>& pass_begins() const { return pass_begins_; }
+  // Positions before which parameters are gathered first, or behind which gradients are reduced last, and the
+  // bytes of these parameters.
+  std::map<std::int64_t, std::int64_t> Deadlines() const;
   const Cluster& cluster() const { return cluster_; }
   // No plan of the class needs less.
   Bytes LeastMemory() const { return least_memory_; }
