@@ -262,6 +262,26 @@ class WindowedWork::Sum {
     std::int64_t window = 0;
   };
 
+  // By number of items, the last bucket of the cheapest way to cut so many of the first items. `may_begin`:
+  // whether a bucket that begins with an item may be in a window; what follows the item may be there, too.
+  template <typename CostOf, typename MayBegin>
+  std::vector<Bucket> CheapestBuckets(std::size_t items, const Prices& begins, CostOf cost_of,
+                                      MayBegin may_begin) const {
+    std::vector<Bucket> least(items + 1);
+    least[0].cost = 0;
+    std::vector<Bucket> open(windows_.size());  // by window: the cheapest that goes on
+    for (std::size_t item = 0; item < items; ++item) {
+      for (std::int64_t w = 0; w <= last_; ++w) {
+        const Int128 fresh = least[item].cost + begins[w];
+        if (may_begin(item, w) && (open[w].cost < 0 || fresh < open[w].cost)) open[w] = {fresh, item, w};
+        if (open[w].cost < 0) continue;
+        open[w].cost += cost_of(item, w);
+        if (least[item + 1].cost < 0 || open[w].cost < least[item + 1].cost) least[item + 1] = open[w];
+      }
+    }
+    return least;
+  }
+
   Int128 FirstGathers() {
     struct Item {
       std::int64_t over, cuts, bytes;
@@ -270,20 +290,14 @@ class WindowedWork::Sum {
     for (const auto& [key, bytes] : of_.first_gathers_) items.push_back({key.first, key.second, bytes});
     if (items.empty()) return 0;
     const std::int64_t last = items.back().over;
-    const Prices begins = BeginPrices(of_.work_.gather_);
-    std::vector<Bucket> least(items.size() + 1);
-    least[0].cost = 0;
-    for (std::size_t first = 0; first < items.size(); ++first) {
-      for (std::int64_t w = 0; w <= items[first].over; ++w) {
-        Int128 cost = least[first].cost + begins[w];
-        for (std::size_t end = first; end < items.size(); ++end) {
-          const Item& item = items[end];
-          cost += gather_[w] * item.bytes + kernels_.Least(0, w) * CopiedIn(item.bytes) +
-                  kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.cuts);
-          if (least[end + 1].cost < 0 || cost < least[end + 1].cost) least[end + 1] = {cost, first, w};
-        }
-      }
-    }
+    const auto cost_of = [&](std::size_t i, std::int64_t w) {
+      const Item& item = items[i];
+      return gather_[w] * item.bytes + kernels_.Least(0, w) * CopiedIn(item.bytes) +
+             kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.cuts);
+    };
+    const std::vector<Bucket> least =
+        CheapestBuckets(items.size(), BeginPrices(of_.work_.gather_), cost_of,
+                        [&](std::size_t i, std::int64_t w) { return w <= items[i].over; });
     for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
       const std::int64_t w = least[end].window;
       UseLinks(of_.work_.gather_, 1, 0, w);
@@ -323,20 +337,14 @@ class WindowedWork::Sum {
     if (items.empty()) return 0;
     std::ranges::reverse(items);
     const std::int64_t earliest = items.back().first.window;
-    const Prices begins = BeginPrices(of_.work_.reduce_);
-    std::vector<Bucket> least(items.size() + 1);
-    least[0].cost = 0;
-    for (std::size_t first = 0; first < items.size(); ++first) {
-      for (std::int64_t w = items[first].first.window; w <= last_; ++w) {
-        Int128 cost = least[first].cost + begins[w];
-        for (std::size_t end = first; end < items.size(); ++end) {
-          const auto& [reduction, what] = items[end];
-          cost += reduce_[w] * what.reduced_bytes + AroundReduction(what, earliest, w) +
-                  Kept(what.gradient_bytes, reduction.cut, w);
-          if (least[end + 1].cost < 0 || cost < least[end + 1].cost) least[end + 1] = {cost, first, w};
-        }
-      }
-    }
+    const auto cost_of = [&](std::size_t i, std::int64_t w) {
+      const auto& [reduction, what] = items[i];
+      return reduce_[w] * what.reduced_bytes + AroundReduction(what, earliest, w) +
+             Kept(what.gradient_bytes, reduction.cut, w);
+    };
+    const std::vector<Bucket> least =
+        CheapestBuckets(items.size(), BeginPrices(of_.work_.reduce_), cost_of,
+                        [&](std::size_t i, std::int64_t w) { return w >= items[i].first.window; });
     for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
       const std::int64_t w = least[end].window;
       UseLinks(of_.work_.reduce_, 1, 0, w);
