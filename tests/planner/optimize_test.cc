@@ -184,6 +184,43 @@ TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
   EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
 }
 
+// Two experts in a tensor: by rows four ranks hold twice as much as there is.
+TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+  for (int i = 0; i < 3; ++i) {
+    list.children.push_back({.name = std::to_string(i),
+                             .class_name = "Block",
+                             .children = {{.name = "experts", .parameters = {{2, 64, 32}}},
+                                          {.name = "norm", .parameters = {{64}}}}});
+  }
+  const Trace trace = testing::TraceOf({.name = "", .children = {list}}, 1'000'000);
+  const optimize::Job job = optimize::MakeJob(trace, {}, kRanks);
+  ASSERT_EQ(job.even_dims.size(), 3U);
+  EXPECT_EQ(job.even_dims.front(), (ShardDimRule{{"layers.0.experts.weight0"}, 1}));
+  const Result<OptimizeOutput> loose = Optimize(trace, {}, SmallCluster(), Within(kLoose));
+  ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
+  OptimizeOptions fixed = Within(kLoose);
+  fixed.fixed = {"layout", "policy"};
+  const Result<OptimizeOutput> by_rows = Optimize(trace, {}, SmallCluster(), fixed);
+  ASSERT_TRUE(by_rows.has_value());
+  EXPECT_LE(loose->report.step_ns, by_rows->report.step_ns);
+  // Less than by rows can do with.
+  const optimize::Choice frugal = optimize::Frugal(job, Within(kLoose)).front();
+  EXPECT_FALSE(frugal.even);
+  const Result<PlannerOutput> planned = MakePlan(trace, optimize::StrategyOf(job, frugal), SmallCluster());
+  ASSERT_TRUE(planned.has_value());
+  OptimizeOptions tight = Within(Bytes{PoolMemory(planned->plan).pooled_bytes.value - 1});
+  tight.fixed = {"policy"};
+  const Result<OptimizeOutput> even = Optimize(trace, {}, SmallCluster(), tight);
+  ASSERT_TRUE(even.has_value()) << ToString(even.error());
+  EXPECT_EQ(even->strategy.fsdp2.shard_dims, job.even_dims);
+  ASSERT_TRUE(even->certificate.has_value());
+  const Status checked = CheckCertificate(trace, even->plan, *even->certificate);
+  EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+  tight.fixed.insert("layout");
+  EXPECT_FALSE(Optimize(trace, {}, SmallCluster(), tight).has_value());
+}
+
 TEST(Optimize, IsTheSameOnAnyNumberOfThreads) {
   const Trace trace = SmallModel(3, 32, 32);
   const Result<OptimizeOutput> one = Optimize(trace, {}, SmallCluster(), Within(kLoose, 1));

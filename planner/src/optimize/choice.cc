@@ -193,6 +193,31 @@ std::string CheckpointText(const Job& job, const Choice& choice) {
 
 }  // namespace
 
+namespace {
+
+std::vector<ShardDimRule> EvenDims(const Trace& trace, std::int64_t shards) {
+  std::vector<ShardDimRule> rules;
+  for (const Parameter& parameter : trace.parameters) {
+    if (parameter.shape.size() < 2 || !parameter.placements.empty()) continue;
+    const std::int64_t rows = parameter.shape.front();
+    const std::int64_t padded = (rows + shards - 1) / shards * shards;
+    if (padded * 4 <= rows * 5) continue;
+    const auto divided = std::ranges::find_if(parameter.shape.begin() + 1, parameter.shape.end(),
+                                              [&](std::int64_t size) { return size % shards == 0; });
+    if (divided == parameter.shape.end()) continue;
+    rules.push_back({{parameter.fqn}, static_cast<std::int32_t>(divided - parameter.shape.begin())});
+  }
+  return rules;
+}
+
+std::string LayoutText(const Job& job, const Choice& choice) {
+  if (job.keeps_layout) return "as given";
+  if (!Effective(job, choice).even) return "parameters are cut by rows";
+  return fmt::format("{} parameters of few rows are cut along another dimension", job.even_dims.size());
+}
+
+}  // namespace
+
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
   Job job{.strategy = strategy, .chain = MakeModelChain(trace)};
   job.shards = ranks;
@@ -200,6 +225,7 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
     if (dim.name == "replicate") job.replicas = dim.size;
   }
   if (job.replicas > 1) job.shards = ranks / job.replicas;
+  job.even_dims = EvenDims(trace, job.shards);
   job.plain_loop = strategy.program.size() == 1 && IsPlainLoop(strategy.program.front(), job.microbatches);
   if (!job.plain_loop) job.microbatches = 1;
   return job;
@@ -221,6 +247,7 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
   WriteLoop(job, choice, strategy);
   if (job.microbatches > 1 && !job.keeps_accumulation)
     strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
+  if (Effective(job, choice).even) strategy.fsdp2.shard_dims = job.even_dims;
   strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
   if (choice.fsdp1) {
     SetFsdp1(job, choice, strategy);
@@ -253,12 +280,13 @@ Choice Effective(const Job& job, Choice choice) {
     choice.kept = std::min(choice.kept, units);
     if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
   }
+  choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
   if (choice.recomputed == 0) choice.children.clear();
   return choice;
 }
 
 const std::vector<std::string>& DecisionNames() {
-  static const std::vector<std::string> names = {"policy",     "units",        "reshard",
+  static const std::vector<std::string> names = {"policy",     "units",        "reshard", "layout",
                                                  "checkpoint", "accumulation", "prefetch"};
   return names;
 }
@@ -267,6 +295,7 @@ std::string DecisionText(const Job& job, const Choice& choice, const std::string
   if (decision == "policy") return choice.fsdp1 ? "fsdp1" : "fsdp2";
   if (decision == "units") return UnitsText(job, choice);
   if (decision == "reshard") return ReshardText(job, choice);
+  if (decision == "layout") return LayoutText(job, choice);
   if (decision == "checkpoint") return CheckpointText(job, choice);
   if (decision == "accumulation") return AccumulationText(job, choice);
   return PrefetchText(job, choice);
@@ -281,6 +310,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
     choice.root_freed = other.root_freed;
     choice.grad_op = other.grad_op;
   }
+  if (decision == "layout") choice.even = other.even;
   if (decision == "checkpoint") {
     choice.recomputed = other.recomputed;
     choice.children = other.children;

@@ -23,6 +23,7 @@ struct Choice {
   std::int32_t kept = 0;          // units from the end that are not freed after the forward
   std::int64_t part = 0;          // the others are kept on so many ranks; 0: freed
   bool root_freed = false;        // the root's own parameters are, too
+  bool even = false;              // parameters of few rows are cut along Job::even_dims
   std::int32_t prefetch = 0;      // units ahead, in both passes; 0: as PyTorch by default
   std::int32_t in_flight = 1;     // inputs of reduce-scatters
   bool own_communicator = false;  // of the reduce-scatters
@@ -42,9 +43,11 @@ struct Job {
   ModelChain chain;
   std::int64_t shards = 1, replicas = 1;
   std::int32_t microbatches = 1;
+  // Of parameters whose rows the ranks pad by a quarter and more: another dimension, which they divide.
+  std::vector<ShardDimRule> even_dims;
   bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
   bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,
-       keeps_accumulation = false;
+       keeps_accumulation = false, keeps_layout = false;
 };
 
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);

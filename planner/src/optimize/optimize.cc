@@ -79,6 +79,7 @@ class OptimizeRun {
     job.keeps_reshard = options.fixed.contains("reshard");
     job.keeps_prefetch = options.fixed.contains("prefetch");
     job.keeps_accumulation = options.fixed.contains("accumulation");
+    job.keeps_layout = options.fixed.contains("layout") || !strategy.fsdp2.shard_dims.empty();
     job.keeps_checkpoint = options.fixed.contains("checkpoint") || !options.may_checkpoint;
     return job;
   }
@@ -288,7 +289,7 @@ class OptimizeRun {
 }  // namespace
 
 const std::set<std::string>& FixableDecisions() {
-  static const std::set<std::string> names = {"accumulation", "checkpoint", "policy",
+  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout", "policy",
                                               "prefetch",     "reshard",    "units"};
   return names;
 }
