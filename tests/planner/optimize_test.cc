@@ -190,7 +190,7 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   for (int i = 0; i < 3; ++i) {
     list.children.push_back({.name = std::to_string(i),
                              .class_name = "Block",
-                             .children = {{.name = "experts", .parameters = {{2, 64, 32}}},
+                             .children = {{.name = "experts", .parameters = {{2, 2048, 2048}}},
                                           {.name = "norm", .parameters = {{64}}}}});
   }
   const Trace trace = testing::TraceOf({.name = "", .children = {list}}, 1'000'000);
@@ -204,12 +204,16 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   const Result<OptimizeOutput> by_rows = Optimize(trace, {}, SmallCluster(), fixed);
   ASSERT_TRUE(by_rows.has_value());
   EXPECT_LE(loose->report.step_ns, by_rows->report.step_ns);
-  // Less than by rows can do with.
-  const optimize::Choice frugal = optimize::Frugal(job, Within(kLoose)).front();
-  EXPECT_FALSE(frugal.even);
-  const Result<PlannerOutput> planned = MakePlan(trace, optimize::StrategyOf(job, frugal), SmallCluster());
-  ASSERT_TRUE(planned.has_value());
-  OptimizeOptions tight = Within(Bytes{PoolMemory(planned->plan).pooled_bytes.value - 1});
+  // In less than any plan by rows needs, which pools no less than the most frugal of them.
+  const std::vector<optimize::Choice> frugal = optimize::Frugal(job, fixed);
+  ASSERT_EQ(frugal.size(), 2U);
+  ASSERT_TRUE(!frugal.front().even && frugal.back().even);
+  const Result<PlannerOutput> rows =
+      MakePlan(trace, optimize::StrategyOf(job, frugal.front()), SmallCluster());
+  const Result<PlannerOutput> cut = MakePlan(trace, optimize::StrategyOf(job, frugal.back()), SmallCluster());
+  ASSERT_TRUE(rows.has_value() && cut.has_value());
+  OptimizeOptions tight = Within(optimize::ReservedBy(cut->plan));
+  ASSERT_LT(tight.budget, PoolMemory(rows->plan).pooled_bytes);
   tight.fixed = {"policy"};
   const Result<OptimizeOutput> even = Optimize(trace, {}, SmallCluster(), tight);
   ASSERT_TRUE(even.has_value()) << ToString(even.error());

@@ -9,13 +9,6 @@
 namespace shardplan::fsdp2 {
 
 BufferId UnshardedGrads::GradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const {
-  if (parameters.size() != 1) return MakeGradBuffer(parameters, accumulated);
-  const auto [entry, added] = single_.try_emplace({*parameters.begin(), accumulated}, BufferId{-1});
-  if (added) entry->second = MakeGradBuffer(parameters, accumulated);
-  return entry->second;
-}
-
-BufferId UnshardedGrads::MakeGradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const {
   const Unit& unit = scope_.unit();
   const DType dtype = accumulated ? unit.reduce_dtype : unit.param_dtype;
   std::vector<Bytes> parts;

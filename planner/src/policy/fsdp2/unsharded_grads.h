@@ -3,9 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "policy/fsdp2/unit_scope.h"
@@ -47,14 +45,11 @@ class UnshardedGrads {
 
  private:
   BufferId GradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const;
-  BufferId MakeGradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const;
   std::vector<BufferId> TakeBuffers(std::set<std::int32_t> grads, bool accumulated) const;
   std::vector<BufferId> ReducePartialGrads(std::set<std::int32_t>& grads, bool accumulated) const;
 
   const UnitScope& scope_;
   State state_;
-  // Of one parameter, asked for in every micro-batch: whether accumulated, and the buffer.
-  mutable std::map<std::pair<std::int32_t, bool>, BufferId> single_;
 };
 
 }  // namespace shardplan::fsdp2
