@@ -5,6 +5,7 @@
 #include <array>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -17,6 +18,7 @@
 #include "passes/record_order.h"
 #include "passes/schedule_analysis.h"
 #include "passes/unseen_backward.h"
+#include "plan_series.h"
 #include "policy/policy_description.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
@@ -25,6 +27,7 @@
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/strategy_check.h"
 #include "shardplan/schemas/trace_check.h"
+#include "shardplan/simulator/cost_model.h"
 #include "units/model_index.h"
 #include "units/partition.h"
 #include "units/split_ties.h"
@@ -38,12 +41,13 @@ struct Task {
   const Strategy& strategy;
   const Cluster& cluster;
   const PolicyDescription& policy;
+  const PlanSeries* series = nullptr;  // has what its plans have in common
 };
 
 // What the passes have made of it so far: each takes what it needs and puts in what it returns.
 struct Made {
-  std::optional<Trace> rewritten;  // the latest; none: the given trace stands
-  ModelIndex index;
+  std::shared_ptr<const Trace> rewritten;  // the latest; none: the given trace stands
+  std::shared_ptr<const ModelIndex> index;
   Partition partition;
   std::vector<RecordedStep> order;
   Plan plan;
@@ -57,7 +61,7 @@ const Trace& TraceOf(const Task& task, const Made& made) {
 }
 
 PolicyInput InputOf(const Task& task, const Made& made) {
-  return {TraceOf(task, made), made.index, made.partition, task.strategy, made.order};
+  return {TraceOf(task, made), *made.index, made.partition, task.strategy, made.order};
 }
 
 template <typename T>
@@ -68,10 +72,11 @@ Status Keep(Result<T> result, T& into) {
 }
 
 void Rewrite(std::optional<Trace> trace, Made& made) {
-  if (trace) made.rewritten = std::move(trace);
+  if (trace) made.rewritten = std::make_shared<const Trace>(*std::move(trace));
 }
 
 Status RunApplyCheckpointing(const Task& task, Made& made) {
+  if (task.series != nullptr) return Keep(task.series->Recomputing(task.strategy.checkpoint), made.rewritten);
   if (!task.strategy.checkpoint) return {};
   Result<Trace> trace = ApplyCheckpointing(TraceOf(task, made), *task.strategy.checkpoint);
   if (!trace) return std::unexpected(std::move(trace.error()));
@@ -81,13 +86,14 @@ Status RunApplyCheckpointing(const Task& task, Made& made) {
 
 Status RunChooseUnits(const Task& task, Made& made) {
   const Trace& trace = TraceOf(task, made);
-  made.index = MakeModelIndex(trace);
-  const std::unique_ptr<UnitMaker> maker = task.policy.make_units(trace, made.index, task.strategy);
-  return Keep(ChooseUnits(trace, made.index, task.strategy, *maker, task.cluster.ranks), made.partition);
+  made.index = task.series != nullptr ? task.series->index()
+                                      : std::make_shared<const ModelIndex>(MakeModelIndex(trace));
+  const std::unique_ptr<UnitMaker> maker = task.policy.make_units(trace, *made.index, task.strategy);
+  return Keep(ChooseUnits(trace, *made.index, task.strategy, *maker, task.cluster.ranks), made.partition);
 }
 
 Status RunSplitTies(const Task& task, Made& made) {
-  std::optional<SplitTrace> split = SplitTies(TraceOf(task, made), made.index, made.partition);
+  std::optional<SplitTrace> split = SplitTies(TraceOf(task, made), *made.index, made.partition);
   if (!split) return {};
   Rewrite(std::move(split->trace), made);
   made.partition = std::move(split->partition);
@@ -96,30 +102,31 @@ Status RunSplitTies(const Task& task, Made& made) {
 
 Status RunExtendGradients(const Task& task, Made& made) {
   if (task.policy.extend_gradients == nullptr) return {};
-  Rewrite(task.policy.extend_gradients(TraceOf(task, made), made.index, made.partition), made);
+  Rewrite(task.policy.extend_gradients(TraceOf(task, made), *made.index, made.partition), made);
   return {};
 }
 
 Status RunJoinTensors(const Task& task, Made& made) {
-  Rewrite(JoinPassedThrough(TraceOf(task, made), made.index, made.partition, task.policy.wraps_inputs), made);
+  Rewrite(JoinPassedThrough(TraceOf(task, made), *made.index, made.partition, task.policy.wraps_inputs),
+          made);
   return {};
 }
 
 Status RunRecordOrder(const Task& task, Made& made) {
   return Keep(
-      RecordOrder(TraceOf(task, made), made.index, made.partition, task.strategy, task.policy.wraps_inputs),
+      RecordOrder(TraceOf(task, made), *made.index, made.partition, task.strategy, task.policy.wraps_inputs),
       made.order);
 }
 
 // What cannot be planned because of the model is not our bug.
 Error OfTheModel(const Task& task, const Made& made, Error error) {
   if (error.code != ErrorCode::kInternal) return error;
-  const auto unit = UnitWithUnseenBackward(TraceOf(task, made), made.index, made.partition);
+  const auto unit = UnitWithUnseenBackward(TraceOf(task, made), *made.index, made.partition);
   return unit ? UnseenBackward(made.partition, *unit) : error;
 }
 
 Status RunPlaceEvents(const Task& task, Made& made) {
-  Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy);
+  Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy, task.series == nullptr);
   if (!placed) return std::unexpected(OfTheModel(task, made, std::move(placed.error())));
   made.plan = std::move(placed->plan);
   made.possible_faults = std::move(placed->faults);
@@ -149,7 +156,7 @@ Status RunDigest(const Task& task, Made& made) {
 // An altered trace and a training loop that nobody can run end here, and so would a bug of the planner: which
 // of them it is, the documents do not say.
 Error DoesNotVerify(const Task& task, const Made& made, const Error& found) {
-  if (auto error = ReadOutsideItsUnit(TraceOf(task, made), made.index, made.partition))
+  if (auto error = ReadOutsideItsUnit(TraceOf(task, made), *made.index, made.partition))
     return *std::move(error);
   const bool own_loop = !task.strategy.program.empty();
   return {.code = ErrorCode::kBadInput,
@@ -165,7 +172,7 @@ Status RunVerify(const Task& task, Made& made) {
   const Result<std::vector<FoundFault>> found = CarryFaults(made.plan, made.possible_faults);
   if (!found) {
     const auto not_gathered = [](const Violation& v) { return v.rule == Rule::kUseBeforeUnshard; };
-    const auto unit = UnitWithUnseenBackward(TraceOf(task, made), made.index, made.partition);
+    const auto unit = UnitWithUnseenBackward(TraceOf(task, made), *made.index, made.partition);
     if (unit && std::ranges::any_of(Verify(made.plan), not_gathered)) {
       return std::unexpected(UnseenBackward(made.partition, *unit));
     }
@@ -269,6 +276,17 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
   return Task{trace, strategy, cluster, FindPolicy(strategy.policy)};
 }
 
+template <typename Change>
+void ForEachOperator(Trace& trace, Change change) {
+  for (std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
+    for (Pass& pass : *passes) {
+      for (TraceEvent& event : pass.events) {
+        if (auto* op = std::get_if<OperatorEvent>(&event)) change(*op);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 std::span<const PlannerPass> PlannerPasses() {
@@ -287,6 +305,51 @@ Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, con
   Made made;
   if (Status s = RunPasses(*task, "", options, made); !s) return std::unexpected(std::move(s.error()));
   return PlannerOutput{.plan = std::move(made.plan), .faults = std::move(made.faults)};
+}
+
+PlanSeries::PlanSeries(const Trace& trace, const Cluster& cluster)
+    : trace_(trace), cluster_(cluster), checked_(CheckTrace(trace)) {
+  if (!checked_) return;
+  if (checked_ = CheckCluster(cluster); !checked_) return;
+  index_ = std::make_shared<const ModelIndex>(MakeModelIndex(trace_));
+  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
+  ForEachOperator(trace_, [&](OperatorEvent& op) { op.duration_ns = costs->Operator(op); });
+}
+
+Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
+    const std::optional<CheckpointRule>& rule) const {
+  constexpr std::size_t kMostKept = 12;
+  const std::pair key{rule ? rule->modules : std::vector<std::string>{}, rule && rule->early_stop};
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto known = recomputing_.find(key); known != recomputing_.end()) return known->second;
+  }
+  Result<Trace> made = rule ? ApplyCheckpointing(trace_, *rule) : trace_;
+  if (!made) return std::unexpected(std::move(made.error()));
+  // What operators read and write is looked at where ties are split, and nowhere behind.
+  const bool tied =
+      std::ranges::any_of(made->parameters, [](const Parameter& p) { return !p.shared_with.empty(); });
+  if (!tied) {
+    ForEachOperator(*made, [](OperatorEvent& op) {
+      op.reads = {};
+      op.writes = {};
+    });
+  }
+  auto trace = std::make_shared<const Trace>(*std::move(made));
+  const std::lock_guard lock(mutex_);
+  if (recomputing_.size() >= kMostKept) recomputing_.clear();
+  recomputing_[key] = trace;
+  return trace;
+}
+
+Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
+  if (!checked_) return std::unexpected(checked_.error());
+  if (Status s = CheckStrategy(strategy); !s) return std::unexpected(std::move(s.error()));
+  const Task task{trace_, strategy, cluster_, FindPolicy(strategy.policy), this};
+  const PlanOptions options{.verify = false, .skip = {"build_graph", "linearise", "digest"}};
+  Made made;
+  if (Status s = RunPasses(task, "", options, made); !s) return std::unexpected(std::move(s.error()));
+  return std::move(made.plan);
 }
 
 Result<PassOutput> RunPassesUntil(std::string_view last, const Trace& trace, const Strategy& strategy,

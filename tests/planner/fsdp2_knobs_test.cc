@@ -120,6 +120,7 @@ void RandomKnobs(Random& random, Case& c) {
       random.Chance(30) ? 1 + static_cast<std::int32_t>(random.Below(3)) : 1;
   knobs.allocate_memory_from_process_group = random.Chance(20);
   knobs.post_optim_event = random.Chance(20);
+  knobs.part_after_backward = random.Chance(20);
   if (random.Chance(20)) {
     AllReduceHook hook{.reduce_op = random.Pick({ReduceOp::kSum, ReduceOp::kAverage})};
     for (const StrategyMeshDim& dim : c.strategy.mesh) {

@@ -123,8 +123,8 @@ std::optional<Verdict> Judge(std::uint32_t seed) {
   const Result<StepWork> work = StepWork::Make(instance.trace, plan->plan, false);
   EXPECT_TRUE(work.has_value()) << "seed " << seed;
   if (!work) return std::nullopt;
-  const CertificateBranch branch =
-      optimize::FindPrices(*work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, options.budget);
+  const CertificateBranch branch = optimize::FindPrices(*work, optimize::ChooseCuts(*work),
+                                                        LayoutKind::kPerParameter, options.budget, *best);
   return Verdict{branch.lower_bound_ns, *best, found->evaluation.step_ns};
 }
 

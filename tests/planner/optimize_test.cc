@@ -133,6 +133,98 @@ TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
   }
 }
 
+// Of the step that repeats: how often units are gathered over all ranks, and over a part of them.
+std::pair<int, int> GathersOf(const Plan& plan) {
+  std::pair<int, int> gathers;
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind != InstructionKind::kAllGather) continue;
+      const bool all = plan.communicators[static_cast<std::size_t>(i.communicator)].size == kRanks;
+      ++(all ? gathers.first : gathers.second);
+    }
+  }
+  return gathers;
+}
+
+TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
+  const Trace trace = SmallModel(4, 64, 32);
+  const Cluster cluster = SmallCluster(20'000'000);
+  Strategy strategy;
+  StepProgram step;
+  for (std::int32_t m = 0; m < 4; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  strategy.program = {step};
+  const optimize::Job job = optimize::MakeJob(trace, strategy, kRanks);
+  optimize::Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .part = 2};
+  choice.accumulation = optimize::Accumulation::kEachKept;
+  EXPECT_FALSE(optimize::IsOfPyTorch(choice));
+  const Result<PlannerOutput> parts = MakePlan(trace, optimize::StrategyOf(job, choice), cluster);
+  ASSERT_TRUE(parts.has_value()) << ToString(parts.error());
+  // Each unit once over all ranks; over the parts in every other pass.
+  const int units = static_cast<int>(choice.units.size());
+  EXPECT_EQ(GathersOf(parts->plan), std::pair(units, 7 * units));
+  choice.accumulation = optimize::Accumulation::kEach;
+  EXPECT_TRUE(optimize::IsOfPyTorch(choice));
+  const Result<PlannerOutput> freed = MakePlan(trace, optimize::StrategyOf(job, choice), cluster);
+  ASSERT_TRUE(freed.has_value());
+  EXPECT_EQ(GathersOf(freed->plan), std::pair(4 * units, 4 * units));
+  // Nothing is kept whole within this budget, and parts are: the search keeps them.
+  const auto measured = optimize::Measure(parts->plan);
+  ASSERT_TRUE(measured.has_value());
+  const Bytes budget = optimize::ReservedBy(parts->plan);
+  const Result<OptimizeOutput> output = Optimize(trace, strategy, cluster, Within(budget));
+  ASSERT_TRUE(output.has_value()) << ToString(output.error());
+  EXPECT_LE(output->report.step_ns, measured->step_ns);
+  ASSERT_TRUE(output->certificate.has_value());
+  const Status checked = CheckCertificate(trace, output->plan, *output->certificate);
+  EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+}
+
+// Two experts in a tensor: by rows four ranks hold twice as much as there is.
+TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+  for (int i = 0; i < 3; ++i) {
+    list.children.push_back({.name = std::to_string(i),
+                             .class_name = "Block",
+                             .children = {{.name = "experts", .parameters = {{2, 2048, 2048}}},
+                                          {.name = "norm", .parameters = {{64}}}}});
+  }
+  const Trace trace = testing::TraceOf({.name = "", .children = {list}}, 1'000'000);
+  const optimize::Job job = optimize::MakeJob(trace, {}, kRanks);
+  ASSERT_EQ(job.even_dims.size(), 3U);
+  EXPECT_EQ(job.even_dims.front(), (ShardDimRule{{"layers.0.experts.weight0"}, 1}));
+  const Result<OptimizeOutput> loose = Optimize(trace, {}, SmallCluster(), Within(kLoose));
+  ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
+  OptimizeOptions fixed = Within(kLoose);
+  fixed.fixed = {"layout", "policy"};
+  const Result<OptimizeOutput> by_rows = Optimize(trace, {}, SmallCluster(), fixed);
+  ASSERT_TRUE(by_rows.has_value());
+  EXPECT_LE(loose->report.step_ns, by_rows->report.step_ns);
+  // In less than any plan by rows needs, which pools no less than the most frugal of them.
+  const std::vector<optimize::Choice> frugal = optimize::Frugal(job, fixed);
+  ASSERT_EQ(frugal.size(), 2U);
+  ASSERT_TRUE(!frugal.front().even && frugal.back().even);
+  const Result<PlannerOutput> rows =
+      MakePlan(trace, optimize::StrategyOf(job, frugal.front()), SmallCluster());
+  const Result<PlannerOutput> cut = MakePlan(trace, optimize::StrategyOf(job, frugal.back()), SmallCluster());
+  ASSERT_TRUE(rows.has_value() && cut.has_value());
+  OptimizeOptions tight = Within(optimize::ReservedBy(cut->plan));
+  ASSERT_LT(tight.budget, PoolMemory(rows->plan).pooled_bytes);
+  tight.fixed = {"policy"};
+  const Result<OptimizeOutput> even = Optimize(trace, {}, SmallCluster(), tight);
+  ASSERT_TRUE(even.has_value()) << ToString(even.error());
+  EXPECT_EQ(even->strategy.fsdp2.shard_dims, job.even_dims);
+  ASSERT_TRUE(even->certificate.has_value());
+  const Status checked = CheckCertificate(trace, even->plan, *even->certificate);
+  EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+  tight.fixed.insert("layout");
+  EXPECT_FALSE(Optimize(trace, {}, SmallCluster(), tight).has_value());
+}
+
 TEST(Optimize, IsTheSameOnAnyNumberOfThreads) {
   const Trace trace = SmallModel(3, 32, 32);
   const Result<OptimizeOutput> one = Optimize(trace, {}, SmallCluster(), Within(kLoose, 1));

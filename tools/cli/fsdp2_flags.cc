@@ -47,6 +47,9 @@ void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
              "fsdp2: collectives' buffers from the communicator's own memory pool");
   group.Flag("--post-optim-event", flags.post_optim_event,
              "fsdp2: all-gathers wait for the optimizer's step alone");
+  group.Flag(
+      "--part-after-backward", flags.part_after_backward,
+      "fsdp2: units that set_reshard_after_backward(False) leaves stay on their smaller mesh, not whole");
   group.Option("--all-reduce-hook", flags.all_reduce_hook,
                "fsdp2: a hook that averages reduced gradients over this mesh dimension");
   group.Flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
@@ -75,6 +78,7 @@ Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
   if (flags.reduce_scatter_inputs) knobs.reduce_scatter_inputs_in_flight = *flags.reduce_scatter_inputs;
   if (flags.process_group_memory) knobs.allocate_memory_from_process_group = true;
   if (flags.post_optim_event) knobs.post_optim_event = true;
+  if (flags.part_after_backward) knobs.part_after_backward = true;
   if (flags.all_reduce_hook) {
     knobs.all_reduce_hooks = {{.mesh_dim = *flags.all_reduce_hook, .reduce_op = ReduceOp::kAverage}};
   }

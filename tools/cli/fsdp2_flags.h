@@ -23,6 +23,7 @@ struct Fsdp2Flags {
   std::optional<std::int32_t> reduce_scatter_inputs;
   bool process_group_memory = false;
   bool post_optim_event = false;
+  bool part_after_backward = false;
   std::optional<std::string> all_reduce_hook;  // a mesh dimension
   bool no_root = false;
   bool share_comm_context = false;

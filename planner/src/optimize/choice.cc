@@ -44,9 +44,16 @@ ModuleCall Set(std::string method, bool value, std::string module = {}, bool rec
   return {.method = std::move(method), .module = std::move(module), .value = value, .recurse = recurse};
 }
 
-// Of the units that are kept, over all micro-batches but the last.
+// Over micro-batches.
+bool KeepsOver(const Choice& choice) {
+  return !choice.fsdp1 &&
+         (choice.accumulation == Accumulation::kEachKept || choice.accumulation == Accumulation::kLastKept);
+}
+bool KeepsPartsOver(const Choice& choice) { return KeepsOver(choice) && choice.part > 1; }
+
+// Of the units that are kept, whole or in part, over all micro-batches but the last.
 void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, StepProgram& step) {
-  if (choice.kept >= UnitCount(choice)) {
+  if (choice.kept >= UnitCount(choice) || KeepsPartsOver(choice)) {
     step.push_back(Set("set_reshard_after_backward", reshard));
     return;
   }
@@ -67,8 +74,7 @@ void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
     if (once && changes) step.push_back(Set("set_requires_gradient_sync", last));
     if (choice.accumulation == Accumulation::kReplicasLast && changes)
       step.push_back(Set("set_requires_all_reduce", last));
-    if (choice.accumulation == Accumulation::kLastKept && changes && !choice.fsdp1)
-      KeepUnits(strategy, choice, last, step);
+    if (KeepsOver(choice) && changes) KeepUnits(strategy, choice, last, step);
     step.push_back(ForwardCall{m, 0});
     step.push_back(BackwardCall{{m}, 0});
   }
@@ -165,10 +171,12 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
   switch (choice.accumulation) {
     case Accumulation::kEach:
       return "gradients are reduced in every micro-batch";
+    case Accumulation::kEachKept:
+      return "gradients are reduced in every micro-batch, what is kept stays until the next one";
     case Accumulation::kLast:
       return "gradients are reduced in the last micro-batch";
     case Accumulation::kLastKept:
-      return "gradients are reduced in the last micro-batch, kept units stay gathered until then";
+      return "gradients are reduced in the last micro-batch, what is kept stays until then";
     case Accumulation::kReplicasLast:
       return "gradients are added up over the replicas in the last micro-batch";
   }
@@ -185,6 +193,31 @@ std::string CheckpointText(const Job& job, const Choice& choice) {
 
 }  // namespace
 
+namespace {
+
+std::vector<ShardDimRule> EvenDims(const Trace& trace, std::int64_t shards) {
+  std::vector<ShardDimRule> rules;
+  for (const Parameter& parameter : trace.parameters) {
+    if (parameter.shape.size() < 2 || !parameter.placements.empty()) continue;
+    const std::int64_t rows = parameter.shape.front();
+    const std::int64_t padded = (rows + shards - 1) / shards * shards;
+    if (padded * 4 <= rows * 5) continue;
+    const auto divided = std::ranges::find_if(parameter.shape.begin() + 1, parameter.shape.end(),
+                                              [&](std::int64_t size) { return size % shards == 0; });
+    if (divided == parameter.shape.end()) continue;
+    rules.push_back({{parameter.fqn}, static_cast<std::int32_t>(divided - parameter.shape.begin())});
+  }
+  return rules;
+}
+
+std::string LayoutText(const Job& job, const Choice& choice) {
+  if (job.keeps_layout) return "as given";
+  if (!Effective(job, choice).even) return "parameters are cut by rows";
+  return fmt::format("{} parameters of few rows are cut along another dimension", job.even_dims.size());
+}
+
+}  // namespace
+
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
   Job job{.strategy = strategy, .chain = MakeModelChain(trace)};
   job.shards = ranks;
@@ -192,6 +225,7 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
     if (dim.name == "replicate") job.replicas = dim.size;
   }
   if (job.replicas > 1) job.shards = ranks / job.replicas;
+  job.even_dims = EvenDims(trace, job.shards);
   job.plain_loop = strategy.program.size() == 1 && IsPlainLoop(strategy.program.front(), job.microbatches);
   if (!job.plain_loop) job.microbatches = 1;
   return job;
@@ -211,6 +245,9 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
   }
   SetCheckpoint(job, choice, strategy);
   WriteLoop(job, choice, strategy);
+  if (job.microbatches > 1 && !job.keeps_accumulation)
+    strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
+  if (Effective(job, choice).even) strategy.fsdp2.shard_dims = job.even_dims;
   strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
   if (choice.fsdp1) {
     SetFsdp1(job, choice, strategy);
@@ -225,8 +262,31 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
   return strategy;
 }
 
+bool IsOfPyTorch(const Choice& choice) { return !KeepsPartsOver(choice); }
+
+Choice Effective(const Job& job, Choice choice) {
+  const Choice none;
+  if (choice.fsdp1) {
+    choice.kept = none.kept;
+    choice.part = none.part;
+    choice.root_freed = none.root_freed;
+    choice.in_flight = none.in_flight;
+    choice.own_communicator = none.own_communicator;
+    choice.prefetch = std::min(choice.prefetch, 1);
+  } else {
+    choice.grad_op = none.grad_op;
+    choice.backward_prefetch = none.backward_prefetch;
+    const std::int32_t units = job.keeps_units ? 1 : UnitCount(choice);
+    choice.kept = std::min(choice.kept, units);
+    if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
+  }
+  choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
+  if (choice.recomputed == 0) choice.children.clear();
+  return choice;
+}
+
 const std::vector<std::string>& DecisionNames() {
-  static const std::vector<std::string> names = {"policy",     "units",        "reshard",
+  static const std::vector<std::string> names = {"policy",     "units",        "reshard", "layout",
                                                  "checkpoint", "accumulation", "prefetch"};
   return names;
 }
@@ -235,6 +295,7 @@ std::string DecisionText(const Job& job, const Choice& choice, const std::string
   if (decision == "policy") return choice.fsdp1 ? "fsdp1" : "fsdp2";
   if (decision == "units") return UnitsText(job, choice);
   if (decision == "reshard") return ReshardText(job, choice);
+  if (decision == "layout") return LayoutText(job, choice);
   if (decision == "checkpoint") return CheckpointText(job, choice);
   if (decision == "accumulation") return AccumulationText(job, choice);
   return PrefetchText(job, choice);
@@ -249,6 +310,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
     choice.root_freed = other.root_freed;
     choice.grad_op = other.grad_op;
   }
+  if (decision == "layout") choice.even = other.even;
   if (decision == "checkpoint") {
     choice.recomputed = other.recomputed;
     choice.children = other.children;

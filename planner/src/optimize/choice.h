@@ -11,7 +11,9 @@
 namespace shardplan::optimize {
 
 // When gradients are reduced, and parameters kept, over the micro-batches of a step.
-enum class Accumulation : std::uint8_t { kEach, kLast, kLastKept, kReplicasLast };
+// Reduced in each or in the last; kept: what is kept after the forward, whole or in part, is until the next
+// one.
+enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kReplicasLast };
 
 struct Choice {
   bool fsdp1 = false;
@@ -21,6 +23,7 @@ struct Choice {
   std::int32_t kept = 0;          // units from the end that are not freed after the forward
   std::int64_t part = 0;          // the others are kept on so many ranks; 0: freed
   bool root_freed = false;        // the root's own parameters are, too
+  bool even = false;              // parameters of few rows are cut along Job::even_dims
   std::int32_t prefetch = 0;      // units ahead, in both passes; 0: as PyTorch by default
   std::int32_t in_flight = 1;     // inputs of reduce-scatters
   bool own_communicator = false;  // of the reduce-scatters
@@ -40,13 +43,19 @@ struct Job {
   ModelChain chain;
   std::int64_t shards = 1, replicas = 1;
   std::int32_t microbatches = 1;
+  // Of parameters whose rows the ranks pad by a quarter and more: another dimension, which they divide.
+  std::vector<ShardDimRule> even_dims;
   bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
   bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,
-       keeps_accumulation = false;
+       keeps_accumulation = false, keeps_layout = false;
 };
 
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
 Strategy StrategyOf(const Job& job, const Choice& choice);
+// PyTorch has every knob of it.
+bool IsOfPyTorch(const Choice& choice);
+// The same for all choices that are the same strategy but for what is without effect.
+Choice Effective(const Job& job, Choice choice);
 // The decision in words, one for each name in DecisionNames().
 const std::vector<std::string>& DecisionNames();
 std::string DecisionText(const Job& job, const Choice& choice, const std::string& decision);

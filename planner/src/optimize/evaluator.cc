@@ -49,10 +49,9 @@ Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, cons
 
 Result<Evaluation> Measure(const Plan& plan) {
   const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
-  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
+  const Result<EngineProgram> program = LowerLastStep(plan, plan.cluster, *costs);
   if (!program) return std::unexpected(program.error());
-  const auto last = static_cast<std::int32_t>(program->steps.size()) - 1;
-  const Result<EngineResult> run = RunStep(*program, last, nullptr);
+  const Result<EngineResult> run = RunStep(*program, 0, nullptr);
   if (!run) return std::unexpected(run.error());
   const PooledMemory memory = PoolMemory(plan);
   return Evaluation{.planned = true,
@@ -66,7 +65,7 @@ Bytes ReservedBy(const Plan& plan) { return ReserveMemory(plan, MemoryHistoryOf(
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
-    : trace_(trace), job_(job), cluster_(cluster), options_(options) {}
+    : series_(trace, cluster), job_(job), options_(options) {}
 
 bool Evaluator::Ended() {
   if (Stopped()) ended_ = true;
@@ -76,30 +75,26 @@ bool Evaluator::Ended() {
   return ended_;
 }
 
-// The passes that neither a time nor a byte depends on are left out.
-Result<PlannerOutput> Evaluator::PlanOf(const Choice& choice) const {
-  const PlanOptions options{.verify = false, .skip = {"build_graph", "linearise", "digest"}};
-  return MakePlan(trace_, StrategyOf(job_, choice), cluster_, options);
-}
-
 Bytes Evaluator::Reserved(const Choice& choice) {
-  if (const auto known = reserved_.find(choice); known != reserved_.end()) return known->second;
-  const Result<PlannerOutput> planned = PlanOf(choice);
-  return reserved_[choice] = planned ? ReservedBy(planned->plan) : Bytes{std::int64_t{1} << 53};
+  const Choice effective = Effective(job_, choice);
+  if (const auto known = reserved_.find(effective); known != reserved_.end()) return known->second;
+  const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
+  return reserved_[effective] = plan ? ReservedBy(*plan) : Bytes{std::int64_t{1} << 53};
 }
 
 Evaluation Evaluator::EvaluateOne(const Choice& choice) const {
-  const Result<PlannerOutput> planned = PlanOf(choice);
-  if (!planned) return {.error = planned.error()};
-  Result<Evaluation> measured = Measure(planned->plan);
+  const Result<Plan> plan = series_.Make(StrategyOf(job_, choice));
+  if (!plan) return {.error = plan.error()};
+  Result<Evaluation> measured = Measure(*plan);
   return measured ? std::move(*measured) : Evaluation{.error = measured.error()};
 }
 
 std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, bool even_late) {
-  std::vector<const Choice*> wanted;
+  std::vector<Choice> wanted;
   std::set<Choice> seen;
   for (const Choice& choice : choices) {
-    if (!known_.contains(choice) && seen.insert(choice).second) wanted.push_back(&choice);
+    Choice effective = Effective(job_, choice);
+    if (!made_.contains(effective) && seen.insert(effective).second) wanted.push_back(std::move(effective));
   }
   std::vector<Evaluation> made(wanted.size());
   std::vector<char> done(wanted.size(), 0);
@@ -108,8 +103,8 @@ std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, 
     for (std::size_t i = next++; i < wanted.size(); i = next++) {
       // The very first is always planned: there is an answer to give.
       const bool over = even_late ? Stopped() : Ended();
-      if (over && !(known_.empty() && i == 0)) return;
-      made[i] = EvaluateOne(*wanted[i]);
+      if (over && !(made_.empty() && i == 0)) return;
+      made[i] = EvaluateOne(wanted[i]);
       done[i] = 1;
     }
   };
@@ -120,14 +115,13 @@ std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, 
   work();
   for (std::thread& thread : threads) thread.join();
   for (std::size_t i = 0; i < wanted.size(); ++i) {
-    if (done[i] == 0) continue;
-    known_[*wanted[i]] = std::move(made[i]);
-    ++evaluations_;
+    if (done[i] != 0) made_[wanted[i]] = std::move(made[i]);
   }
   std::vector<Evaluation> answers;
   for (const Choice& choice : choices) {
-    const auto found = known_.find(choice);
-    answers.push_back(found == known_.end() ? Evaluation{} : found->second);
+    const auto found = made_.find(Effective(job_, choice));
+    answers.push_back(found == made_.end() ? Evaluation{} : found->second);
+    if (found != made_.end()) known_.insert_or_assign(choice, found->second);
   }
   return answers;
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "optimize/choice.h"
+#include "plan_series.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/trace.h"
@@ -35,22 +36,20 @@ class Evaluator {
   Bytes Reserved(const Choice& choice);
   // The search has to end: the time is over, or somebody said so.
   bool Ended();
-  std::int64_t evaluations() const { return evaluations_; }
+  std::int64_t evaluations() const { return std::ssize(made_); }
   const std::map<Choice, Evaluation>& known() const { return known_; }
 
  private:
   bool Stopped() const { return options_.stop != nullptr && options_.stop->load(); }
   Evaluation EvaluateOne(const Choice& choice) const;
-  Result<PlannerOutput> PlanOf(const Choice& choice) const;
 
-  const Trace& trace_;
+  const PlanSeries series_;
   const Job& job_;
-  const Cluster& cluster_;
   const OptimizeOptions& options_;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  std::map<Choice, Evaluation> known_;
-  std::map<Choice, Bytes> reserved_;
-  std::int64_t evaluations_ = 0;
+  std::map<Choice, Evaluation> known_;  // whatever was asked
+  std::map<Choice, Evaluation> made_;   // of effective choices
+  std::map<Choice, Bytes> reserved_;    // likewise
   std::atomic<bool> ended_ = false;
 };
 

@@ -11,7 +11,8 @@ constexpr std::int32_t kAll = std::numeric_limits<std::int32_t>::max();
 
 std::vector<Accumulation> Accumulations(const Job& job) {
   if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
-  std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kLast, Accumulation::kLastKept};
+  std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kEachKept, Accumulation::kLast,
+                                   Accumulation::kLastKept};
   if (job.replicas > 1) all.push_back(Accumulation::kReplicasLast);
   return all;
 }
@@ -164,6 +165,13 @@ void AddCheckpointMoves(const Job& job, const OptimizeOptions& options, const Ch
   }
 }
 
+void AddLayoutMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  if (job.keeps_layout || job.even_dims.empty() || from.fsdp1) return;
+  moves.push_back(from);
+  moves.back().even = !from.even;
+  moves.back().part = 0;  // what is cut along another dimension has no smaller mesh
+}
+
 void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
   for (const Accumulation accumulation : Accumulations(job)) {
     moves.push_back(from);
@@ -282,6 +290,7 @@ std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const 
   switch (move_class) {
     case 0:
       AddReshardMoves(job, choice, moves);
+      AddLayoutMoves(job, choice, moves);
       AddAccumulationMoves(job, choice, moves);
       break;
     case 1:
@@ -306,6 +315,9 @@ std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options) {
     Choice choice{.fsdp1 = fsdp1, .units = UnitsOfBlocks(job.chain, 1, Ends::kOwn), .root_freed = true};
     if (options.may_checkpoint && !job.keeps_checkpoint) choice.recomputed = job.chain.blocks;
     choice.offload = options.may_offload && !fsdp1;
+    frugal.push_back(choice);
+    if (job.even_dims.empty() || job.keeps_layout || fsdp1) continue;
+    choice.even = true;
     frugal.push_back(std::move(choice));
   }
   return frugal;

@@ -79,6 +79,7 @@ class OptimizeRun {
     job.keeps_reshard = options.fixed.contains("reshard");
     job.keeps_prefetch = options.fixed.contains("prefetch");
     job.keeps_accumulation = options.fixed.contains("accumulation");
+    job.keeps_layout = options.fixed.contains("layout") || !strategy.fsdp2.shard_dims.empty();
     job.keeps_checkpoint = options.fixed.contains("checkpoint") || !options.may_checkpoint;
     return job;
   }
@@ -174,7 +175,8 @@ class OptimizeRun {
       const bool fsdp1 = layout == LayoutKind::kFlat;
       if (options_.fixed.contains("policy") && fsdp1 != (plan.policy == "fsdp1")) continue;
       certificate.layouts.push_back(layout);
-      certificate.branches.push_back(optimize::FindPrices(*work, certificate.cuts, layout, options_.budget));
+      certificate.branches.push_back(optimize::FindPrices(*work, certificate.cuts, layout, options_.budget,
+                                                          evaluator_.known().at(choice_).step_ns));
     }
     const auto least = std::ranges::min_element(certificate.branches, {}, &CertificateBranch::lower_bound_ns);
     certificate.lower_bound_ns = least->lower_bound_ns;
@@ -213,6 +215,7 @@ class OptimizeRun {
   void AddGrid() {
     std::optional<Evaluation> best[2];
     for (const Choice& work : optimize::Grid(job_, options_)) {
+      if (!optimize::IsOfPyTorch(work)) continue;
       std::vector<Choice> settings = optimize::Orders(job_, work);
       settings.push_back(work);
       for (Evaluation& e : evaluator_.Evaluate(settings, true)) {
@@ -286,7 +289,7 @@ class OptimizeRun {
 }  // namespace
 
 const std::set<std::string>& FixableDecisions() {
-  static const std::set<std::string> names = {"accumulation", "checkpoint", "policy",
+  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout", "policy",
                                               "prefetch",     "reshard",    "units"};
   return names;
 }

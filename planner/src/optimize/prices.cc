@@ -1,105 +1,197 @@
 #include "optimize/prices.h"
 
 #include <algorithm>
-#include <functional>
+#include <map>
 #include <set>
+#include <tuple>
 
 namespace shardplan::optimize {
 namespace {
 
-constexpr std::int64_t kMostWindows = 24;
-constexpr int kSweeps = 2;
+__extension__ using Int128 = __int128;
 
-// Goes up, one range of windows or cuts after the other, by steps that get smaller. The value is concave in
-// the prices of memory, and in the kernels' prices along the highest prices of links.
+constexpr std::int64_t kMostWindows = 72;
+constexpr int kSteps = 400;
+// After so many steps without a higher bound the steps get shorter by a third.
+constexpr int kPatience = 10;
+constexpr std::int64_t kLongestStep = 1024;  // in parts of what would be right if the aim were
+
+// [Note: prices that prove most]
+// What prices prove is concave in the prices of memory, and in those of kernels along the highest prices of
+// links. The cheapest work at given prices tells where it rises: a price goes up where work exceeds what the
+// price's window earns for it. So the climb makes steps that way (a subgradient's), as long as would be right
+// if the bound could rise to `aim`, and shorter ones when that does not help; at the end it tries each price
+// by itself.
 class PriceClimb {
  public:
-  PriceClimb(const StepWork& work, const WindowedWork& windowed)
-      : work_(work),
-        windowed_(windowed),
-        kernels_(windowed.cuts().size() + 1, kPriceScale),
-        part_shares_(windowed.cuts().size() + 1, 0),
-        bytes_(windowed.cuts().size(), 0) {}
+  PriceClimb(const StepWork& work, const WindowedWork& windowed, Nanoseconds aim)
+      : work_(work), windowed_(windowed), aim_ns_(aim.value), byte_unit_(windowed.BytePriceOfGather()) {
+    at_.kernels.assign(windowed.cuts().size() + 1, kPriceScale);
+    at_.shares.assign(windowed.cuts().size() + 1, 0);
+    at_.bytes.assign(windowed.cuts().size(), 0);
+  }
 
   CertificateBranch Run(LayoutKind layout) {
     Begin();
-    for (int sweep = 0; sweep < kSweeps; ++sweep) {
-      const std::int64_t byte_price = windowed_.BytePriceOfGather();
-      for (int level = 1; level <= 8; ++level) {
-        MoveAll(kernels_, kPriceScale >> level, kPriceScale);
-        MoveAll(bytes_, 2 * byte_price >> level, kHighestBytePrice);
-        if (windowed_.part_link() >= 0 && level <= 3)
-          MoveAll(part_shares_, kPriceScale >> level, kPriceScale);
-      }
-    }
-    return {layout, Windows(), bytes_, {best_ns_}};
+    Climb();
+    at_ = best_;
+    Polish(kPriceScale / 64);
+    return {layout, WindowsOf(best_), BytesOf(best_), {best_ns_}};
   }
 
  private:
-  void Begin() {
-    std::int64_t best_kernels = kPriceScale;
-    best_ns_ = -1;
-    for (int part = 0; part <= 16; ++part) {
-      std::ranges::fill(kernels_, kPriceScale / 16 * part);
-      const std::int64_t value = Value();
-      if (value <= best_ns_) continue;
-      best_ns_ = value;
-      best_kernels = kernels_.front();
-    }
-    std::ranges::fill(kernels_, best_kernels);
-  }
+  // Parts of kPriceScale: of kernels' highest price, of what of the links' prices is the second link's, and
+  // of `byte_unit_`.
+  struct Point {
+    std::vector<std::int64_t> kernels, shares, bytes;
+  };
 
-  std::vector<WindowPrices> Windows() const {
+  WindowPrices PricesAt(std::int64_t kernels, std::int64_t share) const {
+    std::vector<std::int64_t> shares(work_.cluster().links.size(), 0);
+    if (windowed_.links() > 0) shares[0] = kPriceScale - (windowed_.links() > 1 ? share : 0);
+    if (windowed_.links() > 1) shares[1] = share;
+    return HighestPrices(work_.cluster(), kernels, shares);
+  }
+  std::vector<WindowPrices> WindowsOf(const Point& point) const {
     std::vector<WindowPrices> windows;
-    const std::size_t links = work_.cluster().links.size();
-    for (std::size_t w = 0; w < kernels_.size(); ++w) {
-      std::vector<std::int64_t> shares(links, 0);
-      if (windowed_.gather_link() >= 0) shares[windowed_.gather_link()] = kPriceScale - part_shares_[w];
-      if (windowed_.part_link() >= 0) shares[windowed_.part_link()] += part_shares_[w];
-      windows.push_back(HighestPrices(work_.cluster(), kernels_[w], shares));
-    }
+    for (std::size_t w = 0; w < point.kernels.size(); ++w)
+      windows.push_back(PricesAt(point.kernels[w], point.shares[w]));
     return windows;
   }
-  std::int64_t Value() const { return windowed_.ValueOf(Windows(), bytes_).value; }
+  std::vector<std::int64_t> BytesOf(const Point& point) const {
+    std::vector<std::int64_t> bytes;
+    for (const std::int64_t part : point.bytes) {
+      const Int128 price = Int128{part} * byte_unit_ / kPriceScale;
+      bytes.push_back(static_cast<std::int64_t>(std::min<Int128>(price, kHighestBytePrice)));
+    }
+    return bytes;
+  }
+  std::int64_t Value(const Point& point, WindowUse* use = nullptr) const {
+    return windowed_.ValueOf(WindowsOf(point), BytesOf(point), use).value;
+  }
+  bool Keep(const Point& point, std::int64_t value) {
+    if (value <= best_ns_) return false;
+    best_ns_ = value;
+    best_ = point;
+    return true;
+  }
 
-  // Ranges of one, two, four ... neighbours.
-  void MoveAll(std::vector<std::int64_t>& prices, std::int64_t step, std::int64_t most) {
-    if (step <= 0) return;
-    for (std::size_t length = prices.size(); length > 0; length /= 2) {
-      for (std::size_t first = 0; first + length <= prices.size();
-           first += std::max<std::size_t>(1, length / 2)) {
-        if (!Move(prices, first, length, step, most)) Move(prices, first, length, -step, most);
+  // The same prices in all windows.
+  void Begin() {
+    best_ = at_;
+    best_ns_ = -1;
+    for (int part = 0; part <= 16; ++part) {
+      for (int share = 0; share <= (windowed_.links() > 1 ? 4 : 0); ++share) {
+        std::ranges::fill(at_.kernels, kPriceScale / 16 * part);
+        std::ranges::fill(at_.shares, kPriceScale / 4 * share);
+        Keep(at_, Value(at_));
       }
+    }
+    at_ = best_;
+  }
+
+  // What the value changes by, in nanoseconds for kPriceScale, where each price alone is raised.
+  Point SlopesOf(const WindowUse& use) const {
+    constexpr std::int64_t kLittle = kPriceScale / 256;
+    Point slopes;
+    const auto worth = [&](const WindowPrices& prices, std::size_t w) {
+      Int128 sum = Int128{prices.kernels} * use.kernels_ns[w];
+      for (std::size_t l = 0; l < use.links_ns[w].size(); ++l)
+        sum += Int128{prices.links[l]} * use.links_ns[w][l];
+      return sum;
+    };
+    const auto slope = [&](std::size_t w, std::int64_t kernels, std::int64_t share, bool of_share) {
+      const std::int64_t moved = (of_share ? share : kernels) + kLittle <= kPriceScale ? kLittle : -kLittle;
+      const WindowPrices here = PricesAt(kernels, share);
+      const WindowPrices there = PricesAt(kernels + (of_share ? 0 : moved), share + (of_share ? moved : 0));
+      return static_cast<std::int64_t>((worth(there, w) - worth(here, w)) / moved);
+    };
+    for (std::size_t w = 0; w < at_.kernels.size(); ++w) {
+      slopes.kernels.push_back(slope(w, at_.kernels[w], at_.shares[w], false));
+      slopes.shares.push_back(windowed_.links() > 1 ? slope(w, at_.kernels[w], at_.shares[w], true) : 0);
+    }
+    for (const std::int64_t bytes : use.bytes)
+      slopes.bytes.push_back(static_cast<std::int64_t>(Int128{bytes} * byte_unit_ / kBytePriceScale));
+    return slopes;
+  }
+
+  void Climb() {
+    std::int64_t length = kLongestStep;
+    int patience = kPatience;
+    for (int step = 0; step < kSteps && length > 0; ++step) {
+      WindowUse use;
+      const std::int64_t value = Value(at_, &use);
+      if (Keep(at_, value)) {
+        patience = kPatience;
+      } else if (--patience == 0) {
+        length = length * 2 / 3;
+        patience = kPatience;
+      }
+      Point slopes = SlopesOf(use);
+      HoldAtEnds(slopes);
+      Int128 square = 0;
+      for (const auto* of : {&slopes.kernels, &slopes.shares, &slopes.bytes}) {
+        for (const std::int64_t slope : *of) square += Int128{slope} * slope;
+      }
+      if (square == 0) return;
+      const Int128 missing = std::max<std::int64_t>(aim_ns_ - value, 1);
+      const auto move = [&](std::vector<std::int64_t>& prices, const std::vector<std::int64_t>& along,
+                            std::int64_t most) {
+        for (std::size_t i = 0; i < prices.size(); ++i) {
+          // Less a part of kPriceScale that keeps the product in 128 bits.
+          const Int128 by = missing * along[i] / kLongestStep * length * kPriceScale / square;
+          prices[i] = static_cast<std::int64_t>(std::clamp<Int128>(prices[i] + by, 0, most));
+        }
+      };
+      move(at_.kernels, slopes.kernels, kPriceScale);
+      move(at_.shares, slopes.shares, kPriceScale);
+      move(at_.bytes, slopes.bytes, kPriceScale * 256);
     }
   }
 
-  bool Move(std::vector<std::int64_t>& prices, std::size_t first, std::size_t length, std::int64_t step,
-            std::int64_t most) {
-    bool moved = false;
-    while (true) {
-      const std::vector<std::int64_t> before = prices;
-      for (std::size_t i = first; i < first + length; ++i)
-        prices[i] = std::clamp<std::int64_t>(prices[i] + step, 0, most);
-      const std::int64_t value = prices == before ? best_ns_ : Value();
-      if (value <= best_ns_) {
-        prices = before;
-        return moved;
+  // A price at an end of its range does not go beyond it, and takes no part of the step.
+  void HoldAtEnds(Point& slopes) const {
+    const auto hold = [](std::vector<std::int64_t>& along, const std::vector<std::int64_t>& prices,
+                         std::int64_t most) {
+      for (std::size_t i = 0; i < along.size(); ++i) {
+        if ((prices[i] <= 0 && along[i] < 0) || (prices[i] >= most && along[i] > 0)) along[i] = 0;
       }
-      best_ns_ = value;
-      moved = true;
+    };
+    hold(slopes.kernels, at_.kernels, kPriceScale);
+    hold(slopes.shares, at_.shares, kPriceScale);
+    hold(slopes.bytes, at_.bytes, kPriceScale * 256);
+  }
+
+  // Each price by itself, up or down.
+  void Polish(std::int64_t by) {
+    for (auto of : {&Point::kernels, &Point::bytes}) {
+      for (std::size_t i = 0; i < (at_.*of).size(); ++i) {
+        for (const std::int64_t change : {by, -by}) {
+          Point next = at_;
+          (next.*of)[i] = std::clamp<std::int64_t>((next.*of)[i] + change, 0,
+                                                   kPriceScale * (of == &Point::bytes ? 256 : 1));
+          if (!Keep(next, Value(next))) continue;
+          at_ = std::move(next);
+          break;
+        }
+      }
     }
   }
 
   const StepWork& work_;
   const WindowedWork& windowed_;
-  std::vector<std::int64_t> kernels_;      // by window
-  std::vector<std::int64_t> part_shares_;  // by window: of the link within a part of the ranks
-  std::vector<std::int64_t> bytes_;        // by cut
+  const std::int64_t aim_ns_;
+  const std::int64_t byte_unit_;
+  Point at_, best_;
   std::int64_t best_ns_ = 0;
 };
 
 }  // namespace
 
+// [Note: where windows end]
+// A gather lies wholly before its first reader: a cut there says so, and one between two of them says less.
+// So of the positions in a stretch of the model's time the cut is where most bytes have to be gathered by
+// then, or may be reduced from then on.
 std::vector<std::int64_t> ChooseCuts(const StepWork& work) {
   std::set<std::int64_t> cuts = {1, 2 * work.operators()};
   for (const std::int64_t begin : work.pass_begins()) {
@@ -107,20 +199,30 @@ std::vector<std::int64_t> ChooseCuts(const StepWork& work) {
   }
   std::int64_t whole_ns = 0;
   for (const std::int64_t duration : work.durations_ns()) whole_ns += duration;
-  const std::int64_t others =
-      std::max<std::int64_t>(8, kMostWindows - static_cast<std::int64_t>(cuts.size()));
-  std::int64_t passed_ns = 0, next = 1;
+  const std::int64_t stretch_ns =
+      whole_ns / std::max<std::int64_t>(8, kMostWindows - static_cast<std::int64_t>(cuts.size())) + 1;
+  const std::map<std::int64_t, std::int64_t> deadlines = work.Deadlines();
+  auto deadline = deadlines.begin();
+  std::int64_t passed_ns = 0, best = -1, most_bytes = 0;
   for (std::int64_t i = 0; i < work.operators(); ++i) {
+    const std::int64_t stretch = passed_ns / stretch_ns;
     passed_ns += work.durations_ns()[static_cast<std::size_t>(i)];
-    for (; next < others && passed_ns >= whole_ns / others * next; ++next) cuts.insert(2 * i + 2);
+    for (; deadline != deadlines.end() && deadline->first <= 2 * i + 2; ++deadline) {
+      if (deadline->second <= most_bytes) continue;
+      std::tie(best, most_bytes) = *deadline;
+    }
+    if (passed_ns / stretch_ns == stretch && i + 1 < work.operators()) continue;
+    cuts.insert(best >= 0 ? best : 2 * i + 2);
+    best = -1;
+    most_bytes = 0;
   }
   return {cuts.begin(), cuts.end()};
 }
 
 CertificateBranch FindPrices(const StepWork& work, const std::vector<std::int64_t>& cuts, LayoutKind layout,
-                             Bytes budget) {
+                             Bytes budget, Nanoseconds aim) {
   const WindowedWork windowed(work, cuts, layout, budget);
-  return PriceClimb(work, windowed).Run(layout);
+  return PriceClimb(work, windowed, aim).Run(layout);
 }
 
 }  // namespace shardplan::optimize

@@ -13,7 +13,8 @@ namespace shardplan::optimize {
 // time.
 std::vector<std::int64_t> ChooseCuts(const StepWork& work);
 
+// `aim`: the step of a plan, which the bound cannot exceed.
 CertificateBranch FindPrices(const StepWork& work, const std::vector<std::int64_t>& cuts, LayoutKind layout,
-                             Bytes budget);
+                             Bytes budget, Nanoseconds aim);
 
 }  // namespace shardplan::optimize

@@ -18,8 +18,8 @@ bool Search::Fits(const Found& found) {
 }
 
 // The fastest that fits, and is faster than the best; while nothing fits, the one that pools least.
-void Search::Consider(const std::vector<Choice>& choices) {
-  const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices);
+void Search::Consider(const std::vector<Choice>& choices, bool even_late) {
+  const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices, even_late);
   std::vector<Found> made;
   for (std::size_t i = 0; i < choices.size(); ++i) {
     if (evaluations[i].planned && !refused_.contains(choices[i]))
@@ -135,6 +135,11 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
     if (climb == 0) TryOrders(grid);
   }
   Climb();
+  // A baseline is never faster, not even where the time was over before it was tried.
+  for (const Choice& work : options_.whole_grid ? grid : std::vector<Choice>{}) {
+    Consider({work}, true);
+    Consider(Orders(job_, work), true);
+  }
   return best_;
 }
 

@@ -27,7 +27,7 @@ class Search {
   bool Fits(const Found& found);
 
  private:
-  void Consider(const std::vector<Choice>& choices);
+  void Consider(const std::vector<Choice>& choices, bool even_late = false);
   void Tell();
   void TryOrders(const std::vector<Choice>& grid);
   void Climb();

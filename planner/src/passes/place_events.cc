@@ -65,7 +65,8 @@ bool KeepOneTurnOfEqualSteps(std::size_t first_repetition, Plan& plan) {
 
 }  // namespace
 
-Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& description) {
+Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& description,
+                                  bool with_procedures) {
   SHARDPLAN_ASSERT(!input.steps.empty(), "record_order makes a step of every program");
   PlacedProgram placed;
   Plan& plan = placed.plan;
@@ -83,7 +84,8 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
       const auto same =
           std::ranges::find_if(seen, [&](const auto& earlier) { return earlier->Equals(*state); });
       if (same != seen.end()) {
-        if (Status status = policy->Procedures(); !status) return std::unexpected(status.error());
+        if (Status status = with_procedures ? policy->Procedures() : Status{}; !status)
+          return std::unexpected(status.error());
         placed.faults = policy->Faults();
         plan.steady_step = static_cast<std::int32_t>(given - 1 + (same - seen.begin()));
         plan.steps[plan.steady_step].name = "steady";
@@ -98,7 +100,8 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
     }
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
-  if (Status status = policy->Procedures(); !status) return std::unexpected(status.error());
+  if (Status status = with_procedures ? policy->Procedures() : Status{}; !status)
+    return std::unexpected(status.error());
   placed.faults = policy->Faults();
   if (KeepOneTurnOfEqualSteps(given - 1, plan)) return placed;
   return std::unexpected(

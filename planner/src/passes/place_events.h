@@ -12,6 +12,8 @@ struct PlacedProgram {
 };
 
 // `policy` runs the steps of `input`. kBadInput: a call that the policy does not know.
-Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& policy);
+// Without procedures the plan can be simulated, and not be run.
+Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& policy,
+                                  bool with_procedures = true);
 
 }  // namespace shardplan

@@ -261,6 +261,7 @@ Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& ke
                   .begin = done[range.begin],
                   .end = done[range.end],
                   .forward = event.forward};
+  segment.entries.reserve(static_cast<std::size_t>(range.end - range.begin));
   std::set<UnitId> reads(key.extra_reads.begin(), key.extra_reads.end());
   const auto accumulates = [&](ParameterId parameter) {
     return std::binary_search(key.accumulating.begin(), key.accumulating.end(), parameter);

@@ -36,9 +36,11 @@ Result<std::vector<std::string>> MatchModules(const Trace& trace, std::string_vi
   std::vector<std::string> matches;
   const bool by_class = entry.starts_with(kClassEntry);
   const std::string_view wanted = by_class ? entry.substr(kClassEntry.size()) : entry;
+  const bool by_name = by_class || wanted.find_first_of("*?") == std::string_view::npos;
   for (const Module& module : trace.modules) {
     if (!module.same_module_as.empty()) continue;  // reached by its first name
-    if (by_class ? module.class_name == wanted : Matches(wanted, module.fqn)) matches.push_back(module.fqn);
+    const std::string& of_module = by_class ? module.class_name : module.fqn;
+    if (by_name ? of_module == wanted : Matches(wanted, of_module)) matches.push_back(module.fqn);
   }
   if (matches.empty()) {
     return MakeInputError("", by_class ? "no module has this class" : "no module has this name",

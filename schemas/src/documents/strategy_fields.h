@@ -151,6 +151,9 @@ inline constexpr auto kFields<Fsdp2Knobs> = FieldList(
              "set_allocate_memory_from_process_group_for_comm."),
     Optional("post_optim_event", &Fsdp2Knobs::post_optim_event,
              "set_post_optim_event with an event recorded after every optimizer step."),
+    Optional("part_after_backward", &Fsdp2Knobs::part_after_backward,
+             "set_reshard_after_backward(False) leaves units with an integer reshard_after_forward on their "
+             "smaller mesh after the backward, and not whole. Not in PyTorch."),
     Optional("shard_root", &Fsdp2Knobs::shard_root,
              "fully_shard is called on the root, too; false: each outermost unit is a root of its own."),
     Optional("shared_comm_contexts", &Fsdp2Knobs::shared_comm_contexts,

@@ -30,61 +30,70 @@ std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t most_b
   return sizes;
 }
 
-// Points that a line has to pass below to be below the cost everywhere.
+// Points that a line has to pass below to be below the work on a link everywhere.
 std::vector<CostPoint> PointsBelow(const std::vector<std::int64_t>& sizes,
-                                   const std::vector<std::int64_t>& durations) {
-  const auto lowered = [](std::int64_t ns) { return std::max<std::int64_t>(0, ns - 2); };
-  std::vector<CostPoint> points = {{sizes.front(), lowered(durations.front())}};
-  for (std::size_t i = 1; i < sizes.size(); ++i) {
-    points.push_back({sizes[i], lowered(std::min(durations[i - 1], durations[i]))});
-  }
+                                   const std::vector<CollectiveCost>& costs, std::size_t link) {
+  const auto work = [&](std::size_t a, std::size_t b) {
+    const Int128 ns = std::min(costs[a].duration_ns, costs[b].duration_ns).value;
+    const Int128 done = ns * std::min(costs[a].loads.ppm[link], costs[b].loads.ppm[link]) / 1'000'000;
+    return std::max<std::int64_t>(0, static_cast<std::int64_t>(done) - 2);
+  };
+  std::vector<CostPoint> points = {{sizes.front(), work(0, 0)}};
+  for (std::size_t i = 1; i < sizes.size(); ++i) points.push_back({sizes[i], work(i - 1, i)});
   return points;
 }
 
-// The line through the last point that passes below all others; where that would begin below zero, the
-// steepest one through the origin.
-void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
-  const CostPoint& last = points.back();
-  Int128 slope = 0;
-  Int128 from_origin = Int128{last.least_ns} * kSlopeScale / last.bytes;
+// The lower convex hull: no point is below it.
+std::vector<CostPoint> HullOf(const std::vector<CostPoint>& points) {
+  std::vector<CostPoint> hull;
+  const auto above = [](const CostPoint& a, const CostPoint& b, const CostPoint& c) {
+    return Int128{b.least_ns - a.least_ns} * (c.bytes - a.bytes) >=
+           Int128{c.least_ns - a.least_ns} * (b.bytes - a.bytes);
+  };
   for (const CostPoint& point : points) {
-    from_origin = std::min(from_origin, Int128{point.least_ns} * kSlopeScale / point.bytes);
-    if (point.bytes == last.bytes) continue;
-    const Int128 rise = Int128{last.least_ns} - point.least_ns;
-    const Int128 run = Int128{last.bytes} - point.bytes;
-    if (rise > 0) slope = std::max(slope, rise * kSlopeScale / run + 1);
+    while (hull.size() > 1 && above(hull[hull.size() - 2], hull.back(), point)) hull.pop_back();
+    hull.push_back(point);
   }
-  const Int128 begin = Int128{last.least_ns} * kSlopeScale - slope * last.bytes;
+  return hull;
+}
+
+// The hull's edge at the size of a unit among many; where that begins below zero, the steepest line through
+// the origin. The slope is rounded down, and up where it takes from the begin.
+void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
+  constexpr std::int64_t kUnits = 128;
+  const std::vector<CostPoint> hull = HullOf(points);
+  const std::int64_t of_a_unit = points.back().bytes / kUnits;
+  std::size_t end = 1;
+  while (end + 1 < hull.size() && hull[end].bytes < of_a_unit) ++end;
+  const CostPoint &from = hull[end - 1], &to = hull[end];
+  const Int128 rise = Int128{to.least_ns - from.least_ns} * kSlopeScale;
+  const Int128 slope = std::max<Int128>(rise / (to.bytes - from.bytes), 0);
+  const Int128 begin = Int128{from.least_ns} * kSlopeScale - (slope + 1) * from.bytes;
+  Int128 from_origin = Int128{points.back().least_ns} * kSlopeScale / points.back().bytes;
+  for (const CostPoint& point : points)
+    from_origin = std::min(from_origin, Int128{point.least_ns} * kSlopeScale / point.bytes);
   line.fixed_ns = begin < 0 ? 0 : static_cast<std::int64_t>(begin / kSlopeScale);
   line.per_byte = static_cast<std::int64_t>(begin < 0 ? from_origin : slope);
 }
 
 }  // namespace
 
-CostLine LineBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
-                   const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes) {
-  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return {};
+CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                     const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes) {
+  CostLines lines;
+  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return lines;
   const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, world_size);
   CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
   const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, most_bytes));
-  std::vector<std::int64_t> durations;
-  LinkLoads least;
-  least.ppm.fill(1'000'000);
+  std::vector<CollectiveCost> of_sizes;
   for (const std::int64_t size : sizes) {
     request.full_tensor_bytes = {size};
-    const Result<CollectiveCost> cost = costs.Collective(request);
-    if (!cost) return {};
-    for (std::size_t l = 0; l < least.ppm.size(); ++l)
-      least.ppm[l] = std::min(least.ppm[l], cost->loads.ppm[l]);
-    durations.push_back(cost->duration_ns.value);
+    Result<CollectiveCost> cost = costs.Collective(request);
+    if (!cost) return lines;
+    of_sizes.push_back(*std::move(cost));
   }
-  const auto busiest = std::ranges::max_element(least.ppm);
-  if (*busiest == 0) return {};
-  CostLine line{.link = static_cast<std::int32_t>(busiest - least.ppm.begin())};
-  for (std::int64_t& duration : durations)
-    duration = static_cast<std::int64_t>(Int128{duration} * *busiest / 1'000'000);
-  SetLine(PointsBelow(sizes, durations), line);
-  return line;
+  for (std::size_t l = 0; l < lines.size(); ++l) SetLine(PointsBelow(sizes, of_sizes, l), lines[l]);
+  return lines;
 }
 
 // A size at which no kernel is as short as the overhead of one, and rounding is nothing.

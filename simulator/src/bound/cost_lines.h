@@ -2,7 +2,9 @@
 // than the line says of the sum.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <tuple>
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/plan.h"
@@ -15,24 +17,23 @@ __extension__ using Int128 = __int128;
 // Of nanoseconds, in the slopes of lines.
 inline constexpr std::int64_t kSlopeScale = std::int64_t{1} << 32;
 
-// A collective of b bytes, 1 <= b <= most_bytes, keeps the link busy for at least
-// fixed_ns + b * per_byte / kSlopeScale.
+// A collective of b bytes, 1 <= b <= most_bytes, has each link do at least
+// fixed_ns + b * per_byte / kSlopeScale of work.
 struct CostLine {
-  std::int32_t link = -1;  // -1: it costs nothing
   std::int64_t fixed_ns = 0;
   std::int64_t per_byte = 0;
 };
+using CostLines = std::array<CostLine, std::tuple_size_v<decltype(LinkLoads::ppm)>>;
 
 // [Note: what a line relies on]
 // The cost is asked at sizes that grow by a 512th, and at those of the cluster's tables. Between two of these
 // it is taken to lie between the costs at both, as all models of cost_model.h do; the lower of them counts
 // for the whole stretch.
 //
-// [Note: one link]
-// A collective may use several links at once (LinkLoads). The line says its work on the one that it uses most
-// at all sizes: what it does on the others is left out, which only lowers the bound.
-CostLine LineBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
-                   const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes);
+// A collective may use several links at once (LinkLoads): its work on a link is its time alone times its load
+// there, and is spread over that time like that on the others.
+CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                     const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes);
 
 // A kernel that moves that many bytes takes at least bytes * slope / kSlopeScale.
 std::int64_t CopySlope(const CostModel& costs);

@@ -117,13 +117,35 @@ class StepWorkBuilder {
       // nobody knows whose it is.
       const bool earlier = !own_.contains(id);
       if (earlier && (recomputation_ || microbatch_ < 0)) {
-        if (microbatch_ >= 0) remade_bytes += storage.size_bytes;
+        if (microbatch_ < 0) continue;
+        remade_bytes += storage.size_bytes;
+        KeepOrRemake(found->second, index);
         continue;
       }
       if (storage.first < 0) storage.first = index;
       storage.last = index;
     }
+    for (const StorageId id : op.writes) {
+      const auto found = index_of_.find({id, microbatch_});
+      if (found == index_of_.end() || !own_.contains(id)) continue;
+      const auto [made, first] = made_by_.try_emplace(found->second, index);
+      // To make it anew all of its writers run again: the longest of them counts.
+      if (!first && work_.durations_ns_[made->second] < work_.durations_ns_[index]) made->second = index;
+    }
     remade_bytes_.push_back(remade_bytes);
+  }
+
+  // The first use of what an earlier pass made.
+  void KeepOrRemake(std::size_t storage, std::int64_t user) {
+    const auto made = made_by_.find(storage);
+    if (made == made_by_.end()) return;
+    const StepWork::Kept kept{work_.storages_[storage].size_bytes, work_.storages_[storage].last, user};
+    const std::int64_t maker = made->second;
+    made_by_.erase(made);
+    const auto [entry, added] = remake_of_.try_emplace(maker, work_.remakes_.size());
+    if (added)
+      work_.remakes_.push_back({.made_by = maker, .duration_ns = work_.durations_ns_[maker], .kept = {}});
+    work_.remakes_[entry->second].kept.push_back(kept);
   }
 
   void SetLines() {
@@ -155,9 +177,11 @@ class StepWorkBuilder {
   }
 
   StepWork::Line LineOf(CollectiveKind kind, const Communicator& group, std::int64_t most_bytes) const {
-    const internal::CostLine line =
-        internal::LineBelow(*costs_, job_.cluster, kind, group, job_.world_size, most_bytes);
-    return {line.link, line.fixed_ns, line.per_byte};
+    const internal::CostLines lines =
+        internal::LinesBelow(*costs_, job_.cluster, kind, group, job_.world_size, most_bytes);
+    StepWork::Line line;
+    for (std::size_t l = 0; l < line.size(); ++l) line[l] = {lines[l].fixed_ns, lines[l].per_byte};
+    return line;
   }
 
   // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free
@@ -215,9 +239,20 @@ class StepWorkBuilder {
   std::int32_t microbatch_ = 0;  // -1: of several
   std::set<StorageId> own_;      // storages that the pass allocates
   std::map<StorageKey, std::size_t> index_of_;
+  std::map<std::size_t, std::int64_t> made_by_;    // storages that no later pass has used yet: the operator
+  std::map<std::int64_t, std::size_t> remake_of_;  // by operator: index into StepWork::remakes_
   std::vector<std::int64_t>
       remade_bytes_;  // by operator: what it uses of earlier passes, if that is made anew
 };
+
+std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
+  std::map<std::int64_t, std::int64_t> bytes;
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.reads.empty()) bytes[2 * parameter.reads.front() + 1] += parameter.numel;
+    if (!parameter.grads.empty()) bytes[2 * parameter.grads.back() + 2] += parameter.numel;
+  }
+  return bytes;
+}
 
 Result<StepWork> StepWork::Make(const Trace& trace, const Plan& job, bool recomputation) {
   return StepWorkBuilder(trace, job, recomputation).Run();

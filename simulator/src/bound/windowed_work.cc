@@ -1,6 +1,7 @@
 // The bound itself: prices on windows and cuts, and what no plan can get around at these prices.
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "bound/concurrent_rates.h"
@@ -31,6 +32,7 @@ WindowedWork::WindowedWork(const StepWork& work, std::vector<std::int64_t> cuts,
     : work_(work), cuts_(std::move(cuts)) {
   AddWindows();
   AddCuts(budget);
+  AddRemakes();
   AddParameters(layout);
 }
 
@@ -40,15 +42,14 @@ void WindowedWork::AddWindows() {
     kernels_ns_[CutsUpTo(2 * i + 1)] += work_.durations_ns_[i];
 }
 
-std::int32_t WindowedWork::part_link() const {
-  for (const StepWork::SubMesh& part : work_.sub_meshes_) {
-    if (part.gather.link >= 0 && part.gather.link != work_.gather_.link) return part.gather.link;
-  }
-  return -1;
+std::size_t WindowedWork::links() const {
+  return std::min(work_.cluster_.links.size(), std::tuple_size_v<StepWork::Line>);
 }
 
 std::int64_t WindowedWork::BytePriceOfGather() const {
-  return std::max<std::int64_t>(work_.gather_.per_byte * (kBytePriceScale / kSlopeScale), 1);
+  std::int64_t per_byte = 0;
+  for (const StepWork::LineOnLink& on : work_.gather_) per_byte = std::max(per_byte, on.per_byte);
+  return std::max<std::int64_t>(per_byte * (kBytePriceScale / kSlopeScale), 1);
 }
 
 // What is used before a cut and after it, whatever the plan.
@@ -62,18 +63,31 @@ void WindowedWork::AddCuts(Bytes budget) {
   }
 }
 
+void WindowedWork::AddRemakes() {
+  for (const StepWork::Remake& of_work : work_.remakes_) {
+    if (of_work.duration_ns <= 0) continue;
+    Remake remake{.duration_ns = of_work.duration_ns, .first = CutsUpTo(2 * of_work.made_by + 1), .kept = {}};
+    for (const StepWork::Kept& kept : of_work.kept) {
+      const KeptOver over{kept.size_bytes, CutsUpTo(2 * kept.from + 1), CutsUpTo(2 * kept.to + 1)};
+      if (over.from >= over.to) continue;
+      remake.kept.push_back(over);
+      remake.last = std::max(remake.last, over.to);
+    }
+    if (!remake.kept.empty()) remakes_.push_back(std::move(remake));
+  }
+}
+
 void WindowedWork::AddParameters(LayoutKind layout) {
   const bool flat = layout == LayoutKind::kFlat;
   copied_per_gathered_ = flat ? 0 : 2;
   SetCopiedPerShard(flat);
-  std::int64_t first_read = std::numeric_limits<std::int64_t>::max(), last_grad = -1;
+  std::int64_t last_grad = -1;
   for (const StepWork::Parameter& p : work_.parameters_) {
     if (p.numel == 0) continue;
     const std::int64_t bytes = p.numel * p.gathered;
     for (std::size_t r = 0; r < p.reads.size(); ++r) {
       const std::int64_t start = 2 * p.reads[r] + 1;
       if (r == 0) {
-        first_read = std::min(first_read, start);
         first_gathers_[{CutsUpTo(start - 1), CutsUpTo(start)}] += bytes;
       } else if (const Gap gap{CutsUpTo(2 * p.reads[r - 1] + 1), CutsUpTo(start), CutsUpTo(start - 1)};
                  std::get<0>(gap) < std::get<1>(gap)) {
@@ -92,7 +106,6 @@ void WindowedWork::AddParameters(LayoutKind layout) {
       if (!again) last_grad = std::max(last_grad, end);
     }
   }
-  if (first_read < std::numeric_limits<std::int64_t>::max()) first_window_ = CutsUpTo(first_read - 1);
   if (last_grad >= 0) last_window_ = CutsUpTo(last_grad);
 }
 
@@ -108,181 +121,326 @@ void WindowedWork::SetCopiedPerShard(bool flat) {
   if (copied_per_shard_ == std::numeric_limits<std::int64_t>::max()) copied_per_shard_ = 0;
 }
 
+namespace {
+
+// Prices by window, and the cheapest windows of ranges.
+class PriceTable {
+ public:
+  explicit PriceTable(std::vector<Int128> prices) : prices_(std::move(prices)) {
+    const std::size_t count = prices_.size();
+    cheapest_.assign(count * count, 0);
+    for (std::size_t from = 0; from < count; ++from) {
+      std::size_t best = from;
+      for (std::size_t to = from; to < count; ++to) {
+        if (prices_[to] < prices_[best]) best = to;
+        cheapest_[from * count + to] = static_cast<std::int32_t>(best);
+      }
+    }
+  }
+  Int128 operator[](std::int64_t window) const { return prices_[window]; }
+  // Of windows [from, to].
+  std::int64_t Cheapest(std::int64_t from, std::int64_t to) const {
+    return cheapest_[from * static_cast<std::int64_t>(prices_.size()) + std::max(from, to)];
+  }
+  Int128 Least(std::int64_t from, std::int64_t to) const { return prices_[Cheapest(from, to)]; }
+
+ private:
+  std::vector<Int128> prices_;
+  std::vector<std::int32_t> cheapest_;
+};
+
+}  // namespace
+
 // One evaluation at given prices.
+//
+// [Note: where a collective is]
+// A collective may run in several windows. Of these there is one in which its work is cheapest: it costs no
+// less than all of it there, what it needs is copied there or earlier, and what it brings there or later. So
+// it is in one window.
 class WindowedWork::Sum {
  public:
   Sum(const WindowedWork& of, const std::vector<WindowPrices>& windows,
-      const std::vector<std::int64_t>& bytes)
-      : of_(of), windows_(windows), bytes_(bytes), before_(bytes.size() + 1, 0) {
+      const std::vector<std::int64_t>& bytes, WindowUse* use)
+      : of_(of),
+        windows_(windows),
+        last_(static_cast<std::int64_t>(windows.size()) - 1),
+        use_(use),
+        before_(bytes.size() + 1, 0),
+        kernels_(PricesOf([](const WindowPrices& prices) { return Int128{prices.kernels}; })),
+        gather_(BytePrices(of.work_.gather_)),
+        reduce_(BytePrices(of.work_.reduce_)),
+        all_reduce_(BytePrices(of.work_.all_reduce_)) {
+    for (const StepWork::SubMesh& part : of.work_.sub_meshes_) parts_.push_back(BytePrices(part.gather));
     for (std::size_t c = 0; c < bytes.size(); ++c) before_[c + 1] = before_[c] + bytes[c];
+    if (use_ == nullptr) return;
+    use_->kernels_ns.assign(windows.size(), 0);
+    use_->links_ns.assign(windows.size(), std::vector<std::int64_t>(of.links(), 0));
+    use_->bytes.assign(bytes.size(), 0);
   }
 
   Int128 Take() {
     Int128 sum = 0;
     for (std::size_t w = 0; w < windows_.size(); ++w) {
       sum += Int128{of_.kernels_ns_[w]} * windows_[w].kernels * kSlopeScale;
+      if (use_ != nullptr) use_->kernels_ns[w] += of_.kernels_ns_[w];
     }
-    for (std::size_t c = 0; c < bytes_.size(); ++c) {
-      sum -= Int128{of_.room_bytes_[c]} * bytes_[c] * kByteFactor;
+    for (std::size_t c = 0; c + 1 < before_.size(); ++c) {
+      sum -= of_.room_bytes_[c] * (before_[c + 1] - before_[c]) * kByteFactor;
+      if (use_ != nullptr) use_->bytes[c] -= of_.room_bytes_[c];
     }
+    for (const Remake& remake : of_.remakes_) sum += KeepOrRemake(remake);
     for (const auto& [gap, bytes] : of_.gaps_) sum += Between(gap, bytes);
     for (const auto& [reduction, what] : of_.reductions_) {
-      if (reduction.next >= 0) sum += Reduce(reduction, what, reduction.window);
+      if (reduction.next >= 0) sum += ReduceOrKeep(reduction, what);
     }
     return sum + FirstGathers() + LastReductions() + AllReduceBegin();
   }
 
  private:
+  using Prices = std::vector<Int128>;  // by window
+
+  template <typename PriceOf>
+  Prices PricesOf(PriceOf price_of) const {
+    Prices prices;
+    for (const WindowPrices& window : windows_) prices.push_back(price_of(window));
+    return prices;
+  }
+  // Of a byte on the links.
+  Prices BytePrices(const StepWork::Line& line) const {
+    return PricesOf([&](const WindowPrices& prices) {
+      Int128 price = 0;
+      for (std::size_t l = 0; l < of_.links(); ++l) price += Int128{prices.links[l]} * line[l].per_byte;
+      return price;
+    });
+  }
+  // Of the begin of a collective.
+  Prices BeginPrices(const StepWork::Line& line) const {
+    return PricesOf([&](const WindowPrices& prices) {
+      Int128 price = 0;
+      for (std::size_t l = 0; l < of_.links(); ++l) price += Int128{prices.links[l]} * line[l].fixed_ns;
+      return price * kSlopeScale;
+    });
+  }
+
   // What cuts [from, to) charge for so many bytes.
   Int128 Kept(std::int64_t bytes, std::int64_t from, std::int64_t to) const {
     return to <= from ? 0 : (before_[to] - before_[from]) * bytes * kByteFactor;
   }
-  Int128 LinkPrice(std::int64_t window, std::int32_t link) const {
-    return link < 0 ? 0 : windows_[window].links[link];
+
+  void UseBytes(std::int64_t bytes, std::int64_t from, std::int64_t to) {
+    for (std::int64_t c = from; use_ != nullptr && c < to; ++c) use_->bytes[c] += bytes;
+  }
+  void UseKernels(Int128 work, std::int64_t from, std::int64_t to) {
+    if (use_ != nullptr)
+      use_->kernels_ns[kernels_.Cheapest(from, to)] += static_cast<std::int64_t>(work / kSlopeScale);
+  }
+  void UseLinks(const StepWork::Line& line, std::int64_t begins, std::int64_t bytes, std::int64_t window) {
+    for (std::size_t l = 0; use_ != nullptr && l < of_.links(); ++l) {
+      const Int128 work = Int128{bytes} * line[l].per_byte / kSlopeScale;
+      use_->links_ns[window][l] += begins * line[l].fixed_ns + static_cast<std::int64_t>(work);
+    }
+  }
+
+  // Work of kernels for so many bytes gathered: before the gather, and after it.
+  Int128 CopiedIn(std::int64_t bytes) const {
+    return Int128{bytes} * of_.copied_per_shard_ * of_.work_.copy_slope_ / of_.work_.shards_;
+  }
+  Int128 CopiedOut(std::int64_t bytes) const {
+    return Int128{bytes} * of_.copied_per_gathered_ * of_.work_.copy_slope_;
   }
 
   // [Note: buckets]
   // Parameters that are gathered by one collective are there before the first of their readers, and each
-  // collective costs the begin of its line. A collective that is over later costs its parameters no more: so
-  // of all ways to cut them into collectives, one that puts neighbours in the order of their readers together
-  // is the cheapest, and the recurrence over such ways finds it. Reductions likewise, from the end.
-  Int128 FirstGathers() const {
-    std::vector<Int128> least = {0};  // of the first so many
-    const auto begin = of_.first_gathers_.begin();
-    for (auto item = begin; item != of_.first_gathers_.end(); ++item) least.push_back(-1);
+  // collective costs the begin of its line. Which of the windows a parameter may be gathered in is cheapest
+  // for it does not depend on the parameter (what is copied behind the gather is priced as if it were wanted
+  // when the last of them is): so of all ways to cut parameters into collectives, one that puts neighbours in
+  // the order of their readers together is the cheapest, and the recurrence over such ways finds it.
+  // Reductions likewise, from the end.
+  struct Bucket {
+    Int128 cost = -1;  // of all up to its end; -1: none is known
     std::size_t first = 0;
-    for (auto bucket = begin; bucket != of_.first_gathers_.end(); ++bucket, ++first) {
-      const std::int64_t over = bucket->first.first;
-      Int128 cost = least[first] +
-                    CheapestUntil(over, of_.work_.gather_.link) * of_.work_.gather_.fixed_ns * kSlopeScale;
-      std::size_t end = first;
-      for (auto item = bucket; item != of_.first_gathers_.end(); ++item) {
-        const auto& [key, bytes] = *item;
-        cost +=
-            Gather(of_.work_.gather_, bytes, bytes / of_.work_.shards_, 0, over, key.first, 0, key.second);
-        Int128& best = least[++end];
-        if (best < 0 || cost < best) best = cost;
+    std::int64_t window = 0;
+  };
+
+  // By number of items, the last bucket of the cheapest way to cut so many of the first items. `may_begin`:
+  // whether a bucket that begins with an item may be in a window; what follows the item may be there, too.
+  template <typename CostOf, typename MayBegin>
+  std::vector<Bucket> CheapestBuckets(std::size_t items, const Prices& begins, CostOf cost_of,
+                                      MayBegin may_begin) const {
+    std::vector<Bucket> least(items + 1);
+    least[0].cost = 0;
+    std::vector<Bucket> open(windows_.size());  // by window: the cheapest that goes on
+    for (std::size_t item = 0; item < items; ++item) {
+      for (std::int64_t w = 0; w <= last_; ++w) {
+        const Int128 fresh = least[item].cost + begins[w];
+        if (may_begin(item, w) && (open[w].cost < 0 || fresh < open[w].cost)) open[w] = {fresh, item, w};
+        if (open[w].cost < 0) continue;
+        open[w].cost += cost_of(item, w);
+        if (least[item + 1].cost < 0 || open[w].cost < least[item + 1].cost) least[item + 1] = open[w];
       }
-    }
-    return least.back();
-  }
-
-  Int128 LastReductions() const {
-    std::vector<std::pair<Reduction, Reduced>> items;  // from the last on
-    for (const auto& item : of_.reductions_) {
-      if (item.first.next < 0) items.push_back(item);
-    }
-    std::ranges::reverse(items);
-    std::vector<Int128> least(items.size() + 1, -1);
-    least[0] = 0;
-    for (std::size_t first = 0; first < items.size(); ++first) {
-      const std::int64_t from = items[first].first.window;
-      Int128 cost = least[first] +
-                    CheapestFrom(from, of_.work_.reduce_.link) * of_.work_.reduce_.fixed_ns * kSlopeScale;
-      for (std::size_t end = first; end < items.size(); ++end) {
-        cost += Reduce(items[end].first, items[end].second, from);
-        if (least[end + 1] < 0 || cost < least[end + 1]) least[end + 1] = cost;
-      }
-    }
-    return least.back();
-  }
-
-  // On a link in windows [first, over], copied until the window `last`, and there until the last of cuts
-  // [cut, cuts) that come behind its begin.
-  Int128 Gather(const StepWork::Line& line, std::int64_t bytes, std::int64_t shard_bytes, std::int64_t first,
-                std::int64_t over, std::int64_t last, std::int64_t cut, std::int64_t cuts) const {
-    const Int128 on_link = Int128{bytes} * line.per_byte;
-    const Int128 copied = (Int128{bytes} * of_.copied_per_gathered_ + shard_bytes * of_.copied_per_shard_) *
-                          of_.work_.copy_slope_;
-    Int128 link_price = std::numeric_limits<std::int64_t>::max(), kernel_price = link_price, least = -1;
-    for (std::int64_t begin = last; begin > over; --begin) {
-      kernel_price = std::min(kernel_price, Int128{windows_[begin].kernels});
-    }
-    for (std::int64_t begin = over; begin >= first; --begin) {
-      link_price = std::min(link_price, LinkPrice(begin, line.link));
-      kernel_price = std::min(kernel_price, Int128{windows_[begin].kernels});
-      const Int128 cost =
-          link_price * on_link + kernel_price * copied + Kept(bytes, std::max(begin, cut), cuts);
-      if (least < 0 || cost < least) least = cost;
-    }
-    return std::max<Int128>(least, 0);
-  }
-
-  // Kept whole, gathered again, or kept in part and gathered again from fewer ranks.
-  Int128 Between(const Gap& gap, std::int64_t bytes) const {
-    const auto& [from, to, last] = gap;
-    Int128 least = Kept(bytes, from, to);
-    if (least == 0) return 0;
-    least = std::min(least,
-                     Gather(of_.work_.gather_, bytes, bytes / of_.work_.shards_, from, last, last, from, to));
-    for (const StepWork::SubMesh& part : of_.work_.sub_meshes_) {
-      least = std::min(least, Kept(bytes / part.ranks, from, to) +
-                                  Gather(part.gather, bytes, 0, from, last, last, from, to));
     }
     return least;
   }
 
-  // Together with others, from the window `from` on; or, where another gradient of the parameter comes, added
-  // to that one.
-  Int128 Reduce(const Reduction& reduction, const Reduced& what, std::int64_t from) const {
-    const StepWork::Line& line = of_.work_.reduce_;
-    const auto windows = static_cast<std::int64_t>(windows_.size());
-    const Int128 on_link = Int128{what.reduced_bytes} * line.per_byte;
-    const Int128 on_replicas =
-        reduction.next < 0 ? Int128{what.reduced_bytes / of_.work_.shards_} * of_.work_.all_reduce_.per_byte
-                           : 0;
-    Int128 link_price = std::numeric_limits<std::int64_t>::max(), least = -1;
-    for (std::int64_t end = from; end < windows; ++end) {
-      link_price = std::min(link_price, LinkPrice(end, line.link));
-      const Int128 cost = link_price * on_link + Kept(what.gradient_bytes, reduction.cut, end);
-      if (least < 0 || cost < least) least = cost;
+  Int128 FirstGathers() {
+    struct Item {
+      std::int64_t over, cuts, bytes;
+    };
+    std::vector<Item> items;
+    for (const auto& [key, bytes] : of_.first_gathers_) items.push_back({key.first, key.second, bytes});
+    if (items.empty()) return 0;
+    const std::int64_t last = items.back().over;
+    const auto cost_of = [&](std::size_t i, std::int64_t w) {
+      const Item& item = items[i];
+      return gather_[w] * item.bytes + kernels_.Least(0, w) * CopiedIn(item.bytes) +
+             kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.cuts);
+    };
+    const std::vector<Bucket> least =
+        CheapestBuckets(items.size(), BeginPrices(of_.work_.gather_), cost_of,
+                        [&](std::size_t i, std::int64_t w) { return w <= items[i].over; });
+    for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
+      const std::int64_t w = least[end].window;
+      UseLinks(of_.work_.gather_, 1, 0, w);
+      for (std::size_t i = least[end].first; i < end; ++i) {
+        UseLinks(of_.work_.gather_, 0, items[i].bytes, w);
+        UseKernels(CopiedIn(items[i].bytes), 0, w);
+        UseKernels(CopiedOut(items[i].bytes), w, last);
+        UseBytes(items[i].bytes, w, items[i].cuts);
+      }
     }
-    least += CheapestFrom(reduction.window, of_.work_.all_reduce_.link) * on_replicas;
-    if (of_.casts_gradients_) {
-      const Int128 moved = Int128{what.gradient_bytes} + what.reduced_bytes;
-      least += CheapestKernels(reduction.window) * moved * of_.work_.copy_slope_;
-    }
-    if (reduction.next < 0) return least;
-    return std::min(least, Kept(what.gradient_bytes, reduction.cut, reduction.next));
+    return least.back().cost;
   }
 
-  Int128 CheapestFrom(std::int64_t window, std::int32_t link) const {
-    Int128 price = std::numeric_limits<std::int64_t>::max();
-    for (auto w = static_cast<std::size_t>(window); w < windows_.size(); ++w) {
-      price = std::min(price, LinkPrice(static_cast<std::int64_t>(w), link));
-    }
-    return price;
+  // What else is done for a gradient that is reduced in the window: it is copied before, from the window
+  // `from` on, and added up over the replicas behind.
+  Int128 AroundReduction(const Reduced& what, std::int64_t from, std::int64_t window) const {
+    return kernels_.Least(from, window) * CastWork(what) +
+           all_reduce_.Least(window, last_) * what.reduced_bytes / of_.work_.shards_;
   }
-  Int128 CheapestKernels(std::int64_t window) const {
-    std::int64_t price = std::numeric_limits<std::int64_t>::max();
-    for (auto w = static_cast<std::size_t>(window); w < windows_.size(); ++w) {
-      price = std::min(price, windows_[w].kernels);
-    }
-    return price;
+  Int128 CastWork(const Reduced& what) const {
+    if (!of_.casts_gradients_) return 0;
+    return (Int128{what.gradient_bytes} + what.reduced_bytes) * of_.work_.copy_slope_;
+  }
+  void UseReduction(const Reduced& what, std::int64_t from, std::int64_t window) {
+    if (use_ == nullptr) return;
+    UseLinks(of_.work_.reduce_, 0, what.reduced_bytes, window);
+    UseLinks(of_.work_.all_reduce_, 0, what.reduced_bytes / of_.work_.shards_,
+             all_reduce_.Cheapest(window, last_));
+    UseKernels(CastWork(what), from, window);
   }
 
-  Int128 CheapestUntil(std::int64_t window, std::int32_t link) const {
-    Int128 price = std::numeric_limits<std::int64_t>::max();
-    for (std::int64_t w = 0; w <= window; ++w) price = std::min(price, LinkPrice(w, link));
-    return price;
+  Int128 LastReductions() {
+    std::vector<std::pair<Reduction, Reduced>> items;  // from the last on
+    for (const auto& item : of_.reductions_) {
+      if (item.first.next < 0) items.push_back(item);
+    }
+    if (items.empty()) return 0;
+    std::ranges::reverse(items);
+    const std::int64_t earliest = items.back().first.window;
+    const auto cost_of = [&](std::size_t i, std::int64_t w) {
+      const auto& [reduction, what] = items[i];
+      return reduce_[w] * what.reduced_bytes + AroundReduction(what, earliest, w) +
+             Kept(what.gradient_bytes, reduction.cut, w);
+    };
+    const std::vector<Bucket> least =
+        CheapestBuckets(items.size(), BeginPrices(of_.work_.reduce_), cost_of,
+                        [&](std::size_t i, std::int64_t w) { return w >= items[i].first.window; });
+    for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
+      const std::int64_t w = least[end].window;
+      UseLinks(of_.work_.reduce_, 1, 0, w);
+      for (std::size_t i = least[end].first; i < end; ++i) {
+        UseReduction(items[i].second, earliest, w);
+        UseBytes(items[i].second.gradient_bytes, items[i].first.cut, w);
+      }
+    }
+    return least.back().cost;
+  }
+
+  // Kept whole, gathered again, or kept in part and gathered again from fewer ranks.
+  Int128 Between(const Gap& gap, std::int64_t bytes) {
+    const auto& [from, to, last] = gap;
+    constexpr std::int64_t kWhole = -1;
+    Int128 least = Kept(bytes, from, to);
+    if (least == 0) {
+      UseBytes(bytes, from, to);
+      return 0;
+    }
+    std::int64_t window = kWhole;
+    std::size_t part = parts_.size();  // of all ranks
+    const auto consider = [&](const Prices& line, Int128 kept, std::int64_t copied_in, std::size_t by) {
+      for (std::int64_t w = from; w <= last; ++w) {
+        const Int128 cost = kept + line[w] * bytes + kernels_.Least(from, w) * CopiedIn(copied_in) +
+                            kernels_.Least(w, last) * CopiedOut(bytes) + Kept(bytes, std::max(w, from), to);
+        if (cost < least) std::tie(least, window, part) = std::tuple(cost, w, by);
+      }
+    };
+    consider(gather_, 0, bytes, parts_.size());
+    for (std::size_t p = 0; p < parts_.size(); ++p)
+      consider(parts_[p], Kept(bytes / of_.work_.sub_meshes_[p].ranks, from, to), 0, p);
+    if (use_ == nullptr) return least;
+    UseBytes(bytes, window == kWhole ? from : std::max(window, from), to);
+    if (window == kWhole) return least;
+    const bool of_all = part == parts_.size();
+    if (!of_all) UseBytes(bytes / of_.work_.sub_meshes_[part].ranks, from, to);
+    UseLinks(of_all ? of_.work_.gather_ : of_.work_.sub_meshes_[part].gather, 0, bytes, window);
+    UseKernels(CopiedIn(of_all ? bytes : 0), from, window);
+    UseKernels(CopiedOut(bytes), window, last);
+    return least;
+  }
+
+  // What an operator made is kept, all of it, or the operator runs again.
+  Int128 KeepOrRemake(const Remake& remake) {
+    Int128 keep = 0;
+    for (const KeptOver& kept : remake.kept) keep += Kept(kept.bytes, kept.from, kept.to);
+    const Int128 again = kernels_.Least(remake.first, remake.last) * remake.duration_ns * kSlopeScale;
+    if (again < keep) {
+      UseKernels(Int128{remake.duration_ns} * kSlopeScale, remake.first, remake.last);
+      return again;
+    }
+    for (const KeptOver& kept : remake.kept) UseBytes(kept.bytes, kept.from, kept.to);
+    return keep;
+  }
+
+  // Reduced, or added to the next gradient of the parameter.
+  Int128 ReduceOrKeep(const Reduction& reduction, const Reduced& what) {
+    Int128 least = Kept(what.gradient_bytes, reduction.cut, reduction.next);
+    std::int64_t window = -1;
+    for (std::int64_t w = reduction.window; w <= last_; ++w) {
+      const Int128 moved = kernels_.Least(reduction.window, w) * CastWork(what);
+      const Int128 cost =
+          reduce_[w] * what.reduced_bytes + moved + Kept(what.gradient_bytes, reduction.cut, w);
+      if (cost < least) std::tie(least, window) = std::tuple(cost, w);
+    }
+    if (use_ == nullptr) return least;
+    UseBytes(what.gradient_bytes, reduction.cut, window < 0 ? reduction.next : window);
+    if (window < 0) return least;
+    UseLinks(of_.work_.reduce_, 0, what.reduced_bytes, window);
+    UseKernels(CastWork(what), reduction.window, window);
+    return least;
   }
 
   // One collective at least adds the last gradient up over the replicas.
-  Int128 AllReduceBegin() const {
+  Int128 AllReduceBegin() {
     if (of_.last_window_ < 0) return 0;
-    const StepWork::Line& line = of_.work_.all_reduce_;
-    return CheapestFrom(of_.last_window_, line.link) * line.fixed_ns * kSlopeScale;
+    const PriceTable begins(BeginPrices(of_.work_.all_reduce_));
+    UseLinks(of_.work_.all_reduce_, 1, 0, begins.Cheapest(of_.last_window_, last_));
+    return begins.Least(of_.last_window_, last_);
   }
 
   const WindowedWork& of_;
   const std::vector<WindowPrices>& windows_;
-  const std::vector<std::int64_t>& bytes_;
+  const std::int64_t last_;  // window
+  WindowUse* const use_;
   std::vector<Int128> before_;  // by cut: the prices of those before it
+  const PriceTable kernels_;
+  const Prices gather_, reduce_;
+  const PriceTable all_reduce_;
+  std::vector<Prices> parts_;
 };
 
 Nanoseconds WindowedWork::ValueOf(const std::vector<WindowPrices>& windows,
-                                  const std::vector<std::int64_t>& bytes) const {
-  const Int128 sum = Sum(*this, windows, bytes).Take();
+                                  const std::vector<std::int64_t>& bytes, WindowUse* use) const {
+  const Int128 sum = Sum(*this, windows, bytes, use).Take();
   const Int128 before = std::clamp<Int128>(sum / kSumScale, 0, kLongestStep.value);
   const auto before_ns = static_cast<std::int64_t>(before);
   return std::max(work_.host_ns_, Nanoseconds{before_ns} + work_.optimizer_ns_);

@@ -29,7 +29,8 @@ class Lowering {
   Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs)
       : plan_(plan), cluster_(cluster), costs_(costs), optimizer_(plan), alive_(plan) {}
 
-  Result<EngineProgram> Run() {
+  // `first`: of the steps that are lowered.
+  Result<EngineProgram> Run(std::size_t first) {
     if (plan_.streams.size() > kMaxStreams)
       return Bad("/streams", "too many streams", Text(plan_.streams.size()));
     if (plan_.world_size > kMaxRanks) return Bad("/world_size", "too many ranks", Text(plan_.world_size));
@@ -47,7 +48,12 @@ class Lowering {
         std::min(moving(program_.compute_rate_ppm), moving(program_.communication_rate_ppm));
     longest_ns_ = {kLongestStep.value / kMillion * slowest_ppm};
     if (Status lowered = LowerSegments(); !lowered) return std::unexpected(lowered.error());
-    for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
+    for (std::size_t s = 0; s < first; ++s) {
+      for (const Trigger& trigger : plan_.steps[s].triggers) {
+        for (const Instruction& instruction : trigger.instructions) alive_.Pass(instruction);
+      }
+    }
+    for (std::size_t s = first; s < plan_.steps.size(); ++s) {
       if (Status lowered = LowerStep(s); !lowered) return std::unexpected(lowered.error());
     }
     return std::move(program_);
@@ -475,7 +481,11 @@ class Lowering {
 }  // namespace
 
 Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
-  return Lowering(plan, cluster, costs).Run();
+  return Lowering(plan, cluster, costs).Run(0);
+}
+
+Result<EngineProgram> LowerLastStep(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
+  return Lowering(plan, cluster, costs).Run(plan.steps.empty() ? 0 : plan.steps.size() - 1);
 }
 
 }  // namespace shardplan

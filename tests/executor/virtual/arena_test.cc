@@ -1,6 +1,7 @@
 // The arena of every recorded and golden case: what is alive at the same time never overlaps.
 #include "shardplan/executor/arena.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "tests/executor/virtual/plan_cases.h"
+#include "tests/planner/random_cases.h"
 
 namespace shardplan::test {
 namespace {
@@ -32,6 +34,12 @@ class Walker {
   }
   bool reuses() const { return reuses_; }
   std::string fault() const { return fault_; }
+  // What of each stream was alive at once, at most.
+  std::int64_t alive_bytes() const {
+    std::int64_t bytes = 0;
+    for (const auto& [stream, level] : of_stream_) bytes += level.second;
+    return bytes;
+  }
 
  private:
   void Take(BufferId buffer, StreamId stream) {
@@ -53,13 +61,18 @@ class Walker {
     }
     stream_of_[buffer] = stream;
     alive_[buffer] = {begin, end};
+    auto& [now, most] = of_stream_[stream];
+    most = std::max(most, now += end - begin);
   }
-  void Drop(BufferId buffer) { alive_.erase(buffer); }
+  void Drop(BufferId buffer) {
+    if (alive_.erase(buffer) > 0) of_stream_[stream_of_[buffer]].first -= ArenaBytes(plan_.buffers[buffer]);
+  }
 
   const Plan& plan_;
   const ArenaLayout& layout_;
   std::map<BufferId, std::pair<std::int64_t, std::int64_t>> alive_;
   std::map<BufferId, StreamId> stream_of_;
+  std::map<StreamId, std::pair<std::int64_t, std::int64_t>> of_stream_;  // bytes now, and at most
   bool reuses_ = false;
   std::string fault_;
 };
@@ -85,6 +98,38 @@ TEST(Arena, NothingAliveOverlaps) {
     reusing += walker.reuses() ? 1 : 0;
   }
   EXPECT_GT(reusing, 20);
+}
+
+// Units of random sizes, several of them gathered ahead.
+TEST(Arena, IsHardlyLargerThanWhatIsAliveAtOnce) {
+  for (std::uint32_t seed = 1; seed <= 12; ++seed) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    testing::Random random(seed);
+    testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+    for (int i = 0; i < 160; ++i) {
+      list.children.push_back({.name = std::to_string(i),
+                               .class_name = "Block",
+                               .parameters = {{64 + random.Below(4000), 16}, {64 + random.Below(900)}}});
+    }
+    const Trace trace = testing::TraceOf({.name = "", .children = {list}}, 1'000);
+    Strategy strategy{.units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
+    strategy.mixed_precision =
+        MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
+    strategy.fsdp2.forward_prefetch = random.Below(4);
+    strategy.fsdp2.backward_prefetch = random.Below(4);
+    strategy.fsdp2.reduce_scatter_inputs_in_flight = 1 + random.Below(3);
+    strategy.reshard_after_forward = random.Chance(50);
+    const Result<PlannerOutput> planned = MakePlan(trace, strategy, testing::ClusterOf(4), {.verify = false});
+    ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+    const ArenaLayout layout = executor::LayOutArena(planned->plan);
+    Walker walker(planned->plan, layout);
+    for (int round = 0; round < 2; ++round) {
+      for (const PlanStep& step : planned->plan.steps) walker.Walk(step);
+    }
+    EXPECT_EQ(walker.fault(), "");
+    EXPECT_GT(walker.alive_bytes(), 0);
+    EXPECT_LE(layout.size_bytes * 100, walker.alive_bytes() * 101);
+  }
 }
 
 }  // namespace

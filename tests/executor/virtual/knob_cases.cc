@@ -218,6 +218,16 @@ void AddFsdp2Accumulation(Cases& cases) {
     c.strategy.program = {Accumulation(2, {no_sync, Setter("set_reshard_after_backward", false)},
                                        {sync, Setter("set_reshard_after_backward", true)})};
   });
+  for (const bool synced : {false, true}) {
+    cases.Add(p, fmt::format("accumulate_part_after_backward{}", synced ? "_sync" : ""), 4, [=](PlanCase& c) {
+      const ModuleCall keep = Setter("set_reshard_after_backward", false);
+      c.strategy.reshard_after_forward = std::int64_t{2};
+      c.strategy.fsdp2.part_after_backward = true;
+      c.strategy.mixed_precision = MixedPrecision{.param_dtype = kBf16, .reduce_dtype = kFp32};
+      c.strategy.program = {Accumulation(3, synced ? std::vector{keep} : std::vector{no_sync, keep},
+                                         {sync, Setter("set_reshard_after_backward", true)})};
+    });
+  }
   for (const DType reduce : {kFp32, kBf16}) {
     cases.Add(p, fmt::format("hsdp_accumulate_no_all_reduce_{}", Name(reduce)), 4, [reduce](PlanCase& c) {
       c.strategy.mesh = {{"replicate", 2}, {"shard", 2}};

@@ -37,7 +37,7 @@ inline constexpr std::int64_t kArenaAlignment = 512;
 std::int64_t ArenaBytes(const Buffer& buffer);
 std::int64_t ArenaPartOffset(const Buffer& buffer, std::int32_t part);
 
-// Deterministic: the largest buffers first, each at the lowest address where nothing conflicts.
+// Deterministic. About as large as what of each stream is alive at once.
 ArenaLayout LayOutArena(const Plan& plan);
 
 }  // namespace shardplan::executor

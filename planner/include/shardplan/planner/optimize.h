@@ -29,8 +29,8 @@ struct OptimizeOptions {
   Bytes budget;
   bool may_checkpoint = false;
   bool may_offload = false;
-  // What stays as the strategy has it: "policy", "units", "reshard", "prefetch", "checkpoint",
-  // "accumulation".
+  // What stays as the strategy has it: "policy", "units", "reshard", "layout", "prefetch",
+  // "checkpoint", "accumulation".
   std::set<std::string> fixed;
   // Plan and simulate every setting of the grid, to report the best of them as a baseline.
   bool whole_grid = false;

@@ -83,16 +83,26 @@ void FsdpParamGroup::WaitForUnshard() {
 
 void FsdpParamGroup::Reshard() {
   if (state_.training_state == TrainingState::kForward) {
-    const std::int64_t ranks = state_.settings.post_forward_ranks;
-    if (ranks == 0) return;
-    if (ranks != scope_.shard_ranks()) {
-      params_.ToShardedPostForward(ranks);
-      state_.reshard_after_forward_event = scope_.Event("reshard");
-      scope_.program().Record(state_.reshard_after_forward_event, kCompute);
-      return;
-    }
+    if (state_.settings.post_forward_ranks == 0) return;
+    if (HasSmallerMesh()) return ToSmallerMesh();
   }
   params_.ToSharded();
+}
+
+void FsdpParamGroup::ReshardAfterBackward() {
+  if (state_.settings.reshard_after_backward) return Reshard();
+  if (state_.settings.part_after_backward && HasSmallerMesh() && params_.is_unsharded()) ToSmallerMesh();
+}
+
+bool FsdpParamGroup::HasSmallerMesh() const {
+  const std::int64_t ranks = state_.settings.post_forward_ranks;
+  return ranks != 0 && ranks != scope_.shard_ranks();
+}
+
+void FsdpParamGroup::ToSmallerMesh() {
+  params_.ToShardedPostForward(state_.settings.post_forward_ranks);
+  state_.reshard_after_forward_event = scope_.Event("reshard");
+  scope_.program().Record(state_.reshard_after_forward_event, kCompute);
 }
 
 Status FsdpParamGroup::PreForward(bool recompute) {
@@ -183,7 +193,7 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   unsharded_grads_.AccumulateIfNeeded();
   if (!state_.settings.reduce_grads) {
     if (Status s = CheckUnreduced(); !s) return s;
-    if (state_.settings.reshard_after_backward) Reshard();
+    ReshardAfterBackward();
     unsharded_grads_.ToAccumulatedIfNeeded();
     return {};
   }
@@ -195,7 +205,7 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
         scope_.Name());
   }
   const UnshardedGrads::Taken grads = unsharded_grads_.Take();
-  if (state_.settings.reshard_after_backward) Reshard();
+  ReshardAfterBackward();
   if (grads.parameters.empty()) return {};
   comm_ctx().WaitForReduceScatters(state_.settings.reduce_scatter_max_input_buffers - 1);
   WaitForPostBackward();

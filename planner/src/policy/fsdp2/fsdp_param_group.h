@@ -78,6 +78,7 @@ class FsdpParamGroup {
   Status Unshard(bool async_op, std::string_view reason);
   void WaitForUnshard();
   void Reshard();
+  void ReshardAfterBackward();
   void ToSharded() { params_.ToSharded(); }
 
   // Hooks of the group's state. `recompute`: inside a recomputation in the backward.
@@ -110,6 +111,8 @@ class FsdpParamGroup {
 
  private:
   FsdpCommContext& comm_ctx() const { return *state_.comm_ctx; }
+  bool HasSmallerMesh() const;
+  void ToSmallerMesh();
   void RecordPostForward();
   Status BackwardPrefetch();
   void WaitForPostBackward();

@@ -17,6 +17,7 @@ std::unexpected<Error> NoSuchUnit(std::string pointer, const std::string& fqn) {
 
 ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs) {
   return {
+      .part_after_backward = knobs.part_after_backward,
       .unshard_async_op = knobs.unshard_async_op,
       .force_sum_reduction_for_comms = knobs.force_sum_reduction,
       .separate_reduce_scatter_group = knobs.separate_reduce_scatter_communicator,

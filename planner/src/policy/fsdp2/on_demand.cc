@@ -17,7 +17,7 @@ class Emitter {
       : scope_(scope), settings_(settings), optimizer_(optimizer_in_backward), faults_(faults) {
     // Of what a caller may have switched off: it asks for the opposite.
     settings_.reduce_grads = settings_.all_reduce_grads = settings_.unshard_in_backward = true;
-    settings_.reshard_after_backward = settings_.unshard_async_op = false;
+    settings_.reshard_after_backward = settings_.part_after_backward = settings_.unshard_async_op = false;
     for (std::size_t p = 0; p < scope.unit().parameters.size(); ++p) {
       if (scope.unit().parameters[p].requires_grad) trained_.insert(static_cast<std::int32_t>(p));
     }

@@ -14,8 +14,10 @@ struct ParamGroupSettings {
   bool reduce_grads = true;
   bool all_reduce_grads = true;
   bool reshard_after_backward = true;  // set_reshard_after_backward
-  bool unshard_in_backward = true;     // set_unshard_in_backward
-  bool unshard_async_op = false;       // _set_unshard_async_op, or the knob
+  // Of what is not resharded after the backward, and has a smaller mesh: it goes there (the knob).
+  bool part_after_backward = false;
+  bool unshard_in_backward = true;  // set_unshard_in_backward
+  bool unshard_async_op = false;    // _set_unshard_async_op, or the knob
   // set_force_sum_reduction_for_comms, or the knob.
   bool force_sum_reduction_for_comms = false;
   // set_separate_reduce_scatter_group, or the knob: the reduce-scatter has a communicator of its own.

@@ -134,6 +134,9 @@ struct Fsdp2Knobs {
   std::int32_t reduce_scatter_inputs_in_flight = 1;   // set_reduce_scatter_max_input_buffers
   bool allocate_memory_from_process_group = false;    // set_allocate_memory_from_process_group_for_comm
   bool post_optim_event = false;                      // set_post_optim_event after every optimizer step
+  // Not in PyTorch: set_reshard_after_backward(False) leaves a unit that is kept on a smaller mesh after the
+  // forward there after the backward, too, and not whole.
+  bool part_after_backward = false;
   // False: fully_shard is not called on the root; each outermost unit is a root of its own.
   bool shard_root = true;
   std::vector<std::vector<std::string>> shared_comm_contexts;  // share_comm_ctx: FQNs of roots

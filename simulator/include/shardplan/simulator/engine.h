@@ -116,6 +116,8 @@ struct EngineProgram {
 
 // kBadInput: ids out of range, more than 100 streams or 30'000 units, or costs that the cluster lacks.
 Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs);
+// Of its steps, only the last one.
+Result<EngineProgram> LowerLastStep(const Plan& plan, const Cluster& cluster, const CostModel& costs);
 
 struct GroupResult {
   Nanoseconds busy_ns;

@@ -7,6 +7,7 @@
 // where it ends. A cut is a position; cuts divide the step into windows.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -48,6 +49,9 @@ class StepWork {
   const std::vector<std::int64_t>& durations_ns() const { return durations_ns_; }
   // The operators that are the first of a pass.
   const std::vector<std::int64_t>& pass_begins() const { return pass_begins_; }
+  // Positions before which parameters are gathered first, or behind which gradients are reduced last, and the
+  // bytes of these parameters.
+  std::map<std::int64_t, std::int64_t> Deadlines() const;
   const Cluster& cluster() const { return cluster_; }
   // No plan of the class needs less.
   Bytes LeastMemory() const { return least_memory_; }
@@ -58,11 +62,12 @@ class StepWork {
   friend class StepWorkBuilder;
   friend class WindowedWork;
 
-  struct Line {
-    std::int32_t link = -1;
+  struct LineOnLink {
     std::int64_t fixed_ns = 0;
     std::int64_t per_byte = 0;
   };
+  // What a collective does on each link that LinkLoads tells of.
+  using Line = std::array<LineOnLink, 2>;
   struct SubMesh {
     std::int64_t ranks = 1;
     Line gather;
@@ -79,12 +84,24 @@ class StepWork {
     std::int64_t size_bytes = 0;
     std::int64_t first = -1, last = -1;  // operators that use it
   };
+  // What an operator makes in a forward and the backward uses: while plans may recompute, it is kept until
+  // then or the operator runs again.
+  struct Kept {
+    std::int64_t size_bytes = 0;
+    std::int64_t from = -1, to = -1;  // operators: its last use of that pass, and the first behind it
+  };
+  struct Remake {
+    std::int64_t made_by = -1;  // operator
+    std::int64_t duration_ns = 0;
+    std::vector<Kept> kept;
+  };
 
   Cluster cluster_;
   std::vector<std::int64_t> durations_ns_;
   std::vector<std::int64_t> pass_begins_;
   std::vector<Parameter> parameters_;
   std::vector<Storage> storages_;
+  std::vector<Remake> remakes_;
   std::int64_t shards_ = 1;
   Line gather_, reduce_, all_reduce_;
   std::vector<SubMesh> sub_meshes_;
@@ -95,6 +112,13 @@ class StepWork {
   Nanoseconds host_ns_;
 };
 
+// Where the cheapest of all that the class may do puts its work: what a price of it is worth.
+struct WindowUse {
+  std::vector<std::int64_t> kernels_ns;             // by window
+  std::vector<std::vector<std::int64_t>> links_ns;  // by window and link
+  std::vector<std::int64_t> bytes;                  // by cut: over the room that there is
+};
+
 // The same seen through cuts: what prices of the windows are put on.
 class WindowedWork {
  public:
@@ -102,16 +126,16 @@ class WindowedWork {
   WindowedWork(const StepWork& work, std::vector<std::int64_t> cuts, LayoutKind layout, Bytes budget);
 
   const std::vector<std::int64_t>& cuts() const { return cuts_; }
-  // The link that gathers over all ranks run on, and one that gathers within a part of them do; -1: none.
-  std::int32_t gather_link() const { return work_.gather_.link; }
-  std::int32_t part_link() const;
+  // How many links do anything at all.
+  std::size_t links() const;
   // About the price of a byte at which gathering it again is as dear as keeping it.
   std::int64_t BytePriceOfGather() const;
   // What the prices prove, 0 at least. kNegative: prices that allow more than the cluster does.
   Result<Nanoseconds> Value(const std::vector<WindowPrices>& windows,
                             const std::vector<std::int64_t>& bytes) const;
-  // Of prices that are known to be allowed.
-  Nanoseconds ValueOf(const std::vector<WindowPrices>& windows, const std::vector<std::int64_t>& bytes) const;
+  // Of prices that are known to be allowed. `use`, if it is not null: what the value is made of.
+  Nanoseconds ValueOf(const std::vector<WindowPrices>& windows, const std::vector<std::int64_t>& bytes,
+                      WindowUse* use = nullptr) const;
   // kNegative: see Value.
   Status CheckPrices(const std::vector<WindowPrices>& windows, const std::vector<std::int64_t>& bytes) const;
 
@@ -130,6 +154,7 @@ class WindowedWork {
   std::int64_t CutsUpTo(std::int64_t position) const;
   void AddWindows();
   void AddCuts(Bytes budget);
+  void AddRemakes();
   void AddParameters(LayoutKind layout);
   void SetCopiedPerShard(bool flat);
 
@@ -145,8 +170,17 @@ class WindowedWork {
     std::int64_t reduced_bytes = 0;
   };
   std::map<Reduction, Reduced> reductions_;
-  std::int64_t first_window_ = -1;  // the first parameter's gather is over before the end of it; -1: none
-  std::int64_t last_window_ = -1;   // the last gradient's reduction begins no earlier; -1: none
+  struct KeptOver {
+    std::int64_t bytes = 0;
+    std::int64_t from = 0, to = 0;  // cuts [from, to)
+  };
+  struct Remake {
+    std::int64_t duration_ns = 0;
+    std::int64_t first = 0, last = 0;  // windows in which the operator can run again
+    std::vector<KeptOver> kept;
+  };
+  std::vector<Remake> remakes_;
+  std::int64_t last_window_ = -1;         // the last gradient's reduction begins no earlier; -1: none
   std::int64_t copied_per_gathered_ = 0;  // bytes that a kernel moves for each byte gathered
   std::int64_t copied_per_shard_ = 0;     // ... for each byte of the shard that is gathered
   bool casts_gradients_ = false;
