@@ -10,6 +10,7 @@
 namespace shardplan {
 namespace {
 
+constexpr std::int64_t kBeginBytes = std::int64_t{16} << 20;
 constexpr std::int64_t kReadBytes = std::int64_t{4} << 20;
 
 std::uint32_t Crc32(std::uint32_t crc, const char* bytes, std::int64_t count) {
@@ -44,10 +45,12 @@ Status FileSink::Write(const char* bytes, std::int64_t count) {
     if (written < 0) return SystemError(ErrorCode::kEnvironment, path_, "write the file");
     have += written;
   }
-  // The disk begins now, and has less to do at the end.
-  (void)::sync_file_range(descriptor_.value(), static_cast<off_t>(position_), static_cast<off_t>(count),
-                          SYNC_FILE_RANGE_WRITE);
   Pass(bytes, count);
+  if (position_ - begun_ >= kBeginBytes) {  // the disk has less to do at the end
+    (void)::sync_file_range(descriptor_.value(), static_cast<off_t>(begun_),
+                            static_cast<off_t>(position_ - begun_), SYNC_FILE_RANGE_WRITE);
+    begun_ = position_;
+  }
   return {};
 }
 
@@ -83,10 +86,14 @@ Status FileSink::Keep(std::int32_t step, std::int64_t count) {
 }
 
 Status FileSink::Finish() {
-  if (::ftruncate(descriptor_.value(), static_cast<off_t>(position_)) != 0 ||
-      ::fsync(descriptor_.value()) != 0)
-    return SystemError(ErrorCode::kEnvironment, path_, "write the file");
-  return {};
+  if (::ftruncate(descriptor_.value(), static_cast<off_t>(position_)) == 0 && descriptor_.Close()) return {};
+  return SystemError(ErrorCode::kEnvironment, path_, "write the file");
+}
+
+Status FlushFile(const std::string& path) {
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (file.value() >= 0 && ::fsync(file.value()) == 0) return {};
+  return SystemError(ErrorCode::kEnvironment, path, "write the file");
 }
 
 Result<WrittenPart> ChecksumOfFile(const std::string& path) {

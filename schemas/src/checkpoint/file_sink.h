@@ -28,7 +28,7 @@ class FileSink {
   bool KeptIsRight() const { return kept_is_right_; }
 
   WrittenPart written() const { return {position_, crc_}; }
-  // All bytes are on the disk, and no others.
+  // The file has these bytes and no others.
   Status Finish();
 
  private:
@@ -47,10 +47,14 @@ class FileSink {
   WrittenPart kept_;
   bool kept_is_right_ = true;
   std::int64_t position_ = 0;
+  std::int64_t begun_ = 0;  // so far the disk has been told to write
   std::uint32_t crc_ = 0;
   std::vector<std::uint32_t> step_crcs_;  // of the data of each step
   std::vector<char> buffer_;
 };
+
+// What the file has is on the disk.
+Status FlushFile(const std::string& path);
 
 // The CRC-32 and the size of a file. kEnvironment: it cannot be read.
 Result<WrittenPart> ChecksumOfFile(const std::string& path);
