@@ -7,7 +7,8 @@
 #include <array>
 #include <utility>
 
-#include "cost/fixed_log.h"
+#include "engine/lower.h"
+#include "memory/memory_actions.h"
 #include "report/report_builder.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -99,12 +100,13 @@ std::vector<std::vector<TimeRange>> ComputeTimes(const Plan& plan, std::int32_t 
 }
 
 // As requested, and nothing where all buffers are in device memory.
-MemoryProfile ProfileHostMemory(const Plan& plan, MemoryOptions options) {
+MemoryProfile ProfileHostMemory(const Plan& plan, MemoryOptions options,
+                                const internal::ModelActions& model) {
   const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };
   if (std::ranges::all_of(plan.buffers, on_device)) return {};
   options.granularity_bytes = {1};
   options.space = MemorySpace::kHost;
-  return ProfileMemory(plan, options);
+  return internal::ProfileMemory(plan, options, &model);
 }
 
 }  // namespace
@@ -116,7 +118,8 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
         Error{ErrorCode::kBadInput, "the plan has no step", "", "/steps", "0", "1 or more"});
   }
   const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
-  Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
+  internal::ModelActions model;
+  Result<EngineProgram> program = internal::LowerPlan(plan, cluster, *costs, model);
   if (!program) return std::unexpected(program.error());
 
   Simulation simulation;
@@ -146,9 +149,9 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     return std::unexpected(
         Located(synchronized.error(), plan, program->steps[static_cast<std::size_t>(last_step)], last_step));
   }
-  MemoryProfile memory = ProfileMemory(plan, memory_options);
+  MemoryProfile memory = internal::ProfileMemory(plan, memory_options, &model);
   simulation.memory = std::move(memory.samples);
-  MemoryProfile host_memory = ProfileHostMemory(plan, std::move(memory_options));
+  MemoryProfile host_memory = ProfileHostMemory(plan, std::move(memory_options), model);
   simulation.host_memory = std::move(host_memory.samples);
   for (const Bytes peak : {memory.peak_bytes, host_memory.peak_bytes}) {
     if (peak <= kMostBytes) continue;

@@ -1,8 +1,11 @@
 // Activation checkpointing as a transformation of a trace.
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <map>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/plan_text.h"
@@ -266,6 +269,106 @@ TEST(CheckpointingTest, UnitsInsideACheckpointedModuleRunTheirForwardHooksAgain)
     EXPECT_EQ(kinds, (std::vector{kPreForward, kPostForward, kPreForward, kPostForward, kPreBackward,
                                   kPostBackward}))
         << unit;
+  }
+}
+
+int RecomputedBlocks(const Trace& trace) {
+  int blocks = 0;
+  for (const TraceEvent& event : trace.backwards[0].events) {
+    const auto* enter = std::get_if<RecomputeEnterEvent>(&event);
+    if (enter == nullptr) continue;
+    const std::string& fqn = trace.modules[enter->module].fqn;  // "blocks.1", not "blocks.1.x"
+    blocks += fqn.starts_with("blocks.") && fqn.find('.', 7) == std::string::npos ? 1 : 0;
+  }
+  return blocks;
+}
+
+// torchtitan counts from one: of four blocks every second is the second and the fourth.
+TEST(SelectiveCheckpointing, EveryKthModule) {
+  const Trace plain = Blocks();
+  for (const std::int64_t every : {1, 2, 3, 4, 5}) {
+    const Result<Trace> made =
+        ApplyCheckpointing(plain, {.modules = {"blocks.*"}, .early_stop = false, .every = every});
+    ASSERT_TRUE(made);
+    EXPECT_EQ(RecomputedBlocks(*made), kBlocks / every);
+    EXPECT_EQ(Flops(made->backwards[0]) - Flops(plain.backwards[0]), kBlocks / every * 3 * 1'000'000);
+    EXPECT_EQ(Replay(*made).left, 0);
+  }
+  const Result<Trace> second = ApplyCheckpointing(plain, {.modules = {"blocks.*"}, .every = 2});
+  ASSERT_TRUE(second);
+  for (const TraceEvent& event : second->backwards[0].events) {
+    const auto* enter = std::get_if<RecomputeEnterEvent>(&event);
+    if (enter == nullptr) continue;
+    const std::string& fqn = plain.modules[enter->module].fqn;
+    EXPECT_TRUE(fqn.starts_with("blocks.1") || fqn.starts_with("blocks.3")) << fqn;
+  }
+}
+
+// Every product kept: nothing runs again, and the forward keeps what it kept without checkpointing. Every
+// second one run again: of x, y and z that is y.
+TEST(SelectiveCheckpointing, WhatIsSavedIsNotRunAgain) {
+  const Trace plain = Blocks();
+  const Memory before = Replay(plain);
+  const auto with = [&](std::int64_t again) {
+    const Result<Trace> made = ApplyCheckpointing(
+        plain, {.modules = {"blocks.*"}, .early_stop = false, .save = {{"aten.mm", again}}});
+    EXPECT_TRUE(made);
+    EXPECT_EQ(Replay(*made).left, 0);
+    return *made;
+  };
+  constexpr std::int64_t kActivation = 4096;
+  const Trace all = with(0);
+  EXPECT_EQ(Flops(all.backwards[0]), Flops(plain.backwards[0]));
+  EXPECT_EQ(Replay(all).at_forward_end, before.at_forward_end);
+  EXPECT_EQ(RecomputedBlocks(all), kBlocks);
+  const Trace second = with(2);
+  EXPECT_EQ(Flops(second.backwards[0]) - Flops(plain.backwards[0]), kBlocks * 1'000'000);
+  EXPECT_EQ(Replay(second).at_forward_end, before.at_forward_end - kBlocks * kActivation);
+}
+
+TEST(SelectiveCheckpointing, OperatorsThatTheModelLacksAreRefused) {
+  const Result<Trace> made =
+      ApplyCheckpointing(Blocks(), {.modules = {"blocks.*"}, .save = {{"aten.bmm", 0}}});
+  ASSERT_FALSE(made);
+  EXPECT_EQ(made.error().pointer, "/checkpoint/save");
+}
+
+// Any rule: nothing is used that is not there, nothing is left, what runs again is the rest of the forward,
+// and the plans verify.
+TEST(SelectiveCheckpointing, AnyRuleKeepsMemoryInOrder) {
+  std::uint32_t state = 20'260'000;
+  const auto below = [&state](std::uint32_t n) {
+    state = state * 1'664'525 + 1'013'904'223;
+    return (state >> 10) % n;
+  };
+  for (int round = 0; round < 200; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round) + " of seed 20260000");
+    Trace plain = Blocks();
+    const std::vector<std::string> names = {"aten.mm", "aten.mul", "aten.silu"};
+    for (TraceEvent& event : plain.forwards[0].events) {
+      if (auto* op = std::get_if<OperatorEvent>(&event)) op->name = names[below(3)];
+    }
+    CheckpointRule rule{.modules = {below(2) == 0 ? "blocks.*" : "blocks"}, .early_stop = below(2) == 0};
+    if (rule.modules[0] == "blocks.*") rule.every = 1 + below(3);
+    for (const std::string& name : names) {
+      if (below(2) == 0) rule.save.push_back({name, below(4)});
+    }
+    const Result<Trace> made = ApplyCheckpointing(plain, rule);
+    if (!made) {
+      ASSERT_EQ(made.error().pointer, "/checkpoint/save");
+      continue;
+    }
+    EXPECT_EQ(Replay(*made).left, 0);
+    CheckpointRule all = rule;
+    all.save.clear();
+    const Result<Trace> whole = ApplyCheckpointing(plain, all);
+    ASSERT_TRUE(whole);
+    EXPECT_LE(Flops(made->backwards[0]), Flops(whole->backwards[0]));
+    EXPECT_GE(Flops(made->backwards[0]), Flops(plain.backwards[0]));
+    EXPECT_GE(Replay(*made).at_forward_end, Replay(*whole).at_forward_end);
+    const Strategy strategy{.policy = below(2) == 0 ? "fsdp1" : "fsdp2", .checkpoint = rule};
+    const Result<PlannerOutput> planned = MakePlan(plain, strategy, ClusterOf(2));
+    EXPECT_TRUE(planned) << ToString(planned.error());
   }
 }
 

@@ -55,7 +55,8 @@ Result<Cluster> WithRanks(Cluster cluster, std::int64_t ranks) {
   return cluster;
 }
 
-Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise) {
+Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise,
+                                    const FindClusterFunction& find) {
   const std::int64_t in_mesh = RanksOfMesh(strategy);
   if (flags.ranks > 0 && in_mesh > 0 && flags.ranks != in_mesh) {
     return std::unexpected(
@@ -77,7 +78,7 @@ Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& s
             : fmt::format("no --cluster, --ranks or --mesh is given: {}, {} ranks", name, cluster->ranks);
     return ChosenCluster{std::move(*cluster), std::move(note)};
   }
-  Result<Cluster> found = FindCluster(flags.cluster);
+  Result<Cluster> found = find(flags.cluster);
   if (!found) return std::unexpected(std::move(found.error()));
   if (flags.ranks > 0) {
     const std::int64_t own = found->ranks;

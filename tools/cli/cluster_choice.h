@@ -2,11 +2,13 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <string>
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
+#include "support.h"
 
 namespace shardplan::cli {
 
@@ -26,9 +28,13 @@ struct ChosenCluster {
 // What --ranks says, else the mesh; 0: neither.
 std::int64_t WantedRanks(const ClusterFlags& flags, const Strategy& strategy);
 
+// Cluster documents by path or shipped name.
+using FindClusterFunction = std::function<Result<Cluster>(const std::string&)>;
+
 // As many ranks as wanted, else those of the cluster that is named, else of `otherwise`. kUsage: --ranks and
 // the mesh differ. kBadInput: the mesh and the named cluster do, or as WithRanks.
-Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise);
+Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise,
+                                    const FindClusterFunction& find = FindCluster);
 
 // The cluster with so many of its devices; its name says so. kBadInput: these are several nodes, and it has
 // links inside a node only.

@@ -1,4 +1,5 @@
-// `explain`: what an optimised plan does unit by unit, why, and what memory is worth.
+// `explain`: what a plan does unit by unit, where its step goes, and of an optimised one why, and what memory
+// is worth.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 
 #include "commands.h"
 #include "curve_picture.h"
+#include "explain_time.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/simulator/cost_model.h"
@@ -156,7 +158,9 @@ Status RunExplain(const ExplainArguments& arguments) {
     if (works.error().file.empty()) works.error().file = arguments.plan;
     return std::unexpected(std::move(works.error()));
   }
-  std::string text = UnitsText(*plan, *works);
+  const Result<std::string> time = TimeText(*plan);
+  if (!time) return std::unexpected(time.error());
+  std::string text = UnitsText(*plan, *works) + *time;
   if (!arguments.report.empty()) {
     const Result<Optimization> report = ReadOptimization(arguments.report);
     if (!report) return std::unexpected(report.error());
@@ -177,8 +181,10 @@ Status RunExplain(const ExplainArguments& arguments) {
 }  // namespace
 
 void AddExplainCommand(CLI::App& app, Invocation& invocation) {
-  CLI::App* command = app.add_subcommand(
-      "explain", "What a plan does unit by unit; with the report of optimize: why, and what memory is worth");
+  CLI::App* command = app.add_subcommand("explain",
+                                         "What a plan does unit by unit, and where its step's time goes; "
+                                         "with the report of optimize: why, and what "
+                                         "memory is worth");
   command->footer("Example: shardplan explain plan.json --report r.json --plot curve.svg");
   auto options = std::make_shared<ExplainArguments>();
   command->add_option("PLAN", options->plan, "The plan")->required();

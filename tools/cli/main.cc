@@ -1,6 +1,6 @@
-// shardplan: trace, plan, optimize, certify, explain, validate, simulate, cost, memory, explain-memory, show,
-// diff, run, conformance, calibrate, sweep, layout, reshard, reshard-checkpoint,
-// allocator-replay.
+// shardplan: trace, plan, optimize, certify, explain, validate, simulate, compare, cost, memory,
+// explain-memory, show, diff, run, conformance, calibrate, sweep, evaluate, layout, reshard,
+// reshard-checkpoint, allocator-replay.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -84,6 +84,7 @@ int main(int argc, char** argv) {
   cli::AddExplainCommand(app, invocation);
   cli::AddValidateCommand(app, invocation);
   cli::AddSimulateCommand(app, invocation);
+  cli::AddCompareCommand(app, invocation);
   cli::AddCostCommand(app, invocation);
   cli::AddMemoryCommand(app, invocation);
   cli::AddExplainMemoryCommand(app, invocation);
@@ -93,6 +94,7 @@ int main(int argc, char** argv) {
   cli::AddConformanceCommand(app, invocation);
   cli::AddCalibrateCommand(app, invocation);
   cli::AddSweepCommand(app, invocation);
+  cli::AddEvaluateCommand(app, invocation);
   cli::AddLayoutCommand(app, invocation);
   cli::AddReshardCommand(app, invocation);
   cli::AddReshardCheckpointCommand(app, invocation);

@@ -8,6 +8,7 @@
 
 #include "cluster_choice.h"
 #include "commands.h"
+#include "default_cluster.h"
 #include "explain_plan.h"
 #include "plan_flags.h"
 #include "shardplan/planner/planner.h"
@@ -19,11 +20,6 @@
 
 namespace shardplan::cli {
 namespace {
-
-// Whose devices a plan is for when nobody says.
-constexpr const char* kDefaultNode = "h100_sxm_8";
-constexpr const char* kDefaultNodes = "h100_sxm_64";
-constexpr std::int64_t kRanksOfNode = 8;
 
 struct PlanArguments {
   std::string trace, strategy, graph, strategy_output, stop_after;
@@ -104,18 +100,8 @@ Status RunPlan(const PlanArguments& options) {
   if (!trace) return std::unexpected(trace.error());
   const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  Result<Cluster> otherwise = Cluster{};
-  if (options.cluster.cluster.empty()) {
-    otherwise =
-        FindCluster(WantedRanks(options.cluster, *strategy) > kRanksOfNode ? kDefaultNodes : kDefaultNode);
-  }
-  if (!otherwise) return std::unexpected(otherwise.error());
-  Result<ChosenCluster> chosen = ChooseCluster(options.cluster, *strategy, std::move(*otherwise));
-  if (!chosen) {
-    if (!chosen.error().pointer.empty() && chosen.error().file.empty())
-      chosen.error().file = options.strategy;
-    return std::unexpected(std::move(chosen.error()));
-  }
+  Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, *strategy, options.strategy);
+  if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(options.quiet, chosen->note);
   const Cluster* cluster = &chosen->cluster;
 

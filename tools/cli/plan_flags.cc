@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -164,6 +165,50 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
   strategy.program = {step};
 }
 
+// What torchtitan keeps (torchtitan/distributed/activation_checkpoint.py, _op_sac_save_list): of products
+// every second is run again.
+const std::vector<SavedOperator>& SavedByTorchtitan() {
+  static const std::vector<SavedOperator> kSaved = {{"aten.mm", 2},
+                                                    {"aten._scaled_dot_product_efficient_attention", 0},
+                                                    {"aten._scaled_dot_product_flash_attention", 0},
+                                                    {"aten._scaled_dot_product_cudnn_attention", 0},
+                                                    {"_c10d_functional.reduce_scatter_tensor", 0},
+                                                    {"aten.max", 0}};
+  return kSaved;
+}
+
+Status ApplyCheckpointFlags(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.checkpoint.empty()) strategy.checkpoint = CheckpointRule{.modules = flags.checkpoint};
+  const bool more = flags.checkpoint_every || !flags.checkpoint_save.empty();
+  if (!more) return {};
+  if (!strategy.checkpoint)
+    return MakeError(ErrorCode::kUsage,
+                     "--checkpoint-every and --checkpoint-save are of --checkpoint MODULES");
+  strategy.checkpoint->every = flags.checkpoint_every.value_or(strategy.checkpoint->every);
+  if (!flags.checkpoint_save.empty()) strategy.checkpoint->save.clear();
+  for (const std::string& text : flags.checkpoint_save) {
+    if (text == "torchtitan") {
+      std::ranges::copy(SavedByTorchtitan(), std::back_inserter(strategy.checkpoint->save));
+      continue;
+    }
+    const std::size_t colon = text.rfind(':');
+    SavedOperator saved{.name = text.substr(0, colon)};
+    if (colon != std::string::npos) {
+      const std::string number = text.substr(colon + 1);
+      const auto [end, error] =
+          std::from_chars(number.data(), number.data() + number.size(), saved.recompute_every);
+      if (error != std::errc() || end != number.data() + number.size() || saved.recompute_every < 1) {
+        return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                     .message = "--checkpoint-save names an operator",
+                                     .found = text,
+                                     .expected = "NAME, or NAME:N with N of 1 or more, as aten.mm:2"});
+      }
+    }
+    strategy.checkpoint->save.push_back(std::move(saved));
+  }
+  return {};
+}
+
 }  // namespace
 
 void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
@@ -192,6 +237,14 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Flag("--use-orig-params", flags.use_orig_params, "fsdp1: original parameters as views");
   group.Option("--checkpoint", flags.checkpoint,
                "Activation checkpointing of these modules (rules as for --unit)");
+  group
+      .Option("--checkpoint-every", flags.checkpoint_every,
+              "Of those modules only every so many-th (torchtitan's selective checkpointing by layer)")
+      ->check(CLI::Range(1, 1000000));
+  group.Option(
+      "--checkpoint-save", flags.checkpoint_save,
+      "Operators that are not run again: NAME, or NAME:N where every N-th of a module's is; torchtitan: "
+      "those of its selective checkpointing by operator");
   group.Option("--optimizer", flags.optimizer,
                "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
                "PyTorch's), -nesterov, -decay, -amsgrad, -capturable, -maximize");
@@ -221,7 +274,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   }
   if (flags.limit_all_gathers) strategy.fsdp1.limit_all_gathers = *flags.limit_all_gathers;
   if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
-  if (!flags.checkpoint.empty()) strategy.checkpoint = CheckpointRule{flags.checkpoint, true};
+  if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;
   ApplyAccumulation(flags, strategy);
   if (Status s = ApplyMesh(flags.mesh, strategy); !s) return s;
   if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;

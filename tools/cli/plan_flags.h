@@ -28,6 +28,8 @@ struct PlanFlags {
   std::optional<bool> limit_all_gathers;
   bool use_orig_params = false;
   std::vector<std::string> checkpoint;
+  std::optional<std::int64_t> checkpoint_every;
+  std::vector<std::string> checkpoint_save;  // "aten.mm:2", "torchtitan"
   std::optional<std::string> optimizer;
   std::optional<std::int64_t> accumulate;
   bool accumulate_without_sync = false;

@@ -1,11 +1,18 @@
 // `simulate`: time, overlap and memory of one or several plans.
 #include <fmt/format.h>
 
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
 #include <optional>
 
 #include "cluster_choice.h"
 #include "commands.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/ranks_apart.h"
 #include "shardplan/simulator/sensitivity.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
@@ -19,6 +26,10 @@ struct SimulateArguments {
   std::string cluster, report, timeline, html;
   bool no_verify = false;
   bool sensitivity = false;
+  bool ranks_apart = false;
+  std::vector<std::string> stragglers;  // "3=1.2"
+  double jitter_percent = 0;
+  std::uint64_t seed = 1;
   bool quiet = false;
 };
 
@@ -63,8 +74,43 @@ Result<std::string> UncertaintyText(const SimulateArguments& options, const Plan
   return text;
 }
 
+Result<RanksApartOptions> ApartOptions(const SimulateArguments& options) {
+  if (!options.ranks_apart && (!options.stragglers.empty() || options.jitter_percent > 0))
+    return MakeError(ErrorCode::kUsage,
+                     "--straggler and --jitter are of ranks by themselves: give --ranks-apart");
+  RanksApartOptions apart{.jitter_ppm = std::llround(options.jitter_percent * 1e4), .seed = options.seed};
+  for (const std::string& text : options.stragglers) {
+    Straggler straggler;
+    double factor = 0;
+    int end = 0;
+    const bool read = std::sscanf(text.c_str(), "%d=%lf%n", &straggler.rank, &factor, &end) == 2 &&
+                      static_cast<std::size_t>(end) == text.size();
+    if (!read || !(factor >= 1 && factor <= 1000)) {
+      return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                   .message = "--straggler says a rank and how many times its kernels take",
+                                   .found = text,
+                                   .expected = "RANK=FACTOR, as 3=1.2, from 1 to 1000"});
+    }
+    straggler.kernels_ppm = std::llround(factor * 1e6);
+    apart.stragglers.push_back(straggler);
+  }
+  return apart;
+}
+
+Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan, const Cluster& cluster,
+                              Nanoseconds alike_ns) {
+  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
+  if (!program) return std::unexpected(program.error());
+  const Result<RanksApart> apart = RunRanksApart(plan, *program, options);
+  if (!apart) return std::unexpected(apart.error());
+  return "\n" + RanksApartText(*apart, alike_ns);
+}
+
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
   if (Status checked = CheckFiles(options); !checked) return checked;
+  const Result<RanksApartOptions> apart = ApartOptions(options);
+  if (!apart) return std::unexpected(apart.error());
   std::optional<Cluster> cluster;
   if (!options.cluster.empty()) {
     Result<Cluster> found = FindCluster(options.cluster);
@@ -105,6 +151,14 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       Result<std::string> text = UncertaintyText(options, *plan, of_plan ? *of_plan : plan->cluster, path);
       if (!text) return std::unexpected(std::move(text.error()));
       uncertainty += *text;
+      if (options.ranks_apart) {
+        text = ApartText(*apart, *plan, of_plan ? *of_plan : plan->cluster, simulation->report.step_ns);
+        if (!text) {
+          if (text.error().file.empty()) text.error().file = path;
+          return std::unexpected(std::move(text.error()));
+        }
+        uncertainty += *text;
+      }
     }
     plans.push_back(std::move(*plan));
     simulations.push_back(std::move(*simulation));
@@ -147,6 +201,17 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
   AddNoVerifyFlag(*command, options->no_verify);
   command->add_flag("--sensitivity", options->sensitivity,
                     "What each uncertain figure of the cluster changes, the widest first");
+  command->add_flag("--ranks-apart", options->ranks_apart,
+                    "Simulate each rank by itself, and say what they wait for each other");
+  command
+      ->add_option("--straggler", options->stragglers,
+                   "RANK=FACTOR: the kernels of a rank take so many times as long; repeat it")
+      ->allow_extra_args(false);
+  command
+      ->add_option("--jitter", options->jitter_percent,
+                   "Percent: each kernel of each rank takes up to so much longer, by chance")
+      ->check(CLI::Range(0.0, 1000.0));
+  command->add_option("--seed", options->seed, "Of that chance (default: 1)");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {
     bool fits = true;

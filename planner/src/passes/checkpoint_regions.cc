@@ -220,8 +220,13 @@ CheckpointRegions FindCheckpointRegions(const Trace& trace, const ModelIndex& in
   return RegionFinder(trace, index, checkpointed, backward).Run();
 }
 
+bool CheckpointRegions::IsKept(StorageId storage) const {
+  const auto born = region_of_birth.find(storage);
+  return born != region_of_birth.end() && regions[born->second].kept.contains(storage);
+}
+
 bool CheckpointRegions::DiesInForward(StorageId storage, std::size_t& behind) const {
-  if (kept_until.contains(storage)) return false;
+  if (kept_until.contains(storage) || IsKept(storage)) return false;
   const StorageLife& life = lives.at(storage);
   if (life.dies && life.death_forward >= 0) {
     behind = life.death;

@@ -18,6 +18,9 @@ struct CheckpointRegion {
   std::set<StorageId> saved;              // born inside, read by the region's own backward
   std::set<ParameterId> parameters;       // read by the region's own backward
   std::map<StorageId, StorageId> remade;  // by the recomputation
+  std::set<std::size_t> saves;            // events of the forward: operators that are not run again
+  std::set<StorageId> kept;               // what those made
+  std::size_t stop = 0;                   // event behind which the recomputation ends
   std::size_t first_use = 0;              // position in the backward that needs the recomputation
   bool recomputes = false;
   bool started = true;  // its backward has begun: the gradient of an output is there
@@ -46,6 +49,9 @@ struct CheckpointRegions {
   std::set<StorageId> needed_outside;           // of its region, in the backward
   std::map<StorageId, std::size_t> kept_until;  // a region's input: position in the backward
   std::set<std::int32_t> says_releases;         // forwards in which the trace says what Python holds
+
+  // Whether the storage was made by an operator that is not run again.
+  bool IsKept(StorageId storage) const;
 
   // Whether a storage born in the forward dies there now, and behind which event. Else it dies in the
   // backward.

@@ -7,11 +7,19 @@
 // backward is over. In the backward, the first node that needs something saved in the region runs the
 // region's forward again, up to the point where the last saved tensor has been remade (early stop), and the
 // tensors made there take the place of the saved ones. What is left of the interrupted forward dies at once.
+//
+// [Note: operators that are not run again]
+// Selective checkpointing (torch.utils.checkpoint.create_selective_checkpoint_contexts) keeps what some
+// operators of the region made, temporaries too. The recomputation takes that from where it is kept in place
+// of running the operator; what nobody saved then dies where it died in the forward. What an early stop
+// leaves untaken goes with the region's inputs.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <map>
 #include <set>
+#include <string>
+#include <string_view>
 
 #include "passes/checkpoint_regions.h"
 #include "shardplan/planner/planner.h"
@@ -46,7 +54,33 @@ class Checkpointer {
         checkpointed_[index_.canonical[index_.by_fqn.find(fqn)->second]] = true;
       }
     }
-    return {};
+    std::int64_t count = 0;
+    for (std::size_t m = 0; m < checkpointed_.size(); ++m) {
+      if (checkpointed_[m] && ++count % rule_.every != 0) checkpointed_[m] = false;
+    }
+    return CheckSaved();
+  }
+
+  Status CheckSaved() const {
+    std::set<std::string> names;
+    for (const Pass& pass : trace_.forwards) {
+      for (const TraceEvent& event : pass.events) {
+        if (const auto* op = std::get_if<OperatorEvent>(&event)) names.insert(op->name);
+      }
+    }
+    for (std::size_t s = 0; s < rule_.save.size(); ++s) {
+      const std::string pointer = fmt::format("/checkpoint/save/{}", s);
+      if (rule_.save[s].name.empty())
+        return MakeInputError(pointer + "/name", "an operator needs a name", "\"\"", "\"aten.mm\"");
+      if (rule_.save[s].recompute_every < 0)
+        return MakeInputError(pointer + "/recompute_every", "not a number of operators",
+                              std::to_string(rule_.save[s].recompute_every), "0 or more");
+    }
+    const bool any = std::ranges::any_of(
+        rule_.save, [&](const SavedOperator& saved) { return names.contains(saved.name); });
+    if (rule_.save.empty() || any) return {};
+    return MakeInputError("/checkpoint/save", "the model runs none of these operators", rule_.save[0].name,
+                          "operators of the trace, as aten.mm");
   }
 
   void FindNextStorage() {
@@ -66,6 +100,12 @@ class Checkpointer {
     backward_ = &trace_.backwards[b];
     found_ = FindCheckpointRegions(trace_, index_, checkpointed_, *backward_);
     if (found_.regions.empty()) return;
+    for (CheckpointRegion& region : found_.regions) {
+      if (!region.recomputes) continue;
+      FindSaved(region);
+      FindStop(region);
+      KeepUntaken(region);
+    }
     for (const std::int32_t f : backward_->forwards) RewriteForward(f);
     RewriteBackward(b);
   }
@@ -105,25 +145,69 @@ class Checkpointer {
     if (!forward_only && allocate.role == StorageRole::kForwardTemp) allocate.role = StorageRole::kSaved;
   }
 
-  // Everything of the region's forward up to the point where the last tensor has been saved: an operator
-  // saves inputs, its parameters among them, before it runs, outputs behind it.
-  std::vector<TraceEvent> Recompute(CheckpointRegion& region) {
+  // The operators of a region whose results are kept: those that the rule names, but every n-th.
+  void FindSaved(CheckpointRegion& region) {
     const Pass& pass = trace_.forwards[region.forward];
-    std::size_t stop = region.exit;
-    if (rule_.early_stop) {
-      stop = region.enter;
-      for (std::size_t i = region.enter; i <= region.exit; ++i) {
-        const auto* op = std::get_if<OperatorEvent>(&pass.events[i]);
-        if (op == nullptr) continue;
-        if (std::ranges::any_of(op->parameters,
-                                [&](ParameterId p) { return region.parameters.contains(p); })) {
-          stop = std::max(stop, BeforeAllocations(pass.events, i) - 1);
-        }
-        for (const StorageId s : op->writes) {
-          if (region.saved.contains(s)) stop = i;
-        }
+    std::map<std::string_view, std::int64_t> count;
+    for (std::size_t i = region.enter; i <= region.exit; ++i) {
+      const auto* op = std::get_if<OperatorEvent>(&pass.events[i]);
+      if (op == nullptr) continue;
+      const auto rule = std::ranges::find(rule_.save, op->name, &SavedOperator::name);
+      if (rule == rule_.save.end()) continue;
+      const std::int64_t number = ++count[op->name];
+      if (rule->recompute_every > 0 && number % rule->recompute_every == 0) continue;
+      std::vector<StorageId> made = MadeBy(pass.events, i);
+      if (made.empty()) continue;
+      region.saves.insert(i);
+      region.kept.insert(made.begin(), made.end());
+    }
+  }
+
+  // What an operator writes that was allocated for it.
+  static std::vector<StorageId> MadeBy(const std::vector<TraceEvent>& events, std::size_t position) {
+    const std::vector<StorageId>& writes = std::get<OperatorEvent>(events[position]).writes;
+    std::vector<StorageId> made;
+    for (std::size_t i = BeforeAllocations(events, position); i < position; ++i) {
+      const StorageId storage = std::get<AllocateEvent>(events[i]).storage;
+      if (std::ranges::find(writes, storage) != writes.end()) made.push_back(storage);
+    }
+    return made;
+  }
+
+  // Up to the point where the last tensor has been saved: an operator saves inputs, its parameters among
+  // them, before it runs, outputs behind it.
+  void FindStop(CheckpointRegion& region) const {
+    const Pass& pass = trace_.forwards[region.forward];
+    region.stop = region.exit;
+    if (!rule_.early_stop) return;
+    region.stop = region.enter;
+    for (std::size_t i = region.enter; i <= region.exit; ++i) {
+      const auto* op = std::get_if<OperatorEvent>(&pass.events[i]);
+      if (op == nullptr) continue;
+      if (std::ranges::any_of(op->parameters, [&](ParameterId p) { return region.parameters.contains(p); })) {
+        region.stop = std::max(region.stop, BeforeAllocations(pass.events, i) - 1);
+      }
+      for (const StorageId s : op->writes) {
+        if (region.saved.contains(s)) region.stop = i;
       }
     }
+  }
+
+  // What the recomputation never comes to stays as long as the region's inputs.
+  void KeepUntaken(CheckpointRegion& region) {
+    const Pass& pass = trace_.forwards[region.forward];
+    for (const std::size_t i : region.saves) {
+      if (i <= region.stop) continue;
+      for (const StorageId storage : MadeBy(pass.events, i)) {
+        if (!region.saved.contains(storage)) found_.kept_until[storage] = region.end;
+      }
+    }
+  }
+
+  // Everything of the region's forward up to its stop.
+  std::vector<TraceEvent> Recompute(CheckpointRegion& region) {
+    const Pass& pass = trace_.forwards[region.forward];
+    const std::size_t stop = region.stop;
     std::vector<TraceEvent> events;
     std::set<StorageId> alive;  // remade, not saved
     for (std::size_t i = region.enter; i <= stop; ++i) {
@@ -133,6 +217,10 @@ class Checkpointer {
       } else if (const auto* exit = std::get_if<ExitEvent>(&event)) {
         if (i != region.exit) events.push_back(RecomputeExitEvent{exit->module});
       } else if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
+        if (region.kept.contains(allocate->storage)) {
+          if (DiesInItsForward(allocate->storage)) alive.insert(allocate->storage);
+          continue;
+        }
         AllocateEvent again = *allocate;
         again.role = StorageRole::kRecompute;
         again.storage = region.remade[allocate->storage] = next_storage_++;
@@ -140,10 +228,10 @@ class Checkpointer {
         events.push_back(again);
       } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
         const auto again = region.remade.find(free->storage);
-        if (again != region.remade.end() && alive.erase(again->second) > 0) {
-          events.push_back(FreeEvent{again->second});
-        }
+        const StorageId dead = again == region.remade.end() ? free->storage : again->second;
+        if (alive.erase(dead) > 0) events.push_back(FreeEvent{dead});
       } else if (const auto* op = std::get_if<OperatorEvent>(&event)) {
+        if (region.saves.contains(i)) continue;
         events.push_back(Renamed(*op, region));
       }
     }
@@ -154,6 +242,12 @@ class Checkpointer {
     for (const StorageId storage : alive) events.push_back(FreeEvent{storage});
     if (!interrupted) events.push_back(RecomputeExitEvent{region.module});
     return events;
+  }
+
+  // Nobody saved it: it died in the forward before it was kept.
+  bool DiesInItsForward(StorageId storage) const {
+    const StorageLife& life = found_.lives.at(storage);
+    return life.dies && life.death_forward >= 0 && !found_.kept_until.contains(storage);
   }
 
   static OperatorEvent Renamed(OperatorEvent op, const CheckpointRegion& region) {

@@ -109,7 +109,9 @@ inline constexpr auto kFields<Host> = FieldList(
     Optional("event_ns", &Host::event_ns, "One record or wait.").AtMost(kLongestCost),
     Optional("trigger_ns", &Host::trigger_ns, "One hook.").AtMost(kLongestCost),
     Optional("memory_bytes_per_second", &Host::memory_bytes_per_second,
-             "Host memory that one rank reads and writes while all ranks of its node do."));
+             "Host memory that one rank reads and writes while all ranks of its node do."),
+    Optional("launch_queue_depth", &Host::launch_queue_depth,
+             "Launches that a stream holds before the host has to wait; 0: any number."));
 
 template <>
 inline constexpr Definition kDefinition<CollectivePoint> = {.says = "One measurement."};

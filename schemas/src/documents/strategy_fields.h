@@ -199,12 +199,23 @@ inline constexpr auto kFields<Fsdp1Knobs> = FieldList(
         .Positive());
 
 template <>
+inline constexpr Definition kDefinition<SavedOperator> = {
+    .says = "An operator whose results a checkpointed module keeps."};
+template <>
+inline constexpr auto kFields<SavedOperator> =
+    FieldList(Required("name", &SavedOperator::name, "As the trace calls it."),
+              Optional("recompute_every", &SavedOperator::recompute_every,
+                       "Every so many-th of a module's is run again all the same; 0: none."));
+
+template <>
 inline constexpr Definition kDefinition<CheckpointRule> = {
     .says = "Activation checkpointing applied to the trace."};
 template <>
 inline constexpr auto kFields<CheckpointRule> = FieldList(
     Required("modules", &CheckpointRule::modules, "Which modules are recomputed, as in a unit rule."),
-    Optional("early_stop", &CheckpointRule::early_stop, "Recomputation ends with the last saved tensor."));
+    Optional("early_stop", &CheckpointRule::early_stop, "Recomputation ends with the last saved tensor."),
+    Optional("every", &CheckpointRule::every, "Of those modules every so many-th.").AtLeast(1),
+    Optional("save", &CheckpointRule::save, "Operators that are not run again."));
 
 template <>
 inline constexpr Definition kDefinition<Optimizer> = {.says = "The optimizer."};

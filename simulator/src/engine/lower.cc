@@ -1,12 +1,16 @@
 // Lowering: a plan's instructions become compact arrays with their costs looked up and their waits resolved.
+#include "engine/lower.h"
+
 #include <algorithm>
 #include <concepts>
+#include <deque>
 #include <map>
 #include <span>
 #include <tuple>
 #include <utility>
 
 #include "cost/moved_bytes.h"
+#include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/simulator/engine.h"
@@ -26,8 +30,16 @@ std::unexpected<Error> Bad(std::string pointer, std::string message, std::string
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs)
-      : plan_(plan), cluster_(cluster), costs_(costs), optimizer_(plan), alive_(plan) {}
+  // `actions` null: nobody asks for them.
+  Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs, internal::ModelActions* actions)
+      : plan_(plan),
+        actions_(actions),
+        cluster_(cluster),
+        costs_(costs),
+        operator_costs_(costs),
+        copy_costs_(costs),
+        optimizer_(plan),
+        alive_(plan) {}
 
   // `first`: of the steps that are lowered.
   Result<EngineProgram> Run(std::size_t first) {
@@ -65,13 +77,28 @@ class Lowering {
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
   Status LowerSegments() {
     const std::int64_t issue_ns = cluster_.host.operator_issue_ns.value;
+    program_.segments.reserve(plan_.segments.size());
+    program_.segment_flops.resize(plan_.segments.size());
+    std::size_t entries = 0;
+    for (const Segment& segment : plan_.segments) entries += segment.entries.size();
+    program_.operators.reserve(entries);
     for (const Segment& segment : plan_.segments) {
       EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0};
       Nanoseconds in_all;
+      if (actions_ != nullptr) actions_->BeginSegment();
       for (const SegmentEntry& entry : segment.entries) {
         const auto* event = std::get_if<OperatorEvent>(&entry);
-        if (event == nullptr) continue;
-        program_.operators.push_back({costs_.Operator(*event), {}, {}});
+        if (event == nullptr) {
+          const auto* born = std::get_if<AllocateEvent>(&entry);
+          program_.recomputes |= born != nullptr && born->role == StorageRole::kRecompute;
+          if (actions_ != nullptr)
+            actions_->Add(entry, static_cast<std::int32_t>(&entry - segment.entries.data()));
+          continue;
+        }
+        const internal::OperatorFacts& facts = operator_costs_.Of(*event);
+        if (facts.matmul_flops != 0) AddFlops(event->dtype, facts.matmul_flops);
+        program_.operators.push_back({facts.duration_ns, {}, {}});
+        ++(event->duration_ns.value >= 0 ? program_.measured_operators : program_.modelled_operators);
         ++lowered.count;
         in_all += program_.operators.back().duration_ns + cluster_.host.operator_issue_ns;
         if (in_all > longest_ns_) return TooLong("/segments/" + Text(program_.segments.size()));
@@ -88,7 +115,20 @@ class Lowering {
       }
       program_.segments.push_back(lowered);
     }
+    operator_costs_.ForEachKind([&](const OperatorEvent& event, const internal::OperatorFacts& facts) {
+      if (event.duration_ns.value >= 0 || facts.matmul_flops == 0) return;
+      const std::vector<ComputeRate>& rates = cluster_.device.matmul;
+      if (std::ranges::find(rates, event.dtype, &ComputeRate::dtype) == rates.end())
+        program_.dtypes_without_rate.insert(std::string(Name(event.dtype)));
+    });
     return {};
+  }
+
+  // To the segment that is lowered.
+  void AddFlops(DType dtype, std::int64_t flops) {
+    std::vector<SegmentFlops>& all = program_.segment_flops[program_.segments.size()];
+    const auto known = std::ranges::find(all, dtype, &SegmentFlops::dtype);
+    known == all.end() ? all.push_back({dtype, flops}) : static_cast<void>(known->flops += flops);
   }
 
   static std::unexpected<Error> TooLong(std::string pointer) {
@@ -127,6 +167,7 @@ class Lowering {
     engine_ended_ = false;
     EnterPhase(Phase::kForward);
     const PlanStep& step = plan_.steps[s];
+    Reserve(step);
     for (std::size_t t = 0; t < step.triggers.size(); ++t) {
       const Trigger& trigger = step.triggers[t];
       const std::string pointer = "/steps/" + Text(s) + "/triggers/" + Text(t);
@@ -145,8 +186,47 @@ class Lowering {
       return Bad("/steps/" + Text(s), "too many passes", Text(step_.phases.size()));
     if (Status checked = CheckLength("/steps/" + Text(s)); !checked) return checked;
     step_.record_slots = static_cast<std::int32_t>(unit_of_slot_.size());
+    if (cluster_.host.launch_queue_depth > 0) LimitQueues();
     program_.steps.push_back(std::move(step_));
     return {};
+  }
+
+  void Reserve(const PlanStep& step) {
+    std::size_t count = step.triggers.size();
+    for (const Trigger& trigger : step.triggers) count += trigger.instructions.size();
+    step_.code.reserve(count);
+    step_.origins.reserve(count);
+    step_.next_in_stream.reserve(count);
+  }
+
+  // What a stream's queue holds: every operator of a segment, and everything else that has a stream.
+  std::int64_t Launches(std::int32_t index) const {
+    const EngineInstruction& code = At(step_.code, index);
+    return code.op == EngineOp::kSegment ? At(program_.segments, code.operand).count : 1;
+  }
+
+  // The host issues an instruction when so many of its stream before it are done that the rest and its own
+  // launches fit, or all of them.
+  void LimitQueues() {
+    struct Queue {
+      std::deque<std::int32_t> waiting;
+      std::int64_t launches = 0;  // of `waiting`
+      std::int32_t passed = -1;   // the last that had to be
+    };
+    std::vector<Queue> queues(plan_.streams.size());
+    step_.queued_behind.assign(step_.code.size(), -1);
+    for (std::int32_t i = 0; i < std::ssize(step_.code); ++i) {
+      if (At(step_.code, i).stream < 0) continue;
+      Queue& queue = queues[static_cast<std::size_t>(std::int32_t{At(step_.code, i).stream})];
+      queue.launches += Launches(i);
+      while (!queue.waiting.empty() && queue.launches > cluster_.host.launch_queue_depth) {
+        queue.passed = queue.waiting.front();
+        queue.launches -= Launches(queue.passed);
+        queue.waiting.pop_front();
+      }
+      queue.waiting.push_back(i);
+      step_.queued_behind[static_cast<std::size_t>(i)] = queue.passed;
+    }
   }
 
   void EnterBackward() {
@@ -397,30 +477,55 @@ class Lowering {
         request.kind = CollectiveKind::kAllReduce;
     }
     request.full_tensor_bytes = SizeBytes(At(plan_.buffers, tensor));
-    Result<CollectiveCost> cost = costs_.Collective(request);
-    if (!cost) return std::unexpected(cost.error());
+    Result<const KnownCollective*> known = CostOf(request, instruction.communicator);
+    if (!known) return std::unexpected(known.error());
+    const KnownCollective& cost = **known;
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCollective;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
-    Result<std::int8_t> loads = LoadsIndex(cost->loads);
-    if (!loads) return std::unexpected(loads.error());
-    lowered.loads = *loads;
-    lowered.duration_ns = cost->duration_ns;
+    lowered.loads = cost.loads;
+    lowered.duration_ns = cost.duration_ns;
     lowered.host_ns = cluster_.host.collective_issue_ns;
     lowered.sequence = issued_to_[static_cast<std::size_t>(instruction.communicator)]++;
-    const auto key = std::tuple(request.kind, instruction.communicator, cost->source);
-    const auto [it, added] = group_of_.try_emplace(key, static_cast<std::int32_t>(step_.groups.size()));
-    if (added) step_.groups.push_back({request.kind, instruction.communicator, cost->source, 0, {}});
-    lowered.operand = it->second;
-    CollectiveGroup& group = step_.groups[static_cast<std::size_t>(it->second)];
+    lowered.operand = GroupIndex(request.kind, instruction.communicator, cost.source);
+    CollectiveGroup& group = step_.groups[static_cast<std::size_t>(lowered.operand)];
     ++group.count;
     group.full_tensor_bytes += request.full_tensor_bytes;
     return {};
   }
 
+  // Layers repeat: the collectives of a communicator at one size are looked up once.
+  struct KnownCollective {
+    Nanoseconds duration_ns;
+    std::int8_t loads = -1;
+    std::int32_t source = -1;  // index into sources_
+  };
+  Result<const KnownCollective*> CostOf(const CollectiveRequest& request, CommunicatorId communicator) {
+    const auto [found, added] =
+        known_collectives_.try_emplace({communicator, request.kind, request.full_tensor_bytes.value});
+    KnownCollective& known = found->second;
+    if (!added) return &known;
+    Result<CollectiveCost> cost = costs_.Collective(request);
+    if (!cost) return std::unexpected(cost.error());
+    Result<std::int8_t> loads = LoadsIndex(cost->loads);
+    if (!loads) return std::unexpected(loads.error());
+    const auto source = std::ranges::find(sources_, cost->source);
+    known = {cost->duration_ns, *loads, static_cast<std::int32_t>(source - sources_.begin())};
+    if (source == sources_.end()) sources_.push_back(std::move(cost->source));
+    return &known;
+  }
+
+  std::int32_t GroupIndex(CollectiveKind kind, CommunicatorId communicator, std::int32_t source) {
+    const auto [found, added] =
+        group_of_.try_emplace({kind, communicator, source}, static_cast<std::int32_t>(step_.groups.size()));
+    if (added) step_.groups.push_back({kind, communicator, At(sources_, source), 0, {}});
+    return found->second;
+  }
+
   // What the host computes itself belongs to its time for the instruction.
   void AddHostWork(Nanoseconds work_ns, EngineInstruction& lowered) {
     lowered.host_ns += work_ns;
+    if (work_ns.value > 0) step_.host_work_of[static_cast<std::int32_t>(step_.code.size())] = work_ns;
     step_.host_work_ns = std::min(step_.host_work_ns + work_ns, kLongestStep);
   }
 
@@ -437,7 +542,7 @@ class Lowering {
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCompute;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
-    lowered.duration_ns = costs_.DeviceCopy(work.on_device.read_bytes, work.on_device.written_bytes);
+    lowered.duration_ns = copy_costs_.Of(work.on_device.read_bytes, work.on_device.written_bytes);
   }
 
   void LowerCopy(const Instruction& instruction, EngineInstruction& lowered) {
@@ -450,7 +555,7 @@ class Lowering {
       lowered.host_ns = cluster_.host.copy_issue_ns;
       work_ns = to_host || to_device ? costs_.HostCopy(to_host ? moved.read : moved.written)
                 : on_host            ? costs_.HostWork(moved.read + moved.written)
-                                     : costs_.DeviceCopy(moved.read, moved.written);
+                                     : copy_costs_.Of(moved.read, moved.written);
     }
     if (on_host) return AddHostWork(work_ns, lowered);
     lowered.op = EngineOp::kWork;
@@ -460,8 +565,11 @@ class Lowering {
   }
 
   const Plan& plan_;
+  internal::ModelActions* const actions_;
   const Cluster& cluster_;
   const CostModel& costs_;
+  internal::OperatorCosts operator_costs_;
+  internal::CopyCosts copy_costs_;
   const OptimizerSteps optimizer_;
   EngineProgram program_;
   Nanoseconds longest_ns_;  // of everything in a step, one after the other
@@ -472,7 +580,9 @@ class Lowering {
   std::vector<UnitId> unit_of_slot_;
   std::vector<std::vector<GroupPlacement>> placements_;  // by communicator; empty: not looked at yet
   std::vector<std::int32_t> issued_to_;                  // collectives, by communicator
-  std::map<std::tuple<CollectiveKind, CommunicatorId, std::string>, std::int32_t> group_of_;
+  std::map<std::tuple<CommunicatorId, CollectiveKind, std::int64_t>, KnownCollective> known_collectives_;
+  std::vector<std::string> sources_;  // of costs: the different ones
+  std::map<std::tuple<CollectiveKind, CommunicatorId, std::int32_t>, std::int32_t> group_of_;
   AliveBuffers alive_;
   bool in_backward_ = false;
   bool engine_ended_ = false;  // the engine has ended, and no hook of a backward was passed since
@@ -481,11 +591,16 @@ class Lowering {
 }  // namespace
 
 Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
-  return Lowering(plan, cluster, costs).Run(0);
+  return Lowering(plan, cluster, costs, nullptr).Run(0);
 }
 
 Result<EngineProgram> LowerLastStep(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
-  return Lowering(plan, cluster, costs).Run(plan.steps.empty() ? 0 : plan.steps.size() - 1);
+  return Lowering(plan, cluster, costs, nullptr).Run(plan.steps.empty() ? 0 : plan.steps.size() - 1);
+}
+
+Result<EngineProgram> internal::LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs,
+                                          ModelActions& actions) {
+  return Lowering(plan, cluster, costs, &actions).Run(0);
 }
 
 }  // namespace shardplan

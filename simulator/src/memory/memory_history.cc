@@ -12,6 +12,7 @@
 #include "memory/kernel_memory.h"
 #include "memory/memory_actions.h"
 #include "memory/memory_categories.h"
+#include "memory/model_actions.h"
 #include "memory/shard_order.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
@@ -23,6 +24,7 @@ namespace {
 using internal::CategoryOf;
 using internal::kCublasWorkspace;
 using internal::kKernelTemp;
+using internal::ModelAction;
 
 template <typename T>
 bool Has(const std::vector<T>& values, std::int32_t index) {
@@ -38,9 +40,15 @@ std::int64_t TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
 class StreamBuilder {
  public:
   // `actions`: who gets them instead of a history; null: they are kept.
-  StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options,
+  // `model`: with operators where the options ask for kernels' temporaries.
+  StreamBuilder(const Plan& plan, const MemoryHistoryOptions& options, const internal::ModelActions& model,
                 internal::MemoryActions* actions = nullptr)
-      : plan_(plan), options_(options), actions_(actions), optimizer_(plan), alive_(plan) {
+      : plan_(plan),
+        options_(options),
+        model_actions_(model),
+        actions_(actions),
+        optimizer_(plan),
+        alive_(plan) {
     memory_of_.assign(plan.buffers.size(), -1);
     gathered_by_.assign(plan.buffers.size(), 0);
     begun_.assign(plan.buffers.size(), false);
@@ -144,12 +152,7 @@ class StreamBuilder {
       }
       storage_bytes_[static_cast<std::size_t>(storage)] = {bytes};
     };
-    for (const Segment& segment : plan_.segments) {
-      for (const SegmentEntry& entry : segment.entries) {
-        if (const auto* born = std::get_if<AllocateEvent>(&entry))
-          note(born->storage, born->size_bytes.value);
-      }
-    }
+    storage_bytes_ = model_actions_.storage_bytes();
     storages_per_batch_ = storage_bytes_.size();
     for (const TraceInput& input : plan_.inputs) note(input.storage, TensorBytes(input.shape, input.dtype));
     for (const ModuleBuffer& b : plan_.model_buffers) note(b.storage, TensorBytes(b.shape, b.dtype));
@@ -166,8 +169,8 @@ class StreamBuilder {
   void Free(std::int32_t block, const std::vector<StreamId>& recorded_on = {}) {
     if (block < 0) return;
     MemoryBlock& freed = history_.blocks[static_cast<std::size_t>(block)];
-    freed.recorded_on = recorded_on;
     SHARDPLAN_ASSERT(freed.died < 0, "whoever frees a block forgets it");
+    if (!recorded_on.empty()) freed.recorded_on = recorded_on;
     if (actions_ != nullptr) {
       freed.died = 0;
       unused_blocks_.push_back(block);
@@ -200,17 +203,19 @@ class StreamBuilder {
       unused_memories_.pop_back();
     }
     MemoryIndex(id) = index;
-    MemoryAt(index) = {1, {}, std::vector<std::int32_t>(BufferOf(id).parts_bytes.size(), -1)};
-    return MemoryAt(index);
+    Memory& memory = MemoryAt(index);
+    memory.names = 1;
+    memory.recorded_on.clear();
+    memory.parts.assign(BufferOf(id).parts_bytes.size(), -1);
+    return memory;
   }
 
   void AllocateBuffer(BufferId id, StreamId stream) {
     if (MemoryIndex(id) >= 0) return;
     const Buffer& buffer = BufferOf(id);
-    const auto becomes = becomes_.find({at_.step, at_.trigger, at_.instruction});
     Memory& memory = NewMemory(id);
     if ((buffer.memory == MemoryKind::kDevice) != OnDevice()) return;
-    MemoryBlock block{.category = becomes == becomes_.end() ? CategoryOf(buffer.role) : becomes->second,
+    MemoryBlock block{.category = CategoryMadeHere(buffer),
                       .stream = std::max(stream, 0),
                       .unit = buffer.unit,
                       .buffer = id};
@@ -224,6 +229,15 @@ class StreamBuilder {
       block.part = static_cast<std::int32_t>(p);
       memory.parts[p] = Allocate(block);
     }
+  }
+
+  // A buffer's, or that of what becomes of it.
+  std::int32_t CategoryMadeHere(const Buffer& buffer) const {
+    if (!becomes_.empty()) {
+      const auto found = becomes_.find({at_.step, at_.trigger, at_.instruction});
+      if (found != becomes_.end()) return found->second;
+    }
+    return CategoryOf(buffer.role);
   }
 
   void MakeShard(const internal::ShardMade& shard) {
@@ -410,26 +424,28 @@ class StreamBuilder {
         .stream = std::max(instruction.stream, 0), .unit = segment.unit, .microbatch = microbatch_};
     new_grads_.clear();
     kernel_.entry = kNoKernel;
-    for (std::size_t e = 0; e < segment.entries.size(); ++e) {
-      const SegmentEntry& entry = segment.entries[e];
-      ++at_.entry;
-      if (options_.kernel_temporaries) PassKernel(segment, e, block);
-      if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
-        block.requested_bytes = born->size_bytes;
-        block.category = CategoryOf(born->role);
-        if (born->role == StorageRole::kParameterGrad) {
+    const auto index = static_cast<std::size_t>(instruction.segment);
+    for (const ModelAction* a = model_actions_.First(index); a != model_actions_.End(index); ++a) {
+      const ModelAction& action = *a;
+      at_.entry = action.entry;
+      if (options_.kernel_temporaries) PassKernel(segment, static_cast<std::size_t>(action.entry), block);
+      switch (action.kind) {
+        case ModelAction::kMakesGrad:
+          block.requested_bytes = action.bytes;
+          block.category = action.category;
           new_grads_.push_back(Allocate(block));
-        } else {
-          std::int32_t& storage = Storage(born->storage, microbatch_);
-          Free(std::exchange(storage, -1));  // of a step before that never freed it
-          storage = Allocate(block);
-        }
-      } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
-        if (static_cast<std::size_t>(dead->storage) < storages_per_batch_) {
-          Free(std::exchange(Storage(dead->storage, microbatch_), -1));
-        }
+          break;
+        case ModelAction::kMakes:
+          Make(action, block);
+          break;
+        case ModelAction::kDrops:
+          Drop(action.storage);
+          break;
+        case ModelAction::kRuns:
+          break;
       }
     }
+    at_.entry = static_cast<std::int32_t>(segment.entries.size()) - 1;
     SettleGradients(segment, block);
   }
 
@@ -553,11 +569,42 @@ class StreamBuilder {
                    .unit = instruction.unit}));
   }
 
-  std::int32_t& Storage(StorageId storage, std::int32_t microbatch) {
-    const std::size_t batch = static_cast<std::size_t>(std::max(microbatch, 0));
+  // What the storage has in the micro-batch that runs; `none` where it has nothing yet.
+  template <typename T>
+  T& Storage(std::vector<T>& storages, StorageId storage, const T& none) {
+    const std::size_t batch = static_cast<std::size_t>(std::max(microbatch_, 0));
     const std::size_t index = batch * storages_per_batch_ + static_cast<std::size_t>(storage);
-    if (index >= storages_.size()) storages_.resize((batch + 1) * storages_per_batch_, -1);
-    return storages_[index];
+    if (index >= storages.size()) storages.resize((batch + 1) * storages_per_batch_, none);
+    return storages[index];
+  }
+
+  // Storages are there already where a step before never freed them.
+  void Make(const ModelAction& action, MemoryBlock& block) {
+    block.requested_bytes = action.bytes;
+    block.category = action.category;
+    if (actions_ == nullptr) {
+      std::int32_t& kept = Storage(storages_, action.storage, -1);
+      Free(std::exchange(kept, -1));
+      kept = Allocate(block);
+      return;
+    }
+    internal::ModelMemory& memory = Storage(unkept_storages_, action.storage, {});
+    DropUnkept(memory);
+    memory = {action.bytes, action.category, block.stream};
+    actions_->ActOfModel(memory, false, at_);
+  }
+  void Drop(StorageId storage) {
+    if (static_cast<std::size_t>(storage) >= storages_per_batch_) return;
+    if (actions_ == nullptr) {
+      Free(std::exchange(Storage(storages_, storage, -1), -1));
+    } else {
+      DropUnkept(Storage(unkept_storages_, storage, {}));
+    }
+  }
+  void DropUnkept(internal::ModelMemory& memory) {
+    if (memory.category < 0) return;
+    actions_->ActOfModel(memory, true, at_);
+    memory.category = -1;
   }
 
   // The gradients that the segment lists are alive from now on. What it allocated for a gradient that existed
@@ -632,6 +679,7 @@ class StreamBuilder {
 
   const Plan& plan_;
   const MemoryHistoryOptions& options_;
+  const internal::ModelActions& model_actions_;
   internal::MemoryActions* const actions_;
   std::vector<std::int32_t> unused_blocks_;  // where actions are not kept
   const OptimizerSteps optimizer_;
@@ -644,9 +692,10 @@ class StreamBuilder {
   std::vector<std::int32_t> unused_memories_;
   // Allocations (step, trigger, instruction) whose memory ends in another role.
   std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, std::int32_t> becomes_;
-  std::vector<std::vector<BufferId>> grad_buffers_;  // by unit
-  std::vector<std::int32_t> new_grads_;              // blocks, of the segment that runs
-  std::vector<std::int32_t> storages_;               // by micro-batch and storage: block, -1: not alive
+  std::vector<std::vector<BufferId>> grad_buffers_;     // by unit
+  std::vector<std::int32_t> new_grads_;                 // blocks, of the segment that runs
+  std::vector<std::int32_t> storages_;                  // by micro-batch and storage: block, -1: not alive
+  std::vector<internal::ModelMemory> unkept_storages_;  // the same where actions are not kept
   std::size_t storages_per_batch_ = 0;
   std::vector<Bytes> storage_bytes_;  // by storage
   Kernel kernel_;
@@ -662,12 +711,18 @@ class StreamBuilder {
 }  // namespace
 
 void internal::ForEachMemoryAction(const Plan& plan, const MemoryHistoryOptions& options,
-                                   MemoryActions& actions) {
-  StreamBuilder(plan, options, &actions).Build();
+                                   MemoryActions& actions, const ModelActions* model) {
+  if (model != nullptr && !options.kernel_temporaries) {
+    StreamBuilder(plan, options, *model, &actions).Build();
+    return;
+  }
+  const ModelActions own = ModelActionsOf(plan, options.kernel_temporaries);
+  StreamBuilder(plan, options, own, &actions).Build();
 }
 
 MemoryHistory MemoryHistoryOf(const Plan& plan, const MemoryHistoryOptions& options) {
-  return StreamBuilder(plan, options).Build();
+  const internal::ModelActions model = internal::ModelActionsOf(plan, options.kernel_temporaries);
+  return StreamBuilder(plan, options, model).Build();
 }
 
 }  // namespace shardplan

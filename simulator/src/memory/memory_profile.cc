@@ -13,18 +13,19 @@ namespace {
 // Sums after every action.
 class Profiler final : public internal::MemoryActions {
  public:
-  Profiler(const Plan& plan, const MemoryOptions& options) : plan_(plan), options_(options) {
+  Profiler(const Plan& plan, const MemoryOptions& options)
+      : plan_(plan),
+        options_(options),
+        granularity_(std::max<std::int64_t>(1, options.granularity_bytes.value)) {
     by_category_.resize(MemoryCategories().size());
     profile_.step_peak_bytes.resize(plan_.steps.size());
   }
 
   void Act(const MemoryBlock& block, bool frees, const MemoryPoint& at) override {
-    ++action_;
-    if (recorded_) {
-      while (step_ < at.step) NextStep();
-      if (frees) KeepPeak();
-    }
-    Apply(block, frees, at);
+    Count(block.requested_bytes, block.category, frees, at);
+  }
+  void ActOfModel(const internal::ModelMemory& memory, bool frees, const MemoryPoint& at) override {
+    Count(memory.requested_bytes, memory.category, frees, at);
   }
   void BeginRecorded() override { recorded_ = true; }
 
@@ -40,6 +41,15 @@ class Profiler final : public internal::MemoryActions {
   }
 
  private:
+  void Count(Bytes requested, std::int32_t category, bool frees, const MemoryPoint& at) {
+    ++action_;
+    if (recorded_) {
+      while (step_ < at.step) NextStep();
+      if (frees) KeepPeak();
+    }
+    Apply(requested, category, frees, at);
+  }
+
   void SetPeak(const std::vector<std::int64_t>& by_category) {
     profile_.peak_by_category.clear();
     for (const std::int64_t bytes : by_category) profile_.peak_by_category.push_back({bytes});
@@ -79,16 +89,16 @@ class Profiler final : public internal::MemoryActions {
     SetPeak(step_peak_by_category_);
   }
 
-  void Apply(const MemoryBlock& block, bool frees, const MemoryPoint& at) {
-    const std::int64_t bytes = Rounded(block.requested_bytes.value);
+  void Apply(Bytes requested, std::int32_t category, bool frees, const MemoryPoint& at) {
+    const std::int64_t bytes = Rounded(requested.value);
     if (bytes == 0) return;
     if (recorded_) last_change_ = action_;
-    std::int64_t& of_category = by_category_[static_cast<std::size_t>(block.category)];
+    std::int64_t& of_category = by_category_[static_cast<std::size_t>(category)];
     of_category += frees ? -bytes : bytes;
     total_ += frees ? -bytes : bytes;
     if (recording_) {
       profile_.samples.push_back({TimeOf(at),
-                                  block.category,
+                                  category,
                                   {of_category},
                                   {total_},
                                   at.step,
@@ -112,8 +122,8 @@ class Profiler final : public internal::MemoryActions {
   }
 
   std::int64_t Rounded(std::int64_t bytes) const {
-    const std::int64_t granularity = std::max<std::int64_t>(1, options_.granularity_bytes.value);
-    return (bytes + granularity - 1) / granularity * granularity;
+    if ((granularity_ & (granularity_ - 1)) == 0) return (bytes + granularity_ - 1) & -granularity_;
+    return (bytes + granularity_ - 1) / granularity_ * granularity_;
   }
 
   TimeRange RangeOf(const MemoryPoint& at) const {
@@ -164,6 +174,7 @@ class Profiler final : public internal::MemoryActions {
 
   const Plan& plan_;
   const MemoryOptions& options_;
+  const std::int64_t granularity_;
   MemoryProfile profile_;
   bool recorded_ = false;          // the steps have begun
   std::int32_t step_ = -1;         // the one under way
@@ -187,11 +198,16 @@ class Profiler final : public internal::MemoryActions {
 
 }  // namespace
 
-MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options) {
+MemoryProfile internal::ProfileMemory(const Plan& plan, const MemoryOptions& options,
+                                      const ModelActions* model) {
   Profiler profiler(plan, options);
-  internal::ForEachMemoryAction(
-      plan, {.space = options.space, .kernel_temporaries = options.kernel_temporaries}, profiler);
+  ForEachMemoryAction(plan, {.space = options.space, .kernel_temporaries = options.kernel_temporaries},
+                      profiler, model);
   return profiler.Take();
+}
+
+MemoryProfile ProfileMemory(const Plan& plan, const MemoryOptions& options) {
+  return internal::ProfileMemory(plan, options, nullptr);
 }
 
 MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history, const MemoryOptions& options) {

@@ -14,10 +14,10 @@ class PoolPeaks final : public internal::MemoryActions {
   explicit PoolPeaks(const Plan& plan) : plan_(plan) {}
 
   void Act(const MemoryBlock& block, bool frees, const MemoryPoint&) override {
-    constexpr std::int64_t kGranularity = 512;
-    const std::int64_t bytes = (block.requested_bytes.value + kGranularity - 1) / kGranularity * kGranularity;
-    Count(pools_[PoolOf(block)], frees ? -bytes : bytes);
-    Count(all_, frees ? -bytes : bytes);
+    Count(PoolOf(block), block.requested_bytes, frees);
+  }
+  void ActOfModel(const internal::ModelMemory& memory, bool frees, const MemoryPoint&) override {
+    Count({memory.stream, -1}, memory.requested_bytes, frees);
   }
   void BeginRecorded() override {}
 
@@ -40,6 +40,16 @@ class PoolPeaks final : public internal::MemoryActions {
     const CommunicatorId own = plan_.buffers[static_cast<std::size_t>(block.buffer)].pool;
     return {own < 0 ? block.stream : -1, own};
   }
+  void Count(Pool pool, Bytes requested, bool frees) {
+    constexpr std::int64_t kGranularity = 512;
+    const std::int64_t bytes = (requested.value + kGranularity - 1) / kGranularity * kGranularity;
+    if (last_ == nullptr || last_pool_ != pool) {
+      last_ = &pools_[pool];
+      last_pool_ = pool;
+    }
+    Count(*last_, frees ? -bytes : bytes);
+    Count(all_, frees ? -bytes : bytes);
+  }
   static void Count(Level& level, std::int64_t bytes) {
     level.now += bytes;
     level.peak = std::max(level.peak, level.now);
@@ -47,6 +57,8 @@ class PoolPeaks final : public internal::MemoryActions {
 
   const Plan& plan_;
   std::map<Pool, Level> pools_;
+  Level* last_ = nullptr;  // the pool of the last action: most are of one
+  Pool last_pool_;
   Level all_;
 };
 

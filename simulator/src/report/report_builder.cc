@@ -6,6 +6,9 @@
 #include <array>
 #include <map>
 #include <set>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
 
 #include "cost/fixed_log.h"
 #include "shardplan/schemas/assert.h"
@@ -103,29 +106,27 @@ void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResul
   });
 }
 
+// Whether operators do matrix work, each name looked at once.
+class MatmulNames {
+ public:
+  bool Contain(std::string_view name) {
+    const auto [known, added] = known_.try_emplace(name, false);
+    if (added) known->second = IsMatmulOperator(name);
+    return known->second;
+  }
+
+ private:
+  std::unordered_map<std::string_view, bool> known_;
+};
+
 // Where the figures come from.
 void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                const MemoryProfile& memory, const MemoryProfile& memory_of_host, const ModelFlops& flops,
                Report& report) {
-  std::int64_t measured = 0;
-  std::int64_t modelled = 0;
-  std::set<std::string> without_rate;
-  for (const Segment& segment : plan.segments) {
-    for (const SegmentEntry& entry : segment.entries) {
-      const auto* event = std::get_if<OperatorEvent>(&entry);
-      if (event == nullptr) continue;
-      ++(event->duration_ns.value >= 0 ? measured : modelled);
-      if (event->duration_ns.value >= 0 || !IsMatmulOperator(event->name) || event->flops == 0) continue;
-      if (std::ranges::find(cluster.device.matmul, event->dtype, &ComputeRate::dtype) ==
-          cluster.device.matmul.end()) {
-        without_rate.insert(std::string(Name(event->dtype)));
-      }
-    }
-  }
-  report.notes.push_back(
-      fmt::format("operators: {} by roofline with the efficiency curve of {}, {} measured", modelled,
-                  cluster.device.name.empty() ? cluster.name : cluster.device.name, measured));
-  for (const std::string& dtype : without_rate) {
+  report.notes.push_back(fmt::format(
+      "operators: {} by roofline with the efficiency curve of {}, {} measured", program.modelled_operators,
+      cluster.device.name.empty() ? cluster.name : cluster.device.name, program.measured_operators));
+  for (const std::string& dtype : program.dtypes_without_rate) {
     report.notes.push_back(
         fmt::format("the cluster has no matrix rate for {}: its vector rate was used", dtype));
   }
@@ -158,6 +159,57 @@ void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& pr
   for (const std::string& note : program.notes) report.notes.push_back(note);
 }
 
+void Mark(StorageId storage, std::vector<bool>& marks) {
+  if (storage < 0) return;
+  const auto index = static_cast<std::size_t>(storage);
+  if (index >= marks.size()) marks.resize(index + 1);
+  marks[index] = true;
+}
+bool IsMarked(StorageId storage, const std::vector<bool>& marks) {
+  return storage >= 0 && static_cast<std::size_t>(storage) < marks.size() &&
+         marks[static_cast<std::size_t>(storage)];
+}
+
+template <typename Visit>
+void ForEachSegment(const Plan& plan, std::size_t step, Visit visit) {
+  for (const Trigger& trigger : plan.steps[step].triggers) {
+    for (const Instruction& instruction : trigger.instructions) {
+      if (instruction.kind == InstructionKind::kCompute) visit(static_cast<std::size_t>(instruction.segment));
+    }
+  }
+}
+
+// Of a step in which nothing is recomputed.
+std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, const EngineProgram& program, std::size_t step) {
+  std::map<DType, std::int64_t> by_dtype;
+  ForEachSegment(plan, step, [&](std::size_t segment) {
+    for (const SegmentFlops& part : program.segment_flops[segment]) by_dtype[part.dtype] += part.flops;
+  });
+  return by_dtype;
+}
+
+// What is recomputed is counted apart: it is the only thing in a backward that writes what is born in one.
+std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, std::size_t step,
+                                           std::int64_t& recomputed_flops) {
+  std::map<DType, std::int64_t> by_dtype;
+  std::vector<bool> recomputed;  // by storage
+  MatmulNames matmuls;
+  ForEachSegment(plan, step, [&](std::size_t segment) {
+    for (const SegmentEntry& entry : plan.segments[segment].entries) {
+      if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
+        if (born->role == StorageRole::kRecompute) Mark(born->storage, recomputed);
+        continue;
+      }
+      const auto* event = std::get_if<OperatorEvent>(&entry);
+      if (event == nullptr || event->flops == 0 || !matmuls.Contain(event->name)) continue;
+      const bool again = std::ranges::any_of(
+          event->writes, [&](StorageId storage) { return IsMarked(storage, recomputed); });
+      (again ? recomputed_flops : by_dtype[event->dtype]) += event->flops;
+    }
+  });
+  return by_dtype;
+}
+
 }  // namespace
 
 std::string TriggerText(const Plan& plan, const Trigger& trigger) {
@@ -187,27 +239,12 @@ std::string InstructionText(const Plan& plan, const Instruction& instruction) {
   return text;
 }
 
-ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, std::size_t step) {
-  std::map<DType, std::int64_t> by_dtype;
+ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+                           std::size_t step) {
   ModelFlops flops;
-  std::set<StorageId> recomputed;
-  for (const Trigger& trigger : plan.steps[step].triggers) {
-    for (const Instruction& instruction : trigger.instructions) {
-      if (instruction.kind != InstructionKind::kCompute) continue;
-      for (const SegmentEntry& entry : plan.segments[static_cast<std::size_t>(instruction.segment)].entries) {
-        if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
-          if (born->role == StorageRole::kRecompute) recomputed.insert(born->storage);
-          continue;
-        }
-        const auto* event = std::get_if<OperatorEvent>(&entry);
-        if (event == nullptr || event->flops == 0 || !IsMatmulOperator(event->name)) continue;
-        // Recomputation is the only thing in a backward that writes what is born in one.
-        const bool again = std::ranges::any_of(
-            event->writes, [&](StorageId storage) { return recomputed.contains(storage); });
-        (again ? flops.recomputed_flops : by_dtype[event->dtype]) += event->flops;
-      }
-    }
-  }
+  const std::map<DType, std::int64_t> by_dtype = program.recomputes
+                                                     ? FlopsByDType(plan, step, flops.recomputed_flops)
+                                                     : FlopsByDType(plan, program, step);
   for (const auto& [dtype, count] : by_dtype) {
     flops.flops += count;
     const auto rate = std::ranges::find(cluster.device.matmul, dtype, &ComputeRate::dtype);
@@ -239,7 +276,7 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
           : kMillion - MulDiv(result.exposed_ns.value, kMillion, result.communication_ns.value);
   report.host_ns = result.host_busy_ns;
   report.host_work_ns = result.host_work_ns;
-  const ModelFlops flops = CountModelFlops(plan, cluster, last);
+  const ModelFlops flops = CountModelFlops(plan, cluster, program, last);
   if (result.end_ns.value > 0) {
     report.tokens_per_second_per_rank =
         MulDiv(plan.tokens_per_step, kNanosecondsPerSecond, result.end_ns.value);

@@ -28,6 +28,7 @@ struct ModelFlops {
   std::int64_t peak_ns = 0;  // 0: the cluster has no peak rates
   std::int64_t recomputed_flops = 0;
 };
-ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, std::size_t step);
+ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+                           std::size_t step);
 
 }  // namespace shardplan::internal

@@ -683,6 +683,8 @@ class Machine:
         self.items, self.phases, self.synchronize = items, phases, synchronize
         self.queues = [[item for item in items if item.stream == s] for s in range(len(document.streams))]
         self.heads = [0] * len(self.queues)
+        self.places = [0] * len(self.queues)  # how many the host has issued
+        self.passed = [[] for _ in self.queues]  # when
         self.active = {}  # stream: [item, what is left, rate]
         self.operator = [0] * len(self.queues)  # next of the segment at the head
         self.began = [None] * len(self.queues)
@@ -701,6 +703,7 @@ class Machine:
             if self.synchronize and i > 0 and self.items[i - 1].phase != item.phase:
                 self.advance(None)
                 host = max(host, self.now)
+            host = max(host, self.room_for(item))
             start = host
             host += item.host * (len(item.operators) if item.operators is not None else 1) + item.host_work
             self.sums["host"] += host - start
@@ -721,12 +724,34 @@ class Machine:
         self.end = max(host, self.now)
         return self
 
-    def advance(self, record):
-        """Until the record is reached; None: until nothing moves."""
+    def room_for(self, item):
+        """When so much of the item's stream is done that the rest and the item fit into its queue, or all before it."""
+        depth = self.cluster.get("host", {}).get("launch_queue_depth", 0)
+        if not depth or item.stream is None:
+            return 0
+        queue = self.queues[item.stream]
+        first = place = self.places[item.stream]
+        self.places[item.stream] += 1
+        launches = 0
+        while first >= 0:
+            launches += 1 if queue[first].operators is None else len(queue[first].operators)
+            if launches > depth and first < place:
+                break
+            first -= 1
+        if first < 0:
+            return 0
+        if len(self.passed[item.stream]) <= first:
+            self.advance(None, (item.stream, first))
+        return self.passed[item.stream][first]
+
+    def advance(self, record, passed=None):
+        """Until the record is reached, or a stream has passed the item of that place; None: until nothing moves."""
         while True:
             while any(self.start(s) for s in range(len(self.queues))):
                 pass
             if record is not None and record in self.records:
+                return
+            if passed is not None and len(self.passed[passed[0]]) > passed[1]:
                 return
             rates = {s: self.rate(entry[0]) for s, entry in self.active.items()}
             times = [self.now + up(Fraction(entry[1], rates[s])) for s, entry in self.active.items()]
@@ -781,6 +806,7 @@ class Machine:
             self.active[s] = [item, item.duration * 60 * MILLION]
             return True
         self.heads[s] += 1
+        self.passed[s].append(self.now)
         return True
 
     def start_operators(self, s, item):
@@ -802,6 +828,7 @@ class Machine:
 
     def pop(self, s):
         self.heads[s] += 1
+        self.passed[s].append(self.now)
         self.operator[s] = 0
 
     def finish(self, s, item):

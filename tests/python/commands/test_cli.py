@@ -9,7 +9,7 @@ from conftest import ROOT
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 COMMANDS = (
-    "trace plan optimize certify explain validate simulate cost memory explain-memory show diff run conformance calibrate sweep layout reshard reshard-checkpoint allocator-replay".split()
+    "trace plan optimize certify explain validate simulate compare cost memory explain-memory show diff run conformance calibrate sweep evaluate layout reshard reshard-checkpoint allocator-replay".split()
 )
 
 

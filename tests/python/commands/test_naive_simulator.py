@@ -35,6 +35,7 @@ ODD = {
         "event_ns": 23,
         "trigger_ns": 503,
         "memory_bytes_per_second": 314_159_265,
+        "launch_queue_depth": 5,
     },
     "links": [
         {"name": "inner", "latency_ns": 211, "bytes_per_second": 2_718_281_828, "base_latency_ns": 101, "protocols": [{"name": "LL", "latency_ns": 31, "rate_ppm": 333_333}],

@@ -13,7 +13,8 @@ import pytest
 from conftest import ROOT, build_folder
 
 sys.path.insert(0, str(ROOT / "tools" / "python"))
-from shardplan.sweep.configurations import Configuration, part_of, product
+from shardplan.sweep.configurations import Configuration, groups_of, part_of, product
+from shardplan.sweep.page import front, page
 from shardplan.sweep.solve import solve
 
 COMMAND = build_folder() / "bin" / "shardplan"
@@ -147,6 +148,55 @@ def test_rows_of_another_sweep_are_left_alone(whole, tmp_path):
     assert path.read_bytes() == whole[0].read_bytes()
 
 
+def test_the_page_marks_what_no_other_beats(whole, tmp_path):
+    """The front from all pairs; the best that fits ringed; names as text, whatever they hold."""
+    rows = [dict(row) for row in rows_of(whole[0])]
+    path = tmp_path / "page.html"
+    done = sweep("--merge", whole[0], "-o", tmp_path / "merged.csv", "--html", path, plan=[])
+    assert done.returncode == 0, done.stderr
+    text = path.read_text()
+    assert text.count("<svg") == 2 and text.count("class='best'") == 2
+    points = [(float(row["step_ms"]), float(row["needed_gib"])) for row in rows]
+    beaten = [any(p[0] <= q[0] and p[1] <= q[1] and p != q for p in points) for q in points]
+    assert {points[i] for i in front(points)} == {p for p, b in zip(points, beaten, strict=True) if not b}
+    assert text.count("<tr") == 1 + len(rows)
+    hostile = page([row | {"source": "<script>x</script>"} for row in rows], ["source"], 2.5)
+    assert "<script>" not in hostile and "price of a million tokens" in hostile
+
+
+def test_fronts_of_random_points():
+    numbers = random.Random(SEED)
+    for _ in range(200):
+        points = [(numbers.randrange(8), numbers.randrange(8)) for _ in range(numbers.randrange(1, 12))]
+        unbeaten = {q for q in points if not any(p[0] <= q[0] and p[1] <= q[1] and p != q for p in points)}
+        kept = [points[i] for i in front(points)]
+        assert set(kept) == unbeaten and len(kept) == len(set(kept)), f"seed {SEED}: {points}"
+
+
+def test_one_process_answers_as_the_commands_do(tmp_path):
+    """Everything that is kept between questions: other ranks, clusters, flags and traces, and back."""
+    strategy = tmp_path / "strategy.json"
+    subprocess.run([COMMAND, "plan", TRACE, "--unit", "layers.*", "--write-strategy", strategy, "-q", "-o", tmp_path / "p.json"], check=True)
+    variants = [["--ranks", ranks, "--cluster", cluster, *more] for more in (["--unit", "layers.*"], ["--unit", "layers.*", "--reshard-after-forward", "false"], ["--strategy", str(strategy), "--policy", "fsdp1"])
+                for ranks in ("2", "8", "1") for cluster in ("h100_sxm_8", "b200_8")]  # fmt: skip
+    questions = [[str(TRACE), *variant] for variant in variants + variants[:3]] + [[str(TRACE), "--unit", "no.such"], ["absent.json"]]
+    done = subprocess.run([COMMAND, "evaluate"], input="".join(json.dumps(q) + "\n" for q in questions), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(questions)
+    for question, answer in zip(questions[:-2], answers[:-2], strict=True):
+        plan, report = tmp_path / "q.json", tmp_path / "r.json"
+        subprocess.run([COMMAND, "plan", *question, "-q", "-o", plan], check=True)
+        subprocess.run([COMMAND, "simulate", plan, "--no-verify", "-q", "--report", report], capture_output=True)
+        expected = json.loads(report.read_text())
+        assert answer["step_ns"] == expected["step_ns"] and answer["peak_bytes"] == expected["memory"]["peak_bytes"], question
+    assert "no.such" in answers[-2]["error"] and "absent.json" in answers[-1]["error"]
+    with open("/dev/full", "w") as full:
+        told = subprocess.run([COMMAND, "evaluate"], input=json.dumps(questions[0]) + "\n", stdout=full, stderr=subprocess.PIPE, text=True)
+    assert told.returncode == 4 and "standard output" in told.stderr
+    assert subprocess.run([COMMAND, "evaluate"], input="{}\n", capture_output=True, text=True).returncode == 3
+
+
 def configuration(**values):
     return Configuration(tuple(values.items()))
 
@@ -156,6 +206,17 @@ def test_parts_are_disjoint_and_whole():
     for count in range(1, 9):
         parts = [c for i in range(1, count + 1) for c in part_of(everything, f"{i}/{count}")]
         assert sorted(c.values for c in parts) == sorted(c.values for c in everything)
+
+
+def test_groups_are_disjoint_and_whole_and_share_plans():
+    everything = product({"source": ["a", "b"], "ranks": ["2", "4"], "cluster": ["x", "y"], "policy": ["fsdp1", "fsdp2"], "unit": ["u", "v"]})
+    for workers in (1, 2, 7):
+        groups = groups_of(everything, workers)
+        together = [c for group in groups for c in group]
+        assert sorted(c.values for c in together) == sorted(c.values for c in everything)
+        changes = sum(a.replace("cluster", "") != b.replace("cluster", "") for a, b in zip(together, together[1:], strict=False))
+        assert changes == len(everything) // 2 - 1  # each plan once, for both clusters
+    assert groups_of([], 2) == []
 
 
 def test_bisection_finds_the_border():

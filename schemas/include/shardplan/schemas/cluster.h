@@ -83,6 +83,8 @@ struct Host {
   Nanoseconds trigger_ns;  // a hook
   // Host memory that one rank reads and writes while all ranks of its node do (offload); 0: costs nothing.
   std::int64_t memory_bytes_per_second = 0;
+  // Launches that a stream holds; the host waits for room. 0: any number.
+  std::int64_t launch_queue_depth = 0;
   bool operator==(const Host&) const = default;
 };
 

@@ -171,12 +171,21 @@ struct Fsdp1Knobs {
   bool operator==(const Fsdp1Knobs&) const = default;
 };
 
+// An operator whose results a checkpointed module keeps (selective checkpointing): it is not run again.
+struct SavedOperator {
+  std::string name;                  // "aten.mm"
+  std::int64_t recompute_every = 0;  // every so many-th of a module's is run again all the same; 0: none
+  bool operator==(const SavedOperator&) const = default;
+};
+
 // Activation checkpointing applied to the trace: every module that a rule matches (as UnitRule::modules) is
-// recomputed in the backward. early_stop: recomputation ends with the last saved tensor (non-reentrant
-// default).
+// recomputed in the backward, or of them every `every`-th, in the module tree's order (torchtitan's selective
+// checkpointing by layer). early_stop: recomputation ends with the last saved tensor (non-reentrant default).
 struct CheckpointRule {
   std::vector<std::string> modules;
   bool early_stop = true;
+  std::int64_t every = 1;
+  std::vector<SavedOperator> save;
   bool operator==(const CheckpointRule&) const = default;
 };
 

@@ -72,7 +72,7 @@ struct CollectiveCost {
 class CostModel {
  public:
   virtual ~CostModel() = default;
-  // Device time of one operator.
+  // Device time of one operator, by its name, dtype, FLOPs, bytes and measured duration alone.
   virtual Nanoseconds Operator(const OperatorEvent& event) const = 0;
   // kBadInput: the cluster has neither a table nor a link for it.
   virtual Result<CollectiveCost> Collective(const CollectiveRequest& request) const = 0;

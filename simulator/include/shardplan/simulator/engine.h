@@ -13,10 +13,13 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/quantity.h"
@@ -43,7 +46,7 @@ enum class WorkClass : std::uint8_t {
 
 enum class Phase : std::uint8_t { kForward, kBackward, kOptimizer };
 
-// 32 bytes: millions of them are stepped through a second.
+// Millions of them are stepped through a second.
 struct EngineInstruction {
   EngineOp op = EngineOp::kHostOnly;
   WorkClass work = WorkClass::kCompute;
@@ -63,6 +66,12 @@ struct EngineInstruction {
 struct EngineSegment {
   std::int32_t first = 0;
   std::int32_t count = 0;
+};
+
+// Matrix work of a segment by dtype, its recomputation included.
+struct SegmentFlops {
+  DType dtype = DType::kFloat32;
+  std::int64_t flops = 0;
 };
 
 // Operator k of a segment, with what lets the engine run the rest of the segment in one piece as soon as the
@@ -96,9 +105,13 @@ struct EngineStep {
   std::vector<std::int32_t> first_in_stream;  // by stream, -1
   std::vector<CollectiveGroup> groups;
   std::vector<Phase> phases;  // in host order; neighbours differ
+  // Of each, where queues have a depth (else empty): the host issues it when its stream has passed this one,
+  // -1: at once.
+  std::vector<std::int32_t> queued_behind;
   std::int32_t record_slots = 0;
-  std::int64_t plan_instructions = 0;  // triggers not counted
-  Nanoseconds host_work_ns;            // of all host_ns: the host itself computes
+  std::int64_t plan_instructions = 0;                // triggers not counted
+  Nanoseconds host_work_ns;                          // of all host_ns: the host itself computes
+  std::map<std::int32_t, Nanoseconds> host_work_of;  // ... by index into the code, where it does
 };
 
 struct EngineProgram {
@@ -112,6 +125,11 @@ struct EngineProgram {
   std::int64_t compute_rate_ppm = 1'000'000;        // while communicating
   std::int64_t communication_rate_ppm = 1'000'000;  // while computing
   std::vector<std::string> notes;                   // what was assumed
+  std::int64_t measured_operators = 0;              // of all segments: their durations are the plan's
+  std::int64_t modelled_operators = 0;
+  std::set<std::string> dtypes_without_rate;  // of matrix work among the modelled
+  std::vector<std::vector<SegmentFlops>> segment_flops;
+  bool recomputes = false;  // some segment makes what a recomputation makes
 };
 
 // kBadInput: ids out of range, more than 100 streams or 30'000 units, or costs that the cluster lacks.
@@ -157,7 +175,13 @@ struct EngineFlow {
 struct EngineTimeline {
   std::vector<EngineSpan> spans;
   std::vector<EngineFlow> flows;
-  std::vector<Nanoseconds> host_start_ns;  // when the host began each instruction of the code
+  // By index into the code.
+  std::vector<Nanoseconds> host_start_ns;  // when the host began it
+  std::vector<Nanoseconds> host_end_ns;    // when it went on
+  std::vector<Nanoseconds> issued_ns;      // when the host had issued it (a segment: began to)
+  std::vector<Nanoseconds> begin_ns;       // on its stream: when it began ...
+  std::vector<Nanoseconds> end_ns;         // ... and when it was done or passed
+  std::vector<std::int32_t> paced_by;      // of a segment: the last operator that the host was late with, -1
 };
 
 struct RunOptions {

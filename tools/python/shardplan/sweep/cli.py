@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from shardplan import files
 from shardplan.command import EXIT_ENVIRONMENT, printable_name
-from shardplan.sweep import configurations, rows
+from shardplan.sweep import configurations, page, rows
 from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
 from shardplan.sweep.solve import QUESTIONS, solve
@@ -72,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--merge", nargs="+", metavar="FILE", help="put the rows of these files into one")
     result.add_argument("--jobs", type=int, metavar="N", help="configurations at once (default: the cores)")
     result.add_argument("-o", "--output", metavar="FILE", help="rows, as comma-separated values")
+    result.add_argument("--html", metavar="FILE", help="a page with the rows and what no other beats: memory against time and cost")
+    result.add_argument("--price", type=float, metavar="N", help="of an hour of a device, for the page's cost of tokens")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
 
@@ -90,6 +93,8 @@ def main() -> int:
                 parser().error("--merge needs -o")
             files.check_output(options.output, options.merge)
             files.write_text(options.output, rows.merged(options.merge))
+            merged, axes = rows.read(options.output)
+            _write_page(options, merged, axes)
             return 0
         return _sweep(options, plan_flags)
     except rows.OtherSweep as error:
@@ -123,6 +128,8 @@ def _axes(options: argparse.Namespace) -> dict[str, list[str]]:
 def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
     if not options.sources:
         parser().error("a SOURCE is missing")
+    if options.html:
+        files.check_output(options.html, [*options.sources, *([options.output] if options.output else [])])
     program = str(Path(os.environ.get("SHARDPLAN_PROGRAMS", "")) / "shardplan") if os.environ.get("SHARDPLAN_PROGRAMS") else shutil.which("shardplan")
     if not program or not Path(program).exists():
         _log(f"error: the command shardplan is not found (found {program or 'none'}): run `shardplan sweep`, or set SHARDPLAN_PROGRAMS to its folder")
@@ -140,6 +147,7 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
         answers = _run_all(options, todo, kept, evaluate)
         kept.close()
+        _write_page(options, list(kept.done.values()), list(axes))
         return _say(options, kept, answers, list(axes))
 
 
@@ -147,28 +155,33 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
     """Evaluates what is not done, and keeps each row. With --solve: the answer of each that has one."""
     answers: dict[Configuration, Configuration] = {}
 
-    def work(configuration: Configuration) -> tuple[Configuration | None, dict]:
+    def work(group: list[Configuration]) -> list[tuple[Configuration, Configuration | None, dict]]:
         if not options.solve:
-            return configuration, evaluate(configuration)
-        return solve(options.solve, configuration, evaluate)
+            return [(configuration, configuration, evaluate(configuration)) for configuration in group]
+        return [(configuration, *solve(options.solve, configuration, evaluate)) for configuration in group]
 
     left = [c for c in todo if options.solve or c not in kept.done]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs or os.cpu_count() or 1) as pool:
-        futures = {pool.submit(work, c): c for c in left}
+    jobs = options.jobs or os.cpu_count() or 1
+    count = len(todo) - len(left)
+    with contextlib.closing(evaluate), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(work, group) for group in configurations.groups_of(left, 1 if options.solve else jobs)]
         try:
-            for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                answer, results = future.result()
-                if answer is not None:
-                    answers[futures[future]] = answer
-                row = answer or futures[future]
-                if row not in kept.done:
-                    kept.add(row, results)
+            for future in concurrent.futures.as_completed(futures):
+                done = future.result()
+                answers |= {asked: answer for asked, answer, _ in done if answer is not None}
+                kept.add([(answer or asked, results) for asked, answer, results in done])
+                count += len(done)
                 if not options.quiet:
-                    _log(f"{count + len(todo) - len(left)} of {len(todo)}")
+                    _log(f"{count} of {len(todo)}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return answers
+
+
+def _write_page(options: argparse.Namespace, done: list[dict[str, str]], axes: list[str]) -> None:
+    if options.html:
+        files.write_text(options.html, page.page(done, axes, options.price))
 
 
 def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, axes: list[str]) -> int:
@@ -177,7 +190,7 @@ def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, axes: list
     if options.solve:
         chosen += [values for values in kept.done.values() if values not in chosen and values["fits"] != "yes"]
     fitting = [row for row in chosen if row["fits"] == "yes"]
-    best = max(fitting, key=lambda row: float(row["tokens_per_second"] or 0), default=None)
+    best = page.best_of(chosen)
     shown = [axis for axis in axes if axis == "source" or len({row[axis] for row in chosen}) > 1 or options.solve] + [name for name in rows.RESULTS if name != "error"]
     table = [shown, *([row[column] for column in shown] for row in sorted(chosen, key=lambda row: -float(row["tokens_per_second"] or 0)))]
     widths = [max(len(line[i]) for line in table) for i in range(len(shown))]

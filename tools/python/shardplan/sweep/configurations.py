@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 AXES = ("source", "batch", "seq", "ranks", "cluster")
+_MOST_AT_ONCE = 32  # rows that a killed sweep loses at most, by worker
 ABSENT, BARE = "-", "+"  # a flag that is not given, and one that is given without a value
 
 
@@ -46,3 +47,23 @@ def part_of(configurations: list[Configuration], text: str) -> list[Configuratio
     if not 1 <= part <= parts:
         raise ValueError
     return configurations[part - 1 :: parts]
+
+
+def groups_of(configurations: list[Configuration], workers: int) -> list[list[Configuration]]:
+    """What one process takes at a time: those that share a trace and a plan side by side, small enough for all workers to be busy."""
+    if not configurations:
+        return []
+    axes = [axis for axis, _ in configurations[0].values]
+    last = [axis for axis in ("ranks", "cluster") if axis in axes]
+    order = {c: place for place, c in enumerate(configurations)}
+    first_of: dict[tuple, int] = {}
+
+    def key(configuration: Configuration) -> list[int]:
+        """The place of the first that is like it up to the last axes, then up to the last but one, ..."""
+        values = dict(configuration.values)
+        prefixes = [tuple(values[axis] for axis in axes if axis not in last[place:]) for place in range(len(last))]
+        return [*(first_of.setdefault((place, prefix), order[configuration]) for place, prefix in enumerate(prefixes)), order[configuration]]
+
+    size = max(1, min(_MOST_AT_ONCE, len(configurations) // (8 * workers)))
+    together = sorted(configurations, key=key)
+    return [together[start : start + size] for start in range(0, len(together), size)]

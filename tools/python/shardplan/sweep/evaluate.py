@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -18,7 +17,7 @@ _GIB = 1 << 30
 
 
 class Evaluator:
-    """Runs the commands. A trace is made once for each source, batch and sequence."""
+    """Asks `shardplan evaluate`, a process for each thread. A trace is made once for each source, batch and sequence."""
 
     def __init__(self, program: str, folder: str, trace_flags: list[str], plan_flags: list[str], budget_bytes: int | None):
         self._program, self._folder = program, Path(folder)
@@ -26,33 +25,50 @@ class Evaluator:
         self._budget = budget_bytes
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
+        self._own = threading.local()
+        self._started: list[subprocess.Popen] = []
 
     def __call__(self, configuration: Configuration) -> dict[str, object]:
         try:
-            trace = self._trace(configuration)
-            with tempfile.TemporaryDirectory(dir=self._folder) as own:
-                plan = os.path.join(own, "plan.json")
-                self._run("plan", trace, *configuration.plan_flags(), *self._plan_flags, "-q", "-o", plan)
-                # The planner has verified it.
-                report = json.loads(self._run("simulate", plan, "--no-verify", "-q", "--report", "-", allowed=(0, 1)))
+            answer = self._ask([self._trace(configuration), *configuration.plan_flags(), *self._plan_flags])
         except _Failed as error:
             return {"error": str(error)}
-        return self._results(report)
+        return {"error": _last(answer["error"])} if "error" in answer else self._results(answer)
 
-    def _results(self, report: dict) -> dict[str, object]:
-        memory = report["memory"]
-        outside = {entry["category"]: entry["size_bytes"] for entry in memory["peak_by_category"]}
-        needed = memory["peak_bytes"] + outside.get("cuda_context", 0) + outside.get("nccl_buffers", 0)
-        fits = memory.get("fits", True) if self._budget is None else needed <= self._budget
-        rate = report.get("tokens_per_second_per_rank", 0)
+    def close(self) -> None:
+        for process in self._started:
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+    def _ask(self, question: list[str]) -> dict:
+        process = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = subprocess.Popen([self._program, "evaluate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            with self._guard:
+                self._started.append(process)
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            return json.loads(line)
+        self._own.process = None
+        raise _Failed(f"evaluate: {_last(process.stderr.read()) or f'exit code {process.wait()}'}")
+
+    def _results(self, answer: dict) -> dict[str, object]:
+        fits = answer["fits"] if self._budget is None else answer["needed_bytes"] <= self._budget
+        rate = answer["tokens_per_second_per_rank"]
         return {
-            "step_ms": f"{report['step_ns'] / 1e6:.3f}",
-            "tokens_per_second": rate * report["world_size"],
+            "step_ms": f"{answer['step_ns'] / 1e6:.3f}",
+            "tokens_per_second": rate * answer["world_size"],
             "tokens_per_second_per_rank": rate,
-            "utilization_percent": f"{report.get('model_flops_utilization_ppm', 0) / 1e4:.2f}",
-            "exposed_ms": f"{report['exposed_communication_ns'] / 1e6:.3f}",
-            "peak_gib": f"{memory['peak_bytes'] / _GIB:.3f}",
-            "needed_gib": f"{needed / _GIB:.3f}",
+            "utilization_percent": f"{answer['model_flops_utilization_ppm'] / 1e4:.2f}",
+            "exposed_ms": f"{answer['exposed_communication_ns'] / 1e6:.3f}",
+            "peak_gib": f"{answer['peak_bytes'] / _GIB:.3f}",
+            "needed_gib": f"{answer['needed_bytes'] / _GIB:.3f}",
             "fits": "yes" if fits else "no",
         }
 
@@ -77,13 +93,16 @@ class Evaluator:
                     raise
         return str(path)
 
-    def _run(self, *arguments: str, allowed: tuple[int, ...] = (0,)) -> str:
+    def _run(self, *arguments: str) -> None:
         environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable}
         done = subprocess.run([self._program, *arguments], capture_output=True, text=True, env=environment, check=False)
-        if done.returncode not in allowed:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise _Failed(f"{arguments[0]}: {' '.join(lines)[-400:] if lines else f'exit code {done.returncode}'}")
-        return done.stdout
+        if done.returncode != 0:
+            raise _Failed(f"{arguments[0]}: {_last(done.stderr) or f'exit code {done.returncode}'}")
+
+
+def _last(text: str) -> str:
+    """The end of what a command said, in one line."""
+    return " ".join(line for line in text.splitlines() if line.strip())[-400:]
 
 
 class _Failed(Exception):

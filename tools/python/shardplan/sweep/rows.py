@@ -27,7 +27,7 @@ class Rows:
         self._log = files.LineLog(path)
         found = list(csv.reader(io.StringIO(self._log.text)))
         if not found:
-            self._append(self.columns)
+            self._append([self.columns])
         elif found[0] != self.columns:
             self._log.close()
             raise OtherSweep(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200]}, expected {','.join(self.columns)})")
@@ -36,15 +36,22 @@ class Rows:
                 values = dict(zip(self.columns, row, strict=True))
                 self.done[Configuration(tuple((axis, values[axis]) for axis in self.axes))] = values
 
-    def add(self, configuration: Configuration, results: dict[str, object]) -> None:
-        values = dict(configuration.values) | {name: str(results.get(name, "")) for name in RESULTS}
-        self.done[configuration] = values
-        self._append([values[column] for column in self.columns])
+    def add(self, rows: list[tuple[Configuration, dict[str, object]]]) -> None:
+        """Those that are done, together: each time is a write to the disk."""
+        cells = []
+        for configuration, results in rows:
+            if configuration in self.done:
+                continue
+            values = dict(configuration.values) | {name: str(results.get(name, "")) for name in RESULTS}
+            self.done[configuration] = values
+            cells.append([values[column] for column in self.columns])
+        if cells:
+            self._append(cells)
 
-    def _append(self, cells: list[str]) -> None:
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(cells)
-        self._log.append(line.getvalue())
+    def _append(self, rows: list[list[str]]) -> None:
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows(rows)
+        self._log.append(lines.getvalue())
 
     def close(self) -> None:
         self._log.close()
@@ -66,3 +73,11 @@ def merged(paths: list[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *rows.values()])
     return text.getvalue()
+
+
+def read(path: str) -> tuple[list[dict[str, str]], list[str]]:
+    """The rows of a file of a sweep, and its axes."""
+    with open(path, newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+        axes = [name for name in found[0] if name not in RESULTS] if found else []
+    return found, axes

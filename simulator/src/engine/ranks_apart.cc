@@ -1,0 +1,259 @@
+// [Note: one clock for all ranks]
+// Events of ranks and ends of collectives are taken in order of time from one heap. Between two of its events
+// nothing changes for a rank, so it is only brought up to date at an event of its own, or when a collective
+// that it is in begins or ends. A collective goes at the least of the rates that its ranks offer it: these
+// are few different ones, so it counts how many ranks offer each.
+#include "shardplan/simulator/ranks_apart.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <tuple>
+#include <utility>
+
+#include "cost/group_placement.h"
+#include "engine/step_runner.h"
+#include "report/format.h"
+
+namespace shardplan {
+namespace {
+
+using internal::kFullRate;
+using internal::kNever;
+using internal::RankTraits;
+using internal::StepRunner;
+
+__extension__ using Wide = __int128;
+constexpr std::int64_t kMostRanksApart = 1 << 16;
+
+// A collective of one group: of its communicator one is under way at a time.
+struct Joined {
+  struct Member {
+    std::int32_t rank = -1;
+    std::size_t stream = 0;
+    std::int64_t came_ns = 0;
+  };
+  std::int32_t instruction = -1;
+  std::vector<Member> members;  // those that have come
+  std::int64_t size = 0;        // of the group
+  bool begun = false;
+  std::vector<std::pair<std::int64_t, std::int32_t>> offers;  // rates, and how many ranks offer each
+  std::int64_t rate = 0;
+  Wide remaining = 0;  // rate x nanoseconds
+  std::int64_t updated_ns = 0;
+  std::int64_t finish_ns = kNever;
+};
+
+class Apart final : public internal::Joins {
+ public:
+  Apart(const Plan& plan, const EngineProgram& program, const RanksApartOptions& options)
+      : step_(program.steps.back()) {
+    const auto ranks = static_cast<std::int32_t>(plan.world_size);
+    groups_of_.resize(plan.communicators.size());
+    for (std::size_t c = 0; c < plan.communicators.size(); ++c) MakeGroups(plan.communicators[c], ranks, c);
+    runners_.reserve(static_cast<std::size_t>(ranks));
+    for (std::int32_t r = 0; r < ranks; ++r) {
+      RankTraits traits{.rank = r, .jitter_ppm = options.jitter_ppm, .seed = options.seed};
+      for (const Straggler& straggler : options.stragglers) {
+        if (straggler.rank == r) traits.kernels_ppm = straggler.kernels_ppm;
+      }
+      runners_.emplace_back(program, step_, nullptr, RunOptions{}, this, traits);
+    }
+    next_ns_.assign(runners_.size(), kNever);
+    waited_ns_.assign(runners_.size(), 0);
+  }
+
+  Result<RanksApart> Run() {
+    for (std::int32_t r = 0; r < std::ssize(runners_); ++r) touched_.push_back(r);
+    SettleTouched();
+    while (!events_.empty()) {
+      const auto [time_ns, is_rank, index] = events_.top();
+      events_.pop();
+      if (is_rank) {
+        if (next_ns_[Index(index)] != time_ns) continue;  // there is a later word on it
+        next_ns_[Index(index)] = kNever;
+        Runner(index).AdvanceTo(time_ns);
+        touched_.push_back(index);
+      } else {
+        if (joined_[Index(index)].finish_ns != time_ns) continue;
+        End(joined_[Index(index)], time_ns);
+      }
+      SettleTouched();
+    }
+    return Results();
+  }
+
+  void Come(std::int32_t rank, std::size_t stream, std::int32_t instruction) override {
+    Joined& joined = JoinedOf(rank, instruction);
+    const std::int64_t now_ns = Runner(rank).now_ns();
+    if (joined.members.empty()) joined.instruction = instruction;
+    SHARDPLAN_ASSERT(joined.instruction == instruction, "all ranks issue the same");
+    joined.members.push_back({rank, stream, now_ns});
+    if (std::ssize(joined.members) == joined.size) Begin(joined, now_ns, rank);
+  }
+
+  void Offer(std::int32_t rank, std::int32_t instruction, std::int64_t old_rate, std::int64_t rate) override {
+    Joined& joined = JoinedOf(rank, instruction);
+    Add(joined, old_rate, -1);
+    Add(joined, rate, 1);
+    const std::int64_t least = std::ranges::min_element(joined.offers)->first;
+    if (least != joined.rate) SetRate(joined, least, Runner(rank).now_ns());
+  }
+
+ private:
+  static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
+  StepRunner& Runner(std::int32_t rank) { return runners_[Index(rank)]; }
+
+  void MakeGroups(const Communicator& communicator, std::int32_t ranks, std::size_t c) {
+    std::vector<std::int32_t> group_of_leader(static_cast<std::size_t>(ranks), -1);
+    for (std::int32_t rank = 0; rank < ranks; ++rank) {
+      std::int32_t& group = group_of_leader[static_cast<std::size_t>(internal::LeaderOf(communicator, rank))];
+      if (group < 0) {
+        group = static_cast<std::int32_t>(joined_.size());
+        joined_.emplace_back();
+      }
+      ++joined_[Index(group)].size;
+      groups_of_[c].push_back(group);
+    }
+  }
+
+  Joined& JoinedOf(std::int32_t rank, std::int32_t instruction) {
+    const EngineInstruction& code = step_.code[Index(instruction)];
+    const CommunicatorId communicator = step_.groups[Index(code.operand)].communicator;
+    return joined_[Index(groups_of_[Index(communicator)][Index(rank)])];
+  }
+
+  // `last`: who came last, and is being settled.
+  void Begin(Joined& joined, std::int64_t now_ns, std::int32_t last) {
+    joined.begun = true;
+    joined.remaining = Wide{step_.code[Index(joined.instruction)].duration_ns.value} * kFullRate;
+    joined.updated_ns = now_ns;
+    joined.rate = 0;
+    joined.offers = {{0, static_cast<std::int32_t>(joined.size)}};
+    for (const Joined::Member& member : joined.members) {
+      waited_ns_[Index(member.rank)] += now_ns - member.came_ns;
+      StepRunner& runner = Runner(member.rank);
+      if (member.rank != last) {
+        runner.AdvanceTo(now_ns);
+        touched_.push_back(member.rank);
+      }
+      runner.BeginJoined(member.stream);
+    }
+    if (joined.remaining == 0) Schedule(joined, now_ns);
+  }
+
+  void End(Joined& joined, std::int64_t now_ns) {
+    const std::vector<Joined::Member> members = std::exchange(joined.members, {});
+    joined.begun = false;
+    joined.finish_ns = kNever;
+    for (const Joined::Member& member : members) {
+      Runner(member.rank).AdvanceTo(now_ns);
+      Runner(member.rank).FinishJoined(member.stream);
+      touched_.push_back(member.rank);
+    }
+  }
+
+  static void Add(Joined& joined, std::int64_t rate, std::int32_t change) {
+    const auto found = std::ranges::find(joined.offers, rate, &std::pair<std::int64_t, std::int32_t>::first);
+    if (found == joined.offers.end()) {
+      joined.offers.emplace_back(rate, change);
+    } else if ((found->second += change) == 0) {
+      *found = joined.offers.back();
+      joined.offers.pop_back();
+    }
+  }
+
+  void SetRate(Joined& joined, std::int64_t rate, std::int64_t now_ns) {
+    joined.remaining -= Wide{joined.rate} * (now_ns - joined.updated_ns);
+    joined.updated_ns = now_ns;
+    joined.rate = rate;
+    if (joined.remaining <= 0) return Schedule(joined, now_ns);
+    if (rate == 0) {
+      joined.finish_ns = kNever;
+      return;
+    }
+    Schedule(joined, now_ns + static_cast<std::int64_t>((joined.remaining + rate - 1) / rate));
+  }
+
+  void Schedule(Joined& joined, std::int64_t finish_ns) {
+    if (joined.finish_ns == finish_ns) return;
+    joined.finish_ns = finish_ns;
+    events_.emplace(finish_ns, false, static_cast<std::int32_t>(&joined - joined_.data()));
+  }
+
+  void SettleTouched() {
+    while (!touched_.empty()) {
+      const std::int32_t rank = touched_.back();
+      touched_.pop_back();
+      const std::int64_t next_ns = Runner(rank).Settle();
+      if (next_ns != kNever && next_ns != next_ns_[Index(rank)]) events_.emplace(next_ns, true, rank);
+      next_ns_[Index(rank)] = next_ns;
+    }
+  }
+
+  Result<RanksApart> Results() {
+    RanksApart apart;
+    for (std::int32_t r = 0; r < std::ssize(runners_); ++r) {
+      if (const std::int32_t stuck = Runner(r).StuckAt(); stuck >= 0) return StepRunner::Stuck(stuck);
+      const Nanoseconds end_ns = Runner(r).TakeResult().end_ns;
+      apart.ranks.push_back({end_ns, {waited_ns_[Index(r)]}});
+      apart.step_ns = std::max(apart.step_ns, end_ns);
+    }
+    return apart;
+  }
+
+  // Time, whether of a rank or of a collective, and which: the order of events of one time is the same on
+  // every machine.
+  using Event = std::tuple<std::int64_t, bool, std::int32_t>;
+
+  const EngineStep& step_;
+  std::vector<StepRunner> runners_;
+  std::vector<std::vector<std::int32_t>> groups_of_;  // by communicator and rank: index into joined_
+  std::vector<Joined> joined_;
+  std::vector<std::int64_t> next_ns_;  // by rank: its next event by itself
+  std::vector<std::int64_t> waited_ns_;
+  std::vector<std::int32_t> touched_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+};
+
+}  // namespace
+
+Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,
+                                 const RanksApartOptions& options) {
+  const auto bad = [](std::string message, std::string found, std::string expected) {
+    return std::unexpected(
+        Error{ErrorCode::kBadInput, std::move(message), "", "", std::move(found), std::move(expected)});
+  };
+  if (plan.world_size > kMostRanksApart)
+    return bad("too many ranks to simulate each", std::to_string(plan.world_size),
+               fmt::format("{} at most", kMostRanksApart));
+  for (const Communicator& communicator : plan.communicators) {
+    if (!Divides(communicator, plan.world_size))
+      return bad("a communicator does not divide the ranks", communicator.name, "groups that are all there");
+  }
+  for (const Straggler& straggler : options.stragglers) {
+    if (straggler.rank < 0 || straggler.rank >= plan.world_size)
+      return bad("a slow rank is none of the plan's", std::to_string(straggler.rank),
+                 fmt::format("0 to {}", plan.world_size - 1));
+  }
+  return Apart(plan, program, options).Run();
+}
+
+std::string RanksApartText(const RanksApart& apart, Nanoseconds alike_ns) {
+  Nanoseconds waited;
+  std::size_t least = 0;
+  for (std::size_t r = 0; r < apart.ranks.size(); ++r) {
+    waited += apart.ranks[r].waited_ns;
+    if (apart.ranks[r].waited_ns < apart.ranks[least].waited_ns) least = r;
+  }
+  const auto count = static_cast<std::int64_t>(apart.ranks.size());
+  return fmt::format(
+      "{} ranks apart: step {}, {} when all are alike; a rank waits {} for others, rank {} the least ({})\n",
+      count, internal::Milliseconds(apart.step_ns), internal::Milliseconds(alike_ns),
+      internal::Milliseconds({waited.value / count}), least,
+      internal::Milliseconds(apart.ranks[least].waited_ns));
+}
+
+}  // namespace shardplan
