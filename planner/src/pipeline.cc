@@ -139,7 +139,8 @@ Status RunBuildGraph(const Task&, Made& made) {
 }
 
 Status RunLinearise(const Task&, Made& made) {
-  const std::vector<ScheduleGraph> graphs = std::exchange(made.graphs, {});  // the largest of all that is made
+  const std::vector<ScheduleGraph> graphs =
+      std::exchange(made.graphs, {});  // the largest of all that is made
   return Keep(Linearise(made.plan, graphs), made.plan.steps);
 }
 

@@ -71,7 +71,8 @@ void VirtualMachineImpl::Push(std::int64_t rank, StreamId stream, WorkItem item)
 }
 
 bool VirtualMachineImpl::IsIdle(std::int64_t rank, StreamId stream) const {
-  return queues_[static_cast<std::size_t>(rank) * plan_.streams.size() + static_cast<std::size_t>(stream)].empty();
+  return queues_[static_cast<std::size_t>(rank) * plan_.streams.size() + static_cast<std::size_t>(stream)]
+      .empty();
 }
 
 std::int64_t VirtualMachineImpl::NewRecord() {

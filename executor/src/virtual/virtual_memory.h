@@ -16,8 +16,9 @@
 // What the model allocates and frees itself is handed out like all else, while its compute still waits for
 // its turn: each compute borrows a block of its stream's pool and poisons it when it runs.
 //
-// A block that a free holds back for other streams (`safe_after`) is back in its pool when the next allocation, or
-// the model's next compute, finds that these streams are done: at once, where they have nothing to do.
+// A block that a free holds back for other streams (`safe_after`) is back in its pool when the next
+// allocation, or the model's next compute, finds that these streams are done: at once, where they have
+// nothing to do.
 //
 // Host memory (stream -1) is never handed out again: the host's allocators see to that nobody uses it any
 // more.

@@ -253,7 +253,8 @@ void ProgramBuilder::Compute(const HookPoint& event, const std::vector<Parameter
 Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& key) const {
   const EventRange& range = event.range;
   const Pass& pass = range.backward ? trace_.backwards[range.pass] : trace_.forwards[range.pass];
-  const std::vector<std::int32_t>& done = (range.backward ? done_in_backwards_ : done_in_forwards_)[range.pass];
+  const std::vector<std::int32_t>& done =
+      (range.backward ? done_in_backwards_ : done_in_forwards_)[range.pass];
   Segment segment{.name = event.name,
                   .phase = event.phase,
                   .unit = event.unit,

@@ -106,8 +106,7 @@ class Numbering {
     StepProgram& program = plan_.strategy.program.emplace_back();
     for (const Group& group : groups) {
       if (group.call.backward) {
-        program.emplace_back(
-            BackwardCall{.microbatches = group.call.microbatches, .trace = group.call.pass});
+        program.emplace_back(BackwardCall{.microbatches = group.call.microbatches, .trace = group.call.pass});
       } else {
         program.emplace_back(
             ForwardCall{.microbatch = group.call.microbatches.front(), .trace = group.call.pass});

@@ -27,8 +27,7 @@ inline constexpr auto kFields<PlanHeader> =
               Optional("digests", &PlanHeader::digests), Optional("known_faults", &PlanHeader::known_faults),
               Required("world_size", &PlanHeader::world_size),
               Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
-              Optional("passes", &PlanHeader::passes),
-              Optional("steady_step", &PlanHeader::steady_step));
+              Optional("passes", &PlanHeader::passes), Optional("steady_step", &PlanHeader::steady_step));
 
 // A procedure without its instructions.
 struct ProcedureHeader {
@@ -57,15 +56,15 @@ struct SegmentHeader {
   std::vector<SegmentGrad> grads;
 };
 inline SegmentHeader SegmentHeaderOf(const Segment& segment) {
-  return {segment.name, segment.phase, segment.unit,  segment.pass,
-          segment.begin, segment.end,   segment.forward, segment.reads, segment.grads};
+  return {segment.name, segment.phase,   segment.unit,  segment.pass, segment.begin,
+          segment.end,  segment.forward, segment.reads, segment.grads};
 }
 template <>
 inline constexpr auto kFields<SegmentHeader> = FieldList(
     Required("name", &SegmentHeader::name), Optional("phase", &SegmentHeader::phase),
-    Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit),
-    Optional("pass", &SegmentHeader::pass), Optional("begin", &SegmentHeader::begin),
-    Optional("end", &SegmentHeader::end), Optional("forward", &SegmentHeader::forward),
+    Optional("unit", &SegmentHeader::unit).Ref(RefKind::kUnit), Optional("pass", &SegmentHeader::pass),
+    Optional("begin", &SegmentHeader::begin), Optional("end", &SegmentHeader::end),
+    Optional("forward", &SegmentHeader::forward),
     Optional("reads", &SegmentHeader::reads).Ref(RefKind::kUnit), Optional("grads", &SegmentHeader::grads));
 static_assert(std::tuple_size_v<std::remove_cv_t<decltype(kFields<SegmentHeader>)>> + 1 ==
               std::tuple_size_v<std::remove_cv_t<decltype(kFields<Segment>)>>);

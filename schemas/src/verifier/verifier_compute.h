@@ -1,6 +1,7 @@
 // The model's own compute: which segments run, in which order, for which micro-batch. A plan says it three
-// times over, and the three have to agree: where in the model a segment is and which calls the user makes, what a
-// segment reads, makes and frees (storages of the model, by micro-batch), and the triggers that the host passes.
+// times over, and the three have to agree: where in the model a segment is and which calls the user makes,
+// what a segment reads, makes and frees (storages of the model, by micro-batch), and the triggers that the
+// host passes.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +42,9 @@ class Compute {
 
   const Plan& plan_;
   Reporter& reporter_;
-  std::vector<UnitId> entered_;       // units whose forward is under way, innermost last
-  std::vector<Life> lives_;           // by storage and micro-batch
-  std::vector<char> from_outside_;    // by storage: an input, a buffer of the model, a gradient
+  std::vector<UnitId> entered_;             // units whose forward is under way, innermost last
+  std::vector<Life> lives_;                 // by storage and micro-batch
+  std::vector<char> from_outside_;          // by storage: an input, a buffer of the model, a gradient
   std::vector<char> is_gathered_;           // by unit: for the model
   std::vector<std::int32_t> read_in_step_;  // by unit and micro-batch: by a forward
   std::int32_t microbatches_ = 1;

@@ -81,9 +81,9 @@ void Compute::CheckOrder(std::int32_t step) {
       const std::int32_t microbatch = MicrobatchOf(triggers[t], i);
       if (model.Run(segment, microbatch)) continue;
       // What follows is out of order, too.
-      return Add({step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}, i.segment,
-                 fmt::format("{} of micro-batch {} runs where {}", segment.name, microbatch,
-                             NextOf(plan_, model)));
+      return Add(
+          {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}, i.segment,
+          fmt::format("{} of micro-batch {} runs where {}", segment.name, microbatch, NextOf(plan_, model)));
     }
   }
   if (model.Next() == nullptr) return;

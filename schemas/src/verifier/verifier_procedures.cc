@@ -17,7 +17,8 @@ std::string NameOf(const Plan& plan, const Procedure& procedure) {
 // Index into Plan::procedures; -1: the violation is in none (a leak, say, that shows at the end of a step).
 std::int32_t ProcedureOf(const OnDemandProgram& program, const Violation& violation) {
   if (violation.step < 0 || violation.trigger < 0) return -1;
-  return program.procedures[static_cast<std::size_t>(violation.step)][static_cast<std::size_t>(violation.trigger)];
+  return program
+      .procedures[static_cast<std::size_t>(violation.step)][static_cast<std::size_t>(violation.trigger)];
 }
 
 }  // namespace

@@ -28,8 +28,8 @@ bool HasNumbersOnDemand(const Plan& plan, const Trace& trace);
 // Steps of an on-demand program that it knows: all but the last where gradients are kept, as that those are
 // reduced without another backward is no call of any loop.
 std::int64_t OnDemandStepsWithNumbers(const Plan& program);
-// The program with calls that run the trace's first passes, which is where its numbers are from: what is done on
-// demand has passes of its own.
+// The program with calls that run the trace's first passes, which is where its numbers are from: what is done
+// on demand has passes of its own.
 Plan WithPassesOfTrace(Plan program);
 
 // "" if what a run of the case's plan found is right: no failure, and stale parameters are read of the units

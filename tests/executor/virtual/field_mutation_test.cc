@@ -110,7 +110,8 @@ TEST(FieldMutations, AreAllDifferent) {
                            "divisor",     "safe_after", "kind",
                            "role",        "dtype",      "dtype and size",
                            "parts_bytes", "parameters", "memory",
-                           "persistent",  "pool", "pass", "begin", "end", "forward"}) {
+                           "persistent",  "pool",       "pass",
+                           "begin",       "end",        "forward"}) {
     EXPECT_GT(kinds[kind], 0) << kind;
   }
 }

@@ -258,7 +258,8 @@ class Series {
     if (!IsTaken()) return;
     const Segment& found = plan_.segments[id];
     FieldMutation mutation = {fmt::format("segment: {}", field),
-                              fmt::format("segment {} ({} {})", found.name, field, value), plan_, false, true};
+                              fmt::format("segment {} ({} {})", found.name, field, value), plan_, false,
+                              true};
     mutation.plan.segments[id].*member = value;
     visit_(mutation);
   }

@@ -14,7 +14,7 @@ struct FieldMutation {
   std::string kind;  // "reduce_scatter: divisor", "buffer: dtype": what the counts are by
   std::string what;  // the place, and found and new value
   Plan plan;
-  bool repeats = false;  // does the same work again: where that changes nothing, it is idle
+  bool repeats = false;   // does the same work again: where that changes nothing, it is idle
   bool restates = false;  // says of a buffer or a segment, which is used as before, what is not so
 };
 

@@ -167,7 +167,8 @@ void RunCase(const PlanCase& c, const Options& options, Totals& totals) {
 
 void PrintFields(const Totals& totals) {
   fmt::print(
-      "changes: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated, left over\n");
+      "changes: caught, harmless, missed by virtual, missed by the verifier, of idle work, misstated, left "
+      "over\n");
   std::array<std::uint64_t, kVerdicts> all = {};
   std::map<std::string, std::array<std::uint64_t, kVerdicts>> by_change;  // whatever is changed
   for (const auto& [kind, v] : totals.fields) {

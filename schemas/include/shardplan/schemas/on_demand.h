@@ -13,8 +13,8 @@ const Procedure* FindProcedure(const Plan& plan, ProcedureKind kind, UnitId unit
 
 struct OnDemandProgram {
   Plan plan;
-  // By step and trigger: the procedure that the trigger's instructions are (they are shared with it), an index into
-  // Plan::procedures; -1: they are of none.
+  // By step and trigger: the procedure that the trigger's instructions are (they are shared with it), an
+  // index into Plan::procedures; -1: they are of none.
   std::vector<std::vector<std::int32_t>> procedures;
 };
 

@@ -174,8 +174,8 @@ struct Segment {
   std::string name;  // for people: "forward layers.0", "loss", "backward layers.0"
   SegmentPhase phase = SegmentPhase::kForward;
   UnitId unit = -1;  // in whose forward, backward or recomputation it is; -1: in none (the loss)
-  // Where in the model it is: what it does is [begin, end) of what forward (backward, for phases of a backward)
-  // number `pass` of the trace does. -1: it does not say.
+  // Where in the model it is: what it does is [begin, end) of what forward (backward, for phases of a
+  // backward) number `pass` of the trace does. -1: it does not say.
   std::int32_t pass = -1;
   std::int32_t begin = 0;
   std::int32_t end = 0;
@@ -186,8 +186,8 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-// How much each pass of the trace does, counted in what segments are made of: operators, allocations, frees and
-// gradients. A call of the user runs a pass from 0 to here, in order. Empty: the plan does not say.
+// How much each pass of the trace does, counted in what segments are made of: operators, allocations, frees
+// and gradients. A call of the user runs a pass from 0 to here, in order. Empty: the plan does not say.
 struct ModelPasses {
   std::vector<std::int32_t> forwards;
   std::vector<std::int32_t> backwards;

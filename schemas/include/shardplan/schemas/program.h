@@ -9,8 +9,8 @@
 
 namespace shardplan {
 
-// The calls of step `step` of a strategy: the last one's, where it has fewer; those that every training loop has,
-// where it has none. `strategy` outlives what is returned.
+// The calls of step `step` of a strategy: the last one's, where it has fewer; those that every training loop
+// has, where it has none. `strategy` outlives what is returned.
 const StepProgram& ProgramOfStep(const Strategy& strategy, std::int64_t step);
 
 // A call that runs a pass of the model.
@@ -29,9 +29,9 @@ std::int32_t MicrobatchOf(const std::vector<std::int32_t>& microbatches, std::in
 bool IsBackward(SegmentPhase phase);
 
 // Of a program that is written without a trace: makes what each step computes, one call after the other, the
-// model's passes (Plan::passes, Segment::pass). A segment that several passes run is written once for each. The
-// calls of `strategy.program` get the numbers of their passes; a step that has no calls there gets what it runs,
-// the optimizer's step and zero_grad.
+// model's passes (Plan::passes, Segment::pass). A segment that several passes run is written once for each.
+// The calls of `strategy.program` get the numbers of their passes; a step that has no calls there gets what
+// it runs, the optimizer's step and zero_grad.
 void NumberPasses(Plan& plan);
 
 }  // namespace shardplan
