@@ -11,6 +11,7 @@
 
 #include "passes/describe.h"
 #include "passes/dump.h"
+#include "passes/fuse_operators.h"
 #include "passes/linearise.h"
 #include "passes/outside_reads.h"
 #include "passes/passed_through.h"
@@ -81,6 +82,11 @@ Status RunApplyCheckpointing(const Task& task, Made& made) {
   Result<Trace> trace = ApplyCheckpointing(TraceOf(task, made), *task.strategy.checkpoint);
   if (!trace) return std::unexpected(std::move(trace.error()));
   Rewrite(std::move(*trace), made);
+  return {};
+}
+
+Status RunFuseOperators(const Task& task, Made& made) {
+  if (task.strategy.compile) Rewrite(FuseOperators(TraceOf(task, made)), made);
   return {};
 }
 
@@ -204,8 +210,9 @@ struct PipelinePass {
   std::string (*dump)(const Task&, const Made&);
 };
 
-constexpr std::array<PipelinePass, 12> kPasses = {{
+constexpr std::array<PipelinePass, 13> kPasses = {{
     {{"apply_checkpointing", "trace", ""}, RunApplyCheckpointing, TraceDump},
+    {{"fuse_operators", "trace", ""}, RunFuseOperators, TraceDump},
     {{"choose_units", "units", "split_ties"}, RunChooseUnits, UnitsDump},
     {{"split_ties", "trace", "record_order"}, RunSplitTies, TraceDump},
     {{"extend_gradients", "trace", ""}, RunExtendGradients, TraceDump},

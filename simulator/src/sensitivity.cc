@@ -161,6 +161,16 @@ Result<Sensitivity> AnalyseSensitivity(const Plan& plan, const Cluster& cluster)
   return made;
 }
 
+void FillInterval(const Sensitivity& sensitivity, Report& report) {
+  report.step_low_ns = sensitivity.low_ns;
+  report.step_high_ns = sensitivity.high_ns;
+  for (const FigureEffect& effect : sensitivity.effects) {
+    report.figures.push_back({std::string(Name(effect.source.figure)),
+                              std::string(Name(effect.source.origin)), effect.source.off_ppm,
+                              effect.better_ns, effect.worse_ns});
+  }
+}
+
 std::string IntervalText(const Sensitivity& sensitivity) {
   if (sensitivity.effects.empty()) return {};
   const FigureEffect& widest = sensitivity.effects.front();

@@ -31,7 +31,7 @@ TEST(PassesTest, NoPassRunsBehindTheOneToStopAfter) {
   const Result<PassOutput> made =
       RunPassesUntil("choose_units", LayeredTrace(2, 8, 8), {}, ClusterOf(2), {.on_pass = on_pass});
   ASSERT_TRUE(made) << ToString(made.error());
-  EXPECT_THAT(ran, ElementsAre("apply_checkpointing", "choose_units"));
+  EXPECT_THAT(ran, ElementsAre("apply_checkpointing", "fuse_operators", "choose_units"));
   EXPECT_EQ(made->makes, "units");
   EXPECT_THAT(made->text, HasSubstr("unit 1: layers.0\n"));
   EXPECT_THAT(made->text, HasSubstr("sharded over 2 ranks (shard, stride 1)"));

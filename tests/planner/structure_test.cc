@@ -209,9 +209,9 @@ TEST(StructureTest, PassesAreReportedInOrder) {
     names.emplace_back(name);
   };
   ASSERT_TRUE(MakePlan(LayeredTrace(2, 8, 8), {}, ClusterOf(2), {.on_pass = on_pass}));
-  EXPECT_THAT(names, ElementsAre("apply_checkpointing", "choose_units", "split_ties", "extend_gradients",
-                                 "join_tensors", "record_order", "place_events", "build_graph", "linearise",
-                                 "describe", "digest", "verify"));
+  EXPECT_THAT(names, ElementsAre("apply_checkpointing", "fuse_operators", "choose_units", "split_ties",
+                                 "extend_gradients", "join_tensors", "record_order", "place_events",
+                                 "build_graph", "linearise", "describe", "digest", "verify"));
 }
 
 }  // namespace

@@ -245,6 +245,7 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       "--checkpoint-save", flags.checkpoint_save,
       "Operators that are not run again: NAME, or NAME:N where every N-th of a module's is; torchtitan: "
       "those of its selective checkpointing by operator");
+  group.Flag("--compile", flags.compile, "Elementwise operators fused, as torch.compile does");
   group.Option("--optimizer", flags.optimizer,
                "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
                "PyTorch's), -nesterov, -decay, -amsgrad, -capturable, -maximize");
@@ -275,6 +276,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (flags.limit_all_gathers) strategy.fsdp1.limit_all_gathers = *flags.limit_all_gathers;
   if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
   if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;
+  if (flags.compile) strategy.compile = true;
   ApplyAccumulation(flags, strategy);
   if (Status s = ApplyMesh(flags.mesh, strategy); !s) return s;
   if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;

@@ -30,6 +30,7 @@ struct PlanFlags {
   std::vector<std::string> checkpoint;
   std::optional<std::int64_t> checkpoint_every;
   std::vector<std::string> checkpoint_save;  // "aten.mm:2", "torchtitan"
+  bool compile = false;
   std::optional<std::string> optimizer;
   std::optional<std::int64_t> accumulate;
   bool accumulate_without_sync = false;

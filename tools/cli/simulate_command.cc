@@ -58,19 +58,24 @@ Status CheckFiles(const SimulateArguments& options) {
   return CheckOutputs(inputs, OutputsOf(options), !HasStandardOutput(OutputsOf(options)));
 }
 
-// The step's interval, and with --sensitivity what each figure of the cluster contributes to it. Empty where
-// the cluster does not say how far its figures may be off.
-Result<std::string> UncertaintyText(const SimulateArguments& options, const Plan& plan,
-                                    const Cluster& cluster, const std::string& path) {
+// How far the step may be off. None where the cluster does not say how far its figures may be.
+Result<std::optional<Sensitivity>> UncertaintyOf(const SimulateArguments& options, const Plan& plan,
+                                                 const Cluster& cluster) {
   if (cluster.sources.empty()) {
-    if (!options.sensitivity) return std::string();
+    if (!options.sensitivity) return std::nullopt;
     return MakeInputError("/cluster/sources", "the cluster does not say how far its figures may be off",
                           "none", "a source for each figure, as shipped clusters have");
   }
-  const Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, cluster);
-  if (!sensitivity) return std::unexpected(sensitivity.error());
-  std::string text = "\n" + (options.plans.size() > 1 ? path + ": " : "") + IntervalText(*sensitivity) + "\n";
-  if (options.sensitivity) text += SensitivityText(*sensitivity);
+  Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, cluster);
+  if (!sensitivity) return std::unexpected(std::move(sensitivity.error()));
+  return std::move(*sensitivity);
+}
+
+// The step's interval, and with --sensitivity what each figure of the cluster contributes to it.
+std::string UncertaintyText(const SimulateArguments& options, const Sensitivity& sensitivity,
+                            const std::string& path) {
+  std::string text = "\n" + (options.plans.size() > 1 ? path + ": " : "") + IntervalText(sensitivity) + "\n";
+  if (options.sensitivity) text += SensitivityText(sensitivity);
   return text;
 }
 
@@ -147,12 +152,14 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       return std::unexpected(simulation.error());
     }
     fits = fits && simulation->report.memory.fits;
+    const Cluster& its_cluster = of_plan ? *of_plan : plan->cluster;
+    const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan, its_cluster);
+    if (!sensitivity) return std::unexpected(sensitivity.error());
+    if (*sensitivity) FillInterval(**sensitivity, simulation->report);
     if (prints) {
-      Result<std::string> text = UncertaintyText(options, *plan, of_plan ? *of_plan : plan->cluster, path);
-      if (!text) return std::unexpected(std::move(text.error()));
-      uncertainty += *text;
+      if (*sensitivity) uncertainty += UncertaintyText(options, **sensitivity, path);
       if (options.ranks_apart) {
-        text = ApartText(*apart, *plan, of_plan ? *of_plan : plan->cluster, simulation->report.step_ns);
+        Result<std::string> text = ApartText(*apart, *plan, its_cluster, simulation->report.step_ns);
         if (!text) {
           if (text.error().file.empty()) text.error().file = path;
           return std::unexpected(std::move(text.error()));

@@ -68,6 +68,17 @@ inline constexpr auto kFields<MemoryReport> = FieldList(
              "Alive in host memory at the end of the steady step."));
 
 template <>
+inline constexpr Definition kDefinition<FigureReport> = {
+    .says = "What one uncertain figure of the cluster does to the step."};
+template <>
+inline constexpr auto kFields<FigureReport> =
+    FieldList(Required("figure", &FigureReport::figure, "Which."),
+              Required("origin", &FigureReport::origin, "Where it is from."),
+              Required("off_ppm", &FigureReport::off_ppm, "How far it may be off, two times in three."),
+              Required("better_ns", &FigureReport::better_ns, "The step when it is better by that."),
+              Required("worse_ns", &FigureReport::worse_ns, "The step when it is worse by that."));
+
+template <>
 inline constexpr bool kIsBlock<Report> = true;
 template <>
 inline constexpr Definition kDefinition<Report> = {"report", "report", "What the simulator says of a plan."};
@@ -79,6 +90,8 @@ inline constexpr auto kFields<Report> =
               Optional("plan_digest", &Report::plan_digest, "Digest of the plan, \"sha256:...\"."),
               Required("world_size", &Report::world_size, "Ranks.").AtLeast(1),
               Required("step_ns", &Report::step_ns, "One steady step."),
+              Optional("step_low_ns", &Report::step_low_ns, "Two times in three the step is above this ..."),
+              Optional("step_high_ns", &Report::step_high_ns, "... and below this."),
               Required("forward_ns", &Report::forward_ns,
                        "Step begin to the end of the last forward segment, loss included."),
               Required("backward_ns", &Report::backward_ns, "Backward."),
@@ -99,6 +112,9 @@ inline constexpr auto kFields<Report> =
               Required("collectives", &Report::collectives, "By kind and communicator.").Lines(),
               Required("units", &Report::units, "By unit.").Lines(),
               Required("memory", &Report::memory, "Of one rank."),
+              Optional("figures", &Report::figures,
+                       "What uncertain figures of the cluster do to the step, the widest first.")
+                  .Lines(),
               Optional("notes", &Report::notes, "Where figures came from, what was assumed.").Lines());
 
 }  // namespace shardplan

@@ -319,6 +319,7 @@ inline constexpr auto kFields<Strategy> = FieldList(
     Optional("fsdp1", &Strategy::fsdp1, "Knobs of policy fsdp1."),
     Optional("checkpoint", &Strategy::checkpoint,
              "Activation checkpointing applied to the trace; left out: none."),
+    Optional("compile", &Strategy::compile, "Elementwise operators are fused as torch.compile does."),
     Optional("optimizer", &Strategy::optimizer, "Which optimizer steps, and how."),
     Optional("setup", &Strategy::setup, "Calls before the first step.").Lines(),
     Optional("program", &Strategy::program,

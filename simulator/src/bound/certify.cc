@@ -57,6 +57,7 @@ Status CheckUnitsAlike(const Plan& plan) {
 Status CheckJob(const Plan& plan) {
   const Strategy& strategy = plan.strategy;
   if (!strategy.ignored_parameters.empty()) return NotOfClass("parameters are left out of all units");
+  if (strategy.compile) return NotOfClass("operators are fused, and the bound is of the trace's own");
   if (strategy.optimizer.in_backward || strategy.optimizer.kind == OptimizerKind::kNone)
     return NotOfClass("the optimizer does not step once, behind the backward");
   const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };

@@ -119,6 +119,11 @@ class PlanData {
     data["streams"] = List(r.streams, [](const StreamReport& s) {
       return Json::array({s.stream, s.busy_ns.value, s.operations});
     });
+    data["figures"] = List(r.figures, [](const FigureReport& f) {
+      return Json::array({f.figure, f.origin, f.off_ppm, f.better_ns.value, f.worse_ns.value});
+    });
+    data["low"] = r.step_low_ns.value;
+    data["high"] = r.step_high_ns.value;
     data["notes"] = r.notes;
     return data;
   }
@@ -230,6 +235,7 @@ constexpr std::string_view kReportBody = R"page(
 <canvas id="timeline"></canvas><div class="legend" id="legend"></div></section>
 <section id="memorybox"><h2>Memory</h2><p class="hint" id="peak"></p>
 <canvas id="memory"></canvas><div class="legend" id="memorylegend"></div></section>
+<section id="tornadobox"><h2>How far the step may be off</h2><p class="hint" id="interval"></p><div class="tornado" id="tornado"></div></section>
 <section><h2>Collectives</h2><div class="wide" id="collectives"></div></section>
 <div class="two"><section><h2>Units</h2><div class="scroll" id="units"></div></section>
 <section><h2>Streams</h2><div class="wide" id="streams"></div><h2 style="margin-top:18px">Notes</h2><ul id="notes"></ul></section></div>

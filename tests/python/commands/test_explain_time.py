@@ -73,3 +73,14 @@ def test_wrong_ranks(shardplan, plans, more, code, word):
     result = shardplan("simulate", plans["default"], *more)
     assert result.returncode == code and word in result.stderr
 
+
+def test_a_report_has_the_interval_and_what_it_is_from(shardplan, plans, tmp_path):
+    report, page = tmp_path / "r.json", tmp_path / "r.html"
+    assert shardplan("simulate", plans["h100"], "--report", report, "--html", page, "-q").returncode == 0
+    made = json.loads(report.read_text())
+    assert made["step_low_ns"] <= made["step_ns"] <= made["step_high_ns"]
+    widths = [abs(figure["worse_ns"] - figure["better_ns"]) for figure in made["figures"]]
+    assert widths == sorted(widths, reverse=True) and widths[0] > 0
+    assert '"figures":[["' in page.read_text() and 'id="tornado"' in page.read_text()
+    assert shardplan("simulate", plans["default"], "--report", report, "-q").returncode == 0
+    assert "step_low_ns" not in json.loads(report.read_text())

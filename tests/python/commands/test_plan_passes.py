@@ -7,7 +7,7 @@ from conftest import ROOT
 
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
-PASSES = ("apply_checkpointing choose_units split_ties extend_gradients join_tensors record_order place_events "
+PASSES = ("apply_checkpointing fuse_operators choose_units split_ties extend_gradients join_tensors record_order place_events "
           "build_graph linearise describe digest verify").split()
 ARGUMENTS = ["--cluster", CLUSTER, "--unit", "layers.*", "-q"]
 
@@ -23,7 +23,7 @@ def test_passes_are_listed_in_order(shardplan):
 
 
 @pytest.mark.parametrize("name, begin", [
-    ("apply_checkpointing", "{"), ("choose_units", "unit 0: (root)\n"), ("split_ties", "{"), ("extend_gradients", "{"),
+    ("apply_checkpointing", "{"), ("fuse_operators", "{"), ("choose_units", "unit 0: (root)\n"), ("split_ties", "{"), ("extend_gradients", "{"),
     ("join_tensors", "{"), ("record_order", "step 0\n  forward_begin"), ("place_events", "{"), ("build_graph", "digraph"),
     ("linearise", "{"), ("describe", "{"), ("digest", "{"), ("verify", "the plan verifies\n")])
 def test_what_each_pass_made_is_written(shardplan, name, begin):

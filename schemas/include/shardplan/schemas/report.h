@@ -60,6 +60,16 @@ struct MemoryReport {
   bool operator==(const MemoryReport&) const = default;
 };
 
+// What one uncertain figure of the cluster does to the step.
+struct FigureReport {
+  std::string figure;        // "network"
+  std::string origin;        // "guess"
+  std::int64_t off_ppm = 0;  // how far it may be off, two times in three
+  Nanoseconds better_ns;     // the step when it is better by that
+  Nanoseconds worse_ns;
+  bool operator==(const FigureReport&) const = default;
+};
+
 struct Report {
   std::string model;
   std::string policy;
@@ -67,6 +77,9 @@ struct Report {
   std::string plan_digest;
   std::int64_t world_size = 1;
   Nanoseconds step_ns;
+  // Two times in three the step is between these; 0: the cluster does not say how far its figures may be off.
+  Nanoseconds step_low_ns;
+  Nanoseconds step_high_ns;
   // Each pass timed alone, from an idle device (loss in the forward). The step can be shorter than their sum:
   // it does not synchronise between them.
   Nanoseconds forward_ns;
@@ -84,7 +97,8 @@ struct Report {
   std::vector<CollectiveReport> collectives;
   std::vector<UnitReport> units;
   MemoryReport memory;
-  std::vector<std::string> notes;  // where figures came from, what was assumed
+  std::vector<FigureReport> figures;  // the widest first
+  std::vector<std::string> notes;     // where figures came from, what was assumed
   bool operator==(const Report&) const = default;
 };
 

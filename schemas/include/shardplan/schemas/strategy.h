@@ -265,6 +265,7 @@ struct Strategy {
   Fsdp2Knobs fsdp2;
   Fsdp1Knobs fsdp1;
   std::optional<CheckpointRule> checkpoint;
+  bool compile = false;  // elementwise operators are fused as torch.compile does
   Optimizer optimizer;
   std::vector<ModuleCall> setup;  // calls before the first step
   // The steps as run; the last one repeats for ever. Empty: forward 0, backward [0], optimizer_step,

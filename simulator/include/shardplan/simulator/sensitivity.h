@@ -7,6 +7,7 @@
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/report.h"
 
 namespace shardplan {
 
@@ -30,6 +31,9 @@ struct Sensitivity {
 
 // Of the steady step, for the figures of `cluster.sources`. Errors as Simulate.
 Result<Sensitivity> AnalyseSensitivity(const Plan& plan, const Cluster& cluster);
+
+// The step's interval and the figures' effects, in its report.
+void FillInterval(const Sensitivity& sensitivity, Report& report);
 
 // "step 812.4 ms, 770.1 to 861.3 ms two times in three, most of it from network (guess, 20 %)". Empty without
 // sources.

@@ -25,6 +25,20 @@ const element = (tag, text, name) => {
   return made;
 };
 
+// The step when each figure of the cluster is better and worse by what it may be off, the widest first.
+function tornado(r) {
+  $('tornadobox').hidden = r.figures.length === 0;
+  $('interval').textContent = `${time(r.low)} to ${time(r.high)} two times in three. Bars: the step when a figure is better, and worse, by what it may be off.`;
+  const ends = r.figures.flatMap((f) => [f[3], f[4]]).concat(r.step);
+  const least = Math.min(...ends), span = Math.max(1, Math.max(...ends) - least);
+  const place = (t) => 100 * (t - least) / span;
+  $('tornado').innerHTML = r.figures.map((f) => {
+    const from = place(Math.min(f[3], f[4])), to = place(Math.max(f[3], f[4]));
+    return `<span>${escape(f[0])} (${escape(f[1])}, ${(f[2] / 1e4).toFixed(0)} %)</span><span class="bar"><b style="left:${from}%;width:${to - from}%"></b>` +
+      `<i style="left:${place(r.step)}%"></i></span><span>${time(f[3])} to ${time(f[4])}</span>`;
+  }).join('');
+}
+
 function table(target, heads, rows, textColumns) {
   const made = element('table'), head = made.createTHead().insertRow(), body = made.createTBody();
   heads.forEach((text, i) => head.append(element('th', text, textColumns.includes(i) ? 'text' : '')));
@@ -81,6 +95,7 @@ function details() {
     r.units.map((u) => [u[0], size(u[1]), time(u[2]), time(u[3]), time(u[4])]), [0]);
   table('streams', ['stream', 'operations', 'busy', 'of the step'],
     r.streams.map((s) => [s[0], String(s[2]), time(s[1]), percent(s[1] / r.step)]), [0]);
+  tornado(r);
   $('notes').replaceChildren(...r.notes.map((n) => element('li', n)));
   $('peak').textContent = 'Allocated bytes by category, where the compute stream passes each allocation. Peak ' +
     size(r.peak) + ' at ' + r.peakAt + '.';
