@@ -38,8 +38,10 @@ class TwoRanks {
     for (int s = 1; s < 3; ++s) b_.Stream("s" + std::to_string(s));
     for (int t = 0; t < 4; ++t) {
       const UnitId unit = b_.Unit("u" + std::to_string(t));
-      const BufferId buffer = b_.Buffer(BufferRole::kOrderCheck, unit);
-      b_.plan().buffers[buffer].persistent = true;
+      Buffer& buffer = b_.plan().buffers[b_.Buffer(BufferRole::kOrderCheck, unit)];
+      buffer.persistent = true;
+      buffer.unit = -1;
+      buffer.parameters.clear();
     }
     b_.Step("only").At(TriggerKind::kStepBegin);
   }
@@ -110,6 +112,8 @@ Plan FlattenedGroups(int all_reduces) {
   const UnitId unit = b.Unit("u");
   const BufferId buffer = b.Buffer(BufferRole::kOrderCheck, unit);
   b.plan().buffers[buffer].persistent = true;
+  b.plan().buffers[buffer].unit = -1;
+  b.plan().buffers[buffer].parameters.clear();
   b.Step("only").At(TriggerKind::kStepBegin);
   for (int i = 0; i < all_reduces; ++i) b.AllReduce(buffer, 0, 1);
   return b.plan();
