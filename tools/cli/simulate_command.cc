@@ -104,6 +104,13 @@ Result<RanksApartOptions> ApartOptions(const SimulateArguments& options) {
 
 Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan, const Cluster& cluster,
                               Nanoseconds alike_ns) {
+  for (const Straggler& straggler : options.stragglers) {
+    if (straggler.rank < plan.world_size) continue;
+    return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                 .message = "--straggler: the plan has no such rank",
+                                 .found = fmt::format("{}", straggler.rank),
+                                 .expected = fmt::format("0 to {}", plan.world_size - 1)});
+  }
   const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
   const Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
   if (!program) return std::unexpected(program.error());
