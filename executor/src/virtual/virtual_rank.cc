@@ -141,6 +141,10 @@ Status VirtualRank::FreeParts(BufferId buffer, std::span<const std::int32_t> par
     return MakeError(ErrorCode::kBadInput,
                      fmt::format("parts of {} are freed while it is not allocated", NameOf(buffer)));
   }
+  for (const std::int32_t part : parts) {
+    if (instance->blocks[static_cast<std::size_t>(part)] != nullptr) continue;
+    return MakeError(ErrorCode::kBadInput, fmt::format("part {} of {} is freed twice", part, NameOf(buffer)));
+  }
   Release(buffer, TakeParts(*instance, parts), safe_after);
   return {};
 }

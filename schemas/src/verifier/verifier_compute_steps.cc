@@ -24,7 +24,10 @@ class ModelPosition {
       : plan_(plan), calls_(PassCallsOf(ProgramOfStep(plan.strategy, step))) {}
 
   // False: something else comes next.
-  bool Run(const Segment& segment, std::int32_t microbatch) {
+  bool Run(SegmentId id, std::int32_t microbatch) {
+    const Segment& segment = plan_.segments[static_cast<std::size_t>(id)];
+    // One that has no length is not run twice.
+    if (segment.begin == segment.end && std::pair(id, microbatch) == last_) return false;
     while (call_ < calls_.size() && ComputeOrderOfModel(segment, microbatch, calls_[call_], done_)) {
       if (done_ < LengthOf(plan_.passes, calls_[call_])) return false;
       ++call_;
@@ -32,6 +35,7 @@ class ModelPosition {
     }
     if (call_ == calls_.size()) return false;
     done_ = segment.end;
+    last_ = {id, microbatch};
     return true;
   }
 
@@ -50,6 +54,7 @@ class ModelPosition {
   const std::vector<PassCall> calls_;
   std::size_t call_ = 0;
   std::int32_t done_ = 0;
+  std::pair<SegmentId, std::int32_t> last_ = {-1, -1};
 };
 
 std::string NextOf(const Plan& plan, ModelPosition& model) {
@@ -79,7 +84,7 @@ void Compute::CheckOrder(std::int32_t step) {
       if (i.kind != InstructionKind::kCompute || !exists) continue;
       const Segment& segment = plan_.segments[static_cast<std::size_t>(i.segment)];
       const std::int32_t microbatch = MicrobatchOf(triggers[t], i);
-      if (model.Run(segment, microbatch)) continue;
+      if (model.Run(i.segment, microbatch)) continue;
       // What follows is out of order, too.
       return Add(
           {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}, i.segment,

@@ -163,8 +163,10 @@ void Interpreter::Bind(const Instruction& i, Position at) {
   bound_[unit] = unsharded ? i.src : -1;
   bound_at_[unit] = at;
   // Binding is the host's: it needs the memory to be there. What has to be in it, and to be finished, is a
-  // matter of the stream that computes, and is checked there.
-  if (!memory_.IsAlive(i.src)) memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
+  // matter of the stream that computes, and is checked there. A copy on the host is read by the user.
+  const Buffer& bound = plan_.buffers[i.src];
+  const bool is_read = bound.memory != MemoryKind::kDevice && bound.role == BufferRole::kParamUnsharded;
+  if (is_read || !memory_.IsAlive(i.src)) memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
 }
 
 void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,

@@ -81,23 +81,6 @@ bool IsByParameter(BufferRole role) {
          role == kGradHost;
 }
 
-// The sizes of a buffer of a per_parameter unit that is cut into `pieces`: a part for each parameter, or all
-// of them in one.
-std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pieces) {
-  std::vector<std::int64_t> expected;
-  for (const std::int32_t p : ParametersOf(plan, buffer)) {
-    expected.push_back(BytesIn(plan, buffer, p, pieces));
-  }
-  const bool gathered = ArrangementOf(buffer.role) == Arrangement::kGathered;
-  if (buffer.parts_bytes.size() == 1 && !IsByParameter(buffer.role)) {
-    const std::int64_t all = std::accumulate(expected.begin(), expected.end(), std::int64_t{0});
-    expected = {all * (gathered ? pieces : 1)};
-  } else if (gathered) {
-    return fmt::format("{} parts, and not one", buffer.parts_bytes.size());
-  }
-  return Unlike(buffer.parts_bytes, expected);
-}
-
 // An offloaded shard of a parameter with an all-gather extension, on the device, before the extension sees
 // it.
 bool IsCopyOfShard(const Plan& plan, const Buffer& buffer) {
@@ -239,6 +222,21 @@ std::vector<Use> UsesOf(const Plan& plan) {
 }
 
 }  // namespace
+
+std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pieces) {
+  std::vector<std::int64_t> expected;
+  for (const std::int32_t p : ParametersOf(plan, buffer)) {
+    expected.push_back(BytesIn(plan, buffer, p, pieces));
+  }
+  const bool gathered = ArrangementOf(buffer.role) == Arrangement::kGathered;
+  if (buffer.parts_bytes.size() == 1 && !IsByParameter(buffer.role)) {
+    const std::int64_t all = std::accumulate(expected.begin(), expected.end(), std::int64_t{0});
+    expected = {all * (gathered ? pieces : 1)};
+  } else if (gathered) {
+    return fmt::format("{} parts, and not one", buffer.parts_bytes.size());
+  }
+  return Unlike(buffer.parts_bytes, expected);
+}
 
 DType ReducedIn(const Plan& plan, const Unit& unit) {
   switch (plan.strategy.fsdp1.comm_hook) {

@@ -31,6 +31,9 @@ DType ReducedIn(const Plan& plan, const Unit& unit);
 
 // "": the buffer's parts are as large as its unit's layout asks for. Else what is wrong with them.
 std::string LayoutOfParts(const Plan& plan, const Buffer& buffer);
+// What is wrong with the sizes of a buffer of a per_parameter unit that is cut into `pieces`: a part for each
+// parameter, or all of them in one. "" if nothing is.
+std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pieces);
 // "": its dtype is the one that its unit gathers, computes, reduces or keeps in.
 std::string LayoutOfDType(const Plan& plan, const Buffer& buffer);
 // "": it is in the kind of memory that the role is for.

@@ -47,6 +47,11 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
   const Arrangement a = ArrangementOf(from.role);
   const Arrangement b = ArrangementOf(to.role);
   const bool flat = unit.layout == LayoutKind::kFlat;
+  const CommunicatorId after = unit.post_forward_communicator;
+  if (!flat && after >= 0 && from.role == kParamPostForwardShard && to.role == kAllGatherInput) {
+    const std::string other = PartsCutInto(plan, to, plan.communicators[after].size);
+    if (!other.empty()) return fmt::format("it takes other pieces: {}", other);
+  }
   const bool one_rank = ShardCount(plan, unit) == 1;
   const bool both_whole = flat && a != Arrangement::kShard && b != Arrangement::kShard;
   const bool as_flat = both_whole && from.role != kGradUnsharded && !IsParameterRole(from.role);

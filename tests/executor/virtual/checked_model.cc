@@ -148,7 +148,8 @@ void CheckedModel::Check(const Piece& piece, const std::byte* found, const std::
 
 Status CheckedModel::BindUnsharded(UnitId unit, BufferId buffer) {
   bound_[unit] = buffer;
-  if (plan_.buffers[buffer].memory == MemoryKind::kDevice) return {};
+  const Buffer& bound = plan_.buffers[buffer];
+  if (bound.memory == MemoryKind::kDevice || bound.role != BufferRole::kParamUnsharded) return {};
   // The user reads it from now on, and waits for nothing.
   Work work;
   AddReads(unit, buffer, work.checks);

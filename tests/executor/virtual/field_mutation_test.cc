@@ -36,6 +36,7 @@ const std::vector<Sample> kSamples = {{"knob/fsdp2/reshard_2_bf16", 151},
 
 PlanCase CaseOf(const std::string& name) {
   if (name.starts_with("golden/")) return GoldenCase(name);
+  if (name.starts_with("fsdp")) return RecordedCase(name);
   std::vector<PlanCase> cases = KnobCases();
   return *std::ranges::find(cases, name, &PlanCase::name);
 }
@@ -114,6 +115,73 @@ TEST(FieldMutations, AreAllDifferent) {
                            "begin",       "end",        "forward"}) {
     EXPECT_GT(kinds[kind], 0) << kind;
   }
+}
+
+// Changes that were accepted once.
+
+Plan PlanOf(const std::string& name) {
+  const PlanCase c = CaseOf(name);
+  return MakePlan(c.trace, c.strategy, c.cluster)->plan;
+}
+
+// In the call that copies parameters to the host, each wait before the record that it is for.
+TEST(FieldMutations, TheHostWaitsForWhatTheUserReads) {
+  const Plan plan = PlanOf("golden/fsdp1/summon_full_params_on_host");
+  int swaps = 0;
+  for (std::size_t t = 0; t < plan.steps.back().triggers.size(); ++t) {
+    const Trigger& trigger = plan.steps.back().triggers[t];
+    if (trigger.kind != TriggerKind::kUserCall || trigger.occurrence > 0) continue;
+    for (std::size_t k = 1; k + 1 < trigger.instructions.size(); ++k) {
+      if (trigger.instructions[k - 1].kind != InstructionKind::kCopyToHost ||
+          trigger.instructions[k].kind != InstructionKind::kRecord ||
+          trigger.instructions[k + 1].kind != InstructionKind::kHostWait) {
+        continue;
+      }
+      Plan swapped = plan;
+      std::vector<Instruction>& moved = swapped.steps.back().triggers[t].instructions.Edit();
+      std::swap(moved[k], moved[k + 1]);
+      EXPECT_FALSE(Verify(swapped).empty()) << k;
+      ++swaps;
+    }
+  }
+  EXPECT_EQ(swaps, static_cast<int>(plan.units.size()));
+}
+
+TEST(FieldMutations, ASegmentThatOnlyReadsRunsOnce) {
+  Plan plan = PlanOf("fsdp2/uneven_default_w3");
+  int doubled = 0;
+  for (Trigger& trigger : plan.steps.back().triggers) {
+    for (std::size_t k = 0; k < trigger.instructions.size(); ++k) {
+      const Instruction i = trigger.instructions[k];
+      if (i.kind != InstructionKind::kCompute ||
+          plan.segments[i.segment].begin < plan.segments[i.segment].end) {
+        continue;
+      }
+      const InstructionList before = trigger.instructions;
+      std::vector<Instruction>& all = trigger.instructions.Edit();
+      all.insert(all.begin() + static_cast<std::ptrdiff_t>(k), i);
+      const std::vector<Violation> found = Verify(plan);
+      EXPECT_TRUE(
+          std::ranges::any_of(found, [](const Violation& v) { return v.rule == Rule::kComputeOrder; }));
+      trigger.instructions = before;
+      ++doubled;
+    }
+  }
+  EXPECT_GT(doubled, 0);
+}
+
+// Of four ranks: as many bytes as the shard of all four has in float32.
+TEST(FieldMutations, AGatherOfASmallerMeshTakesItsPieces) {
+  Plan plan = PlanOf("knob/fsdp2/reshard_2_bf16");
+  int changed = 0;
+  for (Buffer& buffer : plan.buffers) {
+    if (!buffer.name.ends_with(".all_gather_input.post_forward")) continue;
+    buffer.dtype = DType::kFloat32;
+    EXPECT_FALSE(Verify(plan).empty()) << buffer.name;
+    buffer.dtype = DType::kBFloat16;
+    ++changed;
+  }
+  EXPECT_GT(changed, 0);
 }
 
 }  // namespace
