@@ -275,6 +275,10 @@ class GraphBuilder {
   }
 
   void Bind(const Instruction& i) {
+    // A copy on the host is read by the user, who waits for nothing: behind what the host has waited for.
+    const Buffer& bound = plan_.buffers[i.src];
+    const bool is_read = bound.memory != MemoryKind::kDevice && bound.role == BufferRole::kParamUnsharded;
+    if (is_read) Edge(host_work_, at_, EdgeKind::kHostWait);
     const UnitId unit = i.unit >= 0 ? i.unit : plan_.buffers[i.src].unit;
     ReadBuffer(i.src);
     if (bound_[unit] >= 0) ReadBuffer(bound_[unit]);  // freed only after this
