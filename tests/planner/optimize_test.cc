@@ -146,10 +146,7 @@ std::pair<int, int> GathersOf(const Plan& plan) {
   return gathers;
 }
 
-TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
-  const Trace trace = SmallModel(4, 64, 32);
-  const Cluster cluster = SmallCluster(20'000'000);
-  Strategy strategy;
+StepProgram FourMicrobatches() {
   StepProgram step;
   for (std::int32_t m = 0; m < 4; ++m) {
     step.push_back(ForwardCall{m, 0});
@@ -157,7 +154,14 @@ TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
   }
   step.push_back(OptimizerStepCall{});
   step.push_back(ZeroGradCall{});
-  strategy.program = {step};
+  return step;
+}
+
+TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
+  const Trace trace = SmallModel(4, 64, 32);
+  const Cluster cluster = SmallCluster(20'000'000);
+  Strategy strategy;
+  strategy.program = {FourMicrobatches()};
   const optimize::Job job = optimize::MakeJob(trace, strategy, kRanks);
   optimize::Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .part = 2};
   choice.accumulation = optimize::Accumulation::kEachKept;
@@ -272,14 +276,7 @@ TEST(Optimize, StopsWhenItIsTold) {
 TEST(Optimize, AccumulationReducesOnceWhereThatPays) {
   const Trace trace = SmallModel(4, 64, 64);
   Strategy strategy;
-  StepProgram step;
-  for (std::int32_t m = 0; m < 4; ++m) {
-    step.push_back(ForwardCall{m, 0});
-    step.push_back(BackwardCall{{m}, 0});
-  }
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
-  strategy.program = {step};
+  strategy.program = {FourMicrobatches()};
   const Result<OptimizeOutput> output = Optimize(trace, strategy, SmallCluster(50'000'000), Within(kLoose));
   ASSERT_TRUE(output.has_value()) << ToString(output.error());
   const auto each = optimize::Measure(MakePlan(trace, strategy, SmallCluster(50'000'000))->plan);

@@ -38,7 +38,7 @@ std::vector<char> UnitsThatForwardsRead(const Plan& plan) {
   };
   std::vector<char> said(plan.units.size(), std::ranges::any_of(plan.segments, has_operator) ? 1 : 0);
   for (const Segment& segment : plan.segments) {
-    if (segment.phase != SegmentPhase::kForward && segment.phase != SegmentPhase::kLoss) continue;
+    if (IsBackward(segment.phase)) continue;
     for (const UnitId unit : segment.reads) said[static_cast<std::size_t>(unit)] = 1;
   }
   return said;
@@ -150,7 +150,7 @@ void Compute::CheckGradients(SegmentId id, std::int32_t microbatch, Position at)
     return read_in_step_[static_cast<std::size_t>(unit) * static_cast<std::size_t>(microbatches_) +
                          static_cast<std::size_t>(microbatch)];
   };
-  if (segment.phase == SegmentPhase::kForward || segment.phase == SegmentPhase::kLoss) {
+  if (!IsBackward(segment.phase)) {
     for (const UnitId unit : segment.reads) read_at(unit) = step_;
   }
   if (joins_microbatches_) return;

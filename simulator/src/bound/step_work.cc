@@ -6,6 +6,7 @@
 #include "bound/cost_lines.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/simulator/lower_bound.h"
 
 namespace shardplan {
@@ -59,9 +60,7 @@ class StepWorkBuilder {
 
   // The step that repeats: its passes in order, and then the optimizer.
   Status WalkProgram() {
-    const StepProgram usual = {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}};
-    const StepProgram& program = job_.strategy.program.empty() ? usual : job_.strategy.program.back();
-    for (const ProgramCall& call : program) {
+    for (const ProgramCall& call : ProgramOfStep(job_.strategy, std::ssize(job_.strategy.program))) {
       const Pass* pass = nullptr;
       if (const auto* forward = std::get_if<ForwardCall>(&call)) {
         if (std::cmp_less(forward->trace, trace_.forwards.size())) pass = &trace_.forwards[forward->trace];

@@ -17,6 +17,7 @@
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 namespace {
@@ -509,9 +510,7 @@ class StreamBuilder {
   void RunCublas(const OperatorEvent& op, const Segment& segment, const MemoryBlock& block) {
     if (!internal::UsesCublas(op.name)) return;
     // The autograd engine's thread has a handle of its own.
-    const bool in_backward =
-        segment.phase == SegmentPhase::kBackward || segment.phase == SegmentPhase::kRecompute;
-    bool& made = workspace_made_[in_backward ? 1 : 0];
+    bool& made = workspace_made_[IsBackward(segment.phase) ? 1 : 0];
     if (made) return;
     made = true;
     Allocate({.requested_bytes = internal::CublasWorkspaceBytes(plan_.cluster.device.name),
