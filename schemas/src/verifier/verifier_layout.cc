@@ -148,13 +148,14 @@ bool IsDTypeOfParameters(const Plan& plan, const Buffer& buffer) {
   return (as_bytes && std::ranges::any_of(held, differs)) || std::ranges::any_of(held, is_its_own);
 }
 
-// fsdp1: whether the optimizer gets gradients of some units as they are computed or reduced.
-bool KeepsLowPrecision(const Strategy& strategy) {
-  const auto keeps = [](const std::optional<MixedPrecision>& mixed) {
-    return mixed && mixed->keep_low_precision_grads;
-  };
-  return keeps(strategy.mixed_precision) ||
-         std::ranges::any_of(strategy.units, keeps, &UnitRule::mixed_precision);
+// Every mixed_precision of a strategy: its own and those of units.
+std::vector<MixedPrecision> MixedPrecisions(const Strategy& strategy) {
+  std::vector<MixedPrecision> all;
+  if (strategy.mixed_precision) all.push_back(*strategy.mixed_precision);
+  for (const UnitRule& rule : strategy.units) {
+    if (rule.mixed_precision) all.push_back(*rule.mixed_precision);
+  }
+  return all;
 }
 
 bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
@@ -188,7 +189,7 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
       return IsOneOf(buffer.dtype, {reduced, unit.reduce_dtype});
     case kGradSharded:
       return buffer.dtype == unit.orig_dtype ||
-             (flat && KeepsLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
+             (flat && SomeKeepLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
     case kGradHost:
       return buffer.dtype == unit.orig_dtype;
     default:
@@ -236,6 +237,15 @@ std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pi
     return fmt::format("{} parts, and not one", buffer.parts_bytes.size());
   }
   return Unlike(buffer.parts_bytes, expected);
+}
+
+bool SomeKeepLowPrecision(const Strategy& strategy) {
+  return std::ranges::any_of(MixedPrecisions(strategy), &MixedPrecision::keep_low_precision_grads);
+}
+
+bool AllKeepLowPrecision(const Strategy& strategy) {
+  return SomeKeepLowPrecision(strategy) &&
+         std::ranges::all_of(MixedPrecisions(strategy), &MixedPrecision::keep_low_precision_grads);
 }
 
 DType ReducedIn(const Plan& plan, const Unit& unit) {

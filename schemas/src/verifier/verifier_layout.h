@@ -24,6 +24,10 @@ enum class Arrangement : std::uint8_t { kNone, kShard, kGathered, kWhole };
 Arrangement ArrangementOf(BufferRole role);
 bool IsParameterRole(BufferRole role);
 bool IsOnHost(const Buffer& buffer);
+// fsdp1: whether the optimizer gets the gradients of some units, or of all that compute in a lower precision,
+// in that (keep_low_precision_grads).
+bool SomeKeepLowPrecision(const Strategy& strategy);
+bool AllKeepLowPrecision(const Strategy& strategy);
 // The dtype of the unit's reductions: a compressing hook of fsdp1 has its own.
 DType ReducedIn(const Plan& plan, const Unit& unit);
 

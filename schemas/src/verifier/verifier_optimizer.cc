@@ -4,6 +4,7 @@
 
 #include "shardplan/schemas/layout.h"
 #include "verifier/verifier_interpreter.h"
+#include "verifier/verifier_layout.h"
 #include "verifier/verifier_rules.h"
 
 namespace shardplan::verifier {
@@ -24,6 +25,7 @@ bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) 
     const bool waits = plan_.buffers[grad].persistent || memory_.ContentOf(grad) == Content::kNothing;
     if (waits && gradients_.Contributions(grad).empty()) continue;
     has_grad = true;
+    if (OptimizerStepInOtherDType(plan_, grad)) words_.SteppedInOtherDType(grad, work.at);
     memory_.Read(grad, work);
     gradients_.Consume(grad, work.at);
     for (const std::int32_t p : gradients_.Step(grad, i.parameter, work.at)) {
@@ -104,6 +106,20 @@ std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient) {
 
 bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter) {
   return gradient.count[parameter] > 0 && gradient.stepped[parameter] != 0;
+}
+
+bool OptimizerStepInOtherDType(const Plan& plan, BufferId grad) {
+  const Buffer& buffer = plan.buffers[grad];
+  const Unit& unit = plan.units[buffer.unit];
+  const Strategy& strategy = plan.strategy;
+  if (unit.layout != LayoutKind::kFlat || buffer.role != BufferRole::kGradSharded) return false;
+  // What an evaluation in full precision makes is kept in it.
+  if (!AllKeepLowPrecision(strategy) || strategy.fsdp1.full_precision_in_eval) return false;
+  if (buffer.dtype != unit.orig_dtype || unit.param_dtype == unit.orig_dtype) return false;
+  // A gradient that is not cut stays as it was reduced; one that a hook compressed is decompressed.
+  const bool is_cut = SizeBytes(buffer) < Bytes{unit.flat_numel * SizeBytes(buffer.dtype)};
+  const bool is_compressed = ReducedIn(plan, unit) != unit.reduce_dtype;
+  return is_cut || (!is_compressed && unit.reduce_dtype != unit.orig_dtype);
 }
 
 bool OptimizerStepWithoutMemory(const std::vector<char>& alive) {

@@ -97,6 +97,8 @@ bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& en
 std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient);
 // A parameter is stepped with a gradient that it was stepped with before.
 bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter);
+// fsdp1: whether the optimizer gets in the original dtype what every unit keeps in a lower one.
+bool OptimizerStepInOtherDType(const Plan& plan, BufferId grad);
 // The optimizer has buffers of its own for the step, and none of them is alive. `alive`: of each.
 bool OptimizerStepWithoutMemory(const std::vector<char>& alive);
 // It has states of other units and none of the one that is stepped, of which the first rank has a piece that

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -168,6 +169,35 @@ TEST(FieldMutations, ASegmentThatOnlyReadsRunsOnce) {
     }
   }
   EXPECT_GT(doubled, 0);
+}
+
+// Left where they were reduced, in the original dtype, though the strategy keeps gradients in the low
+// precision.
+TEST(FieldMutations, TheOptimizerStepsInTheLowPrecisionThatIsKept) {
+  const Plan plan = PlanOf("golden/fsdp1/keep_low_precision_grads");
+  std::set<BufferId> kept;
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    if (plan.buffers[b].name.ends_with(".grad_sharded.low_precision")) kept.insert(static_cast<BufferId>(b));
+  }
+  ASSERT_EQ(kept.size(), plan.units.size());
+  for (const BufferId low : kept) {
+    Plan left = plan;
+    std::set<BufferId> cast;
+    for (PlanStep& step : left.steps) {
+      for (Trigger& trigger : step.triggers) {
+        const auto is_cast = [&](const Instruction& i) {
+          if (i.kind == InstructionKind::kGradCast && i.dst == low) cast.insert(i.src);
+          return i.dst == low || i.src == low || (i.kind == InstructionKind::kFree && cast.contains(i.src));
+        };
+        if (std::ranges::any_of(trigger.instructions, is_cast)) {
+          std::erase_if(trigger.instructions.Edit(), is_cast);
+        }
+      }
+    }
+    const std::vector<Violation> found = Verify(left);
+    EXPECT_TRUE(std::ranges::any_of(found, [](const Violation& v) { return v.rule == Rule::kOptimizerStep; }))
+        << plan.buffers[low].name;
+  }
 }
 
 // Of four ranks: as many bytes as the shard of all four has in float32.

@@ -139,6 +139,13 @@ void Words::SteppedOutOfReach(BufferId shard, bool on_host, Position at) {
                 {"at: " + Describe(at)});
 }
 
+void Words::SteppedInOtherDType(BufferId grad, Position at) {
+  reporter_.Add(Rule::kOptimizerStep, at, grad,
+                fmt::format("{} steps with {} in {}, but the strategy keeps gradients in the low precision",
+                            Instruction(at), Buffer(grad), Name(plan_.buffers[grad].dtype)),
+                {"at: " + Describe(at)});
+}
+
 void Words::StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at) {
   reporter_.Add(Rule::kGradNotReduced, at, buffer,
                 fmt::format("{} runs while the gradient of {} in {} is not reduced", Instruction(at),

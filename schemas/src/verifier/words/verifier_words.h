@@ -68,6 +68,7 @@ class Words {
   void SteppedWithoutStates(UnitId unit, Position at);
   void NeverAllocated(BufferId own);
   void SteppedOutOfReach(BufferId shard, bool on_host, Position at);
+  void SteppedInOtherDType(BufferId grad, Position at);
   void StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at);
   void DroppedBeforeStep(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at);
   void SteppedTwice(const Gradient& gradient, std::int32_t parameter, BufferId buffer, Position at);
