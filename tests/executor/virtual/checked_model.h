@@ -63,6 +63,7 @@ class CheckedModel final : public executor::Model {
 
   DType DTypeOf(const Buffer& buffer, std::int32_t parameter) const;
   void WalkPlan();
+  bool IsPoint(SegmentId id) const;
   void CheckOrder(const executor::ComputeCall& call);
   void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
   Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
@@ -90,9 +91,10 @@ class CheckedModel final : public executor::Model {
   // optimizer's own memory.
   std::vector<std::vector<std::pair<SegmentId, std::int32_t>>> order_;
   std::vector<std::vector<BufferId>> optimizers_own_;
-  std::vector<char> alive_at_end_;   // by buffer
-  std::int64_t step_ = 0;            // of the latest segment
-  std::size_t computed_ = 0;         // segments in it so far
+  std::vector<char> alive_at_end_;  // by buffer
+  std::int64_t step_ = 0;           // of the latest segment
+  std::size_t computed_ = 0;        // segments in it so far
+  std::pair<SegmentId, std::int32_t> last_ = {-1, -1};
   std::int64_t zero_grads_ = 0;      // still to come
   std::size_t optimizer_steps_ = 0;  // so far
   std::vector<std::byte> scratch_;   // what the optimizer leaves in its memory
