@@ -144,7 +144,7 @@ std::string Text(const OptimizeOutput& output) {
 }
 
 Status WriteAll(const OptimizeArguments& arguments, const OptimizeOutput& output) {
-  if (Status s = WriteAndSay(arguments.output, ToJson(output.plan), arguments.quiet); !s) return s;
+  if (Status s = WriteAndSay(arguments.output, output.plan, arguments.quiet); !s) return s;
   if (!arguments.strategy_output.empty()) {
     if (Status s = WriteAndSay(arguments.strategy_output, ToJson(output.strategy), arguments.quiet); !s)
       return s;

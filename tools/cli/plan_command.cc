@@ -118,7 +118,7 @@ Status RunPlan(const PlanArguments& options) {
     Progress(false, fmt::format("the plan has a fault because PyTorch has it: {}", fault));
   }
   const Plan& plan = planned->plan;
-  if (Status written = WriteAndSay(OutputOf(options), ToJson(plan), options.quiet); !written) return written;
+  if (Status written = WriteAndSay(OutputOf(options), plan, options.quiet); !written) return written;
   if (!options.graph.empty()) {
     const std::string graph = ScheduleGraphviz(plan, plan.steady_step);
     if (Status written = WriteAndSay(options.graph, graph, options.quiet, "GraphViz"); !written)

@@ -58,9 +58,20 @@ Status WriteOutput(const std::string& path, std::string_view bytes) {
   return path == "-" ? WriteStandardOutput(bytes) : WriteFileAtomically(path, bytes);
 }
 
+Status WriteOutput(const std::string& path, const TextInPieces& text) {
+  return path == "-" ? WriteStandardOutput(text) : WriteFileAtomically(path, text);
+}
+
 Status WriteAndSay(const std::string& path, std::string_view bytes, bool quiet, std::string_view more) {
   if (Status written = WriteOutput(path, bytes); !written) return written;
   if (path != "-") Progress(quiet, more.empty() ? "wrote " + path : fmt::format("wrote {} ({})", path, more));
+  return {};
+}
+
+Status WriteAndSay(const std::string& path, const Plan& plan, bool quiet) {
+  const auto text = [&](const JsonSink& sink) { WriteJson(plan, sink); };
+  if (Status written = WriteOutput(path, text); !written) return written;
+  if (path != "-") Progress(quiet, "wrote " + path);
   return {};
 }
 

@@ -7,6 +7,7 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/io_pieces.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::cli {
@@ -22,9 +23,12 @@ void Progress(bool quiet, std::string_view text);
 
 // Writes a document to a file atomically, or to stdout for "-".
 Status WriteOutput(const std::string& path, std::string_view bytes);
+Status WriteOutput(const std::string& path, const TextInPieces& text);
 
 // WriteOutput, and a line of progress that says so ("wrote r.html (<more>)").
 Status WriteAndSay(const std::string& path, std::string_view bytes, bool quiet, std::string_view more = {});
+// The plan's JSON text, which may be larger than the plan.
+Status WriteAndSay(const std::string& path, const Plan& plan, bool quiet);
 
 // Writes lines for a person to stdout, control characters of names as escapes (printable.h).
 Status PrintText(std::string_view text);

@@ -36,12 +36,34 @@ std::vector<std::int32_t> TopologicalOrder(const ScheduleGraph& graph,
   return order;
 }
 
+namespace {
+
+// Whether all instructions of the trigger at order[at], and no others, come behind it as they were.
+bool IsAsItWas(const PlanStep& step, const ScheduleGraph& graph, const std::vector<std::int32_t>& order,
+               std::size_t at) {
+  const std::int32_t trigger = graph[order[at]].trigger;
+  const std::size_t count = step.triggers[trigger].instructions.size();
+  if (at + count >= order.size()) return false;
+  for (std::size_t k = 1; k <= count; ++k) {
+    const ScheduleNode& node = graph[order[at + k]];
+    if (node.trigger != trigger || node.instruction != static_cast<std::int32_t>(k - 1)) return false;
+  }
+  return at + count + 1 == order.size() || graph[order[at + count + 1]].instruction < 0;
+}
+
+}  // namespace
+
 PlanStep InOrder(const PlanStep& step, const ScheduleGraph& graph, const std::vector<std::int32_t>& order) {
   PlanStep ordered{.name = step.name};
   ordered.triggers.reserve(step.triggers.size());
-  for (const std::int32_t vertex : order) {
-    const ScheduleNode& node = graph[vertex];
+  for (std::size_t at = 0; at < order.size(); ++at) {
+    const ScheduleNode& node = graph[order[at]];
     const Trigger& from = step.triggers[node.trigger];
+    if (node.instruction < 0 && IsAsItWas(step, graph, order, at)) {
+      ordered.triggers.push_back(from);
+      at += from.instructions.size();
+      continue;
+    }
     if (node.instruction < 0) {
       ordered.triggers.push_back({.kind = from.kind,
                                   .unit = from.unit,

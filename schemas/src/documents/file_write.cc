@@ -15,7 +15,7 @@
 #include <optional>
 
 #include "documents/descriptor.h"
-#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/io_pieces.h"
 
 namespace shardplan {
 namespace {
@@ -43,6 +43,18 @@ bool WriteAll(int descriptor, std::string_view bytes) {
     }
   }
   return true;
+}
+
+bool WriteAll(int descriptor, const TextInPieces& text) {
+  bool written = true;
+  int reason = 0;  // the sink's caller may change errno
+  text([&](std::string_view piece) {
+    if (!written || WriteAll(descriptor, piece)) return;
+    written = false;
+    reason = errno;
+  });
+  errno = reason;
+  return written;
 }
 
 // Signals that end the process wait while a temporary file has a name. Faults of the program do not.
@@ -200,7 +212,7 @@ bool KeepOwnerAndMode(int file, const struct stat& replaced) {
 
 // A pipe or a device cannot be replaced by a file; it takes the bytes as they come. A reader of a pipe may be
 // about to open it.
-Status WriteInPlace(const std::string& path, bool is_pipe, std::string_view bytes) {
+Status WriteInPlace(const std::string& path, bool is_pipe, const TextInPieces& text) {
   constexpr int kFlags = O_WRONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
   Descriptor file(::open(path.c_str(), kFlags));
   for (int tries = 0; is_pipe && file.value() < 0 && errno == ENXIO && tries < kTriesForReader; ++tries) {
@@ -212,7 +224,7 @@ Status WriteInPlace(const std::string& path, bool is_pipe, std::string_view byte
                                  .message = "cannot write to the pipe: no process reads it",
                                  .file = path});
   }
-  if (file.value() < 0 || !WriteAll(file.value(), bytes) || !file.Close())
+  if (file.value() < 0 || !WriteAll(file.value(), text) || !file.Close())
     return SystemError(ErrorCode::kEnvironment, path, "write");
   return {};
 }
@@ -228,10 +240,14 @@ Result<std::string> WritableTarget(const std::string& path) {
 }
 
 Status WriteFileAtomically(const std::string& path, std::string_view bytes) {
+  return WriteFileAtomically(path, [&](const JsonSink& sink) { sink(bytes); });
+}
+
+Status WriteFileAtomically(const std::string& path, const TextInPieces& text) {
   const Result<Target> target = FindTarget(path);
   if (!target) return std::unexpected(target.error());
   if (target->replaces && !S_ISREG(target->replaces->st_mode))
-    return WriteInPlace(path, S_ISFIFO(target->replaces->st_mode), bytes);
+    return WriteInPlace(path, S_ISFIFO(target->replaces->st_mode), text);
   const fs::path in = FolderOf(target->path);
   Descriptor folder(::open(in.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder.value() < 0) folder = Descriptor(::open(in.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
@@ -241,7 +257,7 @@ Status WriteFileAtomically(const std::string& path, std::string_view bytes) {
   if (file.descriptor() < 0) return SystemError(ErrorCode::kEnvironment, path, "create a file in its folder");
   if (target->replaces && !KeepOwnerAndMode(file.descriptor(), *target->replaces))
     return SystemError(ErrorCode::kEnvironment, path, "keep the file's owner and mode (its content is kept)");
-  const bool flushed = WriteAll(file.descriptor(), bytes) && ::fsync(file.descriptor()) == 0;
+  const bool flushed = WriteAll(file.descriptor(), text) && ::fsync(file.descriptor()) == 0;
   if (!flushed || !file.Replace(target->path.filename()))
     return SystemError(ErrorCode::kEnvironment, path, "write the file (the old content is kept)");
   (void)::fsync(folder.value());  // some file systems cannot
@@ -249,7 +265,11 @@ Status WriteFileAtomically(const std::string& path, std::string_view bytes) {
 }
 
 Status WriteStandardOutput(std::string_view bytes) {
-  if (std::fflush(stdout) == 0 && WriteAll(STDOUT_FILENO, bytes)) return {};
+  return WriteStandardOutput([&](const JsonSink& sink) { sink(bytes); });
+}
+
+Status WriteStandardOutput(const TextInPieces& text) {
+  if (std::fflush(stdout) == 0 && WriteAll(STDOUT_FILENO, text)) return {};
   return MakeError(ErrorCode::kEnvironment,
                    fmt::format("cannot write to standard output: {}", std::strerror(errno)));
 }

@@ -21,8 +21,12 @@ void InstructionSharing::Share(Trigger& trigger) {
     trigger.instructions = {};
     return;
   }
-  const auto [entry, added] = lists_.insert(trigger.instructions);
-  if (!added) trigger.instructions = *entry;
+  if (const auto known = lists_.find(trigger.instructions); known != lists_.end()) {
+    trigger.instructions = *known;
+    return;
+  }
+  trigger.instructions.Edit().shrink_to_fit();
+  lists_.insert(trigger.instructions);
 }
 
 void ShareInstructions(Plan& plan) {
