@@ -164,6 +164,28 @@ def test_the_page_marks_what_no_other_beats(whole, tmp_path):
     assert "<script>" not in hostile and "price of a million tokens" in hostile
 
 
+def test_the_parquet_file_has_the_rows_with_types(whole, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    done = sweep("--merge", whole[0], "-o", tmp_path / "merged.csv", "--parquet", path, plan=[])
+    assert done.returncode == 0, done.stderr
+    table = pq.read_table(path)
+    with open(whole[0], newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert table.column_names == list(rows[0])
+    for written, row in zip(table.to_pylist(), rows, strict=True):
+        assert (written["ranks"], written["policy"]) == (int(row["ranks"]), row["policy"])
+        assert written["step_ms"] == float(row["step_ms"]) and written["fits"] is (row["fits"] == "yes")
+        assert written["error"] is None
+
+
+def test_no_output_takes_the_place_of_another(whole, tmp_path):
+    path = tmp_path / "one"
+    for more in (["-o", path, "--parquet", path], ["-o", path, "--html", path], ["--parquet", TRACE]):
+        done = sweep(TRACE, *more, plan=[])
+        assert done.returncode == 2 and not path.exists(), done.stderr
+
+
 def test_fronts_of_random_points():
     numbers = random.Random(SEED)
     for _ in range(200):

@@ -52,6 +52,11 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         file.write(text)
 
 
+def write_bytes(path: str | os.PathLike, data: bytes) -> None:
+    with replacing(path) as file:
+        file.buffer.write(data)
+
+
 class LineLog:
     """A file that whole lines are appended to, each on the disk before `append` returns. What a killed writer left of a line is dropped by
     the first of them."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardplan import files
 from shardplan.command import EXIT_ENVIRONMENT, printable_name
-from shardplan.sweep import configurations, page, rows
+from shardplan.sweep import configurations, page, parquet, rows
 from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
 from shardplan.sweep.solve import QUESTIONS, solve
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--merge", nargs="+", metavar="FILE", help="put the rows of these files into one")
     result.add_argument("--jobs", type=int, metavar="N", help="configurations at once (default: the cores)")
     result.add_argument("-o", "--output", metavar="FILE", help="rows, as comma-separated values")
+    result.add_argument("--parquet", metavar="FILE", help="the rows as a Parquet file, numbers as numbers (needs pyarrow)")
     result.add_argument("--html", metavar="FILE", help="a page with the rows and what no other beats: memory against time and cost")
     result.add_argument("--price", type=float, metavar="N", help="of an hour of a device, for the page's cost of tokens")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
@@ -88,13 +89,13 @@ def main() -> int:
     plan_flags = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     options = parser().parse_args(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     try:
+        _check_outputs(options)
         if options.merge:
             if not options.output:
                 parser().error("--merge needs -o")
-            files.check_output(options.output, options.merge)
             files.write_text(options.output, rows.merged(options.merge))
             merged, axes = rows.read(options.output)
-            _write_page(options, merged, axes)
+            _write_others(options, merged, axes)
             return 0
         return _sweep(options, plan_flags)
     except rows.OtherSweep as error:
@@ -103,9 +104,21 @@ def main() -> int:
     except files.OutputIsInput as error:
         _log(f"error: {error}")
         return 2
-    except (files.CannotWrite, OSError) as error:
+    except (files.CannotWrite, OSError, parquet.Missing) as error:
         _log(f"error: {error}")
         return EXIT_ENVIRONMENT
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before any work: no output is an input or another output, and what writes it is there."""
+    read = [*options.sources, *(options.merge or [])]
+    written = [path for path in (options.output, options.parquet, options.html) if path]
+    for i, path in enumerate(written):
+        files.check_output(path, read)
+        if os.path.realpath(path) in map(os.path.realpath, written[:i]) and path != os.devnull:
+            raise files.OutputIsInput(f"two outputs are one file (found {path} twice, expected another file)")
+    if options.parquet:
+        parquet.check()
 
 
 def _axes(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -128,8 +141,6 @@ def _axes(options: argparse.Namespace) -> dict[str, list[str]]:
 def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
     if not options.sources:
         parser().error("a SOURCE is missing")
-    if options.html:
-        files.check_output(options.html, [*options.sources, *([options.output] if options.output else [])])
     program = str(Path(os.environ.get("SHARDPLAN_PROGRAMS", "")) / "shardplan") if os.environ.get("SHARDPLAN_PROGRAMS") else shutil.which("shardplan")
     if not program or not Path(program).exists():
         _log(f"error: the command shardplan is not found (found {program or 'none'}): run `shardplan sweep`, or set SHARDPLAN_PROGRAMS to its folder")
@@ -147,7 +158,7 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
         answers = _run_all(options, todo, kept, evaluate)
         kept.close()
-        _write_page(options, list(kept.done.values()), list(axes))
+        _write_others(options, list(kept.done.values()), list(axes))
         return _say(options, kept, answers, list(axes))
 
 
@@ -179,7 +190,9 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
     return answers
 
 
-def _write_page(options: argparse.Namespace, done: list[dict[str, str]], axes: list[str]) -> None:
+def _write_others(options: argparse.Namespace, done: list[dict[str, str]], axes: list[str]) -> None:
+    if options.parquet:
+        parquet.write(options.parquet, done, axes)
     if options.html:
         files.write_text(options.html, page.page(done, axes, options.price))
 
