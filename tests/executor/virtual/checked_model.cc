@@ -206,8 +206,13 @@ void CheckedModel::WalkPlan() {
     for (const Trigger& trigger : plan_.steps[of_plan].triggers) {
       for (const Instruction& i : trigger.instructions) {
         if (i.kind == InstructionKind::kZeroGrad) ++zero_grads_;
-        if (i.kind == InstructionKind::kCompute && !IsPoint(i.segment)) {
-          segments.emplace_back(i.segment, MicrobatchOf(trigger, i));
+        if (i.kind == InstructionKind::kCompute) {
+          const Run run(i.segment, MicrobatchOf(trigger, i));
+          if (IsPoint(i.segment)) {
+            points_.insert({step, run});
+          } else {
+            segments.push_back(run);
+          }
         }
         if (i.kind == InstructionKind::kOptimizerStep) {
           std::vector<BufferId>& own = optimizers_own_.emplace_back();
@@ -225,7 +230,8 @@ void CheckedModel::WalkPlan() {
   }
 }
 
-// One that only reads parameters, of a trace without operators: no number depends on when it does.
+// One that only reads parameters, of a trace without operators: no number depends on where in its step it
+// does.
 bool CheckedModel::IsPoint(SegmentId id) const {
   const Segment& segment = plan_.segments[id];
   return segment.pass >= 0 && segment.begin == segment.end;
@@ -240,9 +246,9 @@ void CheckedModel::CheckOrder(const executor::ComputeCall& call) {
     last_ = {-1, -1};
   }
   const auto& order = order_[step_];
-  const std::pair found(call.segment, call.microbatch);
+  const Run found(call.segment, call.microbatch);
   const bool again = std::exchange(last_, found) == found;
-  if (IsPoint(call.segment) && !again) return;
+  if (!again && points_.contains({step_, found})) return;
   if (computed_ < order.size() && order[computed_] == found) {
     ++computed_;
     return;

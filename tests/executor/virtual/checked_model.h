@@ -87,14 +87,16 @@ class CheckedModel final : public executor::Model {
   std::vector<std::vector<std::int64_t>> versions_;               // by unit and parameter, in host order
   std::vector<std::vector<std::int64_t>> made_;                   // gradients, likewise
   std::vector<std::set<std::pair<std::int32_t, UnitId>>> reads_;  // by step
-  // Of the plan of ExpectedValues: by step as run its segments and micro-batches, and by optimizer step the
-  // optimizer's own memory.
-  std::vector<std::vector<std::pair<SegmentId, std::int32_t>>> order_;
+  // Of the plan of ExpectedValues: by step as run its segments and micro-batches, those without length apart,
+  // and by optimizer step the optimizer's own memory.
+  using Run = std::pair<SegmentId, std::int32_t>;
+  std::vector<std::vector<Run>> order_;
+  std::set<std::pair<std::int64_t, Run>> points_;
   std::vector<std::vector<BufferId>> optimizers_own_;
-  std::vector<char> alive_at_end_;  // by buffer
-  std::int64_t step_ = 0;           // of the latest segment
-  std::size_t computed_ = 0;        // segments in it so far
-  std::pair<SegmentId, std::int32_t> last_ = {-1, -1};
+  std::vector<char> alive_at_end_;   // by buffer
+  std::int64_t step_ = 0;            // of the latest segment
+  std::size_t computed_ = 0;         // segments in it so far
+  Run last_ = {-1, -1};              // the latest segment
   std::int64_t zero_grads_ = 0;      // still to come
   std::size_t optimizer_steps_ = 0;  // so far
   std::vector<std::byte> scratch_;   // what the optimizer leaves in its memory
