@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 
 #include "launcher.h"
 #include "options.h"
+#include "reshard_run.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/printable.h"
@@ -61,7 +63,7 @@ void EndWithLauncher() {
 
 void AddFlags(CLI::App& app, RunOptions& options) {
   const CLI::Range count(std::int64_t{1}, std::int64_t{1} << 30);
-  app.add_option("plan", options.plan_path, "The plan to replay")->required();
+  app.add_option("plan", options.plan_path, "The plan to replay, of training or of resharding")->required();
   app.add_option("--ranks", options.ranks, "Local processes to start (default: the plan's world size)")
       ->check(count);
   static const std::map<std::string, DeviceKind> kDevices = {
@@ -72,7 +74,9 @@ void AddFlags(CLI::App& app, RunOptions& options) {
       ->transform(CLI::IsMember({"cpu", "cuda", "virtual"}, CLI::ignore_case))
       ->default_str("cpu")
       ->type_name("DEVICE");
-  app.add_option("--steps", options.steps, "Steps to run")->check(count)->capture_default_str();
+  app.add_option("--steps", options.steps, "Steps to run; of resharding: how many times")
+      ->check(count)
+      ->capture_default_str();
   app.add_option("--compute-scale", options.compute_scale, "Filler compute takes the traced cost times this")
       ->check(CLI::Range(0.0, 1e9))
       ->capture_default_str();
@@ -89,6 +93,8 @@ void AddFlags(CLI::App& app, RunOptions& options) {
       "Examples:\n"
       "  shardplan run plan.json --ranks 2 --device cpu --compute-scale 0.001\n"
       "  shardplan run plan.json --device virtual --seed 7\n"
+      "  shardplan run reshard.json --device cpu                # bytes that are made up, each compared "
+      "afterwards\n"
       "  torchrun --nproc-per-node 8 --no-python shardplan run plan.json --device cuda --report report.json\n"
       "Exit codes: 0 done, 1 the plan does not verify or the ranks have different ones, 2 usage (another "
       "number of\n"
@@ -142,10 +148,36 @@ Result<Plan> ReadDocumentsForRun(const RunOptions& options, const std::optional<
   return plan;
 }
 
+// As many ranks as the plan needs, here.
+int Launch(const RunOptions& options, const std::vector<std::string>& arguments, std::int64_t needed,
+           const char* pointer, const std::string& who) {
+  const std::int64_t ranks = options.ranks > 0 ? options.ranks : needed;
+  if (ranks == needed) return LaunchRanks(arguments, ranks, options.timeout_s);
+  return Fail({.code = ErrorCode::kUsage,
+               .message = "the plan is for another number of ranks; make one for this many, or start as many",
+               .file = options.plan_path,
+               .pointer = pointer,
+               .found = fmt::format("--ranks {}", ranks),
+               .expected = std::to_string(needed)},
+              who);
+}
+
+int RunReshard(const RunOptions& options, const std::vector<std::string>& arguments,
+               const std::optional<RankEnvironment>& environment, const std::string& who) {
+  const Result<ReshardPlan> plan = ReadReshardForRun(options, environment && environment->started_here);
+  if (environment) {
+    const Status status = RunReshardRank(plan, options, *environment);
+    return status ? 0 : Fail(status.error(), who);
+  }
+  if (!plan) return Fail(plan.error(), who);
+  return Launch(options, arguments, std::max(RanksOf(plan->source), RanksOf(plan->target)), "", who);
+}
+
 int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
   const std::optional<RankEnvironment> environment = ReadEnvironment();
   const std::string who = environment ? fmt::format("rank {}", environment->rank) : "shardplan-run";
   const Result<Plan> plan = ReadDocumentsForRun(options, environment, who);
+  if (!plan && IsReshardInstead(plan.error())) return RunReshard(options, arguments, environment, who);
   if (environment && options.device != DeviceKind::kVirtual) {
     const Status status = RunRank(plan, options, *environment);
     return status ? 0 : Fail(status.error(), who);
@@ -155,19 +187,7 @@ int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
     const Status status = RunVirtual(*plan, options);
     return status ? 0 : Fail(status.error(), who);
   }
-  const std::int64_t ranks = options.ranks > 0 ? options.ranks : plan->world_size;
-  if (ranks != plan->world_size) {
-    Error error = {ErrorCode::kUsage,
-                   "the plan is for another number of ranks; make one for this many, or start as many",
-                   options.plan_path,
-                   "/world_size",
-                   {},
-                   {}};
-    error.found = fmt::format("--ranks {}", ranks);
-    error.expected = std::to_string(plan->world_size);
-    return Fail(error, who);
-  }
-  return LaunchRanks(arguments, ranks, options.timeout_s);
+  return Launch(options, arguments, plan->world_size, "/world_size", who);
 }
 
 }  // namespace

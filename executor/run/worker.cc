@@ -4,23 +4,16 @@
 
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <sstream>
-#include <thread>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "backend.h"
 #include "filler.h"
-#include "meeting.h"
 #include "memory_count.h"
 #include "results.h"
-#include "shardplan/executor/agreement.h"
 #include "shardplan/executor/bounded_store.h"
-#include "shardplan/executor/cpu_backend.h"
-#include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/io.h"
@@ -30,8 +23,6 @@ namespace shardplan::run {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::seconds kLastWords{5};  // for ranks that have all but finished
 
 Nanoseconds Since(Clock::time_point begin) {
   return {std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count()};
@@ -79,10 +70,8 @@ class Rank {
 
  private:
   Status MakeBackend();
-  int ChooseGpu() const;
   Status RunStep();
   Status Report();
-  Status Await(const std::string& key, std::int64_t rank);
 
   std::chrono::milliseconds timeout() const { return std::chrono::seconds(options_.timeout_s); }
 
@@ -100,41 +89,13 @@ class Rank {
   std::vector<Nanoseconds> steps_ns_;
 };
 
-// Ranks that were started here share GPUs where there are not enough. NCCL takes those for ranks of several
-// hosts.
-int Rank::ChooseGpu() const {
-  const int gpus = executor::CudaDeviceCount();
-  const bool shares = environment_.started_here && gpus > 0 && environment_.world_size > gpus;
-  if (!shares) return static_cast<int>(environment_.local_rank);
-  (void)setenv("NCCL_HOSTID", fmt::format("shardplan-{}", environment_.rank).c_str(), 0);
-  return static_cast<int>(environment_.local_rank % gpus);
-}
-
 Status Rank::MakeBackend() {
-  std::unique_ptr<Spinner> spinner;
-  if (options_.device == DeviceKind::kCuda) {
-    const auto memory = options_.arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
-    Result<std::unique_ptr<executor::TorchDevice>> device = executor::MakeCudaDevice(ChooseGpu(), memory);
-    if (!device) return std::unexpected(device.error());
-    device_ = std::move(*device);
-    auto collectives = executor::MakeNcclCollectives(*device_, {timeout(), store_, plan_.world_size, peers_});
-    if (!collectives) return std::unexpected(collectives.error());
-    collectives_ = std::move(*collectives);
-    spinner = MakeMatmulSpinner(device_->torch_device());
-  } else {
-    device_ = executor::MakeCpuDevice(options_.arena ? executor::MemorySource::kArena
-                                                     : executor::MemorySource::kAllocator);
-    executor::GlooOptions gloo;
-    gloo.store = store_;
-    gloo.timeout = timeout();
-    gloo.peers = peers_;
-    if (!IsLoopback(environment_.master_address)) gloo.address.clear();
-    auto groups = executor::MakeGlooGroups(plan_, environment_.rank, gloo);
-    if (!groups) return std::unexpected(groups.error());
-    collectives_ =
-        executor::MakeProcessGroupCollectives(*device_, {std::move(*groups), timeout(), store_, peers_});
-    spinner = MakeCpuSpinner();
-  }
+  Result<Backend> backend = run::MakeBackend(plan_, options_, environment_, store_, peers_);
+  if (!backend) return std::unexpected(backend.error());
+  device_ = std::move(backend->device);
+  collectives_ = std::move(backend->collectives);
+  std::unique_ptr<Spinner> spinner =
+      options_.device == DeviceKind::kCuda ? MakeMatmulSpinner(device_->torch_device()) : MakeCpuSpinner();
   model_ = std::make_unique<FillerModel>(plan_, *device_, options_, memory_, std::move(spinner));
   auto replayer = executor::Replayer::Create(plan_, environment_.rank, *device_, *collectives_, model_.get());
   if (!replayer) return std::unexpected(replayer.error());
@@ -166,66 +127,36 @@ Status Rank::RunStep() {
 
 // Every rank tells its step times; rank 0 prints the slowest.
 Status Rank::Report() {
-  const auto key = [](std::int64_t rank) { return fmt::format("shardplan/steps/{}", rank); };
+  const auto report = [&](const std::vector<std::string>& of_ranks) -> Result<std::string> {
+    Measurement measured;
+    measured.steps_ns = steps_ns_;
+    for (const std::string& times : of_ranks) {
+      std::istringstream stream(times);
+      for (Nanoseconds& slowest : measured.steps_ns) {
+        std::int64_t ns = 0;
+        stream >> ns;
+        slowest = std::max(slowest, Nanoseconds{ns});
+      }
+    }
+    const std::int64_t steps = std::max<std::int64_t>(1, options_.steps);
+    measured.compute_ns = {model_->compute_ns().value / steps};
+    measured.waiting_ns = {meter_.waiting_ns().value / steps};
+    if (options_.device == DeviceKind::kCuda) {
+      measured.waiting_ns = {
+          std::max<std::int64_t>(0, measured.steps_ns.back().value - measured.compute_ns.value)};
+    }
+    measured.peak_bytes = memory_.peak_bytes();
+    std::unique_ptr<shardplan::Report> simulated;
+    if (!options_.report_path.empty()) {
+      Result<shardplan::Report> read = ReadReport(options_.report_path);
+      if (!read) return std::unexpected(read.error());
+      simulated = std::make_unique<shardplan::Report>(std::move(*read));
+    }
+    return ResultTable(plan_, options_, measured, simulated.get());
+  };
   std::string times;
   for (const Nanoseconds ns : steps_ns_) times += fmt::format("{} ", ns.value);
-  store_->set(key(environment_.rank), std::vector<std::uint8_t>(times.begin(), times.end()));
-  if (environment_.rank != 0) {
-    if (Status status = Await("shardplan/printed", 0); !status) return status;
-    store_->add("shardplan/read", 1);
-    return {};
-  }
-  Measurement measured;
-  measured.steps_ns = steps_ns_;
-  for (std::int64_t rank = 1; rank < plan_.world_size; ++rank) {
-    if (Status status = Await(key(rank), rank); !status) return status;
-    const std::vector<std::uint8_t> bytes = store_->get(key(rank));
-    std::istringstream stream(std::string(bytes.begin(), bytes.end()));
-    for (Nanoseconds& slowest : measured.steps_ns) {
-      std::int64_t ns = 0;
-      stream >> ns;
-      slowest = std::max(slowest, Nanoseconds{ns});
-    }
-  }
-  const std::int64_t steps = std::max<std::int64_t>(1, options_.steps);
-  measured.compute_ns = {model_->compute_ns().value / steps};
-  measured.waiting_ns = {meter_.waiting_ns().value / steps};
-  if (options_.device == DeviceKind::kCuda) {
-    measured.waiting_ns = {
-        std::max<std::int64_t>(0, measured.steps_ns.back().value - measured.compute_ns.value)};
-  }
-  measured.peak_bytes = memory_.peak_bytes();
-  std::unique_ptr<shardplan::Report> report;
-  if (!options_.report_path.empty()) {
-    Result<shardplan::Report> read = ReadReport(options_.report_path);
-    if (!read) return std::unexpected(read.error());
-    report = std::make_unique<shardplan::Report>(std::move(*read));
-  }
-  const Status printed =
-      WriteStandardOutput(PrintableLines(ResultTable(plan_, options_, measured, report.get())));
-  store_->set("shardplan/printed", "1");
-  // The store may end with this process: the others have to know first.
-  const auto deadline = Clock::now() + kLastWords;
-  while (ServesStore(environment_) && store_->add("shardplan/read", 0) < plan_.world_size - 1 &&
-         Clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  return printed;
-}
-
-// Until `rank` has written the key.
-Status Rank::Await(const std::string& key, std::int64_t rank) {
-  const auto deadline = Clock::now() + timeout();
-  while (!store_->check({key})) {
-    std::string absent = peers_->Dead().value_or("");
-    if (absent.empty() && Clock::now() >= deadline) {
-      absent = executor::AwaitCulprit(peers_.get(), executor::kEndPatience);
-      if (absent.empty()) absent = executor::DidNotArrive({rank});
-    }
-    if (!absent.empty()) return MakeError(ErrorCode::kEnvironment, absent + " at the end of the run");
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  return {};
+  return PrintForAll({*store_, peers_.get(), environment_, timeout()}, times, report);
 }
 
 std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
@@ -240,59 +171,15 @@ std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
                .expected = fmt::format("{} ranks", plan->world_size)};
 }
 
-// Ranks that our launcher started meet as they are; those that are started again at the same store have keys
-// of their own.
-c10::intrusive_ptr<c10d::Store> Meet(const RunOptions& options, const RankEnvironment& environment) {
-  const c10::intrusive_ptr<c10d::Store> store = Connect(options, environment);
-  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  if (restart == nullptr) return store;
-  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("shardplan/attempt/{}", restart), store);
-}
-
-// Our launcher says itself who dies.
-std::shared_ptr<executor::Peers> WatchPeers(const c10::intrusive_ptr<c10d::Store>& store,
-                                            const RankEnvironment& environment) {
-  executor::PeersOptions options = {.store = store,
-                                    .rank = environment.rank,
-                                    .ranks = environment.world_size,
-                                    .store_rank = {},
-                                    .speak = nullptr};
-  if (!environment.store_is_served) options.store_rank = 0;
-  if (!environment.started_here) {
-    options.speak = [rank = environment.rank](const std::string& text) {
-      std::fputs(fmt::format("rank {}: {}\n", rank, text).c_str(), stderr);
-    };
-  }
-  return std::make_shared<executor::Peers>(std::move(options));
-}
-
-// This rank's own failure, or what the ranks do not agree on.
-Status AgreeOnPlan(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment,
-                   const c10::intrusive_ptr<c10d::Store>& store,
-                   const std::shared_ptr<executor::Peers>& peers) {
-  const std::optional<Error> failure = WhyNot(plan, options, environment);
-  executor::Statement statement;
-  if (failure) {
-    statement.failure = ToString(*failure);
-  } else {
-    statement.facts = {{"the plan", Digest(ToJson(*plan))}, {"shardplan's version", SHARDPLAN_VERSION}};
-  }
-  std::vector<std::int64_t> ranks(static_cast<std::size_t>(environment.world_size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  const auto own = c10::make_intrusive<c10d::PrefixStore>("shardplan/agreement", store);
-  Status agreed = executor::Agree(own, environment.rank, ranks, statement,
-                                  std::chrono::seconds(options.timeout_s), peers.get());
-  if (failure) return std::unexpected(*failure);
-  return agreed;
-}
-
 }  // namespace
 
 Status RunRank(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment) {
   try {
     const c10::intrusive_ptr<c10d::Store> store = Meet(options, environment);
     const std::shared_ptr<executor::Peers> peers = WatchPeers(store, environment);
-    Status status = AgreeOnPlan(plan, options, environment, store, peers);
+    const std::optional<Error> failure = WhyNot(plan, options, environment);
+    Status status = AgreeOnDocument({"the plan", failure ? "" : Digest(ToJson(*plan))}, failure, options,
+                                    environment, store, peers);
     if (status) status = Rank(*plan, options, environment, store, peers).Run();
     if (!status && peers->Dead()) peers->Fail();
     return status;

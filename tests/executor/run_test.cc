@@ -12,6 +12,7 @@
 #include <sstream>
 #include <thread>
 
+#include "shardplan/planner/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "tests/executor/step_plan.h"
 
@@ -141,6 +142,35 @@ std::string ReadAll(const std::string& path) {
   std::ostringstream text;
   text << file.rdbuf();
   return text.str();
+}
+
+// A tensor's rows on some ranks.
+StateLayout RowsOn(std::int64_t ranks, std::int64_t rows) {
+  return {.name = "",
+          .mesh = {{"shard", ranks}},
+          .flats = {},
+          .tensors = {{.name = "w", .shape = {rows, 64}, .splits = {{{"shard"}, 0}}}}};
+}
+
+TEST_F(Run, ExecutesAPlanOfReshardingAndComparesEveryByte) {
+  const auto plan = PlanReshard(RowsOn(3, 1000), RowsOn(2, 1000), {.budget_bytes = Bytes{65536}});
+  const std::string path = Write("reshard.json", ToJson(*plan));
+  const Output output = Execute(path + " --steps 2");
+  EXPECT_EQ(output.exit_code, 0) << output.text;
+  EXPECT_THAT(output.text, HasSubstr("3 ranks -> 2 ranks on cpu, 2 runs: every byte arrived"));
+  EXPECT_THAT(output.text, HasSubstr("bytes of a budget of 65536"));
+  const Output wrong = Execute(path + " --ranks 2");
+  EXPECT_EQ(wrong.exit_code, 2) << wrong.text;
+  EXPECT_THAT(wrong.text, HasSubstr("found --ranks 2, expected 3"));
+  EXPECT_EQ(Execute(path + " --device virtual").exit_code, 2);
+}
+
+TEST_F(Run, APlanOfReshardingThatDoesNotVerifyIsNotExecuted) {
+  auto plan = PlanReshard(RowsOn(3, 1000), RowsOn(2, 1000));
+  plan->groups[0].copies[1].source_offset += 4;
+  const Output output = Execute(Write("reshard.json", ToJson(*plan)));
+  EXPECT_EQ(output.exit_code, 1) << output.text;
+  EXPECT_THAT(output.text, HasSubstr("/groups/0/copies/1: the plan of resharding does not verify"));
 }
 
 TEST_F(Run, WhenARankIsKilledTheOthersStopAndSayWhereAndWhoIsMissing) {

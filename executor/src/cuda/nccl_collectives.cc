@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <nccl.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -67,6 +68,7 @@ class NcclCollectives final : public Collectives {
   Status Issue(CollectiveId id, StreamId stream) override;
   Status BeginGroup() override;
   Status EndGroup() override;
+  Status Exchange(const ByteExchange& exchange, StreamId stream) override;
   Status Check() override { return watchdog_.Check(); }
   void Abort(const std::string& reason) override {
     LeaveGroup();
@@ -92,6 +94,10 @@ class NcclCollectives final : public Collectives {
   Status Track(InFlight flight, cudaStream_t stream);
   void LeaveGroup();
   std::string Describe(const InFlight& flight) const;
+  // An exchange is in flight as -1 - communicator.
+  CommunicatorId CommunicatorOf(const InFlight& flight) const {
+    return flight.collective < 0 ? -1 - flight.collective : prepared_[flight.collective].spec.communicator;
+  }
 
   Watchdog::Backend ForWatchdog();
   std::expected<bool, std::string> IsDone(const InFlight& flight);
@@ -197,7 +203,7 @@ ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stre
 // What NCCL says to the launch of `flight`, and of those grouped with it. It may go on in the background, at
 // the first collective of a communicator: then nothing may be issued behind it until it is done.
 Status NcclCollectives::Launched(ncclResult_t result, const InFlight& flight) {
-  ncclComm_t communicator = communicators_[prepared_[flight.collective].spec.communicator];
+  ncclComm_t communicator = communicators_[CommunicatorOf(flight)];
   if (result == ncclInProgress) return communicators_.WaitUntilReady(communicator, Describe(flight).c_str());
   if (result == ncclSuccess) return {};
   return MakeError(ErrorCode::kEnvironment,
@@ -256,6 +262,32 @@ Status NcclCollectives::EndGroup() {
   return {};
 }
 
+Status NcclCollectives::Exchange(const ByteExchange& exchange, StreamId stream) {
+  const CommunicatorId id = exchange.communicator;
+  if (Status status = communicators_.Make(id); !status) return status;
+  const std::unique_lock lock = watchdog_.Lock();
+  if (watchdog_.Failed()) return std::unexpected(*watchdog_.Failed());
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_.index()));
+  const InFlight flight = {.collective = -1 - id, .sequence = issued_[id]++};
+  const auto moves = [](std::span<std::byte> bytes) { return !bytes.empty(); };
+  if (std::ranges::none_of(exchange.send, moves) && std::ranges::none_of(exchange.receive, moves)) return {};
+  const cudaStream_t cuda_stream = device_.stream(stream).stream();
+  ncclComm_t communicator = communicators_[id];
+  ncclResult_t result = ncclGroupStart();
+  for (std::size_t peer = 0; peer < exchange.send.size(); ++peer) {
+    const std::span<std::byte> to = exchange.send[peer];
+    const std::span<std::byte> from = exchange.receive[peer];
+    if (!to.empty() && result == ncclSuccess)
+      result = ncclSend(to.data(), to.size(), ncclUint8, static_cast<int>(peer), communicator, cuda_stream);
+    if (!from.empty() && result == ncclSuccess)
+      result =
+          ncclRecv(from.data(), from.size(), ncclUint8, static_cast<int>(peer), communicator, cuda_stream);
+  }
+  const ncclResult_t ended = ncclGroupEnd();
+  if (Status status = Launched(result == ncclSuccess ? ended : result, flight); !status) return status;
+  return Track(flight, cuda_stream);
+}
+
 Status NcclCollectives::Track(InFlight flight, cudaStream_t stream) {
   cudaEvent_t event = nullptr;
   if (!unused_events_.empty()) {
@@ -273,6 +305,7 @@ Status NcclCollectives::Track(InFlight flight, cudaStream_t stream) {
 }
 
 std::string NcclCollectives::Describe(const InFlight& flight) const {
+  if (flight.collective < 0) return DescribeExchange(*plan_, CommunicatorOf(flight), flight.sequence);
   return DescribeCollective(*plan_, prepared_[flight.collective].spec, flight.sequence);
 }
 
@@ -304,7 +337,7 @@ std::optional<std::string> NcclCollectives::WhyBroken() const {
 }
 
 std::string NcclCollectives::Explain(const InFlight& flight, const std::string& reason) {
-  const CommunicatorId communicator = prepared_[flight.collective].spec.communicator;
+  const CommunicatorId communicator = CommunicatorOf(flight);
   const std::vector<std::int64_t> group = GroupOf(plan_->communicators[communicator], rank_);
   const std::string missing = arrivals_.Missing(group, rank_, communicator, flight.sequence);
   const bool says_more = !missing.empty() && missing != reason;

@@ -6,6 +6,10 @@
 
 namespace shardplan::executor {
 
+Status Collectives::Exchange(const ByteExchange&, StreamId) {
+  return MakeError(ErrorCode::kUsage, "this backend moves no bytes between ranks");
+}
+
 Status CheckCommunicators(const Plan& plan) {
   for (std::size_t c = 0; c < plan.communicators.size(); ++c) {
     const Communicator& communicator = plan.communicators[c];

@@ -41,6 +41,10 @@ std::string DescribeCollective(const Plan& plan, const CollectiveSpec& spec, std
                      plan.communicators[spec.communicator].name, plan.buffers[spec.dst].name);
 }
 
+std::string DescribeExchange(const Plan& plan, CommunicatorId communicator, std::int64_t sequence) {
+  return fmt::format("exchange {} on communicator {}", sequence, plan.communicators[communicator].name);
+}
+
 c10d::Store& Arrivals::store() {
   if (!bounded_) bounded_ = MakeBoundedStore(others_.store, kStorePatience);
   return *bounded_;

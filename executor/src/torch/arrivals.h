@@ -30,6 +30,8 @@ struct Others {
 
 // "all_gather 3 on communicator shard, into layers.0.all_gather_output"
 std::string DescribeCollective(const Plan& plan, const CollectiveSpec& spec, std::int64_t sequence);
+// "exchange 3 on communicator world"
+std::string DescribeExchange(const Plan& plan, CommunicatorId communicator, std::int64_t sequence);
 
 class Arrivals {
  public:

@@ -1,4 +1,5 @@
 // Collectives through c10d process groups.
+#include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 
 #include <exception>
@@ -26,6 +27,7 @@ class ProcessGroupCollectives final : public Collectives {
   Status Prepare(const Plan& plan, std::int64_t rank) override;
   Result<CollectiveId> PrepareCollective(const CollectiveSpec& spec) override;
   Status Issue(CollectiveId id, StreamId stream) override;
+  Status Exchange(const ByteExchange& exchange, StreamId stream) override;
   Status Check() override;
   void Abort(const std::string& reason) override;
 
@@ -38,6 +40,8 @@ class ProcessGroupCollectives final : public Collectives {
   c10::intrusive_ptr<c10d::Work> Start(const Prepared& prepared);
   Status Finish(PendingCollective& pending);
   Status Failed(CollectiveId id, std::int64_t sequence, const std::exception& exception);
+  Status Failed(CommunicatorId communicator, std::int64_t sequence, const std::string& what,
+                const std::exception& exception);
 
   TorchBuffers& device_;
   CpuDevice* const cpu_;
@@ -146,17 +150,55 @@ Status ProcessGroupCollectives::Finish(PendingCollective& pending) {
   return {};
 }
 
+// All messages of a rank are on their way before it waits for one; those of one exchange have a tag of their
+// own, as a rank may be in the next one already.
+Status ProcessGroupCollectives::Exchange(const ByteExchange& exchange, StreamId stream) {
+  if (failure_) return std::unexpected(*failure_);
+  if (cpu_ != nullptr) {
+    if (Status status = cpu_->BeginWork(stream); !status) return status;
+  }
+  constexpr std::int64_t kTags = 1 << 20;
+  const std::int64_t sequence = issued_[exchange.communicator]++;
+  const auto tag = static_cast<int>(sequence % kTags);
+  c10d::ProcessGroup* group = options_.groups[exchange.communicator].get();
+  const auto bytes_of = [](std::span<std::byte> bytes) {
+    return std::vector<at::Tensor>{at::from_blob(bytes.data(), {std::ssize(bytes)}, at::kByte)};
+  };
+  try {
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (std::size_t rank = 0; rank < exchange.receive.size(); ++rank) {
+      if (exchange.receive[rank].empty()) continue;
+      std::vector<at::Tensor> bytes = bytes_of(exchange.receive[rank]);
+      works.push_back(group->recv(bytes, static_cast<int>(rank), tag));
+    }
+    for (std::size_t rank = 0; rank < exchange.send.size(); ++rank) {
+      if (exchange.send[rank].empty()) continue;
+      std::vector<at::Tensor> bytes = bytes_of(exchange.send[rank]);
+      works.push_back(group->send(bytes, static_cast<int>(rank), tag));
+    }
+    for (const c10::intrusive_ptr<c10d::Work>& work : works) work->wait(options_.timeout);
+  } catch (const std::exception& exception) {
+    return Failed(exchange.communicator, sequence, DescribeExchange(*plan_, exchange.communicator, sequence),
+                  exception);
+  }
+  return {};
+}
+
 Status ProcessGroupCollectives::Failed(CollectiveId id, std::int64_t sequence,
                                        const std::exception& exception) {
   const CollectiveSpec& spec = prepared_[id].spec;
-  const Communicator& communicator = plan_->communicators[spec.communicator];
+  return Failed(spec.communicator, sequence, DescribeCollective(*plan_, spec, sequence), exception);
+}
+
+Status ProcessGroupCollectives::Failed(CommunicatorId communicator, std::int64_t sequence,
+                                       const std::string& what, const std::exception& exception) {
   arrivals_.Report(rank_, issued_);
   const std::string missing =
-      arrivals_.Missing(GroupOf(communicator, rank_), rank_, spec.communicator, sequence);
-  const std::string what = exception.what();
+      arrivals_.Missing(GroupOf(plan_->communicators[communicator], rank_), rank_, communicator, sequence);
+  const std::string said = exception.what();
   failure_ = Error{ErrorCode::kEnvironment,
-                   fmt::format("{}, failed: {}{}", DescribeCollective(*plan_, spec, sequence),
-                               missing.empty() ? "" : missing + ": ", what.substr(0, what.find('\n'))),
+                   fmt::format("{}, failed: {}{}", what, missing.empty() ? "" : missing + ": ",
+                               said.substr(0, said.find('\n'))),
                    {},
                    {},
                    {},

@@ -1,4 +1,6 @@
 // The order in which a plan of copies is executed, and its rounds.
+#include "shardplan/schemas/reshard_rounds.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -50,10 +52,13 @@ void CutCopy(const ReshardCopy& copy, std::int64_t most, const Take& take) {
   }
 }
 
+constexpr std::int64_t kEveryRank = -1;
+
 class RoundMaker {
  public:
-  RoundMaker(std::int64_t budget, const std::function<void(ReshardRound)>& visit)
-      : budget_(budget), visit_(visit) {}
+  // `rank`: whose pieces are kept.
+  RoundMaker(std::int64_t budget, std::int64_t rank, const std::function<void(ReshardRound)>& visit)
+      : budget_(budget), rank_(rank), visit_(visit) {}
 
   void Take(ReshardPiece piece) {
     const std::int64_t bytes = MovedBytes(piece.copy).value;
@@ -64,12 +69,14 @@ class RoundMaker {
       staged_[piece.copy.source_rank] += bytes;
       staged_[piece.copy.target_rank] += bytes;
     }
-    pieces_.push_back(std::move(piece));
-    if (pieces_.size() == kMostPieces) Close();
+    if (rank_ == kEveryRank || rank_ == piece.copy.source_rank || rank_ == piece.copy.target_rank)
+      pieces_.push_back(std::move(piece));
+    if (++taken_ == kMostPieces) Close();
   }
   void Close() {
-    if (!pieces_.empty()) visit_(pieces_);
+    if (taken_ > 0) visit_(pieces_);
     pieces_.clear();
+    taken_ = 0;
     staged_.clear();
   }
 
@@ -77,15 +84,15 @@ class RoundMaker {
   static constexpr std::size_t kMostPieces = std::size_t{1} << 20;
 
   const std::int64_t budget_;
+  const std::int64_t rank_;
   const std::function<void(ReshardRound)>& visit_;
+  std::size_t taken_ = 0;
   std::unordered_map<std::int64_t, std::int64_t> staged_;
   std::vector<ReshardPiece> pieces_;
 };
 
-}  // namespace
-
-void ForEachReshardRound(const ReshardPlan& plan, const std::function<void(ReshardRound)>& visit) {
-  RoundMaker rounds(plan.budget_bytes.value, visit);
+void MakeRounds(const ReshardPlan& plan, std::int64_t rank, const std::function<void(ReshardRound)>& visit) {
+  RoundMaker rounds(plan.budget_bytes.value, rank, visit);
   for (std::size_t g = 0; g < plan.groups.size(); ++g) {
     const ReshardGroup& group = plan.groups[g];
     for (std::size_t t = 0; t < group.tensors.size(); ++t) {
@@ -102,6 +109,17 @@ void ForEachReshardRound(const ReshardPlan& plan, const std::function<void(Resha
     }
   }
   rounds.Close();
+}
+
+}  // namespace
+
+void ForEachReshardRound(const ReshardPlan& plan, const std::function<void(ReshardRound)>& visit) {
+  MakeRounds(plan, kEveryRank, visit);
+}
+
+void ForEachReshardRoundOf(const ReshardPlan& plan, std::int64_t rank,
+                           const std::function<void(ReshardRound)>& visit) {
+  MakeRounds(plan, rank, visit);
 }
 
 std::string ReshardText(const ReshardPlan& plan) {

@@ -1,4 +1,5 @@
-// Collectives: all_gather, reduce_scatter and all_reduce on the communicators of a plan, for one rank.
+// Collectives: all_gather, reduce_scatter and all_reduce on the communicators of a plan, and exchanges of
+// bytes, for one rank.
 //
 // [Note: a failing rank never leaves the others hanging]
 // A collective that does not finish within the timeout fails on every rank that takes part in it, and
@@ -7,7 +8,9 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -38,6 +41,15 @@ struct CollectiveSpec {
 
 using CollectiveId = std::int32_t;
 
+// Bytes between the ranks of a communicator, in the device's memory: what goes to each rank of the group, by
+// its position there, and what comes from it. The two ranks of a pair give the same number. A rank's own
+// entries are empty.
+struct ByteExchange {
+  CommunicatorId communicator = -1;
+  std::vector<std::span<std::byte>> send;
+  std::vector<std::span<std::byte>> receive;
+};
+
 class Collectives {
  public:
   virtual ~Collectives() = default;
@@ -54,6 +66,10 @@ class Collectives {
   // another one does: a backend may launch them as one. After an error of Issue the group is over.
   virtual Status BeginGroup() { return {}; }
   virtual Status EndGroup() { return {}; }
+  // Issues it on the stream, which has what comes when it gets past it. Every rank of the group calls it,
+  // also one that neither sends nor receives. Errors as of Issue. kUsage: this backend moves no bytes between
+  // ranks.
+  virtual Status Exchange(const ByteExchange& exchange, StreamId stream);
   // The error of anything issued so far that has failed, without waiting.
   virtual Status Check() = 0;
   // Everything in flight fails, here and, as far as the backend can, on the other ranks. `reason` is passed
