@@ -17,6 +17,7 @@
 #include "hooks.h"
 #include "plan_binding.h"
 #include "runtime.h"
+#include "session_binding.h"
 #include "shardplan/executor/agreement.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
@@ -265,6 +266,7 @@ PYBIND11_MODULE(_shardplan, module) {
   shardplan::python::BindPlan(module);
   shardplan::python::BindPeers(module);
   shardplan::python::BindRuntime(module);
+  shardplan::python::BindSession(module);
   module.attr("__version__") = SHARDPLAN_VERSION;
   module.def("agree", &shardplan::python::AgreeOrThrow, pybind11::arg("store"), pybind11::arg("place"),
              pybind11::arg("ranks"), pybind11::arg("facts"), pybind11::arg("failure"),

@@ -7,7 +7,6 @@
 #include "checkpoint/outputs.h"
 #include "checkpoint/pickle.h"
 #include "checkpoint/zip_writer.h"
-#include "shardplan/schemas/part_boxes.h"
 #include "shardplan/schemas/printable.h"
 
 namespace shardplan {
@@ -24,38 +23,35 @@ struct StoredItem {
   std::int64_t offset = 0, length = 0;  // in the file, once it has been made
 };
 
-class DistributedOutput final : public CheckpointOutput {
+class DistributedOutput final : public StateOutput {
  public:
-  DistributedOutput(const Checkpoint& checkpoint, const CheckpointRewrite& how)
-      : checkpoint_(checkpoint), how_(how) {}
-
-  Status Place() {
-    std::unordered_map<std::string_view, const StateTensor*> placed;
-    for (const StateTensor& tensor : how_.layout.tensors) placed.emplace(tensor.name, &tensor);
-    bytes_of_rank_.assign(static_cast<std::size_t>(RanksOf(how_.layout)), 0);
-    for (std::size_t t = 0; t < checkpoint_.tensors.size(); ++t) {
-      const CheckpointTensor& tensor = checkpoint_.tensors[t];
-      const auto found = placed.find(tensor.name);
-      if (found == placed.end())
-        return MakeInputError("/tensors", "the layout lacks a tensor of the checkpoint",
-                              Printable(tensor.name));
-      if (found->second->shape != tensor.shape || found->second->dtype != tensor.dtype)
-        return MakeInputError(
-            "/tensors", fmt::format("{} is another tensor in the layout", Printable(tensor.name)),
-            fmt::format("{} [{}]", Name(found->second->dtype), fmt::join(found->second->shape, ", ")),
-            fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(tensor.shape, ", ")));
-      PlaceTensor(static_cast<std::int32_t>(t), *found->second);
+  explicit DistributedOutput(StateDescription state) : state_(std::move(state)) {
+    std::int64_t ranks = 1;
+    std::size_t box = 0;
+    for (std::size_t t = 0; t < state_.tensors.size(); ++t) {
+      const std::vector<std::int64_t>& shape = state_.tensors[t].shape;
+      const auto tensor = static_cast<std::int32_t>(t);
+      const std::size_t before = items_.size();
+      for (; box < state_.boxes.size() && state_.boxes[box].tensor == tensor; ++box) {
+        const StateBox& of = state_.boxes[box];
+        items_.push_back({.index = tensor, .rank = of.rank, .low = of.low, .size = of.size});
+        ranks = std::max(ranks, of.rank + 1);
+      }
+      if (items_.size() == before)  // no elements
+        items_.push_back({.index = tensor, .low = std::vector<std::int64_t>(shape.size(), 0), .size = shape});
     }
-    if (!how_.tensors_only) {
-      for (std::size_t o = 0; o < checkpoint_.objects.size(); ++o)
-        items_.push_back({.index = static_cast<std::int32_t>(o), .is_object = true});
-    }
-    items_of_rank_.resize(bytes_of_rank_.size());
+    for (std::size_t o = 0; o < state_.objects.size(); ++o)
+      items_.push_back({.index = static_cast<std::int32_t>(o), .is_object = true});
+    items_of_rank_.resize(static_cast<std::size_t>(ranks));
     for (std::size_t i = 0; i < items_.size(); ++i) items_of_rank_[items_[i].rank].push_back(i);
     for (std::size_t rank = 0; rank < items_of_rank_.size(); ++rank) {
       if (!items_of_rank_[rank].empty()) ranks_.push_back(static_cast<std::int64_t>(rank));
     }
-    return {};
+  }
+
+  std::int32_t FileOf(std::int64_t rank) const override {
+    const auto found = std::ranges::find(ranks_, rank);
+    return found == ranks_.end() ? -1 : static_cast<std::int32_t>(found - ranks_.begin());
   }
 
   std::int32_t files() const override { return static_cast<std::int32_t>(ranks_.size()) + 1; }
@@ -68,7 +64,7 @@ class DistributedOutput final : public CheckpointOutput {
       StoredItem& item = items_[i];
       item.offset = output.size_bytes;
       if (item.is_object) {
-        output.Append(checkpoint_.objects[item.index].stream);
+        output.Append(state_.objects[item.index].stream);
       } else {
         AppendPiece(item, output);
       }
@@ -80,31 +76,8 @@ class DistributedOutput final : public CheckpointOutput {
  private:
   static std::string FileName(std::int64_t rank) { return fmt::format("__{}_0.distcp", rank); }
 
-  // Of ranks that hold the same the one with the fewest bytes so far writes it.
-  void PlaceTensor(std::int32_t index, const StateTensor& tensor) {
-    const std::size_t dims = tensor.shape.size();
-    const std::size_t before = items_.size();
-    for (const HeldPart& part : HeldPartsOf(how_.layout, tensor)) {
-      const std::int64_t rank = *std::ranges::min_element(
-          part.ranks, {}, [&](std::int64_t r) { return bytes_of_rank_[static_cast<std::size_t>(r)]; });
-      for (const PartBox& box : part.boxes) {
-        StoredItem item{.index = index, .rank = rank};
-        std::int64_t bytes = SizeBytes(tensor.dtype);
-        for (std::size_t d = 0; d < dims; ++d) {
-          item.low.push_back(box.low[d]);
-          item.size.push_back(box.high[d] - box.low[d]);
-          bytes *= item.size.back();
-        }
-        bytes_of_rank_[static_cast<std::size_t>(rank)] += bytes;
-        items_.push_back(std::move(item));
-      }
-    }
-    if (items_.size() == before)  // no elements
-      items_.push_back({.index = index, .low = std::vector<std::int64_t>(dims, 0), .size = tensor.shape});
-  }
-
   void AppendPiece(const StoredItem& item, OutputFile& output) const {
-    const CheckpointTensor& tensor = checkpoint_.tensors[item.index];
+    const CheckpointTensor& tensor = state_.tensors[item.index];
     PickleWriter pickle;
     WriteTorchTensor(pickle, tensor.dtype, item.size, "0");
     std::int64_t bytes = SizeBytes(tensor.dtype);
@@ -153,20 +126,20 @@ class DistributedOutput final : public CheckpointOutput {
     for (std::size_t i = 0; i < items_.size();) {
       pickle.Mark();
       if (items_[i].is_object) {
-        pickle.String(checkpoint_.objects[items_[i++].index].name);
+        pickle.String(state_.objects[items_[i++].index].name);
         Class(pickle, "BytesStorageMetadata");
         pickle.Op('u');
         continue;
       }
       const std::int32_t tensor = items_[i].index;
-      pickle.String(checkpoint_.tensors[tensor].name);
+      pickle.String(state_.tensors[tensor].name);
       Class(pickle, "TensorStorageMetadata");
       pickle.Op('}');
       pickle.Mark();
       pickle.String("properties");
-      WriteProperties(pickle, checkpoint_.tensors[tensor].dtype);
+      WriteProperties(pickle, state_.tensors[tensor].dtype);
       pickle.String("size");
-      pickle.Size(checkpoint_.tensors[tensor].shape);
+      pickle.Size(state_.tensors[tensor].shape);
       pickle.String("chunks");
       pickle.Op(']');
       pickle.Mark();
@@ -208,15 +181,15 @@ class DistributedOutput final : public CheckpointOutput {
   void WriteKeys(PickleWriter& pickle) const {
     pickle.Op('}');
     const auto write = [&](const std::string& name) {
-      const auto keys = checkpoint_.keys.find(name);
+      const auto keys = state_.keys.find(name);
       pickle.Mark();
       pickle.String(name);
       pickle.Mark();
-      if (keys == checkpoint_.keys.end()) {
+      if (keys == state_.keys.end()) {
         pickle.String(name);
       } else {
         for (const CheckpointKey& key : keys->second) {
-          if (key.kind == CheckpointKey::Kind::kIndex) {
+          if (key.IsPlace()) {
             pickle.Int(std::stoll(key.text));
           } else {
             pickle.String(key.text);
@@ -226,9 +199,8 @@ class DistributedOutput final : public CheckpointOutput {
       pickle.Op('t');
       pickle.Op('u');
     };
-    for (const CheckpointTensor& tensor : checkpoint_.tensors) write(tensor.name);
-    if (how_.tensors_only) return;
-    for (const CheckpointObject& object : checkpoint_.objects) write(object.name);
+    for (const CheckpointTensor& tensor : state_.tensors) write(tensor.name);
+    for (const CheckpointObject& object : state_.objects) write(object.name);
   }
 
   void WriteStorage(PickleWriter& pickle) const {
@@ -243,8 +215,7 @@ class DistributedOutput final : public CheckpointOutput {
       pickle.Op('}');
       pickle.Mark();
       pickle.String("fqn");
-      pickle.String(item.is_object ? checkpoint_.objects[item.index].name
-                                   : checkpoint_.tensors[item.index].name);
+      pickle.String(item.is_object ? state_.objects[item.index].name : state_.tensors[item.index].name);
       pickle.String("offset");
       if (item.is_object) {
         pickle.None();
@@ -274,21 +245,46 @@ class DistributedOutput final : public CheckpointOutput {
     }
   }
 
-  const Checkpoint& checkpoint_;
-  const CheckpointRewrite& how_;
+  const StateDescription state_;
   std::vector<StoredItem> items_;  // those of a tensor side by side, objects behind
   std::vector<std::vector<std::size_t>> items_of_rank_;
-  std::vector<std::int64_t> bytes_of_rank_;
   std::vector<std::int64_t> ranks_;  // that have anything
 };
 
+// The layout's tensors in the order of the checkpoint's.
+Result<StateLayout> LayoutInOrder(const Checkpoint& checkpoint, const StateLayout& layout) {
+  std::unordered_map<std::string_view, const StateTensor*> placed;
+  for (const StateTensor& tensor : layout.tensors) placed.emplace(tensor.name, &tensor);
+  StateLayout ordered{.name = layout.name, .mesh = layout.mesh, .flats = layout.flats, .tensors = {}};
+  for (const CheckpointTensor& tensor : checkpoint.tensors) {
+    const auto found = placed.find(tensor.name);
+    if (found == placed.end())
+      return MakeInputError("/tensors", "the layout lacks a tensor of the checkpoint",
+                            Printable(tensor.name));
+    if (found->second->shape != tensor.shape || found->second->dtype != tensor.dtype)
+      return MakeInputError(
+          "/tensors", fmt::format("{} is another tensor in the layout", Printable(tensor.name)),
+          fmt::format("{} [{}]", Name(found->second->dtype), fmt::join(found->second->shape, ", ")),
+          fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(tensor.shape, ", ")));
+    ordered.tensors.push_back(*found->second);
+  }
+  return ordered;
+}
+
 }  // namespace
+
+std::unique_ptr<StateOutput> MakeStateOutput(StateDescription state) {
+  return std::make_unique<DistributedOutput>(std::move(state));
+}
 
 Result<std::unique_ptr<CheckpointOutput>> MakeDistributedOutput(const Checkpoint& checkpoint,
                                                                 const CheckpointRewrite& how) {
-  auto output = std::make_unique<DistributedOutput>(checkpoint, how);
-  if (Status status = output->Place(); !status) return std::unexpected(status.error());
-  return output;
+  const Result<StateLayout> layout = LayoutInOrder(checkpoint, how.layout);
+  if (!layout) return std::unexpected(layout.error());
+  StateDescription state = DescribeState(*layout);
+  state.keys = checkpoint.keys;
+  if (!how.tensors_only) state.objects = checkpoint.objects;
+  return MakeStateOutput(std::move(state));
 }
 
 }  // namespace shardplan

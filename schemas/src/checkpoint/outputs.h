@@ -7,6 +7,7 @@
 
 #include "checkpoint/output_file.h"
 #include "shardplan/schemas/checkpoint.h"
+#include "shardplan/schemas/state_checkpoint.h"
 
 namespace shardplan {
 
@@ -21,6 +22,12 @@ class CheckpointOutput {
 // kUsage, kBadInput: the layout is not that of the checkpoint, or the format cannot say it.
 Result<std::unique_ptr<CheckpointOutput>> MakeDistributedOutput(const Checkpoint& checkpoint,
                                                                 const CheckpointRewrite& how);
+// Ranks that write nothing have no file. The last one is .metadata.
+class StateOutput : public CheckpointOutput {
+ public:
+  virtual std::int32_t FileOf(std::int64_t rank) const = 0;  // -1: none
+};
+std::unique_ptr<StateOutput> MakeStateOutput(StateDescription state);
 // `name`: of the one file; empty: files in a folder.
 Result<std::unique_ptr<CheckpointOutput>> MakeSafetensorsOutput(const Checkpoint& checkpoint,
                                                                 const CheckpointRewrite& how,

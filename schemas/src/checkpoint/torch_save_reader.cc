@@ -1,5 +1,5 @@
-// A torch.save file of nested dicts and lists, flattened as torch.distributed.checkpoint flattens state
-// dicts.
+// A torch.save file of nested dicts, lists and tuples, flattened as torch.distributed.checkpoint flattens
+// state dicts.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -27,10 +27,13 @@ class StateFlattener {
   }
 
  private:
-  // Lists stay whole unless there are tensors or dicts in them.
+  static bool IsSequence(const PickleValue& value) {
+    return value.kind == Kind::kList || value.kind == Kind::kTuple;
+  }
+  // Lists and tuples stay whole unless there are tensors or dicts in them.
   static bool IsLeaf(const PickleValue& value, int depth = 0) {
     if (IsMapping(value)) return false;
-    if (value.kind != Kind::kList || depth > static_cast<int>(kMostKeyDepth)) return true;
+    if (!IsSequence(value) || depth > static_cast<int>(kMostKeyDepth)) return true;
     return std::ranges::none_of(value.items, [&](const PickleValue* item) {
       return TorchStream::IsTensor(*item) || !IsLeaf(*item, depth + 1);
     });
@@ -41,9 +44,10 @@ class StateFlattener {
     if (TorchStream::IsTensor(value)) return AddTensor(value);
     if (IsLeaf(value)) return AddObject(value);
     Status status;
-    if (value.kind == Kind::kList) {
+    if (IsSequence(value)) {
+      const auto place = value.kind == Kind::kList ? CheckpointKey::Kind::kIndex : CheckpointKey::Kind::kItem;
       for (std::size_t i = 0; i < value.items.size() && status; ++i)
-        status = Under({CheckpointKey::Kind::kIndex, fmt::format("{}", i)}, *value.items[i]);
+        status = Under({place, fmt::format("{}", i)}, *value.items[i]);
       return status;
     }
     ForEachPair(value, [&](const PickleValue& key, const PickleValue& of) {

@@ -25,7 +25,7 @@ std::int64_t BytesOf(const CheckpointTensor& tensor) {
 
 // ---- torch.save ----
 
-// A dict, a list, a tensor or an object of the nested state.
+// A dict, a list, a tuple, a tensor or an object of the nested state.
 struct StateNode {
   std::int32_t tensor = -1, object = -1;
   std::vector<std::pair<CheckpointKey, StateNode>> children;  // in the order of the checkpoint
@@ -69,6 +69,12 @@ class TorchSaveOutput final : public CheckpointOutput {
   }
 
  private:
+  // What a node with that key is: of a dict all keys that are no places.
+  static CheckpointKey::Kind KindOf(const CheckpointKey& key) {
+    return key.IsPlace() ? key.kind : CheckpointKey::Kind::kText;
+  }
+  static CheckpointKey::Kind KindOf(const StateNode& node) { return KindOf(node.children.front().first); }
+
   // A new place in the nested state.
   Result<StateNode*> NodeOf(const std::string& name) {
     const auto known = checkpoint_.keys.find(name);
@@ -78,10 +84,8 @@ class TorchSaveOutput final : public CheckpointOutput {
     if (keys.size() > kMostNestedKeys) return MakeInputError({}, "nested too deep", Printable(name));
     StateNode* node = &root_;
     for (const CheckpointKey& key : keys) {
-      const bool is_index = key.kind == CheckpointKey::Kind::kIndex;
-      const bool other = !node->children.empty() &&
-                         is_index != (node->children.front().first.kind == CheckpointKey::Kind::kIndex);
-      if (node->tensor >= 0 || node->object >= 0 || other || (node == &root_ && is_index))
+      const bool other = !node->children.empty() && KindOf(*node) != KindOf(key);
+      if (node->tensor >= 0 || node->object >= 0 || other || (node == &root_ && key.IsPlace()))
         return MakeInputError({}, "two values need one place in the nested state", Printable(name));
       const auto [at, is_new] =
           node->by_key.try_emplace({static_cast<int>(key.kind), key.text}, node->children.size());
@@ -100,8 +104,7 @@ class TorchSaveOutput final : public CheckpointOutput {
       return {};
     }
     if (node.object >= 0) return WriteObject(checkpoint_.objects[node.object], pickle);
-    if (!node.children.empty() && node.children.front().first.kind == CheckpointKey::Kind::kIndex)
-      return WriteList(node, pickle);
+    if (!node.children.empty() && node.children.front().first.IsPlace()) return WriteSequence(node, pickle);
     pickle.Op('}');
     for (const auto& [key, child] : node.children) {
       pickle.Mark();
@@ -116,12 +119,13 @@ class TorchSaveOutput final : public CheckpointOutput {
     return {};
   }
 
-  Status WriteList(const StateNode& node, PickleWriter& pickle) {
+  Status WriteSequence(const StateNode& node, PickleWriter& pickle) {
     std::map<std::int64_t, const StateNode*> items;
     for (const auto& [key, child] : node.children) items.emplace(std::stoll(key.text), &child);
     if (items.begin()->first < 0 || items.rbegin()->first > kMostListIndex)
       return MakeInputError({}, "no index of a list", fmt::format("{}", items.rbegin()->first));
-    pickle.Op(']');
+    const bool is_tuple = KindOf(node) == CheckpointKey::Kind::kItem;
+    if (!is_tuple) pickle.Op(']');
     pickle.Mark();
     std::int64_t next = 0;
     for (const auto& [index, child] : items) {
@@ -129,7 +133,7 @@ class TorchSaveOutput final : public CheckpointOutput {
       if (Status status = Write(*child, pickle); !status) return status;
       ++next;
     }
-    pickle.Op('e');
+    pickle.Op(is_tuple ? 't' : 'e');
     return {};
   }
 

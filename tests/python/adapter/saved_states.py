@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import signal
 from pathlib import Path
 
 import shardplan.torch as sp
@@ -22,8 +25,32 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {"model": {k: v.detach().cpu() for k, v in of_model.items()}, "state": state}
 
 
+@contextlib.contextmanager
+def _small_files(rank: int):
+    """That rank's files may have a thousand bytes."""
+    if dist.get_rank() != rank:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _said(function, *arguments, **options) -> str:
+    try:
+        function(*arguments, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def write(case: Case, plan: str, folder: str) -> dict[str, bool]:
     """Saves at once and in the background, training on; leaves what a job that loads has to find."""
+    undisturbed = sp.apply(make_model(case), plan, make_mesh(case))
+    its_optimizer = _optimizer(undisturbed)
+    _train(case, undisturbed, its_optimizer, range(4))
     model = sp.apply(make_model(case), plan, make_mesh(case))
     optimizer = _optimizer(model)
     _train(case, model, optimizer, range(2))
@@ -32,17 +59,31 @@ def write(case: Case, plan: str, folder: str) -> dict[str, bool]:
     saving = sp.save(f"{folder}/later", model, optimizer, asynchronous=True)
     _train(case, model, optimizer, range(2, 3))
     saving.wait()
+    saving.wait()  # nothing is left to do
+    cost = saving.cost()
     if dist.get_rank() == 0:
         torch.save(whole, f"{folder}/whole.pt")
     results = {"nothing beside": sorted(p.name for p in Path(folder).iterdir() if p.is_dir()) == ["later", "now"], "done": saving.done()}
-    try:
-        sp.save(f"{folder}/now", model, optimizer)
-    except RuntimeError as error:
-        results["there already"] = "now exists" in str(error)
-    try:
-        sp.load(f"{folder}/never", model, optimizer)
-    except RuntimeError as error:
-        results["not there"] = "no checkpoint of torch.distributed.checkpoint is there" in str(error)
+    results["cost"] = cost["bytes"] > 0 and 0 < cost["held_s"] and 0 < cost["saved_s"] and cost["steps"] <= 1 and cost["held_s_per_step"] == cost["held_s"]
+    results["there already"] = "now: it is there already, and nothing is overwritten" in _said(sp.save, f"{folder}/now", model, optimizer)
+    results["not there"] = "never: cannot open the file: No such file or directory" in _said(sp.load, f"{folder}/never", model, optimizer)
+    results |= _failures(folder, model, optimizer)
+    _train(case, model, optimizer, range(3, 4))
+    results["training is undisturbed"] = same(_whole(model, optimizer), _whole(undisturbed, its_optimizer))
+    return results
+
+
+def _failures(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """A background save that one rank cannot write: all are told by wait, or by the next save, and the old checkpoint stays."""
+    results = {}
+    before = {path.name: path.stat().st_mtime_ns for path in Path(f"{folder}/now").iterdir()}
+    with _small_files(1):
+        saving = sp.save(f"{folder}/now", model, optimizer, asynchronous=True, replace=True)
+        results["wait says it"] = "rank 1" in (said := _said(saving.wait)) or "File too large" in said
+        sp.save(f"{folder}/new", model, optimizer, asynchronous=True)
+        results["the next save says it"] = "new: " in (said := _said(sp.save, f"{folder}/other", model, optimizer)) and "File too large" in said
+    results["nothing new"] = sorted(p.name for p in Path(folder).iterdir() if p.is_dir()) == ["later", "now"]
+    results["the old one stays"] = before == {path.name: path.stat().st_mtime_ns for path in Path(f"{folder}/now").iterdir()}
     return results
 
 
@@ -58,6 +99,7 @@ def read(case: Case, plan: str, folder: str) -> dict[str, bool]:
         optimizer.zero_grad()
         sp.load(f"{folder}/{name}", model, optimizer)
         results[name] = same(_whole(model, optimizer), expected)
+    results["a model that has more"] = _with_more(folder)
     theirs = fully_shard(make_model(case), mesh=make_mesh(case))
     of_theirs = _optimizer(theirs)
     state = dict(zip(("model", "optimizer"), get_state_dict(theirs, of_theirs)))
@@ -65,3 +107,12 @@ def read(case: Case, plan: str, folder: str) -> dict[str, bool]:
     set_state_dict(theirs, of_theirs, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     results["FSDP2"] = same(_whole(theirs, of_theirs), expected)
     return results
+
+
+def _with_more(folder: str) -> bool:
+    """A module that the checkpoint has not: refused by name, or left as it is."""
+    model = nn.ModuleDict({"extra": nn.Linear(3, 2)})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    refused = _said(sp.load, f"{folder}/now", model)
+    sp.load(f"{folder}/now", model, strict=False)
+    return "has no model.extra.weight and 1 more" in refused and same(dict(model.state_dict()), before)

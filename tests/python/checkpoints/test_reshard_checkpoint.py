@@ -76,6 +76,16 @@ def test_torch_save_keeps_numbers_as_keys_and_ties(tmp_path, shardplan):
     assert found["state"][0]["m"].untyped_storage().data_ptr() == found["state"][7]["m"].untyped_storage().data_ptr()
 
 
+def test_torch_save_keeps_tuples_with_tensors_in_them(tmp_path, shardplan):
+    a, b, c = torch.randn(2, 3), torch.arange(4), torch.tensor(1.0)
+    torch.save({"pair": (a, b), "nested": [(c, {"in": (b,)}), (0.9, 0.99)], "empty": ()}, tmp_path / "a.pt")
+    done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "b.pt"))
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert type(found["pair"]) is tuple and found["pair"][0].equal(a) and found["pair"][1].equal(b) and found["empty"] == ()
+    (of_c, of_b), betas = found["nested"]
+    assert type(found["nested"][0]) is tuple and of_c.equal(c) and type(of_b["in"]) is tuple and of_b["in"][0].equal(b) and betas == (0.9, 0.99)
+
+
 def test_tensors_begin_where_torch_wants_them(tmp_path, shardplan):
     torch.save({f"t{i}": torch.full((i + 1,), float(i)) for i in range(9)}, tmp_path / "a.pt")
     done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "b.pt"))

@@ -1,13 +1,18 @@
 """Recordings of FSDP1's optimizer states: all match, and a change of any of them is seen."""
 
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import ROOT, build_folder
 from shardplan.conformance.optim_state import Differs, compare
 
+RECORDER = pathlib.Path(__file__).with_name("optim_state_recorder.py")
 FOLDER = ROOT / "tests" / "conformance" / "optim_state"
 
 
@@ -103,3 +108,16 @@ def test_damaged_recordings_are_bad_input_and_the_others_are_compared(tmp_path, 
 def test_a_folder_without_a_case_is_bad_input(tmp_path, shardplan):
     (tmp_path / "case").mkdir()
     assert shardplan("conformance", tmp_path).returncode == 3
+
+
+@pytest.mark.parametrize("recorded", os.environ.get("SHARDPLAN_RECORDED", "3-orig-7").split())
+def test_what_the_installed_fsdp1_makes_at_other_world_sizes_is_reproduced(recorded, tmp_path):
+    ranks, variant, width = recorded.split("-")
+    ranks = int(ranks)
+    (tmp_path / "case").mkdir()
+    where = (ranks, tmp_path / "store", tmp_path / "case", variant, width)
+    commands = [[sys.executable, RECORDER, *map(str, (rank, *where))] for rank in range(ranks)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    said = [process.communicate(timeout=180)[1] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(said)[-3000:]
+    assert compare(tmp_path / "case", build_folder() / "bin" / "shardplan") > 0

@@ -39,11 +39,12 @@ struct CheckpointObject {
   std::string stream;
 };
 
-// A key of the nested dicts and lists that a name comes from.
+// A key of the nested dicts, lists and tuples that a name comes from.
 struct CheckpointKey {
-  enum class Kind : std::uint8_t { kText, kNumber, kIndex };  // kIndex: of a list
+  enum class Kind : std::uint8_t { kText, kNumber, kIndex, kItem };  // kIndex: of a list; kItem: of a tuple
   Kind kind = Kind::kText;
-  std::string text;  // kNumber, kIndex: in decimals
+  std::string text;  // in decimals, unless it is kText
+  bool IsPlace() const { return kind == Kind::kIndex || kind == Kind::kItem; }
   bool operator==(const CheckpointKey&) const = default;
 };
 

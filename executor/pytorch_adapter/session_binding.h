@@ -1,0 +1,10 @@
+// Checkpoints for Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace shardplan::python {
+
+void BindSession(pybind11::module_& module);
+
+}  // namespace shardplan::python
