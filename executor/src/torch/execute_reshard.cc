@@ -77,6 +77,7 @@ class ReshardExecution {
       ++moved_.rounds;
       if (status && run_.progress) run_.progress(Done(), total_bytes_);
     });
+    if (!status) Blame(status.error());
     const Status ended = AgreeOn("end", status ? std::string() : ToString(status.error()));
     if (!status) return std::unexpected(status.error());
     if (!ended) return MakeError(ErrorCode::kEnvironment, ended.error().message);
@@ -84,6 +85,14 @@ class ReshardExecution {
   }
 
  private:
+  // Who died is said first, where somebody did: the collectives may not know.
+  void Blame(Error& error) const {
+    if (!run_.peers) return;
+    run_.peers->Fail();
+    const std::string culprit = AwaitCulprit(run_.peers.get(), kEndPatience);
+    if (!error.message.contains(culprit)) error.message = culprit + ": " + error.message;
+  }
+
   std::int64_t Done() const { return moved_.sent_bytes + moved_.received_bytes + moved_.kept_bytes; }
 
   // Why this rank cannot take part.

@@ -140,9 +140,8 @@ Status WriteStateOfRank(const StateDescription& state, const std::string& path, 
     if (state.boxes[b].rank == rank) own.push_back(b);
   }
   std::size_t next = 0;
-  return WriteFile(partial, *made, [&]() -> Result<std::span<const std::byte>> {
-    return bytes(own[next++]);
-  });
+  return WriteFile(partial, *made,
+                   [&]() -> Result<std::span<const std::byte>> { return bytes(own[next++]); });
 }
 
 Status FinishState(const StateDescription& state, const std::string& path, bool replaces) {

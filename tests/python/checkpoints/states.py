@@ -61,7 +61,6 @@ def state(seed: int) -> dict:
         "epoch": seed,
         "lists": [tensor(r), {"in": tensor(r)}, 3],
         "values": {f"v{i}": value(r) for i in range(4)},
-        "tuples": (tensor(r), ({"in": tensor(r)}, 0.5), 3),
     }
 
 
@@ -69,7 +68,7 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
     """By the keys joined with dots."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return {found: tensor for key, of in pairs for found, tensor in tensors_of(of, f"{name}.{key}" if name else str(key)).items()}
 
 

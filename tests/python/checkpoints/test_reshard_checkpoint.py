@@ -84,6 +84,9 @@ def test_torch_save_keeps_tuples_with_tensors_in_them(tmp_path, shardplan):
     assert type(found["pair"]) is tuple and found["pair"][0].equal(a) and found["pair"][1].equal(b) and found["empty"] == ()
     (of_c, of_b), betas = found["nested"]
     assert type(found["nested"][0]) is tuple and of_c.equal(c) and type(of_b["in"]) is tuple and of_b["in"][0].equal(b) and betas == (0.9, 0.99)
+    done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "a", "--format", "distributed", "--world-size", 2))
+    listed = load_distributed(tmp_path / "a", tmp_path / "found.pt")
+    assert listed["pair"][0].equal(a) and listed["pair"][1].equal(b) and listed["nested"][0][1]["in"][0].equal(b) and listed["nested"][1] == (0.9, 0.99)
 
 
 def test_tensors_begin_where_torch_wants_them(tmp_path, shardplan):
