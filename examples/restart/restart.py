@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, os.path.join(folder, "store")), nprocs=args.ranks)
+        mp.start_processes(worker, (args, os.path.join(folder, "store")), nprocs=args.ranks, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Records optimizer states of real FSDP1 in the form of tests/conformance/optim_state, at any world size. A process for each rank:
+"""Records optimizer states of real FSDP1 in the form of tests/conformance/optim_state, at any world size:
 
-    optim_state_recorder.py RANK RANKS STORE FOLDER flat|orig WIDTH
+    optim_state_recorder.py FOLDER RANKS flat|orig WIDTH
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import tempfile
 import warnings
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -91,11 +93,16 @@ def record(folder: str, original: bool, width: int) -> None:
         (place / "layout.json").write_text(json.dumps(layout))
 
 
-def main(rank: str, ranks: str, store: str, folder: str, variant: str, width: str) -> None:
+def _rank(rank: int, ranks: int, store: str, folder: str, variant: str, width: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
-    record(folder, variant == "orig", int(width))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    record(folder, variant == "orig", width)
     dist.destroy_process_group()
+
+
+def main(folder: str, ranks: str, variant: str, width: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.start_processes(_rank, (int(ranks), f"{scratch}/store", folder, variant, int(width)), nprocs=int(ranks), start_method="fork")
 
 
 if __name__ == "__main__":

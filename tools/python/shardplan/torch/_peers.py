@@ -21,6 +21,7 @@ from ._native import native
 T = TypeVar("T")
 
 _peers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of a default group
+_watching: weakref.WeakSet = weakref.WeakSet()  # all of them; one may outlive its group
 
 
 def default_timeout_s() -> float:
@@ -67,12 +68,13 @@ def peers() -> native.Peers | None:
         _peers[group] = native.Peers(
             dist.PrefixStore("shardplan/peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store)
         )
+        _watching.add(_peers[group])
     return _peers[group]
 
 
 def _leave() -> None:
     """An interpreter that ends in good order has not died."""
-    for watched in list(_peers.values()):
+    for watched in list(_watching):
         watched.leave()
 
 

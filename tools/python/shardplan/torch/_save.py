@@ -46,7 +46,8 @@ class _Session:
             rank, ranks = dist.get_rank(), dist.get_world_size()
             store = dist.PrefixStore(f"shardplan/saves/{number}", dist.distributed_c10d._get_default_store())
         self.rank, self.ranks = rank, ranks
-        self.native = native.Session(store, rank, ranks, peers(), default_timeout_s())
+        self.peers = peers()  # leaves at the end of the interpreter, if it is still here
+        self.native = native.Session(store, rank, ranks, self.peers, default_timeout_s())
         self.saving: Saving | None = None
 
     def finish(self) -> None:
