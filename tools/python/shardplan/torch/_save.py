@@ -7,9 +7,13 @@ a file holds.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
 import itertools
+import multiprocessing.util
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -34,6 +38,7 @@ Tensors = dict[str, tuple[str, list[int]]]  # dtype and shape by name
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, _Session] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
+_under_way: list[Saving] = []  # that nobody has waited for
 
 
 class _Session:
@@ -49,6 +54,7 @@ class _Session:
         self.peers = peers()  # leaves at the end of the interpreter, if it is still here
         self.native = native.Session(store, rank, ranks, self.peers, default_timeout_s())
         self.saving: Saving | None = None
+        _wait_at_the_end()  # registered behind the peers' end, so it comes before
 
     def finish(self) -> None:
         """What is under way. Collective."""
@@ -63,6 +69,7 @@ class Saving:
         self._session, self._folder = session, folder
         self._held_s, self._steps, self._figures = held_s, 0, None
         # The copies are made beside the training: what they are made of is not to change before.
+        _under_way.append(self)
         self._hooks = [register_optimizer_step_pre_hook(self._hold_back), register_optimizer_step_post_hook(self._count)]
 
     def _hold_back(self, *_args) -> None:
@@ -81,6 +88,7 @@ class Saving:
         if session.saving is not self:
             return
         session.saving = None
+        _under_way.remove(self)
         for hook in self._hooks:
             hook.remove()
         try:
@@ -98,6 +106,22 @@ class Saving:
             raise RuntimeError("shardplan: the save is not over: wait() first")
         steps = max(1, self._steps)
         return {"bytes": self._figures[0], "held_s": self._held_s, "saved_s": self._figures[2], "steps": self._steps, "held_s_per_step": self._held_s / steps}
+
+
+def _end() -> None:
+    """A loop that ends without wait() has its checkpoint all the same."""
+    for saving in list(_under_way):
+        try:
+            saving.wait()
+        except RuntimeError as error:  # there is nobody to raise it to
+            print(error, file=sys.stderr)
+
+
+@functools.cache
+def _wait_at_the_end() -> None:
+    """Once in a process."""
+    atexit.register(_end)
+    multiprocessing.util.Finalize(None, _end, exitpriority=1)  # its processes do not run atexit
 
 
 def _session_of(model: nn.Module) -> _Session:
