@@ -89,10 +89,13 @@ void SetCheckpoint(const Job& job, const Choice& choice, Strategy& strategy) {
   CheckpointRule rule;
   std::int32_t left = choice.recomputed;
   for (const ChainModule& module : job.chain.modules) {
-    if (!module.block || left-- <= 0) continue;
-    if (choice.children.empty()) rule.modules.push_back(module.fqn);
-    for (const std::string& child : choice.children) rule.modules.push_back(module.fqn + "." + child);
+    if (!module.block) continue;
+    const bool first = left-- > 0;
+    if (first && choice.children.empty()) rule.modules.push_back(module.fqn);
+    for (const std::string& child : first ? choice.children : choice.rest)
+      rule.modules.push_back(module.fqn + "." + child);
   }
+  for (const auto& [name, every] : choice.saved) rule.save.push_back({name, every});
   if (!rule.modules.empty()) strategy.checkpoint = std::move(rule);
 }
 
@@ -185,10 +188,18 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
 
 std::string CheckpointText(const Job& job, const Choice& choice) {
   if (job.keeps_checkpoint) return "as given";
-  if (choice.recomputed == 0) return "nothing is recomputed";
+  const Choice effective = Effective(job, choice);
+  if (effective.recomputed == 0) return "nothing is recomputed";
   const std::string what =
-      choice.children.empty() ? "whole" : fmt::format("{}", fmt::join(choice.children, ", "));
-  return fmt::format("{} of {} blocks are recomputed: {}", choice.recomputed, job.chain.blocks, what);
+      effective.children.empty() ? "whole" : fmt::format("{}", fmt::join(effective.children, ", "));
+  std::string text =
+      fmt::format("{} of {} blocks are recomputed: {}", effective.recomputed, job.chain.blocks, what);
+  if (!effective.rest.empty()) text += fmt::format("; of the others {}", fmt::join(effective.rest, ", "));
+  std::vector<std::string> saved;
+  for (const auto& [name, every] : effective.saved)
+    saved.push_back(every == 0 ? name : fmt::format("{} but every {}.", name, every));
+  if (!saved.empty()) text += fmt::format("; kept are the results of {}", fmt::join(saved, ", "));
+  return text;
 }
 
 }  // namespace
@@ -281,7 +292,13 @@ Choice Effective(const Job& job, Choice choice) {
     if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
   }
   choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
-  if (choice.recomputed == 0) choice.children.clear();
+  choice.recomputed = std::clamp(choice.recomputed, 0, job.chain.blocks);
+  if (choice.recomputed == 0) {
+    choice.children = std::move(choice.rest);
+    choice.recomputed = choice.children.empty() ? 0 : job.chain.blocks;
+  }
+  if (choice.recomputed == job.chain.blocks) choice.rest.clear();
+  if (choice.recomputed == 0) choice.saved.clear();
   return choice;
 }
 
@@ -314,6 +331,8 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "checkpoint") {
     choice.recomputed = other.recomputed;
     choice.children = other.children;
+    choice.rest = other.rest;
+    choice.saved = other.saved;
   }
   if (decision == "accumulation") choice.accumulation = other.accumulation;
   if (decision == "prefetch") {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,9 @@ struct Choice {
   Accumulation accumulation = Accumulation::kEach;
   std::int32_t recomputed = 0;        // blocks from the first that are recomputed
   std::vector<std::string> children;  // of which only these modules are; empty: they are as a whole
+  std::vector<std::string> rest;      // these modules of the other blocks are, too
+  // Operators whose results are kept: every so many-th of a module's is run again all the same, 0: none.
+  std::map<std::string, std::int64_t> saved;
   bool offload = false;
   // fsdp1
   bool grad_op = false;  // SHARD_GRAD_OP

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -65,7 +66,17 @@ Bytes ReservedBy(const Plan& plan) { return ReserveMemory(plan, MemoryHistoryOf(
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
-    : series_(trace, cluster), job_(job), options_(options) {}
+    : series_(trace, cluster), trace_(trace), job_(job), options_(options) {}
+
+std::vector<Choice> Evaluator::PromisingUnits(const Choice& from) {
+  constexpr std::size_t kMost = 12;
+  if (!std::exchange(asked_for_unit_model_, true)) {
+    const Choice like{.units = UnitsOfBlocks(job_.chain, 1, Ends::kOwn)};
+    if (const Result<Plan> plan = series_.Make(StrategyOf(job_, like)); plan)
+      unit_model_ = UnitModel::Make(trace_, job_, *plan);
+  }
+  return unit_model_ ? unit_model_->BestCuts(from, kMost) : std::vector<Choice>{};
+}
 
 bool Evaluator::Ended() {
   if (Stopped()) ended_ = true;

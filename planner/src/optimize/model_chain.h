@@ -17,6 +17,8 @@ struct ChainModule {
 struct ModelChain {
   std::vector<ChainModule> modules;   // every parameter is under one of them, or the root's own
   std::vector<std::string> children;  // names that every block has, of modules that can be recomputed
+  // Operators with matrix work that the blocks run, by what they are called.
+  std::vector<std::string> products, attentions;
   std::int32_t blocks = 0;
 };
 

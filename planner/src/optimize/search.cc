@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "optimize/recomputation.h"
+
 namespace shardplan::optimize {
 namespace {
 
@@ -9,6 +11,8 @@ namespace {
 constexpr int kClimbs = 4;
 // After so many choices that reserve more than the budget, what pools as much as one of them is passed over.
 constexpr int kMostOver = 8;
+// How many of the grid are made to fit by recomputing.
+constexpr std::size_t kFitted = 4;
 
 }  // namespace
 
@@ -84,7 +88,27 @@ void Search::Climb() {
        move_class = (move_class + 1) % kMoveClasses) {
     const Choice from = best_->choice;
     Consider(Moves(job_, options_, from, move_class));
+    if (move_class == kUnitMoves && !job_.keeps_units && !best_->choice.fsdp1)
+      Consider(evaluator_.PromisingUnits(best_->choice));
+    if (move_class == kRecomputationMoves)
+      Consider(FitRecomputation(evaluator_, job_, options_, best_->choice));
     still = best_->choice == from ? still + 1 : 0;
+  }
+}
+
+// The fastest that recompute nothing are made to fit.
+void Search::TryRecomputation(const std::vector<Choice>& grid) {
+  std::vector<std::pair<Nanoseconds, const Choice*>> steps;
+  for (const Choice& choice : grid) {
+    const auto known = evaluator_.known().find(choice);
+    if (known == evaluator_.known().end() || !known->second.planned || choice.recomputed > 0) continue;
+    if (known->second.pooled_bytes > options_.budget) steps.emplace_back(known->second.step_ns, &choice);
+  }
+  std::ranges::stable_sort(steps, {}, [](const auto& step) { return step.first; });
+  if (steps.size() > kFitted) steps.resize(kFitted);
+  for (const auto& [step_ns, choice] : steps) {
+    if (!fits_ || step_ns < best_->evaluation.step_ns)
+      Consider(FitRecomputation(evaluator_, job_, options_, *choice));
   }
 }
 
@@ -113,6 +137,7 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   const std::vector<Choice> frugal = Frugal(job_, options_);
   beginnings.insert(beginnings.end(), frugal.begin(), frugal.end());
   Consider(beginnings);
+  TryRecomputation(grid);
   std::set<Choice> tried;
   for (int climb = 0; climb < kClimbs && best_ && !evaluator_.Ended(); ++climb) {
     const std::optional<Found> begin = climb == 0 ? best_ : Next(tried);

@@ -29,6 +29,7 @@ class Search {
  private:
   void Consider(const std::vector<Choice>& choices, bool even_late = false);
   void Tell();
+  void TryRecomputation(const std::vector<Choice>& grid);
   void TryOrders(const std::vector<Choice>& grid);
   void Climb();
   std::optional<Found> Next(const std::set<Choice>& tried) const;

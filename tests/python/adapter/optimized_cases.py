@@ -53,7 +53,9 @@ class Job:
 JOBS = [
     Job("mlp", "mlp"),
     Job("gpt", "gpt"),
-    Job("gpt_recomputes", "gpt", flags=("--allow", "checkpoint")),
+    # Budgets that only a recomputation is within: whole blocks, and parts of them.
+    Job("gpt_recomputes", "gpt", budget="LEAST", flags=("--allow", "checkpoint")),
+    Job("gpt_recomputes_some", "gpt", budget="SOME", flags=("--allow", "checkpoint")),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
 ]
 
