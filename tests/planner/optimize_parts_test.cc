@@ -1,5 +1,5 @@
-// The parts of the optimising planner that guess what is worth planning: cuts of the chain, and what has to be
-// recomputed to be within a budget.
+// The parts of the optimising planner that guess what is worth planning: cuts of the chain, and what has to
+// be recomputed to be within a budget.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -118,6 +118,7 @@ TEST(Recomputation, IsNoDearerThanWholeBlocks) {
     const Choice none{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn)};
     Choice all = none;
     all.recomputed = job.chain.blocks;
+    optimize::RecomputationPrices prices;
     const Bytes most = evaluator.Evaluate({none}).front().pooled_bytes;
     const Bytes least = evaluator.Evaluate({all}).front().pooled_bytes;
     for (const int part : {100, 80, 50, 20, 0}) {
@@ -129,9 +130,10 @@ TEST(Recomputation, IsNoDearerThanWholeBlocks) {
         const Evaluation e = evaluator.Evaluate({next}).front();
         if (e.pooled_bytes <= options.budget) whole = whole ? std::min(*whole, e.step_ns) : e.step_ns;
       }
-      for (Choice tried : optimize::FitRecomputation(evaluator, job, options, none)) {
+      for (Choice tried : optimize::FitRecomputation(evaluator, job, options, prices, none, kLongestStep)) {
         const Evaluation e = evaluator.Evaluate({tried}).front();
-        if (e.planned && e.pooled_bytes <= options.budget) best = best ? std::min(*best, e.step_ns) : e.step_ns;
+        if (e.planned && e.pooled_bytes <= options.budget)
+          best = best ? std::min(*best, e.step_ns) : e.step_ns;
         tried.recomputed = 0;
         tried.children.clear();
         tried.rest.clear();

@@ -37,13 +37,16 @@ class Evaluator {
   // What the allocator's model reserves for a choice that was planned.
   Bytes Reserved(const Choice& choice);
   // Cuts of the chain that should be good with everything else as `from`, found without planning.
-  std::vector<Choice> PromisingUnits(const Choice& from);
+  std::vector<Choice> PromisingUnits(const Choice& from, std::size_t most = 12);
+  // Of choices that differ in how the chain is cut: those that should be fastest, without planning.
+  std::vector<Choice> Fastest(std::vector<Choice> choices, std::size_t most);
   // The search has to end: the time is over, or somebody said so.
   bool Ended();
   std::int64_t evaluations() const { return std::ssize(made_); }
   const std::map<Choice, Evaluation>& known() const { return known_; }
 
  private:
+  const UnitModel* ModelOfUnits();
   bool Stopped() const { return options_.stop != nullptr && options_.stop->load(); }
   Evaluation EvaluateOne(const Choice& choice) const;
 

@@ -51,6 +51,10 @@ void AddOperators(const Trace& trace, ModelChain& chain) {
       if (op == nullptr || op->flops <= 0 || op->module < 0) continue;
       const std::string& fqn = trace.modules[op->module].fqn;
       if (!blocks.contains(fqn) && !IsInside(fqn, blocks)) continue;
+      for (const std::string& child : chain.children) {
+        if ((fqn + ".").find("." + child + ".") != std::string::npos)
+          chain.operators_of[child].insert(op->name);
+      }
       const bool attention = op->name.find("attention") != std::string::npos;
       (attention ? attentions : products).insert(op->name);
     }

@@ -148,8 +148,7 @@ std::int64_t UnitModel::Run(const std::vector<Piece>& compute, const std::vector
   while (done[0] < compute.size() || done[1] < link.size()) {
     bool runs[2];
     for (int q : {0, 1}) {
-      runs[q] = done[q] < queues[q]->size() &&
-                std::cmp_less((*queues[q])[done[q]].behind, done[1 - q]);
+      runs[q] = done[q] < queues[q]->size() && std::cmp_less((*queues[q])[done[q]].behind, done[1 - q]);
     }
     if (!runs[0] && !runs[1]) return std::numeric_limits<std::int64_t>::max();  // it never ends
     const std::int64_t beside[2] = {compute_rate_ppm_, link_rate_ppm_};

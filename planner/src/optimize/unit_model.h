@@ -20,8 +20,8 @@ class UnitModel {
   // `like`: a plan of the job, for its mesh and dtypes. None: the model has no chain, or costs are missing.
   static std::optional<UnitModel> Make(const Trace& trace, const Job& job, const Plan& like);
 
-  // `from` with the best cut for each number of units, the best of them first, `most` of them. As many modules
-  // are kept as `from` keeps, or all of a unit more.
+  // `from` with the best cut for each number of units, the best of them first, `most` of them. As many
+  // modules are kept as `from` keeps, or all of a unit more.
   std::vector<Choice> BestCuts(const Choice& from, std::size_t most) const;
   // What it thinks of one.
   std::int64_t StepOf(const std::vector<std::int32_t>& units, const Choice& from) const;

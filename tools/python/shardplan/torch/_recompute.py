@@ -1,4 +1,8 @@
-"""Activation checkpointing as the plan's strategy has it: PyTorch's wrapper around the modules that are recomputed."""
+"""Activation checkpointing as the plan's strategy has it: the forwards of modules run under PyTorch's checkpoint.
+
+A wrapper around a module would change the names of its parameters. So the module's forward is replaced, and its hooks stay outside, as those
+of a wrapper are.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,48 @@ import collections
 import functools
 import json
 import re
+from collections.abc import Callable
 
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def recompute(plan, model: nn.Module) -> None:
-    """Wraps what the plan recomputes, in place. A model with wrappers of its own is left as it is."""
+def recompute(plan, model: nn.Module) -> Callable[[], None]:
+    """Makes the modules that the plan recomputes do so. A model with wrappers of its own is left as it is. Returns what undoes it."""
     rule = json.loads(plan.strategy_json).get("checkpoint")
     if not rule or any(isinstance(module, CheckpointWrapper) for module in model.modules()):
-        return
-    chosen = _chosen(model, rule)
+        return lambda: None
     saved = {entry["name"]: entry.get("recompute_every", 0) for entry in rule.get("save", [])}
-    options = {"context_fn": functools.partial(_keeping, saved)} if saved else {}
-    wrappers = {module: checkpoint_wrapper(module, early_stop=rule.get("early_stop", True), **options) for module in chosen}
-    for parent in list(model.modules()):
-        if isinstance(parent, CheckpointWrapper):
-            continue
-        for name, child in parent._modules.items():
-            if child in wrappers:
-                parent._modules[name] = wrappers[child]
+    options = {"early_stop": rule.get("early_stop", True)}
+    if saved:
+        options["context_fn"] = functools.partial(_keeping, saved)
+    before = [(module, vars(module).get("forward")) for module in _chosen(model, rule)]
+    for module, _ in before:
+        module.forward = _checkpointed(module.forward, options)
+
+    def undo() -> None:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+    return undo
+
+
+def _checkpointed(forward: Callable, options: dict) -> Callable:
+    @functools.wraps(forward)
+    def run(*args: object, **kwargs: object) -> object:
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+    return run
 
 
 def _chosen(model: nn.Module, rule: dict) -> list[nn.Module]:
     """In the order of the module tree, of which every so many-th counts."""
     named = dict(model.named_modules())
-    found = [module for name, module in named.items() if module is not model and any(_matches(entry, name, module) for entry in rule["modules"])]
+    found = [module for name, module in named.items() if any(_matches(entry, name, module) for entry in rule["modules"])]
     every = rule.get("every", 1)
     return found[every - 1 :: every]
 
