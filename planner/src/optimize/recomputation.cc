@@ -129,7 +129,7 @@ class RecomputationFit {
     return evaluation.step_ns >= limit_ns_ || evaluator_.Reserved(choice) <= options_.budget;
   }
 
-  static constexpr std::size_t kMixes = 3;
+  static constexpr std::size_t kMixes = 2;
   static constexpr int kRounds = 6, kAgain = 3;
 
   static bool Cheaper(const Level& a, const Level& b) {

@@ -107,7 +107,7 @@ void Search::Climb() {
 }
 
 void Search::FitRecomputationOf(const Choice& from) {
-  const Nanoseconds limit = fits_ ? best_->evaluation.step_ns : kLongestStep;
+  const Nanoseconds limit = fits_ ? best_->evaluation.step_ns : shardplan::kLongestStep;
   Consider(FitRecomputation(evaluator_, job_, options_, recomputation_, from, limit));
 }
 
