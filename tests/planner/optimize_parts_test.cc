@@ -9,6 +9,7 @@
 #include "optimize/evaluator.h"
 #include "optimize/recomputation.h"
 #include "optimize/unit_model.h"
+#include "shardplan/planner/planner.h"
 #include "tests/planner/bound_cases.h"
 
 namespace shardplan {
@@ -147,6 +148,36 @@ TEST(Recomputation, IsNoDearerThanWholeBlocks) {
     }
   }
   EXPECT_GT(fitted, first == last ? 0 : 20);
+}
+
+// Units that wait for the last micro-batch are reduced once, the others in each.
+TEST(Accumulation, OfSomeUnitsIsReducedOnce) {
+  const PartsCase c = RandomPartsCase(2, 4);
+  constexpr std::int32_t kMicrobatches = 3;
+  StepProgram step;
+  for (std::int32_t m = 0; m < kMicrobatches; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  const optimize::Job job = optimize::MakeJob(c.trace, {.program = {step}}, 4);
+  for (const auto accumulation : {optimize::Accumulation::kEach, optimize::Accumulation::kEachKept}) {
+    for (std::int32_t accumulated = 0; accumulated <= 6; ++accumulated) {
+      Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .kept = 2};
+      choice.accumulation = accumulation;
+      choice.accumulated = accumulated;
+      const Result<PlannerOutput> planned = MakePlan(c.trace, optimize::StrategyOf(job, choice), c.cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      EXPECT_TRUE(planned->faults.empty());
+      int reduced = 0;
+      for (const Trigger& trigger : planned->plan.steps.back().triggers) {
+        for (const Instruction& i : trigger.instructions)
+          reduced += i.kind == InstructionKind::kReduceScatter;
+      }
+      EXPECT_EQ(reduced, (6 - accumulated) * kMicrobatches + accumulated);
+    }
+  }
 }
 
 // What is decided is what the strategy says.

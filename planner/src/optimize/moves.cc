@@ -170,6 +170,15 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
     moves.push_back(from);
     moves.back().accumulation = accumulation;
   }
+  const auto units = static_cast<std::int32_t>(from.units.size());
+  for (std::int32_t step = 1; step <= units; step *= 2) {
+    for (const std::int32_t count : {from.accumulated - step, from.accumulated + step}) {
+      Choice next = from;
+      next.accumulated = std::clamp(count, 0, units);
+      next = Effective(job, std::move(next));
+      if (next.accumulated != Effective(job, from).accumulated) moves.push_back(std::move(next));
+    }
+  }
 }
 
 void AddOffloadMoves(const OptimizeOptions& options, const Choice& from, std::vector<Choice>& moves) {

@@ -16,7 +16,7 @@ constexpr int kMostOver = 8;
 // So many of the cuts next to one are planned.
 constexpr std::size_t kMostCuts = 16;
 // After so many plans no further beginning is climbed from.
-constexpr std::int64_t kEnough = 300;
+constexpr std::int64_t kEnough = 400;
 
 }  // namespace
 
@@ -132,7 +132,7 @@ void Search::TryRecomputation(const std::vector<Choice>& grid) {
       from.kept = share == 0 ? 0 : static_cast<std::int32_t>(cut.size()) / share;
       FitRecomputationOf(from);
     }
-    if (part == grid.end() || part->part <= 1) continue;
+    if (part == grid.end() || part->part <= 1 || from.even) continue;
     from.part = part->part;
     FitRecomputationOf(from);
   }
@@ -152,6 +152,11 @@ void Search::TryRecomputationBeside(const Choice best) {
       beside.kept = other;
       FitRecomputationOf(beside);
     }
+  }
+  for (const std::int32_t other : {best.accumulated - units / 8 - 1, best.accumulated + units / 8 + 1}) {
+    Choice beside = best;
+    beside.accumulated = std::clamp(other, 0, units);
+    if (Effective(job_, beside) != Effective(job_, best)) FitRecomputationOf(beside);
   }
 }
 
@@ -236,8 +241,15 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   // A recomputation makes a step longer: it is of use where nothing else fits.
   std::ranges::copy_if(grid, std::back_inserter(beginnings),
                        [](const Choice& choice) { return choice.recomputed == 0; });
+  // Where ranks would pad much, nothing of the grid may fit as people set it.
+  for (Choice choice : grid) {
+    if (job_.even_dims.empty() || job_.keeps_layout) break;
+    if (choice.recomputed > 0 || choice.part > 1 || choice.fsdp1) continue;
+    choice.even = true;
+    beginnings.push_back(std::move(choice));
+  }
   Consider(beginnings);
-  TryRecomputation(grid);
+  TryRecomputation(beginnings);
   Consider(RecomputingOf(grid));
   if (!fits_) Consider(Frugal(job_, options_));
   std::set<Choice> tried;
