@@ -327,10 +327,11 @@ PlanSeries::PlanSeries(const Trace& trace, const Cluster& cluster)
 Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
     const std::optional<CheckpointRule>& rule) const {
   constexpr std::size_t kMostKept = 12;
-  const std::pair key{rule ? rule->modules : std::vector<std::string>{}, rule && rule->early_stop};
   {
     const std::lock_guard lock(mutex_);
-    if (const auto known = recomputing_.find(key); known != recomputing_.end()) return known->second;
+    for (const auto& [of, known] : recomputing_) {
+      if (of == rule) return known;
+    }
   }
   Result<Trace> made = rule ? ApplyCheckpointing(trace_, *rule) : trace_;
   if (!made) return std::unexpected(std::move(made.error()));
@@ -346,7 +347,7 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
   auto trace = std::make_shared<const Trace>(*std::move(made));
   const std::lock_guard lock(mutex_);
   if (recomputing_.size() >= kMostKept) recomputing_.clear();
-  recomputing_[key] = trace;
+  recomputing_.emplace_back(rule, trace);
   return trace;
 }
 

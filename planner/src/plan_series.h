@@ -2,7 +2,6 @@
 // made once.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -37,7 +36,7 @@ class PlanSeries {
   Status checked_;
   std::shared_ptr<const ModelIndex> index_;
   mutable std::mutex mutex_;
-  mutable std::map<std::pair<std::vector<std::string>, bool>, std::shared_ptr<const Trace>> recomputing_;
+  mutable std::vector<std::pair<std::optional<CheckpointRule>, std::shared_ptr<const Trace>>> recomputing_;
 };
 
 }  // namespace shardplan

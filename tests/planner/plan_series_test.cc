@@ -30,6 +30,7 @@ std::vector<Strategy> StrategiesOf(const testing::BoundCase& c, Random& random) 
     if (const std::vector<Module>& modules = c.trace.modules; modules.size() > 1 && random.Chance(50)) {
       const auto module = 1 + random.Below(static_cast<int>(modules.size()) - 1);
       other.checkpoint = CheckpointRule{.modules = {modules[static_cast<std::size_t>(module)].fqn}};
+      if (random.Chance(50)) other.checkpoint->save = {{"aten.mm", random.Below(3)}};
     }
     strategies.push_back(std::move(other));
   }

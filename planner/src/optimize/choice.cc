@@ -63,6 +63,16 @@ void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, Ste
   }
 }
 
+// The last units that are wrapped wait for the last micro-batch, whatever the others do.
+void AccumulateUnits(const Strategy& strategy, const Choice& choice, bool reduce, StepProgram& step) {
+  std::int32_t left = UnitCount(choice);
+  for (const UnitRule& rule : strategy.units) {
+    if (left <= 0) return;
+    if (left-- <= choice.accumulated)
+      step.push_back(Set("set_requires_gradient_sync", reduce, rule.modules.front(), false));
+  }
+}
+
 void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
   if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return;
   StepProgram step;
@@ -72,6 +82,7 @@ void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
     const bool once =
         choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept;
     if (once && changes) step.push_back(Set("set_requires_gradient_sync", last));
+    if (choice.accumulated > 0 && changes) AccumulateUnits(strategy, choice, last, step);
     if (choice.accumulation == Accumulation::kReplicasLast && changes)
       step.push_back(Set("set_requires_all_reduce", last));
     if (KeepsOver(choice) && changes) KeepUnits(strategy, choice, last, step);
@@ -89,10 +100,13 @@ void SetCheckpoint(const Job& job, const Choice& choice, Strategy& strategy) {
   CheckpointRule rule;
   std::int32_t left = choice.recomputed;
   for (const ChainModule& module : job.chain.modules) {
-    if (!module.block || left-- <= 0) continue;
-    if (choice.children.empty()) rule.modules.push_back(module.fqn);
-    for (const std::string& child : choice.children) rule.modules.push_back(module.fqn + "." + child);
+    if (!module.block) continue;
+    const bool first = left-- > 0;
+    if (first && choice.children.empty()) rule.modules.push_back(module.fqn);
+    for (const std::string& child : first ? choice.children : choice.rest)
+      rule.modules.push_back(module.fqn + "." + child);
   }
+  for (const auto& [name, every] : choice.saved) rule.save.push_back({name, every});
   if (!rule.modules.empty()) strategy.checkpoint = std::move(rule);
 }
 
@@ -168,6 +182,12 @@ std::string PrefetchText(const Job& job, const Choice& choice) {
 
 std::string AccumulationText(const Job& job, const Choice& choice) {
   if (job.keeps_accumulation || job.microbatches < 2 || !job.plain_loop) return "as given";
+  if (const std::int32_t accumulated = Effective(job, choice).accumulated; accumulated > 0) {
+    Choice others = choice;
+    others.accumulated = 0;
+    return fmt::format("{}; those of the last {} units in the last micro-batch",
+                       AccumulationText(job, others), accumulated);
+  }
   switch (choice.accumulation) {
     case Accumulation::kEach:
       return "gradients are reduced in every micro-batch";
@@ -185,10 +205,18 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
 
 std::string CheckpointText(const Job& job, const Choice& choice) {
   if (job.keeps_checkpoint) return "as given";
-  if (choice.recomputed == 0) return "nothing is recomputed";
+  const Choice effective = Effective(job, choice);
+  if (effective.recomputed == 0) return "nothing is recomputed";
   const std::string what =
-      choice.children.empty() ? "whole" : fmt::format("{}", fmt::join(choice.children, ", "));
-  return fmt::format("{} of {} blocks are recomputed: {}", choice.recomputed, job.chain.blocks, what);
+      effective.children.empty() ? "whole" : fmt::format("{}", fmt::join(effective.children, ", "));
+  std::string text =
+      fmt::format("{} of {} blocks are recomputed: {}", effective.recomputed, job.chain.blocks, what);
+  if (!effective.rest.empty()) text += fmt::format("; of the others {}", fmt::join(effective.rest, ", "));
+  std::vector<std::string> saved;
+  for (const auto& [name, every] : effective.saved)
+    saved.push_back(every == 0 ? name : fmt::format("{} but every {}.", name, every));
+  if (!saved.empty()) text += fmt::format("; kept are the results of {}", fmt::join(saved, ", "));
+  return text;
 }
 
 }  // namespace
@@ -244,7 +272,7 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
                                                        : ReshardAfterForward(true);
   }
   SetCheckpoint(job, choice, strategy);
-  WriteLoop(job, choice, strategy);
+  WriteLoop(job, Effective(job, choice), strategy);
   if (job.microbatches > 1 && !job.keeps_accumulation)
     strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
   if (Effective(job, choice).even) strategy.fsdp2.shard_dims = job.even_dims;
@@ -281,7 +309,19 @@ Choice Effective(const Job& job, Choice choice) {
     if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
   }
   choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
-  if (choice.recomputed == 0) choice.children.clear();
+  const bool in_each =
+      choice.accumulation == Accumulation::kEach || choice.accumulation == Accumulation::kEachKept;
+  const bool may_accumulate =
+      !choice.fsdp1 && job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation && !job.keeps_units;
+  choice.accumulated =
+      in_each && may_accumulate ? std::clamp(choice.accumulated, 0, UnitCount(choice)) : none.accumulated;
+  choice.recomputed = std::clamp(choice.recomputed, 0, job.chain.blocks);
+  if (choice.recomputed == 0) {
+    choice.children = std::move(choice.rest);
+    choice.recomputed = choice.children.empty() ? 0 : job.chain.blocks;
+  }
+  if (choice.recomputed == job.chain.blocks) choice.rest.clear();
+  if (choice.recomputed == 0) choice.saved.clear();
   return choice;
 }
 
@@ -314,8 +354,13 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "checkpoint") {
     choice.recomputed = other.recomputed;
     choice.children = other.children;
+    choice.rest = other.rest;
+    choice.saved = other.saved;
   }
-  if (decision == "accumulation") choice.accumulation = other.accumulation;
+  if (decision == "accumulation") {
+    choice.accumulation = other.accumulation;
+    choice.accumulated = other.accumulated;
+  }
   if (decision == "prefetch") {
     choice.prefetch = other.prefetch;
     choice.in_flight = other.in_flight;

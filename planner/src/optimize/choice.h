@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -28,8 +29,12 @@ struct Choice {
   std::int32_t in_flight = 1;     // inputs of reduce-scatters
   bool own_communicator = false;  // of the reduce-scatters
   Accumulation accumulation = Accumulation::kEach;
-  std::int32_t recomputed = 0;        // blocks from the first that are recomputed
+  std::int32_t accumulated = 0;  // units from the end that are reduced in the last micro-batch all the same
+  std::int32_t recomputed = 0;   // blocks from the first that are recomputed
   std::vector<std::string> children;  // of which only these modules are; empty: they are as a whole
+  std::vector<std::string> rest;      // these modules of the other blocks are, too
+  // Operators whose results are kept: every so many-th of a module's is run again all the same, 0: none.
+  std::map<std::string, std::int64_t> saved;
   bool offload = false;
   // fsdp1
   bool grad_op = false;  // SHARD_GRAD_OP

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -65,7 +66,33 @@ Bytes ReservedBy(const Plan& plan) { return ReserveMemory(plan, MemoryHistoryOf(
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
-    : series_(trace, cluster), job_(job), options_(options) {}
+    : series_(trace, cluster), trace_(trace), job_(job), options_(options) {}
+
+const UnitModel* Evaluator::ModelOfUnits() {
+  if (!std::exchange(asked_for_unit_model_, true)) {
+    const Choice like{.units = UnitsOfBlocks(job_.chain, 1, Ends::kOwn)};
+    if (const Result<Plan> plan = series_.Make(StrategyOf(job_, like)); plan)
+      unit_model_ = UnitModel::Make(trace_, job_, *plan);
+  }
+  return unit_model_ ? &*unit_model_ : nullptr;
+}
+
+std::vector<Choice> Evaluator::PromisingUnits(const Choice& from, std::size_t most) {
+  const UnitModel* model = ModelOfUnits();
+  return model == nullptr ? std::vector<Choice>{} : model->BestCuts(from, most);
+}
+
+std::vector<Choice> Evaluator::Fastest(std::vector<Choice> choices, std::size_t most) {
+  const UnitModel* model = ModelOfUnits();
+  if (model == nullptr || choices.size() <= most) return choices;
+  std::vector<std::pair<std::int64_t, std::size_t>> order;
+  for (std::size_t i = 0; i < choices.size(); ++i)
+    order.emplace_back(model->StepOf(choices[i].units, choices[i]), i);
+  std::ranges::sort(order);
+  std::vector<Choice> fastest;
+  for (std::size_t i = 0; i < most; ++i) fastest.push_back(std::move(choices[order[i].second]));
+  return fastest;
+}
 
 bool Evaluator::Ended() {
   if (Stopped()) ended_ = true;

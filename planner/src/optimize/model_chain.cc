@@ -40,6 +40,29 @@ std::vector<std::string> ChildrenOf(const Trace& trace, const std::string& fqn) 
   return children;
 }
 
+void AddOperators(const Trace& trace, ModelChain& chain) {
+  std::set<std::string> blocks, products, attentions;
+  for (const ChainModule& module : chain.modules) {
+    if (module.block) blocks.insert(module.fqn);
+  }
+  for (const Pass& pass : trace.forwards) {
+    for (const TraceEvent& event : pass.events) {
+      const auto* op = std::get_if<OperatorEvent>(&event);
+      if (op == nullptr || op->flops <= 0 || op->module < 0) continue;
+      const std::string& fqn = trace.modules[op->module].fqn;
+      if (!blocks.contains(fqn) && !IsInside(fqn, blocks)) continue;
+      for (const std::string& child : chain.children) {
+        if ((fqn + ".").find("." + child + ".") != std::string::npos)
+          chain.operators_of[child].insert(op->name);
+      }
+      const bool attention = op->name.find("attention") != std::string::npos;
+      (attention ? attentions : products).insert(op->name);
+    }
+  }
+  chain.products.assign(products.begin(), products.end());
+  chain.attentions.assign(attentions.begin(), attentions.end());
+}
+
 }  // namespace
 
 ModelChain MakeModelChain(const Trace& trace) {
@@ -68,6 +91,7 @@ ModelChain MakeModelChain(const Trace& trace) {
     std::erase_if(chain.children, [&](const std::string& c) { return std::ranges::count(children, c) == 0; });
     first = false;
   }
+  AddOperators(trace, chain);
   return chain;
 }
 

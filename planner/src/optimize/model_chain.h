@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,6 +19,9 @@ struct ChainModule {
 struct ModelChain {
   std::vector<ChainModule> modules;   // every parameter is under one of them, or the root's own
   std::vector<std::string> children;  // names that every block has, of modules that can be recomputed
+  // Operators with matrix work that the blocks run, by what they are called.
+  std::vector<std::string> products, attentions;
+  std::map<std::string, std::set<std::string>> operators_of;  // those of each of `children`
   std::int32_t blocks = 0;
 };
 

@@ -38,6 +38,16 @@ Choice Titan(const Job& job) {
   return choice;
 }
 
+// Selective checkpointing by operator: of products every second is run again.
+std::map<std::string, std::int64_t> SavedByTorchtitan(const Job& job) {
+  std::map<std::string, std::int64_t> saved;
+  for (const std::string& name : job.chain.attentions) saved[name] = 0;
+  for (const std::string& name : job.chain.products) {
+    if (name == "aten.mm") saved[name] = 2;
+  }
+  return saved;
+}
+
 Choice Default(const Job& job) { return {.units = UnitsOfBlocks(job.chain, 1, Ends::kRoot)}; }
 
 Choice Fsdp1(const Job& job, bool grad_op) {
@@ -45,21 +55,6 @@ Choice Fsdp1(const Job& job, bool grad_op) {
   choice.fsdp1 = true;
   choice.grad_op = grad_op;
   return choice;
-}
-
-// Small units where nothing hides them, large ones between.
-std::vector<std::int32_t> Ramp(const Job& job, std::int32_t first, std::int32_t most) {
-  std::vector<std::int32_t> front, back;
-  auto left = static_cast<std::int32_t>(job.chain.modules.size());
-  for (std::int32_t size = first; left > 0; size = std::min(size * 2, most)) {
-    front.push_back(std::min(size, left));
-    left -= front.back();
-    if (left <= 0) break;
-    back.push_back(std::min(size, left));
-    left -= back.back();
-  }
-  front.insert(front.end(), back.rbegin(), back.rend());
-  return front;
 }
 
 // What can be done at border i of the units: they are joined, one module goes over it, or the first is cut.
@@ -90,15 +85,9 @@ void AddBorderMoves(const std::vector<std::int32_t>& units, std::size_t i,
 void AddUnitMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
   if (job.keeps_units) return;
   std::vector<std::vector<std::int32_t>> made;
-  for (const Ends ends : {Ends::kRoot, Ends::kOwn, Ends::kJoined}) {
-    for (std::int32_t size = 1; size <= (from.fsdp1 ? 1 : job.chain.blocks); size *= 2) {
-      made.push_back(UnitsOfBlocks(job.chain, size, ends));
-    }
-  }
+  for (const Ends ends : {Ends::kRoot, Ends::kOwn, Ends::kJoined})
+    made.push_back(UnitsOfBlocks(job.chain, 1, ends));
   if (!from.fsdp1) {
-    for (const std::int32_t first : {1, 2, 3}) {
-      for (std::int32_t most = 2; most <= job.chain.blocks; most *= 2) made.push_back(Ramp(job, first, most));
-    }
     constexpr std::size_t kFew = 12;  // where all borders are tried, not only those at the ends
     const std::size_t count = from.units.size();
     for (std::size_t i = 0; i < count; ++i) {
@@ -142,9 +131,13 @@ void AddCheckpointMoves(const Job& job, const OptimizeOptions& options, const Ch
   const auto add = [&](std::int32_t count, std::vector<std::string> children) {
     Choice next = from;
     next.recomputed = std::clamp(count, 0, blocks);
-    next.children = next.recomputed == 0 ? std::vector<std::string>{} : std::move(children);
-    moves.push_back(std::move(next));
+    next.children = std::move(children);
+    moves.push_back(Effective(job, std::move(next)));
   };
+  for (const std::map<std::string, std::int64_t>& saved : SavedOperators(job)) {
+    moves.push_back(from);
+    moves.back().saved = saved;
+  }
   add(0, {});
   add(blocks, from.children);
   for (std::int32_t step = 1; step <= blocks; step *= 2) {
@@ -177,6 +170,15 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
     moves.push_back(from);
     moves.back().accumulation = accumulation;
   }
+  const auto units = static_cast<std::int32_t>(from.units.size());
+  for (std::int32_t step = 1; step <= units; step *= 2) {
+    for (const std::int32_t count : {from.accumulated - step, from.accumulated + step}) {
+      Choice next = from;
+      next.accumulated = std::clamp(count, 0, units);
+      next = Effective(job, std::move(next));
+      if (next.accumulated != Effective(job, from).accumulated) moves.push_back(std::move(next));
+    }
+  }
 }
 
 void AddOffloadMoves(const OptimizeOptions& options, const Choice& from, std::vector<Choice>& moves) {
@@ -198,6 +200,20 @@ void AddOrderMoves(const Job& job, const Choice& from, std::vector<Choice>& move
 
 }  // namespace
 
+std::vector<std::map<std::string, std::int64_t>> SavedOperators(const Job& job) {
+  std::vector<std::map<std::string, std::int64_t>> lists = {{}};
+  const auto add = [&](const std::vector<std::string>& products, std::int64_t every) {
+    std::map<std::string, std::int64_t> saved;
+    for (const std::string& name : job.chain.attentions) saved[name] = 0;
+    for (const std::string& name : products) saved[name] = every;
+    if (std::ranges::find(lists, saved) == lists.end()) lists.push_back(std::move(saved));
+  };
+  add({}, 0);
+  add(job.chain.products, 2);
+  add(job.chain.products, 0);
+  return lists;
+}
+
 std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options) {
   std::vector<NamedChoice> baselines;
   for (const bool fsdp1 : Policies(job, options)) {
@@ -216,6 +232,14 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
     recomputed.name += ", blocks recomputed";
     recomputed.choice.recomputed = job.chain.blocks;
     baselines.push_back(std::move(recomputed));
+  }
+  for (std::size_t i = 0; i < plain; ++i) {
+    if (baselines[i].choice != Titan(job) || SavedByTorchtitan(job).empty()) continue;
+    NamedChoice selective = baselines[i];
+    selective.name += ", blocks recomputed but for what torchtitan saves";
+    selective.choice.recomputed = job.chain.blocks;
+    selective.choice.saved = SavedByTorchtitan(job);
+    baselines.push_back(std::move(selective));
   }
   return baselines;
 }
@@ -252,6 +276,9 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
       grid.push_back(choice);
       if (!options.may_checkpoint || job.keeps_checkpoint) continue;
       choice.recomputed = job.chain.blocks;
+      grid.push_back(choice);
+      if (SavedByTorchtitan(job).empty()) continue;
+      choice.saved = SavedByTorchtitan(job);
       grid.push_back(choice);
     }
   }
@@ -293,11 +320,11 @@ std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const 
       AddLayoutMoves(job, choice, moves);
       AddAccumulationMoves(job, choice, moves);
       break;
-    case 1:
+    case kRecomputationMoves:
       AddCheckpointMoves(job, options, choice, moves);
       AddOffloadMoves(options, choice, moves);
       break;
-    case 2:
+    case kUnitMoves:
       AddUnitMoves(job, choice, moves);
       break;
     default:

@@ -1,6 +1,8 @@
 // Where the search begins, and where it can go.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -22,8 +24,12 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
 std::vector<Choice> Orders(const Job& job, const Choice& choice);
 // The choices next to one in a class of decisions, of kMoveClasses.
 inline constexpr int kMoveClasses = 4;
+inline constexpr int kRecomputationMoves = 1, kUnitMoves = 2;
 std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const Choice& choice,
                           int move_class);
+// What a recomputation may keep: nothing, the results of attention, those of every second product, too, or of
+// all.
+std::vector<std::map<std::string, std::int64_t>> SavedOperators(const Job& job);
 // The one that needs least memory, as far as that can be told without planning.
 std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options);
 

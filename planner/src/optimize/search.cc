@@ -1,6 +1,10 @@
 #include "optimize/search.h"
 
 #include <algorithm>
+#include <iterator>
+
+#include "optimize/recomputation.h"
+#include "shardplan/simulator/cost_model.h"
 
 namespace shardplan::optimize {
 namespace {
@@ -9,6 +13,10 @@ namespace {
 constexpr int kClimbs = 4;
 // After so many choices that reserve more than the budget, what pools as much as one of them is passed over.
 constexpr int kMostOver = 8;
+// So many of the cuts next to one are planned.
+constexpr std::size_t kMostCuts = 16;
+// After so many plans no further beginning is climbed from.
+constexpr std::int64_t kEnough = 400;
 
 }  // namespace
 
@@ -83,9 +91,112 @@ void Search::Climb() {
   for (int still = 0, move_class = 0; best_ && still < kMoveClasses && !evaluator_.Ended();
        move_class = (move_class + 1) % kMoveClasses) {
     const Choice from = best_->choice;
-    Consider(Moves(job_, options_, from, move_class));
+    std::vector<Choice> moves = Moves(job_, options_, from, move_class);
+    if (move_class == kUnitMoves && !job_.keeps_units && !from.fsdp1) {
+      // Where memory is short, cuts count for what they need, which the model does not know.
+      const bool tight = best_->evaluation.pooled_bytes.value > options_.budget.value / 10 * 9;
+      if (!tight) moves = evaluator_.Fastest(std::move(moves), kMostCuts);
+      std::vector<Choice> cuts = evaluator_.PromisingUnits(from, kMostCuts);
+      const bool may_keep = tight && !job_.keeps_reshard;
+      Consider(may_keep ? KeepingMost(std::move(cuts)) : std::move(cuts));
+    }
+    Consider(moves);
+    if (move_class == kRecomputationMoves) TryRecomputationBeside(best_->choice);
     still = best_->choice == from ? still + 1 : 0;
   }
+}
+
+void Search::FitRecomputationOf(const Choice& from) {
+  const Nanoseconds limit = fits_ ? best_->evaluation.step_ns : shardplan::kLongestStep;
+  Consider(FitRecomputation(evaluator_, job_, options_, recomputation_, from, limit));
+}
+
+// The fastest that recomputes nothing, and others that keep less after the forward, are made to fit.
+void Search::TryRecomputation(const std::vector<Choice>& grid) {
+  if (job_.keeps_checkpoint || !options_.may_checkpoint) return;
+  std::optional<Found> fastest;
+  for (const Choice& choice : grid) {
+    const auto known = evaluator_.known().find(choice);
+    if (known == evaluator_.known().end() || !known->second.planned || choice.recomputed > 0) continue;
+    if (!fastest || known->second.step_ns < fastest->evaluation.step_ns) fastest = {choice, known->second};
+  }
+  if (!fastest || Fits(*fastest)) return;
+  const auto units = {fastest->choice.units, UnitsOfBlocks(job_.chain, 1, Ends::kOwn)};
+  const auto part = std::ranges::max_element(grid, {}, &Choice::part);
+  for (const std::vector<std::int32_t>& cut : units) {
+    Choice from = fastest->choice;
+    if (!job_.keeps_units) from.units = cut;
+    FitRecomputationOf(from);
+    if (job_.keeps_reshard || from.fsdp1) return;
+    for (const std::int32_t share : {2, 0}) {
+      from.kept = share == 0 ? 0 : static_cast<std::int32_t>(cut.size()) / share;
+      FitRecomputationOf(from);
+    }
+    if (part == grid.end() || part->part <= 1 || from.even) continue;
+    from.part = part->part;
+    FitRecomputationOf(from);
+  }
+}
+
+// What is kept and what is recomputed share the budget: where one has less, the other has more.
+void Search::TryRecomputationBeside(const Choice best) {
+  FitRecomputationOf(best);
+  if (job_.keeps_checkpoint || !options_.may_checkpoint || job_.keeps_reshard || best.fsdp1) return;
+  const auto units = static_cast<std::int32_t>(best.units.size());
+  const std::int32_t kept = std::min(best.kept, units);
+  for (const std::int32_t parts : {4, 16}) {
+    const std::int32_t step = std::max(units / parts, 1);
+    for (const std::int32_t other : {kept - step, kept + step}) {
+      if (other < 0 || other > units) continue;
+      Choice beside = best;
+      beside.kept = other;
+      FitRecomputationOf(beside);
+    }
+  }
+  for (const std::int32_t other : {best.accumulated - units / 8 - 1, best.accumulated + units / 8 + 1}) {
+    Choice beside = best;
+    beside.accumulated = std::clamp(other, 0, units);
+    if (Effective(job_, beside) != Effective(job_, best)) FitRecomputationOf(beside);
+  }
+}
+
+// Of each, as many units kept as the budget allows, and what is next to that.
+std::vector<Choice> Search::KeepingMost(std::vector<Choice> choices) {
+  struct Count {
+    std::int32_t fits = -1, over = 0;
+  };
+  std::vector<Count> counts;
+  for (const Choice& choice : choices)
+    counts.push_back({-1, static_cast<std::int32_t>(choice.units.size()) + 1});
+  std::vector<Choice> tried;
+  constexpr int kRounds = 7;
+  for (int round = 0; round < kRounds; ++round) {
+    std::vector<Choice> asked;
+    std::vector<std::size_t> of;
+    for (std::size_t i = 0; i < choices.size(); ++i) {
+      if (counts[i].fits + 1 >= counts[i].over) continue;
+      // First what is kept already.
+      const std::int32_t middle = (counts[i].fits + counts[i].over) / 2;
+      choices[i].kept = round == 0 ? std::clamp(choices[i].kept, 0, counts[i].over - 1) : middle;
+      asked.push_back(choices[i]);
+      of.push_back(i);
+    }
+    const std::vector<Evaluation> evaluations = evaluator_.Evaluate(asked);
+    for (std::size_t i = 0; i < asked.size(); ++i) {
+      const bool fits = evaluations[i].planned && evaluations[i].pooled_bytes <= options_.budget;
+      (fits ? counts[of[i]].fits : counts[of[i]].over) = asked[i].kept;
+    }
+    tried.insert(tried.end(), asked.begin(), asked.end());
+  }
+  for (std::size_t i = 0; i < choices.size(); ++i) {
+    // What is reserved is more than what is pooled.
+    for (const std::int32_t less : {1, 2}) {
+      if (counts[i].fits < less) continue;
+      tried.push_back(choices[i]);
+      tried.back().kept = counts[i].fits - less;
+    }
+  }
+  return tried;
 }
 
 // The most promising that is known and was not climbed from: the fastest that pools no more than the budget.
@@ -102,6 +213,24 @@ std::optional<Found> Search::Next(const std::set<Choice>& tried) const {
   return next;
 }
 
+// Those of the grid whose work without a recomputation would let them win, and that do not fit without.
+std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) const {
+  std::vector<Choice> recomputing;
+  for (const Choice& choice : grid) {
+    if (choice.recomputed == 0) continue;
+    Choice without = choice;
+    without.recomputed = 0;
+    without.saved.clear();
+    const auto known = evaluator_.known().find(without);
+    if (known != evaluator_.known().end() && known->second.planned) {
+      if (known->second.pooled_bytes <= options_.budget) continue;
+      if (fits_ && known->second.work_ns >= best_->evaluation.step_ns) continue;
+    }
+    recomputing.push_back(choice);
+  }
+  return recomputing;
+}
+
 std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   refused_ = refused;
   best_.reset();
@@ -109,12 +238,23 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   std::vector<Choice> beginnings;
   for (const NamedChoice& baseline : Baselines(job_, options_)) beginnings.push_back(baseline.choice);
   const std::vector<Choice> grid = Grid(job_, options_);
-  beginnings.insert(beginnings.end(), grid.begin(), grid.end());
-  const std::vector<Choice> frugal = Frugal(job_, options_);
-  beginnings.insert(beginnings.end(), frugal.begin(), frugal.end());
+  // A recomputation makes a step longer: it is of use where nothing else fits.
+  std::ranges::copy_if(grid, std::back_inserter(beginnings),
+                       [](const Choice& choice) { return choice.recomputed == 0; });
+  // Where ranks would pad much, nothing of the grid may fit as people set it.
+  for (Choice choice : grid) {
+    if (job_.even_dims.empty() || job_.keeps_layout) break;
+    if (choice.recomputed > 0 || choice.part > 1 || choice.fsdp1) continue;
+    choice.even = true;
+    beginnings.push_back(std::move(choice));
+  }
   Consider(beginnings);
+  TryRecomputation(beginnings);
+  Consider(RecomputingOf(grid));
+  if (!fits_) Consider(Frugal(job_, options_));
   std::set<Choice> tried;
   for (int climb = 0; climb < kClimbs && best_ && !evaluator_.Ended(); ++climb) {
+    if (climb > 0 && evaluator_.evaluations() >= kEnough) break;
     const std::optional<Found> begin = climb == 0 ? best_ : Next(tried);
     if (!begin) break;
     const std::optional<Found> before = best_;

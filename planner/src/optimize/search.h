@@ -8,6 +8,7 @@
 
 #include "optimize/evaluator.h"
 #include "optimize/moves.h"
+#include "optimize/recomputation.h"
 
 namespace shardplan::optimize {
 
@@ -29,6 +30,11 @@ class Search {
  private:
   void Consider(const std::vector<Choice>& choices, bool even_late = false);
   void Tell();
+  void TryRecomputation(const std::vector<Choice>& grid);
+  void FitRecomputationOf(const Choice& from);
+  void TryRecomputationBeside(Choice best);
+  std::vector<Choice> KeepingMost(std::vector<Choice> choices);
+  std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid) const;
   void TryOrders(const std::vector<Choice>& grid);
   void Climb();
   std::optional<Found> Next(const std::set<Choice>& tried) const;
@@ -36,6 +42,7 @@ class Search {
   Evaluator& evaluator_;
   const Job& job_;
   const OptimizeOptions& options_;
+  RecomputationPrices recomputation_;
   std::set<Choice> refused_;
   std::optional<Found> best_;
   bool fits_ = false;                                  // the best does

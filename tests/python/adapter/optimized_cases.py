@@ -7,7 +7,9 @@ there before autograd's first backward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -29,6 +31,7 @@ class Job:
     microbatches: int = 1
     mesh: tuple[tuple[str, int], ...] = (("shard", 2),)
     flags: tuple[str, ...] = ()
+    checkpoint: dict | None = None  # what stays as it is given
     # Gradients of micro-batches are summed before the ranks' sum and not behind it: other roundings.
     tolerance: float = 0.0
 
@@ -53,7 +56,10 @@ class Job:
 JOBS = [
     Job("mlp", "mlp"),
     Job("gpt", "gpt"),
+    # The user wraps nothing: sp.apply does.
     Job("gpt_recomputes", "gpt", flags=("--allow", "checkpoint")),
+    Job("gpt_recomputes_blocks", "gpt", checkpoint={"modules": ["blocks.*"]}),
+    Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
 ]
 
@@ -67,8 +73,19 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
     theirs_model = with_fsdp2(usual, make_model(usual), mesh)
     ours = Trainer(case, ours_model, PlanCalls(ours_model))
     theirs = Trainer(usual, theirs_model, Fsdp2Calls(theirs_model))
+    runs = [0, 0]
+    if job.checkpoint:
+        for side, model in enumerate((ours_model, theirs_model)):
+            model.blocks[1].attention.qkv.register_forward_pre_hook(functools.partial(_count, runs, side))
     # The two programs name their calls apart; what the optimizer made is compared.
-    return compare_training(case, Stepped(ours), Stepped(theirs), whole_parameters)
+    distance, difference = compare_training(case, Stepped(ours), Stepped(theirs), whole_parameters)
+    if distance <= case.tolerance and runs[0] != (2 if job.checkpoint else 1) * runs[1]:
+        return math.inf, f"the plan's model ran a module {runs[0]} times, and the other {runs[1]} times: once more for each is right"
+    return distance, difference
+
+
+def _count(runs: list[int], side: int, *_: object) -> None:
+    runs[side] += 1
 
 
 class Stepped:
@@ -93,10 +110,12 @@ def main(folder_name: str) -> None:
         trace_path, given, made = (folder / f"{job.name}.{what}.json" for what in ("trace", "given", "made"))
         with open(trace_path, "w", encoding="utf-8") as file:
             document.write(trace(case), file)
-        given.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **job.usual()}))
+        kept = {"checkpoint": job.checkpoint} if job.checkpoint else {}
+        given.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **job.usual(), **kept}))
+        flags = (*job.flags, *(("--fix", "checkpoint") if job.checkpoint else ()))
         command = [pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan"), "optimize", trace_path, "--cluster", cluster(folder, case.ranks),
                    "--strategy", given, "--policy", "fsdp2", "--memory-budget", job.budget, "-o", folder / f"{job.name}.plan.json",
-                   "--write-strategy", made, "--time-limit", "2min", "-q", *job.flags]
+                   "--write-strategy", made, "--time-limit", "2min", "-q", *flags]
         done = subprocess.run([str(part) for part in command], text=True, capture_output=True)
         if done.returncode != 0:
             raise RuntimeError(f"{job.name}: shardplan optimize: exit code {done.returncode}\n{done.stderr}")

@@ -27,6 +27,7 @@ from ._mesh import data_parallel_mesh, mesh_rank, process_groups, resolve_mesh, 
 from ._native import native
 from ._peers import connect, peers, seconds
 from ._precision import casts_of, precision_of, rule_of, torch_dtype
+from ._recompute import recompute
 from ._replan import RequiresGrad, replan, requires_grad_of
 from ._shard import (
     ShardedParameter,
@@ -456,7 +457,8 @@ def apply(
     memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer at an
     address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
-    plan: a plan document's path, or what load_plan returned.
+    plan: a plan document's path, or what load_plan returned. What its strategy recomputes runs under PyTorch's
+    checkpoint, unless the model has wrappers for that already.
     timeout: seconds after which a collective of the plan, on any communicator, has failed, and after which ranks that do not
     come to this call are given up. None: the default process group's (init_process_group).
     verify: whether the plan is verified first. A plan that does what PyTorch itself does wrong warns; any other that does not
@@ -505,6 +507,7 @@ def apply(
     applied = Applied(
         model, plan, mesh, meshes, device, groups, made_groups, runtime, by_fqn, shards, memory, timeout_s
     )
+    applied.undo.append(recompute(plan, model))
     applied.start()
     if plan.policy == "fsdp1":
         flat = applied.flat_units()

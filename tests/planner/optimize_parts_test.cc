@@ -1,0 +1,205 @@
+// The parts of the optimising planner that guess what is worth planning: cuts of the chain, and what has to
+// be recomputed to be within a budget.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+
+#include "optimize/evaluator.h"
+#include "optimize/recomputation.h"
+#include "optimize/unit_model.h"
+#include "shardplan/planner/planner.h"
+#include "tests/planner/bound_cases.h"
+
+namespace shardplan {
+namespace {
+
+using optimize::Choice;
+using optimize::Evaluation;
+using testing::Random;
+
+struct PartsCase {
+  Trace trace;
+  Cluster cluster;
+};
+
+// Blocks of a norm, an attention and an mlp, of which each keeps something for the backward.
+PartsCase RandomPartsCase(std::uint32_t seed, int blocks) {
+  Random random(seed * 7919U + 3);
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+  const std::int64_t rows = 32 * (1 + random.Below(6)), columns = 32 * (1 + random.Below(6));
+  for (int i = 0; i < blocks; ++i) {
+    list.children.push_back({.name = std::to_string(i),
+                             .class_name = "Block",
+                             .children = {{.name = "norm", .parameters = {{columns}}},
+                                          {.name = "attn", .parameters = {{rows, columns}}},
+                                          {.name = "mlp", .parameters = {{2 * rows, columns}}}}});
+  }
+  PartsCase c{.trace = testing::TraceOf({.name = "",
+                                         .children = {{.name = "embed", .parameters = {{rows, columns}}},
+                                                      list,
+                                                      {.name = "head", .parameters = {{rows, columns}}}}},
+                                        100'000 * (1 + random.Below(100))),
+              .cluster = testing::RandomCluster(random, 4)};
+  c.cluster.device.memory_bytes_per_second = 10'000'000'000;
+  const std::int64_t saved = 1024 * (1 + random.Below(512));
+  for (TraceEvent& event : c.trace.forwards.front().events) {
+    if (auto* allocate = std::get_if<AllocateEvent>(&event)) allocate->size_bytes = {saved};
+    if (auto* op = std::get_if<OperatorEvent>(&event); op != nullptr && op->module >= 0) {
+      const std::string& fqn = c.trace.modules[op->module].fqn;
+      if (fqn.ends_with("attn")) op->name = "aten._scaled_dot_product_flash_attention";
+      if (fqn.ends_with("norm")) op->name = "aten.mul", op->flops = 0;
+    }
+  }
+  return c;
+}
+
+std::pair<std::uint32_t, std::uint32_t> SeedsUpTo(std::uint32_t last) {
+  if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) {
+    const auto only = static_cast<std::uint32_t>(std::atoi(seed));
+    return {only, only};
+  }
+  return {1, last};
+}
+
+// Of what the model of units proposes, the best is hardly slower than any cut of many at random.
+TEST(UnitModel, ProposesCutsThatAreAsGoodAsAny) {
+  const auto [first, last] = SeedsUpTo(12);
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    const PartsCase c = RandomPartsCase(seed, 8);
+    OptimizeOptions options{.budget = {std::int64_t{1} << 40}, .time_limit_ns = {0}};
+    optimize::Job job = optimize::MakeJob(c.trace, {}, 4);
+    optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
+    Random random(seed);
+    Choice from{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .in_flight = 4};
+    from.kept = random.Chance(50) ? 100 : random.Below(4);
+    from.prefetch = 1 + random.Below(3);
+    const std::vector<Choice> proposed = evaluator.PromisingUnits(from);
+    ASSERT_FALSE(proposed.empty());
+    std::optional<Nanoseconds> best;
+    for (const Evaluation& e : evaluator.Evaluate(proposed)) {
+      ASSERT_TRUE(e.planned);
+      best = best ? std::min(*best, e.step_ns) : e.step_ns;
+    }
+    const auto modules = static_cast<std::int32_t>(job.chain.modules.size());
+    for (int i = 0; i < 40; ++i) {
+      Choice other = from;
+      other.units.clear();
+      for (std::int32_t left = modules; left > 0; left -= other.units.back())
+        other.units.push_back(std::min(left, 1 + random.Below(1 + random.Below(5))));
+      // As many modules are kept, or fewer.
+      std::int32_t kept_modules = 0, at = modules;
+      for (std::int32_t k = 0; k < std::min<std::int32_t>(from.kept, 10); ++k) ++kept_modules;
+      other.kept = from.kept >= 100 ? 100 : 0;
+      for (auto unit = other.units.rbegin(); other.kept < 100 && unit != other.units.rend(); ++unit) {
+        at -= *unit;
+        if (modules - at > kept_modules) break;
+        ++other.kept;
+      }
+      const Evaluation e = evaluator.Evaluate({other}).front();
+      ASSERT_TRUE(e.planned);
+      EXPECT_LE(best->value, e.step_ns.value * 103 / 100) << "cut " << i;
+    }
+  }
+}
+
+// Of all counts of whole blocks that are within the budget the fewest is no faster, and what is proposed
+// differs in what is recomputed alone.
+TEST(Recomputation, IsNoDearerThanWholeBlocks) {
+  const auto [first, last] = SeedsUpTo(10);
+  int fitted = 0;
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    const PartsCase c = RandomPartsCase(seed, 6);
+    OptimizeOptions options{.budget = {std::int64_t{1} << 40}, .may_checkpoint = true, .time_limit_ns = {0}};
+    optimize::Job job = optimize::MakeJob(c.trace, {}, 4);
+    optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
+    const Choice none{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn)};
+    Choice all = none;
+    all.recomputed = job.chain.blocks;
+    optimize::RecomputationPrices prices;
+    const Bytes most = evaluator.Evaluate({none}).front().pooled_bytes;
+    const Bytes least = evaluator.Evaluate({all}).front().pooled_bytes;
+    for (const int part : {100, 80, 50, 20, 0}) {
+      options.budget.value = least.value + (most.value - least.value) * part / 100;
+      std::optional<Nanoseconds> whole, best;
+      for (std::int32_t count = 0; count <= job.chain.blocks; ++count) {
+        Choice next = none;
+        next.recomputed = count;
+        const Evaluation e = evaluator.Evaluate({next}).front();
+        if (e.pooled_bytes <= options.budget) whole = whole ? std::min(*whole, e.step_ns) : e.step_ns;
+      }
+      for (Choice tried : optimize::FitRecomputation(evaluator, job, options, prices, none, kLongestStep)) {
+        const Evaluation e = evaluator.Evaluate({tried}).front();
+        if (e.planned && e.pooled_bytes <= options.budget)
+          best = best ? std::min(*best, e.step_ns) : e.step_ns;
+        tried.recomputed = 0;
+        tried.children.clear();
+        tried.rest.clear();
+        tried.saved.clear();
+        EXPECT_EQ(tried, none);
+      }
+      if (!whole) continue;
+      ASSERT_TRUE(best.has_value()) << "part " << part;
+      EXPECT_LE(best->value, whole->value * 101 / 100) << "part " << part;
+      ++fitted;
+    }
+  }
+  EXPECT_GT(fitted, first == last ? 0 : 20);
+}
+
+// Units that wait for the last micro-batch are reduced once, the others in each.
+TEST(Accumulation, OfSomeUnitsIsReducedOnce) {
+  const PartsCase c = RandomPartsCase(2, 4);
+  constexpr std::int32_t kMicrobatches = 3;
+  StepProgram step;
+  for (std::int32_t m = 0; m < kMicrobatches; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  const optimize::Job job = optimize::MakeJob(c.trace, {.program = {step}}, 4);
+  for (const auto accumulation : {optimize::Accumulation::kEach, optimize::Accumulation::kEachKept}) {
+    for (std::int32_t accumulated = 0; accumulated <= 6; ++accumulated) {
+      Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .kept = 2};
+      choice.accumulation = accumulation;
+      choice.accumulated = accumulated;
+      const Result<PlannerOutput> planned = MakePlan(c.trace, optimize::StrategyOf(job, choice), c.cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      EXPECT_TRUE(planned->faults.empty());
+      int reduced = 0;
+      for (const Trigger& trigger : planned->plan.steps.back().triggers) {
+        for (const Instruction& i : trigger.instructions)
+          reduced += i.kind == InstructionKind::kReduceScatter;
+      }
+      EXPECT_EQ(reduced, (6 - accumulated) * kMicrobatches + accumulated);
+    }
+  }
+}
+
+// What is decided is what the strategy says.
+TEST(Recomputation, OfPartsIsInTheStrategy) {
+  const PartsCase c = RandomPartsCase(1, 3);
+  const optimize::Job job = optimize::MakeJob(c.trace, {}, 4);
+  EXPECT_EQ(job.chain.products, std::vector<std::string>{"aten.mm"});
+  EXPECT_EQ(job.chain.attentions, std::vector<std::string>{"aten._scaled_dot_product_flash_attention"});
+  Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn)};
+  choice.recomputed = 1;
+  choice.rest = {"mlp"};
+  choice.saved = {{"aten.mm", 2}};
+  const std::optional<CheckpointRule> rule = optimize::StrategyOf(job, choice).checkpoint;
+  ASSERT_TRUE(rule.has_value());
+  EXPECT_EQ(rule->modules, (std::vector<std::string>{"layers.0", "layers.1.mlp", "layers.2.mlp"}));
+  EXPECT_EQ(rule->save, (std::vector<SavedOperator>{{"aten.mm", 2}}));
+  choice.recomputed = 0;  // the rest is all
+  const Choice effective = optimize::Effective(job, choice);
+  EXPECT_EQ(effective.recomputed, 3);
+  EXPECT_EQ(effective.children, std::vector<std::string>{"mlp"});
+  EXPECT_TRUE(effective.rest.empty());
+}
+
+}  // namespace
+}  // namespace shardplan

@@ -1,0 +1,78 @@
+"""Activation checkpointing as the plan's strategy has it: the forwards of modules run under PyTorch's checkpoint.
+
+A wrapper around a module would change the names of its parameters. So the module's forward is replaced, and its hooks stay outside, as those
+of a wrapper are.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import re
+from collections.abc import Callable
+
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+def recompute(plan, model: nn.Module) -> Callable[[], None]:
+    """Makes the modules that the plan recomputes do so. A model with wrappers of its own is left as it is. Returns what undoes it."""
+    rule = json.loads(plan.strategy_json).get("checkpoint")
+    if not rule or any(isinstance(module, CheckpointWrapper) for module in model.modules()):
+        return lambda: None
+    saved = {entry["name"]: entry.get("recompute_every", 0) for entry in rule.get("save", [])}
+    options = {"early_stop": rule.get("early_stop", True)}
+    if saved:
+        options["context_fn"] = functools.partial(_keeping, saved)
+    before = [(module, vars(module).get("forward")) for module in _chosen(model, rule)]
+    for module, _ in before:
+        module.forward = _checkpointed(module.forward, options)
+
+    def undo() -> None:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+    return undo
+
+
+def _checkpointed(forward: Callable, options: dict) -> Callable:
+    @functools.wraps(forward)
+    def run(*args: object, **kwargs: object) -> object:
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+    return run
+
+
+def _chosen(model: nn.Module, rule: dict) -> list[nn.Module]:
+    """In the order of the module tree, of which every so many-th counts."""
+    named = dict(model.named_modules())
+    found = [module for name, module in named.items() if any(_matches(entry, name, module) for entry in rule["modules"])]
+    every = rule.get("every", 1)
+    return found[every - 1 :: every]
+
+
+def _matches(entry: str, name: str, module: nn.Module) -> bool:
+    if entry.startswith("class:"):
+        return type(module).__name__ == entry.removeprefix("class:")
+    pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
+    return re.fullmatch(pattern, name) is not None
+
+
+def _keeping(saved: dict[str, int]) -> tuple:
+    """The results of these operators are kept, but of every so many-th of a module's."""
+    seen: collections.Counter = collections.Counter()
+
+    def policy(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+        name = str(operator).rpartition(".")[0]
+        if name not in saved:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[context.is_recompute, name] += 1
+        again = saved[name] > 0 and seen[context.is_recompute, name] % saved[name] == 0
+        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
