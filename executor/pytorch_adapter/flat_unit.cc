@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,6 +21,14 @@ bool SameStorage(const at::Tensor& a, const at::Tensor& b) {
 
 std::int64_t Product(const std::vector<std::int64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+}
+
+// `from`, of another stream, may go while the copy is under way.
+void CopyOnCurrentStream(at::Tensor& to, const at::Tensor& from) {
+  to.copy_(from);
+  if (!from.is_cuda()) return;
+  const c10::impl::VirtualGuardImpl device(from.device().type());
+  from.record_stream(device.getStream(from.device()));
 }
 
 // module.name = tensor, whatever is registered under that name: first deleted, as nn.Module lets no plain
@@ -86,15 +95,15 @@ at::Tensor FlatUnit::Slice(const at::Tensor& whole, const VisibleParameter& visi
   return whole.narrow(0, visible.offset, Product(visible.shape)).view(visible.shape);
 }
 
-Status FlatUnit::WriteBack() {
+Status FlatUnit::WriteBack(const Issue& issue) {
   const at::NoGradGuard no_grad;
   if (views_bound_ && options_.original_parameters) return {};
   for (VisibleParameter& visible : visible_) {
     if (Status status = CheckDtype(visible); !status) return status;
     if (!visible.in_shard) continue;
-    if (Status status = WriteBackParameter(visible); !status) return status;
+    if (Status status = WriteBackParameter(visible, issue); !status) return status;
     if (!published_.defined()) continue;
-    if (Status status = WriteBackGradient(visible); !status) return status;
+    if (Status status = WriteBackGradient(visible, issue); !status) return status;
   }
   return {};
 }
@@ -112,7 +121,7 @@ Status FlatUnit::CheckDtype(const VisibleParameter& visible) const {
 }
 
 // Modules that hold another parameter than ours: it takes our one's place.
-Status FlatUnit::WriteBackParameter(VisibleParameter& visible) {
+Status FlatUnit::WriteBackParameter(VisibleParameter& visible, const Issue& issue) {
   PyObject* found = nullptr;
   for (const ParameterSlot& slot : visible.slots) {
     PyObject* held = PyDict_GetItem(slot.dict.get(), slot.name.get());
@@ -143,23 +152,21 @@ Status FlatUnit::WriteBackParameter(VisibleParameter& visible) {
                     visible.fqn, fmt::join(visible.shape, ", "), fmt::join(tensor.sizes(), ", ")));
   }
   at::Tensor slice = Slice(shard_, visible);
-  slice.copy_(tensor.detach());
+  const Status copied = issue([&] { CopyOnCurrentStream(slice, tensor.detach()); });
   tensor.set_data(slice);
-  return {};
+  return copied;
 }
 
 // The plan adds to the gradient that it made before; the user's .grad says what that is now.
-Status FlatUnit::WriteBackGradient(const VisibleParameter& visible) {
+Status FlatUnit::WriteBackGradient(const VisibleParameter& visible, const Issue& issue) {
   const at::Tensor tensor = THPVariable_Unpack(visible.object.get());
   if (!tensor.requires_grad()) return {};
   at::Tensor slice = Slice(published_, visible);
-  if (!tensor.grad().defined()) {
-    slice.zero_();
-  } else if (!SameStorage(tensor.grad(), published_)) {
-    slice.copy_(tensor.grad().view(visible.shape));
-    if (tensor.grad().scalar_type() == slice.scalar_type()) tensor.mutable_grad() = slice;
-  }
-  return {};
+  if (!tensor.grad().defined()) return issue([&] { slice.zero_(); });
+  if (SameStorage(tensor.grad(), published_)) return {};
+  const Status copied = issue([&] { CopyOnCurrentStream(slice, tensor.grad().view(visible.shape)); });
+  if (tensor.grad().scalar_type() == slice.scalar_type()) tensor.mutable_grad() = slice;
+  return copied;
 }
 
 std::optional<bool> FlatUnit::RequiresGrad(std::int32_t parameter) const {

@@ -6,6 +6,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -62,9 +63,11 @@ class FlatUnit {
   // The modules hold the visible parameters again. Without original parameters they go on holding views.
   Status BindSharded();
 
+  // Runs work on the stream that reads the shard next.
+  using Issue = std::function<Status(const std::function<void()>&)>;
   // What the user replaced since (a parameter's data, a parameter, a gradient that the plan accumulates into)
   // is copied into the shard. FlatParamHandle._writeback_orig_params. kNegative: it has another shape.
-  Status WriteBack();
+  Status WriteBack(const Issue& issue);
 
   // Does the original parameter need a gradient? Nothing where there are none: the flat one is PyTorch's.
   std::optional<bool> RequiresGrad(std::int32_t parameter) const;
@@ -90,8 +93,8 @@ class FlatUnit {
  private:
   at::Tensor Slice(const at::Tensor& whole, const VisibleParameter& visible) const;
   Status CheckDtype(const VisibleParameter& visible) const;
-  Status WriteBackParameter(VisibleParameter& visible);
-  Status WriteBackGradient(const VisibleParameter& visible);
+  Status WriteBackParameter(VisibleParameter& visible, const Issue& issue);
+  Status WriteBackGradient(const VisibleParameter& visible, const Issue& issue);
 
   Options options_;
   at::Tensor shard_;

@@ -111,7 +111,7 @@ void AddFlatUnit(Runtime& runtime, UnitId unit, bool original_parameters, bool t
 }
 
 void WriteBack(Runtime& runtime, UnitId unit) {
-  if (Status status = runtime.ShardedParametersRead(unit); !status) {
+  if (Status status = runtime.ShardedParametersRead(unit, 0); !status) {
     throw std::runtime_error("shardplan: " + ToString(status.error()));
   }
 }

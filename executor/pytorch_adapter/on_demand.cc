@@ -41,9 +41,13 @@ OnDemand::OnDemand(const Plan& plan, std::int64_t rank, executor::TorchDevice& d
       presence_(std::move(presence)),
       whole_(plan.units.size(), -1),
       gathered_(plan.units.size(), Gathered::kNo),
+      offloads_(plan.units.size()),
       keeps_(plan.units.size()) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     const Buffer& buffer = plan.buffers[b];
+    const bool shard_on_host =
+        buffer.role == BufferRole::kParamSharded && buffer.memory != MemoryKind::kDevice;
+    if (shard_on_host) offloads_[buffer.unit] = true;
     if (buffer.role == BufferRole::kParamUnsharded && whole_[buffer.unit] < 0) {
       whole_[buffer.unit] = static_cast<BufferId>(b);
     }
@@ -80,6 +84,13 @@ void OnDemand::Unshard(UnitId unit, bool full_precision) {
   const bool full = full_precision && replayer_->Has(ProcedureKind::kUnshardFullPrecision, unit);
   gathered_[unit] = full ? Gathered::kFullPrecision : Gathered::kWhole;
   Call(full ? ProcedureKind::kUnshardFullPrecision : ProcedureKind::kUnshard, unit);
+  copies_shards_ = copies_shards_ || offloads_[unit];
+}
+
+void OnDemand::AwaitShards() {
+  if (!std::exchange(copies_shards_, false)) return;
+  const ReleaseGil no_gil;
+  if (Result<bool> there = device_.Synchronize(); !there) Throw(there.error());
 }
 
 void OnDemand::Reshard(UnitId unit) {

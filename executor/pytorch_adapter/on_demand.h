@@ -35,6 +35,8 @@ class OnDemand {
   // Frees what Unshard has gathered; does nothing for what a step of the plan has.
   void Reshard(UnitId unit);
   void ReshardAll();
+  // The host changes sharded parameters next: waits for copies of offloaded ones that Unshard has issued.
+  void AwaitShards();
   // The step leaves the plan: what it has gathered is freed by Reshard.
   void TakeOver();
 
@@ -91,6 +93,8 @@ class OnDemand {
   std::vector<BufferId> whole_;              // by unit: the first param_unsharded, -1: none
   std::vector<std::vector<BufferId>> kept_;  // by unit: where its procedures keep gradients
   std::vector<Gathered> gathered_;           // by unit
+  std::vector<bool> offloads_;               // by unit: its shard is in host memory
+  bool copies_shards_ = false;               // Unshard has copied one since AwaitShards
   std::vector<std::vector<bool>> keeps_;     // by unit and parameter: Keep had a gradient; empty: see IsKept
   UnderWay under_way_;
 };

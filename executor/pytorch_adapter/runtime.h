@@ -157,7 +157,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
 
   // ---- executor::Model ----
   bool RunsItself() const override { return true; }
-  Status ShardedParametersRead(UnitId unit) override;
+  Status ShardedParametersRead(UnitId unit, StreamId stream) override;
   Result<bool> MoveExtended(BufferId src, BufferId dst, StreamId stream) override;
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
   Status BindSharded(UnitId unit, BufferId buffer) override;

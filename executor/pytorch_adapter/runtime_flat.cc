@@ -59,10 +59,11 @@ void Runtime::AddFlatUnit(UnitId unit, FlatUnit::Options options, std::vector<Vi
                                                  std::move(views), std::move(gradient));
 }
 
-Status Runtime::ShardedParametersRead(UnitId unit) {
+Status Runtime::ShardedParametersRead(UnitId unit, StreamId stream) {
   if (!units_[unit].flat) return {};
   const HoldGil gil;
-  return units_[unit].flat->WriteBack();
+  return units_[unit].flat->WriteBack(
+      [&](const std::function<void()>& copy) { return device_->RunOn(std::max(stream, 0), copy); });
 }
 
 // Of the point that is being passed.
@@ -77,7 +78,7 @@ Status Runtime::BindFlatViews(UnitId unit, BufferId buffer) {
   const bool evaluates = units_[unit].unplanned && !fallback_.active();
   if (!evaluates && !InForward()) return flat.BindViewsAgain();
   if (plan_->buffers[buffer].role == BufferRole::kParamSharded) {  // not sharded: nothing is gathered
-    if (Status status = flat.WriteBack(); !status) return status;
+    if (Status status = ShardedParametersRead(unit, 0); !status) return status;
   }
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < plan_->units[unit].parameters.size(); ++i) {

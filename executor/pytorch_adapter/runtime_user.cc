@@ -119,10 +119,15 @@ void Runtime::OptimizerSteps() {
   if (torch::autograd::get_current_graph_task_id() != -1) return;
   optimizer_seen_ = true;
   GiveUpIfInterrupted(forward_root_);  // nothing is stepped with gradients of half a backward
-  if (fallback_.active()) return EndFallback();
-  if (BetweenSteps()) return;
-  Deviate("optimizer.step()");  // with fewer micro-batches, say
-  EndFallback();
+  if (fallback_.active()) {
+    EndFallback();
+  } else if (!BetweenSteps()) {
+    Deviate("optimizer.step()");  // with fewer micro-batches, say
+    EndFallback();
+  } else if (replayer_->Expected().kind == TriggerKind::kOptimizerStep) {
+    Fire(executor::TriggerKey(replayer_->Expected()));  // it may wait for copies of what is stepped
+  }
+  on_demand_.AwaitShards();
 }
 
 void Runtime::EndFallback() {

@@ -12,6 +12,7 @@
 #include <numeric>
 
 #include "costs.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::run {
 namespace {
@@ -66,26 +67,66 @@ std::unique_ptr<Spinner> MakeMatmulSpinner(c10::Device device) {
   return std::make_unique<MatmulSpinner>(device);
 }
 
+namespace {
+
+std::int64_t NumelOfShape(const std::vector<std::int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+}
+
+// Of a buffer of gradients: the part that holds the parameter's; -1: none.
+std::int64_t PartOf(const Plan& plan, const Buffer& buffer, std::int32_t parameter) {
+  const std::vector<std::int32_t> parameters = ParametersOf(plan, buffer);
+  const auto found = std::ranges::find(parameters, parameter);
+  if (found == parameters.end()) return -1;
+  return buffer.parts_bytes.size() == 1 ? 0 : found - parameters.begin();
+}
+
+}  // namespace
+
 FillerModel::FillerModel(const Plan& plan, executor::TorchDevice& device, const RunOptions& options,
-                         MemoryCount& memory, std::unique_ptr<Spinner> spinner)
-    : plan_(plan), device_(device), options_(options), memory_(memory), spinner_(std::move(spinner)) {
+                         PeakMeter& peak, std::unique_ptr<Spinner> spinner)
+    : plan_(plan),
+      device_(device),
+      options_(options),
+      peak_(peak),
+      spinner_(std::move(spinner)),
+      grad_buffers_(plan.units.size()),
+      gradients_(plan.units.size()) {
   for (const Segment& segment : plan.segments) {
     const auto cost = static_cast<double>(SegmentCost(segment, plan.cluster).value);
     costs_.push_back({std::llround(cost * options.compute_scale)});
   }
-  if (!options.activations) return;
-  const auto add = [&](const std::vector<std::int64_t>& shape, DType dtype) {
-    const std::int64_t numel =
-        std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
-    always_.push_back(
-        at::empty({numel}, at::TensorOptions(executor::ToScalarType(dtype)).device(device.torch_device())));
-    memory_.Add({numel * SizeBytes(dtype)});
-  };
-  for (const TraceInput& input : plan.inputs) add(input.shape, input.dtype);
-  for (const ModuleBuffer& buffer : plan.model_buffers) add(buffer.shape, buffer.dtype);
+  for (std::size_t u = 0; u < plan.units.size(); ++u) gradients_[u].resize(plan.units[u].parameters.size());
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    const Buffer& buffer = plan.buffers[b];
+    const bool is_gradient = buffer.role == BufferRole::kGradUnsharded && buffer.unit >= 0;
+    if (is_gradient) grad_buffers_[buffer.unit].push_back(static_cast<BufferId>(b));
+  }
 }
 
-// Gradients of parameters are buffers of the plan: the replayer allocates them.
+at::Tensor FillerModel::New(std::int64_t numel, DType dtype) {
+  at::Tensor tensor = device_.NewTensor(numel, dtype);
+  peak_.Look();
+  return tensor;
+}
+
+void FillerModel::AllocateBuffers() {
+  if (!options_.activations) return;
+  for (const ModuleBuffer& buffer : plan_.model_buffers)
+    buffers_.push_back(New(NumelOfShape(buffer.shape), buffer.dtype));
+}
+
+void FillerModel::BeginStep(std::int32_t step) {
+  if (!options_.activations) return;
+  std::int32_t microbatches = 1;
+  for (const Trigger& trigger : plan_.steps[step].triggers)
+    microbatches = std::max(microbatches, trigger.microbatch + 1);
+  for (std::int32_t m = 0; m < microbatches; ++m) {
+    for (const TraceInput& input : plan_.inputs)
+      inputs_.push_back(New(NumelOfShape(input.shape), input.dtype));
+  }
+}
+
 void FillerModel::AllocateOrFree(const SegmentEntry& entry, std::int32_t microbatch) {
   const auto slot = [&](StorageId storage) -> at::Tensor& {
     const auto m = static_cast<std::size_t>(microbatch);
@@ -94,26 +135,80 @@ void FillerModel::AllocateOrFree(const SegmentEntry& entry, std::int32_t microba
     return activations_[m][storage];
   };
   if (const auto* allocate = std::get_if<AllocateEvent>(&entry)) {
-    if (allocate->role == StorageRole::kParameterGrad) return;
+    const std::int64_t bytes = allocate->size_bytes.value;
+    if (allocate->role == StorageRole::kParameterGrad) {
+      new_gradients_.push_back(New(bytes, DType::kUInt8));
+      return;
+    }
     at::Tensor& tensor = slot(allocate->storage);
-    if (tensor.defined()) return;
-    tensor =
-        at::empty({allocate->size_bytes.value}, at::TensorOptions(at::kByte).device(device_.torch_device()));
-    memory_.Add(allocate->size_bytes);
+    tensor.reset();  // there already where a step before never freed it
+    tensor = New(bytes, DType::kUInt8);
   } else if (const auto* free = std::get_if<FreeEvent>(&entry)) {
-    at::Tensor& tensor = slot(free->storage);
-    if (!tensor.defined()) return;
-    memory_.Remove({tensor.numel()});
-    tensor.reset();
+    slot(free->storage).reset();
   }
 }
 
-Status FillerModel::Compute(const executor::ComputeCall& call) {
-  for (const executor::GradTarget& grad : call.grads) memory_.Allocate(grad.buffer);
-  if (options_.activations) {
-    for (const SegmentEntry& entry : plan_.segments[call.segment].entries)
-      AllocateOrFree(entry, call.microbatch);
+// Where the gradient is that the part of a grad_unsharded buffer holds, whichever buffer of the unit takes
+// it.
+at::Tensor& FillerModel::GradientOf(BufferId buffer, std::size_t part) {
+  const Buffer& of = plan_.buffers[buffer];
+  return gradients_[of.unit][ParametersOf(plan_, of)[part]];
+}
+
+// Gradients that the segment lists take the memory that it made for them, by size; where one was there
+// before, the new one was added to it and goes.
+void FillerModel::SettleGradients(const Segment& segment) {
+  std::vector<std::pair<BufferId, std::size_t>> missing;
+  for (const SegmentGrad& grad : segment.grads) {
+    for (const BufferId id : grad_buffers_[grad.unit]) {
+      const Buffer& buffer = plan_.buffers[id];
+      const std::int64_t part = PartOf(plan_, buffer, grad.parameter);
+      if (part < 0) continue;
+      at::Tensor& gradient = GradientOf(id, static_cast<std::size_t>(part));
+      if (gradient.defined()) break;
+      const auto made = std::ranges::find_if(new_gradients_, [&](const at::Tensor& bytes) {
+        return bytes.numel() == buffer.parts_bytes[part].value;
+      });
+      if (made == new_gradients_.end()) {
+        missing.emplace_back(id, part);
+        break;
+      }
+      gradient = made->view(executor::ToScalarType(buffer.dtype));
+      new_gradients_.erase(made);
+      break;
+    }
   }
+  new_gradients_.clear();
+  for (const auto& [id, part] : missing) {
+    const Buffer& buffer = plan_.buffers[id];
+    at::Tensor& gradient = GradientOf(id, part);
+    if (gradient.defined()) continue;
+    gradient = New(buffer.parts_bytes[part].value / SizeBytes(buffer.dtype), buffer.dtype);
+  }
+}
+
+Status FillerModel::TakeGradients(UnitId, BufferId buffer) {
+  std::vector<at::Tensor> parts;
+  for (std::size_t p = 0; p < plan_.buffers[buffer].parts_bytes.size(); ++p) {
+    parts.push_back(GradientOf(buffer, p));
+  }
+  return device_.SetParts(buffer, std::move(parts));
+}
+
+Status FillerModel::DropGradients(UnitId, BufferId buffer, std::span<const std::int32_t> parts) {
+  for (std::size_t p = 0; p < plan_.buffers[buffer].parts_bytes.size(); ++p) {
+    const bool goes = parts.empty() || std::ranges::find(parts, static_cast<std::int32_t>(p)) != parts.end();
+    if (goes) GradientOf(buffer, p).reset();
+  }
+  return {};
+}
+
+Status FillerModel::Compute(const executor::ComputeCall& call) {
+  const Segment& segment = plan_.segments[call.segment];
+  if (options_.activations) {
+    for (const SegmentEntry& entry : segment.entries) AllocateOrFree(entry, call.microbatch);
+  }
+  SettleGradients(segment);
   spinner_->Spin(costs_[call.segment]);
   compute_ns_ += costs_[call.segment];
   return {};

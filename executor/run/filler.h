@@ -4,10 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "memory_count.h"
 #include "options.h"
+#include "peak_meter.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 
@@ -25,26 +26,41 @@ std::unique_ptr<Spinner> MakeMatmulSpinner(c10::Device device);
 
 class FillerModel final : public executor::Model {
  public:
-  FillerModel(const Plan& plan, executor::TorchDevice& device, const RunOptions& options, MemoryCount& memory,
+  FillerModel(const Plan& plan, executor::TorchDevice& device, const RunOptions& options, PeakMeter& peak,
               std::unique_ptr<Spinner> spinner);
 
+  // Behind Replayer::Create: the modules' buffers.
+  void AllocateBuffers();
+  // The batches of all micro-batches of plan.steps[step] are there from its begin to its end.
+  void BeginStep(std::int32_t step);
+  void EndStep() { inputs_.clear(); }
+
+  bool MakesGradients() const override { return true; }
   Status Compute(const executor::ComputeCall& call) override;
+  Status TakeGradients(UnitId unit, BufferId buffer) override;
+  Status DropGradients(UnitId unit, BufferId buffer, std::span<const std::int32_t> parts) override;
   Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
 
   // Time the filler was asked to take so far.
   Nanoseconds compute_ns() const { return compute_ns_; }
 
  private:
+  at::Tensor New(std::int64_t numel, DType dtype);
   void AllocateOrFree(const SegmentEntry& entry, std::int32_t microbatch);
+  void SettleGradients(const Segment& segment);
+  at::Tensor& GradientOf(BufferId buffer, std::size_t part);
 
   const Plan& plan_;
   executor::TorchDevice& device_;
   const RunOptions& options_;
-  MemoryCount& memory_;
+  PeakMeter& peak_;
   std::unique_ptr<Spinner> spinner_;
   std::vector<Nanoseconds> costs_;                    // by segment, scaled
   std::vector<std::vector<at::Tensor>> activations_;  // by micro-batch and storage
-  std::vector<at::Tensor> always_;                    // inputs and module buffers
+  std::vector<at::Tensor> buffers_, inputs_;          // of the modules; of the step's micro-batches
+  std::vector<std::vector<BufferId>> grad_buffers_;   // by unit
+  std::vector<std::vector<at::Tensor>> gradients_;  // by unit and parameter; of several in one: at the first
+  std::vector<at::Tensor> new_gradients_;           // of the segment that runs, as bytes
   Nanoseconds compute_ns_;
 };
 

@@ -74,6 +74,8 @@ std::string ResultTable(const Plan& plan, const RunOptions& options, const Measu
   row("waiting for communication", Milliseconds(measured.waiting_ns), of(&Report::exposed_communication_ns));
   row("peak memory", Mebibytes(measured.peak_bytes),
       report == nullptr ? "" : Mebibytes(report->memory.peak_bytes));
+  row("peak memory in bytes", fmt::format("{}", measured.peak_bytes.value),
+      report == nullptr ? "" : fmt::format("{}", report->memory.peak_bytes.value));
   text += CollectiveLines(plan);
   if (report != nullptr && (options.device != DeviceKind::kCuda || options.compute_scale != 1.0)) {
     text += fmt::format("simulated: {} with unscaled compute\n", report->cluster);

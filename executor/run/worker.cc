@@ -11,7 +11,7 @@
 
 #include "backend.h"
 #include "filler.h"
-#include "memory_count.h"
+#include "peak_meter.h"
 #include "results.h"
 #include "shardplan/executor/bounded_store.h"
 #include "shardplan/executor/peers.h"
@@ -28,22 +28,22 @@ Nanoseconds Since(Clock::time_point begin) {
   return {std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count()};
 }
 
-// Where the host's time goes, and the plan's memory.
+// Where the host's time goes, and how much memory is allocated.
 class Meter final : public executor::Observer {
  public:
-  explicit Meter(MemoryCount& memory) : memory_(memory) {}
+  explicit Meter(PeakMeter& peak) : peak_(peak) {}
   void BeforeInstruction(const Instruction&) override { begin_ = Clock::now(); }
   void AfterInstruction(const Instruction& i) override {
     using enum InstructionKind;
     const bool waits = i.kind == kWait || i.kind == kHostWait || i.kind == kAllGather ||
                        i.kind == kReduceScatter || i.kind == kAllReduce;
     if (waits) waiting_ns_ += Since(begin_);
-    memory_.On(i);
+    peak_.Look();
   }
   Nanoseconds waiting_ns() const { return waiting_ns_; }
 
  private:
-  MemoryCount& memory_;
+  PeakMeter& peak_;
   Clock::time_point begin_;
   Nanoseconds waiting_ns_;
 };
@@ -55,8 +55,8 @@ class Rank {
       : plan_(plan),
         options_(options),
         environment_(environment),
-        memory_(plan),
-        meter_(memory_),
+        peak_(allocated_),
+        meter_(peak_),
         store_(executor::MakeBoundedStore(std::move(store), timeout())),
         peers_(std::move(peers)) {}
 
@@ -78,7 +78,8 @@ class Rank {
   const Plan& plan_;
   const RunOptions& options_;
   const RankEnvironment& environment_;
-  MemoryCount memory_;
+  std::shared_ptr<executor::AllocationCount> allocated_ = std::make_shared<executor::AllocationCount>();
+  PeakMeter peak_;
   Meter meter_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<executor::Peers> peers_;
@@ -96,22 +97,25 @@ Status Rank::MakeBackend() {
   collectives_ = std::move(backend->collectives);
   std::unique_ptr<Spinner> spinner =
       options_.device == DeviceKind::kCuda ? MakeMatmulSpinner(device_->torch_device()) : MakeCpuSpinner();
-  model_ = std::make_unique<FillerModel>(plan_, *device_, options_, memory_, std::move(spinner));
+  device_->CountAllocations(allocated_);
+  model_ = std::make_unique<FillerModel>(plan_, *device_, options_, peak_, std::move(spinner));
   auto replayer = executor::Replayer::Create(plan_, environment_.rank, *device_, *collectives_, model_.get());
   if (!replayer) return std::unexpected(replayer.error());
   replayer_ = std::move(*replayer);
   replayer_->SetObserver(&meter_);
+  model_->AllocateBuffers();
   return {};
 }
 
 Status Rank::RunStep() {
   const std::int64_t step = replayer_->steps_completed();
-  memory_.BeginStep();
   const auto begin = Clock::now();
+  model_->BeginStep(replayer_->step_index());
   while (replayer_->steps_completed() == step) {
     const executor::TriggerKey trigger = replayer_->Expected();
     if (Status status = replayer_->Fire(trigger); !status) return status;
   }
+  model_->EndStep();
   Result<bool> done = device_->Synchronize();
   if (!done) return std::unexpected(done.error());
   if (Status status = collectives_->Check(); !status) return status;
@@ -145,7 +149,7 @@ Status Rank::Report() {
       measured.waiting_ns = {
           std::max<std::int64_t>(0, measured.steps_ns.back().value - measured.compute_ns.value)};
     }
-    measured.peak_bytes = memory_.peak_bytes();
+    measured.peak_bytes = peak_.peak_bytes();
     std::unique_ptr<shardplan::Report> simulated;
     if (!options_.report_path.empty()) {
       Result<shardplan::Report> read = ReadReport(options_.report_path);

@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "passes/await_copies.h"
 #include "passes/describe.h"
 #include "passes/dump.h"
 #include "passes/fuse_operators.h"
@@ -139,6 +140,11 @@ Status RunPlaceEvents(const Task& task, Made& made) {
   return {};
 }
 
+Status RunAwaitCopies(const Task&, Made& made) {
+  AwaitCopies(made.plan);
+  return {};
+}
+
 Status RunBuildGraph(const Task&, Made& made) {
   made.graphs = BuildScheduleGraphs(made.plan);
   return {};
@@ -210,7 +216,7 @@ struct PipelinePass {
   std::string (*dump)(const Task&, const Made&);
 };
 
-constexpr std::array<PipelinePass, 13> kPasses = {{
+constexpr std::array<PipelinePass, 14> kPasses = {{
     {{"apply_checkpointing", "trace", ""}, RunApplyCheckpointing, TraceDump},
     {{"fuse_operators", "trace", ""}, RunFuseOperators, TraceDump},
     {{"choose_units", "units", "split_ties"}, RunChooseUnits, UnitsDump},
@@ -219,6 +225,7 @@ constexpr std::array<PipelinePass, 13> kPasses = {{
     {{"join_tensors", "trace", ""}, RunJoinTensors, TraceDump},
     {{"record_order", "order", "place_events"}, RunRecordOrder, OrderDump},
     {{"place_events", "plan", "describe"}, RunPlaceEvents, PlanDump},
+    {{"await_copies", "plan", ""}, RunAwaitCopies, PlanDump},
     {{"build_graph", "graph", "linearise"}, RunBuildGraph, GraphDump},
     {{"linearise", "plan", ""}, RunLinearise, PlanDump},
     {{"describe", "plan", "every reader of the plan"}, RunDescribe, PlanDump},

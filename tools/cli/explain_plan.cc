@@ -17,7 +17,7 @@ struct Reason {
 };
 
 // Instruction::reason of both policies (docs/planner.md).
-constexpr std::array<Reason, 21> kReasons = {{
+constexpr std::array<Reason, 22> kReasons = {{
     {"pre_forward", "the unit's forward begins and needs its parameters"},
     {"post_forward", "the unit's forward is over"},
     {"pre_backward", "the gradient of an output is ready: the unit's backward needs its parameters"},
@@ -38,6 +38,7 @@ constexpr std::array<Reason, 21> kReasons = {{
      "the backward is over: what is still running is waited for, what was gathered for nothing dropped"},
     {"reshard_only", "a frozen unit has nothing to reduce, and is resharded"},
     {"all_reduce_hook", "the user's hook on the reduced gradients"},
+    {"host_memory", "the host steps offloaded parameters, and copies of their memory are still under way"},
     {"optimizer", "the user steps the optimizer"},
     {"optimizer_in_backward", "the optimizer steps a parameter as soon as its gradient is reduced"},
     {"post_optim_event", "the user's own event after the optimizer, which the next all-gathers wait for"},

@@ -17,7 +17,7 @@ std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory) {
 }
 
 at::Tensor CpuDevice::MakeArena(std::int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions(at::kByte).device(c10::kCPU));
+  return MakeTensor(bytes, DType::kUInt8, MemoryKind::kDevice, 0);
 }
 
 Status CpuDevice::PrepareStreams(const Plan& plan) {
@@ -27,14 +27,43 @@ Status CpuDevice::PrepareStreams(const Plan& plan) {
   return {};
 }
 
-at::Tensor CpuDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind, StreamId) {
-  return at::empty({numel}, at::TensorOptions(ToScalarType(dtype)).device(c10::kCPU));
+namespace {
+
+struct CountedMemory {
+  c10::DataPtr memory;
+  std::shared_ptr<AllocationCount> count;
+  std::int64_t bytes;
+};
+
+void FreeCounted(void* context) {
+  const std::unique_ptr<CountedMemory> counted(static_cast<CountedMemory*>(context));
+  counted->count->Freed(counted->bytes);
 }
 
-void CpuDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId) {
+// Memory that `count`, if any, knows of until it is freed.
+c10::DataPtr AllocateCounted(std::int64_t bytes, const std::shared_ptr<AllocationCount>& count) {
+  if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
+  c10::DataPtr memory = c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes));
+  if (count == nullptr) return memory;
+  count->Allocated(bytes);
+  void* data = memory.mutable_get();
+  auto counted = std::make_unique<CountedMemory>(std::move(memory), count, bytes);
+  return {data, counted.release(), &FreeCounted, c10::Device(c10::kCPU)};
+}
+
+}  // namespace
+
+at::Tensor CpuDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId) {
+  const at::TensorOptions options = at::TensorOptions(ToScalarType(dtype)).device(c10::kCPU);
+  if (count_ == nullptr || memory != MemoryKind::kDevice) return at::empty({numel}, options);
+  at::Tensor tensor = at::empty({0}, options);
+  FillStorage(tensor, numel * SizeBytes(dtype), memory, 0);
+  return tensor.as_strided({numel}, {1});
+}
+
+void CpuDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, MemoryKind memory, StreamId) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(bytes > 0 ? c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes))
-                                         : c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+  storage->set_data_ptr_noswap(AllocateCounted(bytes, memory == MemoryKind::kDevice ? count_ : nullptr));
   storage->set_nbytes(static_cast<std::size_t>(bytes));
 }
 

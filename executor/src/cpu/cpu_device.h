@@ -42,6 +42,8 @@ class CpuDevice final : public TorchBuffers {
   Result<bool> Synchronize() override;
   Status RunOn(StreamId stream, const std::function<void()>& work) override;
 
+  void CountAllocations(std::shared_ptr<AllocationCount> count) override { count_ = std::move(count); }
+
   // For the collectives: what is pending on the stream is finished; then `pending` is.
   Status BeginWork(StreamId stream);
   void AddPending(StreamId stream, std::shared_ptr<PendingCollective> pending);
@@ -51,7 +53,7 @@ class CpuDevice final : public TorchBuffers {
  protected:
   Status PrepareStreams(const Plan& plan) override;
   at::Tensor MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) override;
-  void FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) override;
+  void FillStorage(const at::Tensor& tensor, std::int64_t bytes, MemoryKind memory, StreamId stream) override;
   Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) override;
   at::Tensor MakeArena(std::int64_t bytes) override;
   Status BeforeReuse(BufferId, StreamId) override { return {}; }  // what used it is done: BeforeFree
@@ -66,6 +68,7 @@ class CpuDevice final : public TorchBuffers {
   std::vector<PendingList> events_;
   PendingList in_flight_;  // all that are not finished
   std::vector<bool> recorded_;
+  std::shared_ptr<AllocationCount> count_;  // null: nobody counts
   std::function<Status(PendingCollective&)> finish_;
 };
 

@@ -86,9 +86,13 @@ at::Tensor CudaDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind me
   return at::empty({numel}, options.device(torch_device()));
 }
 
-void CudaDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) {
+void CudaDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, MemoryKind memory,
+                             StreamId stream) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (bytes > 0) {
+  if (memory != MemoryKind::kDevice) {
+    const at::Tensor filled = MakeTensor(bytes, DType::kUInt8, memory, stream);
+    storage->set_data_ptr_noswap(std::move(filled.storage().unsafeGetStorageImpl()->mutable_data_ptr()));
+  } else if (bytes > 0) {
     c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
     storage->set_data_ptr_noswap(
         c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<std::size_t>(bytes)));
@@ -287,6 +291,17 @@ Result<bool> CudaDevice::Synchronize() {
     }
   }
   return true;
+}
+
+// A tracker stays for the life of the process.
+void CudaDevice::CountAllocations(std::shared_ptr<AllocationCount> count) {
+  using Entry = c10::CachingDeviceAllocator::TraceEntry;
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
+      [count = std::move(count), index = index_](const Entry& entry) {
+        if (entry.device_ != index) return;
+        if (entry.action_ == Entry::ALLOC) count->Allocated(static_cast<std::int64_t>(entry.size_));
+        if (entry.action_ == Entry::FREE_REQUESTED) count->Freed(static_cast<std::int64_t>(entry.size_));
+      });
 }
 
 Status CudaDevice::RunOn(StreamId stream, const std::function<void()>& work) {

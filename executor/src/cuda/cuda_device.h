@@ -30,13 +30,15 @@ class CudaDevice final : public TorchBuffers {
   Result<bool> Synchronize() override;
   Status RunOn(StreamId stream, const std::function<void()>& work) override;
 
+  void CountAllocations(std::shared_ptr<AllocationCount> count) override;
+
   c10::cuda::CUDAStream stream(StreamId id) const { return streams_[id]; }
   int index() const { return index_; }
 
  protected:
   Status PrepareStreams(const Plan& plan) override;
   at::Tensor MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) override;
-  void FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) override;
+  void FillStorage(const at::Tensor& tensor, std::int64_t bytes, MemoryKind memory, StreamId stream) override;
   Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) override;
   at::Tensor MakeArena(std::int64_t bytes) override;
   Status BeforeReuse(BufferId buffer, StreamId stream) override;

@@ -13,15 +13,14 @@
 namespace shardplan::executor {
 namespace {
 
-bool IsModelMemory(BufferRole role) {
-  return role == BufferRole::kGradUnsharded || role == BufferRole::kOptimizerState ||
-         role == BufferRole::kOptimizerTemp;
+bool IsOptimizerMemory(BufferRole role) {
+  return role == BufferRole::kOptimizerState || role == BufferRole::kOptimizerTemp;
 }
 
 class Builder {
  public:
-  Builder(const Plan& plan, std::int64_t rank, bool model_runs_itself)
-      : plan_(plan), rank_(rank), model_runs_itself_(model_runs_itself), copies_(plan, rank) {}
+  Builder(const Plan& plan, std::int64_t rank, ModelTraits model)
+      : plan_(plan), rank_(rank), model_(model), copies_(plan, rank) {}
 
   Result<Program> Build() {
     FindAdded();
@@ -118,7 +117,7 @@ class Builder {
       const Instruction& instruction = trigger.instructions[i];
       if (Status status = CheckReferences(instruction); !status) return Located(status.error(), i);
       const bool is_compute = instruction.kind == InstructionKind::kCompute;
-      if (computed && !is_compute && model_runs_itself_) {
+      if (computed && !is_compute && model_.runs_itself) {
         return Located(
             MakeInputError("",
                            "an instruction follows a compute instruction in its trigger: the model has "
@@ -266,7 +265,9 @@ class Builder {
   }
 
   bool IsModels(BufferId buffer) const {
-    return model_runs_itself_ && IsModelMemory(plan_.buffers[buffer].role);
+    const BufferRole role = plan_.buffers[buffer].role;
+    return role == BufferRole::kGradUnsharded ? model_.makes_gradients
+                                              : model_.runs_itself && IsOptimizerMemory(role);
   }
 
   bool IsShard(BufferId buffer) const { return plan_.buffers[buffer].role == BufferRole::kParamSharded; }
@@ -409,7 +410,7 @@ class Builder {
 
   const Plan& plan_;
   const std::int64_t rank_;
-  const bool model_runs_itself_;
+  const ModelTraits model_;
   CopyResolver copies_;
   Program program_;
   std::int32_t trigger_microbatch_ = 0;  // of the trigger that is added
@@ -421,8 +422,8 @@ class Builder {
 
 }  // namespace
 
-Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, bool model_runs_itself) {
-  return Builder(plan, rank, model_runs_itself).Build();
+Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, ModelTraits model) {
+  return Builder(plan, rank, model).Build();
 }
 
 }  // namespace shardplan::executor

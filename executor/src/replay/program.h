@@ -85,7 +85,13 @@ struct Program {
 // Marks collectives that follow one another and may be launched as one.
 void FindGroups(const Plan& plan, Program& program);
 
+// What the model does itself (Model::RunsItself, MakesGradients).
+struct ModelTraits {
+  bool runs_itself = false;
+  bool makes_gradients = false;
+};
+
 // Resolves the plan for one rank. Errors as Replayer::Create.
-Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, bool model_runs_itself);
+Result<Program> BuildProgram(const Plan& plan, std::int64_t rank, ModelTraits model);
 
 }  // namespace shardplan::executor

@@ -21,6 +21,11 @@ std::string Describe(const Plan& plan, const TriggerKey& key) {
   return shardplan::Describe(plan, trigger);
 }
 
+ModelTraits TraitsOf(const Model* model) {
+  if (model == nullptr) return {};
+  return {.runs_itself = model->RunsItself(), .makes_gradients = model->MakesGradients()};
+}
+
 }  // namespace
 
 Replayer::Impl::Impl(const Plan& plan, Program program, Device& device, Collectives& collectives,
@@ -30,7 +35,7 @@ Replayer::Impl::Impl(const Plan& plan, Program program, Device& device, Collecti
       device_(device),
       collectives_(collectives),
       model_(model),
-      model_runs_itself_(model != nullptr && model->RunsItself()),
+      model_makes_gradients_(model != nullptr && model->MakesGradients()),
       alive_(plan.buffers.size(), 0),
       freed_parts_(plan.buffers.size()),
       filled_(plan.buffers.size(), 0),
@@ -173,7 +178,7 @@ Result<std::unique_ptr<Replayer>> Replayer::Create(const Plan& plan, std::int64_
     if (plan.steps[s].triggers.empty())
       return MakeInputError(fmt::format("/steps/{}", s), "the step has no trigger");
   }
-  Result<Program> program = BuildProgram(plan, rank, model != nullptr && model->RunsItself());
+  Result<Program> program = BuildProgram(plan, rank, TraitsOf(model));
   if (!program) return std::unexpected(std::move(program.error()));
   auto impl = std::make_unique<Impl>(plan, std::move(*program), device, collectives, model);
   try {

@@ -67,7 +67,7 @@ class Replayer::Impl {
   Device& device_;
   Collectives& collectives_;
   Model* const model_;
-  const bool model_runs_itself_;
+  const bool model_makes_gradients_;
   Observer* observer_ = nullptr;
 
   std::int32_t trigger_ = 0;  // the next one, or the one under way

@@ -52,7 +52,7 @@ Status Replayer::Impl::Release(BufferId buffer) {
   alive_[buffer] = filled_[buffer] = 0;
   freed_parts_[buffer].clear();
   std::ranges::fill(grads_made_[buffer], 0);
-  const bool models = model_runs_itself_ && plan_.buffers[buffer].role == BufferRole::kGradUnsharded;
+  const bool models = model_makes_gradients_ && plan_.buffers[buffer].role == BufferRole::kGradUnsharded;
   return models ? Status() : device_.Free(buffer, {});
 }
 

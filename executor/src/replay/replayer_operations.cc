@@ -102,7 +102,8 @@ Status Replayer::Impl::RunMemory(const Op& op) {
 Status Replayer::Impl::RunMove(const Op& op) {
   if (Status status = RequireReadable(op); !status) return status;
   if (op.reads_shard && model_ != nullptr) {
-    if (Status status = model_->ShardedParametersRead(plan_.buffers[op.src].unit); !status) return status;
+    const UnitId unit = plan_.buffers[op.src].unit;
+    if (Status status = model_->ShardedParametersRead(unit, op.stream); !status) return status;
   }
   if (op.takes_gradients) {
     if (Status status = model_->TakeGradients(plan_.buffers[op.src].unit, op.src); !status) return status;
@@ -181,7 +182,7 @@ Status Replayer::Impl::RunOrder(const Op& op, bool& blocked) {
 Status Replayer::Impl::MakeGradient(GradTarget& target, StreamId stream) {
   if (!alive_[target.buffer]) {
     alive_[target.buffer] = 1;
-    if (!model_runs_itself_) {
+    if (!model_makes_gradients_) {
       if (Status status = device_.Allocate(target.buffer, stream); !status) return status;
     }
   }
@@ -199,7 +200,7 @@ Status Replayer::Impl::Compute(const Op& op) {
   }
   if (model_ == nullptr) return {};
   ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
-  if (!model_runs_itself_) call.grads = targets_;
+  if (!model_makes_gradients_) call.grads = targets_;
   return model_->Compute(call);
 }
 

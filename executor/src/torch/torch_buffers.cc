@@ -9,6 +9,7 @@
 
 #include "replay/copy_resolver.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
@@ -101,6 +102,24 @@ at::Tensor TorchBuffers::MakePart(BufferId id, std::size_t part, StreamId stream
   return MakeTensor(NumelOf(id, part), DTypeOf(id, part), plan_->buffers[id].memory, stream);
 }
 
+std::vector<at::Tensor> TorchBuffers::MakeParts(BufferId id, StreamId stream) {
+  const Buffer& buffer = plan_->buffers[id];
+  std::vector<at::Tensor> parts;
+  if (!IsOneAllocation(buffer) || slots_[id].in_arena) {
+    for (std::size_t p = 0; p < buffer.parts_bytes.size(); ++p) parts.push_back(MakePart(id, p, stream));
+    return parts;
+  }
+  const at::Tensor whole =
+      MakeTensor(SizeBytes(buffer).value / SizeBytes(buffer.dtype), buffer.dtype, buffer.memory, stream);
+  std::int64_t offset = 0;
+  for (const Bytes bytes : buffer.parts_bytes) {
+    const std::int64_t numel = bytes.value / SizeBytes(buffer.dtype);
+    parts.push_back(whole.narrow(0, offset, numel));
+    offset += numel;
+  }
+  return parts;
+}
+
 Status TorchBuffers::Prepare(const Plan& plan) {
   plan_ = &plan;
   slots_.resize(plan.buffers.size());
@@ -135,7 +154,7 @@ Status TorchBuffers::Prepare(const Plan& plan) {
     } else if (slot.keeps_storage) {
       for (std::size_t i = 0; i < buffer.parts_bytes.size(); ++i) {
         slot.parts.push_back(MakePart(static_cast<BufferId>(b), i, -1));
-        FillStorage(slot.parts.back(), 0, -1);
+        FillStorage(slot.parts.back(), 0, buffer.memory, -1);
       }
     }
   }
@@ -145,11 +164,8 @@ Status TorchBuffers::Prepare(const Plan& plan) {
 Status TorchBuffers::MakePersistent(BufferId id) {
   Slot& slot = slots_[id];
   if (slot.alive) return {};  // supplied
-  const Buffer& buffer = plan_->buffers[id];
-  for (std::size_t i = 0; i < buffer.parts_bytes.size(); ++i) {
-    slot.parts.push_back(MakePart(id, i, -1));
-    slot.parts.back().zero_();
-  }
+  slot.parts = MakeParts(id, -1);
+  for (at::Tensor& part : slot.parts) part.zero_();
   slot.alive = true;
   return {};
 }
@@ -173,14 +189,11 @@ Status TorchBuffers::Allocate(BufferId id, StreamId stream) {
         storage->set_data_ptr_noswap(c10::DataPtr(ArenaPart(id, i), torch_device()));
         storage->set_nbytes(static_cast<std::size_t>(bytes));
       } else {
-        FillStorage(slot.parts[i], bytes, stream);
+        FillStorage(slot.parts[i], bytes, buffer.memory, stream);
       }
     }
   } else {
-    slot.parts.clear();
-    for (std::size_t i = 0; i < buffer.parts_bytes.size(); ++i) {
-      slot.parts.push_back(MakePart(id, i, stream));
-    }
+    slot.parts = MakeParts(id, stream);
   }
   slot.alive = true;
   return {};
@@ -193,7 +206,7 @@ Status TorchBuffers::Free(BufferId id, std::span<const StreamId> safe_after) {
   }
   slot.alive = slot.in_arena = false;
   if (slot.keeps_storage) {
-    for (const at::Tensor& part : slot.parts) FillStorage(part, 0, -1);
+    for (const at::Tensor& part : slot.parts) FillStorage(part, 0, plan_->buffers[id].memory, -1);
   } else {
     slot.parts.clear();
   }
@@ -206,7 +219,8 @@ Status TorchBuffers::FreeParts(BufferId id, std::span<const std::int32_t> parts,
   if (!slot.alive || slot.in_arena) return {};  // the place in an arena is the buffer's until its end
   if (Status status = BeforeFree(id, safe_after); !status) return status;
   for (const std::int32_t part : parts) {
-    slot.keeps_storage ? FillStorage(slot.parts[part], 0, -1) : slot.parts[part].reset();
+    slot.keeps_storage ? FillStorage(slot.parts[part], 0, plan_->buffers[id].memory, -1)
+                       : slot.parts[part].reset();
   }
   return {};
 }

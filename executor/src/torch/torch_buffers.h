@@ -25,6 +25,9 @@ class TorchBuffers : public TorchDevice {
   Status MakeAlias(CopyId copy) override;
   Status SetParts(BufferId buffer, std::vector<at::Tensor> parts) override;
   at::Tensor Part(BufferId buffer, std::int32_t part) const override;
+  at::Tensor NewTensor(std::int64_t numel, DType dtype) override {
+    return MakeTensor(numel, dtype, MemoryKind::kDevice, 0);
+  }
   Result<at::Tensor> ParameterView(BufferId buffer, std::int32_t parameter) const override;
   Result<at::Tensor> ShardedView(BufferId buffer, std::int32_t parameter, std::int64_t rank) const override;
 
@@ -40,8 +43,9 @@ class TorchBuffers : public TorchDevice {
   virtual Status PrepareStreams(const Plan& plan) = 0;
   // A fresh 1-D tensor on the stream's pool (-1: before any stream).
   virtual at::Tensor MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) = 0;
-  // Gives a tensor's storage `bytes` of fresh memory / takes it away.
-  virtual void FillStorage(const at::Tensor& tensor, std::int64_t bytes, StreamId stream) = 0;
+  // Gives a tensor's storage `bytes` of fresh memory of the kind that it has / takes it away.
+  virtual void FillStorage(const at::Tensor& tensor, std::int64_t bytes, MemoryKind memory,
+                           StreamId stream) = 0;
   // Called before the memory of a buffer goes; the kernels that a stream in `safe_after` was given may still
   // use it.
   virtual Status BeforeFree(BufferId buffer, std::span<const StreamId> safe_after) = 0;
@@ -64,6 +68,7 @@ class TorchBuffers : public TorchDevice {
   DType DTypeOf(BufferId buffer, std::size_t part) const;
   std::int64_t NumelOf(BufferId buffer, std::size_t part) const;
   at::Tensor MakePart(BufferId buffer, std::size_t part, StreamId stream);
+  std::vector<at::Tensor> MakeParts(BufferId buffer, StreamId stream);
   std::byte* ArenaPart(BufferId buffer, std::size_t part) const;
   Result<bool> EnterArena(BufferId buffer, StreamId stream);
   Status MakePersistent(BufferId buffer);

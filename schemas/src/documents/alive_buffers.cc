@@ -18,6 +18,12 @@ bool ZeroGradTakes(UnitId unit, const Buffer& buffer) {
   return IsFinalGradient(buffer.role) && (unit < 0 || buffer.unit == unit);
 }
 
+bool IsOneAllocation(const Buffer& buffer) {
+  return !buffer.parts_bytes.empty() &&
+         (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput ||
+          buffer.role == BufferRole::kPartialReduceOutput);
+}
+
 AliveBuffers::AliveBuffers(const Plan& plan) : plan_(plan), alive_(plan.buffers.size()) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) alive_[b] = plan.buffers[b].persistent;
 }

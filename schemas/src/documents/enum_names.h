@@ -54,13 +54,12 @@ SHARDPLAN_ENUM_NAMES(InstructionKind, "compute", "allocate", "free", "bind_unsha
                      "zero_grad");
 SHARDPLAN_ENUM_NAMES(TriggerKind, "step_begin", "lazy_init", "pre_forward", "post_forward", "pre_backward",
                      "post_backward", "backward_end", "optimizer_step", "zero_grad", "user_call", "step_end");
-SHARDPLAN_ENUM_NAMES(PyTorchFault, "fsdp1_offloaded_gradient_replaced",
-                     "fsdp1_offloaded_parameter_not_awaited", "fsdp1_replicas_not_added",
+SHARDPLAN_ENUM_NAMES(PyTorchFault, "fsdp1_offloaded_gradient_replaced", "fsdp1_replicas_not_added",
                      "fsdp1_not_gathered_again", "fsdp1_lost_gradient", "fsdp1_missed_hook",
                      "fsdp1_mixed_with_reduced", "fsdp1_dropped_unreduced", "fsdp1_kept_unused",
                      "fsdp1_gradients_grow", "fsdp2_no_unshard_in_backward", "fsdp2_prefetched_by_other_root",
-                     "fsdp2_unused_gather_not_awaited", "fsdp2_divided_twice", "fsdp2_hook_input_freed",
-                     "fsdp2_stepped_before_offloaded", "fsdp2_group_not_unsharded", "fsdp2_gradients_grow");
+                     "fsdp2_divided_twice", "fsdp2_hook_input_freed", "fsdp2_group_not_unsharded",
+                     "fsdp2_gradients_grow");
 
 #undef SHARDPLAN_ENUM_NAMES
 

@@ -27,11 +27,6 @@ constexpr std::array kFaultKinds = std::to_array<FaultKind>({
      "fsdp1",
      {"grad_not_reduced", "steady_state"},
      "FSDP1 does not add to a gradient that it has offloaded: only no_sync() accumulates"},
-    {PyTorchFault::kFsdp1OffloadedParameterNotAwaited,
-     "fsdp1",
-     {"write_race"},
-     "FSDP1 does not wait for the copy of an offloaded parameter before the optimizer changes it: a backward "
-     "does, an evaluation does not"},
     {PyTorchFault::kFsdp1ReplicasNotAdded,
      "fsdp1",
      {"grad_division", "grad_not_reduced"},
@@ -76,11 +71,6 @@ constexpr std::array kFaultKinds = std::to_array<FaultKind>({
      {"read_before_write"},
      "a unit of another root is prefetched on that root's streams, which wait for the optimizer only in its "
      "own pre-forward"},
-    {PyTorchFault::kFsdp2UnusedGatherNotAwaited,
-     "fsdp2",
-     {"write_race"},
-     "the shard of a unit gathered for nothing is still being copied to the device, and nothing makes the "
-     "host wait for that before the optimizer writes it there (what is copied is dropped)"},
     {PyTorchFault::kFsdp2DividedTwice,
      "fsdp2",
      {"grad_division"},
@@ -93,11 +83,6 @@ constexpr std::array kFaultKinds = std::to_array<FaultKind>({
      "foreach_reduce drops a reduce-scatter's output that an all-reduce hook's stream still reads, to cast "
      "it "
      "or to add it to an earlier gradient: the next reduce-scatter may get its memory"},
-    {PyTorchFault::kFsdp2SteppedBeforeOffloaded,
-     "fsdp2",
-     {"read_before_write", "write_race"},
-     "the hook steps a parameter on the host while its gradient is still on the way there: foreach_reduce "
-     "waits for pinned copies at the end of the backward only"},
     {PyTorchFault::kFsdp2GroupNotUnsharded,
      "fsdp2",
      {"use_before_unshard"},

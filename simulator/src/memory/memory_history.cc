@@ -220,7 +220,7 @@ class StreamBuilder {
                       .stream = std::max(stream, 0),
                       .unit = buffer.unit,
                       .buffer = id};
-    if (IsFlat(buffer)) {
+    if (IsOneAllocation(buffer)) {
       block.requested_bytes = Taken(buffer, SizeBytes(buffer));
       memory.parts[0] = Allocate(block);
       return;
@@ -259,14 +259,6 @@ class StreamBuilder {
   static Bytes Taken(const Buffer& buffer, Bytes requested) {
     if (buffer.memory != MemoryKind::kPinnedHost || requested.value <= 0) return requested;
     return {static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(requested.value)))};
-  }
-
-  // What a reduce-scatter gives is cast as a whole; the parameters' gradients are views of the result
-  // (foreach_reduce).
-  static bool IsFlat(const Buffer& buffer) {
-    return !buffer.parts_bytes.empty() &&
-           (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput ||
-            buffer.role == BufferRole::kPartialReduceOutput);
   }
 
   // `parts`: only these; empty: what is left.

@@ -172,9 +172,12 @@ def give_optimizers(model: nn.Module) -> nn.Module:
 
 
 class FlatTrainer(Trainer):
-    def __init__(self, case: Case, model: nn.Module, calls, clip) -> None:
+    """synchronizes: whether the loop waits for the device before the optimizer steps offloaded parameters, as FSDP1 needs it."""
+
+    def __init__(self, case: Case, model: nn.Module, calls, clip, synchronizes: bool = False) -> None:
         super().__init__(case, model, calls)
         self.clip = clip
+        self.synchronizes = synchronizes and DEVICE == "cuda" and case.strategy.get("cpu_offload", False)
 
     def program(self) -> list[list[dict]]:
         return [DEFAULT_PROGRAM[0][:2]] if steps_in_backward(self.case) else super().program()
@@ -197,8 +200,7 @@ class FlatTrainer(Trainer):
     def optimizer_step(self, number: int, place: str, call: dict, seen: dict) -> None:
         if self.case.clip is not None:
             seen[f"{place}: gradient norm"] = self.clip(self.model, self.case.clip)
-        if DEVICE == "cuda" and self.case.strategy.get("cpu_offload"):
-            # A forward copies shards from host memory, and nothing waits for that before an optimizer changes them (docs/python-flat.md).
+        if self.synchronizes:
             torch.cuda.synchronize()
         self.optimizer.step()
         for name, parameter in self.model.named_parameters():
@@ -241,5 +243,5 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
         ours_model = sp.apply(prepare(make_model(case)), plan, mesh)
         theirs_model = with_fsdp1(case, prepare(make_model(case)), mesh)
         ours = FlatTrainer(case, ours_model, PlanCalls(ours_model), _plan_clip)
-        theirs = FlatTrainer(case, theirs_model, Fsdp1Calls(theirs_model), _fsdp1_clip)
+        theirs = FlatTrainer(case, theirs_model, Fsdp1Calls(theirs_model), _fsdp1_clip, synchronizes=True)
         return compare_training(case, ours, theirs, whole_parameters)

@@ -149,6 +149,29 @@ def evaluation(case: Case, plan: str) -> dict[str, bool]:
     return {"sees": same, "disturbs nothing": largest_difference(*map(whole_parameters, (ours, undisturbed)))[0] == 0.0}
 
 
+def evaluated_before_step(case: Case, plan: str) -> tuple[float, str]:
+    """A forward that is not in the plan, between the backward and the step: it sees the parameters of before the step, whether or not the
+    loop waits for the device."""
+    import shardplan.torch as sp
+
+    mesh = make_mesh(case)
+    seen = []
+    for synchronizes in (True, False):
+        model = sp.apply(make_model(case), plan, mesh)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        evaluated = {}
+        for number in range(3):
+            loss(case, model, number).backward()
+            with torch.no_grad():
+                evaluated[f"evaluation {number}"] = loss(case, model, 50 + number)
+            if synchronizes and DEVICE == "cuda":
+                torch.cuda.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append({**evaluated, **whole_parameters(model)})
+    return largest_difference(*seen)
+
+
 def parameters_shown(case: Case, plan: str) -> bool:
     """The same names, shapes and values as FSDP1 shows."""
     shown = [{clean(name): p.detach().clone() for name, p in model.named_parameters()} for model in models_of(case, plan)]
@@ -241,6 +264,7 @@ SCENARIOS = {
         replaced_by_another_shape,
         state_dicts,
         evaluation,
+        evaluated_before_step,
         parameters_shown,
         gradients_summoned,
         summoned_on_rank_0,

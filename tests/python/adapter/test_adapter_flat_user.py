@@ -8,11 +8,13 @@ from equivalence_plans import make_plans
 from flat_settings import BF16, IN_BACKWARD, case, evaluating, no_sync
 
 ORIGINAL = [case("full_orig", use_orig_params=True), case("no_shard_orig", use_orig_params=True, sharding="no_shard")]
+OFFLOADED = case("offloaded", cpu_offload=True)
 CASES = [*ORIGINAL, case("full"), case("gpt_tied", model="gpt")]
 RUNS = [(scenario, c) for scenario in ("changed_summoned", "state_dicts", "evaluation", "parameters_shown") for c in CASES]
 RUNS += [("replaced_data", c) for c in ORIGINAL] + [("replaced_parameter", c) for c in ORIGINAL]
 RUNS += [("gradients_summoned", c) for c in ORIGINAL]
 RUNS += [("replaced_by_another_shape", ORIGINAL[0])]
+RUNS += [("evaluated_before_step", OFFLOADED)]
 RUNS += [("summoned_on_rank_0", c) for c in (ORIGINAL[0], CASES[2])] + [("summoned_on_the_host", CASES[2])]
 DEVIATING = [
     *ORIGINAL,
@@ -28,7 +30,7 @@ TOLERANCE = {("deviating", "no_sync"): 1e-6}
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    plans = make_plans([*CASES, *DEVIATING[2:]], tmp_path_factory.mktemp("plans"), build_folder())
+    plans = make_plans([*CASES, OFFLOADED, *DEVIATING[2:]], tmp_path_factory.mktemp("plans"), build_folder())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(build_folder() / "bin"), prepend=":")
         return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), flat_user.run_all, RUNS, plans)

@@ -6,14 +6,14 @@ import sys
 import pytest
 from conftest import ROOT, build_folder, on_device
 
-# An accumulating case with parameters in host memory, and one of FSDP2.
-CASES = {"flat_random.py": "1", "equivalence_random.py": "0"}
+# An accumulating case with parameters in host memory; one with an evaluation before the optimizer's step; one of FSDP2.
+CASES = [("flat_random.py", "1"), ("flat_random.py", "44"), ("equivalence_random.py", "0")]
 
 
-@pytest.mark.parametrize("series", CASES)
-def test_trains_as_fsdp_does_on_cuda(series):
+@pytest.mark.parametrize(("series", "seed"), CASES)
+def test_trains_as_fsdp_does_on_cuda(series, seed):
     done = on_device(
-        [sys.executable, f"tests/python/adapter/{series}", "--seed", CASES[series], "--cases", "1"],
+        [sys.executable, f"tests/python/adapter/{series}", "--seed", seed, "--cases", "1"],
         "lazy:1",
         SHARDPLAN_TEST_DEVICE="cuda",
         SHARDPLAN_BUILD=str(build_folder()),

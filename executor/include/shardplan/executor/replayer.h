@@ -47,8 +47,9 @@ struct ComputeCall {
   SegmentId segment = -1;
   std::int32_t microbatch = 0;
   StreamId stream = 0;
-  std::int64_t step = 0;              // steps completed before this one
-  std::span<const GradTarget> grads;  // in the order of Segment::grads; empty for a model that runs itself
+  std::int64_t step = 0;  // steps completed before this one
+  std::span<const GradTarget>
+      grads;  // in the order of Segment::grads; empty for a model that makes them itself
 };
 
 // What the replayer wants from whatever computes. Every function has a default that does nothing. They are
@@ -64,24 +65,28 @@ class Model {
   virtual bool RunsItself() const { return false; }
   virtual Status Compute(const ComputeCall&) { return {}; }
 
+  // True: the gradients are the model's, as those of one that runs itself are; the rest is as RunsItself
+  // says.
+  virtual bool MakesGradients() const { return RunsItself(); }
+
   // The modules' parameters become views of `buffer` (TorchDevice::ParameterView) / the sharded ones again.
   virtual Status BindUnsharded(UnitId, BufferId) { return {}; }
   virtual Status BindSharded(UnitId, BufferId) { return {}; }
 
   // Before an instruction reads the unit's param_sharded buffer: bring into it what the user did to the
-  // parameters in another place.
-  virtual Status ShardedParametersRead(UnitId) { return {}; }
+  // parameters in another place, on the stream of that instruction.
+  virtual Status ShardedParametersRead(UnitId, StreamId) { return {}; }
 
   // A copy from `src` to `dst` (an all-gather's input or of its output) of a unit with an all-gather
   // extension is to be made on the stream. True: the model has filled `dst` itself.
   virtual Result<bool> MoveExtended(BufferId /*src*/, BufferId /*dst*/, StreamId) { return false; }
 
-  // RunsItself only. Before an instruction reads a grad_unsharded buffer: give the device the gradients, one
-  // tensor per part, in the order of Buffer::parameters (TorchDevice::SetParts). They may be of any layout
-  // and strides; a parameter that got no gradient gives zeros.
+  // MakesGradients only. Before an instruction reads a grad_unsharded buffer: give the device the gradients,
+  // one tensor per part, in the order of Buffer::parameters (TorchDevice::SetParts). They may be of any
+  // layout and strides; a parameter that got no gradient gives zeros.
   virtual Status TakeGradients(UnitId, BufferId) { return {}; }
-  // RunsItself only. The plan frees a grad_unsharded buffer: drop your references (parameter.grad = None).
-  // The device has dropped its own.
+  // MakesGradients only. The plan frees a grad_unsharded buffer: drop your references (parameter.grad =
+  // None). The device has dropped its own.
   virtual Status DropGradients(UnitId, BufferId, std::span<const std::int32_t> /*parts*/) { return {}; }
 
   // The last collective of a reduction was issued on the stream: reduce_scatter, all_reduce where there are

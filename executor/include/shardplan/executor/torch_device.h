@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "shardplan/executor/allocation_count.h"
 #include "shardplan/executor/device.h"
 
 namespace shardplan::executor {
@@ -28,6 +29,12 @@ class TorchDevice : public Device {
   // Runs `work`, host code that may read and issue work on the stream's buffers, with `stream` as the current
   // one (cpu: when what is pending on it is done). What it throws is thrown.
   virtual Status RunOn(StreamId stream, const std::function<void()>& work) = 0;
+
+  // From now on `count` has what is allocated of the device's memory: on cuda all of it, on cpu the plan's
+  // buffers and what NewTensor makes (Gloo's own memory is not the device's). Before Replayer::Create.
+  virtual void CountAllocations(std::shared_ptr<AllocationCount> count) = 0;
+  // A fresh 1-D tensor of the model's own, on streams[0]; content undefined. Behind Replayer::Create.
+  virtual at::Tensor NewTensor(std::int64_t numel, DType dtype) = 0;
 
   // Supplies the parts of a buffer: one tensor per part. For a persistent buffer (param_sharded) before
   // Replayer::Create or between steps: contiguous, of the buffer's dtype, at least the part's elements

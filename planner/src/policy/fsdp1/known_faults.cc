@@ -17,7 +17,6 @@ std::vector<PyTorchFault> KnownFaults(const Context& context) {
   };
   const bool offloads = std::ranges::any_of(context.flat_params, offload);
   tell(offloads, kFsdp1OffloadedGradientReplaced);
-  tell(offloads, kFsdp1OffloadedParameterNotAwaited);
   const auto shards_over_one_of_several = [](const UnitChoice& choice) {
     return choice.unit.shard_communicator < 0 && choice.shard_size == 1 && choice.replicate_size > 1 &&
            choice.sharding != Fsdp1Sharding::kNoShard;

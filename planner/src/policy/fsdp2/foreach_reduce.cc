@@ -147,8 +147,7 @@ void Reduction::Deliver(BufferId output, StreamId stream) const {
     }
   }
   if (arguments_.optimizer_in_backward == nullptr) return;
-  arguments_.sharded_grads.StepInBackward(*arguments_.optimizer_in_backward, arguments_.faults, stream,
-                                          grads_.parameters);
+  arguments_.sharded_grads.StepInBackward(*arguments_.optimizer_in_backward, stream, grads_.parameters);
 }
 
 ForeachReduceResult Reduction::Run() {

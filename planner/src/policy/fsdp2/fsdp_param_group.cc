@@ -258,9 +258,6 @@ void FsdpParamGroup::FinalizeBackward() {
 void FsdpParamGroup::DropUnusedAllGather() {
   if (!state_.all_gather_result) return;
   const AllGatherResult result = *std::exchange(state_.all_gather_result, std::nullopt);
-  if (scope_.offloads()) {
-    faults_.Add(PyTorchFault::kFsdp2UnusedGatherNotAwaited);
-  }
   if (result.event < 0) return;
   scope_.program().Wait(result.event, kCompute);
   scope_.program().Free(result.output, comm_ctx().all_gather_memory_stream());

@@ -108,7 +108,7 @@ void ShardedGrads::DeliverToHost(BufferId reduced, StreamId stream,
   if (cast != reduced) program.Free(cast, stream);
 }
 
-void ShardedGrads::StepInBackward(OptimizerMemory& optimizer, FaultList& faults, StreamId stream,
+void ShardedGrads::StepInBackward(OptimizerMemory& optimizer, StreamId stream,
                                   const std::vector<std::int32_t>& parameters) {
   ProgramBuilder& program = scope_.program();
   const std::string reason = program.reason();
@@ -117,7 +117,6 @@ void ShardedGrads::StepInBackward(OptimizerMemory& optimizer, FaultList& faults,
   program.SetReason(reason);
   program.Emit(InstructionKind::kZeroGrad, kHost);
   Clear();
-  if (scope_.offloads()) faults.Add(PyTorchFault::kFsdp2SteppedBeforeOffloaded);
 }
 
 void ShardedGrads::WaitForOffload() {

@@ -32,7 +32,7 @@ class ShardedGrads {
   bool Deliver(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters);
   // Hooks after the accumulation of a sharded gradient (_post_accumulate_grad_hooks): they step the parameter
   // and drop its gradient, on the stream that has just delivered it.
-  void StepInBackward(OptimizerMemory& optimizer, FaultList& faults, StreamId stream,
+  void StepInBackward(OptimizerMemory& optimizer, StreamId stream,
                       const std::vector<std::int32_t>& parameters);
   void WaitForOffload();
   void Clear() { state_.grads.clear(); }

@@ -20,6 +20,11 @@ bool IsFinalGradient(BufferRole role);
 // a persistent one is emptied and stays.
 bool ZeroGradTakes(UnitId unit, const Buffer& buffer);
 
+// Whether the buffer's parts are views of one allocation: FSDP2 casts what a reduce-scatter gives as a whole,
+// and the parameters' gradients are views of the result (foreach_reduce). Each part of any other is an
+// allocation.
+bool IsOneAllocation(const Buffer& buffer);
+
 // Which buffers are alive while a program is walked in host order. Ids out of range change nothing.
 class AliveBuffers {
  public:

@@ -328,7 +328,6 @@ struct Digests {
 // each is).
 enum class PyTorchFault : std::uint8_t {
   kFsdp1OffloadedGradientReplaced,
-  kFsdp1OffloadedParameterNotAwaited,
   kFsdp1ReplicasNotAdded,
   kFsdp1NotGatheredAgain,
   kFsdp1LostGradient,
@@ -339,10 +338,8 @@ enum class PyTorchFault : std::uint8_t {
   kFsdp1GradientsGrow,
   kFsdp2NoUnshardInBackward,
   kFsdp2PrefetchedByOtherRoot,
-  kFsdp2UnusedGatherNotAwaited,
   kFsdp2DividedTwice,
   kFsdp2HookInputFreed,
-  kFsdp2SteppedBeforeOffloaded,
   kFsdp2GroupNotUnsharded,
   kFsdp2GradientsGrow,
 };

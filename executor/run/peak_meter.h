@@ -1,0 +1,28 @@
+// The highest number of bytes of device memory that were allocated at once (allocation_count.h).
+//
+// It is looked at behind every instruction of the plan and behind every allocation of the model: what a
+// kernel takes and gives back within one instruction is not seen, and no part of a simulation's peak.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "shardplan/executor/allocation_count.h"
+
+namespace shardplan::run {
+
+class PeakMeter {
+ public:
+  // What was allocated before, and not told `count`, is none of it.
+  explicit PeakMeter(std::shared_ptr<const executor::AllocationCount> count) : count_(std::move(count)) {}
+
+  void Look() { peak_ = std::max(peak_, count_->now()); }
+  Bytes peak_bytes() const { return peak_; }
+
+ private:
+  std::shared_ptr<const executor::AllocationCount> count_;
+  Bytes peak_;
+};
+
+}  // namespace shardplan::run
