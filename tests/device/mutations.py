@@ -135,7 +135,7 @@ def is_seen(program: pathlib.Path, tests: str, seed: int) -> str:
     if run.returncode == 0:
         return ""
     wrong = [line for line in run.stdout.splitlines() if "rank" in line and "instead of" in line] or [
-        line for line in run.stdout.splitlines() if "rank" in line and "[" not in line
+        line for line in run.stdout.splitlines() if "rank" in line and "[" not in line and not line.startswith("Note:")
     ]
     return wrong[0].strip() if wrong else f"exit code {run.returncode}"
 

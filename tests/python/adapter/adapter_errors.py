@@ -70,7 +70,7 @@ def skip_a_block(plan: str) -> str:
     blocks = list(model.blocks)
 
     def forward(ids):
-        x = model.tokens(ids) + model.positions(torch.arange(ids.shape[1]))
+        x = model.tokens(ids) + model.positions(torch.arange(ids.shape[1], device=ids.device))
         return model.head(model.norm(blocks[2](blocks[0](x))))
 
     model.forward = forward
