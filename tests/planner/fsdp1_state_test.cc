@@ -62,9 +62,9 @@ ModuleCall Enter(std::vector<std::string> flags = {}, std::string module = "", b
 ModuleCall Leave(std::string module = "", bool recurse = true) {
   return Call("summon_full_params", false, {}, std::move(module), recurse);
 }
-const OptimizerStepCall kStep;
-const ZeroGradCall kZero;
-const StepProgram kUsual = {Forward(), Backward(), kStep, kZero};
+const OptimizerStepCall kStateStep;
+const ZeroGradCall kStateZero;
+const StepProgram kUsual = {Forward(), Backward(), kStateStep, kStateZero};
 
 StepProgram Joined(StepProgram first, const StepProgram& second) {
   first.insert(first.end(), second.begin(), second.end());
@@ -94,55 +94,59 @@ std::vector<NamedProgram> LatePrograms() {
       add(name + " at the end of a step", {Joined(kUsual, {call}), kUsual});
       add(name + " for a step", {Joined({call}, kUsual), Joined({back}, kUsual), kUsual});
       add(name + " for a micro-batch",
-          {{call, Forward(), Backward(), back, Forward(1), Backward({1}), kStep, kZero}});
-      add(name + " for a forward", {{call, Forward(), back, Backward(), kStep, kZero}});
+          {{call, Forward(), Backward(), back, Forward(1), Backward({1}), kStateStep, kStateZero}});
+      add(name + " for a forward", {{call, Forward(), back, Backward(), kStateStep, kStateZero}});
     }
   }
   for (const std::vector<std::string>& flags : kSummonFlags) {
     const std::string name = fmt::format("summon_full_params({})", fmt::join(flags, ", "));
     add(name + " in every later step", {Joined({Enter(flags), Leave()}, kUsual)});
     add(name + " once", {Joined({Enter(flags), Leave()}, kUsual), kUsual});
-    add(name + " with gradients there", {{Forward(), Backward(), kStep, Enter(flags), Leave(), kZero}});
+    add(name + " with gradients there",
+        {{Forward(), Backward(), kStateStep, Enter(flags), Leave(), kStateZero}});
     add(name + " behind an evaluation", {{Forward(0, kWithoutGradients), Enter(flags), Leave()}, kUsual});
     add(name + " of a unit", {kUsual, {Enter(flags, "layers.1", false), Leave("layers.1", false)}, kUsual});
-    add(name + " over a step's end", {{Forward(), Backward(), kStep, Enter(flags)},
-                                      {Leave(), kZero, Forward(), Backward(), kStep, Enter()}});
+    add(name + " over a step's end", {{Forward(), Backward(), kStateStep, Enter(flags)},
+                                      {Leave(), kStateZero, Forward(), Backward(), kStateStep, Enter()}});
     add(name + " over a step's end, then usual",
-        {{Forward(), Backward(), kStep, Enter(flags)}, Joined({Leave(), kZero}, kUsual), kUsual});
+        {{Forward(), Backward(), kStateStep, Enter(flags)}, Joined({Leave(), kStateZero}, kUsual), kUsual});
     add(name + " over a step's end, behind an evaluation",
-        {{Forward(), Backward(), kStep, kZero, Forward(0, kWithoutGradients), Enter(flags)},
-         {Leave(), Forward(), Backward(), kStep, kZero, Enter()}});
+        {{Forward(), Backward(), kStateStep, kStateZero, Forward(0, kWithoutGradients), Enter(flags)},
+         {Leave(), Forward(), Backward(), kStateStep, kStateZero, Enter()}});
   }
   add("evaluation", {{Forward(0, kWithoutGradients)}, kUsual});
   add("evaluation in every later step", {Joined(kUsual, {Forward(0, kWithoutGradients)})});
   add("evaluation for ever", {{Forward(0, kWithoutGradients)}});
   add("no gradients in training mode", {{Forward(0, kWithoutGradients, true)}, kUsual});
-  add("training in evaluation mode", {{Forward(0, kWithGradients, false), Backward(), kStep, kZero}, kUsual});
+  add("training in evaluation mode",
+      {{Forward(0, kWithGradients, false), Backward(), kStateStep, kStateZero}, kUsual});
   add("training in evaluation mode for ever",
-      {{Forward(0, kWithGradients, false), Backward(), kStep, kZero}});
+      {{Forward(0, kWithGradients, false), Backward(), kStateStep, kStateZero}});
   add("evaluation before the gradients are zeroed",
-      {{Forward(), Backward(), kStep, Forward(0, kWithoutGradients), kZero}});
+      {{Forward(), Backward(), kStateStep, Forward(0, kWithoutGradients), kStateZero}});
   add("evaluation under no_sync before the gradients are zeroed",
-      {{Call("no_sync", true), Forward(), Backward(), Call("no_sync", false), kZero,
+      {{Call("no_sync", true), Forward(), Backward(), Call("no_sync", false), kStateZero,
         Forward(0, kWithoutGradients)}});
   add("forward without a backward", {{Forward(1)}, kUsual});
   add("forwards of other micro-batches",
-      {{Forward(1), Forward(0), Backward({1}), Backward({0}), kStep, kZero}});
-  add("another micro-batch", {{Forward(3), Backward({3}), kStep, kZero}});
+      {{Forward(1), Forward(0), Backward({1}), Backward({0}), kStateStep, kStateZero}});
+  add("another micro-batch", {{Forward(3), Backward({3}), kStateStep, kStateZero}});
   add("a backward of two forwards",
-      {{Forward(0), Forward(1), Backward({0}), Backward({1}), kStep, kZero}, kUsual});
+      {{Forward(0), Forward(1), Backward({0}), Backward({1}), kStateStep, kStateZero}, kUsual});
   add("a backward that does not reach all",
-      {{Forward(), Backward({0}, kNotTheFirstLayer), kStep, kZero}, kUsual});
-  add("two backwards of a forward", {{Forward(), Backward(), Backward(), kStep, kZero}, kUsual});
-  add("gradients that stay", {{Forward(), Backward(), kStep}, kUsual});
-  add("gradients that stay for ever", {{Forward(), Backward(), kStep}});
-  add("no optimizer step", {{Forward(), Backward(), kZero}, kUsual});
-  add("gradients zeroed twice", {{kZero, Forward(), kZero, Backward(), kStep, kZero}, kUsual});
+      {{Forward(), Backward({0}, kNotTheFirstLayer), kStateStep, kStateZero}, kUsual});
+  add("two backwards of a forward", {{Forward(), Backward(), Backward(), kStateStep, kStateZero}, kUsual});
+  add("gradients that stay", {{Forward(), Backward(), kStateStep}, kUsual});
+  add("gradients that stay for ever", {{Forward(), Backward(), kStateStep}});
+  add("no optimizer step", {{Forward(), Backward(), kStateZero}, kUsual});
+  add("gradients zeroed twice",
+      {{kStateZero, Forward(), kStateZero, Backward(), kStateStep, kStateZero}, kUsual});
   add("a step that does nothing", {{}, kUsual});
   add("a backward in the step after its forward",
-      {{Forward(0, kWithGradients, false)}, {Backward(), kStep, kZero, Forward(0, kWithGradients, true)}});
+      {{Forward(0, kWithGradients, false)},
+       {Backward(), kStateStep, kStateZero, Forward(0, kWithGradients, true)}});
   programs.push_back({"summon_full_params alone", {{Enter(), Leave()}}});
-  programs.push_back({"a first forward late", {{kZero}, {kZero, kZero}, kUsual}});
+  programs.push_back({"a first forward late", {{kStateZero}, {kStateZero, kStateZero}, kUsual}});
   return programs;
 }
 
@@ -261,7 +265,7 @@ Result<PlannerOutput> PlanOf(const Trace& trace, const Strategy& strategy) {
 // that come back.
 bool StepsRepeatAsThePolicyGoesOn(const Trace& trace, Strategy strategy) {
   constexpr std::size_t kMore = 3;
-  const StepProgram other = {kZero, kZero, kZero};
+  const StepProgram other = {kStateZero, kStateZero, kStateZero};
   const Result<PlannerOutput> plan = PlanOf(trace, strategy);
   const std::size_t compared = strategy.program.size() + kMore;
   strategy.program.resize(compared, StepProgram(strategy.program.back()));
@@ -306,8 +310,8 @@ StepProgram RandomStep(testing::Random& random) {
       {Forward(0, kWithoutGradients)},
       {Forward(2, kWithoutGradients, true)},
       {Forward(0, kWithGradients, false)},
-      {kStep},
-      {kZero},
+      {kStateStep},
+      {kStateZero},
       {Call("no_sync", true)},
       {Call("no_sync", false)},
       {Enter(), Leave()},
@@ -382,8 +386,9 @@ TEST(Fsdp1StateTest, AGradientIsDroppedInTheDTypeThatItWasMadeIn) {
   strategy.mixed_precision = MixedPrecision{.param_dtype = DType::kBFloat16};
   strategy.fsdp1.full_precision_in_eval = true;
   strategy.fsdp1.use_orig_params = true;  // drops it in the next forward
-  strategy.program = {Joined({Call("no_sync", true), Forward(), Backward(), Call("no_sync", false), kZero},
-                             {Forward(0, kWithoutGradients)})};
+  strategy.program = {
+      Joined({Call("no_sync", true), Forward(), Backward(), Call("no_sync", false), kStateZero},
+             {Forward(0, kWithoutGradients)})};
   const Result<PlannerOutput> plan = MakePlan(TraceWithBranches(), strategy, ClusterOf(2));
   ASSERT_TRUE(plan) << ToString(plan.error());
   std::vector<BufferId> made, dropped;
