@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
 SUITE = "tests/executor/executor_cuda_conformance_test"
 SEEDS = (1, 2, 3)
+LIMIT_S = 300  # several times what the suite takes as it is
 NUMBERS = "*EveryNumberIsRight/cuda_ranks2"
 
 
@@ -129,13 +131,18 @@ def is_seen(program: pathlib.Path, tests: str, seed: int) -> str:
     """"" or the first line that says what is wrong."""
     environment = {**os.environ, "SHARDPLAN_DEVICE_MODE": f"lazy:{seed}", "SHARDPLAN_EVERY": "20"}
     library = BUILD / "tests" / "device" / "libshardplan_device.so"
-    run = subprocess.run(
-        [ROOT / "tools" / "on_device", library, program, f"--gtest_filter={tests}"], env=environment, capture_output=True, text=True
-    )
+    command = [ROOT / "tools" / "on_device", library, program, f"--gtest_filter={tests}"]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    try:
+        output, _ = run.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)  # the suite's ranks, too
+        run.communicate()
+        return f"does not end within {LIMIT_S} s"
     if run.returncode == 0:
         return ""
-    wrong = [line for line in run.stdout.splitlines() if "rank" in line and "instead of" in line] or [
-        line for line in run.stdout.splitlines() if "rank" in line and "[" not in line and not line.startswith("Note:")
+    wrong = [line for line in output.splitlines() if "rank" in line and "instead of" in line] or [
+        line for line in output.splitlines() if "rank" in line and "[" not in line and not line.startswith("Note:")
     ]
     return wrong[0].strip() if wrong else f"exit code {run.returncode}"
 
