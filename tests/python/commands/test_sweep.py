@@ -87,6 +87,14 @@ def test_a_killed_sweep_goes_on(whole, tmp_path):
     assert rows_of(path) == rows_of(whole[0])
 
 
+def test_part_of_a_line_goes_where_nothing_is_left_to_do(whole, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(whole[0].read_bytes() + b"half,of,a,li")
+    done = sweep(TRACE, *GRID, "-o", path)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes() == whole[0].read_bytes()
+
+
 def test_parts_together_are_the_whole(whole, tmp_path):
     parts = [tmp_path / f"{i}.csv" for i in (1, 2, 3)]
     for i, part in enumerate(parts, 1):

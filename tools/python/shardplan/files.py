@@ -59,7 +59,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 class LineLog:
     """A file that whole lines are appended to, each on the disk before `append` returns. What a killed writer left of a line is dropped by
-    the first of them."""
+    the first of them, and by `end`; `close` alone leaves the file as it was found."""
 
     def __init__(self, path: str | os.PathLike):
         self._path = os.fspath(path)
@@ -73,15 +73,23 @@ class LineLog:
 
     def append(self, line: str) -> None:
         with _told(self._path):
-            if self._partly is not None:
-                self._file.truncate(self._partly)
-                self._partly = None
+            self._drop_part_of_a_line()
             self._file.write(line.encode("utf-8", errors="surrogateescape"))
             self._file.flush()
             os.fsync(self._file.fileno())
 
+    def end(self) -> None:
+        with _told(self._path):
+            self._drop_part_of_a_line()
+        self.close()
+
     def close(self) -> None:
         self._file.close()
+
+    def _drop_part_of_a_line(self) -> None:
+        if self._partly is not None:
+            self._file.truncate(self._partly)
+            self._partly = None
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Rows:
         self._log.append(lines.getvalue())
 
     def close(self) -> None:
-        self._log.close()
+        self._log.end()
 
 
 def merged(paths: list[str]) -> str:
