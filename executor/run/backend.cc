@@ -94,6 +94,23 @@ Status AgreeOnDocument(const executor::Fact& document, const std::optional<Error
   return agreed;
 }
 
+Status TakePart(const RunOptions& options, const RankEnvironment& environment,
+                const std::optional<Error>& failure, const std::function<executor::Fact()>& document,
+                const std::function<Status(const c10::intrusive_ptr<c10d::Store>& store,
+                                           const std::shared_ptr<executor::Peers>& peers)>& run) {
+  try {
+    const c10::intrusive_ptr<c10d::Store> store = Meet(options, environment);
+    const std::shared_ptr<executor::Peers> peers = WatchPeers(store, environment);
+    Status status = AgreeOnDocument(document(), failure, options, environment, store, peers);
+    if (status) status = run(store, peers);
+    if (!status && peers->Dead()) peers->Fail();
+    return status;
+  } catch (const std::exception& exception) {
+    const std::string what = exception.what();
+    return MakeError(ErrorCode::kEnvironment, what.substr(0, what.find('\n')));
+  }
+}
+
 Result<Backend> MakeBackend(const Plan& plan, const RunOptions& options, const RankEnvironment& environment,
                             const c10::intrusive_ptr<c10d::Store>& store,
                             const std::shared_ptr<executor::Peers>& peers) {

@@ -35,6 +35,13 @@ Status AgreeOnDocument(const executor::Fact& document, const std::optional<Error
                        const c10::intrusive_ptr<c10d::Store>& store,
                        const std::shared_ptr<executor::Peers>& peers);
 
+// A rank's part in a run: meets the others, agrees with them on `document` (asked for once), then `run`. What
+// torch throws is kEnvironment.
+Status TakePart(const RunOptions& options, const RankEnvironment& environment,
+                const std::optional<Error>& failure, const std::function<executor::Fact()>& document,
+                const std::function<Status(const c10::intrusive_ptr<c10d::Store>& store,
+                                           const std::shared_ptr<executor::Peers>& peers)>& run);
+
 struct Backend {
   std::unique_ptr<executor::TorchDevice> device;
   std::unique_ptr<executor::Collectives> collectives;  // ends before the device

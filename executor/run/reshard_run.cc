@@ -6,7 +6,6 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -194,20 +193,14 @@ Result<ReshardPlan> ReadReshardForRun(const RunOptions& options, bool is_verifie
 
 Status RunReshardRank(const Result<ReshardPlan>& plan, const RunOptions& options,
                       const RankEnvironment& environment) {
-  try {
-    const c10::intrusive_ptr<c10d::Store> store = Meet(options, environment);
-    const std::shared_ptr<executor::Peers> peers = WatchPeers(store, environment);
-    // What is wrong on one rank is told to all, in place of a digest.
-    const std::optional<Error> failure = WhyNoReshard(plan, options, environment);
-    Status status = AgreeOnDocument({"the plan of resharding", failure ? "" : Digest(ToJson(*plan))}, failure,
-                                    options, environment, store, peers);
-    if (status) status = ReshardRank(*plan, options, environment, store, peers).Run();
-    if (!status && peers->Dead()) peers->Fail();
-    return status;
-  } catch (const std::exception& exception) {
-    const std::string what = exception.what();
-    return MakeError(ErrorCode::kEnvironment, what.substr(0, what.find('\n')));
-  }
+  // What is wrong on one rank is told to all, in place of a digest.
+  const std::optional<Error> failure = WhyNoReshard(plan, options, environment);
+  const auto document = [&] {
+    return executor::Fact{"the plan of resharding", failure ? "" : Digest(ToJson(*plan))};
+  };
+  return TakePart(options, environment, failure, document, [&](const auto& store, const auto& peers) {
+    return ReshardRank(*plan, options, environment, store, peers).Run();
+  });
 }
 
 }  // namespace shardplan::run

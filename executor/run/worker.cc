@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -178,19 +177,12 @@ std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
 }  // namespace
 
 Status RunRank(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment) {
-  try {
-    const c10::intrusive_ptr<c10d::Store> store = Meet(options, environment);
-    const std::shared_ptr<executor::Peers> peers = WatchPeers(store, environment);
-    const std::optional<Error> failure = WhyNot(plan, options, environment);
-    Status status = AgreeOnDocument({"the plan", failure ? "" : Digest(ToJson(*plan))}, failure, options,
-                                    environment, store, peers);
-    if (status) status = Rank(*plan, options, environment, store, peers).Run();
-    if (!status && peers->Dead()) peers->Fail();
-    return status;
-  } catch (const std::exception& exception) {
-    const std::string what = exception.what();
-    return MakeError(ErrorCode::kEnvironment, what.substr(0, what.find('\n')));
-  }
+  // What is wrong on one rank is told to all, in place of a digest.
+  const std::optional<Error> failure = WhyNot(plan, options, environment);
+  const auto document = [&] { return executor::Fact{"the plan", failure ? "" : Digest(ToJson(*plan))}; };
+  return TakePart(options, environment, failure, document, [&](const auto& store, const auto& peers) {
+    return Rank(*plan, options, environment, store, peers).Run();
+  });
 }
 
 }  // namespace shardplan::run

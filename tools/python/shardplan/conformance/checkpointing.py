@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from shardplan import selective
 from shardplan.conformance.units import matching
 
 
@@ -29,29 +28,13 @@ def wrap(model: nn.Module, strategy: dict) -> tuple[nn.Module, dict[str, nn.Modu
     chosen = {modules[fqn] for entry in rule["modules"] for fqn in matching(model, entry)}
     in_order = [module for module in model.modules() if module in chosen]
     every = rule.get("every", 1)
-    options = {"context_fn": functools.partial(_saving, rule["save"])} if rule.get("save") else {}
+    options = {"context_fn": functools.partial(selective.contexts, rule["save"])} if rule.get("save") else {}
     wrappers: dict[nn.Module, CheckpointWrapper] = {module: checkpoint_wrapper(module, **options) for module in in_order[every - 1 :: every]}
     for module in set(modules.values()):
         for name, child in module._modules.items():
             if child in wrappers:
                 module._modules[name] = wrappers[child]
     return wrappers.get(model, model), {fqn: wrappers.get(module, module) for fqn, module in modules.items()}
-
-
-def _saving(rules: list[dict]) -> tuple:
-    """Torch's selective checkpointing: the rules' operators are kept, but every so many-th of a module's."""
-    every = {rule["name"]: rule.get("recompute_every", 0) for rule in rules}
-    counts: collections.Counter = collections.Counter()
-
-    def policy(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-        name = str(operator).rpartition(".")[0]
-        if name not in every:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        counts[context.is_recompute, name] += 1
-        again = every[name] > 0 and counts[context.is_recompute, name] % every[name] == 0
-        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 @contextlib.contextmanager

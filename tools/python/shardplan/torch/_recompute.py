@@ -6,7 +6,6 @@ of a wrapper are.
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import re
@@ -14,7 +13,9 @@ from collections.abc import Callable
 
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
+
+from shardplan import selective
 
 
 def recompute(plan, model: nn.Module) -> Callable[[], None]:
@@ -22,10 +23,9 @@ def recompute(plan, model: nn.Module) -> Callable[[], None]:
     rule = json.loads(plan.strategy_json).get("checkpoint")
     if not rule or any(isinstance(module, CheckpointWrapper) for module in model.modules()):
         return lambda: None
-    saved = {entry["name"]: entry.get("recompute_every", 0) for entry in rule.get("save", [])}
     options = {"early_stop": rule.get("early_stop", True)}
-    if saved:
-        options["context_fn"] = functools.partial(_keeping, saved)
+    if rule.get("save"):
+        options["context_fn"] = functools.partial(selective.contexts, rule["save"])
     before = [(module, vars(module).get("forward")) for module in _chosen(model, rule)]
     for module, _ in before:
         module.forward = _checkpointed(module.forward, options)
@@ -61,18 +61,3 @@ def _matches(entry: str, name: str, module: nn.Module) -> bool:
         return type(module).__name__ == entry.removeprefix("class:")
     pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
     return re.fullmatch(pattern, name) is not None
-
-
-def _keeping(saved: dict[str, int]) -> tuple:
-    """The results of these operators are kept, but of every so many-th of a module's."""
-    seen: collections.Counter = collections.Counter()
-
-    def policy(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-        name = str(operator).rpartition(".")[0]
-        if name not in saved:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        seen[context.is_recompute, name] += 1
-        again = saved[name] > 0 and seen[context.is_recompute, name] % saved[name] == 0
-        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-
-    return create_selective_checkpoint_contexts(policy)
