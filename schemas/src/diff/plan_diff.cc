@@ -26,11 +26,11 @@ void CompareTables(const PlanPair& plans, const char* what, const std::vector<T>
   std::map<std::pair<std::string, int>, const T*> in_b;
   std::map<std::string, int> count_a, count_b;
   for (const T& element : b) {
-    const std::string key = ElementKey(element, 0);
+    const std::string key = ElementKey(element);
     in_b[{key, count_b[key]++}] = &element;
   }
   for (const T& element : a) {
-    const std::string key = ElementKey(element, 0);
+    const std::string key = ElementKey(element);
     const auto other = in_b.find({key, count_a[key]++});
     if (other == in_b.end()) {
       sentences.push_back(fmt::format("{} {}: only in A", what, key));
@@ -41,7 +41,7 @@ void CompareTables(const PlanPair& plans, const char* what, const std::vector<T>
     Append(sentences, diff.Take());
   }
   for (const T& element : b) {
-    const std::string key = ElementKey(element, 0);
+    const std::string key = ElementKey(element);
     if (count_a[key]-- > 0) continue;
     sentences.push_back(fmt::format("{} {}: only in B", what, key));
   }

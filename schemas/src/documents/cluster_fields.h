@@ -2,6 +2,7 @@
 #pragma once
 
 #include "json/json_fields.h"
+#include "json/json_types.h"
 #include "shardplan/schemas/cluster.h"
 
 namespace shardplan {
@@ -200,5 +201,8 @@ inline constexpr auto kFields<Cluster> = FieldList(
     Optional("host_link_bytes_per_second", &Cluster::host_link_bytes_per_second,
              "Device to pinned host memory and back, each direction."),
     Optional("sources", &Cluster::sources, "Where figures came from, and how far they may be off.").Lines());
+
+// cluster_json.cc defines them.
+extern template const JsonObjectType& JsonObjectTypeOf<Cluster>();
 
 }  // namespace shardplan

@@ -4,11 +4,14 @@
 
 #include "documents/cluster_fields.h"
 #include "documents/document_json.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<Cluster>();
+
 namespace {
 
 // Tables are interpolated: two points at one place have no line through them.

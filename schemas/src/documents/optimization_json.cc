@@ -1,9 +1,12 @@
 #include "documents/document_json.h"
 #include "documents/optimization_fields.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<Certificate>();
+template const JsonObjectType& JsonObjectTypeOf<Optimization>();
 
 Result<Certificate> CertificateFromTape(const JsonTape& tape) {
   return ReadDocumentAs<Certificate>(tape, kCertificateSchema);

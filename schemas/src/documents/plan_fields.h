@@ -6,6 +6,7 @@
 #include "documents/strategy_fields.h"
 #include "documents/trace_fields.h"
 #include "json/json_fields.h"
+#include "json/json_types.h"
 #include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/plan.h"
 
@@ -316,5 +317,23 @@ inline constexpr auto kFields<Plan> = FieldList(
     Required("steps", &Plan::steps, "The steps as run.").Lines().NotEmpty(),
     Optional("steady_step", &Plan::steady_step, "After the last step, go on with this one."),
     Optional("procedures", &Plan::procedures, "What is done on demand, beside the steps.").Lines());
+
+// plan_json.cc defines them.
+extern template const JsonObjectType& JsonObjectTypeOf<Plan>();
+extern template const JsonObjectType& JsonObjectTypeOf<Unit>();
+extern template const JsonObjectType& JsonObjectTypeOf<UnitParameter>();
+extern template const JsonObjectType& JsonObjectTypeOf<Buffer>();
+extern template const JsonObjectType& JsonObjectTypeOf<PlanStream>();
+extern template const JsonObjectType& JsonObjectTypeOf<Communicator>();
+extern template const JsonObjectType& JsonObjectTypeOf<CommunicatorDim>();
+extern template const JsonObjectType& JsonObjectTypeOf<SegmentGrad>();
+extern template const JsonObjectType& JsonObjectTypeOf<Segment>();
+extern template const JsonObjectType& JsonObjectTypeOf<ModelPasses>();
+extern template const JsonObjectType& JsonObjectTypeOf<Trigger>();
+extern template const JsonObjectType& JsonObjectTypeOf<Instruction>();
+extern template const JsonObjectType& JsonObjectTypeOf<Procedure>();
+extern template const JsonObjectType& JsonObjectTypeOf<RepeatedTriggers>();
+extern template const JsonObjectType& JsonObjectTypeOf<Digests>();
+extern template const JsonObjectType& JsonObjectTypeOf<KnownFault>();
 
 }  // namespace shardplan

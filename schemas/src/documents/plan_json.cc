@@ -6,11 +6,29 @@
 #include "documents/plan_check.h"
 #include "documents/plan_fields.h"
 #include "documents/plan_names.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<Plan>();
+template const JsonObjectType& JsonObjectTypeOf<Unit>();
+template const JsonObjectType& JsonObjectTypeOf<UnitParameter>();
+template const JsonObjectType& JsonObjectTypeOf<Buffer>();
+template const JsonObjectType& JsonObjectTypeOf<PlanStream>();
+template const JsonObjectType& JsonObjectTypeOf<Communicator>();
+template const JsonObjectType& JsonObjectTypeOf<CommunicatorDim>();
+template const JsonObjectType& JsonObjectTypeOf<SegmentGrad>();
+template const JsonObjectType& JsonObjectTypeOf<Segment>();
+template const JsonObjectType& JsonObjectTypeOf<ModelPasses>();
+template const JsonObjectType& JsonObjectTypeOf<Trigger>();
+template const JsonObjectType& JsonObjectTypeOf<Instruction>();
+template const JsonObjectType& JsonObjectTypeOf<Procedure>();
+template const JsonObjectType& JsonObjectTypeOf<RepeatedTriggers>();
+template const JsonObjectType& JsonObjectTypeOf<Digests>();
+template const JsonObjectType& JsonObjectTypeOf<KnownFault>();
+
 namespace {
 
 // An index into the parameters of a unit.

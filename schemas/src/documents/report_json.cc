@@ -1,9 +1,11 @@
 #include "documents/document_json.h"
 #include "documents/report_fields.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<Report>();
 
 Result<Report> ReportFromTape(const JsonTape& tape) { return ReadDocumentAs<Report>(tape, kReportSchema); }
 

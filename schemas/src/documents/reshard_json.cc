@@ -1,9 +1,12 @@
 #include "documents/document_json.h"
 #include "documents/reshard_fields.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<StateLayout>();
+template const JsonObjectType& JsonObjectTypeOf<ReshardPlan>();
 
 Result<StateLayout> StateLayoutFromTape(const JsonTape& tape) {
   return ReadDocumentAs<StateLayout>(tape, kStateLayoutSchema);

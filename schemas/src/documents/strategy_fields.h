@@ -2,6 +2,7 @@
 #pragma once
 
 #include "json/json_fields.h"
+#include "json/json_types.h"
 #include "shardplan/schemas/strategy.h"
 
 namespace shardplan {
@@ -326,5 +327,9 @@ inline constexpr auto kFields<Strategy> = FieldList(
              "The steps as run, each a list of calls; the last repeats for ever. Empty: forward 0, backward "
              "[0], optimizer_step, zero_grad.")
         .Lines());
+
+// strategy_json.cc defines them.
+extern template const JsonObjectType& JsonObjectTypeOf<Strategy>();
+extern template const JsonObjectType& JsonObjectTypeOf<StrategyMeshDim>();
 
 }  // namespace shardplan

@@ -1,10 +1,13 @@
 #include "documents/document_json.h"
 #include "documents/strategy_fields.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/strategy_check.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<Strategy>();
+template const JsonObjectType& JsonObjectTypeOf<StrategyMeshDim>();
 
 Result<Strategy> StrategyFromTape(const JsonTape& tape) {
   Result<Strategy> strategy = ReadDocumentAs<Strategy>(tape, kStrategySchema);

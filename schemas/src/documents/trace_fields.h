@@ -2,6 +2,7 @@
 #pragma once
 
 #include "json/json_fields.h"
+#include "json/json_types.h"
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan {
@@ -302,5 +303,23 @@ inline constexpr auto kFields<Trace> = FieldList(
     Optional("inputs", &Trace::inputs, "The batch.").Lines(),
     Required("forwards", &Trace::forwards, "Recorded forwards.").Lines().Defines(RefKind::kForward),
     Optional("backwards", &Trace::backwards, "Recorded backwards.").Lines());
+
+// trace_json.cc defines them.
+extern template const JsonObjectType& JsonObjectTypeOf<Trace>();
+extern template const JsonObjectType& JsonObjectTypeOf<TraceInput>();
+extern template const JsonObjectType& JsonObjectTypeOf<ModuleBuffer>();
+extern template const JsonObjectType& JsonObjectTypeOf<ParameterPlacement>();
+extern template const JsonObjectType& JsonObjectTypeOf<EnterEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<ExitEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<OperatorEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<AllocateEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<FreeEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<OutputGradReadyEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<InputsGradDoneEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<ParameterGradEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<RecomputeEnterEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<RecomputeExitEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<BackwardEndEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<ReleaseEvent>();
 
 }  // namespace shardplan

@@ -1,10 +1,28 @@
 #include "documents/document_json.h"
 #include "documents/trace_fields.h"
-#include "json/json_writer.h"
+#include "json/json_tables.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/trace_check.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<Trace>();
+template const JsonObjectType& JsonObjectTypeOf<TraceInput>();
+template const JsonObjectType& JsonObjectTypeOf<ModuleBuffer>();
+template const JsonObjectType& JsonObjectTypeOf<ParameterPlacement>();
+template const JsonObjectType& JsonObjectTypeOf<EnterEvent>();
+template const JsonObjectType& JsonObjectTypeOf<ExitEvent>();
+template const JsonObjectType& JsonObjectTypeOf<OperatorEvent>();
+template const JsonObjectType& JsonObjectTypeOf<AllocateEvent>();
+template const JsonObjectType& JsonObjectTypeOf<FreeEvent>();
+template const JsonObjectType& JsonObjectTypeOf<OutputGradReadyEvent>();
+template const JsonObjectType& JsonObjectTypeOf<InputsGradDoneEvent>();
+template const JsonObjectType& JsonObjectTypeOf<ParameterGradEvent>();
+template const JsonObjectType& JsonObjectTypeOf<RecomputeEnterEvent>();
+template const JsonObjectType& JsonObjectTypeOf<RecomputeExitEvent>();
+template const JsonObjectType& JsonObjectTypeOf<BackwardEndEvent>();
+template const JsonObjectType& JsonObjectTypeOf<ReleaseEvent>();
+
 Result<Trace> TraceFromTape(const JsonTape& tape) {
   Result<Trace> trace = ReadDocumentAs<Trace>(tape, kTraceSchema);
   if (!trace.has_value()) return trace;

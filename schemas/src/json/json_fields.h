@@ -16,6 +16,7 @@
 #include <limits>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 
 namespace shardplan {
 
@@ -116,6 +117,9 @@ constexpr std::tuple<Defs...> FieldList(Defs... defs) {
 // The fields of T; specialised for every struct of a document.
 template <typename T>
 inline constexpr std::nullptr_t kFields = nullptr;
+
+template <typename T>
+inline constexpr bool kHasFields = !std::is_same_v<std::remove_cvref_t<decltype(kFields<T>)>, std::nullptr_t>;
 
 // Where the JSON Schema files define T: in "$defs" of this document's file under this name. Without a name it
 // is written out where it is used.

@@ -1,5 +1,8 @@
 #include "json/json_reader.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <cmath>
 
 namespace shardplan {
@@ -20,7 +23,90 @@ std::optional<std::int64_t> ExactInteger(const JsonNode& node) {
   return static_cast<std::int64_t>(node.real);
 }
 
+std::string FieldNames(const JsonObjectType& type) {
+  std::string names;
+  for (const JsonField& field : type.fields) {
+    if (!names.empty()) names += ", ";
+    names += field.name;
+  }
+  return names;
+}
+
 }  // namespace
+
+bool JsonReader::ReadObject(JsonIndex node, void* value, const JsonObjectType& type,
+                            std::pair<std::string_view, std::string_view> also) {
+  if (tape_[node].kind != JsonKind::kObject) return Wrong(node, "wrong type", "an object");
+  // First the lists that others refer to, or a wrong list would be told as wrong references.
+  for (const JsonField& field : type.fields) {
+    if (field.defines == RefKind::kNone) continue;
+    const JsonIndex list = tape_.Find(node, field.name);
+    if (list == 0 && field.required) return Missing(node, field.name);
+    if (!Define(field.defines, list)) return false;
+  }
+  if (!ReadFields(node, value, type, also)) return false;
+  if (type.after_reading != nullptr) type.after_reading(value, context_.sharing);
+  return true;
+}
+
+bool JsonReader::ReadFields(JsonIndex node, void* value, const JsonObjectType& type,
+                            std::pair<std::string_view, std::string_view> also) {
+  std::uint64_t seen = 0;  // a bit for each field of the type, then the two of `also`
+  const std::size_t fields = type.fields.size();
+  for (JsonIndex key = node + 1; key < tape_[node].end; key = tape_[key + 1].end) {
+    const std::string_view name = tape_.String(key);
+    std::size_t at = 0;
+    while (at < fields && type.fields[at].name != name) ++at;
+    const bool known = at < fields || (!name.empty() && (name == also.first || name == also.second));
+    if (!known) return Unknown(key, FieldNames(type));
+    if (at == fields && name == also.second) ++at;
+    const std::uint64_t bit = std::uint64_t{1} << at;
+    if ((seen & bit) != 0) return Wrong(key, fmt::format("the field \"{}\" is there twice", name), "one");
+    seen |= bit;
+    if (at >= fields) continue;
+    const JsonField& field = type.fields[at];
+    if (!field.type->read(*this, key + 1, field.in(value), field.spec)) return false;
+  }
+  for (std::size_t at = 0; at < fields; ++at) {
+    const bool there = ((seen >> at) & 1) != 0;
+    if (type.fields[at].required && !there) return Missing(node, type.fields[at].name);
+  }
+  return true;
+}
+
+bool JsonReader::ReadEvent(JsonIndex node, void* value, const JsonObjectType& type) {
+  const std::size_t least =
+      1 + static_cast<std::size_t>(std::ranges::count(type.fields, true, &JsonField::required));
+  const std::size_t size = tape_[node].size;
+  if (size < least || size > 1 + type.fields.size()) {
+    return Wrong(node, fmt::format("wrong number of elements for \"{}\"", type.tag),
+                 fmt::format("[\"{}\", {}]", type.tag, FieldNames(type)));
+  }
+  JsonIndex element = node + 2;  // after the tag
+  for (const JsonField& field : type.fields) {
+    if (element == tape_[node].end) break;
+    if (!field.type->read(*this, element, field.in(value), field.spec)) return false;
+    element = tape_[element].end;
+  }
+  return true;
+}
+
+bool JsonReader::ReadVariant(JsonIndex node, void* variant, std::span<const JsonAlternative> alternatives) {
+  const auto is_event = [](const JsonAlternative& alternative) { return alternative.type().is_event; };
+  std::string_view tag;
+  const JsonIndex tag_node = FindTag(node, std::ranges::all_of(alternatives, is_event), tag);
+  if (tag_node == 0) return false;
+  std::string choices;
+  for (const JsonAlternative& alternative : alternatives) {
+    const JsonObjectType& type = alternative.type();
+    if (tag == type.tag) {
+      void* const value = alternative.emplace(variant);
+      return type.is_event ? ReadEvent(node, value, type) : ReadObject(node, value, type, {kTagField, {}});
+    }
+    choices += fmt::format("{}\"{}\"", choices.empty() ? "one of " : ", ", type.tag);
+  }
+  return Wrong(tag_node, "unknown kind", choices);
+}
 
 bool JsonReader::ReadCompound(JsonIndex node, std::variant<bool, std::int64_t>& value, const Spec& /*spec*/) {
   if (tape_[node].kind == JsonKind::kBool) {

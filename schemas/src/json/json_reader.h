@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -20,6 +21,7 @@
 #include "documents/enum_names.h"
 #include "json/json_fields.h"
 #include "json/json_tape.h"
+#include "json/json_types.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/shared_list.h"
@@ -66,7 +68,7 @@ class JsonReader {
     if (extensions != 0 && tape_[extensions].kind != JsonKind::kObject) {
       return Wrong(extensions, "extensions must be an object", "an object");
     }
-    return ReadObject(0, value, {kSchemaField, kExtensionsField});
+    return ReadObject(0, &value, JsonObjectTypeOf<T>(), {kSchemaField, kExtensionsField});
   }
   // Reads the root as one more element of the list.
   template <typename T>
@@ -75,7 +77,7 @@ class JsonReader {
   }
   Error TakeError() { return std::move(error_); }
 
- private:
+  // A value of any type that documents have.
   template <typename T>
   bool Read(JsonIndex node, T& value, const Spec& spec) {
     if constexpr (std::is_same_v<T, bool>) {
@@ -102,6 +104,7 @@ class JsonReader {
     }
   }
 
+ private:
   template <typename T>
   bool ReadCompound(JsonIndex node, std::optional<T>& value, const Spec& spec) {
     return Read(node, value.emplace(), spec);
@@ -126,7 +129,7 @@ class JsonReader {
       typename Repeats<T>::Entry entry;
       const std::string_view name = std::get<0>(kFields<typename Repeats<T>::Entry>).name;
       if (tape_.Find(node, name) != 0) {
-        if (!ReadObject(node, entry, {})) return false;
+        if (!ReadObject(node, &entry, JsonObjectTypeOf<typename Repeats<T>::Entry>(), {})) return false;
         const std::string expected = Repeats<T>::Append(list, entry);
         return expected.empty() || Wrong(tape_.Find(node, name), "cannot be repeated so", expected);
       }
@@ -146,107 +149,26 @@ class JsonReader {
   bool ReadCompound(JsonIndex node, std::variant<bool, std::int64_t>& value, const Spec& spec);
   template <typename... T>
   bool ReadCompound(JsonIndex node, std::variant<T...>& value, const Spec& /*spec*/) {
-    std::string_view tag;
-    const JsonIndex tag_node = FindTag(node, (kIsEvent<T> && ...), tag);
-    if (tag_node == 0) return false;
-    bool known = false;
-    bool ok = true;
-    const auto try_alternative = [&]<typename Alternative>(std::type_identity<Alternative>) {
-      if (known || tag != kTag<Alternative>) return;
-      known = true;
-      Alternative& alternative = value.template emplace<Alternative>();
-      if constexpr (kIsEvent<Alternative>) {
-        ok = ReadEvent(node, alternative);
-      } else {
-        ok = ReadObject(node, alternative, {kTagField, {}});
-      }
-    };
-    (try_alternative(std::type_identity<T>{}), ...);
-    if (known) return ok;
-    std::string choices = "one of ";
-    ((choices += fmt::format("{}\"{}\"", choices.back() == ' ' && choices.size() == 7 ? "" : ", ", kTag<T>)),
-     ...);
-    return Wrong(tag_node, "unknown kind", choices);
+    using Variant = std::variant<T...>;
+    static constexpr std::array<JsonAlternative, sizeof...(T)> kAlternatives = {
+        JsonAlternative{.type = JsonObjectTypeOf<T>, .emplace = [](void* variant) -> void* {
+                          return &static_cast<Variant*>(variant)->template emplace<T>();
+                        }}...};
+    return ReadVariant(node, &value, kAlternatives);
   }
   template <typename T>
   bool ReadCompound(JsonIndex node, T& value, const Spec& /*spec*/) {
-    return ReadObject(node, value, {});
+    static_assert(kHasFields<T>);
+    return ReadObject(node, &value, JsonObjectTypeOf<T>(), {});
   }
 
-  // `also` names fields that are allowed but not T's.
-  template <typename T>
-  bool ReadObject(JsonIndex node, T& value, std::pair<std::string_view, std::string_view> also) {
-    if (tape_[node].kind != JsonKind::kObject) return Wrong(node, "wrong type", "an object");
-    // First the lists that others refer to, or a wrong list would be told as wrong references.
-    const bool defined = ForEachField<T>([&](const auto& field) {
-      if (field.defines == RefKind::kNone) return true;
-      const JsonIndex list = tape_.Find(node, field.name);
-      if (list == 0 && field.required) return Missing(node, field.name);
-      return Define(field.defines, list);
-    });
-    if (!defined) return false;
-    std::uint64_t seen = 0;  // a bit for each field of T, then the two of `also`
-    for (JsonIndex key = node + 1; key < tape_[node].end; key = tape_[key + 1].end) {
-      const std::string_view name = tape_.String(key);
-      std::uint64_t bit = 1;
-      bool known = false;
-      bool ok = true;
-      ForEachField<T>([&](const auto& field) {
-        known = field.name == name;
-        if (known && (seen & bit) == 0) ok = Read(key + 1, value.*field.member, field.spec);
-        if (!known) bit <<= 1;
-        return !known;
-      });
-      if (!ok) return false;
-      if (!known && !name.empty() && (name == also.first || name == also.second)) {
-        known = true;
-        if (name == also.second) bit <<= 1;
-      }
-      if (!known) return Unknown(key, FieldNames<T>());
-      if ((seen & bit) != 0) return Wrong(key, fmt::format("the field \"{}\" is there twice", name), "one");
-      seen |= bit;
-    }
-    std::uint64_t bit = 1;
-    const bool complete = ForEachField<T>([&](const auto& field) {
-      const bool ok = !field.required || (seen & bit) != 0;
-      bit <<= 1;
-      return ok || Missing(node, field.name);
-    });
-    if constexpr (requires { AfterReading(value, context_.sharing); }) AfterReading(value, context_.sharing);
-    return complete;
-  }
-
-  template <typename T>
-  bool ReadEvent(JsonIndex node, T& value) {
-    constexpr JsonIndex kMost = 1 + std::tuple_size_v<std::remove_const_t<decltype(kFields<T>)>>;
-    JsonIndex least = 1;
-    ForEachField<T>([&](const auto& field) {
-      least += field.required ? 1 : 0;
-      return true;
-    });
-    const JsonIndex size = tape_[node].size;
-    if (size < least || size > kMost) {
-      return Wrong(node, fmt::format("wrong number of elements for \"{}\"", kTag<T>),
-                   fmt::format("[\"{}\", {}]", kTag<T>, FieldNames<T>()));
-    }
-    JsonIndex child = node + 2;  // after the tag
-    return ForEachField<T>([&](const auto& field) {
-      if (child == tape_[node].end) return true;
-      const JsonIndex element = std::exchange(child, tape_[child].end);
-      return Read(element, value.*field.member, field.spec);
-    });
-  }
-
-  template <typename T>
-  static std::string FieldNames() {
-    std::string names;
-    ForEachField<T>([&](const auto& field) {
-      if (!names.empty()) names += ", ";
-      names += field.name;
-      return true;
-    });
-    return names;
-  }
+  // `also` names fields that are allowed but not the type's.
+  bool ReadObject(JsonIndex node, void* value, const JsonObjectType& type,
+                  std::pair<std::string_view, std::string_view> also);
+  bool ReadFields(JsonIndex node, void* value, const JsonObjectType& type,
+                  std::pair<std::string_view, std::string_view> also);
+  bool ReadEvent(JsonIndex node, void* value, const JsonObjectType& type);
+  bool ReadVariant(JsonIndex node, void* variant, std::span<const JsonAlternative> alternatives);
 
   template <typename Enum>
   bool ReadEnum(JsonIndex node, Enum& value) {

@@ -58,7 +58,67 @@ void AppendJsonString(std::string& out, std::string_view text) {
   out += '"';
 }
 
+// An optional field that has the default of its value type.
+bool IsLeftOut(const JsonField& field, const void* object, const JsonObjectType& type) {
+  return !field.required && field.type->equal(field.Of(object), field.Of(type.defaults()));
+}
+
 }  // namespace
+
+void JsonWriter::WriteObject(const void* value, const JsonObjectType& type, int indent) {
+  out_ += '{';
+  if (indent == kInline) {
+    WriteInlineFields(value, type, true);
+  } else {
+    WriteBlockFields(value, type, indent + 2, true);
+    NewLine(indent);
+  }
+  out_ += '}';
+}
+
+void JsonWriter::WriteTagged(const void* value, const JsonObjectType& type) {
+  if (!type.is_event) {
+    out_ += '{';
+    Append(kTagField);
+    out_ += ": ";
+    Append(type.tag);
+    WriteInlineFields(value, type, false);
+    out_ += '}';
+    return;
+  }
+  out_ += '[';
+  Append(type.tag);
+  for (const JsonField& field : type.fields) {
+    if (IsLeftOut(field, value, type)) continue;
+    out_ += ", ";
+    field.type->write(*this, field.Of(value), field.spec, kInline);
+  }
+  out_ += ']';
+}
+
+void JsonWriter::WriteInlineFields(const void* value, const JsonObjectType& type, bool first) {
+  for (const JsonField& field : type.fields) {
+    if (IsLeftOut(field, value, type)) continue;
+    if (!first) out_ += ", ";
+    first = false;
+    Append(field.name);
+    out_ += ": ";
+    field.type->write(*this, field.Of(value), field.spec, kInline);
+  }
+}
+
+void JsonWriter::WriteBlockFields(const void* value, const JsonObjectType& type, int indent, bool first) {
+  for (const JsonField& field : type.fields) {
+    if (IsLeftOut(field, value, type)) continue;
+    if (!first) out_ += ',';
+    first = false;
+    NewLine(indent);
+    Append(field.name);
+    out_ += ": ";
+    field.type->write(*this, field.Of(value), field.spec,
+                      field.lines || field.type->is_block ? indent : kInline);
+  }
+}
 
 void JsonWriter::Append(std::int64_t value) {
   std::array<char, 24> digits;

@@ -12,6 +12,7 @@
 #include "documents/enum_names.h"
 #include "documents/plan_names.h"
 #include "json/json_fields.h"
+#include "json/json_types.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/shared_list.h"
 
@@ -19,6 +20,8 @@ namespace shardplan {
 
 class JsonWriter {
  public:
+  static constexpr int kInline = -1;
+
   // `names`: references are written by name where the name is unique. May be null.
   explicit JsonWriter(const PlanNames* names = nullptr) : names_(names) {}
   // Gives the text away in pieces, as it comes.
@@ -29,7 +32,7 @@ class JsonWriter {
   void WriteDocument(std::string_view schema, const T& value) {
     out_ += "{\n  \"schema\": ";
     Append(schema);
-    WriteBlockFields(value, 2, false);
+    WriteBlockFields(&value, JsonObjectTypeOf<T>(), 2, false);
     out_ += "\n}\n";
   }
   // On one line.
@@ -37,10 +40,10 @@ class JsonWriter {
   void WriteInline(const T& value) {
     Write(value, Spec{}, kInline);
   }
+  void WriteInline(const void* value, const JsonValueType& type) {
+    type.write(*this, value, Spec{}, kInline);
+  }
   std::string Take() { return std::move(out_); }
-
- private:
-  static constexpr int kInline = -1;
 
   // `indent`: of the line that the value starts on; kInline: all on that line.
   template <typename T>
@@ -64,6 +67,7 @@ class JsonWriter {
     }
   }
 
+ private:
   template <typename T>
   void WriteCompound(const std::optional<T>& value, const Spec& spec, int indent) {
     if (value.has_value()) {
@@ -114,87 +118,23 @@ class JsonWriter {
   }
   template <typename... T>
   void WriteCompound(const std::variant<T...>& value, const Spec& /*spec*/, int /*indent*/) {
-    std::visit([&](const auto& alternative) { WriteTagged(alternative); }, value);
+    std::visit([&]<typename A>(const A& alternative) { WriteTagged(&alternative, JsonObjectTypeOf<A>()); },
+               value);
   }
   template <typename T>
   void WriteCompound(const T& value, const Spec& /*spec*/, int indent) {
+    static_assert(kHasFields<T>);
     if constexpr (requires { AsWritten(value); }) {
-      WriteObject(AsWritten(value), indent);
+      const T written = AsWritten(value);
+      WriteObject(&written, JsonObjectTypeOf<T>(), indent);
     } else {
-      WriteObject(value, indent);
+      WriteObject(&value, JsonObjectTypeOf<T>(), indent);
     }
   }
-  template <typename T>
-  void WriteObject(const T& value, int indent) {
-    if (indent != kInline) {
-      out_ += '{';
-      WriteBlockFields(value, indent + 2, true);
-      NewLine(indent);
-      out_ += '}';
-      return;
-    }
-    out_ += '{';
-    bool first = true;
-    WriteInlineFields(value, first);
-    out_ += '}';
-  }
-
-  template <typename T>
-  void WriteTagged(const T& value) {
-    if constexpr (kIsEvent<T>) {
-      out_ += '[';
-      Append(kTag<T>);
-      ForEachField<T>([&](const auto& field) {
-        if (IsLeftOut(value, field)) return true;
-        out_ += ", ";
-        Write(value.*field.member, field.spec, kInline);
-        return true;
-      });
-      out_ += ']';
-    } else {
-      out_ += '{';
-      Append(kTagField);
-      out_ += ": ";
-      Append(kTag<T>);
-      bool first = false;
-      WriteInlineFields(value, first);
-      out_ += '}';
-    }
-  }
-
-  template <typename T>
-  void WriteInlineFields(const T& value, bool& first) {
-    ForEachField<T>([&](const auto& field) {
-      if (IsLeftOut(value, field)) return true;
-      if (!first) out_ += ", ";
-      first = false;
-      Append(field.name);
-      out_ += ": ";
-      Write(value.*field.member, field.spec, kInline);
-      return true;
-    });
-  }
-  template <typename T>
-  void WriteBlockFields(const T& value, int indent, bool first) {
-    ForEachField<T>([&](const auto& field) {
-      using Member = std::remove_cvref_t<decltype(value.*field.member)>;
-      if (IsLeftOut(value, field)) return true;
-      if (!first) out_ += ',';
-      first = false;
-      NewLine(indent);
-      Append(field.name);
-      out_ += ": ";
-      Write(value.*field.member, field.spec, field.lines || kIsBlock<Member> ? indent : kInline);
-      return true;
-    });
-  }
-
-  // An optional field that has the default of its value type.
-  template <typename T, typename Field>
-  static bool IsLeftOut(const T& value, const Field& field) {
-    static const T kDefaults{};
-    return !field.required && value.*field.member == kDefaults.*field.member;
-  }
+  void WriteObject(const void* value, const JsonObjectType& type, int indent);
+  void WriteTagged(const void* value, const JsonObjectType& type);
+  void WriteInlineFields(const void* value, const JsonObjectType& type, bool first);
+  void WriteBlockFields(const void* value, const JsonObjectType& type, int indent, bool first);
   void NewLine(int indent) {
     constexpr std::size_t kPieceBytes = std::size_t{1} << 16;
     if (sink_ && out_.size() >= kPieceBytes) {

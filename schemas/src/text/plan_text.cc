@@ -3,11 +3,17 @@
 #include <fmt/format.h>
 
 #include "documents/plan_fields.h"
+#include "json/json_tables.h"
 #include "json/json_writer.h"
 #include "text/plan_text_fields.h"
 #include "text/plan_words.h"
 
 namespace shardplan {
+
+template const JsonObjectType& JsonObjectTypeOf<PlanHeader>();
+template const JsonObjectType& JsonObjectTypeOf<ProcedureHeader>();
+template const JsonObjectType& JsonObjectTypeOf<SegmentHeader>();
+
 namespace {
 
 class PlanTextWriter {
