@@ -63,12 +63,13 @@ Plan Reordered(const Plan& plan, const std::vector<ScheduleGraph>& graphs, std::
 std::vector<ScheduleGraph> Without(EdgeKind kind, const std::vector<ScheduleGraph>& graphs) {
   std::vector<ScheduleGraph> without;
   for (const ScheduleGraph& graph : graphs) {
-    ScheduleGraph& copy = without.emplace_back();
-    for (std::size_t v = 0; v < boost::num_vertices(graph); ++v) boost::add_vertex(graph[v], copy);
+    ScheduleGraphParts copy;
+    for (std::size_t v = 0; v < boost::num_vertices(graph); ++v) copy.nodes.push_back(graph[v]);
     for (const auto edge : boost::make_iterator_range(boost::edges(graph))) {
       if (graph[edge].kind == kind) continue;
-      boost::add_edge(boost::source(edge, graph), boost::target(edge, graph), graph[edge], copy);
+      copy.AddEdge(boost::source(edge, graph), boost::target(edge, graph), graph[edge].kind);
     }
+    without.push_back(copy.Graph());
   }
   return without;
 }

@@ -21,7 +21,7 @@ using testing::Planned;
 // Vertices that can be reached from each vertex, itself not counted.
 std::vector<std::set<std::size_t>> Descendants(const ScheduleGraph& graph) {
   std::vector<std::set<std::size_t>> all(boost::num_vertices(graph));
-  for (std::size_t v = all.size(); v-- > 0;) {
+  for (auto v = static_cast<std::uint32_t>(all.size()); v-- > 0;) {
     for (const auto edge : boost::make_iterator_range(boost::out_edges(v, graph))) {
       const std::size_t target = boost::target(edge, graph);
       all[v].insert(target);
@@ -39,7 +39,7 @@ TEST(ScheduleAnalysisTest, TheReductionHasTheSamePathsAndNoEdgeTooMany) {
     const auto descendants = Descendants(graph);
     ASSERT_EQ(Descendants(reduced), descendants);
     EXPECT_LT(boost::num_edges(reduced), boost::num_edges(graph));
-    for (std::size_t v = 0; v < boost::num_vertices(reduced); ++v) {
+    for (std::uint32_t v = 0; v < boost::num_vertices(reduced); ++v) {
       std::set<std::size_t> targets;
       for (const auto edge : boost::make_iterator_range(boost::out_edges(v, reduced))) {
         EXPECT_TRUE(targets.insert(boost::target(edge, reduced)).second) << "two edges from " << v;
@@ -128,7 +128,7 @@ TEST(ScheduleAnalysisTest, TheCriticalPathIsALongestOne) {
   };
   std::vector<std::int64_t> end(boost::num_vertices(graph), 0);
   std::int64_t longest = 0;
-  for (std::size_t v = 0; v < end.size(); ++v) {
+  for (std::uint32_t v = 0; v < end.size(); ++v) {
     end[v] += duration(graph[v]).value;
     longest = std::max(longest, end[v]);
     for (const auto edge : boost::make_iterator_range(boost::out_edges(v, graph))) {
@@ -142,7 +142,8 @@ TEST(ScheduleAnalysisTest, TheCriticalPathIsALongestOne) {
   for (std::size_t k = 0; k < path.vertices.size(); ++k) {
     sum += duration(graph[path.vertices[k]]).value;
     if (k == 0) continue;
-    EXPECT_TRUE(boost::edge(path.vertices[k - 1], path.vertices[k], graph).second);
+    const auto from = static_cast<std::uint32_t>(path.vertices[k - 1]);
+    EXPECT_TRUE(boost::edge(from, static_cast<std::uint32_t>(path.vertices[k]), graph).second);
   }
   EXPECT_EQ(sum, longest);
 }

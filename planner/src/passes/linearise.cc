@@ -29,7 +29,8 @@ std::vector<std::int32_t> TopologicalOrder(const ScheduleGraph& graph,
     const std::size_t vertex = ready.top().second;
     ready.pop();
     order.push_back(static_cast<std::int32_t>(vertex));
-    for (const auto edge : boost::make_iterator_range(boost::out_edges(vertex, graph))) {
+    for (const auto edge :
+         boost::make_iterator_range(boost::out_edges(static_cast<std::uint32_t>(vertex), graph))) {
       if (--missing[boost::target(edge, graph)] == 0) push(boost::target(edge, graph));
     }
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <boost/graph/adjacency_list.hpp>
 #include <boost/graph/dag_shortest_paths.hpp>
 #include <boost/graph/dominator_tree.hpp>
 #include <boost/graph/graphviz.hpp>
@@ -19,7 +20,7 @@ namespace shardplan {
 namespace {
 
 auto OutEdges(std::size_t vertex, const ScheduleGraph& graph) {
-  return boost::make_iterator_range(boost::out_edges(vertex, graph));
+  return boost::make_iterator_range(boost::out_edges(static_cast<std::uint32_t>(vertex), graph));
 }
 
 constexpr std::array<std::string_view, 8> kColors = {"black",  "steelblue", "seagreen", "firebrick",
@@ -80,12 +81,13 @@ std::string NodeText(const Plan& plan, const PlanStep& step, const ScheduleNode&
 ScheduleGraph Contract(const ScheduleGraph& graph, const std::vector<bool>& among,
                        std::vector<std::int32_t>& kept) {
   const std::size_t count = boost::num_vertices(graph);
-  ScheduleGraph contracted;
+  ScheduleGraphParts contracted;
   std::vector<std::set<std::size_t>> nearest(count);  // that a vertex comes after, in `contracted`
   for (std::size_t v = 0; v < count; ++v) {           // edges lead to later vertices
     if (among[v]) {
-      const std::size_t added = boost::add_vertex(graph[v], contracted);
-      for (const std::size_t before : nearest[v]) boost::add_edge(before, added, {}, contracted);
+      const std::size_t added = contracted.nodes.size();
+      contracted.nodes.push_back(graph[v]);
+      for (const std::size_t before : nearest[v]) contracted.AddEdge(before, added, EdgeKind::kHost);
       nearest[v] = {added};
       kept.push_back(static_cast<std::int32_t>(v));
     }
@@ -93,7 +95,7 @@ ScheduleGraph Contract(const ScheduleGraph& graph, const std::vector<bool>& amon
       nearest[boost::target(edge, graph)].insert(nearest[v].begin(), nearest[v].end());
     }
   }
-  return contracted;
+  return contracted.Graph();
 }
 
 }  // namespace
@@ -109,8 +111,8 @@ ScheduleGraph TransitiveReduction(const ScheduleGraph& graph) {
       boost::get(boost::vertex_index, graph));
   std::vector<std::size_t> vertex_of(count);
   for (std::size_t v = 0; v < count; ++v) vertex_of[reduced_of[v]] = v;
-  ScheduleGraph reduced;
-  for (std::size_t v = 0; v < count; ++v) boost::add_vertex(graph[v], reduced);
+  ScheduleGraphParts reduced;
+  for (std::size_t v = 0; v < count; ++v) reduced.nodes.push_back(graph[v]);
   for (std::size_t v = 0; v < count; ++v) {
     std::map<std::size_t, EdgeKind> kinds;
     for (const auto edge : OutEdges(v, graph)) {
@@ -119,10 +121,10 @@ ScheduleGraph TransitiveReduction(const ScheduleGraph& graph) {
     }
     for (const auto edge : boost::make_iterator_range(boost::out_edges(reduced_of[v], bare))) {
       const std::size_t target = vertex_of[boost::target(edge, bare)];
-      boost::add_edge(v, target, {kinds.at(target)}, reduced);
+      reduced.AddEdge(v, target, kinds.at(target));
     }
   }
-  return reduced;
+  return reduced.Graph();
 }
 
 std::vector<TriggerRange> MovableRanges(const ScheduleGraph& graph) {
@@ -165,7 +167,7 @@ std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector
       boost::add_edge(v, boost::target(edge, reduced), flow);
       has_predecessor[boost::target(edge, reduced)] = true;
     }
-    if (boost::out_degree(v, reduced) == 0) boost::add_edge(v, count, flow);
+    if (boost::out_degree(static_cast<std::uint32_t>(v), reduced) == 0) boost::add_edge(v, count, flow);
     if (!has_predecessor[v]) boost::add_edge(count + 1, v, flow);
   }
   const auto nobody = boost::graph_traits<Both>::null_vertex();

@@ -89,8 +89,7 @@ class GraphBuilder {
     }
   }
 
-  void BuildStep(const PlanStep& step, ScheduleGraph& graph) {
-    graph_ = &graph;
+  ScheduleGraph BuildStep(const PlanStep& step) {
     Begin();
     for (std::size_t t = 0; t < step.triggers.size(); ++t) {
       const std::vector<Instruction>& instructions = step.triggers[t].instructions;
@@ -104,10 +103,12 @@ class GraphBuilder {
     for (Vertex v = 1; v < std::ssize(has_predecessor_); ++v) {
       if (!has_predecessor_[v]) Edge(0, v, EdgeKind::kHost);
     }
+    return parts_.Graph();
   }
 
  private:
   void Begin() {
+    parts_ = {};
     has_predecessor_.clear();
     host_ = host_work_ = kNone;
     last_on_stream_.assign(plan_.streams.size(), kNone);
@@ -124,12 +125,13 @@ class GraphBuilder {
   void Edge(Vertex from, Vertex to, EdgeKind kind) {
     if (from == kNone || from == to) return;
     SHARDPLAN_ASSERT(from < to, "an instruction depends on what was issued before it");
-    boost::add_edge(from, to, {kind}, *graph_);
+    parts_.AddEdge(static_cast<std::size_t>(from), static_cast<std::size_t>(to), kind);
     has_predecessor_[to] = true;
   }
 
   void AddVertex(const ScheduleNode& node) {
-    at_ = static_cast<Vertex>(boost::add_vertex(node, *graph_));
+    at_ = static_cast<Vertex>(parts_.nodes.size());
+    parts_.nodes.push_back(node);
     has_predecessor_.push_back(false);
     if (!node.is_fixed) return;
     Edge(host_, at_, EdgeKind::kHost);
@@ -347,7 +349,7 @@ class GraphBuilder {
   std::vector<bool> has_unsharded_;
   std::vector<std::vector<BufferId>> unit_buffers_;
   // Of the step. `at_` is the vertex that is being added.
-  ScheduleGraph* graph_ = nullptr;
+  ScheduleGraphParts parts_;
   Vertex at_ = kNone;
   std::vector<bool> has_predecessor_;
   Vertex host_ = kNone;       // the last of the host's own program
@@ -366,6 +368,18 @@ std::string_view Name(EdgeKind kind) {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
+void ScheduleGraphParts::AddEdge(std::size_t from, std::size_t to, EdgeKind kind) {
+  ends.emplace_back(static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to));
+  edges.push_back({kind});
+}
+
+ScheduleGraph ScheduleGraphParts::Graph() const {
+  ScheduleGraph graph(boost::edges_are_unsorted_multi_pass, ends.begin(), ends.end(), edges.begin(),
+                      static_cast<std::uint32_t>(nodes.size()));
+  for (std::uint32_t v = 0; v < nodes.size(); ++v) graph[v] = nodes[v];
+  return graph;
+}
+
 bool IsCollective(const Instruction& instruction) {
   return instruction.kind == InstructionKind::kAllGather ||
          instruction.kind == InstructionKind::kReduceScatter ||
@@ -374,8 +388,8 @@ bool IsCollective(const Instruction& instruction) {
 
 std::vector<ScheduleGraph> BuildScheduleGraphs(const Plan& plan) {
   GraphBuilder builder(plan);
-  std::vector<ScheduleGraph> graphs(plan.steps.size());
-  for (std::size_t s = 0; s < graphs.size(); ++s) builder.BuildStep(plan.steps[s], graphs[s]);
+  std::vector<ScheduleGraph> graphs;
+  for (const PlanStep& step : plan.steps) graphs.push_back(builder.BuildStep(step));
   return graphs;
 }
 

@@ -7,9 +7,11 @@
 // an order of its own. Steps are not mixed: everything of one step comes before everything of the next.
 #pragma once
 
-#include <boost/graph/adjacency_list.hpp>
+#include <boost/graph/compressed_sparse_row_graph.hpp>
+#include <boost/range/iterator_range.hpp>
 #include <cstdint>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -41,9 +43,21 @@ struct ScheduleEdge {
 };
 
 // Vertices are in host order: triggers, each followed by its instructions. An edge leads to a later vertex.
-// Vertex 0 is the step's first trigger, and everything comes after it.
-using ScheduleGraph =
-    boost::adjacency_list<boost::vecS, boost::vecS, boost::directedS, ScheduleNode, ScheduleEdge>;
+// Vertex 0 is the step's first trigger, and everything comes after it. An edge takes five bytes: a plan of
+// thousands of units has millions.
+using ScheduleGraph = boost::compressed_sparse_row_graph<boost::directedS, ScheduleNode, ScheduleEdge,
+                                                         boost::no_property, std::uint32_t, std::uint32_t>;
+
+// A graph that is being made: such a graph takes all of its edges at once.
+struct ScheduleGraphParts {
+  std::vector<ScheduleNode> nodes;
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> ends;  // of each edge: from, to
+  std::vector<ScheduleEdge> edges;
+
+  void AddEdge(std::size_t from, std::size_t to, EdgeKind kind);
+  // Edges of one vertex stay in the order in which they were added.
+  ScheduleGraph Graph() const;
+};
 
 // Work that the ranks of a communicator do together. (Other instructions name one for its ranks alone.)
 bool IsCollective(const Instruction& instruction);
