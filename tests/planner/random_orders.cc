@@ -60,14 +60,22 @@ Plan Reordered(const Plan& plan, const std::vector<ScheduleGraph>& graphs, std::
   return reordered;
 }
 
+ScheduleGraphParts PartsOf(const ScheduleGraph& graph) {
+  ScheduleGraphParts parts;
+  for (std::size_t v = 0; v < boost::num_vertices(graph); ++v) parts.nodes.push_back(graph[v]);
+  for (const auto edge : boost::make_iterator_range(boost::edges(graph))) {
+    parts.AddEdge(boost::source(edge, graph), boost::target(edge, graph), graph[edge].kind);
+  }
+  return parts;
+}
+
 std::vector<ScheduleGraph> Without(EdgeKind kind, const std::vector<ScheduleGraph>& graphs) {
   std::vector<ScheduleGraph> without;
   for (const ScheduleGraph& graph : graphs) {
-    ScheduleGraphParts copy;
-    for (std::size_t v = 0; v < boost::num_vertices(graph); ++v) copy.nodes.push_back(graph[v]);
-    for (const auto edge : boost::make_iterator_range(boost::edges(graph))) {
-      if (graph[edge].kind == kind) continue;
-      copy.AddEdge(boost::source(edge, graph), boost::target(edge, graph), graph[edge].kind);
+    const ScheduleGraphParts all = PartsOf(graph);
+    ScheduleGraphParts copy{.nodes = all.nodes, .ends = {}, .edges = {}};
+    for (std::size_t e = 0; e < all.edges.size(); ++e) {
+      if (all.edges[e].kind != kind) copy.AddEdge(all.ends[e].first, all.ends[e].second, all.edges[e].kind);
     }
     without.push_back(copy.Graph());
   }

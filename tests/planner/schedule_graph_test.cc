@@ -191,11 +191,7 @@ TEST(ScheduleGraphTest, OrdersAreManyAndDiffer) {
 TEST(ScheduleGraphTest, ACycleIsAnError) {
   const Plan plan = Planned(LayeredTrace(2, 8, 8), {}, 2);
   std::vector<ScheduleGraph> graphs = BuildScheduleGraphs(plan);
-  ScheduleGraphParts parts;
-  for (std::size_t v = 0; v < boost::num_vertices(graphs[0]); ++v) parts.nodes.push_back(graphs[0][v]);
-  for (const auto edge : boost::make_iterator_range(boost::edges(graphs[0]))) {
-    parts.AddEdge(boost::source(edge, graphs[0]), boost::target(edge, graphs[0]), graphs[0][edge].kind);
-  }
+  ScheduleGraphParts parts = testing::PartsOf(graphs[0]);
   parts.AddEdge(parts.nodes.size() - 1, 0, EdgeKind::kData);
   graphs[0] = parts.Graph();
   const Result<std::vector<PlanStep>> steps = Linearise(plan, graphs);
