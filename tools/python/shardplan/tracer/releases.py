@@ -54,12 +54,12 @@ def _with_releases(events: list, other: list, same: dict[int, int]) -> list | No
     again, more = _gaps(other)
     if [_shape(event) for event in others] != [_shape(event) for event in again]:
         return None
+    born = {event[1] for event in others if event[0] == "+"}
     result: list = []
     for index, (gap, wider) in enumerate(zip(gaps, more)):
         here = [same[storage] for storage in wider if storage in same]
         if not set(gap) <= set(here):
             return None
-        born = {event[1] for event in others if event[0] == "+"}
         result += [["-" if storage in gap else "release", storage] for storage in here if storage in gap or storage in born]
         if index < len(others):
             if others[index][0] == "+":
