@@ -157,7 +157,10 @@ Status RunLinearise(const Task&, Made& made) {
 }
 
 Status RunDescribe(const Task& task, Made& made) {
-  return Keep(DescribePlan(std::move(made.plan), InputOf(task, made), task.policy, task.cluster), made.plan);
+  Status status =
+      Keep(DescribePlan(std::move(made.plan), InputOf(task, made), task.policy, task.cluster), made.plan);
+  made.order = {};  // nobody needs it any more
+  return status;
 }
 
 Status RunDigest(const Task& task, Made& made) {

@@ -149,13 +149,25 @@ class AutogradEvents {
     std::vector<AutogradEvent> events;
     std::int32_t position = 0;
     for (auto& [time, event] : found_) {
-      position = event.position = std::max(event.position, position);
+      position = std::max(event.position, position);
+      if (!event.inputs_done) position = BehindFrees(position);
+      event.position = position;
       events.push_back(event);
     }
     return events;
   }
 
  private:
+  // The node behind which a unit's backward is done has let go of what it was given before the next one runs.
+  std::int32_t BehindFrees(std::int32_t position) const {
+    const auto is_free = [&] {
+      return position < std::ssize(pass_.events) &&
+             std::holds_alternative<FreeEvent>(pass_.events[static_cast<std::size_t>(position)]);
+    };
+    while (is_free()) ++position;
+    return position;
+  }
+
   // Behind the last event of the backward whose node was made at `time` or later, if there is one.
   void Add(ForwardTime time, AutogradEvent event) {
     const auto older = last_.upper_bound(time);

@@ -170,9 +170,9 @@ class Recorder {
     if (!inputs_wrapped_) engine = FindAutogradEvents(trace_, index_, partition_, call.trace);
     auto next = engine.begin();
     const auto push_engine_events = [&](std::int32_t position) {
-      for (; next != engine.end() && PositionOf(*next) <= position; ++next) {
+      for (; next != engine.end() && next->position <= position; ++next) {
         InForward(call, next->forward);
-        Cut(PositionOf(*next));
+        Cut(next->position);
         Push(next->inputs_done ? HookPointKind::kInputsGradDone : HookPointKind::kUnitBackwardDone,
              next->unit)
             .occurrence = next->occurrence;
@@ -191,17 +191,6 @@ class Recorder {
     if (!engine_done_) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
     Cut(static_cast<std::int32_t>(pass_->events.size()));
     return {};
-  }
-
-  // The node behind which a unit's backward is done has let go of what it was given before the next one runs.
-  std::int32_t PositionOf(const AutogradEvent& event) const {
-    std::int32_t position = event.position;
-    const auto is_free = [&] {
-      return position < std::ssize(pass_->events) &&
-             std::holds_alternative<FreeEvent>(pass_->events[position]);
-    };
-    while (!event.inputs_done && is_free()) ++position;
-    return position;
   }
 
   // What follows belongs to a forward that the backward covers.

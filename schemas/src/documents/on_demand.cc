@@ -59,6 +59,7 @@ class Writer {
            false);
       Step("keep", {ProcedureKind::kAccumulate, ProcedureKind::kReduceKept}, false);
     }
+    for (PlanStep& step : program_.plan.steps) step.triggers.shrink_to_fit();
     NumberPasses(program_.plan);
     return std::move(program_);
   }
