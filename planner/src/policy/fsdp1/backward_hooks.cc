@@ -16,7 +16,7 @@ void PostBackwardHook(FsdpState& state, FlatParamHandle& handle, std::int32_t mi
   const Context& context = handle.context();
   context.builder.BeginTrigger(TriggerKind::kPostBackward, handle.id(), microbatch);
   context.builder.SetReason("accumulate_grad");
-  AccumulateGrad(handle);
+  const BufferId added = AccumulateGrad(handle);
   state.backward.accumulated = true;
   handle.training_state = HandleTrainingState::kBackwardPost;
   handle.flat_param.post_backward_called = true;
@@ -25,11 +25,12 @@ void PostBackwardHook(FsdpState& state, FlatParamHandle& handle, std::int32_t mi
   if (!state.sync_gradients) {
     // Without sharding `.grad` may be the reduced gradient.
     if (!handle.flat_param.grad.exists()) context.faults_seen.mixed_with_reduced = true;
-    return;
+  } else {
+    context.builder.WaitStream(context.streams.post_backward, context.streams.unshard,
+                               context.EventName(handle.id(), "grads_ready"));
+    ReduceGrad(handle, /*engine_holds=*/added < 0);
   }
-  context.builder.WaitStream(context.streams.post_backward, context.streams.unshard,
-                             context.EventName(handle.id(), "grads_ready"));
-  ReduceGrad(handle);
+  FreeAddedGrad(handle, added);
 }
 
 // Reshards what a backward has unsharded for an output that the loss does not depend on.
@@ -146,7 +147,7 @@ void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& ev
     if (!handle) continue;
     if (!handle->flat_param.view_grads.empty()) {
       context.builder.SetUnit(handle->id());
-      AccumulateGrad(*handle);
+      FreeAddedGrad(*handle, AccumulateGrad(*handle));
       state.backward.accumulated = context.faults_seen.missed_hook = true;
     }
     handle->flat_param.post_backward_hook_state.OnBackwardEnd(state.backward.microbatches);

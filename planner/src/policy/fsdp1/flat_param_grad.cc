@@ -104,7 +104,7 @@ BufferId ShardedGrad(const FlatParamHandle& handle) {
                                      handle.shard_numel());
 }
 
-void AccumulateGrad(FlatParamHandle& handle) {
+BufferId AccumulateGrad(FlatParamHandle& handle) {
   FlatParameter& flat_param = handle.flat_param;
   ProgramBuilder& builder = handle.context().builder;
   const StreamId stream = handle.context().streams.unshard;
@@ -131,10 +131,17 @@ void AccumulateGrad(FlatParamHandle& handle) {
   flat_param.view_grads.clear();
   if (!adds) {
     flat_param.grad.buffer = made;
-    return;
+    return -1;
   }
   builder.Move(InstructionKind::kGradAccumulate, made, adds_to_reduced ? ShardedGrad(handle) : flat, stream);
-  builder.Free(made, stream);
+  return made;
+}
+
+void FreeAddedGrad(FlatParamHandle& handle, BufferId added) {
+  if (added < 0) return;
+  const Context& context = handle.context();
+  const InstructionLabel label(context.builder, handle.id(), "hook_returned");
+  context.builder.Free(added, context.streams.unshard);
 }
 
 void PrepareGradientForBackward(FlatParamHandle& handle) {

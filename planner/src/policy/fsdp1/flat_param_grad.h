@@ -19,8 +19,10 @@ bool LowPrecisionHookEnabled(const Context& context);
 BufferId ShardedGrad(const FlatParamHandle& handle);
 
 // What autograd does before the post-backward hook: the gradients of the views become .grad, or are added to
-// it.
-void AccumulateGrad(FlatParamHandle& handle);
+// it. What was added; -1: nothing was. The engine holds it until the node's hooks have run, then it is the
+// caller's to free (FreeAddedGrad).
+BufferId AccumulateGrad(FlatParamHandle& handle);
+void FreeAddedGrad(FlatParamHandle& handle, BufferId added);
 // Puts the reduced gradient aside. A shard that was kept in the low precision is added to in the original
 // dtype.
 void PrepareGradientForBackward(FlatParamHandle& handle);

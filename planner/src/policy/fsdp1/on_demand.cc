@@ -61,13 +61,13 @@ class HandleEmitter {
     }
     if (adds) {
       handle.flat_param.view_grads = trained_;
-      AccumulateGrad(handle);
+      FreeAddedGrad(handle, AccumulateGrad(handle));
     }
     if (!reduces) return;
     if (handle.config().offloads && context_.strategy.optimizer.in_backward) {
       handle.flat_param.cpu_grad.Allocate(context_.builder, kHost);  // else it is there for ever
     }
-    ReduceGrad(handle);
+    ReduceGrad(handle, /*engine_holds=*/true);
     handle.flat_param.post_backward_called = true;
     PrepareGradientForOptim(handle);
     if (handle.config().offloads) {

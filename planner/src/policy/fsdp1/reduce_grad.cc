@@ -1,5 +1,6 @@
 #include "policy/fsdp1/reduce_grad.h"
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -200,7 +201,7 @@ void ReduceGradNoShard(FlatParamHandle& handle, BufferId grad) {
 
 }  // namespace
 
-void ReduceGrad(FlatParamHandle& handle) {
+void ReduceGrad(FlatParamHandle& handle, bool engine_holds) {
   const Context& context = handle.context();
   const StreamId stream = context.streams.post_backward;
   const BufferId unsharded = TakeGrad(handle);
@@ -213,8 +214,9 @@ void ReduceGrad(FlatParamHandle& handle) {
   for (auto buffer = input.temporaries.rbegin(); buffer != input.temporaries.rend(); ++buffer) {
     context.builder.Free(*buffer, stream);
   }
-  // The hook is over: the engine, which called it, lets go of the gradient.
-  const InstructionLabel label(context.builder, handle.id(), "hook_returned");
+  // Held by the engine, which called the hook, it goes when that is over.
+  std::optional<InstructionLabel> label;
+  if (engine_holds) label.emplace(context.builder, handle.id(), "hook_returned");
   context.builder.Free(unsharded, context.streams.unshard,
                        Context::RecordStream(stream, context.streams.unshard));
 }

@@ -7,7 +7,8 @@
 namespace shardplan::fsdp1 {
 
 // _post_backward_hook on the post-backward stream: casts, pads, reduces and accumulates the gradient, and
-// drops the unsharded one.
-void ReduceGrad(FlatParamHandle& handle);
+// drops the unsharded one. `engine_holds`: that is the tensor that the engine called the hook for, so it
+// lives until the hook has returned.
+void ReduceGrad(FlatParamHandle& handle, bool engine_holds);
 
 }  // namespace shardplan::fsdp1
