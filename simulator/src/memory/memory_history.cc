@@ -340,6 +340,10 @@ class StreamBuilder {
         microbatch_ = MicrobatchOf(trigger, trigger.instructions[i]);
         Apply(trigger.instructions[i]);
       }
+      if (trigger.kind != TriggerKind::kPostBackward) continue;
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kBindSharded) ViewGradients(i);
+      }
     }
     at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
     for (const std::int32_t input : inputs) Free(input);
@@ -387,7 +391,7 @@ class StreamBuilder {
           FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
         break;
       case InstructionKind::kBindSharded:
-        ViewGradients(instruction);
+        if (TriggerOf(at_).kind != TriggerKind::kPostBackward) ViewGradients(instruction);
         break;
       case InstructionKind::kGradCast:
         if (alive_.MakesView(instruction)) MakeView(instruction.src, instruction.dst);
@@ -510,7 +514,12 @@ class StreamBuilder {
               .stream = block.stream});
   }
 
-  // Behind a unit's backward. A gradient that is not reduced becomes that of the original parameters.
+  const Trigger& TriggerOf(const MemoryPoint& at) const {
+    return plan_.steps[static_cast<std::size_t>(at.step)].triggers[static_cast<std::size_t>(at.trigger)];
+  }
+
+  // Behind a unit's backward. A gradient that is not reduced becomes that of the original parameters: where
+  // the parameters become views of the shard, but at the end of the post-backward hook.
   void ViewGradients(const Instruction& bound) {
     const auto unit = static_cast<std::size_t>(bound.unit);
     if (!OnDevice() || !options_.kernel_temporaries || !views_gradients_ || bound.unit < 0) return;
@@ -521,7 +530,7 @@ class StreamBuilder {
     const auto flat = std::ranges::find_if(plan_.buffers, is_gradient);
     if (flat == plan_.buffers.end() || has_gradient_[unit]) return;
     has_gradient_[unit] = true;
-    if (IsReducedBehind(bound)) return;
+    if (IsReducedInTheSameHook(bound)) return;
     const auto memory = memory_of_[static_cast<std::size_t>(flat - plan_.buffers.begin())];
     const std::int32_t gradient = MemoryAt(memory).parts[0];
     if (gradient < 0) return;
@@ -535,11 +544,8 @@ class StreamBuilder {
     }
   }
 
-  // In the same trigger.
-  bool IsReducedBehind(const Instruction& bound) const {
-    const PlanStep& step = plan_.steps[static_cast<std::size_t>(at_.step)];
-    const auto& instructions = step.triggers[static_cast<std::size_t>(at_.trigger)].instructions;
-    return std::any_of(instructions.begin() + at_.instruction, instructions.end(), [&](const Instruction& i) {
+  bool IsReducedInTheSameHook(const Instruction& bound) const {
+    return std::ranges::any_of(TriggerOf(at_).instructions, [&](const Instruction& i) {
       return i.unit == bound.unit &&
              (i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce);
     });
