@@ -340,10 +340,7 @@ class StreamBuilder {
         microbatch_ = MicrobatchOf(trigger, trigger.instructions[i]);
         Apply(trigger.instructions[i]);
       }
-      if (trigger.kind != TriggerKind::kPostBackward) continue;
-      for (const Instruction& i : trigger.instructions) {
-        if (i.kind == InstructionKind::kBindSharded) ViewGradients(i);
-      }
+      EndHook();
     }
     at_ = {s, static_cast<std::int32_t>(step.triggers.size()), -1, -1};
     for (const std::int32_t input : inputs) Free(input);
@@ -371,6 +368,7 @@ class StreamBuilder {
   void Apply(const Instruction& instruction) {
     switch (instruction.kind) {
       case InstructionKind::kCompute:
+        EndHook();
         if (OnDevice() && Has(plan_.segments, instruction.segment)) RunSegment(instruction);
         break;
       case InstructionKind::kAllocate:
@@ -391,7 +389,8 @@ class StreamBuilder {
           FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
         break;
       case InstructionKind::kBindSharded:
-        if (TriggerOf(at_).kind != TriggerKind::kPostBackward) ViewGradients(instruction);
+        bound_ = &instruction;
+        if (TriggerOf(at_).kind != TriggerKind::kPostBackward) EndHook();
         break;
       case InstructionKind::kGradCast:
         if (alive_.MakesView(instruction)) MakeView(instruction.src, instruction.dst);
@@ -518,8 +517,13 @@ class StreamBuilder {
     return plan_.steps[static_cast<std::size_t>(at.step)].triggers[static_cast<std::size_t>(at.trigger)];
   }
 
+  void EndHook() {
+    if (bound_ != nullptr) ViewGradients(*std::exchange(bound_, nullptr));
+  }
+
   // Behind a unit's backward. A gradient that is not reduced becomes that of the original parameters: where
-  // the parameters become views of the shard, but at the end of the post-backward hook.
+  // the parameters become views of the shard, but at the end of the post-backward hook, before the model goes
+  // on.
   void ViewGradients(const Instruction& bound) {
     const auto unit = static_cast<std::size_t>(bound.unit);
     if (!OnDevice() || !options_.kernel_temporaries || !views_gradients_ || bound.unit < 0) return;
@@ -696,8 +700,9 @@ class StreamBuilder {
   std::size_t storages_per_batch_ = 0;
   std::vector<Bytes> storage_bytes_;  // by storage
   Kernel kernel_;
-  bool views_gradients_ = false;    // original parameters, of flat units
-  std::vector<bool> has_gradient_;  // by unit: its original parameters have one
+  const Instruction* bound_ = nullptr;  // bind_sharded of a hook that has not ended yet
+  bool views_gradients_ = false;        // original parameters, of flat units
+  std::vector<bool> has_gradient_;      // by unit: its original parameters have one
   bool workspace_made_[2] = {false, false};
   std::vector<bool> states_made_;  // [0]: of all units
   bool says_optimizer_ = false;
