@@ -44,7 +44,7 @@ void CatchAllReshard(FsdpState& state, FlatParamHandle& handle) {
 void FinalizeParams(const FsdpState& state, FlatParamHandle& handle) {
   handle.flat_param.post_backward_hook_state.Remove();
   handle.flat_param.reshard_only_hook.reset();
-  if (state.sync_gradients && handle.config().requires_grad) PrepareGradientForOptim(handle);
+  if (state.sync_gradients && handle.config().requires_grad) PrepareGradientForOptim(handle, kCompute);
 }
 
 void PostBackwardFinalCallback(const Context& context, FsdpState& state) {

@@ -50,11 +50,11 @@ BufferId ShardedGradInLowPrecision(const FlatParamHandle& handle) {
                                      handle.shard_numel(), "low_precision");
 }
 
-void CastShardedGrad(const FlatParamHandle& handle, BufferId from, BufferId to) {
+void CastShardedGrad(const FlatParamHandle& handle, BufferId from, BufferId to, StreamId stream) {
   ProgramBuilder& builder = handle.context().builder;
-  builder.Allocate(to, kCompute);
-  builder.Move(InstructionKind::kGradCast, from, to, kCompute);
-  builder.Free(from, kCompute);
+  builder.Allocate(to, stream);
+  builder.Move(InstructionKind::kGradCast, from, to, stream);
+  builder.Free(from, stream);
 }
 
 // All ranks add up how many have no gradient; the host reads the sum.
@@ -150,15 +150,15 @@ void PrepareGradientForBackward(FlatParamHandle& handle) {
     flat_param.has_saved_grad = true;
   }
   if (!flat_param.sharded_grad_is_low_precision) return;
-  CastShardedGrad(handle, ShardedGradInLowPrecision(handle), ShardedGradInOriginalDType(handle));
+  CastShardedGrad(handle, ShardedGradInLowPrecision(handle), ShardedGradInOriginalDType(handle), kCompute);
   flat_param.sharded_grad_is_low_precision = false;
 }
 
-void PrepareGradientForOptim(FlatParamHandle& handle) {
+void PrepareGradientForOptim(FlatParamHandle& handle, StreamId stream) {
   FlatParameter& flat_param = handle.flat_param;
   const Context& context = handle.context();
   const FlatParamConfig& config = handle.config();
-  flat_param.device_grad.Free(context.builder, kCompute);
+  flat_param.device_grad.Free(context.builder, stream);
   // A gradient that was put aside and that this backward brought nothing for is forgotten.
   if (flat_param.has_saved_grad && !flat_param.post_backward_called) {
     context.builder.Free(ShardedGrad(handle), kCompute);
@@ -170,7 +170,7 @@ void PrepareGradientForOptim(FlatParamHandle& handle) {
                      !handle.ForcesFullPrecision() &&
                      context.partition.units[handle.id()].mixed_precision.keep_low_precision_grads;
   if (!keeps || !flat_param.has_sharded_grad || flat_param.sharded_grad_is_low_precision) return;
-  CastShardedGrad(handle, ShardedGradInOriginalDType(handle), ShardedGradInLowPrecision(handle));
+  CastShardedGrad(handle, ShardedGradInOriginalDType(handle), ShardedGradInLowPrecision(handle), stream);
   flat_param.sharded_grad_is_low_precision = true;
 }
 

@@ -27,7 +27,7 @@ void FreeAddedGrad(FlatParamHandle& handle, BufferId added);
 // dtype.
 void PrepareGradientForBackward(FlatParamHandle& handle);
 // Drops the device's copy of an offloaded gradient; with keep_low_precision_grads casts the shard.
-void PrepareGradientForOptim(FlatParamHandle& handle);
+void PrepareGradientForOptim(FlatParamHandle& handle, StreamId stream);
 // summon_full_params(with_grads): the ranks count those without a gradient, and gather it unless all are.
 void UnshardGrad(FlatParamHandle& handle);
 void ReshardGrad(FlatParamHandle& handle);

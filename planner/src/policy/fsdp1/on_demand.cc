@@ -69,7 +69,7 @@ class HandleEmitter {
     }
     ReduceGrad(handle, /*engine_holds=*/true);
     handle.flat_param.post_backward_called = true;
-    PrepareGradientForOptim(handle);
+    PrepareGradientForOptim(handle, kCompute);
     if (handle.config().offloads) {
       context_.SynchronizeStream(kCompute, context_.EventName(id_, "offloaded"));
     }

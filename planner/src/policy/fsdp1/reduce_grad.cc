@@ -118,7 +118,7 @@ void OffloadGrad(FlatParamHandle& handle, BufferId grad, StreamId stream) {
 // With a step in the backward: steps the parameters that this rank holds a piece of, drops their gradients.
 void PostBackwardUseShardedGradViews(FlatParamHandle& handle, StreamId stream) {
   const Context& context = handle.context();
-  handle.flat_param.device_grad.Free(context.builder, stream);
+  PrepareGradientForOptim(handle, stream);
   std::vector<std::int32_t> trainable;
   for (std::size_t p = 0; p < handle.unit().parameters.size(); ++p) {
     if (handle.unit().parameters[p].requires_grad) trainable.push_back(static_cast<std::int32_t>(p));
@@ -128,7 +128,8 @@ void PostBackwardUseShardedGradViews(FlatParamHandle& handle, StreamId stream) {
   context.builder.SetUnit(handle.id());
   context.builder.SetReason("post_backward");
   context.builder.Emit(InstructionKind::kZeroGrad, kHost);
-  handle.flat_param.has_sharded_grad = handle.flat_param.cpu_grad.allocated = false;
+  handle.flat_param.has_sharded_grad = handle.flat_param.sharded_grad_is_low_precision =
+      handle.flat_param.cpu_grad.allocated = false;
 }
 
 // _cast_grad_to_param_dtype, _accumulate_sharded_grad: `reduced` becomes the sharded gradient, or is added to
