@@ -135,27 +135,21 @@ TEST(ExhaustiveInstances, TheSearchFindsTheBestAndTheBoundIsBelow) {
   if (const char* count = std::getenv("SHARDPLAN_INSTANCES"); count != nullptr)
     instances = static_cast<std::uint32_t>(std::atoi(count));
   int judged = 0, optimal = 0;
-  double worst = 0, gaps = 0;
+  double gaps = 0;
   for (std::uint32_t seed = first; seed < first + instances; ++seed) {
     const std::optional<Verdict> verdict = Judge(seed);
     if (!verdict) continue;
     ++judged;
     optimal += verdict->planned <= verdict->best;
     EXPECT_LE(verdict->bound, verdict->best) << "seed " << seed;
-    const double above =
-        static_cast<double>(verdict->planned.value) / static_cast<double>(verdict->best.value) - 1;
-    EXPECT_LE(above, 0.01) << "seed " << seed;
-    worst = std::max(worst, above);
+    EXPECT_LE(verdict->planned, verdict->best) << "seed " << seed;
     gaps += static_cast<double>(verdict->best.value) /
                 static_cast<double>(std::max<std::int64_t>(1, verdict->bound.value)) -
             1;
   }
   EXPECT_GT(judged, 0);
-  EXPECT_GE(optimal * 100, judged * 95) << optimal << " of " << judged;
-  std::printf(
-      "%d instances: %d with the best of all choices, the worst %.3f %% above it; the bound on average %.2f "
-      "%% below\n",
-      judged, optimal, 100 * worst, 100 * gaps / std::max(1, judged));
+  std::printf("%d instances: %d with the best of all choices; the bound on average %.2f %% below\n", judged,
+              optimal, 100 * gaps / std::max(1, judged));
 }
 
 }  // namespace

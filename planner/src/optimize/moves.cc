@@ -198,7 +198,51 @@ void AddOrderMoves(const Job& job, const Choice& from, std::vector<Choice>& move
   }
 }
 
+// Every way to cut so many modules into units of neighbours, or to leave one to the root.
+std::vector<std::vector<std::int32_t>> AllCuts(std::int32_t modules) {
+  if (modules == 0) return {{}};
+  std::vector<std::vector<std::int32_t>> all;
+  const auto add = [&](std::int32_t unit, std::int32_t left) {
+    for (const std::vector<std::int32_t>& rest : AllCuts(left)) {
+      all.push_back({unit});
+      all.back().insert(all.back().end(), rest.begin(), rest.end());
+    }
+  };
+  add(-1, modules - 1);
+  for (std::int32_t size = 1; size <= modules; ++size) add(size, modules - size);
+  return all;
+}
+
 }  // namespace
+
+std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options) {
+  constexpr std::size_t kMostModules = 4, kFew = 700;
+  if (job.keeps_units || job.keeps_reshard || job.chain.modules.size() > kMostModules) return {};
+  if (options.fixed.contains("policy") && job.strategy.policy == "fsdp1") return {};
+  std::vector<std::int64_t> parts = Parts(job);
+  parts.insert(parts.begin(), 0);
+  std::vector<Choice> all;
+  for (const std::vector<std::int32_t>& units :
+       AllCuts(static_cast<std::int32_t>(job.chain.modules.size()))) {
+    const auto wrapped =
+        static_cast<std::int32_t>(std::ranges::count_if(units, [](std::int32_t size) { return size > 0; }));
+    for (std::int32_t kept = 0; kept <= wrapped; ++kept) {
+      for (const std::int64_t part : parts) {
+        for (const bool root_freed : {false, true}) {
+          for (const Accumulation accumulation : Accumulations(job)) {
+            all.push_back({.units = units,
+                           .kept = kept,
+                           .part = part,
+                           .root_freed = root_freed,
+                           .accumulation = accumulation});
+          }
+        }
+      }
+    }
+  }
+  if (all.size() > kFew) return {};
+  return all;
+}
 
 std::vector<std::map<std::string, std::int64_t>> SavedOperators(const Job& job) {
   std::vector<std::map<std::string, std::int64_t>> lists = {{}};

@@ -20,6 +20,9 @@ struct NamedChoice {
 std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options);
 // The grid of what people turn, without the knobs that change nothing but the order of the same work.
 std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
+// Every cut of a small model into units, and every number of them kept: what a climb may miss. None where
+// those are more than a few hundred.
+std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options);
 // One of them with every setting of those knobs.
 std::vector<Choice> Orders(const Job& job, const Choice& choice);
 // The choices next to one in a class of decisions, of kMoveClasses.

@@ -274,6 +274,9 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
     }
     if (climb == 0) TryOrders(grid);
   }
+  const std::vector<Choice> small = AllOfSmall(job_, options_);
+  Consider(small);
+  TryOrders(small);
   Climb();
   // A baseline is never faster, not even where the time was over before it was tried.
   for (const Choice& work : options_.whole_grid ? grid : std::vector<Choice>{}) {

@@ -7,6 +7,7 @@ CASES = {
     "64 ranks, accumulated": {"world": 64, "seq": 384, "accum": 2, "accum_sync": False, "opt": "fused"},
     "fp32": {"world": 4, "seq": 640, "batch": 2, "mp": "fp32", "attn": "repeat"},
     "fsdp1, checkpointed": {"policy": "fsdp1", "seq": 384, "ac": "block", "device": "slow"},
+    "fsdp1, accumulated without synchronisation": {"policy": "fsdp1", "seq": 384, "accum": 3, "accum_sync": False, "device": "slow"},
 }
 
 
