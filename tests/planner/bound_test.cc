@@ -111,6 +111,17 @@ TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   EXPECT_LT(gaps_ / checked_, 0.9);
 }
 
+// What nobody trains nobody updates: FSDP2 leaves it gathered on the smaller mesh from step to step, and the
+// first gather is from there.
+TEST(PlanClass, HasNoPlanThatStaysGatheredInPart) {
+  const BoundCase c = RandomBoundCase(4070);  // frozen, resharded to two of four ranks
+  const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+  const Status in_class = CheckPlanClass(planned->plan);
+  ASSERT_FALSE(in_class.has_value());
+  EXPECT_NE(in_class.error().message.find("in part"), std::string::npos) << in_class.error().message;
+}
+
 // Prices that a window cannot earn are refused: each of them a little above the highest.
 TEST(BoundPrices, AreRefusedAboveWhatAWindowEarns) {
   for (std::uint32_t seed = 1; seed <= 40; ++seed) {

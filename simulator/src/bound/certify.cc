@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/layout.h"
@@ -98,6 +99,22 @@ Status CheckStep(const Plan& plan) {
   return {};
 }
 
+// Of parameters that nobody updates a part may stay gathered from step to step: then the first gather is no
+// gather from all ranks.
+Status CheckEnd(const Plan& plan) {
+  AliveBuffers alive(plan);
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) alive.Pass(i);
+    }
+  }
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    if (plan.buffers[b].role == BufferRole::kParamPostForwardShard && alive.IsAlive(static_cast<BufferId>(b)))
+      return NotOfClass("a unit stays gathered in part at the step's end");
+  }
+  return {};
+}
+
 std::unexpected<Error> Differs(std::string_view what, std::int64_t says, std::int64_t is) {
   return MakeError(ErrorCode::kNegative,
                    fmt::format("the certificate is wrong: {} is {}, and it says {}", what, is, says));
@@ -163,6 +180,7 @@ Status CheckPlanClass(const Plan& plan) {
   if (Status units = CheckUnitsAlike(plan); !units) return units;
   if (Status job = CheckJob(plan); !job) return job;
   if (Status step = CheckStep(plan); !step) return step;
+  if (Status end = CheckEnd(plan); !end) return end;
   for (const Remark& remark : Remarks(plan)) {
     if (remark.kind != RemarkKind::kGatherForNothing) return NotOfClass(remark.message);
   }
