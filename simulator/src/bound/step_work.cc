@@ -222,6 +222,8 @@ class StepWorkBuilder {
     }
     for (const StepWork::Parameter& parameter : work_.parameters_) {
       for (const std::int64_t read : parameter.reads) needed[read] += parameter.numel * parameter.gathered;
+      if (!parameter.grads.empty())
+        change[parameter.grads.front() + 1] += parameter.WaitingBytes(work_.shards_);
     }
     std::int64_t kept = work_.static_bytes_.value;
     for (std::size_t i = 0; i < needed.size(); ++i) {

@@ -94,6 +94,11 @@ void WindowedWork::AddParameters(LayoutKind layout) {
         gaps_[gap] += bytes;
       }
     }
+    const std::int64_t waiting_bytes = p.WaitingBytes(work_.shards_);
+    if (!p.grads.empty()) {
+      for (auto cut = static_cast<std::size_t>(CutsUpTo(2 * p.grads.front() + 1)); cut < cuts_.size(); ++cut)
+        room_bytes_[cut] -= waiting_bytes;
+    }
     casts_gradients_ = casts_gradients_ || p.gathered != p.reduced || !flat;
     for (std::size_t g = 0; g < p.grads.size(); ++g) {
       const std::int64_t end = 2 * p.grads[g] + 2;
@@ -102,6 +107,7 @@ void WindowedWork::AddParameters(LayoutKind layout) {
           reductions_[{CutsUpTo(end), CutsUpTo(end - 1), again ? CutsUpTo(2 * p.grads[g + 1] + 1) : -1}];
       reduced.numel += p.numel;
       reduced.gradient_bytes += p.numel * std::min(p.gathered, p.reduced);
+      reduced.unsharded_bytes += p.numel * std::min(p.gathered, p.reduced) - waiting_bytes;
       reduced.reduced_bytes += p.numel * p.reduced;
       if (!again) last_grad = std::max(last_grad, end);
     }
@@ -340,7 +346,7 @@ class WindowedWork::Sum {
     const auto cost_of = [&](std::size_t i, std::int64_t w) {
       const auto& [reduction, what] = items[i];
       return reduce_[w] * what.reduced_bytes + AroundReduction(what, earliest, w) +
-             Kept(what.gradient_bytes, reduction.cut, w);
+             Kept(what.unsharded_bytes, reduction.cut, w);
     };
     const std::vector<Bucket> least =
         CheapestBuckets(items.size(), BeginPrices(of_.work_.reduce_), cost_of,
@@ -350,7 +356,7 @@ class WindowedWork::Sum {
       UseLinks(of_.work_.reduce_, 1, 0, w);
       for (std::size_t i = least[end].first; i < end; ++i) {
         UseReduction(items[i].second, earliest, w);
-        UseBytes(items[i].second.gradient_bytes, items[i].first.cut, w);
+        UseBytes(items[i].second.unsharded_bytes, items[i].first.cut, w);
       }
     }
     return least.back().cost;
@@ -403,16 +409,16 @@ class WindowedWork::Sum {
 
   // Reduced, or added to the next gradient of the parameter.
   Int128 ReduceOrKeep(const Reduction& reduction, const Reduced& what) {
-    Int128 least = Kept(what.gradient_bytes, reduction.cut, reduction.next);
+    Int128 least = Kept(what.unsharded_bytes, reduction.cut, reduction.next);
     std::int64_t window = -1;
     for (std::int64_t w = reduction.window; w <= last_; ++w) {
       const Int128 moved = kernels_.Least(reduction.window, w) * CastWork(what);
       const Int128 cost =
-          reduce_[w] * what.reduced_bytes + moved + Kept(what.gradient_bytes, reduction.cut, w);
+          reduce_[w] * what.reduced_bytes + moved + Kept(what.unsharded_bytes, reduction.cut, w);
       if (cost < least) std::tie(least, window) = std::tuple(cost, w);
     }
     if (use_ == nullptr) return least;
-    UseBytes(what.gradient_bytes, reduction.cut, window < 0 ? reduction.next : window);
+    UseBytes(what.unsharded_bytes, reduction.cut, window < 0 ? reduction.next : window);
     if (window < 0) return least;
     UseLinks(of_.work_.reduce_, 0, what.reduced_bytes, window);
     UseKernels(CastWork(what), reduction.window, window);

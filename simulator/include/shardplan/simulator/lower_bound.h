@@ -7,6 +7,7 @@
 // where it ends. A cut is a position; cuts divide the step into windows.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
@@ -79,6 +80,11 @@ class StepWork {
     std::int64_t reduced = 0;         // ... of the gradient while it is reduced
     std::vector<std::int64_t> reads;  // operators, ascending
     std::vector<std::int64_t> grads;  // operators that end a gradient, ascending
+
+    // Of the step's gradient, from its first part to the optimizer's step: less no rank has, reduced or not.
+    std::int64_t WaitingBytes(std::int64_t shards) const {
+      return std::min(numel / shards * std::min(stored, reduced), numel * std::min(gathered, reduced));
+    }
   };
   struct Storage {
     std::int64_t size_bytes = 0;
@@ -167,6 +173,7 @@ class WindowedWork {
   struct Reduced {
     std::int64_t numel = 0;
     std::int64_t gradient_bytes = 0;
+    std::int64_t unsharded_bytes = 0;  // over what waits in any case
     std::int64_t reduced_bytes = 0;
   };
   std::map<Reduction, Reduced> reductions_;
