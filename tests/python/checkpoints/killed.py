@@ -26,22 +26,26 @@ def large_state(megabytes: int) -> dict:
     return {"model": {f"layers.{i}.w": torch.randn(rows, 32, generator=generator) for i in range(8)}, "epoch": 3}
 
 
-def run(command: list[str], seconds: float | None) -> int:
-    """Killed after so many seconds, with all its threads."""
+def run(command: list[str], seconds: float | None) -> str | None:
+    """What it said. None: it was killed after so many seconds, with all its threads."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        _, said = process.communicate(timeout=seconds)
+        said, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        return -signal.SIGKILL
+        return None
     if process.returncode != 0:
-        raise AssertionError(said)
-    return 0
+        raise AssertionError(errors)
+    return said
+
+
+def went_on(said: str) -> bool:
+    return "from a run that was ended" in said
 
 
 def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) -> dict:
-    """Counts: kills that hit a run, bytes that the last run kept."""
+    """Counts: kills that hit a run, runs that ended with bytes of one that was killed."""
     r = random.Random(seed)
     before = large_state(megabytes)
     save_distributed(before, folder / "a")
@@ -56,7 +60,9 @@ def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) 
     counts = {"killed": 0, "resumed": 0}
     while counts["killed"] < kills:
         partial = folder / ".shardplan-b.partial"
-        if run(command, r.uniform(0, whole_run)) == 0:
+        said = run(command, r.uniform(0, whole_run))
+        if said is not None:
+            counts["resumed"] += went_on(said)
             shutil.rmtree(target)
             continue
         counts["killed"] += 1
@@ -70,9 +76,7 @@ def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) 
                 data = bytearray(path.read_bytes())
                 data[r.randrange(len(data))] ^= 1
                 path.write_bytes(data)
-    said = subprocess.run(command, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    counts["resumed"] = "from a run that was ended" in said.stdout or "there already" in said.stdout
+    counts["resumed"] += went_on(run(command, None))
     found = {path.name: path.read_bytes() for path in target.iterdir() if path.name != ".shardplan-checksums"}
     assert found == wanted, f"other bytes: SHARDPLAN_SEED={seed}"
     state = load_distributed(target, folder / "found.pt")
@@ -90,7 +94,10 @@ def main() -> int:
     options = parser.parse_args()
     for seed in range(options.seed, options.seed + options.rounds):
         with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:
-            print(f"seed {seed}: {kill_and_go_on(pathlib.Path(folder), options.kills, seed, options.megabytes)}", flush=True)
+            counts = kill_and_go_on(pathlib.Path(folder), options.kills, seed, options.megabytes)
+        print(f"seed {seed}: {counts}", flush=True)
+        if counts["resumed"] == 0:
+            sys.exit(f"no run went on from one that was killed: seed {seed}, {options.megabytes} MB; give more --megabytes or --kills")
     return 0
 
 
