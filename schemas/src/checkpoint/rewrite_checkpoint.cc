@@ -227,7 +227,8 @@ class Rewriter {
     // What is written after a piece, by the worker: an entry of the journal now and then.
     const std::function<Status()> note = [&]() -> Status {
       const WrittenPart part = sink->written();
-      if (part.bytes - entry_at < between_entries_) return {};
+      // An entry over wrong bytes would have the next run take them for right, were this one killed.
+      if (!sink->KeptIsRight() || part.bytes - entry_at < between_entries_) return {};
       entry_at = part.bytes;
       return journal.Add(file.name, part);
     };

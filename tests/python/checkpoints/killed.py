@@ -92,12 +92,14 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
+    resumed = 0
     for seed in range(options.seed, options.seed + options.rounds):
         with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:
             counts = kill_and_go_on(pathlib.Path(folder), options.kills, seed, options.megabytes)
         print(f"seed {seed}: {counts}", flush=True)
-        if counts["resumed"] == 0:
-            sys.exit(f"no run went on from one that was killed: seed {seed}, {options.megabytes} MB; give more --megabytes or --kills")
+        resumed += counts["resumed"]
+    if resumed == 0:
+        sys.exit(f"no run went on from one that was killed: {options.megabytes} MB; give more --megabytes, --kills or --rounds")
     return 0
 
 
