@@ -2,12 +2,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -99,6 +102,49 @@ Status CheckStep(const Plan& plan) {
   return {};
 }
 
+// Where gradients of their own layout are reduced in another dtype than they are made in, those that wait for
+// a later micro-batch are added up in that of the reduction, and have it before the next pass begins.
+Status CheckWaitingGradients(const Plan& plan) {
+  std::map<std::pair<UnitId, std::int32_t>, std::int32_t> made;  // by unit and parameter: in which pass
+  std::int32_t pass = 0, begin = -1;
+  bool backward = false;
+  const auto casts = [&](UnitId unit) {
+    return unit >= 0 && plan.units[unit].layout == LayoutKind::kPerParameter &&
+           plan.units[unit].param_dtype != plan.units[unit].reduce_dtype;
+  };
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind == InstructionKind::kCompute) {
+        const Segment& segment = plan.segments[i.segment];
+        if (std::exchange(backward, IsBackward(segment.phase)) != IsBackward(segment.phase) ||
+            segment.begin <= begin)
+          ++pass;
+        begin = segment.begin;
+        if (std::ranges::any_of(made, [&](const auto& gradient) { return gradient.second != pass; }))
+          return NotOfClass("an unsharded gradient waits for a later pass in the dtype that it is made in");
+        for (const SegmentGrad& grad : segment.grads) {
+          if (casts(grad.unit)) made[{grad.unit, grad.parameter}] = pass;
+        }
+        continue;
+      }
+      if (i.kind == InstructionKind::kFree && plan.buffers[i.src].role == BufferRole::kGradUnsharded) {
+        const Buffer& buffer = plan.buffers[i.src];
+        for (std::size_t p = 0; p < buffer.parameters.size(); ++p) {
+          const bool goes = i.parts.empty() || std::ranges::count(i.parts, static_cast<std::int32_t>(p)) > 0;
+          if (goes) made.erase({buffer.unit, buffer.parameters[p]});
+        }
+      }
+      const bool adds = i.kind == InstructionKind::kGradCast || i.kind == InstructionKind::kGradAccumulate;
+      if (!adds || plan.buffers[i.dst].role != BufferRole::kGradUnshardedAccumulated) continue;
+      const Buffer& sum = plan.buffers[i.dst];
+      if (casts(sum.unit) && (i.stream != 0 || sum.dtype != plan.units[sum.unit].reduce_dtype))
+        return NotOfClass(
+            "gradients that wait are not added up in the dtype of the reduction, on the compute stream");
+    }
+  }
+  return {};
+}
+
 // Of parameters that nobody updates a part may stay gathered from step to step: then the first gather is no
 // gather from all ranks.
 Status CheckEnd(const Plan& plan) {
@@ -180,6 +226,7 @@ Status CheckPlanClass(const Plan& plan) {
   if (Status units = CheckUnitsAlike(plan); !units) return units;
   if (Status job = CheckJob(plan); !job) return job;
   if (Status step = CheckStep(plan); !step) return step;
+  if (Status waiting = CheckWaitingGradients(plan); !waiting) return waiting;
   if (Status end = CheckEnd(plan); !end) return end;
   for (const Remark& remark : Remarks(plan)) {
     if (remark.kind != RemarkKind::kGatherForNothing) return NotOfClass(remark.message);

@@ -246,6 +246,11 @@ class StepWorkBuilder {
       remade_bytes_;  // by operator: what it uses of earlier passes, if that is made anew
 };
 
+std::int64_t StepWork::PassBehind(std::int64_t op) const {
+  const auto behind = std::ranges::upper_bound(pass_begins_, op);
+  return behind == pass_begins_.end() ? operators() : *behind;
+}
+
 std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
   std::map<std::int64_t, std::int64_t> bytes;
   for (const Parameter& parameter : parameters_) {

@@ -103,11 +103,13 @@ void WindowedWork::AddParameters(LayoutKind layout) {
     for (std::size_t g = 0; g < p.grads.size(); ++g) {
       const std::int64_t end = 2 * p.grads[g] + 2;
       const bool again = g + 1 < p.grads.size();
-      Reduced& reduced =
-          reductions_[{CutsUpTo(end), CutsUpTo(end - 1), again ? CutsUpTo(2 * p.grads[g + 1] + 1) : -1}];
+      const std::int64_t next = again ? CutsUpTo(2 * p.grads[g + 1] + 1) : -1;
+      const std::int64_t later = std::min(next, CutsUpTo(2 * work_.PassBehind(p.grads[g])));
+      Reduced& reduced = reductions_[{CutsUpTo(end), CutsUpTo(end - 1), next, later}];
       reduced.numel += p.numel;
       reduced.gradient_bytes += p.numel * std::min(p.gathered, p.reduced);
       reduced.unsharded_bytes += p.numel * std::min(p.gathered, p.reduced) - waiting_bytes;
+      reduced.kept_bytes += p.numel * (flat ? std::min(p.gathered, p.reduced) : p.reduced) - waiting_bytes;
       reduced.reduced_bytes += p.numel * p.reduced;
       if (!again) last_grad = std::max(last_grad, end);
     }
@@ -409,16 +411,21 @@ class WindowedWork::Sum {
 
   // Reduced, or added to the next gradient of the parameter.
   Int128 ReduceOrKeep(const Reduction& reduction, const Reduced& what) {
-    Int128 least = Kept(what.unsharded_bytes, reduction.cut, reduction.next);
+    const auto kept_until = [&](std::int64_t cut) {
+      return Kept(what.unsharded_bytes, reduction.cut, std::min(cut, reduction.later)) +
+             Kept(what.kept_bytes, reduction.later, cut);
+    };
+    Int128 least = kept_until(reduction.next);
     std::int64_t window = -1;
     for (std::int64_t w = reduction.window; w <= last_; ++w) {
       const Int128 moved = kernels_.Least(reduction.window, w) * CastWork(what);
-      const Int128 cost =
-          reduce_[w] * what.reduced_bytes + moved + Kept(what.unsharded_bytes, reduction.cut, w);
+      const Int128 cost = reduce_[w] * what.reduced_bytes + moved + kept_until(w);
       if (cost < least) std::tie(least, window) = std::tuple(cost, w);
     }
     if (use_ == nullptr) return least;
-    UseBytes(what.unsharded_bytes, reduction.cut, window < 0 ? reduction.next : window);
+    const std::int64_t until = window < 0 ? reduction.next : window;
+    UseBytes(what.unsharded_bytes, reduction.cut, std::min(until, reduction.later));
+    UseBytes(what.kept_bytes, reduction.later, until);
     if (window < 0) return least;
     UseLinks(of_.work_.reduce_, 0, what.reduced_bytes, window);
     UseKernels(CastWork(what), reduction.window, window);

@@ -50,6 +50,8 @@ class StepWork {
   const std::vector<std::int64_t>& durations_ns() const { return durations_ns_; }
   // The operators that are the first of a pass.
   const std::vector<std::int64_t>& pass_begins() const { return pass_begins_; }
+  // The first operator of the first pass behind that of `op`; operators() where there is none.
+  std::int64_t PassBehind(std::int64_t op) const;
   // Positions before which parameters are gathered first, or behind which gradients are reduced last, and the
   // bytes of these parameters.
   std::map<std::int64_t, std::int64_t> Deadlines() const;
@@ -154,6 +156,7 @@ class WindowedWork {
     std::int64_t window = 0;  // the first in which it can run
     std::int64_t cut = 0;     // the first at which the gradient is there
     std::int64_t next = -1;   // cuts before it pass until the next gradient of the parameter; -1: none comes
+    std::int64_t later = -1;  // cuts before it pass until the next pass has begun
     auto operator<=>(const Reduction&) const = default;
   };
 
@@ -173,7 +176,8 @@ class WindowedWork {
   struct Reduced {
     std::int64_t numel = 0;
     std::int64_t gradient_bytes = 0;
-    std::int64_t unsharded_bytes = 0;  // over what waits in any case
+    std::int64_t unsharded_bytes = 0;  // over what waits in any case; in the pass that makes it
+    std::int64_t kept_bytes = 0;       // ... in later ones
     std::int64_t reduced_bytes = 0;
   };
   std::map<Reduction, Reduced> reductions_;
