@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "replay/copy_resolver.h"
 #include "replay/host_kernels.h"
@@ -75,10 +77,18 @@ std::vector<std::byte*> CpuDevice::Pointers(BufferId buffer) const {
   return pointers;
 }
 
+constexpr std::chrono::seconds kLetGoPatience{1};
+
 Status CpuDevice::FinishOne(PendingCollective& pending) {
   if (pending.finished) return {};
   pending.finished = true;
   Status status = finish_(pending);
+  // Gloo's thread holds the tensors of a collective a moment longer than until it is done.
+  const auto give_up = std::chrono::steady_clock::now() + kLetGoPatience;
+  while (status && count_ != nullptr && pending.work.use_count() > 1 &&
+         std::chrono::steady_clock::now() < give_up)
+    std::this_thread::yield();
+  pending.work.reset();
   std::erase_if(in_flight_, [](const auto& p) { return p->finished; });
   return status;
 }

@@ -1,5 +1,4 @@
-"""The peak of memory that `shardplan run` measures, of real allocations, is the one that `shardplan simulate` says: on the CPU where no collective is
-under way that keeps its memory (one rank), and by PyTorch's own caching allocator on the device in software (docs/device.md)."""
+"""The peak of memory that `shardplan run` measures, of real allocations, is the one that `shardplan simulate` says: on the CPU, and by PyTorch's own caching allocator on the device in software (docs/device.md)."""
 
 import json
 import re
@@ -72,10 +71,11 @@ def peaks(text: str) -> tuple[str, str]:
     return found
 
 
+@pytest.mark.parametrize("ranks", (1, 2))
 @pytest.mark.parametrize("name", CASES)
-def test_the_measured_peak_is_the_simulated_one_on_the_cpu(plan_and_report, shardplan, name):
-    plan, report = plan_and_report(name, 1)
-    run = shardplan("run", plan, "--ranks", 1, "--device", "cpu", "--compute-scale", 0, "--steps", 3, "--report", report)
+def test_the_measured_peak_is_the_simulated_one_on_the_cpu(plan_and_report, shardplan, name, ranks):
+    plan, report = plan_and_report(name, ranks)
+    run = shardplan("run", plan, "--ranks", ranks, "--device", "cpu", "--compute-scale", 0, "--steps", 3, "--report", report)
     assert run.returncode == 0, run.stderr
     measured, simulated = peaks(run.stdout)
     assert measured == simulated
