@@ -13,8 +13,8 @@ namespace {
 TEST(Names, OfDtypesAreTorchsAndReadBack) {
   EXPECT_EQ(Name(DType::kBFloat16), "bfloat16");
   EXPECT_EQ(Name(DType::kFloat8E4M3FN), "float8_e4m3fn");
-  EXPECT_EQ(Name(DType::kComplex128), "complex128");
-  for (int i = 0; i <= static_cast<int>(DType::kComplex128); ++i) {
+  EXPECT_EQ(Name(DType::kFloat8E8M0FNU), "float8_e8m0fnu");
+  for (int i = 0; i <= static_cast<int>(DType::kFloat8E8M0FNU); ++i) {
     const auto dtype = static_cast<DType>(i);
     EXPECT_EQ(DTypeFromName(Name(dtype)), dtype);
     EXPECT_GT(SizeBytes(dtype), 0);

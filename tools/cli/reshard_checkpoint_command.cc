@@ -25,6 +25,13 @@ struct RewriteArguments {
   bool lenient = false, tensors_only = false, verify = false, quiet = false;
 };
 
+// What people mean by a name that ends so.
+std::optional<CheckpointFormat> FormatByName(std::string_view target) {
+  if (target.ends_with(".safetensors")) return CheckpointFormat::kSafetensors;
+  if (target.ends_with(".pt") || target.ends_with(".pth")) return CheckpointFormat::kTorchSave;
+  return std::nullopt;
+}
+
 constexpr std::string_view FormatName(CheckpointFormat format) {
   switch (format) {
     case CheckpointFormat::kSafetensors:
@@ -130,7 +137,7 @@ Status RunRewrite(const RewriteArguments& options) {
   Result<Checkpoint> checkpoint = ReadCheckpoint(options.source);
   if (!checkpoint) return std::unexpected(checkpoint.error());
   Select(options, *checkpoint);
-  CheckpointRewrite how{.format = checkpoint->format,
+  CheckpointRewrite how{.format = FormatByName(options.target).value_or(checkpoint->format),
                         .tensors_only = options.tensors_only,
                         .verify = options.verify,
                         .budget_bytes = static_cast<std::int64_t>(options.budget)};
@@ -189,7 +196,8 @@ void AddReshardCheckpointCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("--target-layout", options->layout_file,
                       "The layout, of a document or of a plan, in place of --mesh and --layout");
   command
-      ->add_option("--format", options->format, "distributed, safetensors or torch_save (default: as SOURCE)")
+      ->add_option("--format", options->format,
+                   "distributed, safetensors or torch_save (default: by TARGET's name, else as SOURCE)")
       ->check(CLI::IsMember({"distributed", "safetensors", "torch_save"}));
   command->add_option("--select", options->select, "Only what has names that begin so (model.)");
   command->add_option("--strip", options->strip, "Names lose this begin");

@@ -41,6 +41,10 @@ std::optional<ncclDataType_t> ToNccl(DType dtype) {
       return ncclInt32;
     case DType::kInt8:
       return ncclInt8;
+    case DType::kUInt32:
+      return ncclUint32;
+    case DType::kUInt64:
+      return ncclUint64;
     case DType::kUInt8:
     case DType::kBool:
       return ncclUint8;

@@ -63,6 +63,20 @@ at::ScalarType ToScalarType(DType dtype) {
       return at::kComplexFloat;
     case DType::kComplex128:
       return at::kComplexDouble;
+    case DType::kComplex32:
+      return at::kComplexHalf;
+    case DType::kUInt16:
+      return at::kUInt16;
+    case DType::kUInt32:
+      return at::kUInt32;
+    case DType::kUInt64:
+      return at::kUInt64;
+    case DType::kFloat8E4M3FNUZ:
+      return at::kFloat8_e4m3fnuz;
+    case DType::kFloat8E5M2FNUZ:
+      return at::kFloat8_e5m2fnuz;
+    case DType::kFloat8E8M0FNU:
+      return at::kFloat8_e8m0fnu;
   }
   return at::kByte;
 }

@@ -25,6 +25,12 @@ inline constexpr auto kSafetensorsDTypes = std::to_array<std::pair<std::string_v
     {"U8", DType::kUInt8},
     {"BOOL", DType::kBool},
     {"C64", DType::kComplex64},
+    {"U16", DType::kUInt16},
+    {"U32", DType::kUInt32},
+    {"U64", DType::kUInt64},
+    {"F8_E4M3FNUZ", DType::kFloat8E4M3FNUZ},
+    {"F8_E5M2FNUZ", DType::kFloat8E5M2FNUZ},
+    {"F8_E8M0", DType::kFloat8E8M0FNU},
 });
 
 inline std::optional<DType> SafetensorsDType(std::string_view name) {

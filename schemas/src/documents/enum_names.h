@@ -19,7 +19,9 @@ inline constexpr std::nullptr_t kEnumNames = nullptr;
   inline constexpr auto kEnumNames<Enum> = std::to_array<std::string_view>({__VA_ARGS__})
 
 SHARDPLAN_ENUM_NAMES(DType, "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
-                     "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128");
+                     "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
+                     "complex32", "uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz",
+                     "float8_e8m0fnu");
 SHARDPLAN_ENUM_NAMES(CollectiveKind, "all_gather", "reduce_scatter", "all_reduce");
 SHARDPLAN_ENUM_NAMES(CollectiveAlgorithm, "ring", "tree", "pat", "nvls");
 SHARDPLAN_ENUM_NAMES(ClusterFigure, "matmul", "attention", "vector", "memory", "kernel_overhead", "host",

@@ -9,16 +9,23 @@ std::int64_t SizeBytes(DType dtype) {
     case DType::kFloat64:
     case DType::kInt64:
     case DType::kComplex64:
+    case DType::kUInt64:
       return 8;
     case DType::kFloat32:
     case DType::kInt32:
+    case DType::kComplex32:
+    case DType::kUInt32:
       return 4;
     case DType::kBFloat16:
     case DType::kFloat16:
     case DType::kInt16:
+    case DType::kUInt16:
       return 2;
     case DType::kFloat8E4M3FN:
     case DType::kFloat8E5M2:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
     case DType::kInt8:
     case DType::kUInt8:
     case DType::kBool:
@@ -35,6 +42,9 @@ bool IsFloatingPoint(DType dtype) {
     case DType::kFloat16:
     case DType::kFloat8E4M3FN:
     case DType::kFloat8E5M2:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
       return true;
     default:
       return false;

@@ -66,6 +66,17 @@ def test_every_format_and_back_gives_the_same_state(seed, tmp_path, shardplan):
     assert not list(tmp_path.glob(".shardplan-*"))
 
 
+def test_the_format_is_what_the_targets_name_says(tmp_path, shardplan):
+    state = {"w": torch.arange(6.0).reshape(2, 3)}
+    torch.save(state, tmp_path / "a.pt")
+    done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "b.safetensors"))
+    assert load_file(tmp_path / "b.safetensors")["w"].equal(state["w"])
+    done(shardplan("reshard-checkpoint", tmp_path / "b.safetensors", tmp_path / "c.pth"))
+    assert torch.load(tmp_path / "c.pth")["w"].equal(state["w"])
+    done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "d.safetensors", "--format", "torch_save"))
+    assert torch.load(tmp_path / "d.safetensors")["w"].equal(state["w"])
+
+
 def test_torch_save_keeps_numbers_as_keys_and_ties(tmp_path, shardplan):
     weight = torch.randn(100, 100)
     torch.save({"state": {0: {"m": weight}, 7: {"m": weight}}, "groups": [{"params": [0, 7]}]}, tmp_path / "a.pt")

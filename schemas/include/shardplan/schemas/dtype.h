@@ -22,6 +22,13 @@ enum class DType : std::uint8_t {
   kBool,
   kComplex64,
   kComplex128,
+  kComplex32,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kFloat8E4M3FNUZ,
+  kFloat8E5M2FNUZ,
+  kFloat8E8M0FNU,
 };
 
 // Bytes of one element: 8 for kFloat64 ... 1 for kBool.

@@ -40,16 +40,9 @@ _ATTENTION = frozenset(
 )
 
 _DTYPE_NAMES = frozenset(
-    "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
+    "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64 "
+    "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
 )
-# Types that a trace has no name for: one of the same size.
-_SAME_SIZE = {
-    "uint64": "int64",
-    "uint32": "int32",
-    "uint16": "int16",
-    "float8_e4m3fnuz": "float8_e4m3fn",
-    "float8_e5m2fnuz": "float8_e5m2",
-}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in _DTYPE_NAMES:
         return name
-    return _SAME_SIZE.get(name, {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(dtype.itemsize, "uint8"))
+    return {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(dtype.itemsize, "uint8")
 
 
 def tensors_in(value, into: list) -> list:
