@@ -87,7 +87,9 @@ def shard1(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
         model.register_buffer(name, torch.empty_like(getattr(model, name), device="cpu"), persistent=False)
     model = FullyShardedDataParallel(model, **options)
     units = [module for module in FullyShardedDataParallel.fsdp_modules(model) if module._handle]
-    flat = [unit._handle.flat_param for unit in (*units[1:], units[0])]
+    if units[0] is model:  # wrapped last
+        units.append(units.pop(0))
+    flat = [unit._handle.flat_param for unit in units]
     shards = [getattr(parameter, "_local_shard", parameter) for parameter in flat]
     storages = [tensor.untyped_storage() for tensor in (*shards, *model.buffers())]
     sizes = [storage.nbytes() for storage in storages]
