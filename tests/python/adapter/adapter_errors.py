@@ -150,7 +150,7 @@ def evaluate_between_steps(plan: str) -> tuple[bool, bool]:
         optimizer.zero_grad()
         with torch.no_grad():
             validation = gpt.loss_fn(model(ids), targets)
-        copy = make_model(case)
+        copy = make_model(case).to(ids.device)
         copy.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
         same &= torch.equal(validation, gpt.loss_fn(copy(ids), targets).detach())
     parameters = {name: whole(p) for name, p in model.named_parameters()}

@@ -49,8 +49,9 @@ def _entry(
     except Exception as error:  # handed to the test, which judges it
         outcome = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
     pathlib.Path(folder, f"rank{rank}").write_bytes(pickle.dumps(outcome))
-    if outcome[0] == "raised":
-        os._exit(0)  # the others may be in a collective: no orderly shutdown
+    if outcome[0] == "raised" or "MASTER_PORT" in environment:
+        # No orderly shutdown: the others may be in a collective, and torch's NCCL process group waits for a store that is stopped when it goes.
+        os._exit(0)
     gc.collect()  # models hold the process groups, whose threads must end before the interpreter does
     dist.destroy_process_group()
 
