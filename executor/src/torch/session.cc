@@ -178,7 +178,9 @@ class Session::Impl {
       own = MakeError(ErrorCode::kUsage, fmt::format("{} boxes of {} that the description has are given",
                                                      state.boxes.size(), needed));
     if (own && options_.rank == 0) own = BeginState(path, how.replaces);
-    return AgreeThat("is to be written", path, own);
+    const Status agreed = AgreeThat("is to be written", path, own);
+    if (own && !agreed && options_.rank == 0) GiveUpState(path);
+    return agreed;
   }
 
   // `bytes`: of this rank's boxes, by their order.

@@ -73,6 +73,14 @@ def write(case: Case, plan: str, folder: str) -> dict[str, bool]:
     results |= _failures(folder, model, optimizer)
     _train(case, model, optimizer, range(3, 4))
     results["training is undisturbed"] = same(_whole(model, optimizer), _whole(undisturbed, its_optimizer))
+    apart = f"{folder}/of_rank_{dist.get_rank()}"
+    results["other folders"] = "the checkpoint that is to be written differs: " in _said(sp.save, apart, model, optimizer)
+    dist.barrier()  # the first rank takes away what was begun
+    results["no part of it"] = not list(Path(folder).glob(".*of_rank*"))
+    plain, again = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5))
+    sp.save(f"{folder}/plain", model, plain)
+    sp.load(f"{folder}/plain", model, again)
+    results["no state"] = again.param_groups[0]["lr"] == 0.25
     return results
 
 

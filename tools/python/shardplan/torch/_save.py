@@ -311,4 +311,6 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     except RuntimeError as error:
         raise RuntimeError(f"shardplan: cannot load {folder}: {error}") from None
     state = unflatten_state_dict(*found[0])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+    # By flat names an optimizer that keeps no state (SGD without momentum) has none; set_state_dict tells the two forms apart by it.
+    of_optimizer = {"state": {}, **state["optimizer"]} if "optimizer" in state else {}
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=of_optimizer)
