@@ -1,5 +1,6 @@
 """What the adapter says when plan, model, ranks or a rank's life are not as planned; and what works between steps."""
 
+import os
 import pathlib
 
 import adapter_errors as scenarios
@@ -87,7 +88,9 @@ def test_killed_rank_stops_the_others_and_is_named(plan, tmp_path):
     assert killed is None
     said, seconds = survivor[1]
     assert seconds < 40
-    assert "backward" in said and ("all_gather" in said or "reduce_scatter" in said), said
+    assert "rank 1" in said and ("all_gather" in said or "reduce_scatter" in said), said
+    # On a GPU the host may be a step ahead of what fails.
+    assert "backward" in said or os.environ.get("SHARDPLAN_TEST_DEVICE") == "cuda", said
 
 
 def test_stopped_rank_stops_the_others_within_the_timeout_of_apply(tmp_path):
