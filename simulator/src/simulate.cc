@@ -158,8 +158,12 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     return std::unexpected(Error{ErrorCode::kBadInput, "the plan needs more memory than a report can say", "",
                                  "/buffers", std::to_string(peak.value), std::to_string(kMostBytes.value)});
   }
+  FitOptions fit_options = options.fit;
+  fit_options.cluster = &cluster;
+  const Result<DeviceFit> fit = FitDevice(plan, fit_options);
+  if (!fit) return std::unexpected(fit.error());
   simulation.report =
-      internal::BuildReport(plan, cluster, *program, last, *synchronized, memory, host_memory);
+      internal::BuildReport(plan, cluster, *program, last, *synchronized, memory, host_memory, *fit);
   simulation.report.plan_digest = options.plan_digest;
   return simulation;
 }

@@ -1,5 +1,7 @@
-// The search against all choices there are: small models of two to four modules on random clusters.
-// SHARDPLAN_SEED=n: that instance alone. SHARDPLAN_INSTANCES=n: so many (tools/nightly_optimizer).
+// The search against all choices there are of units and of what is kept: models of five to eight modules, for
+// which it climbs (of up to four it plans every cut), on random clusters in tight budgets. SHARDPLAN_SEED=n:
+// that instance alone. SHARDPLAN_INSTANCES=n: so many, and SHARDPLAN_MODULES=n: of up to so many modules
+// (tools/nightly_optimizer).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +10,7 @@
 #include <optional>
 
 #include "optimize/evaluator.h"
+#include "optimize/moves.h"
 #include "optimize/prices.h"
 #include "optimize/search.h"
 #include "shardplan/planner/optimize.h"
@@ -23,22 +26,26 @@ struct Instance {
   Trace trace;
   Strategy strategy;
   Cluster cluster;
+  int tightness_percent = 0;  // of the way from what the least reserves to what the most does
 };
 
-Instance RandomInstance(std::uint32_t seed) {
+Instance RandomInstance(std::uint32_t seed, int most_modules) {
   Random random(seed * 40503U + 7);
   testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
-  const int blocks = 2 + random.Below(2);
-  const std::int64_t rows = 8 * (1 + random.Below(8)), columns = 8 * (1 + random.Below(8));
+  const int modules = 5 + random.Below(most_modules - 4);
+  const bool embed = random.Chance(50);
+  const int blocks = embed ? modules - 1 : modules;
+  const std::int64_t rows = 512 * (1 + random.Below(8)), columns = 512 * (1 + random.Below(8));
   for (int i = 0; i < blocks; ++i) {
     list.children.push_back(
         {.name = std::to_string(i), .class_name = "Block", .parameters = {{rows, columns}}});
   }
   testing::TreeModule root{.name = "", .children = {list}};
-  if (random.Chance(50))
+  if (embed)
     root.children.insert(root.children.begin(), {.name = "embed", .parameters = {{2 * rows, columns}}});
   Instance instance{.trace = testing::TraceOf(root, 1'000 * (1 + random.Below(3000))),
                     .cluster = testing::RandomCluster(random, 4)};
+  instance.tightness_percent = 5 + random.Below(60);
   instance.strategy.mixed_precision =
       MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
   return instance;
@@ -69,19 +76,7 @@ std::vector<Choice> AllChoices(std::int32_t modules) {
     for (std::int32_t kept = 0; kept <= wrapped; ++kept) {
       for (const std::int64_t part : {0, 2}) {
         for (const bool root_freed : {false, true}) {
-          for (const std::int32_t prefetch : {0, 1, 2}) {
-            for (const std::int32_t in_flight : {1, 2}) {
-              for (const bool own : {false, true}) {
-                all.push_back({.units = units,
-                               .kept = kept,
-                               .part = part,
-                               .root_freed = root_freed,
-                               .prefetch = prefetch,
-                               .in_flight = in_flight,
-                               .own_communicator = own});
-              }
-            }
-          }
+          all.push_back({.units = units, .kept = kept, .part = part, .root_freed = root_freed});
         }
       }
     }
@@ -93,29 +88,44 @@ struct Verdict {
   Nanoseconds bound, best, planned;
 };
 
-// None: no choice is within the budget.
-std::optional<Verdict> Judge(std::uint32_t seed) {
-  const Instance instance = RandomInstance(seed);
-  OptimizeOptions options{.budget = {std::int64_t{1} << 40}, .time_limit_ns = {0}};
+// None: no choice fits.
+std::optional<Verdict> Judge(std::uint32_t seed, int most_modules) {
+  const Instance instance = RandomInstance(seed, most_modules);
+  OptimizeOptions options{.budget = Bytes{std::int64_t{1} << 40}, .time_limit_ns = {0}};
   options.fixed = {"policy"};
   const optimize::Job job = [&] {
     optimize::Job made = optimize::MakeJob(instance.trace, instance.strategy, 4);
-    made.keeps_checkpoint = true;
+    made.keeps_checkpoint = made.keeps_prefetch = true;
     return made;
   }();
-  optimize::Evaluator evaluator(instance.trace, job, instance.cluster, options);
   const std::vector<Choice> choices = AllChoices(static_cast<std::int32_t>(job.chain.modules.size()));
-  const std::vector<optimize::Evaluation> evaluations = evaluator.Evaluate(choices);
+  std::vector<optimize::Found> all;
+  Bytes least, most;
+  {
+    optimize::Evaluator evaluator(instance.trace, job, instance.cluster, options);
+    const std::vector<optimize::Evaluation> evaluations = evaluator.Evaluate(choices);
+    for (std::size_t i = 0; i < choices.size(); ++i) {
+      if (evaluations[i].planned) all.push_back({choices[i], evaluations[i]});
+    }
+    const auto pooled = [](const optimize::Found& found) { return found.evaluation.pooled_bytes; };
+    least = evaluator.Reserved(std::ranges::min_element(all, {}, pooled)->choice);
+    most = evaluator.Reserved(std::ranges::max_element(all, {}, pooled)->choice);
+  }
+  options.budget = least + Bytes{(most - least).value * instance.tightness_percent / 100};
+  EXPECT_TRUE(optimize::AllOfSmall(job, options).empty())
+      << "seed " << seed << ": the search would not climb";
+  optimize::Evaluator evaluator(instance.trace, job, instance.cluster, options);
   optimize::Search search(evaluator, job, options);
   const std::optional<optimize::Found> found = search.Run({});
+  std::ranges::stable_sort(all, {}, [](const optimize::Found& f) { return f.evaluation.step_ns; });
   std::optional<Nanoseconds> best;
-  for (std::size_t i = 0; i < choices.size(); ++i) {
-    const optimize::Evaluation& e = evaluations[i];
-    if (!e.planned || e.pooled_bytes > options.budget || (best && *best <= e.step_ns)) continue;
-    if (evaluator.Reserved(choices[i]) <= options.budget) best = e.step_ns;
+  for (const optimize::Found& one : all) {
+    if (one.evaluation.pooled_bytes > *options.budget || !evaluator.Fits(one.choice)) continue;
+    best = one.evaluation.step_ns;
+    break;
   }
   if (!best || !found) return std::nullopt;
-  EXPECT_LE(found->evaluation.pooled_bytes, options.budget) << "seed " << seed;
+  EXPECT_TRUE(search.Fits(*found)) << "seed " << seed;
   const Result<PlannerOutput> plan =
       MakePlan(instance.trace, optimize::StrategyOf(job, found->choice), instance.cluster);
   EXPECT_TRUE(plan.has_value()) << "seed " << seed;
@@ -124,12 +134,15 @@ std::optional<Verdict> Judge(std::uint32_t seed) {
   EXPECT_TRUE(work.has_value()) << "seed " << seed;
   if (!work) return std::nullopt;
   const CertificateBranch branch = optimize::FindPrices(*work, optimize::ChooseCuts(*work),
-                                                        LayoutKind::kPerParameter, options.budget, *best);
+                                                        LayoutKind::kPerParameter, *options.budget, *best);
   return Verdict{branch.lower_bound_ns, *best, found->evaluation.step_ns};
 }
 
 TEST(ExhaustiveInstances, TheSearchFindsTheBestAndTheBoundIsBelow) {
-  std::uint32_t first = 1, instances = 4;
+  std::uint32_t first = 1, instances = 6;
+  int most_modules = 6;
+  if (const char* modules = std::getenv("SHARDPLAN_MODULES"); modules != nullptr)
+    most_modules = std::clamp(std::atoi(modules), 5, 8);
   if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr)
     first = static_cast<std::uint32_t>(std::atoi(seed)), instances = 1;
   if (const char* count = std::getenv("SHARDPLAN_INSTANCES"); count != nullptr)
@@ -137,17 +150,19 @@ TEST(ExhaustiveInstances, TheSearchFindsTheBestAndTheBoundIsBelow) {
   int judged = 0, optimal = 0;
   double gaps = 0;
   for (std::uint32_t seed = first; seed < first + instances; ++seed) {
-    const std::optional<Verdict> verdict = Judge(seed);
+    const std::optional<Verdict> verdict = Judge(seed, most_modules);
     if (!verdict) continue;
     ++judged;
     optimal += verdict->planned <= verdict->best;
     EXPECT_LE(verdict->bound, verdict->best) << "seed " << seed;
-    EXPECT_LE(verdict->planned, verdict->best) << "seed " << seed;
+    EXPECT_LE(verdict->planned.value, verdict->best.value * 110 / 100) << "seed " << seed;
     gaps += static_cast<double>(verdict->best.value) /
                 static_cast<double>(std::max<std::int64_t>(1, verdict->bound.value)) -
             1;
   }
   EXPECT_GT(judged, 0);
+  // Of 60 instances a climb finds the best of 39.
+  if (judged >= 6) EXPECT_GE(optimal * 2, judged);
   std::printf("%d instances: %d with the best of all choices; the bound on average %.2f %% below\n", judged,
               optimal, 100 * gaps / std::max(1, judged));
 }

@@ -28,7 +28,7 @@ struct PartsCase {
 PartsCase RandomPartsCase(std::uint32_t seed, int blocks) {
   Random random(seed * 7919U + 3);
   testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
-  const std::int64_t rows = 32 * (1 + random.Below(6)), columns = 32 * (1 + random.Below(6));
+  const std::int64_t rows = 512 * (1 + random.Below(6)), columns = 512 * (1 + random.Below(6));
   for (int i = 0; i < blocks; ++i) {
     list.children.push_back({.name = std::to_string(i),
                              .class_name = "Block",
@@ -43,7 +43,7 @@ PartsCase RandomPartsCase(std::uint32_t seed, int blocks) {
                                         100'000 * (1 + random.Below(100))),
               .cluster = testing::RandomCluster(random, 4)};
   c.cluster.device.memory_bytes_per_second = 10'000'000'000;
-  const std::int64_t saved = 1024 * (1 + random.Below(512));
+  const std::int64_t saved = 262'144 * (1 + random.Below(512));
   for (TraceEvent& event : c.trace.forwards.front().events) {
     if (auto* allocate = std::get_if<AllocateEvent>(&event)) allocate->size_bytes = {saved};
     if (auto* op = std::get_if<OperatorEvent>(&event); op != nullptr && op->module >= 0) {
@@ -69,7 +69,7 @@ TEST(UnitModel, ProposesCutsThatAreAsGoodAsAny) {
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     const PartsCase c = RandomPartsCase(seed, 8);
-    OptimizeOptions options{.budget = {std::int64_t{1} << 40}, .time_limit_ns = {0}};
+    OptimizeOptions options{.budget = Bytes{std::int64_t{1} << 40}, .time_limit_ns = {0}};
     optimize::Job job = optimize::MakeJob(c.trace, {}, 4);
     optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
     Random random(seed);
@@ -113,28 +113,28 @@ TEST(Recomputation, IsNoDearerThanWholeBlocks) {
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     const PartsCase c = RandomPartsCase(seed, 6);
-    OptimizeOptions options{.budget = {std::int64_t{1} << 40}, .may_checkpoint = true, .time_limit_ns = {0}};
+    OptimizeOptions options{
+        .budget = Bytes{std::int64_t{1} << 40}, .may_checkpoint = true, .time_limit_ns = {0}};
     optimize::Job job = optimize::MakeJob(c.trace, {}, 4);
-    optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
+    optimize::Evaluator loose(c.trace, job, c.cluster, options);
     const Choice none{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn)};
     Choice all = none;
     all.recomputed = job.chain.blocks;
-    optimize::RecomputationPrices prices;
-    const Bytes most = evaluator.Evaluate({none}).front().pooled_bytes;
-    const Bytes least = evaluator.Evaluate({all}).front().pooled_bytes;
+    const Bytes most = loose.Reserved(none), least = loose.Reserved(all);
     for (const int part : {100, 80, 50, 20, 0}) {
-      options.budget.value = least.value + (most.value - least.value) * part / 100;
+      options.budget = least + Bytes{(most - least).value * part / 100};
+      optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
+      optimize::RecomputationPrices prices;
       std::optional<Nanoseconds> whole, best;
       for (std::int32_t count = 0; count <= job.chain.blocks; ++count) {
         Choice next = none;
         next.recomputed = count;
         const Evaluation e = evaluator.Evaluate({next}).front();
-        if (e.pooled_bytes <= options.budget) whole = whole ? std::min(*whole, e.step_ns) : e.step_ns;
+        if (evaluator.Fits(next)) whole = whole ? std::min(*whole, e.step_ns) : e.step_ns;
       }
       for (Choice tried : optimize::FitRecomputation(evaluator, job, options, prices, none, kLongestStep)) {
         const Evaluation e = evaluator.Evaluate({tried}).front();
-        if (e.planned && e.pooled_bytes <= options.budget)
-          best = best ? std::min(*best, e.step_ns) : e.step_ns;
+        if (e.planned && evaluator.Fits(tried)) best = best ? std::min(*best, e.step_ns) : e.step_ns;
         tried.recomputed = 0;
         tried.children.clear();
         tried.rest.clear();

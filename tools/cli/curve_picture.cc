@@ -35,10 +35,11 @@ std::string Escaped(std::string_view text) {
 class Scale {
  public:
   explicit Scale(const Optimization& report) {
-    Add(report.peak_pooled_bytes, report.step_ns);
-    for (const CurvePoint& point : report.curve) Add(point.peak_pooled_bytes, point.step_ns);
-    for (const BaselineReport& baseline : report.baselines) Add(baseline.peak_pooled_bytes, baseline.step_ns);
-    if (report.lower_bound_ns.value > 0) Add(report.peak_pooled_bytes, report.lower_bound_ns);
+    Add(report.peak_reserved_bytes, report.step_ns);
+    for (const CurvePoint& point : report.curve) Add(point.peak_reserved_bytes, point.step_ns);
+    for (const BaselineReport& baseline : report.baselines)
+      Add(baseline.peak_reserved_bytes, baseline.step_ns);
+    if (report.lower_bound_ns.value > 0) Add(report.peak_reserved_bytes, report.lower_bound_ns);
     const double bytes = std::max(1.0, most_bytes_ - least_bytes_),
                  time = std::max(1.0, longest_ - shortest_);
     least_bytes_ -= bytes / 20;
@@ -95,7 +96,7 @@ std::string Axes(const Scale& scale) {
     svg += TextAt(kLeft - 6, scale.Y(time) + 4, "end",
                   fmt::format("{:.5g}", static_cast<double>(time.value) / 1e6));
   }
-  svg += TextAt((kLeft + kWidth - kRight) / 2, kHeight - 12, "middle", "GiB, sum of the pools' peaks");
+  svg += TextAt((kLeft + kWidth - kRight) / 2, kHeight - 12, "middle", "GiB, reserved by the allocator");
   svg += TextAt(8, 18, "start", "ms a step");
   return svg;
 }
@@ -111,12 +112,12 @@ std::string CurvePicture(const Optimization& report) {
   svg += Axes(scale);
   std::string path;
   for (const CurvePoint& point : report.curve) {
-    const double x = scale.X(point.peak_pooled_bytes), y = scale.Y(point.step_ns);
+    const double x = scale.X(point.peak_reserved_bytes), y = scale.Y(point.step_ns);
     path += path.empty() ? fmt::format("M{:.1f} {:.1f}", x, y) : fmt::format(" H{:.1f} V{:.1f}", x, y);
   }
   svg += fmt::format("<path d=\"{}\" fill=\"none\" stroke=\"#1565c0\" stroke-width=\"2\"/>\n", path);
   for (const BaselineReport& baseline : report.baselines) {
-    const double x = scale.X(baseline.peak_pooled_bytes), y = scale.Y(baseline.step_ns);
+    const double x = scale.X(baseline.peak_reserved_bytes), y = scale.Y(baseline.step_ns);
     svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\" fill=\"#c62828\"/>\n", x, y);
     svg += TextAt(x + 7, y + 4, "start", baseline.name);
   }
@@ -126,7 +127,7 @@ std::string CurvePicture(const Optimization& report) {
                        kWidth - kRight);
     svg += TextAt(kWidth - kRight + 4, y + 4, "start", "lower bound at this budget");
   }
-  const double x = scale.X(report.peak_pooled_bytes), y = scale.Y(report.step_ns);
+  const double x = scale.X(report.peak_reserved_bytes), y = scale.Y(report.step_ns);
   svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"5\" fill=\"#1565c0\"/>\n", x, y);
   svg += TextAt(x + 8, y - 6, "start", "this plan");
   return svg + "</svg>\n";

@@ -14,6 +14,7 @@
 #include "cluster_choice.h"
 #include "commands.h"
 #include "default_cluster.h"
+#include "memory_budget.h"
 #include "plan_flags.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
@@ -30,6 +31,7 @@ using Answer = nlohmann::ordered_json;
 struct Question {
   std::string trace, strategy;
   std::vector<std::string> skip;
+  std::string budget;
   ClusterFlags cluster;
   PlanFlags flags;
 };
@@ -41,8 +43,9 @@ Answer Refusal(std::string_view command, const Error& error) {
   return Refusal(command, fmt::format("shardplan: error: {}", ToString(error)));
 }
 
-Answer AnswerOf(const Report& report) {
-  Bytes outside;
+// `beside`: what is in the allocator and not in the plan.
+Answer AnswerOf(const Report& report, Bytes beside) {
+  Bytes outside = beside;
   for (const CategoryBytes& entry : report.memory.peak_by_category) {
     if (entry.category == "cuda_context" || entry.category == "nccl_buffers") outside += entry.size_bytes;
   }
@@ -52,7 +55,9 @@ Answer AnswerOf(const Report& report) {
           {"model_flops_utilization_ppm", report.model_flops_utilization_ppm},
           {"exposed_communication_ns", report.exposed_communication_ns.value},
           {"peak_bytes", report.memory.peak_bytes.value},
-          {"needed_bytes", (report.memory.peak_bytes + outside).value},
+          {"reserved_bytes", report.memory.reserved_bytes.value},
+          {"needed_bytes", (report.memory.reserved_bytes + outside).value},
+          {"cache_releases", report.memory.cache_releases},
           {"fits", report.memory.fits}};
 }
 
@@ -64,6 +69,7 @@ Result<Question> ParseQuestion(const std::vector<std::string>& arguments) {
   AddClusterFlags(app, question.cluster, "");
   app.add_option("--strategy", question.strategy);
   app.add_option("--skip", question.skip)->allow_extra_args(false);
+  app.add_option("--memory-budget", question.budget);
   app.add_flag("-q,--quiet", quiet);
   AddPlanFlags(app, question.flags);
   try {
@@ -84,8 +90,13 @@ class Evaluator {
     if (!question) return Refusal("plan", question.error());
     Result<Cluster> cluster = Planned(*question);
     if (!cluster) return Refusal("plan", cluster.error());
-    const Result<Simulation> simulation = Simulate(plan_, {.cluster = &*cluster, .record_timeline = false});
-    return simulation ? AnswerOf(simulation->report) : Refusal("simulate", simulation.error());
+    const Result<std::optional<Bytes>> budget = ParseMemoryBudget(question->budget);
+    if (!budget) return Refusal("plan", budget.error());
+    const FitOptions fit{.budget_bytes = *budget, .unmanaged_bytes = UnmanagedOf(*trace_, plan_).Total()};
+    const Result<Simulation> simulation =
+        Simulate(plan_, {.cluster = &*cluster, .record_timeline = false, .fit = fit});
+    return simulation ? AnswerOf(simulation->report, fit.unmanaged_bytes)
+                      : Refusal("simulate", simulation.error());
   }
 
  private:

@@ -114,14 +114,14 @@ std::string CurveText(const Optimization& report) {
   std::string text = "\nwhat memory is worth (of the plans that were found)\n";
   const CurvePoint* before = nullptr;
   for (const CurvePoint& point : report.curve) {
-    text += fmt::format("  {:8.2f} GiB {:12.3f} ms", Gibibytes(point.peak_pooled_bytes),
+    text += fmt::format("  {:8.2f} GiB {:12.3f} ms", Gibibytes(point.peak_reserved_bytes),
                         Milliseconds(point.step_ns));
     if (before != nullptr) {
-      const double more = Gibibytes(point.peak_pooled_bytes - before->peak_pooled_bytes);
+      const double more = Gibibytes(point.peak_reserved_bytes - before->peak_reserved_bytes);
       text += fmt::format("   {:10.3f} ms for each GiB",
                           Milliseconds(before->step_ns - point.step_ns) / std::max(more, 1e-9));
     }
-    if (point.peak_pooled_bytes == report.peak_pooled_bytes && point.step_ns == report.step_ns)
+    if (point.peak_reserved_bytes == report.peak_reserved_bytes && point.step_ns == report.step_ns)
       text += "   this plan";
     text += "\n";
     before = &point;
@@ -133,9 +133,9 @@ std::string ReportText(const Optimization& report) {
   std::string text = "\ndecisions, and what each is worth\n";
   for (const DecisionReport& decision : report.decisions) {
     text += fmt::format("  {}: {}\n", decision.decision, decision.chosen);
-    const bool smaller = decision.without_bytes < report.peak_pooled_bytes;
-    const Bytes apart = smaller ? report.peak_pooled_bytes - decision.without_bytes
-                                : decision.without_bytes - report.peak_pooled_bytes;
+    const bool smaller = decision.without_bytes < report.peak_reserved_bytes;
+    const Bytes apart = smaller ? report.peak_reserved_bytes - decision.without_bytes
+                                : decision.without_bytes - report.peak_reserved_bytes;
     if (decision.worth_ns.value == 0 && apart.value == 0) continue;
     text += fmt::format("    with FSDP2's default the step is {:.3f} ms {}, and needs {:.2f} GiB {}{}\n",
                         Milliseconds({std::abs(decision.worth_ns.value)}),

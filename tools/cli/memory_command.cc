@@ -4,8 +4,10 @@
 #include <optional>
 
 #include "commands.h"
+#include "memory_budget.h"
 #include "memory_input.h"
 #include "memory_text.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_page.h"
 #include "shardplan/simulator/memory_rows.h"
 #include "support.h"
@@ -15,46 +17,30 @@ namespace {
 
 struct MemoryArguments {
   MemoryInput input;
-  std::string rows, alloc_conf, plot, map;
+  std::string rows, budget, plot, map;
   bool no_kernel_temporaries = false;
   bool reserved = false;
   std::string frees = "late";
   std::string addresses = "up";
-  std::uint64_t limit_bytes = 0;  // 0: the device's
-  std::int32_t steps = 0;         // 0: until the allocator reserves no more
+  std::int32_t steps = 0;  // 0: until the allocator reserves no more
   bool quiet = false;
 };
 
-Result<ReservedOptions> ReservedOptionsOf(const MemoryArguments& options, const Plan& plan) {
-  ReservedOptions reserved;
-  reserved.completion = options.frees == "late" ? Completion::kWaitedFor : Completion::kAtOnce;
-  reserved.addresses = options.addresses == "up" ? AddressOrder::kUpwards : AddressOrder::kDownwards;
-  const Device& device = plan.cluster.device;
-  if (device.memory_bytes.value > 0) {
-    reserved.device_bytes = device.memory_bytes;
-    reserved.other_bytes = device.context_bytes + NcclBufferBytes(plan);
-  }
-  if (options.limit_bytes > 0) {
-    reserved.device_bytes = {static_cast<std::int64_t>(options.limit_bytes)};
-    reserved.other_bytes = {};
-  }
-  if (options.alloc_conf.empty()) return reserved;
-  if (Status parsed = ParseAllocatorSettings(options.alloc_conf, reserved.device_bytes, reserved.settings);
-      !parsed) {
-    return std::unexpected(parsed.error());
-  }
-  return reserved;
+Result<FitOptions> FitOptionsOf(const MemoryArguments& options, const PlanAndUnmanaged& input) {
+  const Result<std::optional<Bytes>> budget = ParseMemoryBudget(options.budget);
+  if (!budget) return std::unexpected(budget.error());
+  return FitOptions{
+      .budget_bytes = *budget,
+      .completion = options.frees == "late" ? Completion::kWaitedFor : Completion::kAtOnce,
+      .addresses = options.addresses == "up" ? AddressOrder::kUpwards : AddressOrder::kDownwards,
+      .kernel_temporaries = !options.no_kernel_temporaries,
+      .steps = options.steps,
+      .unmanaged_bytes = input.unmanaged.Total()};
 }
 
 // What the allocator would reserve on a device that is never behind the host.
 Bytes ReservedAtOnce(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.completion = Completion::kAtOnce;
-  return ReserveMemory(plan, history, options).peak_reserved_bytes;
-}
-
-// ... on one without end.
-Bytes WithoutLimit(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
-  options.device_bytes = ReservedOptions().device_bytes;
   return ReserveMemory(plan, history, options).peak_reserved_bytes;
 }
 
@@ -101,9 +87,11 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   std::optional<ReservedMemory> map;
   std::optional<SteadyReserved> steady;
-  const Result<ReservedOptions> reserved_options = ReservedOptionsOf(options, *plan);
+  const Result<FitOptions> fit_options = FitOptionsOf(options, *input);
+  if (!fit_options) return std::unexpected(fit_options.error());
+  const Result<ReservedOptions> reserved_options = AllocatorOptions(*plan, *fit_options);
   if (!reserved_options) return std::unexpected(reserved_options.error());
-  const bool reserves = options.reserved || !options.map.empty() || !options.alloc_conf.empty();
+  const bool reserves = options.reserved || !options.map.empty() || options.input.flags.alloc_conf;
   MemoryHistory drawn;
   if (!options.map.empty() || !options.plot.empty()) {
     drawn = MemoryHistoryOf(*plan, {.kernel_temporaries = kernels});
@@ -112,22 +100,22 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (reserves) {
     steady = ReserveUntilSteady(*plan, {.kernel_temporaries = kernels}, *reserved_options, options.steps);
   }
-  const ReservedMemory* held = steady ? &steady->reserved : nullptr;
-  fits = FitsDevice(*input, rows, held);
+  const Result<DeviceFit> fit =
+      steady ? FitOf(*plan, *fit_options, steady->reserved) : FitDevice(*plan, *fit_options);
+  if (!fit) return std::unexpected(fit.error());
+  fits = fit->Fits(true);
   if (!options.rows.empty()) {
     const std::string text = RowsJson(*plan, rows, steady ? &*steady : nullptr);
     if (Status written = WriteAndSay(options.rows, text, options.quiet); !written) return written;
   }
   if (Status written = WritePages(options, *plan, drawn, map ? &*map : nullptr); !written) return written;
   if (!HasTable(options)) return {};
-  std::string text = MemoryTable(*input, rows, held);
-  if (held != nullptr) {
+  std::string text = MemoryTable(*input, rows, *fit);
+  if (steady) {
     const MemoryHistory& history = steady->history;  // what is compared passes the same steps
     std::vector<SettingsTrial> trials;
     if (options.reserved) trials = TryAllocatorSettings(*plan, history, *reserved_options);
-    text += ReservedTable(*plan, *held,
-                          {.without_limit_bytes = WithoutLimit(*plan, history, *reserved_options),
-                           .at_once_bytes = ReservedAtOnce(*plan, history, *reserved_options)},
+    text += ReservedTable(*plan, steady->reserved, *fit, ReservedAtOnce(*plan, history, *reserved_options),
                           trials);
     if (options.map == "-") text += "\n" + AsciiMemoryMap(map->map_at_peak);
   }
@@ -144,8 +132,9 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan memory trace.json --policy fsdp2 --ranks 64 --checkpoint 'model.layers.*'\n"
       "          shardplan memory trace.json --strategy s.json --ranks 8 --rows rows.json\n"
       "          shardplan memory plan.json --reserved --plot plot.html --map map.html\n"
-      "Exit code: 1 when a plan does not verify, or when it does not fit into the device's memory (of a "
-      "trace: with --cluster).");
+      "Exit code: 1 when a plan does not verify, or when it does not fit into the budget or the device's "
+      "memory "
+      "(of a trace: with --cluster).");
   auto options = std::make_shared<MemoryArguments>();
   AddMemoryInput(*command, options->input);
   command->add_option(
@@ -170,19 +159,12 @@ void AddMemoryCommand(CLI::App& app, Invocation& invocation) {
           "CUDA's driver does), down (as Linux maps memory)")
       ->check(CLI::IsMember({"up", "down"}))
       ->capture_default_str();
-  command
-      ->add_option(
-          "--allocator-limit", options->limit_bytes,
-          "Memory that the allocator can get, as 40GiB (default: the device's, less its context and NCCL's "
-          "buffers)")
-      ->transform(CLI::AsSizeValue(false))
-      ->check(CLI::Range(std::uint64_t{1} << 20, std::uint64_t{1} << 50));
+  command->add_option("--memory-budget,--allocator-limit", options->budget,
+                      std::string(kMemoryBudgetWords) + " (default)");
   command
       ->add_option("--steps", options->steps,
                    "Steps that the allocator is asked over (default: until it reserves no more)")
       ->check(CLI::Range(1, 100));
-  command->add_option("--alloc-conf", options->alloc_conf,
-                      "Settings of the allocator, as PYTORCH_CUDA_ALLOC_CONF has them");
   command->add_option("--plot", options->plot,
                       "Write a page with the step's memory stacked by category (HTML)");
   command->add_option("--map", options->map,

@@ -2,12 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <set>
-
+#include "memory_budget.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/simulator/optimizer_tensors.h"
 #include "support.h"
 #include "verified_plan.h"
 
@@ -23,33 +20,6 @@ Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
       PlanTrace(trace, input.path, *strategy, input.strategy, chosen->cluster, {.verify = false});
   if (!planned) return std::unexpected(planned.error());
   return std::move(planned->plan);
-}
-
-Bytes Blocks(Bytes bytes) { return {(bytes.value + 511) / 512 * 512}; }
-
-UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan) {
-  std::set<std::string_view> managed;
-  for (const Unit& unit : plan.units) {
-    for (const UnitParameter& parameter : unit.parameters) {
-      managed.insert(parameter.fqn);
-      managed.insert(parameter.shared_with.begin(), parameter.shared_with.end());
-    }
-  }
-  UnmanagedParameters unmanaged;
-  for (const Parameter& parameter : trace.parameters) {
-    const bool known = managed.contains(parameter.fqn) ||
-                       std::ranges::any_of(parameter.shared_with,
-                                           [&](const std::string& fqn) { return managed.contains(fqn); });
-    if (known) continue;
-    const OptimizerShard whole{.shape = parameter.shape, .dtype = parameter.dtype};
-    unmanaged.parameter_bytes += Blocks(SizeBytes(whole));
-    if (!parameter.requires_grad) continue;
-    unmanaged.gradient_bytes += Blocks(SizeBytes(whole));
-    for (const Bytes state : OptimizerStates(plan.strategy.optimizer, whole)) {
-      unmanaged.state_bytes += Blocks(state);
-    }
-  }
-  return unmanaged;
 }
 
 }  // namespace
@@ -83,6 +53,11 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
       Result<Cluster> resized = WithRanks(std::move(*found), plan->world_size);
       if (!resized) return std::unexpected(std::move(resized.error()));
       plan->cluster = std::move(*resized);
+    }
+    if (input.flags.alloc_conf) {
+      if (Status checked = CheckAllocConf(*input.flags.alloc_conf); !checked)
+        return std::unexpected(checked.error());
+      plan->strategy.alloc_conf = *input.flags.alloc_conf;
     }
     return PlanAndUnmanaged{std::move(*plan), {}};
   }

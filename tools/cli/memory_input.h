@@ -8,6 +8,7 @@
 #include "plan_flags.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/device_fit.h"
 
 namespace shardplan::cli {
 
@@ -16,12 +17,6 @@ struct MemoryInput {
   ClusterFlags cluster;
   bool no_verify = false;
   PlanFlags flags;
-};
-
-// Parameters of a trace that are in no unit (ignored ones, or what no unit wraps): every rank has them whole,
-// in 512-byte blocks.
-struct UnmanagedParameters {
-  Bytes parameter_bytes, gradient_bytes, state_bytes;
 };
 
 struct PlanAndUnmanaged {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan::cli {
@@ -75,23 +76,27 @@ std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike
 namespace {
 
 // Between steps there are no gradients.
-Bytes OutsideBytes(const PlanAndUnmanaged& input, bool at_peak) {
+Bytes BesideBytes(const PlanAndUnmanaged& input, bool at_peak) {
   const UnmanagedParameters& unmanaged = input.unmanaged;
-  return input.plan.cluster.device.context_bytes + NcclBufferBytes(input.plan) + unmanaged.parameter_bytes +
-         unmanaged.state_bytes + (at_peak ? unmanaged.gradient_bytes : Bytes{});
+  return OutsideBytes(input.plan, input.plan.cluster) + unmanaged.parameter_bytes + unmanaged.state_bytes +
+         (at_peak ? unmanaged.gradient_bytes : Bytes{});
+}
+
+std::string FitText(const Plan& plan, const DeviceFit& fit) {
+  if (!fit.budget_bytes) return {};
+  const Device& device = plan.cluster.device;
+  std::string text = fmt::format("{} {:.3f} GiB that the allocator may reserve",
+                                 fit.Fits(true) ? "fits" : "does not fit", Gib(*fit.budget_bytes));
+  if (device.memory_bytes.value > 0)
+    text += fmt::format(" ({} of {:.3f} GiB)", Printable(device.name), Gib(device.memory_bytes));
+  if (fit.Fits(true) && fit.cache_releases > 0)
+    text += fmt::format("; {} requests release the cache, and each synchronises", fit.cache_releases);
+  return text + "\n";
 }
 
 }  // namespace
 
-bool FitsDevice(const PlanAndUnmanaged& input, const MemoryRows& rows, const ReservedMemory* reserved) {
-  if (reserved != nullptr && reserved->out_of_memory) return false;
-  const Device& device = input.plan.cluster.device;
-  const Bytes peak = reserved != nullptr ? reserved->peak_reserved_bytes : rows.peak.total_bytes;
-  return device.memory_bytes.value == 0 || peak + OutsideBytes(input, true) <= device.memory_bytes;
-}
-
-std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
-                        const ReservedMemory* reserved) {
+std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows, const DeviceFit& fit) {
   const Plan& plan = input.plan;
   const MemoryPeak& peak = rows.peak;
   const MemoryRow& end = rows.rows.back();
@@ -121,16 +126,13 @@ std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows,
     text += Row("  their gradients, at most", unmanaged.gradient_bytes, {});
     text += Row("  their optimizer states", unmanaged.state_bytes, unmanaged.state_bytes);
   }
-  // Out of memory, what was reserved until then says little.
-  const bool by_reserved = reserved != nullptr && !reserved->out_of_memory;
-  const Bytes held = by_reserved ? reserved->peak_reserved_bytes : peak.total_bytes;
-  const Bytes held_between = by_reserved ? held : end.total_bytes;
-  text += Row(by_reserved ? "reserved and outside" : "total and outside", held + OutsideBytes(input, true),
-              held_between + OutsideBytes(input, false));
-  if (device.memory_bytes.value > 0) {
-    text += fmt::format("{} {} of {:.3f} GiB\n", FitsDevice(input, rows, reserved) ? "fits" : "does not fit",
-                        Printable(device.name), Gib(device.memory_bytes));
+  text += Row("total and outside", peak.total_bytes + BesideBytes(input, true),
+              end.total_bytes + BesideBytes(input, false));
+  if (fit.budget_bytes && !fit.out_of_memory) {
+    text += Row("reserved and outside", fit.reserved_bytes + BesideBytes(input, true),
+                fit.reserved_bytes + BesideBytes(input, false));
   }
+  text += FitText(plan, fit);
   return text;
 }
 
@@ -184,23 +186,23 @@ std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReser
   return Lines(json);
 }
 
-std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, const OtherReserved& other,
-                          const std::vector<SettingsTrial>& trials) {
+std::string ReservedTable(const Plan& plan, const ReservedMemory& reserved, const DeviceFit& fit,
+                          Bytes at_once_bytes, const std::vector<SettingsTrial>& trials) {
   std::string text;
   if (reserved.out_of_memory) {
     text =
         fmt::format("\nreserved: out of memory at {}, with {} bytes reserved\n",
                     Printable(PointText(plan, reserved.out_of_memory_at)), reserved.end_reserved_bytes.value);
-    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit",
-                        other.without_limit_bytes.value, Gib(other.without_limit_bytes));
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "reserved without a limit", fit.reserved_bytes.value,
+                        Gib(fit.reserved_bytes));
   } else {
     text = fmt::format("\n{:<28} {:>18} {:>10.3f}\n", "reserved at its peak",
                        reserved.peak_reserved_bytes.value, Gib(reserved.peak_reserved_bytes));
     text += fmt::format("{:<28} {:>18} {:>10.3f}   {:.1f} % of it is not allocated\n", "allocated then",
                         reserved.allocated_at_peak_bytes.value, Gib(reserved.allocated_at_peak_bytes),
                         static_cast<double>(reserved.FragmentationPpm()) / 1e4);
-    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "... device never behind", other.at_once_bytes.value,
-                        Gib(other.at_once_bytes));
+    text += fmt::format("{:<28} {:>18} {:>10.3f}\n", "... device never behind", at_once_bytes.value,
+                        Gib(at_once_bytes));
     text += fmt::format("first reserved at {}; {} requests released the cache\n",
                         Printable(PointText(plan, reserved.peak_at)), reserved.retries);
   }

@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <csignal>
 #include <thread>
 
 #include "cluster_choice.h"
 #include "commands.h"
+#include "memory_budget.h"
 #include "plan_flags.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/io.h"
@@ -22,8 +22,6 @@ namespace {
 constexpr const char* kOneNode = "h100_sxm_8";
 constexpr const char* kSeveralNodes = "h100_sxm_64";
 constexpr std::int64_t kRanksOfOneNode = 8;
-// Communicators that a plan may have beside each other: shards, reduce-scatters, replicas, a smaller mesh.
-constexpr std::int64_t kMostCommunicators = 4;
 
 struct OptimizeArguments {
   std::string trace, strategy, output = "plan.json", certificate, report, strategy_output;
@@ -40,53 +38,14 @@ struct OptimizeArguments {
 std::atomic<bool> interrupted = false;
 void Interrupt(int) { interrupted = true; }
 
-struct Suffix {
-  std::string_view name;
-  std::int64_t factor;
-};
-
-// "60GiB" by a table of suffixes; nullopt: not a number from 1 on, or too large.
-std::optional<std::int64_t> WithSuffix(std::string_view text, std::initializer_list<Suffix> suffixes) {
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const std::string_view rest(end, text.data() + text.size());
-  for (const Suffix& suffix : suffixes) {
-    if (error != std::errc{} || rest != suffix.name) continue;
-    const double value = number * static_cast<double>(suffix.factor);
-    constexpr double kMost = 9007199254740992.0;  // 2^53
-    if (!(value >= 1) || value > kMost) return std::nullopt;
-    return static_cast<std::int64_t>(value);
-  }
-  return std::nullopt;
-}
-
-Result<Bytes> BudgetOf(const std::string& text, const Cluster& cluster) {
-  if (text == "device") {
-    const Bytes nccl = NcclBufferBytes(Communicator{.size = 2}) * kMostCommunicators;
-    const Bytes left = cluster.device.memory_bytes - cluster.device.context_bytes - nccl;
-    if (left.value > 0) return left;
-    return BadFlag("--memory-budget", text,
-                   "a number of bytes: the cluster's device has no memory to speak of");
-  }
-  const auto bytes = WithSuffix(text, {{"", 1},
-                                       {"B", 1},
-                                       {"KiB", std::int64_t{1} << 10},
-                                       {"MiB", std::int64_t{1} << 20},
-                                       {"GiB", std::int64_t{1} << 30},
-                                       {"TiB", std::int64_t{1} << 40},
-                                       {"KB", 1'000},
-                                       {"MB", 1'000'000},
-                                       {"GB", 1'000'000'000},
-                                       {"TB", 1'000'000'000'000}});
-  if (bytes) return Bytes{*bytes};
-  return BadFlag("--memory-budget", text, "bytes, say 60GiB or 80GB, or device");
-}
-
 Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Cluster& cluster) {
   OptimizeOptions options;
-  const Result<Bytes> budget = BudgetOf(arguments.budget, cluster);
+  const Result<std::optional<Bytes>> budget = ParseMemoryBudget(arguments.budget);
   if (!budget) return std::unexpected(budget.error());
   options.budget = *budget;
+  if (!options.budget && cluster.device.memory_bytes <= cluster.device.context_bytes)
+    return BadFlag("--memory-budget", arguments.budget,
+                   "a number of bytes: the cluster's device has no memory to speak of");
   const auto limit =
       WithSuffix(arguments.time_limit,
                  {{"", 1'000'000'000}, {"s", 1'000'000'000}, {"ms", 1'000'000}, {"min", 60'000'000'000}});
@@ -95,6 +54,7 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
   for (const std::string& allowed : arguments.allow) {
     options.may_checkpoint = options.may_checkpoint || allowed == "checkpoint";
     options.may_offload = options.may_offload || allowed == "offload";
+    options.may_release_cache = options.may_release_cache || allowed == "cache-release";
   }
   options.fixed.insert(arguments.fix.begin(), arguments.fix.end());
   if (!arguments.flags.policy.empty()) options.fixed.insert("policy");
@@ -126,6 +86,9 @@ std::string Text(const OptimizeOutput& output) {
   text += fmt::format("memory       {:12.2f} GiB pooled, {:.2f} reserved, {:.2f} allocated; budget {:.2f}\n",
                       gib(r.peak_pooled_bytes), gib(r.peak_reserved_bytes), gib(r.peak_allocated_bytes),
                       gib(r.budget_bytes));
+  if (r.cache_releases > 0)
+    text +=
+        fmt::format("             {} requests release the cache, and each synchronises\n", r.cache_releases);
   text += fmt::format("search       {:12.2f} s    {} plans, {} a second{}\n",
                       static_cast<double>(r.planning_ns.value) / 1e9, r.evaluations, r.evaluations_per_second,
                       r.complete ? "" : "; ended early");
@@ -136,8 +99,10 @@ std::string Text(const OptimizeOutput& output) {
   }
   text += "\nwhat people set\n";
   for (const BaselineReport& baseline : r.baselines) {
+    std::string note = baseline.fits ? "" : "  not in the budget";
+    if (baseline.cache_releases > 0) note += fmt::format("  {} cache releases", baseline.cache_releases);
     text += fmt::format("  {:<42}{:12.3f} ms {:8.2f} GiB{}\n", baseline.name, ms(baseline.step_ns),
-                        gib(baseline.peak_pooled_bytes), baseline.fits ? "" : "  not in the budget");
+                        gib(baseline.peak_reserved_bytes), note);
   }
   for (const std::string& note : r.notes) text += note + "\n";
   return text;
@@ -236,21 +201,19 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
   AddClusterFlags(*command, options->cluster, "A cluster file or the name of a shipped one");
   command->add_option("--strategy", options->strategy,
                       "A strategy file: dtypes, mesh, optimizer and training loop; flags go over it");
-  command
-      ->add_option("--memory-budget", options->budget,
-                   "Of device memory for a rank: 60GiB, 80GB, or device: what the cluster's has")
-      ->required();
+  command->add_option("--memory-budget", options->budget, kMemoryBudgetWords)->required();
   command->add_option("-o,--output", options->output, "Where to write the plan (default: plan.json)");
   command->add_option("--certificate", options->certificate, "Write the proof of the bound");
   command->add_option("--report", options->report, "Write times, memory, decisions and baselines (JSON)");
   command->add_option("--write-strategy", options->strategy_output, "Write the strategy that makes the plan");
   command->add_option("--time-limit", options->time_limit, "Of the search: 10s, 500ms, 2min (default: 10s)");
   command
-      ->add_option(
-          "--allow", options->allow,
-          "What the plan may do besides: checkpoint (recompute activations), offload (shards in host memory)")
+      ->add_option("--allow", options->allow,
+                   "What the plan may do besides: checkpoint (recompute activations), offload (shards in "
+                   "host memory), "
+                   "cache-release (requests release the allocator's cache, and synchronise)")
       ->delimiter(',')
-      ->check(CLI::IsMember({"checkpoint", "offload"}));
+      ->check(CLI::IsMember({"checkpoint", "offload", "cache-release"}));
   command->add_option("--fix", options->fix, "What stays as the strategy has it")
       ->delimiter(',')
       ->check(CLI::IsMember(FixableDecisions()));

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "memory_budget.h"
 #include "mesh_flag.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
@@ -249,6 +250,7 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Option("--optimizer", flags.optimizer,
                "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
                "PyTorch's), -nesterov, -decay, -amsgrad, -capturable, -maximize");
+  group.Option("--alloc-conf", flags.alloc_conf, kAllocConfWords);
   group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
   group.Flag("--no-sync", flags.accumulate_without_sync,
              "With --accumulate: only the last one reduces gradients");
@@ -277,6 +279,10 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
   if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;
   if (flags.compile) strategy.compile = true;
+  if (flags.alloc_conf) {
+    if (Status checked = CheckAllocConf(*flags.alloc_conf); !checked) return checked;
+    strategy.alloc_conf = *flags.alloc_conf;
+  }
   ApplyAccumulation(flags, strategy);
   if (Status s = ApplyMesh(flags.mesh, strategy); !s) return s;
   if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;

@@ -9,6 +9,7 @@
 
 #include "cluster_choice.h"
 #include "commands.h"
+#include "memory_budget.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -23,7 +24,8 @@ namespace {
 
 struct SimulateArguments {
   std::vector<std::string> plans;
-  std::string cluster, report, timeline, html;
+  std::string cluster, report, timeline, html, budget;
+  std::optional<std::string> alloc_conf;
   bool no_verify = false;
   bool sensitivity = false;
   bool ranks_apart = false;
@@ -121,6 +123,11 @@ Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan
 
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
   if (Status checked = CheckFiles(options); !checked) return checked;
+  const Result<std::optional<Bytes>> budget = ParseMemoryBudget(options.budget);
+  if (!budget) return std::unexpected(budget.error());
+  if (options.alloc_conf) {
+    if (Status checked = CheckAllocConf(*options.alloc_conf); !checked) return checked;
+  }
   const Result<RanksApartOptions> apart = ApartOptions(options);
   if (!apart) return std::unexpected(apart.error());
   std::optional<Cluster> cluster;
@@ -152,6 +159,8 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       simulation_options.cluster = &*of_plan;
     }
     simulation_options.plan_digest = DigestOfJson(*plan);
+    simulation_options.fit.budget_bytes = *budget;
+    if (options.alloc_conf) plan->strategy.alloc_conf = *options.alloc_conf;
     simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
     Result<Simulation> simulation = Simulate(*plan, simulation_options);
     if (!simulation) {
@@ -205,13 +214,15 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
   command->footer(
       "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
       "          shardplan simulate fsdp1.json fsdp2.json\n"
-      "Exit code: 1 when a plan does not verify, or does not fit into the device's memory.");
+      "Exit code: 1 when a plan does not verify, or does not fit into the budget or the device's memory.");
   auto options = std::make_shared<SimulateArguments>();
   command->add_option("PLAN", options->plans, "One or several plans")->required();
   command->add_option("--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
   command->add_option("--report", options->report, "Write the report (JSON; '-': standard output, no table)");
   command->add_option("--timeline", options->timeline, "Write a timeline that Perfetto opens");
   command->add_option("--html", options->html, "Write a self-contained HTML report");
+  command->add_option("--memory-budget", options->budget, std::string(kMemoryBudgetWords) + " (default)");
+  command->add_option("--alloc-conf", options->alloc_conf, kAllocConfWords);
   AddNoVerifyFlag(*command, options->no_verify);
   command->add_flag("--sensitivity", options->sensitivity,
                     "What each uncertain figure of the cluster changes, the widest first");

@@ -14,6 +14,8 @@
 namespace shardplan::optimize {
 namespace {
 
+constexpr Bytes kNoLimit{std::int64_t{1} << 53};
+
 // Kernels and collectives of a step at the prices that are best for them, the same all the time.
 Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, const EngineStep& step) {
   __extension__ using Int128 = __int128;
@@ -48,21 +50,22 @@ Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, cons
 
 }  // namespace
 
-Result<Evaluation> Measure(const Plan& plan) {
+Result<Evaluation> Measure(const Plan& plan, const FitOptions& fit) {
   const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
   const Result<EngineProgram> program = LowerLastStep(plan, plan.cluster, *costs);
   if (!program) return std::unexpected(program.error());
   const Result<EngineResult> run = RunStep(*program, 0, nullptr);
   if (!run) return std::unexpected(run.error());
   const PooledMemory memory = PoolMemory(plan);
+  const Bytes budget = AllocatorBudget(plan, fit).value_or(kNoLimit);
   return Evaluation{.planned = true,
                     .step_ns = run->end_ns,
                     .pooled_bytes = memory.pooled_bytes,
                     .allocated_bytes = memory.allocated_bytes,
-                    .work_ns = WorkBound(plan.cluster, *program, program->steps.back())};
+                    .budget_bytes = budget,
+                    .work_ns = WorkBound(plan.cluster, *program, program->steps.back()),
+                    .over = (fit.releases ? memory.allocated_bytes : memory.pooled_bytes) > budget};
 }
-
-Bytes ReservedBy(const Plan& plan) { return ReserveMemory(plan, MemoryHistoryOf(plan)).peak_reserved_bytes; }
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
@@ -102,17 +105,53 @@ bool Evaluator::Ended() {
   return ended_;
 }
 
+FitOptions Evaluator::FitOptionsOf(const Plan& plan) const {
+  return {.budget_bytes = options_.budget,
+          .releases = options_.may_release_cache,
+          .unmanaged_bytes = UnmanagedOf(trace_, plan).Total()};
+}
+
+bool Evaluator::Fits(const Choice& choice) {
+  const Choice effective = Effective(job_, choice);
+  if (const auto known = fits_.find(effective); known != fits_.end()) return known->second;
+  bool& fits = fits_[effective];
+  const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
+  if (!plan) return fits;
+  const FitOptions options = FitOptionsOf(*plan);
+  const Result<ReservedOptions> allocator = AllocatorOptions(*plan, options);
+  if (!allocator) return fits;
+  const SteadyReplay replay = ReplayUntilSteady(*plan, {.kernel_temporaries = true}, *allocator);
+  fits = !replay.reserved.out_of_memory && (options.releases || replay.reserved.retries == 0);
+  return fits;
+}
+
+DeviceFit Evaluator::FitOf(const Choice& choice) const {
+  DeviceFit none{.out_of_memory = true};
+  const Result<Plan> plan = series_.Make(StrategyOf(job_, Effective(job_, choice)));
+  if (!plan) return none;
+  FitOptions options = FitOptionsOf(*plan);
+  options.releases = true;
+  return FitDevice(*plan, options).value_or(none);
+}
+
 Bytes Evaluator::Reserved(const Choice& choice) {
   const Choice effective = Effective(job_, choice);
   if (const auto known = reserved_.find(effective); known != reserved_.end()) return known->second;
   const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
-  return reserved_[effective] = plan ? ReservedBy(*plan) : Bytes{std::int64_t{1} << 53};
+  return reserved_[effective] =
+             plan ? ReservedWithoutBudget(*plan, FitOptionsOf(*plan)).value_or(kNoLimit) : kNoLimit;
+}
+
+Bytes Evaluator::Over(const Choice& choice) {
+  if (Fits(choice)) return {};
+  const Bytes budget = Evaluate({choice}).front().budget_bytes;
+  return std::max(Reserved(choice) - budget, Bytes{1});
 }
 
 Evaluation Evaluator::EvaluateOne(const Choice& choice) const {
   const Result<Plan> plan = series_.Make(StrategyOf(job_, choice));
   if (!plan) return {.error = plan.error()};
-  Result<Evaluation> measured = Measure(*plan);
+  Result<Evaluation> measured = Measure(*plan, FitOptionsOf(*plan));
   return measured ? std::move(*measured) : Evaluation{.error = measured.error()};
 }
 

@@ -14,6 +14,7 @@
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/trace.h"
+#include "shardplan/simulator/device_fit.h"
 
 namespace shardplan::optimize {
 
@@ -22,9 +23,13 @@ struct Evaluation {
   Nanoseconds step_ns;
   Bytes pooled_bytes;
   Bytes allocated_bytes;
+  Bytes budget_bytes;  // what the allocator may reserve for this plan
   // The step is no shorter with the same work in another order: what Lemma 1 of docs/optimize.md says of it.
   Nanoseconds work_ns;
   Error error;  // why there is none
+  // What is pooled is reserved, too: it does not fit. (Where the cache is released, pools give to each
+  // other.)
+  bool over = false;
 };
 
 class Evaluator {
@@ -34,7 +39,14 @@ class Evaluator {
   // Of each choice. Once the search has to end, what is not known yet is not planned.
   // `even_late`: only a signal keeps it from that.
   std::vector<Evaluation> Evaluate(const std::vector<Choice>& choices, bool even_late = false);
-  // What the allocator's model reserves for a choice that was planned.
+  // Whether a choice that was planned fits, by the allocator's model (device_fit.h). Where OptimizeOptions
+  // allow no release of the cache, one says that it does not.
+  bool Fits(const Choice& choice);
+  // How much more it needs than it may have; 0: it fits.
+  Bytes Over(const Choice& choice);
+  // With releases of the cache counted, whatever is allowed.
+  DeviceFit FitOf(const Choice& choice) const;
+  // What the allocator would reserve without a budget: what the least budget without a release is.
   Bytes Reserved(const Choice& choice);
   // Cuts of the chain that should be good with everything else as `from`, found without planning.
   std::vector<Choice> PromisingUnits(const Choice& from, std::size_t most = 12);
@@ -49,6 +61,7 @@ class Evaluator {
   const UnitModel* ModelOfUnits();
   bool Stopped() const { return options_.stop != nullptr && options_.stop->load(); }
   Evaluation EvaluateOne(const Choice& choice) const;
+  FitOptions FitOptionsOf(const Plan& plan) const;  // with releases where they are allowed
 
   const PlanSeries series_;
   const Trace& trace_;
@@ -59,12 +72,13 @@ class Evaluator {
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::map<Choice, Evaluation> known_;  // whatever was asked
   std::map<Choice, Evaluation> made_;   // of effective choices
-  std::map<Choice, Bytes> reserved_;    // likewise
+  // Likewise:
+  std::map<Choice, bool> fits_;
+  std::map<Choice, Bytes> reserved_;
   std::atomic<bool> ended_ = false;
 };
 
-// Of a plan that was made already.
-Result<Evaluation> Measure(const Plan& plan);
-Bytes ReservedBy(const Plan& plan);
+// Of a plan that was made already. `fit` says its budget, and whether it may release the cache.
+Result<Evaluation> Measure(const Plan& plan, const FitOptions& fit = {});
 
 }  // namespace shardplan::optimize

@@ -11,8 +11,11 @@
 #include "optimize/moves.h"
 #include "optimize/prices.h"
 #include "optimize/search.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
 namespace {
@@ -21,7 +24,8 @@ using optimize::Choice;
 using optimize::Evaluation;
 using optimize::Found;
 
-constexpr int kRefusals = 32;  // plans that do not verify, or do so with a fault
+constexpr int kRefusals = 32;  // so many plans that do not verify, or do so with a fault
+const std::string kExpandable = "expandable_segments:True";
 
 std::int64_t Ppm(std::int64_t part, std::int64_t whole) {
   __extension__ using Int128 = __int128;
@@ -86,21 +90,23 @@ class OptimizeRun {
 
   Status FindPlan() {
     optimize::Search search(evaluator_, job_, options_);
-    std::set<Choice> refused;
-    while (std::cmp_less(refused.size(), kRefusals)) {
-      const std::optional<Found> found = search.Run(refused);
+    while (std::cmp_less(refused_.size(), kRefusals)) {
+      const std::optional<Found> found = search.Run(refused_);
       if (!found) return std::unexpected(WhyNothing());
       if (!search.Fits(*found)) return NothingFits(*found);
       Result<PlannerOutput> planned = MakePlan(trace_, optimize::StrategyOf(job_, found->choice), cluster_);
       // What PyTorch does wrong with a setting is no reason to train wrongly with it.
       if (!planned || !planned->faults.empty()) {
-        refused.insert(found->choice);
+        refused_.insert(found->choice);
         continue;
       }
       choice_ = found->choice;
       output_.strategy = optimize::StrategyOf(job_, choice_);
       output_.plan = std::move(planned->plan);
-      output_.report.peak_reserved_bytes = evaluator_.Reserved(choice_);
+      const DeviceFit fit = evaluator_.FitOf(choice_);
+      SHARDPLAN_ASSERT(fit.Fits(options_.may_release_cache), "the search asked the same of this plan");
+      output_.report.peak_reserved_bytes = fit.reserved_bytes;
+      output_.report.cache_releases = fit.cache_releases;
       complete_ = !evaluator_.Ended();
       return {};
     }
@@ -114,11 +120,14 @@ class OptimizeRun {
     return {.code = ErrorCode::kNegative, .message = "no plan was found in the time limit"};
   }
 
+  // What is needed, and what would have to be allowed. `least` pools least.
   Status NothingFits(const Found& least) {
-    std::string text = fmt::format(
-        "no plan that was found is within {} bytes: the least needs {} (pooled) and reserves {} by the "
-        "allocator's model",
-        options_.budget.value, least.evaluation.pooled_bytes.value, evaluator_.Reserved(least.choice).value);
+    const Bytes budget = least.evaluation.budget_bytes;
+    std::string text = fmt::format("no plan that was found fits {} bytes", budget.value);
+    if (!options_.may_release_cache && !evaluator_.FitOf(least.choice).out_of_memory)
+      text += " without releases of the allocator's cache (--allow cache-release)";
+    if (const std::optional<Bytes> needed = LeastBudget(evaluator_); needed)
+      text += fmt::format("; the least budget of one is {}", needed->value);
     const Result<PlannerOutput> planned =
         MakePlan(trace_, optimize::StrategyOf(job_, least.choice), cluster_, {.verify = false});
     if (planned && CheckPlanClass(planned->plan)) {
@@ -126,30 +135,83 @@ class OptimizeRun {
         text +=
             fmt::format("; none of the class {} needs less than {}", kPlanClass, work->LeastMemory().value);
     }
-    text += WouldHelp("checkpoint", &OptimizeOptions::may_checkpoint);
-    text += WouldHelp("offload", &OptimizeOptions::may_offload);
+    text += WouldHelp("--allow checkpoint", [](OptimizeOptions& more, Strategy&) {
+      return !std::exchange(more.may_checkpoint, true);
+    });
+    text += WouldHelp("--allow offload", [](OptimizeOptions& more, Strategy&) {
+      return !std::exchange(more.may_offload, true);
+    });
+    text += WouldHelp("--alloc-conf expandable_segments:True", [](OptimizeOptions&, Strategy& strategy) {
+      const bool has = strategy.alloc_conf.contains("expandable_segments");
+      if (!has) strategy.alloc_conf += strategy.alloc_conf.empty() ? kExpandable : "," + kExpandable;
+      return !has;
+    });
+    if (planned) text += OtherWays(planned->plan);
     return MakeError(ErrorCode::kNegative, std::move(text));
   }
 
-  // What the most frugal choices need with one thing more allowed.
-  std::string WouldHelp(std::string_view what, bool OptimizeOptions::*allowed) {
-    if (options_.*allowed) return {};
-    OptimizeOptions more = options_;
-    more.*allowed = true;
-    const optimize::Job job = JobOf(trace_, job_.strategy, cluster_, more);
-    optimize::Evaluator evaluator(trace_, job, cluster_, more);
-    std::optional<Bytes> least;
-    for (const Evaluation& e : evaluator.Evaluate(optimize::Frugal(job, more))) {
-      if (e.planned && (!least || e.pooled_bytes < *least)) least = e.pooled_bytes;
+  // The least budget that one of the plans which were simulated fits without a release of the cache. What is
+  // pooled is a lower bound.
+  static std::optional<Bytes> LeastBudget(optimize::Evaluator& evaluator) {
+    std::vector<std::pair<Bytes, const Choice*>> order;
+    for (const auto& [choice, evaluation] : evaluator.known()) {
+      // Where memory waits for other streams the model has no least budget: it depends on the device's speed.
+      if (evaluation.planned && !choice.fsdp1) order.emplace_back(evaluation.pooled_bytes, &choice);
     }
-    if (!least) return {};
-    return fmt::format("; with --allow {} there is one of {}", what, least->value);
+    std::ranges::sort(order, {}, [](const auto& entry) { return std::pair(entry.first, *entry.second); });
+    constexpr std::size_t kMost = 64;
+    if (order.size() > kMost) order.resize(kMost);
+    std::optional<Bytes> least;
+    for (const auto& [pooled, choice] : order) {
+      if (least && pooled >= *least) break;
+      const Bytes reserved = evaluator.Reserved(*choice);
+      least = least ? std::min(*least, reserved) : reserved;
+    }
+    return least;
+  }
+
+  // What the most frugal choices need with one thing changed. `change`: false where it is so already.
+  template <typename Change>
+  std::string WouldHelp(std::string_view what, const Change& change) {
+    OptimizeOptions more = options_;
+    Strategy strategy = job_.strategy;
+    if (!change(more, strategy)) return {};
+    const optimize::Job job = JobOf(trace_, strategy, cluster_, more);
+    optimize::Evaluator evaluator(trace_, job, cluster_, more);
+    (void)evaluator.Evaluate(optimize::Frugal(job, more));
+    const std::optional<Bytes> least = LeastBudget(evaluator);
+    return least ? fmt::format("; with {} there is one of {}", what, least->value) : std::string();
+  }
+
+  // What no flag of the search changes.
+  std::string OtherWays(const Plan& plan) const {
+    const MemoryProfile profile = ProfileMemory(plan, MemoryOptions{});
+    Bytes loss;
+    for (std::size_t c = 0; c < MemoryCategories().size(); ++c) {
+      const std::string& name = MemoryCategories()[c];
+      if (name == "output" || name == "loss_saved" || name == "loss_temp")
+        loss += profile.peak_by_category[c];
+    }
+    if (loss.value * 10 < profile.peak_bytes.value) return "; more ranks shard more";
+    return fmt::format(
+        "; more ranks shard more, and a loss in chunks holds less than the {} bytes of outputs and "
+        "loss at the peak",
+        loss.value);
   }
 
   bool Recomputes(const Plan& plan) const {
     return options_.may_checkpoint || std::ranges::any_of(plan.segments, [](const Segment& s) {
              return s.phase == SegmentPhase::kRecompute;
            });
+  }
+
+  // Of all plans of the class: each has the communicators of its shards and its replicas at least.
+  Bytes LargestBudget() const {
+    if (options_.budget) return *options_.budget;
+    Bytes nccl;
+    for (const std::int64_t ranks : {job_.shards, job_.replicas})
+      nccl += NcclBufferBytes(Communicator{.size = static_cast<std::int32_t>(ranks)});
+    return cluster_.device.memory_bytes - cluster_.device.context_bytes - nccl;
   }
 
   // A plan that is outside of the class has a bound of its own work only, which proves nothing of others.
@@ -169,14 +231,14 @@ class OptimizeRun {
                             .plan_digest = DigestOfJson(plan),
                             .plan_class = std::string(kPlanClass),
                             .recomputation = recomputation,
-                            .budget_bytes = options_.budget,
+                            .budget_bytes = LargestBudget(),
                             .cuts = optimize::ChooseCuts(*work)};
     for (const LayoutKind layout : {LayoutKind::kPerParameter, LayoutKind::kFlat}) {
       const bool fsdp1 = layout == LayoutKind::kFlat;
       if (options_.fixed.contains("policy") && fsdp1 != (plan.policy == "fsdp1")) continue;
       certificate.layouts.push_back(layout);
-      certificate.branches.push_back(optimize::FindPrices(*work, certificate.cuts, layout, options_.budget,
-                                                          evaluator_.known().at(choice_).step_ns));
+      certificate.branches.push_back(optimize::FindPrices(
+          *work, certificate.cuts, layout, certificate.budget_bytes, evaluator_.known().at(choice_).step_ns));
     }
     const auto least = std::ranges::min_element(certificate.branches, {}, &CertificateBranch::lower_bound_ns);
     certificate.lower_bound_ns = least->lower_bound_ns;
@@ -190,11 +252,12 @@ class OptimizeRun {
       DecisionReport report{.decision = decision, .chosen = optimize::DecisionText(job_, choice_, decision)};
       const Choice without = optimize::WithDecision(choice_, decision, usual);
       if (without == choice_) {
-        report.without_bytes = evaluator_.known().at(choice_).pooled_bytes;
+        report.without_bytes = evaluator_.Reserved(choice_);
       } else if (const Evaluation e = evaluator_.Evaluate({without}, true).front(); e.planned) {
         report.worth_ns = e.step_ns - step_ns;
-        report.without_bytes = e.pooled_bytes;
-        report.fits_without = e.pooled_bytes <= options_.budget;
+        const DeviceFit fit = evaluator_.FitOf(without);
+        report.without_bytes = fit.reserved_bytes;
+        report.fits_without = fit.Fits(options_.may_release_cache);
       } else {
         continue;  // there is no such plan, or no time to make it
       }
@@ -202,49 +265,69 @@ class OptimizeRun {
     }
   }
 
+  // One that fits is no faster than the answer: the search has considered it.
+  void AddBaseline(const std::string& name, const Choice& choice, const Evaluation& e) {
+    if (refused_.contains(choice)) {
+      output_.report.notes.push_back(
+          fmt::format("{}: does not verify, or carries a fault of PyTorch's", name));
+      return;
+    }
+    const DeviceFit fit = evaluator_.FitOf(choice);
+    const bool fits = fit.Fits(options_.may_release_cache);
+    SHARDPLAN_ASSERT(!fits || e.step_ns >= evaluator_.known().at(choice_).step_ns,
+                     "a plan is no slower than a baseline that fits");
+    output_.report.baselines.push_back({name, e.step_ns, fit.reserved_bytes, fit.cache_releases, fits});
+  }
+
   void AddBaselines() {
     for (const auto& [name, choice] : optimize::Baselines(job_, options_)) {
       const Evaluation e = evaluator_.Evaluate({choice}, true).front();
-      if (!e.planned) continue;
-      output_.report.baselines.push_back(
-          {name, e.step_ns, e.pooled_bytes, e.pooled_bytes <= options_.budget});
+      if (e.planned) AddBaseline(name, choice, e);
     }
   }
 
-  // The best setting of the grid that is in the budget, of each policy.
+  // The best setting of the grid that fits, of each policy.
   void AddGrid() {
-    std::optional<Evaluation> best[2];
+    std::optional<Found> best[2];
     for (const Choice& work : optimize::Grid(job_, options_)) {
       if (!optimize::IsOfPyTorch(work)) continue;
       std::vector<Choice> settings = optimize::Orders(job_, work);
       settings.push_back(work);
-      for (Evaluation& e : evaluator_.Evaluate(settings, true)) {
-        if (!e.planned || e.pooled_bytes > options_.budget) continue;
-        std::optional<Evaluation>& of_policy = best[work.fsdp1 ? 1 : 0];
-        if (!of_policy || e.step_ns < of_policy->step_ns) of_policy = std::move(e);
+      const std::vector<Evaluation> evaluations = evaluator_.Evaluate(settings, true);
+      std::optional<Found>& of_policy = best[work.fsdp1 ? 1 : 0];
+      for (std::size_t i = 0; i < settings.size(); ++i) {
+        const Evaluation& e = evaluations[i];
+        if (!e.planned || e.over || refused_.contains(settings[i])) continue;
+        if (of_policy && e.step_ns >= of_policy->evaluation.step_ns) continue;
+        if (evaluator_.Fits(settings[i])) of_policy = Found{settings[i], e};
       }
     }
     for (const bool fsdp1 : {false, true}) {
-      const std::optional<Evaluation>& e = best[fsdp1 ? 1 : 0];
-      if (!e) continue;
-      const char* name = fsdp1 ? "fsdp1, best of the grid" : "fsdp2, best of the grid";
-      output_.report.baselines.push_back({name, e->step_ns, e->pooled_bytes, true});
+      const std::optional<Found>& found = best[fsdp1 ? 1 : 0];
+      if (!found) continue;
+      AddBaseline(fsdp1 ? "fsdp1, best of the grid" : "fsdp2, best of the grid", found->choice,
+                  found->evaluation);
     }
   }
 
-  // Of everything that was simulated: from the smallest on, what is faster than all before it.
+  // Of everything that was simulated: the Pareto front of reserved memory and time. What is pooled is
+  // reserved: a plan that pools no less than a faster one reserves is not asked.
   void AddCurve() {
-    std::vector<CurvePoint> points;
+    std::vector<Found> found;
     for (const auto& [choice, e] : evaluator_.known()) {
-      if (e.planned) points.push_back({e.pooled_bytes, e.step_ns});
+      if (e.planned) found.push_back({choice, e});
     }
-    std::ranges::sort(points, [](const CurvePoint& a, const CurvePoint& b) {
-      return std::pair(a.peak_pooled_bytes, a.step_ns) < std::pair(b.peak_pooled_bytes, b.step_ns);
-    });
-    for (const CurvePoint& point : points) {
-      std::vector<CurvePoint>& curve = output_.report.curve;
-      if (curve.empty() || point.step_ns < curve.back().step_ns) curve.push_back(point);
+    std::ranges::stable_sort(
+        found, {}, [](const Found& f) { return std::pair(f.evaluation.step_ns, f.evaluation.pooled_bytes); });
+    std::vector<CurvePoint>& curve = output_.report.curve;
+    for (const Found& f : found) {
+      if (!curve.empty() && f.evaluation.pooled_bytes >= curve.back().peak_reserved_bytes) continue;
+      const CurvePoint point{evaluator_.Reserved(f.choice), f.evaluation.step_ns};
+      if (!curve.empty() && point.peak_reserved_bytes >= curve.back().peak_reserved_bytes) continue;
+      if (!curve.empty() && point.step_ns == curve.back().step_ns) curve.pop_back();
+      curve.push_back(point);
     }
+    std::ranges::reverse(curve);
   }
 
   void Finish() {
@@ -258,7 +341,7 @@ class OptimizeRun {
     report.step_ns = e.step_ns;
     report.peak_allocated_bytes = e.allocated_bytes;
     report.peak_pooled_bytes = e.pooled_bytes;
-    report.budget_bytes = options_.budget;
+    report.budget_bytes = e.budget_bytes;
     report.complete = complete_;
     report.evaluations = evaluator_.evaluations();
     if (output_.certificate) {
@@ -281,6 +364,7 @@ class OptimizeRun {
   const optimize::Job job_;
   optimize::Evaluator evaluator_;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::set<Choice> refused_;  // plans that do not verify, or do so with a fault
   Choice choice_;
   bool complete_ = true;
   OptimizeOutput output_;

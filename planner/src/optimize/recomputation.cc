@@ -23,6 +23,7 @@ struct Mix {
   // What is reserved is so much more than what is pooled.
   std::int64_t margin_bytes = 0;
   Nanoseconds step_ns;  // with enough
+  bool fits = false;    // with enough, by what is reserved
 };
 
 Choice WithoutRecomputation(Choice choice) {
@@ -108,8 +109,8 @@ class RecomputationFit {
     if (mixes.size() > kMixes) mixes.resize(kMixes);
     Fit(mixes);
     const std::int32_t blocks = job_.chain.blocks;
-    if (std::ranges::any_of(mixes, [&](const Mix& mix) { return mix.enough <= blocks; })) return tried_;
-    // Modules free less together than each alone.
+    // Modules free less together than each alone, and what is reserved is another matter.
+    if (std::ranges::any_of(mixes, [&](const Mix& mix) { return mix.fits; })) return tried_;
     std::vector<Mix> whole;
     for (const auto& [saved, levels] : prices.levels()) {
       Mix& mix = whole.emplace_back(Mix{.choice = none_, .enough = blocks + 1});
@@ -125,12 +126,12 @@ class RecomputationFit {
 
  private:
   bool Fits(const Choice& choice, const Evaluation& evaluation) {
-    if (evaluation.pooled_bytes > options_.budget) return false;
-    return evaluation.step_ns >= limit_ns_ || evaluator_.Reserved(choice) <= options_.budget;
+    if (evaluation.over) return false;
+    return evaluation.step_ns >= limit_ns_ || evaluator_.Fits(choice);
   }
 
   static constexpr std::size_t kMixes = 2;
-  static constexpr int kRounds = 6, kAgain = 3;
+  static constexpr int kRounds = 6, kAgain = 6;
 
   static bool Cheaper(const Level& a, const Level& b) {
     return Int128{a.cost_ns} * b.freed_bytes < Int128{b.cost_ns} * a.freed_bytes;
@@ -173,7 +174,7 @@ class RecomputationFit {
   void AddMix(const Saved& saved, const std::vector<Level>& hull, std::vector<Mix>& mixes) const {
     if (hull.size() < 2) return;
     const std::int64_t wanted =
-        std::max<std::int64_t>(of_none_.pooled_bytes.value - options_.budget.value, 1);
+        std::max<std::int64_t>(of_none_.pooled_bytes.value - of_none_.budget_bytes.value, 1);
     std::size_t upper = 1;
     while (upper + 1 < hull.size() && hull[upper].freed_bytes < wanted) ++upper;
     const Level &less = hull[upper - 1], &more = hull[upper];
@@ -198,11 +199,16 @@ class RecomputationFit {
       FitPooled(mixes);
       bool over = false;
       for (Mix& mix : mixes) {
-        if (mix.enough > blocks || mix.step_ns >= limit_ns_) continue;
+        if (mix.fits || mix.enough > blocks) continue;
+        if (mix.step_ns >= limit_ns_) {
+          mix.fits = true;  // or not: it is no faster than what is known
+          continue;
+        }
         Choice choice = mix.choice;
         choice.recomputed = mix.enough;
-        const std::int64_t bytes = evaluator_.Reserved(choice).value - options_.budget.value;
-        if (bytes <= 0 || mix.enough == blocks) continue;
+        const std::int64_t bytes = evaluator_.Over(choice).value;
+        mix.fits = bytes <= 0;
+        if (mix.fits || mix.enough == blocks) continue;
         over = true;
         mix.margin_bytes += bytes;
         mix.too_few = std::exchange(mix.enough, blocks + 1);
@@ -240,9 +246,13 @@ class RecomputationFit {
   void Mend(Mix& mix, const Choice& choice, const Evaluation& evaluation) {
     tried_.push_back(choice);
     const std::int32_t count = choice.recomputed;
-    const std::int64_t over = evaluation.pooled_bytes.value + mix.margin_bytes - options_.budget.value;
+    const std::int64_t over =
+        evaluation.pooled_bytes.value + mix.margin_bytes - evaluation.budget_bytes.value;
     const bool fits = evaluation.planned && over <= 0;
-    if (fits) mix.step_ns = evaluation.step_ns;
+    if (fits) {
+      mix.step_ns = evaluation.step_ns;
+      mix.fits = false;  // what is reserved is asked again
+    }
     (fits ? mix.enough : mix.too_few) = count;
     const auto step = static_cast<std::int32_t>(
         std::min<std::int64_t>(std::abs(over) / mix.bytes_of_a_block, job_.chain.blocks));

@@ -20,14 +20,12 @@ constexpr std::int64_t kEnough = 400;
 
 }  // namespace
 
-bool Search::Fits(const Found& found) {
-  return found.evaluation.pooled_bytes <= options_.budget &&
-         evaluator_.Reserved(found.choice) <= options_.budget;
-}
+bool Search::Fits(const Found& found) { return !found.evaluation.over && evaluator_.Fits(found.choice); }
 
 // The fastest that fits, and is faster than the best; while nothing fits, the one that pools least.
-void Search::Consider(const std::vector<Choice>& choices, bool even_late) {
-  const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices, even_late);
+void Search::Consider(const std::vector<Choice>& choices, Effort effort) {
+  const bool all = effort == Effort::kAll;
+  const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices, all);
   std::vector<Found> made;
   for (std::size_t i = 0; i < choices.size(); ++i) {
     if (evaluations[i].planned && !refused_.contains(choices[i]))
@@ -42,7 +40,7 @@ void Search::Consider(const std::vector<Choice>& choices, bool even_late) {
   for (const Found& found : made) {
     if (fits_ && order(found) >= order(*best_)) return;
     const Bytes pooled = found.evaluation.pooled_bytes;
-    if (pooled > options_.budget || (over >= kMostOver && pooled >= least_over)) continue;
+    if (found.evaluation.over || (!all && over >= kMostOver && pooled >= least_over)) continue;
     if (!Fits(found)) {
       least_over = ++over == 1 ? pooled : std::min(least_over, pooled);
       continue;
@@ -78,7 +76,7 @@ void Search::TryOrders(const std::vector<Choice>& grid) {
   for (const Choice& work : grid) {
     const auto known = evaluator_.known().find(work);
     if (known == evaluator_.known().end() || !known->second.planned) continue;
-    if (known->second.pooled_bytes <= options_.budget) works.emplace_back(known->second.work_ns, &work);
+    if (!known->second.over) works.emplace_back(known->second.work_ns, &work);
   }
   std::ranges::stable_sort(works, {}, [](const auto& work) { return work.first; });
   for (const auto& [work_ns, work] : works) {
@@ -94,7 +92,7 @@ void Search::Climb() {
     std::vector<Choice> moves = Moves(job_, options_, from, move_class);
     if (move_class == kUnitMoves && !job_.keeps_units && !from.fsdp1) {
       // Where memory is short, cuts count for what they need, which the model does not know.
-      const bool tight = best_->evaluation.pooled_bytes.value > options_.budget.value / 10 * 9;
+      const bool tight = best_->evaluation.pooled_bytes.value > best_->evaluation.budget_bytes.value / 10 * 9;
       if (!tight) moves = evaluator_.Fastest(std::move(moves), kMostCuts);
       std::vector<Choice> cuts = evaluator_.PromisingUnits(from, kMostCuts);
       const bool may_keep = tight && !job_.keeps_reshard;
@@ -183,7 +181,7 @@ std::vector<Choice> Search::KeepingMost(std::vector<Choice> choices) {
     }
     const std::vector<Evaluation> evaluations = evaluator_.Evaluate(asked);
     for (std::size_t i = 0; i < asked.size(); ++i) {
-      const bool fits = evaluations[i].planned && evaluations[i].pooled_bytes <= options_.budget;
+      const bool fits = evaluations[i].planned && !evaluations[i].over;
       (fits ? counts[of[i]].fits : counts[of[i]].over) = asked[i].kept;
     }
     tried.insert(tried.end(), asked.begin(), asked.end());
@@ -203,8 +201,7 @@ std::vector<Choice> Search::KeepingMost(std::vector<Choice> choices) {
 std::optional<Found> Search::Next(const std::set<Choice>& tried) const {
   std::optional<Found> next;
   const auto order = [&](const Evaluation& e) {
-    const bool over = e.pooled_bytes > options_.budget;
-    return std::tuple(over, over ? e.pooled_bytes.value : e.step_ns.value, e.pooled_bytes);
+    return std::tuple(e.over, e.over ? e.pooled_bytes.value : e.step_ns.value, e.pooled_bytes);
   };
   for (const auto& [choice, evaluation] : evaluator_.known()) {
     if (!evaluation.planned || tried.contains(choice) || refused_.contains(choice)) continue;
@@ -223,7 +220,7 @@ std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) const
     without.saved.clear();
     const auto known = evaluator_.known().find(without);
     if (known != evaluator_.known().end() && known->second.planned) {
-      if (known->second.pooled_bytes <= options_.budget) continue;
+      if (!known->second.over) continue;
       if (fits_ && known->second.work_ns >= best_->evaluation.step_ns) continue;
     }
     recomputing.push_back(choice);
@@ -235,8 +232,9 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   refused_ = refused;
   best_.reset();
   fits_ = false;
-  std::vector<Choice> beginnings;
-  for (const NamedChoice& baseline : Baselines(job_, options_)) beginnings.push_back(baseline.choice);
+  std::vector<Choice> baselines;
+  for (const NamedChoice& baseline : Baselines(job_, options_)) baselines.push_back(baseline.choice);
+  std::vector<Choice> beginnings = baselines;
   const std::vector<Choice> grid = Grid(job_, options_);
   // A recomputation makes a step longer: it is of use where nothing else fits.
   std::ranges::copy_if(grid, std::back_inserter(beginnings),
@@ -248,7 +246,7 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
     choice.even = true;
     beginnings.push_back(std::move(choice));
   }
-  Consider(beginnings);
+  Consider(beginnings, Effort::kAll);
   TryRecomputation(beginnings);
   Consider(RecomputingOf(grid));
   if (!fits_) Consider(Frugal(job_, options_));
@@ -279,9 +277,10 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   TryOrders(small);
   Climb();
   // A baseline is never faster, not even where the time was over before it was tried.
+  Consider(baselines, Effort::kAll);
   for (const Choice& work : options_.whole_grid ? grid : std::vector<Choice>{}) {
-    Consider({work}, true);
-    Consider(Orders(job_, work), true);
+    Consider({work}, Effort::kAll);
+    Consider(Orders(job_, work), Effort::kAll);
   }
   return best_;
 }

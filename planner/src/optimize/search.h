@@ -22,13 +22,16 @@ class Search {
   Search(Evaluator& evaluator, const Job& job, const OptimizeOptions& options)
       : evaluator_(evaluator), job_(job), options_(options) {}
 
-  // The fastest of which neither what is pooled nor what is reserved is over the budget; where none is, the
-  // one that pools least. Plans that `refuse` holds are passed over.
+  // The fastest that fits; where none does, the one that pools least. Plans that `refuse` holds are passed
+  // over.
   std::optional<Found> Run(const std::set<Choice>& refused);
   bool Fits(const Found& found);
 
  private:
-  void Consider(const std::vector<Choice>& choices, bool even_late = false);
+  // kAll: each that is faster than the best is asked whether it fits, and all are planned unless a signal
+  // ends the search. kPromising: not those that are likely to reserve too much.
+  enum class Effort : std::uint8_t { kPromising, kAll };
+  void Consider(const std::vector<Choice>& choices, Effort effort = Effort::kPromising);
   void Tell();
   void TryRecomputation(const std::vector<Choice>& grid);
   void FitRecomputationOf(const Choice& from);

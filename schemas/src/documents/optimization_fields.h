@@ -40,7 +40,7 @@ inline constexpr auto kFields<Certificate> = FieldList(
     Required("recomputation", &Certificate::recomputation,
              "Plans that run parts of the forward again are among them."),
     Required("layouts", &Certificate::layouts, "Layouts of units that the plans may have."),
-    Required("budget_bytes", &Certificate::budget_bytes, "Of device memory, pooled."),
+    Required("budget_bytes", &Certificate::budget_bytes, "What the allocator may reserve."),
     Required("peak_pooled_bytes", &Certificate::peak_pooled_bytes, "Of the plan."),
     Required("step_ns", &Certificate::step_ns, "Of the plan."),
     Required("lower_bound_ns", &Certificate::lower_bound_ns, "Of every plan of the class."),
@@ -57,8 +57,9 @@ inline constexpr auto kFields<DecisionReport> =
               Required("worth_ns", &DecisionReport::worth_ns,
                        "How much longer the step is with FSDP2's default in its place.")
                   .AtLeast(-kMaxExact),
-              Required("without_bytes", &DecisionReport::without_bytes, "Pooled bytes then."),
-              Required("fits_without", &DecisionReport::fits_without, "Whether they are in the budget."));
+              Required("without_bytes", &DecisionReport::without_bytes,
+                       "What the allocator reserves then, without a budget."),
+              Required("fits_without", &DecisionReport::fits_without, "Whether that plan fits the budget."));
 
 template <>
 inline constexpr Definition kDefinition<BaselineReport> = {
@@ -67,15 +68,20 @@ template <>
 inline constexpr auto kFields<BaselineReport> =
     FieldList(Required("name", &BaselineReport::name, "Its name."),
               Required("step_ns", &BaselineReport::step_ns, "One steady step."),
-              Required("peak_pooled_bytes", &BaselineReport::peak_pooled_bytes, "Sum of the pools' peaks."),
-              Required("fits", &BaselineReport::fits, "Whether they are in the budget."));
+              Required("peak_reserved_bytes", &BaselineReport::peak_reserved_bytes,
+                       "What the allocator reserves within the budget; out of memory: without one."),
+              Required("cache_releases", &BaselineReport::cache_releases,
+                       "Requests that release the cache, within the budget."),
+              Required("fits", &BaselineReport::fits,
+                       "Whether it fits the budget, without releases where none are allowed."));
 
 template <>
 inline constexpr Definition kDefinition<CurvePoint> = {
     .says = "A plan that was found, where none is both smaller and no slower."};
 template <>
 inline constexpr auto kFields<CurvePoint> =
-    FieldList(Required("peak_pooled_bytes", &CurvePoint::peak_pooled_bytes, "Sum of the pools' peaks."),
+    FieldList(Required("peak_reserved_bytes", &CurvePoint::peak_reserved_bytes,
+                       "The least budget that it fits without a release of the cache."),
               Required("step_ns", &CurvePoint::step_ns, "One steady step."));
 
 template <>
@@ -95,7 +101,9 @@ inline constexpr auto kFields<Optimization> = FieldList(
     Required("peak_allocated_bytes", &Optimization::peak_allocated_bytes, "Of all pools together."),
     Required("peak_pooled_bytes", &Optimization::peak_pooled_bytes, "Sum of the pools' own peaks."),
     Required("peak_reserved_bytes", &Optimization::peak_reserved_bytes, "By the allocator's model."),
-    Required("budget_bytes", &Optimization::budget_bytes, "What pooled and reserved bytes stay within."),
+    Required("cache_releases", &Optimization::cache_releases,
+             "Requests that release the cache, within the budget."),
+    Required("budget_bytes", &Optimization::budget_bytes, "What the allocator may reserve."),
     Required("planning_ns", &Optimization::planning_ns, "Wall time of search and bound."),
     Required("evaluations", &Optimization::evaluations, "Plans that were made and simulated."),
     Required("evaluations_per_second", &Optimization::evaluations_per_second, "Of them."),

@@ -59,7 +59,12 @@ inline constexpr auto kFields<MemoryReport> = FieldList(
     Required("steady_bytes", &MemoryReport::steady_bytes, "Alive at the end of the steady step."),
     Required("context_bytes", &MemoryReport::context_bytes, "CUDA context."),
     Required("device_memory_bytes", &MemoryReport::device_memory_bytes, "The device has."),
-    Required("fits", &MemoryReport::fits, "peak + context <= device memory."),
+    Required("reserved_bytes", &MemoryReport::reserved_bytes,
+             "Peak of what the caching allocator reserves within the device's memory; where it runs out of "
+             "memory: of a device without end."),
+    Required("cache_releases", &MemoryReport::cache_releases,
+             "Requests that released the cache first: each synchronises the device."),
+    Required("fits", &MemoryReport::fits, "The allocator never runs out of memory."),
     Optional("host_peak_bytes", &MemoryReport::host_peak_bytes,
              "Peak of this rank's host memory, pinned allocations as the next power of two."),
     Optional("host_peak_at", &MemoryReport::host_peak_at, "The trigger of that peak."),

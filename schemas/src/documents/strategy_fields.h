@@ -321,6 +321,9 @@ inline constexpr auto kFields<Strategy> = FieldList(
     Optional("checkpoint", &Strategy::checkpoint,
              "Activation checkpointing applied to the trace; left out: none."),
     Optional("compile", &Strategy::compile, "Elementwise operators are fused as torch.compile does."),
+    Optional("alloc_conf", &Strategy::alloc_conf,
+             "Settings of the caching allocator, as PYTORCH_CUDA_ALLOC_CONF has them. They decide what is "
+             "reserved, and nothing of the plan."),
     Optional("optimizer", &Strategy::optimizer, "Which optimizer steps, and how."),
     Optional("setup", &Strategy::setup, "Calls before the first step.").Lines(),
     Optional("program", &Strategy::program,

@@ -13,6 +13,7 @@
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/pooled_memory.h"
@@ -181,9 +182,12 @@ Status CheckFigures(const Plan& plan, const Certificate& certificate) {
   const Bytes pooled = PoolMemory(plan).pooled_bytes;
   if (pooled != certificate.peak_pooled_bytes)
     return Differs("the sum of the pools' peaks", certificate.peak_pooled_bytes.value, pooled.value);
-  if (pooled > certificate.budget_bytes)
-    return MakeError(ErrorCode::kNegative, fmt::format("the plan needs {} bytes, more than the budget of {}",
-                                                       pooled.value, certificate.budget_bytes.value));
+  const Result<DeviceFit> fit = FitDevice(plan, {.budget_bytes = certificate.budget_bytes});
+  if (!fit) return std::unexpected(fit.error());
+  if (fit->out_of_memory)
+    return MakeError(ErrorCode::kNegative,
+                     fmt::format("the plan needs {} bytes, more than the budget of {}",
+                                 fit->reserved_bytes.value, certificate.budget_bytes.value));
   const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
   const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
   if (!program) return std::unexpected(program.error());

@@ -99,10 +99,13 @@ class Reserver {
     if (options.record_addresses) result_.placements.resize(history.blocks.size());
   }
 
-  ReservedMemory Run() {
+  // `before_recorded`: the statistics before the history's first recorded action.
+  ReservedMemory Run(AllocatorStats* before_recorded = nullptr) {
     for (std::size_t a = 0; a < history_.actions.size() && !result_.out_of_memory; ++a) {
+      if (before_recorded != nullptr && a == history_.first_recorded) *before_recorded = allocator_.stats();
       Apply(a);
       if (options_.record_stats) result_.stats.push_back(allocator_.stats());
+      if (options_.stop_at_release && allocator_.stats().retries > 0) break;
     }
     const AllocatorStats& stats = allocator_.stats();
     result_.end_reserved_bytes = stats.reserved_bytes;
@@ -112,6 +115,7 @@ class Reserver {
   }
 
   std::size_t peak_action() const { return peak_action_; }
+  const AllocatorStats& allocator_stats() const { return allocator_.stats(); }
   // The map after the first `count` actions, from a run of its own.
   std::vector<SegmentView> MapAfter(std::size_t count) {
     for (std::size_t a = 0; a < count; ++a) Apply(a);
@@ -210,26 +214,39 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history, con
   return result;  // NOLINT(clang-analyzer-core.StackAddressEscape)
 }
 
-SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
-                                  const ReservedOptions& options, std::int32_t steps) {
+SteadyReplay ReplayUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
+                               const ReservedOptions& options, std::int32_t steps) {
   const std::int32_t asked = std::max(steps - plan.steady_step, steps > 0 ? 1 : 0);
   const std::int32_t most_passes = asked > 0 ? asked : 8;
-  ReservedOptions recording = options;
-  recording.record_stats = true;
-  SteadyReserved steady;
+  SteadyReplay replay;
   for (std::int32_t pass = asked > 0 ? asked : 2; pass <= most_passes; ++pass) {
     history_options.steady_passes = pass;
-    steady.history = MemoryHistoryOf(plan, history_options);
-    steady.reserved = ReserveMemory(plan, steady.history, recording);
-    if (steady.reserved.out_of_memory) return steady;
-    if (steady.reserved.stats.empty()) return steady;
-    steady.end = steady.reserved.stats.back();
-    if (steady.history.first_recorded == 0) continue;
-    const AllocatorStats& before = steady.reserved.stats[steady.history.first_recorded - 1];
-    const bool stays = before.peak_reserved_bytes == steady.end.peak_reserved_bytes &&
-                       before.reserved_bytes == steady.end.reserved_bytes;
+    replay.history = MemoryHistoryOf(plan, history_options);
+    AllocatorStats before;
+    Reserver reserver(plan, replay.history, options);
+    replay.reserved = reserver.Run(&before);
+    replay.end = reserver.allocator_stats();
+    const bool released = options.stop_at_release && replay.reserved.retries > 0;
+    if (replay.reserved.out_of_memory || released || replay.history.actions.empty()) break;
+    const bool stays = replay.history.first_recorded > 0 &&
+                       before.peak_reserved_bytes == replay.end.peak_reserved_bytes &&
+                       before.reserved_bytes == replay.end.reserved_bytes;
     if (stays) break;
   }
+  return replay;
+}
+
+SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
+                                  const ReservedOptions& options, std::int32_t steps) {
+  ReservedOptions recording = options;
+  recording.record_stats = true;
+  SteadyReplay replay = ReplayUntilSteady(plan, history_options, recording, steps);
+  SteadyReserved steady{.reserved = std::move(replay.reserved),
+                        .history = std::move(replay.history),
+                        .rows = {},
+                        .at_rows = {},
+                        .end = replay.end};
+  if (steady.reserved.out_of_memory || steady.reserved.stats.empty()) return steady;
   std::size_t before_steps = 0;
   while (before_steps < steady.history.actions.size() && steady.history.actions[before_steps].at.step < 0) {
     ++before_steps;

@@ -38,13 +38,17 @@ bool OutsideAllocated(std::string_view category) {
 }
 
 Bytes Needed(const Report& report) {
-  return report.memory.peak_bytes + CategoryOf(report, "cuda_context") + CategoryOf(report, "nccl_buffers");
+  return report.memory.reserved_bytes + CategoryOf(report, "cuda_context") +
+         CategoryOf(report, "nccl_buffers");
 }
 
 std::string Fits(const Report& report) {
   if (report.memory.device_memory_bytes.value == 0) return "-";
-  return fmt::format("{} ({} of {})", report.memory.fits ? "yes" : "NO", Gibibytes(Needed(report)),
-                     Gibibytes(report.memory.device_memory_bytes));
+  std::string text = fmt::format("{} ({} of {})", report.memory.fits ? "yes" : "NO",
+                                 Gibibytes(Needed(report)), Gibibytes(report.memory.device_memory_bytes));
+  if (report.memory.fits && report.memory.cache_releases > 0)
+    text += fmt::format(", {} cache releases", report.memory.cache_releases);
+  return text;
 }
 
 // All categories of any report, the largest first.
@@ -108,6 +112,7 @@ std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports) {
     if (OutsideAllocated(category))
       row(category, [&](const Report& r) { return Gibibytes(CategoryOf(r, category)); });
   }
+  row("reserved", [](const Report& r) { return Gibibytes(r.memory.reserved_bytes); });
   row("fits", Fits);
   const std::vector<std::string> on_host = CategoriesBySize(reports, &MemoryReport::host_peak_by_category);
   if (on_host.empty()) return rows;

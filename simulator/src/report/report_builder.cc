@@ -70,7 +70,7 @@ std::vector<CategoryBytes> ByCategory(const std::vector<Bytes>& bytes) {
 }
 
 MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryProfile& memory,
-                         const MemoryProfile& host_memory) {
+                         const MemoryProfile& host_memory, const DeviceFit& fit) {
   MemoryReport report;
   report.peak_bytes = memory.peak_bytes;
   report.peak_at = PeakText(plan, memory.peak_at);
@@ -83,8 +83,9 @@ MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryP
     report.peak_by_category.push_back({"cuda_context", report.context_bytes});
   if (nccl.value > 0) report.peak_by_category.push_back({"nccl_buffers", nccl});
   std::ranges::sort(report.peak_by_category, {}, &CategoryBytes::category);
-  report.fits = report.device_memory_bytes.value == 0 ||
-                report.peak_bytes + report.context_bytes + nccl <= report.device_memory_bytes;
+  report.reserved_bytes = fit.reserved_bytes;
+  report.cache_releases = fit.cache_releases;
+  report.fits = fit.Fits(true);
   report.host_peak_bytes = host_memory.peak_bytes;
   report.host_steady_bytes = host_memory.end_bytes;
   report.host_peak_by_category = ByCategory(host_memory.peak_by_category);
@@ -134,9 +135,9 @@ void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& pr
       "every step begins with an idle device, as in a loop that reads its loss every step; one rank stands "
       "for all");
   report.notes.push_back(
-      "memory is what torch.cuda.memory_allocated follows: blocks rounded to the allocator's granularity, "
-      "without "
-      "fragmentation and without what kernels allocate inside");
+      "peak memory is what torch.cuda.memory_allocated follows: blocks rounded to the allocator's "
+      "granularity, "
+      "without what kernels allocate inside; reserved memory has that, and fragmentation");
   if (NcclBufferBytes(plan).value > 0) {
     report.notes.push_back(
         "nccl_buffers is an estimate: 16 channels of the default buffers for each communicator");
@@ -257,7 +258,7 @@ ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, const Engin
 
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                    const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory,
-                   const MemoryProfile& host_memory) {
+                   const MemoryProfile& host_memory, const DeviceFit& fit) {
   const std::size_t last = program.steps.size() - 1;
   const EngineStep& step = program.steps[last];
   Report report;
@@ -291,7 +292,7 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
                             result.unit_forward_ns[u], result.unit_backward_ns[u],
                             result.unit_exposed_ns[u]});
   }
-  report.memory = BuildMemory(plan, cluster, memory, host_memory);
+  report.memory = BuildMemory(plan, cluster, memory, host_memory, fit);
   FillNotes(plan, cluster, program, memory, host_memory, flops, report);
   return report;
 }

@@ -5,6 +5,7 @@
 
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/memory_profile.h"
 
@@ -13,7 +14,7 @@ namespace shardplan::internal {
 // `result` is that of the last step, `synchronized` that of the same step with synchronize_phases.
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                    const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory,
-                   const MemoryProfile& host_memory);
+                   const MemoryProfile& host_memory, const DeviceFit& fit);
 
 // "pre_forward layers.0"; "mb1" and "#1" after it for a later micro-batch or occurrence.
 std::string TriggerText(const Plan& plan, const Trigger& trigger);

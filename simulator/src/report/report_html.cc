@@ -103,6 +103,8 @@ class PlanData {
                  {"tokens", r.tokens_per_second_per_rank},
                  {"mfu", r.model_flops_utilization_ppm},
                  {"peak", r.memory.peak_bytes.value},
+                 {"reserved", r.memory.reserved_bytes.value},
+                 {"releases", r.memory.cache_releases},
                  {"context", r.memory.context_bytes.value},
                  {"nccl", nccl.value},
                  {"device", r.memory.device_memory_bytes.value},

@@ -45,11 +45,12 @@ std::optional<PlanCase> Optimized(const OptimizedCase& what, std::uint32_t seed)
   c.strategy.mixed_precision =
       MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
   if (what.replicas) c.strategy.mesh = {{"replicate", 2}, {"shard", 2}};
-  OptimizeOptions options{.budget = {std::int64_t{1} << 40}, .may_checkpoint = true, .time_limit_ns = {0}};
+  OptimizeOptions options{
+      .budget = Bytes{std::int64_t{1} << 40}, .may_checkpoint = true, .time_limit_ns = {0}};
   options.fixed = {"policy"};
   Result<OptimizeOutput> output = Optimize(c.trace, c.strategy, c.cluster, options);
   if (output && what.percent < 100) {
-    options.budget.value = output->report.peak_reserved_bytes.value * what.percent / 100;
+    options.budget = Bytes{output->report.peak_reserved_bytes.value * what.percent / 100};
     output = Optimize(c.trace, c.strategy, c.cluster, options);
     if (!output) return std::nullopt;
   }

@@ -21,14 +21,16 @@ namespace shardplan {
 
 struct OptimizeProgress {
   Nanoseconds step_ns;  // the best so far; 0: nothing in the budget yet
-  Bytes pooled_bytes;   // of it, or the least so far
+  Bytes pooled_bytes;   // of it, or of what is nearest to the budget
   std::int64_t evaluations = 0;
 };
 
 struct OptimizeOptions {
-  Bytes budget;
+  // What the allocator may reserve on a rank (device_fit.h). Not given: what the device has.
+  std::optional<Bytes> budget;
   bool may_checkpoint = false;
   bool may_offload = false;
+  bool may_release_cache = false;  // a request that finds no memory may release the cache: it synchronises
   // What stays as the strategy has it: "policy", "units", "reshard", "layout", "prefetch",
   // "checkpoint", "accumulation".
   std::set<std::string> fixed;

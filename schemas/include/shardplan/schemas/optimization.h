@@ -53,7 +53,7 @@ struct DecisionReport {
   std::string decision;
   std::string chosen;
   Nanoseconds worth_ns;  // how much longer the step is without it
-  Bytes without_bytes;   // pooled, without it
+  Bytes without_bytes;   // reserved, without it and without a budget
   bool fits_without = true;
   bool operator==(const DecisionReport&) const = default;
 };
@@ -62,14 +62,15 @@ struct DecisionReport {
 struct BaselineReport {
   std::string name;
   Nanoseconds step_ns;
-  Bytes peak_pooled_bytes;
-  bool fits = false;
+  Bytes peak_reserved_bytes;        // within the budget; where it runs out of memory: without one
+  std::int64_t cache_releases = 0;  // within the budget
+  bool fits = false;                // as plans of the search have to: without releases where none are allowed
   bool operator==(const BaselineReport&) const = default;
 };
 
 // A plan of the price curve: none that was found is both smaller and no slower.
 struct CurvePoint {
-  Bytes peak_pooled_bytes;
+  Bytes peak_reserved_bytes;  // without a budget
   Nanoseconds step_ns;
   bool operator==(const CurvePoint&) const = default;
 };
@@ -85,6 +86,7 @@ struct Optimization {
   Bytes peak_allocated_bytes;
   Bytes peak_pooled_bytes;
   Bytes peak_reserved_bytes;
+  std::int64_t cache_releases = 0;  // within the budget
   Bytes budget_bytes;
   Nanoseconds planning_ns;
   std::int64_t evaluations = 0;  // plans that were made and simulated

@@ -51,7 +51,11 @@ struct MemoryReport {
   Bytes steady_bytes;                           // alive at the end of the steady step
   Bytes context_bytes;                          // CUDA context
   Bytes device_memory_bytes;                    // the device has
-  bool fits = true;                             // peak + context <= device memory
+  // The caching allocator's model over steps until it reserves no more, within what the device has beside
+  // context and NCCL's buffers (device_fit.h).
+  Bytes reserved_bytes;             // its peak; out of memory: of a device without end
+  std::int64_t cache_releases = 0;  // requests that released the cache first: each synchronises
+  bool fits = true;                 // it never runs out of memory
   // Host memory of this rank: what is offloaded. Zero and empty without.
   Bytes host_peak_bytes;  // pinned allocations as the next power of two
   std::string host_peak_at;

@@ -266,6 +266,9 @@ struct Strategy {
   Fsdp1Knobs fsdp1;
   std::optional<CheckpointRule> checkpoint;
   bool compile = false;  // elementwise operators are fused as torch.compile does
+  // Settings of the caching allocator as PYTORCH_CUDA_ALLOC_CONF has them; "": LibTorch's defaults. They
+  // decide what is reserved, and nothing of the plan.
+  std::string alloc_conf;
   Optimizer optimizer;
   std::vector<ModuleCall> setup;  // calls before the first step
   // The steps as run; the last one repeats for ever. Empty: forward 0, backward [0], optimizer_step,

@@ -30,6 +30,7 @@ struct ReservedOptions {
   Bytes other_bytes;                          // what the process cannot get: context, NCCL's buffers
   bool record_addresses = false;              // keep `placements` and `segments`
   bool record_stats = false;                  // keep `stats`
+  bool stop_at_release = false;               // the replay ends at the first request that releases the cache
 };
 
 // Where a block of the history lay; size_bytes 0: nowhere (0 bytes asked for, or out of memory).
@@ -73,14 +74,23 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history,
 // ... of a training that goes on: the steps that repeat are passed again until a pass reserves no more than
 // the one before (at most eight times). What a limit of memory, or a device that is behind, makes of the
 // first passes need not last.
+struct SteadyReplay {
+  ReservedMemory reserved;  // over all passes
+  MemoryHistory history;    // of all passes; what is before the last one is not recorded
+  AllocatorStats end;
+};
+// `steps` above 0: so many in all, steady or not.
+SteadyReplay ReplayUntilSteady(const Plan& plan, MemoryHistoryOptions history, const ReservedOptions& options,
+                               std::int32_t steps = 0);
+
+// The same replay with what the allocator says at each row of the last pass.
 struct SteadyReserved {
-  ReservedMemory reserved;              // over all passes
-  MemoryHistory history;                // of all passes; what is before the last one is not recorded
+  ReservedMemory reserved;
+  MemoryHistory history;
   std::vector<MemoryRow> rows;          // of the last pass, of plan.steady_step
   std::vector<AllocatorStats> at_rows;  // the allocator's statistics at each of them
   AllocatorStats end;                   // calls of the driver: since the first step began
 };
-// `steps` above 0: so many in all, steady or not.
 SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history,
                                   const ReservedOptions& options, std::int32_t steps = 0);
 

@@ -9,6 +9,7 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
@@ -20,6 +21,8 @@ struct SimulationOptions {
   Bytes granularity_bytes{512};
   // Keep spans and memory samples (off: only the report).
   bool record_timeline = true;
+  // How it is asked whether the plan fits; its cluster is the one above.
+  FitOptions fit;
   // Report::plan_digest, "sha256:..." of the plan's document; left empty when the caller does not know it.
   std::string plan_digest;
 };
@@ -54,7 +57,8 @@ struct Simulation {
 
 // Runs every step once in order; the report is of the last one, the steady step. Deterministic. A step begins
 // when everything of the one before is done on host and device, as in a loop that reads its loss every step.
-// kBadInput: the plan refers to costs that the cluster lacks; kNegative: a wait can never finish.
+// kBadInput: the plan refers to costs that the cluster lacks; kNegative: a wait can never finish. Errors of
+// FitDevice.
 Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options = {});
 
 // Chrome trace event JSON that Perfetto opens: a track per stream and the host, flows from records to waits,

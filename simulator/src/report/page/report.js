@@ -64,7 +64,7 @@ function comparison() {
 }
 
 function cards() {
-  const r = plan.report, needed = r.peak + r.context + r.nccl, out = [];
+  const r = plan.report, needed = r.reserved + r.context + r.nccl, out = [];
   const card = (name, value, more, bad, gauge) => {
     const made = element('div', undefined, 'card');
     made.append(element('div', name, 'name'), element('div', value, 'value'));
@@ -83,7 +83,7 @@ function cards() {
   card('exposed communication', time(r.exposed), percent(r.exposed / r.step) + ' of the step');
   card('overlap', percent(r.overlap / 1e6), time(r.communication) + ' of communication');
   card('peak memory', size(r.peak), r.device ? (r.fits ? '' : 'does not fit: ') + size(needed) + ' of ' + size(r.device) +
-    ' with context and NCCL' : 'allocated', !r.fits, r.device ? needed / r.device : undefined);
+    ' reserved, with context and NCCL' + (r.fits && r.releases ? ', ' + r.releases + ' cache releases' : '') : 'allocated', !r.fits, r.device ? needed / r.device : undefined);
   $('cards').replaceChildren(...out);
 }
 

@@ -24,7 +24,7 @@ _EPILOG = """\
 examples:
   shardplan sweep llama.json --batch 1,2,4 --seq 4096,8192 --ranks 8,16,64 --cluster h100_sxm_64,b200_64 -o sweep.csv
   shardplan sweep trace.json --policy fsdp1,fsdp2 --vary 'reshard-after-forward=true|false|-' -o sweep.csv -- --param-dtype bfloat16
-  shardplan sweep llama.json --seq 8192 --solve max-batch --budget 80GiB --cluster h100_sxm_8 -- --checkpoint 'model.layers.*'
+  shardplan sweep llama.json --seq 8192 --solve max-batch --cluster h100_sxm_8 -- --checkpoint 'model.layers.*'
   shardplan sweep ... -o part3.csv --part 3/8          and then: shardplan sweep --merge part*.csv -o sweep.csv
 
 What follows -- goes to every `shardplan plan`. A sweep that was killed goes on with the rows that its file lacks.
@@ -32,11 +32,14 @@ exit codes: 0 done, 1 nothing fits, 2 usage, 3 bad input, 4 environment"""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
 
 
-def _bytes(text: str) -> int:
+def _budget(text: str) -> str:
+    """As `--memory-budget` of shardplan optimize."""
+    if text == "device":
+        return text
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
     if not match or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text}: expected bytes, as 80GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return str(int(float(match[1]) * _UNITS[match[2]]))
 
 
 def _list(text: str) -> list[str]:
@@ -67,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--policy", type=_list, metavar="NAME,NAME", help="fsdp1, fsdp2 (default: fsdp2)")
     result.add_argument("--vary", type=_varied, action="append", default=[], metavar="FLAG=A|B", help="values of a flag of shardplan plan; -: not given, +: given without a value; repeat it")
     result.add_argument("--trace-flag", action="append", default=[], metavar="FLAG", help="for every shardplan trace, as --trace-flag=--dtype=bfloat16; repeat it")
-    result.add_argument("--budget", type=_bytes, metavar="BYTES", help="memory of a device, in place of the cluster's (80GiB)")
+    result.add_argument("--budget", type=_budget, metavar="BYTES", help="what the caching allocator may reserve on a rank: 60GiB, or device: what the cluster's has beside context and NCCL's buffers (default)")
+    result.add_argument("--allow", choices=["cache-release"], help="--solve: requests may release the allocator's cache, and synchronise")
     result.add_argument("--solve", choices=sorted(QUESTIONS), help="answer this for every combination of the others")
     result.add_argument("--part", metavar="I/N", help="part I of N of the configurations, from 1")
     result.add_argument("--merge", nargs="+", metavar="FILE", help="put the rows of these files into one")
@@ -169,7 +173,8 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
     def work(group: list[Configuration]) -> list[tuple[Configuration, Configuration | None, dict]]:
         if not options.solve:
             return [(configuration, configuration, evaluate(configuration)) for configuration in group]
-        return [(configuration, *solve(options.solve, configuration, evaluate)) for configuration in group]
+        releases = options.allow == "cache-release"
+        return [(configuration, *solve(options.solve, configuration, evaluate, releases)) for configuration in group]
 
     left = [c for c in todo if options.solve or c not in kept.done]
     jobs = options.jobs or os.cpu_count() or 1

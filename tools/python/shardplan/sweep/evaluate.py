@@ -19,10 +19,10 @@ _GIB = 1 << 30
 class Evaluator:
     """Asks `shardplan evaluate`, a process for each thread. A trace is made once for each source, batch and sequence."""
 
-    def __init__(self, program: str, folder: str, trace_flags: list[str], plan_flags: list[str], budget_bytes: int | None):
+    def __init__(self, program: str, folder: str, trace_flags: list[str], plan_flags: list[str], budget: str | None):
         self._program, self._folder = program, Path(folder)
         self._trace_flags, self._plan_flags = trace_flags, plan_flags
-        self._budget = budget_bytes
+        self._budget = ["--memory-budget", budget] if budget else []
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
         self._own = threading.local()
@@ -30,7 +30,7 @@ class Evaluator:
 
     def __call__(self, configuration: Configuration) -> dict[str, object]:
         try:
-            answer = self._ask([self._trace(configuration), *configuration.plan_flags(), *self._plan_flags])
+            answer = self._ask([self._trace(configuration), *configuration.plan_flags(), *self._plan_flags, *self._budget])
         except _Failed as error:
             return {"error": str(error)}
         return {"error": _last(answer["error"])} if "error" in answer else self._results(answer)
@@ -59,7 +59,6 @@ class Evaluator:
         raise _Failed(f"evaluate: {_last(process.stderr.read()) or f'exit code {process.wait()}'}")
 
     def _results(self, answer: dict) -> dict[str, object]:
-        fits = answer["fits"] if self._budget is None else answer["needed_bytes"] <= self._budget
         rate = answer["tokens_per_second_per_rank"]
         return {
             "step_ms": f"{answer['step_ns'] / 1e6:.3f}",
@@ -68,8 +67,10 @@ class Evaluator:
             "utilization_percent": f"{answer['model_flops_utilization_ppm'] / 1e4:.2f}",
             "exposed_ms": f"{answer['exposed_communication_ns'] / 1e6:.3f}",
             "peak_gib": f"{answer['peak_bytes'] / _GIB:.3f}",
+            "reserved_gib": f"{answer['reserved_bytes'] / _GIB:.3f}",
             "needed_gib": f"{answer['needed_bytes'] / _GIB:.3f}",
-            "fits": "yes" if fits else "no",
+            "cache_releases": answer["cache_releases"],
+            "fits": "yes" if answer["fits"] else "no",
         }
 
     def _trace(self, configuration: Configuration) -> str:

@@ -8,7 +8,7 @@ import os
 from shardplan import files
 from shardplan.sweep.rows import RESULTS
 
-_INTEGERS = ("batch", "seq", "ranks")
+_INTEGERS = ("batch", "seq", "ranks", "cache_releases")
 _TEXTS = ("error",)
 
 

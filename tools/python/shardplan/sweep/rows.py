@@ -9,7 +9,7 @@ from shardplan import files
 from shardplan.sweep.configurations import Configuration
 
 RESULTS = (
-    "step_ms", "tokens_per_second", "tokens_per_second_per_rank", "utilization_percent", "exposed_ms", "peak_gib", "needed_gib", "fits", "error",
+    "step_ms", "tokens_per_second", "tokens_per_second_per_rank", "utilization_percent", "exposed_ms", "peak_gib", "reserved_gib", "needed_gib", "cache_releases", "fits", "error",
 )  # fmt: skip
 
 

@@ -11,10 +11,10 @@ QUESTIONS = {"max-batch": ("batch", True, 1), "max-seq": ("seq", True, 128), "mi
 _MOST = 1 << 24
 
 
-def solve(question: str, base: Configuration, evaluate: Callable[[Configuration], dict], most: int = _MOST) -> tuple[Configuration | None, dict]:
+def solve(question: str, base: Configuration, evaluate: Callable[[Configuration], dict], releases: bool = False, most: int = _MOST) -> tuple[Configuration | None, dict]:
     """The configuration and its results; None with the results of the smallest (for ranks: the most that was tried) where none fits.
 
-    Memory grows with batch and sequence, so doubling finds a value that does not fit and bisection the border. It falls with ranks, but not
+    What releases the allocator's cache fits where `releases` says so. Memory grows with batch and sequence, so doubling finds a value that does not fit and bisection the border. It falls with ranks, but not
     where they do not divide what is sharded evenly: the answer is the border of the bisection, with all numbers above it by doubling."""
     axis, grows, step = QUESTIONS[question]
     known: dict[int, dict] = {}
@@ -22,7 +22,8 @@ def solve(question: str, base: Configuration, evaluate: Callable[[Configuration]
     def fits(units: int) -> bool:
         if units not in known:
             known[units] = evaluate(base.replace(axis, units * step))
-        return known[units].get("fits") == "yes"
+        row = known[units]
+        return row.get("fits") == "yes" and (releases or not int(row["cache_releases"]))
 
     if not grows:
         return _least(axis, step, base, fits, known, most)

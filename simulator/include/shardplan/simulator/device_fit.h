@@ -1,0 +1,75 @@
+// Does a plan fit? The one answer, for `memory`, `simulate`, `evaluate`, `sweep` and `optimize`
+// (docs/memory.md, "Does it fit?").
+//
+//   device memory  = outside                                 + budget
+//                    CUDA context, NCCL's buffers              what the caching allocator may reserve:
+//                    of the plan's communicators               parameters, gradients, states, activations,
+//                                                              cuBLAS workspaces, fragmentation
+//
+// A plan fits when the allocator's model, given the budget, passes the steps that repeat until they reserve
+// no more, and never runs out of memory. Releases of the cache are counted: each synchronises the device.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/trace.h"
+#include "shardplan/simulator/reserved_memory.h"
+
+namespace shardplan {
+
+// Parameters of a trace that are in no unit (ignored ones, or what no unit wraps). Every rank has them whole,
+// in blocks of 512 bytes. They are inside of a budget: the allocator has them. A plan does not contain them.
+struct UnmanagedParameters {
+  Bytes parameter_bytes, gradient_bytes, state_bytes;
+  Bytes Total() const { return parameter_bytes + gradient_bytes + state_bytes; }
+};
+UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan);
+
+struct FitOptions {
+  const Cluster* cluster = nullptr;   // null: the plan's own
+  std::optional<Bytes> budget_bytes;  // not given: what the device has beside `outside`
+  Completion completion = Completion::kWaitedFor;
+  AddressOrder addresses = AddressOrder::kUpwards;
+  bool kernel_temporaries = true;
+  bool releases = true;    // false: the replay ends where the cache would be released first
+  std::int32_t steps = 0;  // above 0: so many steps, steady or not
+  Bytes unmanaged_bytes;   // UnmanagedParameters::Total of the plan's trace
+};
+
+// Context and NCCL's buffers.
+Bytes OutsideBytes(const Plan& plan, const Cluster& cluster);
+
+// What the allocator may reserve for buffers of the plan: the budget less unmanaged_bytes; nullopt: the
+// cluster's device says nothing of its memory. At least one byte.
+std::optional<Bytes> AllocatorBudget(const Plan& plan, const FitOptions& options);
+
+// The allocator with the strategy's settings, and its device. kBadInput (/strategy/alloc_conf): PyTorch
+// refuses the settings.
+Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& options);
+
+struct DeviceFit {
+  std::optional<Bytes> budget_bytes;  // AllocatorBudget
+  Bytes outside_bytes;
+  // Peak of what is reserved within the budget. Out of memory, or without a budget: of a device without end
+  // and never behind (one that is always behind never gives back memory that waits for another stream).
+  Bytes reserved_bytes;
+  std::int64_t cache_releases = 0;
+  bool out_of_memory = false;
+  MemoryPoint out_of_memory_at;
+  bool Fits(bool with_releases) const { return !out_of_memory && (with_releases || cache_releases == 0); }
+};
+
+// Errors as AllocatorOptions.
+Result<DeviceFit> FitDevice(const Plan& plan, const FitOptions& options = {});
+
+// ... of a replay that was made with AllocatorOptions(plan, options).
+DeviceFit FitOf(const Plan& plan, const FitOptions& options, const ReservedMemory& replayed);
+
+// What the allocator reserves on a device without end. Errors as AllocatorOptions.
+Result<Bytes> ReservedWithoutBudget(const Plan& plan, FitOptions options);
+
+}  // namespace shardplan
