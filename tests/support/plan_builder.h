@@ -24,8 +24,12 @@ class PlanBuilder {
     plan_.model = "small";
     plan_.policy = "fsdp2";
     plan_.world_size = ranks;
+    plan_.mesh = {{"shard", ranks / replicas}};
     plan_.communicators.push_back({"shard", ranks / replicas, 1});
-    if (replicas > 1) plan_.communicators.push_back({"replicate", replicas, ranks / replicas});
+    if (replicas > 1) {
+      plan_.mesh.insert(plan_.mesh.begin(), {"replicate", replicas});
+      plan_.communicators.push_back({"replicate", replicas, ranks / replicas});
+    }
     Stream("compute");
   }
 
@@ -51,8 +55,10 @@ class PlanBuilder {
       unit.replicate_communicator = 1;
     return Add(plan_.units, std::move(unit));
   }
-  // The unit is flat, and each of its ranks has an equal piece.
+  // The unit is flat, and each of its ranks has an equal piece. So are all units of a plan of fsdp1.
   void MakeFlat(UnitId unit) {
+    plan_.policy = plan_.strategy.policy = "fsdp1";
+    if (plan_.mesh.size() > 1) plan_.strategy.fsdp1.sharding = Fsdp1Sharding::kHybridShard;
     shardplan::Unit& flat = plan_.units[unit];
     flat.layout = LayoutKind::kFlat;
     for (UnitParameter& parameter : flat.parameters) {

@@ -29,6 +29,16 @@ std::vector<KnobChange> Fsdp2MemoryChanges(const Strategy& strategy) {
           {"one reduce-scatter input in flight", one_input}};
 }
 
+// The strategy's dimensions, or those of a call of fully_shard.
+std::vector<DataParallelDims> Fsdp2UnitRanks(const Strategy& strategy,
+                                             const std::vector<StrategyMeshDim>& /*mesh*/) {
+  std::vector<DataParallelDims> all = {GivenDims(strategy)};
+  for (const UnitRule& rule : strategy.units) {
+    if (rule.data_parallel) all.push_back(*rule.data_parallel);
+  }
+  return all;
+}
+
 std::vector<CallForm> Fsdp2Calls() {
   std::vector<CallForm> calls;
   for (const char* setter :
@@ -58,6 +68,9 @@ std::vector<CallForm> Fsdp2Calls() {
 PolicyKnobs Fsdp2PolicyKnobs() {
   return {.name = "fsdp2",
           .calls = Fsdp2Calls(),
+          .layout = LayoutKind::kPerParameter,
+          .unit_ranks = Fsdp2UnitRanks,
+          .unit_precisions = GivenPrecisions,
           .accumulation_call = "set_requires_gradient_sync",
           // Its shards are those of parameters.
           .steps_original_parameters = [](const Strategy&) { return false; },

@@ -5,6 +5,11 @@
 
 namespace shardplan::internal {
 
+// What a strategy gives to units that give none themselves.
+DataParallelDims GivenDims(const Strategy& strategy);
+// ... and every mixed precision that it or one of its units gives.
+std::vector<MixedPrecision> GivenPrecisions(const Strategy& strategy);
+
 PolicyKnobs Fsdp1PolicyKnobs();
 PolicyKnobs Fsdp2PolicyKnobs();
 

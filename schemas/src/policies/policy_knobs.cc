@@ -6,6 +6,18 @@
 
 namespace shardplan {
 
+DataParallelDims internal::GivenDims(const Strategy& strategy) {
+  return strategy.data_parallel.value_or(DataParallelDims{{"shard"}, {"replicate"}});
+}
+
+std::vector<MixedPrecision> internal::GivenPrecisions(const Strategy& strategy) {
+  std::vector<MixedPrecision> all = {strategy.mixed_precision.value_or(MixedPrecision{})};
+  for (const UnitRule& rule : strategy.units) {
+    if (rule.mixed_precision) all.push_back(*rule.mixed_precision);
+  }
+  return all;
+}
+
 const std::vector<PolicyKnobs>& AllPolicyKnobs() {
   static const std::vector<PolicyKnobs> kPolicies = {internal::Fsdp2PolicyKnobs(),
                                                      internal::Fsdp1PolicyKnobs()};

@@ -9,6 +9,7 @@
 #include "verifier/verifier_interpreter.h"
 #include "verifier/verifier_procedures.h"
 #include "verifier/verifier_references.h"
+#include "verifier/verifier_tables.h"
 #include "verifier/words/verifier_rank_words.h"
 #include "verifier/words/verifier_report.h"
 
@@ -52,6 +53,10 @@ std::vector<Violation> Verify(const Plan& plan) {
   const bool interpretable = std::ranges::none_of(
       violations, [](const Violation& violation) { return violation.rule == Rule::kReference; });
   if (!interpretable) return violations;  // procedures work with the same tables
+  verifier::Reporter tables(plan);
+  verifier::CheckStrategy(plan, tables);
+  const std::vector<Violation> of_tables = tables.Take();
+  violations.insert(violations.begin(), of_tables.begin(), of_tables.end());
   for (Violation& violation : verifier::ViolationsOfProcedures(plan, VerifySteps)) {
     violations.push_back(std::move(violation));
   }
