@@ -63,6 +63,18 @@ std::vector<MixedPrecision> Fsdp1UnitPrecisions(const Strategy& strategy) {
   return all;
 }
 
+std::vector<ProcedureKind> Fsdp1Procedures(const Unit& unit) {
+  using enum ProcedureKind;
+  std::vector<ProcedureKind> kinds = {kUnshard, kReshard};
+  if (unit.param_dtype != unit.orig_dtype) {
+    kinds.insert(kinds.end(), {kUnshardFullPrecision, kReshardFullPrecision});
+  }
+  if (!Trains(unit)) return kinds;
+  kinds.push_back(kReduce);
+  kinds.insert(kinds.end(), kKeepingKinds.begin(), kKeepingKinds.end());
+  return kinds;
+}
+
 std::string Fsdp1ReshardAdvice(const Strategy& strategy, const std::string& unit, bool is_root) {
   if (is_root) return "units of their own for the modules of " + unit;
   switch (strategy.fsdp1.sharding) {
@@ -105,6 +117,7 @@ PolicyKnobs Fsdp1PolicyKnobs() {
           .layout = LayoutKind::kFlat,
           .unit_ranks = Fsdp1UnitRanks,
           .unit_precisions = Fsdp1UnitPrecisions,
+          .procedures = Fsdp1Procedures,
           .accumulation_call = "no_sync",
           .steps_original_parameters = StepsOriginalParameters,
           .gradient_divisor = Fsdp1GradientDivisor,

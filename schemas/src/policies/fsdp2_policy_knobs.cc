@@ -39,6 +39,17 @@ std::vector<DataParallelDims> Fsdp2UnitRanks(const Strategy& strategy,
   return all;
 }
 
+// Gradients that are reduced in the dtype that they are made in stay where autograd adds to them.
+std::vector<ProcedureKind> Fsdp2Procedures(const Unit& unit) {
+  std::vector<ProcedureKind> kinds = {ProcedureKind::kUnshard, ProcedureKind::kReshard};
+  if (!Trains(unit)) return kinds;
+  kinds.push_back(ProcedureKind::kReduce);
+  if (unit.reduce_dtype != unit.param_dtype) {
+    kinds.insert(kinds.end(), kKeepingKinds.begin(), kKeepingKinds.end());
+  }
+  return kinds;
+}
+
 std::vector<CallForm> Fsdp2Calls() {
   std::vector<CallForm> calls;
   for (const char* setter :
@@ -71,6 +82,7 @@ PolicyKnobs Fsdp2PolicyKnobs() {
           .layout = LayoutKind::kPerParameter,
           .unit_ranks = Fsdp2UnitRanks,
           .unit_precisions = GivenPrecisions,
+          .procedures = Fsdp2Procedures,
           .accumulation_call = "set_requires_gradient_sync",
           // Its shards are those of parameters.
           .steps_original_parameters = [](const Strategy&) { return false; },

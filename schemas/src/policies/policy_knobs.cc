@@ -10,6 +10,10 @@ DataParallelDims internal::GivenDims(const Strategy& strategy) {
   return strategy.data_parallel.value_or(DataParallelDims{{"shard"}, {"replicate"}});
 }
 
+bool internal::Trains(const Unit& unit) {
+  return std::ranges::any_of(unit.parameters, &UnitParameter::requires_grad);
+}
+
 std::vector<MixedPrecision> internal::GivenPrecisions(const Strategy& strategy) {
   std::vector<MixedPrecision> all = {strategy.mixed_precision.value_or(MixedPrecision{})};
   for (const UnitRule& rule : strategy.units) {

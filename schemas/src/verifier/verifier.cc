@@ -55,6 +55,7 @@ std::vector<Violation> Verify(const Plan& plan) {
   if (!interpretable) return violations;  // procedures work with the same tables
   verifier::Reporter tables(plan);
   verifier::CheckStrategy(plan, tables);
+  verifier::CheckProgramTables(plan, tables);
   const std::vector<Violation> of_tables = tables.Take();
   violations.insert(violations.begin(), of_tables.begin(), of_tables.end());
   for (Violation& violation : verifier::ViolationsOfProcedures(plan, VerifySteps)) {

@@ -1,14 +1,17 @@
-// Rule tables: what the plan's tables say of its strategy and of each other. No instruction is looked at:
-// a plan whose tables contradict each other may be judged by the wrong one.
+// Rule tables: what the plan's tables say of its strategy and of each other. A plan whose tables contradict
+// each other may be judged by the wrong one.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "shardplan/schemas/plan.h"
 #include "verifier/words/verifier_report.h"
 
 namespace shardplan::verifier {
 
+// ---- the strategy: verifier_tables.cc ----
 // Each answers what contradicts, and "" where nothing does.
 
 // The mesh has world_size ranks and is the strategy's. A plan without a mesh says nothing of it.
@@ -23,7 +26,24 @@ std::string TablesOfRanks(const Plan& plan, const Unit& unit);
 // unit.
 std::string TablesOfPrecision(const Plan& plan, const Unit& unit);
 
-// Asks these. `plan` has passed CheckTables.
+// ---- the program's tables: verifier_tables_program.cc ----
+
+// The segment reads the units whose parameters its operators read, and no others. Nothing is known of a
+// segment without operators.
+std::string TablesOfReads(const Plan& plan, const Segment& segment);
+// The segment makes gradients of parameters that train.
+std::string TablesOfGradients(const Plan& plan, const Segment& segment);
+// What the policy does on demand with the unit, and the unit lacks: kinds that it has others of their group
+// of (accumulate needs accumulate_again), or that another unit has.
+std::vector<ProcedureKind> TablesOfProcedures(const Plan& plan, UnitId unit);
+// The first wait of the procedure for an event that it has not recorded before: an index into its
+// instructions, -1 for none. What only another procedure records need not have been recorded.
+std::int32_t WaitBeforeRecordInProcedure(const Procedure& procedure);
+// The trigger prepares what is prepared once, in a step that repeats.
+bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& trigger);
+
+// Each asks its part. `plan` has passed CheckTables.
 void CheckStrategy(const Plan& plan, Reporter& reporter);
+void CheckProgramTables(const Plan& plan, Reporter& reporter);
 
 }  // namespace shardplan::verifier

@@ -40,6 +40,8 @@ struct PolicyKnobs {
   std::vector<DataParallelDims> (*unit_ranks)(const Strategy& strategy,
                                               const std::vector<StrategyMeshDim>& mesh);
   std::vector<MixedPrecision> (*unit_precisions)(const Strategy& strategy);
+  // What a plan does on demand with a unit that has parameters, besides kReducePartial.
+  std::vector<ProcedureKind> (*procedures)(const Unit& unit);
   // The ModuleCall method that makes a backward accumulate gradients without reducing them.
   std::string accumulation_call;
   // Whether the optimizer steps pieces of the original parameters where a unit's shard is flat.
