@@ -113,8 +113,18 @@ class PlanBuilder {
     plan_.steps.push_back({std::move(name), {}});
     return *this;
   }
-  PlanBuilder& At(TriggerKind kind, UnitId unit = -1, std::int32_t microbatch = 0) {
-    plan_.steps.back().triggers.push_back({kind, unit, microbatch, 0, {}});
+  // `microbatch` left out: of a call of the user, that of the trigger before; of any other trigger, the
+  // first.
+  PlanBuilder& At(TriggerKind kind, UnitId unit = -1, std::int32_t microbatch = -1) {
+    std::vector<Trigger>& triggers = plan_.steps.back().triggers;
+    const bool is_call = kind == TriggerKind::kOptimizerStep || kind == TriggerKind::kZeroGrad ||
+                         kind == TriggerKind::kUserCall;
+    if (microbatch < 0) microbatch = is_call && !triggers.empty() ? triggers.back().microbatch : 0;
+    std::int32_t occurrence = 0;
+    for (const Trigger& before : triggers) {
+      occurrence += before.kind == kind && before.unit == unit && before.microbatch == microbatch ? 1 : 0;
+    }
+    triggers.push_back({kind, unit, microbatch, occurrence, {}});
     return *this;
   }
   PlanBuilder& Do(Instruction instruction) {

@@ -208,8 +208,8 @@ class Fsdp2Like {
       Reshard(u);
       if (reduce) Reduce(u);
     }
-    if (!reduce) return;
     b_.At(TriggerKind::kBackwardEnd, -1, microbatch);
+    if (!reduce) return;
     for (UnitBuffers& u : units_) {
       b_.Wait(kCompute0, u.reduced);
       if (reduce_ >= 0) b_.Wait(kCompute0, u.all_reduced);

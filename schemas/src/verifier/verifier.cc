@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "shardplan/schemas/assert.h"
 #include "verifier/verifier_collectives.h"
@@ -56,8 +57,12 @@ std::vector<Violation> Verify(const Plan& plan) {
   verifier::Reporter tables(plan);
   verifier::CheckStrategy(plan, tables);
   verifier::CheckProgramTables(plan, tables);
+  verifier::CheckTriggers(plan, tables);
   const std::vector<Violation> of_tables = tables.Take();
   violations.insert(violations.begin(), of_tables.begin(), of_tables.end());
+  std::ranges::stable_sort(violations, {}, [](const Violation& violation) {
+    return std::tuple(violation.step, violation.trigger, violation.instruction);
+  });
   for (Violation& violation : verifier::ViolationsOfProcedures(plan, VerifySteps)) {
     violations.push_back(std::move(violation));
   }

@@ -195,7 +195,17 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
       }
     }
   }
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      if (NamesOrNone(plan.units, trigger.unit)) continue;
+      fail(fmt::format("step {}: {} is of unit {}, which does not exist", step.name, Name(trigger.kind),
+                       trigger.unit));
+    }
+  }
   for (const Segment& segment : plan.segments) {
+    if (!NamesOrNone(plan.units, segment.unit)) {
+      fail(fmt::format("segment {}: unit {} does not exist", segment.name, segment.unit));
+    }
     for (const UnitId unit : segment.reads) {
       if (!Names(plan.units, unit))
         fail(fmt::format("segment {}: unit {} does not exist", segment.name, unit));

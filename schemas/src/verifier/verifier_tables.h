@@ -42,8 +42,30 @@ std::int32_t WaitBeforeRecordInProcedure(const Procedure& procedure);
 // The trigger prepares what is prepared once, in a step that repeats.
 bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& trigger);
 
+// ---- the triggers: verifier_tables_triggers.cc ----
+
+// The trigger names a unit in the backward, and none where its kind is of none; no micro-batch where its kind
+// is of none. A step's begin and end are where it begins and ends.
+std::string TablesOfTrigger(const PlanStep& step, std::int32_t index);
+// Segments of a unit that run where a unit is entered, forward or backward, are that unit's. What is computed
+// again is of the checkpointed module's unit.
+std::string TablesOfEntered(const Plan& plan, const Trigger& trigger);
+// The first trigger of the step whose `occurrence` is not how often the same was passed before; -1: none.
+std::int32_t TablesOfOccurrences(const PlanStep& step);
+// The first trigger of the step that leaves the forward of a unit that is not entered; -1: none. Of the
+// modules of a group, some may be left in another forward.
+std::int32_t TablesOfLeft(const Plan& plan, const PlanStep& step);
+// The first trigger that is not of the call of the user that it stands in, and why; its index is -1 where
+// there is none, and that behind the last where a call has not ended.
+struct CallFault {
+  std::int32_t trigger = -1;
+  std::string what;
+};
+CallFault TablesOfCalls(const Plan& plan, std::int32_t step);
+
 // Each asks its part. `plan` has passed CheckTables.
 void CheckStrategy(const Plan& plan, Reporter& reporter);
 void CheckProgramTables(const Plan& plan, Reporter& reporter);
+void CheckTriggers(const Plan& plan, Reporter& reporter);
 
 }  // namespace shardplan::verifier
