@@ -54,12 +54,17 @@ std::vector<DataParallelDims> Fsdp1UnitRanks(const Strategy& strategy,
   return all;
 }
 
-// With a wrap policy modules of some classes are units in full precision.
-std::vector<MixedPrecision> Fsdp1UnitPrecisions(const Strategy& strategy) {
+// With a wrap policy modules of some classes are units in full precision. The root is none of them.
+std::vector<MixedPrecision> Fsdp1UnitPrecisions(const Strategy& strategy, const Unit& unit) {
   std::vector<MixedPrecision> all = GivenPrecisions(strategy);
+  const auto is_class = [](const std::string& entry) { return entry.starts_with("class:"); };
+  const bool has_policy =
+      strategy.fsdp1.size_based_wrap || std::ranges::any_of(strategy.units, [&](const UnitRule& rule) {
+        return std::ranges::any_of(rule.modules, is_class);
+      });
   const bool ignores =
       strategy.mixed_precision && !strategy.mixed_precision->module_classes_to_ignore.empty();
-  if (ignores) all.emplace_back();
+  if (has_policy && ignores && !unit.fqn.empty()) all.emplace_back();
   return all;
 }
 

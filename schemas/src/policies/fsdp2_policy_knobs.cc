@@ -81,7 +81,7 @@ PolicyKnobs Fsdp2PolicyKnobs() {
           .calls = Fsdp2Calls(),
           .layout = LayoutKind::kPerParameter,
           .unit_ranks = Fsdp2UnitRanks,
-          .unit_precisions = GivenPrecisions,
+          .unit_precisions = [](const Strategy& strategy, const Unit&) { return GivenPrecisions(strategy); },
           .procedures = Fsdp2Procedures,
           .accumulation_call = "set_requires_gradient_sync",
           // Its shards are those of parameters.

@@ -122,7 +122,7 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   const PolicyKnobs* policy = KnownPolicy(plan);
   if (policy == nullptr) return {};
   std::vector<std::string> expected;
-  for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy)) {
+  for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
     const DType reduced = mixed.reduce_dtype.value_or(computed);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {

@@ -33,6 +33,14 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit);
 std::string TablesOfReads(const Plan& plan, const Segment& segment);
 // The segment makes gradients of parameters that train.
 std::string TablesOfGradients(const Plan& plan, const Segment& segment);
+// The gradients of units' parameters that a backward of the model allocates (entries) and that no segment of
+// it makes.
+struct UnmadeGradient {
+  std::int32_t pass = -1;
+  ParameterId parameter = -1;
+  UnitId unit = -1;
+};
+std::vector<UnmadeGradient> TablesOfUnmadeGradients(const Plan& plan);
 // What the policy does on demand with the unit, and the unit lacks: kinds that it has others of their group
 // of (accumulate needs accumulate_again), or that another unit has.
 std::vector<ProcedureKind> TablesOfProcedures(const Plan& plan, UnitId unit);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <set>
 #include <span>
 #include <variant>
@@ -10,6 +11,7 @@
 #include "shardplan/schemas/on_demand.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/program.h"
 #include "verifier/verifier_tables.h"
 
 namespace shardplan::verifier {
@@ -43,6 +45,34 @@ constexpr std::array kUnsharding = {kUnshard, kReshard};
 constexpr std::array kFullPrecision = {kUnshardFullPrecision, kReshardFullPrecision};
 constexpr std::array kKeeping = {kAccumulate, kAccumulateAgain, kReduceAccumulated, kReduceKept};
 
+// By pass of the backward: parameters of the model.
+using ByPass = std::map<std::int32_t, std::set<ParameterId>>;
+
+// Those whose gradient the pass allocates.
+ByPass GradientsAllocated(const Plan& plan) {
+  ByPass allocated;
+  for (const Segment& segment : plan.segments) {
+    if (!IsBackward(segment.phase)) continue;
+    for (const SegmentEntry& entry : segment.entries) {
+      const auto* born = std::get_if<AllocateEvent>(&entry);
+      const bool is_gradient = born != nullptr && born->role == StorageRole::kParameterGrad;
+      if (is_gradient) allocated[segment.pass].insert(born->parameter);
+    }
+  }
+  return allocated;
+}
+
+// Those whose gradient a segment of the pass makes.
+ByPass GradientsMade(const Plan& plan) {
+  ByPass made;
+  for (const Segment& segment : plan.segments) {
+    for (const SegmentGrad& grad : segment.grads) {
+      made[segment.pass].insert(plan.units[grad.unit].parameters[grad.parameter].index);
+    }
+  }
+  return made;
+}
+
 // The kinds of which some unit of the plan has one of the group.
 std::set<ProcedureKind> KindsOf(const Plan& plan) {
   std::set<ProcedureKind> kinds;
@@ -53,6 +83,7 @@ std::set<ProcedureKind> KindsOf(const Plan& plan) {
     const bool has_one = std::ranges::any_of(group, [&](ProcedureKind kind) { return kinds.contains(kind); });
     if (has_one) kinds.insert(group.begin(), group.end());
   }
+  if (kinds.contains(kAccumulate)) kinds.insert(kReduce);
   return kinds;
 }
 
@@ -94,6 +125,20 @@ std::string TablesOfGradients(const Plan& plan, const Segment& segment) {
                        parameter.fqn, DisplayName(unit.fqn));
   }
   return {};
+}
+
+std::vector<UnmadeGradient> TablesOfUnmadeGradients(const Plan& plan) {
+  ByPass made = GradientsMade(plan);
+  std::vector<UnmadeGradient> unmade;
+  for (const auto& [pass, parameters] : GradientsAllocated(plan)) {
+    for (const ParameterId parameter : parameters) {
+      const auto holds = [&](const Unit& unit) { return Holds(unit, parameter); };
+      const auto owner = std::ranges::find_if(plan.units, holds);
+      if (owner == plan.units.end() || made[pass].contains(parameter)) continue;
+      unmade.push_back({pass, parameter, static_cast<UnitId>(owner - plan.units.begin())});
+    }
+  }
+  return unmade;
 }
 
 std::vector<ProcedureKind> TablesOfProcedures(const Plan& plan, UnitId unit) {
@@ -147,6 +192,14 @@ void CheckProgramTables(const Plan& plan, Reporter& reporter) {
       reporter.Add(Rule::kTables, {}, -static_cast<std::int64_t>(s) - 1,
                    fmt::format("segment {}: {}", segment.name, wrong));
     }
+  }
+  const auto first = static_cast<std::int64_t>(plan.units.size()) * 16;  // subjects: behind the procedures'
+  for (std::int64_t k = first; const UnmadeGradient& gradient : TablesOfUnmadeGradients(plan)) {
+    reporter.Add(
+        Rule::kTables, {}, k++,
+        fmt::format("backward {} allocates the gradient of parameter {}, of {}, and none of its segments "
+                    "makes it (grads)",
+                    gradient.pass, gradient.parameter, DisplayName(plan.units[gradient.unit].fqn)));
   }
   CheckProcedures(plan, reporter);
   for (std::size_t step = 0; step < plan.steps.size(); ++step) {

@@ -72,6 +72,25 @@ TEST_F(ProgramTables, GradientsAreMadeOfParametersThatTrain) {
               HasSubstr("it makes the gradient of layers.0.p0 of layers.0, which is frozen"));
 }
 
+TEST_F(ProgramTables, GradientsThatABackwardAllocatesAreMade) {
+  Plan plan = WithOperators(Fsdp2LikePlan({.parameters = 2}));
+  Segment* backward = nullptr;
+  for (Segment& segment : plan.segments) {
+    if (segment.phase == SegmentPhase::kBackward && segment.unit == 0) backward = &segment;
+  }
+  const auto allocate = [&](ParameterId parameter) {
+    backward->entries.emplace_back(
+        AllocateEvent{.storage = 7, .role = StorageRole::kParameterGrad, .parameter = parameter});
+  };
+  allocate(plan.units[0].parameters[1].index);
+  allocate(99);  // of no unit
+  EXPECT_THAT(Verify(plan), IsEmpty());
+  std::erase_if(backward->grads, [](const SegmentGrad& grad) { return grad.parameter == 1; });
+  EXPECT_THAT(RulesOf(plan), Contains("tables"));
+  EXPECT_THAT(Verify(plan)[0].message,
+              HasSubstr("allocates the gradient of parameter 1, of layers.0, and none"));
+}
+
 // With original parameters the flat gradient has zeros for those that are frozen.
 TEST_F(ProgramTables, AFlatParameterTrainsWhereOneOfItsOriginalsDoes) {
   Plan plan = Fsdp1LikePlan({.units = 1});
@@ -110,7 +129,7 @@ TEST_F(ProgramTables, ProceduresThatGoTogetherAreAllThere) {
   for (std::size_t k = 0; k < keeping.size(); ++k) {
     std::vector<ProcedureKind> some = keeping;
     some.erase(some.begin() + k);
-    EXPECT_EQ(LacksProcedures(WithProcedures(low, some)), keeping[k] != kReduce) << Name(keeping[k]);
+    EXPECT_TRUE(LacksProcedures(WithProcedures(low, some))) << Name(keeping[k]);
   }
   EXPECT_THAT(Verify(WithProcedures(low, {kUnshard, kReshard, kReduce, kAccumulate}))[0].message,
               HasSubstr("unit layers.0 has no procedure accumulate_again"));
@@ -274,6 +293,30 @@ TEST(StaleParameters, AreThoseOfAnOldGather) {
   };
   EXPECT_THAT(step(true), Not(Contains("stale_parameters")));
   EXPECT_THAT(step(false), Contains("stale_parameters"));
+}
+
+// The shard of the smaller mesh is cut from what is gathered, and gathered again a step later.
+TEST(StaleParameters, AreThoseOfAnOldPostForwardShard) {
+  PlanBuilder b;
+  const UnitId unit = b.Unit("u");
+  const BufferId shard = b.Buffer(BufferRole::kParamSharded, unit);
+  const BufferId kept = b.Buffer(BufferRole::kParamPostForwardShard, unit);
+  const BufferId gathered = b.Buffer(BufferRole::kAllGatherOutput, unit);
+  const BufferId whole = b.Buffer(BufferRole::kParamUnsharded, unit);
+  const SegmentId forward = b.Forward("forward u", {unit});
+  const auto remarks = [&](BufferId first_from) {
+    b.plan().steps.clear();
+    b.Step("steady").At(TriggerKind::kPreForward, unit).Allocate(gathered, 0).Allocate(whole, 0);
+    b.CopyIn(first_from, gathered, 0).AllGather(gathered, gathered, 0).CopyOut(gathered, whole, 0);
+    b.Bind(whole).Compute(forward).Move(InstructionKind::kReshardPostForward, whole, kept, 0);
+    b.At(TriggerKind::kPostForward, unit).BindSharded(shard).Free(whole).Free(gathered);
+    b.At(TriggerKind::kOptimizerStep).OptimizerStep(0);
+    std::set<std::string> kinds;
+    for (const Remark& remark : Remarks(b.plan())) kinds.emplace(Name(remark.kind));
+    return kinds;
+  };
+  EXPECT_THAT(remarks(shard), Not(Contains("stale_parameters")));
+  EXPECT_THAT(remarks(kept), Contains("stale_parameters"));
 }
 
 }  // namespace

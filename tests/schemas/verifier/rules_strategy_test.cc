@@ -118,6 +118,20 @@ TEST_F(StrategyTables, UnitsComputeAndReduceInTheDTypesOfAMixedPrecision) {
   }
 }
 
+// With a wrap policy fsdp1 leaves modules of some classes in full precision.
+TEST_F(StrategyTables, UnitsOfAWrapPolicyMayBeInFullPrecision) {
+  Plan plan = Fsdp1LikePlan({});
+  plan.strategy.mixed_precision = MixedPrecision{.param_dtype = DType::kBFloat16};
+  EXPECT_EQ(RulesOf(plan), Only{"tables"});
+  plan.strategy.units = {{.modules = {"class:Block"}}};
+  EXPECT_THAT(Verify(plan), IsEmpty());
+  plan.units[0].fqn.clear();  // the root is of no such class
+  EXPECT_THAT(RulesOf(plan), Contains("tables"));
+  plan.strategy.mixed_precision->module_classes_to_ignore.clear();
+  plan.units[0].fqn = "layers.0";
+  EXPECT_EQ(RulesOf(plan), Only{"tables"});
+}
+
 // Gathered in its own dtype, a parameter is computed with in it, too.
 TEST_F(StrategyTables, NoParameterHasADTypeOfItsOwnThatTheStrategyForbids) {
   Plan plan = Fsdp2LikePlan({.mixed_precision = true});
