@@ -28,8 +28,8 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit);
 
 // ---- the program's tables: verifier_tables_program.cc ----
 
-// The segment reads the units whose parameters its operators read, and no others. Nothing is known of a
-// segment without operators.
+// The segment reads the units whose parameters its operators read. It may read others: autograd keeps views
+// of parameters that no operator of the segment names.
 std::string TablesOfReads(const Plan& plan, const Segment& segment);
 // The segment makes gradients of parameters that train.
 std::string TablesOfGradients(const Plan& plan, const Segment& segment);

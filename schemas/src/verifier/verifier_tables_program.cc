@@ -21,16 +21,14 @@ bool Holds(const Unit& unit, ParameterId parameter) {
   return std::ranges::find(unit.parameters, parameter, &UnitParameter::index) != unit.parameters.end();
 }
 
-// Parameters of the model that the segment's operators read. False: it has no operators.
-bool ParametersRead(const Segment& segment, std::set<ParameterId>& parameters) {
-  bool has_operators = false;
+// Parameters of the model that the segment's operators read.
+std::set<ParameterId> ParametersRead(const Segment& segment) {
+  std::set<ParameterId> parameters;
   for (const SegmentEntry& entry : segment.entries) {
     const auto* op = std::get_if<OperatorEvent>(&entry);
-    if (op == nullptr) continue;
-    has_operators = true;
-    parameters.insert(op->parameters.begin(), op->parameters.end());
+    if (op != nullptr) parameters.insert(op->parameters.begin(), op->parameters.end());
   }
-  return has_operators;
+  return parameters;
 }
 
 bool Trains(const Plan& plan, const Unit& unit, const UnitParameter& parameter) {
@@ -90,9 +88,7 @@ std::set<ProcedureKind> KindsOf(const Plan& plan) {
 }  // namespace
 
 std::string TablesOfReads(const Plan& plan, const Segment& segment) {
-  std::set<ParameterId> read;
-  if (!ParametersRead(segment, read)) return {};
-  for (const ParameterId parameter : read) {
+  for (const ParameterId parameter : ParametersRead(segment)) {
     const auto holds = [&](const Unit& unit) { return Holds(unit, parameter); };
     const auto owner = std::ranges::find_if(plan.units, holds);
     if (owner == plan.units.end()) continue;  // of no unit: ignored parameters
@@ -101,16 +97,6 @@ std::string TablesOfReads(const Plan& plan, const Segment& segment) {
     if (!says) {
       return fmt::format("its operators read parameter {}, and it does not say that it reads {}", parameter,
                          DisplayName(owner->fqn));
-    }
-  }
-  for (const UnitId unit : segment.reads) {
-    const std::vector<UnitParameter>& parameters = plan.units[unit].parameters;
-    const bool known = std::ranges::all_of(parameters, [](const UnitParameter& p) { return p.index >= 0; });
-    const bool reads =
-        std::ranges::any_of(parameters, [&](const UnitParameter& p) { return read.contains(p.index); });
-    if (known && !reads) {
-      return fmt::format("it says that it reads {}, and none of its operators reads a parameter of that",
-                         DisplayName(plan.units[unit].fqn));
     }
   }
   return {};
