@@ -43,27 +43,20 @@ std::string CallInWords(const ProgramCall& call) {
 // Where the triggers of a step are among its calls.
 class CallWalk {
  public:
-  CallWalk(const Plan& plan, const StepProgram& program) : plan_(plan) {
-    for (const ProgramCall& call : program) {
-      const bool steps =
-          std::holds_alternative<OptimizerStepCall>(call) || std::holds_alternative<ZeroGradCall>(call);
-      // Optimizers that step in the backward leave nothing to the calls.
-      if (!steps || !plan.strategy.optimizer.in_backward) calls_.push_back(&call);
-    }
-  }
+  CallWalk(const Plan& plan, const StepProgram& program) : plan_(plan), calls_(program) {}
 
   // "": the trigger is of the call under way, or of one behind it.
   std::string Pass(const Trigger& trigger) {
-    while (call_ < calls_.size() && !IsOf(trigger, *calls_[call_])) {
-      if (!std::holds_alternative<ForwardCall>(*calls_[call_])) {
-        return fmt::format("it is passed where {} is under way", CallInWords(*calls_[call_]));
+    while (call_ < calls_.size() && !IsOf(trigger, calls_[call_])) {
+      if (HasItsOwn(calls_[call_])) {
+        return fmt::format("it is passed where {} is under way", CallInWords(calls_[call_]));
       }
       ++call_;
     }
     if (call_ == calls_.size()) return "it is passed behind the last call that passes it";
     if (EndsCall(trigger.kind)) ++call_;
-    const bool has_own = !EndsCall(trigger.kind) || trigger.kind == kBackwardEnd;
-    if (!has_own && trigger.microbatch != microbatch_) {
+    const bool is_of_pass = !EndsCall(trigger.kind) || trigger.kind == kBackwardEnd;
+    if (!is_of_pass && trigger.microbatch != microbatch_) {
       return fmt::format("its micro-batch is {}, and that of the trigger before it {}", trigger.microbatch,
                          microbatch_);
     }
@@ -74,14 +67,20 @@ class CallWalk {
   // "": every call has ended.
   std::string End() const {
     for (std::size_t call = call_; call < calls_.size(); ++call) {
-      if (!std::holds_alternative<ForwardCall>(*calls_[call])) {
-        return fmt::format("no trigger ends {}", CallInWords(*calls_[call]));
-      }
+      if (HasItsOwn(calls_[call])) return fmt::format("no trigger ends {}", CallInWords(calls_[call]));
     }
     return {};
   }
 
  private:
+  // A trigger ends the call. A forward of a model without units passes none; of optimizers that step in the
+  // backward the calls may pass none, too.
+  bool HasItsOwn(const ProgramCall& call) const {
+    const bool steps =
+        std::holds_alternative<OptimizerStepCall>(call) || std::holds_alternative<ZeroGradCall>(call);
+    return !std::holds_alternative<ForwardCall>(call) && !(steps && plan_.strategy.optimizer.in_backward);
+  }
+
   bool IsOf(const Trigger& trigger, const ProgramCall& call) const {
     const bool in_forward = trigger.kind == kPreForward || trigger.kind == kPostForward;
     if (const auto* forward = std::get_if<ForwardCall>(&call)) {
@@ -102,7 +101,7 @@ class CallWalk {
   }
 
   const Plan& plan_;
-  std::vector<const ProgramCall*> calls_;
+  const StepProgram& calls_;
   std::size_t call_ = 0;
   std::int32_t microbatch_ = 0;  // of the trigger before
 };
