@@ -24,8 +24,12 @@ class PlanBuilder {
     plan_.model = "small";
     plan_.policy = "fsdp2";
     plan_.world_size = ranks;
+    plan_.mesh = {{"shard", ranks / replicas}};
     plan_.communicators.push_back({"shard", ranks / replicas, 1});
-    if (replicas > 1) plan_.communicators.push_back({"replicate", replicas, ranks / replicas});
+    if (replicas > 1) {
+      plan_.mesh.insert(plan_.mesh.begin(), {"replicate", replicas});
+      plan_.communicators.push_back({"replicate", replicas, ranks / replicas});
+    }
     Stream("compute");
   }
 
@@ -51,8 +55,10 @@ class PlanBuilder {
       unit.replicate_communicator = 1;
     return Add(plan_.units, std::move(unit));
   }
-  // The unit is flat, and each of its ranks has an equal piece.
+  // The unit is flat, and each of its ranks has an equal piece. So are all units of a plan of fsdp1.
   void MakeFlat(UnitId unit) {
+    plan_.policy = plan_.strategy.policy = "fsdp1";
+    if (plan_.mesh.size() > 1) plan_.strategy.fsdp1.sharding = Fsdp1Sharding::kHybridShard;
     shardplan::Unit& flat = plan_.units[unit];
     flat.layout = LayoutKind::kFlat;
     for (UnitParameter& parameter : flat.parameters) {
@@ -107,8 +113,18 @@ class PlanBuilder {
     plan_.steps.push_back({std::move(name), {}});
     return *this;
   }
-  PlanBuilder& At(TriggerKind kind, UnitId unit = -1, std::int32_t microbatch = 0) {
-    plan_.steps.back().triggers.push_back({kind, unit, microbatch, 0, {}});
+  // `microbatch` left out: of a call of the user, that of the trigger before; of any other trigger, the
+  // first.
+  PlanBuilder& At(TriggerKind kind, UnitId unit = -1, std::int32_t microbatch = -1) {
+    std::vector<Trigger>& triggers = plan_.steps.back().triggers;
+    const bool is_call = kind == TriggerKind::kOptimizerStep || kind == TriggerKind::kZeroGrad ||
+                         kind == TriggerKind::kUserCall;
+    if (microbatch < 0) microbatch = is_call && !triggers.empty() ? triggers.back().microbatch : 0;
+    std::int32_t occurrence = 0;
+    for (const Trigger& before : triggers) {
+      occurrence += before.kind == kind && before.unit == unit && before.microbatch == microbatch ? 1 : 0;
+    }
+    triggers.push_back({kind, unit, microbatch, occurrence, {}});
     return *this;
   }
   PlanBuilder& Do(Instruction instruction) {

@@ -26,7 +26,10 @@ class Fsdp1Like {
  public:
   explicit Fsdp1Like(const SmallFsdp1Options& options)
       : options_(options), b_(options.shards * options.replicas, options.replicas) {
-    b_.plan().policy = b_.plan().strategy.policy = "fsdp1";
+    if (options.mixed_precision) {
+      b_.plan().strategy.mixed_precision =
+          MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
+    }
     pre_unshard_ = b_.Stream("pre_unshard");
     unshard_ = b_.Stream("unshard");
     post_backward_ = b_.Stream("post_backward");

@@ -26,6 +26,8 @@ class Fsdp2Like {
  public:
   explicit Fsdp2Like(const SmallPlanOptions& options)
       : options_(options), b_(options.shards * options.replicas, options.replicas) {
+    b_.plan().strategy.mixed_precision =
+        MixedPrecision{.param_dtype = param_dtype(), .reduce_dtype = reduce_dtype()};
     copy_in_ = b_.Stream("all_gather_copy_in");
     gather_ = b_.Stream("all_gather");
     scatter_ = b_.Stream("reduce_scatter");
@@ -55,11 +57,12 @@ class Fsdp2Like {
  private:
   static constexpr StreamId kCompute0 = 0;
 
+  DType param_dtype() const { return options_.mixed_precision ? DType::kBFloat16 : DType::kFloat32; }
   DType reduce_dtype() const { return options_.bf16_reduce ? DType::kBFloat16 : DType::kFloat32; }
   bool cast_grads() const { return reduce_dtype() != DType::kFloat32; }
 
   UnitBuffers MakeUnit(const std::string& fqn) {
-    const DType low = options_.mixed_precision ? DType::kBFloat16 : DType::kFloat32;
+    const DType low = param_dtype();
     UnitBuffers u;
     // What the reduce-scatter writes is one piece.
     u.unit = b_.Unit(fqn, options_.reduce_into_grad ? 1 : options_.parameters);
@@ -205,8 +208,8 @@ class Fsdp2Like {
       Reshard(u);
       if (reduce) Reduce(u);
     }
-    if (!reduce) return;
     b_.At(TriggerKind::kBackwardEnd, -1, microbatch);
+    if (!reduce) return;
     for (UnitBuffers& u : units_) {
       b_.Wait(kCompute0, u.reduced);
       if (reduce_ >= 0) b_.Wait(kCompute0, u.all_reduced);

@@ -8,6 +8,7 @@
 
 #include "replay/copy_resolver.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/instruction_operands.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
@@ -115,7 +116,7 @@ class Builder {
     bool computed = false;
     for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
       const Instruction& instruction = trigger.instructions[i];
-      if (Status status = CheckReferences(instruction); !status) return Located(status.error(), i);
+      if (Status status = CheckOperands(plan_, instruction); !status) return Located(status.error(), i);
       const bool is_compute = instruction.kind == InstructionKind::kCompute;
       if (computed && !is_compute && model_.runs_itself) {
         return Located(
@@ -142,7 +143,7 @@ class Builder {
       if (instruction.kind == InstructionKind::kCompute) {
         return Located(MakeInputError("", "a procedure runs no segment").error(), i);
       }
-      if (Status status = CheckReferences(instruction); !status) return Located(status.error(), i);
+      if (Status status = CheckOperands(plan_, instruction); !status) return Located(status.error(), i);
       Result<Op> op = Resolve(instruction);
       if (!op) return Located(op.error(), i);
       program_.ops.push_back(*op);
@@ -158,56 +159,6 @@ class Builder {
   std::unexpected<Error> Located(Error error, std::size_t instruction) const {
     if (error.pointer.empty()) error.pointer = fmt::format("{}/instructions/{}", pointer_, instruction);
     return std::unexpected(std::move(error));
-  }
-
-  template <typename T>
-  static Status Check(std::int32_t id, const std::vector<T>& table, bool needed, const char* what) {
-    if (id < 0 && !needed) return {};
-    if (id >= 0 && id < std::ssize(table)) return {};
-    return MakeInputError("", fmt::format("there is no such {}", what), std::to_string(id),
-                          fmt::format("0 to {}", std::ssize(table) - 1));
-  }
-
-  Status CheckReferences(const Instruction& i) const {
-    using enum InstructionKind;
-    const bool moves = i.kind == kCopyIn || i.kind == kAllGather || i.kind == kCopyOut ||
-                       i.kind == kReshardPostForward || i.kind == kGradCopyIn || i.kind == kReduceScatter ||
-                       i.kind == kGradCast || i.kind == kGradAccumulate || i.kind == kCopyToHost ||
-                       i.kind == kCopyToDevice;
-    const bool collective = i.kind == kAllGather || i.kind == kReduceScatter || i.kind == kAllReduce;
-    const bool reads = moves || i.kind == kFree || i.kind == kBindUnsharded || i.kind == kBindSharded ||
-                       i.kind == kGradScale || i.kind == kAllReduce;
-    const bool event = i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
-    const bool streamed = moves || i.kind == kAllReduce || i.kind == kGradScale || i.kind == kCompute ||
-                          i.kind == kAllocate || i.kind == kRecord || i.kind == kWait;
-    for (const Status& status : {Check(i.src, plan_.buffers, reads, "buffer"),
-                                 Check(i.dst, plan_.buffers, moves || i.kind == kAllocate, "buffer"),
-                                 Check(i.event, plan_.events, event, "event"),
-                                 Check(i.communicator, plan_.communicators, collective, "communicator"),
-                                 Check(i.segment, plan_.segments, i.kind == kCompute, "segment"),
-                                 Check(i.unit, plan_.units, false, "unit")}) {
-      if (!status) return status;
-    }
-    const bool by_host = i.stream < 0 && (moves || i.kind == kAllocate) && IsOnHost(i.src) && IsOnHost(i.dst);
-    if (Status status = Check(i.stream, plan_.streams, streamed && !by_host, "stream"); !status)
-      return status;
-    const bool binds = i.kind == kBindUnsharded || i.kind == kBindSharded;
-    if (binds && i.unit < 0 && plan_.buffers[i.src].unit < 0) {
-      return MakeInputError("", "neither the instruction nor its buffer says which unit");
-    }
-    for (const StreamId stream : i.safe_after) {
-      if (Status status = Check(stream, plan_.streams, true, "stream"); !status) return status;
-    }
-    for (const std::int32_t part : i.parts) {
-      if (i.kind != kFree) return MakeInputError("", "only a free has parts", std::string(Name(i.kind)));
-      if (Status status = Check(part, plan_.buffers[i.src].parts_bytes, true, "part"); !status) return status;
-    }
-    return {};
-  }
-
-  // Memory that the host itself works on, without a stream.
-  bool IsOnHost(BufferId buffer) const {
-    return buffer < 0 || plan_.buffers[buffer].memory != MemoryKind::kDevice;
   }
 
   Result<Op> Resolve(const Instruction& i) {

@@ -29,6 +29,27 @@ std::vector<KnobChange> Fsdp2MemoryChanges(const Strategy& strategy) {
           {"one reduce-scatter input in flight", one_input}};
 }
 
+// The strategy's dimensions, or those of a call of fully_shard.
+std::vector<DataParallelDims> Fsdp2UnitRanks(const Strategy& strategy,
+                                             const std::vector<StrategyMeshDim>& /*mesh*/) {
+  std::vector<DataParallelDims> all = {GivenDims(strategy)};
+  for (const UnitRule& rule : strategy.units) {
+    if (rule.data_parallel) all.push_back(*rule.data_parallel);
+  }
+  return all;
+}
+
+// Gradients that are reduced in the dtype that they are made in stay where autograd adds to them.
+std::vector<ProcedureKind> Fsdp2Procedures(const Unit& unit) {
+  std::vector<ProcedureKind> kinds = {ProcedureKind::kUnshard, ProcedureKind::kReshard};
+  if (!Trains(unit)) return kinds;
+  kinds.push_back(ProcedureKind::kReduce);
+  if (unit.reduce_dtype != unit.param_dtype) {
+    kinds.insert(kinds.end(), kKeepingKinds.begin(), kKeepingKinds.end());
+  }
+  return kinds;
+}
+
 std::vector<CallForm> Fsdp2Calls() {
   std::vector<CallForm> calls;
   for (const char* setter :
@@ -58,6 +79,10 @@ std::vector<CallForm> Fsdp2Calls() {
 PolicyKnobs Fsdp2PolicyKnobs() {
   return {.name = "fsdp2",
           .calls = Fsdp2Calls(),
+          .layout = LayoutKind::kPerParameter,
+          .unit_ranks = Fsdp2UnitRanks,
+          .unit_precisions = [](const Strategy& strategy, const Unit&) { return GivenPrecisions(strategy); },
+          .procedures = Fsdp2Procedures,
           .accumulation_call = "set_requires_gradient_sync",
           // Its shards are those of parameters.
           .steps_original_parameters = [](const Strategy&) { return false; },

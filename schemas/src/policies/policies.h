@@ -1,9 +1,22 @@
 // One function for each policy, in a file of its own.
 #pragma once
 
+#include <array>
+
 #include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::internal {
+
+// What a strategy gives to units that give none themselves.
+DataParallelDims GivenDims(const Strategy& strategy);
+// ... and every mixed precision that it or one of its units gives.
+std::vector<MixedPrecision> GivenPrecisions(const Strategy& strategy);
+
+// Whether anything of the unit trains.
+bool Trains(const Unit& unit);
+// The kinds of procedures that keep gradients for a later micro-batch.
+inline constexpr std::array kKeepingKinds = {ProcedureKind::kAccumulate, ProcedureKind::kAccumulateAgain,
+                                             ProcedureKind::kReduceAccumulated, ProcedureKind::kReduceKept};
 
 PolicyKnobs Fsdp1PolicyKnobs();
 PolicyKnobs Fsdp2PolicyKnobs();

@@ -6,6 +6,22 @@
 
 namespace shardplan {
 
+DataParallelDims internal::GivenDims(const Strategy& strategy) {
+  return strategy.data_parallel.value_or(DataParallelDims{{"shard"}, {"replicate"}});
+}
+
+bool internal::Trains(const Unit& unit) {
+  return std::ranges::any_of(unit.parameters, &UnitParameter::requires_grad);
+}
+
+std::vector<MixedPrecision> internal::GivenPrecisions(const Strategy& strategy) {
+  std::vector<MixedPrecision> all = {strategy.mixed_precision.value_or(MixedPrecision{})};
+  for (const UnitRule& rule : strategy.units) {
+    if (rule.mixed_precision) all.push_back(*rule.mixed_precision);
+  }
+  return all;
+}
+
 const std::vector<PolicyKnobs>& AllPolicyKnobs() {
   static const std::vector<PolicyKnobs> kPolicies = {internal::Fsdp2PolicyKnobs(),
                                                      internal::Fsdp1PolicyKnobs()};

@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "shardplan/schemas/assert.h"
 #include "verifier/verifier_collectives.h"
 #include "verifier/verifier_interpreter.h"
 #include "verifier/verifier_procedures.h"
 #include "verifier/verifier_references.h"
+#include "verifier/verifier_tables.h"
 #include "verifier/words/verifier_rank_words.h"
 #include "verifier/words/verifier_report.h"
 
@@ -52,6 +54,15 @@ std::vector<Violation> Verify(const Plan& plan) {
   const bool interpretable = std::ranges::none_of(
       violations, [](const Violation& violation) { return violation.rule == Rule::kReference; });
   if (!interpretable) return violations;  // procedures work with the same tables
+  verifier::Reporter tables(plan);
+  verifier::CheckStrategy(plan, tables);
+  verifier::CheckProgramTables(plan, tables);
+  verifier::CheckTriggers(plan, tables);
+  const std::vector<Violation> of_tables = tables.Take();
+  violations.insert(violations.begin(), of_tables.begin(), of_tables.end());
+  std::ranges::stable_sort(violations, {}, [](const Violation& violation) {
+    return std::tuple(violation.step, violation.trigger, violation.instruction);
+  });
   for (Violation& violation : verifier::ViolationsOfProcedures(plan, VerifySteps)) {
     violations.push_back(std::move(violation));
   }

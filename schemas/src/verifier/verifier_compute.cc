@@ -56,12 +56,16 @@ bool JoinsMicrobatches(const Plan& plan) {
 
 }  // namespace
 
-Compute::Compute(const Plan& plan, Reporter& reporter) : plan_(plan), reporter_(reporter) {
+Compute::Compute(const Plan& plan, const Clocks& clocks, Words& words, Reporter& reporter)
+    : plan_(plan), clocks_(clocks), words_(words), reporter_(reporter) {
+  StreamId stream = -1;
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
         if (i.kind != InstructionKind::kCompute) continue;
         microbatches_ = std::max(microbatches_, MicrobatchOf(trigger, i) + 1);
+        on_several_streams_ = on_several_streams_ || (stream >= 0 && i.stream != stream);
+        stream = i.stream;
       }
     }
   }
@@ -144,6 +148,40 @@ void Compute::CheckStorages(SegmentId id, std::int32_t microbatch, Position at) 
   }
 }
 
+void Compute::Read(Uses& uses, StorageId storage, const Work& work) {
+  if (ReadBeforeWriteOfTensor(uses.written, work, clocks_))
+    words_.TensorReadNotOrdered(storage, uses.written, work);
+  uses.read.push_back(work);
+}
+
+void Compute::Write(Uses& uses, StorageId storage, const Work& work) {
+  uses.read.push_back(uses.written);
+  for (const Work& other : WriteRaceOfTensor(uses.read, work, clocks_)) {
+    words_.TensorWrittenInRace(storage, other, work);
+  }
+  uses = {work, {}};
+}
+
+void Compute::Use(SegmentId id, std::int32_t microbatch, const Work& work) {
+  if (!on_several_streams_ || !follows_storages_) return;
+  const auto of = [&](StorageId storage, auto use) {
+    if (storage < 0 || from_outside_[storage] != 0) return;
+    (this->*use)(uses_[{storage, microbatch}], storage, work);
+  };
+  for (const SegmentEntry& entry : plan_.segments[id].entries) {
+    if (const auto* op = std::get_if<OperatorEvent>(&entry)) {
+      for (const StorageId storage : op->reads) of(storage, &Compute::Read);
+      for (const StorageId storage : op->writes) of(storage, &Compute::Write);
+    } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
+      of(dead->storage, &Compute::Write);
+      uses_.erase({dead->storage, microbatch});
+    } else {
+      // What was there before is another tensor.
+      uses_[{std::get<AllocateEvent>(entry).storage, microbatch}] = {work, {}};
+    }
+  }
+}
+
 void Compute::CheckGradients(SegmentId id, std::int32_t microbatch, Position at) {
   const Segment& segment = plan_.segments[id];
   const auto read_at = [&](UnitId unit) -> std::int32_t& {
@@ -188,6 +226,18 @@ void Compute::Pass(const Instruction& compute, const Trigger& trigger, Position 
 }
 
 // ---- the rules ----
+
+bool ReadBeforeWriteOfTensor(const Work& written, const Work& reader, const Clocks& clocks) {
+  return written.stream != reader.stream && !clocks.IsBefore(written, reader.stream);
+}
+
+std::vector<Work> WriteRaceOfTensor(const std::vector<Work>& uses, const Work& writer, const Clocks& clocks) {
+  std::vector<Work> unordered;
+  for (const Work& use : uses) {
+    if (use.stream != writer.stream && !clocks.IsBefore(use, writer.stream)) unordered.push_back(use);
+  }
+  return unordered;
+}
 
 bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step) {
   return is_gathered && read_in_step != step;

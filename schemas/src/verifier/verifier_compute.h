@@ -6,19 +6,21 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
 #include "verifier/verifier_clocks.h"
 #include "verifier/verifier_state.h"
 #include "verifier/words/verifier_report.h"
+#include "verifier/words/verifier_words.h"
 
 namespace shardplan::verifier {
 
 class Compute {
  public:
   // `plan` has passed CheckTables.
-  Compute(const Plan& plan, Reporter& reporter);
+  Compute(const Plan& plan, const Clocks& clocks, Words& words, Reporter& reporter);
 
   // Once: what the steps say of each other, and segments that none runs.
   void CheckSteps();
@@ -27,6 +29,9 @@ class Compute {
   void Pass(const Trigger& trigger);
   // The segment runs.
   void Pass(const Instruction& compute, const Trigger& trigger, Position at);
+  // ... as `work`: what it reads of the model's tensors is written by then, and what it writes or frees is
+  // not in use.
+  void Use(SegmentId id, std::int32_t microbatch, const Work& work);
   // Whether the user's calls of the step may run the micro-batch with the model in evaluation.
   bool MayEvaluate(std::int32_t microbatch, Position at) const;
 
@@ -40,7 +45,17 @@ class Compute {
   void Add(Position at, SegmentId segment, std::string what);
   Life* Of(StorageId storage, std::int32_t microbatch);
 
+  // The latest uses of a tensor of the model.
+  struct Uses {
+    Work written;
+    std::vector<Work> read;  // since then
+  };
+  void Read(Uses& uses, StorageId storage, const Work& work);
+  void Write(Uses& uses, StorageId storage, const Work& work);
+
   const Plan& plan_;
+  const Clocks& clocks_;
+  Words& words_;
   Reporter& reporter_;
   std::vector<UnitId> entered_;             // units whose forward is under way, innermost last
   std::vector<Life> lives_;                 // by storage and micro-batch
@@ -52,6 +67,8 @@ class Compute {
   bool joins_microbatches_ = false;  // a backward of several, and its segments say one
   std::vector<char> forwards_say_;   // by unit: forwards say where they read it
   bool follows_storages_ = true;
+  bool on_several_streams_ = false;                          // else the one stream orders them
+  std::map<std::pair<StorageId, std::int32_t>, Uses> uses_;  // by storage and micro-batch
 };
 
 }  // namespace shardplan::verifier

@@ -16,7 +16,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       clocks_(static_cast<std::int32_t>(plan.streams.size()), static_cast<std::int32_t>(plan.events.size())),
       memory_(plan, clocks_, words_),
       gradients_(plan, memory_, words_),
-      compute_(plan, reporter),
+      compute_(plan, clocks_, words_, reporter),
       grad_buffers_(plan),
       bound_(plan.units.size(), -1),
       bound_at_(plan.units.size()),
@@ -72,6 +72,7 @@ void Interpreter::RunStep(std::int32_t step) {
       Run(i, at);
     }
   }
+  CheckStates();
 }
 
 void Interpreter::Run(const Instruction& i, Position at) {
@@ -138,7 +139,9 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   memory_.UsePool(work);
   const Segment& segment = plan_.segments[i.segment];
-  const bool evaluates = compute_.MayEvaluate(MicrobatchOf(plan_.steps[at.step].triggers[at.trigger], i), at);
+  const std::int32_t microbatch = MicrobatchOf(plan_.steps[at.step].triggers[at.trigger], i);
+  compute_.Use(i.segment, microbatch, work);
+  const bool evaluates = compute_.MayEvaluate(microbatch, at);
   for (const UnitId unit : segment.reads) ReadParameters(unit, work, evaluates);
   for (const SegmentGrad& grad : segment.grads) {
     const BufferId buffer = grad_buffers_.Find(grad, at);

@@ -40,6 +40,7 @@ class Interpreter {
   bool StepUnit(UnitId unit, const Instruction& i, const Work& work);
   void UseOwnMemory(const Instruction& i, const std::vector<UnitId>& stepped, const Work& work);
   void UseStates(UnitId unit, const Work& work);
+  void CheckStates();
   void CutPieces(const Instruction& i, Position at);
   bool IsView(const Instruction& i) const;
   void RunZeroGrad(const Instruction& i, Position at);

@@ -175,13 +175,7 @@ std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
 std::string LayoutOfReach(const Plan& plan, const Instruction& i, bool is_view) {
   const auto on_host = [&](BufferId id) { return IsOnHost(plan.buffers[id]); };
   const BufferId other = i.dst >= 0 ? i.dst : i.src;
-  if (i.stream < 0) {
-    for (const BufferId id : {i.src, other}) {
-      if (!on_host(id)) return fmt::format("the host cannot work on {}", plan.buffers[id].name);
-    }
-    return {};
-  }
-  if (is_view) return {};
+  if (i.stream < 0 || is_view) return {};  // the host's own work: CheckOperands
   const bool to_host = i.kind == kCopyToHost;
   const bool to_device = i.kind == kCopyToDevice;
   // Alone, a rank copies an offloaded shard right to where it is computed with.

@@ -94,6 +94,17 @@ void Interpreter::RunOptimizer(const Instruction& i, Position at) {
   UseOwnMemory(i, stepped, work);
 }
 
+// At the end of a step.
+void Interpreter::CheckStates() {
+  for (const std::vector<BufferId>& states : unit_states_) {
+    for (const BufferId state : states) {
+      if (memory_.IsAlive(state) && OptimizerStepBeforeState(memory_.Of(state))) {
+        words_.AllocatedBehindStep(state, memory_.Of(state).allocated);
+      }
+    }
+  }
+}
+
 // ---- the rules ----
 
 std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient) {
@@ -137,6 +148,8 @@ bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<
     return parameter.requires_grad && (unit.layout != LayoutKind::kFlat || parameter.flat_offset < end);
   });
 }
+
+bool OptimizerStepBeforeState(const Allocation& state) { return state.content == Content::kNothing; }
 
 std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan) {
   std::vector<char> allocated(plan.buffers.size(), false);

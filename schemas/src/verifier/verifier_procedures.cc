@@ -6,12 +6,31 @@
 #include <utility>
 
 #include "shardplan/schemas/on_demand.h"
+#include "shardplan/schemas/plan_text.h"
+#include "verifier/verifier_tables.h"
 
 namespace shardplan::verifier {
 namespace {
 
 std::string NameOf(const Plan& plan, const Procedure& procedure) {
   return fmt::format("{} of {}", Name(procedure.kind), DisplayName(plan.units[procedure.unit].fqn));
+}
+
+// A wait for an event that the procedure has not recorded itself.
+std::vector<Violation> WaitsForOthers(const Plan& plan) {
+  std::vector<Violation> violations;
+  for (std::size_t p = 0; p < plan.procedures.size(); ++p) {
+    const Procedure& procedure = plan.procedures[p];
+    const std::int32_t k = WaitBeforeRecordInProcedure(procedure);
+    if (k < 0) continue;
+    Violation violation{.rule = Rule::kWaitBeforeRecord, .instruction = k, .message = {}, .chain = {}};
+    violation.procedure = static_cast<std::int32_t>(p);
+    violation.message =
+        fmt::format("{} (on demand): {} waits for an event that this procedure has not recorded before",
+                    NameOf(plan, procedure), Describe(plan, procedure.instructions[k]));
+    violations.push_back(std::move(violation));
+  }
+  return violations;
 }
 
 // Index into Plan::procedures; -1: the violation is in none (a leak, say, that shows at the end of a step).
@@ -36,7 +55,7 @@ std::vector<Violation> ViolationsOfProcedures(const Plan& plan,
   }
   const OnDemandProgram program = OnDemandProgramOf(plan);
   std::vector<Violation> violations = verify(program.plan);
-  std::vector<Violation> once;  // the program calls a procedure more than once
+  std::vector<Violation> once = WaitsForOthers(plan);  // the program calls a procedure more than once
   for (Violation& violation : violations) {
     violation.procedure = ProcedureOf(program, violation);
     const std::string where =

@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <initializer_list>
 
+#include "shardplan/schemas/instruction_operands.h"
 #include "shardplan/schemas/program.h"
 
 namespace shardplan::verifier {
@@ -36,26 +36,17 @@ constexpr RoleSet kGradients = kUnreduced | kReduced;
 // FSDP1 gathers right into the unsharded flat parameter.
 constexpr RoleSet kGathered = Set({kAllGatherOutput, kParamUnsharded});
 
-enum class StreamNeed : std::uint8_t { kNone, kStream, kStreamOrHost };
-
-// What an instruction of a kind must have.
-struct Shape {
-  StreamNeed stream = StreamNeed::kNone;
+// Which roles src and dst may have.
+struct Roles {
   RoleSet src = kNone;
   RoleSet dst = kNone;
-  bool event = false;
-  bool communicator = false;
-  bool segment = false;
 };
 
-Shape ShapeOf(InstructionKind kind) {
+Roles RolesOf(InstructionKind kind) {
   using enum InstructionKind;
-  using enum StreamNeed;
   switch (kind) {
-    case kCompute:
-      return {.stream = kStream, .segment = true};
     case kAllocate:
-      return {.stream = kStreamOrHost, .dst = kAny};
+      return {.dst = kAny};
     case kFree:
       return {.src = kAny};
     case kBindUnsharded:
@@ -63,40 +54,33 @@ Shape ShapeOf(InstructionKind kind) {
     case kBindSharded:
       return {.src = Set({kParamSharded, kParamPostForwardShard})};
     case kCopyIn:
-      return {.stream = kStream,
-              .src = kShards | Set({kModelBuffer}),
-              .dst = Set({kAllGatherInput, kModelBuffer}) | kGathered};
+      return {.src = kShards | Set({kModelBuffer}), .dst = Set({kAllGatherInput, kModelBuffer}) | kGathered};
     case kAllGather:
-      return {.stream = kStream,
-              .src = kShards | kGathered | Set({kOrderCheck, kGradSharded}),
-              .dst = kGathered | Set({kOrderCheck, kGradUnshardedAccumulated}),
-              .communicator = true};
+      return {.src = kShards | kGathered | Set({kOrderCheck, kGradSharded}),
+              .dst = kGathered | Set({kOrderCheck, kGradUnshardedAccumulated})};
     case kCopyOut:
-      return {.stream = kStream, .src = kShards | kGathered, .dst = Set({kParamUnsharded})};
+      return {.src = kShards | kGathered, .dst = Set({kParamUnsharded})};
     case kReshardPostForward:
-      return {.stream = kStream, .src = kGathered, .dst = Set({kParamPostForwardShard})};
+      return {.src = kGathered, .dst = Set({kParamPostForwardShard})};
     case kGradCopyIn:
-      return {.stream = kStream, .src = kUnreduced, .dst = kGradients};
+      return {.src = kUnreduced, .dst = kGradients};
     case kGradScale:
-      return {.stream = kStreamOrHost, .src = kGradients};
+      return {.src = kGradients};
     case kReduceScatter:
-      return {.stream = kStream, .src = kUnreduced, .dst = kReduced, .communicator = true};
+      return {.src = kUnreduced, .dst = kReduced};
     case kAllReduce:
-      return {.stream = kStream, .src = kGradients | Set({kOrderCheck}), .communicator = true};
+      return {.src = kGradients | Set({kOrderCheck})};
     case kGradCast:
-      return {.stream = kStreamOrHost, .src = kGradients, .dst = kGradients};
     case kGradAccumulate:
-      return {.stream = kStreamOrHost, .src = kGradients, .dst = kGradients};
+      return {.src = kGradients, .dst = kGradients};
     case kCopyToHost:
     case kCopyToDevice:
-      return {.stream = kStreamOrHost, .src = kAny, .dst = kAny};
+      return {.src = kAny, .dst = kAny};
+    case kCompute:
     case kRecord:
     case kWait:
-      return {.stream = kStream, .event = true};
     case kHostWait:
-      return {.event = true};
     case kOptimizerStep:
-      return {.stream = kStreamOrHost};
     case kZeroGrad:
       return {};
   }
@@ -109,83 +93,28 @@ class InstructionCheck {
       : plan_(plan), i_(instruction), at_(at), reporter_(reporter) {}
 
   bool Run() {
-    const Shape shape = ShapeOf(i_.kind);
-    CheckStream(shape.stream);
-    CheckBuffer("src", i_.src, shape.src);
-    CheckBuffer("dst", i_.dst, shape.dst);
-    CheckId("event", plan_.events, i_.event, shape.event);
-    CheckId("communicator", plan_.communicators, i_.communicator, shape.communicator);
-    CheckId("segment", plan_.segments, i_.segment, shape.segment);
-    if (!NamesOrNone(plan_.units, i_.unit)) Fail(fmt::format("unit {} does not exist", i_.unit));
-    for (const StreamId stream : i_.safe_after) {
-      if (!Names(plan_.streams, stream)) Fail(fmt::format("safe_after stream {} does not exist", stream));
+    if (const Status operands = CheckOperands(plan_, i_); !operands) {
+      Fail(ToString(operands.error()));
+      return false;
     }
-    CheckParts();
-    CheckDivisor();
-    CheckPool();
-    const bool has_parameter =
-        i_.unit >= 0 && Names(plan_.units, i_.unit) && Names(plan_.units[i_.unit].parameters, i_.parameter);
-    if (i_.parameter != -1 && !has_parameter) Fail(fmt::format("parameter {} does not exist", i_.parameter));
-    if (i_.src >= 0 && i_.src == i_.dst && i_.kind != InstructionKind::kAllGather) {
-      Fail("src and dst are the same buffer");
-    }
+    const Roles roles = RolesOf(i_.kind);
+    CheckRole("src", i_.src, roles.src);
+    CheckRole("dst", i_.dst, roles.dst);
     if (good_) CheckUnits();
     return good_;
   }
 
  private:
-  void CheckParts() {
-    if (i_.parts.empty()) return;
-    if (i_.kind != InstructionKind::kFree) return Fail("only a free has parts");
-    if (!Names(plan_.buffers, i_.src)) return;
-    for (std::size_t k = 0; k < i_.parts.size(); ++k) {
-      if (!Names(plan_.buffers[i_.src].parts_bytes, i_.parts[k]))
-        return Fail(fmt::format("part {} does not exist", i_.parts[k]));
-      if (k > 0 && i_.parts[k] <= i_.parts[k - 1]) return Fail("parts are not ascending");
-    }
-  }
-
-  void CheckPool() {
-    if (i_.kind != InstructionKind::kAllocate || i_.stream >= 0 || !Names(plan_.buffers, i_.dst)) return;
-    const Buffer& buffer = plan_.buffers[i_.dst];
-    if (buffer.memory == MemoryKind::kDevice) Fail(fmt::format("{} is allocated on no stream", buffer.name));
-  }
-
-  void CheckDivisor() {
-    const bool reduces = i_.kind == InstructionKind::kReduceScatter || i_.kind == InstructionKind::kAllReduce;
-    if (!reduces && i_.kind != InstructionKind::kGradScale) return;
-    if (!(i_.divisor > 0)) Fail(fmt::format("divisor {} is not a positive number", i_.divisor));
-    if (i_.reduce_op == ReduceOp::kAverage && i_.divisor != 1) {
-      Fail(fmt::format("an average has no divisor of its own ({})", i_.divisor));
-    }
-  }
-
   void Fail(std::string what) {
     good_ = false;
-    reporter_.Add(Rule::kReference, at_, subject_++, fmt::format("{}: {}", Name(i_.kind), what));
+    reporter_.Add(Rule::kReference, at_, subject_++, std::move(what));
   }
 
-  void CheckStream(StreamNeed need) {
-    if (need == StreamNeed::kStream ? !Names(plan_.streams, i_.stream)
-                                    : !NamesOrNone(plan_.streams, i_.stream)) {
-      Fail(fmt::format("stream {} does not exist", i_.stream));
-    }
-  }
-
-  template <typename List>
-  void CheckId(const char* what, const List& list, std::int64_t id, bool needed) {
-    if (needed ? !Names(list, id) : !NamesOrNone(list, id))
-      Fail(fmt::format("{} {} does not exist", what, id));
-  }
-
-  void CheckBuffer(const char* what, BufferId id, RoleSet roles) {
-    CheckId(what, plan_.buffers, id, roles != kNone);
-    if (roles == kNone || !Names(plan_.buffers, id)) return;
+  void CheckRole(const char* what, BufferId id, RoleSet roles) {
+    if (roles == kNone || (roles & Set({plan_.buffers[id].role})) != 0) return;
     const Buffer& buffer = plan_.buffers[id];
-    if ((roles & Set({buffer.role})) == 0) {
-      Fail(fmt::format("{} {} has the role {}, which makes no sense here", what, buffer.name,
-                       Name(buffer.role)));
-    }
+    Fail(fmt::format("{}: {} {} has the role {}, which makes no sense here", Name(i_.kind), what, buffer.name,
+                     Name(buffer.role)));
   }
 
   // An instruction works on one unit: its own, src's and dst's are the same where they are given.
@@ -194,14 +123,12 @@ class InstructionCheck {
     for (const BufferId buffer : {i_.src, i_.dst}) {
       if (buffer < 0 || plan_.buffers[buffer].unit < 0) continue;
       if (unit >= 0 && plan_.buffers[buffer].unit != unit) {
-        Fail(fmt::format("{} belongs to {}, not to {}", plan_.buffers[buffer].name,
+        Fail(fmt::format("{}: {} belongs to {}, not to {}", Name(i_.kind), plan_.buffers[buffer].name,
                          reporter_.UnitName(plan_.buffers[buffer].unit), reporter_.UnitName(unit)));
         return;
       }
       unit = plan_.buffers[buffer].unit;
     }
-    const bool binds = i_.kind == InstructionKind::kBindUnsharded || i_.kind == InstructionKind::kBindSharded;
-    if (binds && unit < 0) Fail("neither the instruction nor its buffer says which unit");
     if (i_.kind == InstructionKind::kAllGather && unit >= 0) CheckGatherRanks(plan_.units[unit]);
   }
 
@@ -211,7 +138,8 @@ class InstructionCheck {
       if (id < 0) continue;
       if (SameRanks(plan_.communicators[id], used)) return;
     }
-    Fail(fmt::format("communicator {} does not join the ranks that the unit is sharded over", used.name));
+    Fail(fmt::format("{}: communicator {} does not join the ranks that the unit is sharded over",
+                     Name(i_.kind), used.name));
   }
 
   const Plan& plan_;
@@ -267,7 +195,17 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
       }
     }
   }
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      if (NamesOrNone(plan.units, trigger.unit)) continue;
+      fail(fmt::format("step {}: {} is of unit {}, which does not exist", step.name, Name(trigger.kind),
+                       trigger.unit));
+    }
+  }
   for (const Segment& segment : plan.segments) {
+    if (!NamesOrNone(plan.units, segment.unit)) {
+      fail(fmt::format("segment {}: unit {} does not exist", segment.name, segment.unit));
+    }
     for (const UnitId unit : segment.reads) {
       if (!Names(plan.units, unit))
         fail(fmt::format("segment {}: unit {} does not exist", segment.name, unit));

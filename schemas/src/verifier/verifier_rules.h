@@ -88,6 +88,10 @@ bool ComputeOrderOfModel(const Segment& segment, std::int32_t microbatch, const 
 std::vector<SegmentId> ComputeOrderOfUnused(const std::vector<char>& used);
 // A gradient of a unit that is gathered for the model, and that no forward of the micro-batch has read.
 bool ComputeOrderOfGradient(bool is_gathered, std::int32_t read_in_step, std::int32_t step);
+// A segment reads a tensor of the model that another stream has `written`, and nothing orders the two.
+bool ReadBeforeWriteOfTensor(const Work& written, const Work& reader, const Clocks& clocks);
+// A segment writes or frees a tensor of the model: the uses that are not ordered before it.
+std::vector<Work> WriteRaceOfTensor(const std::vector<Work>& uses, const Work& writer, const Clocks& clocks);
 // A segment of a forward runs while the host is in the forward of another unit.
 bool ComputeOrderOfForward(const Segment& segment, const std::vector<UnitId>& entered);
 
@@ -105,6 +109,8 @@ bool OptimizerStepWithoutMemory(const std::vector<char>& alive);
 // trains. `states`: by unit.
 bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<BufferId>>& states,
                                 UnitId unit);
+// A state of the optimizer is allocated in the step, and no optimizer step follows that fills it.
+bool OptimizerStepBeforeState(const Allocation& state);
 // The buffers of the optimizer that nothing allocates.
 std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan);
 

@@ -13,6 +13,7 @@
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/instruction_operands.h"
 #include "shardplan/simulator/engine.h"
 
 namespace shardplan {
@@ -284,7 +285,7 @@ class Lowering {
   }
 
   Status LowerInstruction(const Instruction& instruction, InstructionOrigin origin) {
-    if (Status checked = CheckIds(instruction); !checked) return checked;
+    if (Status checked = CheckOperands(plan_, instruction); !checked) return checked;
     EngineInstruction lowered;
     lowered.unit = static_cast<std::int16_t>(instruction.unit);
     switch (instruction.kind) {
@@ -338,68 +339,6 @@ class Lowering {
   }
   static bool In(std::int32_t index, std::size_t size) {
     return index >= 0 && static_cast<std::size_t>(index) < size;
-  }
-
-  // Everything that lowering looks up; what the verifier finds beyond that is not the simulator's business.
-  Status CheckIds(const Instruction& i) const {
-    if (i.unit < -1 || i.unit >= program_.units) return Bad("", "no such unit", std::to_string(i.unit));
-    if (i.stream < -1 || i.stream >= program_.streams)
-      return Bad("", "no such stream", std::to_string(i.stream));
-    const bool src = In(i.src, plan_.buffers.size());
-    const bool dst = In(i.dst, plan_.buffers.size());
-    bool ok = true;
-    bool device = false;
-    switch (i.kind) {
-      case InstructionKind::kCompute:
-        ok = In(i.segment, plan_.segments.size());
-        device = true;
-        break;
-      case InstructionKind::kAllocate:
-        ok = dst;
-        break;
-      case InstructionKind::kFree:
-        ok = src;
-        break;
-      case InstructionKind::kRecord:
-      case InstructionKind::kWait:
-        device = true;
-        [[fallthrough]];
-      case InstructionKind::kHostWait:
-        ok = In(i.event, plan_.events.size());
-        break;
-      case InstructionKind::kAllGather:
-      case InstructionKind::kReduceScatter:
-        ok = src && dst && In(i.communicator, plan_.communicators.size());
-        device = true;
-        break;
-      case InstructionKind::kAllReduce:
-        ok = src && In(i.communicator, plan_.communicators.size());
-        device = true;
-        break;
-      case InstructionKind::kGradScale:
-        ok = src;
-        break;
-      case InstructionKind::kGradCast:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-        ok = src && dst;
-        break;
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
-      case InstructionKind::kZeroGrad:
-        break;
-      case InstructionKind::kOptimizerStep:
-        if (i.parameter >= 0 && (i.unit < 0 || !In(i.parameter, At(plan_.units, i.unit).parameters.size())))
-          return Bad("", "no such parameter", std::to_string(i.parameter));
-        break;
-      default:
-        ok = src && dst;
-        device = true;
-    }
-    if (!ok) return Bad("", "an id of this instruction is out of range", std::string(Name(i.kind)));
-    if (device && i.stream < 0) return Bad("", "this instruction needs a stream", std::string(Name(i.kind)));
-    return {};
   }
 
   void LowerCompute(const Instruction& instruction, EngineInstruction& lowered) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/verifier.h"
@@ -34,7 +35,22 @@ std::map<Rule, int> Broken(const std::vector<Violation>& violations) {
   return broken;
 }
 
-bool IsAboutTheDocument(Rule rule) { return rule == Rule::kReference || rule == Rule::kLayout; }
+bool IsAboutTheDocument(Rule rule) {
+  return rule == Rule::kReference || rule == Rule::kLayout || rule == Rule::kTables;
+}
+
+// The plan without the tensors of the model, which the virtual machine does not have.
+Plan WithoutTensors(Plan plan) {
+  for (Segment& segment : plan.segments) {
+    std::erase_if(segment.entries,
+                  [](const SegmentEntry& entry) { return !std::holds_alternative<OperatorEvent>(entry); });
+    for (SegmentEntry& entry : segment.entries) {
+      std::get<OperatorEvent>(entry).reads.clear();
+      std::get<OperatorEvent>(entry).writes.clear();
+    }
+  }
+  return plan;
+}
 
 std::optional<Violation> FirstNew(const std::vector<Violation>& before, const std::vector<Violation>& after) {
   // What the document contradicts itself in has consequences that say less.
@@ -209,7 +225,10 @@ Judgement PlanJudge::JudgeVersion(const Plan& version, bool on_last_rank, std::u
   judgement.verdict = objects ? (wrong ? Verdict::kCaught : Verdict::kMissedByVirtual)
                               : (wrong ? Verdict::kMissedByVerifier : Verdict::kHarmless);
   if (judgement.verdict != Verdict::kMissedByVirtual) return judgement;
-  if (of_document) {
+  const auto of_tensors = [&] {
+    return !on_last_rank && !FirstNew(Verify(WithoutTensors(plan_)), Verify(WithoutTensors(version)));
+  };
+  if (of_document || of_tensors()) {
     judgement.verdict = Verdict::kMisstated;
     return judgement;
   }

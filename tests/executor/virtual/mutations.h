@@ -43,10 +43,12 @@ enum class Verdict : std::uint8_t {
   kHarmless,         // the verifier has a proof, and no order goes wrong
   kMissedByVirtual,  // the verifier objects, no order that was tried goes wrong
   kMissedByVerifier,
-  kIdle,       // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
-               // wrong
-  kMisstated,  // no number is wrong, but the document contradicts itself: rules `reference` and `layout`
-  kLeft,       // no number is wrong, but memory is left over in every step, or for ever (leftovers.h)
+  kIdle,  // the verifier objects, but only to work that no number depends on (effects.h): nothing can go
+          // wrong
+  // No number is wrong, but the document contradicts itself: rules `reference`, `layout` and `tables`, or the
+  // order of the model's tensors, which the machine does not have.
+  kMisstated,
+  kLeft,  // no number is wrong, but memory is left over in every step, or for ever (leftovers.h)
 };
 inline constexpr int kVerdicts = 7;
 

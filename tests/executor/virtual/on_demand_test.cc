@@ -44,7 +44,10 @@ void Check(const PlanCase& c) {
   if (!planned->faults.empty() || !HasNumbersOnDemand(plan, c.trace)) return;
   const OnDemandProgram program = OnDemandProgramOf(plan);
   EXPECT_EQ(NotCalled(plan, program), std::set<std::string>()) << c.name;
-  ASSERT_TRUE(Verify(program.plan).empty()) << c.name;
+  // Procedures are triggers of their own there, which no call of the user passes: rule tables.
+  for (const Violation& violation : Verify(program.plan)) {
+    ASSERT_EQ(violation.rule, Rule::kTables) << c.name << ": " << violation.message;
+  }
   const Plan of_trace = WithPassesOfTrace(program.plan);
   ExpectedValues expected(of_trace, c.trace, OnDemandStepsWithNumbers(program.plan));
   for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {

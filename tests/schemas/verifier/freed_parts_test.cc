@@ -119,7 +119,7 @@ TEST_F(FreedParts, FreesOfPartsDoNotEndABuffer) {
 
 TEST_F(FreedParts, PartsAreThoseOfTheBuffer) {
   First().parts = {2};
-  EXPECT_THAT(Verify(plan_)[0].message, HasSubstr("part 2 does not exist"));
+  EXPECT_THAT(Verify(plan_)[0].message, HasSubstr("there is no such part (found 2, expected 0 to 1)"));
   First().parts = {1, 0};
   EXPECT_THAT(Verify(plan_)[0].message, HasSubstr("parts are not ascending"));
   First().parts = {1};

@@ -91,6 +91,8 @@ Plan Accumulating(DType kept) {
   const UnitId unit = b.Unit("u");
   b.MakeFlat(unit);
   b.plan().units[0].param_dtype = DType::kBFloat16;
+  b.plan().strategy.mixed_precision =
+      MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
   const BufferId grad = b.Buffer(BufferRole::kGradUnsharded, unit, DType::kBFloat16);
   const BufferId sum = b.Buffer(BufferRole::kGradUnshardedAccumulated, unit, kept);
   const BufferId input = b.Buffer(BufferRole::kReduceScatterInput, unit);

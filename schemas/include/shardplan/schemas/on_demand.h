@@ -24,7 +24,8 @@ struct OnDemandProgram {
 // gradients in another way (reduced at once; kept for two micro-batches and reduced with the third's; kept
 // and reduced alone; of HSDP reduced over the shards by what the steps issue, once or for two micro-batches,
 // and then over the replicas), then the optimizer steps. So every procedure is called in every state of its
-// unit that it may be called in: what holds of this program holds of the procedures.
+// unit that it may be called in: what holds of this program holds of the procedures. Each procedure is a
+// trigger of its own, which no call of strategy.program passes.
 //
 // Of a plan without procedures: no steps.
 OnDemandProgram OnDemandProgramOf(const Plan& plan);

@@ -34,6 +34,14 @@ struct CallForm {
 struct PolicyKnobs {
   std::string name;
   std::vector<CallForm> calls;
+  LayoutKind layout = LayoutKind::kPerParameter;  // of its units
+  // What the strategy gives to units: the dimensions of the mesh that one is sharded and replicated over, and
+  // its mixed precision. Each that the unit may have; which it has, the modules say.
+  std::vector<DataParallelDims> (*unit_ranks)(const Strategy& strategy,
+                                              const std::vector<StrategyMeshDim>& mesh);
+  std::vector<MixedPrecision> (*unit_precisions)(const Strategy& strategy, const Unit& unit);
+  // What a plan does on demand with a unit that has parameters, besides kReducePartial.
+  std::vector<ProcedureKind> (*procedures)(const Unit& unit);
   // The ModuleCall method that makes a backward accumulate gradients without reducing them.
   std::string accumulation_call;
   // Whether the optimizer steps pieces of the original parameters where a unit's shard is flat.

@@ -35,6 +35,7 @@ enum class Rule : std::uint8_t {
   kWrongValue,        // what is read is not what has to be there: other pieces, or not all of them
   kComputeOrder,      // a segment does not run, runs twice, elsewhere, or before what it needs
   kOptimizerStep,     // the optimizer does not step what was reduced, or steps without its own memory
+  kTables,            // the plan's tables contradict its strategy, its program or each other
 };
 std::string_view Name(Rule rule);  // "use_before_unshard"
 

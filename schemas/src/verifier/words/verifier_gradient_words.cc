@@ -132,6 +132,13 @@ void Words::NeverAllocated(BufferId own) {
   reporter_.Add(Rule::kOptimizerStep, {}, own, fmt::format("nothing allocates {}", Buffer(own)));
 }
 
+void Words::AllocatedBehindStep(BufferId state, Position allocated) {
+  reporter_.Add(
+      Rule::kOptimizerStep, allocated, state,
+      fmt::format("{} is allocated, and no optimizer step behind it in the step fills it", Buffer(state)),
+      {"allocated: " + Describe(allocated)});
+}
+
 void Words::SteppedOutOfReach(BufferId shard, bool on_host, Position at) {
   reporter_.Add(Rule::kLayout, at, shard,
                 fmt::format("{} steps {}, which is in memory of the {}", Instruction(at), Buffer(shard),

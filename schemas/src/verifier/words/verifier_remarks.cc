@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 
+#include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/verifier.h"
 #include "verifier/words/verifier_report.h"
 
@@ -17,7 +18,13 @@ using verifier::Position;
 class Observer {
  public:
   Observer(const Plan& plan, verifier::Reporter& reporter)
-      : plan_(plan), reporter_(reporter), units_(plan.units.size()) {}
+      : plan_(plan), reporter_(reporter), units_(plan.units.size()), outdated_(plan.buffers.size(), 0) {
+    for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+      const Buffer& buffer = plan.buffers[b];
+      if (buffer.unit < 0 || buffer.role == BufferRole::kParamSharded) continue;
+      units_[buffer.unit].copies.push_back(static_cast<BufferId>(b));
+    }
+  }
 
   std::vector<Remark> Run() {
     const auto count = static_cast<std::int32_t>(plan_.steps.size());
@@ -45,6 +52,7 @@ class Observer {
     bool read = false;     // since it was bound
     bool updated = false;  // ... by an optimizer
     bool told_stale = false;
+    std::vector<BufferId> copies;  // its buffers that are not the shard itself
   };
 
   // What was gathered of a flat parameter. It may be used again without a gather while it is alive, whether
@@ -52,7 +60,6 @@ class Observer {
   struct FlatCopy {
     UnitId unit = -1;
     Position at;
-    bool outdated = false;  // an optimizer has stepped since
   };
 
   std::string Unit(std::size_t unit) const { return reporter_.UnitName(static_cast<UnitId>(unit)); }
@@ -87,9 +94,33 @@ class Observer {
     return buffer >= 0 && plan_.buffers[buffer].unit >= 0 ? plan_.buffers[buffer].unit : i.unit;
   }
 
+  // An optimizer has stepped the unit: every copy of its shards is one of what they were.
+  void Outdate(UnitId unit) {
+    units_[unit].updated = true;
+    for (const BufferId copy : units_[unit].copies) outdated_[copy] = 1;
+  }
+
+  // What dst holds is as old as what it comes from; of some of its parameters, as old as the oldest.
+  void PassOn(const Instruction& i) {
+    if (i.src < 0 || i.dst < 0) return;
+    const bool whole = ParametersOf(plan_, plan_.buffers[i.src]) == ParametersOf(plan_, plan_.buffers[i.dst]);
+    outdated_[i.dst] = outdated_[i.src] != 0 || (!whole && outdated_[i.dst] != 0) ? 1 : 0;
+  }
+
   void On(const Instruction& i, Position at) {
     switch (i.kind) {
+      case InstructionKind::kAllocate:
+        outdated_[i.dst] = 0;
+        break;
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+        PassOn(i);
+        break;
       case InstructionKind::kAllGather: {
+        PassOn(i);
         const UnitId unit = UnitOf(i, i.dst);
         if (unit < 0) break;
         units_[unit].gathered = at;
@@ -111,10 +142,7 @@ class Observer {
       case InstructionKind::kOptimizerStep:
         for (std::size_t u = 0; u < units_.size(); ++u) {
           const bool trains = std::ranges::any_of(plan_.units[u].parameters, &UnitParameter::requires_grad);
-          if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) units_[u].updated = true;
-        }
-        for (auto& [buffer, gathered] : flat_) {
-          gathered.outdated = gathered.outdated || units_[gathered.unit].updated;
+          if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) Outdate(static_cast<UnitId>(u));
         }
         break;
       default:
@@ -127,10 +155,8 @@ class Observer {
     state.from_gather = state.gathered.has_value();
     state.gathered.reset();
     state.bound = at;
-    state.read = state.updated = state.told_stale = false;
-    if (const auto gathered = flat_.find(buffer); gathered != flat_.end()) {
-      state.updated = gathered->second.outdated;
-    }
+    state.read = state.told_stale = false;
+    state.updated = outdated_[buffer] != 0;
   }
 
   void OnShard(UnitId unit) {
@@ -176,6 +202,8 @@ class Observer {
   verifier::Reporter& reporter_;
   std::map<BufferId, FlatCopy> flat_;  // by param_unsharded buffer that is alive
   std::vector<State> units_;
+  std::vector<char>
+      outdated_;  // by buffer: an optimizer has stepped its unit since what is in it was a shard
   std::vector<Remark> remarks_;
 };
 

@@ -13,7 +13,7 @@
 namespace shardplan {
 
 std::string_view Name(Rule rule) {
-  static constexpr std::array<std::string_view, 20> kNames = {"reference",
+  static constexpr std::array<std::string_view, 21> kNames = {"reference",
                                                               "use_before_unshard",
                                                               "read_before_write",
                                                               "use_unallocated",
@@ -32,7 +32,8 @@ std::string_view Name(Rule rule) {
                                                               "layout",
                                                               "wrong_value",
                                                               "compute_order",
-                                                              "optimizer_step"};
+                                                              "optimizer_step",
+                                                              "tables"};
   const auto index = static_cast<std::size_t>(rule);
   return index < kNames.size() ? kNames[index] : "?";
 }

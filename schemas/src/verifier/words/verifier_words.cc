@@ -85,6 +85,23 @@ void Words::WrittenInRace(BufferId buffer, const Work& other, const Work& writer
                 OrderChain(other, writer));
 }
 
+void Words::TensorReadNotOrdered(StorageId storage, const Work& writer, const Work& reader) {
+  reporter_.Add(
+      Rule::kReadBeforeWrite, reader.at, storage,
+      fmt::format("{} reads storage {} of the model, which {} writes, but {} has not waited for that",
+                  Instruction(reader.at), storage, Instruction(writer.at),
+                  reporter_.StreamName(reader.stream)),
+      OrderChain(writer, reader));
+}
+
+void Words::TensorWrittenInRace(StorageId storage, const Work& other, const Work& writer) {
+  reporter_.Add(
+      Rule::kWriteRace, writer.at, storage,
+      fmt::format("{} writes or frees storage {} of the model, which {} uses; nothing orders the two",
+                  Instruction(writer.at), storage, Instruction(other.at)),
+      OrderChain(other, writer));
+}
+
 void Words::FreedTooEarly(std::int32_t pool, const Debt& debt, const Work& first_use, BufferId reused_as) {
   std::vector<std::string> chain = OrderChain(debt.use, first_use);
   if (debt.use.stream == pool) {  // free and use agree; the new user runs ahead of the pool's stream

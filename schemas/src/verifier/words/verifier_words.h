@@ -30,6 +30,9 @@ class Words {
   void ReadTooLittle(Rule rule, BufferId buffer, const Allocation& memory, const Work& reader);
   void ReadNotOrdered(Rule rule, BufferId buffer, const Work& writer, const Work& reader);
   void WrittenInRace(BufferId buffer, const Work& other, const Work& writer);
+  // ... of a tensor of the model.
+  void TensorReadNotOrdered(StorageId storage, const Work& writer, const Work& reader);
+  void TensorWrittenInRace(StorageId storage, const Work& other, const Work& writer);
   // `reused_as`: the buffer that the memory is handed out for, -1 for the model's own; from the pool of
   // stream `pool`.
   void FreedTooEarly(std::int32_t pool, const Debt& debt, const Work& first_use, BufferId reused_as);
@@ -67,6 +70,7 @@ class Words {
   void SteppedWithout(BufferId own, UnitId unit, Position at);
   void SteppedWithoutStates(UnitId unit, Position at);
   void NeverAllocated(BufferId own);
+  void AllocatedBehindStep(BufferId state, Position allocated);
   void SteppedOutOfReach(BufferId shard, bool on_host, Position at);
   void SteppedInOtherDType(BufferId grad, Position at);
   void StillOnItsWay(const Gradient& gradient, BufferId buffer, Position at);

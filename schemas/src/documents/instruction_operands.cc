@@ -1,0 +1,162 @@
+#include "shardplan/schemas/instruction_operands.h"
+
+#include <fmt/format.h>
+
+#include <string>
+
+namespace shardplan {
+namespace {
+
+enum class Place : std::uint8_t { kNoStream, kStream, kStreamOrHost };
+
+// What an instruction of a kind needs.
+struct Operands {
+  Place place = Place::kNoStream;
+  bool src = false;
+  bool dst = false;
+  bool event = false;
+  bool communicator = false;
+  bool segment = false;
+};
+
+Operands OperandsOf(InstructionKind kind) {
+  using enum InstructionKind;
+  using enum Place;
+  switch (kind) {
+    case kCompute:
+      return {.place = kStream, .segment = true};
+    case kAllocate:
+      return {.place = kStreamOrHost, .dst = true};
+    case kFree:
+    case kBindUnsharded:
+    case kBindSharded:
+      return {.src = true};
+    case kCopyIn:
+    case kCopyOut:
+    case kReshardPostForward:
+    case kGradCopyIn:
+      return {.place = kStream, .src = true, .dst = true};
+    case kAllGather:
+    case kReduceScatter:
+      return {.place = kStream, .src = true, .dst = true, .communicator = true};
+    case kAllReduce:
+      return {.place = kStream, .src = true, .communicator = true};
+    case kGradScale:
+      return {.place = kStreamOrHost, .src = true};
+    case kGradCast:
+    case kGradAccumulate:
+    case kCopyToHost:
+    case kCopyToDevice:
+      return {.place = kStreamOrHost, .src = true, .dst = true};
+    case kRecord:
+    case kWait:
+      return {.place = kStream, .event = true};
+    case kHostWait:
+      return {.event = true};
+    case kOptimizerStep:
+      return {.place = kStreamOrHost};
+    case kZeroGrad:
+      return {};
+  }
+  return {};
+}
+
+class OperandCheck {
+ public:
+  OperandCheck(const Plan& plan, const Instruction& instruction) : plan_(plan), i_(instruction) {}
+
+  Status Run() const {
+    const Operands needed = OperandsOf(i_.kind);
+    for (const auto& check :
+         {CheckId("stream", i_.stream, plan_.streams, needed.place == Place::kStream),
+          CheckId("src", i_.src, plan_.buffers, needed.src),
+          CheckId("dst", i_.dst, plan_.buffers, needed.dst),
+          CheckId("event", i_.event, plan_.events, needed.event),
+          CheckId("communicator", i_.communicator, plan_.communicators, needed.communicator),
+          CheckId("segment", i_.segment, plan_.segments, needed.segment),
+          CheckId("unit", i_.unit, plan_.units, false)}) {
+      if (!check) return check;
+    }
+    for (const StreamId stream : i_.safe_after) {
+      if (Status check = CheckId("safe_after stream", stream, plan_.streams, true); !check) return check;
+    }
+    if (Status check = CheckParameter(); !check) return check;
+    if (Status check = CheckParts(); !check) return check;
+    if (Status check = CheckDivisor(); !check) return check;
+    if (i_.src >= 0 && i_.src == i_.dst && i_.kind != InstructionKind::kAllGather) {
+      return Wrong("src and dst are the same buffer", plan_.buffers[i_.src].name, "two buffers");
+    }
+    const bool binds = i_.kind == InstructionKind::kBindUnsharded || i_.kind == InstructionKind::kBindSharded;
+    if (binds && i_.unit < 0 && plan_.buffers[i_.src].unit < 0) {
+      return Wrong("neither the instruction nor its buffer says which unit");
+    }
+    return needed.place == Place::kStreamOrHost && i_.stream < 0 ? CheckReachOfHost(needed) : Status();
+  }
+
+ private:
+  std::unexpected<Error> Wrong(const std::string& what, std::string found = {},
+                               std::string expected = {}) const {
+    return MakeInputError("", fmt::format("{}: {}", Name(i_.kind), what), std::move(found),
+                          std::move(expected));
+  }
+
+  template <typename List>
+  Status CheckId(const char* what, std::int32_t id, const List& list, bool needed) const {
+    if (id >= 0 && id < std::ssize(list)) return {};
+    if (id == -1 && !needed) return {};
+    if (id == -1) return Wrong(fmt::format("it has no {}", what), "none", "one");
+    return Wrong(fmt::format("there is no such {}", what), std::to_string(id),
+                 fmt::format("0 to {}", std::ssize(list) - 1));
+  }
+
+  Status CheckParameter() const {
+    if (i_.parameter == -1) return {};
+    if (i_.unit < 0) return Wrong("it names a parameter", "no unit", "its unit");
+    return CheckId("parameter", i_.parameter, plan_.units[i_.unit].parameters, true);
+  }
+
+  Status CheckParts() const {
+    if (i_.parts.empty()) return {};
+    if (i_.kind != InstructionKind::kFree) return Wrong("only a free has parts");
+    for (std::size_t k = 0; k < i_.parts.size(); ++k) {
+      Status check = CheckId("part", i_.parts[k], plan_.buffers[i_.src].parts_bytes, true);
+      if (!check) return check;
+      if (k > 0 && i_.parts[k] <= i_.parts[k - 1]) {
+        return Wrong("parts are not ascending", fmt::format("{} behind {}", i_.parts[k], i_.parts[k - 1]));
+      }
+    }
+    return {};
+  }
+
+  Status CheckDivisor() const {
+    const bool reduces = i_.kind == InstructionKind::kReduceScatter || i_.kind == InstructionKind::kAllReduce;
+    if (!reduces && i_.kind != InstructionKind::kGradScale) return {};
+    if (!(i_.divisor > 0)) {
+      return Wrong("wrong divisor", fmt::format("{}", i_.divisor), "a positive number");
+    }
+    if (i_.reduce_op == ReduceOp::kAverage && i_.divisor != 1) {
+      return Wrong("an average has no divisor of its own", fmt::format("{}", i_.divisor), "1");
+    }
+    return {};
+  }
+
+  Status CheckReachOfHost(const Operands& needed) const {
+    for (const BufferId id : {needed.src ? i_.src : -1, needed.dst ? i_.dst : -1}) {
+      if (id < 0 || plan_.buffers[id].memory != MemoryKind::kDevice) continue;
+      return Wrong(fmt::format("{} is in memory of the device", plan_.buffers[id].name), "no stream",
+                   "a stream");
+    }
+    return {};
+  }
+
+  const Plan& plan_;
+  const Instruction& i_;
+};
+
+}  // namespace
+
+Status CheckOperands(const Plan& plan, const Instruction& instruction) {
+  return OperandCheck(plan, instruction).Run();
+}
+
+}  // namespace shardplan
