@@ -96,7 +96,8 @@ TEST(Optimize, NothingThatPeopleSetIsFaster) {
 }
 
 TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
-  const Trace trace = SmallModel(4, 64, 32);
+  // Wide, that the allocator's segments of 2 and 20 MiB do not hide the tensors.
+  const Trace trace = SmallModel(4, 1024, 512);
   const Cluster cluster = SmallCluster(1'000'000'000);
   const Result<OptimizeOutput> loose = Optimize(trace, {}, cluster, Within(kLoose));
   ASSERT_TRUE(loose.has_value());
@@ -105,14 +106,12 @@ TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
   for (const int part : {95, 85, 75}) {
     const Bytes budget{loose->report.peak_reserved_bytes.value * part / 100};
     const Result<OptimizeOutput> output = Optimize(trace, {}, cluster, Within(budget));
-    if (!output) {
-      EXPECT_EQ(output.error().code, ErrorCode::kNegative) << ToString(output.error());
-      continue;
-    }
+    ASSERT_TRUE(output.has_value()) << "part " << part << ": " << ToString(output.error());
     EXPECT_LE(output->report.peak_pooled_bytes, budget);
     EXPECT_LE(output->report.peak_reserved_bytes, budget);
     EXPECT_EQ(PoolMemory(output->plan).pooled_bytes, output->report.peak_pooled_bytes);
     EXPECT_GE(output->report.step_ns, output->report.lower_bound_ns);
+    int within = 0;
     for (int i = 0; i < 60; ++i) {
       optimize::Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1 + random.Below(3),
                                                                static_cast<optimize::Ends>(random.Below(3)))};
@@ -127,9 +126,11 @@ TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
       ASSERT_TRUE(measured.has_value());
       EXPECT_LE(loose->report.lower_bound_ns, measured->step_ns);
       if (optimize::ReservedBy(planned->plan) > budget) continue;
+      ++within;
       EXPECT_LE(output->report.step_ns.value, measured->step_ns.value * 101 / 100)
           << "part " << part << ", choice " << i;
     }
+    EXPECT_GT(within, 0) << "part " << part;
   }
 }
 
