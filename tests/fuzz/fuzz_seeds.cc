@@ -115,7 +115,7 @@ void AddPipelines(std::vector<std::string>& seeds) {
 }
 
 void AddRecordings(std::vector<std::string>& seeds) {
-  for (const char* folder : {"fsdp1", "fsdp2", "live"}) {
+  for (const char* folder : {"fsdp1", "fsdp2", "live", "own"}) {
     for (const auto& entry :
          fs::directory_iterator(fs::path(SHARDPLAN_SOURCE_DIR "/tests/conformance") / folder)) {
       if (entry.path().extension() != ".log") continue;

@@ -12,7 +12,7 @@ namespace {
 
 std::vector<std::string> Cases() {
   std::vector<std::string> cases;
-  for (const char* folder : {"fsdp1", "fsdp2", "live"}) {
+  for (const char* folder : {"fsdp1", "fsdp2", "live", "own"}) {
     const std::string path = std::string(SHARDPLAN_SOURCE_DIR "/tests/conformance/") + folder;
     for (const auto& entry : std::filesystem::directory_iterator(path)) {
       if (entry.path().extension() == ".log") {
@@ -44,7 +44,7 @@ INSTANTIATE_TEST_SUITE_P(Recordings, ConformanceTest, ::testing::ValuesIn(Cases(
   return name;
 });
 
-TEST(ConformanceTest, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 113u); }
+TEST(ConformanceTest, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 142u); }
 
 }  // namespace
 }  // namespace shardplan::conformance

@@ -89,7 +89,7 @@ TEST(ScheduleGraphTest, EveryRankMayTakeAnOrderOfItsOwn) {
 
 TEST(ScheduleGraphTest, EveryOrderOfARecordedCaseIsCorrect) {
   int checked = 0;
-  for (const char* folder : {"fsdp1", "fsdp2", "live"}) {
+  for (const char* folder : {"fsdp1", "fsdp2", "live", "own"}) {
     const std::string path = std::string(SHARDPLAN_SOURCE_DIR "/tests/conformance/") + folder;
     for (const auto& entry : std::filesystem::directory_iterator(path)) {
       if (entry.path().extension() != ".log") continue;

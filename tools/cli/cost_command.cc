@@ -9,6 +9,7 @@
 
 #include "commands.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/measurements.h"
 #include "support.h"
@@ -166,9 +167,10 @@ Result<std::string> CollectivesText(const CostArguments& options, const ReadTabl
           WithoutCollective(table.rows.collectives, row, options.leave_out == "group"), row);
     }
     errors.Add(SizeClass(row.full_tensor_bytes), prediction.duration_ns, row.duration_ns);
-    text += fmt::format("{:<14} {:<14} {:>6} {:>6} {:>12} {:>12} {}  {}\n", row.device, Name(row.kind),
-                        row.concurrent_groups, row.ranks, row.full_tensor_bytes.value, row.duration_ns.value,
-                        ErrorText(prediction, row.duration_ns), prediction.source);
+    text +=
+        fmt::format("{:<14} {:<14} {:>6} {:>6} {:>12} {:>12} {}  {}\n", Printable(row.device), Name(row.kind),
+                    row.concurrent_groups, row.ranks, row.full_tensor_bytes.value, row.duration_ns.value,
+                    ErrorText(prediction, row.duration_ns), Printable(prediction.source));
   }
   if (errors.unanswered() > 0) text += fmt::format("not predicted: {} rows\n", errors.unanswered());
   return text + errors.Lines({"below 1 MiB", "1 MiB to 16 MiB", "from 16 MiB"});
@@ -209,12 +211,12 @@ Result<std::string> MatmulsText(const CostArguments& options, const ReadTable& t
       if (!rest.device.matmul[0].shapes.empty())
         prediction.duration_ns = MakeCostModel(rest)->Operator(OperatorOf(row));
     }
-    const std::string group = fmt::format("{} {}", row.device, Name(row.dtype));
+    const std::string group = fmt::format("{} {}", Printable(row.device), Name(row.dtype));
     dtypes.insert(group);
     errors.Add(group, prediction.duration_ns, row.duration_ns);
     errors.Add(std::string(Name(row.dtype)), prediction.duration_ns, row.duration_ns);
-    text += fmt::format("{:<10} {:<9} {:>5} {:>6} {:>6} {:>6} {:>12} {}\n", row.device, Name(row.dtype),
-                        row.batch, row.m, row.n, row.k, row.duration_ns.value,
+    text += fmt::format("{:<10} {:<9} {:>5} {:>6} {:>6} {:>6} {:>12} {}\n", Printable(row.device),
+                        Name(row.dtype), row.batch, row.m, row.n, row.k, row.duration_ns.value,
                         ErrorText(prediction, row.duration_ns));
   }
   std::vector<std::string> order(dtypes.begin(), dtypes.end());

@@ -11,6 +11,7 @@
 #include "explain_time.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "support.h"
@@ -90,9 +91,9 @@ std::string UnitsText(const Plan& plan, const std::vector<UnitWork>& works) {
     const UnitWork& work = works[first];
     Nanoseconds exposed;
     for (std::size_t u = first; u < end; ++u) exposed += works[u].exposed_ns;
-    std::string name = DisplayName(plan.units[first].fqn);
+    std::string name = Printable(DisplayName(plan.units[first].fqn));
     if (end - first > 1)
-      name += fmt::format(" ... {} ({} alike)", DisplayName(plan.units[end - 1].fqn), end - first);
+      name += fmt::format(" ... {} ({} alike)", Printable(DisplayName(plan.units[end - 1].fqn)), end - first);
     text += fmt::format("{}: {} module{}, {:.3f} GiB whole\n", name, work.modules,
                         work.modules == 1 ? "" : "s", Gibibytes(work.whole_bytes));
     text += "  gathered from all ranks " + Times(work.gathers, work.gather_ns);
@@ -132,7 +133,7 @@ std::string CurveText(const Optimization& report) {
 std::string ReportText(const Optimization& report) {
   std::string text = "\ndecisions, and what each is worth\n";
   for (const DecisionReport& decision : report.decisions) {
-    text += fmt::format("  {}: {}\n", decision.decision, decision.chosen);
+    text += fmt::format("  {}: {}\n", Printable(decision.decision), Printable(decision.chosen));
     const bool smaller = decision.without_bytes < report.peak_reserved_bytes;
     const Bytes apart = smaller ? report.peak_reserved_bytes - decision.without_bytes
                                 : decision.without_bytes - report.peak_reserved_bytes;

@@ -12,6 +12,7 @@
 
 #include "commands.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/printable.h"
 #include "support.h"
 
 namespace {
@@ -57,8 +58,17 @@ void RefuseEmptyNames(CLI::App& app) {
 int Explain(const CLI::App& app, const CLI::ParseError& error) {
   std::ostringstream text, wrong;
   const bool asked = app.exit(error, text, wrong) == 0;
-  shardplan::cli::PrintError(wrong.str());
-  if (!asked) return ExitCode(shardplan::ErrorCode::kUsage);
+  if (!asked) {
+    // The words may hold anything: the message is one line, the hint that CLI11 adds another.
+    std::string said = wrong.str();
+    const std::size_t hint = said.rfind("\nRun with --help");
+    if (hint == std::string::npos) {
+      shardplan::cli::PrintError(said);
+    } else {
+      shardplan::cli::PrintError(shardplan::Printable(said.substr(0, hint)) + said.substr(hint));
+    }
+    return ExitCode(shardplan::ErrorCode::kUsage);
+  }
   return shardplan::cli::PrintAnswer(text.str());
 }
 

@@ -13,7 +13,7 @@ struct ForwardIndex {
   std::map<ModuleId, std::int32_t> first_enter;                         // canonical modules
   std::map<std::pair<ModuleId, std::int32_t>, const ExitEvent*> exits;  // module, occurrence
   std::map<std::pair<ModuleId, std::int32_t>, std::int32_t> left;       // ... the event
-  std::vector<std::int32_t> first_seen;  // by tensor: event that names it first
+  std::vector<std::int32_t> first_seen;  // by tensor: event that names it first, or allocates it
 };
 
 ForwardIndex MakeForwardIndex(const Pass& pass, const ModelIndex& index) {
@@ -21,9 +21,17 @@ ForwardIndex MakeForwardIndex(const Pass& pass, const ModelIndex& index) {
   forward.first_seen.assign(pass.tensors.size(), -1);
   std::map<ModuleId, std::int32_t> calls;
   std::vector<std::int32_t> open;  // occurrences
+  // A tensor is as old as its storage, unless another one had the storage before: then it is a view, or was
+  // changed in place.
+  std::map<StorageId, std::int32_t> born;
+  std::set<StorageId> known;
   const auto see = [&](const std::vector<TensorId>& tensors, std::int32_t position) {
     for (const TensorId tensor : tensors) {
-      if (forward.first_seen[tensor] < 0) forward.first_seen[tensor] = position;
+      if (forward.first_seen[tensor] >= 0) continue;
+      const StorageId storage = pass.tensors[tensor].storage;
+      const auto birth = born.find(storage);
+      const bool fresh = birth != born.end() && known.insert(storage).second;
+      forward.first_seen[tensor] = fresh ? birth->second : position;
     }
   };
   for (std::int32_t i = 0; i < static_cast<std::int32_t>(pass.events.size()); ++i) {
@@ -32,6 +40,8 @@ ForwardIndex MakeForwardIndex(const Pass& pass, const ModelIndex& index) {
       forward.first_enter.try_emplace(module, i);
       open.push_back(calls[module]++);
       see(enter->inputs, i);
+    } else if (const auto* allocate = std::get_if<AllocateEvent>(&pass.events[i])) {
+      born[allocate->storage] = i;
     } else if (const auto* exit = std::get_if<ExitEvent>(&pass.events[i])) {
       see(exit->outputs, i);
       if (open.empty()) continue;

@@ -196,9 +196,6 @@ class PassesCheck {
     if (!ready_.emplace(module, ready.index, ready.occurrence, ready.forward).second) {
       return MakeInputError(At("/0"), "the gradient of this output is ready already");
     }
-    if (done_.contains({module, ready.occurrence, ready.forward})) {
-      return MakeInputError(At("/0"), "the gradients of this call's inputs are done already");
-    }
     return BeforeTheEnd();
   }
   Status OnBackward(const InputsGradDoneEvent& done) {

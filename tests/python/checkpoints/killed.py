@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 from states import equal, load_distributed, save_distributed, tensors_of
 
+JOURNAL = ".shardplan-checksums"
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
@@ -26,9 +28,11 @@ def large_state(megabytes: int) -> dict:
     return {"model": {f"layers.{i}.w": torch.randn(rows, 32, generator=generator) for i in range(8)}, "epoch": 3}
 
 
-def run(command: list[str], seconds: float | None) -> str | None:
-    """What it said. None: it was killed after so many seconds, with all its threads."""
+def run(command: list[str], seconds: float | None, when: Callable[[], bool] = lambda: True) -> str | None:
+    """What it said. None: it was killed with all its threads, so many seconds after `when` came true."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not when() and process.poll() is None:
+        time.sleep(0.001)
     try:
         said, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -44,8 +48,16 @@ def went_on(said: str) -> bool:
     return "from a run that was ended" in said
 
 
+def lines_noted(partial: pathlib.Path) -> int:
+    """Of what is written, for a run that goes on. The first says of which run."""
+    try:
+        return (partial / JOURNAL).read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
 def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) -> dict:
-    """Counts: kills that hit a run, runs that ended with bytes of one that was killed."""
+    """Counts: kills that hit a run, runs that ended with bytes of one that was killed. The last kill comes when some of it is written."""
     r = random.Random(seed)
     before = large_state(megabytes)
     save_distributed(before, folder / "a")
@@ -55,12 +67,14 @@ def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) 
     begin = time.monotonic()
     run(command, None)
     whole_run = time.monotonic() - begin
-    wanted = {path.name: path.read_bytes() for path in target.iterdir() if path.name != ".shardplan-checksums"}
+    wanted = {path.name: path.read_bytes() for path in target.iterdir() if path.name != JOURNAL}
     shutil.rmtree(target)
     counts = {"killed": 0, "resumed": 0}
+    partial = folder / ".shardplan-b.partial"
     while counts["killed"] < kills:
-        partial = folder / ".shardplan-b.partial"
-        said = run(command, r.uniform(0, whole_run))
+        last = counts["killed"] == kills - 1
+        before_run = max(1, lines_noted(partial))
+        said = run(command, 0, lambda least=before_run: lines_noted(partial) > least) if last else run(command, r.uniform(0, whole_run))
         if said is not None:
             counts["resumed"] += went_on(said)
             shutil.rmtree(target)
@@ -69,7 +83,8 @@ def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) 
         assert target.exists() != partial.exists() or not target.exists(), "whole or absent"
         if target.exists():
             shutil.rmtree(target)
-        elif r.random() < 0.3 and partial.exists():
+            counts["killed"] -= last  # it was done already
+        elif not last and r.random() < 0.3 and partial.exists():
             files = sorted(path for path in partial.glob("*.distcp") if path.stat().st_size)
             if files:  # the disk lost what was written
                 path = r.choice(files)
@@ -77,7 +92,7 @@ def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) 
                 data[r.randrange(len(data))] ^= 1
                 path.write_bytes(data)
     counts["resumed"] += went_on(run(command, None))
-    found = {path.name: path.read_bytes() for path in target.iterdir() if path.name != ".shardplan-checksums"}
+    found = {path.name: path.read_bytes() for path in target.iterdir() if path.name != JOURNAL}
     assert found == wanted, f"other bytes: SHARDPLAN_SEED={seed}"
     state = load_distributed(target, folder / "found.pt")
     assert all(equal(value, tensors_of(state)[name]) for name, value in tensors_of(before).items())

@@ -11,11 +11,13 @@ import time
 
 import pytest
 from conftest import ROOT
-from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, OPTIMIZE, TABLE, TRACE, WRITERS, command_line, everything_in, program, python, run, small_files
+from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, OPTIMIZE, TABLE, TRACE, WRITERS, command_line, commands, everything_in, program, python, run, small_files
 
 SEED = int(os.environ.get("SHARDPLAN_SEED", "20"))
 OLD = "what was there before\n"
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
+HEADER = b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
+TENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(16)
 each_writer = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
 
 
@@ -39,14 +41,9 @@ def inputs(tmp_path_factory):
     return files
 
 
-def commands() -> list[str]:
-    said = run([program()]).stderr
-    return re.search(r"The commands are (.*)", said).group(1).split()
-
-
 def test_every_output_of_every_command_is_tried():
     found = set()
-    for command in commands():
+    for command in sorted(commands()):
         text = subprocess.run([program(), command, "--help"], capture_output=True, text=True, check=True).stdout
         for line in text.splitlines():
             flag = re.match(r"\s+(?:-\w,\s*)?(?:-\w FILE, )?(--[\w-]+)", line)
@@ -71,6 +68,23 @@ def test_nothing_else_in_the_sources_writes_files():
                 if re.search(pattern, path.read_text()):
                     found.add(str(path.relative_to(ROOT)))
         assert found <= writers
+
+
+@pytest.mark.parametrize("out, why", [("/dev/full", "No space left"), ("nowhere/out", "No such file"), ("folder", "Is a directory"), ("file/out", "Not a directory")])
+@pytest.mark.parametrize("flag", ["-o", "--html", "reshard-checkpoint"])
+def test_an_output_that_grows_or_is_a_folder_cannot_be_written(flag, out, why, tmp_path):
+    """Of the commands whose outputs are no single file, written at once."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text(OLD)
+    (tmp_path / "state.safetensors").write_bytes(TENSORS)
+    sweep = ["sweep", TRACE, "-q", flag, out, "--", "--unit", "layers.*"]
+    line = ["reshard-checkpoint", "state.safetensors", out, "--world-size", "2"] if flag == "reshard-checkpoint" else sweep
+    done = run([program(), *line], cwd=tmp_path)
+    there_already = flag == "reshard-checkpoint" and out in ("/dev/full", "folder")
+    assert done.returncode == (2 if there_already else 4) and "Traceback" not in done.stderr, done
+    assert len(done.stderr.splitlines()) == 1 and (why in done.stderr or flag == "reshard-checkpoint"), done.stderr
+    assert everything_in(tmp_path) == {"folder", "file", "state.safetensors"} and not everything_in(tmp_path / "folder")
+    assert (tmp_path / "file").read_text() == OLD
 
 
 @each_writer

@@ -4,12 +4,13 @@ that reads a plan reads its text form."""
 import json
 import os
 import re
+import struct
 import subprocess
 import time
 
 import pytest
 from conftest import build_folder
-from writers import ALLOCATOR_LOG, FLAGS, TRACE, TRACER, program, python
+from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, everything_in, program, python
 
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 # Words with {file}, which the command reads.
@@ -35,11 +36,37 @@ READERS = {
     "diff first": ("diff", "{file}", "{plan}"),
     "conformance": ("conformance", "{file}"),
     "allocator-replay": ("allocator-replay", "{file}"),
+    "optimize": ("optimize", "{file}", *OPTIMIZE, "-o", "/dev/null"),
+    "optimize --cluster": ("optimize", "{trace}", *OPTIMIZE, "--cluster", "{file}", "-o", "/dev/null"),
+    "optimize --strategy": ("optimize", "{trace}", *OPTIMIZE, "--strategy", "{file}", "-o", "/dev/null"),
+    "certify": ("certify", "{file}", "{certificate}", "--trace", "{trace}"),
+    "certify certificate": ("certify", "{best}", "{file}", "--trace", "{trace}"),
+    "certify --trace": ("certify", "{best}", "{certificate}", "--trace", "{file}"),
+    "explain": ("explain", "{file}"),
+    "explain --report": ("explain", "{best}", "--report", "{file}"),
+    "compare": ("compare", "{file}", "{plan}"),
+    "compare second": ("compare", "{plan}", "{file}"),
+    "cost": ("cost", "{file}"),
+    "cost --cluster": ("cost", "{table}", "--cluster", "{file}"),
+    "cost --fit": ("cost", "{table}", "--fit", "{file}", "-o", "/dev/null"),
+    "calibrate --from": ("calibrate", "--from", "{file}", "-o", "/dev/null"),
+    "calibrate --base": ("calibrate", "--from", "{measured}", "--base", "{file}", "-o", "/dev/null"),
+    "sweep": ("sweep", "{file}", "-q", "--", "--unit", "layers.*"),
+    "sweep --cluster": ("sweep", "{trace}", "--cluster", "{file}", "-q", "--", "--unit", "layers.*"),
+    "sweep --merge": ("sweep", "--merge", "{file}", "-o", "merged.csv"),
+    "evaluate": ("evaluate",),  # reads the file that its standard input names
+    "reshard-checkpoint": ("reshard-checkpoint", "{file}", "target", "--world-size", "2", "-q"),
+    "reshard-checkpoint --target-layout": ("reshard-checkpoint", "{state}", "target", "--target-layout", "{file}", "-q"),
+    "trace": ("trace", "{file}", "-q", "-o", "traced.json"),
 }
 if HAS_EXECUTOR:
     READERS["run"] = ("run", "{file}", "--device", "virtual")
     READERS["run --report"] = ("run", "{plan}", "--report", "{file}")
-SLOW = {"run", "run --report"}  # LibTorch loads slowly
+SLOW = {"run", "run --report", "trace", "sweep"}  # LibTorch loads slowly
+# Commands that answer for each thing that they are asked, and say in the answer what is wrong: their exit codes.
+ANSWERS = {"sweep": 1, "sweep --cluster": 1, "evaluate": 0}
+# What is not read from front to back, or not by the command itself.
+NO_PIPES = {"conformance", "sweep", "sweep --cluster", "evaluate", "reshard-checkpoint", "trace", "run --report"}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +75,12 @@ def files(tmp_path_factory):
     plan = folder / "plan.json"
     subprocess.run([program(), "plan", TRACE, *FLAGS, "-q", "-o", plan], check=True)
     subprocess.run([program(), "show", plan, "-o", folder / "plan.txt"], check=True)
+    made = ("-o", folder / "best.json", "--report", folder / "report.json", "--certificate", folder / "certificate.json")
+    subprocess.run([program(), "optimize", TRACE, *OPTIMIZE, *made], check=True, capture_output=True)
+    (folder / "table.csv").write_text(TABLE)
+    (folder / "measured.json").write_text(MEASURED)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+    (folder / "state.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     (folder / "loop").symlink_to("loop")
     (folder / "folder").mkdir()
     (folder / "empty").touch()
@@ -62,31 +95,61 @@ def files(tmp_path_factory):
     (folder / "deep").write_text("[" * 100_000)
     (folder / "bom").write_bytes(b"\xef\xbb\xbf" + plan.read_bytes()[:100])
     (folder / "nul").write_bytes(b"\0" * 1000)
+    (folder / "no utf-8").write_bytes(plan.read_bytes().replace(b"layers", b"l\xe4yers"))
     return folder
 
 
 STRANGE = ["nowhere", "loop", "loop/inside", "folder", "n" * 300, "plan.json/inside", "empty", "blank", "binary", "words", "list", "object", "number",
-           "half", "half text", "deep", "bom", "nul", "/dev/null", ""]
+           "half", "half text", "deep", "bom", "nul", "no utf-8", "/dev/null", ""]
 
 
 def tried(name, path, folder, **options):
-    words = [word.format(file=path, plan=folder / "plan.json", trace=TRACE) for word in READERS[name]]
-    return subprocess.run([program(), *words], capture_output=True, text=True, timeout=60, check=False, cwd=folder, **options)
+    made = {file.stem: file for file in folder.glob("*.*") if file.suffix in (".json", ".csv", ".safetensors")}
+    words = [word.format(file=path, trace=TRACE, **made) for word in READERS[name]]
+    asked = json.dumps([str(path), "--unit", "layers.*"]) + "\n" if name == "evaluate" else None
+    return subprocess.run([program(), *words], input=asked, capture_output=True, text=True, timeout=60, check=False, cwd=folder, env=environment(), **options)
+
+
+def what_was_said(done):
+    """But for how long `optimize` has searched."""
+    return "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith("search "))
+
+
+def test_every_command_is_given_strange_files():
+    """A new command gets an entry above."""
+    assert {words[0] for words in READERS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands()
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_that_is_none_is_bad_input(name, files):
-    for strange in STRANGE if name not in SLOW else ("nowhere", "words"):
+    there = everything_in(files)
+    for strange in STRANGE if name not in SLOW else ("nowhere", "words", "deep"):
         done = tried(name, strange, files)
-        assert done.returncode == (2 if not strange and "--" in name and name != "validate --ranks-apart" else 3), (strange, done.returncode, done.stdout[-300:], done.stderr)
+        assert everything_in(files) == there, (strange, "something is left")
+        if name in ANSWERS and (strange or name == "evaluate"):
+            assert done.returncode == ANSWERS[name] and not done.stderr, (strange, done.returncode, done.stderr)
+            lines = [line for line in done.stdout.splitlines() if ("error" if name == "evaluate" else "not simulated: ") in line and "Traceback" not in line]
+            assert len(lines) == 1 and os.path.basename(strange)[:100] in lines[0], (strange, done.stdout)
+            continue
+        assert done.returncode == (2 if not strange and ("--" in name or name.startswith("sweep")) and name != "validate --ranks-apart" else 3), (strange, done.returncode, done.stdout[-300:], done.stderr)
         if not strange and done.returncode == 2:
             continue
-        lines = [line for line in done.stderr.splitlines() if "error: " in line or line.startswith("shardplan-run: ") or line.startswith("shardplan conformance: ")]
+        assert "Traceback" not in done.stderr, (strange, done.stderr)
+        own = ("shardplan-run: ", "shardplan conformance: ", "shardplan trace: ")
+        lines = [line for line in done.stderr.splitlines() if "error: " in line or line.startswith(own)]
         assert len(lines) == 1, (strange, done.stderr)
         assert not strange or os.path.basename(strange) in lines[0], (strange, lines)
 
 
-@pytest.mark.parametrize("name", [name for name in READERS if name != "conformance"])
+@pytest.mark.parametrize("name", ["sweep", "sweep --cluster", "evaluate", "reshard-checkpoint", "trace", "calibrate --from", "calibrate --base", "sweep --merge", "cost", "explain"])
+def test_a_pipe_that_nobody_writes_to_ends_the_command(name, files, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    done = tried(name, tmp_path / "pipe", files)
+    assert done.returncode == ANSWERS.get(name, 3), (done.returncode, done.stderr)
+    assert "pipe" in (done.stdout if name in ANSWERS else done.stderr) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name not in NO_PIPES - {"run --report"}])
 def test_a_pipe_is_read_once_and_one_that_nobody_writes_to_is_told(name, files, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -95,20 +158,22 @@ def test_a_pipe_is_read_once_and_one_that_nobody_writes_to_is_told(name, files, 
         done = tried(name, pipe, files)
         assert done.returncode == 3 and time.monotonic() - begin < 30
         assert "no process writes to it" in done.stderr or "every rank reads it" in done.stderr
-    good = {"plan": TRACE, "explain-memory --trace": TRACE, "allocator-replay": ALLOCATOR_LOG}.get(name, files / "plan.json")
-    document = json.loads(good.read_text())
+    good = {"plan": TRACE, "explain-memory --trace": TRACE, "allocator-replay": ALLOCATOR_LOG, "optimize": TRACE, "certify": files / "best.json",
+            "certify certificate": files / "certificate.json", "certify --trace": TRACE, "explain --report": files / "report.json", "cost": files / "table.csv",
+            "cost --fit": CLUSTER, "calibrate --from": files / "measured.json", "calibrate --base": CLUSTER}.get(name, files / "plan.json")  # fmt: skip
+    document = json.loads(good.read_text()) if good.suffix == ".json" else None
     if "--strategy" in name or "--cluster" in name:
         document = document["strategy" if "--strategy" in name else "cluster"]
         document["schema"] = f"shardplan.{'strategy' if '--strategy' in name else 'cluster'}/1"
         document.pop("mesh", None)
     if name == "run --report":
         return
-    (tmp_path / "document").write_text(json.dumps(document))
+    (tmp_path / "document").write_text(good.read_text() if document is None else json.dumps(document))
     plain = tried(name, tmp_path / "document", files)
     writer = subprocess.Popen(["sh", "-c", f"cat {tmp_path}/document > {pipe}"])
     done = tried(name, pipe, files)
     writer.wait(timeout=30)
-    assert (done.returncode, done.stdout.replace("/pipe", "/document")) == (plain.returncode, plain.stdout), done.stderr
+    assert (done.returncode, what_was_said(done).replace("/pipe", "/document")) == (plain.returncode, what_was_said(plain)), done.stderr
 
 
 @pytest.mark.parametrize("name", ["validate", "validate --ranks-apart", "simulate", "simulate second", "memory", "explain-memory", "show", "diff", "run"])

@@ -113,6 +113,12 @@ def program(name: str = "shardplan") -> str:
     return str(build_folder() / "bin" / name)
 
 
+def commands() -> set[str]:
+    """All that the program has, as it says itself."""
+    said = subprocess.run([program(), "--help"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in said.partition("Subcommands:")[2].partition("Exit codes")[0].splitlines() if line.strip()}
+
+
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "tests" / "python" / "tracer"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "SHARDPLAN_PROGRAMS": str(build_folder() / "bin")}

@@ -6,7 +6,9 @@ import subprocess
 
 import pytest
 import live_cases
+import reference_cases
 import reference_models
+import reference_recorder
 from conftest import ROOT, build_folder
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
@@ -73,6 +75,18 @@ def test_recorder_writes_what_was_recorded_before(fake, policy, name):
     lines = fake.record(functools.partial(reference_case, policy, name), order_of(reference_case(policy, name)))
     wanted = (ROOT / "tests" / "conformance" / policy / f"{name}.log").read_text().splitlines()
     assert compared(lines, policy) == compared(wanted, policy)
+
+
+def own_case(name: str) -> Case:
+    return next(case for case in reference_cases.cases() if case.name == name)
+
+
+@pytest.mark.parametrize("name", ["t5_fsdp1", "encdec_reused_fsdp2", "ckpt_call_around_block_fsdp2", "ckpt_call_around_stage_nostop_fsdp2"])
+def test_reference_recorder_writes_what_it_wrote_before(fake, name, tmp_path):
+    make = functools.partial(own_case, name)
+    reference_recorder.write(make, fake.record(make, order_of(make())), tmp_path)
+    for suffix in ("json", "log"):
+        assert (tmp_path / f"{name}.{suffix}").read_text() == (ROOT / "tests" / "conformance" / "own" / f"{name}.{suffix}").read_text()
 
 
 def test_gloo_ranks_issue_what_the_fake_one_issues(fake):

@@ -53,6 +53,20 @@ def test_missing_and_other_rows_and_other_peaks_are_found(computed):
     assert "out of memory" in memory_cuda.first_difference(case, {**rows, "allocator": {**rows["allocator"], "out_of_memory": True}})
 
 
+def test_what_the_construction_left_spares_a_call_of_the_driver_and_no_more(computed):
+    """Before its first step this recording has a segment more than the plan, which is free in part."""
+    case = next(case for case in CASES if case["case"] == "f1_1b_uncompacted")
+    rows = computed[case["case"]]
+    recorded = max(step["device_allocs"] for step in case["peak"])
+    assert rows["allocator"]["device_allocs"] == recorded + 1
+    assert memory_cuda.first_difference(case, rows) is None
+    for other in (recorded - 1, recorded + 2):
+        changed = {**rows, "allocator": {**rows["allocator"], "device_allocs": other}}
+        assert "device_allocs" in memory_cuda.first_difference(case, changed)
+    compacted = {**case, "knobs": {**case["knobs"], "compact": True}}
+    assert "device_allocs" in memory_cuda.first_difference(compacted, rows)
+
+
 def test_the_pace_of_the_device_decides_what_is_reserved(tmp_path):
     """A slow device's recording is not what a fast one's plan reserves: the option has an effect."""
     case = next(case for case in CASES if case["knobs"]["device"] == "slow")

@@ -22,6 +22,7 @@ from rank_runs import HSDP, Started, Starter, listening, make_plan
 
 SLACK_S = 60.0  # generous: other processes may have the cores
 START_S = 60.0
+SAID_S = 10.0  # until all have named a rank that died; it is less than one where the cores are free
 LOOPBACK = "0100007F"  # as /proc/net has it
 
 
@@ -136,6 +137,8 @@ def judge_survivors(outcome: Outcome, started: Started, pids: dict[int, int], be
     waits = fault.connecting or fault.signal == signal.SIGSTOP
     patience = timeout_s + SLACK_S if waits else SLACK_S
     outcome.said_s = await_word(fault, started, survivors, pids, begin + patience)
+    if not waits and outcome.said_s is not None and outcome.said_s > SAID_S:
+        outcome.wrong.append(f"it is named by all after {outcome.said_s:.1f} s, not within {SAID_S:g} s")
     if not started.await_end(survivors, pids, begin + patience):
         outcome.wrong.append(f"ranks still run after {patience:g} s")
     outcome.ended_s = time.monotonic() - begin

@@ -14,6 +14,10 @@ FAULTS = [
     Fault("run", "run", "3", signal.SIGKILL, -1),
     Fault("hand", "run", "2x2", signal.SIGKILL, 3),  # those that share no communicator with it name it, too
     Fault("hand", "run", "3", signal.SIGSTOP, 0),  # it serves the store
+    Fault("torchrun", "run", "2x2", signal.SIGKILL, 2),
+    Fault("torchrun", "apply", "3", signal.SIGKILL, 1),
+    Fault("hand", "apply", "3", signal.SIGSEGV, 2),
+    Fault("hand", "apply", "2x2", signal.SIGSTOP, 1),
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import tracer_models as models
 from conftest import ROOT
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from tracer_support import CASES, events_of, fqn_of, order_on_real_tensors, passes, saved_in, tokens, trace_case
 
 from shardplan.tracer import document
@@ -156,20 +157,34 @@ def test_the_same_tensor_object_has_the_same_id_across_modules():
 def test_recomputation_is_marked_and_its_storages_have_their_role():
     trace = trace_module(models.Llama(checkpointed=True), (tokens(),), options=Options(dtype="bfloat16"))
     backward = trace["backwards"][0]["events"]
-    marks = [(e[0], fqn_of(trace, e[1])) for e in backward if e[0].startswith("recompute")]
-    assert marks == [(kind, f"layers.{i}") for i in (2, 1, 0) for kind in ("recompute_enter", "recompute_exit")]
-    depth, recomputed = 0, 0
+    running, outermost, recomputed = [], [], 0
     for event in backward:
-        depth += {"recompute_enter": 1, "recompute_exit": -1}.get(event[0], 0)
-        if event[0] == "+":
-            assert (event[3] == "recompute") == (depth > 0)
-            recomputed += depth > 0
-    assert recomputed > 0
+        if event[0] == "recompute_enter":
+            outermost += [] if running else [fqn_of(trace, event[1])]
+            running.append(fqn_of(trace, event[1]))
+        elif event[0] == "recompute_exit":
+            running = running[: running.index(fqn_of(trace, event[1]))]
+        elif event[0] == "+":
+            assert (event[3] == "recompute") == bool(running)
+            recomputed += bool(running)
+    assert recomputed > 0 and not running
+    assert outermost == [f"layers.{i}" for i in (2, 1, 0)]
     plain = trace_module(models.Llama(), (tokens(),), options=Options(dtype="bfloat16"))
     batch, seq = 2, 32
     assert (
         saved_in(trace, "layers.1") == 2 * batch * seq * models.DIM < saved_in(plain, "layers.1")
     ), "only the block's output"
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_modules_inside_a_recomputation_are_marked_and_an_early_stop_leaves_no_exit(early_stop):
+    with set_checkpoint_early_stop(early_stop):
+        trace = trace_module(models.Llama(checkpointed=True), (tokens(),), options=Options(dtype="bfloat16"))
+    marks = [(e[0].removeprefix("recompute_"), fqn_of(trace, e[1])) for e in trace["backwards"][0]["events"] if e[0].startswith("recompute")]
+    first = marks[: marks.index(("exit", "layers.2")) + 1]
+    assert first[:3] == [("enter", "layers.2"), ("enter", "layers.2.norm1"), ("exit", "layers.2.norm1")]
+    left_open = {fqn for kind, fqn in first if kind == "enter"} - {fqn for kind, fqn in first if kind == "exit"}
+    assert left_open == ({"layers.2.mlp", "layers.2.mlp.w2"} if early_stop else set())
 
 
 def test_forward_alone_and_without_gradients():

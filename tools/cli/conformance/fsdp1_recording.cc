@@ -3,6 +3,8 @@
 #include <map>
 #include <set>
 #include <string_view>
+#include <tuple>
+#include <utility>
 
 #include "checked_json.h"
 #include "recording.h"
@@ -20,6 +22,95 @@ DType ToDType(const Json& name) {
   if (!dtype) name.Fail("the name of a dtype");
   return *dtype;
 }
+
+// One call of a module in a forward: the tensors that went in and out.
+struct CallTensors {
+  std::int32_t occurrence = 0;
+  std::vector<std::int64_t> inputs, outputs;  // ids; inputs that require a gradient only
+};
+using Calls = std::map<std::string, std::vector<CallTensors>>;  // by module
+
+// The recorded gradients are of tensors of the plain model; a trace's are of calls of modules, as identities
+// around their inputs show them. The hooks on a tensor fire together, in the order of their registration:
+// producer first, consumers in the order in which they ran. A trace has the inputs of the last consumer done
+// first, and the producer's output ready last. A consumer that returns the tensor has its output ready before
+// its inputs are done:
+//
+//   hooks on t:  a returned it | b got it | b returned it | c got it
+//   trace:       c's inputs done, b's output ready, b's inputs done, a's output ready
+class BackwardOrder {
+ public:
+  BackwardOrder(const Calls& calls, std::vector<TraceEvent>& events) : calls_(calls), events_(events) {}
+
+  void OnParameter(ParameterId parameter) {
+    events_.push_back(ParameterGradEvent{parameter, -1});
+    first_of_.clear();
+    done_at_.clear();
+  }
+
+  // A tensor that a call returns twice, or that several calls return, has a hook for each.
+  void OnOutput(const std::string& fqn, ModuleId module, std::int64_t tensor) {
+    for (const CallTensors& call : CallsOf(fqn)) {
+      for (std::size_t i = 0; i < call.outputs.size(); ++i) {
+        if (call.outputs[i] != tensor || !ready_.emplace(fqn, call.occurrence, i).second) continue;
+        const auto done = done_at_.find({fqn, call.occurrence});
+        const std::size_t at = done == done_at_.end() ? events_.size() : done->second;
+        Insert(at, OutputGradReadyEvent{module, static_cast<std::int32_t>(i), call.occurrence, 0});
+        Begins(tensor, at);
+        return;
+      }
+    }
+  }
+
+  void OnInput(const std::string& fqn, ModuleId module, std::int64_t tensor) {
+    reached_.emplace(fqn, tensor);
+    for (const CallTensors& call : CallsOf(fqn)) {
+      const bool got = std::ranges::find(call.inputs, tensor) != call.inputs.end();
+      const bool all = std::ranges::all_of(call.inputs, [&](std::int64_t input) {
+        return reached_.contains({fqn, input});
+      });
+      if (!got || !all || !done_.emplace(fqn, call.occurrence).second) continue;
+      std::size_t at = events_.size();
+      for (const std::int64_t input : call.inputs) {
+        if (const auto first = first_of_.find(input); first != first_of_.end()) {
+          at = std::min(at, first->second);
+        }
+      }
+      Insert(at, InputsGradDoneEvent{module, call.occurrence, 0});
+      Begins(tensor, at);
+      done_at_[{fqn, call.occurrence}] = at;
+    }
+  }
+
+ private:
+  const std::vector<CallTensors>& CallsOf(const std::string& fqn) const {
+    static const std::vector<CallTensors> kNone;
+    const auto found = calls_.find(fqn);
+    return found == calls_.end() ? kNone : found->second;
+  }
+
+  void Insert(std::size_t at, const TraceEvent& event) {
+    events_.insert(events_.begin() + static_cast<std::ptrdiff_t>(at), event);
+    for (auto& [tensor, position] : first_of_) position += position >= at ? 1 : 0;
+    for (auto& [call, position] : done_at_) position += position >= at ? 1 : 0;
+  }
+
+  void Begins(std::int64_t tensor, std::size_t at) {
+    const auto [first, added] = first_of_.try_emplace(tensor, at);
+    first->second = std::min(first->second, at);
+  }
+
+  using Call = std::pair<std::string, std::int32_t>;  // module, occurrence
+
+  const Calls& calls_;
+  std::vector<TraceEvent>& events_;
+  std::set<std::pair<std::string, std::int64_t>> reached_;              // gradients of inputs: module, tensor
+  std::set<std::tuple<std::string, std::int32_t, std::size_t>> ready_;  // outputs: module, occurrence, index
+  std::set<Call> done_;
+  // Positions in `events_` since the last parameter.
+  std::map<std::int64_t, std::size_t> first_of_;  // tensor -> its first event
+  std::map<Call, std::size_t> done_at_;
+};
 
 class Fsdp1Converter {
  public:
@@ -45,12 +136,6 @@ class Fsdp1Converter {
     if (found == module_id_.end()) name.Fail(kModule);
     return found->second;
   }
-
-  // One call of a module in a forward: the tensors that went in and out.
-  struct CallTensors {
-    std::int32_t occurrence = 0;
-    std::vector<std::int64_t> inputs, outputs;  // ids; inputs that require a gradient only
-  };
 
   void ConvertModel() {
     const Json model = json_["model_description"];
@@ -138,7 +223,7 @@ class Fsdp1Converter {
   void ConvertForward(const Json& traced) {
     Pass pass;
     std::map<std::int64_t, TensorId> tensor_id;
-    std::map<std::string, std::vector<CallTensors>> runs;
+    Calls runs;
     const auto add = [&](const Json& tensors, std::vector<std::int64_t>& ids, bool only_differentiable) {
       std::vector<TensorId> converted;
       for (const Json& t : tensors.Elements()) {
@@ -173,49 +258,16 @@ class Fsdp1Converter {
     runs_.push_back(std::move(runs));
   }
 
-  // The recorded gradients are of tensors; a trace's are of calls of modules. The recording's hook on an
-  // input fires behind the hooks of the module that made the tensor; a trace has the inputs done first.
   std::int32_t ConvertBackward(std::int32_t backward, std::int32_t forward) {
     Pass pass{.forwards = {forward}};
-    auto& runs = runs_[forward];
-    std::set<std::pair<std::string, std::int64_t>> done;  // module, input tensor
-    std::map<std::int64_t, std::size_t> ready_at;         // tensor -> position of its first output event
+    BackwardOrder order(runs_[forward], pass.events);
     for (const Json& e : json_["backward_traces"][static_cast<std::size_t>(backward)].Elements()) {
       if (e["ev"] == "param_grad") {
-        pass.events.push_back(ParameterGradEvent{e["param"].In(parameter_id_, kParameter), -1});
-        ready_at.clear();
-        continue;
-      }
-      const std::string fqn = Fqn(e["module"]);
-      const ModuleId module = ModuleOf(e["module"]);
-      const std::int64_t tensor = e["tensor"];
-      if (e["ev"] == "output_grad") {
-        for (const CallTensors& run : runs[fqn]) {
-          const auto at = std::find(run.outputs.begin(), run.outputs.end(), tensor);
-          if (at == run.outputs.end()) continue;
-          ready_at.try_emplace(tensor, pass.events.size());
-          pass.events.push_back(OutputGradReadyEvent{
-              module, static_cast<std::int32_t>(at - run.outputs.begin()), run.occurrence, 0});
-          break;
-        }
-        continue;
-      }
-      done.insert({fqn, tensor});
-      for (const CallTensors& run : runs[fqn]) {
-        if (std::find(run.inputs.begin(), run.inputs.end(), tensor) == run.inputs.end()) continue;
-        const bool all = std::all_of(run.inputs.begin(), run.inputs.end(), [&](std::int64_t input) {
-          return done.contains({fqn, input});
-        });
-        if (!all) continue;
-        const InputsGradDoneEvent event{module, run.occurrence, 0};
-        const auto before = ready_at.find(tensor);
-        if (before == ready_at.end()) {
-          pass.events.push_back(event);
-        } else {
-          pass.events.insert(pass.events.begin() + static_cast<std::ptrdiff_t>(before->second), event);
-          for (auto& [t, position] : ready_at) position += position >= before->second ? 1 : 0;
-        }
-        break;
+        order.OnParameter(e["param"].In(parameter_id_, kParameter));
+      } else if (e["ev"] == "output_grad") {
+        order.OnOutput(Fqn(e["module"]), ModuleOf(e["module"]), e["tensor"]);
+      } else {
+        order.OnInput(Fqn(e["module"]), ModuleOf(e["module"]), e["tensor"]);
       }
     }
     for (const auto& [fqn, module] : checkpointed_) {
@@ -310,7 +362,7 @@ class Fsdp1Converter {
   std::vector<std::pair<std::string, ModuleId>> checkpointed_;  // units
   std::map<std::string, ModuleId> module_id_;
   std::map<std::string, ParameterId> parameter_id_;
-  std::vector<std::map<std::string, std::vector<CallTensors>>> runs_;  // by forward, module
+  std::vector<Calls> runs_;  // by forward
 };
 
 }  // namespace

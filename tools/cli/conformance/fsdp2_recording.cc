@@ -149,16 +149,26 @@ class Fsdp2Converter {
   std::map<std::string, std::vector<ParameterId>> Trainable(const std::vector<std::int32_t>& forwards) const {
     std::map<std::string, std::vector<ParameterId>> by_unit;
     std::set<ParameterId> seen;
+    const auto reads = [&](const Module& module) {
+      for (const NamedParameter& named : module.parameters) {
+        const Parameter& parameter = recording_.trace.parameters[named.parameter];
+        if (!parameter.requires_grad || !seen.insert(named.parameter).second) continue;
+        const std::size_t dot = parameter.fqn.rfind('.');
+        by_unit[UnitOf(dot == std::string::npos ? "" : parameter.fqn.substr(0, dot))].push_back(
+            named.parameter);
+      }
+    };
     for (const std::int32_t forward : forwards) {
       for (const TraceEvent& event : recording_.trace.forwards[forward].events) {
         const auto* enter = std::get_if<EnterEvent>(&event);
         if (enter == nullptr) continue;
-        for (const NamedParameter& named : recording_.trace.modules[enter->module].parameters) {
-          const Parameter& parameter = recording_.trace.parameters[named.parameter];
-          if (!parameter.requires_grad || !seen.insert(named.parameter).second) continue;
-          const std::size_t dot = parameter.fqn.rfind('.');
-          by_unit[UnitOf(dot == std::string::npos ? "" : parameter.fqn.substr(0, dot))].push_back(
-              named.parameter);
+        const Module& module = recording_.trace.modules[enter->module];
+        reads(module);
+        // torch's reads the parameters of its out_proj, which it does not call.
+        if (module.class_name != "MultiheadAttention") continue;
+        for (const std::string& child : module.children) {
+          const auto found = module_id_.find(module.fqn.empty() ? child : module.fqn + "." + child);
+          if (found != module_id_.end()) reads(recording_.trace.modules[found->second]);
         }
       }
     }
@@ -231,25 +241,46 @@ class Fsdp2Converter {
     return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
   }
 
-  // Forward hooks of a unit below a checkpointed module run again ("recompute_enter", "recompute_exit"). The
-  // checkpointed module itself is named in the case.
+  // Forward hooks of a unit that is called inside a checkpoint run again ("recompute_enter",
+  // "recompute_exit"; an early stop leaves out the exits). The first and the last event of a recomputation
+  // are of the module around that unit that is checkpointed. A case names it, unless the model calls the
+  // checkpoint itself: then of the module that the unit is in.
   void Recompute(const Json& event, std::vector<TraceEvent>& events) {
     const std::string what = event[0];
     const std::string unit = event[1];
-    const ModuleId module = ModuleOf(unit.substr(0, unit.find(',')), event[1]);
+    const std::string fqn = unit.substr(0, unit.find(','));
+    const ModuleId module = ModuleOf(fqn, event[1]);
     if (recomputing_ < 0) {
-      recomputing_ = module;
+      recomputing_ = ModuleAround(fqn);
+      std::size_t longest = 0;
       for (const Json& wrapped : json_["checkpoint"]["checkpoint_wrapper_on"].Elements()) {
-        const std::string fqn = wrapped;
-        if (fqn.empty() || unit.starts_with(fqn + ".")) recomputing_ = wrapped.In(module_id_, kModule);
+        const std::string around = wrapped;
+        if (!IsInside(fqn, around) || around.size() < longest) continue;
+        longest = around.size();
+        recomputing_ = wrapped.In(module_id_, kModule);
       }
       events.push_back(RecomputeEnterEvent{recomputing_});
     }
+    if (module == recomputing_) return;  // the root: there is nothing around it
     if (what.find("enter") != std::string::npos) {
       events.push_back(RecomputeEnterEvent{module});
     } else {
       events.push_back(RecomputeExitEvent{module});
     }
+  }
+
+  static bool IsInside(const std::string& fqn, const std::string& around) {
+    return around.empty() ? !fqn.empty() : fqn.starts_with(around + ".");
+  }
+
+  // The root for a module that is in it, and for itself.
+  ModuleId ModuleAround(std::string fqn) const {
+    do {
+      const std::size_t dot = fqn.rfind('.');
+      fqn = dot == std::string::npos ? "" : fqn.substr(0, dot);
+    } while (!module_id_.contains(fqn) && !fqn.empty());
+    const auto found = module_id_.find(fqn);
+    return found == module_id_.end() ? 0 : found->second;
   }
 
   // `at`: where the recording names it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -32,6 +33,20 @@ def printable(text: str) -> str:
 def printable_name(text: str) -> str:
     """`text` in one line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the words may hold anything."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable_name(message))
+
+
+def file_name(text: str) -> str:
+    """The type of an argument that names a file: an empty one would count as none given."""
+    if not text:
+        raise argparse.ArgumentTypeError("names no file")
+    return text
 
 
 def _escape(match: re.Match) -> str:

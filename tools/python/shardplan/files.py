@@ -10,6 +10,7 @@ import errno
 import fcntl
 import itertools
 import os
+import select
 import shutil
 import signal
 import stat
@@ -23,6 +24,7 @@ _BEGIN, _END = ".shardplan-", ".tmp"
 _SCRATCH_BEGIN = "shardplan-scratch-"
 _LOCK = "lock"
 _READER_SECONDS = 2  # that a pipe's reader may take to open it
+_WRITER_SECONDS = 5  # ... and its writer
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 _counter = itertools.count()
 
@@ -47,6 +49,23 @@ def check_output(path: str, inputs: Iterable[str]) -> None:
                     raise OutputIsInput(f"an output is a file that is read, and would replace it (found -o {path}, expected another file than the input {name})")
 
 
+def read_bytes(path: str | os.PathLike) -> bytes:
+    """Everything in the file. OSError, also where it is a pipe that no process writes to: opening it would wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            waiting = select.poll()
+            waiting.register(descriptor, select.POLLIN)
+            if not waiting.poll(1000 * _WRITER_SECONDS):
+                raise OSError(errno.ENXIO, "it is a pipe, and no process writes to it", os.fspath(path))
+        os.set_blocking(descriptor, True)
+        return file.read()
+
+
+def read_text(path: str | os.PathLike) -> str:
+    return read_bytes(path).decode("utf-8")
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     with replacing(path) as file:
         file.write(text)
@@ -64,9 +83,10 @@ class LineLog:
     def __init__(self, path: str | os.PathLike):
         self._path = os.fspath(path)
         with _told(self._path):
-            self._file = open(self._path, "a+b")  # noqa: SIM115
-            self._file.seek(0)
-            text = self._file.read()
+            self._is_file = not os.path.exists(self._path) or os.path.isfile(self._path)
+            # A device or a pipe has no lines that were there: some would never end.
+            self._file = open(self._path, "a+b" if self._is_file else "wb", **({} if self._is_file else {"buffering": 0}))  # noqa: SIM115
+            text = self._file.read() if self._is_file and self._file.seek(0) == 0 else b""
             whole = text[: text.rfind(b"\n") + 1]
         self._partly = len(whole) if len(whole) < len(text) else None
         self.text = whole.decode("utf-8", errors="surrogateescape")  # the lines that were there
@@ -76,7 +96,8 @@ class LineLog:
             self._drop_part_of_a_line()
             self._file.write(line.encode("utf-8", errors="surrogateescape"))
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._is_file:
+                os.fsync(self._file.fileno())
 
     def end(self) -> None:
         with _told(self._path):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, printable_name
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable_name
 
 _DESCRIPTION = """\
 Measure the machine at hand, and write what was measured, or the cluster document that follows from it. A measurement that fails is noted
@@ -28,18 +28,18 @@ exit codes: 0 done, 1 some measurements failed, 2 usage, 3 bad input, 4 environm
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="shardplan calibrate", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = ArgumentParser(prog="shardplan calibrate", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     result.add_argument("--ranks", type=int, metavar="N", help="processes to start on this machine (default: one for each GPU, 1 on a CPU); torchrun's, where it is used")
     result.add_argument("--seconds", type=float, default=200, metavar="S", help="time for all measurements (default: 200)")
     result.add_argument("--only", default="", metavar="NAMES", help="these measurements alone, of: " + ",".join(SECTIONS))
     result.add_argument("--quick", action="store_true", help="few and small sizes: whether it works at all")
     result.add_argument("--threads", type=int, metavar="N", help="of torch on a CPU rank (default: the cores divided by the ranks)")
-    result.add_argument("--measured", metavar="FILE", help="write the measurements")
-    result.add_argument("--from", dest="source", metavar="FILE", help="measure nothing: fit to these measurements")
-    result.add_argument("--base", metavar="CLUSTER", help="take from this cluster what was not measured (default: nothing)")
+    result.add_argument("--measured", type=file_name, metavar="FILE", help="write the measurements")
+    result.add_argument("--from", dest="source", type=file_name, metavar="FILE", help="measure nothing: fit to these measurements")
+    result.add_argument("--base", type=file_name, metavar="CLUSTER", help="take from this cluster what was not measured (default: nothing)")
     result.add_argument("--name", help="of the cluster document")
-    result.add_argument("-o", "--output", metavar="FILE", help="write the cluster document; - for standard output")
+    result.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the cluster document; - for standard output")
     return result
 
 

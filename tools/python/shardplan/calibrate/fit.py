@@ -41,8 +41,8 @@ class NoCommand(Exception):
 
 def read(path: str) -> dict:
     try:
-        measured = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+        measured = json.loads(files.read_bytes(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise BadMeasurements(f"{path}: cannot be read as measurements: {error}") from error
     if not isinstance(measured, dict) or measured.get("schema") != _SCHEMA:
         found = measured.get("schema") if isinstance(measured, dict) else type(measured).__name__
@@ -87,8 +87,8 @@ def _base(path: str | None) -> dict:
     if path is None:
         return {}
     try:
-        base = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        base = json.loads(files.read_bytes(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise BadMeasurements(f"{path}: cannot be read as a cluster: {error}") from error
     found = base.get("schema") if isinstance(base, dict) else type(base).__name__
     if found != _CLUSTER_SCHEMA:

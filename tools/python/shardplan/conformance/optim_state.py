@@ -54,7 +54,7 @@ class Recording:
             self.original = bool(self.layout["use_orig_params"])
             self.units = self.layout["ranks"][0]["units"]
             self.names = [[p["fqn"] for p in unit["params"]] for unit in self.units]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise BadRecording(f"{folder / 'layout.json'}: cannot be read: {error!r}") from error
         if len(self.layout["ranks"]) != self.ranks:
             raise BadRecording(f"{folder / 'layout.json'}: {len(self.layout['ranks'])} ranks, expected world_size {self.ranks}")

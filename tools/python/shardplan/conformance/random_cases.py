@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardplan.conformance.case import Case, Forward
-from shardplan.conformance.random_models import MODES, ModelMaker, loss_of, recomputation_is_planned
+from shardplan.conformance.random_models import MODES, ModelMaker, Recomputed, loss_of, recomputation_is_planned
 
 _MAX_DRAWS = 50
 
@@ -120,11 +120,12 @@ def _tied_across(model: nn.Module, units: list[dict]) -> bool:
 
 
 def _checkpointed(drawn: Drawn, policy: str) -> list[str]:
-    """Modules none of which is inside another."""
+    """Modules none of which is inside another, or inside a checkpoint of the model's own."""
+    own = {part for m in drawn.model.modules() if isinstance(m, Recomputed) for part in m.modules()}
     names = [
         fqn
         for fqn, m in drawn.model.named_modules()
-        if fqn and _is_unit_like(m) and recomputation_is_planned(m) and (policy == "fsdp2" or _trains(m))
+        if fqn and m not in own and _is_unit_like(m) and recomputation_is_planned(m) and (policy == "fsdp2" or _trains(m))
     ]
     drawn.rng.shuffle(names)
     chosen: list[str] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 MODES = 3  # a forward is told one of these; branches choose by it
 
@@ -98,6 +99,47 @@ class Apart(nn.Module):
         return self.through(x, mode) + y
 
 
+class CrossBlock(nn.Module):
+    """A decoder's block: reads the encoder's output, and returns the bias that it got, or else makes one, beside its own output."""
+
+    def __init__(self, part: nn.Module, cross: nn.Module, dim: int, makes_bias: bool):
+        super().__init__()
+        self.part, self.cross = part, cross
+        if makes_bias:
+            self.bias = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x, memory, bias=None, mode=0):
+        if bias is None:
+            bias = self.bias * 2
+        x = self.part(x + bias, mode)
+        return x + self.cross(memory, mode), bias
+
+
+class EncoderDecoder(nn.Module):
+    """All blocks read the encoder's output, so its gradient is complete last; the bias of the first one passes through the others."""
+
+    def __init__(self, encoder: nn.Module, blocks: list[CrossBlock], order: list[int]):
+        super().__init__()
+        self.encoder, self.blocks, self.order = encoder, nn.ModuleList(blocks), order
+
+    def forward(self, x, mode=0):
+        memory, bias = self.encoder(x, mode), None
+        for index in self.order:
+            x, bias = self.blocks[index](x, memory, bias, mode=mode)
+        return x
+
+
+class Recomputed(nn.Module):
+    """A part in a checkpoint that the model calls itself."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x, mode=0):
+        return checkpoint(self.part, x, mode, use_reentrant=False)
+
+
 @dataclass
 class Outputs:
     logits: torch.Tensor
@@ -167,7 +209,7 @@ class ModelMaker:
     def _node(self, rng: random.Random, depth: int) -> nn.Module:
         if depth <= 0:
             return self._leaf(rng)
-        kind = rng.choice(["leaf", "chain", "chain", "fork", "twin", "apart"])
+        kind = rng.choice(["leaf", "chain", "chain", "fork", "twin", "apart", "encoder_decoder", "recomputed"])
         if kind == "chain":
             return self._chain(rng, depth, rng.randint(1, 3))
         if kind == "fork":
@@ -177,9 +219,19 @@ class ModelMaker:
         if kind == "twin":
             twin = Twin(self._node(rng, depth - 1), self._node(rng, depth - 1))
             return Join(twin, rng.choice(["both", "both", "first", "second"]))
+        if kind == "encoder_decoder":
+            return self._encoder_decoder(rng, depth)
+        if kind == "recomputed":
+            return Recomputed(self._node(rng, depth - 1))
         if kind == "apart":
             return Apart(self._node(rng, depth - 1), self._node(rng, depth - 1), rng.random() < 0.6)
         return self._leaf(rng)
+
+    def _encoder_decoder(self, rng: random.Random, depth: int) -> EncoderDecoder:
+        count = rng.randint(1, 3)
+        blocks = [CrossBlock(self._node(rng, depth - 1), self._leaf(rng), self.dim, i == 0) for i in range(count)]
+        order = [*range(count), *([rng.randrange(count)] if rng.random() < 0.2 else [])]
+        return EncoderDecoder(self._node(rng, depth - 1), blocks, order)
 
     @staticmethod
     def _tie(rng: random.Random, root: Root) -> None:
@@ -206,9 +258,10 @@ class ModelMaker:
 
 
 def recomputation_is_planned(module: nn.Module) -> bool:
-    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone (docs/conformance.md)."""
+    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone (docs/conformance.md), or is
+    recomputed anyway."""
     return not any(
-        isinstance(m, (Twin, Join)) or isinstance(m, Fork) and m.dropped >= 0 or hasattr(m, "scale")
+        isinstance(m, (Twin, Join, CrossBlock, Recomputed)) or isinstance(m, Fork) and m.dropped >= 0 or hasattr(m, "scale")
         for m in module.modules()
     )
 

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
+from shardplan.conformance import checkpointing
 from shardplan.conformance.case import Case, traced_program
 from shardplan.conformance.meshes import device_mesh, fake_process_group
 from shardplan.tracer import record, session
@@ -39,6 +40,11 @@ def _trace_made(make_case: Callable[[], Case]) -> dict:
 
 
 def trace_case(case: Case) -> dict:
+    with checkpointing.early_stop(case.strategy):  # of checkpoints that the model calls itself
+        return _trace_case(case)
+
+
+def _trace_case(case: Case) -> dict:
     model = make_model(case)
     own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     wanted = compute_dtype(case.strategy)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, printable_name
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable_name
 from shardplan.sweep import configurations, page, parquet, rows
 from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
@@ -46,6 +46,13 @@ def _list(text: str) -> list[str]:
     return [value for value in text.split(",") if value]
 
 
+def _names(text: str) -> list[str]:
+    values = _list(text)
+    if not values:
+        raise argparse.ArgumentTypeError("names nothing")
+    return values
+
+
 def _numbers(text: str) -> list[str]:
     values = _list(text)
     if not values or not all(re.fullmatch(r"[1-9]\d{0,9}", value) for value in values):
@@ -61,24 +68,24 @@ def _varied(text: str) -> tuple[str, list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="shardplan sweep", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = ArgumentParser(prog="shardplan sweep", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("sources", nargs="*", metavar="SOURCE", help="traces, or what shardplan trace takes: a config, package.module:callable")
     result.add_argument("--batch", type=_numbers, metavar="N,N", help="samples per rank")
     result.add_argument("--seq", type=_numbers, metavar="N,N", help="tokens per sample")
     result.add_argument("--ranks", type=_numbers, metavar="N,N", help="default: those of the cluster")
-    result.add_argument("--cluster", type=_list, metavar="NAME,NAME", help="files or shipped clusters (default: h100_sxm_8)")
-    result.add_argument("--policy", type=_list, metavar="NAME,NAME", help="fsdp1, fsdp2 (default: fsdp2)")
+    result.add_argument("--cluster", type=_names, metavar="NAME,NAME", help="files or shipped clusters (default: h100_sxm_8)")
+    result.add_argument("--policy", type=_names, metavar="NAME,NAME", help="fsdp1, fsdp2 (default: fsdp2)")
     result.add_argument("--vary", type=_varied, action="append", default=[], metavar="FLAG=A|B", help="values of a flag of shardplan plan; -: not given, +: given without a value; repeat it")
     result.add_argument("--trace-flag", action="append", default=[], metavar="FLAG", help="for every shardplan trace, as --trace-flag=--dtype=bfloat16; repeat it")
     result.add_argument("--budget", type=_budget, metavar="BYTES", help="what the caching allocator may reserve on a rank: 60GiB, or device: what the cluster's has beside context and NCCL's buffers (default)")
     result.add_argument("--allow", choices=["cache-release"], help="--solve: requests may release the allocator's cache, and synchronise")
     result.add_argument("--solve", choices=sorted(QUESTIONS), help="answer this for every combination of the others")
     result.add_argument("--part", metavar="I/N", help="part I of N of the configurations, from 1")
-    result.add_argument("--merge", nargs="+", metavar="FILE", help="put the rows of these files into one")
+    result.add_argument("--merge", nargs="+", type=file_name, metavar="FILE", help="put the rows of these files into one")
     result.add_argument("--jobs", type=int, metavar="N", help="configurations at once (default: the cores)")
-    result.add_argument("-o", "--output", metavar="FILE", help="rows, as comma-separated values")
-    result.add_argument("--parquet", metavar="FILE", help="the rows as a Parquet file, numbers as numbers (needs pyarrow)")
-    result.add_argument("--html", metavar="FILE", help="a page with the rows and what no other beats: memory against time and cost")
+    result.add_argument("-o", "--output", type=file_name, metavar="FILE", help="rows, as comma-separated values")
+    result.add_argument("--parquet", type=file_name, metavar="FILE", help="the rows as a Parquet file, numbers as numbers (needs pyarrow)")
+    result.add_argument("--html", type=file_name, metavar="FILE", help="a page with the rows and what no other beats: memory against time and cost")
     result.add_argument("--price", type=float, metavar="N", help="of an hour of a device, for the page's cost of tokens")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -102,7 +109,7 @@ def main() -> int:
             _write_others(options, merged, axes)
             return 0
         return _sweep(options, plan_flags)
-    except rows.OtherSweep as error:
+    except rows.BadRows as error:
         _log(f"error: {error}")
         return 3
     except files.OutputIsInput as error:
@@ -210,10 +217,10 @@ def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, axes: list
     fitting = [row for row in chosen if row["fits"] == "yes"]
     best = page.best_of(chosen)
     shown = [axis for axis in axes if axis == "source" or len({row[axis] for row in chosen}) > 1 or options.solve] + [name for name in rows.RESULTS if name != "error"]
-    table = [shown, *([row[column] for column in shown] for row in sorted(chosen, key=lambda row: -float(row["tokens_per_second"] or 0)))]
+    table = [shown, *([printable_name(row[column]) for column in shown] for row in sorted(chosen, key=lambda row: -float(row["tokens_per_second"] or 0)))]
     widths = [max(len(line[i]) for line in table) for i in range(len(shown))]
     for line in table:
-        mark = "*" if best is not None and line == [best[column] for column in shown] else " "
+        mark = "*" if best is not None and line == [printable_name(best[column]) for column in shown] else " "
         print(mark, "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for error in sorted({row["error"] for row in chosen if row["error"]}):
         print("not simulated:", printable_name(error))

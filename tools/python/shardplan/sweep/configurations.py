@@ -32,7 +32,9 @@ class Configuration:
             if axis in ("source", "batch", "seq") or value in ("", ABSENT):
                 continue
             flags.append(f"--{axis}")
-            if value != BARE:
+            if axis in AXES:  # names of files, which may hold anything
+                flags.append(value)
+            elif value != BARE:
                 flags += value.split(" ")
         return flags
 

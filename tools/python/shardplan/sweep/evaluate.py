@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -88,7 +89,7 @@ class Evaluator:
                 raise _Failed(failed.read_text())
             if not path.exists():
                 try:
-                    self._run("trace", source, *shape, *self._trace_flags, "-o", str(path))
+                    self._run("trace", source, *shape, *self._trace_flags, "-q", "-o", str(path))
                 except _Failed as error:
                     files.write_text(failed, str(error))
                     raise
@@ -112,6 +113,8 @@ class _Failed(Exception):
 
 def _is_trace(path: str) -> bool:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
         with open(path, encoding="utf-8") as file:
             return '"shardplan.trace/' in file.read(200)
     except (OSError, UnicodeDecodeError):

@@ -13,8 +13,8 @@ RESULTS = (
 )  # fmt: skip
 
 
-class OtherSweep(Exception):
-    """The file holds rows of other axes."""
+class BadRows(Exception):
+    """The file cannot be read, or holds no rows of a sweep, or those of other axes."""
 
 
 class Rows:
@@ -25,12 +25,16 @@ class Rows:
         self.axes = axes
         self.done: dict[Configuration, dict[str, str]] = {}
         self._log = files.LineLog(path)
-        found = list(csv.reader(io.StringIO(self._log.text)))
+        try:
+            found = list(csv.reader(io.StringIO(self._log.text)))
+        except csv.Error as error:
+            self._log.close()
+            raise BadRows(f"{path}: no rows of a sweep: {error}") from error
         if not found:
             self._append([self.columns])
         elif found[0] != self.columns:
             self._log.close()
-            raise OtherSweep(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200]}, expected {','.join(self.columns)})")
+            raise BadRows(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200]}, expected {','.join(self.columns)})")
         for row in found[1:]:
             if len(row) == len(self.columns):
                 values = dict(zip(self.columns, row, strict=True))
@@ -61,10 +65,9 @@ def merged(paths: list[str]) -> str:
     """The rows of several files of one sweep, each configuration once, in order of the files."""
     columns, rows = None, {}
     for path in paths:
-        with open(path, newline="", encoding="utf-8") as file:
-            found = list(csv.reader(file))
+        found = _cells(path)
         if not found or found[0][-len(RESULTS) :] != list(RESULTS) or columns not in (None, found[0]):
-            raise OtherSweep(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200] if found else 'nothing'}, expected {','.join(columns or RESULTS)} at the end)")
+            raise BadRows(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200] if found else 'nothing'}, expected {','.join(columns or RESULTS)} at the end)")
         columns = found[0]
         axes = len(columns) - len(RESULTS)
         for row in found[1:]:
@@ -73,6 +76,15 @@ def merged(paths: list[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *rows.values()])
     return text.getvalue()
+
+
+def _cells(path: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(files.read_text(path), newline="")))
+    except OSError as error:
+        raise BadRows(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadRows(f"{path}: no rows of a sweep: {error}") from error
 
 
 def read(path: str) -> tuple[list[dict[str, str]], list[str]]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardplan import files
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.recorder import Answers
 
@@ -42,10 +43,10 @@ def _transformers():
 
 def read_config(path: Path) -> dict:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(files.read_text(path))
     except OSError as error:
         raise TracerError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TracerError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise TracerError(f"{path} holds a {type(data).__name__}; expected a JSON object, a Hugging Face model config")

@@ -8,6 +8,7 @@ hook: it fires when that output's gradient is complete. Modules without paramete
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 from torch import nn
@@ -120,7 +121,7 @@ class ModuleHooks:
     def _after(self, module_id: int, _module: nn.Module, _args, output):
         recorder = self._recorder
         if recorder.in_backward():
-            self._leave_recomputation()
+            self._leave_recomputation(stopped=output is None and sys.exc_info()[0] is not None)
             return
         occurrence = self._calls[module_id].pop()
         found = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
@@ -137,18 +138,18 @@ class ModuleHooks:
 
     def _enter_recomputation(self, module_id: int) -> None:
         recorder = self._recorder
-        if not self._recomputed:
-            recorder.emit(["recompute_enter", module_id])
+        recorder.emit(["recompute_enter", module_id])
         self._recomputed.append(module_id)
         recorder.recompute_depth += 1
         recorder.module_stack.append(module_id)
 
-    def _leave_recomputation(self) -> None:
+    def _leave_recomputation(self, stopped: bool) -> None:
+        """`stopped`: early, which leaves the modules inside without running their hooks."""
         recorder = self._recorder
         recorder.module_stack.pop()
         recorder.recompute_depth -= 1
         module_id = self._recomputed.pop()
-        if not self._recomputed:
+        if not (self._recomputed and stopped):
             recorder.emit(["recompute_exit", module_id])
 
     def _output_gradient(self, where: tuple[int, int, int, int], _gradient) -> None:
