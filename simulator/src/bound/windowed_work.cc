@@ -129,8 +129,6 @@ void WindowedWork::SetCopiedPerShard(bool flat) {
   if (copied_per_shard_ == std::numeric_limits<std::int64_t>::max()) copied_per_shard_ = 0;
 }
 
-namespace {
-
 // Prices by window, and the cheapest windows of ranges.
 class PriceTable {
  public:
@@ -156,8 +154,6 @@ class PriceTable {
   std::vector<Int128> prices_;
   std::vector<std::int32_t> cheapest_;
 };
-
-}  // namespace
 
 // One evaluation at given prices.
 //
