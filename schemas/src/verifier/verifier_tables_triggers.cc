@@ -129,6 +129,8 @@ std::string TablesOfEntered(const Plan& plan, const Trigger& trigger) {
     const Segment& segment = plan.segments[i.segment];
     if (segment.phase == SegmentPhase::kRecompute || segment.unit < 0 || segment.unit == trigger.unit)
       continue;
+    // A recomputation that stops early goes on in the backward, and passes no point between.
+    if (trigger.kind == kPreForward && IsBackward(segment.phase)) continue;
     return fmt::format("{} runs in it, which is of {}", segment.name,
                        DisplayName(plan.units[segment.unit].fqn));
   }
