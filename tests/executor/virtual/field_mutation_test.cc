@@ -1,4 +1,4 @@
-// A sample of the changes of every field (tools/verifier_mutations runs all): nothing that the verifier
+// A sample of the changes of every field (tools/nightly goes through all): nothing that the verifier
 // accepts goes wrong, and what it refuses goes wrong, says what is not so, or is work for nothing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, testing::ValuesIn(kSamples), [
 });
 
 // Two edits at once, which may hide each other, of the steps and of what is done on demand: whatever of it
-// verifies is right. (tools/verifier_mutations tries many more.)
+// verifies is right. (tools/nightly tries many more.)
 TEST_P(FieldMutations, NoPairOfEditsIsAcceptedAndWrong) {
   constexpr std::uint64_t kPairs = 150;
   const PlanCase c = CaseOf(GetParam().name);
