@@ -51,7 +51,7 @@ std::int32_t WaitBeforeRecordInProcedure(const Procedure& procedure);
 bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& trigger);
 // The first step, counted on beyond the plan's own, for which the plan goes on with one that has other calls
 // in the strategy's program, of which the last step repeats for ever. -1: none.
-std::int32_t SteadyStateOfProgram(const Plan& plan);
+std::int32_t TablesOfRepeatedStep(const Plan& plan);
 
 // ---- the triggers: verifier_tables_triggers.cc ----
 

@@ -153,7 +153,7 @@ bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& t
   return trigger.kind == TriggerKind::kLazyInit && step >= plan.steady_step;
 }
 
-std::int32_t SteadyStateOfProgram(const Plan& plan) {
+std::int32_t TablesOfRepeatedStep(const Plan& plan) {
   const auto steps = static_cast<std::int32_t>(plan.steps.size());
   const std::int32_t cycle = steps - plan.steady_step;
   const std::int32_t end = std::max(steps, static_cast<std::int32_t>(plan.strategy.program.size())) + cycle;
@@ -199,8 +199,8 @@ void CheckProgramTables(const Plan& plan, Reporter& reporter) {
                     gradient.pass, gradient.parameter, DisplayName(plan.units[gradient.unit].fqn)));
   }
   CheckProcedures(plan, reporter);
-  if (const std::int32_t step = SteadyStateOfProgram(plan); step >= 0) {
-    reporter.Add(Rule::kSteadyState, {plan.steady_step, -1, -1}, 0,
+  if (const std::int32_t step = TablesOfRepeatedStep(plan); step >= 0) {
+    reporter.Add(Rule::kTables, {plan.steady_step, -1, -1}, 0,
                  fmt::format("the plan goes on with step {} (steady_step {}), and the strategy's program has "
                              "other calls in step {}",
                              plan.steps[plan.steady_step].name, plan.steady_step, step));

@@ -208,7 +208,7 @@ TEST_F(ProgramTables, ThePlanGoesOnWithTheStepThatTheProgramRepeats) {
   plan.strategy.program.push_back({ForwardCall{}, BackwardCall{}});
   const std::vector<Violation> violations = Verify(plan);
   ASSERT_THAT(violations, SizeIs(1));
-  EXPECT_EQ(Name(violations[0].rule), "steady_state");
+  EXPECT_EQ(Name(violations[0].rule), "tables");
   EXPECT_EQ(violations[0].step, 1);
   EXPECT_THAT(violations[0].message, HasSubstr("has other calls in step 3"));
 }
