@@ -93,7 +93,7 @@ def mutations() -> list[str]:
 
 def backend_mutations(part: Part) -> list[Step]:
     names = mutations()[part.position : part.position + part.count]
-    return [Step([PYTHON, "tests/device/mutations.py", name], last_line) for name in names]
+    return [Step([PYTHON, "tests/device/mutations.py", name], last_line, python()) for name in names]
 
 
 def memory(part: Part) -> list[Step]:
@@ -155,7 +155,7 @@ def optimizer(part: Part) -> list[Step]:
 
 
 def ranks(part: Part) -> list[Step]:
-    return [Step([PYTHON, "tests/python/ranks/rank_faults.py", "--build", str(DEV), "--seed", str(part.position), "--count", str(part.count)], last_line)]
+    return [Step([PYTHON, "tests/python/ranks/rank_faults.py", "--build", str(DEV), "--seed", str(part.position), "--count", str(part.count)], last_line, python())]
 
 
 def simulator(part: Part) -> list[Step]:

@@ -13,11 +13,14 @@ import torch  # noqa: F401  (its libraries must be loaded before ours)
 
 
 def _build_folders() -> list[pathlib.Path]:
-    """Where a build leaves the module: in $SHARDPLAN_BUILD, else in the presets' folders, newest module first."""
+    """Where a build leaves the module: in $SHARDPLAN_BUILD, else in the presets' folders, newest module first.
+
+    Those of sanitizers are taken only where $SHARDPLAN_BUILD names them: an interpreter without their runtime ends at the import.
+    """
     if build := os.environ.get("SHARDPLAN_BUILD"):
         return [pathlib.Path(build) / "python"]
     root = pathlib.Path(__file__).resolve().parents[4]
-    modules = (root / "build").glob("*/python/_shardplan*.so")
+    modules = [module for module in (root / "build").glob("*/python/_shardplan*.so") if module.parts[-3] not in ("asan", "tsan")]
     return [module.parent for module in sorted(modules, key=lambda m: m.stat().st_mtime, reverse=True)]
 
 
