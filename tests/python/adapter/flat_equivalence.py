@@ -102,12 +102,32 @@ def gradients_in_host_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def copies_kept_while_they_are_read() -> Iterator[None]:
+    """Under NO_SHARD with offload the copy of a parameter on the device is what its modules compute with, in memory of the stream that copies.
+    FSDP1 drops it behind a forward and tells the allocator nothing of the stream that computes (`_use_sharded_flat_param`), so the next copy may be
+    written over it while it is read."""
+    original = FlatParamHandle._use_sharded_flat_param
+
+    def recorded(handle: FlatParamHandle) -> None:
+        if handle.flat_param.data.is_cuda:
+            handle.flat_param.data.record_stream(torch.cuda.current_stream())
+        original(handle)
+
+    FlatParamHandle._use_sharded_flat_param = recorded
+    try:
+        yield
+    finally:
+        FlatParamHandle._use_sharded_flat_param = original
+
+
+@contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What FSDP1 needs on the CPU to do what it does on a GPU; there it needs nothing."""
+    """What FSDP1 needs on the CPU to do what it does on a GPU; there it needs that its copies are kept."""
     from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
 
     if DEVICE != "cpu":
-        yield
+        with copies_kept_while_they_are_read():
+            yield
         return
     with runs_on_the_cpu(), gradients_in_host_memory():
         yield
