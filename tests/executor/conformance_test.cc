@@ -2,7 +2,7 @@
 // cuda with NCCL. What planned_test.cc runs on the virtual machine, with the same model of numbers.
 //
 // SHARDPLAN_CASE=hsdp runs the cases whose name contains that; SHARDPLAN_RANDOM=1000 so many random models;
-// SHARDPLAN_EVERY=5 every fifth case.
+// SHARDPLAN_EVERY=5 every fifth case, SHARDPLAN_FIRST=2 from the third on.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -55,14 +55,16 @@ std::vector<PlanCase> AllCases() {
 std::vector<RankCase> CasesOf(std::int64_t ranks) {
   const char* filter = std::getenv("SHARDPLAN_CASE");
   const char* every = std::getenv("SHARDPLAN_EVERY");
+  const char* first = std::getenv("SHARDPLAN_FIRST");
   const std::int64_t stride = every == nullptr ? 1 : std::max(1, std::atoi(every));
+  const std::int64_t offset = first == nullptr ? 0 : std::max(0, std::atoi(first)) % stride;
   std::int64_t position = 0;
   std::vector<RankCase> cases;
   for (PlanCase& c : AllCases()) {
     EXPECT_NE(std::ranges::find(kRanks, c.cluster.ranks), kRanks.end()) << c.name << " is run by no test";
     const bool other = c.cluster.ranks != ranks || (filter != nullptr && !c.name.contains(filter));
     if (other || RefusedByPyTorch().contains(c.name) || WrongInPyTorch().contains(c.name)) continue;
-    if (position++ % stride != 0) continue;
+    if (position++ % stride != offset) continue;
     Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
     EXPECT_TRUE(planned) << ToString(planned.error());
     if (planned && Verify(planned->plan).empty()) cases.push_back({std::move(c), std::move(planned->plan)});
@@ -183,6 +185,7 @@ TEST_P(Conformance, EveryNumberIsRight) {
     }
     first = run.faults.empty() ? cases.size() : begun + 1;
   }
+  RecordProperty("cases", static_cast<int>(cases.size()));
   fmt::print("{} cases on {} {} ranks, each with the allocator and with an arena\n", cases.size(), ranks,
              BackendName());
 }

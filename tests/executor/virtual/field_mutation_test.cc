@@ -1,4 +1,4 @@
-// A sample of the changes of every field (tools/verifier_mutations runs all): nothing that the verifier
+// A sample of the changes of every field (tools/nightly goes through all): nothing that the verifier
 // accepts goes wrong, and what it refuses goes wrong, says what is not so, or is work for nothing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shardplan/planner/planner.h"
@@ -70,7 +72,7 @@ INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, testing::ValuesIn(kSamples), [
 });
 
 // Two edits at once, which may hide each other, of the steps and of what is done on demand: whatever of it
-// verifies is right. (tools/verifier_mutations tries many more.)
+// verifies is right. (tools/nightly tries many more.)
 TEST_P(FieldMutations, NoPairOfEditsIsAcceptedAndWrong) {
   constexpr std::uint64_t kPairs = 150;
   const PlanCase c = CaseOf(GetParam().name);
@@ -122,7 +124,9 @@ TEST(FieldMutations, AreAllDifferent) {
 
 Plan PlanOf(const std::string& name) {
   const PlanCase c = CaseOf(name);
-  return MakePlan(c.trace, c.strategy, c.cluster)->plan;
+  Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  if (!planned) throw std::runtime_error(ToString(planned.error()));
+  return std::move(planned->plan);
 }
 
 // In the call that copies parameters to the host, each wait before the record that it is for.
@@ -198,6 +202,30 @@ TEST(FieldMutations, TheOptimizerStepsInTheLowPrecisionThatIsKept) {
     EXPECT_TRUE(std::ranges::any_of(found, [](const Violation& v) { return v.rule == Rule::kOptimizerStep; }))
         << plan.buffers[low].name;
   }
+}
+
+// A unit of NO_SHARD, whose shard is the whole parameter: modules that are bound to it as to a shard do not
+// run.
+TEST(FieldMutations, ModulesBoundToShardsAreBoundToWholeParametersWhenTheyRun) {
+  Plan plan = OnDemandProgramOf(PlanOf("fsdp1/gptish_noshard")).plan;
+  const auto reads_shards = [&] {
+    return std::ranges::any_of(Verify(plan),
+                               [](const Violation& v) { return v.rule == Rule::kUseBeforeUnshard; });
+  };
+  EXPECT_FALSE(reads_shards());
+  int changed = 0;
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) {
+      for (std::size_t k = 0; k < trigger.instructions.size(); ++k) {
+        const Instruction& i = trigger.instructions[k];
+        if (i.kind != InstructionKind::kBindUnsharded || i.unit != 1) continue;
+        trigger.instructions.Edit()[k].kind = InstructionKind::kBindSharded;
+        ++changed;
+      }
+    }
+  }
+  EXPECT_GT(changed, 0);
+  EXPECT_TRUE(reads_shards());
 }
 
 // Of four ranks: as many bytes as the shard of all four has in float32.
