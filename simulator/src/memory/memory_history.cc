@@ -460,9 +460,7 @@ class StreamBuilder {
     if (op == nullptr) return;
     if (entry == at) RunCublas(*op, segment, block);
     if (kernel_.entry != at) {
-      kernel_ = {.entry = at,
-                 .steps = internal::KernelSteps(*op, StorageSizes(op->reads), StorageSizes(op->writes),
-                                                plan_.cluster.device)};
+      kernel_ = {.entry = at, .steps = StepsOf(*op, segment, entry)};
     }
     if (entry == at) {
       RunKernel(block, true);
@@ -472,6 +470,22 @@ class StreamBuilder {
                op->writes.end()) {
       RunKernel(block, false);
     }
+  }
+
+  // `entry`: the first that is not passed yet, up to which the operator's outputs may be allocated.
+  std::vector<internal::KernelStep> StepsOf(const OperatorEvent& op, const Segment& segment,
+                                            std::size_t entry) const {
+    const std::vector<Bytes> read = StorageSizes(op.reads), written = StorageSizes(op.writes);
+    const auto is_gradient = [](const SegmentEntry& e) {
+      const auto* made = std::get_if<AllocateEvent>(&e);
+      return made != nullptr && made->role == StorageRole::kParameterGrad;
+    };
+    const bool gradient = !op.writes.empty() && is_gradient(segment.entries[entry]);
+    const std::int64_t sequences =
+        plan_.inputs.empty() || plan_.inputs[0].shape.empty() ? 0 : plan_.inputs[0].shape[0];
+    return internal::KernelSteps(
+        op, {.read = read, .written = written, .makes_gradient = gradient, .sequences = sequences},
+        plan_.cluster.device);
   }
 
   // Up to the next output, or to the end.

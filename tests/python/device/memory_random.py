@@ -21,7 +21,7 @@ from shardplan.conformance import memory  # noqa: E402
 
 FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
 DEFAULT = FOLDER / "f1_small_flat.json"  # what a case does not say
-PLAIN = {"policy": "fsdp2", "use_orig_params": True, "steps": 2}
+PLAIN = {"policy": "fsdp2", "use_orig_params": True, "steps": 3}
 ALLOCATORS = ("", "", "", "expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:64")
 
 
