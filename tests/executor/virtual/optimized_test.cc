@@ -83,7 +83,7 @@ Result<PlanCase> Optimized(const OptimizedCase& what) {
 
 constexpr int kClustersOfEach = 2;
 
-std::vector<OptimizedCase> Cases() {
+std::vector<OptimizedCase> OptimizedCases() {
   std::vector<OptimizedCase> cases;
   for (int i = 0; i < kClustersOfEach; ++i) {
     for (const OptimizedCase& what : {OptimizedCase{0, "fsdp2"},
@@ -116,7 +116,7 @@ TEST_P(OptimizedPlans, ComputeTheRightNumbersInWhateverOrder) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Virtual, OptimizedPlans, ::testing::ValuesIn(Cases()),
+INSTANTIATE_TEST_SUITE_P(Virtual, OptimizedPlans, ::testing::ValuesIn(OptimizedCases()),
                          [](const auto& info) { return NameOf(info.param); });
 
 }  // namespace

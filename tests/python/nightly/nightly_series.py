@@ -148,7 +148,7 @@ def fuzz(part: Part) -> list[Step]:
 
 def optimizer(part: Part) -> list[Step]:
     """The search against all choices; the bound on eleven times as many random plans."""
-    program, more = "tests/planner/planner_optimize_test", 11
+    program, more = "tests/planner/planner_test", 11
     searched = {"SHARDPLAN_SEED": str(part.position), "SHARDPLAN_INSTANCES": str(part.count)}
     bounded = {"SHARDPLAN_SEED": str(more * part.position), "SHARDPLAN_RANDOM_PLANS": str(more * part.count)}
     return [gtest(part, "search", program, "ExhaustiveInstances.*", searched), gtest(part, "bound", program, "BoundOfRandomPlans.*", bounded)]
@@ -181,13 +181,11 @@ def verifier(part: Part) -> list[Step]:
 
 THREADS = (
     "virtual_replay_test",
-    "executor_bounded_store_test",
-    "executor_replayer_test",
-    "executor_run_test",
+    "executor_test",
     "executor_cpu_reshard_test",
     "executor_cpu_conformance_test",
-    "planner_optimize_test",
-    "schemas_documents_test",
+    "planner_test",
+    "schemas_test",
 )
 COMMAND_FILES = ("tests/python/checkpoints/test_reshard_checkpoint.py", "tests/python/commands/test_optimize.py")
 FUZZED = 300  # inputs a target
@@ -259,7 +257,7 @@ ALL = [
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),
     Series("optimizer", "the optimising planner against all choices, its bound on random plans", optimizer, 10, 4000, FIRST_SEED,
-           build=build("dev", "planner_optimize_test")),
+           build=build("dev", "planner_test")),
     Series("ranks", "ranks and launchers that are killed, stopped and signalled", ranks, 8, 100, FIRST_SEED, build=build("dev", "product")),
     Series("simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED, build=build("dev", "simulator_suite_plans")),
     Series("verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1, length=lambda: CHANGES_EVERY,
