@@ -114,6 +114,12 @@ def off_plan(part: Part) -> list[Step]:
     return [pytest(part, "off_plan", "tests/python/adapter/test_off_plan.py", environment={"SHARDPLAN_OFF_PLAN": f"{part.position}+{part.count}"})]
 
 
+def live(part: Part) -> list[Step]:
+    """Random models and settings that the installed PyTorch runs, event for event."""
+    command = [str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position), "--fake", "--policy"]
+    return [Step([*command, policy], exit_code(part.count), python()) for policy in ("fsdp2", "fsdp1")]
+
+
 def checkpoints(part: Part) -> list[Step]:
     """Of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed; what FSDP1 makes at another world
     size; what is saved on some ranks and loaded on others."""
@@ -254,6 +260,7 @@ ALL = [
            length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test")),
     Series("off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80, length=off_plan_cases,
            build=build("dev", "product")),
+    Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),
     Series("optimizer", "the optimising planner against all choices, its bound on random plans", optimizer, 10, 4000, FIRST_SEED,
