@@ -68,6 +68,31 @@ TEST_F(ReplayerTest, ABufferThatIsTooSmallForItsParametersIsNamedWithBothSizes) 
   EXPECT_NE(replayer.error().found, replayer.error().expected);
 }
 
+TEST_F(ReplayerTest, AParameterThatItsUnitHasNotIsLocated) {
+  const Plan good = plan_;
+  const auto buffer = std::ranges::find_if(
+      plan_.buffers, [](const Buffer& b) { return b.role == BufferRole::kGradUnsharded; });
+  const std::string pointer = "/buffers/" + std::to_string(buffer - plan_.buffers.begin());
+  buffer->parameters = {0, 1'000};
+  auto replayer = Make();
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_EQ(replayer.error().code, ErrorCode::kBadInput);
+  EXPECT_EQ(replayer.error().pointer, pointer + "/parameters");
+  buffer->unit = 1'000;
+  replayer = Make();
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_EQ(replayer.error().pointer, pointer + "/unit");
+  plan_ = good;
+  const auto backward =
+      std::ranges::find_if(plan_.segments, [](const Segment& s) { return !s.grads.empty(); });
+  ASSERT_NE(backward, plan_.segments.end());
+  backward->grads[0].parameter = 1'000;
+  replayer = Make();
+  ASSERT_FALSE(replayer.has_value());
+  EXPECT_EQ(replayer.error().pointer,
+            "/segments/" + std::to_string(backward - plan_.segments.begin()) + "/grads");
+}
+
 TEST_F(ReplayerTest, AnIdOutOfRangeIsLocated) {
   plan_.steps[0].triggers[1].instructions.Edit()[0].event = 10'000;
   const auto replayer = Make();
