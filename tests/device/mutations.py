@@ -2,6 +2,7 @@
 """Mutations of the cuda backend: each has to give a wrong number or an error on the device in software, in lazy mode.
 
     tests/device/mutations.py [NAME...]      needs build/dev; prints a line for each, exit code 1 when one is not seen
+    tests/device/mutations.py --list         their names, one a line
 
 A mutation is an edit of a source of `executor/src/cuda`. The library's unity file is compiled again with the edited copy, with the
 build's own command, and the conformance suite is linked with it.
@@ -148,7 +149,10 @@ def is_seen(program: pathlib.Path, tests: str, seed: int) -> str:
 
 
 def main(names: list[str]) -> int:
-    missed = 0
+    if names == ["--list"]:
+        print("\n".join(mutation.name for mutation in MUTATIONS))
+        return 0
+    cases = missed = 0
     for mutation in MUTATIONS:
         if names and mutation.name not in names:
             continue
@@ -156,9 +160,11 @@ def main(names: list[str]) -> int:
             program = build(mutation, pathlib.Path(folder))
             seen = {seed: what for seed in SEEDS if (what := is_seen(program, mutation.tests, seed))}
         expected = mutation.name != "no mutation"
+        cases += 1
         missed += bool(seen) != expected
         example = next(iter(seen.values()), "")[:120]
         print(f"{mutation.name}: seen under {len(seen)} of {len(SEEDS)} seeds. {example}", flush=True)
+    print(f"cases {cases}, failures {missed}")
     return 1 if missed else 0
 
 

@@ -2,7 +2,7 @@
 // cuda with NCCL. What planned_test.cc runs on the virtual machine, with the same model of numbers.
 //
 // SHARDPLAN_CASE=hsdp runs the cases whose name contains that; SHARDPLAN_RANDOM=1000 so many random models;
-// SHARDPLAN_EVERY=5 every fifth case.
+// SHARDPLAN_EVERY=5 every fifth case, SHARDPLAN_FIRST=2 from the third on.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -55,14 +55,16 @@ std::vector<PlanCase> AllCases() {
 std::vector<RankCase> CasesOf(std::int64_t ranks) {
   const char* filter = std::getenv("SHARDPLAN_CASE");
   const char* every = std::getenv("SHARDPLAN_EVERY");
+  const char* first = std::getenv("SHARDPLAN_FIRST");
   const std::int64_t stride = every == nullptr ? 1 : std::max(1, std::atoi(every));
+  const std::int64_t offset = first == nullptr ? 0 : std::max(0, std::atoi(first)) % stride;
   std::int64_t position = 0;
   std::vector<RankCase> cases;
   for (PlanCase& c : AllCases()) {
     EXPECT_NE(std::ranges::find(kRanks, c.cluster.ranks), kRanks.end()) << c.name << " is run by no test";
     const bool other = c.cluster.ranks != ranks || (filter != nullptr && !c.name.contains(filter));
     if (other || RefusedByPyTorch().contains(c.name) || WrongInPyTorch().contains(c.name)) continue;
-    if (position++ % stride != 0) continue;
+    if (position++ % stride != offset) continue;
     Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
     EXPECT_TRUE(planned) << ToString(planned.error());
     if (planned && Verify(planned->plan).empty()) cases.push_back({std::move(c), std::move(planned->plan)});
@@ -127,7 +129,7 @@ bool RunRank(const std::vector<RankCase>& cases, std::size_t first, std::int64_t
   return true;
 }
 
-class OnRanks : public testing::TestWithParam<std::int64_t> {
+class OnRanks : public ::testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override {
     const ForkedRun probe = RunForked(1, kPatienceSeconds, [](std::int64_t, const Log& log) {
@@ -183,6 +185,7 @@ TEST_P(Conformance, EveryNumberIsRight) {
     }
     first = run.faults.empty() ? cases.size() : begun + 1;
   }
+  RecordProperty("cases", static_cast<int>(cases.size()));
   fmt::print("{} cases on {} {} ranks, each with the allocator and with an arena\n", cases.size(), ranks,
              BackendName());
 }
@@ -210,7 +213,7 @@ TEST_P(OnRanks, AWrongNumberIsNamedAndTheRestIsRun) {
               testing::IsSupersetOf(
                   {testing::ContainsRegex("mlp3_default_w2: rank 0: optimizer step: element [0-9]+ of"),
                    testing::ContainsRegex("mlp3_default_w2, arena: rank 1: optimizer step: element")}));
-  EXPECT_THAT(run.lines, testing::Not(testing::Contains(testing::HasSubstr("gptish_bnone:"))));
+  EXPECT_THAT(run.lines, testing::Not(testing::Contains(::testing::HasSubstr("gptish_bnone:"))));
 }
 
 // It leaves, and the other one does not wait for it.
@@ -220,7 +223,7 @@ TEST_P(OnRanks, ARankThatGivesUpEndsTheRun) {
   others[0].plan.steps[0].triggers[0].instructions.Edit().push_back(
       {.kind = InstructionKind::kFree, .src = 100'000});
   const ForkedRun run = Run(cases, 0, GetParam(), &others, kShortPatienceSeconds);
-  EXPECT_THAT(run.lines, testing::Contains(testing::HasSubstr("mlp3_default_w2: /steps/0/triggers/0")));
+  EXPECT_THAT(run.lines, testing::Contains(::testing::HasSubstr("mlp3_default_w2: /steps/0/triggers/0")));
   EXPECT_EQ(run.faults.size(), 2U);
 }
 
@@ -235,15 +238,15 @@ TEST_P(OnRanks, ARankThatFailsInAStepLeavesNobodyHanging) {
   triggers[triggers.size() / 2].instructions.Edit().push_back(
       {.kind = InstructionKind::kWait, .stream = 0, .event = static_cast<EventId>(plan.events.size()) - 1});
   const ForkedRun run = Run(cases, 0, GetParam(), &others, kLongPatienceSeconds);
-  EXPECT_THAT(run.lines, testing::Contains(testing::HasSubstr("waited for before it is recorded")));
+  EXPECT_THAT(run.lines, testing::Contains(::testing::HasSubstr("waited for before it is recorded")));
   EXPECT_THAT(run.faults, testing::UnorderedElementsAre("rank 0 gave up", "rank 1 gave up"));
 }
 
-std::string TestName(const testing::TestParamInfo<std::int64_t>& info) {
+std::string TestName(const ::testing::TestParamInfo<std::int64_t>& info) {
   return fmt::format("{}_ranks{}", BackendName(), info.param);
 }
-INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::ValuesIn(kRanks), TestName);
-INSTANTIATE_TEST_SUITE_P(Backends, OnRanks, testing::Values(2), TestName);
+INSTANTIATE_TEST_SUITE_P(Backends, Conformance, ::testing::ValuesIn(kRanks), TestName);
+INSTANTIATE_TEST_SUITE_P(Backends, OnRanks, ::testing::Values(2), TestName);
 
 }  // namespace
 }  // namespace shardplan::test

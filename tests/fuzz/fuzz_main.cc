@@ -1,12 +1,14 @@
 // Runs the fuzz targets without libFuzzer: good inputs, changed at random, as many as asked for.
 //   fuzz_documents TARGET SEED ITERATIONS     TARGET: one of fuzz_targets.h
 //   fuzz_documents TARGET FILE                one file, as a failure left it
+//   fuzz_documents --targets                  their names, one a line
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/io.h"
@@ -65,6 +67,10 @@ std::string TargetNames() {
 int main(int argc, char** argv) {
   using namespace shardplan;
   test::LimitMemory();
+  if (argc == 2 && argv[1] == std::string_view("--targets")) {
+    for (const test::FuzzTarget& target : test::kFuzzTargets) std::printf("%s\n", target.name.data());
+    return 0;
+  }
   for (const test::FuzzTarget& target : test::kFuzzTargets) {
     if (argc < 3 || target.name != argv[1]) continue;
     if (argc == 4)
@@ -74,6 +80,7 @@ int main(int argc, char** argv) {
     target.run(*bytes);
     return 0;
   }
-  std::fprintf(stderr, "usage: fuzz_documents %s (SEED ITERATIONS | FILE)\n", test::TargetNames().c_str());
+  std::fprintf(stderr, "usage: fuzz_documents %s (SEED ITERATIONS | FILE)\n       fuzz_documents --targets\n",
+               test::TargetNames().c_str());
   return 2;
 }

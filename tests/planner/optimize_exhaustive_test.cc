@@ -1,7 +1,7 @@
 // The search against all choices there are of units and of what is kept: models of five to eight modules, for
 // which it climbs (of up to four it plans every cut), on random clusters in tight budgets. SHARDPLAN_SEED=n:
-// that instance alone. SHARDPLAN_INSTANCES=n: so many, and SHARDPLAN_MODULES=n: of up to so many modules
-// (tools/nightly_optimizer).
+// that instance alone. SHARDPLAN_INSTANCES=n: so many (from that one on), and SHARDPLAN_MODULES=n: of up to
+// so many modules (tools/nightly).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -160,9 +160,14 @@ TEST(ExhaustiveInstances, TheSearchFindsTheBestAndTheBoundIsBelow) {
                 static_cast<double>(std::max<std::int64_t>(1, verdict->bound.value)) -
             1;
   }
-  EXPECT_GT(judged, 0);
-  // Of 60 instances a climb finds the best of 39.
-  if (judged >= 6) EXPECT_GE(optimal * 2, judged);
+  if (first == 1) {
+    EXPECT_GT(judged, 0);
+  }
+  // Of the first 60 instances a climb finds the best of 39. A few others may all be hard ones.
+  if (judged >= 6 && (first == 1 || judged >= 100)) {
+    EXPECT_GE(optimal * 2, judged);
+  }
+  RecordProperty("cases", judged);
   std::printf("%d instances: %d with the best of all choices; the bound on average %.2f %% below\n", judged,
               optimal, 100 * gaps / std::max(1, judged));
 }

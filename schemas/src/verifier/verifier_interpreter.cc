@@ -38,12 +38,12 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
     if (buffer.role == BufferRole::kParamUnsharded) needs_binding_[buffer.unit] = true;
   }
   // A flat parameter may be gathered into a buffer of another role that the modules are then bound to.
+  // Modules that are bound to shards at some time are bound to whole parameters when they run.
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
-        if (i.kind == InstructionKind::kBindUnsharded && i.unit >= 0 && i.unit < std::ssize(plan.units)) {
-          needs_binding_[i.unit] = true;
-        }
+        if (i.kind != InstructionKind::kBindUnsharded && i.kind != InstructionKind::kBindSharded) continue;
+        if (i.unit >= 0 && i.unit < std::ssize(plan.units)) needs_binding_[i.unit] = true;
       }
     }
   }

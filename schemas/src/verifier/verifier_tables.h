@@ -49,6 +49,9 @@ std::vector<ProcedureKind> TablesOfProcedures(const Plan& plan, UnitId unit);
 std::int32_t WaitBeforeRecordInProcedure(const Procedure& procedure);
 // The trigger prepares what is prepared once, in a step that repeats.
 bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& trigger);
+// The first step, counted on beyond the plan's own, for which the plan goes on with one that has other calls
+// in the strategy's program, of which the last step repeats for ever. -1: none.
+std::int32_t TablesOfRepeatedStep(const Plan& plan);
 
 // ---- the triggers: verifier_tables_triggers.cc ----
 

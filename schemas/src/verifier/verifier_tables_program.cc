@@ -153,6 +153,17 @@ bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& t
   return trigger.kind == TriggerKind::kLazyInit && step >= plan.steady_step;
 }
 
+std::int32_t TablesOfRepeatedStep(const Plan& plan) {
+  const auto steps = static_cast<std::int32_t>(plan.steps.size());
+  const std::int32_t cycle = steps - plan.steady_step;
+  const std::int32_t end = std::max(steps, static_cast<std::int32_t>(plan.strategy.program.size())) + cycle;
+  for (std::int32_t step = steps; step < end; ++step) {
+    const std::int32_t runs = plan.steady_step + (step - steps) % cycle;
+    if (ProgramOfStep(plan.strategy, step) != ProgramOfStep(plan.strategy, runs)) return step;
+  }
+  return -1;
+}
+
 namespace {
 
 void CheckProcedures(const Plan& plan, Reporter& reporter) {
@@ -188,6 +199,12 @@ void CheckProgramTables(const Plan& plan, Reporter& reporter) {
                     gradient.pass, gradient.parameter, DisplayName(plan.units[gradient.unit].fqn)));
   }
   CheckProcedures(plan, reporter);
+  if (const std::int32_t step = TablesOfRepeatedStep(plan); step >= 0) {
+    reporter.Add(Rule::kTables, {plan.steady_step, -1, -1}, 0,
+                 fmt::format("the plan goes on with step {} (steady_step {}), and the strategy's program has "
+                             "other calls in step {}",
+                             plan.steps[plan.steady_step].name, plan.steady_step, step));
+  }
   for (std::size_t step = 0; step < plan.steps.size(); ++step) {
     const std::vector<Trigger>& triggers = plan.steps[step].triggers;
     for (std::size_t t = 0; t < triggers.size(); ++t) {

@@ -1,4 +1,4 @@
-// A sample of the changes of every field (tools/verifier_mutations runs all): nothing that the verifier
+// A sample of the changes of every field (tools/nightly goes through all): nothing that the verifier
 // accepts goes wrong, and what it refuses goes wrong, says what is not so, or is work for nothing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shardplan/planner/planner.h"
@@ -20,8 +22,8 @@
 namespace shardplan::test {
 namespace {
 
-constexpr std::uint64_t kSeedsToFind = 1500;  // stops at the first that goes wrong
-constexpr std::uint64_t kSeedsToTrust = 3;
+constexpr std::uint64_t kFieldSeedsToFind = 1500;  // stops at the first that goes wrong
+constexpr std::uint64_t kFieldSeedsToTrust = 3;
 
 struct Sample {
   std::string name;
@@ -42,14 +44,14 @@ PlanCase CaseOf(const std::string& name) {
   return *std::ranges::find(cases, name, &PlanCase::name);
 }
 
-class FieldMutations : public testing::TestWithParam<Sample> {};
+class FieldMutations : public ::testing::TestWithParam<Sample> {};
 
 TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
   const PlanCase c = CaseOf(GetParam().name);
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
   ASSERT_TRUE(planned) << ToString(planned.error());
   ExpectedValues expected(planned->plan, c.trace, c.steps);
-  const PlanJudge judge(planned->plan, expected, {}, kSeedsToFind, kSeedsToTrust);
+  const PlanJudge judge(planned->plan, expected, {}, kFieldSeedsToFind, kFieldSeedsToTrust);
   std::map<Verdict, int> verdicts;
   ForEachFieldMutation(planned->plan, 0, GetParam().stride, [&](const FieldMutation& mutation) {
     const Judgement judgement = judge.Judge(mutation);
@@ -63,14 +65,14 @@ TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
   EXPECT_GT(verdicts[Verdict::kHarmless], 3);
 }
 
-INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, testing::ValuesIn(kSamples), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, ::testing::ValuesIn(kSamples), [](const auto& info) {
   std::string name = info.param.name;
   std::ranges::replace(name, '/', '_');
   return name;
 });
 
 // Two edits at once, which may hide each other, of the steps and of what is done on demand: whatever of it
-// verifies is right. (tools/verifier_mutations tries many more.)
+// verifies is right. (tools/nightly tries many more.)
 TEST_P(FieldMutations, NoPairOfEditsIsAcceptedAndWrong) {
   constexpr std::uint64_t kPairs = 150;
   const PlanCase c = CaseOf(GetParam().name);
@@ -83,7 +85,7 @@ TEST_P(FieldMutations, NoPairOfEditsIsAcceptedAndWrong) {
     if (is_program && !HasNumbersOnDemand(planned->plan, c.trace)) continue;
     const Plan of_trace = is_program ? WithPassesOfTrace(*plan) : *plan;
     ExpectedValues expected(of_trace, c.trace, is_program ? OnDemandStepsWithNumbers(*plan) : c.steps);
-    const PlanJudge judge(*plan, expected, {}, 1, kSeedsToTrust);
+    const PlanJudge judge(*plan, expected, {}, 1, kFieldSeedsToTrust);
     for (std::uint64_t seed = 0; seed < kPairs; ++seed) {
       const FieldMutation edited = RandomEdits(*plan, seed, 2);
       const Judgement judgement = judge.Judge(edited);
@@ -122,7 +124,9 @@ TEST(FieldMutations, AreAllDifferent) {
 
 Plan PlanOf(const std::string& name) {
   const PlanCase c = CaseOf(name);
-  return MakePlan(c.trace, c.strategy, c.cluster)->plan;
+  Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+  if (!planned) throw std::runtime_error(ToString(planned.error()));
+  return std::move(planned->plan);
 }
 
 // In the call that copies parameters to the host, each wait before the record that it is for.
@@ -198,6 +202,30 @@ TEST(FieldMutations, TheOptimizerStepsInTheLowPrecisionThatIsKept) {
     EXPECT_TRUE(std::ranges::any_of(found, [](const Violation& v) { return v.rule == Rule::kOptimizerStep; }))
         << plan.buffers[low].name;
   }
+}
+
+// A unit of NO_SHARD, whose shard is the whole parameter: modules that are bound to it as to a shard do not
+// run.
+TEST(FieldMutations, ModulesBoundToShardsAreBoundToWholeParametersWhenTheyRun) {
+  Plan plan = OnDemandProgramOf(PlanOf("fsdp1/gptish_noshard")).plan;
+  const auto reads_shards = [&] {
+    return std::ranges::any_of(Verify(plan),
+                               [](const Violation& v) { return v.rule == Rule::kUseBeforeUnshard; });
+  };
+  EXPECT_FALSE(reads_shards());
+  int changed = 0;
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) {
+      for (std::size_t k = 0; k < trigger.instructions.size(); ++k) {
+        const Instruction& i = trigger.instructions[k];
+        if (i.kind != InstructionKind::kBindUnsharded || i.unit != 1) continue;
+        trigger.instructions.Edit()[k].kind = InstructionKind::kBindSharded;
+        ++changed;
+      }
+    }
+  }
+  EXPECT_GT(changed, 0);
+  EXPECT_TRUE(reads_shards());
 }
 
 // Of four ranks: as many bytes as the shard of all four has in float32.

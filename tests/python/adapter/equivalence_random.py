@@ -183,6 +183,7 @@ def main_of(make_case, compare, description: str) -> int:
                 differing.append(name)
                 print(f"{name}: {verdict}", flush=True)
         print(f"{agreeing} of {last - arguments.seed} cases agree bit for bit", flush=True)
+    print(f"cases {arguments.cases}, failures {len(differing)}")
     return 1 if differing else 0
 
 

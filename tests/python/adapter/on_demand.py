@@ -107,6 +107,7 @@ def main() -> None:
                 wrong += bool(found)
                 print(f"{case.name}: {found or 'equal'}", flush=True)
     print(f"{len(cases)} settings, {len(cases) - wrong} equal")
+    print(f"cases {len(cases)}, failures {wrong}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a user does that a plan does not have ends as under real FSDP2 or FSDP1, bit for bit, or with a message that names the way out
-(off_plan.py prints the table). SHARDPLAN_OFF_PLAN=all runs every case (tools/off_plan); else one or two of each kind."""
+(off_plan.py prints the table). SHARDPLAN_OFF_PLAN=all runs every case (tools/off_plan), SHARDPLAN_OFF_PLAN=40+10 ten of them from the 41st on
+(tools/nightly); else one or two of each kind."""
 
 import os
 
@@ -33,7 +34,16 @@ SUITE = [
     "accumulated_as_planned",
     "evaluated_between_forward_and_backward",
 ]
-NAMES = list(off_plan.CASES) if os.environ.get("SHARDPLAN_OFF_PLAN") == "all" else SUITE
+
+
+def chosen(which: str) -> list[str]:
+    if which == "all":
+        return list(off_plan.CASES)
+    first, _, count = which.partition("+")
+    return list(off_plan.CASES)[int(first) :][: int(count)] if which else SUITE
+
+
+NAMES = chosen(os.environ.get("SHARDPLAN_OFF_PLAN", ""))
 
 
 @pytest.fixture(scope="module")

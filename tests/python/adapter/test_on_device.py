@@ -1,5 +1,5 @@
 """Training by a plan next to real FSDP on the device in software: streams, NCCL and autograd's device threads as on a GPU.
-`tools/nightly_device adapter` runs many more cases."""
+`tools/nightly --only adapter` runs many more cases."""
 
 import sys
 

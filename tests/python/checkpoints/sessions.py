@@ -1,7 +1,7 @@
 """sp.save on some ranks and sp.load on others, of models that real FSDP2, HSDP and tensor parallelism have sharded: buffers, frozen
-parameters, two optimizers, one of them without a state of every parameter. Run by tools/nightly_checkpoints:
+parameters, two optimizers, one of them without a state of every parameter. Run by tools/nightly:
 
-    sessions.py             every case
+    sessions.py [NUMBER...]     the cases of these numbers, from 0; default: every case
 """
 
 from __future__ import annotations
@@ -104,8 +104,10 @@ def _compare(found: tuple, expected: tuple) -> None:
 
 
 def main() -> None:
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(CASES))
     with tempfile.TemporaryDirectory() as scratch:
-        for number, (saved, *loaded) in enumerate(CASES):
+        for number in numbers:
+            saved, *loaded = CASES[number]
             for turn, (ranks, kind) in enumerate((saved, *loaded)):
                 store, folder = f"{scratch}/store{number}-{turn}", f"{scratch}/{number}"
                 mp.start_processes(_rank, (ranks, store, kind, folder, turn == 0), nprocs=ranks, start_method="fork")

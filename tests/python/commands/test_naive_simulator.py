@@ -141,7 +141,7 @@ def compare(name, plan, memory, cluster, report, spans):
     return "" if len(mine) == len(spans) else f"{name} on {cluster['name']}: {len(spans)} spans, by the page {len(mine)}"
 
 
-def test_agrees_on_every_plan_of_the_tests(tmp_path):
+def test_agrees_on_every_plan_of_the_tests(tmp_path, record_property):
     program = build_folder() / "tests" / "simulator" / "simulator_suite_plans"
     if not program.exists():
         pytest.fail(f"{program} is not built")
@@ -155,6 +155,7 @@ def test_agrees_on_every_plan_of_the_tests(tmp_path):
     assert written.returncode == 0, written.stderr
     names = written.stdout.split("\n")[:-1]
     assert len(names) > 300
+    record_property("cases", len(names))
     different = []
     for n, name in enumerate(names):
         plan = json.loads((tmp_path / f"{n}.plan.json").read_text())

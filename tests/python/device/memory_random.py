@@ -131,6 +131,7 @@ def main() -> int:
         if found:
             print(f"memory{seed}: {found}", flush=True)
     print(f"{agree} of {arguments.cases} cases agree")
+    print(f"cases {arguments.cases}, failures {arguments.cases - agree}")
     return 0 if agree == arguments.cases else 1
 
 

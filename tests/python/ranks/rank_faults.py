@@ -1,6 +1,7 @@
 """Faults of ranks and of launchers, done to real processes: what each said, how long it took, and whether that is right.
 
-`python rank_faults.py --seed 7 --count 40` prints a table of random ones; the exit code is 1 when one of them went wrong.
+`python rank_faults.py --seed 7 --count 40` prints a table of the random ones 7 to 46, each made of its number alone; the exit code is 1 when one of
+them went wrong.
 """
 
 from __future__ import annotations
@@ -203,15 +204,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40)
     options = parser.parse_args()
-    choose = random.Random(options.seed)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="shardplan-ranks-"))
     starter = Starter(options.build.resolve())
     plans = {"3": make_plan(starter.shardplan(), folder, 3), "2x2": make_plan(starter.shardplan(), folder, 4, HSDP)}
-    print(f"seed {options.seed}", flush=True)
     totals: collections.Counter = collections.Counter()
     said: list[float] = []
-    for number in range(options.count):
-        outcome = attempt(random_fault(choose), starter, plans, folder / "ranks")
+    for number in range(options.seed, options.seed + options.count):
+        outcome = attempt(random_fault(random.Random(number)), starter, plans, folder / "ranks")
         times = [("said", outcome.said_s), ("ended", outcome.ended_s)]
         spans = " ".join(f"{name} {value:5.2f} s" if value is not None else f"{name} {'-':>7}" for name, value in times)
         verdict = "right" if not outcome.wrong else "WRONG: " + "; ".join(outcome.wrong)
@@ -224,6 +223,7 @@ def main() -> int:
     print(dict(totals))
     if said:
         print(f"deaths while all train: said by all after {max(said):.2f} s at most ({len(said)} of them)")
+    print(f"cases {options.count}, failures {totals['WRONG']}")
     shutil.rmtree(folder, ignore_errors=True)
     return 1 if totals["WRONG"] else 0
 

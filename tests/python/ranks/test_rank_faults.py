@@ -1,4 +1,4 @@
-"""Ranks that die or are stopped, and signals to the launcher, with real processes: a sample of what tools/nightly_ranks tries."""
+"""Ranks that die or are stopped, and signals to the launcher, with real processes: a sample of what tools/nightly tries."""
 
 import pathlib
 import signal

@@ -198,6 +198,21 @@ TEST_F(ProgramTables, LazyInitIsNotRepeated) {
   EXPECT_EQ(violations[0].trigger, 1);
 }
 
+// Of a program the last step repeats: the plan may go on with an earlier one only if that has the same calls.
+TEST_F(ProgramTables, ThePlanGoesOnWithTheStepThatTheProgramRepeats) {
+  Plan plan = good_;
+  ASSERT_EQ(plan.steady_step, 1);
+  const StepProgram step = {ForwardCall{}, BackwardCall{}, OptimizerStepCall{}, ZeroGradCall{}};
+  plan.strategy.program = {step, step, step};
+  EXPECT_THAT(Verify(plan), IsEmpty());
+  plan.strategy.program.push_back({ForwardCall{}, BackwardCall{}});
+  const std::vector<Violation> violations = Verify(plan);
+  ASSERT_THAT(violations, SizeIs(1));
+  EXPECT_EQ(Name(violations[0].rule), "tables");
+  EXPECT_EQ(violations[0].step, 1);
+  EXPECT_THAT(violations[0].message, HasSubstr("has other calls in step 3"));
+}
+
 // ---- the optimizer's states ----
 
 TEST_F(ProgramTables, AStateIsAllocatedBeforeTheStepThatMakesIt) {

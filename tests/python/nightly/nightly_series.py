@@ -1,0 +1,267 @@
+"""The table of nightly series: what a part of each runs, and where it goes on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+from nightly_parts import Step, exit_code, junit, last_line
+from nightly_run import Part, Series
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+DEV = ROOT / "build" / "dev"
+PYTHON = str(ROOT / ".venv" / "bin" / "python")
+JOBS = os.environ.get("SHARDPLAN_JOBS", str(os.cpu_count() or 2))
+# The tests' own seeds are small numbers.
+FIRST_SEED = 200_000
+
+
+def build(preset: str, *targets: str) -> tuple[str, ...]:
+    return ("tools/build", preset, f"-j{JOBS}", "--target", *targets)
+
+
+def python(preset: str = "dev") -> dict[str, str]:
+    return {"PYTHONPATH": "tools/python:tests/python/checkpoints", "SHARDPLAN_BUILD": str(ROOT / "build" / preset)}
+
+
+def pytest(part: Part, name: str, *arguments: str, environment: dict[str, str] | None = None, before: tuple[str, ...] = ()) -> Step:
+    command = [*before, PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={part.folder / name}.xml", *arguments]
+    return Step(command, junit(f"{name}.xml"), {**python(), **(environment or {})})
+
+
+def gtest(part: Part, name: str, program: str, tests: str, environment: dict[str, str], before: tuple[str, ...] = ()) -> Step:
+    command = [*before, str(DEV / program), "--gtest_brief=1", f"--gtest_filter={tests}", f"--gtest_output=xml:{part.folder / name}.xml"]
+    return Step(command, junit(f"{name}.xml"), environment)
+
+
+# ---- on the device in software: on the GPU where there is one ----
+
+DEVICE = ("tools/on_device", str(DEV / "tests" / "device" / "libshardplan_device.so"))
+SLICES = 16  # of the conformance suite's cases
+
+
+def modes(number: int) -> tuple[str, str, str]:
+    """Lazy ones with seeds of the round."""
+    return ("inline", f"lazy:{2 * number + 1}", f"lazy:{2 * number + 2}")
+
+
+def conformance(part: Part) -> list[Step]:
+    """Each slice in each mode; the last slice stands for the reshardings."""
+    steps = []
+    for position in range(part.position, part.position + part.count):
+        sliced, mode = position // 3, modes(part.round)[position % 3]
+        environment = {"SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_EVERY": str(SLICES), "SHARDPLAN_FIRST": str(sliced)}
+        program, tests = ("conformance", "*EveryNumberIsRight*") if sliced < SLICES else ("reshard", "*")
+        steps.append(gtest(part, f"{sliced}-{mode}", f"tests/executor/executor_cuda_{program}_test", tests, environment, DEVICE))
+    return steps
+
+
+def on_cuda(mode: str) -> dict[str, str]:
+    return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda"}
+
+
+def adapter(part: Part) -> list[Step]:
+    """Both policies; inline for even seeds, lazy for odd ones."""
+    steps = []
+    for script in ("flat_random.py", "equivalence_random.py"):
+        mode = "inline" if part.position % 2 == 0 else f"lazy:{part.position % 1000}"
+        command = [*DEVICE, PYTHON, f"tests/python/adapter/{script}", "--seed", str(part.position), "--cases", str(part.count), "--batch", "25"]
+        steps.append(Step(command, last_line, on_cuda(mode)))
+    return steps
+
+
+@functools.cache
+def adapter_files() -> list[str]:
+    return sorted(f"tests/python/adapter/{path.name}" for path in (ROOT / "tests/python/adapter").glob("test_*.py") if re.match("test_(adapter|equivalence)", path.name))
+
+
+def adapter_file(part: Part) -> list[Step]:
+    files = adapter_files()[part.position : part.position + part.count]
+    return [pytest(part, pathlib.Path(file).stem, file, environment=on_cuda("inline"), before=DEVICE) for file in files]
+
+
+@functools.cache
+def mutations() -> list[str]:
+    listed = subprocess.run([sys.executable, "tests/device/mutations.py", "--list"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
+
+
+def backend_mutations(part: Part) -> list[Step]:
+    names = mutations()[part.position : part.position + part.count]
+    return [Step([PYTHON, "tests/device/mutations.py", name], last_line) for name in names]
+
+
+def memory(part: Part) -> list[Step]:
+    return [Step([PYTHON, "tests/python/device/memory_random.py", "--seed", str(part.position), "--cases", str(part.count)], last_line, python())]
+
+
+# ---- others ----
+
+
+@functools.cache
+def off_plan_cases() -> int:
+    command = [PYTHON, "-c", "import off_plan, off_plan_all; print(len(off_plan.CASES))"]
+    environment = {**os.environ, "PYTHONPATH": "tools/python:tests/python/adapter:tests/python"}
+    return int(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def off_plan(part: Part) -> list[Step]:
+    return [pytest(part, "off_plan", "tests/python/adapter/test_off_plan.py", environment={"SHARDPLAN_OFF_PLAN": f"{part.position}+{part.count}"})]
+
+
+def checkpoints(part: Part) -> list[Step]:
+    """Of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed; what FSDP1 makes at another world
+    size; what is saved on some ranks and loaded on others."""
+    seeds = " ".join(str(seed) for seed in range(part.position, part.position + part.count))
+    recorded = ("5-flat-6", "6-orig-9", "7-flat-5", "3-orig-7")[part.position % 4]
+    kills = str(part.count + 1)
+    scripts = "tests/python/checkpoints"
+    return [
+        pytest(part, "formats", scripts, "-k", "every_format_and_back or cut_and_changed", environment={"SHARDPLAN_SEED": seeds}),
+        Step([PYTHON, f"{scripts}/killed.py", "--kills", kills, "--seed", str(part.position), "--megabytes", "128"], exit_code(int(kills)), python()),
+        Step([PYTHON, f"{scripts}/killed_saves.py", "--kills", kills, "--seed", str(part.position)], exit_code(int(kills)), python()),
+        pytest(part, "recorded", "tests/python/conformance/test_optim_state_conformance.py", "-k", "installed_fsdp1", environment={"SHARDPLAN_RECORDED": recorded}),
+        Step([PYTHON, f"{scripts}/sessions.py", str(part.position % 4)], exit_code(), python()),
+    ]
+
+
+@functools.cache
+def fuzz_targets(preset: str) -> list[str]:
+    program = ROOT / "build" / preset / "tests" / "fuzz" / "fuzz_documents"
+    return subprocess.run([program, "--targets"], capture_output=True, text=True, check=True).stdout.split()
+
+
+def fuzz_step(preset: str, target: str, seed: int, count: int) -> Step:
+    """An input that fails is left in the part's folder."""
+    command = [str(ROOT / "build" / preset / "tests" / "fuzz" / "fuzz_documents"), target, str(seed), str(count)]
+    return Step(command, exit_code(count), in_folder=True)
+
+
+def fuzz(part: Part) -> list[Step]:
+    return [fuzz_step("dev", target, part.position, part.count) for target in fuzz_targets("dev")]
+
+
+def optimizer(part: Part) -> list[Step]:
+    """The search against all choices; the bound on eleven times as many random plans."""
+    program, more = "tests/planner/planner_test", 11
+    searched = {"SHARDPLAN_SEED": str(part.position), "SHARDPLAN_INSTANCES": str(part.count)}
+    bounded = {"SHARDPLAN_SEED": str(more * part.position), "SHARDPLAN_RANDOM_PLANS": str(more * part.count)}
+    return [gtest(part, "search", program, "ExhaustiveInstances.*", searched), gtest(part, "bound", program, "BoundOfRandomPlans.*", bounded)]
+
+
+def ranks(part: Part) -> list[Step]:
+    return [Step([PYTHON, "tests/python/ranks/rank_faults.py", "--build", str(DEV), "--seed", str(part.position), "--count", str(part.count)], last_line)]
+
+
+def simulator(part: Part) -> list[Step]:
+    environment = {"SHARDPLAN_SEED": str(part.position), "SHARDPLAN_RANDOM_PLANS": str(part.count)}
+    return [pytest(part, "simulator", "tests/python/commands/test_naive_simulator.py", environment=environment)]
+
+
+CHANGES_EVERY = 5003  # of the changes of every field of every plan, a part has one in so many
+
+
+def verifier(part: Part) -> list[Step]:
+    """Changes of fields from the position on; a random pair of edits of every plan, and of what it does on demand."""
+    seed = str(part.round * CHANGES_EVERY + part.position)
+    soak = [str(DEV / "tests/executor/virtual/virtual_soak"), "--seeds", "5"]
+    return [
+        Step([*soak, "--fields", str(CHANGES_EVERY), "--offset", str(part.position), "--seeds-to-find", "3000"], last_line),
+        Step([*soak, "--edits", "1", "--first-edit", seed, "--seeds-to-trust", "8"], last_line),
+        Step([*soak, "--edits", "1", "--first-edit", seed, "--seeds-to-trust", "8", "--on-demand"], last_line),
+    ]
+
+
+# ---- under sanitizers: what has threads ----
+
+THREADS = (
+    "virtual_replay_test",
+    "executor_test",
+    "executor_cpu_reshard_test",
+    "executor_cpu_conformance_test",
+    "planner_test",
+    "schemas_test",
+)
+COMMAND_FILES = ("tests/python/checkpoints/test_reshard_checkpoint.py", "tests/python/commands/test_optimize.py")
+FUZZED = 300  # inputs a target
+
+
+def sanitized_items(preset: str) -> list[tuple[str, str]]:
+    """("test", name), ("fuzz", target), ("command" or "adapter", file of Python tests)."""
+    listed = subprocess.run(["ctest", "--preset", preset, "--show-only=json-v1"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tests = json.loads(listed.stdout[listed.stdout.index("{") :])["tests"]
+    names = [test["name"] for test in tests if pathlib.Path(test.get("command", [""])[0]).name in THREADS]
+    items = [("test", name) for name in names] + [("fuzz", target) for target in fuzz_targets(preset)] + [("command", file) for file in COMMAND_FILES]
+    # The C++ module: under asan only, whose library an interpreter that is not built with it can load first.
+    return items + ([("adapter", file) for file in adapter_files()] if preset == "asan" else [])
+
+
+def exactly(names: list[str]) -> str:
+    """A pattern of ctest."""
+    return "^(" + "|".join(re.sub(r"([][.+*?()^$|\\])", r"\\\1", name) for name in names) + ")$"
+
+
+@functools.cache
+def asan_first() -> str:
+    found = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip() for name in ("libasan.so", "libstdc++.so")]
+    return " ".join(found)
+
+
+def sanitized(preset: str, part: Part) -> list[Step]:
+    items = sanitized_items(preset)[part.position : part.position + part.count]
+    environment = {"SHARDPLAN_EVERY": "20", "SHARDPLAN_FIRST": str(part.round % 20), "TSAN_OPTIONS": "die_after_fork=0"}
+    steps = []
+    names = [name for kind, name in items if kind == "test"]
+    if names:
+        command = ["ctest", "--preset", preset, f"-j{JOBS}", "--timeout", "300", "-R", exactly(names), "--output-junit", str(part.folder / "ctest.xml")]
+        steps.append(Step(command, junit("ctest.xml"), environment))
+    for kind, name in items:
+        if kind == "fuzz":
+            steps.append(fuzz_step(preset, name, FIRST_SEED + part.round, FUZZED))
+        elif kind != "test":
+            loaded = {"LD_PRELOAD": asan_first(), "ASAN_OPTIONS": "detect_leaks=0"} if kind == "adapter" else {}
+            steps.append(pytest(part, pathlib.Path(name).stem, name, environment={**python(preset), **loaded}))
+    return steps
+
+
+def sanitizer(preset: str, what: str, *more: str) -> Series:
+    return Series(
+        preset,
+        f"{what} over what has threads: {', '.join(THREADS)}, the fuzz targets, the command",
+        functools.partial(sanitized, preset),
+        count=10,
+        most=60,
+        length=lambda: len(sanitized_items(preset)),
+        build=build(preset, *THREADS, "fuzz_documents", "shardplan", *more),
+    )
+
+
+ALL = [
+    Series("conformance", "the cuda backend on the device in software: every case inline and under two lazy seeds", conformance, 3, 24,
+           length=lambda: 3 * (SLICES + 1), build=build("dev", "executor_cuda_conformance_test", "executor_cuda_reshard_test")),
+    Series("adapter", "random models and settings on cuda next to real FSDP1 and FSDP2", adapter, 6, 60, FIRST_SEED,
+           build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
+    Series("adapter_files", "the adapter's Python tests on cuda", adapter_file, 1, 4, length=lambda: len(adapter_files()),
+           build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
+    Series("memory", "peaks of random trainings by PyTorch's own allocator", memory, 4, 60, FIRST_SEED,
+           build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
+    Series("backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
+           length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test")),
+    Series("off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80, length=off_plan_cases,
+           build=build("dev", "product")),
+    Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
+    Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),
+    Series("optimizer", "the optimising planner against all choices, its bound on random plans", optimizer, 10, 4000, FIRST_SEED,
+           build=build("dev", "planner_test")),
+    Series("ranks", "ranks and launchers that are killed, stopped and signalled", ranks, 8, 100, FIRST_SEED, build=build("dev", "product")),
+    Series("simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED, build=build("dev", "simulator_suite_plans")),
+    Series("verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1, length=lambda: CHANGES_EVERY,
+           build=build("dev", "virtual_soak")),
+    sanitizer("asan", "AddressSanitizer and UndefinedBehaviorSanitizer", "_shardplan"),
+    sanitizer("tsan", "ThreadSanitizer"),
+]  # fmt: skip
