@@ -29,6 +29,7 @@
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/strategy_check.h"
 #include "shardplan/schemas/trace_check.h"
+#include "shardplan/simulator/caching_allocator.h"
 #include "shardplan/simulator/cost_model.h"
 #include "units/model_index.h"
 #include "units/partition.h"
@@ -284,12 +285,21 @@ Status RunPasses(const Task& task, std::string_view last, const PlanOptions& opt
   return {};
 }
 
+// What the document's own rules and the allocator say of it. kBadInput.
+Status CheckKnobs(const Strategy& strategy) {
+  if (Status s = CheckStrategy(strategy); !s) return s;
+  const Status settings = CheckAllocatorSettings(strategy.alloc_conf);
+  if (settings) return {};
+  const Error& error = settings.error();
+  return MakeInputError("/alloc_conf", error.message, error.found, error.expected);
+}
+
 // What to do it with; kBadInput or kUsage where there is nothing to begin with.
 Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                       const PlanOptions& options) {
   if (Status s = CheckSkipped(options); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckTrace(trace); !s) return std::unexpected(std::move(s.error()));
-  if (Status s = CheckStrategy(strategy); !s) return std::unexpected(std::move(s.error()));
+  if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
   return Task{trace, strategy, cluster, FindPolicy(strategy.policy)};
 }
@@ -363,7 +373,7 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
 
 Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (!checked_) return std::unexpected(checked_.error());
-  if (Status s = CheckStrategy(strategy); !s) return std::unexpected(std::move(s.error()));
+  if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
   const Task task{trace_, strategy, cluster_, FindPolicy(strategy.policy), this};
   const PlanOptions options{.verify = false, .skip = {"build_graph", "linearise", "digest"}};
   Made made;

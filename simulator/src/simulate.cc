@@ -160,8 +160,9 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
   }
   FitOptions fit_options = options.fit;
   fit_options.cluster = &cluster;
-  const Result<DeviceFit> fit = FitDevice(plan, fit_options);
+  Result<DeviceFit> fit = FitDevice(plan, fit_options);
   if (!fit) return std::unexpected(fit.error());
+  fit->reserved_bytes = ReservedToShow(plan, fit_options, *fit);
   simulation.report =
       internal::BuildReport(plan, cluster, *program, last, *synchronized, memory, host_memory, *fit);
   simulation.report.plan_digest = options.plan_digest;

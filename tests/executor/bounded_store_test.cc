@@ -18,7 +18,7 @@ namespace shardplan::executor {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 // As a TCPStore whose server is stopped: every call hangs until the server goes on.
 class Server {
@@ -66,7 +66,7 @@ class ServedStore final : public c10d::HashStore {
   const std::shared_ptr<Server> server_;
 };
 
-class BoundedStoreTest : public testing::Test {
+class BoundedStoreTest : public ::testing::Test {
  protected:
   // What is given up hangs no longer than the test.
   void TearDown() override { server_->GoOn(); }

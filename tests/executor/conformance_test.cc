@@ -129,7 +129,7 @@ bool RunRank(const std::vector<RankCase>& cases, std::size_t first, std::int64_t
   return true;
 }
 
-class OnRanks : public testing::TestWithParam<std::int64_t> {
+class OnRanks : public ::testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override {
     const ForkedRun probe = RunForked(1, kPatienceSeconds, [](std::int64_t, const Log& log) {
@@ -213,7 +213,7 @@ TEST_P(OnRanks, AWrongNumberIsNamedAndTheRestIsRun) {
               testing::IsSupersetOf(
                   {testing::ContainsRegex("mlp3_default_w2: rank 0: optimizer step: element [0-9]+ of"),
                    testing::ContainsRegex("mlp3_default_w2, arena: rank 1: optimizer step: element")}));
-  EXPECT_THAT(run.lines, testing::Not(testing::Contains(testing::HasSubstr("gptish_bnone:"))));
+  EXPECT_THAT(run.lines, testing::Not(testing::Contains(::testing::HasSubstr("gptish_bnone:"))));
 }
 
 // It leaves, and the other one does not wait for it.
@@ -223,7 +223,7 @@ TEST_P(OnRanks, ARankThatGivesUpEndsTheRun) {
   others[0].plan.steps[0].triggers[0].instructions.Edit().push_back(
       {.kind = InstructionKind::kFree, .src = 100'000});
   const ForkedRun run = Run(cases, 0, GetParam(), &others, kShortPatienceSeconds);
-  EXPECT_THAT(run.lines, testing::Contains(testing::HasSubstr("mlp3_default_w2: /steps/0/triggers/0")));
+  EXPECT_THAT(run.lines, testing::Contains(::testing::HasSubstr("mlp3_default_w2: /steps/0/triggers/0")));
   EXPECT_EQ(run.faults.size(), 2U);
 }
 
@@ -238,15 +238,15 @@ TEST_P(OnRanks, ARankThatFailsInAStepLeavesNobodyHanging) {
   triggers[triggers.size() / 2].instructions.Edit().push_back(
       {.kind = InstructionKind::kWait, .stream = 0, .event = static_cast<EventId>(plan.events.size()) - 1});
   const ForkedRun run = Run(cases, 0, GetParam(), &others, kLongPatienceSeconds);
-  EXPECT_THAT(run.lines, testing::Contains(testing::HasSubstr("waited for before it is recorded")));
+  EXPECT_THAT(run.lines, testing::Contains(::testing::HasSubstr("waited for before it is recorded")));
   EXPECT_THAT(run.faults, testing::UnorderedElementsAre("rank 0 gave up", "rank 1 gave up"));
 }
 
-std::string TestName(const testing::TestParamInfo<std::int64_t>& info) {
+std::string TestName(const ::testing::TestParamInfo<std::int64_t>& info) {
   return fmt::format("{}_ranks{}", BackendName(), info.param);
 }
-INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::ValuesIn(kRanks), TestName);
-INSTANTIATE_TEST_SUITE_P(Backends, OnRanks, testing::Values(2), TestName);
+INSTANTIATE_TEST_SUITE_P(Backends, Conformance, ::testing::ValuesIn(kRanks), TestName);
+INSTANTIATE_TEST_SUITE_P(Backends, OnRanks, ::testing::Values(2), TestName);
 
 }  // namespace
 }  // namespace shardplan::test

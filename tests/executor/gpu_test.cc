@@ -11,7 +11,7 @@
 namespace shardplan::test {
 namespace {
 
-class Gpu : public testing::Test {
+class Gpu : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string reason;
@@ -121,7 +121,8 @@ TEST_P(NcclWithItself, AnAbortIsTheErrorOfWhateverFollows) {
 }
 
 INSTANTIATE_TEST_SUITE_P(MemoryPlans, NcclWithItself,
-                         testing::Values(executor::MemorySource::kAllocator, executor::MemorySource::kArena));
+                         ::testing::Values(executor::MemorySource::kAllocator,
+                                           executor::MemorySource::kArena));
 
 // Its library registers them when it is loaded; nothing else in this program needs it.
 TEST(CudaBackend, TorchsCudaKernelsAreThere) {

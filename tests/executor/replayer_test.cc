@@ -14,9 +14,9 @@ namespace shardplan::executor {
 namespace {
 
 using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class ReplayerTest : public testing::Test {
+class ReplayerTest : public ::testing::Test {
  protected:
   Result<std::unique_ptr<Replayer>> Make(Model* model = nullptr, std::int64_t rank = 0) {
     machine_ = VirtualMachine::Create(plan_, 1);

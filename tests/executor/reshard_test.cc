@@ -31,7 +31,7 @@ namespace shardplan::test {
 namespace {
 
 using testing::Each;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using testing::IsEmpty;
 
 constexpr std::int64_t kProcesses = 4;
@@ -142,7 +142,7 @@ std::string ThereAndBack(std::uint64_t seed, std::int64_t rank, ReshardProcess& 
   return again == of_rank(StateIn(source)) ? "" : "other bytes on the way back";
 }
 
-class ReshardOnRanks : public testing::Test {
+class ReshardOnRanks : public ::testing::Test {
  protected:
   void SetUp() override {
     file_ = (std::filesystem::temp_directory_path() / fmt::format("shardplan-reshard-{}", getpid())).string();

@@ -19,7 +19,7 @@
 namespace shardplan::test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 namespace fs = std::filesystem;
 
 struct Output {
@@ -27,7 +27,7 @@ struct Output {
   std::string text;  // stdout and stderr
 };
 
-class Run : public testing::Test {
+class Run : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = fs::temp_directory_path() / ("shardplan_run_test_" + std::to_string(getpid()));

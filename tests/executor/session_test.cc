@@ -30,7 +30,7 @@ namespace {
 namespace fs = std::filesystem;
 using testing::Each;
 using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using testing::IsEmpty;
 
 constexpr std::int64_t kRanksOfSession = 3;
@@ -105,7 +105,7 @@ StateLayout OneTensorOnAllRanks(std::int32_t tensor_dim) {
           .tensors = {{.name = "w", .shape = {301, 200}, .splits = {{{"shard"}, tensor_dim}}}}};
 }
 
-class SessionOnRanks : public testing::Test {
+class SessionOnRanks : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = fs::temp_directory_path() / fmt::format("shardplan-session-{}", getpid());

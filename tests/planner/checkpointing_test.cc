@@ -243,6 +243,46 @@ TEST(CheckpointingTest, InputsStayUntilTheLastNodeIsThrough) {
   EXPECT_EQ(freed, moved);
 }
 
+// validate_outputs sums the gradient of an operand that was broadcast when the node that made it is gone.
+TEST(CheckpointingTest, WhatANodeUnpacksDiesBeforeTheEnginesSums) {
+  Trace plain = Blocks();
+  StorageId next = 1'000;
+  std::vector<TraceEvent> backward;
+  OperatorEvent node;
+  for (const TraceEvent& event : plain.backwards[0].events) {
+    if (const auto* op = std::get_if<OperatorEvent>(&event)) node = *op;
+    const bool frees = std::holds_alternative<FreeEvent>(event);
+    for (int i = 0; i < 2 && frees && plain.modules[node.module].fqn.ends_with(".y"); ++i) {
+      backward.emplace_back(AllocateEvent{next, Bytes{64}, StorageRole::kBackwardTemp, node.module});
+      backward.emplace_back(
+          OperatorEvent{.name = "aten.sum", .module = node.module, .reads = node.writes, .writes = {next}});
+      backward.emplace_back(FreeEvent{next++});
+    }
+    backward.push_back(event);
+  }
+  plain.backwards[0].events = std::move(backward);
+  const Result<Trace> checkpointed = ApplyCheckpointing(plain, {.modules = {"blocks.*"}});
+  ASSERT_TRUE(checkpointed);
+  EXPECT_EQ(Replay(*checkpointed).left, Replay(plain).left);
+  std::set<StorageId> remade;
+  int freed_before = 0, sums = 0;
+  for (const TraceEvent& event : checkpointed->backwards[0].events) {
+    const auto* allocate = std::get_if<AllocateEvent>(&event);
+    const auto* free = std::get_if<FreeEvent>(&event);
+    const auto* op = std::get_if<OperatorEvent>(&event);
+    if (allocate != nullptr && allocate->role == StorageRole::kRecompute) remade.insert(allocate->storage);
+    if (free != nullptr && remade.contains(free->storage)) ++freed_before;
+    if (op == nullptr) continue;
+    if (op->name == "aten.sum" && ++sums % 2 == 1) {
+      EXPECT_EQ(freed_before, 1);
+    } else {
+      EXPECT_TRUE(op->name != "aten.sum" || freed_before == 0);
+    }
+    freed_before = 0;
+  }
+  EXPECT_EQ(sums, 2 * kBlocks);
+}
+
 TEST(CheckpointingTest, PlansOfBothPoliciesVerify) {
   for (const char* policy : {"fsdp2", "fsdp1"}) {
     for (const char* modules : {"blocks.*", "blocks.*.y", ""}) {

@@ -27,9 +27,9 @@ Trace GoldenTrace(const std::string& name) {
   return trace ? *trace : Trace{};
 }
 
-class Random {
+class KnobRandom {
  public:
-  explicit Random(std::uint64_t seed) : engine_(seed) {}
+  explicit KnobRandom(std::uint64_t seed) : engine_(seed) {}
   std::int64_t Below(std::int64_t count) {
     return static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(count));
   }
@@ -49,7 +49,7 @@ struct Case {
   std::int64_t ranks = 1;
 };
 
-std::vector<StrategyMeshDim> RandomMesh(Random& random, bool tensor) {
+std::vector<StrategyMeshDim> RandomMesh(KnobRandom& random, bool tensor) {
   std::vector<StrategyMeshDim> mesh;
   if (random.Chance(30)) mesh.push_back({"replicate", 2});
   mesh.push_back({"shard", random.Pick<std::int64_t>({1, 2, 3, 4})});
@@ -58,7 +58,7 @@ std::vector<StrategyMeshDim> RandomMesh(Random& random, bool tensor) {
   return mesh;
 }
 
-std::vector<UnitRule> RandomUnits(Random& random, bool two_parts) {
+std::vector<UnitRule> RandomUnits(KnobRandom& random, bool two_parts) {
   if (two_parts) {
     if (random.Chance(50)) return {{.modules = {"encoder"}}, {.modules = {"decoder"}}};
     return {{.modules = {"encoder.*"}},
@@ -78,7 +78,7 @@ std::vector<UnitRule> RandomUnits(Random& random, bool two_parts) {
   return units;
 }
 
-StepProgram RandomProgram(Random& random, const std::string& module) {
+StepProgram RandomProgram(KnobRandom& random, const std::string& module) {
   StepProgram step;
   const auto call = [&](std::string method, bool value) {
     step.push_back(ModuleCall{.method = std::move(method), .module = module, .value = value});
@@ -102,7 +102,7 @@ StepProgram RandomProgram(Random& random, const std::string& module) {
   return step;
 }
 
-void RandomKnobs(Random& random, Case& c) {
+void RandomKnobs(KnobRandom& random, Case& c) {
   Fsdp2Knobs& knobs = c.strategy.fsdp2;
   knobs.forward_prefetch = random.Chance(30) ? static_cast<std::int32_t>(random.Below(3)) : 0;
   knobs.backward_prefetch = random.Chance(30) ? static_cast<std::int32_t>(random.Below(3)) : -1;
@@ -134,7 +134,7 @@ void RandomKnobs(Random& random, Case& c) {
 }
 
 Case RandomCase(std::uint64_t seed) {
-  Random random(seed);
+  KnobRandom random(seed);
   Case c;
   c.trace = random.Pick<std::string>(
       {"small", "small", "frozen", "frozen_prefix", "quantised", "reused", "two_parts", "tensor_parallel"});

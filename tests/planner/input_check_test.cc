@@ -130,6 +130,20 @@ TEST(InputCheckTest, StrategiesThatCannotBePlannedAreRefusedWhereTheyAreRead) {
   }
 }
 
+// The allocator is the simulator's; so only who plans with its settings refuses them.
+TEST(InputCheckTest, SettingsThatTheAllocatorRefusesAreNotPlannedWith) {
+  const Trace trace = LayeredTrace(2, 8, 8, 8);
+  for (const auto& [settings, message] : {std::pair{"expandable_segments", "expandable_segments"},
+                                          {"expandable_segments:Maybe", "expandable_segments"},
+                                          {"max_split_size_mb:1", "max_split_size_mb"}}) {
+    const Result<PlannerOutput> planned = MakePlan(trace, {.alloc_conf = settings}, ClusterOf(2));
+    ASSERT_FALSE(planned) << settings;
+    EXPECT_EQ(planned.error().code, ErrorCode::kBadInput) << settings;
+    EXPECT_EQ(planned.error().pointer, "/alloc_conf") << settings;
+    EXPECT_THAT(ToString(planned.error()), HasSubstr(message));
+  }
+}
+
 // The list of calls is in schemas, what they do in the planner.
 TEST(InputCheckTest, EveryCallOfThePoliciesIsPlanned) {
   const Trace trace = LayeredTrace(2, 8, 8, 8);

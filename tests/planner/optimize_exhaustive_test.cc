@@ -160,9 +160,13 @@ TEST(ExhaustiveInstances, TheSearchFindsTheBestAndTheBoundIsBelow) {
                 static_cast<double>(std::max<std::int64_t>(1, verdict->bound.value)) -
             1;
   }
-  if (first == 1) EXPECT_GT(judged, 0);
+  if (first == 1) {
+    EXPECT_GT(judged, 0);
+  }
   // Of the first 60 instances a climb finds the best of 39. A few others may all be hard ones.
-  if (judged >= 6 && (first == 1 || judged >= 100)) EXPECT_GE(optimal * 2, judged);
+  if (judged >= 6 && (first == 1 || judged >= 100)) {
+    EXPECT_GE(optimal * 2, judged);
+  }
   RecordProperty("cases", judged);
   std::printf("%d instances: %d with the best of all choices; the bound on average %.2f %% below\n", judged,
               optimal, 100 * gaps / std::max(1, judged));

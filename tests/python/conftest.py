@@ -2,11 +2,18 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# `nohup tools/test &` starts the suite with these ignored, and its children would ignore them, too: what has a handler, they
+# begin with the default of.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda _number, _frame: None)
 
 
 def build_folder() -> pathlib.Path:

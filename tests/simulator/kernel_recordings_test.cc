@@ -55,8 +55,12 @@ MemoryHistory HistoryOf(const Json& kernel) {
   // An operator between them: reads are none of its outputs.
   make(kernel["reads"], StorageRole::kSaved, op.reads);
   entries.push_back(OperatorEvent{.name = "aten.detach"});
-  make(kernel["writes"], StorageRole::kBackwardTemp, op.writes);
+  const bool sum = op.name == "aten.sum";
+  make(kernel["writes"], sum ? StorageRole::kParameterGrad : StorageRole::kBackwardTemp, op.writes);
   entries.push_back(op);
+  if (kernel.contains("sequences")) {
+    b.plan().inputs = {{.name = "tokens", .shape = {kernel["sequences"].get<std::int64_t>()}}};
+  }
   b.Step("steady").At(TriggerKind::kPreBackward).Compute(0);
   return MemoryHistoryOf(b.plan(), {.kernel_temporaries = true});
 }
@@ -75,7 +79,7 @@ std::vector<std::string> Computed(const Json& kernel) {
       const std::size_t number = taken.size();
       taken[action.block] = number;
       texts.push_back("+" + std::to_string(block.requested_bytes.value));
-    } else if (category == "backward_temp" && !action.frees) {
+    } else if ((category == "backward_temp" || category == "grad_unsharded") && !action.frees) {
       texts.push_back("o");
     }
   }

@@ -186,6 +186,52 @@ TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {
   EXPECT_EQ(profile.end_bytes.value, 2 * 8'519'680);
 }
 
+TEST(MemoryHistory, TemporariesOfALoopAreTakenOneAfterTheOther) {
+  PlanBuilder b(2);
+  const UnitId unit = b.Unit("a", 3, 2'560);
+  for (std::size_t p = 0; p < 3; ++p) {
+    b.plan().units[0].parameters[p].index = 2 - static_cast<std::int32_t>(p);
+    b.plan().units[0].parameters[p].shape = {256, static_cast<std::int64_t>(p) + 1};
+  }
+  b.Buffer(BufferRole::kParamSharded, unit);
+  b.plan().strategy.optimizer = {OptimizerKind::kAdamW, OptimizerImplementation::kForLoop};
+  constexpr BufferId kTemporary = 1;
+  b.plan().buffers.push_back({.name = "optimizer.temp", .role = BufferRole::kOptimizerTemp});
+  std::vector<Bytes>& most = b.plan().buffers[kTemporary].parts_bytes;
+  b.Step("steady").At(TriggerKind::kOptimizerStep).Allocate(kTemporary, 0).OptimizerStep(0).Free(kTemporary);
+  // Of 128 x 1, 128 x 2 and 128 x 3 floats; the last parameter is the model's first. A quotient stays until
+  // there is the next one.
+  most = {Bytes{1'536}, Bytes{1'024}, Bytes{1'024}};
+  EXPECT_EQ(Requested(MemoryHistoryOf(b.plan()), "optimizer_temp"),
+            (std::vector<std::int64_t>{1'536, 1'536, 1'024, 1'024, 512, 512}));
+  const std::int64_t peak = ProfileMemory(b.plan()).peak_bytes.value;
+  most = {Bytes{4'096}};  // a plan that knows better is believed
+  EXPECT_EQ(Requested(MemoryHistoryOf(b.plan()), "optimizer_temp"), (std::vector<std::int64_t>{4'096}));
+  EXPECT_EQ(ProfileMemory(b.plan()).peak_bytes.value - peak, 4'096 - 3'584);
+}
+
+TEST(MemoryHistory, StepsMayEndBeforeThoseThatRepeat) {
+  PlanBuilder b(2);
+  const BufferId buffer = b.Buffer(BufferRole::kAllGatherOutput, b.Unit("a", 1, 256));
+  for (const char* name : {"first", "step 1", "steady"}) {
+    b.Step(name).At(TriggerKind::kPreForward).Allocate(buffer, 0).Free(buffer);
+  }
+  b.plan().steady_step = 2;
+  const auto steps = [&](std::int32_t asked) {
+    const SteadyReplay replay = ReplayUntilSteady(b.plan(), {}, {}, asked);
+    std::vector<std::int32_t> seen;
+    for (const MemoryAction& action : replay.history.actions) {
+      if (!action.frees) seen.push_back(action.at.step);
+    }
+    return seen;
+  };
+  EXPECT_EQ(steps(1), (std::vector<std::int32_t>{0}));
+  EXPECT_EQ(steps(2), (std::vector<std::int32_t>{0, 1}));
+  EXPECT_EQ(steps(3), (std::vector<std::int32_t>{0, 1, 2}));
+  EXPECT_EQ(steps(5), (std::vector<std::int32_t>{0, 1, 2, 2, 2}));
+  EXPECT_EQ(ReserveUntilSteady(b.plan(), {}, {}, 2).rows.front().event, "step_begin");
+}
+
 TEST(MemoryHistory, AFreeOfPartsLeavesTheOthers) {
   PlanBuilder b(2);
   const UnitId unit = b.Unit("a", 3, 256);

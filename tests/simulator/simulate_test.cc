@@ -192,7 +192,9 @@ TEST(Steps, TheReportIsOfTheLastOne) {
   }
   EXPECT_EQ(first_end.value, 60 * kMillisecond);
   for (const Span& span : simulation->spans) {
-    if (span.step == 1) EXPECT_GE(span.start_ns, first_end);
+    if (span.step == 1) {
+      EXPECT_GE(span.start_ns, first_end);
+    }
   }
 }
 

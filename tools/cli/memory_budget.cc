@@ -2,7 +2,6 @@
 
 #include <charconv>
 
-#include "shardplan/simulator/caching_allocator.h"
 #include "support.h"
 
 namespace shardplan::cli {
@@ -35,11 +34,6 @@ Result<std::optional<Bytes>> ParseMemoryBudget(const std::string& text) {
                                        {"TB", 1'000'000'000'000}});
   if (bytes) return Bytes{*bytes};
   return BadFlag("--memory-budget", text, "bytes, say 60GiB or 80GB, or device");
-}
-
-Status CheckAllocConf(const std::string& text) {
-  AllocatorSettings settings;
-  return ParseAllocatorSettings(text, Bytes{std::int64_t{1} << 40}, settings);
 }
 
 }  // namespace shardplan::cli

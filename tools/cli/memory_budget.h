@@ -23,9 +23,6 @@ std::optional<std::int64_t> WithSuffix(std::string_view text, std::initializer_l
 // context and NCCL's buffers. kUsage: neither bytes nor `device`.
 Result<std::optional<Bytes>> ParseMemoryBudget(const std::string& text);
 
-// kUsage: settings of the allocator that PyTorch refuses.
-Status CheckAllocConf(const std::string& text);
-
 inline constexpr const char* kAllocConfWords =
     "Settings of the caching allocator, as PYTORCH_CUDA_ALLOC_CONF has them: expandable_segments:True,...";
 inline constexpr const char* kMemoryBudgetWords =

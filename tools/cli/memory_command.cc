@@ -100,10 +100,11 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (reserves) {
     steady = ReserveUntilSteady(*plan, {.kernel_temporaries = kernels}, *reserved_options, options.steps);
   }
-  const Result<DeviceFit> fit =
+  Result<DeviceFit> fit =
       steady ? FitOf(*plan, *fit_options, steady->reserved) : FitDevice(*plan, *fit_options);
   if (!fit) return std::unexpected(fit.error());
   fits = fit->Fits(true);
+  fit->reserved_bytes = ReservedToShow(*plan, *fit_options, *fit);
   if (!options.rows.empty()) {
     const std::string text = RowsJson(*plan, rows, steady ? &*steady : nullptr);
     if (Status written = WriteAndSay(options.rows, text, options.quiet); !written) return written;

@@ -5,6 +5,7 @@
 #include "memory_budget.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/caching_allocator.h"
 #include "support.h"
 #include "verified_plan.h"
 
@@ -55,7 +56,7 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
       plan->cluster = std::move(*resized);
     }
     if (input.flags.alloc_conf) {
-      if (Status checked = CheckAllocConf(*input.flags.alloc_conf); !checked)
+      if (Status checked = CheckAllocatorSettings(*input.flags.alloc_conf); !checked)
         return std::unexpected(checked.error());
       plan->strategy.alloc_conf = *input.flags.alloc_conf;
     }

@@ -12,6 +12,7 @@
 #include "mesh_flag.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan::cli {
 namespace {
@@ -280,7 +281,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;
   if (flags.compile) strategy.compile = true;
   if (flags.alloc_conf) {
-    if (Status checked = CheckAllocConf(*flags.alloc_conf); !checked) return checked;
+    if (Status checked = CheckAllocatorSettings(*flags.alloc_conf); !checked) return checked;
     strategy.alloc_conf = *flags.alloc_conf;
   }
   ApplyAccumulation(flags, strategy);

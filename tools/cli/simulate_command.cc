@@ -11,6 +11,7 @@
 #include "commands.h"
 #include "memory_budget.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/caching_allocator.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/ranks_apart.h"
@@ -126,7 +127,7 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   const Result<std::optional<Bytes>> budget = ParseMemoryBudget(options.budget);
   if (!budget) return std::unexpected(budget.error());
   if (options.alloc_conf) {
-    if (Status checked = CheckAllocConf(*options.alloc_conf); !checked) return checked;
+    if (Status checked = CheckAllocatorSettings(*options.alloc_conf); !checked) return checked;
   }
   const Result<RanksApartOptions> apart = ApartOptions(options);
   if (!apart) return std::unexpected(apart.error());

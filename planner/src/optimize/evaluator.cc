@@ -118,11 +118,8 @@ bool Evaluator::Fits(const Choice& choice) {
   const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
   if (!plan) return fits;
   const FitOptions options = FitOptionsOf(*plan);
-  const Result<ReservedOptions> allocator = AllocatorOptions(*plan, options);
-  if (!allocator) return fits;
-  const SteadyReplay replay = ReplayUntilSteady(*plan, {.kernel_temporaries = true}, *allocator);
-  fits = !replay.reserved.out_of_memory && (options.releases || replay.reserved.retries == 0);
-  return fits;
+  const Result<DeviceFit> fit = FitDevice(*plan, options);
+  return fits = fit && fit->Fits(options.releases);
 }
 
 DeviceFit Evaluator::FitOf(const Choice& choice) const {
@@ -131,7 +128,9 @@ DeviceFit Evaluator::FitOf(const Choice& choice) const {
   if (!plan) return none;
   FitOptions options = FitOptionsOf(*plan);
   options.releases = true;
-  return FitDevice(*plan, options).value_or(none);
+  DeviceFit fit = FitDevice(*plan, options).value_or(none);
+  fit.reserved_bytes = ReservedToShow(*plan, options, fit);
+  return fit;
 }
 
 Bytes Evaluator::Reserved(const Choice& choice) {

@@ -44,7 +44,7 @@ class Evaluator {
   bool Fits(const Choice& choice);
   // How much more it needs than it may have; 0: it fits.
   Bytes Over(const Choice& choice);
-  // With releases of the cache counted, whatever is allowed.
+  // With releases of the cache counted, whatever is allowed, and ReservedToShow.
   DeviceFit FitOf(const Choice& choice) const;
   // What the allocator would reserve without a budget: what the least budget without a release is.
   Bytes Reserved(const Choice& choice);

@@ -8,6 +8,12 @@
 // region's forward again, up to the point where the last saved tensor has been remade (early stop), and the
 // tensors made there take the place of the saved ones. What is left of the interrupted forward dies at once.
 //
+// [Note: sums behind a node]
+// A gradient of an operand that was broadcast is summed by the engine, behind the node that made it
+// (validate_outputs, torch/csrc/autograd/engine.cpp). A node holds what it saved itself until the engine is
+// done with it; what it saved in a region it only unpacks, and that dies when the node returns, before the
+// sums.
+//
 // [Note: operators that are not run again]
 // Selective checkpointing (torch.utils.checkpoint.create_selective_checkpoint_contexts) keeps what some
 // operators of the region made, temporaries too. The recomputation takes that from where it is kept in place
@@ -316,12 +322,25 @@ class Checkpointer {
     return op;
   }
 
+  // Behind the last node, before the engine's sums (see the note).
+  static void FreeUnpacked(StorageId storage, std::vector<TraceEvent>& events) {
+    std::size_t behind = events.size();
+    for (std::size_t end = events.size(); end > 0;) {
+      while (end > 0 && std::holds_alternative<FreeEvent>(events[end - 1])) --end;
+      const auto* op = end > 0 ? std::get_if<OperatorEvent>(&events[end - 1]) : nullptr;
+      if (op == nullptr || op->name != "aten.sum") break;
+      if (std::ranges::find(op->reads, storage) != op->reads.end()) break;
+      behind = end = BeforeAllocations(events, end - 1);
+    }
+    events.insert(events.begin() + static_cast<std::ptrdiff_t>(behind), FreeEvent{storage});
+  }
+
   void RewriteFree(const FreeEvent& free, std::size_t position, std::vector<TraceEvent>& events) const {
     const auto born = found_.region_of_birth.find(free.storage);
     if (born != found_.region_of_birth.end() && found_.regions[born->second].saved.contains(free.storage)) {
       const CheckpointRegion& region = found_.regions[born->second];
       if (const auto again = region.remade.find(free.storage); again != region.remade.end()) {
-        events.push_back(FreeEvent{again->second});
+        FreeUnpacked(again->second, events);
       }
     }
     const auto life = found_.lives.find(free.storage);

@@ -193,6 +193,11 @@ Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device
   return {};
 }
 
+Status CheckAllocatorSettings(std::string_view text) {
+  AllocatorSettings settings;
+  return ParseAllocatorSettings(text, Bytes{std::int64_t{1} << 40}, settings);
+}
+
 std::string ToString(const AllocatorSettings& settings) {
   std::string text;
   auto add = [&](std::string_view key, const std::string& value) {

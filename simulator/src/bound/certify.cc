@@ -182,12 +182,13 @@ Status CheckFigures(const Plan& plan, const Certificate& certificate) {
   const Bytes pooled = PoolMemory(plan).pooled_bytes;
   if (pooled != certificate.peak_pooled_bytes)
     return Differs("the sum of the pools' peaks", certificate.peak_pooled_bytes.value, pooled.value);
-  const Result<DeviceFit> fit = FitDevice(plan, {.budget_bytes = certificate.budget_bytes});
+  const FitOptions options{.budget_bytes = certificate.budget_bytes};
+  const Result<DeviceFit> fit = FitDevice(plan, options);
   if (!fit) return std::unexpected(fit.error());
   if (fit->out_of_memory)
     return MakeError(ErrorCode::kNegative,
                      fmt::format("the plan needs {} bytes, more than the budget of {}",
-                                 fit->reserved_bytes.value, certificate.budget_bytes.value));
+                                 ReservedToShow(plan, options, *fit).value, certificate.budget_bytes.value));
   const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
   const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
   if (!program) return std::unexpected(program.error());

@@ -136,4 +136,21 @@ std::vector<Bytes> OptimizerSteps::Temporaries(UnitId unit, bool on_device) cons
                               Shards(unit, on_device ? Place::kDevice : Place::kHost));
 }
 
+std::vector<OptimizerTensorStep> OptimizerSteps::TensorSteps(bool on_device) const {
+  std::vector<std::pair<std::int64_t, OptimizerShard>> placed;
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    const Unit& unit = plan_.units[u];
+    const bool whole = unit.layout == LayoutKind::kFlat && !original_parameters_;
+    for (OptimizerShard& shard : Shards(static_cast<UnitId>(u), on_device ? Place::kDevice : Place::kHost)) {
+      const std::int32_t index = unit.parameters[static_cast<std::size_t>(shard.parameter)].index;
+      if (!whole && index < 0) return {};
+      placed.emplace_back(whole ? static_cast<std::int64_t>(u) : index, std::move(shard));
+    }
+  }
+  std::ranges::stable_sort(placed, {}, [](const auto& shard) { return shard.first; });
+  std::vector<OptimizerShard> shards;
+  for (auto& [place, shard] : placed) shards.push_back(std::move(shard));
+  return OptimizerTensorSteps(plan_.strategy.optimizer, shards);
+}
+
 }  // namespace shardplan

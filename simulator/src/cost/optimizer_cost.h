@@ -44,6 +44,10 @@ class OptimizerSteps {
   // Requested sizes of the temporaries that are alive at the same time inside a step, for the same shards.
   std::vector<Bytes> Temporaries(UnitId unit, bool on_device) const;
 
+  // The temporaries of a step of all units, in the order of the model's parameters (flat ones: of their
+  // units). Empty where the plan does not say that order.
+  std::vector<OptimizerTensorStep> TensorSteps(bool on_device) const;
+
  private:
   // Where a unit's shards are; units without a buffer of shards have nothing to step.
   enum class Place : std::uint8_t { kNowhere, kDevice, kHost };

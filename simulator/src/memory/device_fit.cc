@@ -82,18 +82,18 @@ Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& opt
 }
 
 DeviceFit FitOf(const Plan& plan, const FitOptions& options, const ReservedMemory& replayed) {
-  DeviceFit fit{.budget_bytes = AllocatorBudget(plan, options),
-                .outside_bytes = OutsideBytes(plan, ClusterOf(plan, options)),
-                .reserved_bytes = replayed.peak_reserved_bytes,
-                .cache_releases = replayed.retries,
-                .out_of_memory = replayed.out_of_memory,
-                .out_of_memory_at = replayed.out_of_memory_at};
-  if (!replayed.out_of_memory) return fit;
-  FitOptions at_once = options;
-  at_once.completion = Completion::kAtOnce;
-  if (const Result<Bytes> reserved = ReservedWithoutBudget(plan, at_once); reserved)
-    fit.reserved_bytes = *reserved;
-  return fit;
+  return {.budget_bytes = AllocatorBudget(plan, options),
+          .outside_bytes = OutsideBytes(plan, ClusterOf(plan, options)),
+          .reserved_bytes = replayed.peak_reserved_bytes,
+          .cache_releases = replayed.retries,
+          .out_of_memory = replayed.out_of_memory,
+          .out_of_memory_at = replayed.out_of_memory_at};
+}
+
+Bytes ReservedToShow(const Plan& plan, FitOptions options, const DeviceFit& fit) {
+  if (!fit.out_of_memory) return fit.reserved_bytes;
+  options.completion = Completion::kAtOnce;
+  return ReservedWithoutBudget(plan, options).value_or(fit.reserved_bytes);
 }
 
 Result<DeviceFit> FitDevice(const Plan& plan, const FitOptions& options) {

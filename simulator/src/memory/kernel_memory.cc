@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <limits>
+#include <numeric>
 
 namespace shardplan::internal {
 namespace {
@@ -27,7 +30,8 @@ struct Attention {
   std::int64_t batch_heads = 0;
   std::int64_t queries = 0, keys = 0;
   std::int64_t head_dim = 0;
-  bool grouped = false;  // fewer key and value heads than query heads
+  bool grouped = false;   // fewer key and value heads than query heads
+  bool one_head = false;  // a single head, where that is certain
 };
 
 // From the storages that it reads and writes. Its FLOPs are 10 B H S S' D of S queries and S' keys. Grouped
@@ -116,7 +120,8 @@ std::vector<KernelStep> FlashBackward(const OperatorEvent& op, const Attention& 
 
 // _efficient_attention_backward (.../transformers/cuda/attention_backward.cu): delta, and the workspace of
 // the gradient of the queries, tiles of floats with 16 bytes before each (kernel_backward.h). The kernels of
-// half precision compute delta themselves; for the others it is the sum of a product, turned. Those of half
+// half precision compute delta themselves; for the others it is the sum of a product, turned (a single head's
+// lies right as it is). Those of half
 // precision with long heads have sums of the gradients of keys and values, too, for every split of the keys:
 // as many as 200 blocks of threads need.
 std::vector<KernelStep> EfficientBackward(const OperatorEvent& op, const Attention& a) {
@@ -135,6 +140,7 @@ std::vector<KernelStep> EfficientBackward(const OperatorEvent& op, const Attenti
   const std::int64_t workspace = a.batch_heads * of_head;
   if (half) return {Outputs(kAllOutputs), Take(delta), Take(workspace)};
   const std::int64_t product = a.batch_heads * a.queries * a.head_dim * kFloatBytes;
+  if (a.one_head) return {Outputs(kAllOutputs), Take(product), Take(delta), GiveBack(0), Take(workspace)};
   return {Outputs(kAllOutputs), Take(product), Take(delta),    Take(delta),
           GiveBack(1),          GiveBack(0),   Take(workspace)};
 }
@@ -215,10 +221,85 @@ std::vector<KernelStep> NormBackward(const OperatorEvent& op, std::span<const By
   return steps;
 }
 
+std::int64_t PowerOf2UpTo(std::int64_t value) {
+  return static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(value)));
+}
+
+// How a sum of `rows` x `outputs` elements over its rows uses threads (setReduceConfig,
+// aten/src/ATen/native/cuda/Reduce.cuh; sums in float): along the outputs, or, where there is one output,
+// along the rows. Blocks that share outputs exchange their parts in `buffer`.
+struct SumBlocks {
+  Bytes buffer, semaphores;  // 0: every output is of one block
+};
+SumBlocks BlocksOfSum(std::int64_t rows, std::int64_t outputs, const Device& device) {
+  constexpr std::int64_t kMostThreads = 512, kWarp = 32, kThreadsOfMultiprocessor = 2048;
+  constexpr std::int64_t kFewValues = 16, kManyValues = 256, kVector = 4;
+  const bool whole = outputs == 1;
+  const std::int64_t vector = whole ? 1 : std::gcd(outputs, kVector);
+  const std::int64_t most = kMostThreads / vector;
+  const std::int64_t along = whole ? (rows >= 128 ? rows / kVector : rows) : outputs / vector;
+  const std::int64_t across = whole ? 1 : rows;
+  const std::int64_t along_threads = along < most ? PowerOf2UpTo(along) : most;
+  const std::int64_t across_threads = across < most ? PowerOf2UpTo(across) : most;
+  const std::int64_t height = std::min(across_threads, most / std::min(along_threads, kWarp));
+  const std::int64_t width = std::min(along_threads, most / height);
+
+  std::int64_t values = CeilDiv(rows, whole ? width : 1);  // that a thread sums
+  if (values < std::min(height * kFewValues, kManyValues)) return {};
+  values = CeilDiv(rows, (whole ? width : 1) * height);
+  const std::int64_t grid = CeilDiv(outputs / vector, whole ? 1 : width);
+  const std::int64_t target = Multiprocessors(device) * (kThreadsOfMultiprocessor / (width * height));
+  if (values < kManyValues || grid > target) return {};
+  const std::int64_t blocks =
+      std::max(std::min(CeilDiv(target, grid), CeilDiv(values, kFewValues)), CeilDiv(values, kManyValues));
+  if (blocks <= 1) return {};
+  return {{kFloatBytes * outputs * blocks * (whole ? 1 : width * vector)}, {kFloatBytes * grid}};
+}
+
+// gpu_reduce_kernel (Reduce.cuh). Above 2 GiB it goes by halves of the rows; parts of half precision are
+// summed in floats then. A sum that makes a parameter's gradient, or leaves one element, is one over leading
+// dimensions. Others are taken for sums over the last dimension, which are of one block up to 131,072
+// elements.
+std::vector<KernelStep> Sum(const OperatorEvent& op, const KernelOperands& operands, const Device& device) {
+  const std::int64_t element = SizeBytes(op.dtype);
+  if (operands.read.empty() || operands.written.empty() || (element != 2 && element != 4)) return {};
+  const std::int64_t elements = operands.read[0].value / element;
+  const std::int64_t outputs =
+      operands.written[0].value <= kFloatBytes ? 1 : operands.written[0].value / element;
+  if (elements <= 0 || elements % outputs != 0 || (outputs > 1 && !operands.makes_gradient)) return {};
+  const auto is_too_large = [&](std::int64_t bytes) {  // for offsets of 32 bits, up to the last element's
+    return bytes - element >= std::numeric_limits<std::int32_t>::max();
+  };
+  std::vector<KernelStep> steps = {Outputs(kAllOutputs)};
+  std::int32_t taken = 0;
+  if (is_too_large(operands.read[0].value) && element == 2) {
+    steps.push_back(Take(outputs * kFloatBytes));
+    ++taken;
+  }
+  std::vector<std::int64_t> parts = {elements / outputs};  // the next one last
+  while (!parts.empty()) {
+    const std::int64_t rows = parts.back();
+    parts.pop_back();
+    if (rows > 1 && is_too_large(rows * outputs * element)) {
+      parts.insert(parts.end(), {rows - rows / 2, rows / 2});
+      continue;
+    }
+    const SumBlocks blocks = BlocksOfSum(rows, outputs, device);
+    if (blocks.buffer.value == 0) continue;
+    steps.insert(
+        steps.end(),
+        {{.bytes = blocks.buffer}, {.bytes = blocks.semaphores}, GiveBack(taken + 1), GiveBack(taken)});
+    taken += 2;
+  }
+  return steps;
+}
+
 }  // namespace
 
-std::vector<KernelStep> KernelSteps(const OperatorEvent& op, std::span<const Bytes> read,
-                                    std::span<const Bytes> written, const Device& device) {
+std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
+                                    const Device& device) {
+  const std::span<const Bytes> read = operands.read, written = operands.written;
+  if (op.name == "aten.sum") return Sum(op, operands, device);
   if (op.name == "aten.embedding_dense_backward") return EmbeddingBackward(op, read, written);
   if (op.name == "aten.native_layer_norm_backward") return NormBackward(op, read, written, device, true);
   if (op.name == "aten._fused_rms_norm_backward") return NormBackward(op, read, written, device, false);
@@ -227,6 +308,7 @@ std::vector<KernelStep> KernelSteps(const OperatorEvent& op, std::span<const Byt
   if (!flash && op.name != "aten._scaled_dot_product_efficient_attention_backward") return {};
   Attention attention;
   if (!ReadAttention(op, read, written, flash ? 2 : 0, flash ? 1 : 32, attention)) return {};
+  attention.one_head = attention.batch_heads == 1 || attention.batch_heads == operands.sequences;
   return flash ? FlashBackward(op, attention) : EfficientBackward(op, attention);
 }
 

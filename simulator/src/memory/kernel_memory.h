@@ -21,11 +21,17 @@ struct KernelStep {
   std::int32_t count = 0;  // kGiveBack: which of those taken; kOutputs: so many are allocated here
 };
 
+// What an operator works on, as far as its record does not say it.
+struct KernelOperands {
+  std::span<const Bytes> read, written;  // of the storages in op.reads and op.writes, 0 where unknown
+  bool makes_gradient = false;           // it writes the gradient of a parameter
+  std::int64_t sequences = 0;            // of a micro-batch, 0 where unknown
+};
+
 // What one operator takes, and where in between it allocates its outputs: the rest of them where its steps
-// end. Empty: nothing. `read` and `written` are the bytes of the storages in op.reads and op.writes, 0 where
-// unknown; what cannot be derived from them is left out.
-std::vector<KernelStep> KernelSteps(const OperatorEvent& op, std::span<const Bytes> read,
-                                    std::span<const Bytes> written, const Device& device);
+// end. Empty: nothing. What cannot be derived from the operands is left out.
+std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
+                                    const Device& device);
 
 // Multiprocessors of the device: what the document says, else by its name; an unknown one counts as an H100.
 std::int64_t Multiprocessors(const Device& device);

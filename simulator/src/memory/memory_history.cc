@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -92,10 +94,14 @@ class StreamBuilder {
   }
 
   void RunPasses() {
-    for (std::int32_t s = 0; s < plan_.steady_step; ++s) RunStep(s);
-    for (std::int32_t pass = 0; pass < options_.steady_passes; ++pass) {
+    std::int32_t left = options_.steps > 0 ? options_.steps : std::numeric_limits<std::int32_t>::max();
+    for (std::int32_t s = 0; s < plan_.steady_step && left > 0; ++s, --left) {
       history_.first_recorded = history_.actions.size();
-      for (auto s = plan_.steady_step; s < std::ssize(plan_.steps); ++s) RunStep(s);
+      RunStep(s);
+    }
+    for (std::int32_t pass = 0; pass < options_.steady_passes && left > 0; ++pass) {
+      history_.first_recorded = history_.actions.size();
+      for (auto s = plan_.steady_step; s < std::ssize(plan_.steps) && left > 0; ++s, --left) RunStep(s);
     }
   }
 
@@ -220,6 +226,10 @@ class StreamBuilder {
                       .stream = std::max(stream, 0),
                       .unit = buffer.unit,
                       .buffer = id};
+    if (PlaysTemporaries(buffer)) {
+      PlayTemporaries(block);
+      return;
+    }
     if (IsOneAllocation(buffer)) {
       block.requested_bytes = Taken(buffer, SizeBytes(buffer));
       memory.parts[0] = Allocate(block);
@@ -230,6 +240,35 @@ class StreamBuilder {
       block.part = static_cast<std::int32_t>(p);
       memory.parts[p] = Allocate(block);
     }
+  }
+
+  // The temporaries of a step of all units have one buffer, of what is alive where that is most. Where their
+  // steps come to just that, they are taken and dropped one by one.
+  bool PlaysTemporaries(const Buffer& buffer) {
+    if (buffer.role != BufferRole::kOptimizerTemp || buffer.unit >= 0) return false;
+    if (!temporaries_) temporaries_ = optimizer_.TensorSteps(OnDevice());
+    std::int64_t now = 0, most = 0, whole = 0;
+    std::vector<std::int64_t> taken;
+    const auto in_blocks = [](Bytes bytes) { return (bytes.value + 511) / 512 * 512; };
+    for (const OptimizerTensorStep& step : *temporaries_) {
+      if (step.dropped < 0) taken.push_back(in_blocks(step.taken));
+      now += step.dropped < 0 ? taken.back() : -taken[static_cast<std::size_t>(step.dropped)];
+      most = std::max(most, now);
+    }
+    for (const Bytes part : buffer.parts_bytes) whole += in_blocks(part);
+    return most > 0 && most == whole;
+  }
+  void PlayTemporaries(MemoryBlock block) {
+    std::vector<std::int32_t> blocks;
+    for (const OptimizerTensorStep& step : *temporaries_) {
+      block.requested_bytes = step.taken;
+      if (step.dropped < 0) {
+        blocks.push_back(Allocate(block));
+      } else {
+        Free(std::exchange(blocks[static_cast<std::size_t>(step.dropped)], -1));
+      }
+    }
+    for (const std::int32_t left : blocks) Free(left);
   }
 
   // A buffer's, or that of what becomes of it.
@@ -460,9 +499,7 @@ class StreamBuilder {
     if (op == nullptr) return;
     if (entry == at) RunCublas(*op, segment, block);
     if (kernel_.entry != at) {
-      kernel_ = {.entry = at,
-                 .steps = internal::KernelSteps(*op, StorageSizes(op->reads), StorageSizes(op->writes),
-                                                plan_.cluster.device)};
+      kernel_ = {.entry = at, .steps = StepsOf(*op, segment, entry)};
     }
     if (entry == at) {
       RunKernel(block, true);
@@ -472,6 +509,22 @@ class StreamBuilder {
                op->writes.end()) {
       RunKernel(block, false);
     }
+  }
+
+  // `entry`: the first that is not passed yet, up to which the operator's outputs may be allocated.
+  std::vector<internal::KernelStep> StepsOf(const OperatorEvent& op, const Segment& segment,
+                                            std::size_t entry) const {
+    const std::vector<Bytes> read = StorageSizes(op.reads), written = StorageSizes(op.writes);
+    const auto is_gradient = [](const SegmentEntry& e) {
+      const auto* made = std::get_if<AllocateEvent>(&e);
+      return made != nullptr && made->role == StorageRole::kParameterGrad;
+    };
+    const bool gradient = !op.writes.empty() && is_gradient(segment.entries[entry]);
+    const std::int64_t sequences =
+        plan_.inputs.empty() || plan_.inputs[0].shape.empty() ? 0 : plan_.inputs[0].shape[0];
+    return internal::KernelSteps(
+        op, {.read = read, .written = written, .makes_gradient = gradient, .sequences = sequences},
+        plan_.cluster.device);
   }
 
   // Up to the next output, or to the end.
@@ -706,6 +759,7 @@ class StreamBuilder {
   bool workspace_made_[2] = {false, false};
   std::vector<bool> states_made_;  // [0]: of all units
   bool says_optimizer_ = false;
+  std::optional<std::vector<OptimizerTensorStep>> temporaries_;  // of a step of all units
   MemoryPoint at_;
   std::int32_t microbatch_ = 0;  // of the compute there
 };

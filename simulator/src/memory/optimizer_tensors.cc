@@ -258,12 +258,13 @@ std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerSh
   return states;
 }
 
-std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
-                                        const std::vector<OptimizerShard>& shards) {
-  const OptimizerImplementation implementation = ImplementationOf(optimizer);
-  if (implementation == OptimizerImplementation::kFused) return {};
-  const bool loops = implementation == OptimizerImplementation::kForLoop;
+namespace {
+
+PythonLocals LocalsOf(const Optimizer& optimizer, const Shards& shards) {
   PythonLocals names;
+  const OptimizerImplementation implementation = ImplementationOf(optimizer);
+  if (implementation == OptimizerImplementation::kFused) return names;
+  const bool loops = implementation == OptimizerImplementation::kForLoop;
   switch (optimizer.kind) {
     case OptimizerKind::kNone:
       break;
@@ -282,7 +283,19 @@ std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
       loops ? AdafactorLoop(optimizer, shards, names) : AdafactorForeach(optimizer, shards, names);
       break;
   }
-  return names.Most();
+  return names;
+}
+
+}  // namespace
+
+std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
+                                        const std::vector<OptimizerShard>& shards) {
+  return LocalsOf(optimizer, shards).Most();
+}
+
+std::vector<OptimizerTensorStep> OptimizerTensorSteps(const Optimizer& optimizer,
+                                                      const std::vector<OptimizerShard>& shards) {
+  return LocalsOf(optimizer, shards).Steps();
 }
 
 }  // namespace shardplan

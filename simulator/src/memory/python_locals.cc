@@ -16,8 +16,12 @@ void PythonLocals::Make(std::string_view name, Tensors tensors) {
     unused_.pop_back();
   }
   Value& value = values_[index];
-  value = {.tensors = std::move(tensors)};
-  for (const Bytes size : value.tensors) value.bytes.value += RoundUp(size.value, kMinBlockBytes);
+  value = {.tensors = std::move(tensors), .first_taken = taken_};
+  for (const Bytes size : value.tensors) {
+    value.bytes.value += RoundUp(size.value, kMinBlockBytes);
+    steps_.push_back({.taken = size});
+    ++taken_;
+  }
   order_.push_back(index);
   alive_bytes_ += value.bytes;
   if (most_bytes_ < alive_bytes_) {
@@ -58,6 +62,9 @@ void PythonLocals::Rename(std::string_view from, std::string_view to) {
 void PythonLocals::Release(std::size_t value) {
   if (--values_[value].names > 0) return;
   alive_bytes_ -= values_[value].bytes;
+  for (std::size_t t = 0; t < values_[value].tensors.size(); ++t) {
+    steps_.push_back({.dropped = values_[value].first_taken + static_cast<std::int32_t>(t)});
+  }
   order_.erase(std::ranges::find(order_, value));
   unused_.push_back(value);
 }

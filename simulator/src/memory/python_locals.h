@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/quantity.h"
+#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan::internal {
 
@@ -25,11 +27,14 @@ class PythonLocals {
 
   // The tensors alive when they took most, in 512-byte blocks.
   const Tensors& Most() const { return at_most_; }
+  // What happened, in order.
+  const std::vector<OptimizerTensorStep>& Steps() const { return steps_; }
 
  private:
   struct Value {
     Tensors tensors;
-    Bytes bytes;  // in blocks
+    std::int32_t first_taken = 0;  // number of the first tensor
+    Bytes bytes;                   // in blocks
     int names = 0;
   };
 
@@ -42,6 +47,8 @@ class PythonLocals {
   std::vector<std::size_t> order_;  // alive, in order of creation
   Bytes alive_bytes_, most_bytes_;
   Tensors at_most_;
+  std::vector<OptimizerTensorStep> steps_;
+  std::int32_t taken_ = 0;
 };
 
 }  // namespace shardplan::internal

@@ -216,7 +216,10 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history, con
 
 SteadyReplay ReplayUntilSteady(const Plan& plan, MemoryHistoryOptions history_options,
                                const ReservedOptions& options, std::int32_t steps) {
-  const std::int32_t asked = std::max(steps - plan.steady_step, steps > 0 ? 1 : 0);
+  const auto repeating = static_cast<std::int32_t>(plan.steps.size()) - plan.steady_step;
+  const std::int32_t asked =
+      steps > 0 ? std::max((steps - plan.steady_step + repeating - 1) / std::max(repeating, 1), 1) : 0;
+  history_options.steps = steps;
   const std::int32_t most_passes = asked > 0 ? asked : 8;
   SteadyReplay replay;
   for (std::int32_t pass = asked > 0 ? asked : 2; pass <= most_passes; ++pass) {
@@ -257,7 +260,8 @@ SteadyReserved ReserveUntilSteady(const Plan& plan, MemoryHistoryOptions history
     steady.end.device_frees -= made.device_frees;
   }
   const MemoryProfile profile = ProfileMemory(plan, steady.history, {.record_samples = true});
-  steady.rows = RowsOf(plan, profile, plan.steady_step).rows;
+  const std::int32_t row_step = steps > 0 ? std::min(steps - 1, plan.steady_step) : plan.steady_step;
+  steady.rows = RowsOf(plan, profile, row_step).rows;
   const auto first = static_cast<std::int32_t>(steady.history.first_recorded);
   for (const MemoryRow& row : steady.rows) {
     steady.at_rows.push_back(

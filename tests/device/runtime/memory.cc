@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "tests/device/runtime/settings.h"
@@ -15,10 +16,19 @@ constexpr std::size_t kUnit = std::size_t{2} << 20;
 std::size_t Units(std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 std::size_t Pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-void* Map(std::size_t bytes) {
-  void* pointer =
-      mmap(nullptr, Pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+void* Map(std::size_t bytes, std::uintptr_t hint = 0) {
+  void* pointer = mmap(reinterpret_cast<void*>(hint), Pages(bytes), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return pointer == MAP_FAILED ? nullptr : pointer;
+}
+
+// Device memory goes downwards in a part of the address space where nothing else is: of free blocks of one
+// size the caching allocator takes the lowest, so what it does must not depend on the gaps of the process.
+constexpr std::uintptr_t kHighest = std::uintptr_t{0x6000} << 32, kLowest = std::uintptr_t{0x4000} << 32;
+std::uintptr_t NextHint(std::size_t bytes) {
+  static std::atomic<std::uintptr_t> next = kHighest;
+  const std::uintptr_t hint = next.fetch_sub(Units(bytes)) - Units(bytes);
+  return hint >= kLowest && hint < kHighest ? hint : 0;
 }
 
 }  // namespace
@@ -51,7 +61,7 @@ std::size_t Memory::Available(int device) {
 
 void* Memory::Allocate(int device, std::size_t bytes) {
   if (!Reserve(device, bytes)) return nullptr;
-  void* pointer = Map(bytes);
+  void* pointer = Map(bytes, NextHint(bytes));
   if (pointer == nullptr) {
     Release(device, bytes);
     return nullptr;

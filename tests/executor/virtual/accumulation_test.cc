@@ -15,7 +15,7 @@
 namespace shardplan::test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr std::int32_t kTraces = 3;  // all branches; without c; d and b
 

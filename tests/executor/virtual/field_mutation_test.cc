@@ -22,8 +22,8 @@
 namespace shardplan::test {
 namespace {
 
-constexpr std::uint64_t kSeedsToFind = 1500;  // stops at the first that goes wrong
-constexpr std::uint64_t kSeedsToTrust = 3;
+constexpr std::uint64_t kFieldSeedsToFind = 1500;  // stops at the first that goes wrong
+constexpr std::uint64_t kFieldSeedsToTrust = 3;
 
 struct Sample {
   std::string name;
@@ -44,14 +44,14 @@ PlanCase CaseOf(const std::string& name) {
   return *std::ranges::find(cases, name, &PlanCase::name);
 }
 
-class FieldMutations : public testing::TestWithParam<Sample> {};
+class FieldMutations : public ::testing::TestWithParam<Sample> {};
 
 TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
   const PlanCase c = CaseOf(GetParam().name);
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
   ASSERT_TRUE(planned) << ToString(planned.error());
   ExpectedValues expected(planned->plan, c.trace, c.steps);
-  const PlanJudge judge(planned->plan, expected, {}, kSeedsToFind, kSeedsToTrust);
+  const PlanJudge judge(planned->plan, expected, {}, kFieldSeedsToFind, kFieldSeedsToTrust);
   std::map<Verdict, int> verdicts;
   ForEachFieldMutation(planned->plan, 0, GetParam().stride, [&](const FieldMutation& mutation) {
     const Judgement judgement = judge.Judge(mutation);
@@ -65,7 +65,7 @@ TEST_P(FieldMutations, VerifierAndVirtualMachineAgree) {
   EXPECT_GT(verdicts[Verdict::kHarmless], 3);
 }
 
-INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, testing::ValuesIn(kSamples), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Virtual, FieldMutations, ::testing::ValuesIn(kSamples), [](const auto& info) {
   std::string name = info.param.name;
   std::ranges::replace(name, '/', '_');
   return name;
@@ -85,7 +85,7 @@ TEST_P(FieldMutations, NoPairOfEditsIsAcceptedAndWrong) {
     if (is_program && !HasNumbersOnDemand(planned->plan, c.trace)) continue;
     const Plan of_trace = is_program ? WithPassesOfTrace(*plan) : *plan;
     ExpectedValues expected(of_trace, c.trace, is_program ? OnDemandStepsWithNumbers(*plan) : c.steps);
-    const PlanJudge judge(*plan, expected, {}, 1, kSeedsToTrust);
+    const PlanJudge judge(*plan, expected, {}, 1, kFieldSeedsToTrust);
     for (std::uint64_t seed = 0; seed < kPairs; ++seed) {
       const FieldMutation edited = RandomEdits(*plan, seed, 2);
       const Judgement judgement = judge.Judge(edited);

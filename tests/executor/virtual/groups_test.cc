@@ -46,7 +46,7 @@ class Recorder final : public Collectives {
 };
 
 // A trigger with units a, b, c, whose all-gather outputs are there.
-class Groups : public testing::Test {
+class Groups : public ::testing::Test {
  protected:
   Groups() {
     builder_.plan().world_size = 4;

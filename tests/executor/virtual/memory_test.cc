@@ -23,7 +23,7 @@ bool Owes(const Instance& instance, const Block* block) {
                              [&](const Debt& debt) { return debt.block == block && debt.freed; });
 }
 
-class Pools : public testing::TestWithParam<HandOut> {
+class Pools : public ::testing::TestWithParam<HandOut> {
  protected:
   bool must_fit() const {
     return GetParam() == HandOut::kLastThatFits || GetParam() == HandOut::kAnyThatFits;
@@ -69,8 +69,8 @@ TEST_P(Pools, AFreedBlockIsOwedUntilItIsPoisoned) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Virtual, Pools,
-                         testing::Values(HandOut::kLastThatFits, HandOut::kAnyThatFits, HandOut::kLast,
-                                         HandOut::kAny),
+                         ::testing::Values(HandOut::kLastThatFits, HandOut::kAnyThatFits, HandOut::kLast,
+                                           HandOut::kAny),
                          [](const auto& info) { return std::to_string(static_cast<int>(info.param)); });
 
 }  // namespace

@@ -38,7 +38,7 @@ const std::vector<std::string> kCases = {"knob/fsdp2/ranks2",
                                          "knob/fsdp2/unshard_async_op",
                                          "knob/fsdp2/checkpoint_around_units"};
 
-class PlanMutations : public testing::TestWithParam<PlanCase> {};
+class PlanMutations : public ::testing::TestWithParam<PlanCase> {};
 
 TEST_P(PlanMutations, VerifierAndVirtualMachineAgree) {
   const PlanCase& c = GetParam();
@@ -61,13 +61,13 @@ TEST_P(PlanMutations, VerifierAndVirtualMachineAgree) {
   }
 }
 
-std::vector<PlanCase> Cases() {
+std::vector<PlanCase> MutatedCases() {
   std::vector<PlanCase> cases = KnobCases();
   std::erase_if(cases, [](const PlanCase& c) { return std::ranges::count(kCases, c.name) == 0; });
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(Virtual, PlanMutations, testing::ValuesIn(Cases()), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Virtual, PlanMutations, ::testing::ValuesIn(MutatedCases()), [](const auto& info) {
   std::string name = info.param.name.substr(5);
   std::ranges::replace(name, '/', '_');
   return name;
@@ -99,7 +99,7 @@ TEST(IdleWork, IsWhatNobodyReadsAndNothingElse) {
   EXPECT_EQ(WithoutIdleWork(plan, true), plan);
 }
 
-TEST(PlanMutations, AllCasesAreThere) { EXPECT_EQ(Cases().size(), kCases.size()); }
+TEST(PlanMutations, AllCasesAreThere) { EXPECT_EQ(MutatedCases().size(), kCases.size()); }
 
 // The plan of a knob, and runs of it with other instructions.
 class KnobPlan {
@@ -178,7 +178,7 @@ TEST(LeftOut, TheLastCollectiveOfOneRankIsADeadlock) {
   ASSERT_FALSE(status);
   EXPECT_THAT(
       status.error().message,
-      testing::ContainsRegex("deadlock: rank 0, .*: collective [0-9]+ on communicator .*reduce_scatter"));
+      ::testing::ContainsRegex("deadlock: rank 0, .*: collective [0-9]+ on communicator .*reduce_scatter"));
 }
 
 // One rank gathers a unit only after a collective that the others issue behind it.
@@ -188,8 +188,8 @@ TEST(SwappedCollectives, RanksThatIssueDifferentOnesAreNamed) {
     if (mutation.kind != MutationKind::kSwappedCollectives) continue;
     const Plan other = Mutated(knob.plan(), mutation);
     const std::string failure = knob.FirstFailure(knob.plan(), &other);
-    EXPECT_THAT(failure, testing::AnyOf(testing::HasSubstr("ranks issue different ones"),
-                                        testing::HasSubstr("while it is not allocated")))
+    EXPECT_THAT(failure, ::testing::AnyOf(::testing::HasSubstr("ranks issue different ones"),
+                                          ::testing::HasSubstr("while it is not allocated")))
         << Describe(knob.plan(), mutation);
   }
 }

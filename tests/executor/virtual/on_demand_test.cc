@@ -17,7 +17,7 @@
 namespace shardplan::test {
 namespace {
 
-constexpr std::uint64_t kSeeds = 4;
+constexpr std::uint64_t kOnDemandSeeds = 4;
 
 // The procedures that no step of the program calls.
 std::set<std::string> NotCalled(const Plan& plan, const OnDemandProgram& program) {
@@ -50,12 +50,12 @@ void Check(const PlanCase& c) {
   }
   const Plan of_trace = WithPassesOfTrace(program.plan);
   ExpectedValues expected(of_trace, c.trace, OnDemandStepsWithNumbers(program.plan));
-  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+  for (std::uint64_t seed = 1; seed <= kOnDemandSeeds; ++seed) {
     ASSERT_EQ(RunChecked(program.plan, expected, seed).failure, "") << c.name << ", seed " << seed;
   }
 }
 
-class OnDemand : public testing::Test {};
+class OnDemand : public ::testing::Test {};
 
 TEST_F(OnDemand, RecordedPlansComputeTheRightNumbers) {
   for (const std::string& name : RecordedNames()) Check(RecordedCase(name));

@@ -91,7 +91,7 @@ std::string Operands(const Instruction& i) {
                      std::int32_t{i.communicator}, std::int32_t{i.segment}, std::int32_t{i.unit});
 }
 
-class Operand : public testing::TestWithParam<int> {
+class Operand : public ::testing::TestWithParam<int> {
  protected:
   const InstructionKind kind_ = static_cast<InstructionKind>(GetParam());
   Plan plan_ = PlanFor(kind_);
@@ -170,7 +170,7 @@ TEST_P(Operand, ThatFewInstructionsHave) {
   with([](Instruction& i) { i.unit = -1; });
 }
 
-INSTANTIATE_TEST_SUITE_P(AllKinds, Operand, testing::Range(0, kKinds), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(AllKinds, Operand, ::testing::Range(0, kKinds), [](const auto& info) {
   return std::string(Name(static_cast<InstructionKind>(info.param)));
 });
 

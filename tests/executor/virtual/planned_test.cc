@@ -34,7 +34,7 @@ void Check(const PlanCase& c, std::uint64_t seeds) {
     for (std::uint64_t seed = 1; seed <= seeds && failure.empty(); ++seed) {
       failure = RunChecked(plan, expected, seed).failure;
     }
-    EXPECT_THAT(failure, testing::HasSubstr(wrong->second));
+    EXPECT_THAT(failure, ::testing::HasSubstr(wrong->second));
     return;
   }
   // A fault of PyTorch that the planner names (else there would be no plan) may show in the numbers or not.
@@ -53,19 +53,19 @@ std::string TestName(std::string name) {
   return name;
 }
 
-class RecordedPlans : public testing::TestWithParam<std::string> {};
+class RecordedPlans : public ::testing::TestWithParam<std::string> {};
 TEST_P(RecordedPlans, ComputeTheRightNumbers) { Check(RecordedCase(GetParam()), kSeeds); }
-INSTANTIATE_TEST_SUITE_P(Virtual, RecordedPlans, testing::ValuesIn(RecordedNames()),
+INSTANTIATE_TEST_SUITE_P(Virtual, RecordedPlans, ::testing::ValuesIn(RecordedNames()),
                          [](const auto& info) { return TestName(info.param); });
 
-class GoldenPlans : public testing::TestWithParam<std::string> {};
+class GoldenPlans : public ::testing::TestWithParam<std::string> {};
 TEST_P(GoldenPlans, ComputeTheRightNumbers) { Check(GoldenCase(GetParam()), kSeeds); }
-INSTANTIATE_TEST_SUITE_P(Virtual, GoldenPlans, testing::ValuesIn(GoldenNames()),
+INSTANTIATE_TEST_SUITE_P(Virtual, GoldenPlans, ::testing::ValuesIn(GoldenNames()),
                          [](const auto& info) { return TestName(info.param.substr(7)); });
 
-class KnobPlans : public testing::TestWithParam<PlanCase> {};
+class KnobPlans : public ::testing::TestWithParam<PlanCase> {};
 TEST_P(KnobPlans, ComputeTheRightNumbers) { Check(GetParam(), kSeeds); }
-INSTANTIATE_TEST_SUITE_P(Virtual, KnobPlans, testing::ValuesIn(KnobCases()),
+INSTANTIATE_TEST_SUITE_P(Virtual, KnobPlans, ::testing::ValuesIn(KnobCases()),
                          [](const auto& info) { return TestName(info.param.name.substr(5)); });
 
 TEST(RandomPlans, ComputeTheRightNumbers) {
@@ -84,7 +84,7 @@ TEST(CheckedRun, AWrongNumberIsFound) {
     }
   }
   ExpectedValues expected(planned->plan, c.trace, c.steps);
-  EXPECT_THAT(RunChecked(other, expected, 1).failure, testing::HasSubstr("optimizer step: element "));
+  EXPECT_THAT(RunChecked(other, expected, 1).failure, ::testing::HasSubstr("optimizer step: element "));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace shardplan::executor {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr milliseconds kNever{3'600'000};
 constexpr milliseconds kOften{1};

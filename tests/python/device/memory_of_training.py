@@ -1,5 +1,5 @@
-"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size, and prints what the caching allocator says:
-`memory_of_training.py CASE.json`, where the case has the knobs and the model's sizes of a recording of memory."""
+"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size, and prints what the caching allocator says, over
+all steps and at points of the last one: `memory_of_training.py CASE.json`, where the case has the knobs and the model's sizes of a recording of memory."""
 
 import contextlib
 import gc
@@ -119,10 +119,35 @@ def _before_microbatch(model: torch.nn.Module, knobs: dict, last: bool):
     return contextlib.nullcontext()
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, knobs: dict) -> None:
+STATISTICS = ("requested", "allocated", "active", "reserved")
+
+
+class Rows:
+    """What the allocator says at points of the last step: before FSDP1's and behind FSDP2's hook ahead of a unit's forward, behind the one after it."""
+
+    def __init__(self, model: torch.nn.Module, knobs: dict):
+        self.rows: list[list] = []
+        before = "pre_forward.before" if knobs["policy"] == "fsdp1" else "pre_forward.after"
+        units = {"(root)": model, **{f"layers.{index}": block for index, block in enumerate(model.layers)}}
+        if knobs["units"] == "embed_block_head":
+            units |= {name: getattr(model, name) for name in ("tok_embeddings", "head")}
+        for name, module in units.items():
+            module.register_forward_pre_hook(lambda *_, name=name: self.add(before, name))
+            module.register_forward_hook(lambda *_, name=name: self.add("post_forward.after", name))
+
+    def add(self, event: str, unit: str = "") -> None:
+        stats = torch.cuda.memory_stats()
+        values = [stats[f"{name}_bytes.all.current"] for name in STATISTICS]
+        self.rows.append([event, unit, *values, stats["segment.all.current"]])
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, knobs: dict) -> list[list]:
+    rows = Rows(model, knobs)
     size = (knobs["batch"], knobs["seq"])
     for _ in range(knobs["steps"]):
+        rows.rows.clear()
         batches = [[torch.empty(size, dtype=torch.long, device="cuda") for _ in "xy"] for _ in range(knobs["accum"])]
+        rows.add("step_begin")
         for index, (x, y) in enumerate(batches):
             with _before_microbatch(model, knobs, index == knobs["accum"] - 1):
                 logits = model(x)
@@ -131,14 +156,19 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, knobs: dict)
                 del flat
                 if knobs["del_logits"]:
                     del logits
+                rows.add("loss_end")
                 loss.backward()
                 del loss
                 if not knobs["del_logits"]:
                     del logits
+                rows.add("backward_returned")
         optimizer.step()
+        rows.add("optimizer_step_end")
         optimizer.zero_grad(set_to_none=True)
+        rows.add("zero_grad_end")
         del x, y, batches
         torch.cuda.synchronize()
+    return rows.rows
 
 
 def main() -> None:
@@ -156,10 +186,11 @@ def main() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_accumulated_memory_stats()
-    train(model, optimizer, knobs)
+    rows = train(model, optimizer, knobs)
     stats = torch.cuda.memory_stats()
     found = {name: stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
-    print("FOUND", json.dumps({**found, "device_allocs": stats["num_device_alloc"], "retries": stats["num_alloc_retries"]}), flush=True)
+    calls = {"device_allocs": stats["num_device_alloc"], "retries": stats["num_alloc_retries"]}
+    print("FOUND", json.dumps({"peaks": {**found, **calls}, "rows": rows}), flush=True)
     os._exit(0)  # the communicators have no peers to say goodbye to
 
 

@@ -1,5 +1,6 @@
 """Random small models and settings of both policies: `python tests/python/device/memory_random.py --cases 100 [--seed N]` trains each on a device on
-which nothing computes and compares the peaks of PyTorch's own allocator, and how often it called the driver, with those of `shardplan memory`.
+which nothing computes and compares what PyTorch's own allocator says at points of the last step, its peaks, and how often it called the driver, with
+`shardplan memory`.
 A case is made of its number alone.
 """
 
@@ -21,7 +22,7 @@ from shardplan.conformance import memory  # noqa: E402
 
 FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
 DEFAULT = FOLDER / "f1_small_flat.json"  # what a case does not say
-PLAIN = {"policy": "fsdp2", "use_orig_params": True, "steps": 2}
+PLAIN = {"policy": "fsdp2", "use_orig_params": True, "steps": 3}
 ALLOCATORS = ("", "", "", "expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:64")
 
 
@@ -84,6 +85,21 @@ def _real(case: dict, path: pathlib.Path) -> dict:
     return json.loads(found[0].removeprefix("FOUND "))
 
 
+def _row_difference(wanted: list[list], rows: list[dict]) -> str:
+    """The first of the real rows that ours, of those events, differ from."""
+    events = {row[0] for row in wanted}
+    found = [row for row in rows if row["event"] in events]
+    if len(found) != len(wanted):
+        return f"{len(found)} rows instead of {len(wanted)}"
+    for index, ((event, unit, *values), row) in enumerate(zip(wanted, found)):
+        of = row["allocator"]
+        ours = {name: of[f"{name}_bytes"] for name in ("requested", "allocated", "active", "reserved")} | {"segments": of["segments"]}
+        differs = [f"{name} {mine} instead of {real}" for (name, mine), real in zip(ours.items(), values) if mine != real]
+        if (row["event"], row["unit"]) != (event, unit) or differs:
+            return f"row {index}, {event} {unit} ({row['event']} {row['unit']}): {', '.join(differs)}"
+    return ""
+
+
 def difference(case: dict, folder: pathlib.Path) -> str:
     """"" where all agree."""
     case = _whole(case)
@@ -91,10 +107,12 @@ def difference(case: dict, folder: pathlib.Path) -> str:
     path.write_text(json.dumps(case))
     real = _real(case, path)
     memory.trace_case(FOLDER, case, trace)
-    ours = memory.compute(str(build_folder() / "bin" / "shardplan"), trace, case, folder)["allocator"]
+    document = memory.compute(str(build_folder() / "bin" / "shardplan"), trace, case, folder)
+    ours = document["allocator"]
     computed = {what: ours[f"peak_{what}_bytes"] for what in ("allocated", "active", "reserved")}
     computed |= {"device_allocs": ours["device_allocs"], "retries": ours["retries"]}
-    return "; ".join(f"{what} {computed[what]} instead of {real[what]}" for what in real if computed[what] != real[what])
+    differs = [f"{what} {computed[what]} instead of {wanted}" for what, wanted in real["peaks"].items() if computed[what] != wanted]
+    return "; ".join(filter(None, [*differs, _row_difference(real["rows"], document["rows"])]))
 
 
 def main() -> int:

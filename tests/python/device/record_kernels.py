@@ -85,23 +85,37 @@ def _flash(draw: random.Random) -> list[dict]:
     return [forward, _case("_scaled_dot_product_flash_attention_backward", dtype, flops * 5 // 2, reads, run)]
 
 
-def _efficient(draw: random.Random) -> dict:
+def _efficient(draw: random.Random, most_heads: int) -> dict:
     dtype = draw.choice((torch.float32, torch.bfloat16))
-    batch, heads, length = draw.randrange(1, 4), draw.randrange(2, 40), draw.randrange(1, 1500)  # one head is not turned
+    batch, heads, length = draw.randrange(1, 4), draw.randrange(min(2, most_heads), most_heads + 1), draw.randrange(1, 1500)
     keys, width = draw.choice((length, draw.randrange(1, 1500))), 8 * draw.randrange(1, 40)
     q, k, v = (_heads(batch, size, heads, width, dtype) for size in (length, keys, keys))
     out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
     wanted = [True, True, True, False]
     gradient = torch.empty_like(out)
     run = lambda: aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, None, out, lse, seed, offset, 0.0, wanted)
-    return _case("_scaled_dot_product_efficient_attention_backward", dtype, 10 * q.numel() * keys, [gradient, q, k, v, out, lse], run)
+    case = _case("_scaled_dot_product_efficient_attention_backward", dtype, 10 * q.numel() * keys, [gradient, q, k, v, out, lse], run)
+    return {**case, "sequences": batch}
+
+
+def _sum(draw: random.Random, rows: int, width: int, dtype: torch.dtype) -> dict:
+    """A parameter's gradient: over all but the last dimension. With one column: over everything."""
+    shape = (draw.choice((1, 2, 3)), rows, width)
+    values = torch.empty(shape, dtype=dtype, device="cuda")
+    return _case("sum", dtype, 0, [values], lambda: aten.sum.dim_IntList(values, [0, 1]))
 
 
 def main() -> None:
     draw = random.Random(16)
     cases = []
     for _ in range(12):
-        cases += [_embedding(draw), *_flash(draw), _efficient(draw)]
+        cases += [_embedding(draw), *_flash(draw), _efficient(draw, 39)]
+    cases += [_efficient(draw, 1) for _ in range(6)]
+    for dtype in (torch.float32, torch.bfloat16) * 20:
+        rows = draw.choice((3, 100, 1024, draw.randrange(1, 100_000)))
+        cases.append(_sum(draw, rows, draw.choice((1, 2, 30, 128, 1536, 8192, draw.randrange(1, 5000))), dtype))
+    for dtype in (torch.float32, torch.bfloat16):  # more than 2 GiB, or nearly
+        cases += [_sum(draw, rows, 4096, dtype) for rows in (131_072, 262_145)]
     print("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]")
 
 

@@ -114,6 +114,12 @@ def off_plan(part: Part) -> list[Step]:
     return [pytest(part, "off_plan", "tests/python/adapter/test_off_plan.py", environment={"SHARDPLAN_OFF_PLAN": f"{part.position}+{part.count}"})]
 
 
+def live(part: Part) -> list[Step]:
+    """Random models and settings that the installed PyTorch runs, event for event."""
+    command = [str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position), "--fake", "--policy"]
+    return [Step([*command, policy], exit_code(part.count), python()) for policy in ("fsdp2", "fsdp1")]
+
+
 def checkpoints(part: Part) -> list[Step]:
     """Of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed; what FSDP1 makes at another world
     size; what is saved on some ranks and loaded on others."""
@@ -148,7 +154,7 @@ def fuzz(part: Part) -> list[Step]:
 
 def optimizer(part: Part) -> list[Step]:
     """The search against all choices; the bound on eleven times as many random plans."""
-    program, more = "tests/planner/planner_optimize_test", 11
+    program, more = "tests/planner/planner_test", 11
     searched = {"SHARDPLAN_SEED": str(part.position), "SHARDPLAN_INSTANCES": str(part.count)}
     bounded = {"SHARDPLAN_SEED": str(more * part.position), "SHARDPLAN_RANDOM_PLANS": str(more * part.count)}
     return [gtest(part, "search", program, "ExhaustiveInstances.*", searched), gtest(part, "bound", program, "BoundOfRandomPlans.*", bounded)]
@@ -181,13 +187,11 @@ def verifier(part: Part) -> list[Step]:
 
 THREADS = (
     "virtual_replay_test",
-    "executor_bounded_store_test",
-    "executor_replayer_test",
-    "executor_run_test",
+    "executor_test",
     "executor_cpu_reshard_test",
     "executor_cpu_conformance_test",
-    "planner_optimize_test",
-    "schemas_documents_test",
+    "planner_test",
+    "schemas_test",
 )
 COMMAND_FILES = ("tests/python/checkpoints/test_reshard_checkpoint.py", "tests/python/commands/test_optimize.py")
 FUZZED = 300  # inputs a target
@@ -256,10 +260,11 @@ ALL = [
            length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test")),
     Series("off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80, length=off_plan_cases,
            build=build("dev", "product")),
+    Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),
     Series("optimizer", "the optimising planner against all choices, its bound on random plans", optimizer, 10, 4000, FIRST_SEED,
-           build=build("dev", "planner_optimize_test")),
+           build=build("dev", "planner_test")),
     Series("ranks", "ranks and launchers that are killed, stopped and signalled", ranks, 8, 100, FIRST_SEED, build=build("dev", "product")),
     Series("simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED, build=build("dev", "simulator_suite_plans")),
     Series("verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1, length=lambda: CHANGES_EVERY,

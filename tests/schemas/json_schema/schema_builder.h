@@ -5,6 +5,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -51,6 +52,28 @@ concept BytesOrTime = requires(T value) {
 template <typename T>
 concept WithFields = !std::is_same_v<std::remove_cvref_t<decltype(kFields<T>)>, std::nullptr_t>;
 
+// What becomes of the values above as JSON. No templates: each line of nlohmann's lists costs the compiler
+// much, and there are some hundred fields.
+struct FieldSchema {
+  std::string_view name;
+  Json schema;
+  bool required = false;
+};
+Json TypeNamed(std::string_view type);
+Json OneOf(std::span<const std::string_view> names);
+Json AnyOf(std::vector<Json> alternatives);
+Json ListOf(Json element, std::string_view element_words);
+Json ReferenceTo(const std::string& pointer, bool closed);
+Json IntegerUpTo(const Spec& spec, std::int64_t most);
+// {field: ...}; with `tag`, the tag first.
+Json ObjectOf(std::optional<std::string_view> tag, std::string_view words, std::vector<FieldSchema> fields);
+// [tag, field, ...]
+Json EventOf(std::string_view tag, std::string_view words, std::vector<FieldSchema> fields);
+// The file of the document whose type is `name` in `defs`.
+Json FileOf(const std::string& document, std::string_view schema, const Definition& of, Json definition,
+            Json defs);
+void SetDefault(Json& schema, const std::string& json);
+
 // The schema of one document: its "$defs" fill up as types are used.
 class SchemaBuilder {
  public:
@@ -59,26 +82,8 @@ class SchemaBuilder {
   // The whole file of the document type T. `schema` is the value of its schema field.
   template <typename T>
   Json File(std::string_view schema) {
-    const std::string name(kDefinition<T>.name);
-    Json file = {{"$schema", "https://json-schema.org/draft/2020-12/schema"},
-                 {"$id", "https://shardplan.dev/schemas/" + document_ + ".schema.json"},
-                 {"$comment",
-                  "Written by tools/update_schemas from schemas/src/documents/" + document_ + "_fields.h."},
-                 {"title", "shardplan " + document_},
-                 {"description", kDefinition<T>.says},
-                 {"$ref", "#/$defs/" + name}};
-    file["properties"] = {
-        {"schema", {{"const", schema}, {"description", "Kind and major version of the document."}}},
-        {"extensions", {{"type", "object"}, {"description", "Anything; ignored, and not written again."}}}};
-    file["required"] = Json::array({"schema"});
-    file["unevaluatedProperties"] = false;
-    // Open, as the file adds two fields; whoever else refers to it closes it (Reference).
     Json definition = Object<T>(std::nullopt);
-    definition.erase("description");
-    definition.erase("additionalProperties");
-    defs_[name] = std::move(definition);
-    file["$defs"] = std::move(defs_);
-    return file;
+    return FileOf(document_, schema, kDefinition<T>, std::move(definition), std::move(defs_));
   }
 
   // Types and fields that say nothing of themselves.
@@ -100,68 +105,53 @@ class SchemaBuilder {
     const std::string name(kHome.name);
     const std::string pointer = "#/$defs/" + name;
     if (kHome.document != document_) {
-      Json reference = {{"$ref", std::string(kHome.document) + ".schema.json" + pointer}};
-      if (kHome.name == kHome.document) reference["unevaluatedProperties"] = false;  // a whole document
-      return reference;
+      // A whole document is open, as its file adds two fields.
+      return ReferenceTo(std::string(kHome.document) + ".schema.json" + pointer,
+                         kHome.name == kHome.document);
     }
     if (!defs_.contains(name)) {
       Json definition = Written<T>({});
       if (!definition.contains("description")) definition["description"] = kHome.says;
       defs_[name] = std::move(definition);
     }
-    return {{"$ref", pointer}};
+    return ReferenceTo(pointer, false);
   }
 
   template <typename T>
   Json Written(const Spec& spec) {
     if constexpr (std::is_same_v<T, bool>) {
-      return {{"type", "boolean"}};
+      return TypeNamed("boolean");
     } else if constexpr (std::is_same_v<T, std::string> || std::is_same_v<T, SharedText>) {
-      return {{"type", "string"}};
+      return TypeNamed("string");
     } else if constexpr (std::is_same_v<T, double>) {
-      Json number = {{"type", "number"}};
+      Json number = TypeNamed("number");
       if (spec.positive) number["exclusiveMinimum"] = 0;
       return number;
     } else if constexpr (std::is_integral_v<T>) {
-      return Integer(spec, std::numeric_limits<T>::max());
+      return IntegerUpTo(spec, std::numeric_limits<T>::max());
     } else if constexpr (std::is_enum_v<T>) {
-      return {{"enum", kEnumNames<T>}};
+      return OneOf(kEnumNames<T>);
     } else if constexpr (BytesOrTime<T>) {
-      return Integer(spec, kMaxExact);
+      return IntegerUpTo(spec, kMaxExact);
     } else if constexpr (kIsOptional<T>) {
       return Of<typename T::value_type>(spec);
     } else if constexpr (kIsList<T>) {
       Json element = Of<typename T::value_type>(spec);
-      if constexpr (Repeatable<typename T::value_type>) {
-        element = {
-            {"anyOf", {std::move(element), Of<typename Repeats<typename T::value_type>::Entry>(spec)}}};
-      }
-      const std::string words = ElementWords(spec);
-      if (!words.empty() && !kIsList<typename T::value_type>) element["description"] = words;
-      return {{"type", "array"}, {"items", std::move(element)}};
+      if constexpr (Repeatable<typename T::value_type>)
+        element = AnyOf({std::move(element), Of<typename Repeats<typename T::value_type>::Entry>(spec)});
+      return ListOf(std::move(element), kIsList<typename T::value_type> ? "" : ElementWords(spec));
     } else if constexpr (std::is_same_v<T, std::variant<bool, std::int64_t>>) {
-      return {
-          {"anyOf", {{{"type", "boolean"}}, Integer({.min = 1}, std::numeric_limits<std::int64_t>::max())}}};
+      return AnyOf({TypeNamed("boolean"), IntegerUpTo({.min = 1}, std::numeric_limits<std::int64_t>::max())});
     } else if constexpr (kIsVariant<T>) {
-      return AnyOf(std::type_identity<T>{});
+      return Alternatives(std::type_identity<T>{});
     } else {
       return Object<T>(std::nullopt);
     }
   }
 
-  static Json Integer(const Spec& spec, std::int64_t most) {
-    // An id's limit is that of the list it indexes, which a schema cannot say.
-    const std::int64_t max = spec.ref == RefKind::kNone ? std::min(spec.max, most) : most;
-    Json integer = {{"type", "integer"}, {"minimum", spec.min}, {"maximum", max}};
-    if (!IsNamed(spec.ref)) return integer;
-    return {{"anyOf", {{{"type", "string"}}, std::move(integer)}}};
-  }
-
   template <typename... T>
-  Json AnyOf(std::type_identity<std::variant<T...>> /*type*/) {
-    Json alternatives = Json::array();
-    (alternatives.push_back(Alternative<T>()), ...);
-    return {{"anyOf", std::move(alternatives)}};
+  Json Alternatives(std::type_identity<std::variant<T...>> /*type*/) {
+    return AnyOf({Alternative<T>()...});
   }
   template <typename T>
   Json Alternative() {
@@ -174,58 +164,35 @@ class SchemaBuilder {
     } else {
       const std::string name(kDefinition<T>.name);
       if (!defs_.contains(name)) defs_[name] = Event<T>();
-      return {{"$ref", "#/$defs/" + name}};
+      return ReferenceTo("#/$defs/" + name, false);
     }
   }
 
-  // [tag, field, ...]
   template <typename T>
   Json Event() {
-    Json elements = Json::array();
-    elements.push_back({{"const", kTag<T>}});
-    std::size_t least = 1;
-    ForEachField<T>([&](const auto& field) {
-      elements.push_back(Field<T>(field));
-      elements.back().erase("default");
-      least += field.required ? 1 : 0;
-      return true;
-    });
-    return {{"type", "array"},
-            {"description", Words<T>()},
-            {"prefixItems", std::move(elements)},
-            {"items", false},
-            {"minItems", least}};
+    return EventOf(kTag<T>, Words(kTag<T>, kDefinition<T>), FieldsOf<T>());
   }
 
   template <typename T>
   Json Object(std::optional<std::string_view> tag) {
-    Json properties = Json::object();
-    Json required = Json::array();
-    if (tag.has_value()) {
-      properties[kTagField] = {{"const", *tag}};
-      required.push_back(kTagField);
-    }
-    ForEachField<T>([&](const auto& field) {
-      properties[field.name] = Field<T>(field);
-      if (field.required) required.push_back(field.name);
-      return true;
-    });
-    Json object = {{"type", "object"}, {"description", Words<T>()}, {"properties", std::move(properties)}};
-    if (!required.empty()) object["required"] = std::move(required);
-    object["additionalProperties"] = false;
-    return object;
+    return ObjectOf(tag, Words(kTag<T>, kDefinition<T>), FieldsOf<T>());
   }
 
-  template <typename T, typename FieldType>
-  Json Field(const FieldType& field) {
-    using Member = std::remove_cvref_t<decltype(std::declval<T>().*field.member)>;
-    Json schema = Of<Member>(field.spec);
-    if (field.says.empty())
-      wordless_.push_back(std::string(kDefinition<T>.says) + ": " + std::string(field.name));
-    schema["description"] = FieldWords(field.name, field.says, kIsList<Member> ? Spec{} : field.spec);
-    if (field.not_empty) schema["minItems"] = 1;
-    if (!field.required) AddDefault(schema, T{}.*field.member, field.spec);
-    return schema;
+  template <typename T>
+  std::vector<FieldSchema> FieldsOf() {
+    std::vector<FieldSchema> fields;
+    const T blank{};
+    ForEachField<T>([&](const auto& field) {
+      using Member = std::remove_cvref_t<decltype(blank.*field.member)>;
+      Json schema = Of<Member>(field.spec);
+      if (field.says.empty()) Wordless(kDefinition<T>, field.name);
+      schema["description"] = FieldWords(field.name, field.says, kIsList<Member> ? Spec{} : field.spec);
+      if (field.not_empty) schema["minItems"] = 1;
+      if (!field.required) AddDefault(schema, blank.*field.member, field.spec);
+      fields.push_back({field.name, std::move(schema), field.required});
+      return true;
+    });
+    return fields;
   }
 
   // What a document means that leaves the field out; nothing where the type has a state of its own for that.
@@ -235,15 +202,12 @@ class SchemaBuilder {
       if (IsNamed(spec.ref) && !kIsList<Member>) return;  // -1, which is written by leaving it out
       JsonWriter writer;
       writer.WriteInline(value);
-      schema["default"] = Json::parse(writer.Take());
+      SetDefault(schema, writer.Take());
     }
   }
 
-  template <typename T>
-  std::string Words() {
-    if (kDefinition<T>.says.empty()) wordless_.push_back("a type with the tag " + std::string(kTag<T>));
-    return std::string(kDefinition<T>.says);
-  }
+  void Wordless(const Definition& of, std::string_view field);
+  std::string_view Words(std::string_view tag, const Definition& of);
 
   std::string document_;
   Json defs_ = Json::object();

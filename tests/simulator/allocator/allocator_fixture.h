@@ -69,7 +69,9 @@ inline void CheckInvariants(const CachingAllocator& allocator) {
       }
       const bool split = segment.blocks.size() > 1 && !segment.expandable;
       if (block.state == BlockState::kFree && split) inactive_split += block.size_bytes.value;
-      if (block.state == BlockState::kUnmapped) ASSERT_TRUE(segment.expandable);
+      if (block.state == BlockState::kUnmapped) {
+        ASSERT_TRUE(segment.expandable);
+      }
     }
     ASSERT_EQ(at, segment.address + segment.size_bytes.value);
     previous_end = at;

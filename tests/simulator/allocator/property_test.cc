@@ -159,7 +159,9 @@ TEST(Property, FreeBlockListIsASortedSequence) {
           std::lower_bound(expected.begin(), expected.end(), std::pair{size, std::int64_t{-1}});
       const FreeBlockList::Position found = list.LowerBound(size);
       ASSERT_EQ(found == list.end(), bound == expected.end());
-      if (bound != expected.end()) ASSERT_EQ(list[found].address, bound->second);
+      if (bound != expected.end()) {
+        ASSERT_EQ(list[found].address, bound->second);
+      }
     }
     ASSERT_EQ(list.size(), expected.size());
     std::size_t i = 0;

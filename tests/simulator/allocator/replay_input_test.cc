@@ -103,7 +103,9 @@ TEST(ReplayInput, EveryGarbledByteIsSurvived) {
       const Result<AllocatorLog> log = ParseAllocatorLog(text);
       if (log) {
         const Result<AllocatorReplay> replay = ReplayAllocatorLog(*log);
-        if (replay) EXPECT_LE(replay->reproduced, replay->actions);
+        if (replay) {
+          EXPECT_LE(replay->reproduced, replay->actions);
+        }
       } else {
         ++refused;
       }

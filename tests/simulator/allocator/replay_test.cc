@@ -125,7 +125,9 @@ TEST(Replay, AChangedRowIsFound) {
     const bool at_once = action.kind == LogActionKind::kFree ||
                          (action.kind == LogActionKind::kSegmentAlloc && changes_size) ||
                          (action.kind == LogActionKind::kAlloc && !changes_size);
-    if (at_once) EXPECT_EQ(replay->departure->action, static_cast<std::int64_t>(row)) << Where(*replay);
+    if (at_once) {
+      EXPECT_EQ(replay->departure->action, static_cast<std::int64_t>(row)) << Where(*replay);
+    }
   }
 }
 

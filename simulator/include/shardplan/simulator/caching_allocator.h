@@ -53,6 +53,9 @@ struct AllocatorSettings {
 Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device_bytes,
                               AllocatorSettings& settings);
 
+// Whether it takes the settings, on some device. kUsage as above.
+Status CheckAllocatorSettings(std::string_view text);
+
 // The same syntax back; "" for the defaults. allowed_bytes has no counterpart and is left out.
 std::string ToString(const AllocatorSettings& settings);
 

@@ -54,9 +54,7 @@ Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& opt
 struct DeviceFit {
   std::optional<Bytes> budget_bytes;  // AllocatorBudget
   Bytes outside_bytes;
-  // Peak of what is reserved within the budget. Out of memory, or without a budget: of a device without end
-  // and never behind (one that is always behind never gives back memory that waits for another stream).
-  Bytes reserved_bytes;
+  Bytes reserved_bytes;  // its peak within the budget; out of memory: until then
   std::int64_t cache_releases = 0;
   bool out_of_memory = false;
   MemoryPoint out_of_memory_at;
@@ -68,6 +66,10 @@ Result<DeviceFit> FitDevice(const Plan& plan, const FitOptions& options = {});
 
 // ... of a replay that was made with AllocatorOptions(plan, options).
 DeviceFit FitOf(const Plan& plan, const FitOptions& options, const ReservedMemory& replayed);
+
+// The peak to show a reader: of `fit`, or where it is out of memory, of a device without end that is never
+// behind (one that is always behind never gives back memory that waits for another stream).
+Bytes ReservedToShow(const Plan& plan, FitOptions options, const DeviceFit& fit);
 
 // What the allocator reserves on a device without end. Errors as AllocatorOptions.
 Result<Bytes> ReservedWithoutBudget(const Plan& plan, FitOptions options);

@@ -74,6 +74,9 @@ struct MemoryHistoryOptions {
   // repeat, until these were passed so often; what comes before the last pass is not recorded
   // (first_recorded).
   std::int32_t steady_passes = 0;
+  // With passes: no more steps than these, 0: all. Where they end before the steps that repeat, the last one
+  // is recorded.
+  std::int32_t steps = 0;
 };
 
 // Deterministic. Streams of blocks are the plan's; the model's memory comes from streams[0].

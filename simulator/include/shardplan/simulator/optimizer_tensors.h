@@ -37,4 +37,15 @@ std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerSh
 std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
                                         const std::vector<OptimizerShard>& shards);
 
+// A temporary is taken, or one of those taken so far is dropped.
+struct OptimizerTensorStep {
+  Bytes taken;
+  std::int32_t dropped = -1;  // which of those taken, from 0; -1: none
+  bool operator==(const OptimizerTensorStep&) const = default;
+};
+
+// All temporaries of the same step, one after the other. What is not dropped is when the step ends.
+std::vector<OptimizerTensorStep> OptimizerTensorSteps(const Optimizer& optimizer,
+                                                      const std::vector<OptimizerShard>& shards);
+
 }  // namespace shardplan
