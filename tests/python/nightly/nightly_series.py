@@ -241,7 +241,7 @@ def sanitizer(preset: str, what: str, *more: str) -> Series:
         f"{what} over what has threads: {', '.join(THREADS)}, the fuzz targets, the command",
         functools.partial(sanitized, preset),
         count=10,
-        most=60,
+        most=20,  # some take half a minute
         length=lambda: len(sanitized_items(preset)),
         build=build(preset, *THREADS, "fuzz_documents", "shardplan", *more),
     )
