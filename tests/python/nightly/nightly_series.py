@@ -185,14 +185,14 @@ def verifier(part: Part) -> list[Step]:
 
 # ---- under sanitizers: what has threads ----
 
-THREADS = (
-    "virtual_replay_test",
-    "executor_test",
-    "executor_cpu_reshard_test",
-    "executor_cpu_conformance_test",
-    "planner_test",
-    "schemas_test",
-)
+# Programs, and which of their tests.
+THREADS = {
+    "virtual_replay_test": "",
+    "executor_test": "",
+    "executor_cpu_reshard_test": "",
+    "executor_cpu_conformance_test": "",
+    "planner_test": "Optimize|ExhaustiveInstances|Recomputation",
+}
 COMMAND_FILES = ("tests/python/checkpoints/test_reshard_checkpoint.py", "tests/python/commands/test_optimize.py")
 FUZZED = 300  # inputs a target
 
@@ -201,7 +201,8 @@ def sanitized_items(preset: str) -> list[tuple[str, str]]:
     """("test", name), ("fuzz", target), ("command" or "adapter", file of Python tests)."""
     listed = subprocess.run(["ctest", "--preset", preset, "--show-only=json-v1"], cwd=ROOT, capture_output=True, text=True, check=True)
     tests = json.loads(listed.stdout[listed.stdout.index("{") :])["tests"]
-    names = [test["name"] for test in tests if pathlib.Path(test.get("command", [""])[0]).name in THREADS]
+    program = {test["name"]: pathlib.Path(test.get("command", [""])[0]).name for test in tests}
+    names = [name for name, of in program.items() if of in THREADS and re.search(THREADS[of], name)]
     items = [("test", name) for name in names] + [("fuzz", target) for target in fuzz_targets(preset)] + [("command", file) for file in COMMAND_FILES]
     # The C++ module: under asan only, whose library an interpreter that is not built with it can load first.
     return items + ([("adapter", file) for file in adapter_files()] if preset == "asan" else [])
