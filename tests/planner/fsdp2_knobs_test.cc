@@ -174,7 +174,7 @@ Case RandomCase(std::uint64_t seed) {
 TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
   const char* given = std::getenv("SHARDPLAN_SEED");
   const std::uint64_t first = given == nullptr ? 0 : std::strtoull(given, nullptr, 10);
-  const std::uint64_t last = given == nullptr ? 1500 : first + 1;
+  const std::uint64_t last = given == nullptr ? 600 : first + 1;
   int planned_cases = 0, faulty = 0, refused = 0;
   std::map<std::string, Trace> traces;
   for (std::uint64_t seed = first; seed < last; ++seed) {
@@ -208,8 +208,8 @@ TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
     }
   }
   if (given != nullptr) return;
-  EXPECT_GT(planned_cases, 900);
-  EXPECT_GT(faulty, 5);
+  EXPECT_GT(planned_cases, 360);
+  EXPECT_GT(faulty, 2);
   EXPECT_GT(refused, 20);
 }
 

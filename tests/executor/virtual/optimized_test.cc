@@ -81,7 +81,7 @@ Result<PlanCase> Optimized(const OptimizedCase& what) {
   return c;
 }
 
-constexpr int kClustersOfEach = 2;
+constexpr int kClustersOfEach = 1;
 
 std::vector<OptimizedCase> OptimizedCases() {
   std::vector<OptimizedCase> cases;

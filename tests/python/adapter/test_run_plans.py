@@ -41,6 +41,5 @@ def test_runs_on_cpu_ranks(shardplan, run_plans, case, tmp_path):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_runs_in_an_adversarial_order(shardplan, run_plans, case):
-    for seed in ("1", "2", "3"):
-        result = shardplan("run", run_plans[case.name], "--device", "virtual", "--seed", seed, "--steps", "2")
-        assert result.returncode == 0, result.stdout + result.stderr
+    result = shardplan("run", run_plans[case.name], "--device", "virtual", "--seed", "1", "--steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
