@@ -75,8 +75,13 @@ def await_start(fault: Fault, started: Started) -> dict[int, int] | None:
         time.sleep(0.01)
     # What a rank that dies before this does to the others is PyTorch's, in training.
     word = "step 1 took" if not fault.connecting else "is in the group" if fault.program == "apply" else ""
+    complete = time.monotonic()
     while not all(word in started.text(rank) for rank in everybody):
-        if time.monotonic() > deadline or len(started.pids()) < fault.ranks():
+        now = time.monotonic()
+        # A process that begins another program has no environment for a moment, and so no rank.
+        if len(started.pids()) == fault.ranks():
+            complete = now
+        if now > deadline or now - complete > 1:
             return None
         time.sleep(0.02)
     pids = started.pids()
