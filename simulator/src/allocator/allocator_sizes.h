@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "shardplan/schemas/quantity.h"
+
 namespace shardplan {
 
 inline constexpr std::int64_t kMinBlockBytes = 512;          // every size is a multiple of it
@@ -17,5 +19,8 @@ constexpr bool IsSmall(std::int64_t rounded_bytes) { return rounded_bytes <= kSm
 constexpr std::int64_t RoundUp(std::int64_t bytes, std::int64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
+
+// Of a tensor, without settings that round sizes further.
+constexpr Bytes InBlocks(Bytes requested) { return {RoundUp(requested.value, kMinBlockBytes)}; }
 
 }  // namespace shardplan

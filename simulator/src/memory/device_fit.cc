@@ -4,13 +4,12 @@
 #include <set>
 #include <string_view>
 
+#include "allocator/allocator_sizes.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
 namespace {
-
-Bytes Blocks(Bytes bytes) { return {(bytes.value + 511) / 512 * 512}; }
 
 const Cluster& ClusterOf(const Plan& plan, const FitOptions& options) {
   return options.cluster != nullptr ? *options.cluster : plan.cluster;
@@ -37,11 +36,11 @@ UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan) {
                                            [&](const std::string& fqn) { return managed.contains(fqn); });
     if (known) continue;
     const OptimizerShard whole{.shape = parameter.shape, .dtype = parameter.dtype};
-    unmanaged.parameter_bytes += Blocks(SizeBytes(whole));
+    unmanaged.parameter_bytes += InBlocks(SizeBytes(whole));
     if (!parameter.requires_grad) continue;
-    unmanaged.gradient_bytes += Blocks(SizeBytes(whole));
+    unmanaged.gradient_bytes += InBlocks(SizeBytes(whole));
     for (const Bytes state : OptimizerStates(plan.strategy.optimizer, whole)) {
-      unmanaged.state_bytes += Blocks(state);
+      unmanaged.state_bytes += InBlocks(state);
     }
   }
   return unmanaged;

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "allocator/allocator_sizes.h"
 #include "cost/optimizer_cost.h"
 #include "memory/copy_tables.h"
 #include "memory/gradient_views.h"
@@ -247,16 +248,19 @@ class StreamBuilder {
   bool PlaysTemporaries(const Buffer& buffer) {
     if (buffer.role != BufferRole::kOptimizerTemp || buffer.unit >= 0) return false;
     if (!temporaries_) temporaries_ = optimizer_.TensorSteps(OnDevice());
-    std::int64_t now = 0, most = 0, whole = 0;
-    std::vector<std::int64_t> taken;
-    const auto in_blocks = [](Bytes bytes) { return (bytes.value + 511) / 512 * 512; };
+    Bytes now, most, whole;
+    std::vector<Bytes> taken;
     for (const OptimizerTensorStep& step : *temporaries_) {
-      if (step.dropped < 0) taken.push_back(in_blocks(step.taken));
-      now += step.dropped < 0 ? taken.back() : -taken[static_cast<std::size_t>(step.dropped)];
+      if (step.dropped < 0) {
+        taken.push_back(InBlocks(step.taken));
+        now += taken.back();
+      } else {
+        now -= taken[static_cast<std::size_t>(step.dropped)];
+      }
       most = std::max(most, now);
     }
-    for (const Bytes part : buffer.parts_bytes) whole += in_blocks(part);
-    return most > 0 && most == whole;
+    for (const Bytes part : buffer.parts_bytes) whole += InBlocks(part);
+    return most.value > 0 && most == whole;
   }
   void PlayTemporaries(MemoryBlock block) {
     std::vector<std::int32_t> blocks;

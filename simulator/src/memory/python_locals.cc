@@ -18,7 +18,7 @@ void PythonLocals::Make(std::string_view name, Tensors tensors) {
   Value& value = values_[index];
   value = {.tensors = std::move(tensors), .first_taken = taken_};
   for (const Bytes size : value.tensors) {
-    value.bytes.value += RoundUp(size.value, kMinBlockBytes);
+    value.bytes += InBlocks(size);
     steps_.push_back({.taken = size});
     ++taken_;
   }

@@ -81,22 +81,18 @@ Result<PlanCase> Optimized(const OptimizedCase& what) {
   return c;
 }
 
-constexpr int kClustersOfEach = 1;
-
 std::vector<OptimizedCase> OptimizedCases() {
   std::vector<OptimizedCase> cases;
-  for (int i = 0; i < kClustersOfEach; ++i) {
-    for (const OptimizedCase& what : {OptimizedCase{0, "fsdp2"},
-                                      {0, "fsdp1"},
-                                      {0, "fsdp2", 3},
-                                      {0, "fsdp1", 3},
-                                      {0, "fsdp2", 1, true},
-                                      {0, "fsdp2", 3, true},
-                                      {0, "fsdp2", 1, false, 90},
-                                      {0, "fsdp2", 3, false, 90}}) {
-      cases.push_back(what);
-      cases.back().seed = static_cast<std::uint32_t>(cases.size());
-    }
+  for (const OptimizedCase& what : {OptimizedCase{0, "fsdp2"},
+                                    {0, "fsdp1"},
+                                    {0, "fsdp2", 3},
+                                    {0, "fsdp1", 3},
+                                    {0, "fsdp2", 1, true},
+                                    {0, "fsdp2", 3, true},
+                                    {0, "fsdp2", 1, false, 90},
+                                    {0, "fsdp2", 3, false, 90}}) {
+    cases.push_back(what);
+    cases.back().seed = static_cast<std::uint32_t>(cases.size());
   }
   return cases;
 }

@@ -24,6 +24,9 @@ from shardplan.conformance.trace_case import make_model
 from shardplan.conformance.units import matching, unit_calls
 from shardplan.tracer.record import default_loss
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from inputs_done import InputsDone  # noqa: E402
+
 _ROOT = "(root)"
 _SHARDING = {"hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2"}
 
@@ -166,20 +169,6 @@ def _step() -> list[dict]:
 # ---- fsdp2 ----
 
 
-class _Identity(torch.autograd.Function):
-    """Where FSDP2 has one around a unit's inputs."""
-
-    @staticmethod
-    def forward(ctx, done, *inputs):
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.done()
-        return (None, *gradients)
-
-
 class Calls:
     """The calls of modules in a forward, with all their tensors. An object's number is its own."""
 
@@ -231,7 +220,7 @@ class Moments:
         chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not chosen or not torch.is_grad_enabled():
             return None
-        wrapped = _Identity.apply(lambda: self.events.append(["inputs_grad_done", fqn]), *(leaves[i] for i in chosen))
+        wrapped = InputsDone.apply(lambda: self.events.append(["inputs_grad_done", fqn]), *(leaves[i] for i in chosen))
         for i, leaf in zip(chosen, wrapped):
             leaves[i] = leaf
         return tree_unflatten(leaves, spec)

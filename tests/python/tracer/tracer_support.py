@@ -6,6 +6,7 @@ import sys
 import torch
 import tracer_models as models
 from conftest import ROOT
+from inputs_done import InputsDone
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -67,18 +68,6 @@ def saved_in(trace, prefix):
     )
 
 
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, done, *tensors):
-        ctx.done = done
-        return tensors
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.done()
-        return (None, *gradients)
-
-
 def order_on_real_tensors(module, args, loss):
     """What hooks on the unsharded model see on the CPU, where FSDP2 places its own."""
     names, log, calls, open_calls = {}, [], {}, {}
@@ -94,7 +83,7 @@ def order_on_real_tensors(module, args, loss):
         chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not chosen or not any(True for _ in child.parameters()) or not torch.is_grad_enabled():
             return None
-        passed = _Identity.apply(lambda: log.append(("inputs_done", name, call)), *(leaves[i] for i in chosen))
+        passed = InputsDone.apply(lambda: log.append(("inputs_done", name, call)), *(leaves[i] for i in chosen))
         for i, tensor in zip(chosen, passed):
             leaves[i] = tensor
         return tree_unflatten(leaves, spec)
