@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "torch.optim", "shardplan.torch"]
+PRELOADED += [f"transformers.models.{family}.modeling_{family}" for family in ("llama", "mixtral", "t5", "vit")]
 DEVICE = os.environ.get("SHARDPLAN_TEST_DEVICE", "cpu")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 import traceback
@@ -22,8 +23,8 @@ from adapter_workers import DEVICE, run_on_ranks
 from equivalence_models import build, inputs_of, loss_of, register_forward_methods
 from torch.utils._pytree import tree_map_only
 
-STEPS = 10
-FEW_STEPS = 4  # of one setting on the smallest model: the first, and some by the steady plan
+FEW_STEPS = 4  # the first, and some by the steady plan
+STEPS = int(os.environ.get("SHARDPLAN_STEPS", FEW_STEPS))  # more, but for the smallest model: tools/nightly --only adapter_files
 DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
 
 

@@ -12,7 +12,7 @@ import reference_recorder
 from conftest import ROOT, build_folder
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
-from shardplan.conformance import Case, Forward, recording
+from shardplan.conformance import Case, Forward, cli, recording
 from shardplan.conformance.case import CaseError, planner_strategy, traced_program
 from shardplan.conformance.random_cases import random_case
 from shardplan.conformance.ranks import Ranks, RecordingFailed
@@ -169,7 +169,7 @@ def test_a_backward_without_its_forward_is_an_error():
 @pytest.fixture(scope="module")
 def case_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
-    (folder / "live_cases.py").write_text(
+    (folder / "own_cases.py").write_text(
         "import torch\n"
         "from shardplan.conformance import Case, Forward\n"
         "def model():\n"
@@ -186,7 +186,7 @@ def case_folder(tmp_path_factory):
 
 
 def test_live_case_matches_on_gloo_ranks_and_can_be_compared_again(shardplan, case_folder, tmp_path):
-    result = shardplan("conformance", "--live", "live_cases:one", "--keep", tmp_path, cwd=case_folder, timeout=600)
+    result = shardplan("conformance", "--live", "own_cases:one", "--keep", tmp_path, cwd=case_folder, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "one: matches" in result.stdout and "matched 1 of 1 cases" in result.stdout
     assert shardplan("conformance", tmp_path).returncode == 0
@@ -201,10 +201,8 @@ def test_live_case_matches_on_gloo_ranks_and_can_be_compared_again(shardplan, ca
 @pytest.mark.parametrize(
     "arguments, code, text",
     [
-        (["--live", "live_cases:nowhere"], 3, 'no module is named "layers.*"'),
-        (["--live", "live_cases:number"], 3, "expected a shardplan.conformance.Case"),
-        (["--live", "no_such_module:case"], 3, "no_such_module"),
-        (["--live", "live_cases:one", "--random", "1"], 2, "one of DIR, --live and --random"),
+        (["--live", "own_cases:nowhere"], 3, 'no module is named "layers.*"'),
+        (["--live", "own_cases:one", "--random", "1"], 2, "one of DIR, --live and --random"),
         ([], 2, "one of DIR, --live and --random"),
         (["--help"], 0, "MODULE:FUNCTION"),
     ],
@@ -213,3 +211,11 @@ def test_errors_of_the_command(shardplan, case_folder, arguments, code, text):
     result = shardplan("conformance", *arguments, cwd=case_folder, timeout=600)
     assert result.returncode == code, result.stdout + result.stderr
     assert text in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("source", "text"), [("own_cases:number", "expected a shardplan.conformance.Case"), ("no_such_module:case", "no_such_module")])
+def test_what_gives_no_case_is_bad_input(case_folder, source, text, capsys, monkeypatch):
+    monkeypatch.chdir(case_folder)
+    monkeypatch.syspath_prepend(case_folder)
+    assert cli.main(["--live", source]) == 3
+    assert text in capsys.readouterr().err

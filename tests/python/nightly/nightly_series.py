@@ -62,7 +62,7 @@ def conformance(part: Part) -> list[Step]:
 
 
 def on_cuda(mode: str) -> dict[str, str]:
-    return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda"}
+    return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda", "SHARDPLAN_STEPS": "10"}
 
 
 def adapter(part: Part) -> list[Step]:

@@ -41,9 +41,16 @@ SAME = (
 ).split()
 
 
+@pytest.fixture(scope="module")
+def as_it_is(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT / "tests" / "python" / "tracer")
+        return trace(tmp_path_factory.mktemp("plain"), "as_it_is")
+
+
 @pytest.mark.parametrize("name", SAME)
-def test_where_and_how_a_model_is_built_changes_no_trace(name, tmp_path):
-    assert but_for_source(trace(tmp_path, name)) == but_for_source(trace(tmp_path, "as_it_is"))
+def test_where_and_how_a_model_is_built_changes_no_trace(name, as_it_is, tmp_path):
+    assert but_for_source(trace(tmp_path, name)) == but_for_source(as_it_is)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ They are processes of their own: where FSDP reads parameters that it has freed, 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardplan.conformance import processes
 from shardplan.conformance.case import Case, CaseError
 from shardplan.conformance.meshes import fake_process_group, process_group
 from shardplan.conformance.record_case import record_case
@@ -86,7 +86,7 @@ class Ranks:
         self._scratch.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = processes.context()
         for rank in range(self._count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self._fake, theirs), daemon=True)

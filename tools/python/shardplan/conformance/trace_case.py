@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from shardplan.conformance import checkpointing
+from shardplan.conformance import checkpointing, processes
 from shardplan.conformance.case import Case, traced_program
 from shardplan.conformance.meshes import device_mesh, fake_process_group
 from shardplan.tracer import record, session
@@ -31,7 +30,7 @@ def trace(make_case: Callable[[], Case]) -> dict:
     case = make_case()
     if case.parallelize is None:
         return trace_case(case)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, processes.context()) as pool:
         return pool.submit(_trace_made, make_case).result()
 
 
