@@ -53,9 +53,24 @@ bool IsLogged(const Plan& plan, const Instruction& i) {
              plan.buffers[i.src].role == BufferRole::kReduceScatterInput;
     case InstructionKind::kBindSharded:
       return plan.policy == "fsdp2";
-    default:
+    case InstructionKind::kCompute:
+    case InstructionKind::kAllocate:
+    case InstructionKind::kBindUnsharded:
+    case InstructionKind::kCopyIn:
+    case InstructionKind::kReshardPostForward:
+    case InstructionKind::kGradCopyIn:
+    case InstructionKind::kGradScale:
+    case InstructionKind::kGradCast:
+    case InstructionKind::kGradAccumulate:
+    case InstructionKind::kCopyToHost:
+    case InstructionKind::kCopyToDevice:
+    case InstructionKind::kRecord:
+    case InstructionKind::kWait:
+    case InstructionKind::kHostWait:
+    case InstructionKind::kZeroGrad:
       return false;
   }
+  return false;
 }
 
 bool IsCollective(const Instruction& i) {

@@ -8,7 +8,7 @@
 
 #include "replay/copy_resolver.h"
 #include "shardplan/schemas/alive_buffers.h"
-#include "shardplan/schemas/instruction_operands.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {

@@ -145,8 +145,24 @@ class CopyWaits {
         return JoinClocks(host_, events_[i.event]);
       case InstructionKind::kAllocate:
       case InstructionKind::kFree:
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kBindSharded:
+      case InstructionKind::kZeroGrad:
         return;
-      default:  // alone, a rank copies its shard right to where it is computed with
+      case InstructionKind::kCompute:
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kAllGather:
+      case InstructionKind::kCopyOut:  // alone, a rank copies its shard right to where it is computed with
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradCopyIn:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kReduceScatter:
+      case InstructionKind::kAllReduce:
+      case InstructionKind::kGradCast:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+      case InstructionKind::kOptimizerStep:
         break;
     }
     if (i.stream < 0 || (!IsHostBuffer(i.src) && !IsHostBuffer(i.dst))) return;

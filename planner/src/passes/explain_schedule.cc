@@ -7,6 +7,7 @@
 #include "passes/schedule_analysis.h"
 #include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/printable.h"
 
@@ -40,7 +41,7 @@ class ScheduleExplainer {
     const std::vector<TriggerRange> ranges = MovableRanges(graph_);
     for (std::size_t v = 0; v < ranges.size(); ++v) {
       const ScheduleNode& node = graph_[v];
-      if (node.instruction < 0 || !IsCollective(InstructionOf(node))) continue;
+      if (node.instruction < 0 || !IsCollective(InstructionOf(node).kind)) continue;
       text += fmt::format("  {}\n    {}, may be from {} to {}\n", Text(node), At(node.trigger),
                           At(ranges[v].first), At(ranges[v].last));
     }
@@ -50,7 +51,7 @@ class ScheduleExplainer {
   std::string BarriersText() const {
     std::vector<bool> works(boost::num_vertices(graph_));
     for (std::size_t v = 0; v < works.size(); ++v) {
-      works[v] = graph_[v].instruction >= 0 && Works(InstructionOf(graph_[v]).kind);
+      works[v] = graph_[v].instruction >= 0 && IsWork(InstructionOf(graph_[v]).kind);
     }
     std::string text = "no work can move across\n";
     for (const std::int32_t v : Barriers(graph_, works)) text += fmt::format("  {}\n", Line(graph_[v]));
@@ -75,22 +76,6 @@ class ScheduleExplainer {
   }
 
  private:
-  // Computes, moves or reduces something.
-  static bool Works(InstructionKind kind) {
-    switch (kind) {
-      case InstructionKind::kAllocate:
-      case InstructionKind::kFree:
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
-      case InstructionKind::kRecord:
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
-      case InstructionKind::kZeroGrad:
-        return false;
-      default:
-        return true;
-    }
-  }
   static double Milliseconds(Nanoseconds ns) { return static_cast<double>(ns.value) / 1e6; }
   const Instruction& InstructionOf(const ScheduleNode& node) const {
     return step_.triggers[node.trigger].instructions[node.instruction];

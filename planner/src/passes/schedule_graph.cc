@@ -5,6 +5,7 @@
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/instruction_set.h"
 
 namespace shardplan {
 namespace {
@@ -152,9 +153,24 @@ class GraphBuilder {
         return !used_[i.dst];
       case InstructionKind::kFree:
         return !used_[i.src];
-      default:
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kAllGather:
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradCopyIn:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kReduceScatter:
+      case InstructionKind::kAllReduce:
+      case InstructionKind::kGradCast:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+      case InstructionKind::kRecord:
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
         return false;
     }
+    return false;
   }
 
   void Read(Accesses& accesses, EdgeKind kind) {
@@ -183,7 +199,7 @@ class GraphBuilder {
   }
 
   void AddInstruction(const Instruction& i) {
-    if (IsCollective(i)) {
+    if (IsCollective(i.kind)) {
       Edge(last_on_communicator_[i.communicator], at_, EdgeKind::kCommunicator);
       last_on_communicator_[i.communicator] = at_;
     }
@@ -198,28 +214,41 @@ class GraphBuilder {
       case InstructionKind::kZeroGrad:
         return ZeroGrad(i);
       case InstructionKind::kGradCast:
-        if (alive_.MakesView(i)) return MakeView(i);
-        break;
-      default:
-        break;
-    }
-    Issue(i);
-    switch (i.kind) {
+        return alive_.MakesView(i) ? MakeView(i) : Move(i);
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kAllGather:
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradCopyIn:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kReduceScatter:
+      case InstructionKind::kAllReduce:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+        return Move(i);
       case InstructionKind::kRecord:
+        Issue(i);
         return Write(events_[i.event], EdgeKind::kEvent);
       case InstructionKind::kWait:
       case InstructionKind::kHostWait:
+        Issue(i);
         return Read(events_[i.event], EdgeKind::kEvent);
       case InstructionKind::kCompute:
+        Issue(i);
         return Compute(i);
       case InstructionKind::kOptimizerStep:
+        Issue(i);
         return StepOptimizer(i);
-      default:
-        if (i.src >= 0 && i.src != i.dst) {
-          i.dst < 0 ? WriteBuffer(i.src) : ReadBuffer(i.src);  // without a dst it works in place
-        }
-        if (i.dst >= 0) WriteBuffer(i.dst);
     }
+  }
+
+  void Move(const Instruction& i) {
+    Issue(i);
+    if (i.src >= 0 && i.src != i.dst) {
+      i.dst < 0 ? WriteBuffer(i.src) : ReadBuffer(i.src);  // without a dst it works in place
+    }
+    if (i.dst >= 0) WriteBuffer(i.dst);
   }
 
   // Work on a stream, or of the host itself, which delays everything that it issues later.
@@ -378,12 +407,6 @@ ScheduleGraph ScheduleGraphParts::Graph() const {
                       static_cast<std::uint32_t>(nodes.size()));
   for (std::uint32_t v = 0; v < nodes.size(); ++v) graph[v] = nodes[v];
   return graph;
-}
-
-bool IsCollective(const Instruction& instruction) {
-  return instruction.kind == InstructionKind::kAllGather ||
-         instruction.kind == InstructionKind::kReduceScatter ||
-         instruction.kind == InstructionKind::kAllReduce;
 }
 
 std::vector<ScheduleGraph> BuildScheduleGraphs(const Plan& plan) {

@@ -59,9 +59,6 @@ struct ScheduleGraphParts {
   ScheduleGraph Graph() const;
 };
 
-// Work that the ranks of a communicator do together. (Other instructions name one for its ranks alone.)
-bool IsCollective(const Instruction& instruction);
-
 // A graph for each step of the plan, which refers to nothing that does not exist. Linear in the plan but for
 // an optimizer step of all units, which comes after what each of them did.
 std::vector<ScheduleGraph> BuildScheduleGraphs(const Plan& plan);

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "documents/enum_names.h"
+#include "shardplan/schemas/instruction_set.h"
 
 namespace shardplan {
 namespace {
@@ -14,28 +15,24 @@ class LineWalker {
   explicit LineWalker(const Plan& plan) : plan_(plan), words_(plan) {}
 
   DiffLine LineOf(const Trigger& trigger, const Instruction& instruction) {
-    switch (instruction.kind) {
-      case InstructionKind::kRecord: {
-        const Work work = last_work_[instruction.stream];
-        recorded_[instruction.event] = work;
-        return {fmt::format("record on {} after {}", Stream(instruction), work.text), work.unit,
-                &instruction};
-      }
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait: {
-        const Work work = recorded_[instruction.event];
-        const bool host = instruction.kind == InstructionKind::kHostWait;
-        return {fmt::format("{} waits for {}", host ? "the host" : Stream(instruction), work.text), work.unit,
-                &instruction};
-      }
-      default: {
-        Instruction plain = AsWritten(trigger, instruction);
-        plain.reason.clear();
-        DiffLine line{words_.Line(plain), UnitOf(instruction), &instruction};
-        if (IsWork(instruction)) last_work_[instruction.stream] = {ShortText(instruction), line.unit};
-        return line;
-      }
+    if (instruction.kind == InstructionKind::kRecord) {
+      const Work work = last_work_[instruction.stream];
+      recorded_[instruction.event] = work;
+      return {fmt::format("record on {} after {}", Stream(instruction), work.text), work.unit, &instruction};
     }
+    if (instruction.kind == InstructionKind::kWait || instruction.kind == InstructionKind::kHostWait) {
+      const Work work = recorded_[instruction.event];
+      const bool host = instruction.kind == InstructionKind::kHostWait;
+      return {fmt::format("{} waits for {}", host ? "the host" : Stream(instruction), work.text), work.unit,
+              &instruction};
+    }
+    Instruction plain = AsWritten(trigger, instruction);
+    plain.reason.clear();
+    DiffLine line{words_.Line(plain), UnitOf(instruction), &instruction};
+    if (instruction.stream != -1 && IsWork(instruction.kind)) {
+      last_work_[instruction.stream] = {ShortText(instruction), line.unit};
+    }
+    return line;
   }
 
  private:
@@ -44,10 +41,6 @@ class LineWalker {
     std::string unit;
   };
 
-  static bool IsWork(const Instruction& instruction) {
-    return instruction.stream != -1 && instruction.kind != InstructionKind::kAllocate &&
-           instruction.kind != InstructionKind::kFree;
-  }
   std::string Stream(const Instruction& instruction) const {
     return words_.Word(RefKind::kStream, instruction.stream);
   }

@@ -59,7 +59,24 @@ void AliveBuffers::Pass(const Instruction& instruction) {
         if (ZeroGradTakes(instruction.unit, buffer) && !buffer.persistent) alive_[b] = false;
       }
       break;
-    default:
+    case InstructionKind::kCompute:
+    case InstructionKind::kBindUnsharded:
+    case InstructionKind::kBindSharded:
+    case InstructionKind::kCopyIn:
+    case InstructionKind::kAllGather:
+    case InstructionKind::kCopyOut:
+    case InstructionKind::kReshardPostForward:
+    case InstructionKind::kGradCopyIn:
+    case InstructionKind::kGradScale:
+    case InstructionKind::kReduceScatter:
+    case InstructionKind::kAllReduce:
+    case InstructionKind::kGradAccumulate:
+    case InstructionKind::kCopyToHost:
+    case InstructionKind::kCopyToDevice:
+    case InstructionKind::kRecord:
+    case InstructionKind::kWait:
+    case InstructionKind::kHostWait:
+    case InstructionKind::kOptimizerStep:
       break;
   }
 }

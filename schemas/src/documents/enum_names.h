@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -49,11 +50,6 @@ SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute");
 SHARDPLAN_ENUM_NAMES(ProcedureKind, "unshard", "reshard", "unshard_full_precision", "reshard_full_precision",
                      "reduce", "accumulate", "accumulate_again", "reduce_accumulated", "reduce_kept",
                      "reduce_partial");
-SHARDPLAN_ENUM_NAMES(InstructionKind, "compute", "allocate", "free", "bind_unsharded", "bind_sharded",
-                     "copy_in", "all_gather", "copy_out", "reshard_post_forward", "grad_copy_in",
-                     "grad_scale", "reduce_scatter", "all_reduce", "grad_cast", "grad_accumulate",
-                     "copy_to_host", "copy_to_device", "record", "wait", "host_wait", "optimizer_step",
-                     "zero_grad");
 SHARDPLAN_ENUM_NAMES(TriggerKind, "step_begin", "lazy_init", "pre_forward", "post_forward", "pre_backward",
                      "post_backward", "backward_end", "optimizer_step", "zero_grad", "user_call", "step_end");
 SHARDPLAN_ENUM_NAMES(PyTorchFault, "fsdp1_offloaded_gradient_replaced", "fsdp1_replicas_not_added",
@@ -64,6 +60,13 @@ SHARDPLAN_ENUM_NAMES(PyTorchFault, "fsdp1_offloaded_gradient_replaced", "fsdp1_r
                      "fsdp2_gradients_grow");
 
 #undef SHARDPLAN_ENUM_NAMES
+
+template <>
+inline constexpr auto kEnumNames<InstructionKind> = [] {
+  std::array<std::string_view, kInstructionKinds> names;
+  for (std::size_t k = 0; k < names.size(); ++k) names[k] = kInstructionSet[k].name;
+  return names;
+}();
 
 // "?" for a value that is no enumerator.
 template <typename Enum>

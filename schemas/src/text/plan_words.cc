@@ -7,6 +7,7 @@
 
 #include "documents/enum_names.h"
 #include "json/json_writer.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan {
@@ -28,18 +29,10 @@ bool IsBareCharacter(char c) {
 }
 
 FirstOperand FirstOperandOf(InstructionKind kind) {
-  switch (kind) {
-    case InstructionKind::kCompute:
-      return FirstOperand::kSegment;
-    case InstructionKind::kRecord:
-    case InstructionKind::kWait:
-    case InstructionKind::kHostWait:
-      return FirstOperand::kEvent;
-    case InstructionKind::kAllocate:
-      return FirstOperand::kDst;
-    default:
-      return FirstOperand::kSrc;
-  }
+  const InstructionDescription& is = DescriptionOf(kind);
+  if (is.segment) return FirstOperand::kSegment;
+  if (is.event) return FirstOperand::kEvent;
+  return Has(is.dst) && !Has(is.src) ? FirstOperand::kDst : FirstOperand::kSrc;
 }
 
 std::string QuoteWord(std::string_view name) {

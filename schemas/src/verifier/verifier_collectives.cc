@@ -3,14 +3,10 @@
 #include <algorithm>
 
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/instruction_set.h"
 
 namespace shardplan::verifier {
 namespace {
-
-bool IsCollective(InstructionKind kind) {
-  return kind == InstructionKind::kAllGather || kind == InstructionKind::kReduceScatter ||
-         kind == InstructionKind::kAllReduce;
-}
 
 GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
   std::vector<std::pair<std::int64_t, std::int64_t>> digits;

@@ -112,9 +112,25 @@ class RankRun {
       case InstructionKind::kAllReduce:
         state.streams[i.stream].push_back({Item::Kind::kCollective, state.issued_calls++, at});
         return true;
-      default:
+      case InstructionKind::kCompute:
+      case InstructionKind::kAllocate:
+      case InstructionKind::kFree:
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kBindSharded:
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradCopyIn:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kGradCast:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+      case InstructionKind::kOptimizerStep:
+      case InstructionKind::kZeroGrad:
         return true;  // finishes as soon as it is first in its stream
     }
+    return true;
   }
 
   bool RunStreams(std::int64_t rank) {

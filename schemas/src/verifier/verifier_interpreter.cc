@@ -196,23 +196,21 @@ void Interpreter::CutPieces(const Instruction& i, Position at) {
   if (!IsParameterRole(plan_.buffers[i.src].role) || !memory_.IsAlive(i.src) || !memory_.IsAlive(i.dst))
     return;
   const CommunicatorId cut = memory_.Of(i.src).cut_over;
-  switch (i.kind) {
-    case InstructionKind::kAllGather:
-      if (WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator))
-        words_.GatheredOverOthers(i.src, cut, at);
-      return memory_.SetCut(i.dst, i.communicator);
-    case InstructionKind::kReshardPostForward:
-      return memory_.SetCut(i.dst, plan_.units[plan_.buffers[i.dst].unit].post_forward_communicator);
-    default: {
-      const Allocation& into = memory_.Of(i.dst);
-      const bool mixes = !into.filled_parameters.empty() && into.cut_over != cut;
-      const bool says_others =
-          i.communicator >= 0 && WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator);
-      if (mixes && into.cut_over >= 0) words_.GatheredOverOthers(i.dst, into.cut_over, at);
-      if (says_others) words_.GatheredOverOthers(i.src, cut, at);
-      return memory_.SetCut(i.dst, cut);
-    }
+  if (i.kind == InstructionKind::kAllGather) {
+    if (WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator))
+      words_.GatheredOverOthers(i.src, cut, at);
+    return memory_.SetCut(i.dst, i.communicator);
   }
+  if (i.kind == InstructionKind::kReshardPostForward) {
+    return memory_.SetCut(i.dst, plan_.units[plan_.buffers[i.dst].unit].post_forward_communicator);
+  }
+  const Allocation& into = memory_.Of(i.dst);
+  const bool mixes = !into.filled_parameters.empty() && into.cut_over != cut;
+  const bool says_others =
+      i.communicator >= 0 && WrongValueOfPieces(plan_, memory_.Of(i.src), i.communicator);
+  if (mixes && into.cut_over >= 0) words_.GatheredOverOthers(i.dst, into.cut_over, at);
+  if (says_others) words_.GatheredOverOthers(i.src, cut, at);
+  memory_.SetCut(i.dst, cut);
 }
 
 void Interpreter::RunUnshard(const Instruction& i, Position at) {

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <initializer_list>
-
-#include "shardplan/schemas/instruction_operands.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/program.h"
 
 namespace shardplan::verifier {
@@ -19,74 +17,6 @@ bool NamesOrNone(const List& list, std::int64_t id) {
   return id == -1 || Names(list, id);
 }
 
-using RoleSet = std::uint32_t;
-constexpr RoleSet Set(std::initializer_list<BufferRole> roles) {
-  RoleSet set = 0;
-  for (const BufferRole role : roles) set |= 1U << static_cast<unsigned>(role);
-  return set;
-}
-constexpr RoleSet kAny = ~0U;
-constexpr RoleSet kNone = 0;
-
-using enum BufferRole;
-constexpr RoleSet kShards = Set({kParamSharded, kAllGatherInput, kParamPostForwardShard});
-constexpr RoleSet kUnreduced = Set({kGradUnsharded, kGradUnshardedAccumulated, kReduceScatterInput});
-constexpr RoleSet kReduced = Set({kReduceScatterOutput, kPartialReduceOutput, kGradSharded, kGradHost});
-constexpr RoleSet kGradients = kUnreduced | kReduced;
-// FSDP1 gathers right into the unsharded flat parameter.
-constexpr RoleSet kGathered = Set({kAllGatherOutput, kParamUnsharded});
-
-// Which roles src and dst may have.
-struct Roles {
-  RoleSet src = kNone;
-  RoleSet dst = kNone;
-};
-
-Roles RolesOf(InstructionKind kind) {
-  using enum InstructionKind;
-  switch (kind) {
-    case kAllocate:
-      return {.dst = kAny};
-    case kFree:
-      return {.src = kAny};
-    case kBindUnsharded:
-      return {.src = kGathered | Set({kParamSharded})};
-    case kBindSharded:
-      return {.src = Set({kParamSharded, kParamPostForwardShard})};
-    case kCopyIn:
-      return {.src = kShards | Set({kModelBuffer}), .dst = Set({kAllGatherInput, kModelBuffer}) | kGathered};
-    case kAllGather:
-      return {.src = kShards | kGathered | Set({kOrderCheck, kGradSharded}),
-              .dst = kGathered | Set({kOrderCheck, kGradUnshardedAccumulated})};
-    case kCopyOut:
-      return {.src = kShards | kGathered, .dst = Set({kParamUnsharded})};
-    case kReshardPostForward:
-      return {.src = kGathered, .dst = Set({kParamPostForwardShard})};
-    case kGradCopyIn:
-      return {.src = kUnreduced, .dst = kGradients};
-    case kGradScale:
-      return {.src = kGradients};
-    case kReduceScatter:
-      return {.src = kUnreduced, .dst = kReduced};
-    case kAllReduce:
-      return {.src = kGradients | Set({kOrderCheck})};
-    case kGradCast:
-    case kGradAccumulate:
-      return {.src = kGradients, .dst = kGradients};
-    case kCopyToHost:
-    case kCopyToDevice:
-      return {.src = kAny, .dst = kAny};
-    case kCompute:
-    case kRecord:
-    case kWait:
-    case kHostWait:
-    case kOptimizerStep:
-    case kZeroGrad:
-      return {};
-  }
-  return {};
-}
-
 class InstructionCheck {
  public:
   InstructionCheck(const Plan& plan, const Instruction& instruction, Position at, Reporter& reporter)
@@ -97,9 +27,9 @@ class InstructionCheck {
       Fail(ToString(operands.error()));
       return false;
     }
-    const Roles roles = RolesOf(i_.kind);
-    CheckRole("src", i_.src, roles.src);
-    CheckRole("dst", i_.dst, roles.dst);
+    const InstructionDescription& is = DescriptionOf(i_.kind);
+    CheckRole("src", i_.src, is.src);
+    CheckRole("dst", i_.dst, is.dst);
     if (good_) CheckUnits();
     return good_;
   }
@@ -110,8 +40,8 @@ class InstructionCheck {
     reporter_.Add(Rule::kReference, at_, subject_++, std::move(what));
   }
 
-  void CheckRole(const char* what, BufferId id, RoleSet roles) {
-    if (roles == kNone || (roles & Set({plan_.buffers[id].role})) != 0) return;
+  void CheckRole(const char* what, BufferId id, const BufferOperand& operand) {
+    if (!Has(operand) || Has(operand.roles, plan_.buffers[id].role)) return;
     const Buffer& buffer = plan_.buffers[id];
     Fail(fmt::format("{}: {} {} has the role {}, which makes no sense here", Name(i_.kind), what, buffer.name,
                      Name(buffer.role)));

@@ -13,7 +13,7 @@
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/alive_buffers.h"
-#include "shardplan/schemas/instruction_operands.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/engine.h"
 
 namespace shardplan {
@@ -321,7 +321,15 @@ class Lowering {
       case InstructionKind::kOptimizerStep:
         LowerOptimizer(instruction, lowered);
         break;
-      default:
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradCopyIn:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kGradCast:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
         LowerCopy(instruction, lowered);
     }
     lowered.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
@@ -404,16 +412,12 @@ class Lowering {
     if (!placements) return std::unexpected(placements.error());
     CollectiveRequest request{.ranks = communicator.size, .placements = *placements};
     BufferId tensor = instruction.src;
-    switch (instruction.kind) {
-      case InstructionKind::kAllGather:
-        request.kind = CollectiveKind::kAllGather;
-        tensor = instruction.dst;
-        break;
-      case InstructionKind::kReduceScatter:
-        request.kind = CollectiveKind::kReduceScatter;
-        break;
-      default:
-        request.kind = CollectiveKind::kAllReduce;
+    if (instruction.kind == InstructionKind::kAllGather) {
+      request.kind = CollectiveKind::kAllGather;
+      tensor = instruction.dst;
+    } else {
+      const bool scatters = instruction.kind == InstructionKind::kReduceScatter;
+      request.kind = scatters ? CollectiveKind::kReduceScatter : CollectiveKind::kAllReduce;
     }
     request.full_tensor_bytes = SizeBytes(At(plan_.buffers, tensor));
     Result<const KnownCollective*> known = CostOf(request, instruction.communicator);

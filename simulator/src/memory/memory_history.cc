@@ -451,7 +451,18 @@ class StreamBuilder {
           FreeBuffer(static_cast<BufferId>(b));
         }
         break;
-      default:
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kReduceScatter:
+      case InstructionKind::kAllReduce:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+      case InstructionKind::kRecord:
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
         break;
     }
     alive_.Pass(instruction);

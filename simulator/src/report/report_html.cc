@@ -9,6 +9,7 @@
 #include "report/format.h"
 #include "report/report_builder.h"
 #include "report/report_page.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/simulate.h"
 
 namespace shardplan {
@@ -38,24 +39,26 @@ SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruc
     const bool steps = instruction.kind == InstructionKind::kOptimizerStep && instruction.stream < 0;
     return steps ? SpanGroup::kOptimizer : SpanGroup::kHost;
   }
-  switch (instruction.kind) {
-    case InstructionKind::kCompute: {
+  switch (DescriptionOf(instruction.kind).family) {
+    case InstructionFamily::kCompute: {
       const SegmentPhase phase = plan.segments[static_cast<std::size_t>(instruction.segment)].phase;
       return phase == SegmentPhase::kBackward ? SpanGroup::kBackward : SpanGroup::kForward;
     }
-    case InstructionKind::kOptimizerStep:
+    case InstructionFamily::kOptimizer:
       return SpanGroup::kOptimizer;
-    case InstructionKind::kAllGather:
-      return SpanGroup::kAllGather;
-    case InstructionKind::kReduceScatter:
-      return SpanGroup::kReduceScatter;
-    case InstructionKind::kAllReduce:
-      return SpanGroup::kAllReduce;
-    case InstructionKind::kWait:
-      return SpanGroup::kWait;
-    default:
+    case InstructionFamily::kCollective:
+      return instruction.kind == InstructionKind::kAllGather       ? SpanGroup::kAllGather
+             : instruction.kind == InstructionKind::kReduceScatter ? SpanGroup::kReduceScatter
+                                                                   : SpanGroup::kAllReduce;
+    case InstructionFamily::kOrder:
+      return instruction.kind == InstructionKind::kWait ? SpanGroup::kWait : SpanGroup::kCopy;
+    case InstructionFamily::kMemory:
+    case InstructionFamily::kBind:
+    case InstructionFamily::kCopy:
+    case InstructionFamily::kScale:
       return SpanGroup::kCopy;
   }
+  return SpanGroup::kCopy;
 }
 
 template <typename Items, typename Make>

@@ -41,9 +41,23 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
       return {kGradUnsharded, kReduceScatterInput};
     case kReduceScatter:
       return {kReduceScatterInput, kReduceScatterOutput};
-    default:
+    case kCompute:
+    case kAllocate:
+    case kFree:
+    case kGradScale:
+    case kAllReduce:
+    case kGradCast:
+    case kGradAccumulate:
+    case kCopyToHost:
+    case kCopyToDevice:
+    case kRecord:
+    case kWait:
+    case kHostWait:
+    case kOptimizerStep:
+    case kZeroGrad:
       return {kGradSharded, kGradHost};
   }
+  return {};
 }
 
 // One rank and one unit, whose pieces are therefore the whole; one of everything that an instruction may

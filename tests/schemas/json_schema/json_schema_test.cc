@@ -6,9 +6,12 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
+#include "tests/schemas/json_schema/instruction_table.h"
 
 namespace shardplan {
 namespace {
@@ -33,6 +36,36 @@ TEST(JsonSchema, ThereIsNoOtherFile) {
 }
 
 TEST(JsonSchema, EveryFieldAndTypeSaysWhatItIs) { EXPECT_THAT(FieldsWithoutWords(), testing::IsEmpty()); }
+
+TEST(JsonSchema, TheTableOfInstructionsIsTheInstructionSet) {
+  const std::string path = std::string(SHARDPLAN_SOURCE_DIR) + "/docs/plan-format.md";
+  const Result<std::string> page = ReadFile(path);
+  ASSERT_TRUE(page.has_value()) << ToString(page.error());
+  EXPECT_EQ(*page, WithInstructionTable(*page)) << path << " is not up to date: run tools/update_schemas";
+}
+
+// What a field says of itself begins with the kinds that have it, where these are few: "record, wait,
+// host_wait: ...".
+TEST(JsonSchema, FieldsNameTheKindsThatHaveThem) {
+  const std::vector<std::pair<std::string, bool (*)(const InstructionDescription&)>> fields = {
+      {"segment", [](const auto& is) { return is.segment; }},
+      {"microbatch", [](const auto& is) { return Has(is.optional, OptionalField::kMicrobatch); }},
+      {"event", [](const auto& is) { return is.event; }},
+      {"safe_after", [](const auto& is) { return Has(is.optional, OptionalField::kSafeAfter); }},
+      {"parts", [](const auto& is) { return Has(is.optional, OptionalField::kParts); }},
+      {"parameter", [](const auto& is) { return Has(is.optional, OptionalField::kParameter); }}};
+  for (const JsonSchemaFile& file : JsonSchemaFiles()) {
+    if (file.name != "plan.schema.json") continue;
+    const auto properties = nlohmann::json::parse(file.text)["$defs"]["instruction"]["properties"];
+    for (const auto& [field, has] : fields) {
+      std::string kinds;
+      for (const InstructionDescription& is : kInstructionSet) {
+        if (has(is)) kinds += (kinds.empty() ? "" : ", ") + std::string(is.name);
+      }
+      EXPECT_THAT(properties[field]["description"].get<std::string>(), testing::StartsWith(kinds + ": "));
+    }
+  }
+}
 
 // Every "$ref" of `value` that names no definition, in `file` or in another.
 void CollectBroken(const nlohmann::json& value, const std::string& file,

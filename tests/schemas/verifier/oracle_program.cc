@@ -156,7 +156,18 @@ class Reader {
         }
         made_.clear();
         return;
-      default:
+      case kCopyIn:
+      case kAllGather:
+      case kCopyOut:
+      case kReshardPostForward:
+      case kGradCopyIn:
+      case kGradScale:
+      case kReduceScatter:
+      case kAllReduce:
+      case kGradCast:
+      case kGradAccumulate:
+      case kCopyToHost:
+      case kCopyToDevice:
         return Move(i);
     }
   }

@@ -257,7 +257,14 @@ class Fsdp1EventWriter {
           Add("optim_in_backward", i.unit).keys["param"] = plan_.units[i.unit].parameters[i.parameter].fqn;
         }
         break;
-      default:
+      case InstructionKind::kCompute:
+      case InstructionKind::kAllocate:
+      case InstructionKind::kCopyOut:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kGradCast:
+      case InstructionKind::kCopyToDevice:
+      case InstructionKind::kRecord:
         break;
     }
   }

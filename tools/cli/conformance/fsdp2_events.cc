@@ -253,7 +253,17 @@ class Fsdp2EventWriter {
       case InstructionKind::kFree:
         OnFree(plan_.buffers[i.src], backward_end);
         break;
-      default:
+      case InstructionKind::kAllocate:
+      case InstructionKind::kBindUnsharded:
+      case InstructionKind::kCopyIn:
+      case InstructionKind::kReshardPostForward:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kCopyToHost:
+      case InstructionKind::kCopyToDevice:
+      case InstructionKind::kRecord:
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
+      case InstructionKind::kZeroGrad:
         break;
     }
   }

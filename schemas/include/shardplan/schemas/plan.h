@@ -9,6 +9,7 @@
 // allocator's rule).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -219,6 +220,7 @@ enum class InstructionKind : std::uint8_t {
   kOptimizerStep,   // of all units (unit = -1), of one, or of one parameter of one (in backward)
   kZeroGrad,        // sharded gradients are dropped
 };
+inline constexpr std::size_t kInstructionKinds = static_cast<std::size_t>(InstructionKind::kZeroGrad) + 1;
 
 // A plan of ten thousand units has a million of them: small, and texts are shared.
 struct Instruction {

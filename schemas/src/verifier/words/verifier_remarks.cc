@@ -145,7 +145,16 @@ class Observer {
           if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) Outdate(static_cast<UnitId>(u));
         }
         break;
-      default:
+      case InstructionKind::kGradCopyIn:
+      case InstructionKind::kGradScale:
+      case InstructionKind::kReduceScatter:
+      case InstructionKind::kAllReduce:
+      case InstructionKind::kGradCast:
+      case InstructionKind::kGradAccumulate:
+      case InstructionKind::kRecord:
+      case InstructionKind::kWait:
+      case InstructionKind::kHostWait:
+      case InstructionKind::kZeroGrad:
         break;
     }
   }

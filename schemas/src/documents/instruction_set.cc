@@ -1,4 +1,4 @@
-#include "shardplan/schemas/instruction_operands.h"
+#include "shardplan/schemas/instruction_set.h"
 
 #include <fmt/format.h>
 
@@ -7,74 +7,19 @@
 namespace shardplan {
 namespace {
 
-enum class Place : std::uint8_t { kNoStream, kStream, kStreamOrHost };
-
-// What an instruction of a kind needs.
-struct Operands {
-  Place place = Place::kNoStream;
-  bool src = false;
-  bool dst = false;
-  bool event = false;
-  bool communicator = false;
-  bool segment = false;
-};
-
-Operands OperandsOf(InstructionKind kind) {
-  using enum InstructionKind;
-  using enum Place;
-  switch (kind) {
-    case kCompute:
-      return {.place = kStream, .segment = true};
-    case kAllocate:
-      return {.place = kStreamOrHost, .dst = true};
-    case kFree:
-    case kBindUnsharded:
-    case kBindSharded:
-      return {.src = true};
-    case kCopyIn:
-    case kCopyOut:
-    case kReshardPostForward:
-    case kGradCopyIn:
-      return {.place = kStream, .src = true, .dst = true};
-    case kAllGather:
-    case kReduceScatter:
-      return {.place = kStream, .src = true, .dst = true, .communicator = true};
-    case kAllReduce:
-      return {.place = kStream, .src = true, .communicator = true};
-    case kGradScale:
-      return {.place = kStreamOrHost, .src = true};
-    case kGradCast:
-    case kGradAccumulate:
-    case kCopyToHost:
-    case kCopyToDevice:
-      return {.place = kStreamOrHost, .src = true, .dst = true};
-    case kRecord:
-    case kWait:
-      return {.place = kStream, .event = true};
-    case kHostWait:
-      return {.event = true};
-    case kOptimizerStep:
-      return {.place = kStreamOrHost};
-    case kZeroGrad:
-      return {};
-  }
-  return {};
-}
-
 class OperandCheck {
  public:
-  OperandCheck(const Plan& plan, const Instruction& instruction) : plan_(plan), i_(instruction) {}
+  OperandCheck(const Plan& plan, const Instruction& instruction)
+      : plan_(plan), i_(instruction), is_(DescriptionOf(instruction.kind)) {}
 
   Status Run() const {
-    const Operands needed = OperandsOf(i_.kind);
-    for (const auto& check :
-         {CheckId("stream", i_.stream, plan_.streams, needed.place == Place::kStream),
-          CheckId("src", i_.src, plan_.buffers, needed.src),
-          CheckId("dst", i_.dst, plan_.buffers, needed.dst),
-          CheckId("event", i_.event, plan_.events, needed.event),
-          CheckId("communicator", i_.communicator, plan_.communicators, needed.communicator),
-          CheckId("segment", i_.segment, plan_.segments, needed.segment),
-          CheckId("unit", i_.unit, plan_.units, false)}) {
+    for (const auto& check : {CheckId("stream", i_.stream, plan_.streams, is_.place == Place::kStream),
+                              CheckId("src", i_.src, plan_.buffers, Has(is_.src)),
+                              CheckId("dst", i_.dst, plan_.buffers, Has(is_.dst)),
+                              CheckId("event", i_.event, plan_.events, is_.event),
+                              CheckId("communicator", i_.communicator, plan_.communicators, is_.communicator),
+                              CheckId("segment", i_.segment, plan_.segments, is_.segment),
+                              CheckId("unit", i_.unit, plan_.units, false)}) {
       if (!check) return check;
     }
     for (const StreamId stream : i_.safe_after) {
@@ -86,11 +31,10 @@ class OperandCheck {
     if (i_.src >= 0 && i_.src == i_.dst && i_.kind != InstructionKind::kAllGather) {
       return Wrong("src and dst are the same buffer", plan_.buffers[i_.src].name, "two buffers");
     }
-    const bool binds = i_.kind == InstructionKind::kBindUnsharded || i_.kind == InstructionKind::kBindSharded;
-    if (binds && i_.unit < 0 && plan_.buffers[i_.src].unit < 0) {
+    if (is_.family == InstructionFamily::kBind && i_.unit < 0 && plan_.buffers[i_.src].unit < 0) {
       return Wrong("neither the instruction nor its buffer says which unit");
     }
-    return needed.place == Place::kStreamOrHost && i_.stream < 0 ? CheckReachOfHost(needed) : Status();
+    return is_.place == Place::kStreamOrHost && i_.stream < 0 ? CheckReachOfHost() : Status();
   }
 
  private:
@@ -117,7 +61,7 @@ class OperandCheck {
 
   Status CheckParts() const {
     if (i_.parts.empty()) return {};
-    if (i_.kind != InstructionKind::kFree) return Wrong("only a free has parts");
+    if (!Has(is_.optional, OptionalField::kParts)) return Wrong("only a free has parts");
     for (std::size_t k = 0; k < i_.parts.size(); ++k) {
       Status check = CheckId("part", i_.parts[k], plan_.buffers[i_.src].parts_bytes, true);
       if (!check) return check;
@@ -129,8 +73,7 @@ class OperandCheck {
   }
 
   Status CheckDivisor() const {
-    const bool reduces = i_.kind == InstructionKind::kReduceScatter || i_.kind == InstructionKind::kAllReduce;
-    if (!reduces && i_.kind != InstructionKind::kGradScale) return {};
+    if (!Has(is_.optional, OptionalField::kDivisor)) return {};
     if (!(i_.divisor > 0)) {
       return Wrong("wrong divisor", fmt::format("{}", i_.divisor), "a positive number");
     }
@@ -140,8 +83,8 @@ class OperandCheck {
     return {};
   }
 
-  Status CheckReachOfHost(const Operands& needed) const {
-    for (const BufferId id : {needed.src ? i_.src : -1, needed.dst ? i_.dst : -1}) {
+  Status CheckReachOfHost() const {
+    for (const BufferId id : {Has(is_.src) ? i_.src : -1, Has(is_.dst) ? i_.dst : -1}) {
       if (id < 0 || plan_.buffers[id].memory != MemoryKind::kDevice) continue;
       return Wrong(fmt::format("{} is in memory of the device", plan_.buffers[id].name), "no stream",
                    "a stream");
@@ -151,6 +94,7 @@ class OperandCheck {
 
   const Plan& plan_;
   const Instruction& i_;
+  const InstructionDescription& is_;
 };
 
 }  // namespace
