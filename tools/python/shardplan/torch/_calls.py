@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn as nn
 
-from ._apply import UNIT_ATTRIBUTE
+from ._applied import UNIT_ATTRIBUTE
 
 
 def _unit_of(module: nn.Module):

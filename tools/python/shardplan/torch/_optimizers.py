@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-if TYPE_CHECKING:
-    from ._apply import Applied
+from ._applied import Applied
 
 _APPLIED: list[weakref.ref] = []  # in the order of apply
 _HOOKS: list = []  # torch's hook for all optimizers is process-wide; so is what finds the models that it is for

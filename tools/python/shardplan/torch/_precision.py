@@ -39,10 +39,10 @@ def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, tor
     precision = precision_of(plan, fqn, module)
     if precision is None:
         return None, None
-    flat = plan.policy == "fsdp1"
+    fsdp1 = plan.policy == "fsdp1"  # whose MixedPrecision casts where it is told to
     casts = precision.cast_forward_inputs
     if casts is None:
-        casts = not flat
-    if flat and fqn == "":
+        casts = not fsdp1
+    if fsdp1 and fqn == "":
         casts = casts or precision.cast_root_forward_inputs
     return torch_dtype(precision.param_dtype) if casts else None, torch_dtype(precision.output_dtype)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
+from . import _optimizers
+from ._applied import ATTRIBUTE, UNIT_ATTRIBUTE, applied_to
 from ._errors import PlanError
 from ._fit import modules_of
 from ._flat_whole import gather
@@ -17,8 +19,6 @@ _METHODS = ("set_requires_gradient_sync", "set_is_last_backward", "no_sync")
 
 
 def _applied_above(module: nn.Module):
-    from ._apply import UNIT_ATTRIBUTE, applied_to
-
     of_unit = getattr(module, UNIT_ATTRIBUTE, None)
     return of_unit[0] if of_unit is not None else applied_to(module)
 
@@ -64,8 +64,6 @@ def abandon_step(model: nn.Module) -> None:
 
     All ranks have to. RuntimeError after a collective has failed: the ranks cannot go on together then.
     """
-    from ._apply import applied_to
-
     applied_to(model).runtime.abandon()
 
 
@@ -97,9 +95,6 @@ def _make_whole(applied) -> None:
 def remove(model: nn.Module) -> nn.Module:
     """Takes the plan off the model: its parameters are whole again, plain tensors on the device, without gradients; hooks and
     methods are gone. A step under way is given up. Optimizers made for the shards no longer fit. Collective. Returns the model."""
-    from . import _optimizers
-    from ._apply import UNIT_ATTRIBUTE, _ATTRIBUTE, applied_to
-
     applied = applied_to(model)
     if not applied.runtime.between_steps:
         applied.runtime.abandon()
@@ -113,7 +108,7 @@ def remove(model: nn.Module) -> nn.Module:
     _remove_methods(model)
     for module in model.modules():
         vars(module).pop(UNIT_ATTRIBUTE, None)
-    vars(model).pop(_ATTRIBUTE)
+    vars(model).pop(ATTRIBUTE)
     for undo in applied.undo:
         undo()
     return model

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ._applied import applied_to
 from ._fit import Slot, parameters_of
 from ._flat import FlatUnit, flat_units
 from ._flat_whole import summoned, summoned_gradients
@@ -70,8 +71,6 @@ def summon_full_params(
     offload_to_cpu: the whole parameters are in host memory.
     Collective; only between steps; the model cannot run inside.
     """
-    from ._apply import applied_to
-
     runtime = applied_to(model).runtime
     if not runtime.between_steps:
         raise RuntimeError("shardplan: summon_full_params works between steps only; a forward waits for its backward")

@@ -1,0 +1,115 @@
+"""The handle of an applied plan: what is the model's, what is the runtime's, and the hooks between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _flat
+from ._fit import ModelParameter, modules_of, refuse_to_copy
+from ._native import native
+from ._runtime import add_extensions, add_parameters, adopter, hook_modules
+
+ATTRIBUTE = "_shardplan_applied"  # of the model
+UNIT_ATTRIBUTE = "_shardplan_unit"  # of the modules of units: (what was applied, unit id)
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """Raises ValueError for a model that no plan is applied to."""
+    applied = getattr(model, ATTRIBUTE, None)
+    if applied is None:
+        raise ValueError(f"shardplan: no plan is applied to this {type(model).__name__}")
+    return applied
+
+
+@dataclasses.dataclass(eq=False)
+class Applied:
+    """A model and the plan that it trains by at present."""
+
+    model: nn.Module
+    plan: native.Plan
+    mesh: DeviceMesh
+    meshes: list[tuple[DeviceMesh, bool]]  # by unit: what data_parallel_mesh gives
+    device: torch.device
+    groups: list
+    made_groups: dict  # of process_groups: those that are not the mesh's
+    runtime: native.Runtime
+    by_fqn: dict[str, ModelParameter]
+    shards: list  # by unit: [ShardedParameter], or a FlatUnit
+    memory: str
+    timeout_s: float
+    handles: list = dataclasses.field(default_factory=list)
+    guards: list = dataclasses.field(default_factory=list)  # handles of the hooks of state dicts
+    undo: list = dataclasses.field(default_factory=list)  # functions: what else `remove` does
+    settings: dict = dataclasses.field(default_factory=dict)
+    sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
+    pre_forwards: dict = dataclasses.field(default_factory=dict)  # by unit
+    following: object = None  # KeptPlans, where a step may deviate
+    optimizer_seen: bool = False  # one has stepped outside of a backward
+    optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
+
+    def flat_units(self) -> list[_flat.FlatUnit]:
+        return [shard for shard in self.shards if isinstance(shard, _flat.FlatUnit)]
+
+    __deepcopy__ = __reduce_ex__ = refuse_to_copy
+
+    def start(self) -> None:
+        """The shards are there: makes the replayer, and hooks it into the model."""
+        self.runtime.start()
+        self.runtime.set_adopt(adopter(self.plan, self.shards))
+        applied = weakref.ref(self)  # the runtime is the model's, through its hooks
+        self.runtime.explain_deviations(lambda unit: applied().explain(unit))
+        for i, unit in enumerate(self.plan.units):
+            if unit.flat:
+                self.shards[i].add(self.plan, modules_of(self.model)[unit.modules[0]])
+            else:
+                add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
+                add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.meshes[i][0], self.model)
+        self.hook()
+
+    def hook(self) -> None:
+        """From now on the model's modules pass their points to the runtime."""
+        self.handles, self.pre_forwards = hook_modules(self.plan, self.model, self.runtime)
+        modules = modules_of(self.model)
+        for i, unit in enumerate(self.plan.units):
+            for fqn in unit.modules:
+                object.__setattr__(modules[fqn], UNIT_ATTRIBUTE, (self, i))
+        for (method, *arguments), value in self.settings.items():
+            getattr(self.runtime, method)(*arguments, value)
+        if self.optimizer_seen:
+            self.runtime.expect_optimizer()
+        if self.sync is not None:
+            for value in (False, True):
+                self.runtime.set_requires_gradient_sync([i for i, sync in enumerate(self.sync) if sync == value], value)
+
+    def explain(self, unit: int) -> str:
+        """Why the model may not pass a point of the unit, or ""."""
+        modules = modules_of(self.model)
+        for fqn in self.plan.units[unit].modules:
+            if fqn not in modules:
+                return f"module {fqn} was taken out of the model after shardplan.torch.apply"
+            if getattr(modules[fqn], UNIT_ATTRIBUTE, None) != (self, unit):
+                return f"module {fqn} was replaced after shardplan.torch.apply, by one that no plan is applied to"
+        return ""
+
+    def unhook(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def set(self, method: str, *arguments, value) -> None:
+        """A setting of the runtime, which also holds for the one of the next plan."""
+        getattr(self.runtime, method)(*arguments, value)
+        self.settings[(method, *arguments)] = value
+
+    def set_sync(self, units: list[int], value: bool) -> None:
+        """set_requires_gradient_sync, which also holds for the next plan."""
+        if self.sync is None:
+            self.sync = [True] * len(self.plan.units)
+        for unit in units:
+            self.sync[unit] = value
+        self.runtime.set_requires_gradient_sync(units, value)

@@ -1,0 +1,158 @@
+"""Plans that a model has followed, and which one it follows next: steps that deviate, parameters that are frozen or unfrozen."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+import weakref
+
+from . import _flat
+from ._applied import Applied
+from ._errors import PlanError
+from ._fit import modules_of, unwrapped
+from ._mesh import process_groups
+from ._native import native
+from ._peers import connect
+from ._replan import RequiresGrad, replan, requires_grad_of
+from ._runtime import make_runtime, supply_shards
+
+_MOST = 8  # each has process groups' communicators and buffers of its own
+
+
+@dataclasses.dataclass
+class Path:
+    """A plan, and what replays it."""
+
+    plan: native.Plan
+    groups: list
+    runtime: native.Runtime
+
+
+def _units_of(plan) -> list[tuple]:
+    return [(unit.modules, [parameter.fqn for parameter in unit.parameters]) for unit in plan.units]
+
+
+class KeptPlans:
+    """Of one applied model, which holds it."""
+
+    def __init__(self, applied: Applied) -> None:
+        self._applied = weakref.ref(applied)
+        # (requires_grad, points of a step, full-precision forwards) -> Path, latest last
+        self.kept: collections.OrderedDict = collections.OrderedDict()
+        self.unplannable: set = set()  # keys of `kept`
+
+    @property
+    def applied(self) -> Applied:
+        return self._applied()
+
+    def fall_back_on_deviation(self) -> None:
+        """The present runtime finishes a step that deviates on demand, and says so when it has ended."""
+        kept = weakref.ref(self)  # the runtime is the model's, through its hooks
+
+        def on_step_end() -> None:
+            if kept() is not None:
+                kept().follow(kept().applied.runtime.log)
+
+        def on_requires_grad_change(unit: int, change: str):
+            return kept().follow_requires_grad(unit, change)
+
+        self.applied.runtime.fall_back_on_deviation(on_step_end)
+        if not self.applied.flat_units():
+            self.applied.runtime.on_requires_grad_change(on_requires_grad_change)
+
+    def follow(self, log: list[tuple]) -> None:
+        """The step that deviated is over: the next one follows a plan made of the points that it passed, one that is kept if
+        there was such a step before."""
+        applied = self.applied
+        deviation, full_precision = applied.runtime.deviation, applied.runtime.full_precision_forwards
+        points = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
+        key = (requires_grad_of(applied.plan), points, tuple(full_precision))
+        self._leave()
+        if key in self.unplannable:
+            return
+        if key in self.kept:
+            return self._take(key)
+        try:
+            plan = self._plan_again(log, requires_grad_of(applied.plan), full_precision)
+        except PlanError as error:
+            self.unplannable.add(key)
+            warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
+            return
+        warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
+        self._start_plan(key, plan)
+
+    def follow_requires_grad(self, unit: int, change: str):
+        """A step begins after parameters were frozen or unfrozen: it follows the plan that was followed last when they required
+        gradients as now, or a plan for the same points. Such a step need not pass these: then the one behind it is planned
+        again. Returns the unit's pre-forward hook."""
+        applied = self.applied
+        requires_grad = tuple(tuple(one.shard.requires_grad for one in sharded) for sharded in applied.shards)
+        known = [key for key in self.kept if key[0] == requires_grad]
+        if not known:
+            try:
+                plan = self._plan_again(applied.runtime.planned_log, requires_grad, applied.runtime.full_precision_forwards)
+            except PlanError as error:
+                raise RuntimeError(f"shardplan: {change} ({error})") from None
+            warnings.warn(f"shardplan: {change}; the step is planned again", stacklevel=2)
+        self._leave()
+        if known:
+            self._take(known[-1])
+        else:
+            self._start_plan((requires_grad, (), ()), plan)
+        return applied.pre_forwards[unit]
+
+    def _leave(self) -> None:
+        """The present plan is at its first trigger."""
+        applied = self.applied
+        applied.optimizer_seen = applied.optimizer_seen or applied.runtime.optimizer_seen
+        applied.runtime.restart()
+
+    def _plan_again(self, log: list[tuple], requires_grad: RequiresGrad, full_precision: list[bool]):
+        applied = self.applied
+        names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(applied.model).items()}
+        plan = replan(applied.plan, log, names, requires_grad, full_precision)
+        if _units_of(plan) != _units_of(applied.plan):
+            raise PlanError("the model has other modules or parameters than the plan")
+        return plan
+
+    def _start_plan(self, key: tuple, plan) -> None:
+        """Follows a new plan, and keeps it."""
+        applied = self.applied
+        if not self.kept:  # the first plan, whatever its points
+            self.kept[requires_grad_of(applied.plan), (), ()] = Path(applied.plan, applied.groups, applied.runtime)
+        groups = connect(lambda: process_groups(plan, applied.mesh, applied.made_groups, applied.timeout_s), applied.timeout_s)
+        runtime = make_runtime(plan, applied.mesh, applied.device, groups, applied.memory, applied.timeout_s)
+        step = applied.runtime.step
+        self.kept[key] = Path(plan, groups, runtime)
+        while len(self.kept) > _MOST:
+            self.kept.popitem(last=False)
+        self._write_back()
+        applied.unhook()
+        applied.plan, applied.groups, applied.runtime = plan, groups, runtime
+        for i, sharded in enumerate(applied.shards):
+            if isinstance(sharded, _flat.FlatUnit):
+                sharded.supply(runtime)
+            else:
+                supply_shards(runtime, i, plan.units[i], sharded)
+        applied.start()
+        applied.runtime.step = step
+        self.fall_back_on_deviation()
+
+    def _write_back(self) -> None:
+        applied = self.applied
+        for flat in applied.flat_units():
+            flat.write_back()  # what the user replaced since
+
+    def _take(self, key: tuple) -> None:
+        """A plan that was followed before is followed again."""
+        applied = self.applied
+        self.kept.move_to_end(key)
+        path = self.kept[key]
+        path.runtime.step = applied.runtime.step
+        self._write_back()
+        applied.unhook()
+        applied.plan, applied.groups, applied.runtime = path.plan, path.groups, path.runtime
+        for flat in applied.flat_units():
+            flat.runtime = path.runtime
+        applied.hook()

@@ -1,0 +1,108 @@
+"""What a runtime of the C++ module is told: shards, parameters, extensions, and the hooks that pass it the model's points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _flat
+from ._extension import ExtendedParameter
+from ._fit import ModelParameter, modules_of
+from ._mesh import mesh_rank, side_channel
+from ._native import native
+from ._peers import peers
+from ._precision import casts_of, precision_of, torch_dtype
+from ._shard import ShardedParameter, adopt_parameter, as_dtensor, gradient_unwrapper, whole_parameter
+
+
+def make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, memory: str, timeout: float):
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    ranks = mesh.mesh.flatten().tolist()
+    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), peers(), ranks, timeout, memory == "arena")
+
+
+def supply_shards(runtime, unit_id: int, unit, sharded: list[ShardedParameter]) -> None:
+    """What is gathered. Of a parameter with an extension that is what the extension makes: a tensor like the shard is put
+    where the shard would be."""
+
+    def part(expected, result: ShardedParameter) -> torch.Tensor:
+        if not expected.gathered:
+            return result.padded
+        like_the_shard = [(t.dtype, t.numel) for t in expected.gathered] == [(expected.dtype, result.padded.numel())]
+        dtype = torch_dtype(expected.dtype)
+        return torch.empty(result.padded.numel() if like_the_shard else 0, dtype=dtype, device=result.padded.device)
+
+    runtime.set_shards(unit_id, [part(*both) for both in zip(unit.parameters, sharded)])
+
+
+def _grad_maker(spec):
+    return lambda local: as_dtensor(local, spec)
+
+
+def adopter(plan, shards: list):
+    """What is called when a module holds another sharded parameter than ours."""
+
+    def adopt(unit: int, parameter: int, found) -> None:
+        adopt_parameter(plan.units[unit].parameters[parameter], shards[unit][parameter], found)
+
+    return adopt
+
+
+def add_extensions(runtime, plan, unit_id: int, by_fqn: dict[str, ModelParameter], sharded, own: DeviceMesh, model) -> None:
+    unit = plan.units[unit_id]
+    if not any(expected.gathered for expected in unit.parameters):
+        return
+    shard_mesh = own if own.ndim == 1 else own[own.mesh_dim_names[-1]]
+    precision = precision_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
+    for index, (expected, result) in enumerate(zip(unit.parameters, sharded)):
+        if not expected.gathered:
+            continue
+        holder = by_fqn[expected.fqn].slots[0].module
+        extension = ExtendedParameter(expected, result, holder, shard_mesh, precision)
+        runtime.add_extension(unit_id, index, extension.inputs, extension.finish)
+
+
+def add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter], sharded) -> None:
+    for index, (expected, result) in enumerate(zip(unit.parameters, sharded)):
+        view = torch.empty(0) if expected.gathered else runtime.unsharded_view(unit_id, index)
+        unsharded = whole_parameter(view, result)
+        slots = [
+            (slot.module, slot.module._parameters, slot.name, _flat.fast_slot(slot.module))
+            for slot in by_fqn[expected.fqn].slots
+        ]
+        make_grad = _grad_maker(result.spec)
+        runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
+
+
+def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> tuple[list, Callable]:
+    """Handles of the unit's hooks, and the one in front of its forward."""
+    pre_forward, post_forward = runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval)
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(post_forward, always_call=len(modules) > 1))
+    return handles, pre_forward
+
+
+def hook_modules(plan, model: nn.Module, runtime) -> tuple[list, dict[int, Callable]]:
+    """Handles of the hooks of all units, and by unit (-1: a root that is none) the one in front of its forward."""
+    modules = modules_of(model)
+    handles, pre_forwards = [], {}
+
+    def hook(unit: int, of_unit: list[nn.Module], casts) -> None:
+        made, pre_forwards[unit] = _hook_unit(runtime, plan, unit, of_unit, casts)
+        handles.extend(made)
+
+    for unit_id, unit in enumerate(plan.units):
+        of_unit = [modules[fqn] for fqn in unit.modules]
+        hook(unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
+    if not any("" in unit.modules for unit in plan.units):
+        # A root without parameters of its own is no unit, yet it casts inputs and outputs.
+        casts = casts_of(plan, "", model)
+        if casts != (None, None):
+            hook(-1, [model], casts)
+    return handles, pre_forwards
