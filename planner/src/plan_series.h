@@ -26,11 +26,11 @@ class PlanSeries {
   // verifier; operators say what they cost on the cluster. Errors as MakePlan's. Several threads may call it
   // at a time.
   Result<Plan> Make(const Strategy& strategy) const;
-  // The trace with what the rule recomputes. Some of them are kept: a recomputation is in many plans.
-  Result<std::shared_ptr<const Trace>> Recomputing(const std::optional<CheckpointRule>& rule) const;
-  const std::shared_ptr<const ModelIndex>& index() const { return index_; }
 
  private:
+  // The trace with what the rule recomputes. Some of them are kept: a recomputation is in many plans.
+  Result<std::shared_ptr<const Trace>> Recomputing(const std::optional<CheckpointRule>& rule) const;
+
   Trace trace_;
   const Cluster& cluster_;
   Status checked_;

@@ -7,8 +7,8 @@
 #include <array>
 #include <utility>
 
-#include "engine/lower.h"
-#include "memory/memory_actions.h"
+#include "memory/memory_sink.h"
+#include "memory/model_actions.h"
 #include "report/report_builder.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -118,8 +118,8 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
         Error{ErrorCode::kBadInput, "the plan has no step", "", "/steps", "0", "1 or more"});
   }
   const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
-  internal::ModelActions model;
-  Result<EngineProgram> program = internal::LowerPlan(plan, cluster, *costs, model);
+  const internal::ModelActions model = internal::ModelActionsOf(plan, false);
+  Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
   if (!program) return std::unexpected(program.error());
 
   Simulation simulation;

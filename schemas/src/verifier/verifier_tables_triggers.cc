@@ -14,17 +14,19 @@
 namespace shardplan::verifier {
 namespace {
 
-using enum TriggerKind;
-
 bool IsOfUnit(TriggerKind kind) {
-  return kind == kPreForward || kind == kPostForward || kind == kPreBackward || kind == kPostBackward ||
-         kind == kUserCall;
+  return kind == TriggerKind::kPreForward || kind == TriggerKind::kPostForward ||
+         kind == TriggerKind::kPreBackward || kind == TriggerKind::kPostBackward ||
+         kind == TriggerKind::kUserCall;
 }
 // Of the step, or of the job: of no call.
-bool IsOfStep(TriggerKind kind) { return kind == kStepBegin || kind == kStepEnd || kind == kLazyInit; }
+bool IsOfStep(TriggerKind kind) {
+  return kind == TriggerKind::kStepBegin || kind == TriggerKind::kStepEnd || kind == TriggerKind::kLazyInit;
+}
 // The last trigger of its call, which has one.
 bool EndsCall(TriggerKind kind) {
-  return kind == kBackwardEnd || kind == kUserCall || kind == kOptimizerStep || kind == kZeroGrad;
+  return kind == TriggerKind::kBackwardEnd || kind == TriggerKind::kUserCall ||
+         kind == TriggerKind::kOptimizerStep || kind == TriggerKind::kZeroGrad;
 }
 
 std::string CallInWords(const ProgramCall& call) {
@@ -55,7 +57,7 @@ class CallWalk {
     }
     if (call_ == calls_.size()) return "it is passed behind the last call that passes it";
     if (EndsCall(trigger.kind)) ++call_;
-    const bool is_of_pass = !EndsCall(trigger.kind) || trigger.kind == kBackwardEnd;
+    const bool is_of_pass = !EndsCall(trigger.kind) || trigger.kind == TriggerKind::kBackwardEnd;
     if (!is_of_pass && trigger.microbatch != microbatch_) {
       return fmt::format("its micro-batch is {}, and that of the trigger before it {}", trigger.microbatch,
                          microbatch_);
@@ -82,22 +84,24 @@ class CallWalk {
   }
 
   bool IsOf(const Trigger& trigger, const ProgramCall& call) const {
-    const bool in_forward = trigger.kind == kPreForward || trigger.kind == kPostForward;
+    const bool in_forward =
+        trigger.kind == TriggerKind::kPreForward || trigger.kind == TriggerKind::kPostForward;
     if (const auto* forward = std::get_if<ForwardCall>(&call)) {
       return in_forward && trigger.microbatch == forward->microbatch;
     }
     if (const auto* backward = std::get_if<BackwardCall>(&call)) {  // checkpointed forwards run in it again
-      return (in_forward || trigger.kind == kPreBackward || trigger.kind == kPostBackward ||
-              trigger.kind == kBackwardEnd) &&
+      return (in_forward || trigger.kind == TriggerKind::kPreBackward ||
+              trigger.kind == TriggerKind::kPostBackward || trigger.kind == TriggerKind::kBackwardEnd) &&
              std::ranges::find(backward->microbatches, trigger.microbatch) != backward->microbatches.end();
     }
     if (const auto* module = std::get_if<ModuleCall>(&call)) {
       const auto is_named = [&](const Unit& unit) { return unit.fqn == module->module; };
       const bool is_unit = std::ranges::any_of(plan_.units, is_named);
       const bool names_it = trigger.unit >= 0 && is_named(plan_.units[trigger.unit]);
-      return trigger.kind == kUserCall && (names_it || !is_unit);
+      return trigger.kind == TriggerKind::kUserCall && (names_it || !is_unit);
     }
-    return trigger.kind == (std::holds_alternative<OptimizerStepCall>(call) ? kOptimizerStep : kZeroGrad);
+    return trigger.kind == (std::holds_alternative<OptimizerStepCall>(call) ? TriggerKind::kOptimizerStep
+                                                                            : TriggerKind::kZeroGrad);
   }
 
   const Plan& plan_;
@@ -111,18 +115,19 @@ class CallWalk {
 std::string TablesOfTrigger(const PlanStep& step, std::int32_t index) {
   const Trigger& trigger = step.triggers[index];
   // A root that is no unit is entered and left in a forward, and nobody waits for its gradients.
-  const bool in_backward = trigger.kind == kPreBackward || trigger.kind == kPostBackward;
+  const bool in_backward =
+      trigger.kind == TriggerKind::kPreBackward || trigger.kind == TriggerKind::kPostBackward;
   if (in_backward && trigger.unit < 0) return "it names no unit";
   if (!IsOfUnit(trigger.kind) && trigger.unit >= 0) return "it is no unit's, and names one";
-  if (trigger.kind == kStepBegin && index > 0) return "it is not the first of its step";
-  if (trigger.kind == kStepEnd && index + 1 < std::ssize(step.triggers))
+  if (trigger.kind == TriggerKind::kStepBegin && index > 0) return "it is not the first of its step";
+  if (trigger.kind == TriggerKind::kStepEnd && index + 1 < std::ssize(step.triggers))
     return "it is not the last of its step";
   if (!IsOfStep(trigger.kind) || trigger.microbatch == 0) return {};
   return fmt::format("it is of no micro-batch, and names {}", trigger.microbatch);
 }
 
 std::string TablesOfEntered(const Plan& plan, const Trigger& trigger) {
-  if (trigger.kind != kPreForward && trigger.kind != kPreBackward) return {};
+  if (trigger.kind != TriggerKind::kPreForward && trigger.kind != TriggerKind::kPreBackward) return {};
   for (const Instruction& i : trigger.instructions) {
     const bool exists = i.segment >= 0 && i.segment < std::ssize(plan.segments);
     if (i.kind != InstructionKind::kCompute || !exists) continue;
@@ -130,7 +135,7 @@ std::string TablesOfEntered(const Plan& plan, const Trigger& trigger) {
     if (segment.phase == SegmentPhase::kRecompute || segment.unit < 0 || segment.unit == trigger.unit)
       continue;
     // A recomputation that stops early goes on in the backward, and passes no point between.
-    if (trigger.kind == kPreForward && IsBackward(segment.phase)) continue;
+    if (trigger.kind == TriggerKind::kPreForward && IsBackward(segment.phase)) continue;
     return fmt::format("{} runs in it, which is of {}", segment.name,
                        DisplayName(plan.units[segment.unit].fqn));
   }
@@ -153,9 +158,10 @@ std::int32_t TablesOfLeft(const Plan& plan, const PlanStep& step) {
   for (std::size_t t = 0; t < step.triggers.size(); ++t) {
     const Trigger& trigger = step.triggers[t];
     const bool is_group = trigger.unit >= 0 && plan.units[trigger.unit].modules.size() > 1;
-    if (is_group || (trigger.kind != kPreForward && trigger.kind != kPostForward)) continue;
+    if (is_group || (trigger.kind != TriggerKind::kPreForward && trigger.kind != TriggerKind::kPostForward))
+      continue;
     std::int32_t& depth = entered[{trigger.unit, trigger.microbatch}];
-    depth += trigger.kind == kPreForward ? 1 : -1;
+    depth += trigger.kind == TriggerKind::kPreForward ? 1 : -1;
     if (depth < 0) return static_cast<std::int32_t>(t);
   }
   return -1;

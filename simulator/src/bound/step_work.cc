@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bound/cost_lines.h"
+#include "bound/step_parts.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/program.h"
@@ -17,7 +18,7 @@ class StepWorkBuilder {
  public:
   StepWorkBuilder(const Trace& trace, const Plan& job, bool recomputation)
       : trace_(trace), job_(job), recomputation_(recomputation), costs_(MakeCostModel(job.cluster)) {
-    work_.cluster_ = job.cluster;
+    work_.cluster = job.cluster;
   }
 
   Result<StepWork> Run() {
@@ -32,11 +33,13 @@ class StepWorkBuilder {
     SetLines();
     SetOptimizer();
     SetLeastMemory();
-    return std::move(work_);
+    return StepWork(std::make_shared<const StepWork::Parts>(std::move(work_)));
   }
 
  private:
   using StorageKey = std::pair<StorageId, std::int32_t>;  // and its micro-batch
+
+  std::int64_t operators() const { return std::ssize(work_.durations_ns); }
 
   const Unit* AnyUnit() const {
     const auto found = std::ranges::find_if(job_.units, [](const Unit& u) { return !u.parameters.empty(); });
@@ -45,12 +48,12 @@ class StepWorkBuilder {
 
   void AddParameters() {
     const Unit* unit = AnyUnit();
-    if (unit != nullptr) work_.shards_ = ShardCount(job_, *unit);
+    if (unit != nullptr) work_.shards = ShardCount(job_, *unit);
     for (const shardplan::Parameter& parameter : trace_.parameters) {
       std::int64_t numel = 1;
       for (const std::int64_t size : parameter.shape) numel *= size;
-      StepWork::Parameter& added = work_.parameters_.emplace_back();
-      if (unit == nullptr || work_.shards_ <= 1) continue;
+      StepWork::Parts::Parameter& added = work_.parameters.emplace_back();
+      if (unit == nullptr || work_.shards <= 1) continue;
       added = {.numel = numel,
                .stored = SizeBytes(parameter.dtype),
                .gathered = SizeBytes(unit->param_dtype),
@@ -80,19 +83,19 @@ class StepWorkBuilder {
   }
 
   void WalkPass(const Pass& pass) {
-    work_.pass_begins_.push_back(work_.operators());
+    work_.pass_begins.push_back(operators());
     own_.clear();
     for (const TraceEvent& event : pass.events) {
       if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
         own_.insert(allocate->storage);
         if (allocate->role == StorageRole::kParameterGrad) continue;  // counted as a gradient
         const StorageKey key{allocate->storage, microbatch_};
-        index_of_[key] = work_.storages_.size();
-        work_.storages_.push_back({.size_bytes = allocate->size_bytes.value});
+        index_of_[key] = work_.storages.size();
+        work_.storages.push_back({.size_bytes = allocate->size_bytes.value});
       } else if (const auto* op = std::get_if<OperatorEvent>(&event)) {
         AddOperator(*op);
       } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
-        if (work_.operators() > 0) Mark(work_.parameters_[grad->parameter].grads, work_.operators() - 1);
+        if (operators() > 0) Mark(work_.parameters[grad->parameter].grads, operators() - 1);
       }
     }
   }
@@ -102,16 +105,16 @@ class StepWorkBuilder {
   }
 
   void AddOperator(const OperatorEvent& op) {
-    const std::int64_t index = work_.operators();
-    work_.durations_ns_.push_back(costs_->Operator(op).value);
-    for (const ParameterId parameter : op.parameters) Mark(work_.parameters_[parameter].reads, index);
+    const std::int64_t index = operators();
+    work_.durations_ns.push_back(costs_->Operator(op).value);
+    for (const ParameterId parameter : op.parameters) Mark(work_.parameters[parameter].reads, index);
     std::set<StorageId> used(op.reads.begin(), op.reads.end());
     used.insert(op.writes.begin(), op.writes.end());
     std::int64_t remade_bytes = 0;
     for (const StorageId id : used) {
       const auto found = index_of_.find({id, microbatch_});
       if (found == index_of_.end()) continue;
-      StepWork::Storage& storage = work_.storages_[found->second];
+      StepWork::Parts::Storage& storage = work_.storages[found->second];
       // What an earlier pass made may be there again, made anew; of a backward over several micro-batches
       // nobody knows whose it is.
       const bool earlier = !own_.contains(id);
@@ -129,7 +132,7 @@ class StepWorkBuilder {
       if (found == index_of_.end() || !own_.contains(id)) continue;
       const auto [made, first] = made_by_.try_emplace(found->second, index);
       // To make it anew all of its writers run again: the longest of them counts.
-      if (!first && work_.durations_ns_[made->second] < work_.durations_ns_[index]) made->second = index;
+      if (!first && work_.durations_ns[made->second] < work_.durations_ns[index]) made->second = index;
     }
     remade_bytes_.push_back(remade_bytes);
   }
@@ -138,21 +141,21 @@ class StepWorkBuilder {
   void KeepOrRemake(std::size_t storage, std::int64_t user) {
     const auto made = made_by_.find(storage);
     if (made == made_by_.end()) return;
-    const StepWork::Kept kept{work_.storages_[storage].size_bytes, work_.storages_[storage].last, user};
+    const StepWork::Parts::Kept kept{work_.storages[storage].size_bytes, work_.storages[storage].last, user};
     const std::int64_t maker = made->second;
     made_by_.erase(made);
-    const auto [entry, added] = remake_of_.try_emplace(maker, work_.remakes_.size());
+    const auto [entry, added] = remake_of_.try_emplace(maker, work_.remakes.size());
     if (added)
-      work_.remakes_.push_back({.made_by = maker, .duration_ns = work_.durations_ns_[maker], .kept = {}});
-    work_.remakes_[entry->second].kept.push_back(kept);
+      work_.remakes.push_back({.made_by = maker, .duration_ns = work_.durations_ns[maker], .kept = {}});
+    work_.remakes[entry->second].kept.push_back(kept);
   }
 
   void SetLines() {
-    work_.copy_slope_ = internal::CopySlope(*costs_);
+    work_.copy_slope = internal::CopySlope(*costs_);
     const Unit* unit = AnyUnit();
-    if (unit == nullptr || work_.shards_ <= 1) return;
+    if (unit == nullptr || work_.shards <= 1) return;
     Int128 gathered = 0, reduced = 0;
-    for (const StepWork::Parameter& p : work_.parameters_) {
+    for (const StepWork::Parts::Parameter& p : work_.parameters) {
       gathered += Int128{p.numel} * p.gathered;
       reduced += Int128{p.numel} * p.reduced;
     }
@@ -161,24 +164,25 @@ class StepWorkBuilder {
       return static_cast<std::int64_t>(std::min<Int128>(2 * bytes + (1 << 20), Int128{1} << 50));
     };
     const Communicator& shard = job_.communicators[unit->shard_communicator];
-    work_.gather_ = LineOf(CollectiveKind::kAllGather, shard, most(gathered));
-    work_.reduce_ = LineOf(CollectiveKind::kReduceScatter, shard, most(reduced));
+    work_.gather = LineOf(CollectiveKind::kAllGather, shard, most(gathered));
+    work_.reduce = LineOf(CollectiveKind::kReduceScatter, shard, most(reduced));
     if (unit->replicate_communicator >= 0) {
-      work_.all_reduce_ =
+      work_.all_reduce =
           LineOf(CollectiveKind::kAllReduce, job_.communicators[unit->replicate_communicator], most(reduced));
     }
     if (!shard.dims.empty()) return;
     for (std::int64_t ranks = 2; ranks < shard.size; ++ranks) {
       if (shard.size % ranks != 0) continue;
       const Communicator part{.name = "part", .size = ranks, .stride = shard.stride};
-      work_.sub_meshes_.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, most(gathered))});
+      work_.sub_meshes.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, most(gathered))});
     }
   }
 
-  StepWork::Line LineOf(CollectiveKind kind, const Communicator& group, std::int64_t most_bytes) const {
+  StepWork::Parts::Line LineOf(CollectiveKind kind, const Communicator& group,
+                               std::int64_t most_bytes) const {
     const internal::CostLines lines =
         internal::LinesBelow(*costs_, job_.cluster, kind, group, job_.world_size, most_bytes);
-    StepWork::Line line;
+    StepWork::Parts::Line line;
     for (std::size_t l = 0; l < line.size(); ++l) line[l] = {lines[l].fixed_ns, lines[l].per_byte};
     return line;
   }
@@ -191,9 +195,9 @@ class StepWorkBuilder {
     const Optimizer& optimizer = job_.strategy.optimizer;
     const bool all_train = std::ranges::all_of(trace_.parameters, &shardplan::Parameter::requires_grad);
     std::int64_t shard_bytes = 0, trained_bytes = 0, state_bytes = 0;
-    for (std::size_t p = 0; p < work_.parameters_.size(); ++p) {
-      const StepWork::Parameter& parameter = work_.parameters_[p];
-      const std::int64_t share = parameter.numel / work_.shards_;
+    for (std::size_t p = 0; p < work_.parameters.size(); ++p) {
+      const StepWork::Parts::Parameter& parameter = work_.parameters[p];
+      const std::int64_t share = parameter.numel / work_.shards;
       shard_bytes += share * parameter.stored;
       const std::int64_t stepped = share - kAlignment;
       if (!all_train || stepped <= 0) continue;
@@ -203,11 +207,10 @@ class StepWorkBuilder {
       for (const Bytes state : OptimizerStates(optimizer, shard)) state_bytes += state.value;
     }
     const OptimizerCost cost = CostOf(optimizer, {trained_bytes}, 1);
-    if (trained_bytes > 0) work_.optimizer_ns_ = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
-    work_.static_bytes_.value = shard_bytes + state_bytes;
-    work_.least_memory_.value = work_.static_bytes_.value + trained_bytes;
-    work_.host_ns_ =
-        job_.cluster.host.operator_issue_ns * (work_.operators() + cost.kernels) + work_.optimizer_ns_;
+    if (trained_bytes > 0) work_.optimizer_ns = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
+    work_.static_bytes.value = shard_bytes + state_bytes;
+    work_.least_memory.value = work_.static_bytes.value + trained_bytes;
+    work_.host_ns = job_.cluster.host.operator_issue_ns * (operators() + cost.kernels) + work_.optimizer_ns;
   }
 
   // While an operator runs, there is what it reads and writes, the parameters whole among it, and what is
@@ -215,20 +218,20 @@ class StepWorkBuilder {
   void SetLeastMemory() {
     std::vector<std::int64_t> needed(remade_bytes_.begin(), remade_bytes_.end());
     std::vector<std::int64_t> change(needed.size() + 1, 0);
-    for (const StepWork::Storage& storage : work_.storages_) {
+    for (const StepWork::Parts::Storage& storage : work_.storages) {
       if (storage.first < 0) continue;
       change[storage.first] += storage.size_bytes;
       change[storage.last + 1] -= storage.size_bytes;
     }
-    for (const StepWork::Parameter& parameter : work_.parameters_) {
+    for (const StepWork::Parts::Parameter& parameter : work_.parameters) {
       for (const std::int64_t read : parameter.reads) needed[read] += parameter.numel * parameter.gathered;
       if (!parameter.grads.empty())
-        change[parameter.grads.front() + 1] += parameter.WaitingBytes(work_.shards_);
+        change[parameter.grads.front() + 1] += parameter.WaitingBytes(work_.shards);
     }
-    std::int64_t kept = work_.static_bytes_.value;
+    std::int64_t kept = work_.static_bytes.value;
     for (std::size_t i = 0; i < needed.size(); ++i) {
       kept += change[i];
-      work_.least_memory_.value = std::max(work_.least_memory_.value, kept + needed[i]);
+      work_.least_memory.value = std::max(work_.least_memory.value, kept + needed[i]);
     }
   }
 
@@ -236,24 +239,28 @@ class StepWorkBuilder {
   const Plan& job_;
   const bool recomputation_;
   const std::unique_ptr<CostModel> costs_;
-  StepWork work_;
+  StepWork::Parts work_;
   std::int32_t microbatch_ = 0;  // -1: of several
   std::set<StorageId> own_;      // storages that the pass allocates
   std::map<StorageKey, std::size_t> index_of_;
   std::map<std::size_t, std::int64_t> made_by_;    // storages that no later pass has used yet: the operator
-  std::map<std::int64_t, std::size_t> remake_of_;  // by operator: index into StepWork::remakes_
+  std::map<std::int64_t, std::size_t> remake_of_;  // by operator: index into Parts::remakes
   std::vector<std::int64_t>
       remade_bytes_;  // by operator: what it uses of earlier passes, if that is made anew
 };
 
-std::int64_t StepWork::PassBehind(std::int64_t op) const {
-  const auto behind = std::ranges::upper_bound(pass_begins_, op);
-  return behind == pass_begins_.end() ? operators() : *behind;
-}
+std::int64_t StepWork::operators() const { return std::ssize(parts_->durations_ns); }
+const std::vector<std::int64_t>& StepWork::durations_ns() const { return parts_->durations_ns; }
+const std::vector<std::int64_t>& StepWork::pass_begins() const { return parts_->pass_begins; }
+const Cluster& StepWork::cluster() const { return parts_->cluster; }
+Bytes StepWork::LeastMemory() const { return parts_->least_memory; }
+Nanoseconds StepWork::HostBound() const { return parts_->host_ns; }
+
+std::int64_t StepWork::PassBehind(std::int64_t op) const { return parts_->PassBehind(op); }
 
 std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
   std::map<std::int64_t, std::int64_t> bytes;
-  for (const Parameter& parameter : parameters_) {
+  for (const Parts::Parameter& parameter : parts_->parameters) {
     if (!parameter.reads.empty()) bytes[2 * parameter.reads.front() + 1] += parameter.numel;
     if (!parameter.grads.empty()) bytes[2 * parameter.grads.back() + 2] += parameter.numel;
   }

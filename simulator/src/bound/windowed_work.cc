@@ -6,6 +6,7 @@
 
 #include "bound/concurrent_rates.h"
 #include "bound/cost_lines.h"
+#include "bound/step_parts.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/lower_bound.h"
@@ -29,7 +30,7 @@ std::int64_t WindowedWork::CutsUpTo(std::int64_t position) const {
 
 WindowedWork::WindowedWork(const StepWork& work, std::vector<std::int64_t> cuts, LayoutKind layout,
                            Bytes budget)
-    : work_(work), cuts_(std::move(cuts)) {
+    : work_(*work.parts_), cuts_(std::move(cuts)) {
   AddWindows();
   AddCuts(budget);
   AddRemakes();
@@ -38,24 +39,24 @@ WindowedWork::WindowedWork(const StepWork& work, std::vector<std::int64_t> cuts,
 
 void WindowedWork::AddWindows() {
   kernels_ns_.assign(cuts_.size() + 1, 0);
-  for (std::int64_t i = 0; i < work_.operators(); ++i)
-    kernels_ns_[CutsUpTo(2 * i + 1)] += work_.durations_ns_[i];
+  for (std::int64_t i = 0; i < std::ssize(work_.durations_ns); ++i)
+    kernels_ns_[CutsUpTo(2 * i + 1)] += work_.durations_ns[i];
 }
 
 std::size_t WindowedWork::links() const {
-  return std::min(work_.cluster_.links.size(), std::tuple_size_v<StepWork::Line>);
+  return std::min(work_.cluster.links.size(), std::tuple_size_v<StepWork::Parts::Line>);
 }
 
 std::int64_t WindowedWork::BytePriceOfGather() const {
   std::int64_t per_byte = 0;
-  for (const StepWork::LineOnLink& on : work_.gather_) per_byte = std::max(per_byte, on.per_byte);
+  for (const StepWork::Parts::LineOnLink& on : work_.gather) per_byte = std::max(per_byte, on.per_byte);
   return std::max<std::int64_t>(per_byte * (kBytePriceScale / kSlopeScale), 1);
 }
 
 // What is used before a cut and after it, whatever the plan.
 void WindowedWork::AddCuts(Bytes budget) {
-  room_bytes_.assign(cuts_.size(), budget.value - work_.static_bytes_.value);
-  for (const StepWork::Storage& storage : work_.storages_) {
+  room_bytes_.assign(cuts_.size(), budget.value - work_.static_bytes.value);
+  for (const StepWork::Parts::Storage& storage : work_.storages) {
     if (storage.first < 0) continue;
     const std::int64_t end = CutsUpTo(2 * storage.last + 1);
     for (std::int64_t cut = CutsUpTo(2 * storage.first + 1); cut < end; ++cut)
@@ -64,10 +65,10 @@ void WindowedWork::AddCuts(Bytes budget) {
 }
 
 void WindowedWork::AddRemakes() {
-  for (const StepWork::Remake& of_work : work_.remakes_) {
+  for (const StepWork::Parts::Remake& of_work : work_.remakes) {
     if (of_work.duration_ns <= 0) continue;
     Remake remake{.duration_ns = of_work.duration_ns, .first = CutsUpTo(2 * of_work.made_by + 1), .kept = {}};
-    for (const StepWork::Kept& kept : of_work.kept) {
+    for (const StepWork::Parts::Kept& kept : of_work.kept) {
       const KeptOver over{kept.size_bytes, CutsUpTo(2 * kept.from + 1), CutsUpTo(2 * kept.to + 1)};
       if (over.from >= over.to) continue;
       remake.kept.push_back(over);
@@ -82,7 +83,7 @@ void WindowedWork::AddParameters(LayoutKind layout) {
   copied_per_gathered_ = flat ? 0 : 2;
   SetCopiedPerShard(flat);
   std::int64_t last_grad = -1;
-  for (const StepWork::Parameter& p : work_.parameters_) {
+  for (const StepWork::Parts::Parameter& p : work_.parameters) {
     if (p.numel == 0) continue;
     const std::int64_t bytes = p.numel * p.gathered;
     for (std::size_t r = 0; r < p.reads.size(); ++r) {
@@ -94,7 +95,7 @@ void WindowedWork::AddParameters(LayoutKind layout) {
         gaps_[gap] += bytes;
       }
     }
-    const std::int64_t waiting_bytes = p.WaitingBytes(work_.shards_);
+    const std::int64_t waiting_bytes = p.WaitingBytes(work_.shards);
     if (!p.grads.empty()) {
       for (auto cut = static_cast<std::size_t>(CutsUpTo(2 * p.grads.front() + 1)); cut < cuts_.size(); ++cut)
         room_bytes_[cut] -= waiting_bytes;
@@ -121,7 +122,7 @@ void WindowedWork::AddParameters(LayoutKind layout) {
 // parameter only where these differ.
 void WindowedWork::SetCopiedPerShard(bool flat) {
   copied_per_shard_ = std::numeric_limits<std::int64_t>::max();
-  for (const StepWork::Parameter& p : work_.parameters_) {
+  for (const StepWork::Parts::Parameter& p : work_.parameters) {
     if (p.numel == 0) continue;
     const bool copied = !flat || p.stored != p.gathered;
     copied_per_shard_ = std::min(copied_per_shard_, copied ? 1 + p.stored / p.gathered : 0);
@@ -171,10 +172,11 @@ class WindowedWork::Sum {
         use_(use),
         before_(bytes.size() + 1, 0),
         kernels_(PricesOf([](const WindowPrices& prices) { return Int128{prices.kernels}; })),
-        gather_(BytePrices(of.work_.gather_)),
-        reduce_(BytePrices(of.work_.reduce_)),
-        all_reduce_(BytePrices(of.work_.all_reduce_)) {
-    for (const StepWork::SubMesh& part : of.work_.sub_meshes_) parts_.push_back(BytePrices(part.gather));
+        gather_(BytePrices(of.work_.gather)),
+        reduce_(BytePrices(of.work_.reduce)),
+        all_reduce_(BytePrices(of.work_.all_reduce)) {
+    for (const StepWork::Parts::SubMesh& part : of.work_.sub_meshes)
+      parts_.push_back(BytePrices(part.gather));
     for (std::size_t c = 0; c < bytes.size(); ++c) before_[c + 1] = before_[c] + bytes[c];
     if (use_ == nullptr) return;
     use_->kernels_ns.assign(windows.size(), 0);
@@ -210,7 +212,7 @@ class WindowedWork::Sum {
     return prices;
   }
   // Of a byte on the links.
-  Prices BytePrices(const StepWork::Line& line) const {
+  Prices BytePrices(const StepWork::Parts::Line& line) const {
     return PricesOf([&](const WindowPrices& prices) {
       Int128 price = 0;
       for (std::size_t l = 0; l < of_.links(); ++l) price += Int128{prices.links[l]} * line[l].per_byte;
@@ -218,7 +220,7 @@ class WindowedWork::Sum {
     });
   }
   // Of the begin of a collective.
-  Prices BeginPrices(const StepWork::Line& line) const {
+  Prices BeginPrices(const StepWork::Parts::Line& line) const {
     return PricesOf([&](const WindowPrices& prices) {
       Int128 price = 0;
       for (std::size_t l = 0; l < of_.links(); ++l) price += Int128{prices.links[l]} * line[l].fixed_ns;
@@ -238,7 +240,8 @@ class WindowedWork::Sum {
     if (use_ != nullptr)
       use_->kernels_ns[kernels_.Cheapest(from, to)] += static_cast<std::int64_t>(work / kSlopeScale);
   }
-  void UseLinks(const StepWork::Line& line, std::int64_t begins, std::int64_t bytes, std::int64_t window) {
+  void UseLinks(const StepWork::Parts::Line& line, std::int64_t begins, std::int64_t bytes,
+                std::int64_t window) {
     for (std::size_t l = 0; use_ != nullptr && l < of_.links(); ++l) {
       const Int128 work = Int128{bytes} * line[l].per_byte / kSlopeScale;
       use_->links_ns[window][l] += begins * line[l].fixed_ns + static_cast<std::int64_t>(work);
@@ -247,10 +250,10 @@ class WindowedWork::Sum {
 
   // Work of kernels for so many bytes gathered: before the gather, and after it.
   Int128 CopiedIn(std::int64_t bytes) const {
-    return Int128{bytes} * of_.copied_per_shard_ * of_.work_.copy_slope_ / of_.work_.shards_;
+    return Int128{bytes} * of_.copied_per_shard_ * of_.work_.copy_slope / of_.work_.shards;
   }
   Int128 CopiedOut(std::int64_t bytes) const {
-    return Int128{bytes} * of_.copied_per_gathered_ * of_.work_.copy_slope_;
+    return Int128{bytes} * of_.copied_per_gathered_ * of_.work_.copy_slope;
   }
 
   // [Note: buckets]
@@ -300,13 +303,13 @@ class WindowedWork::Sum {
              kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.cuts);
     };
     const std::vector<Bucket> least =
-        CheapestBuckets(items.size(), BeginPrices(of_.work_.gather_), cost_of,
+        CheapestBuckets(items.size(), BeginPrices(of_.work_.gather), cost_of,
                         [&](std::size_t i, std::int64_t w) { return w <= items[i].over; });
     for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
       const std::int64_t w = least[end].window;
-      UseLinks(of_.work_.gather_, 1, 0, w);
+      UseLinks(of_.work_.gather, 1, 0, w);
       for (std::size_t i = least[end].first; i < end; ++i) {
-        UseLinks(of_.work_.gather_, 0, items[i].bytes, w);
+        UseLinks(of_.work_.gather, 0, items[i].bytes, w);
         UseKernels(CopiedIn(items[i].bytes), 0, w);
         UseKernels(CopiedOut(items[i].bytes), w, last);
         UseBytes(items[i].bytes, w, items[i].cuts);
@@ -319,16 +322,16 @@ class WindowedWork::Sum {
   // `from` on, and added up over the replicas behind.
   Int128 AroundReduction(const Reduced& what, std::int64_t from, std::int64_t window) const {
     return kernels_.Least(from, window) * CastWork(what) +
-           all_reduce_.Least(window, last_) * what.reduced_bytes / of_.work_.shards_;
+           all_reduce_.Least(window, last_) * what.reduced_bytes / of_.work_.shards;
   }
   Int128 CastWork(const Reduced& what) const {
     if (!of_.casts_gradients_) return 0;
-    return (Int128{what.gradient_bytes} + what.reduced_bytes) * of_.work_.copy_slope_;
+    return (Int128{what.gradient_bytes} + what.reduced_bytes) * of_.work_.copy_slope;
   }
   void UseReduction(const Reduced& what, std::int64_t from, std::int64_t window) {
     if (use_ == nullptr) return;
-    UseLinks(of_.work_.reduce_, 0, what.reduced_bytes, window);
-    UseLinks(of_.work_.all_reduce_, 0, what.reduced_bytes / of_.work_.shards_,
+    UseLinks(of_.work_.reduce, 0, what.reduced_bytes, window);
+    UseLinks(of_.work_.all_reduce, 0, what.reduced_bytes / of_.work_.shards,
              all_reduce_.Cheapest(window, last_));
     UseKernels(CastWork(what), from, window);
   }
@@ -347,11 +350,11 @@ class WindowedWork::Sum {
              Kept(what.unsharded_bytes, reduction.cut, w);
     };
     const std::vector<Bucket> least =
-        CheapestBuckets(items.size(), BeginPrices(of_.work_.reduce_), cost_of,
+        CheapestBuckets(items.size(), BeginPrices(of_.work_.reduce), cost_of,
                         [&](std::size_t i, std::int64_t w) { return w >= items[i].first.window; });
     for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
       const std::int64_t w = least[end].window;
-      UseLinks(of_.work_.reduce_, 1, 0, w);
+      UseLinks(of_.work_.reduce, 1, 0, w);
       for (std::size_t i = least[end].first; i < end; ++i) {
         UseReduction(items[i].second, earliest, w);
         UseBytes(items[i].second.unsharded_bytes, items[i].first.cut, w);
@@ -380,13 +383,13 @@ class WindowedWork::Sum {
     };
     consider(gather_, 0, bytes, parts_.size());
     for (std::size_t p = 0; p < parts_.size(); ++p)
-      consider(parts_[p], Kept(bytes / of_.work_.sub_meshes_[p].ranks, from, to), 0, p);
+      consider(parts_[p], Kept(bytes / of_.work_.sub_meshes[p].ranks, from, to), 0, p);
     if (use_ == nullptr) return least;
     UseBytes(bytes, window == kWhole ? from : std::max(window, from), to);
     if (window == kWhole) return least;
     const bool of_all = part == parts_.size();
-    if (!of_all) UseBytes(bytes / of_.work_.sub_meshes_[part].ranks, from, to);
-    UseLinks(of_all ? of_.work_.gather_ : of_.work_.sub_meshes_[part].gather, 0, bytes, window);
+    if (!of_all) UseBytes(bytes / of_.work_.sub_meshes[part].ranks, from, to);
+    UseLinks(of_all ? of_.work_.gather : of_.work_.sub_meshes[part].gather, 0, bytes, window);
     UseKernels(CopiedIn(of_all ? bytes : 0), from, window);
     UseKernels(CopiedOut(bytes), window, last);
     return least;
@@ -423,7 +426,7 @@ class WindowedWork::Sum {
     UseBytes(what.unsharded_bytes, reduction.cut, std::min(until, reduction.later));
     UseBytes(what.kept_bytes, reduction.later, until);
     if (window < 0) return least;
-    UseLinks(of_.work_.reduce_, 0, what.reduced_bytes, window);
+    UseLinks(of_.work_.reduce, 0, what.reduced_bytes, window);
     UseKernels(CastWork(what), reduction.window, window);
     return least;
   }
@@ -431,8 +434,8 @@ class WindowedWork::Sum {
   // One collective at least adds the last gradient up over the replicas.
   Int128 AllReduceBegin() {
     if (of_.last_window_ < 0) return 0;
-    const PriceTable begins(BeginPrices(of_.work_.all_reduce_));
-    UseLinks(of_.work_.all_reduce_, 1, 0, begins.Cheapest(of_.last_window_, last_));
+    const PriceTable begins(BeginPrices(of_.work_.all_reduce));
+    UseLinks(of_.work_.all_reduce, 1, 0, begins.Cheapest(of_.last_window_, last_));
     return begins.Least(of_.last_window_, last_);
   }
 
@@ -452,7 +455,7 @@ Nanoseconds WindowedWork::ValueOf(const std::vector<WindowPrices>& windows,
   const Int128 sum = Sum(*this, windows, bytes, use).Take();
   const Int128 before = std::clamp<Int128>(sum / kSumScale, 0, kLongestStep.value);
   const auto before_ns = static_cast<std::int64_t>(before);
-  return std::max(work_.host_ns_, Nanoseconds{before_ns} + work_.optimizer_ns_);
+  return std::max(work_.host_ns, Nanoseconds{before_ns} + work_.optimizer_ns);
 }
 
 Status WindowedWork::CheckPrices(const std::vector<WindowPrices>& windows,
@@ -462,13 +465,13 @@ Status WindowedWork::CheckPrices(const std::vector<WindowPrices>& windows,
     return refused("a branch of the certificate does not have prices for every window and cut");
   if (std::ranges::any_of(bytes, [](std::int64_t price) { return price < 0 || price > kHighestBytePrice; }))
     return refused("a price of a byte is negative or more than 1,024 ns");
-  const std::size_t links = work_.cluster_.links.size();
+  const std::size_t links = work_.cluster.links.size();
   for (const WindowPrices& prices : windows) {
     const bool negative =
         prices.kernels < 0 || std::ranges::any_of(prices.links, [](std::int64_t price) { return price < 0; });
     if (negative || prices.links.size() != links)
       return refused("a window of the certificate does not have a price for every link, from 0 on");
-    for (const internal::ConcurrentRates& rates : internal::ConcurrentRatesOf(work_.cluster_)) {
+    for (const internal::ConcurrentRates& rates : internal::ConcurrentRatesOf(work_.cluster)) {
       Int128 earned = Int128{prices.kernels} * rates.kernels_ppm;
       for (std::size_t l = 0; l < links; ++l) earned += Int128{prices.links[l]} * rates.links_ppm[l];
       if (earned > Int128{kPriceScale} * 1'000'000)

@@ -1,5 +1,4 @@
 // Lowering: a plan's instructions become compact arrays with their costs looked up and their waits resolved.
-#include "engine/lower.h"
 
 #include <algorithm>
 #include <concepts>
@@ -31,10 +30,8 @@ std::unexpected<Error> Bad(std::string pointer, std::string message, std::string
 
 class Lowering {
  public:
-  // `actions` null: nobody asks for them.
-  Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs, internal::ModelActions* actions)
+  Lowering(const Plan& plan, const Cluster& cluster, const CostModel& costs)
       : plan_(plan),
-        actions_(actions),
         cluster_(cluster),
         costs_(costs),
         operator_costs_(costs),
@@ -86,14 +83,11 @@ class Lowering {
     for (const Segment& segment : plan_.segments) {
       EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0};
       Nanoseconds in_all;
-      if (actions_ != nullptr) actions_->BeginSegment();
       for (const SegmentEntry& entry : segment.entries) {
         const auto* event = std::get_if<OperatorEvent>(&entry);
         if (event == nullptr) {
           const auto* born = std::get_if<AllocateEvent>(&entry);
           program_.recomputes |= born != nullptr && born->role == StorageRole::kRecompute;
-          if (actions_ != nullptr)
-            actions_->Add(entry, static_cast<std::int32_t>(&entry - segment.entries.data()));
           continue;
         }
         const internal::OperatorFacts& facts = operator_costs_.Of(*event);
@@ -508,7 +502,6 @@ class Lowering {
   }
 
   const Plan& plan_;
-  internal::ModelActions* const actions_;
   const Cluster& cluster_;
   const CostModel& costs_;
   internal::OperatorCosts operator_costs_;
@@ -534,16 +527,11 @@ class Lowering {
 }  // namespace
 
 Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
-  return Lowering(plan, cluster, costs, nullptr).Run(0);
+  return Lowering(plan, cluster, costs).Run(0);
 }
 
 Result<EngineProgram> LowerLastStep(const Plan& plan, const Cluster& cluster, const CostModel& costs) {
-  return Lowering(plan, cluster, costs, nullptr).Run(plan.steps.empty() ? 0 : plan.steps.size() - 1);
-}
-
-Result<EngineProgram> internal::LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs,
-                                          ModelActions& actions) {
-  return Lowering(plan, cluster, costs, &actions).Run(0);
+  return Lowering(plan, cluster, costs).Run(plan.steps.empty() ? 0 : plan.steps.size() - 1);
 }
 
 }  // namespace shardplan

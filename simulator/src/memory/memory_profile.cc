@@ -4,14 +4,14 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
-#include "memory/memory_actions.h"
+#include "memory/memory_sink.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace {
 
 // Sums after every action.
-class Profiler final : public internal::MemoryActions {
+class Profiler final : public internal::MemorySink {
  public:
   Profiler(const Plan& plan, const MemoryOptions& options)
       : plan_(plan),
@@ -21,11 +21,19 @@ class Profiler final : public internal::MemoryActions {
     profile_.step_peak_bytes.resize(plan_.steps.size());
   }
 
-  void Act(const MemoryBlock& block, bool frees, const MemoryPoint& at) override {
-    Count(block.requested_bytes, block.category, frees, at);
+  std::int32_t Allocate(const MemoryBlock& block, const MemoryPoint& at) override {
+    Count(block.requested_bytes, block.category, false, at);
+    return -1;
   }
-  void ActOfModel(const internal::ModelMemory& memory, bool frees, const MemoryPoint& at) override {
-    Count(memory.requested_bytes, memory.category, frees, at);
+  std::int32_t AllocateForModel(const internal::ModelMemory& memory, const MemoryPoint& at) override {
+    Count(memory.requested_bytes, memory.category, false, at);
+    return -1;
+  }
+  void Free(const MemoryBlock& block, const MemoryPoint& at) override {
+    Count(block.requested_bytes, block.category, true, at);
+  }
+  void FreeOfModel(const internal::ModelMemory& memory, const MemoryPoint& at) override {
+    Count(memory.requested_bytes, memory.category, true, at);
   }
   void BeginRecorded() override { recorded_ = true; }
 
@@ -201,8 +209,8 @@ class Profiler final : public internal::MemoryActions {
 MemoryProfile internal::ProfileMemory(const Plan& plan, const MemoryOptions& options,
                                       const ModelActions* model) {
   Profiler profiler(plan, options);
-  ForEachMemoryAction(plan, {.space = options.space, .kernel_temporaries = options.kernel_temporaries},
-                      profiler, model);
+  WalkMemory(plan, {.space = options.space, .kernel_temporaries = options.kernel_temporaries}, profiler,
+             model);
   return profiler.Take();
 }
 
@@ -215,7 +223,8 @@ MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history, cons
   for (std::size_t a = 0; a < history.actions.size(); ++a) {
     if (a == history.first_recorded) profiler.BeginRecorded();
     const MemoryAction& action = history.actions[a];
-    profiler.Act(history.blocks[static_cast<std::size_t>(action.block)], action.frees, action.at);
+    const MemoryBlock& block = history.blocks[static_cast<std::size_t>(action.block)];
+    action.frees ? profiler.Free(block, action.at) : (void)profiler.Allocate(block, action.at);
   }
   return profiler.Take();
 }

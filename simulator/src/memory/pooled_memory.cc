@@ -4,20 +4,28 @@
 #include <map>
 #include <utility>
 
-#include "memory/memory_actions.h"
+#include "memory/memory_sink.h"
 
 namespace shardplan {
 namespace {
 
-class PoolPeaks final : public internal::MemoryActions {
+class PoolPeaks final : public internal::MemorySink {
  public:
   explicit PoolPeaks(const Plan& plan) : plan_(plan) {}
 
-  void Act(const MemoryBlock& block, bool frees, const MemoryPoint&) override {
-    Count(PoolOf(block), block.requested_bytes, frees);
+  std::int32_t Allocate(const MemoryBlock& block, const MemoryPoint&) override {
+    Count(PoolOf(block), block.requested_bytes, false);
+    return -1;
   }
-  void ActOfModel(const internal::ModelMemory& memory, bool frees, const MemoryPoint&) override {
-    Count({memory.stream, -1}, memory.requested_bytes, frees);
+  std::int32_t AllocateForModel(const internal::ModelMemory& memory, const MemoryPoint&) override {
+    Count({memory.stream, -1}, memory.requested_bytes, false);
+    return -1;
+  }
+  void Free(const MemoryBlock& block, const MemoryPoint&) override {
+    Count(PoolOf(block), block.requested_bytes, true);
+  }
+  void FreeOfModel(const internal::ModelMemory& memory, const MemoryPoint&) override {
+    Count({memory.stream, -1}, memory.requested_bytes, true);
   }
   void BeginRecorded() override {}
 
@@ -66,7 +74,7 @@ class PoolPeaks final : public internal::MemoryActions {
 
 PooledMemory PoolMemory(const Plan& plan) {
   PoolPeaks peaks(plan);
-  internal::ForEachMemoryAction(plan, {}, peaks);
+  internal::WalkMemory(plan, {}, peaks);
   return peaks.Take();
 }
 

@@ -11,9 +11,11 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
@@ -46,78 +48,29 @@ class StepWork {
   // kNegative: not every parameter is in one unit. kBadInput: the trace is not that of the plan.
   static Result<StepWork> Make(const Trace& trace, const Plan& job, bool recomputation);
 
-  std::int64_t operators() const { return static_cast<std::int64_t>(durations_ns_.size()); }
-  const std::vector<std::int64_t>& durations_ns() const { return durations_ns_; }
+  std::int64_t operators() const;
+  const std::vector<std::int64_t>& durations_ns() const;
   // The operators that are the first of a pass.
-  const std::vector<std::int64_t>& pass_begins() const { return pass_begins_; }
+  const std::vector<std::int64_t>& pass_begins() const;
   // The first operator of the first pass behind that of `op`; operators() where there is none.
   std::int64_t PassBehind(std::int64_t op) const;
   // Positions before which parameters are gathered first, or behind which gradients are reduced last, and the
   // bytes of these parameters.
   std::map<std::int64_t, std::int64_t> Deadlines() const;
-  const Cluster& cluster() const { return cluster_; }
+  const Cluster& cluster() const;
   // No plan of the class needs less.
-  Bytes LeastMemory() const { return least_memory_; }
+  Bytes LeastMemory() const;
   // The host alone takes that long.
-  Nanoseconds HostBound() const { return host_ns_; }
+  Nanoseconds HostBound() const;
 
  private:
   friend class StepWorkBuilder;
   friend class WindowedWork;
 
-  struct LineOnLink {
-    std::int64_t fixed_ns = 0;
-    std::int64_t per_byte = 0;
-  };
-  // What a collective does on each link that LinkLoads tells of.
-  using Line = std::array<LineOnLink, 2>;
-  struct SubMesh {
-    std::int64_t ranks = 1;
-    Line gather;
-  };
-  struct Parameter {
-    std::int64_t numel = 0;
-    std::int64_t stored = 0;          // bytes of an element of the shard
-    std::int64_t gathered = 0;        // ... of the parameter that is computed with
-    std::int64_t reduced = 0;         // ... of the gradient while it is reduced
-    std::vector<std::int64_t> reads;  // operators, ascending
-    std::vector<std::int64_t> grads;  // operators that end a gradient, ascending
+  struct Parts;  // bound/step_parts.h
+  explicit StepWork(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
-    // Of the step's gradient, from its first part to the optimizer's step: less no rank has, reduced or not.
-    std::int64_t WaitingBytes(std::int64_t shards) const {
-      return std::min(numel / shards * std::min(stored, reduced), numel * std::min(gathered, reduced));
-    }
-  };
-  struct Storage {
-    std::int64_t size_bytes = 0;
-    std::int64_t first = -1, last = -1;  // operators that use it
-  };
-  // What an operator makes in a forward and the backward uses: while plans may recompute, it is kept until
-  // then or the operator runs again.
-  struct Kept {
-    std::int64_t size_bytes = 0;
-    std::int64_t from = -1, to = -1;  // operators: its last use of that pass, and the first behind it
-  };
-  struct Remake {
-    std::int64_t made_by = -1;  // operator
-    std::int64_t duration_ns = 0;
-    std::vector<Kept> kept;
-  };
-
-  Cluster cluster_;
-  std::vector<std::int64_t> durations_ns_;
-  std::vector<std::int64_t> pass_begins_;
-  std::vector<Parameter> parameters_;
-  std::vector<Storage> storages_;
-  std::vector<Remake> remakes_;
-  std::int64_t shards_ = 1;
-  Line gather_, reduce_, all_reduce_;
-  std::vector<SubMesh> sub_meshes_;
-  std::int64_t copy_slope_ = 0;
-  Bytes static_bytes_;
-  Bytes least_memory_;
-  Nanoseconds optimizer_ns_;
-  Nanoseconds host_ns_;
+  std::shared_ptr<const Parts> parts_;
 };
 
 // Where the cheapest of all that the class may do puts its work: what a price of it is worth.
@@ -167,7 +120,7 @@ class WindowedWork {
   void AddParameters(LayoutKind layout);
   void SetCopiedPerShard(bool flat);
 
-  const StepWork& work_;
+  const StepWork::Parts& work_;
   std::vector<std::int64_t> cuts_;
   std::vector<std::int64_t> kernels_ns_;  // by window
   std::vector<std::int64_t> room_bytes_;  // by cut: the budget less what is there in any case

@@ -1,0 +1,17 @@
+// What plans are made by, one by one (MakePlan) or in a series (PlanSeries).
+#pragma once
+
+#include <string_view>
+
+#include "planner_passes.h"
+#include "shardplan/planner/planner.h"
+
+namespace shardplan {
+
+// Every pass runs here, is timed and reported. Ends behind the pass `last`; empty: behind the last one.
+Status RunPasses(const Task& task, std::string_view last, const PlanOptions& options, Made& made);
+
+// What the document's own rules and the allocator say of a strategy. kBadInput.
+Status CheckKnobs(const Strategy& strategy);
+
+}  // namespace shardplan

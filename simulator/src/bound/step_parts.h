@@ -1,0 +1,75 @@
+// What a StepWork holds.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/simulator/lower_bound.h"
+
+namespace shardplan {
+
+struct StepWork::Parts {
+  struct LineOnLink {
+    std::int64_t fixed_ns = 0;
+    std::int64_t per_byte = 0;
+  };
+  // What a collective does on each link that LinkLoads tells of.
+  using Line = std::array<LineOnLink, 2>;
+  struct SubMesh {
+    std::int64_t ranks = 1;
+    Line gather;
+  };
+  struct Parameter {
+    std::int64_t numel = 0;
+    std::int64_t stored = 0;          // bytes of an element of the shard
+    std::int64_t gathered = 0;        // ... of the parameter that is computed with
+    std::int64_t reduced = 0;         // ... of the gradient while it is reduced
+    std::vector<std::int64_t> reads;  // operators, ascending
+    std::vector<std::int64_t> grads;  // operators that end a gradient, ascending
+
+    // Of the step's gradient, from its first part to the optimizer's step: less no rank has, reduced or not.
+    std::int64_t WaitingBytes(std::int64_t shards) const {
+      return std::min(numel / shards * std::min(stored, reduced), numel * std::min(gathered, reduced));
+    }
+  };
+  struct Storage {
+    std::int64_t size_bytes = 0;
+    std::int64_t first = -1, last = -1;  // operators that use it
+  };
+  // What an operator makes in a forward and the backward uses: while plans may recompute, it is kept until
+  // then or the operator runs again.
+  struct Kept {
+    std::int64_t size_bytes = 0;
+    std::int64_t from = -1, to = -1;  // operators: its last use of that pass, and the first behind it
+  };
+  struct Remake {
+    std::int64_t made_by = -1;  // operator
+    std::int64_t duration_ns = 0;
+    std::vector<Kept> kept;
+  };
+
+  // StepWork::PassBehind.
+  std::int64_t PassBehind(std::int64_t op) const {
+    const auto behind = std::ranges::upper_bound(pass_begins, op);
+    return behind == pass_begins.end() ? std::ssize(durations_ns) : *behind;
+  }
+
+  Cluster cluster;
+  std::vector<std::int64_t> durations_ns;
+  std::vector<std::int64_t> pass_begins;
+  std::vector<Parameter> parameters;
+  std::vector<Storage> storages;
+  std::vector<Remake> remakes;
+  std::int64_t shards = 1;
+  Line gather, reduce, all_reduce;
+  std::vector<SubMesh> sub_meshes;
+  std::int64_t copy_slope = 0;
+  Bytes static_bytes;
+  Bytes least_memory;
+  Nanoseconds optimizer_ns;
+  Nanoseconds host_ns;
+};
+
+}  // namespace shardplan
