@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "python_error.h"
+#include "binding/python_error.h"
 
 namespace shardplan::python {
 namespace py = pybind11;

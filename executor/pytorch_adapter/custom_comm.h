@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "py_ref.h"
+#include "binding/py_ref.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/torch_device.h"
 

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "binding/tensor_tree.h"
 #include "inputs_done.h"
 #include "post_backward.h"
 #include "runtime.h"
-#include "tensor_tree.h"
 
 namespace shardplan::python {
 namespace {

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "py_ref.h"
+#include "binding/py_ref.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::python {

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "python_error.h"
+#include "binding/python_error.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
 

@@ -15,18 +15,18 @@
 #include <vector>
 
 #include "custom_comm.h"
-#include "extensions.h"
-#include "fallback.h"
-#include "gradient_handover.h"
 #include "module_groups.h"
-#include "on_demand.h"
-#include "parameter_changes.h"
-#include "plan_order.h"
+#include "off_plan/fallback.h"
+#include "off_plan/on_demand.h"
+#include "off_plan/plan_order.h"
+#include "parameters/extensions.h"
+#include "parameters/gradient_handover.h"
+#include "parameters/parameter_changes.h"
+#include "parameters/unit_state.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
-#include "unit_state.h"
 
 namespace shardplan::python {
 
@@ -113,7 +113,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void Unshard(UnitId unit);
   void Reshard(UnitId unit);
   ParameterChanges& parameter_changes() { return changes_; }
-  // A forward fails with this reason; "": it does not.
+  // Why forwards fail. Empty: they succeed.
   void Suspend(std::string reason) { suspended_ = std::move(reason); }
   // hook(reduced gradient) after the last collective of the unit's reductions, as FSDP2's
   // set_all_reduce_hook.

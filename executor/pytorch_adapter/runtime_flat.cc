@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "python_error.h"
+#include "binding/python_error.h"
 #include "runtime.h"
 #include "shardplan/schemas/layout.h"
 

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "python_error.h"
+#include "binding/python_error.h"
 #include "runtime.h"
 
 namespace shardplan::python {

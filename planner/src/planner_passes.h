@@ -10,7 +10,7 @@
 #include "passes/place_events.h"
 #include "passes/record_order.h"
 #include "passes/schedule_graph.h"
-#include "policy/policy_description.h"
+#include "policy/description.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"

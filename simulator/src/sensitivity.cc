@@ -6,9 +6,9 @@
 #include <cmath>
 
 #include "cost/fixed_log.h"
-#include "report/format.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
+#include "text/format.h"
 
 namespace shardplan {
 namespace {

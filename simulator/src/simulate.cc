@@ -7,11 +7,12 @@
 #include <array>
 #include <utility>
 
-#include "memory/memory_sink.h"
 #include "memory/model_actions.h"
-#include "report/report_builder.h"
+#include "memory/sink.h"
+#include "report/builder.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
+#include "text/instruction_text.h"
 
 namespace shardplan {
 namespace {

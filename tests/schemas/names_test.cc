@@ -4,7 +4,7 @@
 #include <set>
 #include <string>
 
-#include "schemas/src/documents/enum_names.h"
+#include "schemas/src/names/enum_names.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {

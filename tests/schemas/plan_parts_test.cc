@@ -11,7 +11,7 @@
 #include <random>
 #include <string>
 
-#include "shardplan/schemas/available_memory.h"
+#include "files/available_memory.h"
 #include "shardplan/schemas/io.h"
 #include "tests/support/random_documents.h"
 #include "tests/support/small_plans.h"

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "schemas/src/diff/field_diff.h"
-#include "schemas/src/documents/enum_names.h"
 #include "schemas/src/documents/plan_fields.h"
 #include "schemas/src/documents/report_fields.h"
 #include "schemas/src/documents/reshard_fields.h"
+#include "schemas/src/names/enum_names.h"
 
 namespace shardplan::test {
 namespace {

@@ -1,6 +1,4 @@
-// shardplan: trace, plan, optimize, certify, explain, validate, simulate, compare, cost, memory,
-// explain-memory, show, diff, run, conformance, calibrate, sweep, evaluate, layout, reshard,
-// reshard-checkpoint, allocator-replay.
+// shardplan: a command for each thing that one does with a plan.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -9,8 +7,9 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
-#include "commands.h"
+#include "commands/commands.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/printable.h"
 #include "support.h"
@@ -41,17 +40,52 @@ void PrepareWriting() {
   }
 }
 
-// An empty value of a flag that names a file would count as no flag.
-void RefuseEmptyNames(CLI::App& app) {
-  const CLI::Validator not_empty([](std::string& name) { return name.empty() ? "names no file" : ""; }, "");
-  for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    for (const char* flag : {"--strategy", "--cluster", "--trace", "--output", "--graph", "--write-strategy",
-                             "--report", "--certificate", "--timeline", "--html", "--rows", "--plot", "--map",
-                             "--json", "--fit", "--target-layout"}) {
-      CLI::Option* option = command->get_option_no_throw(flag);
-      if (option != nullptr && option->get_items_expected_max() > 0) option->check(not_empty);
+// Commands by what they are for, in the order of --help.
+struct CommandGroup {
+  const char* name;
+  std::vector<void (*)(CLI::App&, shardplan::cli::Invocation&)> commands;
+};
+
+void AddCommands(CLI::App& app, shardplan::cli::Invocation& invocation) {
+  using namespace shardplan::cli;
+  const std::vector<CommandGroup> groups = {
+      {"Size a job", {AddSweepCommand, AddEvaluateCommand, AddMemoryCommand}},
+      {"Plan", {AddTraceCommand, AddPlanCommand, AddOptimizeCommand, AddCertifyCommand, AddValidateCommand}},
+      {"Predict", {AddSimulateCommand, AddCostCommand, AddCalibrateCommand, AddAllocatorReplayCommand}},
+      {"Explain",
+       {AddExplainCommand, AddExplainMemoryCommand, AddCompareCommand, AddDiffCommand, AddShowCommand}},
+      {"Train", {AddRunCommand, AddConformanceCommand}},
+      {"Convert", {AddLayoutCommand, AddReshardCommand, AddReshardCheckpointCommand}}};
+  for (const CommandGroup& group : groups) {
+    for (const auto add : group.commands) {
+      add(app, invocation);
+      app.get_subcommands([](const CLI::App*) { return true; }).back()->group(group.name);
     }
   }
+}
+
+// What completes commands, and flags by asking a command for its help: those of other programs, too.
+std::string CompletionText(const CLI::App& app, std::string_view shell) {
+  std::string commands;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; }))
+    commands += command->get_name() + " ";
+  std::string text = shell == "zsh" ? "autoload -U +X bashcompinit && bashcompinit\n" : "";
+  return text +
+         "_shardplan() {\n"
+         "  local word=${COMP_WORDS[COMP_CWORD]}\n"
+         "  if [ \"$COMP_CWORD\" -eq 1 ]; then\n"
+         "    COMPREPLY=($(compgen -W '" +
+         commands +
+         "--help --version' -- \"$word\"))\n"
+         "  elif [ \"${word#-}\" != \"$word\" ]; then\n"
+         "    local flags=$(\"${COMP_WORDS[0]}\" \"${COMP_WORDS[1]}\" --help 2>/dev/null | grep -oE -- "
+         "'--[a-z][a-z0-9-]+' | sort -u)\n"
+         "    COMPREPLY=($(compgen -W \"$flags\" -- \"$word\"))\n"
+         "  else\n"
+         "    COMPREPLY=($(compgen -f -- \"$word\"))\n"
+         "  fi\n"
+         "}\n"
+         "complete -o filenames -F _shardplan shardplan\n";
 }
 
 // Help, the version, or what is wrong with the command line.
@@ -87,29 +121,18 @@ int main(int argc, char** argv) {
       "Exit codes: 0 done; 1 the answer is negative (does not verify, does not fit, differs); 2 usage;\n"
       "3 bad input; 4 environment (no GPU, no NCCL, no space); 70 a bug of shardplan.");
   cli::Invocation invocation{argv[0], 0};
-  cli::AddTraceCommand(app, invocation);
-  cli::AddPlanCommand(app, invocation);
-  cli::AddOptimizeCommand(app, invocation);
-  cli::AddCertifyCommand(app, invocation);
-  cli::AddExplainCommand(app, invocation);
-  cli::AddValidateCommand(app, invocation);
-  cli::AddSimulateCommand(app, invocation);
-  cli::AddCompareCommand(app, invocation);
-  cli::AddCostCommand(app, invocation);
-  cli::AddMemoryCommand(app, invocation);
-  cli::AddExplainMemoryCommand(app, invocation);
-  cli::AddShowCommand(app, invocation);
-  cli::AddDiffCommand(app, invocation);
-  cli::AddRunCommand(app, invocation);
-  cli::AddConformanceCommand(app, invocation);
-  cli::AddCalibrateCommand(app, invocation);
-  cli::AddSweepCommand(app, invocation);
-  cli::AddEvaluateCommand(app, invocation);
-  cli::AddLayoutCommand(app, invocation);
-  cli::AddReshardCommand(app, invocation);
-  cli::AddReshardCheckpointCommand(app, invocation);
-  cli::AddAllocatorReplayCommand(app, invocation);
-  RefuseEmptyNames(app);
+  AddCommands(app, invocation);
+  std::string shell;
+  app.add_option_function<std::string>(
+         "--completion",
+         [&](const std::string& name) {
+           shell = name;
+           app.require_subcommand(0);
+         },
+         "Print a script that completes commands and flags: eval \"$(shardplan --completion bash)\"")
+      ->type_name("SHELL")
+      ->check(CLI::IsMember({"bash", "zsh"}))
+      ->trigger_on_parse();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -127,5 +150,5 @@ int main(int argc, char** argv) {
     cli::PrintError(std::string("shardplan: internal error: ") + error.what() + "\n");
     return ExitCode(ErrorCode::kInternal);
   }
-  return invocation.exit_code;
+  return shell.empty() ? invocation.exit_code : cli::PrintAnswer(CompletionText(app, shell));
 }

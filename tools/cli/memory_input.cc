@@ -2,7 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "memory_budget.h"
+#include "flags/file_flag.h"
+#include "flags/memory_budget.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/caching_allocator.h"
@@ -30,7 +31,7 @@ void AddMemoryInput(CLI::App& command, MemoryInput& input) {
   AddClusterFlags(command, input.cluster,
                   "Device memory and context from this cluster (of a trace: default none)");
   AddNoVerifyFlag(command, input.no_verify);
-  command.add_option("--strategy", input.strategy, "Of a trace: a strategy file; flags go over it");
+  AddFile(command, "--strategy", input.strategy, "Of a trace: a strategy file; flags go over it");
   AddPlanFlags(command, input.flags);
 }
 

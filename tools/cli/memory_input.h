@@ -4,8 +4,8 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-#include "cluster_choice.h"
-#include "plan_flags.h"
+#include "flags/cluster_choice.h"
+#include "flags/plan_flags.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/simulator/device_fit.h"

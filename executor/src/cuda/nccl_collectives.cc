@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/cuda_device.h"
+#include "cuda/device.h"
 #include "cuda/nccl_communicators.h"
 #include "replay/watchdog.h"
 #include "shardplan/executor/bounded_store.h"

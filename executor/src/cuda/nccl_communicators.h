@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/cuda_device.h"
+#include "cuda/device.h"
 #include "shardplan/executor/cuda_backend.h"
 
 namespace shardplan::executor {

@@ -5,7 +5,7 @@
 #include <exception>
 #include <optional>
 
-#include "cpu/cpu_device.h"
+#include "cpu/device.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "torch/arrivals.h"
 

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "shardplan/executor/device.h"
-#include "virtual/virtual_memory.h"
+#include "virtual/memory.h"
 
 namespace shardplan::executor {
 

@@ -1,7 +1,7 @@
 // Pass `describe`: what a plan says of itself beside its program.
 #pragma once
 
-#include "policy/policy_description.h"
+#include "policy/description.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 

@@ -1,7 +1,7 @@
 // Pass `place_events`: runs the policy over the recorded steps until its state repeats.
 #pragma once
 
-#include "policy/policy_description.h"
+#include "policy/description.h"
 #include "shardplan/schemas/error.h"
 
 namespace shardplan {

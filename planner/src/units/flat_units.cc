@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "policy/fsdp1/fsdp1_units.h"
+#include "policy/fsdp1/units.h"
 #include "shardplan/planner/planner.h"
 #include "units/layout.h"
 #include "units/unit_maker.h"

@@ -22,7 +22,7 @@ class FileSink {
   bool Has(std::int64_t count) const { return position_ + count <= kept_.bytes; }
   // Reads them back, as data of the step.
   Status Keep(std::int32_t step, std::int64_t count);
-  // What of `kept` the file still has room for.
+  // The prefix of `kept` that fits into the file.
   WrittenPart kept() const { return kept_; }
   // Whether what was kept is what the journal says. Asked once all of it has been passed.
   bool KeptIsRight() const { return kept_is_right_; }

@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "checkpoint/readers.h"
-#include "json/json_fields.h"
+#include "json/fields.h"
 #include "shardplan/schemas/part_boxes.h"
 #include "shardplan/schemas/printable.h"
 

@@ -10,7 +10,7 @@
 #include "checkpoint/little_endian.h"
 #include "checkpoint/readers.h"
 #include "checkpoint/safetensors_dtypes.h"
-#include "json/json_tape.h"
+#include "json/tape.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "json/json_writer.h"
+#include "json/writer.h"
 
 namespace shardplan {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "documents/plan_names.h"
-#include "json/json_types.h"
+#include "json/types.h"
+#include "names/plan_names.h"
 
 namespace shardplan {
 

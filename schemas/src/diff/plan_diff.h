@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "documents/plan_names.h"
+#include "names/plan_names.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {

@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "documents/enum_names.h"
+#include "names/enum_names.h"
 #include "shardplan/schemas/instruction_set.h"
 
 namespace shardplan {

@@ -9,7 +9,7 @@
 
 #include "diff/plan_diff.h"
 #include "diff/plan_diff_lines.h"
-#include "documents/enum_names.h"
+#include "names/enum_names.h"
 #include "text/plan_words.h"
 #include "text/sentence_groups.h"
 

@@ -1,8 +1,8 @@
 // The cluster in JSON (docs/cluster-format.md).
 #pragma once
 
-#include "json/json_fields.h"
-#include "json/json_types.h"
+#include "json/fields.h"
+#include "json/types.h"
 #include "shardplan/schemas/cluster.h"
 
 namespace shardplan {

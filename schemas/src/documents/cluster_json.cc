@@ -4,7 +4,7 @@
 
 #include "documents/cluster_fields.h"
 #include "documents/document_json.h"
-#include "json/json_tables.h"
+#include "json/tables.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
 

@@ -4,11 +4,8 @@
 
 #include <optional>
 
-#include "documents/file_bytes.h"
 #include "documents/plan_parts.h"
-#include "shardplan/schemas/available_memory.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/plan_text.h"
 
 namespace shardplan {
 namespace {
@@ -25,38 +22,9 @@ Result<T> ParseWith(std::string_view json_text, Result<T> (*read)(const JsonTape
 }
 
 template <typename T>
-Result<T> ReadWith(const std::string& path, Result<T> (*parse)(std::string_view)) {
-  const Result<std::string> text = ReadFile(path);
-  if (!text.has_value()) return std::unexpected(text.error());
-  Result<T> value = parse(*text);
-  if (!value.has_value()) value.error().file = path;
-  return value;
-}
-
-std::optional<Plan> PlanInFile(const std::string& path) {
-  FileBytes bytes(path);
-  if (!CheckMemory("", static_cast<std::int64_t>(bytes.size()))) return std::nullopt;  // ReadFile says so
-  return ReadPlanByParts(bytes);
-}
-
-template <typename T>
 Result<Document> AsDocument(Result<T> value) {
   if (!value.has_value()) return std::unexpected(std::move(value.error()));
   return Document(std::move(*value));
-}
-
-// The text of a plan begins with a word. What is no JSON object either is JSON's to refuse.
-bool IsPlanText(std::string_view text) {
-  const std::size_t first = text.find_first_not_of(" \t\r\n");
-  return first != std::string_view::npos && text[first] != '{';
-}
-
-Result<Plan> ParsePlanInAnyForm(std::string_view text) {
-  return IsPlanText(text) ? ParsePlanText(text) : ParsePlan(text);
-}
-
-Result<Document> ParseDocumentInAnyForm(std::string_view text) {
-  return IsPlanText(text) ? AsDocument(ParsePlanText(text)) : ParseDocument(text);
 }
 
 }  // namespace
@@ -120,21 +88,6 @@ Result<Document> ParseDocument(std::string_view json_text) {
   if (*schema == kReshardSchema) return AsDocument(ReshardFromTape(*tape));
   return MakeInputError("/schema", "unknown kind or version of document", fmt::format("\"{}\"", *schema),
                         std::string(kAllSchemas));
-}
-
-Result<Trace> ReadTrace(const std::string& path) { return ReadWith(path, ParseTrace); }
-Result<Cluster> ReadCluster(const std::string& path) { return ReadWith(path, ParseCluster); }
-Result<Strategy> ReadStrategy(const std::string& path) { return ReadWith(path, ParseStrategy); }
-Result<Plan> ReadPlan(const std::string& path) {
-  if (std::optional<Plan> plan = PlanInFile(path)) return std::move(*plan);
-  return ReadWith(path, ParsePlanInAnyForm);
-}
-Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
-Result<Certificate> ReadCertificate(const std::string& path) { return ReadWith(path, ParseCertificate); }
-Result<Optimization> ReadOptimization(const std::string& path) { return ReadWith(path, ParseOptimization); }
-Result<Document> ReadDocument(const std::string& path) {
-  if (std::optional<Plan> plan = PlanInFile(path)) return Document(std::move(*plan));
-  return ReadWith(path, ParseDocumentInAnyForm);
 }
 
 }  // namespace shardplan

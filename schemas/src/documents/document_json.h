@@ -3,8 +3,8 @@
 
 #include <string_view>
 
-#include "json/json_reader.h"
-#include "json/json_tape.h"
+#include "json/reader.h"
+#include "json/tape.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {

@@ -4,7 +4,7 @@
 
 namespace shardplan {
 
-// Of what tells lists apart; equality decides.
+// Hash of the distinguishing fields. Collisions are resolved by ==.
 std::size_t InstructionSharing::Hash::operator()(const InstructionList& list) const {
   std::size_t hash = list.size();
   for (const Instruction& i : list) {

@@ -5,8 +5,8 @@
 #include "documents/plan_repetitions.h"
 #include "documents/strategy_fields.h"
 #include "documents/trace_fields.h"
-#include "json/json_fields.h"
-#include "json/json_types.h"
+#include "json/fields.h"
+#include "json/types.h"
 #include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/plan.h"
 

@@ -5,8 +5,8 @@
 #include "documents/document_json.h"
 #include "documents/plan_check.h"
 #include "documents/plan_fields.h"
-#include "documents/plan_names.h"
-#include "json/json_tables.h"
+#include "json/tables.h"
+#include "names/plan_names.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
 

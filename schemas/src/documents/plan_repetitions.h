@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "json/json_fields.h"
+#include "json/fields.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {

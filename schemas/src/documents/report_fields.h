@@ -1,7 +1,7 @@
 // The report in JSON (docs/report-format.md).
 #pragma once
 
-#include "json/json_fields.h"
+#include "json/fields.h"
 #include "shardplan/schemas/report.h"
 
 namespace shardplan {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "documents/strategy_fields.h"
-#include "json/json_fields.h"
+#include "json/fields.h"
 #include "shardplan/schemas/reshard.h"
 
 namespace shardplan {

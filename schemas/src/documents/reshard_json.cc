@@ -1,6 +1,6 @@
 #include "documents/document_json.h"
 #include "documents/reshard_fields.h"
-#include "json/json_tables.h"
+#include "json/tables.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {

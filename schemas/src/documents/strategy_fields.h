@@ -1,8 +1,8 @@
 // The strategy in JSON (docs/strategy-format.md). Whatever is left out has PyTorch's default.
 #pragma once
 
-#include "json/json_fields.h"
-#include "json/json_types.h"
+#include "json/fields.h"
+#include "json/types.h"
 #include "shardplan/schemas/strategy.h"
 
 namespace shardplan {

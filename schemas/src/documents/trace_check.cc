@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "documents/trace_modules_check.h"
-#include "json/json_fields.h"
+#include "json/fields.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {

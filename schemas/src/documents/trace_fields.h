@@ -1,8 +1,8 @@
 // The trace in JSON (docs/trace-format.md).
 #pragma once
 
-#include "json/json_fields.h"
-#include "json/json_types.h"
+#include "json/fields.h"
+#include "json/types.h"
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan {

@@ -1,6 +1,6 @@
 #include "documents/document_json.h"
 #include "documents/trace_fields.h"
-#include "json/json_tables.h"
+#include "json/tables.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/trace_check.h"
 

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "json/json_fields.h"
+#include "json/fields.h"
 #include "reshard/mesh_digits.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/state_layout.h"

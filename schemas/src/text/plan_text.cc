@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include "documents/plan_fields.h"
-#include "json/json_tables.h"
-#include "json/json_writer.h"
+#include "json/tables.h"
+#include "json/writer.h"
 #include "text/plan_text_fields.h"
 #include "text/plan_words.h"
 

@@ -5,9 +5,9 @@
 #include <map>
 #include <unordered_map>
 
-#include "documents/enum_names.h"
-#include "json/json_tape.h"
-#include "json/json_writer.h"
+#include "json/tape.h"
+#include "json/writer.h"
+#include "names/enum_names.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "text/plan_word_reader.h"

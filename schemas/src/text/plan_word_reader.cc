@@ -9,9 +9,9 @@
 #include <set>
 #include <vector>
 
-#include "documents/enum_names.h"
-#include "json/json_tape.h"
-#include "json/json_writer.h"
+#include "json/tape.h"
+#include "json/writer.h"
+#include "names/enum_names.h"
 #include "text/plan_words.h"
 
 namespace shardplan {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <array>
 
-#include "documents/enum_names.h"
-#include "json/json_writer.h"
+#include "json/writer.h"
+#include "names/enum_names.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan_text.h"
 

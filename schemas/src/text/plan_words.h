@@ -16,8 +16,8 @@
 #include <string>
 #include <string_view>
 
-#include "documents/plan_names.h"
-#include "json/json_fields.h"
+#include "json/fields.h"
+#include "names/plan_names.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {

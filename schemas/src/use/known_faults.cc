@@ -7,7 +7,7 @@
 #include <span>
 #include <utility>
 
-#include "documents/enum_names.h"
+#include "names/enum_names.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
 

@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "allocator/allocator_sizes.h"
+#include "allocator/pool.h"
+#include "allocator/sizes.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
@@ -14,6 +15,12 @@ CachingAllocator::CachingAllocator(AllocatorSettings settings)
     : settings_(settings),
       max_split_(settings.max_split_size_bytes ? settings.max_split_size_bytes->value
                                                : std::numeric_limits<std::int64_t>::max()) {}
+
+CachingAllocator::CachingAllocator(const CachingAllocator& other) = default;
+CachingAllocator::CachingAllocator(CachingAllocator&& other) noexcept = default;
+CachingAllocator& CachingAllocator::operator=(const CachingAllocator& other) = default;
+CachingAllocator& CachingAllocator::operator=(CachingAllocator&& other) noexcept = default;
+CachingAllocator::~CachingAllocator() = default;
 
 CachingAllocator::Pool& CachingAllocator::PoolOf(std::int32_t stream, bool small) {
   const std::size_t index = 2 * static_cast<std::size_t>(stream) + (small ? 0 : 1);

@@ -1,7 +1,8 @@
 // The paths through the driver: new segments, expandable segments, garbage collection, releasing the cache.
 #include <algorithm>
 
-#include "allocator/allocator_sizes.h"
+#include "allocator/pool.h"
+#include "allocator/sizes.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/caching_allocator.h"
 

@@ -1,7 +1,8 @@
 // The allocator's memory as a value and as text, and taking over a recorded state.
 #include <algorithm>
 
-#include "allocator/allocator_sizes.h"
+#include "allocator/pool.h"
+#include "allocator/sizes.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {

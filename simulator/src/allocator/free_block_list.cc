@@ -1,4 +1,4 @@
-#include "shardplan/simulator/free_block_list.h"
+#include "allocator/free_block_list.h"
 
 #include <algorithm>
 #include <limits>

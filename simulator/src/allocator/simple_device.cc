@@ -1,4 +1,4 @@
-#include "allocator/allocator_sizes.h"
+#include "allocator/sizes.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {

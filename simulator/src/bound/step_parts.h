@@ -29,7 +29,8 @@ struct StepWork::Parts {
     std::vector<std::int64_t> reads;  // operators, ascending
     std::vector<std::int64_t> grads;  // operators that end a gradient, ascending
 
-    // Of the step's gradient, from its first part to the optimizer's step: less no rank has, reduced or not.
+    // Bytes of the step's gradient between its first part and the optimizer's step. A lower bound: every rank
+    // holds at least this much, before and after the reduction.
     std::int64_t WaitingBytes(std::int64_t shards) const {
       return std::min(numel / shards * std::min(stored, reduced), numel * std::min(gathered, reduced));
     }

@@ -132,7 +132,7 @@ class Lowering {
                "more than a report can say");
   }
 
-  // One thing after the other, which no order of them exceeds.
+  // Upper bound: all instructions serialised.
   Status CheckLength(const std::string& pointer) const {
     Nanoseconds in_all;
     for (const EngineInstruction& code : step_.code) {

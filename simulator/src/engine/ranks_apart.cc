@@ -15,7 +15,8 @@
 
 #include "cost/group_placement.h"
 #include "engine/step_runner.h"
-#include "report/format.h"
+#include "shardplan/schemas/assert.h"
+#include "text/format.h"
 
 namespace shardplan {
 namespace {

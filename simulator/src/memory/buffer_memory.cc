@@ -4,9 +4,9 @@
 #include <bit>
 #include <utility>
 
-#include "allocator/allocator_sizes.h"
+#include "allocator/sizes.h"
 #include "cost/optimizer_cost.h"
-#include "memory/memory_categories.h"
+#include "memory/categories.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 

@@ -4,7 +4,7 @@
 #include <set>
 #include <string_view>
 
-#include "allocator/allocator_sizes.h"
+#include "allocator/sizes.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 

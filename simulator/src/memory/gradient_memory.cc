@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "memory/categories.h"
 #include "memory/gradient_views.h"
-#include "memory/memory_categories.h"
 #include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::internal {

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "memory/memory_sink.h"
+#include "memory/sink.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan::internal {

@@ -6,7 +6,7 @@
 #include <variant>
 #include <vector>
 
-#include "memory/memory_categories.h"
+#include "memory/categories.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::internal {

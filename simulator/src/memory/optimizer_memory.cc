@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "allocator/allocator_sizes.h"
-#include "memory/memory_categories.h"
+#include "allocator/sizes.h"
+#include "memory/categories.h"
 
 namespace shardplan::internal {
 

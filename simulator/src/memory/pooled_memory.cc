@@ -4,7 +4,7 @@
 #include <map>
 #include <utility>
 
-#include "memory/memory_sink.h"
+#include "memory/sink.h"
 
 namespace shardplan {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "allocator/allocator_sizes.h"
+#include "allocator/sizes.h"
 
 namespace shardplan::internal {
 

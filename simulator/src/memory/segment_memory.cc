@@ -4,7 +4,7 @@
 #include <utility>
 #include <variant>
 
-#include "memory/memory_categories.h"
+#include "memory/categories.h"
 #include "shardplan/schemas/program.h"
 
 namespace shardplan::internal {

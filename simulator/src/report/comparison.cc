@@ -7,9 +7,9 @@
 #include <set>
 
 #include "cost/fixed_log.h"
-#include "report/format.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/simulate.h"
+#include "text/format.h"
 
 namespace shardplan::internal {
 namespace {

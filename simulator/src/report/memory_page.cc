@@ -8,10 +8,10 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "report/format.h"
-#include "report/report_builder.h"
-#include "report/report_page.h"
+#include "report/page.h"
 #include "shardplan/simulator/memory_explanation.h"
+#include "text/format.h"
+#include "text/instruction_text.h"
 
 namespace shardplan {
 namespace {

@@ -1,7 +1,7 @@
+#include "report/page.h"
+
 #include <nlohmann/json.hpp>
 #include <ranges>
-
-#include "report/report_page.h"
 
 namespace shardplan::internal {
 

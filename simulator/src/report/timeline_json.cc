@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "report/report_builder.h"
 #include "shardplan/simulator/simulate.h"
+#include "text/instruction_text.h"
 
 namespace shardplan {
 namespace {

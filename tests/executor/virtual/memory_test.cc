@@ -1,9 +1,9 @@
 // Pools of the virtual machine: what is handed out, and who poisons it.
+#include "executor/src/virtual/memory.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
-
-#include "executor/src/virtual/virtual_memory.h"
 
 namespace shardplan::executor {
 namespace {

@@ -58,7 +58,7 @@ def test_nothing_else_in_the_sources_writes_files():
     """One writer in C++, one in Python; and checkpoints, whose files are written piece by piece, beside their place until all are whole."""
     checkpoints = {"schemas/src/checkpoint/file_sink.cc", "schemas/src/checkpoint/journal.cc"}
     writes = {
-        ".cc": (r"ofstream|\bfopen\(|\brename\(|\bmkstemp\(|O_CREAT", {"schemas/src/documents/file_write.cc", "tools/cli/support.cc"} | checkpoints),
+        ".cc": (r"ofstream|\bfopen\(|\brename\(|\bmkstemp\(|O_CREAT", {"schemas/src/files/file_write.cc", "tools/cli/support.cc"} | checkpoints),
         ".py": (r"""\bopen\([^)]*["'][wax]b?\+?["']|(?<!files)\.write_(?:text|bytes)\(|json\.dump\(""", {"tools/python/shardplan/files.py", "tools/python/shardplan/command.py"}),
     }
     for suffix, (pattern, writers) in writes.items():

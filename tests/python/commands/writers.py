@@ -115,8 +115,8 @@ def program(name: str = "shardplan") -> str:
 
 def commands() -> set[str]:
     """All that the program has, as it says itself."""
-    said = subprocess.run([program(), "--help"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in said.partition("Subcommands:")[2].partition("Exit codes")[0].splitlines() if line.strip()}
+    said = subprocess.run([program()], capture_output=True, text=True, check=False).stderr
+    return set(said.partition("The commands are ")[2].partition("\n")[0].split())
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-// JSON Schema of a value type, by its field list (schemas/src/json/json_fields.h).
+// JSON Schema of a value type, by its field list (schemas/src/json/fields.h).
 #pragma once
 
 #include <concepts>
@@ -13,9 +13,9 @@
 #include <variant>
 #include <vector>
 
-#include "schemas/src/documents/enum_names.h"
-#include "schemas/src/json/json_fields.h"
-#include "schemas/src/json/json_writer.h"
+#include "schemas/src/json/fields.h"
+#include "schemas/src/json/writer.h"
+#include "schemas/src/names/enum_names.h"
 
 namespace shardplan {
 
@@ -28,7 +28,7 @@ std::string ElementWords(const Spec& spec);
 // `says`, and how a reference by name is written.
 std::string FieldWords(std::string_view field_name, std::string_view says, const Spec& spec);
 
-// What C++ makes of a type: told apart as json_reader.h does.
+// What C++ makes of a type: told apart as json/reader.h does.
 template <typename T>
 inline constexpr bool kIsOptional = false;
 template <typename T>

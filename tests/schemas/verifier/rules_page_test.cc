@@ -52,7 +52,7 @@ std::map<std::string, std::string> Sections() {
 struct Proof {
   std::string file, function;
 };
-// `file.cc:Function`, as often as the section says it.
+// `folder/file.cc:Function`, as often as the section says it.
 std::vector<Proof> Proofs(const std::string& section) {
   static const std::regex kProof("`([a-z_/]+\\.cc):([A-Za-z]+)`");
   std::vector<Proof> proofs;
@@ -73,11 +73,11 @@ TEST(RulesPage, HasASectionForEveryRuleAndForNothingElse) {
 TEST(RulesPage, EverySectionNamesFunctionsThatTheCodeDefines) {
   for (const auto& [name, section] : Sections()) {
     const std::vector<Proof> proofs = Proofs(section);
-    EXPECT_FALSE(proofs.empty()) << name << " names no `file.cc:Function` that is its proof";
+    EXPECT_FALSE(proofs.empty()) << name << " names no `folder/file.cc:Function` that is its proof";
     for (const Proof& proof : proofs) {
       // A definition starts a line; a call is indented.
       const std::regex definition("(^|\n)[A-Za-z0-9_:<>, ]*[ >]" + proof.function + "\\(");
-      EXPECT_TRUE(std::regex_search(Text(kFolder + proof.file), definition))
+      EXPECT_TRUE(std::regex_search(Text("schemas/src/" + proof.file), definition))
           << name << ": " << proof.file << " does not define " << proof.function;
     }
   }
@@ -89,7 +89,7 @@ TEST(RulesPage, EveryRuleFunctionIsNamedOnThePage) {
   for (const auto& [name, section] : Sections()) {
     for (const Proof& proof : Proofs(section)) named.insert(proof.function);
   }
-  const std::string header = Text(kFolder + "verifier_rules.h");
+  const std::string header = Text(kFolder + "rules.h");
   const std::string declared = header.substr(0, header.find("// ---- what the gradient rules"));
   static const std::regex kFunction("\n[A-Za-z_:<>0-9]+ ([A-Z][A-Za-z]+)\\(");
   int functions = 0;

@@ -2,6 +2,7 @@
 // printed with each failure.
 #include <random>
 
+#include "allocator/free_block_list.h"
 #include "allocator_fixture.h"
 #include "naive_allocator.h"
 

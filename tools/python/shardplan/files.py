@@ -1,6 +1,6 @@
 """Outputs of the commands: a file is written whole or not at all, and nothing else is left in its folder.
 
-The C++ commands do the same (schemas/src/documents/file_write.cc); each removes what the other's killed processes left.
+The C++ commands do the same (schemas/src/files/file_write.cc); each removes what the other's killed processes left.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ struct Fact {
   std::string name, value;
 };
 
-// What one rank says of itself.
+// The description that one rank publishes.
 struct Statement {
   std::vector<Fact> facts;  // the same names in the same order on every rank
   std::string failure;      // why this rank cannot take part; "": it can

@@ -23,7 +23,7 @@ using GiveUp = std::function<std::optional<std::string>()>;
 c10::intrusive_ptr<c10d::Store> MakeBoundedStore(c10::intrusive_ptr<c10d::Store> store,
                                                  std::chrono::milliseconds limit, GiveUp give_up = nullptr);
 
-// What `connect` gives; throws where it takes longer than `limit`.
+// The result of `connect`. Throws when it takes longer than `limit`.
 c10::intrusive_ptr<c10d::Store> ConnectWithin(std::chrono::milliseconds limit,
                                               std::function<c10::intrusive_ptr<c10d::Store>()> connect);
 

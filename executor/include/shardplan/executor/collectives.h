@@ -78,7 +78,7 @@ class Collectives {
 };
 
 // kBadInput with a pointer into the plan: a communicator whose groups are not all there on the plan's ranks.
-// What follows is of communicators that passed.
+// The functions below need communicators that passed.
 Status CheckCommunicators(const Plan& plan);
 
 // Position of `rank` in its group, and the group's ranks in that order: those that differ from it only in the

@@ -47,7 +47,7 @@ class Peers {
   std::optional<std::string> Dead() const;
   // Of ranks of this machine that have ended in good order, and not because of others.
   std::optional<std::string> Ended() const;
-  // Of ranks of this machine that are stopped.
+  // The stopped ranks of this machine.
   std::optional<std::string> Stopped() const;
   // Of the rank that serves the store, where it is known and the store does not answer.
   std::optional<std::string> SilentStore() const;

@@ -42,7 +42,7 @@ struct GradTarget {
   bool adds = false;
 };
 
-// What a compute instruction asks for.
+// The request of a compute instruction.
 struct ComputeCall {
   SegmentId segment = -1;
   std::int32_t microbatch = 0;

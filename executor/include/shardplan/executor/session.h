@@ -34,12 +34,12 @@ struct SessionOptions {
   std::chrono::milliseconds timeout{600'000};  // for the slowest rank's part of a save
 };
 
-// What one rank holds of a state.
+// The part of a state that one rank holds.
 struct SessionState {
   StateDescription description;   // the same on all ranks
   std::vector<at::Tensor> boxes;  // of each of this rank's boxes, in their order: its elements, contiguous
 };
-// Of a layout; `storage` as for a resharding.
+// The parts of one rank of a layout; `storage` as for a resharding.
 Result<SessionState> StateOfRank(const StateLayout& layout, std::int64_t rank, const ReshardStorage& storage);
 
 struct SaveFigures {
@@ -74,7 +74,7 @@ class Session {
   void HoldBack();
   // Whether this rank's thread is still busy.
   bool IsSaving() const;
-  // Of the last save that is done.
+  // Figures of the last save that has finished.
   SaveFigures figures() const;
 
   // Any checkpoint, whatever ranks and layout wrote it: each rank reads what it holds. kNegative: a tensor is

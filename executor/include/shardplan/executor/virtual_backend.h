@@ -29,7 +29,7 @@
 
 namespace shardplan::executor {
 
-// What the memory of a machine is made of. kMarks: of no numbers, only of where poison is, as ranges of
+// The representation of a machine's memory. kMarks: no numbers, only the poisoned ranges, as ranges of
 // bytes. The same poison is seen as with numbers, and the plan of a model of any size runs in the memory of
 // its own document.
 enum class VirtualContent : std::uint8_t { kNumbers, kMarks };

@@ -26,7 +26,7 @@ struct OptimizeProgress {
 };
 
 struct OptimizeOptions {
-  // What the allocator may reserve on a rank (device_fit.h). Not given: what the device has.
+  // The limit of reserved bytes on a rank (device_fit.h). Default: the device's memory.
   std::optional<Bytes> budget;
   bool may_checkpoint = false;
   bool may_offload = false;
@@ -42,7 +42,7 @@ struct OptimizeOptions {
   std::function<void(const OptimizeProgress&)> on_progress;
 };
 
-// What OptimizeOptions::fixed may hold.
+// The values of OptimizeOptions::fixed.
 const std::set<std::string>& FixableDecisions();
 
 struct OptimizeOutput {

@@ -16,7 +16,7 @@
 
 namespace shardplan {
 
-// What Strategy::policy may name.
+// The values of Strategy::policy.
 std::vector<std::string> PlannerPolicies();
 
 // A pass of the planner (docs/planner.md).

@@ -1,4 +1,4 @@
-// What has to come before what in a plan, and what may move (docs/schedule-graph.md).
+// The partial order of a plan's instructions: what may move, and how far (docs/schedule-graph.md).
 #pragma once
 
 #include <cstdint>

@@ -54,7 +54,7 @@ struct CheckpointFile {
   std::int64_t modified_ns = 0;
 };
 
-// What a checkpoint holds, without the tensors' bytes.
+// The contents of a checkpoint without the tensors' bytes.
 struct Checkpoint {
   CheckpointFormat format = CheckpointFormat::kDistributed;
   std::string path;

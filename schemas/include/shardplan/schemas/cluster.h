@@ -11,7 +11,7 @@
 
 namespace shardplan {
 
-// Of a cluster and of a mesh.
+// Limit for a cluster and for a mesh.
 inline constexpr std::int64_t kMostRanks = std::int64_t{1} << 30;
 
 // One measured point of an efficiency curve: at `flops` of one operator, the fraction (parts per million) of
@@ -180,7 +180,7 @@ struct Cluster {
   bool operator==(const Cluster&) const = default;
 };
 
-// As documents have them.
+// Names in the documents.
 std::string_view Name(CollectiveKind kind);   // "all_gather"
 std::string_view Name(ClusterFigure figure);  // "inner_link"
 std::string_view Name(FigureOrigin origin);   // "data_sheet"

@@ -1,4 +1,4 @@
-// What the field lists of a cluster cannot say and the cost model relies on.
+// Consistency of a cluster's fields: rules that the JSON Schema cannot express and the cost model relies on.
 #pragma once
 
 #include <string>

@@ -8,7 +8,7 @@
 
 namespace shardplan {
 
-// What went wrong, coarse enough to choose an exit code from.
+// The kind of an error. It decides the exit code.
 enum class ErrorCode : std::uint8_t {
   kNegative,     // the answer is no: does not fit, does not verify, differs        -> exit 1
   kUsage,        // the caller asked for something that makes no sense             -> exit 2

@@ -17,7 +17,7 @@
 
 namespace shardplan {
 
-// Where an instruction takes place.
+// The place where an instruction runs.
 enum class Place : std::uint8_t {
   kHost,          // in the order of the host; a stream says no more than whose pool of memory is meant
   kStream,        // on its stream
@@ -76,8 +76,8 @@ struct InstructionDescription {
   std::string_view name;  // in the documents
   InstructionFamily family = InstructionFamily::kCompute;
   Place place = Place::kHost;
-  BufferOperand src;
-  BufferOperand dst;
+  BufferOperand src = {};
+  BufferOperand dst = {};
   bool event = false;
   bool communicator = false;
   bool segment = false;

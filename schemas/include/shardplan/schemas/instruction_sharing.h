@@ -21,7 +21,7 @@ class InstructionSharing {
   std::unordered_set<InstructionList, Hash> lists_;
 };
 
-// Of all triggers of all steps.
+// Shares the lists of all triggers of all steps.
 void ShareInstructions(Plan& plan);
 
 }  // namespace shardplan

@@ -27,7 +27,7 @@ Result<Cluster> ParseCluster(std::string_view json_text);
 Result<Strategy> ParseStrategy(std::string_view json_text);
 Result<Plan> ParsePlan(std::string_view json_text);
 Result<Report> ParseReport(std::string_view json_text);
-// What the optimising planner writes beside a plan: no Document.
+// Written beside a plan by the optimising planner. They are no Documents.
 Result<Certificate> ParseCertificate(std::string_view json_text);
 Result<Optimization> ParseOptimization(std::string_view json_text);
 Result<StateLayout> ParseStateLayout(std::string_view json_text);

@@ -14,7 +14,7 @@
 namespace shardplan {
 
 std::string_view Name(PyTorchFault fault);  // "fsdp1_lost_gradient"
-// What PyTorch does, in a sentence.
+// One sentence: the fault of PyTorch.
 std::string_view Why(PyTorchFault fault);
 // Whether the verifier calls what PyTorch does there by this rule, in plans of this policy.
 bool Explains(PyTorchFault fault, Rule rule, std::string_view policy);
@@ -34,7 +34,7 @@ std::vector<std::string> Explain(const Plan& plan, const std::vector<FoundFault>
 // them explains, which is in the message.
 Result<std::vector<FoundFault>> CarryFaults(Plan& plan, const std::vector<PyTorchFault>& possible);
 
-// What the verifier finds in a plan, held against what the plan carries.
+// Compares the verifier's violations with the faults that the plan carries.
 struct Judgement {
   std::vector<FoundFault> carried;    // found, and carried by the plan
   std::vector<Violation> violations;  // found, and not carried

@@ -1,5 +1,11 @@
 // How a unit's parameters are cut, in elements: the one arithmetic that planner, simulator, executor and
 // adapter share. docs/plan-format.md has the rules.
+//
+// Parameters a [3, 2] and b [2] on two ranks ("--" is padding):
+//
+//                   rank 0              rank 1
+//   per_parameter   a[0:2]  b[0:1]      a[2:3] --  b[1:2]     cut along shard_dim as torch.chunk does
+//   flat            a0 a1 a2 a3         a4 a5 b0 b1           concatenated, padded, cut in equal pieces
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ struct OnDemandProgram {
 // unit that it may be called in: what holds of this program holds of the procedures. Each procedure is a
 // trigger of its own, which no call of strategy.program passes.
 //
-// Of a plan without procedures: no steps.
+// A plan without procedures gives no steps.
 OnDemandProgram OnDemandProgramOf(const Plan& plan);
 
 }  // namespace shardplan

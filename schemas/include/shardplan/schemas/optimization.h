@@ -11,7 +11,7 @@
 
 namespace shardplan {
 
-// What a nanosecond of work costs in one window of the step, in parts of kPriceScale.
+// Dual prices of one window of the step: the price of a nanosecond of work, in parts of kPriceScale.
 inline constexpr std::int64_t kPriceScale = std::int64_t{1} << 20;
 struct WindowPrices {
   std::int64_t kernels = 0;
@@ -19,7 +19,7 @@ struct WindowPrices {
   bool operator==(const WindowPrices&) const = default;
 };
 
-// What a byte costs at one cut, in nanoseconds / kBytePriceScale.
+// The dual price of a byte at one cut, in nanoseconds / kBytePriceScale.
 inline constexpr std::int64_t kBytePriceScale = std::int64_t{1} << 40;
 
 // The prices that prove the bound for the plans of one layout.

@@ -1,4 +1,4 @@
-// What ranks hold of a tensor, as boxes of it.
+// The boxes of a tensor that ranks hold.
 #pragma once
 
 #include <array>

@@ -279,7 +279,7 @@ struct Trigger {
   bool operator==(const Trigger&) const = default;
 };
 
-// Of a compute instruction of the trigger.
+// The micro-batch of a compute instruction of the trigger.
 inline std::int32_t MicrobatchOf(const Trigger& trigger, const Instruction& compute) {
   return trigger.microbatch + compute.microbatch_offset;
 }

@@ -1,4 +1,4 @@
-// What the user calls in a step, and the passes of the model that those calls run.
+// The calls that the user makes in a step, and the passes of the model that they run.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct PassCall {
   std::vector<std::int32_t> microbatches;
   bool operator==(const PassCall&) const = default;
 };
-// Those of `program`, in order.
+// The pass calls of `program`, in order.
 std::vector<PassCall> PassCallsOf(const StepProgram& program);
 
 // The micro-batch of a call's forward number `forward`; forwards behind the last named one are of that.

@@ -64,7 +64,7 @@ struct MemoryReport {
   bool operator==(const MemoryReport&) const = default;
 };
 
-// What one uncertain figure of the cluster does to the step.
+// The effect of one uncertain figure of the cluster on the step.
 struct FigureReport {
   std::string figure;        // "network"
   std::string origin;        // "guess"

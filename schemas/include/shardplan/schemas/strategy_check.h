@@ -1,4 +1,4 @@
-// What the fields of a strategy cannot say of each other, and planning relies on.
+// Consistency of a strategy's fields: rules that the JSON Schema cannot express and planning relies on.
 #pragma once
 
 #include "shardplan/schemas/error.h"

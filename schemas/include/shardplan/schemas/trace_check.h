@@ -1,4 +1,4 @@
-// What the field lists of a trace cannot say of it, and planning relies on.
+// Consistency of a trace: rules that the JSON Schema cannot express and planning relies on.
 #pragma once
 
 #include "shardplan/schemas/error.h"

@@ -55,7 +55,7 @@ struct Violation {
 // steady step a second time from its own end state.
 std::vector<Violation> Verify(const Plan& plan);
 
-// What is no fault and yet seldom meant.
+// Remarks: the plan is correct, but this is seldom meant.
 enum class RemarkKind : std::uint8_t {
   kGatherForNothing,  // an all-gather whose result nothing reads
   kStaysUnsharded,    // a sharded unit that is still gathered when the step that repeats is over

@@ -53,7 +53,7 @@ struct AllocatorLog {
 Result<AllocatorLog> ParseAllocatorLog(std::string_view json_text);
 Result<AllocatorLog> ReadAllocatorLog(const std::string& path);
 
-// Where the model first does something else than the log.
+// The first action that the model does differently.
 struct AllocatorDeparture {
   std::int64_t action = 0;            // index into AllocatorLog::actions; their number: after the last one
   std::string model;                  // what the model does there

@@ -19,7 +19,6 @@
 
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/quantity.h"
-#include "shardplan/simulator/free_block_list.h"
 
 namespace shardplan {
 
@@ -39,7 +38,8 @@ struct AllocatorSettings {
   // Divisions of each power of two that sizes are rounded up to, by floor(log2(bytes)) from 1 MiB (and below)
   // to 32 GiB (and above); 0 and 1: rounded to 512 B only.
   std::array<std::int64_t, 16> roundup_power2_divisions{};
-  // What torch.cuda.set_per_process_memory_fraction(f) with f < 1 allows: f times the device's memory.
+  // The limit that torch.cuda.set_per_process_memory_fraction(f) with f < 1 sets: f times the device's
+  // memory.
   std::optional<Bytes> allowed_bytes;
 
   bool operator==(const AllocatorSettings&) const = default;
@@ -175,6 +175,11 @@ struct SegmentView {
 class CachingAllocator {
  public:
   explicit CachingAllocator(AllocatorSettings settings = {});
+  CachingAllocator(const CachingAllocator& other);
+  CachingAllocator(CachingAllocator&& other) noexcept;
+  CachingAllocator& operator=(const CachingAllocator& other);
+  CachingAllocator& operator=(CachingAllocator&& other) noexcept;
+  ~CachingAllocator();
 
   // The block for a request on a stream (streams are small numbers; searches and releases go through them in
   // ascending order). Frees whose events are complete are finished first. kNoBlock: out of memory even after
@@ -230,9 +235,9 @@ class CachingAllocator {
 
   const AllocatorSettings& settings() const { return settings_; }
   const AllocatorStats& stats() const { return stats_; }
-  // What the last Allocate or ReleaseCached did with the driver, in order.
+  // The driver's calls of the last Allocate or ReleaseCached, in order.
   const std::vector<SegmentAction>& last_actions() const { return actions_; }
-  // Of a live block.
+  // Properties of a live block.
   DeviceAddress Address(BlockId block) const { return blocks_[block].address; }
   Bytes Size(BlockId block) const { return {blocks_[block].size}; }
   Bytes Requested(BlockId block) const { return {blocks_[block].requested}; }
@@ -263,11 +268,7 @@ class CachingAllocator {
     std::int64_t page = 0;
     bool live = false;
   };
-  // Free and unmapped blocks of one stream and size class.
-  struct Pool {
-    FreeBlockList free;
-    std::vector<BlockId> unmapped;  // by address
-  };
+  struct Pool;  // allocator/pool.h
   struct StreamEvents {
     std::int64_t recorded = 0;
     std::int64_t completed = 0;

@@ -1,4 +1,4 @@
-// What one operator, copy or collective costs on a cluster, alone on an idle machine (docs/simulator.md).
+// The cost of one operator, copy or collective that runs alone on an idle cluster (docs/simulator.md).
 //
 // [Note: layers of cost models]
 // A cost model is an interface with decorators. The analytic model knows only rates: a roofline for operators
@@ -80,7 +80,7 @@ class CostModel {
   virtual Nanoseconds DeviceCopy(Bytes read_bytes, Bytes written_bytes) const = 0;
   // A copy between device and pinned host memory, one direction.
   virtual Nanoseconds HostCopy(Bytes size_bytes) const = 0;
-  // What the host's thread computes: that many bytes of host memory read and written.
+  // Work of the host's thread that reads and writes so many bytes of host memory.
   virtual Nanoseconds HostWork(Bytes moved_bytes) const = 0;
 };
 

@@ -53,13 +53,14 @@ struct CriticalPath {
   std::vector<PathPart> parts;  // in order; their durations add up to step_ns
 };
 
-// Of the last step of a lowered plan. Errors as RunStep.
+// The critical path of the last step of a lowered plan. Errors as RunStep.
 Result<CriticalPath> FindCriticalPath(const Plan& plan, const EngineProgram& program);
 
 using TimeByCause = std::array<Nanoseconds, kTimeCauses>;
 TimeByCause SumByCause(const CriticalPath& path);
 
-// What the step would take if one thing cost nothing, everything else as it is; not what another plan takes.
+// The length of the step if one cause cost nothing and everything else stayed. It is no prediction for
+// another plan.
 struct WhatIf {
   std::string without;  // "the wait for all_gather (root)", "the host's issue costs"
   std::string knob;     // of the policy, where one decides it; "" else

@@ -71,7 +71,7 @@ DeviceFit FitOf(const Plan& plan, const FitOptions& options, const ReservedMemor
 // behind (one that is always behind never gives back memory that waits for another stream).
 Bytes ReservedToShow(const Plan& plan, FitOptions options, const DeviceFit& fit);
 
-// What the allocator reserves on a device without end. Errors as AllocatorOptions.
+// The reserved bytes on a device of unlimited memory. Errors as AllocatorOptions.
 Result<Bytes> ReservedWithoutBudget(const Plan& plan, FitOptions options);
 
 }  // namespace shardplan

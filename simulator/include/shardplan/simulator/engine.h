@@ -10,6 +10,11 @@
 // integers (kFullRate and exact fractions of it up to six sharers), remaining work is counted in rate x
 // nanoseconds, and whatever finishes between two nanoseconds finishes at the later one: no floating point,
 // the same bytes on every machine.
+//
+//   compute     |==== A, rate 1 ====|== A, 1/2 ==|== A, 1 ==|     A and B share the compute engine
+//   copy                            |== B, 1/2 ==|                while both are active
+//   all_gather  .................|=============================|  a collective is in flight: all kernels
+//                                                                 go at compute_rate_while_communicating_ppm
 #pragma once
 
 #include <cstdint>
@@ -134,7 +139,7 @@ struct EngineProgram {
 
 // kBadInput: ids out of range, more than 100 streams or 30'000 units, or costs that the cluster lacks.
 Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs);
-// Of its steps, only the last one.
+// Lowers the last step only.
 Result<EngineProgram> LowerLastStep(const Plan& plan, const Cluster& cluster, const CostModel& costs);
 
 struct GroupResult {

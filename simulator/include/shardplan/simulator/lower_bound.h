@@ -1,10 +1,14 @@
-// How short no step can be, whatever the schedule: the bound of docs/optimize.md, and the check of a
-// certificate.
+// The lower bound of docs/optimize.md: no schedule has a shorter step. And the check of a certificate.
 //
 // [Note: positions]
 // The operators of the step are counted in the order in which every plan of the class runs them on its
 // compute stream, all micro-batches one after the other. Position 2 i + 1 is where operator i starts, 2 i + 2
 // where it ends. A cut is a position; cuts divide the step into windows.
+//
+//   operator     |  0  |  1  |  2  |  3  |
+//   position     1    2,3   4,5   6,7    8
+//   cuts               3           6
+//   windows      |  0  |     1     |  2  |
 #pragma once
 
 #include <algorithm>
@@ -40,8 +44,8 @@ WindowPrices HighestPrices(const Cluster& cluster, std::int64_t kernels,
 // Whether the plan is of the class. kNegative says what it does otherwise.
 Status CheckPlanClass(const Plan& plan);
 
-// What every plan of the class has to do in a step: made from the trace and what `job` says of the job (its
-// cluster, mesh, dtypes, optimizer and training loop).
+// The work that every plan of the class has in a step, read off the trace and the job (`job`: its cluster,
+// mesh, dtypes, optimizer and training loop).
 class StepWork {
  public:
   // `job` is of the class. `recomputation`: plans may run parts of the forward again.
@@ -73,7 +77,7 @@ class StepWork {
   std::shared_ptr<const Parts> parts_;
 };
 
-// Where the cheapest of all that the class may do puts its work: what a price of it is worth.
+// The subgradient of the bound: the work that the cheapest plan of the relaxation has in each window.
 struct WindowUse {
   std::vector<std::int64_t> kernels_ns;             // by window
   std::vector<std::vector<std::int64_t>> links_ns;  // by window and link
@@ -91,10 +95,10 @@ class WindowedWork {
   std::size_t links() const;
   // About the price of a byte at which gathering it again is as dear as keeping it.
   std::int64_t BytePriceOfGather() const;
-  // What the prices prove, 0 at least. kNegative: prices that allow more than the cluster does.
+  // The lower bound that the prices prove, 0 at least. kNegative: infeasible prices.
   Result<Nanoseconds> Value(const std::vector<WindowPrices>& windows,
                             const std::vector<std::int64_t>& bytes) const;
-  // Of prices that are known to be allowed. `use`, if it is not null: what the value is made of.
+  // The same without the check of the prices. `use`, if not null, gets the subgradient.
   Nanoseconds ValueOf(const std::vector<WindowPrices>& windows, const std::vector<std::int64_t>& bytes,
                       WindowUse* use = nullptr) const;
   // kNegative: see Value.

@@ -44,7 +44,7 @@ struct MemoryExplanation {
   std::vector<UnitMemory> units;   // like Plan::units, then of no unit
 };
 
-// Of the steady step. `history` is MemoryHistoryOf(plan).
+// Explains the peak of the steady step. `history` is MemoryHistoryOf(plan).
 MemoryExplanation ExplainMemory(const Plan& plan, const MemoryHistory& history,
                                 Bytes granularity_bytes = {512});
 

@@ -1,6 +1,14 @@
 // Every allocation of a plan and its free, one by one, in host order: what the caching allocator is asked for
 // (docs/memory.md).
 //
+//   actions  0    1    2    3    4    5    6    7
+//            +a   +b   -a   +c   +d   -c   -b   +e      + allocates a block, - frees it
+//   a        |=========|                                born 0, died 2
+//   b             |========================|            born 1, died 6
+//   c                       |=========|                 born 3, died 5
+//   d                            |================...   born 4, died -1: alive at the end
+//                 ^ first_recorded: what comes before was there before the steps
+//
 // [Note: who makes and drops what]
 // The history has the plan's own allocations and frees, those of the model inside the segments, and the
 // optimizer's. It never guesses a free: they are instructions of the plan. Three things are implied by an
@@ -68,7 +76,7 @@ enum class MemorySpace : std::uint8_t { kDevice, kHost };
 
 struct MemoryHistoryOptions {
   MemorySpace space = MemorySpace::kDevice;
-  // What kernels allocate inside themselves, from formulas (kernel_memory.h).
+  // Include temporaries that kernels allocate inside themselves, by formulas (kernel_memory.h).
   bool kernel_temporaries = false;
   // 0: every step of the plan once (a plan of one step: twice). Else every step once, and then the steps that
   // repeat, until these were passed so often; what comes before the last pass is not recorded

@@ -64,7 +64,7 @@ MemoryProfile ProfileMemory(const Plan& plan, const MemoryHistory& history,
 // receive buffers of the three protocols (4 MiB simple, 4.6875 MiB LL128, 0.5 MiB LL), when it has more than
 // one rank (defaults of NCCL 2.x, src/init.cc: buffers are made when a communicator connects its ring).
 Bytes NcclBufferBytes(const Communicator& communicator);
-// Of all of them.
+// The sum over all communicators.
 Bytes NcclBufferBytes(const Plan& plan);
 
 }  // namespace shardplan

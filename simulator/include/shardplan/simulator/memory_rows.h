@@ -26,7 +26,7 @@ struct MemoryRow {
   bool operator==(const MemoryRow&) const = default;
 };
 
-// Where the largest total of a step was reached, and what was allocated last.
+// The point at which a step reached its largest total, and the allocation that reached it.
 struct MemoryPeak {
   Bytes total_bytes;
   std::vector<Bytes> by_category;

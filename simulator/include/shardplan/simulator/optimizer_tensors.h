@@ -1,4 +1,4 @@
-// What torch.optim's optimizers (torch 2.11) keep, and what they allocate while a step runs.
+// Tensors of torch.optim's optimizers (torch 2.11): the states they keep, and the temporaries of a step.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ Bytes SizeBytes(const OptimizerShard& shard);
 // parameter have one dimension.
 std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ranks, bool use_orig_params);
 
-// What PyTorch does by default: foreach; Adafactor a loop.
+// PyTorch's default: foreach; a loop for Adafactor.
 OptimizerImplementation ImplementationOf(const Optimizer& optimizer);
 
 // Requested sizes of what the first step leaves behind for a shard, in order of creation. Step counts are on

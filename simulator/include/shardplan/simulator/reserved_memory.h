@@ -33,7 +33,7 @@ struct ReservedOptions {
   bool stop_at_release = false;               // the replay ends at the first request that releases the cache
 };
 
-// Where a block of the history lay; size_bytes 0: nowhere (0 bytes asked for, or out of memory).
+// The address range of a block. size_bytes is 0 for a request of 0 bytes and for one that ran out of memory.
 struct BlockPlacement {
   DeviceAddress address = 0;
   Bytes size_bytes;  // of the allocator's block

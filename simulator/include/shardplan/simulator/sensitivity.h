@@ -29,7 +29,7 @@ struct Sensitivity {
   std::vector<FigureEffect> effects;  // the widest first
 };
 
-// Of the steady step, for the figures of `cluster.sources`. Errors as Simulate.
+// Sensitivities of the steady step to the figures of `cluster.sources`. Errors as Simulate.
 Result<Sensitivity> AnalyseSensitivity(const Plan& plan, const Cluster& cluster);
 
 // The step's interval and the figures' effects, in its report.

@@ -1,4 +1,4 @@
-// What a plan of resharding costs on a cluster (docs/reshard-format.md, "Simulation").
+// The time and memory of a resharding plan on a cluster (docs/reshard-format.md, "Simulation").
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct ReshardSimulation {
   Bytes most_sent_bytes;    // by one rank
   Bytes most_received_bytes;
   Bytes staging_peak_bytes;  // of one rank in one round
-  // Of one rank: its storage in both layouts, and its staging.
+  // Memory of one rank: its storage in both layouts, and its staging buffers.
   Bytes memory_peak_bytes;
   Nanoseconds duration_ns;
   // The rank that has most to send or receive, without rounds and latency: no order is faster.

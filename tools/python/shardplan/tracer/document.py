@@ -13,7 +13,7 @@ _LISTS = ("modules", "parameters", "buffers", "inputs")
 _PASSES = ("forwards", "backwards")
 
 
-# Nobody sees them: schemas/src/documents/unicode.h.
+# Nobody sees them: schemas/src/names/unicode.h.
 _HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 

@@ -1,0 +1,276 @@
+// The Python module _shardplan: the compiled half of the package shardplan.torch, which is its only user.
+#include <fmt/format.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "binding/plan_binding.h"
+#include "binding/session_binding.h"
+#include "hooks.h"
+#include "runtime.h"
+#include "shardplan/executor/agreement.h"
+#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/peers.h"
+
+namespace shardplan::python {
+namespace {
+
+namespace py = pybind11;
+using ProcessGroups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+using StorePointer = c10::intrusive_ptr<c10d::Store>;
+using PeersPointer = std::shared_ptr<executor::Peers>;
+
+std::chrono::milliseconds Milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3));
+}
+
+template <typename T>
+T ValueOrThrow(Result<T> result) {
+  if (!result) throw std::runtime_error("shardplan: " + ToString(result.error()));
+  return std::move(*result);
+}
+
+// cpu: collectives go through `groups` (by communicator; None where the size is 1). cuda: NCCL communicators
+// of the executor's own, made through `store`. names: of the plan's ranks, as people know them.
+std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
+                                     ProcessGroups groups, StorePointer store, PeersPointer peers,
+                                     std::vector<std::int64_t> names, double timeout_s, bool arena) {
+  const auto memory = arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
+  const auto timeout = Milliseconds(timeout_s);
+  std::unique_ptr<executor::TorchDevice> torch_device;
+  std::unique_ptr<executor::Collectives> collectives;
+  if (device.is_cuda()) {
+    torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index(), memory));
+    collectives = ValueOrThrow(executor::MakeNcclCollectives(
+        *torch_device, {timeout, std::move(store), plan->world_size, std::move(peers), std::move(names)}));
+  } else if (device.is_cpu()) {
+    torch_device = executor::MakeCpuDevice(memory);
+    collectives = executor::MakeProcessGroupCollectives(
+        *torch_device, {groups, timeout, std::move(store), std::move(peers), std::move(names)});
+  } else {
+    throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
+  }
+  return std::make_shared<Runtime>(std::move(plan), rank, std::move(torch_device), std::move(collectives),
+                                   std::move(groups));
+}
+
+PyRef OrEmpty(const py::object& object) { return object.is_none() ? PyRef() : PyRef::Borrow(object.ptr()); }
+
+std::vector<ParameterSlot> ToSlots(const py::list& slots) {
+  std::vector<ParameterSlot> result;
+  for (const py::handle& item : slots) {
+    const auto [module, dict, name, fast] = py::cast<std::tuple<py::object, py::object, py::str, bool>>(item);
+    PyRef module_reference = PyRef::Steal(PyWeakref_NewRef(module.ptr(), nullptr));
+    if (!module_reference) throw py::error_already_set();
+    py::str interned = name;
+    PyObject* key = interned.release().ptr();
+    PyUnicode_InternInPlace(&key);
+    PyRef entries = dict.is_none() ? PyRef() : PyRef::Borrow(dict.ptr());
+    result.push_back({std::move(module_reference), std::move(entries), PyRef::Steal(key), fast});
+  }
+  return result;
+}
+
+void AddParameter(Runtime& runtime, UnitId unit, const py::object& shard, const py::object& unsharded,
+                  const py::list& slots, const py::object& make_grad, const py::object& local_grad) {
+  if (!THPVariable_Check(shard.ptr()) || !THPVariable_Check(unsharded.ptr())) {
+    throw std::invalid_argument("shard and unsharded must be tensors");
+  }
+  runtime.AddParameter(unit,
+                       ModelParameter(PyRef::Borrow(shard.ptr()), PyRef::Borrow(unsharded.ptr()),
+                                      PyRef::Borrow(make_grad.ptr()), OrEmpty(local_grad), ToSlots(slots)));
+}
+
+// (parameter, its FQN, offset in the shard, shape of its data, is any of it in the shard, slots)
+using VisibleTuple =
+    std::tuple<py::object, std::string, std::int64_t, std::vector<std::int64_t>, bool, py::list>;
+
+void AddFlatUnit(Runtime& runtime, UnitId unit, bool original_parameters, bool trains,
+                 std::optional<at::ScalarType> grad_dtype, const std::vector<VisibleTuple>& visible,
+                 const std::vector<py::list>& views) {
+  std::vector<VisibleParameter> parameters;
+  for (const auto& [object, fqn, offset, shape, in_shard, slots] : visible) {
+    if (!THPVariable_Check(object.ptr())) throw std::invalid_argument(fqn + " must be a tensor");
+    parameters.push_back({PyRef::Borrow(object.ptr()), fqn, offset, shape, in_shard, ToSlots(slots)});
+  }
+  std::vector<std::vector<ParameterSlot>> view_slots;
+  for (const py::list& slots : views) view_slots.push_back(ToSlots(slots));
+  runtime.AddFlatUnit(unit, {original_parameters, trains, grad_dtype}, std::move(parameters),
+                      std::move(view_slots));
+}
+
+void WriteBack(Runtime& runtime, UnitId unit) {
+  if (Status status = runtime.ShardedParametersRead(unit, 0); !status) {
+    throw std::runtime_error("shardplan: " + ToString(status.error()));
+  }
+}
+
+// modules: of the unit; they own the hooks, so these know them by their addresses only.
+py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector<py::object>& modules,
+                std::optional<at::ScalarType> input_dtype, std::optional<at::ScalarType> output_dtype,
+                bool full_precision_in_eval) {
+  std::vector<const void*> identities;
+  for (const py::object& module : modules) identities.push_back(module.ptr());
+  ModuleHooks hooks = MakeModuleHooks(
+      std::move(runtime), {unit, std::move(identities), input_dtype, output_dtype, full_precision_in_eval});
+  if (!hooks.pre_forward || !hooks.post_forward) throw py::error_already_set();
+  return py::make_tuple(py::reinterpret_steal<py::object>(hooks.pre_forward.release()),
+                        py::reinterpret_steal<py::object>(hooks.post_forward.release()));
+}
+
+// [(kind, unit, [(unit, parameter) of a gradient], keeps)].
+py::list LogOf(const std::vector<Fallback::Passed>& points) {
+  py::list log;
+  for (const Fallback::Passed& passed : points) {
+    py::list grads;
+    for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
+    log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads, passed.keeps));
+  }
+  return log;
+}
+
+// Raises RuntimeError, in words, when the ranks are not about to do the same.
+void AgreeOrThrow(const StorePointer& store, std::int64_t place, const std::vector<std::int64_t>& ranks,
+                  const std::vector<std::pair<std::string, std::string>>& facts, const std::string& failure,
+                  double timeout_s, const PeersPointer& peers) {
+  executor::Statement statement{.facts = {}, .failure = failure};
+  for (const auto& [name, value] : facts) statement.facts.push_back({name, value});
+  if (Status status = executor::Agree(store, place, ranks, statement, Milliseconds(timeout_s), peers.get());
+      !status)
+    throw std::runtime_error(ToString(status.error()));
+}
+
+void SetReductionHook(Runtime& runtime, UnitId unit, const py::object& hook) {
+  runtime.SetReductionHook(unit, OrEmpty(hook));
+}
+
+// gathers: the unit's all_gathers; otherwise its reduce_scatters.
+void SetCustomCollective(Runtime& runtime, UnitId unit, bool gathers, const py::object& comm) {
+  runtime.SetCustomCollective(unit, gathers ? CollectiveKind::kAllGather : CollectiveKind::kReduceScatter,
+                              OrEmpty(comm));
+}
+
+// It says a death at once: whoever started the ranks may end them all before a collective fails.
+PeersPointer MakePeers(StorePointer store, std::int64_t rank, std::int64_t ranks,
+                       std::optional<std::int64_t> store_rank) {
+  executor::PeersOptions options = {.store = std::move(store),
+                                    .rank = rank,
+                                    .ranks = ranks,
+                                    .store_rank = store_rank,
+                                    .speak = [rank](const std::string& text) {
+                                      std::fputs(fmt::format("shardplan: rank {}: {}\n", rank, text).c_str(),
+                                                 stderr);
+                                    }};
+  return std::make_shared<executor::Peers>(std::move(options));
+}
+
+void BindPeers(py::module_& module) {
+  py::class_<executor::Peers, PeersPointer>(module, "Peers")
+      .def(py::init(&MakePeers), py::arg("store"), py::arg("rank"), py::arg("ranks"), py::arg("store_rank"))
+      .def("leave", &executor::Peers::Leave)
+      .def("fail", &executor::Peers::Fail)
+      .def("dead", &executor::Peers::Dead, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "culprit",
+          [](const executor::Peers& peers, double patience_s) {
+            const std::string seen = executor::AwaitCulprit(&peers, Milliseconds(patience_s));
+            return seen.empty() ? peers.SilentStore().value_or("") : seen;
+          },
+          py::arg("patience_s"), py::call_guard<py::gil_scoped_release>());
+}
+
+void BindRuntime(py::module_& module) {
+  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+      .def(py::init(&MakeRuntime), py::arg("plan"), py::arg("rank"), py::arg("device"), py::arg("groups"),
+           py::arg("store"), py::arg("peers"), py::arg("names"), py::arg("timeout_s"), py::arg("arena"))
+      .def("set_shards", &Runtime::SetShards, py::arg("unit"), py::arg("padded"))
+      .def("start", &Runtime::Start, py::call_guard<py::gil_scoped_release>())
+      .def("unsharded_view", &Runtime::UnshardedView, py::arg("unit"), py::arg("parameter"))
+      .def("add_parameter", &AddParameter, py::arg("unit"), py::arg("shard"), py::arg("unsharded"),
+           py::arg("slots"), py::arg("make_grad"), py::arg("local_grad"))
+      .def(
+          "add_extension",
+          [](Runtime& runtime, UnitId unit, std::int32_t parameter, const py::object& inputs,
+             const py::object& finish) {
+            runtime.AddExtension(unit, parameter, PyRef::Borrow(inputs.ptr()), PyRef::Borrow(finish.ptr()));
+          },
+          py::arg("unit"), py::arg("parameter"), py::arg("inputs"), py::arg("finish"))
+      .def("set_flat_shard", &Runtime::SetFlatShard, py::arg("unit"), py::arg("shard"))
+      .def("add_flat_unit", &AddFlatUnit, py::arg("unit"), py::arg("original_parameters"), py::arg("trains"),
+           py::arg("grad_dtype"), py::arg("visible"), py::arg("views"))
+      .def("write_back", &WriteBack, py::arg("unit"))
+      .def("hooks", &Hooks, py::arg("unit"), py::arg("modules"), py::arg("input_dtype"),
+           py::arg("output_dtype"), py::arg("full_precision_in_eval"))
+      .def("unshard", &Runtime::Unshard, py::arg("unit"))
+      .def("fall_back_on_deviation",
+           [](Runtime& runtime, const py::object& on_step_end) {
+             runtime.fallback().Enable(PyRef::Borrow(on_step_end.ptr()));
+           })
+      .def("on_requires_grad_change",
+           [](Runtime& runtime, const py::object& on_change) {
+             runtime.OnRequiresGradChange(PyRef::Borrow(on_change.ptr()));
+           })
+      .def("explain_deviations",
+           [](Runtime& runtime, const py::object& explain) {
+             runtime.ExplainDeviations(PyRef::Borrow(explain.ptr()));
+           })
+      .def("optimizer_steps", &Runtime::OptimizerSteps)
+      .def("expect_optimizer", &Runtime::ExpectOptimizer)
+      .def_property_readonly("optimizer_seen", &Runtime::optimizer_seen)
+      .def("set_requires_gradient_sync", &Runtime::SetRequiresGradientSync, py::arg("units"),
+           py::arg("value"))
+      .def("set_is_last_backward", &Runtime::SetIsLastBackward, py::arg("value"))
+      .def("abandon", &Runtime::Abandon)
+      .def("restart", &Runtime::Restart)
+      .def("show_shards", &Runtime::ShowShards, py::arg("show"))
+      .def_property_readonly("deviation",
+                             [](const Runtime& runtime) { return runtime.fallback().deviation(); })
+      .def_property_readonly("log", [](const Runtime& runtime) { return LogOf(runtime.fallback().log()); })
+      .def_property_readonly("planned_log",
+                             [](const Runtime& runtime) { return LogOf(runtime.PlannedLog()); })
+      .def_property_readonly("full_precision_forwards", &Runtime::full_precision_forwards)
+      .def(
+          "set_adopt",
+          [](Runtime& runtime, const py::object& adopt) {
+            runtime.parameter_changes().SetAdopt(PyRef::Borrow(adopt.ptr()));
+          },
+          py::arg("adopt"))
+      .def("suspend", &Runtime::Suspend, py::arg("reason"))
+      .def("set_reduction_hook", &SetReductionHook, py::arg("unit"), py::arg("hook"))
+      .def("set_custom_collective", &SetCustomCollective, py::arg("unit"), py::arg("gathers"),
+           py::arg("comm"))
+      .def("reshard", &Runtime::Reshard, py::arg("unit"))
+      .def_property_readonly("between_steps", &Runtime::BetweenSteps)
+      .def_property("step", &Runtime::step, &Runtime::CountFrom)
+      .def_property_readonly("where", &Runtime::Where);
+}
+
+}  // namespace
+}  // namespace shardplan::python
+
+PYBIND11_MODULE(_shardplan, module) {
+  module.doc() = "The compiled half of shardplan.torch.";
+  // The types of the constructors' arguments.
+  pybind11::module_::import("torch._C._distributed_c10d");
+  shardplan::python::BindPlan(module);
+  shardplan::python::BindPeers(module);
+  shardplan::python::BindRuntime(module);
+  shardplan::python::BindSession(module);
+  module.attr("__version__") = SHARDPLAN_VERSION;
+  module.def("agree", &shardplan::python::AgreeOrThrow, pybind11::arg("store"), pybind11::arg("place"),
+             pybind11::arg("ranks"), pybind11::arg("facts"), pybind11::arg("failure"),
+             pybind11::arg("timeout_s"), pybind11::arg("peers"),
+             pybind11::call_guard<pybind11::gil_scoped_release>(),
+             "Compares what the ranks say of themselves (docs/python.md, \"What apply does\").");
+}

@@ -1,0 +1,152 @@
+#include "binding/plan_binding.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "shardplan/executor/collectives.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/known_faults.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/verifier.h"
+
+namespace shardplan::python {
+namespace {
+
+namespace py = pybind11;
+
+std::shared_ptr<Plan> ReadPlanOrThrow(const std::string& path) {
+  Result<Plan> plan = ReadPlan(path);
+  if (!plan) throw std::invalid_argument(ToString(plan.error()));
+  return std::make_shared<Plan>(std::move(*plan));
+}
+
+// The verifier's explanations; empty: the plan verifies.
+std::vector<std::string> VerifyPlan(const Plan& plan) {
+  std::vector<std::string> explanations;
+  for (const Violation& violation : Verify(plan)) explanations.push_back(Explain(plan, violation));
+  return explanations;
+}
+
+// Warnings; ValueError when the plan is not to be used.
+std::vector<std::string> CheckPlanForUse(const Plan& plan) {
+  Result<std::vector<std::string>> warnings = CheckForUse(plan, "verify=False trains by it as it is");
+  if (!warnings) throw std::invalid_argument(ToString(warnings.error()));
+  return std::move(*warnings);
+}
+
+std::optional<std::string> OptionalName(const std::optional<DType>& dtype) {
+  if (!dtype) return std::nullopt;
+  return std::string(Name(*dtype));
+}
+
+void BindUnits(py::module_& module) {
+  py::class_<ExtensionBuffer>(module, "ExtensionBuffer")
+      .def_property_readonly("dtype", [](const ExtensionBuffer& b) { return std::string(Name(b.dtype)); })
+      .def_readonly("numel", &ExtensionBuffer::numel);
+  py::class_<UnitParameter>(module, "UnitParameter")
+      .def_readonly("fqn", &UnitParameter::fqn)
+      .def_readonly("shared_with", &UnitParameter::shared_with)
+      .def_readonly("shape", &UnitParameter::shape)
+      .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
+      .def_readonly("requires_grad", &UnitParameter::requires_grad)
+      .def_readonly("shard_dim", &UnitParameter::shard_dim)
+      .def_readonly("gathered", &UnitParameter::gathered)
+      .def_readonly("unsharded", &UnitParameter::unsharded)
+      .def_readonly("flat_offset", &UnitParameter::flat_offset);
+  py::class_<Unit>(module, "Unit")
+      .def_readonly("fqn", &Unit::fqn)
+      .def_readonly("modules", &Unit::modules)
+      .def_property_readonly("flat", [](const Unit& unit) { return unit.layout == LayoutKind::kFlat; })
+      .def_readonly("parameters", &Unit::parameters)
+      .def_property_readonly("param_dtype",
+                             [](const Unit& unit) { return std::string(Name(unit.param_dtype)); })
+      .def_property_readonly("reduce_dtype",
+                             [](const Unit& unit) { return std::string(Name(unit.reduce_dtype)); })
+      .def_readonly("shard_communicator", &Unit::shard_communicator)
+      .def_readonly("replicate_communicator", &Unit::replicate_communicator)
+      .def_readonly("flat_numel", &Unit::flat_numel);
+}
+
+void BindStrategy(py::module_& module) {
+  py::class_<MixedPrecision>(module, "MixedPrecision")
+      .def_property_readonly("param_dtype",
+                             [](const MixedPrecision& mp) { return OptionalName(mp.param_dtype); })
+      .def_property_readonly("reduce_dtype",
+                             [](const MixedPrecision& mp) { return OptionalName(mp.reduce_dtype); })
+      .def_property_readonly("output_dtype",
+                             [](const MixedPrecision& mp) { return OptionalName(mp.output_dtype); })
+      .def_property_readonly("buffer_dtype",
+                             [](const MixedPrecision& mp) { return OptionalName(mp.buffer_dtype); })
+      .def_readonly("keep_low_precision_grads", &MixedPrecision::keep_low_precision_grads)
+      .def_readonly("cast_forward_inputs", &MixedPrecision::cast_forward_inputs)
+      .def_readonly("cast_root_forward_inputs", &MixedPrecision::cast_root_forward_inputs);
+  py::class_<DataParallelDims>(module, "DataParallelDims")
+      .def_readonly("shard", &DataParallelDims::shard)
+      .def_readonly("replicate", &DataParallelDims::replicate);
+  py::class_<UnitRule>(module, "UnitRule")
+      .def_readonly("modules", &UnitRule::modules)
+      .def_readonly("group", &UnitRule::group)
+      .def_readonly("data_parallel", &UnitRule::data_parallel)
+      .def_readonly("mixed_precision", &UnitRule::mixed_precision);
+  py::class_<StrategyMeshDim>(module, "MeshDim")
+      .def_readonly("name", &StrategyMeshDim::name)
+      .def_readonly("size", &StrategyMeshDim::size);
+  py::class_<Communicator>(module, "Communicator")
+      .def_readonly("name", &Communicator::name)
+      .def_readonly("size", &Communicator::size)
+      .def("group_of", &executor::GroupOf, py::arg("rank"));
+}
+
+}  // namespace
+
+void BindPlan(py::module_& module) {
+  BindUnits(module);
+  BindStrategy(module);
+  py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
+      .def_readonly("model", &Plan::model)
+      .def_readonly("policy", &Plan::policy)
+      .def_readonly("world_size", &Plan::world_size)
+      .def_readonly("mesh", &Plan::mesh)
+      .def_readonly("units", &Plan::units)
+      .def_property_readonly("digest", [](const Plan& plan) { return Digest(ToJson(plan)); })
+      .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })
+      .def_property_readonly("cluster_json", [](const Plan& plan) { return ToJson(plan.cluster); })
+      .def_readonly("communicators", &Plan::communicators)
+      .def(
+          "shards_on_host",
+          [](const Plan& plan, UnitId unit) {
+            return std::ranges::any_of(plan.buffers, [&](const Buffer& buffer) {
+              return buffer.unit == unit && buffer.role == BufferRole::kParamSharded &&
+                     buffer.memory != MemoryKind::kDevice;
+            });
+          },
+          py::arg("unit"))
+      .def_property_readonly("use_orig_params",
+                             [](const Plan& plan) { return plan.strategy.fsdp1.use_orig_params; })
+      .def_property_readonly("full_precision_in_eval",
+                             [](const Plan& plan) { return plan.strategy.fsdp1.full_precision_in_eval; })
+      .def_property_readonly("ignored_modules",
+                             [](const Plan& plan) { return plan.strategy.fsdp1.ignored_modules; })
+      .def_property_readonly("ignored_parameters",
+                             [](const Plan& plan) { return plan.strategy.ignored_parameters; })
+      .def_property_readonly("unit_rules", [](const Plan& plan) { return plan.strategy.units; })
+      .def_property_readonly("data_parallel", [](const Plan& plan) { return plan.strategy.data_parallel; })
+      .def_property_readonly("mixed_precision",
+                             [](const Plan& plan) { return plan.strategy.mixed_precision; });
+  module.def(
+      "read_plan", &ReadPlanOrThrow, py::arg("path"),
+      "Reads a plan document; ValueError with the file, the JSON pointer, what was found and expected.");
+  module.def("verify_plan", &VerifyPlan, py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
+             "What the verifier objects to, a paragraph each; empty when the plan is safe to run.");
+  module.def(
+      "check_plan_for_use", &CheckPlanForUse, py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
+      "A paragraph for each fault of PyTorch's that the plan carries; ValueError, in the verifier's words, "
+      "for anything else that does not verify.");
+}
+
+}  // namespace shardplan::python

@@ -1,0 +1,31 @@
+// What the adapter knows of one unit of the plan on this rank.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "parameters/flat_unit.h"
+#include "parameters/model_parameter.h"
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::python {
+
+struct UnitState {
+  std::vector<ModelParameter> parameters;  // per_parameter: in the order of Unit::parameters
+  std::unique_ptr<FlatUnit> flat;          // flat: in place of `parameters`
+  PyRef reduction_hook;                    // the user's, on the reduced gradients; null: none
+  StreamId reduction_stream = -1;          // of the last reduction
+  std::int64_t runs = 0;                   // forwards that have been left
+  std::int64_t run_in_backward = -1;       // the one whose pre_backward came last
+  bool in_backward = false;                // between its pre_backward and its post_backward
+  bool backward_begun = false;             // from its pre_backward to the end of the backward
+  bool unsharded = false;                  // its modules hold the whole parameters
+  bool unplanned = false;                  // gathered by something that is not in the plan
+};
+
+// By BufferId: the parameters of its unit that the buffer holds (schemas' ParametersOf), empty without a
+// unit.
+using BufferParameters = std::vector<std::vector<std::int32_t>>;
+
+}  // namespace shardplan::python

@@ -1,0 +1,188 @@
+#include "cpu/device.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/CPUAllocator.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "replay/copy_resolver.h"
+#include "replay/host_kernels.h"
+#include "shardplan/executor/cpu_backend.h"
+
+namespace shardplan::executor {
+
+std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory) {
+  return std::make_unique<CpuDevice>(memory);
+}
+
+at::Tensor CpuDevice::MakeArena(std::int64_t bytes) {
+  return MakeTensor(bytes, DType::kUInt8, MemoryKind::kDevice, 0);
+}
+
+Status CpuDevice::PrepareStreams(const Plan& plan) {
+  streams_.resize(plan.streams.size());
+  events_.resize(plan.events.size());
+  recorded_.resize(plan.events.size(), false);
+  return {};
+}
+
+namespace {
+
+struct CountedMemory {
+  c10::DataPtr memory;
+  std::shared_ptr<AllocationCount> count;
+  std::int64_t bytes;
+};
+
+void FreeCounted(void* context) {
+  const std::unique_ptr<CountedMemory> counted(static_cast<CountedMemory*>(context));
+  counted->count->Freed(counted->bytes);
+}
+
+// Memory that `count`, if any, knows of until it is freed.
+c10::DataPtr AllocateCounted(std::int64_t bytes, const std::shared_ptr<AllocationCount>& count) {
+  if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
+  c10::DataPtr memory = c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes));
+  if (count == nullptr) return memory;
+  count->Allocated(bytes);
+  void* data = memory.mutable_get();
+  auto counted = std::make_unique<CountedMemory>(std::move(memory), count, bytes);
+  return {data, counted.release(), &FreeCounted, c10::Device(c10::kCPU)};
+}
+
+}  // namespace
+
+at::Tensor CpuDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId) {
+  const at::TensorOptions options = at::TensorOptions(ToScalarType(dtype)).device(c10::kCPU);
+  if (count_ == nullptr || memory != MemoryKind::kDevice) return at::empty({numel}, options);
+  at::Tensor tensor = at::empty({0}, options);
+  FillStorage(tensor, numel * SizeBytes(dtype), memory, 0);
+  return tensor.as_strided({numel}, {1});
+}
+
+void CpuDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, MemoryKind memory, StreamId) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(AllocateCounted(bytes, memory == MemoryKind::kDevice ? count_ : nullptr));
+  storage->set_nbytes(static_cast<std::size_t>(bytes));
+}
+
+std::vector<std::byte*> CpuDevice::Pointers(BufferId buffer) const {
+  std::vector<std::byte*> pointers;
+  for (const at::Tensor& tensor : Tensors(buffer)) {
+    pointers.push_back(static_cast<std::byte*>(tensor.mutable_data_ptr()));
+  }
+  return pointers;
+}
+
+constexpr std::chrono::seconds kLetGoPatience{1};
+
+Status CpuDevice::FinishOne(PendingCollective& pending) {
+  if (pending.finished) return {};
+  pending.finished = true;
+  Status status = finish_(pending);
+  // Gloo's thread holds the tensors of a collective a moment longer than until it is done.
+  const auto give_up = std::chrono::steady_clock::now() + kLetGoPatience;
+  while (status && count_ != nullptr && pending.work.use_count() > 1 &&
+         std::chrono::steady_clock::now() < give_up)
+    std::this_thread::yield();
+  pending.work.reset();
+  std::erase_if(in_flight_, [](const auto& p) { return p->finished; });
+  return status;
+}
+
+Status CpuDevice::Finish(PendingList& list) {
+  for (const std::shared_ptr<PendingCollective>& pending : list) {
+    if (Status status = FinishOne(*pending); !status) return status;
+  }
+  list.clear();
+  return {};
+}
+
+Status CpuDevice::BeginWork(StreamId stream) {
+  return stream < 0 || streams_[stream].empty() ? Status() : Finish(streams_[stream]);
+}
+
+void CpuDevice::AddPending(StreamId stream, std::shared_ptr<PendingCollective> pending) {
+  in_flight_.push_back(pending);
+  streams_[stream].push_back(std::move(pending));
+}
+
+// A collective in flight keeps the tensors it works on alive; only storage that is taken away under them must
+// wait.
+Status CpuDevice::BeforeFree(BufferId buffer, std::span<const StreamId>) {
+  for (std::size_t i = 0; i < in_flight_.size(); ++i) {
+    const std::shared_ptr<PendingCollective> pending = in_flight_[i];
+    if (pending->src != buffer && pending->dst != buffer) continue;
+    if (Status status = FinishOne(*pending); !status) return status;
+    i = static_cast<std::size_t>(-1);
+  }
+  return {};
+}
+
+Status CpuDevice::Copy(CopyId id, StreamId stream) {
+  if (Status status = BeginWork(stream); !status) return status;
+  const CopySpec& spec = copy(id);
+  CopyOnHost(spec, Pointers(spec.src), Pointers(spec.dst));
+  return {};
+}
+
+Status CpuDevice::Accumulate(CopyId id, StreamId stream) {
+  if (Status status = BeginWork(stream); !status) return status;
+  const CopySpec& spec = copy(id);
+  AccumulateOnHost(spec, Pointers(spec.src), Pointers(spec.dst));
+  return {};
+}
+
+Status CpuDevice::Scale(BufferId buffer, double divisor, StreamId stream) {
+  if (Status status = BeginWork(stream); !status) return status;
+  const Buffer& description = plan().buffers[buffer];
+  const std::vector<std::byte*> parts = Pointers(buffer);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    DivideOnHost(parts[i], PartNumel(description, static_cast<std::int32_t>(i)), description.dtype, divisor);
+  }
+  return {};
+}
+
+Status CpuDevice::Record(EventId event, StreamId stream) {
+  events_[event] = streams_[stream];
+  recorded_[event] = true;
+  return {};
+}
+
+Status CpuDevice::Wait(EventId event, StreamId stream) {
+  if (!recorded_[event]) {
+    return MakeError(ErrorCode::kInternal,
+                     fmt::format("event {} is waited for before it is recorded", plan().events[event]));
+  }
+  for (const std::shared_ptr<PendingCollective>& pending : events_[event]) {
+    if (!pending->finished) streams_[stream].push_back(pending);
+  }
+  return stream == 0 ? BeginWork(stream) : Status();
+}
+
+Result<bool> CpuDevice::HostWait(EventId event) {
+  if (!recorded_[event]) {
+    return MakeError(ErrorCode::kInternal,
+                     fmt::format("event {} is waited for before it is recorded", plan().events[event]));
+  }
+  if (Status status = Finish(events_[event]); !status) return std::unexpected(std::move(status.error()));
+  return true;
+}
+
+Result<bool> CpuDevice::Synchronize() {
+  for (PendingList& list : streams_) {
+    if (Status status = Finish(list); !status) return std::unexpected(std::move(status.error()));
+  }
+  return true;
+}
+
+Status CpuDevice::RunOn(StreamId stream, const std::function<void()>& work) {
+  if (Status status = BeginWork(stream); !status) return status;
+  work();
+  return {};
+}
+
+}  // namespace shardplan::executor

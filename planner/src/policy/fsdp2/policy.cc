@@ -1,0 +1,204 @@
+#include "policy/fsdp2/policy.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+#include <variant>
+
+#include "policy/fsdp2/fully_shard.h"
+#include "policy/fsdp2/on_demand.h"
+#include "shardplan/schemas/assert.h"
+
+namespace shardplan {
+namespace fsdp2 {
+
+Fsdp2Policy::Fsdp2Policy(const PolicyInput& input, ProgramBuilder& program)
+    : input_(input),
+      program_(program),
+      optimizer_(input.strategy, input.partition, program),
+      model_(input.trace, input.index, input.partition),
+      module_calls_(model_, program) {}
+
+Status Fsdp2Policy::SetUp() {
+  program_.Stream("compute");
+  FullyShard(input_, program_, optimizer_, faults_, model_);
+  if (Status s = optimizer_.Check(); !s) return s;
+  if (Status s = ShareCommContexts(input_, model_); !s) return s;
+  if (Status s = SetPrefetchLists(input_, model_); !s) return s;
+  if (Status s = CallSetters(); !s) return s;
+  const auto zeroes = [](const ProgramCall& call) { return std::holds_alternative<ZeroGradCall>(call); };
+  const std::vector<StepProgram>& program = input_.strategy.program;
+  if (!program.empty() && std::ranges::none_of(program.back(), zeroes)) {
+    faults_.Add(PyTorchFault::kFsdp2GradientsGrow);
+  }
+  // Where the model's root is the first to be called, its first forward is like every other.
+  const UnitId first = FirstCalled();
+  return first >= 0 && input_.partition.units[first].is_root ? model_[first].LazyInit(model_) : Status{};
+}
+
+Status Fsdp2Policy::CallSetters() {
+  const std::vector<ModuleCall>& calls = input_.strategy.setup;
+  for (std::size_t c = 0; c < calls.size(); ++c) {
+    if (Status s = module_calls_.SetUp(calls[c]); !s) {
+      return MakeInputError(fmt::format("/setup/{}", c), s.error().message, s.error().found,
+                            s.error().expected);
+    }
+  }
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
+    program_.plan().units[u].gradient_divide_factor = group != nullptr
+                                                          ? group->settings().gradient_divide_factor
+                                                          : input_.strategy.fsdp2.gradient_divide_factor;
+  }
+  return {};
+}
+
+// The unit of the program's first forward or user call.
+UnitId Fsdp2Policy::FirstCalled() const {
+  for (const RecordedStep& step : input_.steps) {
+    for (const HookPoint& event : step.events) {
+      if (event.kind == HookPointKind::kModuleCall) return -1;
+      if (event.kind == HookPointKind::kPreForward) return event.unit;
+    }
+  }
+  return -1;
+}
+
+Status Fsdp2Policy::On(const HookPoint& event) {
+  switch (event.kind) {
+    case HookPointKind::kSegment:
+      OnSegment(event);
+      break;
+    case HookPointKind::kPreForward:
+    case HookPointKind::kRecomputePreForward:
+      return model_[event.unit].PreForward(event, model_);
+    case HookPointKind::kPostForward:
+    case HookPointKind::kRecomputePostForward:
+      model_[event.unit].PostForward(event);
+      break;
+    case HookPointKind::kBackwardBegin:
+      backward_unit_ = -1;
+      break;
+    case HookPointKind::kPreBackward:
+      backward_unit_ = event.unit;
+      return model_[event.unit].PreBackward(event, final_callbacks_);
+    case HookPointKind::kInputsGradDone:
+      return model_[event.unit].PostBackward(event);
+    case HookPointKind::kBackwardEnd:
+      return BackwardEnd(event);
+    case HookPointKind::kOptimizerStep:
+      OptimizerStep(event);
+      break;
+    case HookPointKind::kZeroGrad:
+      ZeroGrad(event);
+      break;
+    case HookPointKind::kModuleCall:
+      return module_calls_.Call(event);
+    default:  // points that only other policies act on
+      break;
+  }
+  return {};
+}
+
+// The gradients that a stretch of a backward makes. Returns, ascending, the parameters that had one already.
+std::vector<ParameterId> Fsdp2Policy::AddGrads(const EventRange& range) {
+  std::vector<ParameterId> accumulating;
+  const Pass& pass = input_.trace.backwards[range.pass];
+  for (std::int32_t i = range.begin; i < range.end; ++i) {
+    const auto* grad = std::get_if<ParameterGradEvent>(&pass.events[i]);
+    if (grad == nullptr) continue;
+    const UnitParameterRef owner = OwnerOf(input_.partition, grad->parameter, -1);
+    if (owner.unit < 0) continue;
+    SHARDPLAN_ASSERT(model_[owner.unit].group() != nullptr, "a unit that owns a parameter has a group");
+    if (!model_[owner.unit].group()->unsharded_grads().Add(owner.parameter)) {
+      accumulating.push_back(grad->parameter);
+    }
+  }
+  std::ranges::sort(accumulating);
+  return accumulating;
+}
+
+void Fsdp2Policy::OnSegment(const HookPoint& event) {
+  if (!event.range.backward) {
+    program_.Compute(event, {}, {});
+    return;
+  }
+  std::vector<UnitId> reads;
+  FsdpParamGroup* group = backward_unit_ < 0 ? nullptr : model_[backward_unit_].group();
+  if (group != nullptr && group->is_unsharded()) reads.push_back(backward_unit_);
+  program_.Compute(event, AddGrads(event.range), reads);
+}
+
+// The engine runs the callbacks that roots have queued, in that order.
+Status Fsdp2Policy::BackwardEnd(const HookPoint& event) {
+  program_.BeginTrigger(TriggerKind::kBackwardEnd, -1, event.microbatch);
+  backward_unit_ = -1;
+  for (FsdpState* state : std::exchange(final_callbacks_, {})) {
+    if (Status s = state->RootPostBackwardFinalCallback(); !s) return s;
+  }
+  return {};
+}
+
+void Fsdp2Policy::OptimizerStep(const HookPoint& event) {
+  program_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
+  std::vector<SteppedUnit> units;
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    const auto unit = static_cast<UnitId>(u);
+    FsdpParamGroup* group = model_[unit].group();
+    if (group == nullptr || group->sharded_grads().state().grads.empty()) continue;
+    SteppedUnit& stepped = units.emplace_back(SteppedUnit{.unit = unit, .parameters = {}});
+    for (const auto& [parameter, grad] : group->sharded_grads().state().grads) {
+      stepped.parameters.push_back(parameter);
+    }
+  }
+  optimizer_.Step(units);
+  if (!input_.strategy.fsdp2.post_optim_event) return;
+  // The user's own event: unrelated work after the optimizer does not hold up the first all-gather.
+  program_.SetReason("post_optim_event");
+  const EventId optimized = program_.Event("post_optim");
+  program_.Record(optimized, kCompute);
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    FsdpState& state = model_[static_cast<UnitId>(u)];
+    if (state.is_root()) state.state_ctx().post_optim_event = optimized;
+  }
+}
+
+void Fsdp2Policy::ZeroGrad(const HookPoint& event) {
+  program_.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
+  program_.SetReason("user");
+  program_.Emit(InstructionKind::kZeroGrad, kHost);
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
+    if (group != nullptr) group->sharded_grads().Clear();
+  }
+}
+
+Status Fsdp2Policy::Procedures() {
+  OptimizerMemory* in_backward = input_.strategy.optimizer.in_backward ? &optimizer_ : nullptr;
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
+    if (group == nullptr) continue;
+    if (Status s = EmitProcedures(group->scope(), group->settings(), in_backward, faults_); !s) return s;
+  }
+  return {};
+}
+
+std::unique_ptr<PolicyState> Fsdp2Policy::State() const {
+  Fsdp2PolicyState state{.units = {},
+                         .final_callbacks = final_callbacks_,
+                         .backward_unit = backward_unit_,
+                         .optimizer = optimizer_.state()};
+  for (std::size_t u = 0; u < model_.size(); ++u) {
+    state.units.push_back(model_[static_cast<UnitId>(u)].snapshot());
+  }
+  return std::make_unique<PolicyStateOf<Fsdp2PolicyState>>(std::move(state));
+}
+
+}  // namespace fsdp2
+
+std::unique_ptr<Policy> MakeFsdp2Policy(const PolicyInput& input, ProgramBuilder& builder) {
+  return std::make_unique<fsdp2::Fsdp2Policy>(input, builder);
+}
+
+}  // namespace shardplan

@@ -1,0 +1,27 @@
+// The kinds of lists that ids refer to.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace shardplan {
+
+// Lists that integers elsewhere in the same document index. The ones from kUnit on may also be referred to by
+// name.
+enum class RefKind : std::uint8_t {
+  kNone,
+  kModule,
+  kParameter,
+  kTensor,
+  kForward,
+  kUnit,
+  kBuffer,
+  kStream,
+  kEvent,
+  kCommunicator,
+  kSegment,
+};
+inline constexpr std::size_t kRefKinds = 11;
+constexpr bool IsNamed(RefKind kind) { return kind >= RefKind::kUnit; }
+
+}  // namespace shardplan

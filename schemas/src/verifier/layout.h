@@ -1,0 +1,64 @@
+// What lies where in a buffer: its role and its unit's layout say it, and with it how large the buffer is and
+// of which dtype. A copy moves a parameter from where it lies in src to where it lies in dst; a collective
+// knows no parameters and moves what is there.
+//
+// [Note: arrangements]
+// kShard: the padded pieces of one rank, parameter by parameter. kGathered: such pieces of all ranks of a
+// group, rank by rank. kWhole: each parameter as it is (padded at its end). Of a flat unit the pieces are
+// equal and lie one after the other, so that what is gathered is whole. So is one parameter that is cut along
+// its first dimension, and everything on one rank.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/plan.h"
+#include "verifier/clocks.h"
+#include "verifier/words/report.h"
+
+namespace shardplan::verifier {
+
+enum class Arrangement : std::uint8_t { kNone, kShard, kGathered, kWhole };
+// kNone: the role holds neither parameters nor gradients of a unit.
+Arrangement ArrangementOf(BufferRole role);
+bool IsParameterRole(BufferRole role);
+bool IsOnHost(const Buffer& buffer);
+// fsdp1: whether the optimizer gets the gradients of some units, or of all that compute in a lower precision,
+// in that (keep_low_precision_grads).
+bool SomeKeepLowPrecision(const Strategy& strategy);
+bool AllKeepLowPrecision(const Strategy& strategy);
+// The dtype of the unit's reductions: a compressing hook of fsdp1 has its own.
+DType ReducedIn(const Plan& plan, const Unit& unit);
+
+// ---- rule layout: what a buffer of the role has to be ----
+
+// "": the buffer's parts are as large as its unit's layout asks for. Else what is wrong with them.
+std::string LayoutOfParts(const Plan& plan, const Buffer& buffer);
+// What is wrong with the sizes of a buffer of a per_parameter unit that is cut into `pieces`: a part for each
+// parameter, or all of them in one. "" if nothing is.
+std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pieces);
+// "": its dtype is the one that its unit gathers, computes, reduces or keeps in.
+std::string LayoutOfDType(const Plan& plan, const Buffer& buffer);
+// "": it is in the kind of memory that the role is for.
+std::string LayoutOfMemory(const Plan& plan, const Buffer& buffer);
+
+// Memory that says it is for reduced gradients, is taken, and never gets one: zero_grad would free it.
+bool LayoutOfUnfilled(const Buffer& buffer, bool is_allocated, bool is_touched);
+
+// ---- rule layout: what an instruction moves ----
+
+// "": both have a parameter in common, and the copy knows where it lies in either.
+std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view);
+// "": the sizes are as the communicator asks for, the dtypes are the same, gradients are reduced in the
+// unit's, and what comes out is arranged as the role of dst says.
+std::string LayoutOfCollective(const Plan& plan, const Instruction& collective);
+// "": who works on a buffer can reach the memory that it is in.
+std::string LayoutOfReach(const Plan& plan, const Instruction& instruction, bool is_view);
+
+// Asks these of all buffers, and of an instruction.
+void CheckBuffers(const Plan& plan, Reporter& reporter);
+void CheckMovement(const Plan& plan, const Instruction& instruction, bool is_view, Position at,
+                   Reporter& reporter);
+
+}  // namespace shardplan::verifier

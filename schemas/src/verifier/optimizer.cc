@@ -1,0 +1,176 @@
+// What the optimizer does: it steps parameters with their reduced gradients, once, and works in memory of its
+// own.
+#include <algorithm>
+
+#include "shardplan/schemas/layout.h"
+#include "verifier/interpreter.h"
+#include "verifier/layout.h"
+#include "verifier/rules.h"
+
+namespace shardplan::verifier {
+
+// Whether the unit has a gradient to be stepped with.
+bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) {
+  std::vector<BufferId> found(plan_.units[unit].parameters.size(), -1);
+  bool has_grad = false;
+  BufferId moved_on = -1;
+  for (const BufferId grad : unit_grads_[unit]) {
+    if (!memory_.IsAlive(grad)) continue;
+    // Offloaded: the gradient has moved on to the host. The optimizer would find it where it was, too.
+    if (gradients_.IsUsedUp(grad)) {
+      if (plan_.buffers[grad].role == BufferRole::kGradSharded) moved_on = grad;
+      continue;
+    }
+    // Memory for a gradient may be there before it is (a host's, between steps or since the forward).
+    const bool waits = plan_.buffers[grad].persistent || memory_.ContentOf(grad) == Content::kNothing;
+    if (waits && gradients_.Contributions(grad).empty()) continue;
+    has_grad = true;
+    if (OptimizerStepInOtherDType(plan_, grad)) words_.SteppedInOtherDType(grad, work.at);
+    memory_.Read(grad, work);
+    gradients_.Consume(grad, work.at);
+    for (const std::int32_t p : gradients_.Step(grad, i.parameter, work.at)) {
+      const bool same_memory = found[p] >= 0 && memory_.Slot(found[p]) == memory_.Slot(grad);
+      if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], grad, work.at);
+      found[p] = grad;
+    }
+  }
+  for (const std::int32_t p :
+       moved_on < 0 ? std::vector<std::int32_t>() : ParametersOf(plan_, plan_.buffers[moved_on])) {
+    const bool same_memory = found[p] >= 0 && memory_.Slot(found[p]) == memory_.Slot(moved_on);
+    if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], moved_on, work.at);
+  }
+  return has_grad;
+}
+
+void Interpreter::UseStates(UnitId unit, const Work& work) {
+  std::vector<char> alive;
+  for (const BufferId state : unit_states_[unit]) alive.push_back(memory_.IsAlive(state) ? 1 : 0);
+  if (OptimizerStepWithoutMemory(alive)) words_.SteppedWithout(unit_states_[unit].front(), unit, work.at);
+  if (OptimizerStepWithoutStates(plan_, unit_states_, unit)) words_.SteppedWithoutStates(unit, work.at);
+  for (const std::vector<BufferId>* updated : {&unit_shards_[unit], &unit_states_[unit]}) {
+    for (const BufferId buffer : *updated) {
+      if (!memory_.IsAlive(buffer)) continue;
+      // States are made by the first step: allocated, then filled here.
+      if (memory_.ContentOf(buffer) == Content::kEverything) memory_.Read(buffer, work);
+      memory_.Write(buffer, work);
+      memory_.SetContent(buffer, Content::kEverything);
+    }
+  }
+}
+
+// Temporaries of all units, or of the one that is stepped.
+void Interpreter::UseOwnMemory(const Instruction& i, const std::vector<UnitId>& stepped, const Work& work) {
+  std::vector<char> alive;
+  BufferId first = -1;
+  for (const BufferId own : temporaries_) {
+    if (plan_.buffers[own].unit != i.unit) continue;
+    if (first < 0) first = own;
+    alive.push_back(memory_.IsAlive(own) ? 1 : 0);
+    if (memory_.IsAlive(own)) memory_.Write(own, work);
+  }
+  if (!stepped.empty() && OptimizerStepWithoutMemory(alive)) words_.SteppedWithout(first, i.unit, work.at);
+}
+
+void Interpreter::RunOptimizer(const Instruction& i, Position at) {
+  const Work work = Issue(i, at);
+  gradients_.CheckNoneUnreduced(i.unit, at);
+  std::vector<UnitId> stepped;
+  bool reached = i.stream < 0;  // a step of several units takes those on the device and on the host alike
+  for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+    const UnitId unit = static_cast<UnitId>(u);
+    if (i.unit >= 0 && i.unit != unit) continue;
+    if (!StepUnit(unit, i, work)) continue;  // frozen, or not used in this step
+    stepped.push_back(unit);
+    UseStates(unit, work);
+    for (const BufferId shard : unit_shards_[u]) {
+      const bool on_host = plan_.buffers[shard].memory != MemoryKind::kDevice;
+      reached = reached || !on_host;
+      if (i.stream < 0 && !on_host) words_.SteppedOutOfReach(shard, on_host, at);
+    }
+  }
+  if (!reached && !stepped.empty() && !unit_shards_[stepped.front()].empty()) {
+    words_.SteppedOutOfReach(unit_shards_[stepped.front()].front(), true, at);
+  }
+  UseOwnMemory(i, stepped, work);
+}
+
+// At the end of a step.
+void Interpreter::CheckStates() {
+  for (const std::vector<BufferId>& states : unit_states_) {
+    for (const BufferId state : states) {
+      if (memory_.IsAlive(state) && OptimizerStepBeforeState(memory_.Of(state))) {
+        words_.AllocatedBehindStep(state, memory_.Of(state).allocated);
+      }
+    }
+  }
+}
+
+// ---- the rules ----
+
+std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient) {
+  std::vector<std::int32_t> dropped;
+  for (std::size_t p = 0; p < gradient.count.size(); ++p) {
+    if (gradient.count[p] > 0 && !gradient.stepped[p]) dropped.push_back(static_cast<std::int32_t>(p));
+  }
+  return dropped;
+}
+
+bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter) {
+  return gradient.count[parameter] > 0 && gradient.stepped[parameter] != 0;
+}
+
+bool OptimizerStepInOtherDType(const Plan& plan, BufferId grad) {
+  const Buffer& buffer = plan.buffers[grad];
+  const Unit& unit = plan.units[buffer.unit];
+  const Strategy& strategy = plan.strategy;
+  if (unit.layout != LayoutKind::kFlat || buffer.role != BufferRole::kGradSharded) return false;
+  // What an evaluation in full precision makes is kept in it.
+  if (!AllKeepLowPrecision(strategy) || strategy.fsdp1.full_precision_in_eval) return false;
+  if (buffer.dtype != unit.orig_dtype || unit.param_dtype == unit.orig_dtype) return false;
+  // A gradient that is not cut stays as it was reduced; one that a hook compressed is decompressed.
+  const bool is_cut = SizeBytes(buffer) < Bytes{unit.flat_numel * SizeBytes(buffer.dtype)};
+  const bool is_compressed = ReducedIn(plan, unit) != unit.reduce_dtype;
+  return is_cut || (!is_compressed && unit.reduce_dtype != unit.orig_dtype);
+}
+
+bool OptimizerStepWithoutMemory(const std::vector<char>& alive) {
+  return !alive.empty() && std::ranges::none_of(alive, [](char is_alive) { return is_alive != 0; });
+}
+
+bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<BufferId>>& states,
+                                UnitId id) {
+  const auto has_one = [](const std::vector<BufferId>& of_unit) { return !of_unit.empty(); };
+  if (has_one(states[id]) || std::ranges::none_of(states, has_one)) return false;
+  // Of original parameters, those whose pieces the first rank has.
+  const Unit& unit = plan.units[id];
+  const std::int64_t end = unit.flat_numel / ShardCount(plan, unit);
+  return std::ranges::any_of(unit.parameters, [&](const UnitParameter& parameter) {
+    return parameter.requires_grad && (unit.layout != LayoutKind::kFlat || parameter.flat_offset < end);
+  });
+}
+
+bool OptimizerStepBeforeState(const Allocation& state) { return state.content == Content::kNothing; }
+
+std::vector<BufferId> OptimizerStepOfNothing(const Plan& plan) {
+  std::vector<char> allocated(plan.buffers.size(), false);
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    const BufferRole role = plan.buffers[b].role;
+    const bool own = role == BufferRole::kOptimizerState || role == BufferRole::kOptimizerTemp;
+    allocated[b] = !own || plan.buffers[b].persistent;
+  }
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        const bool exists = i.dst >= 0 && i.dst < std::ssize(plan.buffers);
+        if (i.kind == InstructionKind::kAllocate && exists) allocated[i.dst] = true;
+      }
+    }
+  }
+  std::vector<BufferId> never;
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    if (!allocated[b]) never.push_back(static_cast<BufferId>(b));
+  }
+  return never;
+}
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,157 @@
+#include "verifier/tables.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <ranges>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/policy_knobs.h"
+
+namespace shardplan::verifier {
+namespace {
+
+// The digits of a rank, the most significant first. Neighbours that lie side by side are one; one of a single
+// rank is none. Equal digits: equal groups of ranks.
+using Digits = std::vector<CommunicatorDim>;
+
+void Append(Digits& digits, CommunicatorDim next) {
+  if (next.size == 1) return;
+  if (!digits.empty() && digits.back().stride == next.size * next.stride) {
+    digits.back() = {digits.back().size * next.size, next.stride};
+  } else {
+    digits.push_back(next);
+  }
+}
+
+Digits DigitsOf(const Plan& plan, CommunicatorId id) {
+  Digits digits;
+  if (id < 0) return digits;
+  const Communicator& communicator = plan.communicators[id];
+  if (communicator.dims.empty()) Append(digits, {communicator.size, communicator.stride});
+  for (const CommunicatorDim& dim : communicator.dims) Append(digits, dim);
+  return digits;
+}
+
+// Of the mesh's dimensions `names`, in the mesh's order.
+Digits DigitsOf(const std::vector<StrategyMeshDim>& mesh, const std::vector<std::string>& names) {
+  Digits digits;
+  std::int64_t stride = 1;
+  for (const StrategyMeshDim& dim : mesh) stride *= dim.size;
+  for (const StrategyMeshDim& dim : mesh) {
+    stride /= dim.size;
+    if (std::ranges::find(names, dim.name) != names.end()) Append(digits, {dim.size, stride});
+  }
+  return digits;
+}
+
+std::string InWords(const Digits& digits) {
+  const auto digit = [](const CommunicatorDim& d) { return fmt::format("{} by {}", d.size, d.stride); };
+  return digits.empty() ? "one rank"
+                        : fmt::format("{}", fmt::join(digits | std::views::transform(digit), ", "));
+}
+
+std::string InWords(const std::vector<StrategyMeshDim>& mesh) {
+  const auto dim = [](const StrategyMeshDim& d) { return fmt::format("{} {}", d.name, d.size); };
+  return fmt::format("{{{}}}", fmt::join(mesh | std::views::transform(dim), ", "));
+}
+
+std::string_view InWords(LayoutKind layout) { return layout == LayoutKind::kFlat ? "flat" : "per_parameter"; }
+
+std::string InWords(DType computed, DType reduced) {
+  return fmt::format("{}, reduced in {}", Name(computed), Name(reduced));
+}
+
+// Null: a policy of another program, of which nothing is known.
+const PolicyKnobs* KnownPolicy(const Plan& plan) {
+  const PolicyKnobs& knobs = KnobsOf(plan.strategy.policy);
+  return knobs.name == plan.strategy.policy ? &knobs : nullptr;
+}
+
+}  // namespace
+
+std::string TablesOfMesh(const Plan& plan) {
+  const std::vector<StrategyMeshDim>& asked = plan.strategy.mesh;
+  if (!asked.empty() && plan.mesh != asked) {
+    return fmt::format("the mesh is {}, and the strategy's {}", InWords(plan.mesh), InWords(asked));
+  }
+  if (plan.mesh.empty()) return {};
+  std::int64_t ranks = 1;
+  for (const StrategyMeshDim& dim : plan.mesh) {
+    if (dim.size < 1 || __builtin_mul_overflow(ranks, dim.size, &ranks)) {
+      return fmt::format("dimension {} of the mesh has the size {}", dim.name, dim.size);
+    }
+  }
+  if (ranks == plan.world_size) return {};
+  return fmt::format("the mesh {} has {} ranks, and world_size is {}", InWords(plan.mesh), ranks,
+                     plan.world_size);
+}
+
+std::string TablesOfPolicy(const Plan& plan) {
+  if (plan.policy.empty() || plan.policy == plan.strategy.policy) return {};
+  return fmt::format("the plan's policy is {}, and its strategy's {}", plan.policy, plan.strategy.policy);
+}
+
+std::string TablesOfLayout(const Plan& plan, const Unit& unit) {
+  const PolicyKnobs* policy = KnownPolicy(plan);
+  if (policy == nullptr || unit.layout == policy->layout) return {};
+  return fmt::format("its layout is {}, and {} makes units that are {}", InWords(unit.layout), policy->name,
+                     InWords(policy->layout));
+}
+
+std::string TablesOfRanks(const Plan& plan, const Unit& unit) {
+  const PolicyKnobs* policy = KnownPolicy(plan);
+  if (policy == nullptr || plan.mesh.empty()) return {};
+  const std::pair found(DigitsOf(plan, unit.shard_communicator), DigitsOf(plan, unit.replicate_communicator));
+  std::vector<std::string> expected;
+  for (const DataParallelDims& dims : policy->unit_ranks(plan.strategy, plan.mesh)) {
+    const std::pair allowed(DigitsOf(plan.mesh, dims.shard), DigitsOf(plan.mesh, dims.replicate));
+    if (found == allowed) return {};
+    expected.push_back(fmt::format("{} and {}", InWords(allowed.first), InWords(allowed.second)));
+  }
+  return fmt::format(
+      "it is sharded over {} and replicated over {}, and the strategy shards and replicates over {}",
+      InWords(found.first), InWords(found.second), fmt::join(expected, " or over "));
+}
+
+std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
+  const PolicyKnobs* policy = KnownPolicy(plan);
+  if (policy == nullptr) return {};
+  std::vector<std::string> expected;
+  for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
+    const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
+    const DType reduced = mixed.reduce_dtype.value_or(computed);
+    const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
+      return ComputeDType(unit, parameter) == mixed.param_dtype.value_or(parameter.dtype);
+    });
+    if (alike && unit.param_dtype == computed && unit.reduce_dtype == reduced) return {};
+    if (std::string words = InWords(computed, reduced);
+        std::ranges::find(expected, words) == expected.end()) {
+      expected.push_back(std::move(words));
+    }
+  }
+  return fmt::format("its parameters are computed with in {}, and the strategy asks for {}",
+                     InWords(unit.param_dtype, unit.reduce_dtype), fmt::join(expected, " or "));
+}
+
+void CheckStrategy(const Plan& plan, Reporter& reporter) {
+  std::int64_t subject = 0;
+  const auto check = [&](const std::string& whose, std::string wrong) {
+    if (!wrong.empty()) reporter.Add(Rule::kTables, {}, subject++, whose + std::move(wrong));
+  };
+  check("", TablesOfPolicy(plan));
+  const std::string mesh = TablesOfMesh(plan);
+  check("", mesh);
+  for (const Unit& unit : plan.units) {
+    const std::string whose = fmt::format("unit {}: ", DisplayName(unit.fqn));
+    check(whose, TablesOfLayout(plan, unit));
+    check(whose, TablesOfPrecision(plan, unit));
+    if (mesh.empty()) check(whose, TablesOfRanks(plan, unit));
+  }
+}
+
+}  // namespace shardplan::verifier

@@ -1,0 +1,134 @@
+#include "memory/knobs.h"
+
+#include <algorithm>
+#include <variant>
+
+#include "memory/categories.h"
+#include "shardplan/schemas/policy_knobs.h"
+
+namespace shardplan::internal {
+namespace {
+
+void Set(AliveMemory& alive, std::string knob, Bytes bytes) {
+  alive.knob = std::move(knob);
+  alive.knob_bytes = bytes;
+}
+
+void AdviseFewerParameters(AliveMemory& alive) {
+  Set(alive, "needed now; units of fewer parameters", Bytes{0});
+}
+
+// What lies in a unit's gathered parameters and is not needed now could be resharded, or gathered later.
+void AdviseUnsharded(const Plan& plan, AliveMemory& alive) {
+  if (alive.in_use) return AdviseFewerParameters(alive);
+  const bool is_root = alive.unit >= 0 && plan.units[static_cast<std::size_t>(alive.unit)].fqn.empty();
+  const PolicyKnobs& policy = KnobsOf(plan.policy);
+  Set(alive, policy.reshard_advice(plan.strategy, UnitText(plan, alive.unit), is_root), alive.bytes);
+}
+
+// Whether some backward does not reduce.
+bool AccumulatesWithoutSync(const Plan& plan) {
+  const std::string& method = KnobsOf(plan.policy).accumulation_call;
+  const auto skips = [&](const ModuleCall& call) { return call.method == method; };
+  bool found = std::ranges::any_of(plan.strategy.setup, skips);
+  for (const StepProgram& step : plan.strategy.program) {
+    for (const ProgramCall& call : step) {
+      const auto* module = std::get_if<ModuleCall>(&call);
+      found = found || (module != nullptr && skips(*module));
+    }
+  }
+  return found;
+}
+
+void AdviseOffload(const Plan& plan, AliveMemory& alive) {
+  if (plan.strategy.cpu_offload) return Set(alive, "on its way to the host", Bytes{0});
+  Set(alive, "cpu_offload: true (twice the shard ranks: half of it)", alive.bytes);
+}
+
+bool IsFullPrecision(const Plan& plan, UnitId unit) {
+  return unit >= 0 && SizeBytes(plan.units[static_cast<std::size_t>(unit)].reduce_dtype) == 4;
+}
+
+bool HasCheckpointing(const Plan& plan) { return plan.strategy.checkpoint.has_value(); }
+
+void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
+  switch (role) {
+    case BufferRole::kParamSharded:
+    case BufferRole::kGradSharded:
+    case BufferRole::kOptimizerState:
+      return AdviseOffload(plan, alive);
+    case BufferRole::kParamUnsharded:
+    case BufferRole::kExtensionGathered:
+    case BufferRole::kExtensionUnsharded:
+      return AdviseUnsharded(plan, alive);
+    case BufferRole::kParamPostForwardShard:
+      return Set(alive, "reshard_after_forward: true instead of a number", alive.bytes);
+    case BufferRole::kAllGatherInput:
+    case BufferRole::kAllGatherOutput:
+      return alive.in_use ? AdviseFewerParameters(alive)
+                          : Set(alive, "a prefetch depth of 0, forward and backward", alive.bytes);
+    case BufferRole::kReduceScatterInput:
+    case BufferRole::kReduceScatterOutput:
+    case BufferRole::kPartialReduceOutput:
+      if (IsFullPrecision(plan, alive.unit)) {
+        return Set(alive, "reduce_dtype: bfloat16", Bytes{alive.bytes.value / 2});
+      }
+      return Set(alive, "units of fewer parameters", Bytes{0});
+    case BufferRole::kGradUnshardedAccumulated:
+      if (AccumulatesWithoutSync(plan)) {
+        return Set(alive, "accumulation with gradient sync in every micro-batch", alive.bytes);
+      }
+      [[fallthrough]];  // a flat gradient, as it is in one backward
+    case BufferRole::kGradUnsharded:
+      return alive.in_use ? AdviseFewerParameters(alive)
+                          : Set(alive, "units of their own for the modules of " + UnitText(plan, alive.unit),
+                                alive.bytes);
+    case BufferRole::kOptimizerTemp:
+      if (plan.strategy.optimizer.kind == OptimizerKind::kAdafactor) {
+        return Set(alive, "optimizer implementation: for_loop", Bytes{0});
+      }
+      return Set(alive, "optimizer implementation: fused", alive.bytes);
+    default:
+      return;
+  }
+}
+
+void AdviseStorage(const Plan& plan, StorageRole role, AliveMemory& alive) {
+  switch (role) {
+    case StorageRole::kSaved:
+      if (alive.unit < 0) return;
+      if (HasCheckpointing(plan))
+        return Set(alive, "a shorter sequence or a smaller batch: in proportion", Bytes{0});
+      return Set(alive, "checkpoint " + UnitText(plan, alive.unit) + " (all but its input)", alive.bytes);
+    case StorageRole::kRecompute:
+      return Set(alive, "checkpoints around smaller modules", Bytes{0});
+    case StorageRole::kOutput:
+      return Set(alive, "let go of the model's output before the backward", alive.bytes);
+    case StorageRole::kLossSaved:
+    case StorageRole::kLossTemp:
+      return Set(alive, "a loss that keeps the logits' dtype, or works in chunks of tokens",
+                 Bytes{alive.bytes.value / 2});
+    default:
+      return;
+  }
+}
+
+}  // namespace
+
+void AdviseKnob(const Plan& plan, AliveMemory& alive) {
+  for (std::int32_t c = 0; c < kBufferRoles; ++c) {
+    if (Name(static_cast<BufferRole>(c)) == alive.category) {
+      return AdviseBuffer(plan, static_cast<BufferRole>(c), alive);
+    }
+  }
+  for (std::int32_t c = 0; c < kStorageRoles; ++c) {
+    if (Name(static_cast<StorageRole>(c)) == alive.category) {
+      return AdviseStorage(plan, static_cast<StorageRole>(c), alive);
+    }
+  }
+  if (alive.category == MemoryCategories()[kCublasWorkspace]) {
+    Set(alive, "CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8", Bytes{alive.bytes.value / 4 * 3});
+  }
+}
+
+}  // namespace shardplan::internal

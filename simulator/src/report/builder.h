@@ -1,0 +1,30 @@
+// The report from what the engine and the memory profile found.
+#pragma once
+
+#include <string>
+
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/report.h"
+#include "shardplan/simulator/device_fit.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/memory_profile.h"
+
+namespace shardplan::internal {
+
+// `result` is that of the last step, `synchronized` that of the same step with synchronize_phases.
+Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+                   const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory,
+                   const MemoryProfile& host_memory, const DeviceFit& fit);
+
+// FLOPs of one rank's step that the model needs: matrix work of forward and backward, what is computed a
+// second time for activation checkpointing left out. `weighted_seconds_ppb` is the time that work takes at
+// the peak rate of each dtype, in nanoseconds.
+struct ModelFlops {
+  std::int64_t flops = 0;
+  std::int64_t peak_ns = 0;  // 0: the cluster has no peak rates
+  std::int64_t recomputed_flops = 0;
+};
+ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
+                           std::size_t step);
+
+}  // namespace shardplan::internal

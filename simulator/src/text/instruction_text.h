@@ -1,0 +1,15 @@
+// Points and instructions of a plan as people read them in reports.
+#pragma once
+
+#include <string>
+
+#include "shardplan/schemas/plan.h"
+
+namespace shardplan::internal {
+
+// "pre_forward layers.0"; "mb1" and "#1" after it for a later micro-batch or occurrence.
+std::string TriggerText(const Plan& plan, const Trigger& trigger);
+// "all_gather layers.0", "forward layers.0" (a segment's name), "wait layers.0".
+std::string InstructionText(const Plan& plan, const Instruction& instruction);
+
+}  // namespace shardplan::internal

@@ -1,0 +1,147 @@
+// `compare`: why the step and the memory of two plans differ.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "commands/commands.h"
+#include "flags/file_flag.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/critical_path.h"
+#include "support.h"
+#include "verified_plan.h"
+
+namespace shardplan::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct CompareArguments {
+  std::string a, b, json;
+  bool no_verify = false;
+  bool quiet = false;
+};
+
+struct Measure {
+  double size;
+  const char* name;
+  int digits;
+};
+constexpr Measure kMilliseconds{1e6, "ms", 3};
+constexpr Measure kGibibytes{1 << 30, "GiB", 3};
+
+std::string Line(const std::string& label, const Difference& of, const Measure& unit) {
+  const auto in = [&](std::int64_t value) { return static_cast<double>(value) / unit.size; };
+  return fmt::format("  {:<28} {:>12.{}f} {:>12.{}f} {:>+12.{}f} {}\n", Printable(label), in(of.a),
+                     unit.digits, in(of.b), unit.digits, in(of.b - of.a), unit.digits, unit.name);
+}
+
+// The causes, the largest difference first; their sum below them.
+std::string Table(const std::string& title, std::vector<Difference> causes, const Difference& sum,
+                  const Measure& unit) {
+  std::ranges::stable_sort(causes, [](const Difference& x, const Difference& y) {
+    return std::abs(x.b - x.a) > std::abs(y.b - y.a);
+  });
+  std::string text = fmt::format("{:<30} {:>12} {:>12} {:>12}\n", title, "A", "B", "B - A");
+  for (const Difference& cause : causes) text += Line(cause.cause, cause, unit);
+  return text + Line(sum.cause, sum, unit);
+}
+
+std::string OneWord(const Json& value) { return value.is_null() ? "-" : value.dump(); }
+
+// Values of two documents that differ, by their place.
+std::string DifferentValues(const std::string& a, const std::string& b) {
+  const Json of_a = Json::parse(a).flatten(), of_b = Json::parse(b).flatten();
+  std::string text;
+  const auto say = [&](const std::string& place, const Json& x, const Json& y) {
+    text += fmt::format("  strategy {}: {} -> {}\n", Printable(place), Printable(OneWord(x)),
+                        Printable(OneWord(y)));
+  };
+  for (const auto& [place, value] : of_a.items()) {
+    const auto other = of_b.find(place);
+    if (other == of_b.end() || *other != value) say(place, value, other == of_b.end() ? Json() : *other);
+  }
+  for (const auto& [place, value] : of_b.items()) {
+    if (!of_a.contains(place)) say(place, Json(), value);
+  }
+  return text;
+}
+
+std::string MadeFrom(const Plan& a, const Plan& b) {
+  std::string text;
+  const auto differ = [&](const char* what, const std::string& x, const std::string& y) {
+    if (x != y) text += fmt::format("  {}: {} -> {}\n", what, Printable(x), Printable(y));
+  };
+  differ("model", a.model, b.model);
+  differ("policy", a.policy, b.policy);
+  differ("cluster", a.cluster.name, b.cluster.name);
+  differ("ranks", std::to_string(a.world_size), std::to_string(b.world_size));
+  differ("tokens a step", std::to_string(a.tokens_per_step), std::to_string(b.tokens_per_step));
+  if (a.model == b.model && a.digests.trace != b.digests.trace) text += "  the traces differ\n";
+  text += DifferentValues(ToJson(a.strategy), ToJson(b.strategy));
+  return text.empty() ? "the plans are made from the same\n"
+                      : "what the plans are made from, A -> B\n" + text;
+}
+
+Json ToJson(const Comparison& comparison) {
+  const auto list = [](const std::vector<Difference>& causes) {
+    Json entries = Json::array();
+    for (const Difference& cause : causes)
+      entries.push_back({{"cause", cause.cause}, {"a", cause.a}, {"b", cause.b}});
+    return entries;
+  };
+  return {{"step_a_ns", comparison.step_a_ns.value},
+          {"step_b_ns", comparison.step_b_ns.value},
+          {"time_ns", list(comparison.time_ns)},
+          {"memory_a_bytes", comparison.memory_a_bytes.value},
+          {"memory_b_bytes", comparison.memory_b_bytes.value},
+          {"memory_bytes", list(comparison.memory_bytes)}};
+}
+
+Status RunCompare(const CompareArguments& arguments) {
+  const std::vector<OutputFile> outputs = {{"--json", arguments.json}};
+  const bool prints = !HasStandardOutput(outputs);
+  if (Status s = CheckOutputs({arguments.a, arguments.b}, outputs, prints); !s) return s;
+  const Result<Plan> a = ReadVerifiedPlan(arguments.a, arguments.no_verify);
+  if (!a) return std::unexpected(a.error());
+  const Result<Plan> b = ReadVerifiedPlan(arguments.b, arguments.no_verify);
+  if (!b) return std::unexpected(b.error());
+  const Result<Comparison> comparison = CompareSteps(*a, *b);
+  if (!comparison) return std::unexpected(comparison.error());
+  if (!arguments.json.empty()) {
+    const std::string text = ToJson(*comparison).dump(2) + "\n";
+    if (Status s = WriteAndSay(arguments.json, text, arguments.quiet); !s) return s;
+  }
+  if (!prints) return {};
+  const Difference step{"step", comparison->step_a_ns.value, comparison->step_b_ns.value};
+  const Difference memory{"needed", comparison->memory_a_bytes.value, comparison->memory_b_bytes.value};
+  return PrintText(fmt::format("A: {}\nB: {}\n", Printable(arguments.a), Printable(arguments.b)) +
+                   MadeFrom(*a, *b) + "\n" +
+                   Table("time, on the critical path", comparison->time_ns, step, kMilliseconds) + "\n" +
+                   Table("memory, at the peak", comparison->memory_bytes, memory, kGibibytes));
+}
+
+}  // namespace
+
+void AddCompareCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand(
+      "compare", "Why the step time and the memory of two plans differ: causes that add up exactly");
+  command->footer("Example: shardplan compare fsdp1.json fsdp2.json");
+  auto options = std::make_shared<CompareArguments>();
+  command->add_option("A", options->a, "A plan")->required();
+  command->add_option("B", options->b, "Another")->required();
+  AddFile(*command, "--json", options->json, "Write the causes (JSON; '-': standard output, no table)");
+  AddNoVerifyFlag(*command, options->no_verify);
+  command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
+  command->callback([options, &invocation] {
+    const Status status = RunCompare(*options);
+    if (!status) invocation.exit_code = Fail(status.error());
+  });
+}
+
+}  // namespace shardplan::cli

@@ -1,0 +1,192 @@
+// `evaluate`: many configurations in one process, what is equal between them made once.
+#include <fmt/format.h>
+
+#include <deque>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "commands/commands.h"
+#include "flags/cluster_choice.h"
+#include "flags/default_cluster.h"
+#include "flags/memory_budget.h"
+#include "flags/plan_flags.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/simulate.h"
+#include "support.h"
+
+namespace shardplan::cli {
+namespace {
+
+using Answer = nlohmann::ordered_json;
+
+// Arguments of `plan` that change its plan.
+struct Question {
+  std::string trace, strategy;
+  std::vector<std::string> skip;
+  std::string budget;
+  ClusterFlags cluster;
+  PlanFlags flags;
+};
+
+Answer Refusal(std::string_view command, std::string_view text) {
+  return {{"error", fmt::format("{}: {}", command, text)}};
+}
+Answer Refusal(std::string_view command, const Error& error) {
+  return Refusal(command, fmt::format("shardplan: error: {}", ToString(error)));
+}
+
+// `beside`: what is in the allocator and not in the plan.
+Answer AnswerOf(const Report& report, Bytes beside) {
+  Bytes outside = beside;
+  for (const CategoryBytes& entry : report.memory.peak_by_category) {
+    if (entry.category == "cuda_context" || entry.category == "nccl_buffers") outside += entry.size_bytes;
+  }
+  return {{"step_ns", report.step_ns.value},
+          {"world_size", report.world_size},
+          {"tokens_per_second_per_rank", report.tokens_per_second_per_rank},
+          {"model_flops_utilization_ppm", report.model_flops_utilization_ppm},
+          {"exposed_communication_ns", report.exposed_communication_ns.value},
+          {"peak_bytes", report.memory.peak_bytes.value},
+          {"reserved_bytes", report.memory.reserved_bytes.value},
+          {"needed_bytes", (report.memory.reserved_bytes + outside).value},
+          {"cache_releases", report.memory.cache_releases},
+          {"fits", report.memory.fits}};
+}
+
+Result<Question> ParseQuestion(const std::vector<std::string>& arguments) {
+  CLI::App app{"", "shardplan plan"};
+  Question question;
+  bool quiet = false;
+  app.add_option("TRACE", question.trace)->required();
+  AddClusterFlags(app, question.cluster, "");
+  app.add_option("--strategy", question.strategy);
+  app.add_option("--skip", question.skip)->allow_extra_args(false);
+  app.add_option("--memory-budget", question.budget);
+  app.add_flag("-q,--quiet", quiet);
+  AddPlanFlags(app, question.flags);
+  try {
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
+  } catch (const CLI::ParseError& error) {
+    return MakeError(ErrorCode::kUsage, error.what());
+  }
+  return question;
+}
+
+// [Note: what configurations share] Questions about one trace come one after the other, and a plan depends on
+// nothing of a cluster but its number of ranks. So the last trace, every cluster and the last plan are kept.
+// A plan is verified for the first number of ranks (one rank apart) of each trace and strategy.
+class Evaluator {
+ public:
+  Answer operator()(const std::vector<std::string>& arguments) {
+    const Result<Question> question = ParseQuestion(arguments);
+    if (!question) return Refusal("plan", question.error());
+    Result<Cluster> cluster = Planned(*question);
+    if (!cluster) return Refusal("plan", cluster.error());
+    const Result<std::optional<Bytes>> budget = ParseMemoryBudget(question->budget);
+    if (!budget) return Refusal("plan", budget.error());
+    const FitOptions fit{.budget_bytes = *budget, .unmanaged_bytes = UnmanagedOf(*trace_, plan_).Total()};
+    const Result<Simulation> simulation =
+        Simulate(plan_, {.cluster = &*cluster, .record_timeline = false, .fit = fit});
+    return simulation ? AnswerOf(simulation->report, fit.unmanaged_bytes)
+                      : Refusal("simulate", simulation.error());
+  }
+
+ private:
+  // The cluster of the question; `plan_` is its plan then.
+  Result<Cluster> Planned(const Question& question) {
+    if (Status read = ReadTheTrace(question.trace); !read) return std::unexpected(std::move(read.error()));
+    const Result<Strategy> strategy = StrategyOf(question.strategy, question.flags);
+    if (!strategy) return std::unexpected(strategy.error());
+    const FindClusterFunction find = [this](const std::string& name) { return Find(name); };
+    Result<ChosenCluster> chosen =
+        ChooseClusterOrDefault(question.cluster, *strategy, question.strategy, find);
+    if (!chosen) return std::unexpected(std::move(chosen.error()));
+    const std::string same = fmt::format("{}\n{}", ToJson(*strategy), fmt::join(question.skip, "\n"));
+    const std::int64_t ranks = chosen->cluster.ranks;
+    if (planned_ == std::pair(same, ranks)) return std::move(chosen->cluster);
+    planned_.reset();
+    // No figure of the answer depends on these passes.
+    PlanOptions options{.verify = !verified_.contains({same, ranks == 1}),
+                        .skip = {"build_graph", "linearise", "digest"}};
+    options.skip.insert(options.skip.end(), question.skip.begin(), question.skip.end());
+    Result<PlannerOutput> planned =
+        PlanTrace(*trace_, trace_path_, *strategy, question.strategy, chosen->cluster, options);
+    if (!planned) return std::unexpected(std::move(planned.error()));
+    plan_ = std::move(planned->plan);
+    planned_ = {same, ranks};
+    verified_.insert({same, ranks == 1});
+    return std::move(chosen->cluster);
+  }
+
+  Status ReadTheTrace(const std::string& path) {
+    if (trace_ && trace_path_ == path) return {};
+    trace_.reset();
+    planned_.reset();
+    verified_.clear();
+    Result<Trace> read = ReadTrace(path);
+    if (!read) return std::unexpected(std::move(read.error()));
+    trace_ = std::move(*read);
+    trace_path_ = path;
+    return {};
+  }
+
+  Result<Cluster> Find(const std::string& name) {
+    const auto known = clusters_.find(name);
+    if (known != clusters_.end()) return known->second;
+    Result<Cluster> found = FindCluster(name);
+    if (found) clusters_.emplace(name, *found);
+    return found;
+  }
+
+  std::optional<Trace> trace_;
+  std::string trace_path_;
+  std::map<std::string, Cluster> clusters_;                      // by what names them
+  std::optional<std::pair<std::string, std::int64_t>> planned_;  // strategy and ranks of `plan_`
+  Plan plan_;
+  std::set<std::pair<std::string, bool>> verified_;  // of the trace: strategy, and whether of one rank
+};
+
+Status RunEvaluate() {
+  Evaluator evaluate;
+  for (std::string line; std::getline(std::cin, line);) {
+    const auto question = Answer::parse(line, nullptr, false);
+    std::vector<std::string> arguments;
+    if (!question.is_array() || !std::ranges::all_of(question, [](const auto& a) { return a.is_string(); })) {
+      return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                                   .message = "a line of standard input is no question",
+                                   .found = line.substr(0, 100),
+                                   .expected = "a JSON list of arguments of `shardplan plan`"});
+    }
+    for (const auto& argument : question) arguments.push_back(argument.get<std::string>());
+    const std::string answer =
+        evaluate(arguments).dump(-1, ' ', false, Answer::error_handler_t::replace) + "\n";
+    if (Status written = WriteOutput("-", answer); !written) return written;
+  }
+  return {};
+}
+
+}  // namespace
+
+void AddEvaluateCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand(
+      "evaluate", "Plan and simulate what each line of standard input asks for (as `sweep` does)");
+  command->footer(
+      "A line is a JSON list of arguments of `shardplan plan`; its answer is a line with the step's time and "
+      "memory, or\nwhat was wrong.\n"
+      "Example: echo '[\"trace.json\", \"--ranks\", \"64\", \"--cluster\", \"h100_sxm_64\"]' | shardplan "
+      "evaluate ");
+  command->callback([&invocation] {
+    const Status status = RunEvaluate();
+    if (!status) invocation.exit_code = Fail(status.error());
+  });
+}
+
+}  // namespace shardplan::cli

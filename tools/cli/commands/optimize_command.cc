@@ -1,0 +1,249 @@
+// `optimize`: trace + cluster + job + budget -> the fastest plan; `certify`: whether a certificate holds.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <thread>
+
+#include "commands/commands.h"
+#include "flags/cluster_choice.h"
+#include "flags/file_flag.h"
+#include "flags/memory_budget.h"
+#include "flags/plan_flags.h"
+#include "shardplan/planner/optimize.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/memory_profile.h"
+#include "support.h"
+
+namespace shardplan::cli {
+namespace {
+
+constexpr const char* kOneNode = "h100_sxm_8";
+constexpr const char* kSeveralNodes = "h100_sxm_64";
+constexpr std::int64_t kRanksOfOneNode = 8;
+
+struct OptimizeArguments {
+  std::string trace, strategy, output = "plan.json", certificate, report, strategy_output;
+  std::string budget, time_limit = "10s";
+  std::vector<std::string> allow, fix;
+  std::int32_t threads = 0;
+  ClusterFlags cluster;
+  PlanFlags flags;
+  bool whole_grid = false;
+  bool quiet = false;
+};
+
+// A signal ends the search, and the best so far is written.
+std::atomic<bool> interrupted = false;
+void Interrupt(int) { interrupted = true; }
+
+Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Cluster& cluster) {
+  OptimizeOptions options;
+  const Result<std::optional<Bytes>> budget = ParseMemoryBudget(arguments.budget);
+  if (!budget) return std::unexpected(budget.error());
+  options.budget = *budget;
+  if (!options.budget && cluster.device.memory_bytes <= cluster.device.context_bytes)
+    return BadFlag("--memory-budget", arguments.budget,
+                   "a number of bytes: the cluster's device has no memory to speak of");
+  const auto limit =
+      WithSuffix(arguments.time_limit,
+                 {{"", 1'000'000'000}, {"s", 1'000'000'000}, {"ms", 1'000'000}, {"min", 60'000'000'000}});
+  if (!limit) return BadFlag("--time-limit", arguments.time_limit, "a time, say 10s, 500ms or 2min");
+  options.time_limit_ns = {*limit};
+  for (const std::string& allowed : arguments.allow) {
+    options.may_checkpoint = options.may_checkpoint || allowed == "checkpoint";
+    options.may_offload = options.may_offload || allowed == "offload";
+    options.may_release_cache = options.may_release_cache || allowed == "cache-release";
+  }
+  options.fixed.insert(arguments.fix.begin(), arguments.fix.end());
+  if (!arguments.flags.policy.empty()) options.fixed.insert("policy");
+  options.threads = arguments.threads > 0
+                        ? arguments.threads
+                        : static_cast<std::int32_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 16U));
+  options.whole_grid = arguments.whole_grid;
+  options.stop = &interrupted;
+  options.on_progress = [quiet = arguments.quiet](const OptimizeProgress& progress) {
+    const double gib = static_cast<double>(progress.pooled_bytes.value) / (1 << 30);
+    const std::string time =
+        progress.step_ns.value == 0
+            ? "nothing in the budget yet"
+            : fmt::format("{:.3f} ms", static_cast<double>(progress.step_ns.value) / 1e6);
+    Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
+  };
+  return options;
+}
+
+std::string Text(const OptimizeOutput& output) {
+  const Optimization& r = output.report;
+  const auto ms = [](Nanoseconds time) { return static_cast<double>(time.value) / 1e6; };
+  const auto gib = [](Bytes bytes) { return static_cast<double>(bytes.value) / (1 << 30); };
+  std::string text = fmt::format("step         {:12.3f} ms\n", ms(r.step_ns));
+  if (output.certificate) {
+    text += fmt::format("lower bound  {:12.3f} ms   gap {:.2f} %\n", ms(r.lower_bound_ns),
+                        static_cast<double>(r.gap_ppm) / 1e4);
+  }
+  text += fmt::format("memory       {:12.2f} GiB pooled, {:.2f} reserved, {:.2f} allocated; budget {:.2f}\n",
+                      gib(r.peak_pooled_bytes), gib(r.peak_reserved_bytes), gib(r.peak_allocated_bytes),
+                      gib(r.budget_bytes));
+  if (r.cache_releases > 0)
+    text +=
+        fmt::format("             {} requests release the cache, and each synchronises\n", r.cache_releases);
+  text += fmt::format("search       {:12.2f} s    {} plans, {} a second{}\n",
+                      static_cast<double>(r.planning_ns.value) / 1e9, r.evaluations, r.evaluations_per_second,
+                      r.complete ? "" : "; ended early");
+  text += "\ndecisions, and how much longer the step is with FSDP2's default in the place of one\n";
+  for (const DecisionReport& decision : r.decisions) {
+    text += fmt::format("  {:<13}{:+10.3f} ms{}  {}\n", decision.decision, ms(decision.worth_ns),
+                        decision.fits_without ? "" : " (not in the budget)", decision.chosen);
+  }
+  text += "\nwhat people set\n";
+  for (const BaselineReport& baseline : r.baselines) {
+    std::string note = baseline.fits ? "" : "  not in the budget";
+    if (baseline.cache_releases > 0) note += fmt::format("  {} cache releases", baseline.cache_releases);
+    text += fmt::format("  {:<42}{:12.3f} ms {:8.2f} GiB{}\n", baseline.name, ms(baseline.step_ns),
+                        gib(baseline.peak_reserved_bytes), note);
+  }
+  for (const std::string& note : r.notes) text += note + "\n";
+  return text;
+}
+
+Status WriteAll(const OptimizeArguments& arguments, const OptimizeOutput& output) {
+  if (Status s = WriteAndSay(arguments.output, output.plan, arguments.quiet); !s) return s;
+  if (!arguments.strategy_output.empty()) {
+    if (Status s = WriteAndSay(arguments.strategy_output, ToJson(output.strategy), arguments.quiet); !s)
+      return s;
+  }
+  if (!arguments.report.empty()) {
+    if (Status s = WriteAndSay(arguments.report, ToJson(output.report), arguments.quiet); !s) return s;
+  }
+  if (arguments.certificate.empty()) return {};
+  if (!output.certificate) {
+    return MakeError(ErrorCode::kNegative, fmt::format("there is no certificate of this plan ({})",
+                                                       fmt::join(output.report.notes, "; ")));
+  }
+  return WriteAndSay(arguments.certificate, ToJson(*output.certificate), arguments.quiet);
+}
+
+Status RunOptimize(const OptimizeArguments& arguments) {
+  const std::vector<OutputFile> outputs = {{"-o", arguments.output},
+                                           {"--certificate", arguments.certificate},
+                                           {"--report", arguments.report},
+                                           {"--write-strategy", arguments.strategy_output}};
+  const bool prints = !HasStandardOutput(outputs);
+  if (Status s =
+          CheckOutputs({arguments.trace, arguments.strategy, arguments.cluster.cluster}, outputs, prints);
+      !s)
+    return s;
+  Result<Trace> trace = ReadTrace(arguments.trace);
+  if (!trace) return std::unexpected(trace.error());
+  const Result<Strategy> strategy = StrategyOf(arguments.strategy, arguments.flags);
+  if (!strategy) return std::unexpected(strategy.error());
+  Result<Cluster> otherwise = Cluster{};
+  if (arguments.cluster.cluster.empty()) {
+    otherwise =
+        FindCluster(WantedRanks(arguments.cluster, *strategy) > kRanksOfOneNode ? kSeveralNodes : kOneNode);
+  }
+  if (!otherwise) return std::unexpected(otherwise.error());
+  Result<ChosenCluster> chosen = ChooseCluster(arguments.cluster, *strategy, std::move(*otherwise));
+  if (!chosen) return std::unexpected(std::move(chosen.error()));
+  if (!chosen->note.empty()) Progress(arguments.quiet, chosen->note);
+  const Result<OptimizeOptions> options = OptionsOf(arguments, chosen->cluster);
+  if (!options) return std::unexpected(options.error());
+  for (const int signal : {SIGINT, SIGTERM}) (void)std::signal(signal, Interrupt);
+  Result<OptimizeOutput> output = Optimize(*trace, *strategy, chosen->cluster, *options);
+  if (!output) {
+    if (output.error().file.empty() && output.error().code == ErrorCode::kBadInput)
+      output.error().file = arguments.strategy.empty() ? arguments.trace : arguments.strategy;
+    return std::unexpected(std::move(output.error()));
+  }
+  if (Status s = WriteAll(arguments, *output); !s) return s;
+  return prints ? PrintText(Text(*output)) : Status{};
+}
+
+struct CertifyArguments {
+  std::string plan, certificate, trace;
+};
+
+Status RunCertify(const CertifyArguments& arguments) {
+  const Result<Trace> trace = ReadTrace(arguments.trace);
+  if (!trace) return std::unexpected(trace.error());
+  const Result<Plan> plan = ReadPlan(arguments.plan);
+  if (!plan) return std::unexpected(plan.error());
+  const Result<Certificate> certificate = ReadCertificate(arguments.certificate);
+  if (!certificate) return std::unexpected(certificate.error());
+  Status checked = CheckCertificate(*trace, *plan, *certificate);
+  if (!checked) {
+    const bool of_documents = checked.error().code == ErrorCode::kBadInput;
+    checked.error().file =
+        of_documents && checked.error().pointer == "/digests/trace" ? arguments.plan : arguments.certificate;
+    return checked;
+  }
+  return PrintText(fmt::format(
+      "holds: a step of {:.3f} ms; no plan of the class {} within {} bytes has one below {:.3f} ms\n",
+      static_cast<double>(certificate->step_ns.value) / 1e6, certificate->plan_class,
+      certificate->budget_bytes.value, static_cast<double>(certificate->lower_bound_ns.value) / 1e6));
+}
+
+}  // namespace
+
+void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand(
+      "optimize", "The fastest plan within a memory budget, and how near to the best it is");
+  command->footer(
+      "Examples: shardplan optimize trace.json --cluster h100_sxm_8 --memory-budget device -o plan.json\n"
+      "          shardplan optimize trace.json --ranks 64 --memory-budget 60GiB --allow checkpoint "
+      "--certificate cert.json --report r.json\n"
+      "Exit code: 1 when no plan that was found is within the budget; the message has the least that is "
+      "needed.");
+  auto options = std::make_shared<OptimizeArguments>();
+  command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
+  AddClusterFlags(*command, options->cluster, "A cluster file or the name of a shipped one");
+  AddFile(*command, "--strategy", options->strategy,
+          "A strategy file: dtypes, mesh, optimizer and training loop; flags go over it");
+  command->add_option("--memory-budget", options->budget, kMemoryBudgetWords)->required();
+  AddFile(*command, "-o,--output", options->output, "Where to write the plan (default: plan.json)");
+  AddFile(*command, "--certificate", options->certificate, "Write the proof of the bound");
+  AddFile(*command, "--report", options->report, "Write times, memory, decisions and baselines (JSON)");
+  AddFile(*command, "--write-strategy", options->strategy_output, "Write the strategy that makes the plan");
+  command->add_option("--time-limit", options->time_limit, "Of the search: 10s, 500ms, 2min (default: 10s)");
+  command
+      ->add_option("--allow", options->allow,
+                   "What the plan may do besides: checkpoint (recompute activations), offload (shards in "
+                   "host memory), "
+                   "cache-release (requests release the allocator's cache, and synchronise)")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"checkpoint", "offload", "cache-release"}));
+  command->add_option("--fix", options->fix, "What stays as the strategy has it")
+      ->delimiter(',')
+      ->check(CLI::IsMember(FixableDecisions()));
+  command->add_option("--threads", options->threads, "Threads of the search (default: all)")
+      ->check(CLI::Range(1, 256));
+  command->add_flag("--whole-grid", options->whole_grid,
+                    "Simulate every setting of the grid, and report the best as a baseline");
+  command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
+  AddPlanFlags(*command, options->flags);
+  command->callback([options, &invocation] {
+    const Status status = RunOptimize(*options);
+    if (!status) invocation.exit_code = Fail(status.error());
+  });
+}
+
+void AddCertifyCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand("certify", "Check the certificate of an optimised plan");
+  command->footer(
+      "Example: shardplan certify plan.json cert.json --trace trace.json\n"
+      "Exit code: 1 when a figure of the certificate, or its bound, does not hold.");
+  auto options = std::make_shared<CertifyArguments>();
+  command->add_option("PLAN", options->plan, "The plan")->required();
+  command->add_option("CERTIFICATE", options->certificate, "As `shardplan optimize --certificate` writes it")
+      ->required();
+  AddFile(*command, "--trace", options->trace, "The trace that the plan was made from")->required();
+  command->callback([options, &invocation] {
+    const Status status = RunCertify(*options);
+    if (!status) invocation.exit_code = Fail(status.error());
+  });
+}
+
+}  // namespace shardplan::cli

@@ -1,0 +1,199 @@
+// `plan`: trace + cluster + strategy -> plan.
+#include <fmt/format.h>
+
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "commands/commands.h"
+#include "flags/cluster_choice.h"
+#include "flags/default_cluster.h"
+#include "flags/file_flag.h"
+#include "flags/plan_flags.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/planner/schedule.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/plan_text.h"
+#include "shardplan/simulator/simulate.h"
+#include "support.h"
+#include "texts/explain_plan.h"
+
+namespace shardplan::cli {
+namespace {
+
+struct PlanArguments {
+  std::string trace, strategy, graph, strategy_output, stop_after;
+  std::optional<std::string> output;
+  std::vector<std::string> skip;
+  ClusterFlags cluster;
+  PlanFlags flags;
+  bool dump = false;
+  bool explain = false;
+  bool explain_schedule = false;
+  bool quiet = false;
+};
+
+std::string PassesText() {
+  std::string text;
+  for (const PlannerPass& pass : PlannerPasses()) {
+    const std::string use =
+        pass.needed_by.empty() ? "may be skipped" : fmt::format("needed by {}", pass.needed_by);
+    text += fmt::format("{:<20} makes {:<7} {}\n", pass.name, pass.makes, use);
+  }
+  return text;
+}
+
+// Where the plan goes, or what --dump writes.
+std::string OutputOf(const PlanArguments& options) {
+  return options.output.value_or(options.stop_after.empty() ? "plan.json" : "-");
+}
+
+Status CheckArguments(const PlanArguments& options) {
+  const bool of_the_plan = options.explain || options.explain_schedule || !options.graph.empty();
+  if (!options.stop_after.empty() && of_the_plan) {
+    return MakeError(ErrorCode::kUsage,
+                     "--stop-after makes no plan: --graph, --explain and --explain-schedule need all passes");
+  }
+  std::vector<OutputFile> outputs = {{"--graph", options.graph},
+                                     {"--write-strategy", options.strategy_output}};
+  if (options.stop_after.empty() || options.dump) outputs.push_back({"-o", OutputOf(options)});
+  return CheckOutputs({options.trace, options.strategy, options.cluster.cluster}, outputs,
+                      options.explain || options.explain_schedule);
+}
+
+// The first passes only. Writes what the last of them made, if asked to.
+Status RunSomePasses(const PlanArguments& options, const Trace& trace, const Strategy& strategy,
+                     const Cluster& cluster, const PlanOptions& plan_options) {
+  Result<PassOutput> made = RunPassesUntil(options.stop_after, trace, strategy, cluster, plan_options);
+  if (!made) {
+    Error error = std::move(made.error());
+    if (error.file.empty() && error.code != ErrorCode::kUsage) {
+      error.file = options.strategy.empty() ? options.trace : options.strategy;
+    }
+    return std::unexpected(std::move(error));
+  }
+  if (!options.dump) return {};
+  return WriteAndSay(OutputOf(options), made->text, options.quiet, made->makes);
+}
+
+// How long each instruction of the step that repeats takes by itself in the simulation.
+Result<std::string> ExplainTimedSchedule(const Plan& plan) {
+  const Result<Simulation> simulation = Simulate(plan);
+  if (!simulation) return std::unexpected(simulation.error());
+  std::map<std::pair<std::int32_t, std::int32_t>, Nanoseconds> durations;
+  for (const Span& span : simulation->spans) {
+    if (span.step != plan.steady_step || span.stream < 0 || span.instruction < 0) continue;
+    const Instruction& instruction =
+        plan.steps[span.step].triggers[span.trigger].instructions[span.instruction];
+    if (instruction.kind == InstructionKind::kWait) continue;  // as long as what it waits for
+    durations[{span.trigger, span.instruction}] = Nanoseconds{span.end_ns.value - span.start_ns.value};
+  }
+  return ExplainSchedule(plan, plan.steady_step, [&](std::int32_t trigger, std::int32_t instruction) {
+    const auto found = durations.find({trigger, instruction});
+    return found == durations.end() ? Nanoseconds{} : found->second;
+  });
+}
+
+Status RunPlan(const PlanArguments& options) {
+  if (Status checked = CheckArguments(options); !checked) return checked;
+  Result<Trace> trace = ReadTrace(options.trace);
+  if (!trace) return std::unexpected(trace.error());
+  const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
+  if (!strategy) return std::unexpected(strategy.error());
+  Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, *strategy, options.strategy);
+  if (!chosen) return std::unexpected(std::move(chosen.error()));
+  if (!chosen->note.empty()) Progress(options.quiet, chosen->note);
+  const Cluster* cluster = &chosen->cluster;
+
+  PlanOptions plan_options;
+  plan_options.skip = options.skip;
+  plan_options.on_pass = [&](std::string_view pass, Nanoseconds wall_ns) {
+    Progress(options.quiet, fmt::format("{:<24} {:8.1f} ms", pass, static_cast<double>(wall_ns.value) / 1e6));
+  };
+  if (!options.stop_after.empty()) return RunSomePasses(options, *trace, *strategy, *cluster, plan_options);
+  const Result<PlannerOutput> planned =
+      PlanTrace(*trace, options.trace, *strategy, options.strategy, *cluster, plan_options);
+  if (!planned) return std::unexpected(planned.error());
+  for (const std::string& fault : planned->faults) {
+    Progress(false, fmt::format("the plan has a fault because PyTorch has it: {}", fault));
+  }
+  const Plan& plan = planned->plan;
+  if (Status written = WriteAndSay(OutputOf(options), plan, options.quiet); !written) return written;
+  if (!options.graph.empty()) {
+    const std::string graph = ScheduleGraphviz(plan, plan.steady_step);
+    if (Status written = WriteAndSay(options.graph, graph, options.quiet, "GraphViz"); !written)
+      return written;
+  }
+  if (!options.strategy_output.empty()) {
+    const Status written = WriteAndSay(options.strategy_output, ToJson(*strategy), options.quiet);
+    if (!written) return written;
+  }
+  if (options.explain) {
+    if (Status written = PrintText(ExplainPlan(plan, false)); !written) return written;
+  }
+  if (!options.explain_schedule) return {};
+  const Result<std::string> schedule = ExplainTimedSchedule(plan);
+  return schedule ? PrintText(*schedule) : std::unexpected(schedule.error());
+}
+
+void AddPassFlags(CLI::App& command, Invocation& invocation, PlanArguments& options) {
+  CLI::Option* stop_after = command.add_option("--stop-after", options.stop_after,
+                                               "Run the passes up to this one, and make no plan");
+  command
+      .add_flag("--dump", options.dump,
+                "Write what that pass made: a trace or a plan (JSON), units and order (text), the graph "
+                "(GraphViz)")
+      ->needs(stop_after);
+  command.add_option("--skip", options.skip, "A pass not to run; repeat it")->allow_extra_args(false);
+  command.add_flag_callback(
+      "--list-passes",
+      [&invocation] {
+        invocation.exit_code = PrintAnswer(PassesText());
+        throw CLI::Success();
+      },
+      "Print the passes in order, and end");
+}
+
+}  // namespace
+
+void AddPlanCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command =
+      app.add_subcommand("plan", "Make a plan from a trace: trace + cluster + strategy -> plan.json");
+  command->footer(
+      "Examples: shardplan plan trace.json --cluster h100_sxm_8 --policy fsdp2 -o plan.json\n"
+      "          shardplan plan trace.json --policy fsdp1 --sharding shard_grad_op --checkpoint "
+      "'model.layers.*'\n"
+      "          shardplan plan trace.json --mesh replicate=2 shard=4 --reshard-after-forward false "
+      "--explain\n"
+      "          shardplan plan trace.json --unit 'layers.*' --stop-after choose_units --dump");
+  auto options = std::make_shared<PlanArguments>();
+  command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
+  AddClusterFlags(
+      *command, options->cluster,
+      fmt::format("A cluster file or the name of a shipped one (default: {}, with as many ranks as "
+                  "--ranks or the mesh says)",
+                  kDefaultNode));
+  AddFile(*command, "--strategy", options->strategy, "A strategy file; flags go over it");
+  AddFile(*command, "-o,--output", options->output,
+          "Where to write the plan, or what --dump writes ('-': standard output; default: "
+          "plan.json, with --dump standard output)");
+  AddFile(*command, "--graph", options->graph, "Write the schedule graph of the steady step (GraphViz)");
+  AddFile(*command, "--write-strategy", options->strategy_output,
+          "Write the strategy that the flags amount to");
+  command->add_flag("--explain", options->explain,
+                    "Print the step that repeats, and why each instruction is there");
+  command->add_flag(
+      "--explain-schedule", options->explain_schedule,
+      "Print where collectives may move in the step that repeats, what no work can move across, and its "
+      "critical path");
+  AddPassFlags(*command, invocation, *options);
+  command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
+  AddPlanFlags(*command, options->flags);
+  command->callback([options, &invocation] {
+    const Status status = RunPlan(*options);
+    if (!status) invocation.exit_code = Fail(status.error());
+  });
+}
+
+}  // namespace shardplan::cli

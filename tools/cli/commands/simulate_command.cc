@@ -1,0 +1,254 @@
+// `simulate`: time, overlap and memory of one or several plans.
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <optional>
+
+#include "commands/commands.h"
+#include "flags/cluster_choice.h"
+#include "flags/file_flag.h"
+#include "flags/memory_budget.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/simulator/caching_allocator.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/ranks_apart.h"
+#include "shardplan/simulator/sensitivity.h"
+#include "shardplan/simulator/simulate.h"
+#include "support.h"
+#include "verified_plan.h"
+
+namespace shardplan::cli {
+namespace {
+
+struct SimulateArguments {
+  std::vector<std::string> plans;
+  std::string cluster, report, timeline, html, budget;
+  std::optional<std::string> alloc_conf;
+  bool no_verify = false;
+  bool sensitivity = false;
+  bool ranks_apart = false;
+  std::vector<std::string> stragglers;  // "3=1.2"
+  double jitter_percent = 0;
+  std::uint64_t seed = 1;
+  bool quiet = false;
+};
+
+// Everything that is written for a single plan: its report and its timeline.
+Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Simulation& simulation) {
+  if (!options.report.empty()) {
+    if (Status written = WriteAndSay(options.report, ToJson(simulation.report), options.quiet); !written)
+      return written;
+  }
+  if (!options.timeline.empty()) {
+    return WriteAndSay(options.timeline, TimelineJson(plan, simulation), options.quiet,
+                       "open it at ui.perfetto.dev");
+  }
+  return {};
+}
+
+std::vector<OutputFile> OutputsOf(const SimulateArguments& options) {
+  return {{"--report", options.report}, {"--timeline", options.timeline}, {"--html", options.html}};
+}
+
+Status CheckFiles(const SimulateArguments& options) {
+  if (options.plans.size() > 1 && !(options.report.empty() && options.timeline.empty()))
+    return MakeError(ErrorCode::kUsage, "--report and --timeline take one plan; give --html for several");
+  std::vector<std::string> inputs = options.plans;
+  inputs.push_back(options.cluster);
+  return CheckOutputs(inputs, OutputsOf(options), !HasStandardOutput(OutputsOf(options)));
+}
+
+// How far the step may be off. None where the cluster does not say how far its figures may be.
+Result<std::optional<Sensitivity>> UncertaintyOf(const SimulateArguments& options, const Plan& plan,
+                                                 const Cluster& cluster) {
+  if (cluster.sources.empty()) {
+    if (!options.sensitivity) return std::nullopt;
+    return MakeInputError("/cluster/sources", "the cluster does not say how far its figures may be off",
+                          "none", "a source for each figure, as shipped clusters have");
+  }
+  Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, cluster);
+  if (!sensitivity) return std::unexpected(std::move(sensitivity.error()));
+  return std::move(*sensitivity);
+}
+
+// The step's interval, and with --sensitivity what each figure of the cluster contributes to it.
+std::string UncertaintyText(const SimulateArguments& options, const Sensitivity& sensitivity,
+                            const std::string& path) {
+  std::string text = "\n" + (options.plans.size() > 1 ? path + ": " : "") + IntervalText(sensitivity) + "\n";
+  if (options.sensitivity) text += SensitivityText(sensitivity);
+  return text;
+}
+
+Result<RanksApartOptions> ApartOptions(const SimulateArguments& options) {
+  if (!options.ranks_apart && (!options.stragglers.empty() || options.jitter_percent > 0))
+    return MakeError(ErrorCode::kUsage,
+                     "--straggler and --jitter are of ranks by themselves: give --ranks-apart");
+  RanksApartOptions apart{.jitter_ppm = std::llround(options.jitter_percent * 1e4), .seed = options.seed};
+  for (const std::string& text : options.stragglers) {
+    Straggler straggler;
+    double factor = 0;
+    int end = 0;
+    const bool read = std::sscanf(text.c_str(), "%d=%lf%n", &straggler.rank, &factor, &end) == 2 &&
+                      static_cast<std::size_t>(end) == text.size();
+    if (!read || !(factor >= 1 && factor <= 1000)) {
+      return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                   .message = "--straggler says a rank and how many times its kernels take",
+                                   .found = text,
+                                   .expected = "RANK=FACTOR, as 3=1.2, from 1 to 1000"});
+    }
+    straggler.kernels_ppm = std::llround(factor * 1e6);
+    apart.stragglers.push_back(straggler);
+  }
+  return apart;
+}
+
+Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan, const Cluster& cluster,
+                              Nanoseconds alike_ns) {
+  for (const Straggler& straggler : options.stragglers) {
+    if (straggler.rank < plan.world_size) continue;
+    return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                 .message = "--straggler: the plan has no such rank",
+                                 .found = fmt::format("{}", straggler.rank),
+                                 .expected = fmt::format("0 to {}", plan.world_size - 1)});
+  }
+  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
+  if (!program) return std::unexpected(program.error());
+  const Result<RanksApart> apart = RunRanksApart(plan, *program, options);
+  if (!apart) return std::unexpected(apart.error());
+  return "\n" + RanksApartText(*apart, alike_ns);
+}
+
+Status RunSimulate(const SimulateArguments& options, bool& fits) {
+  if (Status checked = CheckFiles(options); !checked) return checked;
+  const Result<std::optional<Bytes>> budget = ParseMemoryBudget(options.budget);
+  if (!budget) return std::unexpected(budget.error());
+  if (options.alloc_conf) {
+    if (Status checked = CheckAllocatorSettings(*options.alloc_conf); !checked) return checked;
+  }
+  const Result<RanksApartOptions> apart = ApartOptions(options);
+  if (!apart) return std::unexpected(apart.error());
+  std::optional<Cluster> cluster;
+  if (!options.cluster.empty()) {
+    Result<Cluster> found = FindCluster(options.cluster);
+    if (!found) return std::unexpected(found.error());
+    cluster = std::move(*found);
+  }
+  const bool prints = !HasStandardOutput(OutputsOf(options));
+  std::vector<Plan> plans;
+  std::vector<Simulation> simulations;
+  std::string uncertainty;
+  for (const std::string& path : options.plans) {
+    Result<Plan> plan = ReadVerifiedPlan(path, options.no_verify);
+    if (!plan) return std::unexpected(plan.error());
+    SimulationOptions simulation_options;
+    std::optional<Cluster> of_plan;
+    if (cluster) {
+      Result<Cluster> resized = WithRanks(*cluster, plan->world_size);
+      if (!resized) {
+        resized.error().file = options.cluster;
+        return std::unexpected(std::move(resized.error()));
+      }
+      of_plan = std::move(*resized);
+      if (cluster->ranks != plan->world_size) {
+        Progress(options.quiet, fmt::format("{} has {} ranks: {} of its devices, as {} has ranks",
+                                            cluster->name, cluster->ranks, plan->world_size, path));
+      }
+      simulation_options.cluster = &*of_plan;
+    }
+    simulation_options.plan_digest = DigestOfJson(*plan);
+    simulation_options.fit.budget_bytes = *budget;
+    if (options.alloc_conf) plan->strategy.alloc_conf = *options.alloc_conf;
+    simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
+    Result<Simulation> simulation = Simulate(*plan, simulation_options);
+    if (!simulation) {
+      if (simulation.error().file.empty()) simulation.error().file = path;
+      return std::unexpected(simulation.error());
+    }
+    fits = fits && simulation->report.memory.fits;
+    const Cluster& its_cluster = of_plan ? *of_plan : plan->cluster;
+    const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan, its_cluster);
+    if (!sensitivity) return std::unexpected(sensitivity.error());
+    if (*sensitivity) FillInterval(**sensitivity, simulation->report);
+    if (prints) {
+      if (*sensitivity) uncertainty += UncertaintyText(options, **sensitivity, path);
+      if (options.ranks_apart) {
+        Result<std::string> text = ApartText(*apart, *plan, its_cluster, simulation->report.step_ns);
+        if (!text) {
+          if (text.error().file.empty()) text.error().file = path;
+          return std::unexpected(std::move(text.error()));
+        }
+        uncertainty += *text;
+      }
+    }
+    plans.push_back(std::move(*plan));
+    simulations.push_back(std::move(*simulation));
+  }
+  if (plans.size() == 1) {
+    if (Status written = WriteSingle(options, plans[0], simulations[0]); !written) return written;
+  }
+  if (!options.html.empty()) {
+    std::vector<const Plan*> plan_pointers;
+    std::vector<const Simulation*> simulation_pointers;
+    for (std::size_t i = 0; i < plans.size(); ++i) {
+      plan_pointers.push_back(&plans[i]);
+      simulation_pointers.push_back(&simulations[i]);
+    }
+    const std::string page = ReportHtml(plan_pointers, simulation_pointers);
+    if (Status written = WriteAndSay(options.html, page, options.quiet); !written) return written;
+  }
+  if (!prints) return {};
+  std::vector<Report> reports;
+  for (const Simulation& simulation : simulations) reports.push_back(simulation.report);
+  return PrintText(ComparisonTable(reports) + uncertainty);
+}
+
+}  // namespace
+
+void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = app.add_subcommand(
+      "simulate",
+      "Simulate plans: step time, overlap, tokens/s, peak memory by category; several are compared");
+  command->footer(
+      "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
+      "          shardplan simulate fsdp1.json fsdp2.json\n"
+      "Exit code: 1 when a plan does not verify, or does not fit into the budget or the device's memory.");
+  auto options = std::make_shared<SimulateArguments>();
+  command->add_option("PLAN", options->plans, "One or several plans")->required();
+  AddFile(*command, "--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
+  AddFile(*command, "--report", options->report, "Write the report (JSON; '-': standard output, no table)");
+  AddFile(*command, "--timeline", options->timeline, "Write a timeline that Perfetto opens");
+  AddFile(*command, "--html", options->html, "Write a self-contained HTML report");
+  command->add_option("--memory-budget", options->budget, std::string(kMemoryBudgetWords) + " (default)");
+  command->add_option("--alloc-conf", options->alloc_conf, kAllocConfWords);
+  AddNoVerifyFlag(*command, options->no_verify);
+  command->add_flag("--sensitivity", options->sensitivity,
+                    "What each uncertain figure of the cluster changes, the widest first");
+  command->add_flag("--ranks-apart", options->ranks_apart,
+                    "Simulate each rank by itself, and say what they wait for each other");
+  command
+      ->add_option("--straggler", options->stragglers,
+                   "RANK=FACTOR: the kernels of a rank take so many times as long; repeat it")
+      ->allow_extra_args(false);
+  command
+      ->add_option("--jitter", options->jitter_percent,
+                   "Percent: each kernel of each rank takes up to so much longer, by chance")
+      ->check(CLI::Range(0.0, 1000.0));
+  command->add_option("--seed", options->seed, "Of that chance (default: 1)");
+  command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
+  command->callback([options, &invocation] {
+    bool fits = true;
+    const Status status = RunSimulate(*options, fits);
+    if (!status) {
+      invocation.exit_code = Fail(status.error());
+    } else if (!fits) {
+      invocation.exit_code = ExitCode(ErrorCode::kNegative);
+    }
+  });
+}
+
+}  // namespace shardplan::cli

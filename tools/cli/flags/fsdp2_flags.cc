@@ -1,0 +1,99 @@
+#include "flags/fsdp2_flags.h"
+
+#include <charconv>
+
+namespace shardplan::cli {
+namespace {
+
+Result<ShardDimRule> ToShardDim(const std::string& text) {
+  const std::size_t equals = text.rfind('=');
+  ShardDimRule rule;
+  if (equals != std::string::npos) {
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + equals + 1, end, rule.dim);
+    rule.parameters = {text.substr(0, equals)};
+    if (error == std::errc{} && stop == end) return rule;
+  }
+  return BadFlag("--shard-dim", text, "PARAMETER=DIM, say 'layers.*.weight=1'");
+}
+
+}  // namespace
+
+void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
+  group.Option(
+      "--shard-over", flags.shard_over,
+      "fsdp2: the mesh dimensions that FSDP shards over, flattened into one (default: the one named shard)");
+  group.Option("--replicate-over", flags.replicate_over,
+               "fsdp2: the mesh dimensions of replicas (default: the one named replicate)");
+  group.Option("--shard-dim", flags.shard_dims,
+               "fsdp2: PARAMETER=DIM, the dimension that these parameters are cut along");
+  group.Option("--ignore", flags.ignored_parameters, "Parameters that FSDP leaves alone, by FQN");
+  group.Flag("--cpu-offload", flags.cpu_offload, "Shards live in host memory");
+  group.Flag("--no-pin-memory", flags.no_pin_memory, "... that is not pinned");
+  group
+      .Option("--gradient-divide-factor", flags.gradient_divide_factor,
+              "fsdp2: what gradients are divided by (default: the ranks)")
+      ->check(CLI::PositiveNumber);
+  group.Flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
+  group.Flag("--unshard-async-op", flags.unshard_async_op,
+             "fsdp2: asynchronous all-gathers, on the process group's own stream");
+  group.Flag("--separate-reduce-scatter", flags.separate_reduce_scatter,
+             "fsdp2: reduce-scatters have a communicator of their own");
+  group
+      .Option("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
+              "fsdp2: reduce-scatter inputs in flight (default 1)")
+      ->check(CLI::Range(1, 1000));
+  group.Flag("--process-group-memory", flags.process_group_memory,
+             "fsdp2: collectives' buffers from the communicator's own memory pool");
+  group.Flag("--post-optim-event", flags.post_optim_event,
+             "fsdp2: all-gathers wait for the optimizer's step alone");
+  group.Flag(
+      "--part-after-backward", flags.part_after_backward,
+      "fsdp2: units that set_reshard_after_backward(False) leaves stay on their smaller mesh, not whole");
+  group.Option("--all-reduce-hook", flags.all_reduce_hook,
+               "fsdp2: a hook that averages reduced gradients over this mesh dimension");
+  group.Flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
+  group.Flag("--share-comm-context", flags.share_comm_context,
+             "fsdp2: with --no-root, the units given by --unit share one communication context");
+}
+
+Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
+  Fsdp2Knobs& knobs = strategy.fsdp2;
+  if (!flags.shard_over.empty() || !flags.replicate_over.empty()) {
+    strategy.data_parallel = DataParallelDims{flags.shard_over, flags.replicate_over};
+  }
+  for (const std::string& text : flags.shard_dims) {
+    Result<ShardDimRule> rule = ToShardDim(text);
+    if (!rule) return std::unexpected(rule.error());
+    knobs.shard_dims.push_back(std::move(*rule));
+  }
+  strategy.ignored_parameters.insert(strategy.ignored_parameters.end(), flags.ignored_parameters.begin(),
+                                     flags.ignored_parameters.end());
+  if (flags.cpu_offload) strategy.cpu_offload = true;
+  if (flags.no_pin_memory) strategy.pin_memory = false;
+  if (flags.gradient_divide_factor) knobs.gradient_divide_factor = flags.gradient_divide_factor;
+  if (flags.force_sum_reduction) knobs.force_sum_reduction = true;
+  if (flags.unshard_async_op) knobs.unshard_async_op = true;
+  if (flags.separate_reduce_scatter) knobs.separate_reduce_scatter_communicator = true;
+  if (flags.reduce_scatter_inputs) knobs.reduce_scatter_inputs_in_flight = *flags.reduce_scatter_inputs;
+  if (flags.process_group_memory) knobs.allocate_memory_from_process_group = true;
+  if (flags.post_optim_event) knobs.post_optim_event = true;
+  if (flags.part_after_backward) knobs.part_after_backward = true;
+  if (flags.all_reduce_hook) {
+    knobs.all_reduce_hooks = {{.mesh_dim = *flags.all_reduce_hook, .reduce_op = ReduceOp::kAverage}};
+  }
+  if (flags.no_root) knobs.shard_root = false;
+  if (flags.share_comm_context) {
+    std::vector<std::string>& shared = knobs.shared_comm_contexts.emplace_back();
+    for (const UnitRule& rule : strategy.units) {
+      for (const std::string& module : rule.modules) {
+        if (!module.empty()) shared.push_back(module);
+      }
+    }
+    if (shared.empty())
+      return BadFlag("--share-comm-context", "no unit", "the units that share, given by --unit");
+  }
+  return {};
+}
+
+}  // namespace shardplan::cli

@@ -1,0 +1,332 @@
+#include "flags/plan_flags.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <iterator>
+#include <string_view>
+#include <utility>
+
+#include "flags/memory_budget.h"
+#include "flags/mesh_flag.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/caching_allocator.h"
+
+namespace shardplan::cli {
+namespace {
+
+std::optional<std::int64_t> ToInteger(std::string_view text) {
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+Status ApplyMesh(const std::vector<std::string>& mesh, Strategy& strategy) {
+  if (mesh.empty()) return {};
+  Result<std::vector<StrategyMeshDim>> dims = ParseMesh(mesh);
+  if (!dims) return std::unexpected(dims.error());
+  strategy.mesh = std::move(*dims);
+  return {};
+}
+
+Status ApplyDType(const std::optional<std::string>& text, std::string_view flag,
+                  std::optional<DType>& dtype) {
+  if (!text) return {};
+  dtype = DTypeFromName(*text);
+  if (!dtype) return BadFlag(flag, *text, "a floating-point dtype as torch names it, say bfloat16");
+  return {};
+}
+
+Status ApplyReshardAfterForward(const std::optional<std::string>& text, Strategy& strategy) {
+  if (!text) return {};
+  if (*text == "none") {
+    strategy.reshard_after_forward.reset();
+  } else if (*text == "true" || *text == "false") {
+    strategy.reshard_after_forward = ReshardAfterForward(*text == "true");
+  } else if (const auto size = ToInteger(*text); size && *size > 1) {
+    strategy.reshard_after_forward = ReshardAfterForward(*size);
+  } else {
+    return BadFlag("--reshard-after-forward", *text, "none, true, false, or a mesh size above 1");
+  }
+  return {};
+}
+
+Status ApplyPrefetch(const PlanFlags& flags, Strategy& strategy) {
+  const bool fsdp1 = strategy.policy == "fsdp1";
+  if (const auto& text = flags.backward_prefetch) {
+    const auto count = ToInteger(*text);
+    if (fsdp1 && (*text == "pre" || *text == "post" || *text == "none")) {
+      strategy.fsdp1.backward_prefetch = *text == "pre"    ? Fsdp1BackwardPrefetch::kPre
+                                         : *text == "post" ? Fsdp1BackwardPrefetch::kPost
+                                                           : Fsdp1BackwardPrefetch::kNone;
+    } else if (!fsdp1 && (*text == "implicit" || (count && *count >= 0 && *count <= 1000))) {
+      strategy.fsdp2.backward_prefetch = *text == "implicit" ? -1 : static_cast<std::int32_t>(*count);
+    } else {
+      return BadFlag("--backward-prefetch", *text,
+                     fsdp1 ? "pre, post or none (fsdp1)" : "implicit, or how many units (fsdp2)");
+    }
+  }
+  if (const auto& text = flags.forward_prefetch) {
+    const auto count = ToInteger(*text);
+    if (fsdp1 && (*text == "true" || *text == "false")) {
+      strategy.fsdp1.forward_prefetch = *text == "true";
+    } else if (!fsdp1 && count && *count >= 0 && *count <= 1000) {
+      strategy.fsdp2.forward_prefetch = static_cast<std::int32_t>(*count);
+    } else {
+      return BadFlag("--forward-prefetch", *text, fsdp1 ? "true or false (fsdp1)" : "how many units (fsdp2)");
+    }
+  }
+  return {};
+}
+
+Status ApplySharding(const std::optional<std::string>& text, Strategy& strategy) {
+  if (!text) return {};
+  static constexpr std::pair<std::string_view, Fsdp1Sharding> kNames[] = {
+      {"full_shard", Fsdp1Sharding::kFullShard},
+      {"shard_grad_op", Fsdp1Sharding::kShardGradOp},
+      {"no_shard", Fsdp1Sharding::kNoShard},
+      {"hybrid_shard", Fsdp1Sharding::kHybridShard},
+      {"hybrid_shard_zero2", Fsdp1Sharding::kHybridShardZero2}};
+  for (const auto& [name, sharding] : kNames) {
+    if (name == *text) {
+      strategy.fsdp1.sharding = sharding;
+      return {};
+    }
+  }
+  return BadFlag("--sharding", *text,
+                 "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2");
+}
+
+Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy) {
+  if (!text) return {};
+  static constexpr std::pair<std::string_view, OptimizerKind> kKinds[] = {
+      {"adamw", OptimizerKind::kAdamW}, {"adam", OptimizerKind::kAdam},
+      {"sgd", OptimizerKind::kSgd},     {"sgdm", OptimizerKind::kSgd},
+      {"none", OptimizerKind::kNone},   {"adafactor", OptimizerKind::kAdafactor},
+  };
+  static constexpr std::pair<std::string_view, OptimizerImplementation> kImplementations[] = {
+      {"foreach", OptimizerImplementation::kForeach},
+      {"fused", OptimizerImplementation::kFused},
+      {"forloop", OptimizerImplementation::kForLoop},
+  };
+  static constexpr std::pair<std::string_view, bool Optimizer::*> kArguments[] = {
+      {"nesterov", &Optimizer::nesterov}, {"decay", &Optimizer::weight_decay},
+      {"amsgrad", &Optimizer::amsgrad},   {"capturable", &Optimizer::capturable},
+      {"maximize", &Optimizer::maximize},
+  };
+  const auto bad = [&] {
+    return BadFlag(
+        "--optimizer", *text,
+        "adamw, adam, sgd, sgdm, adafactor or none; then perhaps -foreach, -fused or -forloop, and "
+        "-nesterov, -decay, -amsgrad, -capturable, -maximize");
+  };
+  const auto find = [](const auto& table, std::string_view word) {
+    return std::ranges::find(table, word, [](const auto& entry) { return entry.first; });
+  };
+  std::size_t dash = text->find('-');
+  const std::string kind = text->substr(0, dash);
+  const auto* of_kind = find(kKinds, kind);
+  if (of_kind == std::end(kKinds)) return bad();
+  Optimizer optimizer{.kind = of_kind->second};
+  optimizer.momentum = kind == "sgdm";
+  while (dash != std::string::npos) {
+    const std::size_t next = text->find('-', dash + 1);
+    const std::string word = text->substr(dash + 1, next == std::string::npos ? next : next - dash - 1);
+    dash = next;
+    if (const auto* how = find(kImplementations, word); how != std::end(kImplementations)) {
+      optimizer.implementation = how->second;
+    } else if (const auto* argument = find(kArguments, word); argument != std::end(kArguments)) {
+      optimizer.*argument->second = true;
+    } else {
+      return bad();
+    }
+  }
+  strategy.optimizer = optimizer;
+  return {};
+}
+
+// Gradient accumulation: n forwards and backwards a step; without sync all but the last reduce nothing.
+void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.accumulate) return;
+  StepProgram step;
+  for (std::int32_t microbatch = 0; microbatch < *flags.accumulate; ++microbatch) {
+    const bool last = microbatch + 1 == *flags.accumulate;
+    if (flags.accumulate_without_sync) {
+      step.push_back(ModuleCall{.method = "set_requires_gradient_sync", .value = last});
+    }
+    step.push_back(ForwardCall{microbatch, 0});
+    step.push_back(BackwardCall{{microbatch}, 0});
+  }
+  if (!flags.fsdp1.optimizer_in_backward && !strategy.optimizer.in_backward) {
+    step.push_back(OptimizerStepCall{});
+    step.push_back(ZeroGradCall{});
+  }
+  strategy.program = {step};
+}
+
+// What torchtitan keeps (torchtitan/distributed/activation_checkpoint.py, _op_sac_save_list): of products
+// every second is run again.
+const std::vector<SavedOperator>& SavedByTorchtitan() {
+  static const std::vector<SavedOperator> kSaved = {{"aten.mm", 2},
+                                                    {"aten._scaled_dot_product_efficient_attention", 0},
+                                                    {"aten._scaled_dot_product_flash_attention", 0},
+                                                    {"aten._scaled_dot_product_cudnn_attention", 0},
+                                                    {"_c10d_functional.reduce_scatter_tensor", 0},
+                                                    {"aten.max", 0}};
+  return kSaved;
+}
+
+Status ApplyCheckpointFlags(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.checkpoint.empty()) strategy.checkpoint = CheckpointRule{.modules = flags.checkpoint};
+  const bool more = flags.checkpoint_every || !flags.checkpoint_save.empty();
+  if (!more) return {};
+  if (!strategy.checkpoint)
+    return MakeError(ErrorCode::kUsage,
+                     "--checkpoint-every and --checkpoint-save are of --checkpoint MODULES");
+  strategy.checkpoint->every = flags.checkpoint_every.value_or(strategy.checkpoint->every);
+  if (!flags.checkpoint_save.empty()) strategy.checkpoint->save.clear();
+  for (const std::string& text : flags.checkpoint_save) {
+    if (text == "torchtitan") {
+      std::ranges::copy(SavedByTorchtitan(), std::back_inserter(strategy.checkpoint->save));
+      continue;
+    }
+    const std::size_t colon = text.rfind(':');
+    SavedOperator saved{.name = text.substr(0, colon)};
+    if (colon != std::string::npos) {
+      const std::string number = text.substr(colon + 1);
+      const auto [end, error] =
+          std::from_chars(number.data(), number.data() + number.size(), saved.recompute_every);
+      if (error != std::errc() || end != number.data() + number.size() || saved.recompute_every < 1) {
+        return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                     .message = "--checkpoint-save names an operator",
+                                     .found = text,
+                                     .expected = "NAME, or NAME:N with N of 1 or more, as aten.mm:2"});
+      }
+    }
+    strategy.checkpoint->save.push_back(std::move(saved));
+  }
+  return {};
+}
+
+}  // namespace
+
+void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
+  FlagGroup group(command, "Knobs (over those of --strategy)");
+  const std::vector<std::string> policies = PlannerPolicies();
+  group.Option("--policy", flags.policy, fmt::format("{}", fmt::join(policies, " or ")))
+      ->check(CLI::IsMember(policies));
+  group.Option("--mesh", flags.mesh,
+               "Mesh dimensions, outermost first: --mesh replicate=2 shard=8 (default: all ranks shard)");
+  group.Option(
+      "--unit", flags.units,
+      "A unit rule: an FQN, a pattern (layers.*), or class:NAME; repeat it; the root is added (default: each "
+      "repeated "
+      "block)");
+  group.Option("--reshard-after-forward", flags.reshard_after_forward,
+               "none (PyTorch's default), true, false, or a mesh size");
+  group.Option("--backward-prefetch", flags.backward_prefetch,
+               "fsdp2: implicit or a number of units; fsdp1: pre, post, none");
+  group.Option("--forward-prefetch", flags.forward_prefetch,
+               "fsdp2: a number of units; fsdp1: true or false");
+  group.Option("--param-dtype", flags.param_dtype, "Dtype that parameters are gathered and computed in");
+  group.Option("--reduce-dtype", flags.reduce_dtype, "Dtype that gradients are reduced in");
+  group.Option("--sharding", flags.sharding,
+               "fsdp1: full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2");
+  group.Option("--limit-all-gathers", flags.limit_all_gathers, "fsdp1: the rate limiter, true or false");
+  group.Flag("--use-orig-params", flags.use_orig_params, "fsdp1: original parameters as views");
+  group.Option("--checkpoint", flags.checkpoint,
+               "Activation checkpointing of these modules (rules as for --unit)");
+  group
+      .Option("--checkpoint-every", flags.checkpoint_every,
+              "Of those modules only every so many-th (torchtitan's selective checkpointing by layer)")
+      ->check(CLI::Range(1, 1000000));
+  group.Option(
+      "--checkpoint-save", flags.checkpoint_save,
+      "Operators that are not run again: NAME, or NAME:N where every N-th of a module's is; torchtitan: "
+      "those of its selective checkpointing by operator");
+  group.Flag("--compile", flags.compile, "Elementwise operators fused, as torch.compile does");
+  group.Option("--optimizer", flags.optimizer,
+               "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
+               "PyTorch's), -nesterov, -decay, -amsgrad, -capturable, -maximize");
+  group.Option("--alloc-conf", flags.alloc_conf, kAllocConfWords);
+  group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
+  group.Flag("--no-sync", flags.accumulate_without_sync,
+             "With --accumulate: only the last one reduces gradients");
+  AddFsdp1Flags(group, flags.fsdp1);
+  AddFsdp2Flags(group, flags.fsdp2);
+}
+
+Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.policy.empty()) strategy.policy = flags.policy;
+  if (!flags.units.empty()) {
+    strategy.units.clear();
+    for (const std::string& unit : flags.units) {
+      if (!unit.empty()) strategy.units.push_back({.modules = {unit}});
+    }
+    strategy.units.push_back({.modules = {""}});
+  }
+  if (flags.param_dtype || flags.reduce_dtype) {
+    if (!strategy.mixed_precision) strategy.mixed_precision = MixedPrecision{};
+    if (Status s = ApplyDType(flags.param_dtype, "--param-dtype", strategy.mixed_precision->param_dtype); !s)
+      return s;
+    if (Status s = ApplyDType(flags.reduce_dtype, "--reduce-dtype", strategy.mixed_precision->reduce_dtype);
+        !s)
+      return s;
+  }
+  if (flags.limit_all_gathers) strategy.fsdp1.limit_all_gathers = *flags.limit_all_gathers;
+  if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
+  if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;
+  if (flags.compile) strategy.compile = true;
+  if (flags.alloc_conf) {
+    if (Status checked = CheckAllocatorSettings(*flags.alloc_conf); !checked) return checked;
+    strategy.alloc_conf = *flags.alloc_conf;
+  }
+  ApplyAccumulation(flags, strategy);
+  if (Status s = ApplyMesh(flags.mesh, strategy); !s) return s;
+  if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;
+  if (Status s = ApplyPrefetch(flags, strategy); !s) return s;
+  if (Status s = ApplySharding(flags.sharding, strategy); !s) return s;
+  if (Status s = ApplyFsdp2Flags(flags.fsdp2, strategy); !s) return s;
+  if (Status s = ApplyOptimizer(flags.optimizer, strategy); !s) return s;
+  return ApplyFsdp1Flags(flags.fsdp1, strategy);
+}
+
+Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags) {
+  Strategy strategy;
+  if (!path.empty()) {
+    Result<Strategy> read = ReadStrategy(path);
+    if (!read) return std::unexpected(read.error());
+    strategy = std::move(*read);
+  }
+  if (Status applied = ApplyPlanFlags(flags, strategy); !applied) return std::unexpected(applied.error());
+  if (!IsUtf8(ToJson(strategy)))
+    return MakeError(ErrorCode::kUsage, "a name on the command line is no UTF-8, which a strategy has to be");
+  return strategy;
+}
+
+Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const Strategy& strategy,
+                                const std::string& strategy_path, const Cluster& cluster,
+                                const PlanOptions& options) {
+  Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster, options);
+  if (!planned && planned.error().file.empty() && planned.error().code != ErrorCode::kUsage) {
+    planned.error().file = strategy_path.empty() ? trace_path : strategy_path;
+  }
+  return planned;
+}
+
+Result<std::vector<StrategyMeshDim>> ParseMesh(const std::vector<std::string>& mesh) {
+  std::vector<StrategyMeshDim> dims;
+  for (const std::string& dim : mesh) {
+    const std::size_t equals = dim.find('=');
+    const auto size =
+        equals == std::string::npos ? std::nullopt : ToInteger(std::string_view(dim).substr(equals + 1));
+    if (!size || *size < 1) return BadFlag("--mesh", dim, "NAME=SIZE, say replicate=2 shard=8");
+    dims.push_back({dim.substr(0, equals), *size});
+  }
+  return dims;
+}
+
+}  // namespace shardplan::cli

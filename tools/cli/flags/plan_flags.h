@@ -1,0 +1,56 @@
+// The flags of `shardplan plan` that set knobs of the strategy, one to one with docs/strategy-format.md.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flags/fsdp1_flags.h"
+#include "flags/fsdp2_flags.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan::cli {
+
+// What the flags say, as given; nullopt or empty: not given.
+struct PlanFlags {
+  std::string policy;
+  std::vector<std::string> mesh;   // "replicate=2"
+  std::vector<std::string> units;  // rules as UnitRule::modules
+  std::optional<std::string> reshard_after_forward;
+  std::optional<std::string> backward_prefetch;
+  std::optional<std::string> forward_prefetch;
+  std::optional<std::string> param_dtype;
+  std::optional<std::string> reduce_dtype;
+  std::optional<std::string> sharding;
+  std::optional<bool> limit_all_gathers;
+  bool use_orig_params = false;
+  std::vector<std::string> checkpoint;
+  std::optional<std::int64_t> checkpoint_every;
+  std::vector<std::string> checkpoint_save;  // "aten.mm:2", "torchtitan"
+  bool compile = false;
+  std::optional<std::string> optimizer;
+  std::optional<std::string> alloc_conf;
+  std::optional<std::int64_t> accumulate;
+  bool accumulate_without_sync = false;
+  Fsdp1Flags fsdp1;
+  Fsdp2Flags fsdp2;
+};
+
+void AddPlanFlags(CLI::App& command, PlanFlags& flags);
+
+// Writes the given flags over `strategy`. kUsage names the flag, what was found and what is expected.
+Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy);
+
+// The strategy file at `path` ("": PyTorch's defaults) with the flags over it.
+Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags);
+
+// MakePlan of the trace read from `trace_path`; an error that names no file names the strategy's, else the
+// trace's.
+Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const Strategy& strategy,
+                                const std::string& strategy_path, const Cluster& cluster,
+                                const PlanOptions& options);
+
+}  // namespace shardplan::cli

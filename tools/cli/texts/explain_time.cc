@@ -1,0 +1,87 @@
+#include "texts/explain_time.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/critical_path.h"
+#include "shardplan/simulator/memory_history.h"
+
+namespace shardplan::cli {
+namespace {
+
+constexpr std::size_t kMostLines = 12;
+
+double InMilliseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1e6; }
+
+std::string Part(Nanoseconds time, Nanoseconds step) {
+  const double part =
+      step.value == 0 ? 0 : 100 * static_cast<double>(time.value) / static_cast<double>(step.value);
+  return fmt::format("{:12.3f} ms {:5.1f} %", InMilliseconds(time), part);
+}
+
+std::string CausesText(const CriticalPath& path) {
+  std::string text = "\nwhere the step's time goes: its critical path, cause by cause\n";
+  const TimeByCause sums = SumByCause(path);
+  for (std::size_t c = 0; c < kTimeCauses; ++c) {
+    if (sums[c].value == 0) continue;
+    text += fmt::format("  {:<20} {}\n", Name(static_cast<TimeCause>(c)), Part(sums[c], path.step_ns));
+  }
+  return text + fmt::format("  {:<20} {}\n", "step", Part(path.step_ns, path.step_ns));
+}
+
+bool IsTheModels(TimeCause cause) {
+  return cause == TimeCause::kForward || cause == TimeCause::kBackward || cause == TimeCause::kRecompute ||
+         cause == TimeCause::kOptimizer || cause == TimeCause::kKernelsSlowed;
+}
+
+// What is not the model's own work, by unit.
+std::string LongestText(const Plan& plan, const CriticalPath& path) {
+  std::map<std::pair<TimeCause, UnitId>, Nanoseconds> by_unit;
+  for (const PathPart& part : path.parts) {
+    if (!IsTheModels(part.cause)) by_unit[{part.cause, part.unit}] += part.duration_ns;
+  }
+  std::vector<std::pair<std::pair<TimeCause, UnitId>, Nanoseconds>> sorted(by_unit.begin(), by_unit.end());
+  std::ranges::stable_sort(sorted, [](const auto& a, const auto& b) { return a.second > b.second; });
+  if (sorted.empty()) return {};
+  std::string text = "\nnot the model's own work, the longest first\n";
+  for (std::size_t i = 0; i < std::min(sorted.size(), kMostLines); ++i) {
+    const auto& [what, time] = sorted[i];
+    const std::string unit = what.second < 0 ? "(no unit)" : Printable(UnitText(plan, what.second));
+    text += fmt::format("  {} {} {}\n", Part(time, path.step_ns), Name(what.first), unit);
+  }
+  if (sorted.size() > kMostLines) text += fmt::format("  and {} more\n", sorted.size() - kMostLines);
+  return text;
+}
+
+std::string WhatIfText(const std::vector<WhatIf>& trials, Nanoseconds step) {
+  if (trials.empty()) return "\nno single cause makes the step longer\n";
+  std::string text = "\nthe step without single causes, everything else as it is\n";
+  for (std::size_t i = 0; i < std::min(trials.size(), kMostLines); ++i) {
+    const WhatIf& trial = trials[i];
+    text += fmt::format("  without {}: -{:.3f} ms", trial.without, InMilliseconds(step - trial.step_ns));
+    text += trial.knob.empty() ? "\n" : fmt::format(" ({})\n", trial.knob);
+  }
+  if (trials.size() > kMostLines) text += fmt::format("  and {} more\n", trials.size() - kMostLines);
+  return text;
+}
+
+}  // namespace
+
+Result<std::string> TimeText(const Plan& plan) {
+  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
+  if (!program) return std::unexpected(program.error());
+  const Result<CriticalPath> path = FindCriticalPath(plan, *program);
+  if (!path) return std::unexpected(path.error());
+  const Result<std::vector<WhatIf>> trials = WithoutEach(plan, *program);
+  if (!trials) return std::unexpected(trials.error());
+  return CausesText(*path) + LongestText(plan, *path) + WhatIfText(*trials, path->step_ns);
+}
+
+}  // namespace shardplan::cli
