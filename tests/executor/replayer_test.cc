@@ -77,7 +77,7 @@ TEST_F(ReplayerTest, AParameterThatItsUnitHasNotIsLocated) {
   auto replayer = Make();
   ASSERT_FALSE(replayer.has_value());
   EXPECT_EQ(replayer.error().code, ErrorCode::kBadInput);
-  EXPECT_EQ(replayer.error().pointer, pointer + "/parameters");
+  EXPECT_EQ(replayer.error().pointer, pointer + "/parameters/1");
   buffer->unit = 1'000;
   replayer = Make();
   ASSERT_FALSE(replayer.has_value());
@@ -90,7 +90,7 @@ TEST_F(ReplayerTest, AParameterThatItsUnitHasNotIsLocated) {
   replayer = Make();
   ASSERT_FALSE(replayer.has_value());
   EXPECT_EQ(replayer.error().pointer,
-            "/segments/" + std::to_string(backward - plan_.segments.begin()) + "/grads");
+            "/segments/" + std::to_string(backward - plan_.segments.begin()) + "/grads/0/parameter");
 }
 
 TEST_F(ReplayerTest, AnIdOutOfRangeIsLocated) {

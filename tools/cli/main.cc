@@ -137,7 +137,8 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     const std::string_view word = argc > 1 ? argv[1] : "";
-    if (error.get_exit_code() != 0 && app.get_subcommands().empty()) {
+    const bool is_own_flag = app.get_option_no_throw(std::string(word.substr(0, word.find('=')))) != nullptr;
+    if (error.get_exit_code() != 0 && app.get_subcommands().empty() && !is_own_flag) {
       cli::PrintError(CommandsText(app, word));
       return ExitCode(ErrorCode::kUsage);
     }

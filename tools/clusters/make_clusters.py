@@ -29,7 +29,7 @@ DEVICES = {
     "a100_80": {
         "name": "A100 SXM 80GB", "memory_bytes": 85_095_874_560, "memory_bytes_per_second": 2_039_000_000_000,
         "bf16": 312_000_000_000_000, "f32": 156_000_000_000_000, "vector": 19_500_000_000_000, "nvlink": 300, "table_name": "a100-sxm",
-        # By the published run of Llama 3 8B on 64 (every second layer recomputed) that `tools/predictions --published` has; its other rows
+        # By the published run of Llama 3 8B on 64 (every second layer recomputed) that `dev/predictions --published` has; its other rows
         # were not used. With the H100's clock under load all of them come out 7 to 11 % too slow.
         "clock_ppm": 951_000,
     },

@@ -45,7 +45,7 @@ StateDescription DescriptionOf(const std::vector<TensorTuple>& tensors, const st
   }
   for (const auto& [tensor, rank, low, size] : boxes)
     description.boxes.push_back({.tensor = tensor, .rank = rank, .low = low, .size = size});
-  for (const auto& [name, stream] : objects) description.objects.push_back({name, stream});
+  for (const auto& [name, archive] : objects) description.objects.push_back({name, archive});
   for (const auto& [name, path] : keys) {
     std::vector<CheckpointKey>& of = description.keys[name];
     for (const auto& key : path) {
@@ -90,7 +90,7 @@ class OpenCheckpoint {
   std::map<std::string, py::bytes> Objects() const {
     std::map<std::string, py::bytes> objects;
     for (const CheckpointObject& object : checkpoint_->objects)
-      objects[object.name] = py::bytes(object.stream);
+      objects[object.name] = py::bytes(object.archive);
     return objects;
   }
 

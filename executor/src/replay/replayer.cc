@@ -8,6 +8,7 @@
 #include "replay/first_line.h"
 #include "replay/replayer_impl.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/plan_tables.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::executor {
@@ -19,34 +20,6 @@ std::string Describe(const Plan& plan, const TriggerKey& key) {
   trigger.unit = key.unit >= 0 && key.unit < std::ssize(plan.units) ? key.unit : -1;
   trigger.microbatch = key.microbatch;
   return shardplan::Describe(plan, trigger);
-}
-
-template <typename List>
-bool Names(const List& list, std::int32_t id) {
-  return id >= 0 && id < std::ssize(list);
-}
-
-// What names a unit or its parameters. A plan that was read has this, one that a program made need not.
-Status CheckOwners(const Plan& plan) {
-  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    const Buffer& buffer = plan.buffers[b];
-    const std::string pointer = fmt::format("/buffers/{}", b);
-    if (buffer.unit != -1 && !Names(plan.units, buffer.unit))
-      return MakeInputError(pointer + "/unit", "the unit does not exist", std::to_string(buffer.unit));
-    for (const std::int32_t parameter : buffer.parameters) {
-      if (buffer.unit >= 0 && Names(plan.units[buffer.unit].parameters, parameter)) continue;
-      return MakeInputError(pointer + "/parameters", "not a parameter of the unit",
-                            std::to_string(parameter));
-    }
-  }
-  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    for (const SegmentGrad& grad : plan.segments[s].grads) {
-      if (Names(plan.units, grad.unit) && Names(plan.units[grad.unit].parameters, grad.parameter)) continue;
-      return MakeInputError(fmt::format("/segments/{}/grads", s), "not a parameter of the unit",
-                            fmt::format("{} of unit {}", grad.parameter, grad.unit));
-    }
-  }
-  return {};
 }
 
 ModelTraits TraitsOf(const Model* model) {

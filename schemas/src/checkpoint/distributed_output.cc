@@ -64,7 +64,7 @@ class DistributedOutput final : public StateOutput {
       StoredItem& item = items_[i];
       item.offset = output.size_bytes;
       if (item.is_object) {
-        output.Append(state_.objects[item.index].stream);
+        output.Append(state_.objects[item.index].archive);
       } else {
         AppendPiece(item, output);
       }
@@ -83,9 +83,9 @@ class DistributedOutput final : public StateOutput {
     std::int64_t bytes = SizeBytes(tensor.dtype);
     for (const std::int64_t extent : item.size) bytes *= extent;
     ZipWriter zip(output);
-    BeginTorchStream(zip, pickle.Finish());
+    BeginTorchArchive(zip, pickle.Finish());
     zip.AddData("data/0", item.index, item.low, item.size, bytes);
-    EndTorchStream(zip);
+    EndTorchArchive(zip);
   }
 
   // ---- .metadata ----

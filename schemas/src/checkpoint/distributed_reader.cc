@@ -160,13 +160,13 @@ class DistributedReader {
     if (!at) return std::unexpected(at.error());
     const Result<std::int32_t> file = FileOf(**at);
     if (!file) return std::unexpected(file.error());
-    Result<std::string> stream = files_[*file].Read((*at)->offset, (*at)->length);
-    if (!stream) return std::unexpected(stream.error());
-    if (stream->starts_with(kZipBegin)) {  // else a planner of the job's own has written it
+    Result<std::string> archive = files_[*file].Read((*at)->offset, (*at)->length);
+    if (!archive) return std::unexpected(archive.error());
+    if (archive->starts_with(kZipBegin)) {  // else a planner of the job's own has written it
       const Result<ZipReader> zip = ZipReader::Open(files_[*file], (*at)->offset, (*at)->length);
       if (!zip) return std::unexpected(zip.error());
     }
-    checkpoint_.objects.push_back({name.text, std::move(*stream)});
+    checkpoint_.objects.push_back({name.text, std::move(*archive)});
     return {};
   }
 
@@ -214,17 +214,17 @@ class DistributedReader {
     if (!at) return std::unexpected(at.error());
     const Result<std::int32_t> file = FileOf(**at);
     if (!file) return std::unexpected(file.error());
-    const Result<TorchStream> stream = TorchStream::Open(files_[*file], (*at)->offset, (*at)->length);
-    if (!stream) return std::unexpected(stream.error());
-    if (!TorchStream::IsTensor(stream->root()))
-      return stream->ErrorAt(stream->root(), fmt::format("no tensor where {} is", Printable(tensor.name)));
-    Result<TorchTensor> found = stream->Tensor(stream->root());
+    const Result<TorchArchive> archive = TorchArchive::Open(files_[*file], (*at)->offset, (*at)->length);
+    if (!archive) return std::unexpected(archive.error());
+    if (!TorchArchive::IsTensor(archive->root()))
+      return archive->ErrorAt(archive->root(), fmt::format("no tensor where {} is", Printable(tensor.name)));
+    Result<TorchTensor> found = archive->Tensor(archive->root());
     if (!found) return std::unexpected(found.error());
     if (found->dtype != tensor.dtype || found->size != piece.size)
-      return stream->ErrorAt(stream->root(),
-                             fmt::format("another piece of {} than .metadata says", Printable(tensor.name)),
-                             fmt::format("{} [{}]", Name(found->dtype), fmt::join(found->size, ", ")),
-                             fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(piece.size, ", ")));
+      return archive->ErrorAt(archive->root(),
+                              fmt::format("another piece of {} than .metadata says", Printable(tensor.name)),
+                              fmt::format("{} [{}]", Name(found->dtype), fmt::join(found->size, ", ")),
+                              fmt::format("{} [{}]", Name(tensor.dtype), fmt::join(piece.size, ", ")));
     piece.file = *file;
     piece.offset = found->offset;
     piece.strides = std::move(found->strides);

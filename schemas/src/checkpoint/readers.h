@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "checkpoint/input_file.h"
-#include "checkpoint/torch_stream.h"
+#include "checkpoint/torch_archive.h"
 #include "shardplan/schemas/checkpoint.h"
 
 namespace shardplan {

@@ -17,12 +17,12 @@ constexpr std::size_t kMostKeyDepth = 64;
 
 class StateFlattener {
  public:
-  StateFlattener(const TorchStream& stream, Checkpoint& checkpoint)
-      : stream_(stream), checkpoint_(checkpoint), most_entries_(4 * stream.values() + 16) {}
+  StateFlattener(const TorchArchive& archive, Checkpoint& checkpoint)
+      : archive_(archive), checkpoint_(checkpoint), most_entries_(4 * archive.values() + 16) {}
 
   Status Run() {
-    const PickleValue& root = stream_.root();
-    if (!IsMapping(root)) return stream_.ErrorAt(root, "the file's value is no state dict", {}, "a dict");
+    const PickleValue& root = archive_.root();
+    if (!IsMapping(root)) return archive_.ErrorAt(root, "the file's value is no state dict", {}, "a dict");
     return Visit(root);
   }
 
@@ -35,13 +35,13 @@ class StateFlattener {
     if (IsMapping(value)) return false;
     if (!IsSequence(value) || depth > static_cast<int>(kMostKeyDepth)) return true;
     return std::ranges::none_of(value.items, [&](const PickleValue* item) {
-      return TorchStream::IsTensor(*item) || !IsLeaf(*item, depth + 1);
+      return TorchArchive::IsTensor(*item) || !IsLeaf(*item, depth + 1);
     });
   }
 
   Status Visit(const PickleValue& value) {
-    if (keys_.size() > kMostKeyDepth) return stream_.ErrorAt(value, "dicts are nested too deep");
-    if (TorchStream::IsTensor(value)) return AddTensor(value);
+    if (keys_.size() > kMostKeyDepth) return archive_.ErrorAt(value, "dicts are nested too deep");
+    if (TorchArchive::IsTensor(value)) return AddTensor(value);
     if (IsLeaf(value)) return AddObject(value);
     Status status;
     if (IsSequence(value)) {
@@ -56,7 +56,7 @@ class StateFlattener {
       } else if (key.kind == Kind::kInt) {
         status = Under({CheckpointKey::Kind::kNumber, fmt::format("{}", key.integer)}, of);
       } else {
-        status = stream_.ErrorAt(key, "a key of a dict that is neither a string nor a number");
+        status = archive_.ErrorAt(key, "a key of a dict that is neither a string nor a number");
       }
       return status.has_value();
     });
@@ -73,8 +73,8 @@ class StateFlattener {
   Result<std::string> NewName(const PickleValue& value) {
     std::string name = JoinKeys(keys_);
     if (!names_.insert(name).second)
-      return stream_.ErrorAt(value, "two values have one name when their keys are joined", Printable(name));
-    if (names_.size() > most_entries_) return stream_.ErrorAt(value, "one dict under ever more keys");
+      return archive_.ErrorAt(value, "two values have one name when their keys are joined", Printable(name));
+    if (names_.size() > most_entries_) return archive_.ErrorAt(value, "one dict under ever more keys");
     checkpoint_.keys.emplace(name, keys_);
     return name;
   }
@@ -82,12 +82,12 @@ class StateFlattener {
   Status AddTensor(const PickleValue& value) {
     Result<std::string> name = NewName(value);
     if (!name) return std::unexpected(name.error());
-    Result<TorchTensor> tensor = stream_.Tensor(value);
+    Result<TorchTensor> tensor = archive_.Tensor(value);
     if (!tensor) return std::unexpected(tensor.error());
     if (CheckedNumel(tensor->size, tensor->dtype) < 0 || std::ssize(tensor->size) > kMostTensorDims)
-      return stream_.ErrorAt(value, "no shape of a tensor",
-                             fmt::format("[{}]", fmt::join(tensor->size, ", ")),
-                             fmt::format("at most {} dimensions", kMostTensorDims));
+      return archive_.ErrorAt(value, "no shape of a tensor",
+                              fmt::format("[{}]", fmt::join(tensor->size, ", ")),
+                              fmt::format("at most {} dimensions", kMostTensorDims));
     CheckpointPiece piece{0, tensor->offset, std::vector<std::int64_t>(tensor->size.size(), 0), tensor->size,
                           std::move(tensor->strides)};
     checkpoint_.tensors.push_back(
@@ -100,12 +100,12 @@ class StateFlattener {
     if (!name) return std::unexpected(name.error());
     PickleWriter pickle;
     if (Status status = pickle.Value(value); !status)
-      return stream_.ErrorAt(value, status.error().message, Printable(*name));
-    checkpoint_.objects.push_back({std::move(*name), TorchStreamOf(pickle.Finish())});
+      return archive_.ErrorAt(value, status.error().message, Printable(*name));
+    checkpoint_.objects.push_back({std::move(*name), TorchArchiveOf(pickle.Finish())});
     return {};
   }
 
-  const TorchStream& stream_;
+  const TorchArchive& archive_;
   Checkpoint& checkpoint_;
   const std::size_t most_entries_;
   std::vector<CheckpointKey> keys_;
@@ -117,11 +117,11 @@ class StateFlattener {
 Result<Checkpoint> ReadTorchSave(const std::string& path) {
   const Result<InputFile> file = InputFile::Open(path);
   if (!file) return std::unexpected(file.error());
-  const Result<TorchStream> stream = TorchStream::Open(*file, 0, file->size());
-  if (!stream) return std::unexpected(stream.error());
+  const Result<TorchArchive> archive = TorchArchive::Open(*file, 0, file->size());
+  if (!archive) return std::unexpected(archive.error());
   Checkpoint checkpoint{.format = CheckpointFormat::kTorchSave, .path = path};
   (void)AddFile(checkpoint, *file);
-  if (Status status = StateFlattener(*stream, checkpoint).Run(); !status)
+  if (Status status = StateFlattener(*archive, checkpoint).Run(); !status)
     return std::unexpected(status.error());
   return checkpoint;
 }

@@ -58,13 +58,13 @@ class TorchSaveOutput final : public CheckpointOutput {
   Result<OutputFile> Make(std::int32_t /*file*/) override {
     OutputFile output{.name = name_};
     ZipWriter zip(output);
-    BeginTorchStream(zip, pickle_);
+    BeginTorchArchive(zip, pickle_);
     for (std::size_t s = 0; s < storages_.size(); ++s) {
       const CheckpointTensor& tensor = checkpoint_.tensors[storages_[s]];
       zip.AddData(fmt::format("data/{}", s), storages_[s], std::vector<std::int64_t>(tensor.shape.size(), 0),
                   tensor.shape, BytesOf(tensor));
     }
-    EndTorchStream(zip);
+    EndTorchArchive(zip);
     return output;
   }
 
@@ -139,10 +139,10 @@ class TorchSaveOutput final : public CheckpointOutput {
 
   Status WriteObject(const CheckpointObject& object, PickleWriter& pickle) const {
     const InputFile bytes = InputFile::OfBytes(
-        fmt::format("{} (value {})", checkpoint_.path, Printable(object.name)), object.stream);
-    const Result<TorchStream> stream = TorchStream::Open(bytes, 0, bytes.size());
-    if (!stream) return std::unexpected(stream.error());
-    Status status = pickle.Value(stream->root());
+        fmt::format("{} (value {})", checkpoint_.path, Printable(object.name)), object.archive);
+    const Result<TorchArchive> archive = TorchArchive::Open(bytes, 0, bytes.size());
+    if (!archive) return std::unexpected(archive.error());
+    Status status = pickle.Value(archive->root());
     if (!status) status.error().found = Printable(object.name);
     return status;
   }

@@ -43,7 +43,7 @@ void TakeFrom64(std::string_view extra, std::initializer_list<std::uint64_t*> va
 
 Result<ZipReader> ZipReader::Open(const InputFile& file, std::int64_t begin, std::int64_t length) {
   if (begin < 0 || length < 0 || begin > file.size() || length > file.size() - begin)
-    return file.ErrorAt(begin, "the file ends before the end of a stream in it",
+    return file.ErrorAt(begin, "the file ends before the end of a archive in it",
                         fmt::format("{} bytes", file.size()), fmt::format("{} bytes from there", length));
   ZipReader zip(file, begin, length);
   const Result<Directory> directory = zip.FindDirectory();

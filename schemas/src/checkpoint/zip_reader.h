@@ -1,4 +1,4 @@
-// Zip archives as torch.save makes them: stored records, of a file or of a stream within a file.
+// Zip archives as torch.save makes them: stored records, of a file or of a archive within a file.
 #pragma once
 
 #include <cstdint>

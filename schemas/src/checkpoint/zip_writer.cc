@@ -7,7 +7,7 @@
 
 #include "checkpoint/little_endian.h"
 #include "checkpoint/pickle.h"
-#include "checkpoint/torch_stream.h"
+#include "checkpoint/torch_archive.h"
 
 namespace shardplan {
 namespace {
@@ -144,23 +144,23 @@ void ZipWriter::Finish() {
   AppendNumber(0, 2);
 }
 
-void BeginTorchStream(ZipWriter& zip, std::string_view pickle) {
+void BeginTorchArchive(ZipWriter& zip, std::string_view pickle) {
   zip.Add("data.pkl", pickle);
   zip.Add(".format_version", "1");
   zip.Add(".storage_alignment", fmt::format("{}", kAlignment));
   zip.Add("byteorder", "little");
 }
 
-void EndTorchStream(ZipWriter& zip) {
+void EndTorchArchive(ZipWriter& zip) {
   zip.Add("version", "3\n");
   zip.Finish();
 }
 
-std::string TorchStreamOf(std::string_view pickle) {
+std::string TorchArchiveOf(std::string_view pickle) {
   OutputFile file;
   ZipWriter zip(file);
-  BeginTorchStream(zip, pickle);
-  EndTorchStream(zip);
+  BeginTorchArchive(zip, pickle);
+  EndTorchArchive(zip);
   return std::move(file.steps.front().literal);
 }
 

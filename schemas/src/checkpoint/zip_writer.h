@@ -40,10 +40,10 @@ class ZipWriter {
 };
 
 // The records of torch.save around a pickle: Begin, then the storages ("data/0", ...), then End.
-void BeginTorchStream(ZipWriter& zip, std::string_view pickle);
-void EndTorchStream(ZipWriter& zip);
+void BeginTorchArchive(ZipWriter& zip, std::string_view pickle);
+void EndTorchArchive(ZipWriter& zip);
 // A whole file of torch.save, without storages.
-std::string TorchStreamOf(std::string_view pickle);
+std::string TorchArchiveOf(std::string_view pickle);
 
 class PickleWriter;
 // A contiguous tensor whose storage is data/<key>.

@@ -9,6 +9,7 @@
 #include "names/plan_names.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/plan_tables.h"
 
 namespace shardplan {
 
@@ -31,26 +32,6 @@ template const JsonObjectType& JsonObjectTypeOf<KnownFault>();
 
 namespace {
 
-// An index into the parameters of a unit.
-Status CheckUnitParameter(const Plan& plan, UnitId unit, std::int32_t parameter, const std::string& pointer) {
-  const std::size_t size = unit < 0 ? 0 : plan.units[static_cast<std::size_t>(unit)].parameters.size();
-  if (parameter < static_cast<std::int32_t>(size)) return {};
-  return MakeInputError(pointer, "not a parameter of the unit", fmt::format("{}", parameter),
-                        fmt::format("less than {}", size));
-}
-
-Status CheckBuffers(const Plan& plan) {
-  for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
-    const Buffer& buffer = plan.buffers[i];
-    for (std::size_t k = 0; k < buffer.parameters.size(); ++k) {
-      const std::string pointer = fmt::format("/buffers/{}/parameters/{}", i, k);
-      if (Status status = CheckUnitParameter(plan, buffer.unit, buffer.parameters[k], pointer); !status)
-        return status;
-    }
-  }
-  return {};
-}
-
 Status CheckSegments(const Plan& plan) {
   for (std::size_t i = 0; i < plan.segments.size(); ++i) {
     const SegmentPhase phase = plan.segments[i].phase;
@@ -58,12 +39,6 @@ Status CheckSegments(const Plan& plan) {
       return MakeInputError(fmt::format("/segments/{}/phase", i),
                             "a segment that makes gradients is backward", std::string(Name(phase)),
                             std::string(Name(SegmentPhase::kBackward)));
-    }
-    for (std::size_t k = 0; k < plan.segments[i].grads.size(); ++k) {
-      const SegmentGrad& grad = plan.segments[i].grads[k];
-      const std::string pointer = fmt::format("/segments/{}/grads/{}/parameter", i, k);
-      if (Status status = CheckUnitParameter(plan, grad.unit, grad.parameter, pointer); !status)
-        return status;
     }
   }
   return {};
@@ -110,7 +85,7 @@ Status CheckPlan(const Plan& plan) {
   }
   if (Status status = CheckCluster(plan.cluster, "/cluster"); !status) return status;
   if (Status status = CheckUnits(plan); !status) return status;
-  if (Status status = CheckBuffers(plan); !status) return status;
+  if (Status status = CheckOwners(plan); !status) return status;
   if (Status status = CheckSegments(plan); !status) return status;
   return CheckProcedures(plan);
 }

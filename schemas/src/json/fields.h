@@ -1,5 +1,5 @@
 // How a value type looks in JSON, declared once per type as a list of fields: reader.h and writer.h
-// work from that list, and tools/update_schemas writes the JSON Schema files from it.
+// work from that list, and dev/update_schemas writes the JSON Schema files from it.
 //
 //   template <>
 //   inline constexpr Definition kDefinition<ModuleBuffer> = {"trace", "buffer", "A module buffer."};

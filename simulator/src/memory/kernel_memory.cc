@@ -7,6 +7,8 @@
 #include <limits>
 #include <numeric>
 
+#include "allocator/sizes.h"
+
 namespace shardplan::internal {
 namespace {
 
@@ -14,9 +16,6 @@ constexpr std::int64_t kFloatBytes = 4;
 constexpr std::int64_t kIndexBytes = 8;
 
 std::int64_t CeilDiv(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
-std::int64_t RoundUp(std::int64_t value, std::int64_t multiple) {
-  return CeilDiv(value, multiple) * multiple;
-}
 
 using Kind = KernelStep::Kind;
 constexpr std::int32_t kAllOutputs = 1 << 30;

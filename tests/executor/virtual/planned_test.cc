@@ -16,7 +16,7 @@
 namespace shardplan::test {
 namespace {
 
-constexpr std::uint64_t kSeeds = 12;
+constexpr std::uint64_t kSeeds = 4;  // more: virtual_soak
 constexpr std::uint32_t kRandomCases = 80;
 
 // Runs the case under some seeds: all right, and stale parameters are read where the verifier says so.

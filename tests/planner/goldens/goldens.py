@@ -89,7 +89,7 @@ def document(policy: str) -> str:
 
 Every knob of {POLICIES[policy]} with a small plan. What `shardplan diff` says of the plan with the knob and the plan without is what the knob
 does; the verdict is what `shardplan validate` says of the plan with the knob. A is the plan without, B the plan with.
-Plans, strategies and this page are in step by a test; `tools/update_goldens` writes the page from
+Plans, strategies and this page are in step by a test; `dev/update_goldens` writes the page from
 [tests/planner/goldens](../tests/planner/goldens). The models are those of `models.py` there: `small` is a stem, three blocks `layers.0` to
 `layers.2`, a head, and a parameter of the root; a unit is each block, and the root has the rest.
 """

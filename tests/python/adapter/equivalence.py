@@ -23,7 +23,7 @@ from adapter_workers import DEVICE, run_on_ranks
 from equivalence_models import build, inputs_of, loss_of, register_forward_methods
 from torch.utils._pytree import tree_map_only
 
-FEW_STEPS = 4  # the first, and some by the steady plan
+FEW_STEPS = 3  # the first, and two by the steady plan
 STEPS = int(os.environ.get("SHARDPLAN_STEPS", FEW_STEPS))  # more, but for the smallest model: tools/nightly --only adapter_files
 DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
 

@@ -1,4 +1,4 @@
-"""The stub of the C++ module, made of what pybind11 says of it: tools/python/_shardplan-stubs. `tools/update_stubs` writes it, a test compares."""
+"""The stub of the C++ module, made of what pybind11 says of it: tools/python/_shardplan-stubs. `dev/update_stubs` writes it, a test compares."""
 
 import pathlib
 import re
@@ -7,7 +7,7 @@ import types
 from shardplan.torch._native import native
 
 STUB = pathlib.Path(__file__).resolve().parents[3] / "tools" / "python" / "_shardplan-stubs" / "__init__.pyi"
-_HEAD = '''"""The compiled half of shardplan.torch. Written by tools/update_stubs from the module itself."""
+_HEAD = '''"""The compiled half of shardplan.torch. Written by dev/update_stubs from the module itself."""
 
 import collections.abc
 import typing

@@ -41,7 +41,7 @@ def test_family(results, case):
     assert verdict(case, results(case.ranks)) == ""
 
 
-SEEDS = range(12)  # more: tools/nightly --only adapter
+SEEDS = range(6)  # more: tools/nightly --only adapter
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from equivalence_random import run
 from flat_random import make_case
 
 # More: tools/nightly --only adapter.
-SEEDS = [*range(9), 50]  # 50: a frozen unit's inputs are done while frees of the node before them are left
+SEEDS = [*range(5), 50]  # 50: a frozen unit's inputs are done while frees of the node before them are left
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from shardplan.torch._native import native
 
 
 def test_the_stub_is_what_the_module_says():
-    assert native_stubs.STUB.read_text() == native_stubs.text(), "tools/update_stubs writes it"
+    assert native_stubs.STUB.read_text() == native_stubs.text(), "dev/update_stubs writes it"
 
 
 def test_every_public_name_is_in_it():

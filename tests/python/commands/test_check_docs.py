@@ -1,4 +1,4 @@
-"""tools/check_docs finds what a page names and the tree has not."""
+"""dev/check_docs finds what a page names and the tree has not."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from conftest import ROOT, build_folder
 
 
 def check(*pages):
-    return subprocess.run([ROOT / "tools" / "check_docs", *pages], capture_output=True, text=True, check=False)
+    return subprocess.run([ROOT / "dev" / "check_docs", *pages], capture_output=True, text=True, check=False)
 
 
 def test_the_pages_of_the_tree_name_only_what_exists():

@@ -34,3 +34,13 @@ def test_zsh_has_it_by_bashcompinit_and_another_shell_is_a_usage_error():
     assert done.stdout.startswith("autoload -U +X bashcompinit && bashcompinit\n")
     done = subprocess.run([program(), "--completion", "csh"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "csh" in done.stderr
+
+
+def test_help_lists_commands_by_task():
+    said = subprocess.run([program(), "--help"], capture_output=True, text=True, check=True).stdout
+    listed = {}
+    for block in said.split("\n\n"):
+        head, _, rest = block.strip("\n").partition(":\n")
+        listed[head.splitlines()[-1]] = {line.split()[0] for line in rest.splitlines() if line.startswith("  ")}
+    tasks = ("Size a job", "Plan", "Predict", "Explain", "Train", "Convert")
+    assert set().union(*(listed[task] for task in tasks)) == commands()

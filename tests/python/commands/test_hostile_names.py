@@ -14,11 +14,10 @@ from conftest import ROOT, build_folder
 from writers import ALLOCATOR_LOG, MEASURED, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, program, python
 
 HOSTILE = {
-    "quotes": "la'y\"er`s\\ \\N\\n\\\"\\ on via for because -> #1 = , \"\u00a0",
+    "quotes": "la'y\"er`s\\ \\N\\n\\\"\\ on via for because -> #1 = , \"\u00a0 Schichten_\u00e4_\u5c42_\U0001f9e9_\u0627\u0644\u0644",
     "lines": "la\nINJECTED: verifies\r\n\tla\x1b[31mye\x07\x08\x7frs\u009b2J \u202eyers\u2066\u2028\u200f",
     "controls": "la" + "".join(map(chr, [*range(1, 32), *range(127, 160)])) + "yers",
     "long": "layers" + "x" * 20_000,
-    "other scripts": "Schichten_\u00e4_\u5c42_\U0001f9e9_\u0627\u0644\u0644",
     "markup": "</script><script>alert(1)</script><!--&amp;]]>@MODEL@CLUSTER@PEAK@ABOUT@RESERVED{}{0}%s$(id)",
 }
 # What a terminal obeys, or a person does not see. Lines may end.

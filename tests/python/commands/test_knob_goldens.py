@@ -10,7 +10,7 @@ import goldens  # noqa: E402
 
 POLICIES = [policy for policy in goldens.POLICIES if (goldens.GOLDENS / policy / "cases.txt").exists()]
 CASES = [golden for policy in POLICIES for golden in goldens.goldens(policy)]
-HINT = "read the difference; if it is right, run tools/update_goldens"
+HINT = "read the difference; if it is right, run dev/update_goldens"
 
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.name)

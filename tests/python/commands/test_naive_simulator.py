@@ -160,7 +160,7 @@ def test_agrees_on_every_plan_of_the_tests(tmp_path, record_property):
     for n, name in enumerate(names):
         plan = json.loads((tmp_path / f"{n}.plan.json").read_text())
         memory = memory_of(plan)
-        for k, cluster in enumerate(clusters):
+        for k, cluster in enumerate(clusters[: 1 + n % 2]):  # the odd cluster with every second plan
             report, spans = (json.loads((tmp_path / f"{n}.{k}.{what}.json").read_text()) for what in ("report", "spans"))
             difference = compare(name, plan, memory, cluster, report, spans)
             if difference:

@@ -71,8 +71,7 @@ def peaks(text: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", (1, 2))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks"), [(name, 1 + i % 2) for i, name in enumerate(CASES)])
 def test_the_measured_peak_is_the_simulated_one_on_the_cpu(plan_and_report, shardplan, name, ranks):
     plan, report = plan_and_report(name, ranks)
     run = shardplan("run", plan, "--ranks", ranks, "--device", "cpu", "--compute-scale", 0, "--steps", 3, "--report", report)

@@ -62,7 +62,7 @@ READERS = {
 if HAS_EXECUTOR:
     READERS["run"] = ("run", "{file}", "--device", "virtual")
     READERS["run --report"] = ("run", "{plan}", "--report", "{file}")
-SLOW = {"run", "run --report", "trace", "sweep"}  # LibTorch loads slowly
+SLOW = {"run", "run --report", "trace", "sweep", "sweep --cluster", "sweep --merge", "calibrate --base", "conformance"}  # LibTorch loads slowly, Python starts slowly
 # Commands that answer for each thing that they are asked, and say in the answer what is wrong: their exit codes.
 ANSWERS = {"sweep": 1, "sweep --cluster": 1, "evaluate": 0}
 # What is not read from front to back, or not by the command itself.

@@ -41,7 +41,7 @@ def gtest(part: Part, name: str, program: str, tests: str, environment: dict[str
 
 # ---- on the device in software: on the GPU where there is one ----
 
-DEVICE = ("tools/on_device", str(DEV / "tests" / "device" / "libshardplan_device.so"))
+DEVICE = ("dev/on_device", str(DEV / "tests" / "device" / "libshardplan_device.so"))
 SLICES = 16  # of the conformance suite's cases
 
 
@@ -62,7 +62,7 @@ def conformance(part: Part) -> list[Step]:
 
 
 def on_cuda(mode: str) -> dict[str, str]:
-    return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda", "SHARDPLAN_STEPS": "10"}
+    return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda", "SHARDPLAN_STEPS": "10", "SHARDPLAN_ALL_SETTINGS": "1"}
 
 
 def adapter(part: Part) -> list[Step]:

@@ -155,7 +155,7 @@ Json FileOf(const std::string& document, std::string_view schema, const Definiti
   Json file = {
       {"$schema", "https://json-schema.org/draft/2020-12/schema"},
       {"$id", "https://shardplan.dev/schemas/" + document + ".schema.json"},
-      {"$comment", "Written by tools/update_schemas from schemas/src/documents/" + document + "_fields.h."},
+      {"$comment", "Written by dev/update_schemas from schemas/src/documents/" + document + "_fields.h."},
       {"title", "shardplan " + document},
       {"description", of.says},
       {"$ref", "#/$defs/" + name}};

@@ -21,7 +21,7 @@ TEST(JsonSchema, FilesAreWhatTheFieldListsSay) {
   for (const JsonSchemaFile& file : JsonSchemaFiles()) {
     const Result<std::string> stored = ReadFile(folder + file.name);
     ASSERT_TRUE(stored.has_value()) << ToString(stored.error());
-    EXPECT_EQ(*stored, file.text) << folder << file.name << " is not up to date: run tools/update_schemas";
+    EXPECT_EQ(*stored, file.text) << folder << file.name << " is not up to date: run dev/update_schemas";
   }
 }
 
@@ -41,7 +41,7 @@ TEST(JsonSchema, TheTableOfInstructionsIsTheInstructionSet) {
   const std::string path = std::string(SHARDPLAN_SOURCE_DIR) + "/docs/plan-format.md";
   const Result<std::string> page = ReadFile(path);
   ASSERT_TRUE(page.has_value()) << ToString(page.error());
-  EXPECT_EQ(*page, WithInstructionTable(*page)) << path << " is not up to date: run tools/update_schemas";
+  EXPECT_EQ(*page, WithInstructionTable(*page)) << path << " is not up to date: run dev/update_schemas";
 }
 
 // What a field says of itself begins with the kinds that have it, where these are few: "record, wait,

@@ -1,5 +1,5 @@
 // write_json_schemas DIRECTORY PAGE: writes the JSON Schema file of every document there, and the table of
-// instructions into the page (tools/update_schemas).
+// instructions into the page (dev/update_schemas).
 #include <cstdio>
 #include <string>
 

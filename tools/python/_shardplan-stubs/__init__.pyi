@@ -1,4 +1,4 @@
-"""The compiled half of shardplan.torch. Written by tools/update_stubs from the module itself."""
+"""The compiled half of shardplan.torch. Written by dev/update_stubs from the module itself."""
 
 import collections.abc
 import typing

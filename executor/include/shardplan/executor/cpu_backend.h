@@ -36,8 +36,8 @@ std::unique_ptr<Collectives> MakeProcessGroupCollectives(TorchDevice& device, Pr
 
 struct GlooOptions {
   c10::intrusive_ptr<c10d::Store> store;  // that all ranks share
-  // Of this machine, where the other ranks can reach it. "": GLOO_SOCKET_IFNAME's, or the host name's, as
-  // torch.distributed has it.
+  // The address at which other ranks reach this machine. "": that of GLOO_SOCKET_IFNAME, or of the host name,
+  // as torch.distributed chooses it.
   std::string address = "127.0.0.1";
   std::chrono::milliseconds timeout{600'000};
   std::shared_ptr<Peers> peers = nullptr;  // which ranks are alive; null: nobody knows

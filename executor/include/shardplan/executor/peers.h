@@ -42,14 +42,14 @@ class Peers {
   // This rank has failed because of others, and may end: it is not the cause.
   void Fail();
 
-  // Of a rank that died, the first one: "rank 3 did not arrive: it has died". Asks the store, too, which may
-  // take seconds where it does not answer.
+  // The first rank that died: "rank 3 did not arrive: it has died". Asks the store, too, which may take
+  // seconds if it does not answer.
   std::optional<std::string> Dead() const;
-  // Of ranks of this machine that have ended in good order, and not because of others.
+  // The ranks of this machine that have ended in good order, and not because of others.
   std::optional<std::string> Ended() const;
   // The stopped ranks of this machine.
   std::optional<std::string> Stopped() const;
-  // Of the rank that serves the store, where it is known and the store does not answer.
+  // The rank that serves the store, if it is known and the store does not answer.
   std::optional<std::string> SilentStore() const;
 
  private:

@@ -32,8 +32,8 @@ struct TriggerKey {
   bool operator==(const TriggerKey&) const = default;
 };
 
-// Where a segment's gradient of one parameter goes: part `part` of a grad_unsharded buffer. `adds`: the part
-// already holds a gradient of this parameter, to which the new one is added.
+// The destination of a segment's gradient of one parameter: part `part` of a grad_unsharded buffer. `adds`:
+// the new gradient is added to the one that the part holds.
 struct GradTarget {
   BufferId buffer = -1;
   std::int32_t part = 0;
@@ -52,8 +52,8 @@ struct ComputeCall {
       grads;  // in the order of Segment::grads; empty for a model that makes them itself
 };
 
-// What the replayer wants from whatever computes. Every function has a default that does nothing. They are
-// called from Fire, on its thread; an error they return ends the replay.
+// The interface between the replayer and whatever computes. Every function has a default that does nothing.
+// They are called from Fire, on its thread; an error they return ends the replay.
 class Model {
  public:
   virtual ~Model() = default;
@@ -146,7 +146,7 @@ class Replayer {
   // True before the first trigger of a step.
   bool AtStepBegin() const;
 
-  // What is done beside the steps, between two triggers. The state of the unit has to be the procedure's
+  // Procedures run beside the steps, between two triggers. The state of the unit has to be the procedure's
   // (plan.h, ProcedureKind); kBadInput where it is not, kUsage: the plan has no such procedure.
   bool Has(ProcedureKind kind, UnitId unit) const;
   Status Call(ProcedureKind kind, UnitId unit);
@@ -169,7 +169,7 @@ class Replayer {
   Status Begin(const TriggerKey& trigger);
   Result<bool> Advance();
 
-  // Where the replayer is, for people: "pre_forward of layers.3 (micro-batch 0, step 2), instruction 4:
+  // The replayer's position for people: "pre_forward of layers.3 (micro-batch 0, step 2), instruction 4:
   // all_gather ...".
   std::string Where() const;
   void SetObserver(Observer* observer);  // null: none

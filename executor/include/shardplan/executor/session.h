@@ -69,8 +69,8 @@ class Session {
   // Until what is under way has its name, or failed. Its error is reported once.
   Status Wait();
 
-  // What is issued from now on, on the current stream of the device that is copied from, runs when the copies
-  // are made.
+  // Holds back the current stream of the device that is copied from: work issued from now on runs after the
+  // copies.
   void HoldBack();
   // Whether this rank's thread is still busy.
   bool IsSaving() const;

@@ -31,7 +31,7 @@ struct OptimizeOptions {
   bool may_checkpoint = false;
   bool may_offload = false;
   bool may_release_cache = false;  // a request that finds no memory may release the cache: it synchronises
-  // What stays as the strategy has it: "policy", "units", "reshard", "layout", "prefetch",
+  // The parts of the strategy that stay as they are: "policy", "units", "reshard", "layout", "prefetch",
   // "checkpoint", "accumulation".
   std::set<std::string> fixed;
   // Plan and simulate every setting of the grid, to report the best of them as a baseline.

@@ -50,7 +50,7 @@ struct PlannerOutput {
 Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                                const PlanOptions& options = {});
 
-// What one pass made: a trace or a plan as a document (a plan lacks what later passes put in), the units and
+// The output of one pass: a trace or a plan as a document (a plan lacks what later passes add), the units and
 // the recorded order as text, the schedule graph of the step that repeats as GraphViz text.
 struct PassOutput {
   std::string_view makes;  // as in PlannerPass

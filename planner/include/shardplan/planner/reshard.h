@@ -37,9 +37,9 @@ struct CheckpointLayoutOptions {
   std::vector<std::string> units = {};
 };
 
-// Where the ranks of a mesh hold a checkpoint's tensors. kPerParameter: rows of each. kFlat: the parameters
-// of a unit one behind the other, and likewise each kind of optimizer state that has their shapes; what
-// belongs to no parameter is whole on all ranks. A name is a parameter's behind "model.", where any name
+// The places of a checkpoint's tensors on the ranks of a mesh. kPerParameter: rows of each. kFlat: the
+// parameters of a unit one behind the other, and likewise each kind of optimizer state that has their shapes;
+// what belongs to no parameter is whole on all ranks. A name is a parameter's behind "model.", where any name
 // begins so, and a state's behind "state." ("optimizer.state.layers.0.weight.exp_avg").
 Result<StateLayout> LayoutOfCheckpoint(const Checkpoint& checkpoint, const CheckpointLayoutOptions& options);
 

@@ -1,5 +1,5 @@
-// What an instruction does to the lifetimes of buffers, in host order: one rule for everybody who walks a
-// program (docs/plan-format.md, "Lifetimes").
+// Lifetimes of buffers, instruction by instruction in host order: one rule for everybody who walks a program
+// (docs/plan-format.md, "Lifetimes").
 #pragma once
 
 #include <vector>

@@ -36,7 +36,7 @@ struct CheckpointTensor {
 // A value that is no tensor, as the bytes of a torch.save file.
 struct CheckpointObject {
   std::string name;
-  std::string stream;
+  std::string archive;
 };
 
 // A key of the nested dicts, lists and tuples that a name comes from.
@@ -74,9 +74,9 @@ std::int64_t TensorBytes(const Checkpoint& checkpoint);
 // How a checkpoint is written anew.
 struct CheckpointRewrite {
   CheckpointFormat format = CheckpointFormat::kDistributed;
-  // Of every tensor of the checkpoint, by name. Distributed: each rank has a file with what it holds; what
-  // several hold one of them writes. Else there is a file for each rank (safetensors) or one (torch.save), of
-  // whole tensors.
+  // The layout of every tensor of the checkpoint, by name. Distributed: each rank writes a file with its
+  // part; one rank writes what several hold. Otherwise files hold whole tensors: one a rank (safetensors), or
+  // one in all (torch.save).
   StateLayout layout;
   bool tensors_only = false;                        // leaves out what is no tensor
   bool verify = false;                              // reads all that was written, and compares its checksums

@@ -68,7 +68,7 @@ struct Device {
   // Clock under a power limit, of the clock that the rates were measured at. Memory keeps its rate.
   std::int64_t clock_ppm = 1'000'000;
   std::string table_name;  // what tables of measurements call it: "h100-sxm"
-  // What the memory inside of some kernels depends on; 0: known by the name.
+  // The temporaries of some kernels depend on it. 0: known by the name.
   std::int32_t multiprocessors = 0;
   bool operator==(const Device&) const = default;
 };
@@ -128,7 +128,7 @@ struct Link {
   std::int64_t bytes_per_second = 0;  // beta, per rank and direction
   Nanoseconds base_latency_ns;        // once for each collective
   std::vector<LinkProtocol> protocols;
-  // What a library chooses from, besides the ring, where the slowest place of the group is on this link.
+  // The algorithms besides the ring that NCCL chooses from when this is the slowest link of the group.
   std::vector<CollectiveAlgorithm> algorithms;
   std::int64_t nvls_rate_ppm = 1'000'000;  // of bytes_per_second, when the switch reduces
   // Between nodes: nodes that reach each other at the full rate (0: all), and the part of it beyond them.
@@ -154,8 +154,7 @@ enum class ClusterFigure : std::uint8_t {
 };
 enum class FigureOrigin : std::uint8_t { kMeasured, kFitted, kDataSheet, kGuess };
 
-// Where a figure came from, and how far it may be off: about two times in three it is within this of the
-// truth.
+// The source of a figure and its standard error: about two times in three the truth is within it.
 struct FigureSource {
   ClusterFigure figure = ClusterFigure::kMatmul;
   FigureOrigin origin = FigureOrigin::kGuess;

@@ -11,8 +11,8 @@ namespace shardplan {
 // Gives its text to a sink, piece by piece. It may be asked once.
 using TextInPieces = std::function<void(const JsonSink& sink)>;
 
-// As those of io.h, with the same errors. Behind the first piece that cannot be written the others are
-// dropped.
+// The functions of io.h for text in pieces, with the same errors. After a piece that cannot be written the
+// others are dropped.
 Status WriteFileAtomically(const std::string& path, const TextInPieces& text);
 Status WriteStandardOutput(const TextInPieces& text);
 

@@ -1,5 +1,4 @@
-// What the optimising planner says of a plan: its report, and the certificate of how near to the best it is
-// (docs/optimize.md).
+// The optimising planner's documents: the report, and the certificate of the lower bound (docs/optimize.md).
 #pragma once
 
 #include <cstdint>

@@ -175,8 +175,8 @@ struct Segment {
   std::string name;  // for people: "forward layers.0", "loss", "backward layers.0"
   SegmentPhase phase = SegmentPhase::kForward;
   UnitId unit = -1;  // in whose forward, backward or recomputation it is; -1: in none (the loss)
-  // Where in the model it is: what it does is [begin, end) of what forward (backward, for phases of a
-  // backward) number `pass` of the trace does. -1: it does not say.
+  // Its place in the model: [begin, end) of the work of forward number `pass` of the trace (of backward
+  // number `pass`, for phases of a backward). -1: unknown.
   std::int32_t pass = -1;
   std::int32_t begin = 0;
   std::int32_t end = 0;
@@ -265,9 +265,9 @@ enum class TriggerKind : std::uint8_t {
 };
 
 // [Note: equal micro-batches]
-// What a trigger issues says nothing of its micro-batch but by a distance to it, so the triggers of equal
-// micro-batches (and of equal steps) have equal lists. Planner and readers let equal lists share one memory:
-// InstructionSharing.
+// Instructions hold the distance to their trigger's micro-batch, not the micro-batch. So the triggers of
+// equal micro-batches (and of equal steps) have equal lists. Planner and readers let equal lists share one
+// memory: InstructionSharing.
 using InstructionList = SharedList<Instruction>;
 
 struct Trigger {
@@ -296,7 +296,7 @@ struct PlanStep {
   bool operator==(const PlanStep&) const = default;
 };
 
-// What is done on demand, beside the steps: in an evaluation, at a call of the user, and in a step that
+// Procedures run on demand, beside the steps: in an evaluation, at a call of the user, and in a step that
 // leaves the plan. Each is issued on the compute stream and is done when it ends.
 enum class ProcedureKind : std::uint8_t {
   kUnshard,               // the shards -> the modules hold the whole parameters
@@ -326,8 +326,7 @@ struct Digests {
   bool operator==(const Digests&) const = default;
 };
 
-// What PyTorch itself does wrong and the policies therefore, too: the whole list (known_faults.h says what
-// each is).
+// The faults of PyTorch that the policies reproduce: the whole list (known_faults.h describes each).
 enum class PyTorchFault : std::uint8_t {
   kFsdp1OffloadedGradientReplaced,
   kFsdp1ReplicasNotAdded,

@@ -28,10 +28,10 @@ std::int32_t MicrobatchOf(const std::vector<std::int32_t>& microbatches, std::in
 
 bool IsBackward(SegmentPhase phase);
 
-// Of a program that is written without a trace: makes what each step computes, one call after the other, the
-// model's passes (Plan::passes, Segment::pass). A segment that several passes run is written once for each.
-// The calls of `strategy.program` get the numbers of their passes; a step that has no calls there gets what
-// it runs, the optimizer's step and zero_grad.
+// Derives the model's passes (Plan::passes, Segment::pass) of a program that is written without a trace from
+// what each step computes, call by call. A segment that several passes run is written once for each. The
+// calls of `strategy.program` get the numbers of their passes; a step that has no calls there gets what it
+// runs, the optimizer's step and zero_grad.
 void NumberPasses(Plan& plan);
 
 }  // namespace shardplan

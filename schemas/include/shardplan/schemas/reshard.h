@@ -71,8 +71,8 @@ struct ReshardPiece {
 using ReshardRound = std::span<const ReshardPiece>;
 void ForEachReshardRound(const ReshardPlan& plan, const std::function<void(ReshardRound)>& visit);
 
-// What is wrong with a plan: a JSON pointer and a sentence. Empty: every byte that a rank of the target has
-// to hold is written exactly once, with the bytes of the same elements, from a rank that holds them.
+// A fault of a plan: a JSON pointer and a sentence. A plan without faults writes every byte of the target
+// exactly once, with the bytes of the same elements, from a rank that holds them.
 struct ReshardViolation {
   std::string pointer;
   std::string message;

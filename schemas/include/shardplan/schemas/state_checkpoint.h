@@ -34,10 +34,10 @@ struct StateDescription {
   std::map<std::string, std::vector<CheckpointKey>> keys = {};  // as Checkpoint::keys
 };
 
-// Of what several ranks hold, the one with the fewest bytes so far writes it.
+// One rank writes what several hold: the one with the fewest bytes so far.
 StateDescription DescribeState(const StateLayout& layout);
 
-// Of a layout's rank: the boxes of its part of a tensor, in the order of its storage.
+// The boxes of a rank's part of a tensor, in the order of its storage.
 std::vector<StateBox> BoxesOf(const StateLayout& layout, std::int32_t tensor, std::int64_t rank);
 
 // Writing, in this order. `path` is whole or absent (with `replaces`: old or new): until FinishState the

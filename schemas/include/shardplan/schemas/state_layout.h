@@ -63,9 +63,9 @@ struct StateLayout {
   bool operator==(const StateLayout&) const = default;
 };
 
-// What a rank holds of a tensor: the elements [first, first + count) in row-major order of the box that
-// begins at `low` and has the extents `size`. They lie side by side in the rank's storage, behind `offset`
-// elements. A scalar is a tensor of one dimension and one element.
+// One run of elements of a tensor that a rank holds: the elements [first, first + count) in row-major order
+// of the box that begins at `low` and has the extents `size`. They lie side by side in the rank's storage,
+// behind `offset` elements. A scalar is a tensor of one dimension and one element.
 struct LocalPart {
   std::vector<std::int64_t> low;
   std::vector<std::int64_t> size;

@@ -189,7 +189,7 @@ struct CheckpointRule {
   bool operator==(const CheckpointRule&) const = default;
 };
 
-// What torch.optim allocates depends on these arguments only; numbers (lr, betas, dampening) change nothing.
+// The arguments of torch.optim that decide what it allocates. Numbers (lr, betas, dampening) change nothing.
 enum class OptimizerKind : std::uint8_t { kNone, kSgd, kAdamW, kAdam, kAdafactor };
 enum class OptimizerImplementation : std::uint8_t { kForLoop, kForeach, kFused };
 struct Optimizer {

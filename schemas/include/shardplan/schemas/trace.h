@@ -40,8 +40,8 @@ struct Module {
   bool operator==(const Module&) const = default;
 };
 
-// Where a parameter lies on one dimension of the mesh that is not FSDP's own (tensor, expert, ...
-// parallelism): a DTensor's placement on that dimension.
+// The placement of a parameter on one dimension of the mesh that is not FSDP's own (tensor, expert, ...
+// parallelism), as a DTensor has it.
 struct ParameterPlacement {
   std::string mesh_dim;       // its name, as in the strategy's mesh
   std::int64_t size = 1;      // ranks along it
@@ -75,15 +75,15 @@ struct Tensor {
   std::vector<std::int64_t> shape;
   DType dtype = DType::kFloat32;
   bool requires_grad = false;
-  // Of one that needs no gradient, when it is known: whether it would if every parameter did, and whether the
-  // loss depended on it then.
+  // For a tensor without gradient, where known: would it need one if every parameter did, and would the loss
+  // depend on it?
   std::optional<bool> may_require_grad;
   std::optional<bool> in_loss;
   StorageId storage = -1;  // -1 when unknown
   bool operator==(const Tensor&) const = default;
 };
 
-// What a storage made by the model turns out to be, over its whole life.
+// The role of a storage over its whole life.
 enum class StorageRole : std::uint8_t {
   kInput,          // batch data, alive before the step
   kBuffer,         // a module buffer, alive before the step

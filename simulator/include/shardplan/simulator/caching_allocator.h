@@ -87,8 +87,8 @@ class DeviceDriver {
   virtual std::vector<std::int32_t> Synchronize() { return {}; }
 };
 
-// Where a device puts its next segment. Of blocks of one size the allocator takes the lowest, so it matters:
-// CUDA's driver goes upwards, memory that a kernel of Linux maps (a device in software) downwards.
+// The direction in which a device places its next segment. It matters because the allocator takes the lowest
+// block of a size. CUDA's driver goes upwards, Linux's mmap (a device in software) downwards.
 enum class AddressOrder : std::uint8_t { kUpwards, kDownwards };
 
 // A device that hands out addresses in one direction and never reuses one: deterministic, and enough for

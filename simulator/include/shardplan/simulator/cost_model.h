@@ -53,11 +53,11 @@ struct CollectiveRequest {
   Bytes full_tensor_bytes;
 };
 
-// What a collective takes of each link while it runs alone: parts per million of what its ranks can move
-// there. A collective over several nodes uses the link inside a node and the one between them at once, and
-// the narrower of the two wholly. The engine shares links by this, and bounds on communication follow from
-// it: a link cannot carry more than a second's worth in a second, so collectives take at least the sum of
-// duration x load on any one link.
+// The load of a collective on each link while it runs alone, in parts per million of the link's capacity. A
+// collective over several nodes uses the link inside a node and the one between them at once, and the
+// narrower of the two wholly. The engine shares links by this, and bounds on communication follow from it: a
+// link cannot carry more than a second's worth in a second, so collectives take at least the sum of duration
+// x load on any one link.
 struct LinkLoads {
   std::array<std::int32_t, 2> ppm{};  // by index into Cluster::links
   auto operator<=>(const LinkLoads&) const = default;

@@ -1,5 +1,4 @@
-// Where a step's time goes: the chain of work that makes it as long as it is, by cause, and what the step
-// would take without single causes (docs/explain.md).
+// The critical path of a step by cause, and the step's length without single causes (docs/explain.md).
 //
 // [Note: the critical path]
 // Everything in a step begins when something else ends: work on a stream when the work before it ends, when

@@ -43,8 +43,8 @@ struct FitOptions {
 // Context and NCCL's buffers.
 Bytes OutsideBytes(const Plan& plan, const Cluster& cluster);
 
-// What the allocator may reserve for buffers of the plan: the budget less unmanaged_bytes; nullopt: the
-// cluster's device says nothing of its memory. At least one byte.
+// The limit of reserved bytes for the plan's buffers: the budget less unmanaged_bytes, at least one byte.
+// nullopt: the cluster does not say how much memory a device has.
 std::optional<Bytes> AllocatorBudget(const Plan& plan, const FitOptions& options);
 
 // The allocator with the strategy's settings, and its device. kBadInput (/strategy/alloc_conf): PyTorch

@@ -1,15 +1,14 @@
 // The engine: one step of a plan as compact arrays, and the discrete-event simulation that runs them.
 //
 // [Note: rates and fairness]
-// What is active at one time shares what it needs. Kernels (the model's operators, copies, the optimizer)
-// share the compute engine equally; collectives of different communicators share each link that they use: one
-// that needs less than an equal share of it has what it needs, the others have equal shares of the rest, and
-// a collective goes as fast as the link where it gets least of its need lets it; the collectives of one
-// communicator run one at a time in the order in which the host issued them. While any
-// collective is in flight, kernels go at compute_rate_while_communicating_ppm, and the reverse. Rates are
-// integers (kFullRate and exact fractions of it up to six sharers), remaining work is counted in rate x
-// nanoseconds, and whatever finishes between two nanoseconds finishes at the later one: no floating point,
-// the same bytes on every machine.
+// Active work shares resources. Kernels (the model's operators, copies, the optimizer) share the compute
+// engine equally; collectives of different communicators share each link that they use: one that needs less
+// than an equal share of it has what it needs, the others have equal shares of the rest, and a collective
+// goes as fast as the link where it gets least of its need lets it; the collectives of one communicator run
+// one at a time in the order in which the host issued them. While any collective is in flight, kernels go at
+// compute_rate_while_communicating_ppm, and the reverse. Rates are integers (kFullRate and exact fractions of
+// it up to six sharers), remaining work is counted in rate x nanoseconds, and whatever finishes between two
+// nanoseconds finishes at the later one: no floating point, the same bytes on every machine.
 //
 //   compute     |==== A, rate 1 ====|== A, 1/2 ==|== A, 1 ==|     A and B share the compute engine
 //   copy                            |== B, 1/2 ==|                while both are active
@@ -110,8 +109,8 @@ struct EngineStep {
   std::vector<std::int32_t> first_in_stream;  // by stream, -1
   std::vector<CollectiveGroup> groups;
   std::vector<Phase> phases;  // in host order; neighbours differ
-  // Of each, where queues have a depth (else empty): the host issues it when its stream has passed this one,
-  // -1: at once.
+  // By instruction, where launch queues have a depth (otherwise empty): the host issues it when its stream
+  // has passed this instruction. -1: at once.
   std::vector<std::int32_t> queued_behind;
   std::int32_t record_slots = 0;
   std::int64_t plan_instructions = 0;                // triggers not counted

@@ -1,4 +1,4 @@
-// What is alive at a plan's peak: since when, until when, of which unit, and which knob would take it away
+// The memory that is alive at a plan's peak: lifetimes, units, and the knob that would remove each
 // (docs/memory.md).
 #pragma once
 

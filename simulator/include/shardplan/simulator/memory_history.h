@@ -70,7 +70,7 @@ struct MemoryHistory {
   std::size_t first_recorded = 0;
 };
 
-// Whose memory. The host's: buffers in host memory, and the optimizer's tensors of shards there. A pinned
+// The memory space. kHost: buffers in host memory, and the optimizer's tensors of shards there. A pinned
 // allocation takes the next power of two (c10's CachingHostAllocator).
 enum class MemorySpace : std::uint8_t { kDevice, kHost };
 
@@ -90,7 +90,8 @@ struct MemoryHistoryOptions {
 // Deterministic. Streams of blocks are the plan's; the model's memory comes from streams[0].
 MemoryHistory MemoryHistoryOf(const Plan& plan, const MemoryHistoryOptions& options = {});
 
-// What a block is: a buffer's name ("layers.0.all_gather_output"), or the operator that it was allocated for
+// The name of a block: a buffer's name ("layers.0.all_gather_output"), or the operator that it was allocated
+// for
 // ("aten.mm"), an input's or a module buffer's name, "exp_avg..." of the optimizer; "" when nothing is known.
 std::string BlockName(const Plan& plan, const MemoryHistory& history, std::int32_t block);
 

@@ -35,8 +35,8 @@ struct MemoryOptions {
   bool record_samples = false;
   // Samples of this step and the later ones: what is alive when it begins, a sample each, then every change.
   std::int32_t first_sampled_step = 0;
-  // Where no history is given: whose memory, and what kernels allocate inside themselves, as the categories
-  // "kernel_temp" and "cublas_workspace".
+  // Used where no history is given: the memory space, and whether kernels' temporaries are included
+  // (categories "kernel_temp" and "cublas_workspace").
   MemorySpace space = MemorySpace::kDevice;
   bool kernel_temporaries = false;
   // Times of the samples, by step, trigger and instruction. Samples inside a segment are spread evenly over

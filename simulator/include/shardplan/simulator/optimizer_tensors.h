@@ -20,9 +20,9 @@ struct OptimizerShard {
 
 Bytes SizeBytes(const OptimizerShard& shard);
 
-// What the optimizer sees of a unit that `ranks` ranks shard, on the first of them: trainable parameters, or
-// their pieces, or the flat parameter as a whole (flat, without original parameters). Pieces of a flat
-// parameter have one dimension.
+// The optimizer's parameters for a unit that `ranks` ranks shard, on the first rank: trainable parameters,
+// their pieces, or the whole flat parameter (flat, without original parameters). Pieces of a flat parameter
+// have one dimension.
 std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ranks, bool use_orig_params);
 
 // PyTorch's default: foreach; a loop for Adafactor.

@@ -34,7 +34,7 @@ struct RanksApart {
   std::vector<RankTimes> ranks;
 };
 
-// Of the last step of a lowered plan; without stragglers and jitter every rank is as RunStep. kBadInput: a
+// Runs the last step of a lowered plan. Without stragglers and jitter every rank is as RunStep. kBadInput: a
 // straggler that is no rank of the plan, or too many ranks; kNegative: a wait can never finish.
 Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,
                                  const RanksApartOptions& options);

@@ -1,5 +1,5 @@
-// What a plan's allocations make of the caching allocator: reserved bytes, fragmentation, addresses
-// (docs/memory.md). The model of the allocator serves the history's requests (caching_allocator.h).
+// A plan's allocations in the caching allocator: reserved bytes, fragmentation, addresses (docs/memory.md).
+// The model of the allocator serves the history's requests (caching_allocator.h).
 //
 // [Note: frees that wait for a stream]
 // A free with `safe_after` (record_stream) is finished when the device has passed the point of the free on

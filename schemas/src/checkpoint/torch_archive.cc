@@ -1,4 +1,4 @@
-#include "checkpoint/torch_stream.h"
+#include "checkpoint/torch_archive.h"
 
 #include <fmt/format.h>
 
@@ -56,7 +56,7 @@ std::string_view TorchStorageOf(DType dtype) {
   return found == kStorages.end() ? std::string_view() : found->first;
 }
 
-TorchStream::TorchStream(ZipReader zip, Pickle pickle, std::int64_t pickle_at)
+TorchArchive::TorchArchive(ZipReader zip, Pickle pickle, std::int64_t pickle_at)
     : zip_(std::move(zip)), pickle_(std::move(pickle)), pickle_at_(pickle_at) {
   for (const ZipRecord& record : zip_.records()) {
     const std::string_view name = record.name;
@@ -66,7 +66,7 @@ TorchStream::TorchStream(ZipReader zip, Pickle pickle, std::int64_t pickle_at)
   }
 }
 
-Result<TorchStream> TorchStream::Open(const InputFile& file, std::int64_t begin, std::int64_t length) {
+Result<TorchArchive> TorchArchive::Open(const InputFile& file, std::int64_t begin, std::int64_t length) {
   Result<ZipReader> zip = ZipReader::Open(file, begin, length);
   if (!zip) return std::unexpected(zip.error());
   const ZipRecord* record = zip->Find("data.pkl");
@@ -92,28 +92,28 @@ Result<TorchStream> TorchStream::Open(const InputFile& file, std::int64_t begin,
       error.pointer = fmt::format("byte {}", *at + std::stoll(error.pointer.substr(5)));
     return std::unexpected(std::move(error));
   }
-  return TorchStream(std::move(*zip), std::move(*pickle), *at);
+  return TorchArchive(std::move(*zip), std::move(*pickle), *at);
 }
 
-std::unexpected<Error> TorchStream::ErrorAt(const PickleValue& value, std::string message, std::string found,
-                                            std::string expected) const {
+std::unexpected<Error> TorchArchive::ErrorAt(const PickleValue& value, std::string message, std::string found,
+                                             std::string expected) const {
   return zip_.file().ErrorAt(pickle_at_ + static_cast<std::int64_t>(value.position), std::move(message),
                              std::move(found), std::move(expected));
 }
 
-const PickleValue& TorchStream::WithoutParameter(const PickleValue& value) {
+const PickleValue& TorchArchive::WithoutParameter(const PickleValue& value) {
   for (const char* name : {"torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state"}) {
     if (IsObjectOf(value, name) && !value.items[1]->items.empty()) return *value.items[1]->items[0];
   }
   return value;
 }
 
-bool TorchStream::IsTensor(const PickleValue& value) {
+bool TorchArchive::IsTensor(const PickleValue& value) {
   const PickleValue& tensor = WithoutParameter(value);
   return std::ranges::any_of(kRebuilds, [&](const Rebuild& of) { return IsObjectOf(tensor, of.name); });
 }
 
-Result<DType> TorchStream::DTypeOf(const PickleValue& made, const PickleValue& storage) const {
+Result<DType> TorchArchive::DTypeOf(const PickleValue& made, const PickleValue& storage) const {
   const auto* rebuild =
       std::ranges::find_if(kRebuilds, [&](const Rebuild& of) { return IsObjectOf(made, of.name); });
   std::string_view dtype = storage.text;
@@ -129,7 +129,7 @@ Result<DType> TorchStream::DTypeOf(const PickleValue& made, const PickleValue& s
   return *found;
 }
 
-Result<const ZipRecord*> TorchStream::StorageOf(const PickleValue& id) const {
+Result<const ZipRecord*> TorchArchive::StorageOf(const PickleValue& id) const {
   if (id.kind != Kind::kTuple || id.items.size() < 5 || id.items[0]->text != "storage" ||
       id.items[1]->kind != Kind::kGlobal || id.items[2]->kind != Kind::kString)
     return ErrorAt(id, "no storage as torch.save writes it");
@@ -138,7 +138,7 @@ Result<const ZipRecord*> TorchStream::StorageOf(const PickleValue& id) const {
   return ErrorAt(id, "the archive has no such storage", Printable("data/" + id.items[2]->text));
 }
 
-Result<TorchTensor> TorchStream::Tensor(const PickleValue& value) const {
+Result<TorchTensor> TorchArchive::Tensor(const PickleValue& value) const {
   const PickleValue& made = WithoutParameter(value);
   const auto* rebuild =
       std::ranges::find_if(kRebuilds, [&](const Rebuild& of) { return IsObjectOf(made, of.name); });

@@ -23,9 +23,9 @@ struct TorchTensor {
   std::vector<std::int64_t> size, strides;
 };
 
-class TorchStream {
+class TorchArchive {
  public:
-  static Result<TorchStream> Open(const InputFile& file, std::int64_t begin, std::int64_t length);
+  static Result<TorchArchive> Open(const InputFile& file, std::int64_t begin, std::int64_t length);
 
   const PickleValue& root() const { return *pickle_.root; }
   std::size_t values() const { return pickle_.values.size(); }
@@ -33,14 +33,14 @@ class TorchStream {
   // The tensor within a parameter, or the value itself.
   static const PickleValue& WithoutParameter(const PickleValue& value);
   static bool IsTensor(const PickleValue& value);
-  // Its elements lie within the stream. kBadInput: a kind of tensor that is not supported, or a wrong one.
+  // Its elements lie within the archive. kBadInput: a kind of tensor that is not supported, or a wrong one.
   Result<TorchTensor> Tensor(const PickleValue& value) const;
 
   std::unexpected<Error> ErrorAt(const PickleValue& value, std::string message, std::string found = {},
                                  std::string expected = {}) const;
 
  private:
-  TorchStream(ZipReader zip, Pickle pickle, std::int64_t pickle_at);
+  TorchArchive(ZipReader zip, Pickle pickle, std::int64_t pickle_at);
   // Of a tensor's id, and of what rebuilds it.
   Result<DType> DTypeOf(const PickleValue& made, const PickleValue& storage) const;
   Result<const ZipRecord*> StorageOf(const PickleValue& id) const;
