@@ -1,8 +1,8 @@
-#include "shardplan/schemas/plan_tables.h"
-
 #include <fmt/format.h>
 
 #include <string>
+
+#include "shardplan/schemas/plan_tables.h"
 
 namespace shardplan {
 namespace {

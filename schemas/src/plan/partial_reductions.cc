@@ -1,4 +1,4 @@
-#include "documents/partial_reductions.h"
+#include "plan/partial_reductions.h"
 
 #include <algorithm>
 #include <optional>

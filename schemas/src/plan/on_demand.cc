@@ -7,7 +7,7 @@
 #include <optional>
 #include <tuple>
 
-#include "documents/partial_reductions.h"
+#include "plan/partial_reductions.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/program.h"
 
