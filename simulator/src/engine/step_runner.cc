@@ -7,6 +7,7 @@
 
 #include "shardplan/schemas/assert.h"
 
+// Members that nobody outside calls are inline: the engine calls them for every event.
 namespace shardplan::internal {
 
 StepRunner::StepRunner(const EngineProgram& program, const EngineStep& step, EngineTimeline* timeline,
@@ -82,7 +83,7 @@ std::unexpected<Error> StepRunner::Stuck(std::int32_t instruction) {
                                "", "/code/" + std::to_string(instruction), "", ""});
 }
 
-bool StepRunner::Issue() {
+inline bool StepRunner::Issue() {
   const std::int32_t count = static_cast<std::int32_t>(step_.code.size());
   for (; next_ < count; ++next_) {
     const std::int32_t i = next_;
@@ -110,7 +111,7 @@ bool StepRunner::Issue() {
 
 // Before an instruction the host waits for the device where phases are timed apart, and for room in the
 // stream's queue.
-bool StepRunner::MayIssue(std::int32_t i, const EngineInstruction& instruction) {
+inline bool StepRunner::MayIssue(std::int32_t i, const EngineInstruction& instruction) {
   if (options_.synchronize_phases && i > 0 && !synchronized_ &&
       step_.code[Index(i - 1)].phase != instruction.phase) {
     awaited_ = {};
@@ -126,7 +127,7 @@ bool StepRunner::MayIssue(std::int32_t i, const EngineInstruction& instruction) 
   return true;
 }
 
-void StepRunner::IssueOne(std::int32_t i, const EngineInstruction& instruction) {
+inline void StepRunner::IssueOne(std::int32_t i, const EngineInstruction& instruction) {
   started_ns_ = host_ns_;
   // A segment's operators are issued one by one.
   const bool is_segment = instruction.op == EngineOp::kSegment;
@@ -139,7 +140,7 @@ void StepRunner::IssueOne(std::int32_t i, const EngineInstruction& instruction) 
 }
 
 // Whether what the host waits for is there. Nothing in particular: never, until the device is idle.
-bool StepRunner::Passed() const {
+inline bool StepRunner::Passed() const {
   if (awaited_.slot >= 0) return slots_[Index(awaited_.slot)].done;
   if (awaited_.stream >= 0) return streams_[Index(awaited_.stream)].passed >= awaited_.instruction;
   return false;
@@ -147,7 +148,7 @@ bool StepRunner::Passed() const {
 
 // Runs the device until what the host waits for is there, or, for nothing in particular, until nothing is
 // left to do. False when it cannot be.
-bool StepRunner::RunUntilPassed() {
+inline bool StepRunner::RunUntilPassed() {
   while (true) {
     Progress();
     if (Passed()) return true;
@@ -159,7 +160,7 @@ bool StepRunner::RunUntilPassed() {
   }
 }
 
-std::int64_t StepRunner::NextEvent() const {
+inline std::int64_t StepRunner::NextEvent() const {
   std::int64_t next_ns = kNever;
   for (const StreamState& stream : streams_) {
     next_ns = std::min(next_ns, stream.status == StreamStatus::kActive ? stream.finish_ns : stream.wake_ns);
@@ -169,7 +170,7 @@ std::int64_t StepRunner::NextEvent() const {
 
 // Starts whatever can start now. Passing a record or ending a collective may let another stream go on, so
 // the streams are tried until none moves.
-void StepRunner::Progress() {
+inline void StepRunner::Progress() {
   for (bool moved = true; moved;) {
     moved = false;
     for (std::size_t s = 0; s < streams_.size(); ++s) {
@@ -179,7 +180,7 @@ void StepRunner::Progress() {
 }
 
 // Tries to pass or start the head of a stream; true when something changed.
-bool StepRunner::Step(std::size_t s) {
+inline bool StepRunner::Step(std::size_t s) {
   StreamState& stream = streams_[s];
   stream.wake_ns = kNever;
   if (stream.head < 0) {
@@ -209,7 +210,7 @@ bool StepRunner::Step(std::size_t s) {
   }
 }
 
-void StepRunner::Pop(StreamState& stream) {
+inline void StepRunner::Pop(StreamState& stream) {
   SHARDPLAN_ASSERT(stream.head >= 0, "only a stream with an instruction at its head is advanced");
   account_.Leave(stream, now_ns_);
   stream.passed = stream.head;
@@ -222,7 +223,7 @@ void StepRunner::Pop(StreamState& stream) {
   stream.span = -1;
 }
 
-bool StepRunner::PassWait(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+inline bool StepRunner::PassWait(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
   std::int32_t recorded = -1;
   if (instruction.operand >= 0) {
     const Slot& slot = slots_[Index(instruction.operand)];
@@ -238,7 +239,7 @@ bool StepRunner::PassWait(std::size_t s, StreamState& stream, const EngineInstru
   return true;
 }
 
-bool StepRunner::StartWork(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+inline bool StepRunner::StartWork(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
   if (instruction.work == WorkClass::kCollective) {
     const CollectiveGroup& group = step_.groups[Index(instruction.operand)];
     if (finished_in_[Index(group.communicator)] != instruction.sequence) return false;
@@ -254,7 +255,8 @@ bool StepRunner::StartWork(std::size_t s, StreamState& stream, const EngineInstr
 }
 
 // Starts the next operators of a segment: all that are left when the host is ahead for good, else one.
-bool StepRunner::StartOperators(std::size_t s, StreamState& stream, const EngineInstruction& instruction) {
+inline bool StepRunner::StartOperators(std::size_t s, StreamState& stream,
+                                       const EngineInstruction& instruction) {
   const EngineSegment& segment = program_.segments[Index(instruction.operand)];
   const std::int64_t base_ns = issued_ns_[Index(stream.head)];
   if (stream.next_operator == segment.count) {
@@ -284,13 +286,13 @@ bool StepRunner::StartOperators(std::size_t s, StreamState& stream, const Engine
   return true;
 }
 
-void StepRunner::Begin(std::size_t s, StreamState& stream) {
+inline void StepRunner::Begin(std::size_t s, StreamState& stream) {
   stream.started_ns = now_ns_;
   account_.Begin(s, stream, now_ns_);
 }
 
-void StepRunner::Activate(StreamState& stream, const EngineInstruction& instruction,
-                          std::int64_t duration_ns) {
+inline void StepRunner::Activate(StreamState& stream, const EngineInstruction& instruction,
+                                 std::int64_t duration_ns) {
   stream.status = StreamStatus::kActive;
   stream.work = instruction.work;
   stream.loads = instruction.loads;
@@ -304,7 +306,7 @@ void StepRunner::Activate(StreamState& stream, const EngineInstruction& instruct
 }
 
 // Kernels of a rank that is slow, and each a little longer by chance.
-std::int64_t StepRunner::OfThisRank(const StreamState& stream, std::int64_t duration_ns) const {
+inline std::int64_t StepRunner::OfThisRank(const StreamState& stream, std::int64_t duration_ns) const {
   if (stream.work != WorkClass::kCompute && stream.work != WorkClass::kCopy) return duration_ns;
   std::int64_t more_ppm = traits_.kernels_ppm - 1'000'000;
   if (traits_.jitter_ppm > 0) {
@@ -321,7 +323,7 @@ std::int64_t StepRunner::OfThisRank(const StreamState& stream, std::int64_t dura
   return duration_ns + static_cast<std::int64_t>(Int128{duration_ns} * more_ppm / 1'000'000);
 }
 
-void StepRunner::UpdateRates() {
+inline void StepRunner::UpdateRates() {
   if (!rates_.TakeChanged()) return;
   for (StreamState& stream : streams_) {
     if (stream.status != StreamStatus::kActive) continue;
@@ -338,7 +340,7 @@ void StepRunner::UpdateRates() {
   }
 }
 
-std::int64_t StepRunner::FinishTime(const StreamState& stream) const {
+inline std::int64_t StepRunner::FinishTime(const StreamState& stream) const {
   if (stream.remaining <= 0) return now_ns_;
   if (stream.rate == 0) return kNever;
   if (stream.remaining <= std::numeric_limits<std::int64_t>::max() - kFullRate) {
@@ -347,7 +349,7 @@ std::int64_t StepRunner::FinishTime(const StreamState& stream) const {
   return now_ns_ + static_cast<std::int64_t>((stream.remaining + stream.rate - 1) / stream.rate);
 }
 
-void StepRunner::Finish(std::size_t s) {
+inline void StepRunner::Finish(std::size_t s) {
   StreamState& stream = streams_[s];
   SHARDPLAN_ASSERT(stream.status == StreamStatus::kActive, "only what was started ends");
   rates_.Count(stream, -1);
