@@ -115,8 +115,6 @@ void BufferMemory::Allocate(BufferId id, StreamId stream) {
   }
 }
 
-void BufferMemory::AllocateElsewhere(BufferId id) { NewMemory(id); }
-
 std::int32_t BufferMemory::CategoryMadeHere(const Buffer& buffer) const {
   if (!becomes_.empty()) {
     const MemoryPoint& at = cursor_.at;

@@ -20,8 +20,6 @@ class BufferMemory {
   void MakeShard(const ShardMade& shard);
   // Nothing where it is alive. What it is said to be for: its role, or that of what becomes of it.
   void Allocate(BufferId id, StreamId stream);
-  // The buffer is alive, and its blocks are somebody else's.
-  void AllocateElsewhere(BufferId id);
   // `parts`: only these; empty: what is left.
   void Free(BufferId id, const std::vector<std::int32_t>& parts = {},
             const std::vector<StreamId>& recorded_on = {});

@@ -176,7 +176,7 @@ class MemoryWalk {
     if (buffers_.IsAlive(id) || !buffers_.IsHere(buffer) || !optimizer_.Plays(buffer)) {
       return buffers_.Allocate(id, stream);
     }
-    buffers_.AllocateElsewhere(id);
+    buffers_.PartsOf(id);  // it is alive; its blocks are the optimizer's
     optimizer_.Play({.category = CategoryOf(buffer.role), .stream = std::max(stream, 0), .buffer = id});
   }
 
@@ -237,12 +237,13 @@ class HistorySink final : public MemorySink {
     history_.actions.push_back({number, false, at});
     return number;
   }
-  std::int32_t AllocateForModel(const ModelMemory& memory, const MemoryPoint& at) override {
+  std::int32_t AllocateForModel(const ModelMemory& memory, UnitId unit, std::int32_t microbatch,
+                                const MemoryPoint& at) override {
     return Allocate({.requested_bytes = memory.requested_bytes,
                      .category = memory.category,
                      .stream = memory.stream,
-                     .unit = memory.unit,
-                     .microbatch = memory.microbatch},
+                     .unit = unit,
+                     .microbatch = microbatch},
                     at);
   }
   void Free(const MemoryBlock& block, const MemoryPoint& at) override {

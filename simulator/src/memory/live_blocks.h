@@ -61,7 +61,9 @@ class LiveBlocks {
   const MemoryBlock& At(std::int32_t number) const { return blocks_[Index(number)]; }
 
   // The model's own, that no number stands for.
-  void Allocate(ModelMemory& memory) { memory.born = sink_.AllocateForModel(memory, cursor_.at); }
+  void Allocate(ModelMemory& memory, UnitId unit) {
+    memory.born = sink_.AllocateForModel(memory, unit, cursor_.microbatch, cursor_.at);
+  }
   void Free(ModelMemory& memory) {
     if (memory.category < 0) return;
     sink_.FreeOfModel(memory, cursor_.at);

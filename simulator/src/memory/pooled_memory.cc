@@ -17,7 +17,8 @@ class PoolPeaks final : public internal::MemorySink {
     Count(PoolOf(block), block.requested_bytes, false);
     return -1;
   }
-  std::int32_t AllocateForModel(const internal::ModelMemory& memory, const MemoryPoint&) override {
+  std::int32_t AllocateForModel(const internal::ModelMemory& memory, UnitId, std::int32_t,
+                                const MemoryPoint&) override {
     Count({memory.stream, -1}, memory.requested_bytes, false);
     return -1;
   }

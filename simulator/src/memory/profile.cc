@@ -24,7 +24,8 @@ class Profiler final : public internal::MemorySink {
     Count(block.requested_bytes, block.category, false, at);
     return -1;
   }
-  std::int32_t AllocateForModel(const internal::ModelMemory& memory, const MemoryPoint& at) override {
+  std::int32_t AllocateForModel(const internal::ModelMemory& memory, UnitId, std::int32_t,
+                                const MemoryPoint& at) override {
     Count(memory.requested_bytes, memory.category, false, at);
     return -1;
   }

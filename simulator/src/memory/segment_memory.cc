@@ -152,7 +152,7 @@ void SegmentMemory::RunCublas(const OperatorEvent& op, const Segment& segment, c
 }
 
 // What the storage has in the micro-batch that runs.
-ModelMemory& SegmentMemory::Storage(StorageId storage) {
+inline ModelMemory& SegmentMemory::Storage(StorageId storage) {
   const std::size_t batch = static_cast<std::size_t>(std::max(cursor_.microbatch, 0));
   const std::size_t index = batch * storages_per_batch_ + static_cast<std::size_t>(storage);
   if (index >= storages_.size()) storages_.resize((batch + 1) * storages_per_batch_);
@@ -160,18 +160,14 @@ ModelMemory& SegmentMemory::Storage(StorageId storage) {
 }
 
 // Storages are there already where a step before never freed them.
-void SegmentMemory::Make(const ModelAction& action, const MemoryBlock& block) {
+inline void SegmentMemory::Make(const ModelAction& action, const MemoryBlock& block) {
   ModelMemory& memory = Storage(action.storage);
   blocks_.Free(memory);
-  memory = {.requested_bytes = action.bytes,
-            .category = action.category,
-            .stream = block.stream,
-            .unit = block.unit,
-            .microbatch = block.microbatch};
-  blocks_.Allocate(memory);
+  memory = {.requested_bytes = action.bytes, .category = action.category, .stream = block.stream};
+  blocks_.Allocate(memory, block.unit);
 }
 
-void SegmentMemory::Drop(StorageId storage) {
+inline void SegmentMemory::Drop(StorageId storage) {
   if (static_cast<std::size_t>(storage) < storages_per_batch_) blocks_.Free(Storage(storage));
 }
 

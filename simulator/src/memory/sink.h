@@ -15,8 +15,6 @@ struct ModelMemory {
   Bytes requested_bytes;
   std::int32_t category = -1;  // -1: not alive
   StreamId stream = 0;
-  UnitId unit = -1;
-  std::int32_t microbatch = 0;
   std::int32_t born = -1;  // what the sink called it
 };
 
@@ -25,7 +23,8 @@ class MemorySink {
   virtual ~MemorySink() = default;
   // Returns what the sink calls the allocation: `born`, when it is freed. Steps ascend behind BeginRecorded.
   virtual std::int32_t Allocate(const MemoryBlock& block, const MemoryPoint& at) = 0;
-  virtual std::int32_t AllocateForModel(const ModelMemory& memory, const MemoryPoint& at) = 0;
+  virtual std::int32_t AllocateForModel(const ModelMemory& memory, UnitId unit, std::int32_t microbatch,
+                                        const MemoryPoint& at) = 0;
   // recorded_on is known by now.
   virtual void Free(const MemoryBlock& block, const MemoryPoint& at) = 0;
   virtual void FreeOfModel(const ModelMemory& memory, const MemoryPoint& at) = 0;

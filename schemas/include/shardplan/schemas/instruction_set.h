@@ -306,9 +306,6 @@ constexpr bool IsWork(InstructionKind kind) {
 constexpr bool Reads(const BufferOperand& operand) {
   return operand.access == Access::kRead || operand.access == Access::kReadWrite;
 }
-constexpr bool Writes(const BufferOperand& operand) {
-  return operand.access == Access::kWrite || operand.access == Access::kReadWrite;
-}
 
 // Every operand that the kind needs is there, and every id names something (-1: none). Where the host itself
 // works (no stream), all memory is the host's. The error has no pointer.
