@@ -11,6 +11,7 @@
 #include "planner_passes.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/cluster_check.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/schemas/strategy_check.h"
 #include "shardplan/schemas/trace_check.h"
 #include "shardplan/simulator/caching_allocator.h"
@@ -110,7 +111,7 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
   if (Status s = CheckTrace(trace); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
-  return Task{trace, strategy, cluster, FindPolicy(strategy.policy)};
+  return Task{trace, WithPyTorch(strategy, trace), cluster, FindPolicy(strategy.policy)};
 }
 
 }  // namespace
@@ -130,6 +131,11 @@ Status RunPasses(const Task& task, std::string_view last, const PlanOptions& opt
     if (pass.about.name == last) break;
   }
   return {};
+}
+
+Strategy WithPyTorch(Strategy strategy, const Trace& trace) {
+  strategy.pytorch = PlannedPyTorch(strategy, trace);
+  return strategy;
 }
 
 Status CheckKnobs(const Strategy& strategy) {

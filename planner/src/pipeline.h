@@ -11,6 +11,9 @@ namespace shardplan {
 // Every pass runs here, is timed and reported. Ends behind the pass `last`; empty: behind the last one.
 Status RunPasses(const Task& task, std::string_view last, const PlanOptions& options, Made& made);
 
+// With the PyTorch that a plan of it for this trace follows.
+Strategy WithPyTorch(Strategy strategy, const Trace& trace);
+
 // What the document's own rules and the allocator say of a strategy. kBadInput.
 Status CheckKnobs(const Strategy& strategy);
 

@@ -65,7 +65,7 @@ Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
   Result<RewrittenTrace> recomputing = Recomputing(strategy.checkpoint);
   if (!recomputing) return std::unexpected(std::move(recomputing.error()));
-  const Task task{trace_, strategy, cluster_, FindPolicy(strategy.policy), false};
+  const Task task{trace_, WithPyTorch(strategy, trace_), cluster_, FindPolicy(strategy.policy), false};
   const PlanOptions options{.verify = false,
                             .skip = {"apply_checkpointing", "build_graph", "linearise", "digest"}};
   Made made{.rewritten = *std::move(recomputing), .units = {.index = index_, .partition = {}}};

@@ -25,7 +25,7 @@ namespace shardplan {
 // What there is to plan.
 struct Task {
   const Trace& given;
-  const Strategy& strategy;
+  const Strategy strategy;  // names its PyTorch
   const Cluster& cluster;
   const PolicyDescription& policy;
   bool with_procedures = true;  // what is done on demand, beside the steps

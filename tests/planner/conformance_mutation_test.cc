@@ -19,7 +19,7 @@ constexpr std::size_t kMutantsOfOne = 24;
 
 std::vector<std::string> Recordings() {
   std::vector<std::string> cases;
-  for (const char* folder : {"fsdp1", "fsdp2", "live", "own"}) {
+  for (const char* folder : {"fsdp1", "fsdp2", "fsdp2_215", "live", "own"}) {
     const std::string path = std::string(SHARDPLAN_SOURCE_DIR "/tests/conformance/") + folder;
     for (const auto& entry : std::filesystem::directory_iterator(path)) {
       if (entry.path().extension() == ".log") cases.push_back(path + "/" + entry.path().stem().string());

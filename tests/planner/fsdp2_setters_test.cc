@@ -57,8 +57,10 @@ std::vector<std::string> SteadyStep(const Plan& plan) {
   return lines;
 }
 
-std::vector<std::string> SteadyStepOf(std::vector<StepProgram> program) {
+std::vector<std::string> SteadyStepOf(std::vector<StepProgram> program,
+                                      PyTorchVersion pytorch = kNewestPyTorch) {
   Strategy strategy = Base();
+  strategy.pytorch = pytorch;
   strategy.program = std::move(program);
   // Some settings make PyTorch, and so the plan, do wrong things for ever.
   const Result<PlannerOutput> planned =
@@ -83,7 +85,6 @@ const std::vector<ModuleCall>& Setters() {
       {.method = "set_allocate_memory_from_process_group_for_comm", .module = "layers.1"},
       {.method = "_set_unshard_async_op"},
       {.method = "set_separate_reduce_scatter_group"},
-      {.method = "set_reduce_scatter_max_input_buffers", .number = 2.0},
   };
   return setters;
 }
@@ -98,6 +99,23 @@ TEST_P(Fsdp2SettersTest, SetLateInAStepHoldsInTheSteadyStep) {
   const std::vector<std::string> steady = SteadyStepOf({PlainStep(), late});
   EXPECT_EQ(steady, SteadyStepOf({early}));
   EXPECT_NE(steady, SteadyStepOf({PlainStep()})) << "the setter has no effect here: the case shows nothing";
+}
+
+// 2.15 reads it once, in the first forward.
+TEST(ReduceScatterCap, IsTakenInTheFirstForward) {
+  const ModuleCall setter{.method = "set_reduce_scatter_max_input_buffers", .number = 2.0};
+  StepProgram late = PlainStep();
+  late.push_back(setter);
+  StepProgram early = PlainStep();
+  early.insert(early.begin(), setter);
+  const auto steady = [](std::vector<StepProgram> program, PyTorchVersion pytorch) {
+    return SteadyStepOf(std::move(program), pytorch);
+  };
+  for (const PyTorchVersion pytorch : {PyTorchVersion::k2_11, PyTorchVersion::k2_15}) {
+    EXPECT_NE(steady({early}, pytorch), steady({PlainStep()}, pytorch));
+  }
+  EXPECT_EQ(steady({PlainStep(), late}, PyTorchVersion::k2_11), steady({early}, PyTorchVersion::k2_11));
+  EXPECT_EQ(steady({PlainStep(), late}, PyTorchVersion::k2_15), steady({PlainStep()}, PyTorchVersion::k2_15));
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Fsdp2SettersTest, ::testing::ValuesIn(Setters()), [](const auto& info) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/pytorch_rules.h"
 #include "units/layout.h"
 
 namespace shardplan {
@@ -105,7 +106,8 @@ class ParameterKnobs {
     if (trainable == nullptr && !unit_.parameters.empty()) trainable = &unit_.parameters.front();
     if (trainable != nullptr) unit_.orig_dtype = trainable->dtype;
     unit_.param_dtype = mixed.param_dtype.value_or(unit_.orig_dtype);
-    unit_.reduce_dtype = mixed.reduce_dtype.value_or(unit_.param_dtype);
+    const bool keep = RulesOf(strategy_).gradients_keep_their_dtype;
+    unit_.reduce_dtype = mixed.reduce_dtype.value_or(keep ? unit_.orig_dtype : unit_.param_dtype);
     for (UnitParameter& parameter : unit_.parameters) {
       const DType dtype = mixed.param_dtype.value_or(parameter.dtype);
       if (dtype != unit_.param_dtype) parameter.param_dtype = dtype;

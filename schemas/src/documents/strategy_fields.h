@@ -304,6 +304,10 @@ inline constexpr Definition kDefinition<Strategy> = {
 template <>
 inline constexpr auto kFields<Strategy> = FieldList(
     Required("policy", &Strategy::policy, "\"fsdp2\" or \"fsdp1\"."),
+    Optional(
+        "pytorch", &Strategy::pytorch,
+        "The release of PyTorch whose FSDP is planned. Left out: the one that recorded the trace, else the "
+        "newest."),
     Optional("mesh", &Strategy::mesh,
              "Outermost first; the ranks of the last are adjacent. Empty: one shard dimension of all ranks."),
     Optional("data_parallel", &Strategy::data_parallel,

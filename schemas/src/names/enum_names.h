@@ -23,6 +23,7 @@ SHARDPLAN_ENUM_NAMES(DType, "float64", "float32", "bfloat16", "float16", "float8
                      "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
                      "complex32", "uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz",
                      "float8_e8m0fnu");
+SHARDPLAN_ENUM_NAMES(PyTorchVersion, "2.11", "2.15");
 SHARDPLAN_ENUM_NAMES(CollectiveKind, "all_gather", "reduce_scatter", "all_reduce");
 SHARDPLAN_ENUM_NAMES(CollectiveAlgorithm, "ring", "tree", "pat", "nvls");
 SHARDPLAN_ENUM_NAMES(ClusterFigure, "matmul", "attention", "vector", "memory", "kernel_overhead", "host",

@@ -11,6 +11,7 @@
 
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan::verifier {
 namespace {
@@ -124,7 +125,8 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   std::vector<std::string> expected;
   for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
-    const DType reduced = mixed.reduce_dtype.value_or(computed);
+    const bool keep = RulesOf(plan.strategy).gradients_keep_their_dtype;
+    const DType reduced = mixed.reduce_dtype.value_or(keep ? unit.orig_dtype : computed);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
       return ComputeDType(unit, parameter) == mixed.param_dtype.value_or(parameter.dtype);
     });

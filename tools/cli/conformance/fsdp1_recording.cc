@@ -119,6 +119,7 @@ class Fsdp1Converter {
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp1";
     recording_.strategy.optimizer.kind = OptimizerKind::kSgd;
+    recording_.trace.recorded_with = "torch " + json_.Value<std::string>("torch", "");
     ConvertModel();
     ConvertSettings();
     for (const Json& trace : json_["forward_traces"].Elements()) ConvertForward(trace);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "events.h"
+#include "shardplan/schemas/pytorch_version.h"
 
 namespace shardplan::conformance {
 namespace {
@@ -106,41 +107,41 @@ class Fsdp2EventWriter {
     for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], true);
   }
 
-  // The final callback that a root's units have queued, from the trigger's instruction `next` on.
+  // The final callback that a root's units have queued, from the trigger's instruction `next` on. 2.11
+  // finalizes each unit right behind its post-backward, later releases all behind the last one.
   void FinalCallback(UnitId root, const Trigger& trigger, std::size_t& next) {
     Add("finalize", DisplayName(""));
+    const auto emit_while = [&](const auto& wanted) {
+      for (; next < trigger.instructions.size() && wanted(trigger.instructions[next]); ++next) {
+        OnInstruction(trigger.instructions[next], /*backward_end=*/true);
+      }
+    };
+    const auto finalizes = [](const Instruction& i) { return i.reason.str() == "finalize"; };
     for (const UnitId unit : States(root)) {
       if (!plan_.units[unit].parameters.empty() && last_hook_[unit] != TriggerKind::kPostBackward) {
         Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
-        // Its instructions: up to the finalisation, whose waits and frees are issued for the unit, too.
-        for (; next < trigger.instructions.size() && BelongsTo(trigger.instructions, next, unit) &&
-               !Discards(trigger.instructions[next]);
-             ++next) {
-          OnInstruction(trigger.instructions[next], /*backward_end=*/true);
-        }
+        emit_while([&](const Instruction& i) {
+          return !finalizes(i) && UnitAt(trigger.instructions, next) == unit;
+        });
         Accumulate(unit);
       }
-      for (; next < trigger.instructions.size() && BelongsTo(trigger.instructions, next, unit); ++next) {
-        OnInstruction(trigger.instructions[next], /*backward_end=*/true);
-      }
+      if (Old()) emit_while([&](const Instruction& i) { return finalizes(i) && i.unit == unit; });
       last_hook_[unit] = TriggerKind::kStepBegin;
       in_backward_[unit] = false;
     }
-    // The last reduce-scatter's input is freed; its unit is none.
-    for (; next < trigger.instructions.size() && trigger.instructions[next].unit < 0; ++next) {
-      OnInstruction(trigger.instructions[next], true);
-    }
+    const std::vector<UnitId> states = States(root);
+    emit_while([&](const Instruction& i) {
+      return finalizes(i) && (i.unit < 0 || (!Old() && std::ranges::find(states, i.unit) != states.end()));
+    });
   }
 
-  // At the end of a backward: what was gathered and not used is freed.
-  bool Discards(const Instruction& i) const {
-    return i.kind == InstructionKind::kFree && plan_.buffers[i.src].role == BufferRole::kAllGatherOutput;
-  }
+  bool Old() const { return PyTorchOfPlan(plan_.strategy) == PyTorchVersion::k2_11; }
 
-  // Instructions of no unit (another unit's buffer is dropped) belong to the next one's unit.
-  static bool BelongsTo(const std::vector<Instruction>& instructions, std::size_t i, UnitId unit) {
-    while (i < instructions.size() && instructions[i].unit < 0) ++i;
-    return i < instructions.size() && instructions[i].unit == unit;
+  // An instruction of no unit (another unit's buffer is dropped) is behind the wait of the unit that drops
+  // it.
+  static UnitId UnitAt(const std::vector<Instruction>& instructions, std::size_t i) {
+    while (i > 0 && instructions[i].unit < 0) --i;
+    return instructions[i].unit;
   }
 
   static bool IsUnder(const std::string& fqn, const std::string& module) {
@@ -161,7 +162,7 @@ class Fsdp2EventWriter {
     return root;
   }
 
-  // FSDPStateContext.all_states: named_modules() order, a group of two modules twice.
+  // FSDPStateContext.all_states: named_modules() order; 2.11 has a group of two modules twice.
   std::vector<UnitId> States(UnitId root) const {
     std::map<std::string, UnitId> unit_of;
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
@@ -171,7 +172,8 @@ class Fsdp2EventWriter {
     for (const Module& module : recording_.trace.modules) {
       const auto found = unit_of.find(module.fqn);
       if (found == unit_of.end() || !IsUnder(module.fqn, plan_.units[root].modules.front())) continue;
-      states.push_back(found->second);
+      const bool again = std::ranges::find(states, found->second) != states.end();
+      if (!again || Old()) states.push_back(found->second);
     }
     return states;
   }

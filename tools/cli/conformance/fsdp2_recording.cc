@@ -18,6 +18,7 @@ class Fsdp2Converter {
 
   Result<Recording> Run() {
     recording_.policy = recording_.strategy.policy = "fsdp2";
+    recording_.trace.recorded_with = "torch " + json_.Value<std::string>("torch", "");
     ConvertModel();
     ConvertMesh();
     ConvertUnits();

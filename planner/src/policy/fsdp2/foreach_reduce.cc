@@ -32,8 +32,9 @@ class Reduction {
   BufferId Output(BufferRole role) const;
   void ReduceScatter(BufferId input, BufferId output) const;
   void AddToPartial(BufferId output);
+  void RecordPostReduce(StreamId stream);
   StreamId AllReduce(BufferId output);
-  StreamId RunHook(BufferId output, StreamId stream) const;
+  StreamId RunHook(BufferId output, StreamId stream);
   void Deliver(BufferId output, StreamId stream) const;
 
   const ForeachReduceArguments& arguments_;
@@ -94,7 +95,12 @@ void Reduction::AddToPartial(BufferId output) {
                   reduce_scatter_stream_);
     program_.Free(output, reduce_scatter_stream_);
   }
-  program_.Record(result_.post_reduce_event, reduce_scatter_stream_);
+  RecordPostReduce(reduce_scatter_stream_);
+}
+
+void Reduction::RecordPostReduce(StreamId stream) {
+  program_.Record(result_.post_reduce_event, stream);
+  result_.post_reduce_stream = stream;
 }
 
 StreamId Reduction::AllReduce(BufferId output) {
@@ -118,7 +124,7 @@ StreamId Reduction::AllReduce(BufferId output) {
 
 // set_all_reduce_hook: after the reduce-scatter, with HSDP after its all-reduce. What follows stays on the
 // hook's stream.
-StreamId Reduction::RunHook(BufferId output, StreamId stream) const {
+StreamId Reduction::RunHook(BufferId output, StreamId stream) {
   const std::optional<AllReduceHook>& hook = scope_.choice().all_reduce_hook;
   if (!hook) return stream;
   const std::string reason = program_.reason();
@@ -133,11 +139,16 @@ StreamId Reduction::RunHook(BufferId output, StreamId stream) const {
   }
   DivIfNeeded(hook->divide, output, stream, program_);
   program_.SetReason(reason);
+  if (scope_.rules().hook_input_is_held) {
+    const EventId event = scope_.Event("all_reduce");
+    program_.Record(event, stream);
+    result_.all_reduce = AllReduceState{.input = output, .event = event};
+  }
   return stream;
 }
 
-// With HSDP the all-reduce's input is kept. A hook's is not: where no gradient is a view of it, it is freed
-// while the hook's stream may still be using it.
+// With HSDP the all-reduce's input is kept. Without hook_input_is_held a hook's is not: where no gradient is
+// a view of it, it is freed while the hook's stream may still be using it.
 void Reduction::Deliver(BufferId output, StreamId stream) const {
   const bool is_gradient = arguments_.sharded_grads.Deliver(output, stream, grads_.parameters);
   if (!result_.all_reduce) {
@@ -177,7 +188,7 @@ ForeachReduceResult Reduction::Run() {
     const StreamId stream = RunHook(output, AllReduce(output));
     DivIfNeeded(factors_.post, output, stream, program_);
     Deliver(output, stream);
-    program_.Record(result_.post_reduce_event, stream);
+    RecordPostReduce(stream);
     if (result_.partial_reduce_output >= 0) {
       program_.Free(result_.partial_reduce_output, reduce_scatter_stream_);
       result_.partial_reduce_output = -1;
@@ -193,7 +204,7 @@ ForeachReduceResult Reduction::RunPartial() {
   const StreamId stream = RunHook(output, AllReduce(output));
   DivIfNeeded(factors_.post, output, stream, program_);
   Deliver(output, stream);
-  program_.Record(result_.post_reduce_event, stream);
+  RecordPostReduce(stream);
   return result_;
 }
 

@@ -39,6 +39,7 @@ struct ForeachReduceArguments {
 struct ForeachReduceResult {
   FsdpCommContext::ReduceScatterState reduce_scatter;
   EventId post_reduce_event = -1;
+  StreamId post_reduce_stream = kCompute;  // that it is recorded on
   std::optional<AllReduceState> all_reduce;
   BufferId partial_reduce_output = -1;  // waits for an all-reduce; -1: none
 };

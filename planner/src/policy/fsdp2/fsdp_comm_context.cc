@@ -94,6 +94,33 @@ void FsdpCommContext::WaitForReduceScatters(std::size_t keep) {
   }
 }
 
+void FsdpCommContext::FinishReduceScatters() {
+  const std::vector<ReduceScatterState> pending = std::exchange(state_.reduce_scatter_states, {});
+  for (const ReduceScatterState& state : pending) program_.Wait(state.event, kCompute);
+  for (const ReduceScatterState& state : pending) program_.Free(state.input, kCompute);
+}
+
+void FsdpCommContext::SetLastPostReduceEvent(StreamId stream, EventId event) {
+  const auto last = std::ranges::find(state_.last_post_reduce_events, stream, &PostReduceEvent::stream);
+  if (last == state_.last_post_reduce_events.end()) {
+    state_.last_post_reduce_events.push_back({.stream = stream, .event = event});
+  } else {
+    last->event = event;
+  }
+}
+
+void FsdpCommContext::WaitForLastReductions() {
+  for (const PostReduceEvent& last : std::exchange(state_.last_post_reduce_events, {})) {
+    program_.Wait(last.event, kCompute);
+  }
+}
+
+void FsdpCommContext::ReleaseAllGatherOnComputeStream() {
+  if (!state_.all_gather_state) return;
+  program_.Wait(state_.all_gather_state->event, kCompute);
+  Free(*std::exchange(state_.all_gather_state, std::nullopt));
+}
+
 std::size_t FsdpCommContext::ReduceScattersOf(UnitId unit) const {
   return static_cast<std::size_t>(
       std::ranges::count(state_.reduce_scatter_states, unit, &ReduceScatterState::unit));

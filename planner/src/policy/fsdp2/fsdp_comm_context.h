@@ -30,6 +30,11 @@ class FsdpCommContext {
     EventId event = -1;
     bool operator==(const ReduceScatterState&) const = default;
   };
+  struct PostReduceEvent {
+    StreamId stream = -1;
+    EventId event = -1;
+    bool operator==(const PostReduceEvent&) const = default;
+  };
   struct AllGatherStreams {
     StreamId copy_in = kCompute;
     StreamId all_gather = kCompute;
@@ -48,6 +53,11 @@ class FsdpCommContext {
     // post_forward_order: what the implicit backward prefetch walks back. Added to by
     // FsdpParamGroup::RecordPostForward, cleared by the final callback of the last backward and by LazyInit.
     std::vector<FsdpParamGroup*> post_forward_order;
+    // reduce_scatter_max_input_buffers: of all units. Set by the root's lazy init.
+    std::size_t reduce_scatter_max_input_buffers = 1;
+    // _last_post_reduce_events: of each stream that reductions end on, in the order of their first. Set by
+    // FsdpParamGroup::PostBackward, cleared by the final callback of the last backward.
+    std::vector<PostReduceEvent> last_post_reduce_events;
     bool operator==(const State&) const = default;
   };
 
@@ -82,7 +92,18 @@ class FsdpCommContext {
   void AddReduceScatter(ReduceScatterState state) { state_.reduce_scatter_states.push_back(state); }
   // Waits for the oldest reduce-scatters until `keep` are left, and frees their inputs.
   void WaitForReduceScatters(std::size_t keep);
+  // The same for all, whose inputs are freed when all are waited for.
+  void FinishReduceScatters();
   std::size_t ReduceScattersOf(UnitId unit) const;
+  void SetReduceScatterMaxInputBuffers(std::size_t buffers) {
+    state_.reduce_scatter_max_input_buffers = buffers;
+  }
+
+  void SetLastPostReduceEvent(StreamId stream, EventId event);
+  // The compute stream waits for the last reduction of each stream.
+  void WaitForLastReductions();
+  // release_all_gather_state_on_current_stream.
+  void ReleaseAllGatherOnComputeStream();
 
   std::vector<FsdpParamGroup*>& post_forward_order() { return state_.post_forward_order; }
   const State& state() const { return state_; }

@@ -176,6 +176,7 @@ Status FsdpParamGroup::PrefetchUnshard(const UnitScope& by, const FsdpCommContex
 
 // Gradients stay as they are: nothing of them is reduced.
 Status FsdpParamGroup::CheckUnreduced() const {
+  if (scope_.rules().units_that_never_ran_are_skipped) return {};
   const MixedPrecision& mixed = scope_.choice().mixed_precision;
   if (params_.has_unsharded_params() || !mixed.reduce_dtype || mixed.reduce_dtype == mixed.param_dtype) {
     return {};
@@ -206,8 +207,9 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   }
   const UnshardedGrads::Taken grads = unsharded_grads_.Take();
   ReshardAfterBackward();
+  if (grads.parameters.empty() && !scope_.rules().idle_units_wait) return {};
+  comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
   if (grads.parameters.empty()) return {};
-  comm_ctx().WaitForReduceScatters(state_.settings.reduce_scatter_max_input_buffers - 1);
   WaitForPostBackward();
   const Result<ForeachReduceResult> reduced =
       ForeachReduce({.scope = scope_,
@@ -221,6 +223,7 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   if (!reduced) return std::unexpected(reduced.error());
   comm_ctx().AddReduceScatter(reduced->reduce_scatter);
   state_.post_reduce_event = reduced->post_reduce_event;
+  comm_ctx().SetLastPostReduceEvent(reduced->post_reduce_stream, reduced->post_reduce_event);
   state_.all_reduce_state = reduced->all_reduce;
   state_.partial_reduce_output = reduced->partial_reduce_output;
   return {};
@@ -235,6 +238,7 @@ void FsdpParamGroup::ReducePartial(BufferId partial) {
                                                            .optimizer_in_backward = optimizer_in_backward_,
                                                            .partial_reduce_output = partial});
   state_.post_reduce_event = reduced.post_reduce_event;
+  comm_ctx().SetLastPostReduceEvent(reduced.post_reduce_stream, reduced.post_reduce_event);
   state_.all_reduce_state = reduced.all_reduce;
 }
 
@@ -247,8 +251,21 @@ void FsdpParamGroup::WaitForPostBackward() {
   program.Free(all_reduce.input, comm_ctx().reduce_scatter_stream());
 }
 
+std::size_t FsdpParamGroup::ReduceScatterMaxInputBuffers() const {
+  return scope_.rules().one_cap_for_all_units ? comm_ctx().state().reduce_scatter_max_input_buffers
+                                              : state_.settings.reduce_scatter_max_input_buffers;
+}
+
+// The compute stream has waited for the last reduction of each stream.
+void FsdpParamGroup::DropReduced() {
+  state_.post_reduce_event = -1;
+  if (!state_.all_reduce_state) return;
+  scope_.program().Free(std::exchange(state_.all_reduce_state, std::nullopt)->input,
+                        comm_ctx().reduce_scatter_stream());
+}
+
 void FsdpParamGroup::FinalizeBackward() {
-  WaitForPostBackward();
+  scope_.rules().one_wait_a_stream ? DropReduced() : WaitForPostBackward();
   sharded_grads_.WaitForOffload();
   DropUnusedAllGather();
   state_.post_forward_indices.clear();

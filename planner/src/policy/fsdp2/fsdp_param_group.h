@@ -116,6 +116,8 @@ class FsdpParamGroup {
   void RecordPostForward();
   Status BackwardPrefetch();
   void WaitForPostBackward();
+  void DropReduced();
+  std::size_t ReduceScatterMaxInputBuffers() const;
   Status CheckUnreduced() const;
   void DropUnusedAllGather();
 

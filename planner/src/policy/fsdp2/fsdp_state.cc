@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "policy/fsdp2/module_states.h"
@@ -30,6 +31,29 @@ void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
   if (group_) group_->settings().post_forward_ranks = ranks;
 }
 
+namespace {
+
+void KeepFirst(std::vector<FsdpState*>& states) {
+  std::vector<FsdpState*> seen;
+  std::erase_if(states, [&](FsdpState* state) {
+    if (std::ranges::find(seen, state) != seen.end()) return true;
+    seen.push_back(state);
+    return false;
+  });
+}
+
+// The cap of the one list of reduce-scatters in flight: the largest of all units.
+std::size_t LargestCap(const std::vector<FsdpState*>& states) {
+  std::size_t cap = 1;
+  for (FsdpState* state : states) {
+    if (state->group() == nullptr) continue;
+    cap = std::max(cap, state->group()->settings().reduce_scatter_max_input_buffers);
+  }
+  return cap;
+}
+
+}  // namespace
+
 Status FsdpState::LazyInit(const ModuleStates& model) {
   SHARDPLAN_ASSERT(!lazily_initialised(), "a state is initialised once");
   const UnitChoice& choice = scope_.choice();
@@ -39,6 +63,7 @@ Status FsdpState::LazyInit(const ModuleStates& model) {
   }
   FsdpStateContext& context = state_ctx();
   context.all_states = model.StatesUnder(choice.modules.front());
+  if (scope_.rules().groups_are_listed_once) KeepFirst(context.all_states);
   for (const FsdpState* state : context.all_states) {
     if (state != this && state->lazily_initialised()) {
       return MakeInputError("/units", "PyTorch requires running forward through the root module first",
@@ -54,6 +79,7 @@ Status FsdpState::LazyInit(const ModuleStates& model) {
     state->ShareCommContext(comm_ctx());
     if (state->group_) state->group_->LazyInit();
   }
+  comm_ctx().SetReduceScatterMaxInputBuffers(LargestCap(context.all_states));
   return {};
 }
 
@@ -137,20 +163,31 @@ Status FsdpState::PostBackward(const HookPoint& event) {
 
 Status FsdpState::RootPostBackwardFinalCallback() {
   FsdpStateContext& context = state_ctx();
+  const bool two_phases = scope_.rules().backward_ends_in_two_phases;
   for (FsdpState* state : context.all_states) {
-    if (Status s = state->FinishBackward(context.is_last_backward); !s) return s;
+    if (Status s = state->EndBackward(context.is_last_backward); !s) return s;
+    if (!two_phases && context.is_last_backward) state->FinalizeBackward();
   }
   scope_.program().SetUnit(-1);
-  if (context.is_last_backward) {
+  scope_.program().SetReason("finalize");
+  if (!context.is_last_backward) {
+    if (two_phases) comm_ctx().ReleaseAllGatherOnComputeStream();
+  } else {
+    if (scope_.rules().one_wait_a_stream) comm_ctx().WaitForLastReductions();
+    if (two_phases) {
+      for (FsdpState* state : context.all_states) state->FinalizeBackward();
+      comm_ctx().ReleaseAllGatherOnComputeStream();
+    }
+    scope_.program().SetUnit(-1);
     comm_ctx().post_forward_order().clear();
-    comm_ctx().WaitForReduceScatters(0);
+    two_phases ? comm_ctx().FinishReduceScatters() : comm_ctx().WaitForReduceScatters(0);
   }
   context.post_backward_final_callback_queued = false;
   return {};
 }
 
 // A unit whose inputs need no gradient has had no post-backward.
-Status FsdpState::FinishBackward(bool is_last_backward) {
+Status FsdpState::EndBackward(bool is_last_backward) {
   scope_.program().SetUnit(scope_.id());
   if (group_ && group_->training_state() != TrainingState::kPostBackward) {
     if (Status s = group_->PostBackward("final"); !s) return s;
@@ -161,9 +198,13 @@ Status FsdpState::FinishBackward(bool is_last_backward) {
     faults_.Add(PyTorchFault::kFsdp2GroupNotUnsharded);
   }
   state_.modules_to_run_forward = false;
-  scope_.program().SetReason("finalize");
-  if (is_last_backward && group_) group_->FinalizeBackward();
   return {};
+}
+
+void FsdpState::FinalizeBackward() {
+  scope_.program().SetUnit(scope_.id());
+  scope_.program().SetReason("finalize");
+  if (group_) group_->FinalizeBackward();
 }
 
 FsdpState::Snapshot FsdpState::snapshot() const {

@@ -88,7 +88,8 @@ class FsdpState {
  private:
   void RootPreForward();
   Status PrefetchStates(const std::vector<FsdpState*>& targets, TrainingState pass, std::string_view reason);
-  Status FinishBackward(bool is_last_backward);
+  Status EndBackward(bool is_last_backward);
+  void FinalizeBackward();
 
   const UnitScope scope_;
   FaultList& faults_;

@@ -93,7 +93,7 @@ void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemo
   const Strategy& strategy = input.strategy;
   OptimizerMemory* in_backward = strategy.optimizer.in_backward ? &optimizer : nullptr;
   for (std::size_t u = 0; u < input.partition.units.size(); ++u) {
-    const UnitScope scope(static_cast<UnitId>(u), input.partition, strategy.pin_memory, program);
+    const UnitScope scope(static_cast<UnitId>(u), input.partition, strategy, program);
     model.Add(
         std::make_unique<FsdpState>(scope, SettingsOf(scope.choice(), strategy.fsdp2), in_backward, faults));
   }

@@ -50,6 +50,7 @@ class Emitter {
       comm_ctx.UseComputeStream();
     }
     void Finish() {
+      if (group.scope().rules().one_wait_a_stream) comm_ctx.WaitForLastReductions();
       group.FinalizeBackward();
       comm_ctx.WaitForReduceScatters(0);
     }

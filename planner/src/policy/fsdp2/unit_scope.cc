@@ -9,8 +9,12 @@
 
 namespace shardplan::fsdp2 {
 
-UnitScope::UnitScope(UnitId id, const Partition& partition, bool pin_memory, ProgramBuilder& program)
-    : id_(id), partition_(partition), pin_memory_(pin_memory), program_(program) {
+UnitScope::UnitScope(UnitId id, const Partition& partition, const Strategy& strategy, ProgramBuilder& program)
+    : id_(id),
+      partition_(partition),
+      pin_memory_(strategy.pin_memory),
+      rules_(RulesOf(strategy)),
+      program_(program) {
   SHARDPLAN_ASSERT(id >= 0 && id < std::ssize(partition.units),
                    "ids of units are indices into the partition");
 }

@@ -8,19 +8,22 @@
 #include <vector>
 
 #include "policy/program_builder.h"
+#include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/strategy.h"
 #include "units/partition.h"
 
 namespace shardplan::fsdp2 {
 
 class UnitScope {
  public:
-  UnitScope(UnitId id, const Partition& partition, bool pin_memory, ProgramBuilder& program);
+  UnitScope(UnitId id, const Partition& partition, const Strategy& strategy, ProgramBuilder& program);
 
   UnitId id() const { return id_; }
   const Partition& partition() const { return partition_; }
   const UnitChoice& choice() const { return partition_.units[id_]; }
   const Unit& unit() const { return choice().unit; }
   ProgramBuilder& program() const { return program_; }
+  const PyTorchRules& rules() const { return rules_; }
 
   std::string Name() const;
   std::int64_t shard_ranks() const { return choice().shard_size; }
@@ -43,6 +46,7 @@ class UnitScope {
   const UnitId id_;
   const Partition& partition_;
   const bool pin_memory_;
+  const PyTorchRules rules_;
   ProgramBuilder& program_;
 };
 

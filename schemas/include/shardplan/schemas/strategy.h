@@ -14,6 +14,11 @@
 
 namespace shardplan {
 
+// A release of PyTorch, by its first two numbers. Ascending.
+enum class PyTorchVersion : std::uint8_t { k2_11, k2_15 };
+inline constexpr PyTorchVersion kOldestPyTorch = PyTorchVersion::k2_11;
+inline constexpr PyTorchVersion kNewestPyTorch = PyTorchVersion::k2_15;
+
 // FSDP2's reshard_after_forward: bool, or the size of the smaller mesh to reshard to.
 using ReshardAfterForward = std::variant<bool, std::int64_t>;
 
@@ -249,6 +254,8 @@ struct StrategyMeshDim {
 
 struct Strategy {
   std::string policy = "fsdp2";  // "fsdp2", "fsdp1"
+  // Whose FSDP the policy is. Not given: pytorch_version.h says which. A plan's strategy has one.
+  std::optional<PyTorchVersion> pytorch;
   // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's
   // ranks}.
   std::vector<StrategyMeshDim> mesh;

@@ -1,0 +1,119 @@
+// What differs between the releases of PyTorch that are planned: one rule for each difference, asked for
+// where the policy decides it. docs/pytorch-versions.md has this table.
+#pragma once
+
+#include <array>
+#include <string_view>
+
+#include "shardplan/schemas/strategy.h"
+
+namespace shardplan {
+
+// True: as the release that brought it.
+struct PyTorchRules {
+  bool idle_units_wait = false;
+  bool backward_ends_in_two_phases = false;
+  bool one_wait_a_stream = false;
+  bool gradients_keep_their_dtype = false;
+  bool shared_parameters_are_refused = false;
+  bool units_that_never_ran_are_skipped = false;
+  bool hook_input_is_held = false;
+  bool one_cap_for_all_units = false;
+  bool groups_are_listed_once = false;
+
+  bool operator==(const PyTorchRules&) const = default;
+};
+
+struct PyTorchRule {
+  std::string_view name;
+  bool PyTorchRules::*rule = nullptr;
+  PyTorchVersion since = kOldestPyTorch;
+  std::string_view policy;
+  std::string_view before;    // what releases before it do
+  std::string_view now;       // what it and those after it do
+  std::string_view where;     // PyTorch's function
+  std::string_view shown_by;  // a recording in tests/conformance
+};
+
+inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
+    {.name = "idle_units_wait",
+     .rule = &PyTorchRules::idle_units_wait,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "a unit without gradients returns before it waits for earlier reduce-scatters",
+     .now = "a unit waits for earlier reduce-scatters, then looks whether it has gradients",
+     .where = "FSDPParamGroup.post_backward",
+     .shown_by = "fsdp2_215/frozen_default_w2"},
+    {.name = "backward_ends_in_two_phases",
+     .rule = &PyTorchRules::backward_ends_in_two_phases,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "at the end of a backward each unit is finalized right after its own post-backward",
+     .now = "the post-backwards of all units run before any is finalized",
+     .where = "FSDPState._root_post_backward_final_callback",
+     .shown_by = "fsdp2_215/frozen_prefix_w2"},
+    {.name = "one_wait_a_stream",
+     .rule = &PyTorchRules::one_wait_a_stream,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "at the end of a backward the compute stream waits for each unit's reduction, and for its "
+               "all-reduce",
+     .now = "it waits for the last reduction of each stream; units drop their buffers without a wait",
+     .where = "FSDPState._end_backward_iteration",
+     .shown_by = "fsdp2_215/streams/gptish_hsdp_2x2"},
+    {.name = "gradients_keep_their_dtype",
+     .rule = &PyTorchRules::gradients_keep_their_dtype,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "without a reduce dtype gradients are reduced in the param dtype",
+     .now = "without a reduce dtype gradients are reduced in the parameters' own dtype",
+     .where = "FSDPParamGroup._get_reduce_dtype",
+     .shown_by = "fsdp2_215/gptish_bf16_reducebf16_w2"},
+    {.name = "shared_parameters_are_refused",
+     .rule = &PyTorchRules::shared_parameters_are_refused,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before =
+         "a parameter that modules of two units share is sharded in both, and is two parameters from then on",
+     .now = "it is an error",
+     .where = "FSDPState._validate_no_duplicate_params",
+     .shown_by = "fsdp2_215/rejected/rejected_tied_across_units"},
+    {.name = "units_that_never_ran_are_skipped",
+     .rule = &PyTorchRules::units_that_never_ran_are_skipped,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before =
+         "a backward without gradient synchronisation and with a reduce dtype fails at a unit that never ran",
+     .now = "it skips that unit",
+     .where = "FSDPParamGroup.post_backward",
+     .shown_by = ""},
+    {.name = "hook_input_is_held",
+     .rule = &PyTorchRules::hook_input_is_held,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "what an all-reduce hook works on is freed while the hook's stream may still use it",
+     .now = "it is held until the unit reduces again or the backward ends, as HSDP's all-reduce input is",
+     .where = "foreach_reduce",
+     .shown_by = ""},
+    {.name = "one_cap_for_all_units",
+     .rule = &PyTorchRules::one_cap_for_all_units,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "there is one reduce-scatter input; more is a knob of shardplan's own, of each unit",
+     .now = "the largest cap of all units, as set before the first forward, holds for all",
+     .where = "FSDPState._init_shared_state",
+     .shown_by = "fsdp2_215/gptish_rsbuf2_w2"},
+    {.name = "groups_are_listed_once",
+     .rule = &PyTorchRules::groups_are_listed_once,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "a unit of two modules is twice among the states whose backward ends",
+     .now = "it is there once",
+     .where = "FSDPState._lazy_init",
+     .shown_by = "fsdp2_215/gptish_grouphead_w2"},
+});
+
+// Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
+PyTorchRules RulesOf(const Strategy& strategy);
+
+}  // namespace shardplan

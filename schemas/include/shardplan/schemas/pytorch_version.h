@@ -1,0 +1,28 @@
+// The releases of PyTorch whose FSDP is planned. A strategy names one (Strategy::pytorch), and a plan says in
+// its strategy which one it follows.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan {
+
+// Ascending.
+std::string_view Name(PyTorchVersion version);  // "2.15"
+
+// Of the torch that recorded a trace (Trace::recorded_with, "torch 2.11.0; ..."). Nothing: not said, or a
+// release that is not planned.
+std::optional<PyTorchVersion> RecordedPyTorch(std::string_view recorded_with);
+
+// What a plan of this strategy for this trace follows: what the strategy names, else the torch that recorded
+// the trace, which is the one installed there, else the newest.
+PyTorchVersion PlannedPyTorch(const Strategy& strategy, const Trace& trace);
+
+// What a plan with this strategy follows: the oldest where it was made before strategies named one.
+PyTorchVersion PyTorchOfPlan(const Strategy& strategy);
+
+}  // namespace shardplan
