@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "passes/backward_times.h"
+#include "passes/group_forwards.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/program.h"
 
@@ -17,16 +18,17 @@ namespace {
 
 class Recorder {
  public:
-  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, bool inputs_wrapped)
+  Recorder(const Trace& trace, const ModelIndex& index, const Partition& partition, const PyTorchRules& rules,
+           bool inputs_wrapped)
       : trace_(trace),
         index_(index),
         partition_(partition),
         inputs_wrapped_(inputs_wrapped),
-        to_run_(partition.units.size()) {}
+        groups_(partition, rules) {}
 
   // What a step leaves to the next ones.
   auto Carried() const {
-    return std::tuple(to_run_, is_last_backward_, post_forwards_, input_hooks_, output_hooks_);
+    return std::tuple(groups_, is_last_backward_, post_forwards_, input_hooks_, output_hooks_);
   }
 
   // A call before the first step.
@@ -94,10 +96,12 @@ class Recorder {
   void OnEnter(ModuleId module, std::int32_t occurrence, std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
-    if (!EnterGroup(unit)) return;
+    const GroupForwards::Entered entered = groups_.Enter(unit);
+    if (!entered.runs_hook) return;
     Cut(position);
     Push(HookPointKind::kPreForward, unit);
-    if (grad_enabled_) input_hooks_[{microbatch_, module, occurrence}] = unit;
+    if (grad_enabled_ && entered.registers_inputs) input_hooks_[{microbatch_, module, occurrence}] = unit;
+    if (!entered.begins) return;
     forwards_.push_back({"forward " + UnitName(unit), SegmentPhase::kForward, unit});
     place_ = forwards_.back();
   }
@@ -107,25 +111,13 @@ class Recorder {
                                [](const UnitParameter& parameter) { return parameter.requires_grad; });
   }
 
-  // A group's pre-forward hook runs for the first of its modules, its post-forward hook when all have run:
-  // one that does not run keeps it from running. These say whether the hook runs.
-  bool EnterGroup(UnitId unit) {
-    const std::vector<ModuleId>& modules = partition_.units[unit].modules;
-    if (modules.size() > 1 && !to_run_[unit].empty()) return false;
-    to_run_[unit].insert(modules.begin(), modules.end());
-    return true;
-  }
-  bool LeaveGroup(UnitId unit, ModuleId module) {
-    to_run_[unit].erase(module);
-    return to_run_[unit].empty();
-  }
-
   void OnExit(ModuleId module, std::int32_t occurrence, const EnterEvent& enter, const ExitEvent& exit,
               std::int32_t position) {
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
-    if (!LeaveGroup(unit, module)) return;
+    if (!groups_.Leave(unit, module)) return;
     Cut(position);
+    const std::vector<UnitId> completed = groups_.Complete(unit);
     HookPoint& event = Push(HookPointKind::kPostForward, unit);
     for (const TensorId tensor : exit.outputs) {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
@@ -150,7 +142,11 @@ class Recorder {
       event.grad_enabled = false;
     }
     post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
-    if (grad_enabled_) output_hooks_[{microbatch_, module, occurrence}] = unit;
+    if (grad_enabled_) {
+      std::vector<UnitId>& hooks = output_hooks_[{microbatch_, module, occurrence}];
+      hooks = {unit};
+      hooks.insert(hooks.end(), completed.begin(), completed.end());
+    }
     // A group that was entered in an earlier forward, in which not all of its modules ran, has no name here.
     if (forwards_.size() > 1) forwards_.pop_back();
     place_ = partition_.units[unit].is_root ? Place{"loss", SegmentPhase::kLoss} : forwards_.back();
@@ -204,8 +200,7 @@ class Recorder {
     Push(HookPointKind::kBackwardEnd, -1);
     place_ = {"backward returns", SegmentPhase::kBackward};
     engine_done_ = true;
-    if (!is_last_backward_) return;
-    for (std::set<ModuleId>& modules : to_run_) modules.clear();
+    groups_.BackwardEnd(is_last_backward_);
   }
 
   void FindLastGrads(std::vector<std::int32_t>& last) const {
@@ -221,18 +216,22 @@ class Recorder {
                        const std::vector<std::int32_t>& last_grad) {
     if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
       InForward(call, ready->forward);
-      const UnitId unit = Find(output_hooks_, ready->module, ready->occurrence);
-      if (unit < 0) return;
+      const auto hooks = output_hooks_.find(RunOf(ready->module, ready->occurrence));
+      if (hooks == output_hooks_.end()) return;
       Cut(position);
-      Push(HookPointKind::kPreBackward, unit);
-      place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
+      for (const UnitId unit : hooks->second) {
+        Push(HookPointKind::kPreBackward, unit);
+        groups_.PreBackward(unit);
+        place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
+      }
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
       if (!inputs_wrapped_) return;  // an AutogradEvent where it matters
       InForward(call, done->forward);
-      const UnitId unit = Find(input_hooks_, done->module, done->occurrence);
-      if (unit < 0) return;
+      const auto hook = input_hooks_.find(RunOf(done->module, done->occurrence));
+      if (hook == input_hooks_.end()) return;
       Cut(position);
-      Push(HookPointKind::kInputsGradDone, unit);
+      Push(HookPointKind::kInputsGradDone, hook->second);
+      groups_.PostBackward(hook->second);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
       if (!inputs_wrapped_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
@@ -268,8 +267,8 @@ class Recorder {
     const ModuleId module = index_.canonical[entry];
     const UnitId unit = partition_.unit_of_module[module];
     if (unit < 0) return;
-    const bool runs =
-        kind == HookPointKind::kRecomputePreForward ? EnterGroup(unit) : LeaveGroup(unit, module);
+    const bool runs = kind == HookPointKind::kRecomputePreForward ? groups_.Enter(unit).runs_hook
+                                                                  : groups_.Leave(unit, module);
     if (!runs) return;
     Cut(position);
     // Recomputation runs as its forward did: with gradients enabled, or in part without.
@@ -323,9 +322,8 @@ class Recorder {
     return -1;
   }
 
-  UnitId Find(const std::map<ModuleRun, UnitId>& hooks, ModuleId module, std::int32_t occurrence) const {
-    const auto found = hooks.find({microbatch_, index_.canonical[module], occurrence});
-    return found == hooks.end() ? -1 : found->second;
+  ModuleRun RunOf(ModuleId module, std::int32_t occurrence) const {
+    return {microbatch_, index_.canonical[module], occurrence};
   }
 
   // Everything since the last cut is one segment.
@@ -365,15 +363,16 @@ class Recorder {
   std::int32_t forward_ = 0;  // that the backward covers
   std::int32_t segment_begin_ = 0;
   Place place_;
-  Place backward_;                          // around a recomputation
-  bool engine_done_ = false;                // the backward has passed its end
-  std::vector<ModuleId> recomputing_;       // modules whose forward is being run again, outermost first
-  std::vector<Place> forwards_;             // of the units that are entered, behind what is in none
-  std::vector<std::set<ModuleId>> to_run_;  // by unit: its modules that have not been left yet
+  Place backward_;                     // around a recomputation
+  bool engine_done_ = false;           // the backward has passed its end
+  std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
+  std::vector<Place> forwards_;        // of the units that are entered, behind what is in none
+  GroupForwards groups_;
   bool is_last_backward_ = true;
   std::map<UnitId, std::pair<bool, bool>>
       post_forwards_;  // of the latest: gradients enabled, outputs need one
-  std::map<ModuleRun, UnitId> input_hooks_, output_hooks_;
+  std::map<ModuleRun, UnitId> input_hooks_;
+  std::map<ModuleRun, std::vector<UnitId>> output_hooks_;  // in the order of their registration
 };
 
 }  // namespace
@@ -386,7 +385,7 @@ Result<std::vector<RecordedStep>> RecordOrder(const Trace& trace, const ModelInd
   };
   std::size_t count = std::max<std::size_t>(1, strategy.program.size());
   while (count > 1 && program(count - 1) == program(count - 2)) --count;
-  Recorder recorder(trace, index, partition, inputs_wrapped);
+  Recorder recorder(trace, index, partition, RulesOf(strategy), inputs_wrapped);
   for (const ModuleCall& call : strategy.setup) recorder.NoteCall(call);
   std::vector<RecordedStep> steps;
   // The last step once more: where it leaves groups incomplete, or undoes the forward of the step before,

@@ -57,7 +57,7 @@ bool JoinsMicrobatches(const Plan& plan) {
 }  // namespace
 
 Compute::Compute(const Plan& plan, const Clocks& clocks, Words& words, Reporter& reporter)
-    : plan_(plan), clocks_(clocks), words_(words), reporter_(reporter) {
+    : plan_(plan), clocks_(clocks), words_(words), reporter_(reporter), rules_(RulesOf(plan.strategy)) {
   StreamId stream = -1;
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
@@ -112,10 +112,17 @@ void Compute::BeginStep() {
 }
 
 void Compute::Pass(const Trigger& trigger) {
-  if (trigger.kind == TriggerKind::kPreForward) entered_.push_back(trigger.unit);
+  const bool one_by_one = rules_.members_enter_one_by_one;
+  if (trigger.kind == TriggerKind::kPreForward) {
+    const bool again = one_by_one && plan_.units[trigger.unit].modules.size() > 1 &&
+                       std::ranges::find(entered_, trigger.unit) != entered_.end();
+    if (!again) entered_.push_back(trigger.unit);
+  }
   if (trigger.kind != TriggerKind::kPostForward) return;
   const auto left = std::find(entered_.rbegin(), entered_.rend(), trigger.unit);
-  if (left != entered_.rend()) entered_.erase(std::next(left).base());
+  if (left == entered_.rend()) return;
+  // A unit that is left completes those inside it that have not been.
+  entered_.erase(std::next(left).base(), one_by_one ? entered_.end() : left.base());
 }
 
 Compute::Life* Compute::Of(StorageId storage, std::int32_t microbatch) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "verifier/clocks.h"
 #include "verifier/state.h"
 #include "verifier/words/report.h"
@@ -57,6 +58,7 @@ class Compute {
   const Clocks& clocks_;
   Words& words_;
   Reporter& reporter_;
+  const PyTorchRules rules_;
   std::vector<UnitId> entered_;             // units whose forward is under way, innermost last
   std::vector<Life> lives_;                 // by storage and micro-batch
   std::vector<char> from_outside_;          // by storage: an input, a buffer of the model, a gradient

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <map>
+#include <ranges>
 #include <set>
+#include <span>
 #include <utility>
 
 #include "events.h"
@@ -49,6 +51,12 @@ class Fsdp2EventWriter {
       case TriggerKind::kPreForward:
       case TriggerKind::kPostForward:
         phase_ = in_pass_backward_ ? "backward" : "forward";
+        if (trigger.kind == TriggerKind::kPreForward) {
+          if (forward_root_ < 0) forward_root_ = trigger.unit;
+          entered_.insert(trigger.unit);
+        } else {
+          entered_.erase(trigger.unit);
+        }
         if (has_group && !in_backward_[trigger.unit]) {
           Add(trigger.kind == TriggerKind::kPreForward ? "pre_forward" : "post_forward", unit);
           last_hook_[trigger.unit] = trigger.kind;
@@ -89,20 +97,49 @@ class Fsdp2EventWriter {
         break;
     }
     bool accumulates = trigger.kind == TriggerKind::kPostBackward;
+    std::vector<UnitId> completed = Completed(trigger);
     for (const Instruction& instruction : trigger.instructions) {
+      if (const auto here = std::ranges::find(completed, instruction.unit); here != completed.end()) {
+        Complete(std::span(completed.begin(), here + 1));
+        completed.erase(completed.begin(), here + 1);
+      }
       if (instruction.kind == InstructionKind::kCompute && accumulates) {
         Accumulate(trigger.unit);  // the hook is over, the model computes
         accumulates = false;
       }
       OnInstruction(instruction);
     }
+    Complete(completed);
     if (accumulates) Accumulate(trigger.unit);
+  }
+
+  // Groups of which a module has not run, in the post-forward of the forward's root.
+  std::vector<UnitId> Completed(const Trigger& trigger) {
+    std::vector<UnitId> completed;
+    if (trigger.kind != TriggerKind::kPostForward || trigger.unit != forward_root_) return completed;
+    forward_root_ = -1;
+    if (Old()) return completed;
+    for (const UnitId unit : States(trigger.unit) | std::views::reverse) {
+      if (plan_.units[unit].modules.size() > 1 && entered_.erase(unit) > 0) completed.push_back(unit);
+    }
+    return completed;
+  }
+
+  void Complete(std::span<const UnitId> groups) {
+    for (const UnitId unit : groups) {
+      Add("post_forward", UnitName(plan_.units[unit]));
+      last_hook_[unit] = TriggerKind::kPostForward;
+    }
   }
 
   void OnBackwardEnd(const Trigger& trigger) {
     phase_ = "backward";
     in_pass_backward_ = false;
     std::size_t next = 0;
+    if (!callbacks_.empty()) {
+      forward_root_ = -1;
+      entered_.clear();
+    }
     for (const UnitId root : std::exchange(callbacks_, {})) FinalCallback(root, trigger, next);
     for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], true);
   }
@@ -253,7 +290,7 @@ class Fsdp2EventWriter {
           for (const std::int32_t p : plan_.buffers[i.dst].parameters) accumulated_[i.unit].insert(p);
         break;
       case InstructionKind::kFree:
-        OnFree(plan_.buffers[i.src], backward_end);
+        OnFree(plan_.buffers[i.src], backward_end && i.unit >= 0);
         break;
       case InstructionKind::kAllocate:
       case InstructionKind::kBindUnsharded:
@@ -262,8 +299,10 @@ class Fsdp2EventWriter {
       case InstructionKind::kGradScale:
       case InstructionKind::kCopyToHost:
       case InstructionKind::kCopyToDevice:
-      case InstructionKind::kRecord:
       case InstructionKind::kWait:
+        if (i.reason.str() == "partly_run") Add("wait_post_reduce", UnitName(plan_.units[i.unit]));
+        break;
+      case InstructionKind::kRecord:
       case InstructionKind::kHostWait:
       case InstructionKind::kZeroGrad:
         break;
@@ -276,13 +315,13 @@ class Fsdp2EventWriter {
     event.keys["kind"] = "partial";
   }
 
-  void OnFree(const Buffer& buffer, bool backward_end) {
+  void OnFree(const Buffer& buffer, bool discards) {
     switch (buffer.role) {
       case BufferRole::kReduceScatterInput:
         Add("wait_reduce_scatter", UnitName(plan_.units[buffer.unit]));
         break;
       case BufferRole::kAllGatherOutput:
-        if (backward_end) Add("discard_all_gather", UnitName(plan_.units[buffer.unit]));
+        if (discards) Add("discard_all_gather", UnitName(plan_.units[buffer.unit]));
         break;
       case BufferRole::kGradUnsharded:
         Erase(grads_[buffer.unit], buffer);
@@ -316,6 +355,8 @@ class Fsdp2EventWriter {
   std::int32_t step_ = 0;
   std::string phase_ = "forward";
   bool in_pass_backward_ = false;
+  UnitId forward_root_ = -1;            // FSDPStateContext.iter_forward_root
+  std::set<UnitId> entered_;            // and not left
   std::vector<TriggerKind> last_hook_;  // by unit
   std::vector<std::set<std::int32_t>> grads_, accumulated_;
   std::vector<UnitId> callbacks_;  // roots that have queued their final callback, in that order

@@ -1,8 +1,10 @@
 // Case of a fully_shard recording -> trace, strategy, cluster.
+#include <algorithm>
 #include <charconv>
 #include <map>
 #include <set>
 #include <string_view>
+#include <utility>
 
 #include "checked_json.h"
 #include "recording.h"
@@ -208,7 +210,8 @@ class Fsdp2Converter {
       const std::string what = traced[i][0];
       const std::string unit = traced[i][1];
       const std::string module = unit.substr(unit.rfind(',') + 1);  // a group's hooks sit on one module
-      std::int32_t forward = 0;
+      std::int32_t forward = LastThatCalls(what == "inputs_grad_done" ? remaining_inputs : remaining_outputs,
+                                           module, forwards.size());
       if (traced[i].size() > 2) {
         for (std::size_t m = 0; m < microbatches.size(); ++m) {
           if (microbatches[m] == traced[i][2].Get<std::int32_t>()) forward = static_cast<std::int32_t>(m);
@@ -240,6 +243,17 @@ class Fsdp2Converter {
     }
     recording_.trace.backwards.push_back(std::move(pass));
     return static_cast<std::int32_t>(recording_.trace.backwards.size()) - 1;
+  }
+
+  // Chunks of a head run backward in the order in which they are not given: the last first.
+  static std::int32_t LastThatCalls(
+      const std::map<std::pair<std::string, std::int32_t>, std::int32_t>& remaining,
+      const std::string& module, std::size_t forwards) {
+    for (auto f = static_cast<std::int32_t>(forwards) - 1; f > 0; --f) {
+      const auto found = remaining.find({module, f});
+      if (found != remaining.end() && found->second > 0) return f;
+    }
+    return 0;
   }
 
   // Forward hooks of a unit that is called inside a checkpoint run again ("recompute_enter",
@@ -316,31 +330,61 @@ class Fsdp2Converter {
     return false;
   }
 
+  static std::int32_t LargestMicrobatch(const Json& step) {
+    std::int32_t largest = 0;
+    for (const Json& call : step.Elements()) {
+      if (call.Has("mb")) largest = std::max(largest, call["mb"].Get<std::int32_t>());
+    }
+    return largest;
+  }
+
   void ConvertProgram() {
     std::size_t forward_call = 0, backward_call = 0;
     std::map<std::string, std::int32_t> converted;  // backward trace and forwards -> id
     for (const Json& step : json_["program"].Elements()) {
       StepProgram program;
       std::map<std::int32_t, std::int32_t> forward_of_microbatch;
+      std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> head_microbatches;  // by chunk
+      std::map<std::int32_t, std::vector<std::int32_t>> attached;  // chunks, by the micro-batch of the whole
+      const std::int32_t first_head = 1 + LargestMicrobatch(step);
+      const auto forward = [&](std::int32_t microbatch) {
+        const std::int32_t trace =
+            json_["forward_of"][forward_call++]["trace"].In(forward_id_, "a forward of the recording");
+        forward_of_microbatch[microbatch] = trace;
+        program.push_back(ForwardCall{microbatch, trace});
+      };
+      const auto backward = [&](const std::vector<std::int32_t>& microbatches, const Json& call) {
+        const std::string name = json_["backward_of"][backward_call++]["trace"];
+        std::vector<std::int32_t> forwards;
+        std::string key = name;
+        for (const std::int32_t microbatch : microbatches) {
+          const auto found = forward_of_microbatch.find(microbatch);
+          if (found == forward_of_microbatch.end()) call.Fail("micro-batches whose forward ran");
+          forwards.push_back(found->second);
+          key += "," + std::to_string(forwards.back());
+        }
+        if (!converted.contains(key)) converted[key] = ConvertBackward(name, microbatches, forwards);
+        program.push_back(BackwardCall{microbatches, converted[key]});
+      };
       for (const Json& call : step.Elements()) {
         const std::string op = call["op"];
         if (op == "forward" || op == "eval_forward") {
-          const std::int32_t trace =
-              json_["forward_of"][forward_call++]["trace"].In(forward_id_, "a forward of the recording");
-          const std::int32_t microbatch = call["mb"];
-          forward_of_microbatch[microbatch] = trace;
-          program.push_back(ForwardCall{microbatch, trace});
+          forward(call["mb"]);
+        } else if (op == "head_forward") {
+          // A chunk is a micro-batch of its own, whose backward is the whole one's unless it is detached.
+          const auto microbatch = first_head + static_cast<std::int32_t>(head_microbatches.size());
+          forward(microbatch);
+          if (!call["detach"].Get<bool>()) attached[call["mb"]].push_back(microbatch);
+          head_microbatches[{call["mb"], call["chunk"]}] = microbatch;
+        } else if (op == "head_backward") {
+          backward({head_microbatches[{call["mb"], call["chunk"]}]}, call);
         } else if (op == "backward") {
-          const std::string name = json_["backward_of"][backward_call++]["trace"];
-          const auto microbatches = call["mbs"].List<std::int32_t>();
-          std::vector<std::int32_t> forwards;
-          std::string key = name;
+          auto microbatches = call["mbs"].List<std::int32_t>();
           for (const Json& microbatch : call["mbs"].Elements()) {
-            forwards.push_back(microbatch.In(forward_of_microbatch, "a micro-batch whose forward ran"));
-            key += "," + std::to_string(forwards.back());
+            const std::vector<std::int32_t> heads = std::exchange(attached[microbatch], {});
+            microbatches.insert(microbatches.end(), heads.begin(), heads.end());
           }
-          if (!converted.contains(key)) converted[key] = ConvertBackward(name, microbatches, forwards);
-          program.push_back(BackwardCall{microbatches, converted[key]});
+          backward(microbatches, call);
         } else if (op == "optim_step") {
           program.push_back(OptimizerStepCall{});
         } else if (op == "zero_grad") {

@@ -190,6 +190,8 @@ Status FsdpParamGroup::CheckUnreduced() const {
 Status FsdpParamGroup::PostBackward(std::string_view reason) {
   scope_.program().SetUnit(scope_.id());
   scope_.program().SetReason(reason);
+  const bool partly_run = scope_.rules().members_enter_one_by_one && scope_.choice().modules.size() > 1 &&
+                          state_.training_state == TrainingState::kForward;
   state_.training_state = TrainingState::kPostBackward;
   unsharded_grads_.AccumulateIfNeeded();
   if (!state_.settings.reduce_grads) {
@@ -226,6 +228,10 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   comm_ctx().SetLastPostReduceEvent(reduced->post_reduce_stream, reduced->post_reduce_event);
   state_.all_reduce_state = reduced->all_reduce;
   state_.partial_reduce_output = reduced->partial_reduce_output;
+  if (partly_run) {
+    scope_.program().SetReason("partly_run");
+    scope_.program().Wait(state_.post_reduce_event, kCompute);
+  }
   return {};
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 #include "policy/fsdp2/module_states.h"
@@ -107,17 +108,20 @@ Status FsdpState::PreForward(const HookPoint& event, const ModuleStates& model) 
     }
     return {};
   }
+  const bool each_member = scope_.rules().members_enter_one_by_one;
+  const bool begins = !each_member || state_.training_state != TrainingState::kForward;
   state_.training_state = TrainingState::kForward;
   const bool recompute = event.kind == HookPointKind::kRecomputePreForward;
   scope_.program().SetReason(recompute ? "recompute" : "pre_forward");
   if (!lazily_initialised()) {
     if (Status s = LazyInit(model); !s) return s;
   }
-  RootPreForward();
+  if (begins) RootPreForward();
   if (group_) {
     state_.modules_to_run_forward = !recompute;
     if (Status s = group_->PreForward(recompute); !s) return s;
   }
+  if (!begins) return {};
   return PrefetchStates(state_.states_to_forward_prefetch, TrainingState::kForward, "prefetch_forward");
 }
 
@@ -140,8 +144,21 @@ void FsdpState::PostForward(const HookPoint& event) {
   }
   state_.training_state = TrainingState::kIdle;
   if (state_ctx().iter_forward_root != this) return;
+  if (scope_.rules().members_enter_one_by_one) CompleteGroups();
   if (const auto kept = comm_ctx().TakeAllGather()) comm_ctx().Free(*kept);
   state_ctx().iter_forward_root = nullptr;
+}
+
+// Groups of which a module has not run in this forward.
+void FsdpState::CompleteGroups() {
+  for (FsdpState* state : state_ctx().all_states | std::views::reverse) {
+    const bool is_group = state->scope_.choice().modules.size() > 1;
+    if (state == this || !is_group || !std::exchange(state->state_.modules_to_run_forward, false)) continue;
+    scope_.program().SetUnit(state->scope_.id());
+    if (state->group_) state->group_->PostForward(/*recompute=*/false);
+    state->state_.training_state = TrainingState::kIdle;
+  }
+  scope_.program().SetUnit(scope_.id());
 }
 
 Status FsdpState::PreBackward(const HookPoint& event, std::vector<FsdpState*>& final_callbacks) {
@@ -163,6 +180,7 @@ Status FsdpState::PostBackward(const HookPoint& event) {
 
 Status FsdpState::RootPostBackwardFinalCallback() {
   FsdpStateContext& context = state_ctx();
+  if (scope_.rules().members_enter_one_by_one) context.iter_forward_root = nullptr;
   const bool two_phases = scope_.rules().backward_ends_in_two_phases;
   for (FsdpState* state : context.all_states) {
     if (Status s = state->EndBackward(context.is_last_backward); !s) return s;
@@ -194,7 +212,8 @@ Status FsdpState::EndBackward(bool is_last_backward) {
   }
   state_.training_state = TrainingState::kIdle;
   if (group_) group_->SetIdle();
-  if (state_.modules_to_run_forward && !is_last_backward && scope_.choice().modules.size() > 1) {
+  if (state_.modules_to_run_forward && !is_last_backward && scope_.choice().modules.size() > 1 &&
+      !scope_.rules().members_enter_one_by_one) {
     faults_.Add(PyTorchFault::kFsdp2GroupNotUnsharded);
   }
   state_.modules_to_run_forward = false;

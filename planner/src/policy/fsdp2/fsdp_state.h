@@ -87,6 +87,7 @@ class FsdpState {
 
  private:
   void RootPreForward();
+  void CompleteGroups();
   Status PrefetchStates(const std::vector<FsdpState*>& targets, TrainingState pass, std::string_view reason);
   Status EndBackward(bool is_last_backward);
   void FinalizeBackward();

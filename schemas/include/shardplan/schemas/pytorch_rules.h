@@ -20,6 +20,7 @@ struct PyTorchRules {
   bool hook_input_is_held = false;
   bool one_cap_for_all_units = false;
   bool groups_are_listed_once = false;
+  bool members_enter_one_by_one = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -111,6 +112,18 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .now = "it is there once",
      .where = "FSDPState._lazy_init",
      .shown_by = "fsdp2_215/gptish_grouphead_w2"},
+    {.name = "members_enter_one_by_one",
+     .rule = &PyTorchRules::members_enter_one_by_one,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before =
+         "a unit of several modules is entered by the first of them, and left when all have run, be it in a "
+         "later forward",
+     .now = "each of its modules enters it; the root's post-forward completes one of which a module has not "
+            "run; "
+            "the compute stream waits for a reduction in between",
+     .where = "_register_group_forward_hooks, FSDPState._force_complete_incomplete_states",
+     .shown_by = "fsdp2_215/gptish_headchunks_w2"},
 });
 
 // Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
