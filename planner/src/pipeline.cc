@@ -109,7 +109,7 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
                       const PlanOptions& options) {
   if (Status s = CheckSkipped(options); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckTrace(trace); !s) return std::unexpected(std::move(s.error()));
-  if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
+  if (Status s = CheckKnobs(WithPyTorch(strategy, trace)); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
   return Task{trace, WithPyTorch(strategy, trace), cluster, FindPolicy(strategy.policy)};
 }

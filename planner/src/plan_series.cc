@@ -62,7 +62,7 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
 
 Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (!checked_) return std::unexpected(checked_.error());
-  if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
+  if (Status s = CheckKnobs(WithPyTorch(strategy, trace_)); !s) return std::unexpected(std::move(s.error()));
   Result<RewrittenTrace> recomputing = Recomputing(strategy.checkpoint);
   if (!recomputing) return std::unexpected(std::move(recomputing.error()));
   const Task task{trace_, WithPyTorch(strategy, trace_), cluster_, FindPolicy(strategy.policy), false};

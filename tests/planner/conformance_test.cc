@@ -56,7 +56,7 @@ TEST(ConformanceOfReleases, Fsdp1IsTheSameInAll) {
   }
 }
 
-TEST(ConformanceOfReleases, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 188u); }
+TEST(ConformanceOfReleases, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 194u); }
 
 }  // namespace
 }  // namespace shardplan::conformance

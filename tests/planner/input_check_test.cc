@@ -154,10 +154,14 @@ TEST(InputCheckTest, EveryCallOfThePoliciesIsPlanned) {
       if (form.argument == CallArgument::kModules) call.modules = {"layers.0"};
       Strategy strategy{.policy = policy.name, .units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
       if (form.in_setup) strategy.setup = {call};
+      if (form.method == "finalize_backward") {
+        strategy.setup = {{.method = "set_manual_backward_finalization", .value = true}};
+      }
       if (form.in_program) {
         ModuleCall off = call;
         off.value = false;
         strategy.program = {{call, off, kForward, kBackward, kStep, kZero}};
+        if (form.method == "finalize_backward") strategy.program = {{kForward, kBackward, off, kStep, kZero}};
       }
       const Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(2), {.verify = false});
       EXPECT_TRUE(planned) << policy.name << " " << form.method << ": " << ToString(planned.error());

@@ -8,19 +8,6 @@
 
 namespace shardplan {
 
-bool Matches(std::string_view pattern, std::string_view text) {
-  if (pattern.empty()) return text.empty();
-  if (pattern.front() == '*') {
-    for (std::size_t taken = 0;; ++taken) {
-      if (Matches(pattern.substr(1), text.substr(taken))) return true;
-      if (taken == text.size() || text[taken] == '.') return false;
-    }
-  }
-  if (text.empty()) return false;
-  const bool same = pattern.front() == text.front() || (pattern.front() == '?' && text.front() != '.');
-  return same && Matches(pattern.substr(1), text.substr(1));
-}
-
 namespace {
 
 constexpr std::string_view kClassEntry = "class:";

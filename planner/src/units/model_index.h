@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan {
@@ -19,9 +20,6 @@ struct ModelIndex {
   std::vector<ModuleId> parent;                 // of the entry, -1 for the root
   std::vector<std::vector<ModuleId>> children;  // entries, registration order (not canonical)
 };
-
-// Glob over FQNs: '*' any characters but '.', '?' one character but '.'.
-bool Matches(std::string_view pattern, std::string_view fqn);
 
 // Of a trace that CheckTrace (schemas) lets through, or one made of it.
 ModelIndex MakeModelIndex(const Trace& trace);

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/precision.h"
 #include "units/layout.h"
 
 namespace shardplan {
@@ -106,10 +106,10 @@ class ParameterKnobs {
     if (trainable == nullptr && !unit_.parameters.empty()) trainable = &unit_.parameters.front();
     if (trainable != nullptr) unit_.orig_dtype = trainable->dtype;
     unit_.param_dtype = mixed.param_dtype.value_or(unit_.orig_dtype);
-    const bool keep = RulesOf(strategy_).gradients_keep_their_dtype;
-    unit_.reduce_dtype = mixed.reduce_dtype.value_or(keep ? unit_.orig_dtype : unit_.param_dtype);
+    const PyTorchRules rules = RulesOf(strategy_);
+    unit_.reduce_dtype = AskedReduceDType(mixed, unit_.orig_dtype, unit_.param_dtype, rules);
     for (UnitParameter& parameter : unit_.parameters) {
-      const DType dtype = mixed.param_dtype.value_or(parameter.dtype);
+      const DType dtype = AskedParamDType(mixed, parameter, rules);
       if (dtype != unit_.param_dtype) parameter.param_dtype = dtype;
     }
     return {};

@@ -13,6 +13,7 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/pytorch_version.h"
 
 namespace shardplan {
 namespace {
@@ -205,6 +206,12 @@ class StrategyCheck {
       for (const CallForm& known : policy_->calls) methods.push_back(known.method);
       return MakeInputError(pointer + "/method", fmt::format("{} does not know this call", policy_->name),
                             call.method, fmt::format("{}", fmt::join(methods, ", ")));
+    }
+    if (strategy_.pytorch && *strategy_.pytorch < form->since) {
+      return MakeInputError(
+          pointer + "/method",
+          fmt::format("{} of PyTorch {} does not have this call", policy_->name, Name(*strategy_.pytorch)),
+          call.method, fmt::format("pytorch: \"{}\" or later", Name(form->since)));
     }
     if (in_setup && !form->in_setup) {
       return MakeInputError(pointer + "/method", "this call has its place in a step", call.method,

@@ -21,6 +21,10 @@ template <>
 inline constexpr auto kFields<MixedPrecision> = FieldList(
     Optional("param_dtype", &MixedPrecision::param_dtype, "Of the gathered parameters and the compute."),
     Optional("reduce_dtype", &MixedPrecision::reduce_dtype, "Of the gradient reduction."),
+    Optional(
+        "keep_param_dtype", &MixedPrecision::keep_param_dtype,
+        "fsdp2 of PyTorch 2.15, param_dtype_override_fn: parameters that keep their own dtype, by FQN or "
+        "pattern over FQNs."),
     Optional("output_dtype", &MixedPrecision::output_dtype, "fsdp2."),
     Optional(
         "cast_forward_inputs", &MixedPrecision::cast_forward_inputs,

@@ -1,5 +1,6 @@
 // fully_shard, the parameter-group runtime.
 #include "policies/policies.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan::internal {
 namespace {
@@ -44,7 +45,7 @@ std::vector<ProcedureKind> Fsdp2Procedures(const Unit& unit) {
   std::vector<ProcedureKind> kinds = {ProcedureKind::kUnshard, ProcedureKind::kReshard};
   if (!Trains(unit)) return kinds;
   kinds.push_back(ProcedureKind::kReduce);
-  if (unit.reduce_dtype != unit.param_dtype) {
+  if (AccumulatesInOtherDType(unit)) {
     kinds.insert(kinds.end(), kKeepingKinds.begin(), kKeepingKinds.end());
   }
   return kinds;
@@ -68,6 +69,15 @@ std::vector<CallForm> Fsdp2Calls() {
                    .flags = {}});
   calls.push_back(
       {.method = "set_reduce_scatter_max_input_buffers", .argument = CallArgument::kCount, .flags = {}});
+  calls.push_back(
+      {.method = "set_manual_backward_finalization", .flags = {}, .since = PyTorchVersion::k2_15});
+  calls.push_back({.method = "set_keep_unsharded_storage",
+                   .in_program = false,
+                   .flags = {},
+                   .since = PyTorchVersion::k2_15});
+  for (const char* use : {"finalize_backward", "wait_for_gradient_reduction"}) {
+    calls.push_back({.method = use, .in_setup = false, .flags = {}, .since = PyTorchVersion::k2_15});
+  }
   for (const char* use : {"unshard", "wait_for_unshard", "reshard", "state_dict", "load_state_dict"}) {
     calls.push_back({.method = use, .in_setup = false, .flags = {}});
   }

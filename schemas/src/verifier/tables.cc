@@ -11,7 +11,7 @@
 
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/policy_knobs.h"
-#include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan::verifier {
 namespace {
@@ -125,10 +125,10 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   std::vector<std::string> expected;
   for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
-    const bool keep = RulesOf(plan.strategy).gradients_keep_their_dtype;
-    const DType reduced = mixed.reduce_dtype.value_or(keep ? unit.orig_dtype : computed);
+    const PyTorchRules rules = RulesOf(plan.strategy);
+    const DType reduced = AskedReduceDType(mixed, unit.orig_dtype, computed, rules);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
-      return ComputeDType(unit, parameter) == mixed.param_dtype.value_or(parameter.dtype);
+      return ComputeDType(unit, parameter) == AskedParamDType(mixed, parameter, rules);
     });
     if (alike && unit.param_dtype == computed && unit.reduce_dtype == reduced) return {};
     if (std::string words = InWords(computed, reduced);

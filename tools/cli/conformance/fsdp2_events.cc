@@ -1,13 +1,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <ranges>
 #include <set>
 #include <span>
 #include <utility>
+#include <variant>
 
 #include "events.h"
+#include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_version.h"
 
 namespace shardplan::conformance {
@@ -32,6 +36,7 @@ class Fsdp2EventWriter {
 
   std::vector<LogEvent> Run() {
     for (step_ = 0; step_ < recording_.steps; ++step_) {
+      user_calls_ = CallsOf(step_);
       for (const Trigger& trigger : StepAt(plan_, step_).triggers) OnTrigger(trigger);
     }
     return std::move(events_);
@@ -89,8 +94,7 @@ class Fsdp2EventWriter {
         Add(trigger.kind == TriggerKind::kOptimizerStep ? "optim_step" : "zero_grad", DisplayName(""));
         break;
       case TriggerKind::kUserCall:
-        phase_ = "forward";
-        break;
+        return OnUserCall(trigger);
       case TriggerKind::kStepBegin:
       case TriggerKind::kLazyInit:
       case TriggerKind::kStepEnd:
@@ -132,6 +136,55 @@ class Fsdp2EventWriter {
     }
   }
 
+  // Each call of the user's is a trigger.
+  std::deque<ModuleCall> CallsOf(std::int32_t step) const {
+    std::deque<ModuleCall> calls;
+    for (const ProgramCall& call : ProgramOfStep(plan_.strategy, step)) {
+      if (const auto* of_module = std::get_if<ModuleCall>(&call)) calls.push_back(*of_module);
+    }
+    return calls;
+  }
+
+  void OnUserCall(const Trigger& trigger) {
+    SHARDPLAN_ASSERT(!user_calls_.empty(), "a call of the user's is in the program");
+    const ModuleCall call = user_calls_.front();
+    user_calls_.pop_front();
+    phase_ = "forward";
+    std::size_t next = 0;
+    if (call.method == "finalize_backward") {
+      phase_ = "backward";
+      Add("finalize_backward", DisplayName(call.module));
+      const std::vector<UnitId> states = States(trigger.unit);
+      for (const UnitId unit : states | std::views::reverse) {
+        if (pending_.erase(unit) > 0)
+          Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "manual";
+        for (; next < trigger.instructions.size() && !Finalizes(trigger.instructions[next]) &&
+               UnitAt(trigger.instructions, next) == unit;
+             ++next) {
+          OnInstruction(trigger.instructions[next]);
+        }
+      }
+    }
+    const bool waits = call.method == "wait_for_gradient_reduction" ||
+                       (call.method == "finalize_backward" && !call.value.value_or(false));
+    if (waits) {
+      phase_ = "backward";
+      Add("wait_gradient_reduction", DisplayName(call.module));
+    }
+    for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], waits);
+  }
+
+  static bool Finalizes(const Instruction& i) { return i.reason.str() == "finalize"; }
+
+  // Whether the user ends backwards (set_manual_backward_finalization).
+  bool Manual() const {
+    bool manual = false;
+    for (const ModuleCall& call : plan_.strategy.setup) {
+      if (call.method == "set_manual_backward_finalization") manual = call.value.value_or(true);
+    }
+    return manual;
+  }
+
   void OnBackwardEnd(const Trigger& trigger) {
     phase_ = "backward";
     in_pass_backward_ = false;
@@ -153,22 +206,25 @@ class Fsdp2EventWriter {
         OnInstruction(trigger.instructions[next], /*backward_end=*/true);
       }
     };
-    const auto finalizes = [](const Instruction& i) { return i.reason.str() == "finalize"; };
     for (const UnitId unit : States(root)) {
-      if (!plan_.units[unit].parameters.empty() && last_hook_[unit] != TriggerKind::kPostBackward) {
+      const bool has_group = !plan_.units[unit].parameters.empty();
+      const bool left = has_group && last_hook_[unit] != TriggerKind::kPostBackward;
+      if (Manual() && (left || !grads_[unit].empty() || !accumulated_[unit].empty())) pending_.insert(unit);
+      const auto ends = [&](const Instruction& i) {
+        return !Finalizes(i) && UnitAt(trigger.instructions, next) == unit;
+      };
+      if (left && (!Manual() || (next < trigger.instructions.size() && ends(trigger.instructions[next])))) {
         Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
-        emit_while([&](const Instruction& i) {
-          return !finalizes(i) && UnitAt(trigger.instructions, next) == unit;
-        });
+        emit_while(ends);
         Accumulate(unit);
       }
-      if (Old()) emit_while([&](const Instruction& i) { return finalizes(i) && i.unit == unit; });
+      if (Old()) emit_while([&](const Instruction& i) { return Finalizes(i) && i.unit == unit; });
       last_hook_[unit] = TriggerKind::kStepBegin;
       in_backward_[unit] = false;
     }
     const std::vector<UnitId> states = States(root);
     emit_while([&](const Instruction& i) {
-      return finalizes(i) && (i.unit < 0 || (!Old() && std::ranges::find(states, i.unit) != states.end()));
+      return Finalizes(i) && (i.unit < 0 || (!Old() && std::ranges::find(states, i.unit) != states.end()));
     });
   }
 
@@ -261,7 +317,7 @@ class Fsdp2EventWriter {
         LogEvent& event = Add("reshard", UnitName(plan_.units[i.unit]));
         const bool whole = plan_.buffers[i.src].role == BufferRole::kParamSharded;
         event.keys["to"] = whole ? "sharded" : "post_forward";
-        event.keys["bytes"] = std::to_string(UnshardedBytes(i.unit));
+        event.keys["bytes"] = std::to_string(KeepsStorage(i.unit) ? 0 : UnshardedBytes(i.unit));
         break;
       }
       case InstructionKind::kReduceScatter:
@@ -338,6 +394,19 @@ class Fsdp2EventWriter {
     for (const std::int32_t p : buffer.parameters) held.erase(p);
   }
 
+  // As the last call says that reaches the unit (set_keep_unsharded_storage).
+  bool KeepsStorage(UnitId unit) const {
+    bool keeps = false;
+    for (const ModuleCall& call : plan_.strategy.setup) {
+      if (call.method != "set_keep_unsharded_storage") continue;
+      const std::string& module = plan_.units[unit].modules.front();
+      if (call.recurse ? IsUnder(module, call.module) : module == call.module) {
+        keeps = call.value.value_or(true);
+      }
+    }
+    return keeps;
+  }
+
   // What was gathered, all tensors of an extension included, but not what it made of that.
   std::int64_t UnshardedBytes(UnitId unit) const {
     std::int64_t bytes = 0;
@@ -355,6 +424,8 @@ class Fsdp2EventWriter {
   std::int32_t step_ = 0;
   std::string phase_ = "forward";
   bool in_pass_backward_ = false;
+  std::deque<ModuleCall> user_calls_;   // of the step, that are still to come
+  std::set<UnitId> pending_;            // FSDPParamGroup._post_backward_pending
   UnitId forward_root_ = -1;            // FSDPStateContext.iter_forward_root
   std::set<UnitId> entered_;            // and not left
   std::vector<TriggerKind> last_hook_;  // by unit

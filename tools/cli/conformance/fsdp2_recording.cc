@@ -88,12 +88,34 @@ class Fsdp2Converter {
         if (mp.Has("reduce_dtype") && !mp["reduce_dtype"].IsNull()) {
           mixed.reduce_dtype = ToDType(mp["reduce_dtype"]);
         }
+        if (mp.Has("keep_param_dtype")) {
+          for (const std::string& prefix : mp["keep_param_dtype"].List<std::string>()) {
+            const auto under = StartingWith(prefix);
+            mixed.keep_param_dtype.insert(mixed.keep_param_dtype.end(), under.begin(), under.end());
+          }
+        }
         rule.mixed_precision = mixed;
       }
       rule.cpu_offload = call["cpu_offload"].Get<bool>();
+      if (call.Has("dp_mesh_dims")) {
+        const Json dims = call["dp_mesh_dims"];
+        DataParallelDims over;
+        if (dims.Has("shard")) over.shard = dims["shard"].List<std::string>();
+        if (dims.Has("replicate")) over.replicate = dims["replicate"].List<std::string>();
+        rule.data_parallel = over;
+      }
       for (const std::string& module : rule.modules) unit_modules_.insert(module);
       recording_.strategy.units.push_back(std::move(rule));
     }
+  }
+
+  // FQNs of the parameters that a prefix of the recording means.
+  std::vector<std::string> StartingWith(const std::string& prefix) const {
+    std::vector<std::string> fqns;
+    for (const Parameter& parameter : recording_.trace.parameters) {
+      if (parameter.fqn.starts_with(prefix)) fqns.push_back(parameter.fqn);
+    }
+    return fqns;
   }
 
   void ConvertSetup() {
@@ -103,6 +125,7 @@ class Fsdp2Converter {
 
   static ModuleCall ToModuleCall(const Json& call) {
     ModuleCall converted{.method = call["op"], .module = call.Value<std::string>("module", "")};
+    if (converted.method == "wait_gradient_reduction") converted.method = "wait_for_gradient_reduction";
     if (call.Has("value") && call["value"].IsBool()) converted.value = call["value"].Get<bool>();
     if (call.Has("value") && call["value"].IsNumber()) converted.number = call["value"].Get<double>();
     if (call.Has("async_op")) converted.value = call["async_op"].Get<bool>();

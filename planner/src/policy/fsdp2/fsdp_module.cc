@@ -27,6 +27,7 @@ constexpr std::array kFlagSetters = {
     FlagSetter{"set_reshard_after_backward", true, &ParamGroupSettings::reshard_after_backward},
     FlagSetter{"_set_unshard_async_op", true, &ParamGroupSettings::unshard_async_op},
     FlagSetter{"set_separate_reduce_scatter_group", true, &ParamGroupSettings::separate_reduce_scatter_group},
+    FlagSetter{"set_keep_unsharded_storage", true, &ParamGroupSettings::keep_unsharded_storage},
     FlagSetter{"set_force_sum_reduction_for_comms", false,
                &ParamGroupSettings::force_sum_reduction_for_comms},
     FlagSetter{"set_unshard_in_backward", false, &ParamGroupSettings::unshard_in_backward},
@@ -87,6 +88,8 @@ Status FsdpModule::Set(const ModuleCall& call, bool in_setup) {
     }
   } else if (call.method == "set_is_last_backward") {
     own.state_ctx().is_last_backward = value;
+  } else if (call.method == "set_manual_backward_finalization") {
+    return own.SetManualBackwardFinalization(value);
   } else if (call.method == "set_post_optim_event") {
     SetPostOptimEvent(own, in_setup);
   } else if (call.method == "set_modules_to_forward_prefetch") {
@@ -133,6 +136,11 @@ Status FsdpModule::Call(const HookPoint& event) {
     return group == nullptr ? Status{} : Unshard(*group, call.value.value_or(false));
   } else if (call.method == "wait_for_unshard") {  // UnshardHandle.wait
     if (group != nullptr) group->WaitForUnshard();
+  } else if (call.method == "finalize_backward" || call.method == "wait_for_gradient_reduction") {
+    const Result<FsdpState*> state = model_.OfModule(call.module);
+    if (!state) return std::unexpected(state.error());
+    if (call.method == "wait_for_gradient_reduction") return (*state)->WaitForGradientReduction();
+    return (*state)->FinalizeBackwardByUser(/*async_op=*/call.value.value_or(false));
   } else if (call.method == "reshard") {
     if (group != nullptr) group->Reshard();
   } else if (call.method == "state_dict" || call.method == "load_state_dict") {

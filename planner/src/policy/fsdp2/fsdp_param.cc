@@ -158,7 +158,14 @@ FsdpParams::AllGatherInputs FsdpParams::CopyShardsToDevice(StreamId stream) cons
   return {sources, sources};
 }
 
+void FsdpParams::KeepStorage() {
+  std::vector<shardplan::Buffer>& buffers = scope_.program().plan().buffers;
+  buffers[unsharded_].persistent = true;
+  if (extension_gathered_ >= 0) buffers[extension_gathered_].persistent = true;
+}
+
 void FsdpParams::AllocAllGatherOutputs() const {
+  if (KeepsStorage()) return;
   scope_.program().Allocate(unsharded_, kCompute);
   if (extension_gathered_ >= 0) scope_.program().Allocate(extension_gathered_, kCompute);
 }
@@ -205,7 +212,8 @@ void FsdpParams::InitUnshardedParams() const {
 
 void FsdpParams::FreeUnshardedParams() const {
   for (const BufferId buffer : {unsharded_, extension_gathered_, extension_unsharded_}) {
-    if (buffer >= 0) scope_.program().Free(buffer, kCompute);
+    if (buffer >= 0 && !scope_.program().plan().buffers[buffer].persistent)
+      scope_.program().Free(buffer, kCompute);
   }
 }
 
@@ -234,7 +242,7 @@ void FsdpParams::ToShardedPostForward(std::int64_t ranks) {
         unit.post_forward_communicator;
     if (p == 0) program.Emit(InstructionKind::kBindSharded, kHost).src = shard;  // stands for all
     const bool last = p + 1 == std::ssize(parts);
-    last ? FreeUnshardedParams() : program.FreeParts(unsharded_, kCompute, {p});
+    last || KeepsStorage() ? FreeUnshardedParams() : program.FreeParts(unsharded_, kCompute, {p});
     state_.sharded_post_forward_params.push_back(shard);
   }
   state_.post_forward_ranks = ranks;

@@ -52,6 +52,9 @@ class FsdpParams {
 
   void ToSharded();
   void ToShardedPostForward(std::int64_t ranks);
+  // set_keep_unsharded_storage before the first step: the memory of the unsharded parameters is there all the
+  // time, and each gather fills it again.
+  void KeepStorage();
   void ToUnsharded();
 
   const State& state() const { return state_; }
@@ -64,6 +67,7 @@ class FsdpParams {
   AllGatherInputs CopyShardsToDevice(StreamId stream) const;
   void MakeShardCasts() const;
   void FreeUnshardedParams() const;
+  bool KeepsStorage() const { return scope_.program().plan().buffers[unsharded_].persistent; }
 
   const UnitScope& scope_;
   BufferId sharded_ = -1;

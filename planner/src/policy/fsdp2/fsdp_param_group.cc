@@ -194,13 +194,14 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
                           state_.training_state == TrainingState::kForward;
   state_.training_state = TrainingState::kPostBackward;
   unsharded_grads_.AccumulateIfNeeded();
+  state_.post_backward_pending = !state_.settings.reduce_grads;
   if (!state_.settings.reduce_grads) {
     if (Status s = CheckUnreduced(); !s) return s;
     ReshardAfterBackward();
     unsharded_grads_.ToAccumulatedIfNeeded();
     return {};
   }
-  if (unsharded_grads_.HasTwoDTypes()) {
+  if (unsharded_grads_.HasTwoDTypes() && !scope_.rules().gradient_dtypes_may_differ) {
     return MakeInputError(
         "/program",
         "PyTorch fails here (FSDP reduce-scatter expects uniform gradient dtype): parameters that get their "
@@ -224,8 +225,7 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
                     grads);
   if (!reduced) return std::unexpected(reduced.error());
   comm_ctx().AddReduceScatter(reduced->reduce_scatter);
-  state_.post_reduce_event = reduced->post_reduce_event;
-  comm_ctx().SetLastPostReduceEvent(reduced->post_reduce_stream, reduced->post_reduce_event);
+  SetPostReduceEvent(reduced->post_reduce_stream, reduced->post_reduce_event);
   state_.all_reduce_state = reduced->all_reduce;
   state_.partial_reduce_output = reduced->partial_reduce_output;
   if (partly_run) {
@@ -243,9 +243,13 @@ void FsdpParamGroup::ReducePartial(BufferId partial) {
                                                            .faults = faults_,
                                                            .optimizer_in_backward = optimizer_in_backward_,
                                                            .partial_reduce_output = partial});
-  state_.post_reduce_event = reduced.post_reduce_event;
-  comm_ctx().SetLastPostReduceEvent(reduced.post_reduce_stream, reduced.post_reduce_event);
+  SetPostReduceEvent(reduced.post_reduce_stream, reduced.post_reduce_event);
   state_.all_reduce_state = reduced.all_reduce;
+}
+
+void FsdpParamGroup::SetPostReduceEvent(StreamId stream, EventId event) {
+  state_.post_reduce_event = event;
+  if (scope_.rules().one_wait_a_stream) comm_ctx().SetLastPostReduceEvent(stream, event);
 }
 
 void FsdpParamGroup::WaitForPostBackward() {
@@ -255,6 +259,26 @@ void FsdpParamGroup::WaitForPostBackward() {
   const AllReduceState all_reduce = *std::exchange(state_.all_reduce_state, std::nullopt);
   program.Wait(all_reduce.event, kCompute);
   program.Free(all_reduce.input, comm_ctx().reduce_scatter_stream());
+}
+
+Status FsdpParamGroup::FinalizeByUser() {
+  if (state_.partial_reduce_output >= 0 ||
+      (state_.post_backward_pending && state_.settings.reduce_grads &&
+       scope_.unit().replicate_communicator >= 0 && !state_.settings.all_reduce_grads)) {
+    return MakeInputError("/program",
+                          "PyTorch fails here: finalize_backward does not support gradients that wait for an "
+                          "all-reduce",
+                          scope_.Name(), "set_requires_all_reduce: true");
+  }
+  scope_.program().SetUnit(scope_.id());
+  scope_.program().SetReason("manual");
+  if (state_.post_backward_pending) {
+    if (Status s = PostBackward("manual"); !s) return s;
+  } else {
+    ReshardAfterBackward();
+  }
+  SetIdle();
+  return {};
 }
 
 std::size_t FsdpParamGroup::ReduceScatterMaxInputBuffers() const {

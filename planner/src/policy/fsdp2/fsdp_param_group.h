@@ -53,6 +53,9 @@ class FsdpParamGroup {
     BufferId partial_reduce_output = -1;
     // _all_reduce_state: of the last PostBackward that all-reduced; cleared by the wait for it.
     std::optional<AllReduceState> all_reduce_state;
+    // _post_backward_pending: what finalize_backward reduces. Set by a PostBackward that does not reduce, or
+    // by the final callback; cleared by one that does.
+    bool post_backward_pending = false;
     // _post_forward_indices: where it is in its comm_ctx's post_forward_order. Added to by PostForward, used
     // up by BackwardPrefetch, cleared by FinalizeBackward.
     std::vector<std::int32_t> post_forward_indices;
@@ -72,6 +75,10 @@ class FsdpParamGroup {
   FsdpParamGroup(const FsdpParamGroup&) = delete;
   FsdpParamGroup& operator=(const FsdpParamGroup&) = delete;
 
+  // After the setters that are called before the first step.
+  void SetUp() {
+    if (state_.settings.keep_unsharded_storage) params_.KeepStorage();
+  }
   void LazyInit() { state_.lazily_initialised = true; }
 
   // `reason`: of the instructions, why now. kBadInput, here and below: where PyTorch fails.
@@ -88,6 +95,8 @@ class FsdpParamGroup {
   Status PreBackward(bool prefetch);
   Status PostBackward(std::string_view reason);
   void FinalizeBackward();
+  // finalize_backward of the user's, of this group.
+  Status FinalizeByUser();
   // What an earlier PostBackward has reduced over the shards only: over the replicas, and handed over.
   void ReducePartial(BufferId partial);
   // FSDPParamGroup._prefetch_unshard, of this group, in a hook of the unit `by`, which communicates on
@@ -100,6 +109,7 @@ class FsdpParamGroup {
   void SetCommContext(FsdpCommContext& comm_ctx) { state_.comm_ctx = &comm_ctx; }
   // The final callback: the next hook is the first of a backward or of a forward.
   void SetIdle() { state_.training_state = TrainingState::kIdle; }
+  void SetPostBackwardPending() { state_.post_backward_pending = true; }
   TrainingState training_state() const { return state_.training_state; }
   bool lazily_initialised() const { return state_.lazily_initialised; }
   bool is_unsharded() const { return params_.is_unsharded(); }
@@ -115,6 +125,7 @@ class FsdpParamGroup {
   void ToSmallerMesh();
   void RecordPostForward();
   Status BackwardPrefetch();
+  void SetPostReduceEvent(StreamId stream, EventId event);
   void WaitForPostBackward();
   void DropReduced();
   std::size_t ReduceScatterMaxInputBuffers() const;

@@ -66,6 +66,10 @@ Status FsdpState::LazyInit(const ModuleStates& model) {
   context.all_states = model.StatesUnder(choice.modules.front());
   if (scope_.rules().groups_are_listed_once) KeepFirst(context.all_states);
   for (const FsdpState* state : context.all_states) {
+    if (state != this && state->state_.state_ctx->manual_backward_finalization) {
+      return MakeInputError("/setup", "PyTorch fails here: set_manual_backward_finalization is of the root",
+                            state->scope_.Name(), "the root");
+    }
     if (state != this && state->lazily_initialised()) {
       return MakeInputError("/units", "PyTorch requires running forward through the root module first",
                             fmt::format("{} ran before {}", state->scope_.Name(), scope_.Name()));
@@ -100,6 +104,12 @@ void FsdpState::RootPreForward() {
 
 Status FsdpState::PreForward(const HookPoint& event, const ModuleStates& model) {
   scope_.program().BeginTrigger(TriggerKind::kPreForward, scope_.id(), event.microbatch);
+  if (state_ctx().gradient_reduction_pending) {
+    return MakeInputError("/program",
+                          "PyTorch fails here (RuntimeError): the previous gradient reduction must be waited "
+                          "for before forward",
+                          scope_.Name(), "wait_for_gradient_reduction");
+  }
   if (state_.training_state == TrainingState::kPreBackward) {
     // Inside a recomputation that this unit's own pre-backward is responsible for.
     if (group_ && !group_->is_unsharded()) {
@@ -183,32 +193,82 @@ Status FsdpState::RootPostBackwardFinalCallback() {
   if (scope_.rules().members_enter_one_by_one) context.iter_forward_root = nullptr;
   const bool two_phases = scope_.rules().backward_ends_in_two_phases;
   for (FsdpState* state : context.all_states) {
-    if (Status s = state->EndBackward(context.is_last_backward); !s) return s;
+    if (Status s = state->EndBackward(context.is_last_backward, context.manual_backward_finalization); !s) {
+      return s;
+    }
     if (!two_phases && context.is_last_backward) state->FinalizeBackward();
   }
-  scope_.program().SetUnit(-1);
-  scope_.program().SetReason("finalize");
-  if (!context.is_last_backward) {
-    if (two_phases) comm_ctx().ReleaseAllGatherOnComputeStream();
-  } else {
-    if (scope_.rules().one_wait_a_stream) comm_ctx().WaitForLastReductions();
-    if (two_phases) {
-      for (FsdpState* state : context.all_states) state->FinalizeBackward();
-      comm_ctx().ReleaseAllGatherOnComputeStream();
-    }
+  if (context.is_last_backward && !context.manual_backward_finalization) {
+    EndBackwardIteration();
+  } else if (two_phases) {
     scope_.program().SetUnit(-1);
-    comm_ctx().post_forward_order().clear();
-    two_phases ? comm_ctx().FinishReduceScatters() : comm_ctx().WaitForReduceScatters(0);
+    scope_.program().SetReason("finalize");
+    comm_ctx().ReleaseAllGatherOnComputeStream();
   }
   context.post_backward_final_callback_queued = false;
   return {};
 }
 
+void FsdpState::EndBackwardIteration() {
+  ProgramBuilder& program = scope_.program();
+  program.SetUnit(-1);
+  program.SetReason("finalize");
+  if (scope_.rules().one_wait_a_stream) comm_ctx().WaitForLastReductions();
+  const bool two_phases = scope_.rules().backward_ends_in_two_phases;
+  if (two_phases) {
+    for (FsdpState* state : state_ctx().all_states) state->FinalizeBackward();
+    comm_ctx().ReleaseAllGatherOnComputeStream();
+  }
+  program.SetUnit(-1);
+  comm_ctx().post_forward_order().clear();
+  two_phases ? comm_ctx().FinishReduceScatters() : comm_ctx().WaitForReduceScatters(0);
+}
+
+Status FsdpState::SetManualBackwardFinalization(bool enabled) {
+  if (lazily_initialised() && !is_root()) {
+    return MakeInputError("", "PyTorch fails here: set_manual_backward_finalization is of the root",
+                          scope_.Name(), "the root");
+  }
+  state_ctx().manual_backward_finalization = enabled;
+  return {};
+}
+
+Status FsdpState::FinalizeBackwardByUser(bool async_op) {
+  FsdpStateContext& context = state_ctx();
+  if (!lazily_initialised()) return {};
+  const auto fails = [&](std::string_view why) {
+    return MakeInputError("/program", fmt::format("PyTorch fails here (RuntimeError): {}", why),
+                          scope_.Name());
+  };
+  if (!is_root()) return fails("finalize_backward is called on another module than the root");
+  if (!context.manual_backward_finalization) {
+    return fails("finalize_backward requires set_manual_backward_finalization(True) before the forward");
+  }
+  if (context.gradient_reduction_pending) return fails("the reduction before has not been waited for");
+  for (FsdpState* state : context.all_states | std::views::reverse) {
+    if (!state->group_) continue;
+    if (Status s = state->group_->FinalizeByUser(); !s) return s;
+  }
+  context.gradient_reduction_pending = async_op;
+  if (!async_op) EndBackwardIteration();
+  return {};
+}
+
+Status FsdpState::WaitForGradientReduction() {
+  if (!std::exchange(state_ctx().gradient_reduction_pending, false)) return {};
+  EndBackwardIteration();
+  return {};
+}
+
 // A unit whose inputs need no gradient has had no post-backward.
-Status FsdpState::EndBackward(bool is_last_backward) {
+Status FsdpState::EndBackward(bool is_last_backward, bool manual) {
   scope_.program().SetUnit(scope_.id());
   if (group_ && group_->training_state() != TrainingState::kPostBackward) {
-    if (Status s = group_->PostBackward("final"); !s) return s;
+    if (manual && group_->settings().reduce_grads) {
+      group_->SetPostBackwardPending();
+    } else if (Status s = group_->PostBackward("final"); !s) {
+      return s;
+    }
   }
   state_.training_state = TrainingState::kIdle;
   if (group_) group_->SetIdle();

@@ -68,6 +68,11 @@ class FsdpState {
   Status PostBackward(const HookPoint& event);
   Status RootPostBackwardFinalCallback();
 
+  // set_manual_backward_finalization, finalize_backward and the wait of its handle, of a root.
+  Status SetManualBackwardFinalization(bool enabled);
+  Status FinalizeBackwardByUser(bool async_op);
+  Status WaitForGradientReduction();
+
   // The state becomes the root of all states under its module.
   Status LazyInit(const ModuleStates& model);
   // share_comm_ctx.
@@ -89,7 +94,8 @@ class FsdpState {
   void RootPreForward();
   void CompleteGroups();
   Status PrefetchStates(const std::vector<FsdpState*>& targets, TrainingState pass, std::string_view reason);
-  Status EndBackward(bool is_last_backward);
+  Status EndBackward(bool is_last_backward, bool manual);
+  void EndBackwardIteration();
   void FinalizeBackward();
 
   const UnitScope scope_;

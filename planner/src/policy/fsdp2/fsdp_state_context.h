@@ -22,6 +22,11 @@ struct FsdpStateContext {
   bool post_backward_final_callback_queued = false;
   // is_last_backward: whether the final callback waits and clears. Set by the user (set_is_last_backward).
   bool is_last_backward = true;
+  // manual_backward_finalization: the user ends backwards (finalize_backward). Set by the setter of that
+  // name.
+  bool manual_backward_finalization = false;
+  // gradient_reduction_pending: an asynchronous finalize_backward has not been waited for.
+  bool gradient_reduction_pending = false;
   // post_optim_event: what the next forward's all-gathers wait for. Set by the user (set_post_optim_event) or
   // after the optimizer's step (the knob of that name), cleared by the next RootPreForward. -1: none.
   EventId post_optim_event = -1;

@@ -24,7 +24,8 @@ ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs)
       .allocate_memory_from_process_group = knobs.allocate_memory_from_process_group,
       .reduce_scatter_max_input_buffers = static_cast<std::size_t>(knobs.reduce_scatter_inputs_in_flight),
       .gradient_divide_factor = knobs.gradient_divide_factor,
-      .post_forward_ranks = choice.post_forward_size,
+      // fully_shard of replicas alone: there is no other mesh to reshard to.
+      .post_forward_ranks = choice.data_parallel.shard.empty() ? 0 : choice.post_forward_size,
       .default_backward_prefetch = knobs.backward_prefetch != 0,
   };
 }

@@ -4,6 +4,8 @@
 #include <set>
 
 #include "policy/fsdp2/fsdp_param_group.h"
+#include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan::fsdp2 {
 namespace {
@@ -19,7 +21,11 @@ class Emitter {
     settings_.reduce_grads = settings_.all_reduce_grads = settings_.unshard_in_backward = true;
     settings_.reshard_after_backward = settings_.part_after_backward = settings_.unshard_async_op = false;
     for (std::size_t p = 0; p < scope.unit().parameters.size(); ++p) {
-      if (scope.unit().parameters[p].requires_grad) trained_.insert(static_cast<std::int32_t>(p));
+      const UnitParameter& parameter = scope.unit().parameters[p];
+      if (!parameter.requires_grad) continue;
+      trained_.insert(static_cast<std::int32_t>(p));
+      const bool casts = ComputeDType(scope.unit(), parameter) != scope.unit().reduce_dtype;
+      (casts ? cast_ : kept_).insert(static_cast<std::int32_t>(p));
     }
   }
 
@@ -27,13 +33,13 @@ class Emitter {
     if (Status s = Gather(); !s) return s;
     if (trained_.empty()) return {};
     if (Status s = Reduce(ProcedureKind::kReduce, {.grads = trained_, .accumulated = {}}); !s) return s;
-    if (scope_.unit().reduce_dtype != scope_.unit().param_dtype) {
+    if (AccumulatesInOtherDType(scope_.unit())) {
       Accumulate(ProcedureKind::kAccumulate, {.grads = trained_, .accumulated = {}});
-      Accumulate(ProcedureKind::kAccumulateAgain, {.grads = trained_, .accumulated = trained_});
+      Accumulate(ProcedureKind::kAccumulateAgain, {.grads = trained_, .accumulated = cast_});
       const Status both =
-          Reduce(ProcedureKind::kReduceAccumulated, {.grads = trained_, .accumulated = trained_});
+          Reduce(ProcedureKind::kReduceAccumulated, {.grads = trained_, .accumulated = cast_});
       if (!both) return both;
-      const Status kept = Reduce(ProcedureKind::kReduceKept, {.grads = {}, .accumulated = trained_});
+      const Status kept = Reduce(ProcedureKind::kReduceKept, {.grads = kept_, .accumulated = cast_});
       if (!kept) return kept;
     }
     ReducePartial();
@@ -101,6 +107,8 @@ class Emitter {
   OptimizerMemory* const optimizer_;
   FaultList& faults_;
   std::set<std::int32_t> trained_;
+  std::set<std::int32_t> cast_;  // of them: gradients that wait in the reduce dtype
+  std::set<std::int32_t> kept_;  // and the others
 };
 
 }  // namespace

@@ -24,6 +24,8 @@ struct ParamGroupSettings {
   bool separate_reduce_scatter_group = false;
   // set_allocate_memory_from_process_group_for_comm, or the knob.
   bool allocate_memory_from_process_group = false;
+  // set_keep_unsharded_storage: a reshard keeps the memory of the unsharded parameters.
+  bool keep_unsharded_storage = false;
   // set_reduce_scatter_max_input_buffers, or the knob: inputs in flight when a reduce-scatter is issued.
   std::size_t reduce_scatter_max_input_buffers = 1;
   // set_gradient_divide_factor (before the first step), or the knob.

@@ -47,6 +47,7 @@ Status Fsdp2Policy::CallSetters() {
   }
   for (std::size_t u = 0; u < model_.size(); ++u) {
     FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
+    if (group != nullptr) group->SetUp();
     program_.plan().units[u].gradient_divide_factor = group != nullptr
                                                           ? group->settings().gradient_divide_factor
                                                           : input_.strategy.fsdp2.gradient_divide_factor;

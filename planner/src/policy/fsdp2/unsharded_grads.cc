@@ -2,15 +2,20 @@
 
 #include <fmt/format.h>
 
+#include <map>
+#include <string>
 #include <utility>
 
+#include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/layout.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
 
 BufferId UnshardedGrads::GradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const {
   const Unit& unit = scope_.unit();
-  const DType dtype = accumulated ? unit.reduce_dtype : unit.param_dtype;
+  SHARDPLAN_ASSERT(!parameters.empty(), "a buffer holds a gradient");
+  const DType dtype = GradDType(*parameters.begin(), accumulated);
   std::vector<Bytes> parts;
   for (const std::int32_t p : parameters) {
     parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(dtype)});
@@ -18,7 +23,14 @@ BufferId UnshardedGrads::GradBuffer(const std::set<std::int32_t>& parameters, bo
   const BufferRole role = accumulated ? BufferRole::kGradUnshardedAccumulated : BufferRole::kGradUnsharded;
   const bool single = parameters.size() == 1 && unit.parameters.size() > 1;
   return scope_.Buffer(role, dtype, std::move(parts), {parameters.begin(), parameters.end()},
-                       single ? fmt::format("p{}", *parameters.begin()) : "");
+                       single                                     ? fmt::format("p{}", *parameters.begin())
+                       : dtype == unit.param_dtype || accumulated ? ""
+                                                                  : std::string(Name(dtype)));
+}
+
+DType UnshardedGrads::GradDType(std::int32_t parameter, bool accumulated) const {
+  const Unit& unit = scope_.unit();
+  return accumulated ? unit.reduce_dtype : ComputeDType(unit, unit.parameters[parameter]);
 }
 
 void UnshardedGrads::AccumulateIfNeeded() {
@@ -33,9 +45,10 @@ void UnshardedGrads::AccumulateIfNeeded() {
 
 // Without synchronisation gradients wait in the reduce dtype, each cast before the next one.
 void UnshardedGrads::ToAccumulatedIfNeeded() {
-  if (scope_.unit().reduce_dtype == scope_.unit().param_dtype) return;
   ProgramBuilder& program = scope_.program();
-  for (const std::int32_t p : std::exchange(state_.grads, {})) {
+  for (const std::int32_t p : std::set(state_.grads)) {
+    if (GradDType(p, true) == GradDType(p, false)) continue;
+    state_.grads.erase(p);
     const BufferId grad = GradBuffer({p}, false);
     const BufferId accumulated = GradBuffer({p}, true);
     program.Allocate(accumulated, kCompute);
@@ -78,7 +91,9 @@ std::vector<BufferId> UnshardedGrads::TakeBuffers(std::set<std::int32_t> grads, 
     taken.push_back(GradBuffer({p}, accumulated));
     grads.erase(p);
   }
-  if (!grads.empty()) taken.push_back(GradBuffer(grads, accumulated));
+  std::map<DType, std::set<std::int32_t>> by_dtype;
+  for (const std::int32_t p : grads) by_dtype[GradDType(p, accumulated)].insert(p);
+  for (const auto& [dtype, of_dtype] : by_dtype) taken.push_back(GradBuffer(of_dtype, accumulated));
   taken.insert(taken.end(), partial.begin(), partial.end());
   return taken;
 }

@@ -44,6 +44,7 @@ class UnshardedGrads {
   const State& state() const { return state_; }
 
  private:
+  DType GradDType(std::int32_t parameter, bool accumulated) const;
   BufferId GradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const;
   std::vector<BufferId> TakeBuffers(std::set<std::int32_t> grads, bool accumulated) const;
   std::vector<BufferId> ReducePartialGrads(std::set<std::int32_t>& grads, bool accumulated) const;

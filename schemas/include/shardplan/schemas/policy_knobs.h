@@ -28,6 +28,7 @@ struct CallForm {
   bool in_setup = true;
   bool in_program = true;
   std::vector<std::string_view> flags;  // that it knows
+  PyTorchVersion since = kOldestPyTorch;
 };
 
 struct PolicyKnobs {

@@ -21,6 +21,8 @@ struct PyTorchRules {
   bool one_cap_for_all_units = false;
   bool groups_are_listed_once = false;
   bool members_enter_one_by_one = false;
+  bool integers_are_not_cast = false;
+  bool gradient_dtypes_may_differ = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -124,6 +126,22 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
             "the compute stream waits for a reduction in between",
      .where = "_register_group_forward_hooks, FSDPState._force_complete_incomplete_states",
      .shown_by = "fsdp2_215/gptish_headchunks_w2"},
+    {.name = "integers_are_not_cast",
+     .rule = &PyTorchRules::integers_are_not_cast,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "a frozen integer parameter is cast to the param dtype",
+     .now = "it keeps its dtype",
+     .where = "FSDPParam.init_dtype_attrs",
+     .shown_by = ""},
+    {.name = "gradient_dtypes_may_differ",
+     .rule = &PyTorchRules::gradient_dtypes_may_differ,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "gradients of a unit that wait in the reduce dtype beside new ones in another are an error",
+     .now = "each is cast on its way into the reduce-scatter",
+     .where = "foreach_reduce",
+     .shown_by = "fsdp2_215/gptish_bf16_keepnorm_w2"},
 });
 
 // Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).

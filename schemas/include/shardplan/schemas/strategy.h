@@ -26,6 +26,8 @@ using ReshardAfterForward = std::variant<bool, std::int64_t>;
 struct MixedPrecision {
   std::optional<DType> param_dtype;
   std::optional<DType> reduce_dtype;
+  // fsdp2 of 2.15, param_dtype_override_fn: parameters, by FQN or pattern, that keep their own dtype.
+  std::vector<std::string> keep_param_dtype;
   std::optional<DType> output_dtype;        // fsdp2
   std::optional<bool> cast_forward_inputs;  // left out: true with fsdp2, false with fsdp1
   bool cast_root_forward_inputs = true;     // fsdp1: those of the root, whatever the other one says
