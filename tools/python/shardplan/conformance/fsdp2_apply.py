@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 from shardplan.conformance.case import CaseError
 from shardplan.conformance.extension import extend_parameters
+from shardplan.conformance.installed_fsdp import parameter_groups
 from shardplan.conformance.units import UnitCall, matches_any, matching_names, picked
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -153,7 +154,7 @@ class AppliedFsdp2:
         units = {fqn: call.modules[0] for call in self._calls for fqn in call.modules if "" not in call.modules}
         names = list(dict.fromkeys(units[fqn] for fqn in order if fqn in units))
         modules = [self.module(fqn) for fqn in names]
-        modules = [m for m in modules if m._get_fsdp_state()._fsdp_param_group is not None]
+        modules = [m for m in modules if parameter_groups(m)]
         for i, module in enumerate(modules):
             if ahead := modules[i + 1 : i + 1 + knobs.get("forward_prefetch", 0)]:
                 module.set_modules_to_forward_prefetch(ahead)
