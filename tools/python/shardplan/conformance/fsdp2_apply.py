@@ -26,6 +26,7 @@ class AppliedFsdp2:
         self._calls, self._strategy, self._mesh, self._modules = calls, strategy, mesh, modules
         self._flat_meshes: dict[str, DeviceMesh] = {}
         self._handles: dict = {}  # of unshard, by module
+        self._reduction = None  # the handle of a backward that was finalized asynchronously
         self._shard_dims = self._dims_by_parameter(strategy.get("fsdp2", {}).get("shard_dims", []))
         extend_parameters(self._named_parameters(), strategy.get("fsdp2", {}).get("extensions", []))
         for call in self._calls:
@@ -168,6 +169,10 @@ class AppliedFsdp2:
             if (handle := self._handles.pop(module, None)) is not None:
                 handle.wait()
             return
+        if call["method"] == "wait_gradient_reduction":
+            if self._reduction is not None:
+                self._reduction.wait()
+            return
         method = getattr(module, call["method"])
         arguments: dict = {"recurse": False} if call.get("recurse") is False else {}
         if call["method"] == "unshard":
@@ -178,8 +183,10 @@ class AppliedFsdp2:
             method(module.state_dict())
         elif call["method"] == "set_post_optim_event":
             method(torch.cpu.current_stream().record_event())
-        elif call["method"] == "reshard":
+        elif call["method"] in ("reshard", "reset_iter_state"):
             method()
+        elif call["method"] == "finalize_backward":
+            self._reduction = method(async_op=call.get("value", False))
         elif call.get("modules"):
             method([self._first(fqn) for fqn in call["modules"]])
         else:
