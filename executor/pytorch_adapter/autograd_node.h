@@ -32,7 +32,7 @@ struct Weak<c10::intrusive_ptr<T>> {
 // In a template of its type: only there may a name be missing.
 template <class Node, class... Arguments>
 auto MakeNode(Arguments&&... arguments) {
-  if constexpr (requires(Node* node) { deleteNode(node); }) {
+  if constexpr (requires(Node * node) { deleteNode(node); }) {
     // Frees a long graph without recursion.
     return std::shared_ptr<Node>(new Node(std::forward<Arguments>(arguments)...),
                                  [](Node* node) { deleteNode(node); });
@@ -44,14 +44,16 @@ auto MakeNode(Arguments&&... arguments) {
 using Outputs = std::vector<std::optional<at::Tensor>>;
 
 template <class Pointer>
-Outputs WrapOutputs(const torch::autograd::variable_list& inputs, const Outputs& outputs, const Pointer& node) {
+Outputs WrapOutputs(const torch::autograd::variable_list& inputs, const Outputs& outputs,
+                    const Pointer& node) {
   const torch::autograd::_jvp_fn_t no_jvp = [](const torch::autograd::variable_list&,
                                                const torch::autograd::variable_list&) {
     return torch::autograd::variable_list();
   };
   const torch::autograd::_view_as_self_fn_t view = [](const at::Tensor& x) { return x.view_as(x); };
   if constexpr (requires(Pointer attached) {
-                  torch::autograd::_wrap_outputs(inputs, {}, {}, outputs, node, no_jvp, {}, view, false, attached);
+                  torch::autograd::_wrap_outputs(inputs, {}, {}, outputs, node, no_jvp, {}, view, false,
+                                                 attached);
                 }) {
     Pointer attached;
     Outputs wrapped =
@@ -73,10 +75,10 @@ auto MakeNode(Arguments&&... arguments) {
   return internal::MakeNode<Node>(std::forward<Arguments>(arguments)...);
 }
 
-// What torch.autograd.Function makes of outputs that are its inputs, with their rules: views that keep their version counter,
-// guarded against in-place changes.
-inline internal::Outputs WrapOutputs(const torch::autograd::variable_list& inputs, const internal::Outputs& outputs,
-                                     const NodePtr& node) {
+// What torch.autograd.Function makes of outputs that are its inputs, with their rules: views that keep their
+// version counter, guarded against in-place changes.
+inline internal::Outputs WrapOutputs(const torch::autograd::variable_list& inputs,
+                                     const internal::Outputs& outputs, const NodePtr& node) {
   return internal::WrapOutputs(inputs, outputs, node);
 }
 

@@ -316,8 +316,8 @@ ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType
                           cudaStream_t stream) {
   return Issue(comm, {OpKind::kAllToAll, In(from), Out(to), count, dtype, {}, 0}, stream);
 }
-ncclResult_t ncclGather(const void* from, void* to, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
-                        cudaStream_t stream) {
+ncclResult_t ncclGather(const void* from, void* to, size_t count, ncclDataType_t dtype, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
   return Issue(comm, {OpKind::kGather, In(from), Out(to), count, dtype, {}, root}, stream);
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t dtype, ncclRedOp_t op,

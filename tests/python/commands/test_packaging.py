@@ -13,7 +13,7 @@ def interpreter(folder: pathlib.Path, name: str, has_torch: bool) -> pathlib.Pat
     made = folder / name
     torch = made / "site-packages" / "torch"
     (torch / "lib").mkdir(parents=True)
-    (torch / "version.py").write_text("__version__ = '2.11.0+cpu'\n")
+    (torch / "version.py").write_text("__version__ = '2.15.0+cpu'\n")
     (torch / "lib" / "libtorch_cpu.so").touch()
     python = made / "python3"
     python.write_text(f"#!/bin/sh\nprintf %s '{torch if has_torch else ''}'\n")

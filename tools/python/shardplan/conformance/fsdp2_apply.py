@@ -110,6 +110,10 @@ class AppliedFsdp2:
                 unit.set_gradient_divide_factor(factor)
             if knobs.get("allocate_memory_from_process_group"):
                 unit.set_allocate_memory_from_process_group_for_comm(True)
+            if in_flight := knobs.get("reduce_scatter_inputs_in_flight"):
+                _installed(unit, "set_reduce_scatter_max_input_buffers", "reduce_scatter_inputs_in_flight")(in_flight)
+        if knobs.get("separate_reduce_scatter_communicator"):
+            _installed(units[-1], "set_separate_reduce_scatter_group", "separate_reduce_scatter_communicator")()
         for roots in knobs.get("shared_comm_contexts", []):
             share_comm_ctx([unit for entry in roots for unit in self._units_named(entry)])
         for hook in reversed(knobs.get("all_reduce_hooks", [])):  # the first that names a unit counts
@@ -193,6 +197,13 @@ class AppliedFsdp2:
             method(call["number"] if "number" in call else call.get("value", True), **arguments)
 
 
+def _installed(unit: nn.Module, setter: str, knob: str):
+    """The setter of a knob that not every release has."""
+    if not hasattr(unit, setter):
+        raise CaseError(f"/fsdp2/{knob}: PyTorch {torch.__version__} does not have it")
+    return getattr(unit, setter)
+
+
 _APPLIED = {
     "forward_prefetch",
     "backward_prefetch",
@@ -208,4 +219,6 @@ _APPLIED = {
     "all_reduce_hooks",
     "post_optim_event",
     "shared_comm_contexts",
+    "reduce_scatter_inputs_in_flight",
+    "separate_reduce_scatter_communicator",
 }
