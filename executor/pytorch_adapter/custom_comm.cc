@@ -14,7 +14,11 @@ namespace {
 c10d::ReduceOp OpOf(const executor::CollectiveSpec& spec) {
   if (spec.reduce_op == ReduceOp::kAverage) return c10d::ReduceOp::AVG;
   if (spec.divisor == 1.0) return c10d::ReduceOp::SUM;
-  return c10d::makeNCCLPreMulSum(1.0 / spec.divisor);
+  // torch 2.11 and 2.15 have functions of different names for this.
+  c10d::ReduceOp op;
+  op.op_ = c10d::ReduceOp::PREMUL_SUM;
+  op.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(1.0 / spec.divisor);
+  return op;
 }
 
 }  // namespace

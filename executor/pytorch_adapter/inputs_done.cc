@@ -5,7 +5,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
+
+#include "autograd_node.h"
 
 namespace shardplan::python {
 namespace {
@@ -24,12 +27,12 @@ bool WillRun(Node* node) {
 
 // What a gradient flows into. Weak: the hooks, which own the countdown, are owned by it.
 struct Target {
-  std::weak_ptr<Node> node;
+  std::optional<WeakNodePtr> node;
   c10::weak_intrusive_ptr<c10::TensorImpl> leaf;  // its node may be made anew
 
   explicit Target(const at::Tensor& tensor) : leaf(tensor.getIntrusivePtr()) {
     if (tensor.grad_fn()) {
-      node = tensor.grad_fn();
+      node.emplace(tensor.grad_fn());
       leaf.reset();
     }
   }
@@ -38,7 +41,7 @@ struct Target {
     if (const auto tensor = leaf.lock()) {
       return python::WillRun(torch::autograd::impl::gradient_edge(at::Tensor(tensor)).function.get());
     }
-    const auto function = node.lock();
+    const auto function = node->lock();
     return function && python::WillRun(function.get());
   }
 };

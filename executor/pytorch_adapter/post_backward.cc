@@ -1,11 +1,9 @@
 #include "post_backward.h"
 
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/function.h>
-
 #include <optional>
 #include <utility>
 
+#include "autograd_node.h"
 #include "runtime.h"
 
 namespace shardplan::python {
@@ -46,14 +44,9 @@ void InsertPostBackward(const std::shared_ptr<Runtime>& runtime, UnitId unit,
     inputs.push_back(tensors[index]);
     outputs.emplace_back(tensors[index]);
   }
-  std::shared_ptr<PostBackwardNode> node(new PostBackwardNode(runtime, unit), torch::autograd::deleteNode);
+  const auto node = MakeNode<PostBackwardNode>(runtime, unit);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
-  // The rules for returning an input unchanged (a view that keeps its version counter, guarded against
-  // in-place changes) are those of torch.autograd.Function.
-  const auto wrapped = torch::autograd::_wrap_outputs(
-      inputs, {}, {}, outputs, node,
-      [](const variable_list&, const variable_list&) -> variable_list { return {}; }, {},
-      [](const at::Tensor& x) { return x.view_as(x); }, false);
+  const auto wrapped = WrapOutputs(inputs, outputs, node);
   for (std::size_t i = 0; i < indices.size(); ++i) tensors[indices[i]] = *wrapped[i];
 }
 

@@ -1,7 +1,5 @@
 #include "parameters/flat_gradient.h"
 
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
@@ -63,7 +61,7 @@ void FlatGradient::Track(std::vector<at::Tensor>& views) {
     if (tracked_[i]) parameters.push_back(i);
   }
   if (!sink_) {
-    sink_ = std::shared_ptr<Sink>(new Sink(weak_from_this()), torch::autograd::deleteNode);
+    sink_ = MakeNode<Sink>(weak_from_this());
     // Autograd runs a node in the thread of its inputs' device: the splits' one, or two threads would issue
     // at once.
     if (parameters.empty()) {
@@ -72,7 +70,7 @@ void FlatGradient::Track(std::vector<at::Tensor>& views) {
       sink_->add_input_metadata(views[parameters.front()]);
     }
   }
-  std::shared_ptr<Split> split(new Split(weak_from_this(), parameters), torch::autograd::deleteNode);
+  const auto split = MakeNode<Split>(weak_from_this(), parameters);
   split->add_next_edge({sink_, 0});
   for (const std::size_t i : parameters) torch::autograd::create_gradient_edge(views[i], split);
 }

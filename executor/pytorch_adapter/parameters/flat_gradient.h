@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "autograd_node.h"
+
 namespace shardplan::python {
 
 // [Note: when a flat gradient is done]
@@ -55,7 +57,7 @@ class FlatGradient : public std::enable_shared_from_this<FlatGradient> {
   Gradients gradients_;
   std::function<void()> done_;
   std::function<bool(const Gradients&)> add_alone_;
-  std::shared_ptr<Sink> sink_;
+  NodePtr sink_;
 };
 
 }  // namespace shardplan::python

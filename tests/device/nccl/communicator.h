@@ -18,7 +18,17 @@
 
 namespace shardplan::softdevice {
 
-enum class OpKind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kAllToAll, kSend, kReceive };
+enum class OpKind {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kAllToAll,
+  kGather,
+  kSend,
+  kReceive
+};
 const char* NameOf(OpKind kind);
 
 // One call, and how far it has come.

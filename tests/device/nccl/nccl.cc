@@ -316,6 +316,10 @@ ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType
                           cudaStream_t stream) {
   return Issue(comm, {OpKind::kAllToAll, In(from), Out(to), count, dtype, {}, 0}, stream);
 }
+ncclResult_t ncclGather(const void* from, void* to, size_t count, ncclDataType_t dtype, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return Issue(comm, {OpKind::kGather, In(from), Out(to), count, dtype, {}, root}, stream);
+}
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
   return IssueReduction(comm, OpKind::kReduceScatter, from, to, count, dtype, op, 0, stream);
@@ -358,6 +362,14 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, ncclWindow_t*, in
   return ncclInvalidUsage;
 }
 ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclInvalidUsage; }
+// Of NCCL 2.30; an older header declares none of them.
+ncclResult_t ncclCommGetUniqueId(ncclComm_t, ncclUniqueId*) { return ncclInvalidUsage; }
+ncclResult_t ncclCommGrow(ncclComm_t, int, const ncclUniqueId*, int, ncclComm_t*, ncclConfig_t*) {
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclCommRevoke(ncclComm_t, int) { return ncclInvalidUsage; }
+ncclResult_t ncclCommSuspend(ncclComm_t, int) { return ncclInvalidUsage; }
+ncclResult_t ncclCommResume(ncclComm_t) { return ncclInvalidUsage; }
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return ncclInvalidUsage; }
 
 ncclResult_t ncclGroupStart() {

@@ -60,6 +60,8 @@ const char* NameOf(OpKind kind) {
       return "reduce";
     case OpKind::kAllToAll:
       return "all_to_all";
+    case OpKind::kGather:
+      return "gather";
     case OpKind::kSend:
       return "send";
     case OpKind::kReceive:
@@ -125,6 +127,9 @@ void Communicator::TakeFrom(const Operation& op, const std::vector<const std::by
   const std::size_t bytes = op.count * SizeOf(op.dtype);
   const auto own = static_cast<std::size_t>(rank_) * bytes;
   switch (op.kind) {
+    case OpKind::kGather:
+      if (rank_ != op.peer) return;
+      [[fallthrough]];
     case OpKind::kAllGather:
       for (std::size_t r = 0; r < given.size(); ++r) std::memcpy(op.to + r * bytes, given[r], bytes);
       return;

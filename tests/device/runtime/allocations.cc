@@ -110,6 +110,7 @@ cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
   return Answer(cudaSuccess);
 }
 
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) {
   *pointer = bytes == 0 ? nullptr : Memory::Get().AllocatePinned(bytes);
   return Answer(*pointer == nullptr && bytes > 0 ? cudaErrorMemoryAllocation : cudaSuccess);

@@ -25,6 +25,7 @@ def _is_public(name: str) -> bool:
 
 def _types(signature: str) -> str:
     signature = signature.replace("_shardplan.", "")
+    signature = signature.replace(" | typing.SupportsIndex", "")  # what torch 2.15's pybind11 adds: one stub for every release
     return re.sub(r"\b(object|list|tuple)\b(?!\[|\()", lambda found: _OBJECT[found.group()], signature)
 
 

@@ -3,6 +3,8 @@
 import os
 import pathlib
 import subprocess
+import sys
+import sysconfig
 
 import pytest
 from conftest import ROOT, build_folder
@@ -13,7 +15,7 @@ def interpreter(folder: pathlib.Path, name: str, has_torch: bool) -> pathlib.Pat
     made = folder / name
     torch = made / "site-packages" / "torch"
     (torch / "lib").mkdir(parents=True)
-    (torch / "version.py").write_text("__version__ = '2.11.0+cpu'\n")
+    (torch / "version.py").write_text("__version__ = '2.15.0+cpu'\n")
     (torch / "lib" / "libtorch_cpu.so").touch()
     python = made / "python3"
     python.write_text(f"#!/bin/sh\nprintf %s '{torch if has_torch else ''}'\n")
@@ -80,3 +82,15 @@ def test_the_replayer_is_found_without_torch(tmp_path):
         assert ("shardplan::executor is not" in done.stdout) == (component == "executor")
     subprocess.run(["cmake", "--build", tmp_path / "replay" / "build"], check=True, capture_output=True)
     subprocess.run([tmp_path / "replay" / "build" / "x"], check=True)
+
+
+def test_a_module_that_is_built_with_another_torch_is_named(tmp_path):
+    module = tmp_path / "python" / f"_shardplan{sysconfig.get_config_var('EXT_SUFFIX')}"
+    module.parent.mkdir()
+    module.write_text("not a library")
+    done = subprocess.run(
+        [sys.executable, "-c", "import shardplan.torch"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools" / "python"), "SHARDPLAN_BUILD": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"{module.parent} does not load with torch" in done.stderr and "is built with another torch" in done.stderr

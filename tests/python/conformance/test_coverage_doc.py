@@ -16,11 +16,13 @@ SOURCES = ("planner", "executor", "schemas", "simulator", "tools", "tests")
 RECORDINGS = ROOT / "tests" / "conformance"
 GOLDENS = ROOT / "tests" / "planner" / "goldens"
 TORCH = pathlib.Path(torch.__file__).parents[1]
-NOT_IN_2_11 = "-"  # the mark of a function that another version has
+INSTALLED = ".".join(torch.__version__.split(".")[:2])
+RELEASES = ("2.11", "2.15")
+NEITHER = "-"  # the mark of a function that another version has
 
 
 def _listed() -> dict[str, list[tuple[str, str]]]:
-    """File of PyTorch -> (function, mark) in the order of the file; the mark is "", "-" (not in 2.11.0) or "+" (only there)."""
+    """File of PyTorch -> (function, mark) in the order of the file; the mark is "" (in both releases), the one release that has it, or NEITHER."""
     files: dict[str, list[tuple[str, str]]] = {}
     for line in LIST.read_text().splitlines():
         if line.startswith("["):
@@ -48,6 +50,12 @@ def _rows() -> dict[str, list[list[str]]]:
 FILES = _listed()
 
 
+def _decides(row: list[str]) -> tuple[str, str]:
+    """The release that alone has the function ("": both), and what it decides."""
+    release, only, decides = row[1].partition(" only: ")
+    return (release, decides) if only and release in RELEASES else ("", row[1])
+
+
 def _functions(text: str) -> list[str]:
     """Classes and functions, nested ones too, as a dotted path."""
     found: list[str] = []
@@ -71,8 +79,14 @@ def test_every_function_has_one_row(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_marks_are_those_of_the_installed_torch(file):
+    assert INSTALLED in RELEASES, f"docs/pytorch-coverage.md is of torch {' and '.join(RELEASES)}"
     installed = set(_functions((TORCH / file).read_text()))
-    assert installed == {name for name, mark in FILES[file] if mark != NOT_IN_2_11}
+    assert installed == {name for name, mark in FILES[file] if mark in ("", INSTALLED)}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_rows_of_one_release_say_so(file):
+    assert {row[0].strip("`"): _decides(row)[0] for row in _rows()[file]} == {n: "" if m == NEITHER else m for n, m in FILES[file]}
 
 
 def test_the_page_has_no_other_files():
@@ -84,8 +98,8 @@ def test_what_a_function_decides_is_placed_and_shown():
     for file, rows in _rows().items():
         for row in rows:
             assert len(row) == 5 and all(row), f"{file}: {row}"
-            name, decides, planner, executor, shown = row
-            if decides.startswith("Nothing"):
+            name, _, planner, executor, shown = row
+            if _decides(row)[1].startswith("Nothing"):
                 continue
             places = planner + executor
             excused = "out of scope" in places or "not done" in places
@@ -116,7 +130,7 @@ def test_every_file_function_test_and_recording_named_exists():
         elif match := re.fullmatch(r"goldens/(fsdp1|fsdp2)/(\w+)", token):
             if not (GOLDENS / match[1] / match[2]).is_dir():
                 wrong.append(f"{token}: no such golden")
-        elif match := re.fullmatch(r"(fsdp1|fsdp2|memory)/(\w+|\*)", token):
+        elif match := re.fullmatch(r"(fsdp1|fsdp2|fsdp2_215|memory)/(\w+|\*)", token):
             if match[2] != "*" and not (RECORDINGS / match[1] / f"{match[2]}.json").exists():
                 wrong.append(f"{token}: no such recording")
     assert not wrong, "\n".join(wrong)

@@ -9,10 +9,19 @@ import torch
 from conftest import build_folder
 
 LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so", "libtorch_cpu.so")
-# Graphs, memory pools of the driver, memory shared between processes, and NCCL's device side: calls of these end in an
-# error of the real libraries, which find no GPU.
+# Calls of these end in an error of the real libraries, which find no GPU.
 LEFT = re.compile(
-    r"cudaGraph|cudaMemPool|cudaMallocAsync|cudaFreeAsync|cudaDeviceGetDefaultMemPool|cudaIpc|cudaStreamEndCapture|ncclDevComm"
+    "|".join(
+        (
+            "cudaGraph|cudaUserObject|cudaDevice[GS]etGraphMem|cudaStream(BeginCaptureToGraph|UpdateCapture|EndCapture)",
+            "cudaMemPool|cudaMallocAsync|cudaFreeAsync|cudaDeviceGetDefaultMemPool",  # memory pools of the driver
+            "cudaIpc",  # memory shared between processes
+            "cudaLibrary|cudaKernelSetAttribute",  # kernels that are loaded from a file
+            "cudaMallocManaged",
+            "ncclDevComm|ncclGet(LsaMultimem|Peer)DevicePointer|ncclWinGetUserPtr",  # NCCL's device side
+            "ncclPutSignal|ncclSignal|ncclWaitSignal|ncclCommMemStats",
+        )
+    )
 )
 
 

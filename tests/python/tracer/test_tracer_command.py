@@ -9,7 +9,8 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tools" / "python"))
 
-from shardplan.tracer import cli  # noqa: E402
+from shardplan.tracer import cli, fake_cuda  # noqa: E402
+from shardplan.tracer.errors import EnvironmentProblem  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"
 SMALL = {
@@ -288,3 +289,24 @@ def test_a_folder_that_is_not_there_exits_4(capsys, tmp_path):
 def test_a_loss_of_configs_is_refused_for_a_callable(capsys, tmp_path):
     assert cli.main(["tracer_models:only_a_module", "-q", "--loss", "model", "-o", str(tmp_path / "t.json")]) == 2
     assert "--loss model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "header, slot",
+    [
+        ("  virtual ~Hooks() = default;\n  virtual bool isBuilt() const {\n  virtual bool hasPrimaryContext(DeviceIndex i) const = 0;\n", 3),
+        ("  virtual const Device& device(\n  virtual bool hasPrimaryContext(\n", 1),
+        ("  virtual bool isBuilt() const {\n", None),
+        (None, None),
+    ],
+)
+def test_the_question_for_a_device_is_found_in_torchs_own_header(tmp_path, header, slot):
+    path = tmp_path / fake_cuda._HOOKS_HEADER
+    if header is not None:
+        path.parent.mkdir(parents=True)
+        path.write_text(header)
+    if slot is not None:
+        assert fake_cuda._slot_of_question(str(tmp_path)) == slot
+        return
+    with pytest.raises(EnvironmentProblem, match=f"{path.name} is not there, or does not declare"):
+        fake_cuda._slot_of_question(str(tmp_path))

@@ -20,7 +20,8 @@ DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& paramete
 DType AskedReduceDType(const MixedPrecision& mixed, DType original, DType computed,
                        const PyTorchRules& rules);
 
-// Whether gradients that are not reduced at once are kept in another dtype than they are made in: the reduce dtype.
+// Whether gradients that are not reduced at once are kept in another dtype than they are made in: the reduce
+// dtype.
 bool AccumulatesInOtherDType(const Unit& unit);
 
 }  // namespace shardplan

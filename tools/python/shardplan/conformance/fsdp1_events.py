@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_sharded_data_parallel,
 )
 
+from shardplan.conformance import installed_fsdp
 from shardplan.conformance.events import EventLog, size_bytes
 from shardplan.conformance.patches import Patches
 
@@ -64,10 +65,12 @@ class Fsdp1Events(EventLog):
         hooks.wrap(handle, "_use_low_precision_shard", self._low_precision_shard)
         hooks.before(handle, "_free_low_precision_sharded_param", self._free_low_precision_shard)
         hooks.wrap(_limiter_utils._FreeEventQueue, "dequeue_if_needed", self._rate_limit)
-        hooks.before(dist, "reduce_scatter_tensor", lambda out, inp, *a, **k: self._reduce("reduce_scatter", inp, k))
+        for name in installed_fsdp.existing(dist, installed_fsdp.REDUCE_SCATTERS_OF_FSDP1):
+            hooks.before(dist, name, lambda out, inp, *a, **k: self._reduce("reduce_scatter", inp, k))
         hooks.before(dist, "all_reduce", lambda tensor, *a, **k: self._reduce("all_reduce", tensor, k))
         # On the CPU parameters are gathered by `all_gather`; this is the execution order's check, or a gradient.
-        hooks.before(dist, "all_gather_into_tensor", self._all_gather_into_tensor)
+        for name in installed_fsdp.existing(dist, installed_fsdp.ALL_GATHERS_OF_FSDP1):
+            hooks.before(dist, name, self._all_gather_tensor)
         hooks.before(torch.cpu.Stream, "wait_stream", self._wait_stream)
         hooks.before(torch.cpu.Stream, "synchronize", lambda stream: self.add("stream_synchronize", ""))
         return hooks
@@ -163,7 +166,7 @@ class Fsdp1Events(EventLog):
             "all_gather", self.unit(handle), padded, group="shard", ranks=handle.world_size, **self._prefetch_key()
         )
 
-    def _all_gather_into_tensor(self, gathered, _own, group=None, **_options) -> None:
+    def _all_gather_tensor(self, gathered, _own, group=None, **_options) -> None:
         op, unit = ("all_gather", self._units[-1]) if self._units and gathered.is_floating_point() else ("order_check", "")
         self.add_tensor(op, unit, gathered, group="shard", ranks=dist.get_world_size(group))
 

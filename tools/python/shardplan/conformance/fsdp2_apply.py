@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 from shardplan.conformance.case import CaseError
 from shardplan.conformance.extension import extend_parameters
+from shardplan.conformance.installed_fsdp import parameter_groups
 from shardplan.conformance.units import UnitCall, matches_any, matching_names, picked
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -25,6 +26,7 @@ class AppliedFsdp2:
         self._calls, self._strategy, self._mesh, self._modules = calls, strategy, mesh, modules
         self._flat_meshes: dict[str, DeviceMesh] = {}
         self._handles: dict = {}  # of unshard, by module
+        self._reduction = None  # the handle of a backward that was finalized asynchronously
         self._shard_dims = self._dims_by_parameter(strategy.get("fsdp2", {}).get("shard_dims", []))
         extend_parameters(self._named_parameters(), strategy.get("fsdp2", {}).get("extensions", []))
         for call in self._calls:
@@ -108,6 +110,10 @@ class AppliedFsdp2:
                 unit.set_gradient_divide_factor(factor)
             if knobs.get("allocate_memory_from_process_group"):
                 unit.set_allocate_memory_from_process_group_for_comm(True)
+            if in_flight := knobs.get("reduce_scatter_inputs_in_flight"):
+                _installed(unit, "set_reduce_scatter_max_input_buffers", "reduce_scatter_inputs_in_flight")(in_flight)
+        if knobs.get("separate_reduce_scatter_communicator"):
+            _installed(units[-1], "set_separate_reduce_scatter_group", "separate_reduce_scatter_communicator")()
         for roots in knobs.get("shared_comm_contexts", []):
             share_comm_ctx([unit for entry in roots for unit in self._units_named(entry)])
         for hook in reversed(knobs.get("all_reduce_hooks", [])):  # the first that names a unit counts
@@ -153,7 +159,7 @@ class AppliedFsdp2:
         units = {fqn: call.modules[0] for call in self._calls for fqn in call.modules if "" not in call.modules}
         names = list(dict.fromkeys(units[fqn] for fqn in order if fqn in units))
         modules = [self.module(fqn) for fqn in names]
-        modules = [m for m in modules if m._get_fsdp_state()._fsdp_param_group is not None]
+        modules = [m for m in modules if parameter_groups(m)]
         for i, module in enumerate(modules):
             if ahead := modules[i + 1 : i + 1 + knobs.get("forward_prefetch", 0)]:
                 module.set_modules_to_forward_prefetch(ahead)
@@ -167,6 +173,10 @@ class AppliedFsdp2:
             if (handle := self._handles.pop(module, None)) is not None:
                 handle.wait()
             return
+        if call["method"] == "wait_gradient_reduction":
+            if self._reduction is not None:
+                self._reduction.wait()
+            return
         method = getattr(module, call["method"])
         arguments: dict = {"recurse": False} if call.get("recurse") is False else {}
         if call["method"] == "unshard":
@@ -177,12 +187,21 @@ class AppliedFsdp2:
             method(module.state_dict())
         elif call["method"] == "set_post_optim_event":
             method(torch.cpu.current_stream().record_event())
-        elif call["method"] == "reshard":
+        elif call["method"] in ("reshard", "reset_iter_state"):
             method()
+        elif call["method"] == "finalize_backward":
+            self._reduction = method(async_op=call.get("value", False))
         elif call.get("modules"):
             method([self._first(fqn) for fqn in call["modules"]])
         else:
             method(call["number"] if "number" in call else call.get("value", True), **arguments)
+
+
+def _installed(unit: nn.Module, setter: str, knob: str):
+    """The setter of a knob that not every release has."""
+    if not hasattr(unit, setter):
+        raise CaseError(f"/fsdp2/{knob}: PyTorch {torch.__version__} does not have it")
+    return getattr(unit, setter)
 
 
 _APPLIED = {
@@ -200,4 +219,6 @@ _APPLIED = {
     "all_reduce_hooks",
     "post_optim_event",
     "shared_comm_contexts",
+    "reduce_scatter_inputs_in_flight",
+    "separate_reduce_scatter_communicator",
 }

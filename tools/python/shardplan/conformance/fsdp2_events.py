@@ -1,6 +1,7 @@
 """Records what fully_shard issues: hooks on the classes of torch.distributed.fsdp._fully_shard.
 
-The lines are those of the recordings in tests/conformance/fsdp2. A unit is named by the FQNs of its modules.
+The lines are those of the recordings in tests/conformance/fsdp2. A unit is named by the FQNs of its modules, each of its parameter groups by an
+index behind them where it has several.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard import _fsdp_state as states
 
+from shardplan.conformance import installed_fsdp
 from shardplan.conformance.events import EventLog, dtype_name, size_bytes
 from shardplan.conformance.patches import Patches
 
@@ -22,12 +24,12 @@ class Fsdp2Events(EventLog):
     def __init__(self, names: dict[torch.nn.Module, str]):
         super().__init__(names)
         self._active: list = []  # parameter groups whose unshard or post_backward runs, innermost last
-        self._final = False  # inside the root's final callback
+        self._via = "autograd"  # who calls post_backward: also the root's final callback, and a backward that is finalized by hand
         self._reduced_by: dict[object, str] = {}  # by communication context: the unit whose reduce-scatter input it keeps
         self._reduced = False  # in the post_backward that runs
 
     def unit(self, group) -> str:
-        return ",".join(self.names[module] for module in group.modules)
+        return ",".join(self.names[module] for module in group.modules) + installed_fsdp.group_suffix(group)
 
     def patches(self) -> Patches:
         hooks = Patches()
@@ -36,7 +38,7 @@ class Fsdp2Events(EventLog):
         hooks.before(group, "post_forward", lambda g, *_a, **_k: self.add("post_forward", self.unit(g)))
         hooks.before(group, "pre_backward", self._pre_backward)
         hooks.before(group, "wait_for_unshard", self._wait_for_unshard)
-        hooks.before(group, "finalize_backward", self._finalize_group)
+        hooks.before(group, "finalize_backward", self._discard)
         hooks.before(group, "_to_sharded", lambda g: self._reshard(g, g.is_sharded, "sharded"))
         hooks.before(
             group, "_to_sharded_post_forward", lambda g: self._reshard(g, g.is_sharded_post_forward, "post_forward")
@@ -44,20 +46,25 @@ class Fsdp2Events(EventLog):
         hooks.wrap(group, "unshard", self._within)
         hooks.before(groups, "foreach_reduce", self._foreach_reduce)
         hooks.wrap(group, "post_backward", self._post_backward)
-        for name in ("DefaultAllGather", "ProcessGroupAllocAllGather"):
+        for name in installed_fsdp.existing(collectives, installed_fsdp.ALL_GATHERS):
             hooks.before(getattr(collectives, name), "__call__", self._all_gather)
-        for name in ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter"):
+        for name in installed_fsdp.existing(collectives, installed_fsdp.REDUCE_SCATTERS):
             hooks.before(getattr(collectives, name), "__call__", self._reduce_scatter)
-        hooks.before(groups.FSDPCommContext, "__setattr__", self._set_communication_state)
+        hooks.wrap(groups.FSDPCommContext, "__setattr__", self._set_communication_state)
         hooks.before(dist, "all_reduce", self._all_reduce)
         hooks.wrap(states.FSDPState, "_root_post_backward_final_callback", self._final_callback)
+        if installed_fsdp.FINALIZES_ON_CALL:
+            hooks.wrap(states.FSDPState, "finalize_backward", self._manual_finalization)
+            hooks.before(states.FSDPState, "wait_for_gradient_reduction", self._wait_for_gradients)
+            hooks.before(states.FSDPState, "_reset_iter_state", lambda _state: self.add("reset_iter_state", ""))
+            hooks.before(group, "_reset_iter_state", lambda g: self._discard(g, by="reset"))
         return hooks
 
     def steps_in_backward(self, model: torch.nn.Module) -> None:
         """Notes where the sharded parameters' hooks step them. Call before these are registered."""
         names = {p: name.replace("_checkpoint_wrapped_module.", "") for name, p in model.named_parameters()}
-        units = [m._get_fsdp_state()._fsdp_param_group for m in self.names if isinstance(m, FSDPModule)]
-        for group in {group: None for group in units if group is not None}:
+        units = [m for m in self.names if isinstance(m, FSDPModule)]
+        for group in dict.fromkeys(group for unit in units for group in installed_fsdp.parameter_groups(unit)):
             for parameter in (p.sharded_param for p in group.fsdp_params):
                 unit, name = self.unit(group), names[parameter]
                 if parameter.requires_grad:
@@ -73,16 +80,18 @@ class Fsdp2Events(EventLog):
         if group._all_gather_result:
             self.add("wait_all_gather", self.unit(group))
 
-    def _finalize_group(self, group) -> None:
+    def _discard(self, group, by: str | None = None) -> None:
         pending = group._all_gather_result
         if pending is not None and pending.param_all_gather_input_numels:  # one rank alone gathers nothing
-            self.add("discard_all_gather", self.unit(group))
+            self.add("discard_all_gather", self.unit(group), by=by)
 
     def _reshard(self, group, already: bool, to: str) -> None:
         if already:
             return
-        freed = sum(size_bytes(tensor) for p in group.fsdp_params for tensor in p.all_gather_outputs)
-        self.add("reshard", self.unit(group), to=to, bytes=freed)
+        size = {True: 0, False: 0}  # by whether it stays allocated
+        for p in group.fsdp_params:
+            size[getattr(p, "keep_unsharded_storage", False)] += sum(size_bytes(tensor) for tensor in p.all_gather_outputs)
+        self.add("reshard", self.unit(group), to=to, bytes=size[False], kept=size[True] or None)
 
     def _within(self, original):
         def replaced(group, *args, **kwargs):
@@ -98,9 +107,13 @@ class Fsdp2Events(EventLog):
         inside = self._within(original)
 
         def replaced(group, *args, **kwargs):
-            self.add("post_backward", self.unit(group), via="final" if self._final else "autograd")
+            # Where a forward ran a part of the group only; 2.15 then waits for the reduction at once.
+            partly = installed_fsdp.FINALIZES_ON_CALL and len(group.modules) > 1 and group._training_state == groups.TrainingState.FORWARD
+            self.add("post_backward", self.unit(group), via=self._via)
             self._reduced = False
             result = inside(group, *args, **kwargs)
+            if partly and self._reduced:
+                self.add("wait_post_reduce", self.unit(group))
             self._accumulated(group)
             return result
 
@@ -121,7 +134,11 @@ class Fsdp2Events(EventLog):
         self.add_tensor("all_gather", self.unit(self._active[-1]), output_tensor, group="shard", ranks=group.size())
 
     def _reduce_scatter(self, _comm, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        self.add_tensor("reduce_scatter", self.unit(self._active[-1]), input_tensor, group="shard", ranks=group.size())
+        by = self._active[-1]
+        separate = getattr(by.mesh_info, "reduce_scatter_process_group", None) is not None
+        self.add_tensor(
+            "reduce_scatter", self.unit(by), input_tensor, group="shard", ranks=group.size(), pg="separate" if separate else None
+        )
 
     def _foreach_reduce(self, *_args, **_kwargs) -> None:
         self._reduced = True
@@ -131,24 +148,43 @@ class Fsdp2Events(EventLog):
             ranks = group.size() if group is not None else dist.get_world_size()
             self.add_tensor("all_reduce", self.unit(self._active[-1]), tensor, group="replicate", ranks=ranks)
 
-    def _set_communication_state(self, context, name: str, value) -> None:
-        if name != "reduce_scatter_state":
-            return
-        if value is not None:
-            self._reduced_by[context] = self.unit(self._active[-1])
-        elif getattr(context, name, None) is not None:
-            self.add("wait_reduce_scatter", self._reduced_by[context])
+    def _set_communication_state(self, original):
+        def replaced(context, name: str, value) -> None:
+            if name == "reduce_scatter_states":
+                value = installed_fsdp.InFlight(value, lambda state: self.add("wait_reduce_scatter", self.unit(state.param_group)))
+            elif name == "reduce_scatter_state" and value is not None:
+                self._reduced_by[context] = self.unit(self._active[-1])
+            elif name == "reduce_scatter_state" and getattr(context, name, None) is not None:
+                self.add("wait_reduce_scatter", self._reduced_by[context])
+            original(context, name, value)
+
+        return replaced
 
     def _final_callback(self, original):
         def replaced(state, *args, **kwargs):
-            self.add("finalize", "")
-            self._final = True
-            try:
-                return original(state, *args, **kwargs)
-            finally:
-                self._final = False
+            manual = getattr(state._state_ctx, "manual_backward_finalization_active", None)
+            self.add("finalize", "", manual=1 if manual else None)
+            return self._called_by("final", original, state, *args, **kwargs)
 
         return replaced
+
+    def _manual_finalization(self, original):
+        def replaced(state, *args, **kwargs):
+            self.add("finalize_backward", "")
+            return self._called_by("manual", original, state, *args, **kwargs)
+
+        return replaced
+
+    def _called_by(self, via: str, original, *args, **kwargs):
+        self._via = via
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._via = "autograd"
+
+    def _wait_for_gradients(self, _state, *_args) -> None:
+        if self._via != "final":
+            self.add("wait_gradient_reduction", "")
 
 
 def _unsharded_gradient(parameter) -> torch.Tensor | None:

@@ -13,6 +13,9 @@ from shardplan.conformance.case import Case
 from shardplan.tracer.record import default_loss
 
 
+_OF_A_BACKWARD = ("finalize_backward", "wait_gradient_reduction")  # calls that end one
+
+
 class Program:
     """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or user call,
     `stepped` what follows every step of the optimizer."""
@@ -43,7 +46,7 @@ class Program:
                 total = total + loss
             total.backward()
         elif kind == "module":
-            self._log.phase = "forward"
+            self._log.phase = "backward" if call["method"] in _OF_A_BACKWARD else "forward"
             self._module_call(call)
         else:
             self._log.phase = "optim"

@@ -25,18 +25,22 @@ def _build_folders() -> list[pathlib.Path]:
 
 
 def _load() -> types.ModuleType:
-    try:
-        return importlib.import_module("_shardplan")
-    except ModuleNotFoundError:
-        pass
-    for folder in _build_folders():
-        sys.path.append(str(folder))
+    refused = []  # built with another torch: its symbols are not there
+    for folder in (None, *_build_folders()):
+        path = [] if folder is None else [str(folder)]
+        sys.path.extend(path)
         try:
             return importlib.import_module("_shardplan")
+        except ModuleNotFoundError:
+            pass
+        except ImportError as error:
+            refused.append(f"{folder or 'the installed one'} does not load with torch {torch.__version__}: {error}. ")
         finally:
-            sys.path.remove(str(folder))
+            for entry in path:
+                sys.path.remove(entry)
+    state = "is built with another torch" if refused else "is neither installed nor built"
     raise ImportError(
-        "shardplan.torch needs the compiled module _shardplan, which is neither installed nor built. "
+        f"shardplan.torch needs the compiled module _shardplan, which {state}. {''.join(refused)}"
         "Run `tools/build dev` in the repository, or set SHARDPLAN_BUILD to a build folder."
     )
 

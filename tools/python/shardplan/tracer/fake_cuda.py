@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 
@@ -24,9 +26,9 @@ from shardplan.tracer.errors import EnvironmentProblem
 
 CAPABILITY = (9, 0)
 
-# AcceleratorHooksInterface declares: two destructor entries, isBuilt, isAvailable, hasPrimaryContext. The place in the table is ABI of a
-# torch release, not API: each release listed here was tried.
-_HAS_PRIMARY_CONTEXT_SLOT = {"2.11": 4}
+_HOOKS_HEADER = "include/ATen/detail/AcceleratorHooksInterface.h"  # of the hooks' first base: its functions come first in the table
+_VIRTUAL = re.compile(r"^\s*virtual\b[^(]*?(~?\w+)\(", re.MULTILINE)
+_ASKED = "hasPrimaryContext"
 _TABLE_ENTRIES = 96  # more than the class has; copied as they are
 _TABLE_PREFIX = 2  # offset-to-top and type information lie before the address an object points at
 _GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
@@ -40,16 +42,29 @@ if not torch.cuda.is_available():
 ENGINE_WITHOUT_DEVICE = "device_ready_queues_"  # in the message of a backward whose device has no thread
 
 
+@functools.cache
+def _slot_of_question(torch_folder: str) -> int:
+    """The question's place in the virtual table. It is ABI of a torch release, so the header that this one was built with says it."""
+    header = os.path.join(torch_folder, _HOOKS_HEADER)
+    try:
+        with open(header, encoding="utf-8") as file:
+            declared = _VIRTUAL.findall(file.read())
+        before = declared[: declared.index(_ASKED)]
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(
+            f"tracing without a GPU needs to know where torch {torch.__version__} asks for a device's context: {header} is not there, or does not"
+            f" declare {_ASKED} (torch 2.11.0 and 2.15.0 do)"
+        ) from error
+    return sum(2 if name.startswith("~") else 1 for name in before)  # a destructor has two entries
+
+
 @contextlib.contextmanager
 def _no_primary_context() -> Iterator[None]:
-    release = ".".join(torch.__version__.split(".")[:2])
-    slot = _HAS_PRIMARY_CONTEXT_SLOT.get(release)
-    if slot is None or platform.machine() != "x86_64" or platform.system() != "Linux":
-        raise EnvironmentProblem(
-            f"tracing without a GPU needs torch {' or '.join(_HAS_PRIMARY_CONTEXT_SLOT)} on x86-64 Linux; found torch {torch.__version__}"
-            f" on {platform.machine()} {platform.system()}"
-        )
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        raise EnvironmentProblem(f"tracing without a GPU needs x86-64 Linux; found {platform.machine()} {platform.system()}")
+    folder = os.path.dirname(torch.__file__)
+    slot = _slot_of_question(folder)
+    library = ctypes.CDLL(os.path.join(folder, "lib", "libtorch_cpu.so"))
     get_hooks = getattr(library, _GET_HOOKS)
     get_hooks.restype, get_hooks.argtypes = ctypes.c_void_p, []
     hooks = ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))

@@ -1,0 +1,58 @@
+"""What a recorder meets differently in the releases of PyTorch that it knows. It looks at what the installed one has, not at its number.
+
+| | 2.11 | 2.15 |
+|---|---|---|
+| parameter groups of a unit | one | one for each mesh of its parameters |
+| reduce-scatter inputs in flight | one, `reduce_scatter_state` | a list, `reduce_scatter_states` |
+| FSDP's collectives on one tensor | `all_gather_into_tensor`, `reduce_scatter_tensor` | `all_gather_single`, `reduce_scatter_single` |
+| backward that its caller finalizes, recovery | none | `finalize_backward`, `_reset_iter_state` of `FSDPState` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_state as states
+
+ALL_GATHERS_OF_FSDP1 = ("all_gather_into_tensor", "all_gather_single")
+REDUCE_SCATTERS_OF_FSDP1 = ("reduce_scatter_tensor", "reduce_scatter_single")
+ALL_GATHERS = ("DefaultAllGather", "ProcessGroupAllocAllGather", "SymmMemAllGather")
+REDUCE_SCATTERS = ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter", "SymmMemReduceScatter")
+
+FINALIZES_ON_CALL = hasattr(states.FSDPState, "finalize_backward")
+
+
+def existing(owner, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that the installed release has."""
+    return [name for name in names if hasattr(owner, name)]
+
+
+def parameter_groups(unit: nn.Module) -> list:
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def group_suffix(group) -> str:
+    """Which of a unit's groups it is, where there are several."""
+    return f"[{group._param_group_index}]" if getattr(group, "_num_param_groups", 1) > 1 else ""
+
+
+class InFlight(list):
+    """The list of 2.15. `left` is called with each state that leaves it."""
+
+    def __init__(self, in_flight: list, left: Callable):
+        super().__init__(in_flight)
+        self._left = left
+
+    def pop(self, index: int = -1):
+        state = super().pop(index)
+        self._left(state)
+        return state
+
+    def clear(self) -> None:
+        for state in self:
+            self._left(state)
+        super().clear()
