@@ -163,6 +163,9 @@ void Reduction::Deliver(BufferId output, StreamId stream) const {
 
 ForeachReduceResult Reduction::Run() {
   const UnitId id = scope_.id();
+  if (scope_.rules().partial_sums_are_awaited && arguments_.partial_reduce_output >= 0) {
+    program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.partial_awaited", scope_.Name()));
+  }
   const ParamGroupSettings& settings = arguments_.settings;
   // With several in flight a unit that reduces again may meet its own last input.
   const std::size_t same = arguments_.comm_ctx.ReduceScattersOf(id);

@@ -23,6 +23,7 @@ struct PyTorchRules {
   bool members_enter_one_by_one = false;
   bool integers_are_not_cast = false;
   bool gradient_dtypes_may_differ = false;
+  bool partial_sums_are_awaited = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -142,6 +143,14 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .now = "each is cast on its way into the reduce-scatter",
      .where = "foreach_reduce",
      .shown_by = "fsdp2_215/gptish_bf16_keepnorm_w2"},
+    {.name = "partial_sums_are_awaited",
+     .rule = &PyTorchRules::partial_sums_are_awaited,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the reduce-scatter stream waits for the gradients alone where a partial sum waits for its all-reduce",
+     .now = "it waits for the compute stream before the copy-in, too: the partial sum may be cast or repacked on it",
+     .where = "FSDPParamGroup.post_backward",
+     .shown_by = "fsdp2_215/gptish_hsdp_accum_noallreduce_2x2"},
 });
 
 // Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).

@@ -1,0 +1,120 @@
+// Which stream waits for which, in the order in which PyTorch asked for it: recordings of FSDP2 with every
+// stream and event call (tests/conformance/fsdp2_215/streams), next to the plan of the same case.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "events.h"
+#include "not_planned.h"
+#include "recording.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/pytorch_version.h"
+
+namespace shardplan::conformance {
+namespace {
+
+// "reduce_scatter waits for compute".
+using Waits = std::vector<std::string>;
+
+const std::string& Streams() {
+  static const std::string folder = SHARDPLAN_SOURCE_DIR "/tests/conformance/fsdp2_215/streams/";
+  return folder;
+}
+
+// The cases, "torch_2.11/..." among them.
+std::vector<std::string> Cases() {
+  std::vector<std::string> cases;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(Streams())) {
+    std::string name = entry.path().string().substr(Streams().size());
+    constexpr std::string_view kSuffix = ".streams.log";
+    if (!name.ends_with(kSuffix)) continue;
+    name.resize(name.size() - kSuffix.size());
+    cases.push_back(std::move(name));
+  }
+  std::ranges::sort(cases);
+  return cases;
+}
+
+std::map<std::string, std::string> KeysOf(const std::string& line) {
+  std::map<std::string, std::string> keys;
+  std::istringstream words(line);
+  for (std::string word; words >> word;) {
+    const std::size_t equals = word.find('=');
+    if (equals != std::string::npos) keys[word.substr(0, equals)] = word.substr(equals + 1);
+  }
+  return keys;
+}
+
+// By step.
+std::vector<Waits> WaitsOfTheLog(const std::string& text) {
+  std::vector<Waits> steps;
+  std::map<std::string, std::string> recorded_on;  // by event, "kind:unit"
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("step=")) continue;
+    auto keys = KeysOf(line);
+    const auto step = static_cast<std::size_t>(std::stoi(keys["step"]));
+    if (step >= steps.size()) steps.resize(step + 1);
+    if (keys["op"] == "record_event") recorded_on[keys["event"] + ":" + keys["unit"]] = keys["stream"];
+    if (keys["op"] == "wait_stream") steps[step].push_back(keys["waiter"] + " waits for " + keys["on"]);
+    if (keys["op"] == "wait_event") {
+      steps[step].push_back(keys["waiter"] + " waits for " + recorded_on[keys["event"]]);
+    }
+  }
+  return steps;
+}
+
+Waits WaitsOfThePlan(const Plan& plan, std::int32_t step, std::map<EventId, StreamId>& recorded_on) {
+  Waits waits;
+  for (const Trigger& trigger : StepAt(plan, step).triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind == InstructionKind::kRecord) recorded_on[i.event] = i.stream;
+      if (i.kind != InstructionKind::kWait) continue;
+      waits.push_back(plan.streams[i.stream].name + " waits for " + plan.streams[recorded_on[i.event]].name);
+    }
+  }
+  return waits;
+}
+
+class StreamConformanceTest : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(StreamConformanceTest, WaitsForWhatPyTorchWaitsFor) {
+  const std::string name = std::filesystem::path(GetParam()).filename().string();
+  if (!GetParam().starts_with("torch_2.11") && NotPlanned().contains("fsdp2_215/" + name))
+    GTEST_SKIP() << "not planned";
+  const bool old = GetParam().starts_with("torch_2.11/");
+  Result<Recording> recording = ReadRecording(SHARDPLAN_SOURCE_DIR "/tests/conformance/fsdp2_215/" + name);
+  ASSERT_TRUE(recording) << ToString(recording.error());
+  recording->strategy.pytorch = old ? PyTorchVersion::k2_11 : PyTorchVersion::k2_15;
+  const Result<PlannerOutput> planned =
+      MakePlan(recording->trace, recording->strategy, recording->cluster, {.verify = false});
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  const Result<std::string> log = ReadFile(Streams() + GetParam() + ".streams.log");
+  ASSERT_TRUE(log) << ToString(log.error());
+  const std::vector<Waits> expected = WaitsOfTheLog(*log);
+  ASSERT_FALSE(expected.empty());
+  std::map<EventId, StreamId> recorded_on;
+  for (std::size_t step = 0; step < expected.size(); ++step) {
+    ASSERT_GT(expected[step].size(), 10u);
+    EXPECT_EQ(WaitsOfThePlan(planned->plan, static_cast<std::int32_t>(step), recorded_on), expected[step])
+        << "step " << step;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Recordings, StreamConformanceTest, ::testing::ValuesIn(Cases()),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::ranges::replace_if(
+                               name, [](char c) { return c == '/' || c == '.'; }, '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace shardplan::conformance
