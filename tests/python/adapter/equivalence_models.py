@@ -37,6 +37,8 @@ def loss_of(output) -> torch.Tensor:
     for name in ("logits", "last_hidden_state"):
         if hasattr(output, name):
             output = getattr(output, name)
+    if isinstance(output, dict) and "head" in output:
+        return sum(loss_of(output["head"](chunk)) for chunk in output["hidden"].chunk(2))
     if isinstance(output, dict):
         output = tuple(output.values())
     if isinstance(output, (tuple, list)):
@@ -52,7 +54,8 @@ class Mlp(nn.Module):
     """`layers` residual blocks of two Linears between a stem and a head.
 
     used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
-    ("tensor"), with the hidden state ("tuple") or in a dict. frozen: prefixes of FQNs that need no gradient. by_method: blocks of
+    ("tensor"), with the hidden state ("tuple") or in a dict, or none of it: the loss runs the head on chunks of the hidden
+    state ("chunks"). frozen: prefixes of FQNs that need no gradient. by_method: blocks of
     which another method than forward runs, too.
     """
 
@@ -99,6 +102,8 @@ class Mlp(nn.Module):
                 x = layer.encode(x)
         if self.used_twice is not None:
             x = self.layers[self.used_twice](x)
+        if self.outputs == "chunks":
+            return {"hidden": x, "head": self.head}
         y = self.head(x)
         return {"tensor": y, "tuple": (y, x), "dict": {"y": y, "nested": [x]}}[self.outputs]
 

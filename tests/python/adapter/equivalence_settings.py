@@ -46,6 +46,8 @@ def checkpointed(name: str, entry: str, **fields) -> Case:
 
 
 GROUP = [{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2"]}, {"modules": [""]}]
+GROUPED_HEAD = [{"modules": ["layers.0"]}, {"modules": ["layers.1"]}, {"modules": ["layers.2", "head"], "group": True}, {"modules": [""]}]
+CHUNKS = {"outputs": "chunks"}
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 CASES = [
@@ -133,6 +135,11 @@ CASES = [
     case("precision_by_unit", units=[{"modules": ["layers.1"], "mixed_precision": {"param_dtype": "bfloat16", "output_dtype": "float32"}}, {"modules": [""]}]),
     case("group", units=GROUP),
     case("group_last", units=[{"modules": ["layers.*"]}, {"modules": ["head", "stem"], "group": True}, {"modules": [""]}]),
+    case("grouped_head", units=GROUPED_HEAD),
+    case("grouped_head_bf16", units=GROUPED_HEAD, mixed_precision=BF16),
+    case("grouped_head_in_chunks", arguments=CHUNKS, units=GROUPED_HEAD),
+    case("grouped_head_in_chunks_accumulates", arguments=CHUNKS, units=GROUPED_HEAD, program=accumulation()),
+    case("grouped_head_in_chunks_hsdp", arguments=CHUNKS, units=GROUPED_HEAD, ranks=4, mesh=HSDP),
     case("group_one_does_not_run", arguments={"unused": [1]}, units=GROUP),
     case("group_first_does_not_run", arguments={"unused": [0]}, units=GROUP),
     case("group_one_runs_in_a_row", arguments={"in_a_row": 0}, units=GROUP),
