@@ -140,6 +140,11 @@ CASES = [
     case("grouped_head_in_chunks", arguments=CHUNKS, units=GROUPED_HEAD),
     case("grouped_head_in_chunks_accumulates", arguments=CHUNKS, units=GROUPED_HEAD, program=accumulation()),
     case("grouped_head_in_chunks_hsdp", arguments=CHUNKS, units=GROUPED_HEAD, ranks=4, mesh=HSDP),
+    *[
+        case(f"{name}_of_{release}", arguments=arguments, units=GROUPED_HEAD, pytorch=release)
+        for release in ("2.11", "2.15")
+        for name, arguments in (("grouped_head", {}), ("grouped_head_in_chunks", CHUNKS))
+    ],
     case("group_one_does_not_run", arguments={"unused": [1]}, units=GROUP),
     case("group_first_does_not_run", arguments={"unused": [0]}, units=GROUP),
     case("group_one_runs_in_a_row", arguments={"in_a_row": 0}, units=GROUP),
