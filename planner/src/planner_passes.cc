@@ -18,6 +18,7 @@
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan {
 namespace {
@@ -79,6 +80,10 @@ Result<ChosenUnits> RunChooseUnits(const Task& task, Made& made) {
 }
 
 Result<std::optional<SplitTrace>> RunSplitTies(const Task& task, Made& made) {
+  if (RulesOf(task.strategy).shared_parameters_are_refused) {
+    const Status untied = CheckTiesWithinRoots(TraceOf(task, made), *made.units.index, made.units.partition);
+    if (!untied) return std::unexpected(untied.error());
+  }
   return SplitTies(TraceOf(task, made), *made.units.index, made.units.partition);
 }
 

@@ -99,14 +99,24 @@ TEST(PassesTest, ATieIsSplitInTheTraceThatIsHandedOn) {
       });
     }
   }
-  const Result<PassOutput> before = RunPassesUntil("choose_units", trace, {}, ClusterOf(2));
+  const Strategy old = {.pytorch = PyTorchVersion::k2_11};
+  const Result<PassOutput> before = RunPassesUntil("choose_units", trace, old, ClusterOf(2));
   ASSERT_TRUE(before) << ToString(before.error());
-  const Result<PassOutput> made = RunPassesUntil("split_ties", trace, {}, ClusterOf(2));
+  const Result<PassOutput> made = RunPassesUntil("split_ties", trace, old, ClusterOf(2));
   ASSERT_TRUE(made) << ToString(made.error());
   const Result<Trace> split = ParseTrace(made->text);
   ASSERT_TRUE(split) << ToString(split.error());
   EXPECT_EQ(split->parameters.size(), 2u);
   EXPECT_TRUE(split->parameters[1].shared_with.empty());
+
+  // 2.15 refuses two such units under one root, and nothing where each is a root of its own.
+  Strategy refused = {.pytorch = PyTorchVersion::k2_15};
+  const Result<PassOutput> tied = RunPassesUntil("split_ties", trace, refused, ClusterOf(2));
+  ASSERT_FALSE(tied);
+  EXPECT_EQ(tied.error().pointer, "/units");
+  EXPECT_THAT(ToString(tied.error()), HasSubstr("layers.0.weight0 is shared by modules of two units"));
+  refused.fsdp2.shard_root = false;
+  EXPECT_TRUE(RunPassesUntil("split_ties", trace, refused, ClusterOf(2)));
 }
 
 TEST(PassesTest, WhatOthersNeedIsNotSkipped) {

@@ -1,5 +1,7 @@
 #include "units/split_ties.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -303,6 +305,39 @@ class Splitter {
 };
 
 }  // namespace
+
+namespace {
+
+// The outermost unit around a unit's first module.
+UnitId RootOf(const ModelIndex& index, const Partition& partition, UnitId unit) {
+  UnitId root = unit;
+  for (ModuleId m = partition.units[unit].modules.front(); m >= 0; m = index.parent[m]) {
+    if (const UnitId around = partition.unit_of_module[index.canonical[m]]; around >= 0) root = around;
+  }
+  return root;
+}
+
+}  // namespace
+
+Status CheckTiesWithinRoots(const Trace& trace, const ModelIndex& index, const Partition& partition) {
+  for (std::size_t p = 0; p < partition.owners.size(); ++p) {
+    const std::vector<UnitParameterRef>& owners = partition.owners[p];
+    for (std::size_t later = 1; later < owners.size(); ++later) {
+      for (std::size_t earlier = 0; earlier < later; ++earlier) {
+        const UnitId a = owners[earlier].unit, b = owners[later].unit;
+        if (RootOf(index, partition, a) != RootOf(index, partition, b)) continue;
+        return MakeInputError(
+            "/units",
+            fmt::format("PyTorch fails here: the parameter {} is shared by modules of two units",
+                        trace.parameters[p].fqn),
+            fmt::format("{} and {}", DisplayName(partition.units[a].unit.fqn),
+                        DisplayName(partition.units[b].unit.fqn)),
+            "a unit that has both modules, a group");
+      }
+    }
+  }
+  return {};
+}
 
 std::optional<SplitTrace> SplitTies(const Trace& trace, const ModelIndex& index, const Partition& partition) {
   return Splitter(trace, index, partition).Run();

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
 #include "units/model_index.h"
 #include "units/partition.h"
@@ -17,6 +18,9 @@ namespace shardplan {
 // of no unit. Traces without operators: before the last of the unit's modules that
 // name the parameter is done with its inputs, else at the end.
 //
+// Since 2.15 PyTorch refuses two such units under one root (shared_parameters_are_refused):
+// CheckTiesWithinRoots.
+//
 // The trace with a parameter of its own for each unit, under the first of the unit's names for it, and the
 // units that have these.
 struct SplitTrace {
@@ -25,5 +29,8 @@ struct SplitTrace {
 };
 // nullopt: no parameter is in two units, or in one and in a module of none.
 std::optional<SplitTrace> SplitTies(const Trace& trace, const ModelIndex& index, const Partition& partition);
+
+// kBadInput: units under one root share a parameter.
+Status CheckTiesWithinRoots(const Trace& trace, const ModelIndex& index, const Partition& partition);
 
 }  // namespace shardplan

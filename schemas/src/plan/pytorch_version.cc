@@ -11,6 +11,14 @@ namespace shardplan {
 
 std::string_view Name(PyTorchVersion version) { return EnumName(version); }
 
+std::vector<std::string> PyTorchVersions() {
+  return {kEnumNames<PyTorchVersion>.begin(), kEnumNames<PyTorchVersion>.end()};
+}
+
+std::optional<PyTorchVersion> PyTorchFromName(std::string_view name) {
+  return EnumFromName<PyTorchVersion>(name);
+}
+
 std::optional<PyTorchVersion> RecordedPyTorch(std::string_view recorded_with) {
   for (std::size_t v = 0; v < kEnumNames<PyTorchVersion>.size(); ++v) {
     if (recorded_with.starts_with(fmt::format("torch {}.", kEnumNames<PyTorchVersion>[v]))) {

@@ -1,17 +1,22 @@
 #include "tests/schemas/json_schema/json_schema.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "tests/schemas/json_schema/instruction_table.h"
+#include "tests/schemas/json_schema/pytorch_rules_table.h"
 
 namespace shardplan {
 namespace {
@@ -42,6 +47,59 @@ TEST(JsonSchema, TheTableOfInstructionsIsTheInstructionSet) {
   const Result<std::string> page = ReadFile(path);
   ASSERT_TRUE(page.has_value()) << ToString(page.error());
   EXPECT_EQ(*page, WithInstructionTable(*page)) << path << " is not up to date: run dev/update_schemas";
+}
+
+TEST(PyTorchRules, ThePageHasThem) {
+  const std::string path = SHARDPLAN_SOURCE_DIR "/docs/pytorch-versions.md";
+  const Result<std::string> page = ReadFile(path);
+  ASSERT_TRUE(page) << ToString(page.error());
+  EXPECT_EQ(*page, WithPyTorchRulesTable(*page)) << path << " is not up to date: run dev/update_schemas";
+}
+
+// All source text below a folder.
+std::string SourcesOf(const std::string& folder) {
+  std::string text;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(SHARDPLAN_SOURCE_DIR "/" + folder)) {
+    if (entry.path().extension() == ".cc") text += ReadFile(entry.path().string()).value_or("");
+  }
+  return text;
+}
+
+TEST(PyTorchRules, EachIsAskedForAndShown) {
+  const std::string sources = SourcesOf("planner/src") + SourcesOf("schemas/src");
+  for (const PyTorchRule& rule : kPyTorchRules) {
+    EXPECT_NE(sources.find(fmt::format(".{}", rule.name)), std::string::npos)
+        << rule.name << ": nobody asks for it";
+    EXPECT_GT(rule.since, kOldestPyTorch) << rule.name;
+    if (rule.shown_by.empty()) continue;
+    const std::string recording =
+        fmt::format("{}/tests/conformance/{}.log", SHARDPLAN_SOURCE_DIR, rule.shown_by);
+    EXPECT_TRUE(std::filesystem::exists(recording)) << rule.name << ": " << recording;
+  }
+}
+
+TEST(PyTorchRules, AreThoseOfTheReleaseAndPolicy) {
+  const PyTorchRules none;
+  PyTorchRules all;
+  for (const PyTorchRule& rule : kPyTorchRules) all.*rule.rule = true;
+  EXPECT_EQ(RulesOf({.policy = "fsdp2", .pytorch = PyTorchVersion::k2_11}), none);
+  EXPECT_EQ(RulesOf({.policy = "fsdp2", .pytorch = PyTorchVersion::k2_15}), all);
+  EXPECT_EQ(RulesOf({.policy = "fsdp1", .pytorch = PyTorchVersion::k2_15}), none);
+  EXPECT_EQ(RulesOf({.policy = "fsdp2"}), none) << "a plan that names none is of the oldest";
+}
+
+TEST(PyTorchVersions, ATraceSaysWhatIsPlanned) {
+  const auto planned = [](std::optional<PyTorchVersion> given, std::string recorded_with) {
+    Trace trace;
+    trace.recorded_with = std::move(recorded_with);
+    return Name(PlannedPyTorch({.pytorch = given}, trace));
+  };
+  EXPECT_EQ(planned(std::nullopt, "torch 2.11.0; attention auto"), "2.11");
+  EXPECT_EQ(planned(std::nullopt, "torch 2.15.1+cu132"), "2.15");
+  EXPECT_EQ(planned(PyTorchVersion::k2_11, "torch 2.15.0"), "2.11");
+  for (const char* unknown : {"", "torch 2.1.0", "torch 2.110.0", "torch 2.13.0", "hand"}) {
+    EXPECT_EQ(planned(std::nullopt, unknown), Name(kNewestPyTorch)) << unknown;
+  }
 }
 
 // What a field says of itself begins with the kinds that have it, where these are few: "record, wait,

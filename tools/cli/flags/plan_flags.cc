@@ -12,6 +12,7 @@
 #include "flags/mesh_flag.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan::cli {
@@ -218,6 +219,13 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   const std::vector<std::string> policies = PlannerPolicies();
   group.Option("--policy", flags.policy, fmt::format("{}", fmt::join(policies, " or ")))
       ->check(CLI::IsMember(policies));
+  group
+      .Option(
+          "--pytorch", flags.pytorch,
+          fmt::format("The release of PyTorch whose FSDP is planned: {} (default: the one that recorded the "
+                      "trace, else {})",
+                      fmt::join(PyTorchVersions(), " or "), Name(kNewestPyTorch)))
+      ->check(CLI::IsMember(PyTorchVersions()));
   group.Option("--mesh", flags.mesh,
                "Mesh dimensions, outermost first: --mesh replicate=2 shard=8 (default: all ranks shard)");
   group.Option(
@@ -276,6 +284,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
         !s)
       return s;
   }
+  if (flags.pytorch) strategy.pytorch = PyTorchFromName(*flags.pytorch);
   if (flags.limit_all_gathers) strategy.fsdp1.limit_all_gathers = *flags.limit_all_gathers;
   if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
   if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;

@@ -32,6 +32,7 @@ struct PlanFlags {
   std::vector<std::string> checkpoint_save;  // "aten.mm:2", "torchtitan"
   bool compile = false;
   std::optional<std::string> optimizer;
+  std::optional<std::string> pytorch;
   std::optional<std::string> alloc_conf;
   std::optional<std::int64_t> accumulate;
   bool accumulate_without_sync = false;

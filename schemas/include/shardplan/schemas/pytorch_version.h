@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
@@ -13,6 +15,9 @@ namespace shardplan {
 
 // Ascending.
 std::string_view Name(PyTorchVersion version);  // "2.15"
+std::vector<std::string> PyTorchVersions();     // all names
+// Nothing: no release that is planned.
+std::optional<PyTorchVersion> PyTorchFromName(std::string_view name);
 
 // Of the torch that recorded a trace (Trace::recorded_with, "torch 2.11.0; ..."). Nothing: not said, or a
 // release that is not planned.
