@@ -70,12 +70,14 @@ bool IsTraining(PyObject* module) {
   return training && PyObject_IsTrue(training.get()) == 1;
 }
 
-// (args, kwargs) with the unit's changes, or a new reference to None when nothing changed.
-PyObject* PreparedInputs(UnitHooks& hooks, bool full_precision, PyObject* args, PyObject* kwargs) {
+// (args, kwargs) with the unit's changes, or a new reference to None when nothing changed. registers: the
+// unit's post-backward is theirs.
+PyObject* PreparedInputs(UnitHooks& hooks, bool registers, bool full_precision, PyObject* args,
+                         PyObject* kwargs) {
   const bool casts = hooks.options.input_dtype && !full_precision;
   FlatUnit* flat = hooks.runtime->Flat(hooks.options.unit);
   const bool grad = hooks.options.unit >= 0 && at::GradMode::is_enabled();
-  const bool insert_node = grad && flat == nullptr;
+  const bool insert_node = grad && registers && flat == nullptr;
   const bool watch = grad && flat != nullptr && !flat->options().trains && flat->ClaimInputHooks();
   const c10::Device device = hooks.runtime->torch_device();
   const bool moves = !device.is_cpu() && hooks.runtime->IsOutermost(hooks.options.unit);
@@ -119,7 +121,9 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
   }
   // The modules of a group are entered one after the other, in one forward of the unit.
   hooks.runtime->GiveUpInterrupted(hooks.options.modules.size() > 1 ? -1 : hooks.options.unit);
-  if (!hooks.runtime->groups().Enter(hooks.options.unit, hooks.options.modules)) Py_RETURN_NONE;
+  const ModuleGroups::Entered entered =
+      hooks.runtime->groups().Enter(hooks.options.unit, hooks.options.modules);
+  if (!entered.runs_hook) Py_RETURN_NONE;
   if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
     hooks.runtime->Recompute(TriggerKind::kPreForward, hooks.options.unit);
     Py_RETURN_NONE;
@@ -127,38 +131,53 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
   const bool full_precision = hooks.options.full_precision_in_eval && !IsTraining(arguments[0]);
   if (PyErr_Occurred() != nullptr) return nullptr;
   hooks.runtime->PreForward(hooks.options.unit, full_precision);
-  return PreparedInputs(hooks, full_precision, arguments[1], arguments[2]);
+  return PreparedInputs(hooks, entered.registers_inputs, full_precision, arguments[1], arguments[2]);
   END_HANDLE_TH_ERRORS
+}
+
+// The output in its dtype, or a new reference to None when nothing changed. tensors: the output's.
+PyObject* CastOutput(const UnitHooks& hooks, PyObject* output, std::vector<at::Tensor>& tensors) {
+  if (!hooks.options.output_dtype) Py_RETURN_NONE;
+  if (HasOtherContainers(output)) return CastAsPyTorch(output, *hooks.options.output_dtype).release();
+  if (!CastFloatingPoint(tensors, *hooks.options.output_dtype)) Py_RETURN_NONE;
+  return ReplaceTensors(output, tensors).release();
+}
+
+void HookPreBackward(const UnitHooks& hooks, UnitId unit, const std::vector<at::Tensor>& tensors) {
+  const std::int64_t run = hooks.runtime->Runs(unit);
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.requires_grad()) continue;
+    tensor.register_hook(
+        [runtime = hooks.runtime, unit, run](const at::TensorBase&) { runtime->PreBackward(unit, run); });
+  }
 }
 
 // (module, args, output) -> None or the output to return instead
 PyObject* PostForward(PyObject* self, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  if (!hooks.runtime->groups().Leave(hooks.options.unit, arguments[0])) Py_RETURN_NONE;
-  if (hooks.runtime->IsRecomputing(hooks.options.unit)) {
-    hooks.runtime->Recompute(TriggerKind::kPostForward, hooks.options.unit);
+  const UnitId unit = hooks.options.unit;
+  Runtime& runtime = *hooks.runtime;
+  PyObject* output = arguments[2];
+  std::vector<at::Tensor> tensors;
+  if (!runtime.groups().Leave(unit, hooks.options.modules, arguments[0])) {
+    if (!runtime.groups().each_is_cast() || !hooks.options.output_dtype) Py_RETURN_NONE;
+    if (!CollectTensors(output, tensors)) return nullptr;
+    return CastOutput(hooks, output, tensors);
+  }
+  if (runtime.IsRecomputing(unit)) {
+    runtime.Recompute(TriggerKind::kPostForward, unit);
     Py_RETURN_NONE;
   }
-  PyObject* output = arguments[2];
-  hooks.runtime->PostForward(hooks.options.unit);
-  const std::int64_t run = hooks.runtime->Runs(hooks.options.unit);
+  const std::vector<UnitId> completed = runtime.PostForward(unit);
   const bool grad = at::GradMode::is_enabled();
   if (!grad && !hooks.options.output_dtype) Py_RETURN_NONE;
-  std::vector<at::Tensor> tensors;
   if (!CollectTensors(output, tensors)) return nullptr;
   if (grad) {
-    for (const at::Tensor& tensor : tensors) {
-      if (!tensor.requires_grad()) continue;
-      tensor.register_hook([runtime = hooks.runtime, unit = hooks.options.unit, run](const at::TensorBase&) {
-        runtime->PreBackward(unit, run);
-      });
-    }
+    HookPreBackward(hooks, unit, tensors);
+    for (const UnitId other : completed) HookPreBackward(hooks, other, tensors);
   }
-  if (!hooks.options.output_dtype) Py_RETURN_NONE;
-  if (HasOtherContainers(output)) return CastAsPyTorch(output, *hooks.options.output_dtype).release();
-  if (!CastFloatingPoint(tensors, *hooks.options.output_dtype)) Py_RETURN_NONE;
-  return ReplaceTensors(output, tensors).release();
+  return CastOutput(hooks, output, tensors);
   END_HANDLE_TH_ERRORS
 }
 

@@ -46,7 +46,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
                 [this](UnitId unit) { return Reduces(unit); }),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_),
       changes_(*plan_, units_),
-      groups_(plan_->units.size()) {
+      groups_(*plan_) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     // A flat unit may have another one in full precision.
@@ -214,16 +214,24 @@ void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (outermost && !backward_end_queued_) full_precision_forwards_.push_back(full_precision);
 }
 
-void Runtime::PostForward(UnitId unit) {
-  if (unit < 0) return;
+std::vector<UnitId> Runtime::PostForward(UnitId unit) {
+  if (unit < 0) return {};
   ++units_[unit].runs;
-  if (evaluation_root_ != kNoUnit) {
+  const bool evaluates = evaluation_root_ != kNoUnit;
+  if (evaluates) {
     on_demand_.Reshard(unit);
-    if (evaluation_root_ == unit) evaluation_root_ = kNoUnit;
-    return;
+  } else {
+    Pass(TriggerKind::kPostForward, unit);
   }
-  Pass(TriggerKind::kPostForward, unit);
-  if (forward_root_ == unit) forward_root_ = kNoUnit;
+  UnitId& root = evaluates ? evaluation_root_ : forward_root_;
+  if (root != unit) return {};
+  root = kNoUnit;
+  std::vector<UnitId> completed = groups_.Complete(unit);
+  for (const UnitId other : completed) {
+    ++units_[other].runs;
+    if (evaluates) on_demand_.Reshard(other);
+  }
+  return completed;
 }
 
 void Runtime::Recompute(TriggerKind kind, UnitId unit) {
@@ -245,10 +253,12 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
   Pass(TriggerKind::kPreBackward, unit);
   state.in_backward = true;
   state.backward_begun = true;
+  groups_.InBackward(unit);
 }
 
 void Runtime::PostBackward(UnitId unit) {
   units_[unit].in_backward = false;
+  groups_.InBackward(unit);
   Pass(TriggerKind::kPostBackward, unit);
 }
 
@@ -279,7 +289,7 @@ void Runtime::BackwardEnd() {
     unit.backward_begun = false;
     if (unit.flat) unit.flat->Finish();
   }
-  if (forgets) groups_.Forget();
+  groups_.EndBackward(forgets);
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
   // Where nobody sees the optimizer, the step is over with its last backward.

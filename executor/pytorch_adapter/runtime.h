@@ -89,7 +89,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
     return unit < 0 || forward_root_ == unit || evaluation_root_ == unit;
   }
   c10::Device torch_device() const { return device_->torch_device(); }
-  void PostForward(UnitId unit);
+  // Returns the units that are left with it, the forward's outermost; see [Note: groups].
+  std::vector<UnitId> PostForward(UnitId unit);
   // run: of which forward of the unit, as Runs() counted it then.
   void PreBackward(UnitId unit, std::int64_t run);
   // Forwards of the unit that have been left.

@@ -12,6 +12,8 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/schemas/verifier.h"
 
 namespace shardplan::python {
@@ -30,6 +32,13 @@ std::vector<std::string> VerifyPlan(const Plan& plan) {
   std::vector<std::string> explanations;
   for (const Violation& violation : Verify(plan)) explanations.push_back(Explain(plan, violation));
   return explanations;
+}
+
+// The release of PyTorch that the plan follows. Nothing: its policy is the same in all that are planned.
+std::optional<std::string> ReleaseOf(const Plan& plan) {
+  const auto is_of_policy = [&](const PyTorchRule& rule) { return rule.policy == plan.strategy.policy; };
+  if (std::ranges::none_of(kPyTorchRules, is_of_policy)) return std::nullopt;
+  return std::string(Name(PyTorchOfPlan(plan.strategy)));
 }
 
 // Warnings; ValueError when the plan is not to be used.
@@ -114,6 +123,7 @@ void BindPlan(py::module_& module) {
       .def_readonly("mesh", &Plan::mesh)
       .def_readonly("units", &Plan::units)
       .def_property_readonly("digest", [](const Plan& plan) { return Digest(ToJson(plan)); })
+      .def_property_readonly("pytorch", &ReleaseOf)
       .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })
       .def_property_readonly("cluster_json", [](const Plan& plan) { return ToJson(plan.cluster); })
       .def_readonly("communicators", &Plan::communicators)

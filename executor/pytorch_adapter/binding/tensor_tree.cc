@@ -35,6 +35,28 @@ PyRef FlattenWithPytree(PyObject* object) {
   return PyRef::Steal(PyObject_CallOneArg(flatten, object));
 }
 
+// FSDP2's own walk, of the tensors that require a gradient. Null members: the installed torch asks pytree.
+struct OwnWalk {
+  PyObject* collect = nullptr;  // these live as long as the interpreter
+  PyObject* replace = nullptr;
+};
+
+OwnWalk FindOwnWalk() {
+  OwnWalk walk;
+  const PyRef common = PyRef::Steal(PyImport_ImportModule("torch.distributed.fsdp._common_utils"));
+  if (common) {
+    walk.collect = PyObject_GetAttrString(common.get(), "collect_grad_tensors");
+    if (walk.collect != nullptr) walk.replace = PyObject_GetAttrString(common.get(), "replace_grad_tensors");
+  }
+  PyErr_Clear();
+  return walk.replace != nullptr ? walk : OwnWalk();
+}
+
+const OwnWalk& TheOwnWalk() {
+  static const OwnWalk walk = FindOwnWalk();
+  return walk;
+}
+
 // A leaf of pytree flattens to itself: not a container that we could look into.
 bool IsPytreeLeaf(PyObject* flattened, PyObject* object) {
   PyObject* leaves = PyTuple_GetItem(flattened, 0);
@@ -42,6 +64,14 @@ bool IsPytreeLeaf(PyObject* flattened, PyObject* object) {
 }
 
 bool CollectOther(PyObject* object, std::vector<at::Tensor>& tensors) {
+  if (PyObject* collect = TheOwnWalk().collect; collect != nullptr) {
+    const PyRef found = PyRef::Steal(PyObject_CallOneArg(collect, object));
+    if (!found) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(found.get()); ++i) {
+      tensors.push_back(THPVariable_Unpack(PyTuple_GetItem(found.get(), i)));
+    }
+    return true;
+  }
   PyRef flattened = FlattenWithPytree(object);
   if (!flattened) return false;
   if (IsPytreeLeaf(flattened.get(), object)) return true;
@@ -114,7 +144,20 @@ class Replacer {
     return changed ? copy : PyRef::Borrow(object);
   }
 
+  PyRef ReplaceAsPyTorch(const OwnWalk& walk, PyObject* object) {
+    const PyRef found = PyRef::Steal(PyObject_CallOneArg(walk.collect, object));
+    if (!found) return {};
+    const PyRef replaced =
+        ReplaceSequence(found.get(), PyTuple_Size, PyTuple_GetItem, PyTuple_New, PyTuple_SetItem);
+    if (!replaced) return {};
+    if (replaced.get() == found.get()) return PyRef::Borrow(object);
+    const PyRef next = PyRef::Steal(PyObject_GetIter(replaced.get()));
+    return next ? PyRef::Steal(PyObject_CallFunctionObjArgs(walk.replace, object, next.get(), nullptr))
+                : PyRef();
+  }
+
   PyRef ReplaceOther(PyObject* object) {
+    if (const OwnWalk& walk = TheOwnWalk(); walk.collect != nullptr) return ReplaceAsPyTorch(walk, object);
     PyRef flattened = FlattenWithPytree(object);
     if (!flattened) return {};
     if (IsPytreeLeaf(flattened.get(), object)) return PyRef::Borrow(object);

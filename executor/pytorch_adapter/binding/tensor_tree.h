@@ -1,5 +1,6 @@
-// The tensors inside a module's arguments and outputs: nested tuples, lists and dicts are walked here;
-// anything that torch's pytree registry knows besides (ModelOutput, named tuples, caches) is handed to
+// The tensors inside a module's arguments and outputs: nested tuples, lists and dicts are walked here.
+// Anything else is handed to FSDP2's own walk, where the installed torch has one (since 2.15: named tuples,
+// dataclasses and subclasses of those containers; their tensors that require a gradient are found), or to
 // torch.utils._pytree.
 #pragma once
 

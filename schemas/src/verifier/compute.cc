@@ -118,6 +118,8 @@ void Compute::Pass(const Trigger& trigger) {
                        std::ranges::find(entered_, trigger.unit) != entered_.end();
     if (!again) entered_.push_back(trigger.unit);
   }
+  // Of a group that the loss runs a part of, nothing else says that it is left.
+  if (one_by_one && trigger.kind == TriggerKind::kBackwardEnd) entered_.clear();
   if (trigger.kind != TriggerKind::kPostForward) return;
   const auto left = std::find(entered_.rbegin(), entered_.rend(), trigger.unit);
   if (left == entered_.rend()) return;

@@ -45,9 +45,11 @@ class PlanShop:
             )
         return self._traces[key]
 
-    def plan(self, name: str, ranks: int) -> str:
+    def plan(self, name: str, ranks: int, release: str | None = None) -> str:
+        """release: of PyTorch; None: the installed one."""
         case = CASES[name]
-        path = self._folder / f"{name}_{ranks}.json"
+        path = self._folder / f"{name}_{ranks}{f'_of_{release}' if release else ''}.json"
         if not path.exists():
-            make_plan.make_plan(self._folder, self._trace(case), ranks, path.stem, *knobs(case))
+            of_release = ["--pytorch", release] if release else []
+            make_plan.make_plan(self._folder, self._trace(case), ranks, path.stem, *knobs(case), *of_release)
         return str(path)

@@ -359,6 +359,16 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
     return compare_training(case, ours, theirs, whole_parameters)
 
 
+def said_by_fsdp2(case: Case) -> str:
+    """On a rank: the error of a first forward under FSDP2."""
+    args, kwargs = inputs_of(case.model, 0)
+    try:
+        with_fsdp2(case, make_model(case), make_mesh(case))(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "trains"
+
+
 def compare_all(cases: list[Case], plans: dict[str, str], compare=compare) -> dict[str, tuple]:
     """On a rank: case name -> ("difference", how large, of what) or ("raised", message, traceback).
 

@@ -37,6 +37,8 @@ def loss_of(output) -> torch.Tensor:
     for name in ("logits", "last_hidden_state"):
         if hasattr(output, name):
             output = getattr(output, name)
+    if isinstance(output, dict) and "head" in output:
+        return sum(loss_of(output["head"](chunk)) for chunk in output["hidden"].chunk(2))
     if isinstance(output, dict):
         output = tuple(output.values())
     if isinstance(output, (tuple, list)):
@@ -52,8 +54,9 @@ class Mlp(nn.Module):
     """`layers` residual blocks of two Linears between a stem and a head.
 
     used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
-    ("tensor"), with the hidden state ("tuple") or in a dict. frozen: prefixes of FQNs that need no gradient. by_method: blocks of
-    which another method than forward runs, too.
+    ("tensor"), with the hidden state ("tuple") or in a dict, or none of it: the loss runs the head on chunks of the hidden
+    state ("chunks"). frozen: prefixes of FQNs that need no gradient. by_method: blocks of
+    which another method than forward runs, too. boxed: blocks hand each other a dataclass.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Mlp(nn.Module):
         bare_root: bool = False,
         recomputed: tuple[int, ...] = (),
         by_method: tuple[int, ...] = (),
+        boxed: bool = False,
     ) -> None:
         super().__init__()
         self.stem = nn.Linear(7, width, bias=bias)
@@ -80,7 +84,7 @@ class Mlp(nn.Module):
         if tied:
             self.layers[-1].up.weight = self.layers[0].up.weight
         self.used_twice, self.unused, self.outputs, self.recomputed = used_twice, unused, outputs, recomputed
-        self.in_a_row, self.by_method = in_a_row, by_method
+        self.in_a_row, self.by_method, self.boxed = in_a_row, by_method, boxed
         for name, parameter in self.named_parameters():
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
@@ -89,6 +93,7 @@ class Mlp(nn.Module):
         x = self.stem(x)
         if self.scale is not None:
             x = x * self.scale
+        x = Box(x) if self.boxed else x
         for index, layer in enumerate(self.layers):
             if index in self.unused:
                 continue
@@ -99,8 +104,17 @@ class Mlp(nn.Module):
                 x = layer.encode(x)
         if self.used_twice is not None:
             x = self.layers[self.used_twice](x)
+        x = x.hidden if self.boxed else x
+        if self.outputs == "chunks":
+            return {"hidden": x, "head": self.head}
         y = self.head(x)
         return {"tensor": y, "tuple": (y, x), "dict": {"y": y, "nested": [x]}}[self.outputs]
+
+
+@dataclasses.dataclass
+class Box:
+    hidden: torch.Tensor
+    says: str = "nothing"
 
 
 class Layer(nn.Module):
@@ -112,7 +126,9 @@ class Layer(nn.Module):
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Box) -> torch.Tensor | Box:
+        if isinstance(x, Box):
+            return Box(x.hidden + self.down(F.gelu(self.up(self.norm(x.hidden)))))
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:

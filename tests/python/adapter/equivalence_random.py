@@ -12,7 +12,7 @@ import tempfile
 
 from equivalence import Case, compare, compare_on_ranks, verdict
 from equivalence_models import ROOT
-from equivalence_settings import BOTH, END, HSDP, TWO, micro, setter
+from equivalence_settings import BOTH, END, HSDP, TIES_ARE_REFUSED, TWO, micro, setter
 
 DTYPES = [None, None, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"reduce_dtype": "float64"}]
 
@@ -104,6 +104,8 @@ def make_case(seed: int) -> Case:
     ranks = draw.choice([2, 2, 3, 4])
     shape = draw.choice(["layers", "layers", "nested", "group", "some", "root"])
     arguments = random_arguments(draw, True, _freezable)
+    if TIES_ARE_REFUSED and shape != "root":
+        arguments.pop("tied", None)
     strategy: dict = {"units": _units(draw, shape, arguments["layers"])}
     hsdp = ranks == 4 and draw.random() < 0.6
     if hsdp:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
+from torch.distributed.fsdp import _common_utils
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
 TWO = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}]
@@ -46,9 +48,29 @@ def checkpointed(name: str, entry: str, **fields) -> Case:
 
 
 GROUP = [{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2"]}, {"modules": [""]}]
+GROUPED_HEAD = [{"modules": ["layers.0"]}, {"modules": ["layers.1"]}, {"modules": ["layers.2", "head"], "group": True}, {"modules": [""]}]
+CHUNKS = {"outputs": "chunks"}
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
+# Of modules of two units: FSDP2 refuses them since 2.15.
+TIES_ARE_REFUSED = hasattr(FSDPState, "_validate_no_duplicate_params")
+LOOKS_INTO_DATACLASSES = hasattr(_common_utils, "collect_grad_tensors")  # FSDP2's hooks, since 2.15
+TIED_ACROSS_UNITS = [
+    case("tied_across_units", arguments={"tied": True}),
+    case("tied_across_units_bf16", arguments={"tied": True}, mixed_precision=BF16, program=[[*micro(0), *micro(1), *END]]),
+    case("tied_gpt_across_units", model="gpt", units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}]),
+]
+
+# The loss runs a part of a group: FSDP2 trains it since 2.15.
+COMPLETES_GROUPS = hasattr(FSDPState, "_force_complete_incomplete_states")
+GROUPED_HEAD_IN_CHUNKS = [
+    case("grouped_head_in_chunks", arguments=CHUNKS, units=GROUPED_HEAD),
+    case("grouped_head_in_chunks_accumulates", arguments=CHUNKS, units=GROUPED_HEAD, program=accumulation()),
+    case("grouped_head_in_chunks_hsdp", arguments=CHUNKS, units=GROUPED_HEAD, ranks=4, mesh=HSDP),
+]
+
 CASES = [
+    *([] if TIES_ARE_REFUSED else TIED_ACROSS_UNITS),
     case("default"),
     case("default_3", ranks=3),
     case("hsdp", ranks=4, mesh=HSDP),
@@ -133,6 +155,10 @@ CASES = [
     case("precision_by_unit", units=[{"modules": ["layers.1"], "mixed_precision": {"param_dtype": "bfloat16", "output_dtype": "float32"}}, {"modules": [""]}]),
     case("group", units=GROUP),
     case("group_last", units=[{"modules": ["layers.*"]}, {"modules": ["head", "stem"], "group": True}, {"modules": [""]}]),
+    case("grouped_head", units=GROUPED_HEAD),
+    case("grouped_head_bf16", units=GROUPED_HEAD, mixed_precision=BF16),
+    *[case(f"grouped_head_of_{release}", units=GROUPED_HEAD, pytorch=release) for release in ("2.11", "2.15")],
+    *(GROUPED_HEAD_IN_CHUNKS if COMPLETES_GROUPS else []),
     case("group_one_does_not_run", arguments={"unused": [1]}, units=GROUP),
     case("group_first_does_not_run", arguments={"unused": [0]}, units=GROUP),
     case("group_one_runs_in_a_row", arguments={"in_a_row": 0}, units=GROUP),
@@ -146,6 +172,7 @@ CASES = [
     checkpointed("group_checkpointed_in_a_row", "layers.*", arguments={"in_a_row": 0}, units=GROUP),
     checkpointed("checkpoint_unit_used_twice", "layers.*", arguments={"used_twice": 0}),
     case("checkpoint_call_outside_used_twice", arguments={"recomputed": [0, 1, 2], "used_twice": 0}),
+    *([case("dataclasses", arguments={"boxed": True}), case("dataclasses_bf16", arguments={"boxed": True}, mixed_precision=BF16)] if LOOKS_INTO_DATACLASSES else []),
     case("nested", units=[{"modules": ["layers.*.up"]}, {"modules": ["layers.*"]}, {"modules": [""]}]),
     case("root_without_parameters", arguments={"bare_root": True}, units=[{"modules": ["stem"]}, {"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}]),
     case("root_alone", units=[{"modules": [""]}]),
@@ -153,10 +180,7 @@ CASES = [
     case("partly_frozen", arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
     case("partly_frozen_bf16", mixed_precision=BF16, arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
     case("tied_in_a_group", arguments={"tied": True}, units=[{"modules": ["layers.0", "layers.2"], "group": True}, {"modules": [""]}]),
-    case("tied_across_units", arguments={"tied": True}),
-    case("tied_across_units_bf16", arguments={"tied": True}, mixed_precision=BF16, program=[[*micro(0), *micro(1), *END]]),
     case("tied_gpt", model="gpt"),
-    case("tied_gpt_across_units", model="gpt", units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}]),
     case("untied_gpt", model="gpt", arguments={"tied": False, "layers": 2, "width": 36}),
     case("used_twice", arguments={"used_twice": 1}),
     case("forward_method", arguments={"by_method": [0, 2]}),

@@ -5,6 +5,7 @@ import json
 
 import adapter_agreement as scenarios
 import pytest
+import torch
 from adapter_workers import run_on_ranks
 from test_adapter import plans  # noqa: F401  (a fixture)
 from test_adapter_errors import returned
@@ -61,6 +62,15 @@ def test_verify_false_applies_with_a_warning(plan, tmp_path):
     path = edited(plan, remove("free"), tmp_path)
     for said in returned(run_on_ranks(2, tmp_path / "ranks", scenarios.apply_plan, path, {"verify": False})):
         assert said.startswith("applied") and "not verified" in said
+
+
+def test_a_plan_of_another_release_warns_once_and_names_both(plans, tmp_path):  # noqa: F811
+    installed = ".".join(torch.__version__.split(".")[:2])
+    own, other = (plans.plan("default", 2, release) for release in (installed, "2.11" if installed != "2.11" else "2.15"))
+    for of_own, of_other in returned(run_on_ranks(2, tmp_path / "ranks", scenarios.apply_plans, [own, other])):
+        assert of_own == "applied"
+        assert of_other.count("warned") == 1 and "FSDP of PyTorch" in of_other, of_other
+        assert "2.11" in of_other and f"PyTorch {installed} is installed" in of_other, of_other
 
 
 def test_ranks_with_different_plans_are_named(plans, plan, tmp_path):  # noqa: F811

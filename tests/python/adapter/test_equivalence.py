@@ -4,13 +4,15 @@ Both run live on the same ranks (equivalence.py). One set of processes runs all 
 """
 
 import pytest
+from adapter_workers import run_on_ranks
 from conftest import build_folder
-from equivalence import compare_on_ranks, verdict
+from equivalence import compare_on_ranks, said_by_fsdp2, verdict
 from equivalence_families import CASES as FAMILIES
 from equivalence_plans import make_plans
 from equivalence_random import make_case
 from equivalence_random import run as run_random
 from equivalence_settings import CASES as SETTINGS
+from equivalence_settings import TIED_ACROSS_UNITS, TIES_ARE_REFUSED
 
 ALL = [*SETTINGS, *FAMILIES]
 
@@ -39,6 +41,15 @@ def test_setting(results, case):
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_family(results, case):
     assert verdict(case, results(case.ranks)) == ""
+
+
+@pytest.mark.skipif(not TIES_ARE_REFUSED, reason="the installed FSDP2 trains a copy in each unit: test_setting")
+@pytest.mark.parametrize("case", TIED_ACROSS_UNITS, ids=lambda case: case.name)
+def test_ties_across_units_are_refused_as_fsdp2_refuses_them(case, tmp_path):
+    with pytest.raises(RuntimeError, match="the parameter [a-z0-9.]+ is shared by modules of two units"):
+        make_plans([case], tmp_path / "plans", build_folder())
+    for outcome in run_on_ranks(case.ranks, tmp_path / "ranks", said_by_fsdp2, case):
+        assert outcome[0] == "returned" and "is shared with a parameter already managed by another FSDP group" in outcome[1], outcome
 
 
 SEEDS = range(6)  # more: tools/nightly --only adapter

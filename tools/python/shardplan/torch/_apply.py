@@ -7,6 +7,7 @@ import datetime
 import os
 import warnings
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,6 +48,18 @@ def check_for_use(plan, verify: bool) -> None:
         raise PlanError(str(error)) from None
     for fault in faults:
         warnings.warn(f"shardplan: the plan has a fault because PyTorch has it: {fault}", stacklevel=3)
+
+
+def check_release(plan) -> None:
+    """A plan of another release than the installed one is followed all the same: the hooks fire as the plan's release has it."""
+    installed = ".".join(torch.__version__.split(".")[:2])
+    if plan.pytorch in (None, installed):
+        return
+    warnings.warn(
+        f"shardplan: the plan follows FSDP of PyTorch {plan.pytorch}, and PyTorch {installed} is installed: schedule, memory and "
+        f"numbers will be those of {plan.pytorch} (a strategy's `pytorch` names the release)",
+        stacklevel=3,
+    )
 
 
 def _mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
@@ -163,6 +176,7 @@ def apply(
         if not isinstance(plan, native.Plan):
             plan = load_plan(plan)
         check_for_use(plan, verify)
+        check_release(plan)
         by_fqn = untied(plan, parameters_of(model))
         check_model(plan, model, by_fqn)
         device = check_placement(by_fqn, mesh)

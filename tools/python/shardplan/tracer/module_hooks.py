@@ -12,8 +12,8 @@ import sys
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardplan.tracer.containers import tensors_in, with_grad_tensors
 from shardplan.tracer.local_tensors import note_partial_gradient
 from shardplan.tracer.module_tree import ModuleTree
 from shardplan.tracer.operators import dtype_name
@@ -100,23 +100,21 @@ class ModuleHooks:
         if recorder.in_backward():
             self._enter_recomputation(module_id)
             return None
-        leaves, spec = tree_flatten((args, kwargs))
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = tensors_in((args, kwargs))
         recorder.emit(["enter", module_id, [self.tensor_id(t) for t in found]])
         occurrence = self._counts.get(module_id, 0)
         self._counts[module_id] = occurrence + 1
         self._calls.setdefault(module_id, []).append(occurrence)
         recorder.module_stack.append(module_id)
         recorder.mark_nodes()
-        needing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        needing = [tensor for tensor in found if tensor.requires_grad]
         if not (needing and has_parameters and self._mark_inputs and torch.is_grad_enabled()):
             return None
         done = functools.partial(self._inputs_done, module_id, occurrence, self._position)
-        marked = _Identity.apply(done, *(leaves[i] for i in needing))
-        for i, tensor in zip(needing, marked):
-            self._name(tensor, self.tensor_id(leaves[i]))
-            leaves[i] = tensor
-        return tree_unflatten(leaves, spec)
+        marked = _Identity.apply(done, *needing)
+        for tensor, before in zip(marked, needing):
+            self._name(tensor, self.tensor_id(before))
+        return with_grad_tensors((args, kwargs), list(marked))
 
     def _after(self, module_id: int, _module: nn.Module, _args, output):
         recorder = self._recorder
@@ -124,7 +122,7 @@ class ModuleHooks:
             self._leave_recomputation(stopped=output is None and sys.exc_info()[0] is not None)
             return
         occurrence = self._calls[module_id].pop()
-        found = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        found = tensors_in(output)
         recorder.emit(["exit", module_id, [self.tensor_id(t) for t in found]])
         recorder.module_stack.pop()
         recorder.mark_nodes()
