@@ -147,8 +147,10 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .rule = &PyTorchRules::partial_sums_are_awaited,
      .since = PyTorchVersion::k2_15,
      .policy = "fsdp2",
-     .before = "the reduce-scatter stream waits for the gradients alone where a partial sum waits for its all-reduce",
-     .now = "it waits for the compute stream before the copy-in, too: the partial sum may be cast or repacked on it",
+     .before = "the reduce-scatter stream waits for the gradients alone where a partial sum waits for its "
+               "all-reduce",
+     .now = "it waits for the compute stream before the copy-in, too: the partial sum may be cast or "
+            "repacked on it",
      .where = "FSDPParamGroup.post_backward",
      .shown_by = "fsdp2_215/gptish_hsdp_accum_noallreduce_2x2"},
 });
