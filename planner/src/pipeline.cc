@@ -109,9 +109,10 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
                       const PlanOptions& options) {
   if (Status s = CheckSkipped(options); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckTrace(trace); !s) return std::unexpected(std::move(s.error()));
-  if (Status s = CheckKnobs(WithPyTorch(strategy, trace)); !s) return std::unexpected(std::move(s.error()));
+  Strategy planned = WithPyTorch(strategy, trace);
+  if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
-  return Task{trace, WithPyTorch(strategy, trace), cluster, FindPolicy(strategy.policy)};
+  return Task{trace, std::move(planned), cluster, FindPolicy(strategy.policy)};
 }
 
 }  // namespace

@@ -62,10 +62,11 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
 
 Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (!checked_) return std::unexpected(checked_.error());
-  if (Status s = CheckKnobs(WithPyTorch(strategy, trace_)); !s) return std::unexpected(std::move(s.error()));
+  Strategy planned = WithPyTorch(strategy, trace_);
+  if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   Result<RewrittenTrace> recomputing = Recomputing(strategy.checkpoint);
   if (!recomputing) return std::unexpected(std::move(recomputing.error()));
-  const Task task{trace_, WithPyTorch(strategy, trace_), cluster_, FindPolicy(strategy.policy), false};
+  const Task task{trace_, std::move(planned), cluster_, FindPolicy(strategy.policy), false};
   const PlanOptions options{.verify = false,
                             .skip = {"apply_checkpointing", "build_graph", "linearise", "digest"}};
   Made made{.rewritten = *std::move(recomputing), .units = {.index = index_, .partition = {}}};

@@ -1,7 +1,7 @@
 #include "passes/group_forwards.h"
 
 #include <algorithm>
-#include <ranges>
+#include <functional>
 
 namespace shardplan {
 
@@ -65,10 +65,6 @@ void GroupForwards::BackwardEnd(bool is_last_backward) {
   in_forward_.assign(in_forward_.size(), false);
   root_ = -1;
   final_callback_queued_ = false;
-}
-
-bool GroupForwards::operator==(const GroupForwards& other) const {
-  return to_run_ == other.to_run_ && in_forward_ == other.in_forward_ && root_ == other.root_;
 }
 
 }  // namespace shardplan

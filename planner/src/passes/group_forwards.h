@@ -34,7 +34,7 @@ class GroupForwards {
   void PostBackward(UnitId unit);
   void BackwardEnd(bool is_last_backward);
 
-  bool operator==(const GroupForwards& other) const;
+  bool operator==(const GroupForwards&) const = default;
 
  private:
   const Partition* partition_;

@@ -304,10 +304,6 @@ class Splitter {
   std::set<StorageId> summed_;
 };
 
-}  // namespace
-
-namespace {
-
 // The outermost unit around a unit's first module.
 UnitId RootOf(const ModelIndex& index, const Partition& partition, UnitId unit) {
   UnitId root = unit;

@@ -122,10 +122,10 @@ std::string TablesOfRanks(const Plan& plan, const Unit& unit) {
 std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   const PolicyKnobs* policy = KnownPolicy(plan);
   if (policy == nullptr) return {};
+  const PyTorchRules rules = RulesOf(plan.strategy);
   std::vector<std::string> expected;
   for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
-    const PyTorchRules rules = RulesOf(plan.strategy);
     const DType reduced = AskedReduceDType(mixed, unit.orig_dtype, computed, rules);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
       return ComputeDType(unit, parameter) == AskedParamDType(mixed, parameter, rules);

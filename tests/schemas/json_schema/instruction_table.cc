@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "shardplan/schemas/instruction_set.h"
+#include "tests/schemas/json_schema/page_table.h"
 
 namespace shardplan {
 namespace {
@@ -46,15 +47,11 @@ std::string_view Words(Place place) {
 }  // namespace
 
 std::string WithInstructionTable(std::string_view page) {
-  const std::size_t begin = page.find("| kind | where |");
-  const std::size_t end = page.find("\n\n", begin);
-  if (begin == std::string_view::npos || end == std::string_view::npos) return "";
   std::string table = "| kind | where | operands | what it does |\n|---|---|---|---|\n";
   for (const InstructionDescription& is : kInstructionSet) {
     table += fmt::format("| `{}` | {} | {} | {} |\n", is.name, Words(is.place), Operands(is), is.says);
   }
-  table.pop_back();
-  return std::string(page.substr(0, begin)) + table + std::string(page.substr(end));
+  return WithTable(page, "| kind | where |", table);
 }
 
 }  // namespace shardplan

@@ -254,11 +254,17 @@ void FsdpParamGroup::SetPostReduceEvent(StreamId stream, EventId event) {
 
 void FsdpParamGroup::WaitForPostBackward() {
   ProgramBuilder& program = scope_.program();
-  if (state_.post_reduce_event >= 0) program.Wait(std::exchange(state_.post_reduce_event, -1), kCompute);
+  if (state_.post_reduce_event >= 0) program.Wait(state_.post_reduce_event, kCompute);
+  if (state_.all_reduce_state) program.Wait(state_.all_reduce_state->event, kCompute);
+  DropReduced();
+}
+
+// The compute stream has waited for this group's reduction, or for a later one on the same stream.
+void FsdpParamGroup::DropReduced() {
+  state_.post_reduce_event = -1;
   if (!state_.all_reduce_state) return;
-  const AllReduceState all_reduce = *std::exchange(state_.all_reduce_state, std::nullopt);
-  program.Wait(all_reduce.event, kCompute);
-  program.Free(all_reduce.input, comm_ctx().reduce_scatter_stream());
+  scope_.program().Free(std::exchange(state_.all_reduce_state, std::nullopt)->input,
+                        comm_ctx().reduce_scatter_stream());
 }
 
 Status FsdpParamGroup::FinalizeByUser() {
@@ -284,14 +290,6 @@ Status FsdpParamGroup::FinalizeByUser() {
 std::size_t FsdpParamGroup::ReduceScatterMaxInputBuffers() const {
   return scope_.rules().one_cap_for_all_units ? comm_ctx().state().reduce_scatter_max_input_buffers
                                               : state_.settings.reduce_scatter_max_input_buffers;
-}
-
-// The compute stream has waited for the last reduction of each stream.
-void FsdpParamGroup::DropReduced() {
-  state_.post_reduce_event = -1;
-  if (!state_.all_reduce_state) return;
-  scope_.program().Free(std::exchange(state_.all_reduce_state, std::nullopt)->input,
-                        comm_ctx().reduce_scatter_stream());
 }
 
 void FsdpParamGroup::FinalizeBackward() {

@@ -11,27 +11,6 @@
 
 namespace shardplan::fsdp2 {
 
-FsdpState::FsdpState(const UnitScope& scope, const ParamGroupSettings& settings,
-                     OptimizerMemory* optimizer_in_backward, FaultList& faults)
-    : scope_(scope), faults_(faults), own_comm_ctx_(scope.program()) {
-  state_.auto_reshard_after_forward = !scope.choice().reshard_given;
-  state_.state_ctx = &own_state_ctx_;
-  state_.comm_ctx = &own_comm_ctx_;
-  if (!scope.unit().parameters.empty()) {
-    group_.emplace(scope_, settings, own_comm_ctx_, optimizer_in_backward, faults);
-  }
-}
-
-void FsdpState::ShareCommContext(FsdpCommContext& comm_ctx) {
-  state_.comm_ctx = &comm_ctx;
-  if (group_) group_->SetCommContext(comm_ctx);
-}
-
-void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
-  state_.auto_reshard_after_forward = false;
-  if (group_) group_->settings().post_forward_ranks = ranks;
-}
-
 namespace {
 
 void KeepFirst(std::vector<FsdpState*>& states) {
@@ -54,6 +33,27 @@ std::size_t LargestCap(const std::vector<FsdpState*>& states) {
 }
 
 }  // namespace
+
+FsdpState::FsdpState(const UnitScope& scope, const ParamGroupSettings& settings,
+                     OptimizerMemory* optimizer_in_backward, FaultList& faults)
+    : scope_(scope), faults_(faults), own_comm_ctx_(scope.program()) {
+  state_.auto_reshard_after_forward = !scope.choice().reshard_given;
+  state_.state_ctx = &own_state_ctx_;
+  state_.comm_ctx = &own_comm_ctx_;
+  if (!scope.unit().parameters.empty()) {
+    group_.emplace(scope_, settings, own_comm_ctx_, optimizer_in_backward, faults);
+  }
+}
+
+void FsdpState::ShareCommContext(FsdpCommContext& comm_ctx) {
+  state_.comm_ctx = &comm_ctx;
+  if (group_) group_->SetCommContext(comm_ctx);
+}
+
+void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
+  state_.auto_reshard_after_forward = false;
+  if (group_) group_->settings().post_forward_ranks = ranks;
+}
 
 Status FsdpState::LazyInit(const ModuleStates& model) {
   SHARDPLAN_ASSERT(!lazily_initialised(), "a state is initialised once");

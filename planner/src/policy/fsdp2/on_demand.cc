@@ -5,7 +5,6 @@
 
 #include "policy/fsdp2/fsdp_param_group.h"
 #include "shardplan/schemas/layout.h"
-#include "shardplan/schemas/precision.h"
 
 namespace shardplan::fsdp2 {
 namespace {
@@ -33,7 +32,7 @@ class Emitter {
     if (Status s = Gather(); !s) return s;
     if (trained_.empty()) return {};
     if (Status s = Reduce(ProcedureKind::kReduce, {.grads = trained_, .accumulated = {}}); !s) return s;
-    if (AccumulatesInOtherDType(scope_.unit())) {
+    if (!cast_.empty()) {
       Accumulate(ProcedureKind::kAccumulate, {.grads = trained_, .accumulated = {}});
       Accumulate(ProcedureKind::kAccumulateAgain, {.grads = trained_, .accumulated = cast_});
       const Status both =

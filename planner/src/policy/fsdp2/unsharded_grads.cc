@@ -21,11 +21,13 @@ BufferId UnshardedGrads::GradBuffer(const std::set<std::int32_t>& parameters, bo
     parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(dtype)});
   }
   const BufferRole role = accumulated ? BufferRole::kGradUnshardedAccumulated : BufferRole::kGradUnsharded;
-  const bool single = parameters.size() == 1 && unit.parameters.size() > 1;
-  return scope_.Buffer(role, dtype, std::move(parts), {parameters.begin(), parameters.end()},
-                       single                                     ? fmt::format("p{}", *parameters.begin())
-                       : dtype == unit.param_dtype || accumulated ? ""
-                                                                  : std::string(Name(dtype)));
+  std::string suffix;
+  if (parameters.size() == 1 && unit.parameters.size() > 1) {
+    suffix = fmt::format("p{}", *parameters.begin());
+  } else if (!accumulated && dtype != unit.param_dtype) {
+    suffix = Name(dtype);
+  }
+  return scope_.Buffer(role, dtype, std::move(parts), {parameters.begin(), parameters.end()}, suffix);
 }
 
 DType UnshardedGrads::GradDType(std::int32_t parameter, bool accumulated) const {

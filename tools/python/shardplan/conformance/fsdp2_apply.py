@@ -173,7 +173,7 @@ class AppliedFsdp2:
             if (handle := self._handles.pop(module, None)) is not None:
                 handle.wait()
             return
-        if call["method"] == "wait_gradient_reduction":
+        if call["method"] == "wait_for_gradient_reduction":
             if self._reduction is not None:
                 self._reduction.wait()
             return

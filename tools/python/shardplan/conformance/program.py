@@ -13,7 +13,7 @@ from shardplan.conformance.case import Case
 from shardplan.tracer.record import default_loss
 
 
-_OF_A_BACKWARD = ("finalize_backward", "wait_gradient_reduction")  # calls that end one
+_OF_A_BACKWARD = ("finalize_backward", "wait_for_gradient_reduction")  # calls that end one
 
 
 class Program:
