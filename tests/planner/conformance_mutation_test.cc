@@ -64,6 +64,7 @@ bool IsLogged(const Plan& plan, const Instruction& i) {
     case InstructionKind::kReshardPostForward:
     case InstructionKind::kGradCopyIn:
     case InstructionKind::kGradScale:
+    case InstructionKind::kGradZero:
     case InstructionKind::kGradCast:
     case InstructionKind::kGradAccumulate:
     case InstructionKind::kCopyToHost:

@@ -194,6 +194,9 @@ class Builder {
       case kGradScale:
         program_.divisors.push_back(i.divisor);
         return Simple(op, OpCode::kScale, i.src, static_cast<std::int32_t>(program_.divisors.size()) - 1);
+      case kGradZero:
+        op.src = i.dst;
+        return Simple(op, OpCode::kCopy, AddZeros(i.dst));
       case kRecord:
         return Simple(op, OpCode::kRecord, i.event);
       case kWait:
@@ -292,6 +295,17 @@ class Builder {
     CopySpec copy = {i.src, i.dst, from.dtype, to.dtype, {}, {}};
     copy.runs.push_back({0, 0, 0, 0, 1, numel, numel, numel});
     return Simple(op, code, AddCopy(std::move(copy)));
+  }
+
+  // A copy of nothing that fills all of the buffer.
+  std::int32_t AddZeros(BufferId buffer) {
+    const Buffer& filled = plan_.buffers[buffer];
+    CopySpec copy = {buffer, buffer, filled.dtype, filled.dtype, {}, {}};
+    for (std::size_t part = 0; part < filled.parts_bytes.size(); ++part) {
+      const auto p = static_cast<std::int32_t>(part);
+      copy.zeros.push_back({p, 0, PartNumel(filled, p)});
+    }
+    return AddCopy(std::move(copy));
   }
 
   std::int32_t AddCopy(CopySpec copy) {

@@ -156,6 +156,7 @@ class CopyWaits {
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradCopyIn:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kReduceScatter:
       case InstructionKind::kAllReduce:
       case InstructionKind::kGradCast:

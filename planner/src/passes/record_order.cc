@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <ranges>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -99,7 +100,7 @@ class Recorder {
     const GroupForwards::Entered entered = groups_.Enter(unit);
     if (!entered.runs_hook) return;
     Cut(position);
-    Push(HookPointKind::kPreForward, unit);
+    PushOfAll(HookPointKind::kPreForward, unit);
     if (grad_enabled_ && entered.registers_inputs) input_hooks_[{microbatch_, module, occurrence}] = unit;
     if (!entered.begins) return;
     forwards_.push_back({"forward " + UnitName(unit), SegmentPhase::kForward, unit});
@@ -142,6 +143,7 @@ class Recorder {
       event.grad_enabled = false;
     }
     post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
+    RepeatForOtherGroups(unit);
     if (grad_enabled_) {
       std::vector<UnitId>& hooks = output_hooks_[{microbatch_, module, occurrence}];
       hooks = {unit};
@@ -220,7 +222,7 @@ class Recorder {
       if (hooks == output_hooks_.end()) return;
       Cut(position);
       for (const UnitId unit : hooks->second) {
-        Push(HookPointKind::kPreBackward, unit);
+        PushOfAll(HookPointKind::kPreBackward, unit);
         groups_.PreBackward(unit);
         place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
       }
@@ -230,7 +232,8 @@ class Recorder {
       const auto hook = input_hooks_.find(RunOf(done->module, done->occurrence));
       if (hook == input_hooks_.end()) return;
       Cut(position);
-      Push(HookPointKind::kInputsGradDone, hook->second);
+      std::vector<UnitId> groups = GroupsOf(partition_, hook->second);
+      for (const UnitId group : groups | std::views::reverse) Push(HookPointKind::kInputsGradDone, group);
       groups_.PostBackward(hook->second);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
@@ -274,10 +277,11 @@ class Recorder {
     // Recomputation runs as its forward did: with gradients enabled, or in part without.
     HookPoint& event = Push(kind, unit);
     event.outputs_require_grad = true;
-    if (kind == HookPointKind::kRecomputePreForward) return;
-    if (const auto found = post_forwards_.find(unit); found != post_forwards_.end()) {
+    if (const auto found = post_forwards_.find(unit);
+        kind == HookPointKind::kRecomputePostForward && found != post_forwards_.end()) {
       std::tie(event.grad_enabled, event.outputs_require_grad) = found->second;
     }
+    RepeatForOtherGroups(unit);
   }
 
   Status Call(const OptimizerStepCall&) {
@@ -337,6 +341,20 @@ class Recorder {
       event.phase = place_.phase;
     }
     segment_begin_ = position;
+  }
+
+  // Of each parameter group of the modules that the unit hooks.
+  void PushOfAll(HookPointKind kind, UnitId unit) {
+    for (const UnitId group : GroupsOf(partition_, unit)) Push(kind, group);
+  }
+
+  // The latest hook point, for the groups behind `unit`.
+  void RepeatForOtherGroups(UnitId unit) {
+    for (const UnitId group : GroupsOf(partition_, unit)) {
+      if (group == unit) continue;
+      step_.events.push_back(HookPoint(step_.events.back()));
+      step_.events.back().unit = group;
+    }
   }
 
   HookPoint& Push(HookPointKind kind, UnitId unit) {

@@ -159,6 +159,7 @@ class GraphBuilder {
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradCopyIn:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kReduceScatter:
       case InstructionKind::kAllReduce:
       case InstructionKind::kGradCast:
@@ -221,6 +222,7 @@ class GraphBuilder {
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradCopyIn:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kReduceScatter:
       case InstructionKind::kAllReduce:
       case InstructionKind::kGradAccumulate:

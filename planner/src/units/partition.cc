@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
 #include "units/unit_maker.h"
+#include "units/unit_parameters.h"
 
 namespace shardplan {
 namespace {
@@ -133,34 +135,74 @@ class Partitioner {
     if (!maker_.InTreeOrder()) managed.push_back(module);
   }
 
+  // The parameters of one unit, and its rule.
+  struct Group {
+    std::optional<UnitRule> rule;
+    std::vector<NamedParameter> parameters;
+  };
+
+  // One for each mesh that the rule gives its parameters, in the order of their first parameters.
+  std::vector<Group> GroupsByMesh(const UnitRule* rule, const std::vector<NamedParameter>& parameters) const {
+    std::vector<Group> groups;
+    const std::optional<UnitRule> own = rule == nullptr ? std::nullopt : std::optional(*rule);
+    if (!own || own->parameter_meshes.empty() || parameters.empty()) return {{own, parameters}};
+    for (const NamedParameter& named : parameters) {
+      const Parameter& parameter = trace_.parameters[named.parameter];
+      UnitRule on_mesh = *own;
+      const auto mesh = std::ranges::find_if(own->parameter_meshes, [&](const ParameterMeshRule& r) {
+        return MatchesAny(r.parameters, parameter.fqn, parameter.shared_with);
+      });
+      if (mesh != own->parameter_meshes.end()) on_mesh.data_parallel = mesh->data_parallel;
+      auto group = std::ranges::find(groups, std::optional(on_mesh), &Group::rule);
+      if (group == groups.end()) group = groups.insert(groups.end(), {on_mesh, {}});
+      group->parameters.push_back(named);
+    }
+    return groups;
+  }
+
   Status MakeUnit(const Call& call) {
-    UnitChoice choice;
-    const UnitId id = static_cast<UnitId>(result_.units.size());
-    choice.modules = call.modules;
+    const UnitId first = static_cast<UnitId>(result_.units.size());
     std::set<ModuleId> visited;
     std::vector<ModuleId> managed;
-    for (const ModuleId module : call.modules) {
-      choice.is_root = choice.is_root || module == 0;
-      choice.unit.modules.push_back(trace_.modules[module].fqn);
-      result_.unit_of_module[module] = id;
-    }
+    for (const ModuleId module : call.modules) result_.unit_of_module[module] = first;
     for (const ModuleId module : call.modules) Collect(module, visited, managed);
-    for (const std::string& fqn : choice.unit.modules) {
-      choice.unit.fqn += (choice.unit.fqn.empty() ? "" : ",") + fqn;
-    }
+    std::vector<NamedParameter> parameters;
     for (const ModuleId module : managed) {
       if (result_.managed_by[module] >= 0) {
         return MakeInputError(call.pointer, "a unit inside another has to be listed before it",
                               DisplayName(trace_.modules[module].fqn));
       }
-      result_.managed_by[module] = id;
-      for (const NamedParameter& named : trace_.modules[module].parameters) AddParameter(named, id, choice);
+      result_.managed_by[module] = first;
+      for (const NamedParameter& named : trace_.modules[module].parameters) {
+        if (!ignored_.contains(named.parameter)) parameters.push_back(named);
+      }
     }
+    const std::vector<Group> groups = GroupsByMesh(call.rule, parameters);
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (Status s = MakeUnit(call, groups[g], g, groups.size()); !s) return s;
+    }
+    return {};
+  }
+
+  Status MakeUnit(const Call& call, const Group& group, std::size_t index, std::size_t groups) {
+    UnitChoice choice{.modules = call.modules, .groups = static_cast<std::int32_t>(groups)};
+    choice.unit.parameter_group = static_cast<std::int32_t>(index);
+    for (const ModuleId module : call.modules) {
+      choice.is_root = choice.is_root || module == 0;
+      choice.unit.modules.push_back(trace_.modules[module].fqn);
+    }
+    for (const std::string& fqn : choice.unit.modules) {
+      choice.unit.fqn += (choice.unit.fqn.empty() ? "" : ",") + fqn;
+    }
+    if (groups > 1) choice.unit.fqn += fmt::format("[{}]", index);
+    const UnitId id = static_cast<UnitId>(result_.units.size());
+    for (const NamedParameter& named : group.parameters) AddParameter(named, id, choice);
     choice.unit.orig_dtype = trace_.compute_dtype;
     choice.shard_size = result_.shard_size;
     choice.replicate_size = result_.replicate_size;
-    if (Status s = maker_.BeginUnit(call.rule, call.pointer, choice); !s) return s;
-    SetKnobs(call, choice);
+    const UnitRule* rule = group.rule ? &*group.rule : nullptr;
+    if (Status s = maker_.BeginUnit(rule, call.pointer, choice); !s) return s;
+    SetKnobs(rule, choice);
     if (Status s = maker_.FinishUnit(call.pointer, choice, result_); !s) return s;
     result_.units.push_back(std::move(choice));
     return {};
@@ -168,7 +210,6 @@ class Partitioner {
 
   void AddParameter(const NamedParameter& named, UnitId id, UnitChoice& choice) {
     const Parameter& parameter = trace_.parameters[named.parameter];
-    if (ignored_.contains(named.parameter)) return;
     std::vector<UnitParameterRef>& owners = result_.owners[named.parameter];
     if (!owners.empty() && owners.back().unit == id) return;  // tied inside the unit
     owners.push_back({id, static_cast<std::int32_t>(choice.unit.parameters.size())});
@@ -179,11 +220,11 @@ class Partitioner {
                                       .dtype = parameter.dtype,
                                       .requires_grad = parameter.requires_grad,
                                       .index = named.parameter,
-                                      .placements = parameter.placements});
+                                      .placements = parameter.placements,
+                                      .grad_dtype = parameter.grad_dtype});
   }
 
-  void SetKnobs(const Call& call, UnitChoice& choice) {
-    const UnitRule* rule = call.rule;
+  void SetKnobs(const UnitRule* rule, UnitChoice& choice) {
     const auto pick = [&](auto member, const auto& fallback) {
       return rule != nullptr && (rule->*member) ? rule->*member : fallback;
     };
@@ -212,8 +253,10 @@ class Partitioner {
       if (index_.canonical[m] != static_cast<ModuleId>(m)) continue;
       const UnitId unit = result_.unit_of_module[m];
       if (unit < 0) continue;
-      if (!seen[unit]) order.push_back(unit);
-      seen[unit] = true;
+      for (const UnitId group : GroupsOf(result_, unit)) {
+        if (!seen[group]) order.push_back(group);
+        seen[group] = true;
+      }
       result_.states.push_back(unit);
     }
     SHARDPLAN_ASSERT(order.size() == result_.units.size(), "a unit has a module in the tree");
@@ -247,6 +290,13 @@ class Partitioner {
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
                               UnitMaker& maker, std::int64_t cluster_ranks) {
   return Partitioner(trace, index, strategy, maker).Run(cluster_ranks);
+}
+
+std::vector<UnitId> GroupsOf(const Partition& partition, UnitId unit) {
+  std::vector<UnitId> groups;
+  const UnitChoice& choice = partition.units[unit];
+  for (std::int32_t g = 0; g < choice.groups; ++g) groups.push_back(unit - choice.unit.parameter_group + g);
+  return groups;
 }
 
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module) {

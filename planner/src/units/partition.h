@@ -18,6 +18,7 @@ struct UnitChoice {
   std::vector<ModuleId> modules;           // canonical
   std::vector<ParameterId> parameter_ids;  // of unit.parameters
   bool is_root = false;
+  std::int32_t groups = 1;             // parameter groups of its modules; unit.parameter_group is which it is
   bool reshard_given = false;          // reshard_after_forward was an explicit argument
   std::int64_t post_forward_size = 0;  // ranks that keep a shard between forward and backward; 0: no reshard
   MixedPrecision mixed_precision;
@@ -39,7 +40,8 @@ struct UnitParameterRef {
 
 struct Partition {
   std::vector<UnitChoice> units;                      // order of the modules in the tree, root first
-  std::vector<UnitId> unit_of_module;                 // by canonical ModuleId: hooks of which unit; -1 none
+  // By canonical ModuleId: hooks of which unit (of several the first: GroupsOf); -1: none.
+  std::vector<UnitId> unit_of_module;
   std::vector<UnitId> managed_by;                     // by canonical ModuleId: whose parameters it holds
   std::vector<std::vector<UnitParameterRef>> owners;  // by ParameterId; several when a tie is broken
   std::vector<UnitId> states;  // pre-order over modules; a unit of two modules is there twice
@@ -56,6 +58,9 @@ class UnitMaker;
 // kBadInput: a rule that matches nothing, a module in two units, a mesh that is not the cluster's ranks, ...
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
                               UnitMaker& maker, std::int64_t cluster_ranks);
+
+// The units of all parameter groups of the modules that `unit` hooks, in their order.
+std::vector<UnitId> GroupsOf(const Partition& partition, UnitId unit);
 
 // The owner of `parameter` as seen from `module` (a tie that spans units is broken by FSDP: each unit has its
 // own copy). Unit -1: no unit has it.

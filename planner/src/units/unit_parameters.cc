@@ -8,7 +8,6 @@
 #include "units/layout.h"
 
 namespace shardplan {
-namespace {
 
 bool MatchesAny(const std::vector<std::string>& patterns, const std::string& fqn,
                 const std::vector<std::string>& shared_with) {
@@ -17,6 +16,8 @@ bool MatchesAny(const std::vector<std::string>& patterns, const std::string& fqn
            std::ranges::any_of(shared_with, [&](const std::string& name) { return Matches(pattern, name); });
   });
 }
+
+namespace {
 
 template <typename Rule>
 const Rule* FirstMatch(const std::vector<Rule>& rules, const UnitParameter& parameter) {
@@ -90,6 +91,18 @@ class ParameterKnobs {
     return {};
   }
 
+  // Before grad_dtypes_are_kept the sharded parameter has none of its own.
+  Status SetGradDTypes(const UnitParameter* trainable) const {
+    for (UnitParameter& parameter : unit_.parameters) {
+      if (!parameter.requires_grad || !RulesOf(strategy_).grad_dtypes_are_kept) parameter.grad_dtype.reset();
+      if (!parameter.requires_grad || parameter.grad_dtype == trainable->grad_dtype) continue;
+      return Bad("a unit whose trainable parameters have several grad_dtypes is not planned",
+                 fmt::format("{} of {}", Name(parameter.grad_dtype.value_or(parameter.dtype)), parameter.fqn),
+                 fmt::format("{}, as {}", Name(trainable->grad_dtype.value_or(trainable->dtype)), trainable->fqn));
+    }
+    return {};
+  }
+
   // Gradients of all trainable parameters are reduced in one buffer, so these have one original dtype; frozen
   // ones may have others (_init_mp_dtypes).
   Status SetDTypes() const {
@@ -105,9 +118,10 @@ class ParameterKnobs {
     }
     if (trainable == nullptr && !unit_.parameters.empty()) trainable = &unit_.parameters.front();
     if (trainable != nullptr) unit_.orig_dtype = trainable->dtype;
+    if (Status s = SetGradDTypes(trainable); !s) return s;
     unit_.param_dtype = mixed.param_dtype.value_or(unit_.orig_dtype);
     const PyTorchRules rules = RulesOf(strategy_);
-    unit_.reduce_dtype = AskedReduceDType(mixed, unit_.orig_dtype, unit_.param_dtype, rules);
+    unit_.reduce_dtype = AskedReduceDType(mixed, ShardedGradDType(unit_), unit_.param_dtype, rules);
     for (UnitParameter& parameter : unit_.parameters) {
       const DType dtype = AskedParamDType(mixed, parameter, rules);
       if (dtype != unit_.param_dtype) parameter.param_dtype = dtype;
@@ -160,14 +174,14 @@ class ParameterKnobs {
 };
 
 template <typename Rule>
-Status CheckRules(const Trace& trace, const std::vector<Rule>& rules, std::string_view name) {
+Status CheckRules(const Trace& trace, const std::vector<Rule>& rules, std::string_view pointer) {
   for (std::size_t r = 0; r < rules.size(); ++r) {
     for (std::size_t p = 0; p < rules[r].parameters.size(); ++p) {
       const bool matches = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
         return MatchesAny({rules[r].parameters[p]}, parameter.fqn, parameter.shared_with);
       });
       if (matches) continue;
-      return MakeInputError(fmt::format("/fsdp2/{}/{}/parameters/{}", name, r, p),
+      return MakeInputError(fmt::format("{}/{}/parameters/{}", pointer, r, p),
                             "no parameter has this name", rules[r].parameters[p],
                             "an FQN or a pattern over FQNs");
     }
@@ -183,8 +197,12 @@ Status SetParameterKnobs(const Strategy& strategy, const Mesh& mesh, std::string
 }
 
 Status CheckParameterRules(const Trace& trace, const Strategy& strategy) {
-  if (Status s = CheckRules(trace, strategy.fsdp2.shard_dims, "shard_dims"); !s) return s;
-  return CheckRules(trace, strategy.fsdp2.extensions, "extensions");
+  if (Status s = CheckRules(trace, strategy.fsdp2.shard_dims, "/fsdp2/shard_dims"); !s) return s;
+  for (std::size_t u = 0; u < strategy.units.size(); ++u) {
+    const std::string pointer = fmt::format("/units/{}/parameter_meshes", u);
+    if (Status s = CheckRules(trace, strategy.units[u].parameter_meshes, pointer); !s) return s;
+  }
+  return CheckRules(trace, strategy.fsdp2.extensions, "/fsdp2/extensions");
 }
 
 }  // namespace shardplan

@@ -39,6 +39,8 @@ inline constexpr auto kFields<UnitParameter> = FieldList(
     Optional("placements", &UnitParameter::placements, "Over the mesh's other dimensions."),
     Optional("param_dtype", &UnitParameter::param_dtype,
              "Gathered and computed in, where it is not the unit's."),
+    Optional("grad_dtype", &UnitParameter::grad_dtype,
+             "fsdp2 of 2.15: of the sharded gradient, where it is not the parameter's."),
     Optional("gathered", &UnitParameter::gathered,
              "All-gather extension: what one rank gathers in place of its shard."),
     Optional("unsharded", &UnitParameter::unsharded,
@@ -52,6 +54,8 @@ template <>
 inline constexpr auto kFields<Unit> = FieldList(
     Required("fqn", &Unit::fqn, "\"layers.0\"; \"\" for the root."),
     Optional("modules", &Unit::modules, "FQNs of its modules."),
+    Optional("parameter_group", &Unit::parameter_group,
+             "fsdp2: of which parameter group of its modules the unit is, where their parameters are on several meshes."),
     Optional("layout", &Unit::layout, "How it is sharded."),
     Required("parameters", &Unit::parameters, "In buffer order.").Lines(),
     Required("orig_dtype", &Unit::orig_dtype, "Of the sharded parameters."),

@@ -119,8 +119,32 @@ class StrategyCheck {
         return MakeInputError(pointer + "/group", "FSDP1 wraps one module, a unit has no others", "true",
                               "false");
       }
-      if (!rule.data_parallel || IsFsdp1()) continue;
-      if (Status s = CheckDims(*rule.data_parallel, pointer + "/data_parallel"); !s) return s;
+      if (IsFsdp1()) continue;
+      if (rule.data_parallel) {
+        if (Status s = CheckDims(*rule.data_parallel, pointer + "/data_parallel"); !s) return s;
+      }
+      if (Status s = CheckParameterMeshes(rule, pointer + "/parameter_meshes"); !s) return s;
+    }
+    return {};
+  }
+
+  Status CheckParameterMeshes(const UnitRule& rule, const std::string& pointer) const {
+    if (rule.parameter_meshes.empty()) return {};
+    if (strategy_.pytorch && *strategy_.pytorch < PyTorchVersion::k2_15) {
+      return MakeInputError(pointer, "the release of PyTorch that is planned has no ShardPlacementResult",
+                            std::string(Name(*strategy_.pytorch)),
+                            fmt::format("pytorch: \"{}\" or later", Name(PyTorchVersion::k2_15)));
+    }
+    if (rule.group) {
+      return MakeInputError(pointer, "the parameters of a group of modules on several meshes are not planned",
+                            "group: true");
+    }
+    for (std::size_t m = 0; m < rule.parameter_meshes.size(); ++m) {
+      const std::string here = fmt::format("{}/{}/data_parallel", pointer, m);
+      if (Status s = CheckDims(rule.parameter_meshes[m].data_parallel, here); !s) return s;
+      if (rule.parameter_meshes[m].data_parallel.shard.empty()) {
+        return MakeInputError(here + "/shard", "PyTorch fails here: a parameter's own mesh shards it", "[]");
+      }
     }
     return {};
   }

@@ -48,6 +48,16 @@ inline constexpr auto kFields<DataParallelDims> =
                        "Names of the mesh dimensions replicated over (HSDP)."));
 
 template <>
+inline constexpr Definition kDefinition<ParameterMeshRule> = {
+    "strategy", "parameter_mesh_rule",
+    "ShardPlacementResult of shard_placement_fn for the parameters that match; the first rule that matches counts."};
+template <>
+inline constexpr auto kFields<ParameterMeshRule> =
+    FieldList(Required("parameters", &ParameterMeshRule::parameters,
+                       "FQNs, or patterns over FQNs with '*' (within a component) and '?'."),
+              Required("data_parallel", &ParameterMeshRule::data_parallel, "Their mesh."));
+
+template <>
 inline constexpr Definition kDefinition<UnitRule> = {
     "strategy", "unit_rule", "One call of fully_shard or one FSDP wrap, or a rule that makes many."};
 template <>
@@ -59,6 +69,8 @@ inline constexpr auto kFields<UnitRule> = FieldList(
     Optional("mixed_precision", &UnitRule::mixed_precision, "Of these units."),
     Optional("cpu_offload", &UnitRule::cpu_offload, "Parameters live in host memory."),
     Optional("data_parallel", &UnitRule::data_parallel, "fsdp2: the unit's own mesh, say of experts."),
+    Optional("parameter_meshes", &UnitRule::parameter_meshes,
+             "fsdp2 of 2.15: parameters on other meshes than the unit's; each mesh makes a unit of its own.").Lines(),
     Optional("sharding", &UnitRule::sharding, "fsdp1: these units' ShardingStrategy."),
     Optional("backward_prefetch", &UnitRule::backward_prefetch, "fsdp1: these units' BackwardPrefetch."),
     Optional("forward_prefetch", &UnitRule::forward_prefetch,

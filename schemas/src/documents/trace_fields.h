@@ -56,6 +56,8 @@ inline constexpr auto kFields<Parameter> = FieldList(
         .Shape(),
     Required("dtype", &Parameter::dtype, "Its dtype."),
     Optional("requires_grad", &Parameter::requires_grad, "Whether a gradient is computed for it."),
+    Optional("grad_dtype", &Parameter::grad_dtype,
+             "Of its gradients (Tensor.grad_dtype), where it is not the parameter's."),
     Optional("shared_with", &Parameter::shared_with, "The other FQNs of a tied parameter."),
     Optional("placements", &Parameter::placements,
              "Of a DTensor parameter, outermost mesh dimension first."));

@@ -68,6 +68,7 @@ void AliveBuffers::Pass(const Instruction& instruction) {
     case InstructionKind::kReshardPostForward:
     case InstructionKind::kGradCopyIn:
     case InstructionKind::kGradScale:
+    case InstructionKind::kGradZero:
     case InstructionKind::kReduceScatter:
     case InstructionKind::kAllReduce:
     case InstructionKind::kGradAccumulate:

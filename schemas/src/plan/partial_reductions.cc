@@ -26,6 +26,7 @@ std::vector<Instruction> ChainTo(const Plan& plan, const Trigger& trigger, std::
   std::vector<Instruction> chain;
   for (std::size_t k = last + 1; k-- > 0;) {
     const Instruction& i = trigger.instructions[k];
+    if (i.kind == kGradZero && IsAmong(wanted, i.dst)) return {};
     const bool orders =
         i.kind == kAllocate || i.kind == kFree || i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
     if (orders || (!IsAmong(wanted, i.dst) && !(i.kind == kGradScale && IsAmong(wanted, i.src)))) continue;

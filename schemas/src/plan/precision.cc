@@ -31,9 +31,16 @@ DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& paramete
   return keeps ? parameter.dtype : *mixed.param_dtype;
 }
 
-DType AskedReduceDType(const MixedPrecision& mixed, DType original, DType computed,
+DType ShardedGradDType(const Unit& unit) {
+  const auto given = std::ranges::find_if(unit.parameters, [](const UnitParameter& parameter) {
+    return parameter.requires_grad && parameter.grad_dtype.has_value();
+  });
+  return given == unit.parameters.end() ? unit.orig_dtype : *given->grad_dtype;
+}
+
+DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed,
                        const PyTorchRules& rules) {
-  return mixed.reduce_dtype.value_or(rules.gradients_keep_their_dtype ? original : computed);
+  return mixed.reduce_dtype.value_or(rules.gradients_keep_their_dtype ? sharded : computed);
 }
 
 bool AccumulatesInOtherDType(const Unit& unit) {

@@ -36,6 +36,7 @@ std::vector<DataParallelDims> Fsdp2UnitRanks(const Strategy& strategy,
   std::vector<DataParallelDims> all = {GivenDims(strategy)};
   for (const UnitRule& rule : strategy.units) {
     if (rule.data_parallel) all.push_back(*rule.data_parallel);
+    for (const ParameterMeshRule& mesh : rule.parameter_meshes) all.push_back(mesh.data_parallel);
   }
   return all;
 }
@@ -69,8 +70,9 @@ std::vector<CallForm> Fsdp2Calls() {
                    .flags = {}});
   calls.push_back(
       {.method = "set_reduce_scatter_max_input_buffers", .argument = CallArgument::kCount, .flags = {}});
-  calls.push_back(
-      {.method = "set_manual_backward_finalization", .flags = {}, .since = PyTorchVersion::k2_15});
+  for (const char* setter : {"set_manual_backward_finalization", "set_reduce_scatter_unused_params"}) {
+    calls.push_back({.method = setter, .flags = {}, .since = PyTorchVersion::k2_15});
+  }
   calls.push_back({.method = "set_keep_unsharded_storage",
                    .in_program = false,
                    .flags = {},

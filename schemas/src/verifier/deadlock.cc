@@ -122,6 +122,7 @@ class RankRun {
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradCopyIn:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kGradCast:
       case InstructionKind::kGradAccumulate:
       case InstructionKind::kCopyToHost:

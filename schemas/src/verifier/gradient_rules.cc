@@ -22,7 +22,7 @@ std::vector<std::int32_t> ReadBeforeWriteOfGradient(const Plan& plan, const Grad
   if (plan.units[gradient.unit].layout == LayoutKind::kFlat || gradient.used_up) return {};
   std::vector<std::int32_t> not_made;
   for (const std::int32_t p : parameters) {
-    if (gradient.count[p] == 0) not_made.push_back(p);
+    if (!gradient.Has(static_cast<std::size_t>(p))) not_made.push_back(p);
   }
   return not_made;
 }
@@ -32,8 +32,8 @@ std::vector<std::int32_t> ReadBeforeWriteOfSum(const Plan& plan, const Gradient&
   std::vector<std::int32_t> empty;
   const bool in_pieces =
       role == BufferRole::kReduceScatterInput && plan.units[into.unit].layout == LayoutKind::kPerParameter;
-  for (std::int32_t p = 0; in_pieces && p < std::ssize(value.count); ++p) {
-    if (value.count[p] > 0 && into.count[p] == 0) empty.push_back(p);
+  for (std::size_t p = 0; in_pieces && p < value.count.size(); ++p) {
+    if (value.Has(p) && !into.Has(p)) empty.push_back(static_cast<std::int32_t>(p));
   }
   return empty;
 }

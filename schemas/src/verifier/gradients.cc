@@ -60,16 +60,30 @@ void Gradients::Make(const SegmentGrad& grad, BufferId buffer, Position at) {
     value = {};
   }
   if (value.unit < 0) {
-    value = {};
-    value.unit = grad.unit;
-    value.count.assign(plan_.units[grad.unit].parameters.size(), 0);
-    value.stepped.assign(value.count.size(), 0);
+    value = NothingOf(grad.unit);
   }
   SHARDPLAN_ASSERT(grad.parameter < std::ssize(value.count),
                    "CheckTables lets only parameters of the unit through");
   ++value.count[grad.parameter];
   value.stepped[grad.parameter] = 0;
   if (value.history.empty() || !(value.history.back() == at)) value.history.push_back(at);
+}
+
+Gradient Gradients::NothingOf(UnitId unit) const {
+  Gradient value;
+  value.unit = unit;
+  value.count.assign(plan_.units[unit].parameters.size(), 0);
+  value.zero.assign(value.count.size(), 0);
+  value.stepped.assign(value.count.size(), 0);
+  return value;
+}
+
+void Gradients::Zero(BufferId buffer, Position at) {
+  Gradient& value = At(buffer);
+  if (GradNotReducedButLost(value)) words_.Overwritten(value, buffer, at);
+  value = NothingOf(plan_.buffers[buffer].unit);
+  for (const std::int32_t p : HeldOf(buffer, value.unit)) value.zero[p] = 1;
+  value.history.push_back(at);
 }
 
 // The part of `source` that the instruction takes: the parameters that both buffers hold. What is taken is
@@ -86,12 +100,20 @@ Gradient Gradients::Select(Gradient& source, const Instruction& instruction, Pos
   taken.used_up = false;
   taken.checked = false;
   taken.count.assign(source.count.size(), 0);
-  std::vector<std::int32_t> left = source.count;
-  for (const std::int32_t p : parameters) std::swap(taken.count[p], left[p]);
+  taken.zero.assign(source.count.size(), 0);
+  Gradient left = source;
+  for (const std::int32_t p : parameters) {
+    std::swap(taken.count[p], left.count[p]);
+    std::swap(taken.zero[p], left.zero[p]);
+  }
   source.history.push_back(at);
-  const bool all_taken = std::ranges::all_of(left, [](std::int32_t n) { return n == 0; });
+  bool all_taken = true;
+  for (std::size_t p = 0; p < left.count.size(); ++p) all_taken = all_taken && !left.Has(p);
   source.used_up = source.used_up || all_taken;
-  if (!all_taken) source.count = std::move(left);
+  if (!all_taken) {
+    source.count = std::move(left.count);
+    source.zero = std::move(left.zero);
+  }
   return taken;
 }
 
@@ -101,7 +123,10 @@ bool Gradients::JoinOther(Gradient& into, const Gradient& value) const {
   for (std::size_t p = 0; p < into.count.size(); ++p) {
     if (into.count[p] > 0 && value.count[p] > 0) return false;
   }
-  for (std::size_t p = 0; p < into.count.size(); ++p) into.count[p] += value.count[p];
+  for (std::size_t p = 0; p < into.count.size(); ++p) {
+    into.count[p] += value.count[p];
+    into.zero[p] = static_cast<char>(into.zero[p] | value.zero[p]);
+  }
   into.history.insert(into.history.end(), value.history.begin(), value.history.end());
   return true;
 }
@@ -179,7 +204,8 @@ void Gradients::Accumulate(Gradient& into, const Gradient& value, BufferId dst, 
   }
   for (std::size_t p = 0; p < into.count.size(); ++p) {
     into.count[p] += value.count[p];
-    if (value.count[p] > 0) into.stepped[p] = 0;
+    into.zero[p] = static_cast<char>(into.zero[p] | value.zero[p]);
+    if (value.Has(p)) into.stepped[p] = 0;
   }
   into.history.push_back(at);
 }
@@ -238,7 +264,7 @@ std::vector<std::int32_t> Gradients::Step(BufferId buffer, std::int32_t paramete
   std::vector<std::int32_t> stepped;
   if (!value.IsThere()) return stepped;
   for (std::int32_t p = 0; p < std::ssize(value.count); ++p) {
-    if ((parameter >= 0 && p != parameter) || value.count[p] == 0) continue;
+    if ((parameter >= 0 && p != parameter) || !value.Has(static_cast<std::size_t>(p))) continue;
     if (OptimizerStepTwice(value, p) && !may_step_again_) words_.SteppedTwice(value, p, buffer, at);
     value.stepped[p] = 1;
     stepped.push_back(p);
@@ -296,7 +322,11 @@ std::vector<std::int32_t> Gradients::Contributions(BufferId buffer) const {
   if (!memory_.IsAlive(buffer)) return {};
   const std::size_t slot = memory_.Slot(buffer);
   if (slot >= values_.size() || !values_[slot].IsThere()) return {};
-  return values_[slot].count;
+  std::vector<std::int32_t> contributions = values_[slot].count;
+  for (std::size_t p = 0; p < contributions.size(); ++p) {
+    if (contributions[p] == 0 && values_[slot].zero[p] != 0) contributions[p] = -1;
+  }
+  return contributions;
 }
 
 }  // namespace shardplan::verifier

@@ -21,6 +21,8 @@ class Gradients {
   void Make(const SegmentGrad& grad, BufferId buffer, Position at);
   // grad_copy_in, reduce_scatter, grad_cast, grad_accumulate, copy_to_host: src's value goes to dst.
   void Move(const Instruction& instruction, Position at);
+  // grad_zero: each parameter of `buffer` has a gradient of zeros.
+  void Zero(BufferId buffer, Position at);
   // grad_scale, all_reduce: in place.
   void Change(const Instruction& instruction, Position at);
   // `buffer` is about to be freed: a final gradient (grad_sharded, grad_host) may go, after a last look.
@@ -36,11 +38,13 @@ class Gradients {
 
   // The buffer held a gradient that has moved on.
   bool IsUsedUp(BufferId buffer) const;
-  // How often each parameter's gradient is in the buffer, empty when none is; to compare two moments.
+  // How often each parameter's gradient is in the buffer (-1: zeros alone), empty when none is; to compare
+  // two moments.
   std::vector<std::int32_t> Contributions(BufferId buffer) const;
 
  private:
   Gradient& At(BufferId buffer);
+  Gradient NothingOf(UnitId unit) const;
   // The parameters of `unit` that the buffer holds: all, where it is of no unit.
   std::vector<std::int32_t> HeldOf(BufferId buffer, UnitId unit) const;
   bool IsForeign(const Gradient& value, const Instruction& instruction) const;

@@ -99,6 +99,8 @@ void Interpreter::Run(const Instruction& i, Position at) {
     case kGradCast:
     case kGradAccumulate:
       return RunGradient(i, at);
+    case kGradZero:
+      return RunGradZero(i, at);
     case kCopyToHost:
     case kCopyToDevice:
       return RunCopy(i, at);
@@ -248,6 +250,12 @@ void Interpreter::RunGradient(const Instruction& i, Position at) {
   if (!memory_.Write(i.dst, work)) return;
   memory_.SetContent(i.dst, Content::kEverything);
   if (readable) gradients_.Move(i, at);
+}
+
+void Interpreter::RunGradZero(const Instruction& i, Position at) {
+  if (!memory_.Write(i.dst, Issue(i, at))) return;
+  memory_.SetContent(i.dst, Content::kEverything);
+  gradients_.Zero(i.dst, at);
 }
 
 void Interpreter::RunCopy(const Instruction& i, Position at) {

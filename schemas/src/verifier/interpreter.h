@@ -34,6 +34,7 @@ class Interpreter {
   void RunCompute(const Instruction& i, Position at);
   void RunUnshard(const Instruction& i, Position at);
   void RunGradient(const Instruction& i, Position at);
+  void RunGradZero(const Instruction& i, Position at);
   void RunCopy(const Instruction& i, Position at);
   void RunOrder(const Instruction& i, Position at);
   void RunOptimizer(const Instruction& i, Position at);

@@ -9,6 +9,7 @@
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan::verifier {
 namespace {
@@ -158,7 +159,7 @@ std::vector<MixedPrecision> MixedPrecisions(const Strategy& strategy) {
   return all;
 }
 
-bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
+bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
   const DType computed = unit.param_dtype;
@@ -178,20 +179,21 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
       const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
       return buffer.dtype == unit.reduce_dtype || std::ranges::any_of(held, [&](std::int32_t p) {
                const UnitParameter& parameter = unit.parameters[p];
-               return parameter.shard_dim > 0 && buffer.dtype == ComputeDType(unit, parameter);
+               // ... or zeros are made of it.
+               return (parameter.shard_dim > 0 || is_zeroed) && buffer.dtype == ComputeDType(unit, parameter);
              });
     }
     case kReduceScatterOutput:  // cast before it is copied to the host
-      if (buffer.dtype == unit.orig_dtype) return true;
+      if (buffer.dtype == ShardedGradDType(unit)) return true;
       [[fallthrough]];
     case kReduceScatterInput:
     case kPartialReduceOutput:
       return IsOneOf(buffer.dtype, {reduced, unit.reduce_dtype});
     case kGradSharded:
-      return buffer.dtype == unit.orig_dtype ||
+      return buffer.dtype == ShardedGradDType(unit) ||
              (flat && SomeKeepLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
     case kGradHost:
-      return buffer.dtype == unit.orig_dtype;
+      return buffer.dtype == ShardedGradDType(unit);
     default:
       return true;
   }
@@ -200,6 +202,7 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer) {
 // What the steps do with a buffer.
 struct Use {
   bool is_allocated = false;
+  bool is_zeroed = false;   // filled with zeros, in the place of gradients
   bool is_touched = false;  // something moves through it; memory that is only taken holds no numbers
 };
 std::vector<Use> UsesOf(const Plan& plan) {
@@ -212,6 +215,7 @@ std::vector<Use> UsesOf(const Plan& plan) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
         if (i.kind == kAllocate && exists(i.dst)) uses[i.dst].is_allocated = true;
+        if (i.kind == kGradZero && exists(i.dst)) uses[i.dst].is_zeroed = true;
         if (i.kind == kAllocate || i.kind == kFree) continue;
         for (const BufferId id : {i.src, i.dst}) {
           if (exists(id)) uses[id].is_touched = true;
@@ -303,10 +307,10 @@ std::string LayoutOfParts(const Plan& plan, const Buffer& buffer) {
   return PartsCutInto(plan, buffer, after_forward).empty() ? std::string() : wrong;
 }
 
-std::string LayoutOfDType(const Plan& plan, const Buffer& buffer) {
+std::string LayoutOfDType(const Plan& plan, const Buffer& buffer, bool is_zeroed) {
   if (ArrangementOf(buffer.role) == Arrangement::kNone || buffer.unit < 0) return {};
   const bool right =
-      IsParameterRole(buffer.role) ? IsDTypeOfParameters(plan, buffer) : IsDTypeOfGradients(plan, buffer);
+      IsParameterRole(buffer.role) ? IsDTypeOfParameters(plan, buffer) : IsDTypeOfGradients(plan, buffer, is_zeroed);
   if (right) return {};
   const Unit& unit = plan.units[buffer.unit];
   return fmt::format("dtype {}, and its unit's are {} (original), {} (computed in) and {} (reduced in)",
@@ -346,7 +350,7 @@ void CheckBuffers(const Plan& plan, Reporter& reporter) {
     }
     if (!uses[b].is_touched) continue;
     for (const std::string& wrong :
-         {LayoutOfParts(plan, buffer), LayoutOfDType(plan, buffer), LayoutOfMemory(plan, buffer)}) {
+         {LayoutOfParts(plan, buffer), LayoutOfDType(plan, buffer, uses[b].is_zeroed), LayoutOfMemory(plan, buffer)}) {
       if (wrong.empty()) continue;
       reporter.Add(Rule::kLayout, {}, static_cast<std::int64_t>(b),
                    fmt::format("buffer {} ({}{}) has {}", buffer.name, Name(buffer.role),

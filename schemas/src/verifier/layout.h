@@ -39,7 +39,8 @@ std::string LayoutOfParts(const Plan& plan, const Buffer& buffer);
 // parameter, or all of them in one. "" if nothing is.
 std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pieces);
 // "": its dtype is the one that its unit gathers, computes, reduces or keeps in.
-std::string LayoutOfDType(const Plan& plan, const Buffer& buffer);
+// `is_zeroed`: a grad_zero fills it.
+std::string LayoutOfDType(const Plan& plan, const Buffer& buffer, bool is_zeroed);
 // "": it is in the kind of memory that the role is for.
 std::string LayoutOfMemory(const Plan& plan, const Buffer& buffer);
 

@@ -180,7 +180,7 @@ std::string LayoutOfReach(const Plan& plan, const Instruction& i, bool is_view) 
   const bool to_device = i.kind == kCopyToDevice;
   // Alone, a rank copies an offloaded shard right to where it is computed with.
   const bool either = (i.kind == kCopyIn || i.kind == kCopyOut) && on_host(i.src);
-  if (!either && on_host(i.src) != to_device) {
+  if (!either && i.src >= 0 && on_host(i.src) != to_device) {
     return fmt::format("{} is in memory of the {}", plan.buffers[i.src].name, to_device ? "device" : "host");
   }
   if (on_host(other) != to_host) {
@@ -194,7 +194,7 @@ void CheckMovement(const Plan& plan, const Instruction& i, bool is_view, Positio
   const bool copies = i.kind == kCopyIn || i.kind == kCopyOut || i.kind == kReshardPostForward ||
                       i.kind == kGradCopyIn || i.kind == kGradCast || i.kind == kGradAccumulate ||
                       i.kind == kCopyToHost || i.kind == kCopyToDevice;
-  if (!collective && !copies && i.kind != kGradScale) return;
+  if (!collective && !copies && i.kind != kGradScale && i.kind != kGradZero) return;
   std::string wrong = collective ? LayoutOfCollective(plan, i) : std::string();
   if (copies) {
     wrong = LayoutOfCopy(plan, i, is_view);
@@ -204,7 +204,7 @@ void CheckMovement(const Plan& plan, const Instruction& i, bool is_view, Positio
   }
   if (wrong.empty()) wrong = LayoutOfReach(plan, i, is_view);
   if (wrong.empty()) return;
-  reporter.Add(Rule::kLayout, at, i.src, fmt::format("{}: {}", reporter.Instruction(at), wrong),
+  reporter.Add(Rule::kLayout, at, i.src >= 0 ? i.src : i.dst, fmt::format("{}: {}", reporter.Instruction(at), wrong),
                {"at: " + reporter.Describe(at)});
 }
 

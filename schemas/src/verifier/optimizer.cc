@@ -110,13 +110,13 @@ void Interpreter::CheckStates() {
 std::vector<std::int32_t> OptimizerStepOfDropped(const Gradient& gradient) {
   std::vector<std::int32_t> dropped;
   for (std::size_t p = 0; p < gradient.count.size(); ++p) {
-    if (gradient.count[p] > 0 && !gradient.stepped[p]) dropped.push_back(static_cast<std::int32_t>(p));
+    if (gradient.Has(p) && !gradient.stepped[p]) dropped.push_back(static_cast<std::int32_t>(p));
   }
   return dropped;
 }
 
 bool OptimizerStepTwice(const Gradient& gradient, std::int32_t parameter) {
-  return gradient.count[parameter] > 0 && gradient.stepped[parameter] != 0;
+  return gradient.Has(static_cast<std::size_t>(parameter)) && gradient.stepped[parameter] != 0;
 }
 
 bool OptimizerStepInOtherDType(const Plan& plan, BufferId grad) {

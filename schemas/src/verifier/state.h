@@ -75,6 +75,7 @@ struct Lifetime {
 struct Gradient {
   UnitId unit = -1;                 // -1: none
   std::vector<std::int32_t> count;  // per parameter of the unit: gradients of how many segments are summed
+  std::vector<char> zero;           // ... whether zeros stand in its place (grad_zero)
   std::vector<char> stepped;        // ... whether the optimizer has stepped it with this sum
   bool used_up = false;             // it has moved on
   bool sharded = false;             // reduce-scattered
@@ -84,6 +85,7 @@ struct Gradient {
   std::vector<Position> history;
 
   bool IsThere() const { return unit >= 0 && !used_up; }
+  bool Has(std::size_t parameter) const { return count[parameter] > 0 || zero[parameter] != 0; }
 };
 
 // What of a buffer must be the same before and after the steps that repeat.

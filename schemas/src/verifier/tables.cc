@@ -119,6 +119,16 @@ std::string TablesOfRanks(const Plan& plan, const Unit& unit) {
       InWords(found.first), InWords(found.second), fmt::join(expected, " or over "));
 }
 
+std::string TablesOfGroup(const Plan& plan, UnitId id) {
+  const Unit& unit = plan.units[id];
+  if (unit.parameter_group == 0) return {};
+  const bool follows = id > 0 && plan.units[id - 1].modules == unit.modules &&
+                       plan.units[id - 1].parameter_group == unit.parameter_group - 1;
+  return follows ? std::string()
+                 : fmt::format("it is parameter group {} of its modules, and the unit before it is not group {}",
+                               unit.parameter_group, unit.parameter_group - 1);
+}
+
 std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   const PolicyKnobs* policy = KnownPolicy(plan);
   if (policy == nullptr) return {};
@@ -126,7 +136,7 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   std::vector<std::string> expected;
   for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
-    const DType reduced = AskedReduceDType(mixed, unit.orig_dtype, computed, rules);
+    const DType reduced = AskedReduceDType(mixed, ShardedGradDType(unit), computed, rules);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
       return ComputeDType(unit, parameter) == AskedParamDType(mixed, parameter, rules);
     });
@@ -152,6 +162,7 @@ void CheckStrategy(const Plan& plan, Reporter& reporter) {
     const std::string whose = fmt::format("unit {}: ", DisplayName(unit.fqn));
     check(whose, TablesOfLayout(plan, unit));
     check(whose, TablesOfPrecision(plan, unit));
+    check(whose, TablesOfGroup(plan, static_cast<UnitId>(&unit - plan.units.data())));
     if (mesh.empty()) check(whose, TablesOfRanks(plan, unit));
   }
 }

@@ -25,6 +25,8 @@ std::string TablesOfRanks(const Plan& plan, const Unit& unit);
 // The unit gathers, computes and reduces in the dtypes of a mixed_precision that the strategy gives to some
 // unit.
 std::string TablesOfPrecision(const Plan& plan, const Unit& unit);
+// Parameter groups of the same modules are units one after the other.
+std::string TablesOfGroup(const Plan& plan, UnitId id);
 
 // ---- the program's tables: tables_program.cc ----
 

@@ -132,8 +132,13 @@ std::string TablesOfEntered(const Plan& plan, const Trigger& trigger) {
     const bool exists = i.segment >= 0 && i.segment < std::ssize(plan.segments);
     if (i.kind != InstructionKind::kCompute || !exists) continue;
     const Segment& segment = plan.segments[i.segment];
-    if (segment.phase == SegmentPhase::kRecompute || segment.unit < 0 || segment.unit == trigger.unit)
+    const auto hooks_same = [&] {  // parameter groups of the same modules
+      return trigger.unit >= 0 && plan.units[segment.unit].modules == plan.units[trigger.unit].modules;
+    };
+    if (segment.phase == SegmentPhase::kRecompute || segment.unit < 0 || segment.unit == trigger.unit ||
+        hooks_same()) {
       continue;
+    }
     // A recomputation that stops early goes on in the backward, and passes no point between.
     if (trigger.kind == TriggerKind::kPreForward && IsBackward(segment.phase)) continue;
     return fmt::format("{} runs in it, which is of {}", segment.name,

@@ -320,6 +320,7 @@ class Lowering {
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradCopyIn:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kGradCast:
       case InstructionKind::kGradAccumulate:
       case InstructionKind::kCopyToHost:

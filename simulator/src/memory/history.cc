@@ -158,6 +158,7 @@ class MemoryWalk {
       case InstructionKind::kCopyIn:
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kReduceScatter:
       case InstructionKind::kAllReduce:
       case InstructionKind::kGradAccumulate:

@@ -39,6 +39,8 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
       return {kParamUnsharded, kParamPostForwardShard};
     case kGradCopyIn:
       return {kGradUnsharded, kReduceScatterInput};
+    case kGradZero:
+      return {kGradUnshardedAccumulated, kGradUnshardedAccumulated};
     case kReduceScatter:
       return {kReduceScatterInput, kReduceScatterOutput};
     case kCompute:

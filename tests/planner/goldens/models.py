@@ -60,6 +60,17 @@ class Reused(Small):
         return self.head(x * self.scale)
 
 
+class Skipping(Small):
+    """May leave out its second block."""
+
+    def forward(self, x, skip=False):
+        x = self.stem(x)
+        for n, layer in enumerate(self.layers):
+            if not (skip and n == 1):
+                x = layer(x)
+        return self.head(x * self.scale)
+
+
 def tied() -> nn.Module:
     """The first and the last block share a weight."""
     model = Small()
@@ -91,6 +102,12 @@ def record(module: nn.Module, inputs: int = 8) -> dict:
         Group([Call((x,), {}), Call((z,), {})]),
     ]
     return session.trace_groups(module, groups)
+
+
+def record_skipping() -> dict:
+    """Forward and backward 0: of all blocks; 1: without the second one."""
+    x, y = (torch.randn(4, 8) for _ in range(2))
+    return session.trace_groups(Skipping(), [Group([Call((x,), {})]), Group([Call((y,), {"skip": True})])])
 
 
 def quantised(trace: dict) -> dict:
@@ -128,6 +145,7 @@ def traces() -> dict[str, dict]:
         "quantised": quantised(record(frozen())),
         "reused": record(Reused()),
         "two_parts": record(TwoParts()),
+        "skipping": record_skipping(),
         "tensor_parallel": tensor_parallel(record(Small()), 2),
     }
 

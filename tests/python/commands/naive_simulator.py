@@ -14,7 +14,7 @@ SIZES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
-COPIES = {"copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_cast", "grad_accumulate", "copy_to_host", "copy_to_device"}
+COPIES = {"copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_zero", "grad_cast", "grad_accumulate", "copy_to_host", "copy_to_device"}
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
 HOOKS = {"pre_forward", "post_forward", "pre_backward", "post_backward", "backward_end"}
 MATRIX = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "_scaled_mm", "_int_mm"}

@@ -156,6 +156,8 @@ class Reader {
         }
         made_.clear();
         return;
+      case kGradZero:
+        return Zero(i.dst, i.stream);
       case kCopyIn:
       case kAllGather:
       case kCopyOut:
@@ -288,6 +290,14 @@ class Reader {
         return static_cast<BufferId>(b);
     }
     return -1;
+  }
+
+  // A term whose value is nothing.
+  void Zero(BufferId buffer, StreamId stream) {
+    const int dst = Use(buffer);
+    if (dst < 0) return;
+    AddWork(stream, {}, {dst});
+    sums_[dst] = {};
   }
 
   void Move(const Instruction& i) {

@@ -262,6 +262,7 @@ class Fsdp1EventWriter {
       case InstructionKind::kCopyOut:
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kGradCast:
       case InstructionKind::kCopyToDevice:
       case InstructionKind::kRecord:

@@ -206,7 +206,7 @@ class Fsdp2EventWriter {
         OnInstruction(trigger.instructions[next], /*backward_end=*/true);
       }
     };
-    for (const UnitId unit : States(root)) {
+    for (const UnitId unit : LastGroupsFirst(States(root))) {
       const bool has_group = !plan_.units[unit].parameters.empty();
       const bool left = has_group && last_hook_[unit] != TriggerKind::kPostBackward;
       if (Manual() && (left || !grads_[unit].empty() || !accumulated_[unit].empty())) pending_.insert(unit);
@@ -257,16 +257,32 @@ class Fsdp2EventWriter {
 
   // FSDPStateContext.all_states: named_modules() order; 2.11 has a group of two modules twice.
   std::vector<UnitId> States(UnitId root) const {
-    std::map<std::string, UnitId> unit_of;
+    std::map<std::string, std::vector<UnitId>> units_of;
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
-      for (const std::string& module : plan_.units[u].modules) unit_of[module] = static_cast<UnitId>(u);
+      for (const std::string& module : plan_.units[u].modules) {
+        units_of[module].push_back(static_cast<UnitId>(u));
+      }
     }
     std::vector<UnitId> states;
     for (const Module& module : recording_.trace.modules) {
-      const auto found = unit_of.find(module.fqn);
-      if (found == unit_of.end() || !IsUnder(module.fqn, plan_.units[root].modules.front())) continue;
-      const bool again = std::ranges::find(states, found->second) != states.end();
-      if (!again || Old()) states.push_back(found->second);
+      const auto found = units_of.find(module.fqn);
+      if (found == units_of.end() || !IsUnder(module.fqn, plan_.units[root].modules.front())) continue;
+      for (const UnitId unit : found->second) {
+        const bool again = std::ranges::find(states, unit) != states.end();
+        if (!again || Old()) states.push_back(unit);
+      }
+    }
+    return states;
+  }
+
+  // The parameter groups of a module, which are one after the other, as its backward ends.
+  std::vector<UnitId> LastGroupsFirst(std::vector<UnitId> states) const {
+    for (auto first = states.begin(); first != states.end();) {
+      const auto last = std::find_if(first + 1, states.end(), [&](UnitId unit) {
+        return plan_.units[unit].parameter_group == 0;
+      });
+      std::reverse(first, last);
+      first = last;
     }
     return states;
   }
@@ -336,7 +352,10 @@ class Fsdp2EventWriter {
         }
         break;
       case InstructionKind::kGradCopyIn:  // one rank has nothing to reduce
-        if (plan_.buffers[i.dst].role == BufferRole::kPartialReduceOutput) AddPartial(plan_.buffers[i.dst]);
+        if (plan_.buffers[i.dst].role == BufferRole::kPartialReduceOutput &&
+            plan_.buffers[i.src].role != BufferRole::kPartialReduceOutput) {
+          AddPartial(plan_.buffers[i.dst]);
+        }
         break;
       case InstructionKind::kGradAccumulate:
         if (plan_.buffers[i.dst].role == BufferRole::kPartialReduceOutput) AddPartial(plan_.buffers[i.dst]);
@@ -353,6 +372,7 @@ class Fsdp2EventWriter {
       case InstructionKind::kCopyIn:
       case InstructionKind::kReshardPostForward:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kCopyToHost:
       case InstructionKind::kCopyToDevice:
       case InstructionKind::kWait:

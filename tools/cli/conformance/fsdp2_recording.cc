@@ -1,4 +1,6 @@
 // Case of a fully_shard recording -> trace, strategy, cluster.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -52,6 +54,13 @@ class Fsdp2Converter {
                                   .requires_grad = p["requires_grad"],
                                   .shared_with = p["shared_with"].List<std::string>()});
     }
+    if (json_.Has("model_args") && json_["model_args"].Has("grad_dtype")) {
+      for (const auto& [prefix, dtype] : json_["model_args"]["grad_dtype"].Members()) {
+        for (Parameter& parameter : trace.parameters) {
+          if (parameter.fqn.starts_with(prefix)) parameter.grad_dtype = ToDType(dtype);
+        }
+      }
+    }
     for (const Json& m : json_["modules"].Elements()) {
       module_id_[m["fqn"]] = static_cast<ModuleId>(trace.modules.size());
       Module module{.fqn = m["fqn"],
@@ -67,11 +76,61 @@ class Fsdp2Converter {
 
   void ConvertMesh() {
     const Json mesh = json_["mesh"];
+    mesh.Has("extra") ? ConvertMeshes(mesh) : AddMeshDims(mesh);
+    recording_.cluster.ranks = json_["world_size"];
+    recording_.cluster.ranks_per_node = json_["world_size"];
+  }
+
+  void AddMeshDims(const Json& mesh) {
     for (std::size_t d = 0; d < mesh["dims"].size(); ++d) {
       recording_.strategy.mesh.push_back({mesh["dims"][d], mesh["shape"][d]});
     }
-    recording_.cluster.ranks = json_["world_size"];
-    recording_.cluster.ranks_per_node = json_["world_size"];
+  }
+
+  // Where the ranks are cut in other ways, too: one mesh with the cuts of all. A dimension of each is one or
+  // several of its dimensions.
+  void ConvertMeshes(const Json& mesh) {
+    std::set<std::int64_t> cuts = {1};  // ranks in what is inside of a cut
+    const auto add_cuts = [&](const Json& shape) {
+      std::int64_t ranks = 1;
+      for (std::size_t d = shape.size(); d-- > 0;) cuts.insert(ranks *= shape[d].Get<std::int64_t>());
+    };
+    add_cuts(mesh["shape"]);
+    for (const auto& [name, extra] : mesh["extra"].Members()) add_cuts(extra["shape"]);
+    const std::vector<std::int64_t> sorted(cuts.begin(), cuts.end());
+    for (std::size_t c = sorted.size(); c-- > 1;) {
+      if (sorted[c] % sorted[c - 1] != 0) mesh["extra"].Fail("meshes that cut the ranks alike");
+      recording_.strategy.mesh.push_back({fmt::format("cut{}", sorted[c]), sorted[c] / sorted[c - 1]});
+    }
+    // The dimensions of ours that are dimension `d` of `shape`.
+    const auto within = [&](const Json& shape, std::size_t d) {
+      std::int64_t inside = 1;
+      for (std::size_t i = shape.size(); i-- > d + 1;) inside *= shape[i].Get<std::int64_t>();
+      const std::int64_t around = inside * shape[d].Get<std::int64_t>();
+      std::vector<std::string> names;
+      for (std::size_t c = sorted.size(); c-- > 1;) {
+        if (sorted[c] > inside && sorted[c] <= around) names.push_back(fmt::format("cut{}", sorted[c]));
+      }
+      return names;
+    };
+    DataParallelDims own{.shard = {}, .replicate = {}};
+    for (std::size_t d = 0; d < mesh["dims"].size(); ++d) {
+      const bool replicates = mesh["dims"][d].Get<std::string>() == "replicate";
+      const std::vector<std::string> names = within(mesh["shape"], d);
+      std::vector<std::string>& dims = replicates ? own.replicate : own.shard;
+      dims.insert(dims.end(), names.begin(), names.end());
+    }
+    recording_.strategy.data_parallel = own;
+    for (const auto& [name, extra] : mesh["extra"].Members()) {
+      const auto dims = extra["dims"].List<std::string>();
+      const auto use = extra["use"].List<std::string>();  // one: shard; two: replicate, shard
+      DataParallelDims& over = extra_[name] = {.shard = {}, .replicate = {}};
+      for (std::size_t u = 0; u < use.size(); ++u) {
+        const auto d = static_cast<std::size_t>(std::ranges::find(dims, use[u]) - dims.begin());
+        if (d == dims.size()) extra["use"].Fail("names of its dimensions");
+        (u + 1 < use.size() ? over.replicate : over.shard) = within(extra["shape"], d);
+      }
+    }
   }
 
   void ConvertUnits() {
@@ -103,6 +162,16 @@ class Fsdp2Converter {
         if (dims.Has("shard")) over.shard = dims["shard"].List<std::string>();
         if (dims.Has("replicate")) over.replicate = dims["replicate"].List<std::string>();
         rule.data_parallel = over;
+      }
+      if (call.Has("param_meshes")) {
+        for (const Json& own : call["param_meshes"].Elements()) {
+          ParameterMeshRule mesh{.parameters = {}, .data_parallel = own["mesh"].In(extra_, "an extra mesh")};
+          for (const std::string& prefix : own["params"].List<std::string>()) {
+            const auto under = StartingWith(prefix);
+            mesh.parameters.insert(mesh.parameters.end(), under.begin(), under.end());
+          }
+          rule.parameter_meshes.push_back(std::move(mesh));
+        }
       }
       for (const std::string& module : rule.modules) unit_modules_.insert(module);
       recording_.strategy.units.push_back(std::move(rule));
@@ -427,6 +496,7 @@ class Fsdp2Converter {
   std::map<std::string, ParameterId> parameter_id_;
   std::map<std::string, std::int32_t> forward_id_;
   std::set<std::string> unit_modules_;
+  std::map<std::string, DataParallelDims> extra_;  // meshes of parameters, by name
   ModuleId recomputing_ = -1;  // the checkpointed module whose forward is being run again
 };
 

@@ -5,6 +5,7 @@
 #include <cassert>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "policy/fsdp2/gradient_divide_factors.h"
 #include "policy/fsdp2/reduce_scatter_copy_in.h"
@@ -22,7 +23,9 @@ class Reduction {
         program_(arguments.scope.program()),
         grads_(grads),
         factors_(GetGradientDivideFactors(arguments.scope, arguments.settings)),
-        reduce_scatter_stream_(arguments.comm_ctx.reduce_scatter_stream()) {}
+        reduce_scatter_stream_(arguments.comm_ctx.reduce_scatter_stream()) {
+    result_.partial_reduce_output = arguments.partial_reduce_output;
+  }
 
   Status CheckPartial() const;
   ForeachReduceResult Run();
@@ -30,6 +33,7 @@ class Reduction {
 
  private:
   BufferId Output(BufferRole role) const;
+  void PreparePartial();
   void ReduceScatter(BufferId input, BufferId output) const;
   void AddToPartial(BufferId output);
   void RecordPostReduce(StreamId stream);
@@ -49,7 +53,7 @@ class Reduction {
 // What waits for the all-reduce is one buffer: it has to be of the same parameters every time.
 Status Reduction::CheckPartial() const {
   const BufferId partial = arguments_.partial_reduce_output;
-  if (partial < 0 || program_.plan().buffers[partial].parameters == grads_.parameters) return {};
+  if (scope_.rules().partial_sums_get_zeros || partial < 0 || program_.plan().buffers[partial].parameters == grads_.parameters) return {};
   return MakeInputError(
       "/program",
       "PyTorch adds the gradients that wait for the all-reduce to those of other parameters here: it fails, "
@@ -65,6 +69,22 @@ BufferId Reduction::Output(BufferRole role) const {
   }
   return scope_.StagingBuffer(arguments_.settings.allocate_memory_from_process_group, role, unit.reduce_dtype,
                               Bytes{numel * SizeBytes(unit.reduce_dtype)}, grads_.parameters);
+}
+
+// FSDPParamGroup._prepare_partial_reduce_output: a parameter that has come in has zeros in it.
+void Reduction::PreparePartial() {
+  const BufferId partial = result_.partial_reduce_output;
+  if (partial < 0) return;
+  if (scope_.rules().partial_sums_are_awaited) {
+    program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.partial_awaited", scope_.Name()));
+  }
+  if (program_.plan().buffers[partial].parameters == grads_.parameters) return;
+  result_.partial_reduce_output = Output(BufferRole::kPartialReduceOutput);
+  program_.Allocate(result_.partial_reduce_output, reduce_scatter_stream_);
+  Instruction& zero = program_.Emit(InstructionKind::kGradZero, reduce_scatter_stream_);
+  zero.dst = result_.partial_reduce_output;
+  program_.Move(InstructionKind::kGradCopyIn, partial, result_.partial_reduce_output, reduce_scatter_stream_);
+  program_.Free(partial, reduce_scatter_stream_);
 }
 
 void Reduction::ReduceScatter(BufferId input, BufferId output) const {
@@ -163,9 +183,7 @@ void Reduction::Deliver(BufferId output, StreamId stream) const {
 
 ForeachReduceResult Reduction::Run() {
   const UnitId id = scope_.id();
-  if (scope_.rules().partial_sums_are_awaited && arguments_.partial_reduce_output >= 0) {
-    program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.partial_awaited", scope_.Name()));
-  }
+  PreparePartial();
   const ParamGroupSettings& settings = arguments_.settings;
   // With several in flight a unit that reduces again may meet its own last input.
   const std::size_t same = arguments_.comm_ctx.ReduceScattersOf(id);
@@ -174,7 +192,6 @@ ForeachReduceResult Reduction::Run() {
       ReduceScatterCopyIn(scope_, grads_, settings.allocate_memory_from_process_group, again);
   program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.grads_ready", scope_.Name()));
 
-  result_.partial_reduce_output = arguments_.partial_reduce_output;
   const bool partial_only = scope_.unit().replicate_communicator >= 0 && !settings.all_reduce_grads;
   const bool new_partial = partial_only && result_.partial_reduce_output < 0;
   const BufferId output =
@@ -202,7 +219,7 @@ ForeachReduceResult Reduction::Run() {
 }
 
 ForeachReduceResult Reduction::RunPartial() {
-  const BufferId output = arguments_.partial_reduce_output;
+  const BufferId output = std::exchange(result_.partial_reduce_output, -1);
   result_.post_reduce_event = scope_.Event("post_reduce");
   const StreamId stream = RunHook(output, AllReduce(output));
   DivIfNeeded(factors_.post, output, stream, program_);

@@ -28,6 +28,7 @@ constexpr std::array kFlagSetters = {
     FlagSetter{"_set_unshard_async_op", true, &ParamGroupSettings::unshard_async_op},
     FlagSetter{"set_separate_reduce_scatter_group", true, &ParamGroupSettings::separate_reduce_scatter_group},
     FlagSetter{"set_keep_unsharded_storage", true, &ParamGroupSettings::keep_unsharded_storage},
+    FlagSetter{"set_reduce_scatter_unused_params", true, &ParamGroupSettings::reduce_scatter_unused_params},
     FlagSetter{"set_force_sum_reduction_for_comms", false,
                &ParamGroupSettings::force_sum_reduction_for_comms},
     FlagSetter{"set_unshard_in_backward", false, &ParamGroupSettings::unshard_in_backward},
@@ -37,7 +38,7 @@ constexpr std::array kFlagSetters = {
 
 // The states that a setter of `own` reaches.
 std::vector<FsdpState*> Reached(const ModuleStates& model, const ModuleCall& call, FsdpState& own) {
-  return call.recurse ? model.StatesUnder(call.module) : std::vector{&own};
+  return call.recurse ? model.StatesUnder(call.module) : model.GroupsOf(own);
 }
 
 void SetFlag(const FlagSetter& setter, bool value, FsdpState& state) {
@@ -56,13 +57,13 @@ void SetReduceScatterMaxInputBuffers(double number, const std::vector<FsdpState*
 
 }  // namespace
 
-Status FsdpModule::SetPrefetch(const ModuleCall& call, std::vector<FsdpState*>& targets) const {
+Status FsdpModule::SetPrefetch(const ModuleCall& call, FsdpState& own, PrefetchPass pass) const {
   std::vector<FsdpState*> states;
   for (const std::string& fqn : call.modules) {
     states.push_back(model_.Find(fqn));
     if (states.back() == nullptr) return MakeInputError("", "there is no such unit", fqn);
   }
-  targets = std::move(states);
+  model_.SetPrefetch(own, states, pass);
   return {};
 }
 
@@ -80,7 +81,7 @@ Status FsdpModule::Set(const ModuleCall& call, bool in_setup) {
   const bool value = call.value.value_or(true);
   const auto flag = std::ranges::find(kFlagSetters, call.method, &FlagSetter::method);
   if (flag != kFlagSetters.end()) {
-    const std::vector<FsdpState*> states = flag->recurses ? Reached(model_, call, own) : std::vector{&own};
+    const std::vector<FsdpState*> states = flag->recurses ? Reached(model_, call, own) : model_.GroupsOf(own);
     for (FsdpState* state : states) SetFlag(*flag, value, *state);
   } else if (call.method == "set_reshard_after_forward") {
     for (FsdpState* state : Reached(model_, call, own)) {
@@ -93,11 +94,13 @@ Status FsdpModule::Set(const ModuleCall& call, bool in_setup) {
   } else if (call.method == "set_post_optim_event") {
     SetPostOptimEvent(own, in_setup);
   } else if (call.method == "set_modules_to_forward_prefetch") {
-    return SetPrefetch(call, own.states_to_forward_prefetch());
+    return SetPrefetch(call, own, PrefetchPass::kForward);
   } else if (call.method == "set_modules_to_backward_prefetch") {
-    return SetPrefetch(call, own.states_to_backward_prefetch());
+    return SetPrefetch(call, own, PrefetchPass::kBackward);
   } else if (call.method == "set_gradient_divide_factor") {
-    if (own.group() != nullptr) own.group()->settings().gradient_divide_factor = call.number;
+    for (FsdpState* state : model_.GroupsOf(own)) {
+      if (state->group() != nullptr) state->group()->settings().gradient_divide_factor = call.number;
+    }
   } else {
     SHARDPLAN_ASSERT(call.method == "set_reduce_scatter_max_input_buffers" && call.number,
                      "CheckStrategy lets the calls of Fsdp2PolicyKnobs through");
@@ -110,11 +113,20 @@ Status FsdpModule::SetUp(const ModuleCall& call) { return Set(call, /*in_setup=*
 
 // Outside a hook the group's state is idle, so the current stream is used. unshard(async_op) waits only when
 // it is synchronous.
-Status FsdpModule::Unshard(FsdpParamGroup& group, bool async_op) const {
-  group.LazyInit();
-  if (Status s = group.Unshard(async_op, "user"); !s) return s;
-  if (!async_op) group.WaitForUnshard();
+Status FsdpModule::Unshard(const std::vector<FsdpParamGroup*>& groups, bool async_op) const {
+  for (FsdpParamGroup* group : groups) {
+    group->LazyInit();
+    if (Status s = group->Unshard(async_op, "user"); !s) return s;
+  }
+  if (!async_op) WaitForUnshard(groups);
   return {};
+}
+
+void FsdpModule::WaitForUnshard(const std::vector<FsdpParamGroup*>& groups) const {
+  for (FsdpParamGroup* group : groups) {
+    program_.SetUnit(group->scope().id());
+    group->WaitForUnshard();
+  }
 }
 
 // A group's lazy init hooks the modules whose parameters it manages: it is resharded before their states are
@@ -131,18 +143,24 @@ Status FsdpModule::Call(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kUserCall, event.unit, event.microbatch);
   program_.SetReason("user");
   const ModuleCall& call = *event.call;
-  FsdpParamGroup* group = event.unit < 0 ? nullptr : model_[event.unit].group();
+  std::vector<FsdpParamGroup*> groups;
+  for (FsdpState* state : event.unit < 0 ? std::vector<FsdpState*>() : model_.GroupsOf(model_[event.unit])) {
+    if (state->group() != nullptr) groups.push_back(state->group());
+  }
   if (call.method == "unshard") {
-    return group == nullptr ? Status{} : Unshard(*group, call.value.value_or(false));
+    return Unshard(groups, call.value.value_or(false));
   } else if (call.method == "wait_for_unshard") {  // UnshardHandle.wait
-    if (group != nullptr) group->WaitForUnshard();
+    WaitForUnshard(groups);
   } else if (call.method == "finalize_backward" || call.method == "wait_for_gradient_reduction") {
     const Result<FsdpState*> state = model_.OfModule(call.module);
     if (!state) return std::unexpected(state.error());
     if (call.method == "wait_for_gradient_reduction") return (*state)->WaitForGradientReduction();
     return (*state)->FinalizeBackwardByUser(/*async_op=*/call.value.value_or(false));
   } else if (call.method == "reshard") {
-    if (group != nullptr) group->Reshard();
+    for (FsdpParamGroup* group : groups) {
+      program_.SetUnit(group->scope().id());
+      group->Reshard();
+    }
   } else if (call.method == "state_dict" || call.method == "load_state_dict") {
     ReshardForStateDict(call);
   } else {

@@ -22,8 +22,9 @@ class FsdpModule {
  private:
   Status Set(const ModuleCall& call, bool in_setup);
   void SetPostOptimEvent(FsdpState& state, bool in_setup);
-  Status SetPrefetch(const ModuleCall& call, std::vector<FsdpState*>& targets) const;
-  Status Unshard(FsdpParamGroup& group, bool async_op) const;
+  Status SetPrefetch(const ModuleCall& call, FsdpState& own, PrefetchPass pass) const;
+  Status Unshard(const std::vector<FsdpParamGroup*>& groups, bool async_op) const;
+  void WaitForUnshard(const std::vector<FsdpParamGroup*>& groups) const;
   void ReshardForStateDict(const ModuleCall& call);
 
   const ModuleStates& model_;

@@ -151,7 +151,29 @@ Status FsdpParamGroup::BackwardPrefetch() {
         "order that the backward prefetch looks into",
         scope_.Name());
   }
+  if (scope_.choice().groups > 1) return PrefetchAllGroupsBefore(target);
   return order[target]->PrefetchUnshard(scope_, comm_ctx(), TrainingState::kPreBackward, "prefetch_backward");
+}
+
+// Of several groups of a module the second one prefetches: all groups of the modules before.
+Status FsdpParamGroup::PrefetchAllGroupsBefore(std::int32_t last) {
+  if (scope_.unit().parameter_group != 1) return {};
+  const auto modules_of = [&](std::int32_t i) -> const std::vector<ModuleId>& {
+    return comm_ctx().post_forward_order()[i]->scope_.choice().modules;
+  };
+  std::int32_t target = last;
+  while (target >= 0 && modules_of(target) == scope_.choice().modules) --target;
+  const std::int32_t first = target;
+  for (; target >= 0; --target) {
+    if (modules_of(target) == scope_.choice().modules) continue;
+    if (modules_of(target) != modules_of(first)) break;
+    FsdpParamGroup& group = *comm_ctx().post_forward_order()[target];
+    if (Status s = group.PrefetchUnshard(scope_, comm_ctx(), TrainingState::kPreBackward, "prefetch_backward");
+        !s) {
+      return s;
+    }
+  }
+  return {};
 }
 
 Status FsdpParamGroup::PrefetchUnshard(const UnitScope& by, const FsdpCommContext& comm_ctx_of_by,
@@ -187,11 +209,28 @@ Status FsdpParamGroup::CheckUnreduced() const {
                         scope_.Name());
 }
 
+// Where the user asks for it, and where a sum over the shards waits for what is all-reduced now.
+std::set<std::int32_t> FsdpParamGroup::ParametersWithZeros() const {
+  if (!params_.has_unsharded_params() || !scope_.rules().partial_sums_get_zeros) return {};
+  std::set<std::int32_t> parameters;
+  if (state_.settings.reduce_scatter_unused_params) {
+    for (const std::int32_t p : scope_.AllParameters()) {
+      if (scope_.unit().parameters[p].requires_grad) parameters.insert(p);
+    }
+  }
+  if (state_.partial_reduce_output >= 0) {
+    const Buffer& partial = scope_.program().plan().buffers[state_.partial_reduce_output];
+    parameters.insert(partial.parameters.begin(), partial.parameters.end());
+  }
+  return parameters;
+}
+
 Status FsdpParamGroup::PostBackward(std::string_view reason) {
   scope_.program().SetUnit(scope_.id());
   scope_.program().SetReason(reason);
   const bool partly_run = scope_.rules().members_enter_one_by_one && scope_.choice().modules.size() > 1 &&
                           state_.training_state == TrainingState::kForward;
+  const bool entered = state_.training_state == TrainingState::kPreBackward;
   state_.training_state = TrainingState::kPostBackward;
   unsharded_grads_.AccumulateIfNeeded();
   state_.post_backward_pending = !state_.settings.reduce_grads;
@@ -208,10 +247,11 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
         "first gradient in this backward have it in another dtype than those that accumulated without sync",
         scope_.Name());
   }
-  const UnshardedGrads::Taken grads = unsharded_grads_.Take();
+  const UnshardedGrads::Taken grads = unsharded_grads_.Take(ParametersWithZeros(), /*zeros_are_accumulated=*/!entered);
   ReshardAfterBackward();
   if (grads.parameters.empty() && !scope_.rules().idle_units_wait) return {};
-  comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
+  const bool last_group = scope_.unit().parameter_group + 1 == scope_.choice().groups;
+  if (last_group) comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
   if (grads.parameters.empty()) return {};
   WaitForPostBackward();
   const Result<ForeachReduceResult> reduced =

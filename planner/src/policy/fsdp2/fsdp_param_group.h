@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <vector>
 
@@ -125,11 +126,13 @@ class FsdpParamGroup {
   void ToSmallerMesh();
   void RecordPostForward();
   Status BackwardPrefetch();
+  Status PrefetchAllGroupsBefore(std::int32_t last);
   void SetPostReduceEvent(StreamId stream, EventId event);
   void WaitForPostBackward();
   void DropReduced();
   std::size_t ReduceScatterMaxInputBuffers() const;
   Status CheckUnreduced() const;
+  std::set<std::int32_t> ParametersWithZeros() const;
   void DropUnusedAllGather();
 
   const UnitScope& scope_;

@@ -22,6 +22,16 @@ void KeepFirst(std::vector<FsdpState*>& states) {
   });
 }
 
+// The groups of a module in the order of its backward.
+std::vector<FsdpState*> LastGroupsFirst(std::vector<FsdpState*> states) {
+  for (auto first = states.begin(); first != states.end();) {
+    const auto last = first + (*first)->scope().choice().groups;
+    std::reverse(first, last);
+    first = last;
+  }
+  return states;
+}
+
 // The cap of the one list of reduce-scatters in flight: the largest of all units.
 std::size_t LargestCap(const std::vector<FsdpState*>& states) {
   std::size_t cap = 1;
@@ -55,6 +65,10 @@ void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
   if (group_) group_->settings().post_forward_ranks = ranks;
 }
 
+bool FsdpState::IsLastGroup() const {
+  return scope_.unit().parameter_group + 1 == scope_.choice().groups;
+}
+
 Status FsdpState::LazyInit(const ModuleStates& model) {
   SHARDPLAN_ASSERT(!lazily_initialised(), "a state is initialised once");
   const UnitChoice& choice = scope_.choice();
@@ -76,7 +90,10 @@ Status FsdpState::LazyInit(const ModuleStates& model) {
     }
   }
   // Its parameters would be gathered again at once.
-  if (group_ && state_.auto_reshard_after_forward) group_->settings().post_forward_ranks = 0;
+  for (FsdpState* state : model.GroupsOf(*this)) {
+    if (!state->group_ || !state->state_.auto_reshard_after_forward) continue;
+    state->group_->settings().post_forward_ranks = 0;
+  }
   comm_ctx().LazyInit(model.CountRoots());
   for (FsdpState* state : context.all_states) {
     state->state_.is_root = state == this;
@@ -131,7 +148,7 @@ Status FsdpState::PreForward(const HookPoint& event, const ModuleStates& model) 
     state_.modules_to_run_forward = !recompute;
     if (Status s = group_->PreForward(recompute); !s) return s;
   }
-  if (!begins) return {};
+  if (!begins || !IsLastGroup()) return {};
   return PrefetchStates(state_.states_to_forward_prefetch, TrainingState::kForward, "prefetch_forward");
 }
 
@@ -153,7 +170,8 @@ void FsdpState::PostForward(const HookPoint& event) {
     group_->PostForward(event.kind == HookPointKind::kRecomputePostForward);
   }
   state_.training_state = TrainingState::kIdle;
-  if (state_ctx().iter_forward_root != this) return;
+  const FsdpState* root = state_ctx().iter_forward_root;
+  if (root == nullptr || root->scope_.choice().modules != scope_.choice().modules || !IsLastGroup()) return;
   if (scope_.rules().members_enter_one_by_one) CompleteGroups();
   if (const auto kept = comm_ctx().TakeAllGather()) comm_ctx().Free(*kept);
   state_ctx().iter_forward_root = nullptr;
@@ -178,6 +196,7 @@ Status FsdpState::PreBackward(const HookPoint& event, std::vector<FsdpState*>& f
   if (group_) {
     if (Status s = group_->PreBackward(state_.states_to_backward_prefetch.empty()); !s) return s;
   }
+  if (!IsLastGroup()) return {};
   return PrefetchStates(state_.states_to_backward_prefetch, TrainingState::kPreBackward,
                         "prefetch_backward_explicit");
 }
@@ -192,7 +211,7 @@ Status FsdpState::RootPostBackwardFinalCallback() {
   FsdpStateContext& context = state_ctx();
   if (scope_.rules().members_enter_one_by_one) context.iter_forward_root = nullptr;
   const bool two_phases = scope_.rules().backward_ends_in_two_phases;
-  for (FsdpState* state : context.all_states) {
+  for (FsdpState* state : LastGroupsFirst(context.all_states)) {
     if (Status s = state->EndBackward(context.is_last_backward, context.manual_backward_finalization); !s) {
       return s;
     }

@@ -91,6 +91,7 @@ class FsdpState {
   Snapshot snapshot() const;
 
  private:
+  bool IsLastGroup() const;  // of its modules
   void RootPreForward();
   void CompleteGroups();
   Status PrefetchStates(const std::vector<FsdpState*>& targets, TrainingState pass, std::string_view reason);

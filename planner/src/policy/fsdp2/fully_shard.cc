@@ -39,30 +39,27 @@ void SetPrefetchDistances(const Fsdp2Knobs& knobs, const RecordedStep& step, con
     if (event.kind != HookPointKind::kPreForward) continue;
     FsdpState& state = model[event.unit];
     if (state.group() == nullptr || state.scope().choice().is_root) continue;
+    if (state.scope().unit().parameter_group > 0) continue;
     if (std::ranges::find(order, &state) == order.end()) order.push_back(&state);
   }
   const auto count = static_cast<std::int32_t>(order.size());
   for (std::int32_t i = 0; i < count; ++i) {
-    for (std::int32_t d = 1; d <= knobs.forward_prefetch && i + d < count; ++d) {
-      order[i]->states_to_forward_prefetch().push_back(order[i + d]);
-    }
-    for (std::int32_t d = 1; d <= knobs.backward_prefetch && i - d >= 0; ++d) {
-      order[i]->states_to_backward_prefetch().push_back(order[i - d]);
-    }
+    std::vector<FsdpState*> after, before;
+    for (std::int32_t d = 1; d <= knobs.forward_prefetch && i + d < count; ++d) after.push_back(order[i + d]);
+    for (std::int32_t d = 1; d <= knobs.backward_prefetch && i - d >= 0; ++d) before.push_back(order[i - d]);
+    model.SetPrefetch(*order[i], after, PrefetchPass::kForward);
+    model.SetPrefetch(*order[i], before, PrefetchPass::kBackward);
   }
 }
 
-using Targets = std::vector<FsdpState*>& (FsdpState::*)();
-
-Status SetLists(const std::vector<PrefetchList>& lists, std::string_view pointer, Targets targets_of,
+Status SetLists(const std::vector<PrefetchList>& lists, std::string_view pointer, PrefetchPass pass,
                 const ModuleStates& model) {
   for (std::size_t i = 0; i < lists.size(); ++i) {
     FsdpState* state = model.Find(lists[i].unit);
     if (state == nullptr) {
       return NoSuchUnit(fmt::format("{}/{}/unit", pointer, i), lists[i].unit);
     }
-    std::vector<FsdpState*>& targets = (state->*targets_of)();
-    targets.clear();
+    std::vector<FsdpState*> targets;
     for (std::size_t t = 0; t < lists[i].prefetch.size(); ++t) {
       const std::string& fqn = lists[i].prefetch[t];
       targets.push_back(model.Find(fqn));
@@ -70,6 +67,7 @@ Status SetLists(const std::vector<PrefetchList>& lists, std::string_view pointer
         return NoSuchUnit(fmt::format("{}/{}/prefetch/{}", pointer, i, t), fqn);
       }
     }
+    model.SetPrefetch(*state, targets, pass);
   }
   return {};
 }
@@ -110,7 +108,9 @@ Status ShareCommContexts(const PolicyInput& input, const ModuleStates& model) {
         return NoSuchUnit(fmt::format("/fsdp2/shared_comm_contexts/{}/{}", s, m), contexts[s][m]);
       }
       if (first == nullptr) first = named.front();
-      for (FsdpState* state : named) state->ShareCommContext(first->comm_ctx());
+      for (const FsdpState* state : named) {
+        for (FsdpState* group : model.GroupsOf(*state)) group->ShareCommContext(first->comm_ctx());
+      }
     }
   }
   return {};
@@ -120,12 +120,12 @@ Status SetPrefetchLists(const PolicyInput& input, const ModuleStates& model) {
   const Fsdp2Knobs& knobs = input.strategy.fsdp2;
   SetPrefetchDistances(knobs, input.steps.front(), model);
   if (Status s = SetLists(knobs.forward_prefetch_lists, "/fsdp2/forward_prefetch_lists",
-                          &FsdpState::states_to_forward_prefetch, model);
+                          PrefetchPass::kForward, model);
       !s) {
     return s;
   }
   return SetLists(knobs.backward_prefetch_lists, "/fsdp2/backward_prefetch_lists",
-                  &FsdpState::states_to_backward_prefetch, model);
+                  PrefetchPass::kBackward, model);
 }
 
 }  // namespace shardplan::fsdp2

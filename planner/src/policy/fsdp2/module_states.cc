@@ -1,6 +1,7 @@
 #include "policy/fsdp2/module_states.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace shardplan::fsdp2 {
 
@@ -9,6 +10,26 @@ FsdpState* ModuleStates::Find(const std::string& fqn) const {
     if (state->scope().unit().fqn == fqn) return state.get();
   }
   return OfModule(fqn).value_or(nullptr);
+}
+
+std::vector<FsdpState*> ModuleStates::GroupsOf(const FsdpState& state) const {
+  std::vector<FsdpState*> groups;
+  for (const UnitId unit : shardplan::GroupsOf(partition_, state.scope().id())) groups.push_back(&(*this)[unit]);
+  return groups;
+}
+
+void ModuleStates::SetPrefetch(const FsdpState& state, const std::vector<FsdpState*>& targets,
+                               PrefetchPass pass) const {
+  const bool forward = pass == PrefetchPass::kForward;
+  std::vector<FsdpState*> groups;
+  for (const FsdpState* target : targets) {
+    std::vector<FsdpState*> of_target = GroupsOf(*target);
+    if (!forward) std::ranges::reverse(of_target);
+    groups.insert(groups.end(), of_target.begin(), of_target.end());
+  }
+  for (FsdpState* group : GroupsOf(state)) {
+    (forward ? group->states_to_forward_prefetch() : group->states_to_backward_prefetch()) = groups;
+  }
 }
 
 Result<FsdpState*> ModuleStates::OfModule(const std::string& fqn) const {
@@ -30,7 +51,9 @@ std::vector<FsdpState*> ModuleStates::StatesUnder(ModuleId root) const {
     stack.pop_back();
     if (visited[module]) continue;
     visited[module] = true;
-    if (const UnitId unit = partition_.unit_of_module[module]; unit >= 0) states.push_back(&(*this)[unit]);
+    if (const UnitId unit = partition_.unit_of_module[module]; unit >= 0) {
+      std::ranges::copy(GroupsOf((*this)[unit]), std::back_inserter(states));
+    }
     const std::vector<ModuleId>& children = index_.children[module];
     for (auto child = children.rbegin(); child != children.rend(); ++child) {
       stack.push_back(index_.canonical[*child]);
@@ -54,7 +77,7 @@ std::vector<FsdpState*> ModuleStates::StatesUnder(const std::string& module) con
   for (const ModuleId m : ModulesUnder(module)) {
     const UnitId unit = partition_.unit_of_module[index_.canonical[m]];
     if (unit < 0 || std::ranges::find(states, &(*this)[unit]) != states.end()) continue;
-    states.push_back(&(*this)[unit]);
+    std::ranges::copy(GroupsOf((*this)[unit]), std::back_inserter(states));
   }
   return states;
 }
@@ -63,7 +86,14 @@ std::vector<FsdpState*> ModuleStates::ManagersUnder(const std::string& module) c
   std::vector<FsdpState*> states;
   for (const ModuleId m : ModulesUnder(module)) {
     const UnitId unit = partition_.managed_by[index_.canonical[m]];
-    if (unit >= 0 && !trace_.modules[m].parameters.empty()) states.push_back(&(*this)[unit]);
+    if (unit < 0) continue;
+    for (FsdpState* state : GroupsOf((*this)[unit])) {
+      const bool manages = std::ranges::any_of(trace_.modules[m].parameters, [&](const NamedParameter& named) {
+        const std::vector<ParameterId>& held = state->scope().choice().parameter_ids;
+        return state->scope().choice().groups == 1 || std::ranges::find(held, named.parameter) != held.end();
+      });
+      if (manages) states.push_back(state);
+    }
   }
   return states;
 }

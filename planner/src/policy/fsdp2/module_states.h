@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,6 +16,8 @@
 
 namespace shardplan::fsdp2 {
 
+enum class PrefetchPass : std::uint8_t { kForward, kBackward };
+
 class ModuleStates {
  public:
   ModuleStates(const Trace& trace, const ModelIndex& index, const Partition& partition)
@@ -26,6 +29,11 @@ class ModuleStates {
   std::size_t size() const { return states_.size(); }
   FsdpState& operator[](UnitId unit) const { return *states_[static_cast<std::size_t>(unit)]; }
 
+  // PyTorch has one state of a module, with a list of parameter groups; here each group has a state, and these
+  // are called one after the other.
+  std::vector<FsdpState*> GroupsOf(const FsdpState& state) const;
+  // The explicit list of one pass: the groups of each target in their order, in the backward the last first.
+  void SetPrefetch(const FsdpState& state, const std::vector<FsdpState*>& targets, PrefetchPass pass) const;
   // The state of the unit of this name, or that hooks this module. Null: none.
   FsdpState* Find(const std::string& fqn) const;
   // kBadInput: there is no such module, or fully_shard is not called on it.

@@ -26,6 +26,8 @@ struct ParamGroupSettings {
   bool allocate_memory_from_process_group = false;
   // set_keep_unsharded_storage: a reshard keeps the memory of the unsharded parameters.
   bool keep_unsharded_storage = false;
+  // set_reduce_scatter_unused_params: a parameter without a gradient takes part with zeros.
+  bool reduce_scatter_unused_params = false;
   // set_reduce_scatter_max_input_buffers, or the knob: inputs in flight when a reduce-scatter is issued.
   std::size_t reduce_scatter_max_input_buffers = 1;
   // set_gradient_divide_factor (before the first step), or the knob.

@@ -126,8 +126,12 @@ void Fsdp2Policy::OnSegment(const HookPoint& event) {
     return;
   }
   std::vector<UnitId> reads;
-  FsdpParamGroup* group = backward_unit_ < 0 ? nullptr : model_[backward_unit_].group();
-  if (group != nullptr && group->is_unsharded()) reads.push_back(backward_unit_);
+  const std::vector<UnitId> groups =
+      backward_unit_ < 0 ? std::vector<UnitId>() : GroupsOf(input_.partition, backward_unit_);
+  for (const UnitId unit : groups) {
+    FsdpParamGroup* group = model_[unit].group();
+    if (group != nullptr && group->is_unsharded()) reads.push_back(unit);
+  }
   program_.Compute(event, AddGrads(event.range), reads);
 }
 

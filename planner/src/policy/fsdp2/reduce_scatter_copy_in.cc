@@ -52,8 +52,8 @@ OrderedGrads OrderChunkedGrads(const UnitScope& scope, const std::vector<std::in
   return ordered;
 }
 
-// Gradients that are copied into the input are dropped, but on several ranks a variable of foreach_reduce's
-// loop names the last one until it returns. Returns the buffers with what is left.
+// Gradients that are copied into the input are dropped, but on several ranks, before reduced_gradients_go_at_once,
+// a variable of foreach_reduce's loop names the last one until it returns (-1: none does). Returns the buffers with what is left.
 std::vector<BufferId> DropCopiedGrads(const UnitScope& scope, std::int32_t last_parameter,
                                       const std::vector<BufferId>& grads) {
   ProgramBuilder& program = scope.program();
@@ -88,6 +88,8 @@ ReduceScatterInput ReduceScatterCopyIn(const UnitScope& scope, const UnshardedGr
   }
   std::vector<BufferId> grads = taken.buffers;
   const OrderedGrads ordered = OrderChunkedGrads(scope, taken.parameters, grads);
+  const bool names_last = !scope.rules().reduced_gradients_go_at_once;
+  if (!names_last && ordered.last_grad >= 0) program.Free(ordered.last_grad, kCompute);
   const BufferId input =
       scope.StagingBuffer(from_process_group, BufferRole::kReduceScatterInput, dtype,
                           Bytes{numel * scope.shard_ranks() * SizeBytes(dtype)}, taken.parameters, suffix);
@@ -97,9 +99,9 @@ ReduceScatterInput ReduceScatterCopyIn(const UnitScope& scope, const UnshardedGr
       program.Move(InstructionKind::kGradCopyIn, source, input, kCompute);
     }
   }
-  std::vector<BufferId> left = DropCopiedGrads(scope, taken.parameters.back(), grads);
+  std::vector<BufferId> left = DropCopiedGrads(scope, names_last ? taken.parameters.back() : -1, grads);
   for (const BufferId copy : ordered.copies) program.Free(copy, kCompute);
-  if (ordered.last_grad >= 0) left.push_back(ordered.last_grad);
+  if (names_last && ordered.last_grad >= 0) left.push_back(ordered.last_grad);
   return {.buffer = input, .named_grads = std::move(left)};
 }
 

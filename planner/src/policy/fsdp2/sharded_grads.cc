@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "shardplan/schemas/precision.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -11,7 +12,7 @@ std::vector<Bytes> ShardedGrads::Parts(const std::vector<std::int32_t>& paramete
   std::vector<Bytes> parts;
   for (const std::int32_t p : parameters) {
     parts.push_back(
-        Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) * SizeBytes(unit.orig_dtype)});
+        Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) * SizeBytes(ShardedGradDType(unit))});
   }
   return parts;
 }
@@ -37,7 +38,7 @@ void ShardedGrads::SetGrads(const std::vector<std::int32_t>& parameters, BufferI
 BufferId ShardedGrads::Cast(BufferId reduced, StreamId stream,
                             const std::vector<std::int32_t>& parameters) const {
   if (!Casts()) return reduced;
-  const BufferId cast = scope_.Buffer(BufferRole::kReduceScatterOutput, scope_.unit().orig_dtype,
+  const BufferId cast = scope_.Buffer(BufferRole::kReduceScatterOutput, ShardedGradDType(scope_.unit()),
                                       Parts(parameters), parameters, "cast");
   scope_.program().Allocate(cast, stream);
   scope_.program().Move(InstructionKind::kGradCast, reduced, cast, stream);
@@ -52,7 +53,7 @@ bool ShardedGrads::Deliver(BufferId reduced, StreamId stream, const std::vector<
   ProgramBuilder& program = scope_.program();
   const Destinations to = DestinationsOf(parameters);
   const auto gradient = [&] {
-    return scope_.Buffer(BufferRole::kGradSharded, scope_.unit().orig_dtype, Parts(to.fresh), to.fresh);
+    return scope_.Buffer(BufferRole::kGradSharded, ShardedGradDType(scope_.unit()), Parts(to.fresh), to.fresh);
   };
   if (to.added.empty()) {
     const BufferId grad = gradient();
@@ -78,7 +79,7 @@ bool ShardedGrads::Deliver(BufferId reduced, StreamId stream, const std::vector<
 BufferId ShardedGrads::CopyToHost(BufferId from, StreamId stream, const std::vector<std::int32_t>& parameters,
                                   std::string_view suffix, MemoryKind memory) {
   ProgramBuilder& program = scope_.program();
-  const BufferId host = scope_.Buffer(BufferRole::kGradHost, scope_.unit().orig_dtype, Parts(parameters),
+  const BufferId host = scope_.Buffer(BufferRole::kGradHost, ShardedGradDType(scope_.unit()), Parts(parameters),
                                       parameters, suffix, memory);
   program.Allocate(host, kHost);
   program.Move(InstructionKind::kCopyToHost, from, host, stream);

@@ -9,6 +9,7 @@
 
 #include "policy/fault_list.h"
 #include "policy/fsdp2/unit_scope.h"
+#include "shardplan/schemas/precision.h"
 #include "policy/optimizer_memory.h"
 
 namespace shardplan::fsdp2 {
@@ -46,7 +47,7 @@ class ShardedGrads {
     std::vector<std::int32_t> fresh;
   };
   Destinations DestinationsOf(const std::vector<std::int32_t>& parameters) const;
-  bool Casts() const { return scope_.unit().reduce_dtype != scope_.unit().orig_dtype; }
+  bool Casts() const { return scope_.unit().reduce_dtype != ShardedGradDType(scope_.unit()); }
   std::vector<Bytes> Parts(const std::vector<std::int32_t>& parameters) const;
   BufferId Cast(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters) const;
   void SetGrads(const std::vector<std::int32_t>& parameters, BufferId grad);

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <string>
 #include <utility>
@@ -100,9 +102,39 @@ std::vector<BufferId> UnshardedGrads::TakeBuffers(std::set<std::int32_t> grads, 
   return taken;
 }
 
-UnshardedGrads::Taken UnshardedGrads::Take() {
+// FSDPParam.unsharded_zero_grad_data. What is cut along another dimension than the first has a buffer of its
+// own, as in TakeBuffers.
+std::vector<BufferId> UnshardedGrads::MakeZeros(const std::set<std::int32_t>& parameters,
+                                                bool accumulated) const {
+  const Unit& unit = scope_.unit();
+  std::map<std::pair<DType, std::int32_t>, std::vector<std::int32_t>> together;
+  for (const std::int32_t p : parameters) {
+    together[{GradDType(p, accumulated), scope_.IsChunked(p) ? p : -1}].push_back(p);
+  }
+  std::vector<BufferId> made;
+  for (const auto& [kind, of_kind] : together) {
+    const auto& [dtype, chunked] = kind;
+    std::vector<Bytes> parts;
+    for (const std::int32_t p : of_kind) {
+      parts.push_back(Bytes{Numel(unit.parameters[p]) * SizeBytes(dtype)});
+    }
+    std::string suffix = accumulated ? "zeros" : fmt::format("zeros.{}", Name(dtype));
+    if (chunked >= 0) suffix += fmt::format(".p{}", chunked);
+    made.push_back(scope_.Buffer(BufferRole::kGradUnshardedAccumulated, dtype, std::move(parts), of_kind,
+                                 suffix));
+    scope_.program().Allocate(made.back(), kCompute);
+    Instruction& zero = scope_.program().Emit(InstructionKind::kGradZero, kCompute);
+    zero.dst = made.back();
+  }
+  return made;
+}
+
+UnshardedGrads::Taken UnshardedGrads::Take(const std::set<std::int32_t>& zeros, bool zeros_are_accumulated) {
   std::set<std::int32_t> parameters = state_.grads;
   parameters.insert(state_.accumulated.begin(), state_.accumulated.end());
+  std::set<std::int32_t> unused;
+  std::ranges::set_difference(zeros, parameters, std::inserter(unused, unused.end()));
+  parameters.insert(unused.begin(), unused.end());
   Taken taken{.parameters = {parameters.begin(), parameters.end()}, .buffers = {}};
   const auto take = [&](const std::set<std::int32_t>& grads, bool accumulated) {
     const std::vector<BufferId> buffers = TakeBuffers(grads, accumulated);
@@ -110,6 +142,8 @@ UnshardedGrads::Taken UnshardedGrads::Take() {
   };
   for (const std::int32_t p : state_.accumulated) take({p}, true);
   take(state_.grads, false);
+  const std::vector<BufferId> made = MakeZeros(unused, zeros_are_accumulated);
+  taken.buffers.insert(taken.buffers.end(), made.begin(), made.end());
   state_ = {};
   return taken;
 }

@@ -37,7 +37,9 @@ class UnshardedGrads {
   void ToAccumulatedIfNeeded();
   // Some are in one dtype and some in the other.
   bool HasTwoDTypes() const { return !state_.grads.empty() && !state_.accumulated.empty(); }
-  Taken Take();
+  // Parameters of `zeros` that have none take part with zeros: in the dtype that the unit computes in, or in
+  // that of accumulated gradients.
+  Taken Take(const std::set<std::int32_t>& zeros, bool zeros_are_accumulated);
   // The gradients that are there, with memory, when a procedure begins.
   void Restore(State state) { state_ = std::move(state); }
 
@@ -47,6 +49,7 @@ class UnshardedGrads {
   DType GradDType(std::int32_t parameter, bool accumulated) const;
   BufferId GradBuffer(const std::set<std::int32_t>& parameters, bool accumulated) const;
   std::vector<BufferId> TakeBuffers(std::set<std::int32_t> grads, bool accumulated) const;
+  std::vector<BufferId> MakeZeros(const std::set<std::int32_t>& parameters, bool accumulated) const;
   std::vector<BufferId> ReducePartialGrads(std::set<std::int32_t>& grads, bool accumulated) const;
 
   const UnitScope& scope_;

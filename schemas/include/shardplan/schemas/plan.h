@@ -52,6 +52,7 @@ struct UnitParameter {
   std::int64_t flat_offset = 0;  // flat: elements before it in the flat parameter (alignment included)
   std::vector<ParameterPlacement> placements;  // over the mesh's other dimensions, as in the trace
   std::optional<DType> param_dtype;            // gathered and computed in, where it is not the unit's
+  std::optional<DType> grad_dtype;             // of the sharded gradient, where it is not the parameter's
   // An all-gather extension: what one rank gathers in place of its shard, and what is allocated beside the
   // gathered tensors. Empty: the shard itself.
   std::vector<ExtensionBuffer> gathered;
@@ -68,8 +69,12 @@ struct UnitParameter {
 // FlatParamHandle): parameters are concatenated at flat_offset, the whole is padded to flat_numel and cut
 // into N equal pieces.
 struct Unit {
-  std::string fqn;                   // "layers.0"; "" for the root; "a,b" for a group of modules
+  // "layers.0"; "" for the root; "a,b" for a group of modules; "layers.0[1]" for one of several groups
+  std::string fqn;
   std::vector<std::string> modules;  // FQNs
+  // fsdp2: of which parameter group of its modules the unit is; several where their parameters are on several
+  // meshes. They are units one after the other, with hooks each.
+  std::int32_t parameter_group = 0;
   LayoutKind layout = LayoutKind::kPerParameter;
   std::vector<UnitParameter> parameters;  // in buffer order
   DType orig_dtype = DType::kFloat32;
@@ -208,6 +213,7 @@ enum class InstructionKind : std::uint8_t {
                         // shard
   kGradCopyIn,          // src (grad_unsharded) -> dst (reduce_scatter_input), cast, chunk and pad
   kGradScale,           // src in place: multiplied by 1 / divisor
+  kGradZero,            // dst becomes zeros
   kReduceScatter,       // src -> dst, times 1 / divisor
   kAllReduce,           // src in place, times 1 / divisor
   kGradCast,  // src (reduce_scatter_output) -> dst (grad_sharded) in its dtype; a view when the same dtype

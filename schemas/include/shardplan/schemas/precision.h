@@ -16,8 +16,10 @@ bool Matches(std::string_view pattern, std::string_view fqn);
 
 // What a parameter is gathered and computed in.
 DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& parameter, const PyTorchRules& rules);
-// What gradients of parameters of this dtype, in a unit computed in `computed`, are reduced in.
-DType AskedReduceDType(const MixedPrecision& mixed, DType original, DType computed,
+// What sharded gradients of the unit are in: the grad_dtype of its parameters, which is one, or their dtype.
+DType ShardedGradDType(const Unit& unit);
+// What gradients are reduced in, of a unit that is computed in `computed`; `sharded`: what they are in after.
+DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed,
                        const PyTorchRules& rules);
 
 // Whether gradients that are not reduced at once are kept in another dtype than they are made in: the reduce

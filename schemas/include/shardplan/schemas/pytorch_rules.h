@@ -24,6 +24,9 @@ struct PyTorchRules {
   bool integers_are_not_cast = false;
   bool gradient_dtypes_may_differ = false;
   bool partial_sums_are_awaited = false;
+  bool partial_sums_get_zeros = false;
+  bool reduced_gradients_go_at_once = false;
+  bool grad_dtypes_are_kept = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -153,6 +156,33 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
             "repacked on it",
      .where = "FSDPParamGroup.post_backward",
      .shown_by = "fsdp2_215/gptish_hsdp_accum_noallreduce_2x2"},
+    {.name = "partial_sums_get_zeros",
+     .rule = &PyTorchRules::partial_sums_get_zeros,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "a parameter that a later micro-batch does not use keeps its partial sum, which the next "
+               "step's all-reduce adds; one that comes in later is added to another's",
+     .now = "zeros are reduced for it, so that its partial sum is all-reduced in this step; a partial sum is "
+            "repacked where a parameter comes in later",
+     .where = "FSDPParamGroup._get_unsharded_grad_to_reduce, _prepare_partial_reduce_output",
+     .shown_by = "fsdp2_215/branchy_hsdp_noallreduce_unused_2x2"},
+    {.name = "reduced_gradients_go_at_once",
+     .rule = &PyTorchRules::reduced_gradients_go_at_once,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the last gradient that is copied into a reduce-scatter input is freed when the reduction has "
+               "been issued",
+     .now = "all are freed after the copy-in",
+     .where = "_default_reduce_scatter_input_fn",
+     .shown_by = ""},
+    {.name = "grad_dtypes_are_kept",
+     .rule = &PyTorchRules::grad_dtypes_are_kept,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the grad_dtype of a parameter is lost when it is sharded",
+     .now = "its sharded gradient has that dtype; without a reduce dtype gradients are reduced in it",
+     .where = "FSDPParam._capture_grad_dtype_policy",
+     .shown_by = "fsdp2_215/gptish_bf16params_gradfp32_w2"},
 });
 
 // Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).

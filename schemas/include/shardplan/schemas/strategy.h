@@ -56,6 +56,14 @@ struct DataParallelDims {
   bool operator==(const DataParallelDims&) const = default;
 };
 
+// ShardPlacementResult of shard_placement_fn: the parameters whose FQNs match are on a mesh of their own. The
+// first rule that matches counts.
+struct ParameterMeshRule {
+  std::vector<std::string> parameters;  // patterns as in UnitRule::modules, without "class:"
+  DataParallelDims data_parallel;
+  bool operator==(const ParameterMeshRule&) const = default;
+};
+
 // One call of fully_shard / one FSDP wrap: the modules of one unit, or a rule that makes many.
 // `modules` entries: an FQN ("layers.0"), "" (the root), a pattern with '*' and '?' over FQNs ("layers.*",
 // where '*' does not cross a '.'), or "class:NAME" (every module of that class). A single entry that is an
@@ -68,6 +76,7 @@ struct UnitRule {
   std::optional<MixedPrecision> mixed_precision;
   std::optional<bool> cpu_offload;
   std::optional<DataParallelDims> data_parallel;  // fsdp2: the call's own mesh, say of experts
+  std::vector<ParameterMeshRule> parameter_meshes;  // fsdp2: those of some of its parameters
   // fsdp1: what a CustomPolicy's dictionary overrides for these modules.
   std::optional<Fsdp1Sharding> sharding;
   std::optional<Fsdp1BackwardPrefetch> backward_prefetch;

@@ -55,6 +55,7 @@ struct Parameter {
   std::vector<std::int64_t> shape;  // what this rank has of it: local where placements cut it
   DType dtype = DType::kFloat32;
   bool requires_grad = true;
+  std::optional<DType> grad_dtype;             // Tensor.grad_dtype, where it is not the parameter's own
   std::vector<std::string> shared_with;        // the other FQNs of a tied parameter
   std::vector<ParameterPlacement> placements;  // of a DTensor, outermost mesh dimension first; else empty
   bool operator==(const Parameter&) const = default;

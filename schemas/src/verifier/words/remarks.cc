@@ -147,6 +147,7 @@ class Observer {
         break;
       case InstructionKind::kGradCopyIn:
       case InstructionKind::kGradScale:
+      case InstructionKind::kGradZero:
       case InstructionKind::kReduceScatter:
       case InstructionKind::kAllReduce:
       case InstructionKind::kGradCast:

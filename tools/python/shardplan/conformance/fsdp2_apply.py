@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from shardplan.conformance.case import CaseError
 from shardplan.conformance.extension import extend_parameters
-from shardplan.conformance.installed_fsdp import parameter_groups
+from shardplan.conformance.installed_fsdp import PLACES_ON_MESHES, mesh_info, parameter_groups, placed_on
 from shardplan.conformance.units import UnitCall, matches_any, matching_names, picked
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -43,8 +45,8 @@ class AppliedFsdp2:
     def _shard(self, call: UnitCall) -> None:
         modules = [self.module(fqn) for fqn in call.modules]
         arguments: dict = {"mesh": self._data_parallel_mesh(picked(call, self._strategy, "data_parallel"))}
-        if self._shard_dims:
-            arguments["shard_placement_fn"] = lambda p: Shard(self._shard_dims[p]) if p in self._shard_dims else None
+        if place := self._placement(call):
+            arguments["shard_placement_fn"] = place
         reshard = picked(call, self._strategy, "reshard_after_forward")
         if reshard is not None:
             arguments["reshard_after_forward"] = reshard
@@ -60,6 +62,27 @@ class AppliedFsdp2:
             named = self._named_parameters()
             arguments["ignored_params"] = {named[fqn] for fqn in ignored if fqn in named}
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+
+    def _placement(self, call: UnitCall) -> Callable | None:
+        """shard_placement_fn, where there is something to say: dimensions, and meshes of some parameters."""
+        rules = call.rule.get("parameter_meshes", [])
+        if rules and not PLACES_ON_MESHES:
+            raise CaseError("/units/parameter_meshes: the installed PyTorch has no ShardPlacementResult")
+        if not rules and not self._shard_dims:
+            return None
+        infos = [mesh_info(self._data_parallel_mesh(rule["data_parallel"])) for rule in rules]
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self._named_parameters().items():
+            names.setdefault(parameter, []).append(name)
+
+        def place(parameter: nn.Parameter):
+            shard = Shard(self._shard_dims[parameter]) if parameter in self._shard_dims else None
+            for rule, info in zip(rules, infos):
+                if any(matches_any(rule["parameters"], name) for name in names[parameter]):
+                    return placed_on(info, shard)
+            return shard
+
+        return place
 
     def _data_parallel_mesh(self, given: dict | None) -> DeviceMesh:
         """One dimension, or two for HSDP; several of the mesh's are flattened into one."""

@@ -13,12 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp._fully_shard import _fsdp_state as states
 
 ALL_GATHERS_OF_FSDP1 = ("all_gather_into_tensor", "all_gather_single")
 REDUCE_SCATTERS_OF_FSDP1 = ("reduce_scatter_tensor", "reduce_scatter_single")
 ALL_GATHERS = ("DefaultAllGather", "ProcessGroupAllocAllGather", "SymmMemAllGather")
 REDUCE_SCATTERS = ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter", "SymmMemReduceScatter")
+
+# Parameters of a unit on meshes of their own.
+PLACES_ON_MESHES = hasattr(common, "ShardPlacementResult")
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 FINALIZES_ON_CALL = hasattr(states.FSDPState, "finalize_backward")
 
@@ -33,6 +40,16 @@ def parameter_groups(unit: nn.Module) -> list:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def mesh_info(mesh: DeviceMesh):
+    """Of a mesh that parameters are placed on: the last dimension shards, one before it replicates. PyTorch wants one object for all of them."""
+    return common.HSDPMeshInfo(mesh, 1, 0) if mesh.ndim == 2 else common.FSDPMeshInfo(mesh, 0)
+
+
+def placed_on(info, placement):
+    """What shard_placement_fn returns for a parameter on another mesh than its unit's."""
+    return common.ShardPlacementResult(placement=placement, mesh_info=info)
 
 
 def group_suffix(group) -> str:

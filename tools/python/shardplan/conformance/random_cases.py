@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardplan.conformance.case import Case, Forward
+from shardplan.conformance.installed_fsdp import PLACES_ON_MESHES, REDUCES_UNUSED
 from shardplan.conformance.random_models import MODES, ModelMaker, Recomputed, loss_of, recomputation_is_planned
 
 _MAX_DRAWS = 50
@@ -215,6 +216,9 @@ def _fsdp2_strategy(drawn: Drawn) -> dict:
             rule["cpu_offload"] = rng.random() < 0.5
         if drawn.data_parallel and rng.random() < 0.2:  # a mesh of its own, as experts have
             rule["data_parallel"] = rng.choice([{"shard": ["inner"]}, {"shard": ["outer"]}])
+        meshes = _parameter_meshes(drawn, rule)
+        if meshes and PLACES_ON_MESHES and type(reshard) is not int:
+            rule["parameter_meshes"] = meshes
     knobs = _fsdp2_knobs(drawn)
     strategy: dict = {"policy": "fsdp2", "mesh": drawn.mesh, "units": drawn.units, "fsdp2": knobs}
     if drawn.data_parallel:
@@ -233,6 +237,15 @@ def _fsdp2_strategy(drawn: Drawn) -> dict:
     if rng.random() < 0.08:
         strategy["optimizer"]["in_backward"] = True
     return strategy
+
+
+def _parameter_meshes(drawn: Drawn, rule: dict) -> list[dict]:
+    """Some of the unit's parameters on a part of its ranks."""
+    if not drawn.data_parallel or rule.get("group") or drawn.rng.random() < 0.6:
+        return []
+    inside = [name for name, _ in drawn.model.named_parameters() if name.startswith(tuple(f"{m}." if m else "" for m in rule["modules"]))]
+    chosen = [name for name in inside if drawn.rng.random() < 0.5]
+    return [{"parameters": chosen, "data_parallel": {"shard": [drawn.rng.choice(["inner", "outer"])]}}] if chosen else []
 
 
 def _fsdp2_knobs(drawn: Drawn) -> dict:
@@ -321,6 +334,8 @@ def _fsdp2_setup(drawn: Drawn) -> list[dict]:
         calls.append({"method": "set_reshard_after_forward", "module": rng.choice(drawn.unit_names()), "value": rng.random() < 0.5})
     if rng.random() < 0.1:
         calls.append({"method": "set_requires_gradient_sync", "module": rng.choice(drawn.unit_names()), "value": False})
+    if rng.random() < 0.15 and REDUCES_UNUSED:
+        calls.append({"method": "set_reduce_scatter_unused_params", "module": rng.choice(drawn.unit_names()), "value": True})
     if drawn.hybrid and rng.random() < 0.1:
         calls.append({"method": "set_requires_all_reduce", "module": rng.choice(drawn.unit_names()), "value": False})
     return calls

@@ -44,6 +44,9 @@ class ModuleTree:
             entry = {"fqn": fqn, "shape": list(local(parameter).shape), "dtype": dtype_name(parameter.dtype)}
             if not parameter.requires_grad:
                 entry["requires_grad"] = False
+            grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
+            if grad_dtype not in (parameter.dtype, None):
+                entry["grad_dtype"] = dtype_name(grad_dtype)
             if placed := placements(parameter):
                 entry["placements"] = placed
             self.parameters.append(entry)
@@ -97,6 +100,8 @@ def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> N
                 dtype = parameter_dtype if parameter.dtype.is_floating_point else None
                 data = on_fake_cuda(parameter, dtype)
                 made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                if dtype is None and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+                    made[parameter].grad_dtype = parameter.grad_dtype
                 for key, value in parameter.__dict__.items():  # but what a fake tensor says of its own device
                     made[parameter].__dict__.setdefault(key, value)
             module._parameters[name] = made[parameter]
