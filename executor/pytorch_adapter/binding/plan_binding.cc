@@ -63,6 +63,10 @@ void BindUnits(py::module_& module) {
       .def_readonly("shape", &UnitParameter::shape)
       .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
+      .def_property_readonly("grad_dtype",
+                             [](const UnitParameter& p) {
+                               return p.grad_dtype ? std::optional(std::string(Name(*p.grad_dtype))) : std::nullopt;
+                             })
       .def_readonly("shard_dim", &UnitParameter::shard_dim)
       .def_readonly("gathered", &UnitParameter::gathered)
       .def_readonly("unsharded", &UnitParameter::unsharded)
@@ -70,6 +74,7 @@ void BindUnits(py::module_& module) {
   py::class_<Unit>(module, "Unit")
       .def_readonly("fqn", &Unit::fqn)
       .def_readonly("modules", &Unit::modules)
+      .def_readonly("parameter_group", &Unit::parameter_group)
       .def_property_readonly("flat", [](const Unit& unit) { return unit.layout == LayoutKind::kFlat; })
       .def_readonly("parameters", &Unit::parameters)
       .def_property_readonly("param_dtype",
@@ -97,10 +102,14 @@ void BindStrategy(py::module_& module) {
   py::class_<DataParallelDims>(module, "DataParallelDims")
       .def_readonly("shard", &DataParallelDims::shard)
       .def_readonly("replicate", &DataParallelDims::replicate);
+  py::class_<ParameterMeshRule>(module, "ParameterMeshRule")
+      .def_readonly("parameters", &ParameterMeshRule::parameters)
+      .def_readonly("data_parallel", &ParameterMeshRule::data_parallel);
   py::class_<UnitRule>(module, "UnitRule")
       .def_readonly("modules", &UnitRule::modules)
       .def_readonly("group", &UnitRule::group)
       .def_readonly("data_parallel", &UnitRule::data_parallel)
+      .def_readonly("parameter_meshes", &UnitRule::parameter_meshes)
       .def_readonly("mixed_precision", &UnitRule::mixed_precision);
   py::class_<StrategyMeshDim>(module, "MeshDim")
       .def_readonly("name", &StrategyMeshDim::name)

@@ -14,7 +14,7 @@ namespace {
 
 bool IsInside(ModuleId module, UnitId unit, const ModelIndex& index, const Partition& partition) {
   for (; module >= 0; module = index.parent[module]) {
-    if (partition.unit_of_module[index.canonical[module]] == unit) return true;
+    if (partition.unit_of_module[index.canonical[module]] == FirstGroupOf(partition, unit)) return true;
   }
   return false;
 }

@@ -17,7 +17,7 @@ std::optional<UnitId> UnitWithUnseenBackward(const Trace& trace, const ModelInde
         if (unit >= 0) seen[unit] = true;
       } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
         const UnitId unit = OwnerOf(partition, grad->parameter, -1).unit;
-        if (unit >= 0 && !seen[unit]) return unit;
+        if (unit >= 0 && !seen[FirstGroupOf(partition, unit)]) return unit;
       }
     }
   }

@@ -292,10 +292,14 @@ Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const
   return Partitioner(trace, index, strategy, maker).Run(cluster_ranks);
 }
 
+UnitId FirstGroupOf(const Partition& partition, UnitId unit) {
+  return unit - partition.units[unit].unit.parameter_group;
+}
+
 std::vector<UnitId> GroupsOf(const Partition& partition, UnitId unit) {
   std::vector<UnitId> groups;
-  const UnitChoice& choice = partition.units[unit];
-  for (std::int32_t g = 0; g < choice.groups; ++g) groups.push_back(unit - choice.unit.parameter_group + g);
+  const UnitId first = FirstGroupOf(partition, unit);
+  for (std::int32_t g = 0; g < partition.units[unit].groups; ++g) groups.push_back(first + g);
   return groups;
 }
 

@@ -59,6 +59,8 @@ class UnitMaker;
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
                               UnitMaker& maker, std::int64_t cluster_ranks);
 
+// The unit of the first parameter group of the modules that `unit` hooks.
+UnitId FirstGroupOf(const Partition& partition, UnitId unit);
 // The units of all parameter groups of the modules that `unit` hooks, in their order.
 std::vector<UnitId> GroupsOf(const Partition& partition, UnitId unit);
 

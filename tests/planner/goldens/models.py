@@ -118,6 +118,13 @@ def quantised(trace: dict) -> dict:
     return trace
 
 
+def wider_gradients(trace: dict) -> dict:
+    """The trace as that of a model in bfloat16 whose gradients are to be in float32."""
+    for parameter in trace["parameters"]:
+        parameter.update(dtype="bfloat16", grad_dtype="float32")
+    return trace
+
+
 def tensor_parallel(trace: dict, size: int) -> dict:
     """The trace as one of `size` ranks records it when the blocks are cut column-wise (up), then row-wise (down): shapes of
     parameters are what the rank has; activations and operators are left as they are."""
@@ -146,6 +153,7 @@ def traces() -> dict[str, dict]:
         "reused": record(Reused()),
         "two_parts": record(TwoParts()),
         "skipping": record_skipping(),
+        "wider_gradients": wider_gradients(record(Small())),
         "tensor_parallel": tensor_parallel(record(Small()), 2),
     }
 

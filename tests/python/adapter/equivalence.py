@@ -170,13 +170,24 @@ def fsdp_mesh(case: Case, rule: dict, mesh):
 
 def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
     """fully_shard for every unit of the strategy, and its knobs."""
+    from shardplan.conformance.installed_fsdp import mesh_info, placed_on
+    from shardplan.conformance.units import matches_any
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    def placements(rule: dict, model: nn.Module, mesh) -> dict:
+        """Parameters on a mesh of their own."""
+        if "parameter_meshes" not in rule:
+            return {}
+        (placed,) = rule["parameter_meshes"]
+        info = mesh_info(fsdp_mesh(case, placed, mesh))
+        on_it = {p for name, p in model.named_parameters() if matches_any(placed["parameters"], name)}
+        return {"shard_placement_fn": lambda p: placed_on(info, None) if p in on_it else None}
 
     def wrap(target, rule: dict) -> None:
         own = rule.get("data_parallel") or case.strategy.get("data_parallel") or {"shard": True}
         call = fully_shard if own.get("shard") else replicate
-        call(target, mesh=fsdp_mesh(case, rule, mesh), **_options(case, rule, model))
+        call(target, mesh=fsdp_mesh(case, rule, mesh), **_options(case, rule, model), **placements(rule, model, mesh))
 
     for rule in case.strategy["units"]:
         found = [module for entry in rule["modules"] for module in modules_named(model, entry)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
+from shardplan.conformance.installed_fsdp import PLACES_ON_MESHES
 from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -69,7 +70,19 @@ GROUPED_HEAD_IN_CHUNKS = [
     case("grouped_head_in_chunks_hsdp", arguments=CHUNKS, units=GROUPED_HEAD, ranks=4, mesh=HSDP),
 ]
 
+# Each mesh of a unit's parameters makes a group of its own, since 2.15.
+DOWN_ON_INNER = {"parameter_meshes": [{"parameters": ["layers.*.down.*"], "data_parallel": {"shard": ["inner"]}}]}
+ON_TWO_MESHES = [
+    case(name, ranks=4, mesh=TWO, data_parallel=BOTH, units=[{"modules": ["layers.*"], **DOWN_ON_INNER}, {"modules": [""]}], **fields)
+    for name, fields in {
+        "on_two_meshes": {},
+        "on_two_meshes_bf16_accumulates": {"mixed_precision": BF16, "program": accumulation()},
+        "on_two_meshes_prefetched": {"fsdp2": {"forward_prefetch": 1, "backward_prefetch": 1}, "reshard_after_forward": 2},
+    }.items()
+]
+
 CASES = [
+    *(ON_TWO_MESHES if PLACES_ON_MESHES else []),
     *([] if TIES_ARE_REFUSED else TIED_ACROSS_UNITS),
     case("default"),
     case("default_3", ranks=3),

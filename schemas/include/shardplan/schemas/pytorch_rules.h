@@ -25,7 +25,6 @@ struct PyTorchRules {
   bool gradient_dtypes_may_differ = false;
   bool partial_sums_are_awaited = false;
   bool partial_sums_get_zeros = false;
-  bool reduced_gradients_go_at_once = false;
   bool grad_dtypes_are_kept = false;
 
   bool operator==(const PyTorchRules&) const = default;
@@ -166,15 +165,6 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
             "repacked where a parameter comes in later",
      .where = "FSDPParamGroup._get_unsharded_grad_to_reduce, _prepare_partial_reduce_output",
      .shown_by = "fsdp2_215/branchy_hsdp_noallreduce_unused_2x2"},
-    {.name = "reduced_gradients_go_at_once",
-     .rule = &PyTorchRules::reduced_gradients_go_at_once,
-     .since = PyTorchVersion::k2_15,
-     .policy = "fsdp2",
-     .before = "the last gradient that is copied into a reduce-scatter input is freed when the reduction has "
-               "been issued",
-     .now = "all are freed after the copy-in",
-     .where = "_default_reduce_scatter_input_fn",
-     .shown_by = ""},
     {.name = "grad_dtypes_are_kept",
      .rule = &PyTorchRules::grad_dtypes_are_kept,
      .since = PyTorchVersion::k2_15,

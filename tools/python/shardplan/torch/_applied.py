@@ -15,7 +15,7 @@ from ._native import native
 from ._runtime import add_extensions, add_parameters, adopter, hook_modules
 
 ATTRIBUTE = "_shardplan_applied"  # of the model
-UNIT_ATTRIBUTE = "_shardplan_unit"  # of the modules of units: (what was applied, unit id)
+UNIT_ATTRIBUTE = "_shardplan_unit"  # of the modules of units: (what was applied, unit id of their first parameter group)
 
 
 def applied_to(model: nn.Module) -> Applied:
@@ -77,7 +77,7 @@ class Applied:
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
             for fqn in unit.modules:
-                object.__setattr__(modules[fqn], UNIT_ATTRIBUTE, (self, i))
+                object.__setattr__(modules[fqn], UNIT_ATTRIBUTE, (self, i - unit.parameter_group))
         for (method, *arguments), value in self.settings.items():
             getattr(self.runtime, method)(*arguments, value)
         if self.optimizer_seen:
@@ -89,6 +89,7 @@ class Applied:
     def explain(self, unit: int) -> str:
         """Why the model may not pass a point of the unit, or ""."""
         modules = modules_of(self.model)
+        unit -= self.plan.units[unit].parameter_group
         for fqn in self.plan.units[unit].modules:
             if fqn not in modules:
                 return f"module {fqn} was taken out of the model after shardplan.torch.apply"

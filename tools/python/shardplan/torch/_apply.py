@@ -23,7 +23,7 @@ from ._kept_plans import KeptPlans
 from ._mesh import data_parallel_mesh, process_groups, resolve_mesh
 from ._native import native
 from ._peers import connect, peers, seconds
-from ._precision import rule_of
+from ._precision import matches, rule_of, torch_dtype
 from ._recompute import recompute
 from ._runtime import make_runtime, supply_shards
 from ._shard import ShardedParameter, shard_parameter
@@ -65,7 +65,10 @@ def check_release(plan) -> None:
 def _mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
     """What data_parallel_mesh gives for the unit."""
     rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
-    return data_parallel_mesh(plan, rule and rule.data_parallel or plan.data_parallel, mesh)
+    own = rule.parameter_meshes if rule is not None else []
+    names = [name for p in unit.parameters[:1] for name in (p.fqn, *p.shared_with)]  # all parameters of the unit are on one mesh
+    placed = next((m.data_parallel for m in own if any(matches(pattern, name, model) for pattern in m.parameters for name in names)), None)
+    return data_parallel_mesh(plan, placed or rule and rule.data_parallel or plan.data_parallel, mesh)
 
 
 def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh: tuple[DeviceMesh, bool]) -> list[ShardedParameter]:
@@ -73,6 +76,9 @@ def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh:
     unit = plan.units[unit_id]
     host = plan.shards_on_host(unit_id)
     sharded = [shard_parameter(by_fqn[p.fqn].parameter, *own_mesh, p.shard_dim, host) for p in unit.parameters]
+    for expected, made in zip(unit.parameters, sharded):
+        if expected.grad_dtype is not None:
+            made.shard.grad_dtype = torch_dtype(expected.grad_dtype)
     for expected, result in zip(unit.parameters, sharded):
         for slot in by_fqn[expected.fqn].slots:
             slot.module.register_parameter(slot.name, result.shard)

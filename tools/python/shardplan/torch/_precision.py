@@ -16,7 +16,7 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 def matches(entry: str, fqn: str, module: nn.Module) -> bool:
-    """A unit rule's entry against a module: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
+    """A unit rule's entry against a module, or a pattern over FQNs against a parameter: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
     if entry.startswith("class:"):
         return type(unwrapped(module)).__name__ == entry.removeprefix("class:")
     pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)

@@ -89,6 +89,8 @@ class _Trace:
 
     def add(self, kind: str, unit: int, gradients: list[tuple[int, int]], keeps: bool) -> None:
         """One point. keeps: of the end of a backward, its gradients were not reduced. What the plan does by itself (the optimizer, calls of the user) is not in a trace."""
+        if unit >= 0 and self._plan.units[unit].parameter_group > 0:
+            return  # its modules pass the same points as the first group's
         if kind == "pre_forward":
             self._enter(unit)
         elif kind == "post_forward":

@@ -78,14 +78,21 @@ def add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter
         runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
 
 
-def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts) -> tuple[list, Callable]:
-    """Handles of the unit's hooks, and the one in front of its forward."""
+def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts, before_others: bool) -> tuple[list, Callable]:
+    """Handles of the unit's hooks, and the one in front of its forward. before_others: its post-forward runs before that of hooks that are there."""
     pre_forward, post_forward = runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval)
     handles = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(post_forward, always_call=len(modules) > 1))
+        handles.append(module.register_forward_hook(post_forward, prepend=before_others, always_call=len(modules) > 1))
     return handles, pre_forward
+
+
+def _last_groups_first(units) -> list[int]:
+    order: list[int] = []
+    for i, unit in enumerate(units):
+        order.insert(len(order) - unit.parameter_group, i)
+    return order
 
 
 def hook_modules(plan, model: nn.Module, runtime) -> tuple[list, dict[int, Callable]]:
@@ -94,10 +101,13 @@ def hook_modules(plan, model: nn.Module, runtime) -> tuple[list, dict[int, Calla
     handles, pre_forwards = [], {}
 
     def hook(unit: int, of_unit: list[nn.Module], casts) -> None:
-        made, pre_forwards[unit] = _hook_unit(runtime, plan, unit, of_unit, casts)
+        several = 0 <= unit < len(plan.units) - 1 and plan.units[unit + 1].parameter_group > plan.units[unit].parameter_group
+        made, pre_forwards[unit] = _hook_unit(runtime, plan, unit, of_unit, casts, before_others=several)
         handles.extend(made)
 
-    for unit_id, unit in enumerate(plan.units):
+    # Hooks of a module are called in the order of its parameter groups: what is registered last is in front.
+    for unit_id in _last_groups_first(plan.units):
+        unit = plan.units[unit_id]
         of_unit = [modules[fqn] for fqn in unit.modules]
         hook(unit_id, of_unit, casts_of(plan, unit.modules[0], of_unit[0]))
     if not any("" in unit.modules for unit in plan.units):
