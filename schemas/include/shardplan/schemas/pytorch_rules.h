@@ -24,6 +24,9 @@ struct PyTorchRules {
   bool integers_are_not_cast = false;
   bool gradient_dtypes_may_differ = false;
   bool partial_sums_are_awaited = false;
+  bool workspaces_are_given_back = false;
+  bool embeddings_sort_few_digits = false;
+  bool cub_tiles_of_cuda_13_2 = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -32,7 +35,7 @@ struct PyTorchRule {
   std::string_view name;
   bool PyTorchRules::*rule = nullptr;
   PyTorchVersion since = kOldestPyTorch;
-  std::string_view policy;
+  std::string_view policy;    // "": every policy's
   std::string_view before;    // what releases before it do
   std::string_view now;       // what it and those after it do
   std::string_view where;     // PyTorch's function
@@ -153,6 +156,30 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
             "repacked on it",
      .where = "FSDPParamGroup.post_backward",
      .shown_by = "fsdp2_215/gptish_hsdp_accum_noallreduce_2x2"},
+    {.name = "workspaces_are_given_back",
+     .rule = &PyTorchRules::workspaces_are_given_back,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "cuBLAS keeps a workspace for each thread that multiplies",
+     .now = "each product takes a workspace and gives it back: cuBLAS's, or 1 MiB where cuBLASLt adds the bias",
+     .where = "getCurrentCUDABlasHandleWithWorkspace",
+     .shown_by = ""},
+    {.name = "embeddings_sort_few_digits",
+     .rule = &PyTorchRules::embeddings_sort_few_digits,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "the backward of an embedding sorts its indices by all of their 64 bits",
+     .now = "it sorts them by the bits of the number of rows",
+     .where = "embedding_dense_backward_cuda",
+     .shown_by = ""},
+    {.name = "cub_tiles_of_cuda_13_2",
+     .rule = &PyTorchRules::cub_tiles_of_cuda_13_2,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "CUB counts distinct indices in tiles of 4480 (CUDA 13.0)",
+     .now = "in tiles of 4928 (CUDA 13.2)",
+     .where = "embedding_backward_cuda_kernel",
+     .shown_by = ""},
 });
 
 // Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
