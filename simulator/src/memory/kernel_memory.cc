@@ -57,6 +57,13 @@ bool ReadAttention(const OperatorEvent& op, std::span<const Bytes> read, std::sp
   return found.head_dim > 0 && found.head_dim * found.batch_heads * found.queries == elements;
 }
 
+// What an efficient attention's backward reads, up to the logsumexp: behind it 2.15 has the random state on the
+// device, a seed and an offset.
+std::span<const Bytes> WithoutRandomState(std::span<const Bytes> read) {
+  while (!read.empty() && read.back().value == kIndexBytes) read = read.first(read.size() - 1);
+  return read;
+}
+
 // As many splits of the keys as fill the multiprocessors nearly as well as any number would
 // (num_splits_heuristic, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). `blocks` are there
 // without splits, `most` could run at once.
@@ -300,18 +307,19 @@ std::vector<KernelStep> Sum(const OperatorEvent& op, const KernelOperands& opera
 }
 
 // Whether cuBLASLt computes an addmm (isInputCompliesAddmmCudaLt, aten/src/ATen/native/cuda/Blas.cpp): it adds
-// a bias to each row, and in half precision a matrix. Storages that are not known are those of parameters,
-// and a bias that is one is a row. Its FLOPs are 2 M N K. beta is taken to be 1.
+// a bias to each row, and in half precision a matrix. Its FLOPs are 2 M N K. Parameters are none of the storages
+// that it reads, and a bias that is one is a row. beta is taken to be 1.
 bool UsesCublasLt(const OperatorEvent& op, std::span<const Bytes> read, std::span<const Bytes> written) {
-  if (op.name == "aten.linear") return read.size() > 2;
+  if (op.name == "aten.linear") return read.size() + op.parameters.size() > 2;
   const std::int64_t element = SizeBytes(op.dtype);
-  if (op.name != "aten.addmm" || read.size() < 2 || written.empty() || element == 0) return false;
+  if (op.name != "aten.addmm" || read.empty() || written.empty() || element == 0) return false;
   const std::int64_t outputs = written[0].value / element;
   const std::int64_t inner = outputs > 0 ? op.flops / (2 * outputs) : 0;
   if (inner <= 1) return false;
-  const std::int64_t rows = std::max<std::int64_t>(read[1].value / element / inner, 1);
-  if (read[1].value > 0 && outputs == rows) return false;  // a single column
-  const bool matrix = read[0] == written[0] && rows > 1;
+  const bool bias_is_read = read.size() > 2;
+  const std::int64_t rows = read[bias_is_read ? 1 : 0].value / element / inner;
+  if (outputs == rows) return false;  // a single column
+  const bool matrix = bias_is_read && read[0] == written[0] && rows > 1;
   return !matrix || element == 2;
 }
 
@@ -328,7 +336,8 @@ std::vector<KernelStep> Product(const OperatorEvent& op, std::span<const Bytes> 
 
 std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
                                     const Device& device, const PyTorchRules& rules) {
-  const std::span<const Bytes> read = operands.read, written = operands.written;
+  std::span<const Bytes> read = operands.read;
+  const std::span<const Bytes> written = operands.written;
   if (op.name == "aten.sum") return Sum(op, operands, device);
   if (op.name == "aten.embedding_dense_backward") return EmbeddingBackward(op, read, written, rules);
   if (op.name == "aten.native_layer_norm_backward") return NormBackward(op, read, written, device, true);
@@ -340,6 +349,7 @@ std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperand
   const bool flash = op.name == "aten._scaled_dot_product_flash_attention_backward";
   if (!flash && op.name != "aten._scaled_dot_product_efficient_attention_backward") return {};
   Attention attention;
+  if (!flash) read = WithoutRandomState(read);
   if (!ReadAttention(op, read, written, flash ? 2 : 0, flash ? 1 : 32, attention)) return {};
   attention.one_head = attention.batch_heads == 1 || attention.batch_heads == operands.sequences;
   return flash ? FlashBackward(op, attention) : EfficientBackward(op, attention);

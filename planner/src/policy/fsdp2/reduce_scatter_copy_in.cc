@@ -19,7 +19,8 @@ struct OrderedGrads {
 // Gradients whose pieces do not lie one behind another are put in that order one by one, and freed when
 // foreach_reduce's loop names them no more: its chunks are views of the latest one until the next one's turn,
 // and Python's zip keeps every second tuple that it gave, beginning with the first, until it is asked for the
-// second next. Moves them from `grads` to what is returned.
+// second next. With gradients_are_freed_together the loop is a function's, and names none when the input is
+// allocated. Moves them from `grads` to what is returned.
 OrderedGrads OrderChunkedGrads(const UnitScope& scope, const std::vector<std::int32_t>& parameters,
                                std::vector<BufferId>& grads) {
   ProgramBuilder& program = scope.program();
@@ -46,23 +47,29 @@ OrderedGrads OrderChunkedGrads(const UnitScope& scope, const std::vector<std::in
     grads.erase(grad);
   }
   if (named.empty()) return ordered;
+  if (scope.rules().gradients_are_freed_together) {
+    for (const auto& [turn, grad] : named) program.Free(grad, kCompute);
+    return ordered;
+  }
   ordered.last_grad = named.back().second;
   named.pop_back();
   for (const auto& [turn, grad] : named) program.Free(grad, kCompute);
   return ordered;
 }
 
-// Gradients that are copied into the input are dropped, but on several ranks a variable of foreach_reduce's
-// loop names the last one until it returns. Returns the buffers with what is left.
+// Gradients that are copied into the input are dropped, but without gradients_are_freed_together a variable of
+// foreach_reduce's loop names the last one on several ranks until it returns. Returns the buffers with what
+// is left.
 std::vector<BufferId> DropCopiedGrads(const UnitScope& scope, std::int32_t last_parameter,
                                       const std::vector<BufferId>& grads) {
   ProgramBuilder& program = scope.program();
+  const bool loop_names_last = scope.shard_ranks() > 1 && !scope.rules().gradients_are_freed_together;
   std::vector<BufferId> left;
   for (const BufferId grad : grads) {
     const std::vector<std::int32_t>& held = program.plan().buffers[grad].parameters;
     std::vector<std::int32_t> dropped;
     for (std::size_t part = 0; part < held.size(); ++part) {
-      const bool named = scope.shard_ranks() > 1 && held[part] == last_parameter;
+      const bool named = loop_names_last && held[part] == last_parameter;
       if (!named) dropped.push_back(static_cast<std::int32_t>(part));
     }
     if (dropped.size() == held.size()) {

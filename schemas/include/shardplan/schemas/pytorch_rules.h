@@ -24,9 +24,12 @@ struct PyTorchRules {
   bool integers_are_not_cast = false;
   bool gradient_dtypes_may_differ = false;
   bool partial_sums_are_awaited = false;
+  bool gathers_are_freed_before_copy_out = false;
+  bool gradients_are_freed_together = false;
   bool workspaces_are_given_back = false;
   bool embeddings_sort_few_digits = false;
   bool cub_tiles_of_cuda_13_2 = false;
+  bool older_segments_first = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -156,6 +159,22 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
             "repacked on it",
      .where = "FSDPParamGroup.post_backward",
      .shown_by = "fsdp2_215/gptish_hsdp_accum_noallreduce_2x2"},
+    {.name = "gathers_are_freed_before_copy_out",
+     .rule = &PyTorchRules::gathers_are_freed_before_copy_out,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the gather of the unit before is freed behind a unit's copy-out: a local variable names it",
+     .now = "it is freed before the copy-out",
+     .where = "FSDPCommContext.release_all_gather_state_for_comm_reuse",
+     .shown_by = ""},
+    {.name = "gradients_are_freed_together",
+     .rule = &PyTorchRules::gradients_are_freed_together,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the last gradient of a unit is freed when its reduction has been issued: a variable of a loop names it",
+     .now = "it is freed behind the copy-in, with the others; one that is put in another order, before the copy-in",
+     .where = "prepare_reduce_scatter_inputs",
+     .shown_by = ""},
     {.name = "workspaces_are_given_back",
      .rule = &PyTorchRules::workspaces_are_given_back,
      .since = PyTorchVersion::k2_15,
@@ -179,6 +198,14 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .before = "CUB counts distinct indices in tiles of 4480 (CUDA 13.0)",
      .now = "in tiles of 4928 (CUDA 13.2)",
      .where = "embedding_backward_cuda_kernel",
+     .shown_by = ""},
+    {.name = "older_segments_first",
+     .rule = &PyTorchRules::older_segments_first,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "of free blocks of one size the caching allocator takes the one at the lowest address",
+     .now = "it takes one of the oldest segment, there the one at the lowest address",
+     .where = "BlockComparatorSize",
      .shown_by = ""},
 });
 
