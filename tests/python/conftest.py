@@ -1,5 +1,6 @@
 """What the Python tests share: where the repository and the built programs are."""
 
+import importlib.metadata
 import os
 import pathlib
 import signal
@@ -19,6 +20,11 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 def build_folder() -> pathlib.Path:
     """The build that is tested: $SHARDPLAN_BUILD, else build/dev."""
     return pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
+
+
+def installed_pytorch() -> str:
+    """The release of the installed torch, as a strategy names it: "2.15". What differs between releases in a test asks here."""
+    return ".".join(importlib.metadata.version("torch").split(".")[:2])
 
 
 def on_device(command: list[str], mode: str, **environment: str) -> subprocess.CompletedProcess:

@@ -1,5 +1,6 @@
 // The memory that operators take inside of their kernels, next to what PyTorch's own host code takes
-// (kernels.json, written by tests/python/device/record_kernels.py).
+// (kernels_211.json and kernels_215.json, written by tests/python/device/record_kernels.py).
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -35,8 +36,9 @@ std::vector<std::string> Recorded(const Json& steps) {
 }
 
 // An operator alone in a segment, behind the storages that it reads.
-MemoryHistory HistoryOf(const Json& kernel) {
+MemoryHistory HistoryOf(const Json& kernel, PyTorchVersion release) {
   PlanBuilder b(1);
+  b.plan().strategy.pytorch = release;
   b.Backward("backward (root)", {});
   std::vector<SegmentEntry>& entries = b.plan().segments[0].entries;
   OperatorEvent op{.name = kernel["op"],
@@ -65,17 +67,18 @@ MemoryHistory HistoryOf(const Json& kernel) {
   return MemoryHistoryOf(b.plan(), {.kernel_temporaries = true});
 }
 
-std::vector<std::string> Computed(const Json& kernel) {
-  const MemoryHistory history = HistoryOf(kernel);
+std::vector<std::string> Computed(const Json& kernel, PyTorchVersion release) {
+  const MemoryHistory history = HistoryOf(kernel, release);
   std::vector<std::string> texts;
   std::map<std::int32_t, std::size_t> taken;
   for (std::size_t a = history.first_recorded; a < history.actions.size(); ++a) {
     const MemoryAction& action = history.actions[a];
     const MemoryBlock& block = history.blocks[static_cast<std::size_t>(action.block)];
     const std::string& category = MemoryCategories()[static_cast<std::size_t>(block.category)];
-    if (category == "kernel_temp" && action.frees) {
+    const bool kernel_takes = category == "kernel_temp" || category == "cublas_workspace";
+    if (kernel_takes && action.frees) {
       texts.push_back("-" + std::to_string(taken.at(action.block)));
-    } else if (category == "kernel_temp") {
+    } else if (kernel_takes) {
       const std::size_t number = taken.size();
       taken[action.block] = number;
       texts.push_back("+" + std::to_string(block.requested_bytes.value));
@@ -86,18 +89,24 @@ std::vector<std::string> Computed(const Json& kernel) {
   return Texts(std::move(texts));
 }
 
-TEST(KernelRecordings, EveryAllocationIsWhereTheRealKernelHasIt) {
-  std::ifstream file(std::string(SHARDPLAN_SOURCE_DIR) + "/tests/simulator/kernels.json");
+class KernelRecordings : public testing::TestWithParam<PyTorchVersion> {};
+
+TEST_P(KernelRecordings, EveryAllocationIsWhereTheRealKernelHasIt) {
+  const bool old = GetParam() == PyTorchVersion::k2_11;
+  std::ifstream file(fmt::format("{}/tests/simulator/kernels_{}.json", SHARDPLAN_SOURCE_DIR, old ? "211" : "215"));
   const Json kernels = Json::parse(file);
   ASSERT_GE(kernels.size(), 40U);
   std::map<std::string, int> with_memory;
   for (const Json& kernel : kernels) {
     const std::vector<std::string> recorded = Recorded(kernel["steps"]);
-    EXPECT_EQ(Computed(kernel), recorded) << kernel;
+    EXPECT_EQ(Computed(kernel, GetParam()), recorded) << kernel;
     with_memory[kernel["op"]] += recorded.size() > kernel["writes"].size() ? 1 : 0;
   }
   for (const auto& [op, count] : with_memory) EXPECT_GE(count, 3) << op;
 }
+
+INSTANTIATE_TEST_SUITE_P(Releases, KernelRecordings,
+                         testing::Values(PyTorchVersion::k2_11, PyTorchVersion::k2_15));
 
 }  // namespace
 }  // namespace shardplan::test

@@ -186,6 +186,21 @@ TEST(KernelMemory, EachThreadsCublasHandleTakesOneWorkspaceForEver) {
   EXPECT_EQ(profile.end_bytes.value, 2 * 8'519'680);
 }
 
+TEST(KernelMemory, ProductsOf215GiveTheirWorkspaceBack) {
+  PlanBuilder b(1);
+  b.Forward("forward (root)", {});
+  b.plan().segments[0].entries = {Op("aten.mm", {}, {}), Op("aten.dot", {}, {})};
+  b.Step("steady").At(TriggerKind::kPreForward).Compute(0);
+  b.plan().cluster.device.name = "H100 SXM 80GB";
+  b.plan().strategy.pytorch = PyTorchVersion::k2_15;
+  for (const char* policy : {"fsdp1", "fsdp2", "one_of_my_own"}) {
+    b.plan().strategy.policy = policy;
+    const MemoryProfile profile = ProfileMemory(b.plan(), {.kernel_temporaries = true});
+    EXPECT_EQ(profile.peak_bytes.value, 32 << 20) << policy;
+    EXPECT_EQ(profile.end_bytes.value, 0) << policy;
+  }
+}
+
 TEST(MemoryHistory, TemporariesOfALoopAreTakenOneAfterTheOther) {
   PlanBuilder b(2);
   const UnitId unit = b.Unit("a", 3, 2'560);

@@ -36,7 +36,8 @@ PyTorchVersion PlannedPyTorch(const Strategy& strategy, const Trace& trace) {
 PyTorchRules RulesOf(const Strategy& strategy) {
   PyTorchRules rules;
   for (const PyTorchRule& rule : kPyTorchRules) {
-    rules.*rule.rule = strategy.policy == rule.policy && PyTorchOfPlan(strategy) >= rule.since;
+    const bool applies = rule.policy.empty() || rule.policy == strategy.policy;
+    rules.*rule.rule = applies && PyTorchOfPlan(strategy) >= rule.since;
   }
   return rules;
 }

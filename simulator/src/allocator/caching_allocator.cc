@@ -57,12 +57,12 @@ void CachingAllocator::InsertFree(BlockId id) {
   Block& block = blocks_[id];
   block.state = BlockState::kFree;
   block.gc_base = searches_[block.small ? 0 : 1];
-  PoolOf(block.stream, block.small).free.Insert({block.size, block.address, id});
+  PoolOf(block.stream, block.small).free.Insert({block.size, block.segment, block.address, id});
 }
 
 void CachingAllocator::EraseFree(BlockId id) {
   const Block& block = blocks_[id];
-  PoolOf(block.stream, block.small).free.Erase({block.size, block.address, id});
+  PoolOf(block.stream, block.small).free.Erase({block.size, block.segment, block.address, id});
 }
 
 // Puts `block` between `before` and what follows it.
@@ -105,8 +105,8 @@ BlockId CachingAllocator::Allocate(Bytes requested, std::int32_t stream, DeviceD
   return HandOut(block, search, requested.value);
 }
 
-// Best fit: the smallest free block of the stream that is large enough, the lowest address among equals, with
-// two exceptions. A block at the growing end of an expandable segment counts as large as it could become, so
+// Best fit: the smallest free block of the stream that is large enough, the lowest address among equals (with
+// older_segments_first that of the oldest segment), with two exceptions. A block at the growing end of an expandable segment counts as large as it could become, so
 // that a whole block is preferred; and neither may an oversize block serve a request that is not, nor a much
 // larger one a request that is.
 BlockId CachingAllocator::FindFree(const Search& search) const {

@@ -48,6 +48,7 @@ BlockId CachingAllocator::NewSegment(const Search& search, DeviceDriver& driver)
   block.size = size.value;
   block.stream = search.stream;
   block.small = search.small;
+  block.segment = NextSegment();
   return NewBlock(block);
 }
 
@@ -93,6 +94,7 @@ BlockId CachingAllocator::FindExpandable(const Search& search, DeviceDriver& dri
   block.stream = search.stream;
   block.small = search.small;
   block.reservation = static_cast<std::int32_t>(reservations_.size()) - 1;
+  block.segment = NextSegment();
   const BlockId id = NewBlock(block);
   InsertUnmapped(id);
   return id;

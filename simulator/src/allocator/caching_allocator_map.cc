@@ -162,6 +162,7 @@ Result<std::vector<BlockId>> CachingAllocator::AddSegment(const InitialSegment& 
                              segment.small_pool ? kSmallSegmentBytes : settings_.large_segment_bytes.value,
                              true});
   }
+  const std::int64_t number = NextSegment();
   std::vector<BlockId> ids;
   BlockId previous = kNoBlock;
   for (const Piece& piece : *pieces) {
@@ -172,6 +173,7 @@ Result<std::vector<BlockId>> CachingAllocator::AddSegment(const InitialSegment& 
     block.stream = segment.stream;
     block.small = segment.small_pool;
     block.reservation = reservation;
+    block.segment = number;
     block.state = piece.state;
     const BlockId id = NewBlock(block);
     if (previous != kNoBlock) LinkAfter(id, previous);

@@ -29,7 +29,8 @@ std::size_t FreeBlockList::ChunkOf(const Entry& entry) const {
 }
 
 FreeBlockList::Position FreeBlockList::LowerBound(std::int64_t size) const {
-  const Entry key{size, std::numeric_limits<std::int64_t>::min(), -1};
+  constexpr std::int64_t kLowest = std::numeric_limits<std::int64_t>::min();
+  const Entry key{size, kLowest, kLowest, -1};
   const std::size_t chunk = ChunkOf(key);
   if (chunk == chunks_.size()) return end();
   const std::vector<Entry>& entries = chunks_[chunk];

@@ -1,4 +1,4 @@
-// The free blocks of one pool and stream, ordered by size, then address: what best fit searches.
+// The free blocks of one pool and stream, ordered by size, then segment, then address: what best fit searches.
 #pragma once
 
 #include <compare>
@@ -15,11 +15,13 @@ class FreeBlockList {
  public:
   struct Entry {
     std::int64_t size = 0;
+    std::int64_t segment = 0;
     std::int64_t address = 0;
     std::int32_t block = -1;
 
     friend bool operator<(const Entry& a, const Entry& b) {
-      return a.size != b.size ? a.size < b.size : a.address < b.address;
+      if (a.size != b.size) return a.size < b.size;
+      return a.segment != b.segment ? a.segment < b.segment : a.address < b.address;
     }
   };
   // A place in the list; valid until the list changes.
@@ -38,7 +40,7 @@ class FreeBlockList {
   Position Previous(Position position) const;
   const Entry& operator[](Position position) const { return chunks_[position.chunk][position.index]; }
 
-  // First entry that is not less than {size, 0 or any address}.
+  // First entry that is not less than {size, any segment and address}.
   Position LowerBound(std::int64_t size) const;
 
   void Insert(const Entry& entry);

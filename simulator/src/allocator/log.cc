@@ -223,11 +223,18 @@ AllocatorLog ParseRoot(const Json& root) {
            "at least " + std::to_string(before.address + before.size_bytes.value));
     }
   }
+  if (root.contains("pytorch")) {
+    const Node said{root["pytorch"], "/pytorch"};
+    if (Status set = SetRelease(said.String(), log.settings); !set) {
+      Fail(said.pointer, set.error().message, set.error().found, set.error().expected);
+    }
+  }
   if (root.contains("final_reserved_bytes")) {
     log.final_reserved_bytes = Bytes{Node{root["final_reserved_bytes"], "/final_reserved_bytes"}.Integer(0)};
   }
   for (const auto& [key, value] : root.items()) {
     static const std::set<std::string> kKnown = {"about",
+                                                 "pytorch",
                                                  "allocator_settings",
                                                  "columns",
                                                  "initial_segments",

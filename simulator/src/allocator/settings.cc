@@ -1,9 +1,13 @@
 // Sizes as the settings round them, and the settings as text (c10/core/AllocatorConfig, CUDAAllocatorConfig).
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <bit>
 #include <charconv>
 
 #include "allocator/sizes.h"
+#include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {
@@ -190,6 +194,20 @@ Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device
         return applied;
     }
   }
+  return {};
+}
+
+Status SetRelease(std::string_view release, AllocatorSettings& settings) {
+  const std::optional<PyTorchVersion> version = PyTorchFromName(release);
+  if (!version) {
+    return std::unexpected(Error{ErrorCode::kUsage,
+                                 "the release of PyTorch is not planned",
+                                 {},
+                                 {},
+                                 "\"" + std::string(release) + "\"",
+                                 fmt::format("{}", fmt::join(PyTorchVersions(), " or "))});
+  }
+  settings.older_segments_first = RulesOf({.pytorch = version}).older_segments_first;
   return {};
 }
 

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "allocator/sizes.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 
@@ -72,6 +73,7 @@ Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& opt
     if (memory.value == 0) reserved.device_bytes = *budget;
     reserved.other_bytes = reserved.device_bytes - *budget;
   }
+  reserved.settings.older_segments_first = RulesOf(plan.strategy).older_segments_first;
   const std::string& settings = plan.strategy.alloc_conf;
   if (Status parsed = ParseAllocatorSettings(settings, reserved.device_bytes, reserved.settings); !parsed) {
     return MakeInputError("/strategy/alloc_conf", parsed.error().message, parsed.error().found,

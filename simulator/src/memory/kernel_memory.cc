@@ -57,6 +57,13 @@ bool ReadAttention(const OperatorEvent& op, std::span<const Bytes> read, std::sp
   return found.head_dim > 0 && found.head_dim * found.batch_heads * found.queries == elements;
 }
 
+// What an efficient attention's backward reads, up to the logsumexp: behind it 2.15 has the random state on the
+// device, a seed and an offset.
+std::span<const Bytes> WithoutRandomState(std::span<const Bytes> read) {
+  while (!read.empty() && read.back().value == kIndexBytes) read = read.first(read.size() - 1);
+  return read;
+}
+
 // As many splits of the keys as fill the multiprocessors nearly as well as any number would
 // (num_splits_heuristic, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). `blocks` are there
 // without splits, `most` could run at once.
@@ -157,27 +164,33 @@ std::int64_t CubScanBytes(std::int64_t count, std::int64_t items_of_tile) {
   return CubBytes({(CeilDiv(count, items_of_tile) + 32) * kTileState, 1});
 }
 
-// A sort of pairs of 8 bytes by all 8 digits of the keys: the second halves of the double buffers, a
-// histogram and a counter for each digit, and a histogram for each tile.
-std::int64_t CubSortBytes(std::int64_t count) {
-  constexpr std::int64_t kDigits = 8, kBins = 256, kItemsOfTile = 4608;
-  return CubBytes({kDigits * kBins * kIndexBytes, count * kIndexBytes, count * kIndexBytes,
-                   CeilDiv(count, kItemsOfTile) * kBins * 4, kDigits * 4});
+// A sort of pairs of 8 bytes by `digits` digits of the keys: the second halves of the double buffers (one
+// digit needs none), a histogram and a counter for each digit, and a histogram for each tile.
+std::int64_t CubSortBytes(std::int64_t count, std::int64_t digits) {
+  constexpr std::int64_t kBins = 256, kItemsOfTile = 4608;
+  const std::int64_t halves = digits > 1 ? count * kIndexBytes : 0;
+  return CubBytes({digits * kBins * kIndexBytes, halves, halves, CeilDiv(count, kItemsOfTile) * kBins * 4,
+                   digits * 4});
 }
 
 // embedding_dense_backward_cuda (aten/src/ATen/native/cuda/Embedding.cu) and embedding_backward_cuda_kernel
 // (EmbeddingBackwardKernel.cu): above 3072 indices they are sorted, and rows are summed in pieces of 10, in
 // float. Tiles are those of cub on compute capability 9.
 std::vector<KernelStep> EmbeddingBackward(const OperatorEvent& op, std::span<const Bytes> read,
-                                          std::span<const Bytes> written) {
+                                          std::span<const Bytes> written, const PyTorchRules& rules) {
   const std::int64_t element = SizeBytes(op.dtype);
   if (read.size() < 2 || written.empty() || element == 0) return {};
   const std::int64_t indices = read[1].value / kIndexBytes;
   if (indices <= 3072) return {};
   const std::int64_t width = read[0].value / element / indices;
   if (width <= 0) return {};
-  constexpr std::int64_t kItemsOfUnique = 4480, kItemsOfSum = 896;
-  const std::int64_t segments = std::min(indices, written[0].value / element / width);
+  constexpr std::int64_t kItemsOfSum = 896, kBitsOfDigit = 8;
+  const std::int64_t items_of_unique = rules.cub_tiles_of_cuda_13_2 ? 4928 : 4480;
+  const std::int64_t rows = written[0].value / element / width;
+  const std::int64_t bits = rules.embeddings_sort_few_digits
+                                ? std::bit_width(static_cast<std::uint64_t>(rows))
+                                : kBitsOfDigit * kIndexBytes;
+  const std::int64_t segments = std::min(indices, rows);
   const std::int64_t pieces = indices / 10 + segments;
   const KernelStep all = Take(indices * kIndexBytes);
   const KernelStep one = Take(kIndexBytes);
@@ -185,14 +198,14 @@ std::vector<KernelStep> EmbeddingBackward(const OperatorEvent& op, std::span<con
   return {all,
           all,
           all,
-          Take(CubSortBytes(indices)),
+          Take(CubSortBytes(indices, CeilDiv(bits, kBitsOfDigit))),
           GiveBack(3),
           GiveBack(2),
           Outputs(1),
           all,
           one,
           all,
-          Take(CubScanBytes(indices, kItemsOfUnique)),
+          Take(CubScanBytes(indices, items_of_unique)),
           GiveBack(7),
           GiveBack(6),
           each,
@@ -293,19 +306,50 @@ std::vector<KernelStep> Sum(const OperatorEvent& op, const KernelOperands& opera
   return steps;
 }
 
+// Whether cuBLASLt computes an addmm (isInputCompliesAddmmCudaLt, aten/src/ATen/native/cuda/Blas.cpp): it adds
+// a bias to each row, and in half precision a matrix. Its FLOPs are 2 M N K. Parameters are none of the storages
+// that it reads, and a bias that is one is a row. beta is taken to be 1.
+bool UsesCublasLt(const OperatorEvent& op, std::span<const Bytes> read, std::span<const Bytes> written) {
+  if (op.name == "aten.linear") return read.size() + op.parameters.size() > 2;
+  const std::int64_t element = SizeBytes(op.dtype);
+  if (op.name != "aten.addmm" || read.empty() || written.empty() || element == 0) return false;
+  const std::int64_t outputs = written[0].value / element;
+  const std::int64_t inner = outputs > 0 ? op.flops / (2 * outputs) : 0;
+  if (inner <= 1) return false;
+  const bool bias_is_read = read.size() > 2;
+  const std::int64_t rows = read[bias_is_read ? 1 : 0].value / element / inner;
+  if (outputs == rows) return false;  // a single column
+  const bool matrix = bias_is_read && read[0] == written[0] && rows > 1;
+  return !matrix || element == 2;
+}
+
+// CUDABlasHandleWithWorkspace and CublasLtWorkspace: behind the output, for as long as the product is issued.
+std::vector<KernelStep> Product(const OperatorEvent& op, std::span<const Bytes> read,
+                                std::span<const Bytes> written, const Device& device) {
+  constexpr Bytes kOfCublasLt{1 << 20};  // parseCUDABlasLtWorkspaceSize
+  KernelStep workspace = {.bytes = CublasWorkspaceBytes(device.name), .workspace = true};
+  if (UsesCublasLt(op, read, written)) workspace.bytes = kOfCublasLt;
+  return {Outputs(kAllOutputs), workspace};
+}
+
 }  // namespace
 
 std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
-                                    const Device& device) {
-  const std::span<const Bytes> read = operands.read, written = operands.written;
+                                    const Device& device, const PyTorchRules& rules) {
+  std::span<const Bytes> read = operands.read;
+  const std::span<const Bytes> written = operands.written;
   if (op.name == "aten.sum") return Sum(op, operands, device);
-  if (op.name == "aten.embedding_dense_backward") return EmbeddingBackward(op, read, written);
+  if (op.name == "aten.embedding_dense_backward") return EmbeddingBackward(op, read, written, rules);
   if (op.name == "aten.native_layer_norm_backward") return NormBackward(op, read, written, device, true);
   if (op.name == "aten._fused_rms_norm_backward") return NormBackward(op, read, written, device, false);
   if (op.name == "aten._scaled_dot_product_flash_attention") return FlashForward(op, read, written, device);
+  if (rules.workspaces_are_given_back && (UsesCublas(op.name) || op.name == "aten.dot")) {
+    return Product(op, read, written, device);
+  }
   const bool flash = op.name == "aten._scaled_dot_product_flash_attention_backward";
   if (!flash && op.name != "aten._scaled_dot_product_efficient_attention_backward") return {};
   Attention attention;
+  if (!flash) read = WithoutRandomState(read);
   if (!ReadAttention(op, read, written, flash ? 2 : 0, flash ? 1 : 32, attention)) return {};
   attention.one_head = attention.batch_heads == 1 || attention.batch_heads == operands.sequences;
   return flash ? FlashBackward(op, attention) : EfficientBackward(op, attention);

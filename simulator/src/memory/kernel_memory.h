@@ -1,5 +1,6 @@
 // Device memory that kernels take from the caching allocator while they run: no operator's output, so no
-// trace has it. Formulas from the sources of PyTorch 2.11; docs/memory.md has the table and what is left out.
+// trace has it. Formulas from the sources of PyTorch, of the plan's release; docs/memory.md has the table and
+// what is left out.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/schemas/quantity.h"
 #include "shardplan/schemas/trace.h"
 
@@ -18,6 +20,7 @@ struct KernelStep {
   enum class Kind : std::uint8_t { kTake, kGiveBack, kOutputs };
   Kind kind = Kind::kTake;
   Bytes bytes;             // kTake
+  bool workspace = false;  // kTake: of cuBLAS
   std::int32_t count = 0;  // kGiveBack: which of those taken; kOutputs: so many are allocated here
 };
 
@@ -31,12 +34,13 @@ struct KernelOperands {
 // What one operator takes, and where in between it allocates its outputs: the rest of them where its steps
 // end. Empty: nothing. What cannot be derived from the operands is left out.
 std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
-                                    const Device& device);
+                                    const Device& device, const PyTorchRules& rules);
 
 // Multiprocessors of the device: what the document says, else by its name; an unknown one counts as an H100.
 std::int64_t Multiprocessors(const Device& device);
 
-// Whether the operator is a product that cuBLAS or cuBLASLt computes.
+// Whether the operator is a product that cuBLAS or cuBLASLt computes, for which releases before
+// workspaces_are_given_back keep a workspace.
 bool UsesCublas(std::string_view op);
 
 // The workspace of one cuBLAS handle on one stream: 32 MiB on compute capability 9 and later, else

@@ -126,7 +126,8 @@ void AdviseKnob(const Plan& plan, AliveMemory& alive) {
       return AdviseStorage(plan, static_cast<StorageRole>(c), alive);
     }
   }
-  if (alive.category == MemoryCategories()[kCublasWorkspace]) {
+  constexpr std::int64_t kLargeWorkspace = 32 << 20;  // of recent devices, of which cuBLASLt takes less
+  if (alive.category == MemoryCategories()[kCublasWorkspace] && alive.bytes.value >= kLargeWorkspace) {
     Set(alive, "CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8", Bytes{alive.bytes.value / 4 * 3});
   }
 }

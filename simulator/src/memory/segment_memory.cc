@@ -27,7 +27,8 @@ SegmentMemory::SegmentMemory(const Plan& plan, const ModelActions& model, bool k
       kernel_temporaries_(kernel_temporaries),
       gradients_(gradients),
       blocks_(blocks),
-      cursor_(cursor) {
+      cursor_(cursor),
+      rules_(RulesOf(plan.strategy)) {
   SizeStorages();
 }
 
@@ -108,17 +109,17 @@ std::vector<KernelStep> SegmentMemory::StepsOf(const OperatorEvent& op, const Se
       plan_.inputs.empty() || plan_.inputs[0].shape.empty() ? 0 : plan_.inputs[0].shape[0];
   return KernelSteps(op,
                      {.read = read, .written = written, .makes_gradient = gradient, .sequences = sequences},
-                     plan_.cluster.device);
+                     plan_.cluster.device, rules_);
 }
 
 // Up to the next output, or to the end.
 void SegmentMemory::RunKernel(MemoryBlock block, bool to_the_end) {
-  block.category = kKernelTemp;
   for (; kernel_.next < kernel_.steps.size(); ++kernel_.next) {
     KernelStep& step = kernel_.steps[kernel_.next];
     switch (step.kind) {
       case KernelStep::Kind::kTake:
         block.requested_bytes = step.bytes;
+        block.category = step.workspace ? kCublasWorkspace : kKernelTemp;
         kernel_.blocks.push_back(blocks_.Allocate(block));
         break;
       case KernelStep::Kind::kGiveBack:
@@ -141,7 +142,7 @@ std::vector<Bytes> SegmentMemory::StorageSizes(const std::vector<StorageId>& sto
 }
 
 void SegmentMemory::RunCublas(const OperatorEvent& op, const Segment& segment, const MemoryBlock& block) {
-  if (!UsesCublas(op.name)) return;
+  if (rules_.workspaces_are_given_back || !UsesCublas(op.name)) return;
   // The autograd engine's thread has a handle of its own.
   bool& made = workspace_made_[IsBackward(segment.phase) ? 1 : 0];
   if (made) return;

@@ -50,6 +50,7 @@ class SegmentMemory {
   std::vector<ModelMemory> storages_;  // by micro-batch and storage
   std::size_t storages_per_batch_ = 0;
   std::vector<Bytes> storage_bytes_;  // by storage
+  const PyTorchRules rules_;
   Kernel kernel_;
   bool workspace_made_[2] = {false, false};
 };

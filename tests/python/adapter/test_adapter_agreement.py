@@ -5,8 +5,8 @@ import json
 
 import adapter_agreement as scenarios
 import pytest
-import torch
 from adapter_workers import run_on_ranks
+from conftest import installed_pytorch
 from test_adapter import plans  # noqa: F401  (a fixture)
 from test_adapter_errors import returned
 
@@ -65,7 +65,7 @@ def test_verify_false_applies_with_a_warning(plan, tmp_path):
 
 
 def test_a_plan_of_another_release_warns_once_and_names_both(plans, tmp_path):  # noqa: F811
-    installed = ".".join(torch.__version__.split(".")[:2])
+    installed = installed_pytorch()
     own, other = (plans.plan("default", 2, release) for release in (installed, "2.11" if installed != "2.11" else "2.15"))
     for of_own, of_other in returned(run_on_ranks(2, tmp_path / "ranks", scenarios.apply_plans, [own, other])):
         assert of_own == "applied"

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from conftest import installed_pytorch
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 DOC = ROOT / "docs" / "pytorch-coverage.md"
@@ -16,7 +17,7 @@ SOURCES = ("planner", "executor", "schemas", "simulator", "tools", "tests")
 RECORDINGS = ROOT / "tests" / "conformance"
 GOLDENS = ROOT / "tests" / "planner" / "goldens"
 TORCH = pathlib.Path(torch.__file__).parents[1]
-INSTALLED = ".".join(torch.__version__.split(".")[:2])
+INSTALLED = installed_pytorch()
 RELEASES = ("2.11", "2.15")
 NEITHER = "-"  # the mark of a function that another version has
 

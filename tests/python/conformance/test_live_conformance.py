@@ -12,7 +12,7 @@ import reference_cases
 import reference_models
 import reference_recorder
 import torch
-from conftest import ROOT, build_folder
+from conftest import ROOT, build_folder, installed_pytorch
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
 from shardplan.conformance import Case, Forward, cli, recording
@@ -72,7 +72,7 @@ def reference_case(policy: str, name: str) -> Case:
 def recordings(policy: str) -> pathlib.Path:
     """Those of the installed torch, where it has its own."""
     folder = ROOT / "tests" / "conformance"
-    own = folder / f"{policy}_{''.join(torch.__version__.split('.')[:2])}"
+    own = folder / f"{policy}_{installed_pytorch().replace('.', '')}"
     return own if own.is_dir() else folder / policy
 
 

@@ -1,7 +1,7 @@
 """What PyTorch's own host code takes inside of kernels, on a device on which nothing computes: `record_kernels.py` prints a JSON document with, for each
 operator of a list of random ones, the bytes of the storages that it reads and writes and, in order, what it takes ("+", bytes) and gives back
 ("-", which of those taken), and where it allocates its outputs ("o").
-`tests/simulator/kernels.json` is its output; `kernel_recordings_test.cc` compares the formulas with it."""
+`tests/simulator/kernels_215.json` is its output with torch 2.15, `kernels_211.json` with 2.11; `kernel_recordings_test.cc` compares the formulas with both."""
 
 import json
 import random
@@ -105,6 +105,32 @@ def _sum(draw: random.Random, rows: int, width: int, dtype: torch.dtype) -> dict
     return _case("sum", dtype, 0, [values], lambda: aten.sum.dim_IntList(values, [0, 1]))
 
 
+def _workspaces_are_given_back() -> bool:
+    before, square = torch.cuda.memory_allocated(), torch.empty(2, 2, device="cuda")
+    aten.mm(square, square)
+    del square
+    return torch.cuda.memory_allocated() == before
+
+
+def _product(draw: random.Random) -> list[dict]:
+    dtype, rows, inner, columns = draw.choice((torch.float32, torch.bfloat16)), *(draw.choice((1, 2, 48, draw.randrange(1, 3000))) for _ in range(3))
+    empty = lambda *shape: torch.empty(shape, dtype=dtype, device="cuda")
+    a, b = empty(rows, inner), draw.choice((empty(inner, columns), empty(columns, inner).t()))
+    row, matrix = empty(columns), empty(rows, columns)
+    vector = empty(inner)
+    batch = empty(3, inner, columns)
+    flops = 2 * rows * inner * columns
+    many = empty(3, rows, inner)
+    return [
+        _case("mm", dtype, flops, [a, b], lambda: aten.mm(a, b)),
+        _case("addmm", dtype, flops, [row, a, b], lambda: aten.addmm(row, a, b)),
+        _case("addmm", dtype, flops, [matrix, a, b], lambda: aten.addmm(matrix, a, b)),
+        _case("bmm", dtype, 3 * flops, [many, batch], lambda: aten.bmm(many, batch)),
+        _case("mv", dtype, 2 * rows * inner, [a, vector], lambda: aten.mv(a, vector)),
+        _case("dot", dtype, 2 * inner, [vector, vector], lambda: aten.dot(vector, vector)),
+    ]
+
+
 def main() -> None:
     draw = random.Random(16)
     cases = []
@@ -116,6 +142,9 @@ def main() -> None:
         cases.append(_sum(draw, rows, draw.choice((1, 2, 30, 128, 1536, 8192, draw.randrange(1, 5000))), dtype))
     for dtype in (torch.float32, torch.bfloat16):  # more than 2 GiB, or nearly
         cases += [_sum(draw, rows, 4096, dtype) for rows in (131_072, 262_145)]
+    if _workspaces_are_given_back():
+        for _ in range(12):
+            cases += _product(draw)
     print("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]")
 
 

@@ -66,7 +66,7 @@ std::string SourcesOf(const std::string& folder) {
 }
 
 TEST(PyTorchRules, EachIsAskedForAndShown) {
-  const std::string sources = SourcesOf("planner/src") + SourcesOf("schemas/src");
+  const std::string sources = SourcesOf("planner/src") + SourcesOf("schemas/src") + SourcesOf("simulator/src");
   for (const PyTorchRule& rule : kPyTorchRules) {
     EXPECT_NE(sources.find(fmt::format(".{}", rule.name)), std::string::npos)
         << rule.name << ": nobody asks for it";
@@ -80,11 +80,14 @@ TEST(PyTorchRules, EachIsAskedForAndShown) {
 
 TEST(PyTorchRules, AreThoseOfTheReleaseAndPolicy) {
   const PyTorchRules none;
-  PyTorchRules all;
-  for (const PyTorchRule& rule : kPyTorchRules) all.*rule.rule = true;
+  PyTorchRules all, of_every_policy;
+  for (const PyTorchRule& rule : kPyTorchRules) {
+    all.*rule.rule = true;
+    of_every_policy.*rule.rule = rule.policy.empty();
+  }
   EXPECT_EQ(RulesOf({.policy = "fsdp2", .pytorch = PyTorchVersion::k2_11}), none);
   EXPECT_EQ(RulesOf({.policy = "fsdp2", .pytorch = PyTorchVersion::k2_15}), all);
-  EXPECT_EQ(RulesOf({.policy = "fsdp1", .pytorch = PyTorchVersion::k2_15}), none);
+  EXPECT_EQ(RulesOf({.policy = "fsdp1", .pytorch = PyTorchVersion::k2_15}), of_every_policy);
   EXPECT_EQ(RulesOf({.policy = "fsdp2"}), none) << "a plan that names none is of the oldest";
 }
 

@@ -21,10 +21,14 @@ struct AllocatorArguments {
   std::optional<std::string> max_split_size_mb, max_non_split_rounding_mb, large_segment_size_mb;
   std::optional<std::string> garbage_collection_threshold, roundup_power2_divisions, memory_fraction;
   std::optional<std::int64_t> device_bytes;
+  std::optional<std::string> pytorch;
 };
 
 Status ApplyOptions(const AllocatorArguments& options, AllocatorLog& log) {
   if (options.device_bytes) log.device_bytes = Bytes{*options.device_bytes};
+  if (options.pytorch) {
+    if (Status set = SetRelease(*options.pytorch, log.settings); !set) return set;
+  }
   std::vector<std::string> settings = options.alloc_conf;
   auto add = [&](const char* key, const std::optional<std::string>& value) {
     if (value) settings.push_back(fmt::format("{}:{}", key, *value));
@@ -99,6 +103,7 @@ void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation) {
   add("--roundup-power2-divisions", options->roundup_power2_divisions, "A power of 2, or [256:1,512:2,>:8]");
   add("--memory-fraction", options->memory_fraction,
       "As set_per_process_memory_fraction; needs the device's size");
+  add("--pytorch", options->pytorch, "Release whose allocator wrote the log, where it does not say: 2.11 or 2.15");
   add("--device-bytes", options->device_bytes, "Memory of the device, where the log does not say");
   command->callback([options, &invocation] {
     const Result<bool> reproduced = RunAllocatorReplay(*options);

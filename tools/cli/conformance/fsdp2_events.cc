@@ -11,6 +11,7 @@
 
 #include "events.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_version.h"
 
@@ -224,8 +225,27 @@ class Fsdp2EventWriter {
     }
     const std::vector<UnitId> states = States(root);
     emit_while([&](const Instruction& i) {
-      return Finalizes(i) && (i.unit < 0 || (!Old() && std::ranges::find(states, i.unit) != states.end()));
+      return Finalizes(i) && DropsOwn(root, i) &&
+             (i.unit < 0 || (!Old() && std::ranges::find(states, i.unit) != states.end()));
     });
+  }
+
+  // A root's callback drops what its communication context keeps, and that of another root what is left.
+  bool DropsOwn(UnitId root, const Instruction& i) const {
+    if (i.kind != InstructionKind::kFree) return true;
+    const UnitId owner = plan_.buffers[i.src].unit;
+    return owner < 0 || SharesContext(root, RootOf(owner));
+  }
+
+  bool SharesContext(UnitId a, UnitId b) const {
+    const auto is_named = [&](const std::vector<std::string>& group, UnitId unit) {
+      return std::ranges::any_of(group, [&](const std::string& pattern) {
+        return Matches(pattern, plan_.units[unit].modules.front());
+      });
+    };
+    return a == b || std::ranges::any_of(plan_.strategy.fsdp2.shared_comm_contexts, [&](const auto& group) {
+             return is_named(group, a) && is_named(group, b);
+           });
   }
 
   bool Old() const { return PyTorchOfPlan(plan_.strategy) == PyTorchVersion::k2_11; }

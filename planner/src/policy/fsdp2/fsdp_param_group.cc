@@ -58,9 +58,13 @@ void FsdpParamGroup::WaitForUnshard() {
   FsdpCommContext& comm = comm_ctx();
   const bool single = scope_.shard_ranks() == 1;
   const bool forward = state_.training_state == TrainingState::kForward;
-  // Freed at the end: a local variable names the previous result until wait_for_unshard returns.
+  // Without gathers_are_freed_before_copy_out a local variable names the previous result until
+  // wait_for_unshard returns.
   std::optional<FsdpCommContext::AllGatherState> previous;
   if (forward) previous = comm.TakeAllGather();
+  if (previous && scope_.rules().gathers_are_freed_before_copy_out) {
+    comm.Free(*std::exchange(previous, std::nullopt));
+  }
   if (single) {
     params_.AllocAllGatherOutputs();
     params_.CopyOutOfShards();

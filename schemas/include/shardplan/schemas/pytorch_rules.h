@@ -26,6 +26,12 @@ struct PyTorchRules {
   bool partial_sums_are_awaited = false;
   bool partial_sums_get_zeros = false;
   bool grad_dtypes_are_kept = false;
+  bool gathers_are_freed_before_copy_out = false;
+  bool gradients_are_freed_together = false;
+  bool workspaces_are_given_back = false;
+  bool embeddings_sort_few_digits = false;
+  bool cub_tiles_of_cuda_13_2 = false;
+  bool older_segments_first = false;
 
   bool operator==(const PyTorchRules&) const = default;
 };
@@ -34,7 +40,7 @@ struct PyTorchRule {
   std::string_view name;
   bool PyTorchRules::*rule = nullptr;
   PyTorchVersion since = kOldestPyTorch;
-  std::string_view policy;
+  std::string_view policy;    // "": every policy's
   std::string_view before;    // what releases before it do
   std::string_view now;       // what it and those after it do
   std::string_view where;     // PyTorch's function
@@ -173,6 +179,54 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .now = "its sharded gradient has that dtype; without a reduce dtype gradients are reduced in it",
      .where = "FSDPParam._capture_grad_dtype_policy",
      .shown_by = "fsdp2_215/gptish_bf16params_gradfp32_w2"},
+    {.name = "gathers_are_freed_before_copy_out",
+     .rule = &PyTorchRules::gathers_are_freed_before_copy_out,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the gather of the unit before is freed behind a unit's copy-out: a local variable names it",
+     .now = "it is freed before the copy-out",
+     .where = "FSDPCommContext.release_all_gather_state_for_comm_reuse",
+     .shown_by = ""},
+    {.name = "gradients_are_freed_together",
+     .rule = &PyTorchRules::gradients_are_freed_together,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "the last gradient of a unit is freed when its reduction has been issued: a variable of a loop names it",
+     .now = "it is freed behind the copy-in, with the others; one that is put in another order, before the copy-in",
+     .where = "prepare_reduce_scatter_inputs",
+     .shown_by = ""},
+    {.name = "workspaces_are_given_back",
+     .rule = &PyTorchRules::workspaces_are_given_back,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "cuBLAS keeps a workspace for each thread that multiplies",
+     .now = "each product takes a workspace and gives it back: cuBLAS's, or 1 MiB where cuBLASLt adds the bias",
+     .where = "getCurrentCUDABlasHandleWithWorkspace",
+     .shown_by = ""},
+    {.name = "embeddings_sort_few_digits",
+     .rule = &PyTorchRules::embeddings_sort_few_digits,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "the backward of an embedding sorts its indices by all of their 64 bits",
+     .now = "it sorts them by the bits of the number of rows",
+     .where = "embedding_dense_backward_cuda",
+     .shown_by = ""},
+    {.name = "cub_tiles_of_cuda_13_2",
+     .rule = &PyTorchRules::cub_tiles_of_cuda_13_2,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "CUB counts distinct indices in tiles of 4480 (CUDA 13.0)",
+     .now = "in tiles of 4928 (CUDA 13.2)",
+     .where = "embedding_backward_cuda_kernel",
+     .shown_by = ""},
+    {.name = "older_segments_first",
+     .rule = &PyTorchRules::older_segments_first,
+     .since = PyTorchVersion::k2_15,
+     .policy = "",
+     .before = "of free blocks of one size the caching allocator takes the one at the lowest address",
+     .now = "it takes one of the oldest segment, there the one at the lowest address",
+     .where = "BlockComparatorSize",
+     .shown_by = ""},
 });
 
 // Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).

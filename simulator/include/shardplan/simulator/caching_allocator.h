@@ -1,4 +1,4 @@
-// A model of LibTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator, torch 2.11): which address a
+// A model of LibTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator): which address a
 // request gets, when segments are taken from the driver and given back, how many bytes are reserved.
 // docs/allocator.md has the rules and where each comes from.
 //
@@ -41,6 +41,9 @@ struct AllocatorSettings {
   // The limit that torch.cuda.set_per_process_memory_fraction(f) with f < 1 sets: f times the device's
   // memory.
   std::optional<Bytes> allowed_bytes;
+  // No knob: of free blocks of one size torch 2.15 takes one of the oldest segment, 2.11 the one at the lowest
+  // address (PyTorchRules::older_segments_first).
+  bool older_segments_first = false;
 
   bool operator==(const AllocatorSettings&) const = default;
 };
@@ -52,6 +55,9 @@ struct AllocatorSettings {
 // LibTorch's.
 Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device_bytes,
                               AllocatorSettings& settings);
+
+// What a release of PyTorch ("2.15") decides otherwise than another. kUsage: it is not planned.
+Status SetRelease(std::string_view release, AllocatorSettings& settings);
 
 // Whether it takes the settings, on some device. kUsage as above.
 Status CheckAllocatorSettings(std::string_view text);
@@ -251,6 +257,7 @@ class CachingAllocator {
     DeviceAddress address = 0;
     std::int64_t size = 0;
     std::int64_t requested = 0;
+    std::int64_t segment = 0;  // number of its segment; 0 without older_segments_first
     std::int64_t gc_base = 0;  // value of searches_ when it was put into the free list
     BlockId previous = kNoBlock;
     BlockId next = kNoBlock;
@@ -283,6 +290,7 @@ class CachingAllocator {
 
   Pool& PoolOf(std::int32_t stream, bool small);
   BlockId NewBlock(const Block& block);
+  std::int64_t NextSegment() { return settings_.older_segments_first ? ++segments_made_ : 0; }
   void DeleteBlock(BlockId block);
   void InsertFree(BlockId block);
   void EraseFree(BlockId block);
@@ -321,6 +329,7 @@ class CachingAllocator {
   std::vector<Pool> pools_;                 // 2 * stream + (small ? 0 : 1)
   std::array<std::int64_t, 2> searches_{};  // by pool, counted while garbage collection is on
   std::vector<Reservation> reservations_;
+  std::int64_t segments_made_ = 0;
   std::vector<StreamEvents> events_;  // by stream
   std::int64_t waiting_events_ = 0;
   std::map<BlockId, std::vector<std::int32_t>> stream_uses_;

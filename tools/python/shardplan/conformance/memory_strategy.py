@@ -11,6 +11,8 @@ def strategy_of(case: dict) -> dict:
         mesh.insert(0, {"name": "replicate", "size": knobs["replicate"]})
     of_policy = _fsdp1(knobs, blocks) if knobs.get("policy") == "fsdp1" else _fsdp2(case, blocks)
     strategy = {"schema": "shardplan.strategy/1", "mesh": mesh, "optimizer": _optimizer(knobs), **of_policy}
+    if "torch" in case:  # the release that was recorded, whichever one is installed
+        strategy["pytorch"] = ".".join(case["torch"].split(".")[:2])
     reduce_dtype = {"bf16_fp32": "float32", "bf16_bf16": "bfloat16"}.get(knobs["mp"])
     if reduce_dtype is not None:
         strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype}

@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
             operator = self._operators[func] = operators.describe(func)
         if self._pending is not None:  # its target would be gone by now
             self._settle(in_place=False)
-        outputs = [t for t in tensors_in(out, []) if t.device.type == "cuda"]
+        outputs = [t for t in tensors_in(_as_allocated(func, out), []) if t.device.type == "cuda"]
         fresh = []
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -367,6 +367,8 @@ class Recorder(TorchDispatchMode):
         self.events.append(["op", name, *rest, [record.id], []])
 
 
+_STATE_ON_DEVICE = torch.__version__ >= (2, 15)  # of efficient attention's random numbers
+
 ANSWERED = frozenset(
     (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
 )
@@ -379,12 +381,20 @@ def _as_scalar(value: float, dtype: torch.dtype):
 
 
 def _on_their_devices(func, out):
-    """Outputs that a real CUDA kernel leaves on the host: the random state of efficient attention (attention.cu, outside of a graph's
-    capture), which fake ones have on the device."""
-    if func is not aten._scaled_dot_product_efficient_attention.default:
+    """Outputs that a real CUDA kernel leaves on the host: the random state of efficient attention (attention.cu of 2.11, outside of a
+    graph's capture), which fake ones have on the device."""
+    if _STATE_ON_DEVICE or func is not aten._scaled_dot_product_efficient_attention.default:
         return out
     attended, log_sum_exp, *state = out
     return attended, log_sum_exp, *(torch.empty_like(tensor, device="cpu") for tensor in state)
+
+
+def _as_allocated(func, out):
+    """The outputs in the order in which a real CUDA kernel allocates them."""
+    if not _STATE_ON_DEVICE or func is not aten._scaled_dot_product_efficient_attention.default:
+        return out
+    attended, log_sum_exp, *state = out
+    return *state, attended, log_sum_exp
 
 
 def _append_new(values: list[int], value: int) -> None:
