@@ -113,6 +113,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // the plan gathers (frees) the unit for as long as no step of the plan runs.
   void Unshard(UnitId unit);
   void Reshard(UnitId unit);
+  // A call of the user's that only a plan has. Throws where it does not have one of the unit here.
+  void PassCall(UnitId unit, const std::string& method);
   ParameterChanges& parameter_changes() { return changes_; }
   // Why forwards fail. Empty: they succeed.
   void Suspend(std::string reason) { suspended_ = std::move(reason); }

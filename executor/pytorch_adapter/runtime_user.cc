@@ -42,6 +42,12 @@ void Runtime::Reshard(UnitId unit) {
                                        plan_->units[unit].fqn, Where()));
 }
 
+void Runtime::PassCall(UnitId unit, const std::string& method) {
+  if (PassUserCall(unit)) return;
+  throw std::runtime_error(
+      fmt::format("shardplan: the plan has no call of {} here ({})", method, Where()));
+}
+
 void Runtime::SetReductionHook(UnitId unit, PyRef hook) { units_[unit].reduction_hook = std::move(hook); }
 
 void Runtime::SetCustomCollective(UnitId unit, CollectiveKind kind, PyRef comm) {

@@ -213,6 +213,7 @@ void BindRuntime(py::module_& module) {
       .def("hooks", &Hooks, py::arg("unit"), py::arg("modules"), py::arg("input_dtype"),
            py::arg("output_dtype"), py::arg("full_precision_in_eval"))
       .def("unshard", &Runtime::Unshard, py::arg("unit"))
+      .def("pass_call", &Runtime::PassCall, py::arg("unit"), py::arg("method"))
       .def("fall_back_on_deviation",
            [](Runtime& runtime, const py::object& on_step_end) {
              runtime.fallback().Enable(PyRef::Borrow(on_step_end.ptr()));

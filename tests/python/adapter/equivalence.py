@@ -205,7 +205,7 @@ def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
 class Fsdp2Calls:
     """The `module` calls of a program, made on FSDP2's modules."""
 
-    NOT_RECURSIVE = ("set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms")
+    NOT_RECURSIVE = ("set_manual_backward_finalization", "set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms")
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -217,6 +217,10 @@ class Fsdp2Calls:
             method(async_op=call.get("value", False))
         elif call["method"] == "reshard":
             method()
+        elif call["method"] == "finalize_backward":
+            self.reduction = method(async_op=call.get("value", False))
+        elif call["method"] == "wait_for_gradient_reduction":
+            self.reduction.wait()
         elif call["method"] in self.NOT_RECURSIVE:
             method(call["value"])
         else:
@@ -253,6 +257,10 @@ class PlanCalls:
             sp.unshard(module, async_op=call.get("value", False))
         elif call["method"] == "reshard":
             sp.reshard(module)
+        elif call["method"] == "finalize_backward":
+            self.reduction = sp.finalize_backward(module, async_op=call.get("value", False))
+        elif call["method"] == "wait_for_gradient_reduction":
+            self.reduction.wait()
 
 
 # ---- a training loop ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
-from shardplan.conformance.installed_fsdp import PLACES_ON_MESHES
+from shardplan.conformance.installed_fsdp import FINALIZES_ON_CALL, PLACES_ON_MESHES
 from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -81,7 +81,25 @@ ON_TWO_MESHES = [
     }.items()
 ]
 
+def finalized(*calls: dict) -> dict:
+    return {
+        "setup": [{"method": "set_manual_backward_finalization", "module": "", "value": True}],
+        "program": [[*micro(0), *micro(1), *calls, *END]],
+    }
+
+
+FINALIZE = {"call": "module", "method": "finalize_backward", "module": ""}
+WAIT = {"call": "module", "method": "wait_for_gradient_reduction", "module": ""}
+FINALIZED_BY_CALL = [
+    case("finalized_by_call", **finalized(FINALIZE)),
+    case("finalized_by_call_bf16", mixed_precision=BF16, **finalized({**FINALIZE, "value": True}, WAIT)),
+]
+KEEPS_STORAGE = [
+    case("keeps_unsharded_storage", setup=[{"method": "set_keep_unsharded_storage", "module": "", "value": True}]),
+]
+
 CASES = [
+    *(FINALIZED_BY_CALL + KEEPS_STORAGE if FINALIZES_ON_CALL else []),
     *(ON_TWO_MESHES if PLACES_ON_MESHES else []),
     *([] if TIES_ARE_REFUSED else TIED_ACROSS_UNITS),
     case("default"),

@@ -12,7 +12,7 @@
 """
 
 from ._apply import apply, load_plan
-from ._calls import reshard, set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, unshard
+from ._calls import GradientReduction, finalize_backward, reshard, set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, unshard
 from ._clip import clip_grad_norm_
 from ._errors import PlanError
 from ._flat_state_dict import state_dict_type
@@ -33,12 +33,14 @@ from ._steer import abandon_step, no_sync, remove, set_is_last_backward, set_req
 from ._summon import summon_full_params
 
 __all__ = [
+    "GradientReduction",
     "OptimStateKeyType",
     "PlanError",
     "Saving",
     "abandon_step",
     "apply",
     "clip_grad_norm_",
+    "finalize_backward",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "load",

@@ -31,6 +31,31 @@ def reshard(module: nn.Module) -> None:
     applied.runtime.reshard(unit)
 
 
+class GradientReduction:
+    """What finalize_backward(async_op=True) returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: nn.Module | None = module
+
+    def wait(self) -> None:
+        """Before the optimizer: the compute stream waits for the reductions. A second call does nothing."""
+        module, self._module = self._module, None
+        if module is not None:
+            applied, unit = _unit_of(module)
+            applied.runtime.pass_call(unit, "wait_for_gradient_reduction")
+
+
+def finalize_backward(module: nn.Module, *, async_op: bool = False) -> GradientReduction | None:
+    """Ends the backwards since the last one, as FSDPModule.finalize_backward does after set_manual_backward_finalization.
+
+    The plan has the call (strategy: `setup` with set_manual_backward_finalization, `program` with finalize_backward of the
+    root; PyTorch 2.15), with the same async_op. PlanError where it does not.
+    """
+    applied, unit = _unit_of(module)
+    applied.runtime.pass_call(unit, "finalize_backward")
+    return GradientReduction(module) if async_op else None
+
+
 def set_custom_all_gather(module: nn.Module, comm) -> None:
     """The unit's all_gathers become comm(output_tensor=, input_tensor=, group=, async_op=False), as FSDP2 calls its
     AllGather; memory is the plan's, comm.allocate is not called. None: the backend's again."""

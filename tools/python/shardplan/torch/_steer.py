@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Iterator
 
@@ -10,12 +11,17 @@ import torch.nn as nn
 
 from . import _optimizers
 from ._applied import ATTRIBUTE, UNIT_ATTRIBUTE, applied_to
+from ._calls import finalize_backward
 from ._errors import PlanError
 from ._fit import modules_of
 from ._flat_whole import gather
 from ._summon import whole_copy
 
-_METHODS = ("set_requires_gradient_sync", "set_is_last_backward", "no_sync")
+# By policy, what the root has as PyTorch gives it to it.
+_METHODS = {
+    "fsdp2": ("set_requires_gradient_sync", "set_is_last_backward", "finalize_backward"),
+    "fsdp1": ("no_sync",),
+}
 
 
 def _applied_above(module: nn.Module):
@@ -69,14 +75,13 @@ def abandon_step(model: nn.Module) -> None:
 
 def add_methods(model: nn.Module, policy: str) -> None:
     """The root has the methods that PyTorch gives it, so a loop written for FSDP2 (FSDP1) needs no change."""
-    names = _METHODS[:2] if policy == "fsdp2" else _METHODS[2:]
-    for name in names:
+    for name in _METHODS[policy]:
         if not hasattr(model, name):
             object.__setattr__(model, name, types.MethodType(globals()[name], model))
 
 
 def _remove_methods(model: nn.Module) -> None:
-    for name in _METHODS:
+    for name in itertools.chain.from_iterable(_METHODS.values()):
         vars(model).pop(name, None)
 
 
