@@ -93,7 +93,8 @@ class KernelRecordings : public testing::TestWithParam<PyTorchVersion> {};
 
 TEST_P(KernelRecordings, EveryAllocationIsWhereTheRealKernelHasIt) {
   const bool old = GetParam() == PyTorchVersion::k2_11;
-  std::ifstream file(fmt::format("{}/tests/simulator/kernels_{}.json", SHARDPLAN_SOURCE_DIR, old ? "211" : "215"));
+  std::ifstream file(
+      fmt::format("{}/tests/simulator/kernels_{}.json", SHARDPLAN_SOURCE_DIR, old ? "211" : "215"));
   const Json kernels = Json::parse(file);
   ASSERT_GE(kernels.size(), 40U);
   std::map<std::string, int> with_memory;

@@ -120,19 +120,26 @@ TEST(PlannedMemory, AnIntegerReshardGoesParameterByParameter) {
 // As real PyTorch does in the post-backward of the last block, its matrices cut along dimension 1: what goes
 // between two allocations is one sum.
 TEST(PlannedMemory, GradientsOfOtherDimensionsGoOneByOne) {
-  const Plan plan = PlannedBlocks(400, {.fsdp2 = {.shard_dims = {{.parameters = {}, .dim = 1}}}});
-  std::vector<std::int64_t> found;
-  for (const std::int64_t bytes : BytesAt(plan, TriggerKind::kPostBackward, 2)) {
-    if (bytes < 0 && !found.empty() && found.back() < 0) {
-      found.back() += bytes;
-    } else {
-      found.push_back(bytes);
+  const auto found = [](PyTorchVersion release) {
+    const Plan plan =
+        PlannedBlocks(400, {.fsdp2 = {.shard_dims = {{.parameters = {}, .dim = 1}}}, .pytorch = release});
+    std::vector<std::int64_t> merged;
+    for (const std::int64_t bytes : BytesAt(plan, TriggerKind::kPostBackward, 2)) {
+      if (bytes < 0 && !merged.empty() && merged.back() < 0) {
+        merged.back() += bytes;
+      } else {
+        merged.push_back(bytes);
+      }
     }
-  }
+    return merged;
+  };
   const std::int64_t whole = -(2 * 512 + 2 * 18432 + 2 * 9216 + 3 * 76800);
-  EXPECT_EQ(found,
+  EXPECT_EQ(found(PyTorchVersion::k2_11),
             (std::vector<std::int64_t>{whole, 18432, -18432, 9216, 9216, -2 * 9216, 18432, -18432, 76800,
                                        76800, -2 * 76800, 76800, 572416, whole, 143360, -76800}));
+  EXPECT_EQ(found(PyTorchVersion::k2_15),
+            (std::vector<std::int64_t>{whole, 18432, -18432, 9216, 9216, -2 * 9216, 18432, -18432, 76800,
+                                       76800, -2 * 76800, 76800, -76800, 572416, whole, 143360}));
 }
 
 }  // namespace

@@ -106,9 +106,9 @@ BlockId CachingAllocator::Allocate(Bytes requested, std::int32_t stream, DeviceD
 }
 
 // Best fit: the smallest free block of the stream that is large enough, the lowest address among equals (with
-// older_segments_first that of the oldest segment), with two exceptions. A block at the growing end of an expandable segment counts as large as it could become, so
-// that a whole block is preferred; and neither may an oversize block serve a request that is not, nor a much
-// larger one a request that is.
+// older_segments_first that of the oldest segment), with two exceptions. A block at the growing end of an
+// expandable segment counts as large as it could become, so that a whole block is preferred; and neither may
+// an oversize block serve a request that is not, nor a much larger one a request that is.
 BlockId CachingAllocator::FindFree(const Search& search) const {
   const std::size_t index = 2 * static_cast<std::size_t>(search.stream) + (search.small ? 0 : 1);
   if (index >= pools_.size()) return kNoBlock;

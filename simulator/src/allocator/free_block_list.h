@@ -1,4 +1,5 @@
-// The free blocks of one pool and stream, ordered by size, then segment, then address: what best fit searches.
+// The free blocks of one pool and stream, ordered by size, then segment, then address: what best fit
+// searches.
 #pragma once
 
 #include <compare>

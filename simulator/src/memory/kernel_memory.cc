@@ -57,8 +57,8 @@ bool ReadAttention(const OperatorEvent& op, std::span<const Bytes> read, std::sp
   return found.head_dim > 0 && found.head_dim * found.batch_heads * found.queries == elements;
 }
 
-// What an efficient attention's backward reads, up to the logsumexp: behind it 2.15 has the random state on the
-// device, a seed and an offset.
+// What an efficient attention's backward reads, up to the logsumexp: behind it 2.15 has the random state on
+// the device, a seed and an offset.
 std::span<const Bytes> WithoutRandomState(std::span<const Bytes> read) {
   while (!read.empty() && read.back().value == kIndexBytes) read = read.first(read.size() - 1);
   return read;
@@ -169,8 +169,8 @@ std::int64_t CubScanBytes(std::int64_t count, std::int64_t items_of_tile) {
 std::int64_t CubSortBytes(std::int64_t count, std::int64_t digits) {
   constexpr std::int64_t kBins = 256, kItemsOfTile = 4608;
   const std::int64_t halves = digits > 1 ? count * kIndexBytes : 0;
-  return CubBytes({digits * kBins * kIndexBytes, halves, halves, CeilDiv(count, kItemsOfTile) * kBins * 4,
-                   digits * 4});
+  return CubBytes(
+      {digits * kBins * kIndexBytes, halves, halves, CeilDiv(count, kItemsOfTile) * kBins * 4, digits * 4});
 }
 
 // embedding_dense_backward_cuda (aten/src/ATen/native/cuda/Embedding.cu) and embedding_backward_cuda_kernel
@@ -306,9 +306,9 @@ std::vector<KernelStep> Sum(const OperatorEvent& op, const KernelOperands& opera
   return steps;
 }
 
-// Whether cuBLASLt computes an addmm (isInputCompliesAddmmCudaLt, aten/src/ATen/native/cuda/Blas.cpp): it adds
-// a bias to each row, and in half precision a matrix. Its FLOPs are 2 M N K. Parameters are none of the storages
-// that it reads, and a bias that is one is a row. beta is taken to be 1.
+// Whether cuBLASLt computes an addmm (isInputCompliesAddmmCudaLt, aten/src/ATen/native/cuda/Blas.cpp): it
+// adds a bias to each row, and in half precision a matrix. Its FLOPs are 2 M N K. Parameters are none of the
+// storages that it reads, and a bias that is one is a row. beta is taken to be 1.
 bool UsesCublasLt(const OperatorEvent& op, std::span<const Bytes> read, std::span<const Bytes> written) {
   if (op.name == "aten.linear") return read.size() + op.parameters.size() > 2;
   const std::int64_t element = SizeBytes(op.dtype);

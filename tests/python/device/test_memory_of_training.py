@@ -1,10 +1,12 @@
 """PyTorch's own allocator under real FSDP2 and FSDP1, on a device on which nothing computes (docs/device.md), next to what `shardplan memory` says."""
 
 import pytest
+from conftest import installed_pytorch
 from memory_random import difference
 
 CASES = {
-    "64 ranks, accumulated": {"world": 64, "seq": 384, "accum": 2, "accum_sync": False, "opt": "fused"},
+    "64 ranks, accumulated": {"world": 64, "seq": 384, "accum": 2, "accum_sync": False, "opt": "fused", "mp": "bf16_bf16"},
+    "64 ranks, accumulated and widened": {"world": 64, "seq": 384, "accum": 2, "accum_sync": False, "opt": "fused"},
     "fp32": {"world": 4, "seq": 640, "batch": 2, "mp": "fp32", "attn": "repeat"},
     "fsdp1, checkpointed": {"policy": "fsdp1", "seq": 384, "ac": "block", "device": "slow"},
     "fsdp1, sums of several blocks, checkpointed": {"policy": "fsdp1", "seq": 2048, "norm": "manual", "ac": "block", "mp": "fp32", "attn": "repeat"},
@@ -14,6 +16,12 @@ CASES = {
 }
 
 
+# 2.15 widens gradients that wait one by one as autograd adds them, plans all of a unit at its post-backward (docs/pytorch-versions.md).
+OTHERWISE = {"2.15": {"64 ranks, accumulated and widened"}}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_rows_and_peaks_are_those_of_the_real_allocator(name, tmp_path):
+def test_rows_and_peaks_are_those_of_the_real_allocator(name, tmp_path, request):
+    if name in OTHERWISE.get(installed_pytorch(), ()):
+        request.node.add_marker(pytest.mark.xfail(strict=True, reason="gradients that wait are widened one by one"))
     assert difference({"case": name, "model": {}, "knobs": CASES[name]}, tmp_path) == ""

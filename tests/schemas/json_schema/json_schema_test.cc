@@ -66,7 +66,8 @@ std::string SourcesOf(const std::string& folder) {
 }
 
 TEST(PyTorchRules, EachIsAskedForAndShown) {
-  const std::string sources = SourcesOf("planner/src") + SourcesOf("schemas/src") + SourcesOf("simulator/src");
+  const std::string sources =
+      SourcesOf("planner/src") + SourcesOf("schemas/src") + SourcesOf("simulator/src");
   for (const PyTorchRule& rule : kPyTorchRules) {
     EXPECT_NE(sources.find(fmt::format(".{}", rule.name)), std::string::npos)
         << rule.name << ": nobody asks for it";

@@ -149,10 +149,10 @@ TEST(Property, FreeBlockListIsASortedSequence) {
         const auto at = std::lower_bound(expected.begin(), expected.end(), entry);
         if (at != expected.end() && *at == entry) continue;
         expected.insert(at, entry);
-        list.Insert({entry.first, entry.second, 0});
+        list.Insert({entry.first, 0, entry.second, 0});
       } else {
         const auto at = expected.begin() + random.Below(static_cast<std::int64_t>(expected.size()));
-        list.Erase({at->first, at->second, 0});
+        list.Erase({at->first, 0, at->second, 0});
         expected.erase(at);
       }
       const std::int64_t size = 512 * random.Below(52);

@@ -103,7 +103,8 @@ void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation) {
   add("--roundup-power2-divisions", options->roundup_power2_divisions, "A power of 2, or [256:1,512:2,>:8]");
   add("--memory-fraction", options->memory_fraction,
       "As set_per_process_memory_fraction; needs the device's size");
-  add("--pytorch", options->pytorch, "Release whose allocator wrote the log, where it does not say: 2.11 or 2.15");
+  add("--pytorch", options->pytorch,
+      "Release whose allocator wrote the log, where it does not say: 2.11 or 2.15");
   add("--device-bytes", options->device_bytes, "Memory of the device, where the log does not say");
   command->callback([options, &invocation] {
     const Result<bool> reproduced = RunAllocatorReplay(*options);

@@ -1,4 +1,4 @@
-// PyTorch's FSDP1 (FullyShardedDataParallel, torch 2.11) as a policy: hands the points that the host passes
+// PyTorch's FSDP1 (FullyShardedDataParallel) as a policy: hands the points that the host passes
 // to the hooks. README.md says what of PyTorch is where.
 #pragma once
 

@@ -1,4 +1,4 @@
-// PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard, torch 2.11) as a policy: the state machine of its
+// PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard) as a policy: the state machine of its
 // runtime, with the same names, issuing plan instructions instead of kernels. The classes are laid out as
 // PyTorch's (README.md); this one hands them the points that the host passes.
 #pragma once

@@ -57,9 +57,9 @@ OrderedGrads OrderChunkedGrads(const UnitScope& scope, const std::vector<std::in
   return ordered;
 }
 
-// Gradients that are copied into the input are dropped, but without gradients_are_freed_together a variable of
-// foreach_reduce's loop names the last one on several ranks until it returns. Returns the buffers with what
-// is left.
+// Gradients that are copied into the input are dropped, but without gradients_are_freed_together a variable
+// of foreach_reduce's loop names the last one on several ranks until it returns. Returns the buffers with
+// what is left.
 std::vector<BufferId> DropCopiedGrads(const UnitScope& scope, std::int32_t last_parameter,
                                       const std::vector<BufferId>& grads) {
   ProgramBuilder& program = scope.program();

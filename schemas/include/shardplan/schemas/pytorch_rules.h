@@ -191,8 +191,10 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .rule = &PyTorchRules::gradients_are_freed_together,
      .since = PyTorchVersion::k2_15,
      .policy = "fsdp2",
-     .before = "the last gradient of a unit is freed when its reduction has been issued: a variable of a loop names it",
-     .now = "it is freed behind the copy-in, with the others; one that is put in another order, before the copy-in",
+     .before = "the last gradient of a unit is freed when its reduction has been issued: a variable of a "
+               "loop names it",
+     .now = "it is freed behind the copy-in, with the others; one that is put in another order, before the "
+            "copy-in",
      .where = "prepare_reduce_scatter_inputs",
      .shown_by = ""},
     {.name = "workspaces_are_given_back",
@@ -200,7 +202,8 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .since = PyTorchVersion::k2_15,
      .policy = "",
      .before = "cuBLAS keeps a workspace for each thread that multiplies",
-     .now = "each product takes a workspace and gives it back: cuBLAS's, or 1 MiB where cuBLASLt adds the bias",
+     .now =
+         "each product takes a workspace and gives it back: cuBLAS's, or 1 MiB where cuBLASLt adds the bias",
      .where = "getCurrentCUDABlasHandleWithWorkspace",
      .shown_by = ""},
     {.name = "embeddings_sort_few_digits",

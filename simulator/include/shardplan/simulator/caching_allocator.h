@@ -41,8 +41,8 @@ struct AllocatorSettings {
   // The limit that torch.cuda.set_per_process_memory_fraction(f) with f < 1 sets: f times the device's
   // memory.
   std::optional<Bytes> allowed_bytes;
-  // No knob: of free blocks of one size torch 2.15 takes one of the oldest segment, 2.11 the one at the lowest
-  // address (PyTorchRules::older_segments_first).
+  // No knob: of free blocks of one size torch 2.15 takes one of the oldest segment, 2.11 the one at the
+  // lowest address (PyTorchRules::older_segments_first).
   bool older_segments_first = false;
 
   bool operator==(const AllocatorSettings&) const = default;

@@ -1,4 +1,4 @@
-// Tensors of torch.optim's optimizers (torch 2.11): the states they keep, and the temporaries of a step.
+// Tensors of torch.optim's optimizers (2.11, 2.15): the states they keep, and the temporaries of a step.
 #pragma once
 
 #include <cstdint>
