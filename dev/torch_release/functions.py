@@ -132,13 +132,26 @@ def compare(table: dict[str, Digests], base: str, found: Digests) -> list[Change
     return changes
 
 
+class _Hollow(ast.NodeTransformer):
+    """Definitions inside another one lose their bodies: each counts as a function of its own."""
+
+    def _hollow(self, node):
+        node.body, node.decorator_list = [ast.Pass()], []
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _hollow
+
+
+def _own_lines(text: str, name: str) -> list[str]:
+    nodes = definitions(text).get(name, [])
+    for node in nodes:
+        node.body = [_Hollow().visit(child) for child in node.body if not _is_docstring(child)] or [ast.Pass()]
+    return [line for node in nodes for line in ast.unparse(node).splitlines()]
+
+
 def lines_changed(before: str, now: str, name: str) -> str:
     """"+3 -1": lines of the function, or class, that one text has and the other does not."""
-    texts = []
-    for text in (before, now):
-        nodes = definitions(text).get(name, [])
-        texts.append([line for node in nodes for line in ast.unparse(node).splitlines()])
-    marks = [line[0] for line in difflib.ndiff(*texts)]
+    marks = [line[0] for line in difflib.ndiff(_own_lines(before, name), _own_lines(now, name))]
     return f"+{marks.count('+')} -{marks.count('-')}"
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ import versions
 from running import Result, junit, last_line, run, say
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "python" / "device"))
+import device_symbols  # noqa: E402
+
 SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
-FORWARD = ("adapter", "device", "ranks", "tracer", "conformance", "checkpoints")
 TARGETS = ("product", "shardplan_device", "shardplan_device_kernels", "device_test", "executor_test", "executor_gpu_test",
            *(f"executor_{backend}_{suite}_test" for suite in ("conformance", "reshard") for backend in ("cpu", "cuda")))
 SLOW = "equivalence or flat"
-# Name -> arguments of pytest. Two of a time limit each run beside each other.
+# Name -> arguments of pytest.
 SUITES = {
     "tracer": ["tests/python/tracer"],
     "conformance": ["tests/python/conformance"],
@@ -128,26 +131,29 @@ def fsdp_functions(check: Check) -> Result:
     return result
 
 
-def _base_site(check: Check) -> pathlib.Path | None:
-    """An installed torch of the base release: one that was checked, or the project's own."""
-    for folder in [*sorted((ROOT / "build" / "check_torch").glob(f"{check.base}.*/venv")), ROOT / ".venv"]:
+def _site_of(release: str) -> pathlib.Path | None:
+    """An installed torch of a release: one that was checked, or the project's own."""
+    for folder in [*sorted((ROOT / "build" / "check_torch").glob(f"{release}.*/venv")), ROOT / ".venv"]:
         for site in folder.glob("lib/python3*/site-packages"):
             text = (site / "torch" / "version.py").read_text() if (site / "torch" / "version.py").exists() else ""
-            if f"'{check.base}." in text:
+            if f"'{release}." in text:
                 return site
     return None
 
 
 def _changed_lines(check: Check, change: functions.Change) -> str:
-    base = _base_site(check)
-    if base is None:
-        return ""
-    before, now = ((site / change.file).read_text() for site in (base, check.site))
-    return f" {functions.lines_changed(before, now, change.name)}"
+    """" +3 -1 from 2.11, +0 -2 from 2.15": next to each planned release whose sources are on this machine."""
+    counted = []
+    for release in check.table:
+        site = _site_of(release)
+        if site is not None and (site / change.file).exists():
+            before, now = ((folder / change.file).read_text() for folder in (site, check.site))
+            counted.append(f"{functions.lines_changed(before, now, change.name)} from {release}")
+    return f" ({', '.join(counted)})" if counted else ""
 
 
 def _write_diff(check: Check) -> None:
-    base = _base_site(check)
+    base = _site_of(check.base)
     if base is not None:
         run(["diff", "-urN", "-x", "__pycache__", base / functions.FSDP, check.site / functions.FSDP], check.folder / "fsdp.diff", ROOT)
 
@@ -205,7 +211,7 @@ def _of_libraries(check: Check, libraries: list[pathlib.Path]) -> tuple[int, lis
         asked += len(wanted)
         lines += [f"{library.name} needs {name}" for name in symbols.demangled(sorted(wanted - given))]
     for device in (library for library in libraries if library.name == "libshardplan_device.so"):
-        lines += [f"torch asks the device for {name}" for name in symbols.not_given(device, check.site / "torch" / "lib")]
+        lines += [f"torch asks the device for {name}" for name in device_symbols.not_given(device, check.site / "torch" / "lib")]
     return asked, lines
 
 
@@ -250,7 +256,7 @@ def _of_junit(name: str, written: pathlib.Path, log: pathlib.Path, code: int, st
 
 def live(check: Check) -> list[Result]:
     """docs/conformance.md: cases of their own, and random ones, as this torch runs them; then planned as each planned release."""
-    jobs = {"live cases": ["--live", "live_cases:cases"]}
+    jobs = {"live cases": ["--live", "live_cases:cases", "--fake"]}
     jobs |= {f"live random {policy}": ["--random", str(check.cases), "--seed", str(LIVE_SEED), "--fake", "--policy", policy] for policy in ("fsdp2", "fsdp1")}
     with concurrent.futures.ThreadPoolExecutor(check.jobs) as pool:
         running = [pool.submit(_live, check, name, arguments) for name, arguments in jobs.items()]
