@@ -71,6 +71,7 @@ class Check:
         paths = ("tools/python", "tests/python", "tests/python/conformance")
         return {
             "SHARDPLAN_BUILD": str(self.build),
+            "SHARDPLAN_PYTHON": str(self.python),  # else the command takes the project's own environment
             "PYTHONPATH": ":".join(str(ROOT / path) for path in paths),
             "PATH": f"{self.python.parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -118,7 +119,7 @@ def fsdp_functions(check: Check) -> Result:
         line = f"{change.kind}: {name}{lines}" + (f"; decides: {decides[:100]}" if decides else "")
         (of_page if change.file in paged else others).append(line)
     result.different += [f"{count} {kind} as in {like}" for (kind, like), count in known.items()]
-    result.different += of_page + [f"{line} (a file without schedule)" for line in others]
+    result.different += of_page + [f"{line} (a file without rows)" for line in others]
     if known or of_page:
         page = (ROOT / "docs" / "pytorch-versions.md").read_text()
         for rule, since, places in functions.rules(page):
@@ -275,6 +276,9 @@ def _live(check: Check, name: str, arguments: list[str]) -> Result:
     differing = [line[:200] for line in text.splitlines() if re.match(r"\S+: differs|DIFFER|differs", line)]
     if not matched:
         return Result(name, f"does not run (exit code {code}): {log}", time.monotonic() - started, [last_line(log)], failed=True)
+    recorded = {line for path in kept.glob("*.log") for line in path.read_text().splitlines()[:3] if line.startswith("# torch ")}
+    if any(line.split()[2].split("+")[0] != check.version for line in recorded):
+        return Result(name, f"recorded with another torch: {sorted(recorded)}", time.monotonic() - started, failed=True)
     planned = {release: _planned_as(check, kept, release) for release in check.table}
     said = "; ".join(f"planned as {release}: {result}" for release, result in planned.items() if result)
     say(f"{name}: {matched[0]}")
