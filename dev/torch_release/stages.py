@@ -23,8 +23,9 @@ sys.path.append(str(ROOT / "tests" / "python" / "device"))
 import device_symbols  # noqa: E402
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
-TARGETS = ("product", "shardplan_device", "shardplan_device_kernels", "device_test", "executor_test", "executor_gpu_test",
-           *(f"executor_{backend}_{suite}_test" for suite in ("conformance", "reshard") for backend in ("cpu", "cuda")))
+TARGETS = ("product", "shardplan_device", "shardplan_device_kernels")
+TESTS = ("device_test", "executor_test", "executor_gpu_test",
+         *(f"executor_{backend}_{suite}_test" for suite in ("conformance", "reshard") for backend in ("cpu", "cuda")))
 SLOW = "equivalence or flat"
 # Name -> arguments of pytest.
 SUITES = {
@@ -35,6 +36,8 @@ SUITES = {
     "equivalence": ["tests/python/adapter", "tests/python/device", "tests/python/ranks", "-k", SLOW],
     "checkpoints": ["tests/python/checkpoints"],
 }
+CXX = "C++"
+ALL_SUITES = [*SUITES, CXX]
 LABELS = "executor|gpu|gpu_in_software|device"  # of ctest
 LIVE_SEED = 1
 SHOWN = 40  # lines of a kind
@@ -46,6 +49,7 @@ class Check:
     base: str  # the planned release that is nearest
     table: dict[str, functions.Digests]
     cases: int  # random live cases of each policy
+    suites: list[str]
     jobs: int
 
     @property
@@ -163,12 +167,15 @@ def build(check: Check) -> Result:
     configure = ["cmake", "--preset", "dev", "-B", check.build, f"-DSHARDPLAN_PYTHON={check.python}"]
     if run(configure, check.log("configure"), ROOT) != 0:
         return Result("build", f"cmake fails: {check.log('configure')}", different=_errors(check.log("configure")), failed=True)
-    command = ["cmake", "--build", check.build, f"-j{check.jobs}", "--", "-k", "0"]
-    command[3:3] = [word for target in TARGETS for word in ("--target", target)]
-    if run(command, check.log("build"), ROOT) != 0:
+    if _make(check, "build", TARGETS) != 0:
         return Result("build", f"fails: {check.log('build')}", different=_errors(check.log("build")), failed=True)
     warnings = sum(" warning: " in line for line in check.log("build").read_text(errors="replace").splitlines())
     return Result("build", f"builds, {warnings} warnings" if warnings else "builds")
+
+
+def _make(check: Check, log: str, targets: tuple[str, ...]) -> int:
+    names = [word for target in targets for word in ("--target", target)]
+    return run(["cmake", "--build", check.build, f"-j{check.jobs}", *names, "--", "-k", "0"], check.log(log), ROOT)
 
 
 def _errors(log: pathlib.Path) -> list[str]:
@@ -219,8 +226,7 @@ def _of_libraries(check: Check, libraries: list[pathlib.Path]) -> tuple[int, lis
 def suites(check: Check) -> list[Result]:
     """Every suite that depends on torch, some beside each other: ranks wait more than they compute."""
     with concurrent.futures.ThreadPoolExecutor(check.jobs) as pool:
-        running = [pool.submit(_suite, check, name, arguments) for name, arguments in SUITES.items()]
-        running.append(pool.submit(_ctest, check))
+        running = [pool.submit(_ctest, check) if name == CXX else pool.submit(_suite, check, name, SUITES[name]) for name in check.suites]
         return [future.result() for future in running]
 
 
@@ -241,6 +247,9 @@ def _ctest(check: Check) -> Result:
     written = log.with_suffix(".xml")
     written.unlink(missing_ok=True)
     say("suite C++")
+    if _make(check, "build of tests", TESTS) != 0:
+        faults = _errors(check.log("build of tests"))
+        return Result("suite C++", f"does not build: {check.log('build of tests')}", time.monotonic() - started, faults, failed=True)
     command = ["ctest", "--test-dir", check.build, "-L", f"^({LABELS})$", "--output-on-failure", "--output-junit", written]
     code = run(command, log, ROOT, check.environment())
     return _of_junit("suite C++", written, log, code, started)
@@ -273,26 +282,29 @@ def _live(check: Check, name: str, arguments: list[str]) -> Result:
     code = run([check.build / "bin" / "shardplan", "conformance", *arguments, "--keep", kept], log, ROOT, check.environment())
     text = log.read_text(errors="replace")
     matched = re.search(r"^matched .*$", text, re.MULTILINE)
-    differing = [line[:200] for line in text.splitlines() if re.match(r"\S+: differs|DIFFER|differs", line)]
+    differing = [line[:200] for line in text.splitlines() if re.match(r"\S+: differs", line)]
     if not matched:
         return Result(name, f"does not run (exit code {code}): {log}", time.monotonic() - started, [last_line(log)], failed=True)
     recorded = {line for path in kept.glob("*.log") for line in path.read_text().splitlines()[:3] if line.startswith("# torch ")}
     if any(line.split()[2].split("+")[0] != check.version for line in recorded):
         return Result(name, f"recorded with another torch: {sorted(recorded)}", time.monotonic() - started, failed=True)
     planned = {release: _planned_as(check, kept, release) for release in check.table}
-    said = "; ".join(f"planned as {release}: {result}" for release, result in planned.items() if result)
+    compared = {path.name.removesuffix(".strategy.json") for path in kept.glob("*.strategy.json")} & {path.stem for path in kept.glob("*.log")}
+    said = [matched[0], *(f"planned as {release}: {len(names)} of {len(compared)}" for release, names in planned.items())]
+    none = sorted(compared - set().union(*planned.values()))
+    said += [f"as no planned release: {len(none)}"] if none else []
     say(f"{name}: {matched[0]}")
-    return Result(name, f"{matched[0]}; {said}", time.monotonic() - started, differing[:SHOWN], failed=code != 0)
+    different = [f"{line}{' (nor does it agree with another planned release)' if line.split(':')[0] in none else ''}" for line in differing]
+    return Result(name, "; ".join(said), time.monotonic() - started, different[:SHOWN], failed=code != 0)
 
 
-def _planned_as(check: Check, kept: pathlib.Path, release: str) -> str:
-    """The recordings compared once more with plans of another release."""
-    folder = kept.with_name(f"{kept.name}_{versions.key(release)[1]}")
+def _planned_as(check: Check, kept: pathlib.Path, release: str) -> set[str]:
+    """The recordings that match plans of another release."""
+    folder = kept.with_name(f"{kept.name}_{release}")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(kept, folder)
     for path in folder.glob("*.strategy.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "pytorch": release}))
     log = check.log(folder.name)
     run([check.build / "bin" / "shardplan-conformance", folder], log, ROOT, check.environment())
-    matched = re.search(r"^matched (\d+ of \d+)", log.read_text(errors="replace"), re.MULTILINE)
-    return matched[1] if matched else ""
+    return set(re.findall(r"^(\S+): matches", log.read_text(errors="replace"), re.MULTILINE))
