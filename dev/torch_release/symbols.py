@@ -190,9 +190,14 @@ def missing_names(uses: Uses, unresolved: list[str], words: set[str]) -> list[st
     return lines + [f"attribute {name} ({place})" for name, place in absent.items()]
 
 
+def names_of(listing: str) -> set[str]:
+    """The symbols that `nm` lists. A weak one may be absent."""
+    rows = [line.split() for line in listing.splitlines() if line.strip()]
+    return {row[-1].split("@")[0] for row in rows if row[-2] not in ("w", "v")}
+
+
 def _nm(library: pathlib.Path, which: str) -> set[str]:
-    listed = subprocess.run(["nm", "-D", which, str(library)], capture_output=True, text=True, check=True).stdout
-    return {line.split()[-1].split("@")[0] for line in listed.splitlines() if line.strip()}
+    return names_of(subprocess.run(["nm", "-D", which, str(library)], capture_output=True, text=True, check=True).stdout)
 
 
 def exported(libraries: list[pathlib.Path]) -> set[str]:

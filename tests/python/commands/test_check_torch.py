@@ -175,6 +175,11 @@ def test_missing_names_are_those_that_sources_rely_on():
     assert symbols.missing_names(uses, [], {"_groups"}) == []
 
 
+def test_weak_symbols_are_not_needed():
+    listing = "                 U cudaMalloc@libcudart.so.13\n                 w _ZTH3raw\n000000000001 T _ZN2at3mmE\n000000000002 W _ZN2at3addE\n"
+    assert symbols.names_of(listing) == {"cudaMalloc", "_ZN2at3mmE", "_ZN2at3addE"}
+
+
 def test_operators_of_sources_are_found():
     assert symbols.operators({"a.cc": 'x\nf("aten::mm", "aten::add_", "std::y");'}) == {"aten::mm": "a.cc:2", "aten::add_": "a.cc:2"}
 
