@@ -1,8 +1,9 @@
 #include "shardplan/schemas/pytorch_version.h"
 
-#include <fmt/format.h>
-
+#include <charconv>
 #include <cstddef>
+#include <system_error>
+#include <utility>
 
 #include "names/enum_names.h"
 #include "shardplan/schemas/pytorch_rules.h"
@@ -19,13 +20,32 @@ std::optional<PyTorchVersion> PyTorchFromName(std::string_view name) {
   return EnumFromName<PyTorchVersion>(name);
 }
 
+namespace {
+
+using Release = std::pair<int, int>;  // 2, 15
+
+// Of "2.15", whatever follows it but another digit.
+std::optional<Release> ParseRelease(std::string_view text) {
+  Release release;
+  const char* const end = text.data() + text.size();
+  const auto [dot, first] = std::from_chars(text.data(), end, release.first);
+  if (first != std::errc{} || dot == end || *dot != '.') return std::nullopt;
+  const auto [rest, second] = std::from_chars(dot + 1, end, release.second);
+  return second == std::errc{} ? std::optional(release) : std::nullopt;
+}
+
+}  // namespace
+
 std::optional<PyTorchVersion> RecordedPyTorch(std::string_view recorded_with) {
+  constexpr std::string_view kProgram = "torch ";
+  if (!recorded_with.starts_with(kProgram)) return std::nullopt;
+  const std::optional<Release> recorded = ParseRelease(recorded_with.substr(kProgram.size()));
+  if (!recorded) return std::nullopt;
+  PyTorchVersion nearest = kOldestPyTorch;
   for (std::size_t v = 0; v < kEnumNames<PyTorchVersion>.size(); ++v) {
-    if (recorded_with.starts_with(fmt::format("torch {}.", kEnumNames<PyTorchVersion>[v]))) {
-      return static_cast<PyTorchVersion>(v);
-    }
+    if (ParseRelease(kEnumNames<PyTorchVersion>[v]) <= recorded) nearest = static_cast<PyTorchVersion>(v);
   }
-  return std::nullopt;
+  return nearest;
 }
 
 PyTorchVersion PlannedPyTorch(const Strategy& strategy, const Trace& trace) {

@@ -19,8 +19,9 @@
 #include "tests/device/kernels/special.h"
 #include "tests/device/runtime/software_device.h"
 
-static_assert(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 15),
-              "written for what torch 2.11 and 2.15 register");
+// What a newer release registers, dev/check_torch finds out.
+static_assert(TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11,
+              "written for what torch 2.11 to 2.15 register");
 
 namespace shardplan::softdevice {
 namespace {

@@ -101,9 +101,19 @@ TEST(PyTorchVersions, ATraceSaysWhatIsPlanned) {
   EXPECT_EQ(planned(std::nullopt, "torch 2.11.0; attention auto"), "2.11");
   EXPECT_EQ(planned(std::nullopt, "torch 2.15.1+cu132"), "2.15");
   EXPECT_EQ(planned(PyTorchVersion::k2_11, "torch 2.15.0"), "2.11");
-  for (const char* unknown : {"", "torch 2.1.0", "torch 2.110.0", "torch 2.13.0", "hand"}) {
-    EXPECT_EQ(planned(std::nullopt, unknown), Name(kNewestPyTorch)) << unknown;
+  for (const char* unsaid : {"", "torch", "torch 2", "torch 2.", "torch main", "hand", "PyTorch 2.11.0"}) {
+    EXPECT_EQ(planned(std::nullopt, unsaid), Name(kNewestPyTorch)) << unsaid;
   }
+}
+
+TEST(PyTorchVersions, AReleaseThatIsNotPlannedIsPlannedAsTheOneBeforeIt) {
+  EXPECT_EQ(RecordedPyTorch("torch 2.12.0"), PyTorchVersion::k2_11);
+  EXPECT_EQ(RecordedPyTorch("torch 2.14.1; attention auto"), PyTorchVersion::k2_11);
+  EXPECT_EQ(RecordedPyTorch("torch 2.16.0+cu132"), kNewestPyTorch);
+  EXPECT_EQ(RecordedPyTorch("torch 2.110.0"), kNewestPyTorch);
+  EXPECT_EQ(RecordedPyTorch("torch 3.0.0"), kNewestPyTorch);
+  EXPECT_EQ(RecordedPyTorch("torch 2.1.0"), kOldestPyTorch);
+  EXPECT_EQ(RecordedPyTorch("torch 1.13.1"), kOldestPyTorch);
 }
 
 // What a field says of itself begins with the kinds that have it, where these are few: "record, wait,

@@ -19,8 +19,8 @@ std::vector<std::string> PyTorchVersions();     // all names
 // Nothing: no release that is planned.
 std::optional<PyTorchVersion> PyTorchFromName(std::string_view name);
 
-// Of the torch that recorded a trace (Trace::recorded_with, "torch 2.11.0; ..."). Nothing: not said, or a
-// release that is not planned.
+// The planned release for a trace that torch recorded (Trace::recorded_with, "torch 2.11.0; ..."): the newest
+// that is not newer than that torch, the oldest where all are newer. Nothing: not said.
 std::optional<PyTorchVersion> RecordedPyTorch(std::string_view recorded_with);
 
 // What a plan of this strategy for this trace follows: what the strategy names, else the torch that recorded

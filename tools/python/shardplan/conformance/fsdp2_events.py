@@ -6,6 +6,8 @@ index behind them where it has several.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -56,6 +58,7 @@ class Fsdp2Events(EventLog):
         if installed_fsdp.FINALIZES_ON_CALL:
             hooks.wrap(states.FSDPState, "finalize_backward", self._manual_finalization)
             hooks.before(states.FSDPState, "wait_for_gradient_reduction", self._wait_for_gradients)
+        if installed_fsdp.RECOVERS:
             hooks.before(states.FSDPState, "_reset_iter_state", lambda _state: self.add("reset_iter_state", ""))
             hooks.before(group, "_reset_iter_state", lambda g: self._discard(g, by="reset"))
         return hooks
@@ -107,8 +110,8 @@ class Fsdp2Events(EventLog):
         inside = self._within(original)
 
         def replaced(group, *args, **kwargs):
-            # Where a forward ran a part of the group only; 2.15 then waits for the reduction at once.
-            partly = installed_fsdp.FINALIZES_ON_CALL and len(group.modules) > 1 and group._training_state == groups.TrainingState.FORWARD
+            # Where a forward ran a part of the group only; releases that complete groups then wait for the reduction at once.
+            partly = installed_fsdp.COMPLETES_GROUPS and len(group.modules) > 1 and group._training_state == groups.TrainingState.FORWARD
             self.add("post_backward", self.unit(group), via=self._via)
             self._reduced = False
             result = inside(group, *args, **kwargs)
@@ -151,7 +154,8 @@ class Fsdp2Events(EventLog):
     def _set_communication_state(self, original):
         def replaced(context, name: str, value) -> None:
             if name == "reduce_scatter_states":
-                value = installed_fsdp.InFlight(value, lambda state: self.add("wait_reduce_scatter", self.unit(state.param_group)))
+                reducing, left = lambda: self.unit(self._active[-1]), functools.partial(self.add, "wait_reduce_scatter")
+                value = installed_fsdp.InFlight(value, reducing, left)
             elif name == "reduce_scatter_state" and value is not None:
                 self._reduced_by[context] = self.unit(self._active[-1])
             elif name == "reduce_scatter_state" and getattr(context, name, None) is not None:

@@ -3,9 +3,11 @@
 | | 2.11 | 2.15 |
 |---|---|---|
 | parameter groups of a unit | one | one for each mesh of its parameters |
-| reduce-scatter inputs in flight | one, `reduce_scatter_state` | a list, `reduce_scatter_states` |
+| reduce-scatter inputs in flight | one, `reduce_scatter_state` | a list, `reduce_scatter_states` (since 2.13 at the latest) |
+| a unit of several modules whose forward ran a part of them | stays as it is | is completed: `_force_complete_incomplete_states` (since 2.13 at the latest) |
 | FSDP's collectives on one tensor | `all_gather_into_tensor`, `reduce_scatter_tensor` | `all_gather_single`, `reduce_scatter_single` |
-| backward that its caller finalizes, recovery | none | `finalize_backward`, `_reset_iter_state` of `FSDPState` |
+| recovery | none | `_reset_iter_state` of `FSDPState` (since 2.13 at the latest) |
+| backward that its caller finalizes | none | `finalize_backward` of `FSDPState` |
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ PLACES_ON_MESHES = hasattr(common, "ShardPlacementResult")
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 FINALIZES_ON_CALL = hasattr(states.FSDPState, "finalize_backward")
+RECOVERS = hasattr(states.FSDPState, "_reset_iter_state")
+COMPLETES_GROUPS = hasattr(states.FSDPState, "_force_complete_incomplete_states")
 
 
 def existing(owner, names: tuple[str, ...]) -> list[str]:
@@ -58,18 +62,23 @@ def group_suffix(group) -> str:
 
 
 class InFlight(list):
-    """The list of 2.15. `left` is called with each state that leaves it."""
+    """The list of 2.15. `unit` says whose state enters it, `left` is told whose state leaves it."""
 
-    def __init__(self, in_flight: list, left: Callable):
+    def __init__(self, in_flight: list, unit: Callable[[], str], left: Callable[[str], None]):
         super().__init__(in_flight)
-        self._left = left
+        self._unit, self._left = unit, left
+        self._units: list[str] = []
+
+    def append(self, state) -> None:
+        super().append(state)
+        self._units.append(self._unit())
 
     def pop(self, index: int = -1):
-        state = super().pop(index)
-        self._left(state)
-        return state
+        self._left(self._units.pop(index))
+        return super().pop(index)
 
     def clear(self) -> None:
-        for state in self:
-            self._left(state)
+        for unit in self._units:
+            self._left(unit)
+        self._units.clear()
         super().clear()
