@@ -360,6 +360,11 @@ Strategy RandomStrategy(std::uint64_t seed) {
   RepairOptimizer(strategy.optimizer);
   for (UnitRule& rule : strategy.units) {
     rule.data_parallel.reset();
+    const bool has_meshes = strategy.pytorch.value_or(kNewestPyTorch) >= PyTorchVersion::k2_15 && !rule.group;
+    if (!has_meshes || strategy.mesh.empty()) rule.parameter_meshes.clear();
+    for (ParameterMeshRule& own : rule.parameter_meshes) {
+      own.data_parallel = {.shard = {strategy.mesh.front().name}, .replicate = {}};
+    }
     if (rule.modules.empty()) rule.modules = {""};
   }
   for (ModuleCall& call : strategy.setup) RepairCall(call);

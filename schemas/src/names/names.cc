@@ -65,7 +65,10 @@ std::string_view Name(StorageRole role) { return EnumName(role); }
 std::string_view Name(SegmentPhase phase) { return EnumName(phase); }
 std::string_view Name(ProcedureKind kind) { return EnumName(kind); }
 
-std::string DisplayName(std::string_view fqn) { return std::string(fqn.empty() ? kRootName : fqn); }
+std::string DisplayName(std::string_view fqn) {
+  const bool is_root = fqn.empty() || fqn.starts_with('[');  // the latter: one of its parameter groups
+  return std::string(is_root ? kRootName : "").append(fqn);
+}
 
 bool Divides(const Communicator& communicator, std::int64_t ranks) {
   std::vector<CommunicatorDim> dims = communicator.dims;

@@ -92,6 +92,11 @@ constexpr std::array kFaultKinds = std::to_array<FaultKind>({
      "fsdp2",
      {"steady_state", "leak"},
      "the step that repeats does not zero the gradients: they grow"},
+    {PyTorchFault::kFsdp2PartialSumLeft,
+     "fsdp2",
+     {"grad_not_reduced", "steady_state"},
+     "a unit that the micro-batch with the all-reduce does not use keeps its sum over the shards: the next step "
+     "all-reduces it"},
 });
 
 const FaultKind& KindOf(PyTorchFault fault) {

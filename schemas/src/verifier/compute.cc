@@ -112,6 +112,8 @@ void Compute::BeginStep() {
 }
 
 void Compute::Pass(const Trigger& trigger) {
+  // Parameter groups of the same modules are entered together.
+  if (trigger.unit >= 0 && plan_.units[trigger.unit].parameter_group > 0) return;
   const bool one_by_one = rules_.members_enter_one_by_one;
   if (trigger.kind == TriggerKind::kPreForward) {
     const bool again = one_by_one && plan_.units[trigger.unit].modules.size() > 1 &&

@@ -29,7 +29,7 @@ Strategy Accumulating(std::int32_t microbatches) {
 
 constexpr std::int64_t kNarrow = 8;
 // A budget is tight only where the allocator's segments do not hide the tensors.
-constexpr std::int64_t kWide = 1024;
+constexpr std::int64_t kWide = 2048;
 
 struct OptimizedCase {
   std::uint32_t seed = 0;

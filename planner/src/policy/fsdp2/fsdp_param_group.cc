@@ -253,10 +253,14 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   }
   const UnshardedGrads::Taken grads = unsharded_grads_.Take(ParametersWithZeros(), /*zeros_are_accumulated=*/!entered);
   ReshardAfterBackward();
-  if (grads.parameters.empty() && !scope_.rules().idle_units_wait) return {};
   const bool last_group = scope_.unit().parameter_group + 1 == scope_.choice().groups;
-  if (last_group) comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
-  if (grads.parameters.empty()) return {};
+  const bool waits = !grads.parameters.empty() || scope_.rules().idle_units_wait;
+  if (last_group && waits) comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
+  if (grads.parameters.empty()) {
+    const bool left = state_.partial_reduce_output >= 0 && state_.settings.all_reduce_grads;
+    if (left) faults_.Add(PyTorchFault::kFsdp2PartialSumLeft);
+    return {};
+  }
   WaitForPostBackward();
   const Result<ForeachReduceResult> reduced =
       ForeachReduce({.scope = scope_,

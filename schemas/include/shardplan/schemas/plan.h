@@ -349,6 +349,7 @@ enum class PyTorchFault : std::uint8_t {
   kFsdp2HookInputFreed,
   kFsdp2GroupNotUnsharded,
   kFsdp2GradientsGrow,
+  kFsdp2PartialSumLeft,
 };
 
 // A violation that the verifier finds in the plan because PyTorch has it.

@@ -31,7 +31,9 @@ class Fsdp2Events(EventLog):
         self._reduced = False  # in the post_backward that runs
 
     def unit(self, group) -> str:
-        return ",".join(self.names[module] for module in group.modules) + installed_fsdp.group_suffix(group)
+        suffix = installed_fsdp.group_suffix(group)
+        name = ",".join(self.names[module] for module in group.modules)
+        return (name or "(root)") + suffix if suffix else name
 
     def patches(self) -> Patches:
         hooks = Patches()
@@ -69,10 +71,10 @@ class Fsdp2Events(EventLog):
         units = [m for m in self.names if isinstance(m, FSDPModule)]
         for group in dict.fromkeys(group for unit in units for group in installed_fsdp.parameter_groups(unit)):
             for parameter in (p.sharded_param for p in group.fsdp_params):
-                unit, name = self.unit(group), names[parameter]
+                name = names[parameter]
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(
-                        lambda _p, unit=unit, name=name: self.add("optim_in_backward", unit, param=name)
+                        lambda _p, group=group, name=name: self.add("optim_in_backward", self.unit(group), param=name)
                     )
 
     def _pre_backward(self, group, *_args, **_kwargs) -> None:

@@ -241,7 +241,7 @@ def _fsdp2_strategy(drawn: Drawn) -> dict:
 
 def _parameter_meshes(drawn: Drawn, rule: dict) -> list[dict]:
     """Some of the unit's parameters on a part of its ranks."""
-    if not drawn.data_parallel or rule.get("group") or drawn.rng.random() < 0.6:
+    if not drawn.data_parallel or "group" in rule or "data_parallel" in rule or drawn.rng.random() < 0.6:
         return []
     inside = [name for name, _ in drawn.model.named_parameters() if name.startswith(tuple(f"{m}." if m else "" for m in rule["modules"]))]
     chosen = [name for name in inside if drawn.rng.random() < 0.5]
