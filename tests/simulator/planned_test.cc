@@ -122,7 +122,7 @@ TEST(PlannedMemory, AnIntegerReshardGoesParameterByParameter) {
 TEST(PlannedMemory, GradientsOfOtherDimensionsGoOneByOne) {
   const auto found = [](PyTorchVersion release) {
     const Plan plan =
-        PlannedBlocks(400, {.fsdp2 = {.shard_dims = {{.parameters = {}, .dim = 1}}}, .pytorch = release});
+        PlannedBlocks(400, {.pytorch = release, .fsdp2 = {.shard_dims = {{.parameters = {}, .dim = 1}}}});
     std::vector<std::int64_t> merged;
     for (const std::int64_t bytes : BytesAt(plan, TriggerKind::kPostBackward, 2)) {
       if (bytes < 0 && !merged.empty() && merged.back() < 0) {

@@ -85,7 +85,7 @@ def trace_key(case: dict) -> tuple:
     names = ("impl", "seq", "batch", "attn", "norm", "tied", "loss", "del_logits")
     dtypes = {"fp32": ("float32", "float32"), "pure_bf16": ("bfloat16", "bfloat16")}
     dtype, param_dtype = dtypes.get(knobs["mp"], ("bfloat16", "float32"))
-    return (tuple(sorted(case["model"].items())), *(knobs[name] for name in names), dtype, param_dtype)
+    return (tuple(sorted(case["model"].items())), *(knobs[name] for name in names), case.get("torch"), dtype, param_dtype)
 
 
 def _load(folder: Path):
@@ -159,7 +159,10 @@ def trace_case(folder: Path, case: dict, output: Path) -> None:
         return model, inputs, loss
 
     options = session.Options(
-        dtype=dtype, param_dtype=param_dtype, keep_output=not knobs["del_logits"], all_on_device=not is_allocator_case(case)
+        dtype=dtype,
+        param_dtype=param_dtype,
+        keep_output=not knobs["del_logits"],
+        kernels_of=case.get("torch", "") if is_allocator_case(case) else "fake",
     )
     with _without_masks() if hugging_face else contextlib.nullcontext():
         trace = session.trace_callable(build, str(folder / "model.py"), options)

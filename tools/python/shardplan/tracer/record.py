@@ -50,7 +50,7 @@ class Step:
     loss: Loss | None  # of the module's output; None: forward only
     inputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # named batch tensors, labels included
     keep_output: bool = False  # until the backward is over
-    all_on_device: bool = False  # Recorder's
+    kernels_of: str = ""  # Recorder's
 
 
 def default_loss(output) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _record_once(
     """The fields, and whether the marks on inputs changed how gradients are summed. `keep_nothing`: forwards alone, for which autograd keeps
     no tensor."""
     tree = step.tree
-    recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.all_on_device)
+    recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.kernels_of)
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():
         recorder.add_parameter(parameter, parameter_id, owners[parameter_id])

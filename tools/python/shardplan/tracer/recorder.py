@@ -84,9 +84,9 @@ class Answers:
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, all_on_device: bool = False):
+    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, kernels_of: str = ""):
         super().__init__()
-        self._all_on_device = all_on_device
+        self._random_state = _place_of_random_state(kernels_of)
         self.answers = answers or Answers()
         self.answers.restart()
         self._fqns = fqns or []  # of the modules
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
                 return out
         if out is None:
             out = func(*args, **kwargs)
-            out = out if self._all_on_device else _on_their_devices(func, out)
+            out = _on_the_host(func, out) if self._random_state == "host" else out
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
         return out
@@ -257,7 +257,8 @@ class Recorder(TorchDispatchMode):
             operator = self._operators[func] = operators.describe(func)
         if self._pending is not None:  # its target would be gone by now
             self._settle(in_place=False)
-        outputs = [t for t in tensors_in(_as_allocated(func, out), []) if t.device.type == "cuda"]
+        allocated = _state_first(func, out) if self._random_state == "device" else out
+        outputs = [t for t in tensors_in(allocated, []) if t.device.type == "cuda"]
         fresh = []
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -367,8 +368,6 @@ class Recorder(TorchDispatchMode):
         self.events.append(["op", name, *rest, [record.id], []])
 
 
-_STATE_ON_DEVICE = torch.__version__ >= (2, 15)  # of efficient attention's random numbers
-
 ANSWERED = frozenset(
     (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
 )
@@ -380,18 +379,25 @@ def _as_scalar(value: float, dtype: torch.dtype):
     return float(value) if dtype.is_floating_point else int(value)
 
 
-def _on_their_devices(func, out):
-    """Outputs that a real CUDA kernel leaves on the host: the random state of efficient attention (attention.cu of 2.11, outside of a
-    graph's capture), which fake ones have on the device."""
-    if _STATE_ON_DEVICE or func is not aten._scaled_dot_product_efficient_attention.default:
+def _place_of_random_state(kernels_of: str) -> str:
+    """Of efficient attention (attention.cu): up to 2.11 real CUDA kernels leave it on the host outside of a graph's capture, 2.15 allocates
+    it before the output. Fake ones have it on the device, behind."""
+    if kernels_of == "fake":
+        return "fake"
+    release = tuple(int(number) for number in (kernels_of or torch.__version__).split(".")[:2])
+    return "device" if release >= (2, 15) else "host"
+
+
+def _on_the_host(func, out):
+    if func is not aten._scaled_dot_product_efficient_attention.default:
         return out
     attended, log_sum_exp, *state = out
     return attended, log_sum_exp, *(torch.empty_like(tensor, device="cpu") for tensor in state)
 
 
-def _as_allocated(func, out):
+def _state_first(func, out):
     """The outputs in the order in which a real CUDA kernel allocates them."""
-    if not _STATE_ON_DEVICE or func is not aten._scaled_dot_product_efficient_attention.default:
+    if func is not aten._scaled_dot_product_efficient_attention.default:
         return out
     attended, log_sum_exp, *state = out
     return *state, attended, log_sum_exp

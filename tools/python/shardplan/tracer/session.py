@@ -55,7 +55,7 @@ class Options:
     mark_inputs: bool = True
     answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/tracer.md)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
-    all_on_device: bool = False  # what a kernel leaves on the host is on the device, where fake tensors have it
+    kernels_of: str = ""  # the release whose kernels leave on the host what they do; "": the installed one, "fake": none, as fake tensors have it
 
 
 _READS_VALUE = "the model reads a value of a tensor to decide what to do, and a traced tensor has no values"
@@ -189,7 +189,7 @@ def _trace_groups(
         else own_loss if options.loss == "default" and own_loss else record.default_loss
     )
     there = [record.Group([moved[id(call)] for call in group.calls], group.backward) for group in groups]
-    step = record.Step(module, tree, there, loss, inputs, options.keep_output, options.all_on_device)
+    step = record.Step(module, tree, there, loss, inputs, options.keep_output, options.kernels_of)
     tokens = _tokens([tensor for _, tensor in inputs])
     return _document(
         step, options, Answers(options.answers), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
