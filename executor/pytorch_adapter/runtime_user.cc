@@ -44,8 +44,7 @@ void Runtime::Reshard(UnitId unit) {
 
 void Runtime::PassCall(UnitId unit, const std::string& method) {
   if (PassUserCall(unit)) return;
-  throw std::runtime_error(
-      fmt::format("shardplan: the plan has no call of {} here ({})", method, Where()));
+  throw std::runtime_error(fmt::format("shardplan: the plan has no call of {} here ({})", method, Where()));
 }
 
 void Runtime::SetReductionHook(UnitId unit, PyRef hook) { units_[unit].reduction_hook = std::move(hook); }

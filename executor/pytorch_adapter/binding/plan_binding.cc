@@ -65,7 +65,8 @@ void BindUnits(py::module_& module) {
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
       .def_property_readonly("grad_dtype",
                              [](const UnitParameter& p) {
-                               return p.grad_dtype ? std::optional(std::string(Name(*p.grad_dtype))) : std::nullopt;
+                               return p.grad_dtype ? std::optional(std::string(Name(*p.grad_dtype)))
+                                                   : std::nullopt;
                              })
       .def_readonly("shard_dim", &UnitParameter::shard_dim)
       .def_readonly("gathered", &UnitParameter::gathered)

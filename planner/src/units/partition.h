@@ -39,7 +39,7 @@ struct UnitParameterRef {
 };
 
 struct Partition {
-  std::vector<UnitChoice> units;                      // order of the modules in the tree, root first
+  std::vector<UnitChoice> units;  // order of the modules in the tree, root first
   // By canonical ModuleId: hooks of which unit (of several the first: GroupsOf); -1: none.
   std::vector<UnitId> unit_of_module;
   std::vector<UnitId> managed_by;                     // by canonical ModuleId: whose parameters it holds

@@ -96,9 +96,10 @@ class ParameterKnobs {
     for (UnitParameter& parameter : unit_.parameters) {
       if (!parameter.requires_grad || !RulesOf(strategy_).grad_dtypes_are_kept) parameter.grad_dtype.reset();
       if (!parameter.requires_grad || parameter.grad_dtype == trainable->grad_dtype) continue;
-      return Bad("a unit whose trainable parameters have several grad_dtypes is not planned",
-                 fmt::format("{} of {}", Name(parameter.grad_dtype.value_or(parameter.dtype)), parameter.fqn),
-                 fmt::format("{}, as {}", Name(trainable->grad_dtype.value_or(trainable->dtype)), trainable->fqn));
+      return Bad(
+          "a unit whose trainable parameters have several grad_dtypes is not planned",
+          fmt::format("{} of {}", Name(parameter.grad_dtype.value_or(parameter.dtype)), parameter.fqn),
+          fmt::format("{}, as {}", Name(trainable->grad_dtype.value_or(trainable->dtype)), trainable->fqn));
     }
     return {};
   }
@@ -181,9 +182,8 @@ Status CheckRules(const Trace& trace, const std::vector<Rule>& rules, std::strin
         return MatchesAny({rules[r].parameters[p]}, parameter.fqn, parameter.shared_with);
       });
       if (matches) continue;
-      return MakeInputError(fmt::format("{}/{}/parameters/{}", pointer, r, p),
-                            "no parameter has this name", rules[r].parameters[p],
-                            "an FQN or a pattern over FQNs");
+      return MakeInputError(fmt::format("{}/{}/parameters/{}", pointer, r, p), "no parameter has this name",
+                            rules[r].parameters[p], "an FQN or a pattern over FQNs");
     }
   }
   return {};

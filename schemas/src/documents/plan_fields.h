@@ -55,7 +55,8 @@ inline constexpr auto kFields<Unit> = FieldList(
     Required("fqn", &Unit::fqn, "\"layers.0\"; \"\" for the root."),
     Optional("modules", &Unit::modules, "FQNs of its modules."),
     Optional("parameter_group", &Unit::parameter_group,
-             "fsdp2: of which parameter group of its modules the unit is, where their parameters are on several meshes."),
+             "fsdp2: of which parameter group of its modules the unit is, where their parameters are on "
+             "several meshes."),
     Optional("layout", &Unit::layout, "How it is sharded."),
     Required("parameters", &Unit::parameters, "In buffer order.").Lines(),
     Required("orig_dtype", &Unit::orig_dtype, "Of the sharded parameters."),

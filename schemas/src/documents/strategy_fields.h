@@ -50,7 +50,8 @@ inline constexpr auto kFields<DataParallelDims> =
 template <>
 inline constexpr Definition kDefinition<ParameterMeshRule> = {
     "strategy", "parameter_mesh_rule",
-    "ShardPlacementResult of shard_placement_fn for the parameters that match; the first rule that matches counts."};
+    "ShardPlacementResult of shard_placement_fn for the parameters that match; the first rule that matches "
+    "counts."};
 template <>
 inline constexpr auto kFields<ParameterMeshRule> =
     FieldList(Required("parameters", &ParameterMeshRule::parameters,
@@ -70,7 +71,8 @@ inline constexpr auto kFields<UnitRule> = FieldList(
     Optional("cpu_offload", &UnitRule::cpu_offload, "Parameters live in host memory."),
     Optional("data_parallel", &UnitRule::data_parallel, "fsdp2: the unit's own mesh, say of experts."),
     Optional("parameter_meshes", &UnitRule::parameter_meshes,
-             "fsdp2 of 2.15: parameters on other meshes than the unit's; each mesh makes a unit of its own.").Lines(),
+             "fsdp2 of 2.15: parameters on other meshes than the unit's; each mesh makes a unit of its own.")
+        .Lines(),
     Optional("sharding", &UnitRule::sharding, "fsdp1: these units' ShardingStrategy."),
     Optional("backward_prefetch", &UnitRule::backward_prefetch, "fsdp1: these units' BackwardPrefetch."),
     Optional("forward_prefetch", &UnitRule::forward_prefetch,

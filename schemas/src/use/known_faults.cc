@@ -95,7 +95,8 @@ constexpr std::array kFaultKinds = std::to_array<FaultKind>({
     {PyTorchFault::kFsdp2PartialSumLeft,
      "fsdp2",
      {"grad_not_reduced", "steady_state"},
-     "a unit that the micro-batch with the all-reduce does not use keeps its sum over the shards: the next step "
+     "a unit that the micro-batch with the all-reduce does not use keeps its sum over the shards: the next "
+     "step "
      "all-reduces it"},
 });
 

@@ -309,8 +309,8 @@ std::string LayoutOfParts(const Plan& plan, const Buffer& buffer) {
 
 std::string LayoutOfDType(const Plan& plan, const Buffer& buffer, bool is_zeroed) {
   if (ArrangementOf(buffer.role) == Arrangement::kNone || buffer.unit < 0) return {};
-  const bool right =
-      IsParameterRole(buffer.role) ? IsDTypeOfParameters(plan, buffer) : IsDTypeOfGradients(plan, buffer, is_zeroed);
+  const bool right = IsParameterRole(buffer.role) ? IsDTypeOfParameters(plan, buffer)
+                                                  : IsDTypeOfGradients(plan, buffer, is_zeroed);
   if (right) return {};
   const Unit& unit = plan.units[buffer.unit];
   return fmt::format("dtype {}, and its unit's are {} (original), {} (computed in) and {} (reduced in)",
@@ -350,7 +350,8 @@ void CheckBuffers(const Plan& plan, Reporter& reporter) {
     }
     if (!uses[b].is_touched) continue;
     for (const std::string& wrong :
-         {LayoutOfParts(plan, buffer), LayoutOfDType(plan, buffer, uses[b].is_zeroed), LayoutOfMemory(plan, buffer)}) {
+         {LayoutOfParts(plan, buffer), LayoutOfDType(plan, buffer, uses[b].is_zeroed),
+          LayoutOfMemory(plan, buffer)}) {
       if (wrong.empty()) continue;
       reporter.Add(Rule::kLayout, {}, static_cast<std::int64_t>(b),
                    fmt::format("buffer {} ({}{}) has {}", buffer.name, Name(buffer.role),

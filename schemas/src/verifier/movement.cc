@@ -204,8 +204,8 @@ void CheckMovement(const Plan& plan, const Instruction& i, bool is_view, Positio
   }
   if (wrong.empty()) wrong = LayoutOfReach(plan, i, is_view);
   if (wrong.empty()) return;
-  reporter.Add(Rule::kLayout, at, i.src >= 0 ? i.src : i.dst, fmt::format("{}: {}", reporter.Instruction(at), wrong),
-               {"at: " + reporter.Describe(at)});
+  reporter.Add(Rule::kLayout, at, i.src >= 0 ? i.src : i.dst,
+               fmt::format("{}: {}", reporter.Instruction(at), wrong), {"at: " + reporter.Describe(at)});
 }
 
 }  // namespace shardplan::verifier

@@ -124,9 +124,10 @@ std::string TablesOfGroup(const Plan& plan, UnitId id) {
   if (unit.parameter_group == 0) return {};
   const bool follows = id > 0 && plan.units[id - 1].modules == unit.modules &&
                        plan.units[id - 1].parameter_group == unit.parameter_group - 1;
-  return follows ? std::string()
-                 : fmt::format("it is parameter group {} of its modules, and the unit before it is not group {}",
-                               unit.parameter_group, unit.parameter_group - 1);
+  return follows
+             ? std::string()
+             : fmt::format("it is parameter group {} of its modules, and the unit before it is not group {}",
+                           unit.parameter_group, unit.parameter_group - 1);
 }
 
 std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {

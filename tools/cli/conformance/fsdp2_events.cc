@@ -298,9 +298,8 @@ class Fsdp2EventWriter {
   // The parameter groups of a module, which are one after the other, as its backward ends.
   std::vector<UnitId> LastGroupsFirst(std::vector<UnitId> states) const {
     for (auto first = states.begin(); first != states.end();) {
-      const auto last = std::find_if(first + 1, states.end(), [&](UnitId unit) {
-        return plan_.units[unit].parameter_group == 0;
-      });
+      const auto last = std::find_if(first + 1, states.end(),
+                                     [&](UnitId unit) { return plan_.units[unit].parameter_group == 0; });
       std::reverse(first, last);
       first = last;
     }

@@ -497,7 +497,7 @@ class Fsdp2Converter {
   std::map<std::string, std::int32_t> forward_id_;
   std::set<std::string> unit_modules_;
   std::map<std::string, DataParallelDims> extra_;  // meshes of parameters, by name
-  ModuleId recomputing_ = -1;  // the checkpointed module whose forward is being run again
+  ModuleId recomputing_ = -1;                      // the checkpointed module whose forward is being run again
 };
 
 }  // namespace

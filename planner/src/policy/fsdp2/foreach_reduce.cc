@@ -53,7 +53,9 @@ class Reduction {
 // What waits for the all-reduce is one buffer: it has to be of the same parameters every time.
 Status Reduction::CheckPartial() const {
   const BufferId partial = arguments_.partial_reduce_output;
-  if (scope_.rules().partial_sums_get_zeros || partial < 0 || program_.plan().buffers[partial].parameters == grads_.parameters) return {};
+  if (scope_.rules().partial_sums_get_zeros || partial < 0 ||
+      program_.plan().buffers[partial].parameters == grads_.parameters)
+    return {};
   return MakeInputError(
       "/program",
       "PyTorch adds the gradients that wait for the all-reduce to those of other parameters here: it fails, "

@@ -172,7 +172,8 @@ Status FsdpParamGroup::PrefetchAllGroupsBefore(std::int32_t last) {
     if (modules_of(target) == scope_.choice().modules) continue;
     if (modules_of(target) != modules_of(first)) break;
     FsdpParamGroup& group = *comm_ctx().post_forward_order()[target];
-    if (Status s = group.PrefetchUnshard(scope_, comm_ctx(), TrainingState::kPreBackward, "prefetch_backward");
+    if (Status s =
+            group.PrefetchUnshard(scope_, comm_ctx(), TrainingState::kPreBackward, "prefetch_backward");
         !s) {
       return s;
     }
@@ -251,7 +252,8 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
         "first gradient in this backward have it in another dtype than those that accumulated without sync",
         scope_.Name());
   }
-  const UnshardedGrads::Taken grads = unsharded_grads_.Take(ParametersWithZeros(), /*zeros_are_accumulated=*/!entered);
+  const UnshardedGrads::Taken grads =
+      unsharded_grads_.Take(ParametersWithZeros(), /*zeros_are_accumulated=*/!entered);
   ReshardAfterBackward();
   const bool last_group = scope_.unit().parameter_group + 1 == scope_.choice().groups;
   const bool waits = !grads.parameters.empty() || scope_.rules().idle_units_wait;

@@ -65,9 +65,7 @@ void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
   if (group_) group_->settings().post_forward_ranks = ranks;
 }
 
-bool FsdpState::IsLastGroup() const {
-  return scope_.unit().parameter_group + 1 == scope_.choice().groups;
-}
+bool FsdpState::IsLastGroup() const { return scope_.unit().parameter_group + 1 == scope_.choice().groups; }
 
 Status FsdpState::LazyInit(const ModuleStates& model) {
   SHARDPLAN_ASSERT(!lazily_initialised(), "a state is initialised once");

@@ -124,8 +124,8 @@ Status SetPrefetchLists(const PolicyInput& input, const ModuleStates& model) {
       !s) {
     return s;
   }
-  return SetLists(knobs.backward_prefetch_lists, "/fsdp2/backward_prefetch_lists",
-                  PrefetchPass::kBackward, model);
+  return SetLists(knobs.backward_prefetch_lists, "/fsdp2/backward_prefetch_lists", PrefetchPass::kBackward,
+                  model);
 }
 
 }  // namespace shardplan::fsdp2

@@ -14,7 +14,8 @@ FsdpState* ModuleStates::Find(const std::string& fqn) const {
 
 std::vector<FsdpState*> ModuleStates::GroupsOf(const FsdpState& state) const {
   std::vector<FsdpState*> groups;
-  for (const UnitId unit : shardplan::GroupsOf(partition_, state.scope().id())) groups.push_back(&(*this)[unit]);
+  for (const UnitId unit : shardplan::GroupsOf(partition_, state.scope().id()))
+    groups.push_back(&(*this)[unit]);
   return groups;
 }
 
@@ -88,10 +89,12 @@ std::vector<FsdpState*> ModuleStates::ManagersUnder(const std::string& module) c
     const UnitId unit = partition_.managed_by[index_.canonical[m]];
     if (unit < 0) continue;
     for (FsdpState* state : GroupsOf((*this)[unit])) {
-      const bool manages = std::ranges::any_of(trace_.modules[m].parameters, [&](const NamedParameter& named) {
-        const std::vector<ParameterId>& held = state->scope().choice().parameter_ids;
-        return state->scope().choice().groups == 1 || std::ranges::find(held, named.parameter) != held.end();
-      });
+      const bool manages =
+          std::ranges::any_of(trace_.modules[m].parameters, [&](const NamedParameter& named) {
+            const std::vector<ParameterId>& held = state->scope().choice().parameter_ids;
+            return state->scope().choice().groups == 1 ||
+                   std::ranges::find(held, named.parameter) != held.end();
+          });
       if (manages) states.push_back(state);
     }
   }

@@ -29,8 +29,8 @@ class ModuleStates {
   std::size_t size() const { return states_.size(); }
   FsdpState& operator[](UnitId unit) const { return *states_[static_cast<std::size_t>(unit)]; }
 
-  // PyTorch has one state of a module, with a list of parameter groups; here each group has a state, and these
-  // are called one after the other.
+  // PyTorch has one state of a module, with a list of parameter groups; here each group has a state, and
+  // these are called one after the other.
   std::vector<FsdpState*> GroupsOf(const FsdpState& state) const;
   // The explicit list of one pass: the groups of each target in their order, in the backward the last first.
   void SetPrefetch(const FsdpState& state, const std::vector<FsdpState*>& targets, PrefetchPass pass) const;

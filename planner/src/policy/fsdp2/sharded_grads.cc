@@ -11,8 +11,8 @@ std::vector<Bytes> ShardedGrads::Parts(const std::vector<std::int32_t>& paramete
   const Unit& unit = scope_.unit();
   std::vector<Bytes> parts;
   for (const std::int32_t p : parameters) {
-    parts.push_back(
-        Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) * SizeBytes(ShardedGradDType(unit))});
+    parts.push_back(Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) *
+                          SizeBytes(ShardedGradDType(unit))});
   }
   return parts;
 }
@@ -53,7 +53,8 @@ bool ShardedGrads::Deliver(BufferId reduced, StreamId stream, const std::vector<
   ProgramBuilder& program = scope_.program();
   const Destinations to = DestinationsOf(parameters);
   const auto gradient = [&] {
-    return scope_.Buffer(BufferRole::kGradSharded, ShardedGradDType(scope_.unit()), Parts(to.fresh), to.fresh);
+    return scope_.Buffer(BufferRole::kGradSharded, ShardedGradDType(scope_.unit()), Parts(to.fresh),
+                         to.fresh);
   };
   if (to.added.empty()) {
     const BufferId grad = gradient();
@@ -79,8 +80,8 @@ bool ShardedGrads::Deliver(BufferId reduced, StreamId stream, const std::vector<
 BufferId ShardedGrads::CopyToHost(BufferId from, StreamId stream, const std::vector<std::int32_t>& parameters,
                                   std::string_view suffix, MemoryKind memory) {
   ProgramBuilder& program = scope_.program();
-  const BufferId host = scope_.Buffer(BufferRole::kGradHost, ShardedGradDType(scope_.unit()), Parts(parameters),
-                                      parameters, suffix, memory);
+  const BufferId host = scope_.Buffer(BufferRole::kGradHost, ShardedGradDType(scope_.unit()),
+                                      Parts(parameters), parameters, suffix, memory);
   program.Allocate(host, kHost);
   program.Move(InstructionKind::kCopyToHost, from, host, stream);
   const EventId event = scope_.Event(suffix.empty() ? "grad_offload" : "grad_arrived");

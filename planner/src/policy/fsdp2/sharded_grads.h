@@ -9,8 +9,8 @@
 
 #include "policy/fault_list.h"
 #include "policy/fsdp2/unit_scope.h"
-#include "shardplan/schemas/precision.h"
 #include "policy/optimizer_memory.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan::fsdp2 {
 

@@ -120,8 +120,8 @@ std::vector<BufferId> UnshardedGrads::MakeZeros(const std::set<std::int32_t>& pa
     }
     std::string suffix = accumulated ? "zeros" : fmt::format("zeros.{}", Name(dtype));
     if (chunked >= 0) suffix += fmt::format(".p{}", chunked);
-    made.push_back(scope_.Buffer(BufferRole::kGradUnshardedAccumulated, dtype, std::move(parts), of_kind,
-                                 suffix));
+    made.push_back(
+        scope_.Buffer(BufferRole::kGradUnshardedAccumulated, dtype, std::move(parts), of_kind, suffix));
     scope_.program().Allocate(made.back(), kCompute);
     Instruction& zero = scope_.program().Emit(InstructionKind::kGradZero, kCompute);
     zero.dst = made.back();

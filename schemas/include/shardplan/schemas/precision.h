@@ -19,8 +19,7 @@ DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& paramete
 // What sharded gradients of the unit are in: the grad_dtype of its parameters, which is one, or their dtype.
 DType ShardedGradDType(const Unit& unit);
 // What gradients are reduced in, of a unit that is computed in `computed`; `sharded`: what they are in after.
-DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed,
-                       const PyTorchRules& rules);
+DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed, const PyTorchRules& rules);
 
 // Whether gradients that are not reduced at once are kept in another dtype than they are made in: the reduce
 // dtype.

@@ -75,7 +75,7 @@ struct UnitRule {
   std::optional<ReshardAfterForward> reshard_after_forward;
   std::optional<MixedPrecision> mixed_precision;
   std::optional<bool> cpu_offload;
-  std::optional<DataParallelDims> data_parallel;  // fsdp2: the call's own mesh, say of experts
+  std::optional<DataParallelDims> data_parallel;    // fsdp2: the call's own mesh, say of experts
   std::vector<ParameterMeshRule> parameter_meshes;  // fsdp2: those of some of its parameters
   // fsdp1: what a CustomPolicy's dictionary overrides for these modules.
   std::optional<Fsdp1Sharding> sharding;
