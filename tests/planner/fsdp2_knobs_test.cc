@@ -102,6 +102,32 @@ StepProgram RandomProgram(KnobRandom& random, const std::string& module) {
   return step;
 }
 
+// Micro-batches that use all blocks, or all but one; of HSDP the last one alone may all-reduce.
+StepProgram SkippingProgram(KnobRandom& random) {
+  StepProgram step;
+  const auto setter = random.Pick<std::string>({"set_requires_gradient_sync", "set_requires_all_reduce"});
+  const auto count = static_cast<std::int32_t>(1 + random.Below(3));
+  for (std::int32_t m = 0; m < count; ++m) {
+    const bool last = m + 1 == count;
+    step.push_back(ModuleCall{.method = setter, .module = "", .value = last || random.Chance(40)});
+    const auto trace = static_cast<std::int32_t>(random.Below(2));
+    step.insert(step.end(), {ForwardCall{m, trace}, BackwardCall{{m}, trace}});
+  }
+  step.insert(step.end(), {OptimizerStepCall{}, ZeroGradCall{}});
+  return step;
+}
+
+void RandomKnobsOf215(KnobRandom& random, Strategy& strategy, bool has_root) {
+  if (has_root && random.Chance(30)) {
+    strategy.setup.push_back({.method = "set_reduce_scatter_unused_params", .module = "", .value = true});
+  }
+  if (!strategy.data_parallel) return;
+  for (UnitRule& rule : strategy.units) {
+    if (rule.modules.front().empty() || random.Chance(50)) continue;
+    rule.parameter_meshes = {{{"*.*.down.*"}, {.shard = {random.Pick<std::string>({"shard", "context"})}}}};
+  }
+}
+
 void RandomKnobs(KnobRandom& random, Case& c) {
   Fsdp2Knobs& knobs = c.strategy.fsdp2;
   knobs.forward_prefetch = random.Chance(30) ? static_cast<std::int32_t>(random.Below(3)) : 0;
@@ -136,8 +162,8 @@ void RandomKnobs(KnobRandom& random, Case& c) {
 Case RandomCase(std::uint64_t seed) {
   KnobRandom random(seed);
   Case c;
-  c.trace = random.Pick<std::string>(
-      {"small", "small", "frozen", "frozen_prefix", "quantised", "reused", "two_parts", "tensor_parallel"});
+  c.trace = random.Pick<std::string>({"small", "small", "frozen", "frozen_prefix", "quantised", "reused",
+                                      "two_parts", "tensor_parallel", "skipping"});
   Strategy& strategy = c.strategy;
   strategy.mesh = RandomMesh(random, c.trace == "tensor_parallel");
   for (const StrategyMeshDim& dim : strategy.mesh) c.ranks *= dim.size;
@@ -148,6 +174,8 @@ Case RandomCase(std::uint64_t seed) {
     if (strategy.mesh.front().name == "replicate") strategy.data_parallel->replicate = {"replicate"};
   }
   strategy.units = RandomUnits(random, c.trace == "two_parts");
+  strategy.pytorch = random.Pick({PyTorchVersion::k2_11, PyTorchVersion::k2_15, PyTorchVersion::k2_15});
+  if (strategy.pytorch == PyTorchVersion::k2_15) RandomKnobsOf215(random, strategy, c.trace != "two_parts");
   strategy.fsdp2.shard_root = c.trace != "two_parts" || random.Chance(50);
   RandomKnobs(random, c);
   if (!strategy.fsdp2.shard_root && random.Chance(50)) {
@@ -166,7 +194,8 @@ Case RandomCase(std::uint64_t seed) {
   if (random.Chance(20)) strategy.checkpoint = CheckpointRule{.modules = {"class:Block"}};
   if (random.Chance(10)) strategy.optimizer.kind = OptimizerKind::kSgd;
   if (random.Chance(50)) {
-    strategy.program = {RandomProgram(random, strategy.fsdp2.shard_root ? "" : "encoder")};
+    const std::string module = strategy.fsdp2.shard_root ? "" : "encoder";
+    strategy.program = {c.trace == "skipping" ? SkippingProgram(random) : RandomProgram(random, module)};
   }
   return c;
 }
@@ -211,6 +240,65 @@ TEST(Fsdp2KnobsTest, RandomCombinationsVerifyOrHaveFaultsOfPyTorch) {
   EXPECT_GT(planned_cases, 360);
   EXPECT_GT(faulty, 2);
   EXPECT_GT(refused, 20);
+}
+
+// The zeros of an unused parameter are what its reduction reads, and a parameter has a mesh that it can have.
+TEST(Fsdp2KnobsTest, WithoutItsZerosAPlanDoesNotVerify) {
+  Strategy strategy{.policy = "fsdp2",
+                    .pytorch = PyTorchVersion::k2_15,
+                    .units = {{.modules = {"layers.*"}}, {.modules = {""}}},
+                    .setup = {{.method = "set_reduce_scatter_unused_params", .module = "", .value = true}}};
+  strategy.program = {{ForwardCall{0, 0}, BackwardCall{{0}, 0}, ForwardCall{1, 1}, BackwardCall{{1}, 1},
+                       OptimizerStepCall{}, ZeroGradCall{}}};
+  const Result<PlannerOutput> planned =
+      MakePlan(GoldenTrace("skipping"), strategy, {.name = "any", .ranks = 2});
+  ASSERT_TRUE(planned) << ToString(planned.error());
+  int zeros = 0;
+  for (std::size_t t = 0; t < planned->plan.steps[0].triggers.size(); ++t) {
+    const auto& instructions = planned->plan.steps[0].triggers[t].instructions;
+    for (std::size_t k = 0; k < instructions.size(); ++k) {
+      if (instructions[k].kind != InstructionKind::kGradZero) continue;
+      ++zeros;
+      Plan without = planned->plan;
+      auto& edited = without.steps[0].triggers[t].instructions.Edit();
+      edited.erase(edited.begin() + static_cast<std::ptrdiff_t>(k));
+      const std::vector<Violation> violations = Verify(without);
+      ASSERT_FALSE(violations.empty());
+      EXPECT_EQ(violations.front().rule, Rule::kReadBeforeWrite);
+    }
+  }
+  EXPECT_EQ(zeros, 1);
+}
+
+TEST(Fsdp2KnobsTest, MeshesOfParametersAreRefusedWhereTheyCannotBe) {
+  Strategy strategy{.policy = "fsdp2",
+                    .pytorch = PyTorchVersion::k2_15,
+                    .mesh = {{"outer", 2}, {"inner", 2}},
+                    .data_parallel = DataParallelDims{.shard = {"outer", "inner"}},
+                    .units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
+  strategy.units[0].parameter_meshes = {{{"layers.*.down.*"}, {.shard = {"inner"}}}};
+  const auto error = [](const Strategy& s) {
+    const Result<PlannerOutput> planned = MakePlan(GoldenTrace("small"), s, {.name = "any", .ranks = 4});
+    return planned ? std::string() : ToString(planned.error());
+  };
+  EXPECT_EQ(error(strategy), "");
+  Strategy old = strategy;
+  old.pytorch = PyTorchVersion::k2_11;
+  EXPECT_THAT(error(old),
+              HasSubstr("/units/0/parameter_meshes: the release of PyTorch that is planned has no "
+                        "ShardPlacementResult (found 2.11, expected pytorch: \"2.15\" or later)"));
+  Strategy group = strategy;
+  group.units[0] = {.modules = {"layers.0", "layers.1"},
+                    .group = true,
+                    .parameter_meshes = strategy.units[0].parameter_meshes};
+  EXPECT_THAT(error(group), HasSubstr("/units/0/parameter_meshes"));
+  Strategy nothing = strategy;
+  nothing.units[0].parameter_meshes[0].parameters = {"layers.*.sideways"};
+  EXPECT_THAT(error(nothing),
+              HasSubstr("/units/0/parameter_meshes/0/parameters/0: no parameter has this name"));
+  Strategy unknown = strategy;
+  unknown.units[0].parameter_meshes[0].data_parallel.shard = {"expert"};
+  EXPECT_THAT(error(unknown), HasSubstr("the mesh has no such dimension"));
 }
 
 // Issued with async_op, an all-gather runs on the process group's own stream between its copy-in and the wait

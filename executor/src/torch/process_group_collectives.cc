@@ -12,6 +12,26 @@
 namespace shardplan::executor {
 namespace {
 
+// 2.15 has new names for these, and the old ones are deprecated.
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> AllGather(Group& group, at::Tensor& output, at::Tensor& input,
+                                         const c10d::AllgatherOptions& options) {
+  if constexpr (requires { group.all_gather_single(output, input, options); }) {
+    return group.all_gather_single(output, input, options);
+  } else {
+    return group._allgather_base(output, input, options);
+  }
+}
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> ReduceScatter(Group& group, at::Tensor& output, at::Tensor& input,
+                                             const c10d::ReduceScatterOptions& options) {
+  if constexpr (requires { group.reduce_scatter_single(output, input, options); }) {
+    return group.reduce_scatter_single(output, input, options);
+  } else {
+    return group._reduce_scatter_base(output, input, options);
+  }
+}
+
 class ProcessGroupCollectives final : public Collectives {
  public:
   ProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options)
@@ -99,13 +119,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& pr
       c10d::AllgatherOptions options;
       options.timeout = options_.timeout;
       at::Tensor input = src.narrow(0, spec.src_offset, spec.slot_numel);
-      return prepared.group->_allgather_base(dst, input, options);
+      return AllGather(*prepared.group, dst, input, options);
     }
     case CollectiveKind::kReduceScatter: {
       c10d::ReduceScatterOptions options;
       options.reduceOp = prepared.op;
       options.timeout = options_.timeout;
-      return prepared.group->_reduce_scatter_base(dst, src, options);
+      return ReduceScatter(*prepared.group, dst, src, options);
     }
     case CollectiveKind::kAllReduce: {
       c10d::AllreduceOptions options;

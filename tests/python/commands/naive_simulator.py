@@ -223,6 +223,8 @@ class Costs:
     def moved(self, instruction):
         """(read, written) of a copy."""
         document, kind = self.document, instruction["kind"]
+        if kind == "grad_zero":
+            return 0, document.bytes_of(document.ref(instruction, "dst"))
         src = document.ref(instruction, "src")
         dst = src if kind == "grad_scale" else document.ref(instruction, "dst")
         read, written = document.bytes_of(src), document.bytes_of(dst)

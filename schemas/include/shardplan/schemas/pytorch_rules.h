@@ -169,7 +169,7 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
                "step's all-reduce adds; one that comes in later is added to another's",
      .now = "zeros are reduced for it, so that its partial sum is all-reduced in this step; a partial sum is "
             "repacked where a parameter comes in later",
-     .where = "FSDPParamGroup._get_unsharded_grad_to_reduce, _prepare_partial_reduce_output",
+     .where = "FSDPParamGroup._get_unsharded_grad_to_reduce, FSDPParamGroup._prepare_partial_reduce_output",
      .shown_by = "fsdp2_215/branchy_hsdp_noallreduce_unused_2x2"},
     {.name = "grad_dtypes_are_kept",
      .rule = &PyTorchRules::grad_dtypes_are_kept,
@@ -195,7 +195,7 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
                "loop names it",
      .now = "it is freed behind the copy-in, with the others; one that is put in another order, before the "
             "copy-in",
-     .where = "prepare_reduce_scatter_inputs",
+     .where = "_default_reduce_scatter_input_fn",
      .shown_by = ""},
     {.name = "workspaces_are_given_back",
      .rule = &PyTorchRules::workspaces_are_given_back,
