@@ -370,7 +370,8 @@ Status Runtime::DropGradients(UnitId unit, BufferId buffer, std::span<const std:
 }
 
 void Runtime::CheckNoGradientIsLeft() {
-  if (!BetweenSteps()) return;  // another micro-batch follows
+  // Another micro-batch follows, or the user's finalize_backward.
+  if (!BetweenSteps() || order_.NextUserCallsTakeGradients(Position())) return;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
       if (!units_[unit].parameters[i].unsharded().grad().defined()) continue;

@@ -43,7 +43,7 @@ void Runtime::Reshard(UnitId unit) {
 }
 
 void Runtime::PassCall(UnitId unit, const std::string& method) {
-  if (PassUserCall(unit)) return;
+  if (PassUserCall(unit)) return handover_.PublishAll(/*zeros=*/false);
   throw std::runtime_error(fmt::format("shardplan: the plan has no call of {} here ({})", method, Where()));
 }
 

@@ -148,6 +148,15 @@ PlanPosition PlanOrder::NextHooked(PlanPosition position) const {
   return position;
 }
 
+bool PlanOrder::NextUserCallsTakeGradients(PlanPosition position) const {
+  const PlanPosition end = NextHooked(position);
+  for (; position.step != end.step || position.trigger != end.trigger; position = After(position)) {
+    if (At(position).kind == TriggerKind::kUserCall && !taken_[position.step][position.trigger].empty())
+      return true;
+  }
+  return false;
+}
+
 std::optional<PlanPosition> PlanOrder::NextUserCall(PlanPosition position, UnitId unit) const {
   const PlanPosition end = NextHooked(position);
   for (; position.step != end.step || position.trigger != end.trigger; position = After(position)) {

@@ -40,6 +40,8 @@ class PlanOrder {
   }
   // The next user call of the unit that does something, before the next trigger of a hook.
   std::optional<PlanPosition> NextUserCall(PlanPosition position, UnitId unit) const;
+  // Whether one of any unit there takes gradients: a backward that the user finalizes.
+  bool NextUserCallsTakeGradients(PlanPosition position) const;
 
  private:
   const Plan& plan_;

@@ -212,7 +212,7 @@ class Fsdp2Calls:
 
     def __call__(self, call: dict) -> None:
         (module,) = modules_named(self.model, call.get("module", ""))
-        method = getattr(module, call["method"])
+        method = getattr(module, call["method"], None)  # wait_for_gradient_reduction is the handle's
         if call["method"] == "unshard":
             method(async_op=call.get("value", False))
         elif call["method"] == "reshard":
