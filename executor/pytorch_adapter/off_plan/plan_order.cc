@@ -148,24 +148,22 @@ PlanPosition PlanOrder::NextHooked(PlanPosition position) const {
   return position;
 }
 
-bool PlanOrder::NextUserCallsTakeGradients(PlanPosition position) const {
+template <typename Wanted>
+std::optional<PlanPosition> PlanOrder::FindUserCall(PlanPosition position, const Wanted& wanted) const {
   const PlanPosition end = NextHooked(position);
   for (; position.step != end.step || position.trigger != end.trigger; position = After(position)) {
-    if (At(position).kind == TriggerKind::kUserCall && !taken_[position.step][position.trigger].empty())
-      return true;
+    if (At(position).kind == TriggerKind::kUserCall && wanted(position)) return position;
   }
-  return false;
+  return std::nullopt;
 }
 
 std::optional<PlanPosition> PlanOrder::NextUserCall(PlanPosition position, UnitId unit) const {
-  const PlanPosition end = NextHooked(position);
-  for (; position.step != end.step || position.trigger != end.trigger; position = After(position)) {
-    const Trigger& trigger = At(position);
-    const bool found =
-        trigger.kind == TriggerKind::kUserCall && trigger.unit == unit && !trigger.instructions.empty();
-    if (found) return position;
-  }
-  return std::nullopt;
+  return FindUserCall(position,
+                      [&](PlanPosition at) { return At(at).unit == unit && !At(at).instructions.empty(); });
+}
+
+bool PlanOrder::NextUserCallsTakeGradients(PlanPosition position) const {
+  return FindUserCall(position, [&](PlanPosition at) { return !GradientsTakenAt(at).empty(); }).has_value();
 }
 
 }  // namespace shardplan::python

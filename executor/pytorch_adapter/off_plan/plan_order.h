@@ -44,6 +44,10 @@ class PlanOrder {
   bool NextUserCallsTakeGradients(PlanPosition position) const;
 
  private:
+  // The first that is `wanted` before the next trigger of a hook.
+  template <typename Wanted>
+  std::optional<PlanPosition> FindUserCall(PlanPosition position, const Wanted& wanted) const;
+
   const Plan& plan_;
   std::vector<std::vector<bool>> no_backward_;             // by step and trigger
   std::vector<std::vector<bool>> last_backward_;           // the same

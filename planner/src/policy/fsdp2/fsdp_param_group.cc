@@ -255,9 +255,8 @@ Status FsdpParamGroup::PostBackward(std::string_view reason) {
   const UnshardedGrads::Taken grads =
       unsharded_grads_.Take(ParametersWithZeros(), /*zeros_are_accumulated=*/!entered);
   ReshardAfterBackward();
-  const bool last_group = scope_.unit().parameter_group + 1 == scope_.choice().groups;
   const bool waits = !grads.parameters.empty() || scope_.rules().idle_units_wait;
-  if (last_group && waits) comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
+  if (scope_.IsLastGroup() && waits) comm_ctx().WaitForReduceScatters(ReduceScatterMaxInputBuffers() - 1);
   if (grads.parameters.empty()) {
     const bool left = state_.partial_reduce_output >= 0 && state_.settings.all_reduce_grads;
     if (left) faults_.Add(PyTorchFault::kFsdp2PartialSumLeft);

@@ -65,8 +65,6 @@ void FsdpState::SetReshardAfterForward(std::int64_t ranks) {
   if (group_) group_->settings().post_forward_ranks = ranks;
 }
 
-bool FsdpState::IsLastGroup() const { return scope_.unit().parameter_group + 1 == scope_.choice().groups; }
-
 Status FsdpState::LazyInit(const ModuleStates& model) {
   SHARDPLAN_ASSERT(!lazily_initialised(), "a state is initialised once");
   const UnitChoice& choice = scope_.choice();
@@ -146,7 +144,7 @@ Status FsdpState::PreForward(const HookPoint& event, const ModuleStates& model) 
     state_.modules_to_run_forward = !recompute;
     if (Status s = group_->PreForward(recompute); !s) return s;
   }
-  if (!begins || !IsLastGroup()) return {};
+  if (!begins || !scope_.IsLastGroup()) return {};
   return PrefetchStates(state_.states_to_forward_prefetch, TrainingState::kForward, "prefetch_forward");
 }
 
@@ -169,7 +167,8 @@ void FsdpState::PostForward(const HookPoint& event) {
   }
   state_.training_state = TrainingState::kIdle;
   const FsdpState* root = state_ctx().iter_forward_root;
-  if (root == nullptr || root->scope_.choice().modules != scope_.choice().modules || !IsLastGroup()) return;
+  if (root == nullptr || root->scope_.choice().modules != scope_.choice().modules || !scope_.IsLastGroup())
+    return;
   if (scope_.rules().members_enter_one_by_one) CompleteGroups();
   if (const auto kept = comm_ctx().TakeAllGather()) comm_ctx().Free(*kept);
   state_ctx().iter_forward_root = nullptr;
@@ -194,7 +193,7 @@ Status FsdpState::PreBackward(const HookPoint& event, std::vector<FsdpState*>& f
   if (group_) {
     if (Status s = group_->PreBackward(state_.states_to_backward_prefetch.empty()); !s) return s;
   }
-  if (!IsLastGroup()) return {};
+  if (!scope_.IsLastGroup()) return {};
   return PrefetchStates(state_.states_to_backward_prefetch, TrainingState::kPreBackward,
                         "prefetch_backward_explicit");
 }

@@ -91,7 +91,6 @@ class FsdpState {
   Snapshot snapshot() const;
 
  private:
-  bool IsLastGroup() const;  // of its modules
   void RootPreForward();
   void CompleteGroups();
   Status PrefetchStates(const std::vector<FsdpState*>& targets, TrainingState pass, std::string_view reason);
