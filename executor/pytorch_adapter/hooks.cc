@@ -116,7 +116,8 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool registers, bool full_precision, 
 PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   UnitHooks& hooks = FromCapsule(self);
-  if (const PyRef next = hooks.runtime->HookOfNextPlan(hooks.options.unit)) [[unlikely]] {
+  if (hooks.runtime->is_left()) Py_RETURN_NONE;  // by a hook in front of it, of the same call
+  if (const PyRef next = hooks.runtime->HookOfNextPlan(hooks.options.unit, arguments)) [[unlikely]] {
     return PyObject_Vectorcall(next.get(), arguments, count, nullptr);
   }
   // The modules of a group are entered one after the other, in one forward of the unit.

@@ -69,6 +69,7 @@ Runtime::~Runtime() {
     collectives_->Clear();
     fallback_.Clear();
     on_requires_grad_change_ = {};
+    at_next_step_ = {};
     explain_ = {};
     changes_.Clear();
     extensions_.Clear();
@@ -133,6 +134,7 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
         throw std::runtime_error("shardplan: " + change);
       }
       full_precision_forwards_.clear();
+      backwards_ = 0;
     }
     Fire(executor::TriggerKey(replayer_->Expected()));
   }
@@ -274,6 +276,7 @@ void Runtime::QueueBackwardEnd() {
 
 void Runtime::BackwardEnd() {
   backward_end_queued_ = false;
+  ++backwards_;
   forward_root_ = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
   while (!fallback_.active() && replayer_->Expected().kind == TriggerKind::kPostBackward) {

@@ -79,9 +79,12 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
       GiveUpIfInterrupted(entered);
     }
   }
-  // Where a step begins after the user froze or unfroze parameters, and OnRequiresGradChange was called: the
-  // pre-forward hook of the unit in the plan that is followed from now on. Else null. The GIL is held.
-  PyRef HookOfNextPlan(UnitId unit);
+  // Where a step begins and another plan is to be followed, because the user froze or unfroze parameters
+  // (OnRequiresGradChange) or because of AtNextStep: the pre-forward hook of the entered module in it. Else
+  // null. entered: module, args, kwargs. The GIL is held.
+  PyRef HookOfNextPlan(UnitId unit, PyObject* const* entered);
+  // Is another runtime followed?
+  bool is_left() const { return left_; }
   // full_precision: the unit is not to be gathered in the low one, where the plan has no say.
   void PreForward(UnitId unit, bool full_precision = false);
   // Is the unit, whose forward has begun, in no other one's? -1: a root that is no unit.
@@ -143,6 +146,11 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // on_change(unit, what was changed, in words): makes the model follow a plan for parameters that require
   // gradients as they do now, and returns the unit's pre-forward hook in it.
   void OnRequiresGradChange(PyRef on_change) { on_requires_grad_change_ = std::move(on_change); }
+  // Once, where the next step begins: on_begin(unit, module, args, kwargs) may make the model follow another
+  // plan; it returns the module's pre-forward hook in that, or None.
+  void AtNextStep(PyRef on_begin) { at_next_step_ = std::move(on_begin); }
+  // left: the model follows another runtime from now on.
+  void Leave(bool left) { left_ = left; }
   // explain(unit): why the model may not pass a point of the unit, for people; "": unknown.
   void ExplainDeviations(PyRef explain) { explain_ = std::move(explain); }
   // What a step of the plan, of those that repeat, passes.
@@ -152,6 +160,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // By forward of the step under way, or of the one that deviated: was it to have full precision?
   const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
   bool BetweenSteps() const;
+  // Forwards with gradients begun, and backwards ended, in the step under way.
+  std::int64_t forwards() const { return std::ssize(full_precision_forwards_); }
+  std::int64_t backwards() const { return backwards_; }
   // Steps of the training so far, of this runtime and of those before it.
   std::int64_t step() const { return replayer_->step(); }
   void CountFrom(std::int64_t step) { replayer_->CountFrom(step); }
@@ -215,6 +226,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   ParameterChanges changes_;
   ModuleGroups groups_;
   PyRef on_requires_grad_change_;  // null: such a change is an error
+  PyRef at_next_step_;
+  bool left_ = false;
+  std::int64_t backwards_ = 0;
   PyRef explain_;
   std::string suspended_;
   UnitId forward_root_ = kNoUnit;     // the unit entered first in the forward of the plan that is under way

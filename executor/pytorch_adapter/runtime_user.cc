@@ -2,6 +2,7 @@
 // their own.
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -99,10 +100,18 @@ void Runtime::FollowSetters() {
                        : "one that reduces them, as that of the last micro-batch");
 }
 
-PyRef Runtime::HookOfNextPlan(UnitId unit) {
-  const bool begins = on_requires_grad_change_ && forward_root_ == kNoUnit && !fallback_.active() &&
-                      at::GradMode::is_enabled() && BetweenSteps();
+PyRef Runtime::HookOfNextPlan(UnitId unit, PyObject* const* entered) {
+  const bool begins = (on_requires_grad_change_ || at_next_step_) && forward_root_ == kNoUnit &&
+                      !fallback_.active() && at::GradMode::is_enabled() && BetweenSteps();
   if (!begins) return {};
+  if (const PyRef on_begin = std::exchange(at_next_step_, PyRef())) {
+    const auto self = shared_from_this();  // the model may let go of it
+    PyRef hook = PyRef::Steal(PyObject_CallFunction(on_begin.get(), "iOOO", static_cast<int>(unit), entered[0],
+                                                    entered[1], entered[2]));
+    if (!hook) throw python_error();
+    if (hook.get() != Py_None) return hook;
+  }
+  if (!on_requires_grad_change_) return {};
   changes_.Adopt();
   const std::string change = changes_.RequiresGradChange();
   if (change.empty()) return {};
@@ -185,6 +194,7 @@ void Runtime::Abandon() {
   forward_root_ = evaluation_root_ = kNoUnit;
   backward_end_queued_ = false;
   full_precision_forwards_.clear();
+  backwards_ = 0;
   const ReleaseGil no_gil;
   OrThrow(replayer_->Restart());
 }

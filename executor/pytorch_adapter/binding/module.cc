@@ -222,6 +222,13 @@ void BindRuntime(py::module_& module) {
            [](Runtime& runtime, const py::object& on_change) {
              runtime.OnRequiresGradChange(PyRef::Borrow(on_change.ptr()));
            })
+      .def(
+          "at_next_step",
+          [](Runtime& runtime, const py::object& on_begin) {
+            runtime.AtNextStep(PyRef::Borrow(on_begin.ptr()));
+          },
+          py::arg("on_begin"))
+      .def("leave", &Runtime::Leave, py::arg("left"))
       .def("explain_deviations",
            [](Runtime& runtime, const py::object& explain) {
              runtime.ExplainDeviations(PyRef::Borrow(explain.ptr()));
@@ -253,6 +260,8 @@ void BindRuntime(py::module_& module) {
            py::arg("comm"))
       .def("reshard", &Runtime::Reshard, py::arg("unit"))
       .def_property_readonly("between_steps", &Runtime::BetweenSteps)
+      .def_property_readonly("forwards", &Runtime::forwards)
+      .def_property_readonly("backwards", &Runtime::backwards)
       .def_property("step", &Runtime::step, &Runtime::CountFrom)
       .def_property_readonly("where", &Runtime::Where);
 }

@@ -132,6 +132,7 @@ void BindPlan(py::module_& module) {
       .def_readonly("world_size", &Plan::world_size)
       .def_readonly("mesh", &Plan::mesh)
       .def_readonly("units", &Plan::units)
+      .def_property_readonly("json", [](const Plan& plan) { return ToJson(plan); })
       .def_property_readonly("digest", [](const Plan& plan) { return Digest(ToJson(plan)); })
       .def_property_readonly("pytorch", &ReleaseOf)
       .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })

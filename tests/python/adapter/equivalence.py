@@ -168,12 +168,16 @@ def fsdp_mesh(case: Case, rule: dict, mesh):
         return mesh[tuple(part.mesh_dim_names[0] for part in parts)]
 
 
-def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
-    """fully_shard for every unit of the strategy, and its knobs."""
+def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
+    """fully_shard for every unit of the strategy, and its knobs. port: shardplan.torch, whose functions take the places of PyTorch's."""
     from shardplan.conformance.installed_fsdp import mesh_info, placed_on
     from shardplan.conformance.units import matches_any
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    if port is not None:
+        fully_shard, register_fsdp_forward_method = port.unit, port.register_forward_method  # noqa: F811
+        register_forward_methods(model, register_fsdp_forward_method)
 
     def placements(rule: dict, model: nn.Module, mesh) -> dict:
         """Parameters on a mesh of their own."""
@@ -193,9 +197,12 @@ def with_fsdp2(case: Case, model: nn.Module, mesh) -> nn.Module:
         found = [module for entry in rule["modules"] for module in modules_named(model, entry)]
         for target in [found] if rule.get("group") else found:
             wrap(target, rule)
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule) and not any("" in rule["modules"] for rule in case.strategy["units"]):
         wrap(model, {})
-    register_forward_methods(model, register_fsdp_forward_method)
+    if port is not None:
+        port.auto(model, quiet=True)
+    else:
+        register_forward_methods(model, register_fsdp_forward_method)
     _set_knobs(case, model)
     for call in case.strategy.get("setup", []):
         Fsdp2Calls(model)(call)

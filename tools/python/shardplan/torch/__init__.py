@@ -12,6 +12,7 @@
 """
 
 from ._apply import apply, load_plan
+from ._auto import auto
 from ._calls import GradientReduction, finalize_backward, reshard, set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, unshard
 from ._clip import clip_grad_norm_
 from ._errors import PlanError
@@ -29,8 +30,10 @@ from ._optim_state import (
     sharded_optim_state_dict,
 )
 from ._save import Saving, load, save
-from ._steer import abandon_step, no_sync, remove, set_is_last_backward, set_requires_gradient_sync
+from ._remove import remove
+from ._steer import abandon_step, no_sync, set_is_last_backward, set_requires_gradient_sync
 from ._summon import summon_full_params
+from ._units import unit
 
 __all__ = [
     "GradientReduction",
@@ -39,6 +42,7 @@ __all__ = [
     "Saving",
     "abandon_step",
     "apply",
+    "auto",
     "clip_grad_norm_",
     "finalize_backward",
     "flatten_sharded_optim_state_dict",
@@ -63,5 +67,6 @@ __all__ = [
     "sharded_optim_state_dict",
     "state_dict_type",
     "summon_full_params",
+    "unit",
     "unshard",
 ]

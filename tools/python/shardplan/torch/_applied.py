@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -24,6 +25,26 @@ def applied_to(model: nn.Module) -> Applied:
     if applied is None:
         raise ValueError(f"shardplan: no plan is applied to this {type(model).__name__}")
     return applied
+
+
+def _in_turn(hooks: list[Callable], afterwards: Callable[[], None]) -> Callable:
+    """One forward pre-hook of some."""
+
+    def run(module: nn.Module, args: tuple, kwargs: dict):
+        changed = None
+        for hook in hooks:
+            given = hook(module, *(changed or (args, kwargs)))
+            changed = given if given is not None else changed
+        afterwards()
+        return changed
+
+    return run
+
+
+def applied_above(module: nn.Module) -> Applied:
+    """Of a unit's module or of the root. Raises ValueError for others."""
+    of_unit = getattr(module, UNIT_ATTRIBUTE, None)
+    return of_unit[0] if of_unit is not None else applied_to(module)
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +69,11 @@ class Applied:
     settings: dict = dataclasses.field(default_factory=dict)
     sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
     pre_forwards: dict = dataclasses.field(default_factory=dict)  # by unit
-    following: object = None  # KeptPlans, where a step may deviate
+    following: object = None  # KeptPlans
+    setters: object = None  # Setters, of a plan of fsdp2
+    undo_recompute: Callable[[], None] = lambda: None
+    step_begins: bool = False  # the functions below are being called
+    at_next_step: list = dataclasses.field(default_factory=list)  # functions, called once where a step begins: (module, args, kwargs)
     optimizer_seen: bool = False  # one has stepped outside of a backward
     optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
 
@@ -56,6 +81,13 @@ class Applied:
         return [shard for shard in self.shards if isinstance(shard, _flat.FlatUnit)]
 
     __deepcopy__ = __reduce_ex__ = refuse_to_copy
+
+    def fqn_of(self, module: nn.Module) -> str:
+        """As the plan has it. Raises ValueError for a module that is not the model's."""
+        for fqn, own in modules_of(self.model).items():
+            if own is module:
+                return fqn
+        raise ValueError(f"shardplan: {type(module).__name__} is no module of the model that the plan is applied to")
 
     def start(self) -> None:
         """The shards are there: makes the replayer, and hooks it into the model."""
@@ -73,7 +105,9 @@ class Applied:
 
     def hook(self) -> None:
         """From now on the model's modules pass their points to the runtime."""
+        self.runtime.leave(False)
         self.handles, self.pre_forwards = hook_modules(self.plan, self.model, self.runtime)
+        self._wait_for_step()
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
             for fqn in unit.modules:
@@ -98,9 +132,40 @@ class Applied:
         return ""
 
     def unhook(self) -> None:
+        self.runtime.leave(True)
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+    def before_next_step(self, function: Callable[[nn.Module, tuple, dict], None]) -> None:
+        """function(module, args, kwargs) is called where the next step begins: by the forward of which module, with which arguments. It may make the model follow another plan."""
+        self.at_next_step.append(function)
+        self._wait_for_step()
+
+    def _wait_for_step(self) -> None:
+        """For a step that begins now it is the one behind it: so the runtime is told when it has begun."""
+        if not self.at_next_step or self.step_begins:
+            return
+        applied = weakref.ref(self)
+        self.runtime.at_next_step(lambda _unit, module, args, kwargs: applied()._step_begins(module, args, kwargs))
+
+    def _step_begins(self, module: nn.Module, args: tuple, kwargs: dict):
+        """The module's pre-forward hook in another plan, where one is followed now."""
+        runtime = self.runtime
+        functions, self.at_next_step = self.at_next_step, []
+        self.step_begins = True
+        try:
+            for function in functions:
+                function(module, args, kwargs)
+        finally:
+            self.step_begins = False
+        if self.runtime is runtime:
+            self._wait_for_step()
+            return None
+        modules = modules_of(self.model)
+        units = [i for i, unit in enumerate(self.plan.units) if any(modules[fqn] is module for fqn in unit.modules)]
+        hooks = [self.pre_forwards[unit] for unit in units or [-1] if unit in self.pre_forwards]
+        return _in_turn(hooks, self._wait_for_step)
 
     def set(self, method: str, *arguments, value) -> None:
         """A setting of the runtime, which also holds for the one of the next plan."""

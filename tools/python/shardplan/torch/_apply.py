@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _flat, _optimizers, _steer
+from . import _flat, _fsdp_module, _optimizers
 from ._agree import agree
 from ._applied import ATTRIBUTE, Applied
 from ._errors import PlanError
@@ -62,7 +62,7 @@ def check_release(plan) -> None:
     )
 
 
-def _mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
+def mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
     """What data_parallel_mesh gives for the unit."""
     rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
     own = rule.parameter_meshes if rule is not None else []
@@ -195,7 +195,7 @@ def apply(
 
     def make_groups() -> tuple:
         resolved = resolve_mesh(plan, mesh, device)
-        meshes = [_mesh_of_unit(plan, unit, model, resolved) for unit in plan.units]
+        meshes = [mesh_of_unit(plan, unit, model, resolved) for unit in plan.units]
         return resolved, meshes, process_groups(plan, resolved, made_groups, timeout_s)  # those of flattened meshes, too
 
     mesh, meshes, groups = connect(make_groups, timeout_s)
@@ -205,7 +205,7 @@ def apply(
     applied = Applied(
         model, plan, mesh, meshes, device, groups, made_groups, runtime, by_fqn, shards, memory, timeout_s
     )
-    applied.undo.append(recompute(plan, model))
+    applied.undo_recompute = recompute(plan, model)
     applied.start()
     if flat := applied.flat_units():
         _flat.remember(model, flat)
@@ -213,11 +213,11 @@ def apply(
         support_checkpoints(flat)
         undo_casts = _flat.cast_buffers(plan, model)
         applied.undo += [lambda: _flat.forget(model), lambda: unhook_state_dicts(model), undo_casts]
+    applied.following = KeptPlans(applied)
     if on_deviation == "replan":
-        applied.following = KeptPlans(applied)
         applied.following.fall_back_on_deviation()
     _guard_state_dict(model, applied)
     object.__setattr__(model, ATTRIBUTE, applied)
-    _steer.add_methods(model, plan.policy)
+    _fsdp_module.give_methods(applied)
     _optimizers.watch(applied)
     return model

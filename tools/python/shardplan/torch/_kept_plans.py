@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import warnings
 import weakref
+from collections.abc import Callable
 
 from . import _flat
 from ._applied import Applied
 from ._errors import PlanError
-from ._fit import modules_of, unwrapped
 from ._mesh import process_groups
 from ._native import native
+from ._outline import class_names
 from ._peers import connect
-from ._replan import RequiresGrad, replan, requires_grad_of
+from ._replan import Calls, RequiresGrad, replan, requires_grad_of
 from ._runtime import make_runtime, supply_shards
 
 _MOST = 8  # each has process groups' communicators and buffers of its own
@@ -38,9 +40,14 @@ class KeptPlans:
 
     def __init__(self, applied: Applied) -> None:
         self._applied = weakref.ref(applied)
-        # (requires_grad, points of a step, full-precision forwards) -> Path, latest last
+        # (requires_grad, points of a step, full-precision forwards, calls of setters) -> Path, latest last
         self.kept: collections.OrderedDict = collections.OrderedDict()
         self.unplannable: set = set()  # keys of `kept`
+        self.setup: list[dict] = json.loads(applied.plan.strategy_json).get("setup", [])
+        self.calls: Calls = ()
+        self._first_calls = self._calls_key()
+        self.replans = False  # after a deviation
+        self.on_new_plan: Callable[[], None] | None = None
 
     @property
     def applied(self) -> Applied:
@@ -48,6 +55,7 @@ class KeptPlans:
 
     def fall_back_on_deviation(self) -> None:
         """The present runtime finishes a step that deviates on demand, and says so when it has ended."""
+        self.replans = True
         kept = weakref.ref(self)  # the runtime is the model's, through its hooks
 
         def on_step_end() -> None:
@@ -67,7 +75,7 @@ class KeptPlans:
         applied = self.applied
         deviation, full_precision = applied.runtime.deviation, applied.runtime.full_precision_forwards
         points = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
-        key = (requires_grad_of(applied.plan), points, tuple(full_precision))
+        key = (requires_grad_of(applied.plan), points, tuple(full_precision), self._calls_key())
         self._leave()
         if key in self.unplannable:
             return
@@ -79,8 +87,32 @@ class KeptPlans:
             self.unplannable.add(key)
             warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
             return
-        warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
+        if self.on_new_plan is None:
+            warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
         self._start_plan(key, plan)
+        if self.on_new_plan is not None:
+            self.on_new_plan()
+
+    def follow_calls(self, setup: list[dict], calls: Calls) -> None:
+        """A step begins after setters were called, or with other calls of them than the step before: it follows the plan that has them. PlanError: there is none, and nothing has changed."""
+        before = self.setup, self.calls
+        self.setup, self.calls = setup, calls
+        applied = self.applied
+        requires_grad = requires_grad_of(applied.plan)
+        known = [key for key in self.kept if key[0] == requires_grad and key[3] == self._calls_key()]
+        try:
+            plan = None if known else self._plan_again(applied.runtime.planned_log, requires_grad, applied.runtime.full_precision_forwards)
+        except PlanError:
+            self.setup, self.calls = before
+            raise
+        self._leave()
+        if known:
+            self._take(known[-1])
+        else:
+            self._start_plan((requires_grad, (), (), self._calls_key()), plan)
+
+    def _calls_key(self) -> str:
+        return json.dumps([self.setup, self.calls])
 
     def follow_requires_grad(self, unit: int, change: str):
         """A step begins after parameters were frozen or unfrozen: it follows the plan that was followed last when they required
@@ -88,7 +120,7 @@ class KeptPlans:
         again. Returns the unit's pre-forward hook."""
         applied = self.applied
         requires_grad = tuple(tuple(one.shard.requires_grad for one in sharded) for sharded in applied.shards)
-        known = [key for key in self.kept if key[0] == requires_grad]
+        known = [key for key in self.kept if key[0] == requires_grad and key[3] == self._calls_key()]
         if not known:
             try:
                 plan = self._plan_again(applied.runtime.planned_log, requires_grad, applied.runtime.full_precision_forwards)
@@ -99,7 +131,7 @@ class KeptPlans:
         if known:
             self._take(known[-1])
         else:
-            self._start_plan((requires_grad, (), ()), plan)
+            self._start_plan((requires_grad, (), (), self._calls_key()), plan)
         return applied.pre_forwards[unit]
 
     def _leave(self) -> None:
@@ -110,8 +142,7 @@ class KeptPlans:
 
     def _plan_again(self, log: list[tuple], requires_grad: RequiresGrad, full_precision: list[bool]):
         applied = self.applied
-        names = {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(applied.model).items()}
-        plan = replan(applied.plan, log, names, requires_grad, full_precision)
+        plan = replan(applied.plan, log, class_names(applied.model), requires_grad, full_precision, self.setup, self.calls)
         if _units_of(plan) != _units_of(applied.plan):
             raise PlanError("the model has other modules or parameters than the plan")
         return plan
@@ -120,7 +151,7 @@ class KeptPlans:
         """Follows a new plan, and keeps it."""
         applied = self.applied
         if not self.kept:  # the first plan, whatever its points
-            self.kept[requires_grad_of(applied.plan), (), ()] = Path(applied.plan, applied.groups, applied.runtime)
+            self.kept[requires_grad_of(applied.plan), (), (), self._first_calls] = Path(applied.plan, applied.groups, applied.runtime)
         groups = connect(lambda: process_groups(plan, applied.mesh, applied.made_groups, applied.timeout_s), applied.timeout_s)
         runtime = make_runtime(plan, applied.mesh, applied.device, groups, applied.memory, applied.timeout_s)
         step = applied.runtime.step
@@ -137,7 +168,8 @@ class KeptPlans:
                 supply_shards(runtime, i, plan.units[i], sharded)
         applied.start()
         applied.runtime.step = step
-        self.fall_back_on_deviation()
+        if self.replans:
+            self.fall_back_on_deviation()
 
     def _write_back(self) -> None:
         applied = self.applied

@@ -8,34 +8,26 @@ old one's strategy and cluster, and segments that say which gradients they make 
 from __future__ import annotations
 
 import json
-import pathlib
-import shutil
-import subprocess
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardplan.files import scratch_folder, write_text
-
 from ._errors import PlanError
-from ._native import native
-
-
-def _command() -> str:
-    """`shardplan`: on the PATH, or of the build that the compiled module is from."""
-    built = pathlib.Path(native.__file__).resolve().parents[1] / "bin" / "shardplan"
-    found = shutil.which("shardplan") or (str(built) if built.exists() else None)
-    if found is None:
-        raise PlanError("planning again needs the command shardplan, which is neither on the PATH nor built")
-    return found
-
+from ._outline import module_entries
+from ._planning import make_plan, plan_of
 
 RequiresGrad = tuple[tuple[bool, ...], ...]  # by unit and parameter
+Calls = tuple[tuple[int, dict], ...]  # of setters in a step: how many of its forwards and backwards came before, and the call
 
 
 class _Trace:
-    """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)]."""
+    """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)] and the calls of setters between them."""
 
-    def __init__(self, plan, modules: list[str], requires_grad: RequiresGrad, full_precision_forwards: list[bool]) -> None:
+    def __init__(
+        self, plan, modules: list[str], requires_grad: RequiresGrad, full_precision_forwards: list[bool], calls: Calls
+    ) -> None:
+        self._calls = list(calls)
+        self._passes = 0  # forwards and backwards in the program
         self._plan, self._requires_grad, self._full_precision = plan, requires_grad, full_precision_forwards
         self._module = {fqn: number for number, fqn in enumerate(modules)}
         self._parameter: dict[tuple[int, int], int] = {}
@@ -67,26 +59,6 @@ class _Trace:
                 self._parameter[u, p] = entries[parameter.fqn]
         return documents
 
-    def modules(self, names: dict[str, str], parameters: list[dict]) -> list[dict]:
-        """The module tree, each parameter in the modules that hold it."""
-        documents = []
-        for fqn, class_name in names.items():
-            prefix = f"{fqn}." if fqn else ""
-            children = [n.removeprefix(prefix) for n in names if n and n.startswith(prefix)]
-            held = []
-            for number, parameter in enumerate(parameters):
-                for name in (parameter["fqn"], *parameter.get("shared_with", ())):
-                    owner, _, own = name.rpartition(".")
-                    if owner == fqn:
-                        held.append({"name": own, "parameter": number})
-            entry = {"fqn": fqn, "class_name": class_name}
-            if direct := [child for child in children if "." not in child]:
-                entry["children"] = direct
-            if held:
-                entry["parameters"] = held
-            documents.append(entry)
-        return documents
-
     def add(self, kind: str, unit: int, gradients: list[tuple[int, int]], keeps: bool) -> None:
         """One point. keeps: of the end of a backward, its gradients were not reduced. What the plan does by itself (the optimizer, calls of the user) is not in a trace."""
         if unit >= 0 and self._plan.units[unit].parameter_group > 0:
@@ -115,15 +87,25 @@ class _Trace:
             if keeps != self._keeps:
                 self.program.append(self._sync(not keeps))
                 self._keeps = keeps
-            self.program.append(
-                {"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1}
-            )
+            self._append({"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1})
             self._backward = None
             self._ready, self._done = [], []
+
+    def _append(self, call: dict) -> None:
+        """A forward or backward, behind the calls of setters that came before it."""
+        while self._calls and self._calls[0][0] <= self._passes:
+            self.program.append(self._calls.pop(0)[1])
+        self.program.append(call)
+        self._passes += 1
 
     def _sync(self, reduces: bool) -> dict:
         """The call after which backwards reduce their gradients, or keep them."""
         return {"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": reduces}
+
+    @property
+    def calls_left(self) -> list[dict]:
+        """Of setters, behind the last backward."""
+        return [call for _, call in self._calls]
 
     @property
     def ends_without_sync(self) -> bool:
@@ -161,7 +143,7 @@ class _Trace:
             call = {"call": "forward", "microbatch": self._pending, "trace": self._pending}
             if self._pending < len(self._full_precision) and self._full_precision[self._pending]:
                 call["training"] = False
-            self.program.append(call)
+            self._append(call)
             self._forwards.append({"name": f"f{self._pending}", "tensors": [], "events": []})
         self._open.append(unit)
         for module in self._plan.units[unit].modules:
@@ -189,7 +171,7 @@ class _Trace:
             "model": model,
             "source": "the points that a step passed",
             "compute_dtype": self._plan.units[0].param_dtype,
-            "modules": self.modules(names, parameters),
+            "modules": module_entries(names, parameters),
             "parameters": parameters,
             "forwards": self._forwards,
             "backwards": self._backwards,
@@ -200,10 +182,19 @@ def requires_grad_of(plan) -> RequiresGrad:
     return tuple(tuple(parameter.requires_grad for parameter in unit.parameters) for unit in plan.units)
 
 
-def replan(plan, log: list[tuple], names: dict[str, str], requires_grad: RequiresGrad, full_precision_forwards: list[bool]):
+def replan(
+    plan,
+    log: list[tuple],
+    names: dict[str, str],
+    requires_grad: RequiresGrad,
+    full_precision_forwards: list[bool],
+    setup: Sequence[dict],
+    calls: Calls,
+):
     """The plan for steps like the one in `log`. PlanError: there is none. names: FQN -> class name of every module, in tree order.
-    requires_grad: which parameters do, whatever `plan` says. full_precision_forwards: which forwards were evaluations in full precision. Every rank makes it; they all saw the same."""
-    trace = _Trace(plan, list(names), requires_grad, full_precision_forwards)
+    requires_grad: which parameters do, whatever `plan` says. full_precision_forwards: which forwards were evaluations in full precision.
+    setup, calls: the strategy's, before the first step and in each. Every rank makes the plan; they all saw the same."""
+    trace = _Trace(plan, list(names), requires_grad, full_precision_forwards, calls)
     trace.parameters()
     try:
         for kind, unit, gradients, keeps in log:
@@ -212,19 +203,9 @@ def replan(plan, log: list[tuple], names: dict[str, str], requires_grad: Require
         raise PlanError("its points are no forwards with a backward each") from None
     if trace.program and trace.ends_without_sync:
         raise PlanError("its last backward leaves gradients that nothing reduces")
-    strategy = json.loads(plan.strategy_json)
-    strategy["program"] = [[*trace.program, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
-    with scratch_folder() as here:
-        write_text(here / "trace.json", json.dumps(trace.document(names, plan.model)))
-        write_text(here / "strategy.json", json.dumps(strategy))
-        write_text(here / "cluster.json", plan.cluster_json)
-        done = subprocess.run(
-            [_command(), "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q"]
-            + ["-o", "plan.json"],
-            cwd=here,
-            text=True,
-            capture_output=True,
-        )
-        if done.returncode != 0:
-            raise PlanError(f"planning again on rank {dist.get_rank()} failed: {done.stderr.strip()}")
-        return native.read_plan(str(here / "plan.json"))
+    strategy = {**json.loads(plan.strategy_json), "setup": list(setup)}
+    strategy["program"] = [[*trace.program, {"call": "optimizer_step"}, *trace.calls_left, {"call": "zero_grad"}]]
+    try:
+        return plan_of(make_plan("plan", trace.document(names, plan.model), strategy, cluster=plan.cluster_json))
+    except PlanError as error:
+        raise PlanError(f"planning again on rank {dist.get_rank()} failed: {error}") from None

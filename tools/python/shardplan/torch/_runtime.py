@@ -78,9 +78,21 @@ def add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter
         runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
 
 
+def _untraced(function: Callable) -> Callable:
+    """`function` in a frame that torch.compile neither looks into nor warns of: it breaks its graph there, as at FSDP2's hooks."""
+
+    def call(module: nn.Module, args: tuple, last: object) -> object:  # last: keyword arguments, or the output
+        return function(module, args, last)
+
+    frames = torch._C._dynamo.eval_frame  # what torch._dynamo.eval_frame.skip_code does, whose import takes seconds
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+    call._torchdynamo_disable = True
+    return call
+
+
 def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts, before_others: bool) -> tuple[list, Callable]:
     """Handles of the unit's hooks, and the one in front of its forward. before_others: its post-forward runs before that of hooks that are there."""
-    pre_forward, post_forward = runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval)
+    pre_forward, post_forward = map(_untraced, runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval))
     handles = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))

@@ -1,0 +1,5 @@
+"""shardplan inside of other libraries' training loops."""
+
+from .accelerate import use_plans
+
+__all__ = ["use_plans"]

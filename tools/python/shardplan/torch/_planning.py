@@ -1,0 +1,57 @@
+"""Plans are made by the command, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from shardplan.files import scratch_folder, write_text
+
+from ._errors import PlanError
+from ._native import native
+
+
+def command() -> str:
+    """`shardplan`: on the PATH, or of the build that the compiled module is from."""
+    built = pathlib.Path(native.__file__).resolve().parents[1] / "bin" / "shardplan"
+    found = shutil.which("shardplan") or (str(built) if built.exists() else None)
+    if found is None:
+        raise PlanError("planning needs the command shardplan, which is neither on the PATH nor built")
+    return found
+
+
+def make_plan(kind: str, trace: dict[str, Any], strategy: dict[str, Any], arguments: Sequence[str] = (), cluster: str | None = None) -> str:
+    """The text of the plan that `shardplan KIND` (plan, optimize) makes. PlanError: its words where there is none.
+
+    cluster: a document; None: `arguments` say which.
+    """
+    with scratch_folder() as here:
+        write_text(here / "trace.json", json.dumps(trace))
+        write_text(here / "strategy.json", json.dumps(strategy))
+        given = list(arguments)
+        if cluster is not None:
+            write_text(here / "cluster.json", cluster)
+            given += ["--cluster", "cluster.json"]
+        done = subprocess.run(
+            [command(), kind, "trace.json", "--strategy", "strategy.json", "-q", "-o", "plan.json", *given],
+            cwd=here,
+            text=True,
+            capture_output=True,
+        )
+        if done.returncode != 0:
+            raise PlanError(done.stderr.strip())
+        return (here / "plan.json").read_text(encoding="utf-8")
+
+
+def plan_of(text: str):
+    """Reads a plan document. PlanError, with the place in it, found and expected."""
+    with scratch_folder() as here:
+        write_text(here / "plan.json", text)
+        try:
+            return native.read_plan(str(here / "plan.json"))
+        except ValueError as error:
+            raise PlanError(str(error)) from None
