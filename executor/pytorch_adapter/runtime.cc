@@ -70,6 +70,7 @@ Runtime::~Runtime() {
     fallback_.Clear();
     on_requires_grad_change_ = {};
     at_next_step_ = {};
+    on_left_ = {};
     explain_ = {};
     changes_.Clear();
     extensions_.Clear();
@@ -209,6 +210,7 @@ void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (IsEvaluation(unit)) return on_demand_.Unshard(unit, full_precision);
   const bool outermost = forward_root_ == kNoUnit;
   if (outermost) {
+    CheckIsNoMicrobatch();
     forward_root_ = unit;
     if (!fallback_.active()) on_demand_.ReshardAll();
   }
@@ -277,6 +279,7 @@ void Runtime::QueueBackwardEnd() {
 void Runtime::BackwardEnd() {
   backward_end_queued_ = false;
   ++backwards_;
+  reduced_all_ = ReducesAll();
   forward_root_ = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
   while (!fallback_.active() && replayer_->Expected().kind == TriggerKind::kPostBackward) {
@@ -296,7 +299,8 @@ void Runtime::BackwardEnd() {
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
   // Where nobody sees the optimizer, the step is over with its last backward.
-  if (fallback_.active() && !optimizer_seen_ && fallback_.has_had_its_backwards() && Reduces(-1))
+  if (fallback_.active() && !optimizer_seen_ && !awaits_optimizer_ && fallback_.has_had_its_backwards() &&
+      Reduces(-1))
     EndFallback();
 }
 
@@ -384,7 +388,7 @@ void Runtime::CheckNoGradientIsLeft() {
           ParameterText(*plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)));
       Deviate(deviation);
       for (const UnitId held : on_demand_.UnitsWithGradients()) on_demand_.Reduce(held);
-      if (!optimizer_seen_ && fallback_.has_had_its_backwards()) EndFallback();
+      if (!optimizer_seen_ && !awaits_optimizer_ && fallback_.has_had_its_backwards()) EndFallback();
       return;
     }
   }

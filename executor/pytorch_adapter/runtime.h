@@ -130,6 +130,11 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void OptimizerSteps();
   // Optimizers of the model have been seen to step, by another runtime: OptimizerSteps will be called.
   void ExpectOptimizer() { optimizer_seen_ = true; }
+  // One is likely to: until it does, a step on demand ends where a forward follows a backward that has reduced all
+  // gradients, and not before.
+  void AwaitOptimizer() { awaits_optimizer_ = true; }
+  // on_left(module): the pre-forward hook of a module in the plan that is followed instead of this one.
+  void OnLeft(PyRef on_left) { on_left_ = std::move(on_left); }
   bool optimizer_seen() const { return optimizer_seen_; }
   // What the user has set on the units with set_requires_gradient_sync, from now on; by unit. The plan's step
   // is followed as long as it does the same.
@@ -204,6 +209,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   std::string Explained(const std::string& expected, UnitId unit) const;
   void GiveUpIfInterrupted(UnitId entered);
   void EndFallback();
+  PyRef HookAfterLastStep(PyObject* module);
+  bool ReducesAll() const;
+  void CheckIsNoMicrobatch();
   Status BindFlatViews(UnitId unit, BufferId buffer);
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
   bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
@@ -227,6 +235,9 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   ModuleGroups groups_;
   PyRef on_requires_grad_change_;  // null: such a change is an error
   PyRef at_next_step_;
+  PyRef on_left_;
+  bool awaits_optimizer_ = false;
+  bool reduced_all_ = false;  // the last backward
   bool left_ = false;
   std::int64_t backwards_ = 0;
   PyRef explain_;

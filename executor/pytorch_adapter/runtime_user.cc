@@ -44,6 +44,7 @@ void Runtime::Reshard(UnitId unit) {
 }
 
 void Runtime::PassCall(UnitId unit, const std::string& method) {
+  if (fallback_.active()) return;  // where every backward is finished when it ends
   if (PassUserCall(unit)) return handover_.PublishAll(/*zeros=*/false);
   throw std::runtime_error(fmt::format("shardplan: the plan has no call of {} here ({})", method, Where()));
 }
@@ -92,15 +93,54 @@ void Runtime::FollowSetters() {
   if (!sync_ || fallback_.active()) return;
   const PlanPosition next = order_.NextHooked(Position());
   if (order_.At(next).kind != TriggerKind::kPreBackward) return;  // deviates in any case
-  const bool keeps = order_.KeepsGradients(next);
-  if (std::ranges::all_of(*sync_, [&](bool reduces) { return reduces != keeps; })) return;
+  const std::vector<UnitGradients>* planned = order_.Gradients(next);
+  if (planned == nullptr) return;
+  std::optional<bool> differing;  // what the plan does with the first unit that differs: keeps its gradients?
+  for (std::size_t unit = 0; unit < planned->size() && !differing; ++unit) {
+    const UnitGradients does = (*planned)[unit];
+    if (does != UnitGradients::kNone && (does == UnitGradients::kReduced) != (*sync_)[unit])
+      differing = does == UnitGradients::kKept;
+  }
+  if (!differing) return;
+  const bool keeps = *differing;
   const std::string found = fmt::format("a backward that {} gradients (set_requires_gradient_sync, no_sync)",
                                         keeps ? "reduces" : "does not reduce");
   Deviate(found, keeps ? "one that keeps them for a later micro-batch"
                        : "one that reduces them, as that of the last micro-batch");
 }
 
+bool Runtime::ReducesAll() const {
+  return !sync_ || std::ranges::all_of(*sync_, [](bool reduces) { return reduces; });
+}
+
+// A step on demand whose end no optimizer showed is over with a backward that has reduced everything.
+PyRef Runtime::HookAfterLastStep(PyObject* module) {
+  const bool ends = fallback_.active() && awaits_optimizer_ && !optimizer_seen_ && forward_root_ == kNoUnit &&
+                    at::GradMode::is_enabled() && !backward_end_queued_ && fallback_.has_had_its_backwards() &&
+                    backwards_ > 0 && reduced_all_;
+  if (!ends) return {};
+  const auto self = shared_from_this();  // the model may let go of it
+  EndFallback();
+  if (!left_ || !on_left_) return {};
+  PyRef hook = PyRef::Steal(PyObject_CallFunctionObjArgs(on_left_.get(), module, nullptr));
+  if (!hook) throw python_error();
+  return hook;
+}
+
+// Of a model whose optimizer is known: a forward before it steps, with gradients that are held, is another micro-batch.
+void Runtime::CheckIsNoMicrobatch() {
+  if (!awaits_optimizer_ || fallback_.active() || !at::GradMode::is_enabled()) return;
+  if (replayer_->Expected().kind == TriggerKind::kUserCall && order_.NextUserCallsTakeGradients(Position()))
+    return Deviate("a forward", "finalize_backward(): this is another micro-batch");
+  if (!optimizer_seen_) return;
+  if (replayer_->Expected().kind != TriggerKind::kOptimizerStep || handover_.IsDropped()) return;
+  Deviate("a forward", "optimizer.step(): this is another micro-batch");
+}
+
 PyRef Runtime::HookOfNextPlan(UnitId unit, PyObject* const* entered) {
+  if (fallback_.active()) [[unlikely]] {
+    if (PyRef hook = HookAfterLastStep(entered[0])) return hook;
+  }
   const bool begins = (on_requires_grad_change_ || at_next_step_) && forward_root_ == kNoUnit &&
                       !fallback_.active() && at::GradMode::is_enabled() && BetweenSteps();
   if (!begins) return {};
@@ -200,6 +240,7 @@ void Runtime::Abandon() {
 }
 
 void Runtime::Restart() {
+  on_demand_.ReshardAll();  // what the user gathered between steps
   const ReleaseGil no_gil;
   OrThrow(replayer_->Restart());
 }

@@ -233,7 +233,12 @@ void BindRuntime(py::module_& module) {
            [](Runtime& runtime, const py::object& explain) {
              runtime.ExplainDeviations(PyRef::Borrow(explain.ptr()));
            })
+      .def(
+          "on_left",
+          [](Runtime& runtime, const py::object& on_left) { runtime.OnLeft(PyRef::Borrow(on_left.ptr())); },
+          py::arg("on_left"))
       .def("optimizer_steps", &Runtime::OptimizerSteps)
+      .def("await_optimizer", &Runtime::AwaitOptimizer)
       .def("expect_optimizer", &Runtime::ExpectOptimizer)
       .def_property_readonly("optimizer_seen", &Runtime::optimizer_seen)
       .def("set_requires_gradient_sync", &Runtime::SetRequiresGradientSync, py::arg("units"),

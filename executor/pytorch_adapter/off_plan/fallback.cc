@@ -94,9 +94,24 @@ void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   }
 }
 
+// A gradient that is kept where autograd adds to it is found again later: it was made once, unless it was added to.
 void Fallback::TakeGradients(UnitId unit) {
+  const auto found = [&](std::int32_t parameter) {
+    const at::Tensor& grad = units_[unit].parameters[parameter].unsharded().grad();
+    return grad.defined() ? Seen{grad.unsafeGetTensorImpl(), grad._version()} : Seen{};
+  };
+  const bool flat = units_[unit].flat != nullptr;
+  std::vector<Seen> before(flat ? 0 : units_[unit].parameters.size());
+  for (std::size_t i = 0; i < before.size(); ++i) before[i] = found(static_cast<std::int32_t>(i));
   const std::vector<std::int32_t> made = reduces_(unit) ? on_demand_.Reduce(unit) : on_demand_.Keep(unit);
-  for (const std::int32_t parameter : made) log_.back().grads.push_back({unit, parameter});
+  for (const std::int32_t parameter : made) {
+    if (flat || seen_.empty() || seen_[unit].empty() || seen_[unit][parameter] != before[parameter])
+      log_.back().grads.push_back({unit, parameter});
+  }
+  if (flat) return;
+  seen_.resize(units_.size());
+  seen_[unit].resize(before.size());
+  for (std::size_t i = 0; i < before.size(); ++i) seen_[unit][i] = found(static_cast<std::int32_t>(i));
 }
 
 void Fallback::EndBackward() {
@@ -106,6 +121,7 @@ void Fallback::EndBackward() {
 }
 
 void Fallback::EndStep() {
+  seen_.clear();
   for (const UnitId unit : on_demand_.UnitsWithGradients()) on_demand_.Reduce(unit);
   on_demand_.ReshardAll();
   active_ = false;
@@ -117,6 +133,7 @@ void Fallback::EndStep() {
 void Fallback::Abandon() {
   active_ = false;
   log_.clear();
+  seen_.clear();
 }
 
 }  // namespace shardplan::python

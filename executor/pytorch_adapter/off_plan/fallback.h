@@ -77,6 +77,9 @@ class Fallback {
   void Clear() { on_step_end_ = {}; }
 
  private:
+  // A gradient's tensor, and how often it was written; not to be looked into.
+  using Seen = std::pair<const void*, std::uint32_t>;
+
   int BackwardsFrom(PlanPosition now) const;
   void TakeGradients(UnitId unit);
   void EndBackward();
@@ -92,6 +95,7 @@ class Fallback {
   std::string deviation_;
   std::vector<Passed> log_;
   int backwards_left_ = 0;  // of the step that deviated
+  std::vector<std::vector<Seen>> seen_;  // by unit and parameter: gradients that are in the log, and not reduced yet
 };
 
 // "pre_forward of layers.0".

@@ -82,6 +82,34 @@ std::vector<bool> KeepsOf(const Plan& plan, const std::vector<Trigger>& triggers
   return keeps;
 }
 
+// By trigger of a step: the units that the backward makes gradients of, and whether it reduces them.
+std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
+    const Plan& plan, const std::vector<Trigger>& triggers) {
+  std::vector<std::shared_ptr<const std::vector<UnitGradients>>> result(triggers.size());
+  std::vector<UnitGradients> units(plan.units.size(), UnitGradients::kNone);
+  std::size_t begin = 0;
+  for (std::size_t t = 0; t < triggers.size(); ++t) {
+    for (const Instruction& i : triggers[t].instructions) {
+      if (i.kind == InstructionKind::kCompute) {
+        for (const SegmentGrad& grad : plan.segments[i.segment].grads) {
+          if (units[grad.unit] == UnitGradients::kNone) units[grad.unit] = UnitGradients::kKept;
+        }
+      } else if (i.kind != InstructionKind::kAllocate && i.dst >= 0) {
+        const Buffer& buffer = plan.buffers[i.dst];
+        // A backward that the user finalizes has its gradients reduced, and handed over behind it.
+        const bool collective = i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce;
+        if (collective || IsFinalGradient(buffer.role) || buffer.role == BufferRole::kPartialReduceOutput)
+          units[buffer.unit] = UnitGradients::kReduced;
+      }
+    }
+    if (triggers[t].kind != TriggerKind::kBackwardEnd) continue;
+    const auto shared = std::make_shared<const std::vector<UnitGradients>>(std::move(units));
+    for (; begin <= t; ++begin) result[begin] = shared;
+    units.assign(plan.units.size(), UnitGradients::kNone);
+  }
+  return result;
+}
+
 std::vector<BufferId> TakenAt(const Plan& plan, const Trigger& trigger) {
   std::vector<BufferId> taken;
   for (const Instruction& i : trigger.instructions) {
@@ -114,6 +142,7 @@ PlanOrder::PlanOrder(const Plan& plan) : plan_(plan) {
     std::vector<std::vector<BufferId>>& taken = taken_.emplace_back();
     for (const Trigger& trigger : step.triggers) taken.push_back(TakenAt(plan, trigger));
     keeps_.push_back(KeepsOf(plan, step.triggers));
+    gradients_.push_back(GradientsOf(plan, step.triggers));
     std::vector<bool>& without = no_backward_.emplace_back(step.triggers.size(), false);
     for (const Forward& forward : ForwardsOf(step.triggers)) {
       if (HasBackward(step.triggers, forward)) continue;

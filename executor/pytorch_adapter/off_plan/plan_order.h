@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -14,6 +15,9 @@ struct PlanPosition {
   std::int32_t step = 0;
   std::int32_t trigger = 0;
 };
+
+// What a backward does with a unit's gradients.
+enum class UnitGradients : std::uint8_t { kNone, kKept, kReduced };
 
 class PlanOrder {
  public:
@@ -34,6 +38,10 @@ class PlanOrder {
   bool IsLastBackward(PlanPosition position) const { return last_backward_[position.step][position.trigger]; }
   // Is it in a backward that leaves its gradients for a later one to reduce?
   bool KeepsGradients(PlanPosition position) const { return keeps_[position.step][position.trigger]; }
+  // By unit, what that backward does with its gradients. Null behind the last backward of a step.
+  const std::vector<UnitGradients>* Gradients(PlanPosition position) const {
+    return gradients_[position.step][position.trigger].get();
+  }
   // grad_unsharded buffers that its instructions take.
   const std::vector<BufferId>& GradientsTakenAt(PlanPosition position) const {
     return taken_[position.step][position.trigger];
@@ -51,6 +59,7 @@ class PlanOrder {
   const Plan& plan_;
   std::vector<std::vector<bool>> no_backward_;             // by step and trigger
   std::vector<std::vector<bool>> last_backward_;           // the same
+  std::vector<std::vector<std::shared_ptr<const std::vector<UnitGradients>>>> gradients_;
   std::vector<std::vector<bool>> keeps_;                   // the same
   std::vector<std::vector<std::vector<BufferId>>> taken_;  // the same
 };

@@ -67,7 +67,8 @@ class Applied:
     guards: list = dataclasses.field(default_factory=list)  # handles of the hooks of state dicts
     undo: list = dataclasses.field(default_factory=list)  # functions: what else `remove` does
     settings: dict = dataclasses.field(default_factory=dict)
-    sync: list[bool] | None = None  # by unit: set_requires_gradient_sync, once it was called
+    sync: list[bool] | None = None  # by unit: do backwards reduce? Once it was said
+    user_sync: dict[int, bool] = dataclasses.field(default_factory=dict)  # by unit: what the user said with set_requires_gradient_sync
     pre_forwards: dict = dataclasses.field(default_factory=dict)  # by unit
     following: object = None  # KeptPlans
     setters: object = None  # Setters, of a plan of fsdp2
@@ -75,6 +76,7 @@ class Applied:
     step_begins: bool = False  # the functions below are being called
     at_next_step: list = dataclasses.field(default_factory=list)  # functions, called once where a step begins: (module, args, kwargs)
     optimizer_seen: bool = False  # one has stepped outside of a backward
+    awaits_optimizer: bool = False  # one is likely to
     optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
 
     def flat_units(self) -> list[_flat.FlatUnit]:
@@ -108,6 +110,8 @@ class Applied:
         self.runtime.leave(False)
         self.handles, self.pre_forwards = hook_modules(self.plan, self.model, self.runtime)
         self._wait_for_step()
+        if self.awaits_optimizer:
+            self.await_optimizer()
         modules = modules_of(self.model)
         for i, unit in enumerate(self.plan.units):
             for fqn in unit.modules:
@@ -119,6 +123,13 @@ class Applied:
         if self.sync is not None:
             for value in (False, True):
                 self.runtime.set_requires_gradient_sync([i for i, sync in enumerate(self.sync) if sync == value], value)
+
+    def await_optimizer(self) -> None:
+        """Steps end where an optimizer steps, once one has been seen."""
+        self.awaits_optimizer = True
+        applied = weakref.ref(self)
+        self.runtime.on_left(lambda module: applied().hook_of(module))
+        self.runtime.await_optimizer()
 
     def explain(self, unit: int) -> str:
         """Why the model may not pass a point of the unit, or ""."""
@@ -162,6 +173,10 @@ class Applied:
         if self.runtime is runtime:
             self._wait_for_step()
             return None
+        return self.hook_of(module)
+
+    def hook_of(self, module: nn.Module) -> Callable:
+        """The module's forward pre-hook in the plan that is followed now."""
         modules = modules_of(self.model)
         units = [i for i, unit in enumerate(self.plan.units) if any(modules[fqn] is module for fqn in unit.modules)]
         hooks = [self.pre_forwards[unit] for unit in units or [-1] if unit in self.pre_forwards]

@@ -37,6 +37,7 @@ from ._outline import outline
 from ._peers import connect, peers, seconds
 from ._plan_store import PlanStore, default_folder
 from ._planning import make_plan, plan_of
+from ._setters import Setters
 from ._switch import switch
 from ._units import Arguments, Strategy, Units, forget_marks
 
@@ -317,6 +318,10 @@ def auto(
         timeout=timeout,
     )
     applied = applied_to(model)
+    applied.set_sync(list(range(len(plan.units))), True)  # micro-batches are what the loop says, whatever a plan on disk has
+    applied.await_optimizer()
+    applied.setters = Setters(applied, from_disk=True)
+    applied.setters.watch()
     following = _Auto(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
         own = {**facts, "planned": [*where, *searched]}

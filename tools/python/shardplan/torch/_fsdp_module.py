@@ -26,11 +26,23 @@ from ._setters import Setters
 class _PlannedUnshard(UnshardHandle):
     """Of unshard(async_op=True): the wait is where the plan has it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module: nn.Module | None = module
+    def wait(self) -> None:
+        return
+
+
+class _Reduction(getattr(torch.distributed.fsdp, "GradientReductionHandle", object)):  # of 2.15
+    """Of finalize_backward(async_op=True)."""
+
+    def __init__(self, module: nn.Module, planned: bool) -> None:
+        self._module, self._planned = module, planned
 
     def wait(self) -> None:
-        self._module = None
+        module, self._module = self._module, None
+        if module is None:
+            return
+        module._set("wait_for_gradient_reduction")
+        if self._planned:
+            _calls.GradientReduction(module).wait()
 
 
 class _State:
@@ -65,7 +77,7 @@ class _Methods(nn.Module):
 
     def _set(self, method: str, **fields: Any) -> None:
         applied = applied_above(self)
-        applied.setters.call({"method": method, "module": applied.fqn_of(self), **fields})
+        applied.setters.call(method, applied.fqn_of(self), **fields)
 
     def _set_below(self, method: str, value: Any, recurse: bool, field: str = "value") -> None:
         """With FSDP2's `recurse`: on the module and the units below it."""
@@ -73,11 +85,20 @@ class _Methods(nn.Module):
 
     # ---- gathering ----
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        _calls.unshard(self, async_op)
-        return _PlannedUnshard(self) if async_op else None
+        applied = applied_above(self)
+        planned = applied.setters.has("unshard")
+        self._set("unshard", value=async_op)
+        if planned or applied.runtime.between_steps:
+            _calls.unshard(self, async_op)
+        return _PlannedUnshard() if async_op else None
 
     def reshard(self) -> None:
-        _calls.reshard(self)
+        applied = applied_above(self)
+        planned, between = applied.setters.has("reshard"), applied.runtime.between_steps
+        if not between:
+            self._set("reshard")
+        if planned or between:
+            _calls.reshard(self)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         self._set_below("set_keep_unsharded_storage", keep, recurse)
@@ -117,7 +138,7 @@ class _Methods(nn.Module):
         _steer.set_is_last_backward(self, is_last_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        self._set_below("set_requires_all_reduce", requires_all_reduce, recurse)
+        applied_above(self).setters.set_requires_all_reduce(self, requires_all_reduce, recurse)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         self._set("set_gradient_divide_factor", number=factor)
@@ -151,7 +172,14 @@ class _Methods(nn.Module):
         self._set("set_manual_backward_finalization", value=enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> _calls.GradientReduction | None:
-        return _calls.finalize_backward(self, async_op=async_op)
+        applied = applied_above(self)
+        planned = applied.setters.has("finalize_backward")
+        self._set("finalize_backward", **({"value": True} if async_op else {}))
+        if not planned:  # by a strategy of the user's, or not at all
+            return _calls.finalize_backward(self, async_op=async_op)
+        waits = applied.setters.has("wait_for_gradient_reduction")
+        _calls.finalize_backward(self, async_op=False)
+        return _Reduction(self, waits) if async_op else None
 
     # ---- hooks and collectives ----
     def set_custom_all_gather(self, comm: Callable) -> None:

@@ -16,7 +16,7 @@ from ._mesh import process_groups
 from ._native import native
 from ._outline import class_names
 from ._peers import connect
-from ._replan import Calls, RequiresGrad, replan, requires_grad_of
+from ._replan import Calls, RequiresGrad, calls_of, replan, requires_grad_of
 from ._runtime import make_runtime, supply_shards
 
 _MOST = 8  # each has process groups' communicators and buffers of its own
@@ -43,8 +43,8 @@ class KeptPlans:
         # (requires_grad, points of a step, full-precision forwards, calls of setters) -> Path, latest last
         self.kept: collections.OrderedDict = collections.OrderedDict()
         self.unplannable: set = set()  # keys of `kept`
-        self.setup: list[dict] = json.loads(applied.plan.strategy_json).get("setup", [])
-        self.calls: Calls = ()
+        self.unplannable_because = ""  # the last of them
+        self.setup, self.calls = calls_of(json.loads(applied.plan.strategy_json))
         self._first_calls = self._calls_key()
         self.replans = False  # after a deviation
         self.on_new_plan: Callable[[], None] | None = None
@@ -75,8 +75,10 @@ class KeptPlans:
         applied = self.applied
         deviation, full_precision = applied.runtime.deviation, applied.runtime.full_precision_forwards
         points = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
-        key = (requires_grad_of(applied.plan), points, tuple(full_precision), self._calls_key())
         self._leave()
+        if applied.setters is not None:
+            applied.setters.step_left_its_plan()
+        key = (requires_grad_of(applied.plan), points, tuple(full_precision), self._calls_key())
         if key in self.unplannable:
             return
         if key in self.kept:
@@ -85,6 +87,7 @@ class KeptPlans:
             plan = self._plan_again(log, requires_grad_of(applied.plan), full_precision)
         except PlanError as error:
             self.unplannable.add(key)
+            self.unplannable_because = str(error)
             warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
             return
         if self.on_new_plan is None:

@@ -31,6 +31,8 @@ def _before_step(optimizer: torch.optim.Optimizer, _args, _kwargs) -> None:
         applied = reference()
         if applied is not None and _trains(optimizer, applied):
             applied.runtime.optimizer_steps()
+            if applied.setters is not None:
+                applied.setters.optimizer_steps()
 
 
 def watch(applied: Applied) -> None:

@@ -18,6 +18,19 @@ from ._planning import make_plan, plan_of
 
 RequiresGrad = tuple[tuple[bool, ...], ...]  # by unit and parameter
 Calls = tuple[tuple[int, dict], ...]  # of setters in a step: how many of its forwards and backwards came before, and the call
+AFTER_BACKWARDS, AFTER_OPTIMIZER = 1 << 29, 1 << 30  # behind all passes of a step, however many they are
+LATE = {"finalize_backward": AFTER_BACKWARDS, "wait_for_gradient_reduction": AFTER_BACKWARDS, "set_post_optim_event": AFTER_OPTIMIZER}
+
+
+def calls_of(strategy: dict) -> tuple[list[dict], Calls]:
+    """The calls of setters before the first step, and those of the step that repeats, as `replan` takes them."""
+    calls: list[tuple[int, dict]] = []
+    passes = 0
+    for call in (strategy.get("program") or [[]])[-1]:
+        if call["call"] == "module":
+            calls.append((LATE.get(call["method"], passes), call))
+        passes += call["call"] in ("forward", "backward")
+    return strategy.get("setup", []), tuple(calls)
 
 
 class _Trace:
@@ -27,6 +40,7 @@ class _Trace:
         self, plan, modules: list[str], requires_grad: RequiresGrad, full_precision_forwards: list[bool], calls: Calls
     ) -> None:
         self._calls = list(calls)
+        self._says_sync = any(call["method"] in ("set_requires_gradient_sync", "set_requires_all_reduce") for _, call in calls)
         self._passes = 0  # forwards and backwards in the program
         self._plan, self._requires_grad, self._full_precision = plan, requires_grad, full_precision_forwards
         self._module = {fqn: number for number, fqn in enumerate(modules)}
@@ -35,6 +49,8 @@ class _Trace:
         self._backwards: list[dict] = []
         self.program: list[dict] = []
         self._open: list[int] = []  # units entered and not left
+        self._entries: dict[int, list[list]] = {}  # of these: events, whose modules are named when all are there
+        self._exits: list[list] = []  # events of modules that are not named yet
         self._backward: list[list] | None = None
         self._ready: list[int] = []  # units whose pre_backward came in this backward, once for each
         self._done: list[int] = []  # ... and whose post_backward came
@@ -71,20 +87,20 @@ class _Trace:
             self._in_backward(gradients)
             later = self._ready.count(unit)  # runs that came before in the backward
             self._ready.append(unit)
-            for module in self._plan.units[unit].modules:
+            for module in self._entered(unit):
                 run = max(self._last_run(module) - later, 0)
                 self._backward.append(["grad_ready", self._module[module], 0, run, 0])
         elif kind == "post_backward":
             self._in_backward(gradients)
             later = self._done.count(unit)  # runs whose gradients were done before in the backward
             self._done.append(unit)
-            for module in self._plan.units[unit].modules:
+            for module in self._entered(unit):
                 self._inputs_done(unit, module, later)
         elif kind == "backward_end":
             self._in_backward(gradients)
             self._backward.append(["backward_end"])
             self._backwards.append({"name": f"b{len(self._backwards)}", "forwards": [self._pending], "events": self._backward})
-            if keeps != self._keeps:
+            if keeps != self._keeps and not self._says_sync:
                 self.program.append(self._sync(not keeps))
                 self._keeps = keeps
             self._append({"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1})
@@ -102,10 +118,10 @@ class _Trace:
         """The call after which backwards reduce their gradients, or keep them."""
         return {"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": reduces}
 
-    @property
-    def calls_left(self) -> list[dict]:
-        """Of setters, behind the last backward."""
-        return [call for _, call in self._calls]
+    def calls_left(self, until: int) -> list[dict]:
+        """Those behind the last backward, up to a place."""
+        left, self._calls = [call for place, call in self._calls if place <= until], [placed for placed in self._calls if placed[0] > until]
+        return left
 
     @property
     def ends_without_sync(self) -> bool:
@@ -145,18 +161,65 @@ class _Trace:
                 call["training"] = False
             self._append(call)
             self._forwards.append({"name": f"f{self._pending}", "tensors": [], "events": []})
-        self._open.append(unit)
-        for module in self._plan.units[unit].modules:
-            key = (self._pending, self._module[module])
-            self._occurrence[key] = self._occurrence.get(key, 0) + 1
-            self._forwards[-1]["events"].append(["enter", self._module[module], []])
+        if unit in self._entries:
+            self._close(unit)
+            self._exit(self._entries[unit][-1])
+        else:
+            self._open.append(unit)
+        self._entries.setdefault(unit, []).append(["enter", -1, []])
+        self._forwards[-1]["events"].append(self._entries[unit][-1])
 
     def _leave(self, unit: int) -> None:
         if self._backward is not None or unit not in self._open:
             return
-        for module in reversed(self._plan.units[unit].modules):
-            self._forwards[-1]["events"].append(["exit", self._module[module], [self._tensor()]])
+        self._close(unit)
+        self._exit(self._entries[unit][-1])
         self._open.remove(unit)
+        self._name_modules(unit)
+
+    def _close(self, unit: int) -> None:
+        """Units of several modules that were entered inside of this one, and not all left."""
+        while self._open[-1] != unit:
+            inner = self._open.pop()
+            self._exit(self._entries[inner][-1])
+            self._name_modules(inner, complete=False)
+
+    def _exit(self, enter: list) -> None:
+        """Behind the event is the id of the module, once it is known."""
+        event = ["exit", enter, [self._tensor()]]
+        self._exits.append(event)
+        self._forwards[-1]["events"].append(event)
+
+    def _name_modules(self, unit: int, complete: bool = True) -> None:
+        """[Note: modules of a group] A point says which unit is entered, not which of its modules. The unit is left with the last one
+        of them, so that is the last that was entered; if more were entered than it has, one ran again before. A plan of 2.11 has one
+        point for all of them."""
+        entries, modules = self._entries.pop(unit), self._plan.units[unit].modules
+        events = self._forwards[-1]["events"]
+        spare = len(entries) - len(modules)
+        if spare < 0 and complete and len(entries) == 1:
+            place = next(i for i, event in enumerate(events) if event is entries[0])
+            more = [["enter", self._module[fqn], []] for fqn in modules[1:]]
+            events[place + 1 : place + 1] = more
+            last = next(i for i, event in enumerate(events) if event[0] == "exit" and event[1] is entries[0])
+            events[last:last] = [["exit", self._module[fqn], [self._tensor()]] for fqn in reversed(modules[1:])]
+            self._count(modules[1:])
+        for number, enter in enumerate(entries):
+            fqn = modules[max(0, number - max(spare, 0))] if complete else modules[min(number, len(modules) - 2)]
+            enter[1] = self._module[fqn]
+            self._count([fqn])
+        for event in self._exits:
+            if any(event[1] is enter for enter in entries):
+                event[1] = event[1][1]
+        self._exits = [event for event in self._exits if isinstance(event[1], list)]
+
+    def _entered(self, unit: int) -> list[str]:
+        return [fqn for fqn in self._plan.units[unit].modules if (self._pending, self._module[fqn]) in self._occurrence]
+
+    def _count(self, modules: list[str]) -> None:
+        for fqn in modules:
+            key = (self._pending, self._module[fqn])
+            self._occurrence[key] = self._occurrence.get(key, 0) + 1
 
     def document(self, names: dict[str, str], model: str) -> dict:
         parameters = self.parameters()
@@ -204,7 +267,9 @@ def replan(
     if trace.program and trace.ends_without_sync:
         raise PlanError("its last backward leaves gradients that nothing reduces")
     strategy = {**json.loads(plan.strategy_json), "setup": list(setup)}
-    strategy["program"] = [[*trace.program, {"call": "optimizer_step"}, *trace.calls_left, {"call": "zero_grad"}]]
+    strategy["program"] = [
+        [*trace.program, *trace.calls_left(AFTER_BACKWARDS), {"call": "optimizer_step"}, *trace.calls_left(AFTER_OPTIMIZER), {"call": "zero_grad"}]
+    ]
     try:
         return plan_of(make_plan("plan", trace.document(names, plan.model), strategy, cluster=plan.cluster_json))
     except PlanError as error:

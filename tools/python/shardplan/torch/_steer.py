@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import torch.nn as nn
 
 from ._applied import applied_above, applied_to
-from ._fit import modules_of
-
-
-def _units_of(applied, module: nn.Module, recurse: bool) -> list[int]:
-    """The units that have the module, or one below it, among theirs."""
-    modules = modules_of(applied.model)
-    wanted = {id(m) for m in (module.modules() if recurse else [module])}
-    return [i for i, unit in enumerate(applied.plan.units) if any(id(modules[fqn]) in wanted for fqn in unit.modules)]
+from ._setters import units_of
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -25,7 +18,10 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
     "replan" does what was asked for on demand, and plans such steps from then on.
     """
     applied = applied_above(module)
-    applied.set_sync(_units_of(applied, module, recurse), requires_gradient_sync)
+    if applied.setters is not None:
+        applied.setters.set_requires_gradient_sync(module, requires_gradient_sync, recurse)
+    else:
+        applied.set_sync(units_of(applied, module, recurse), requires_gradient_sync)
 
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
@@ -42,6 +38,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        if all(before):
+            set_requires_gradient_sync(applied.model, True)
         for value in (False, True):
             applied.set_sync([unit for unit, sync in enumerate(before) if sync == value], value)
 
