@@ -11,6 +11,7 @@
 #include "binding/tensor_tree.h"
 #include "inputs_done.h"
 #include "post_backward.h"
+#include "profiler_ranges.h"
 #include "runtime.h"
 
 namespace shardplan::python {
@@ -84,6 +85,7 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool registers, bool full_precision, 
   if (!insert_node && !watch && !casts && !moves) Py_RETURN_NONE;
   PyRef cast_args, cast_kwargs;
   if (casts && (HasOtherContainers(args) || HasOtherContainers(kwargs))) {
+    const ProfilerRange range("FSDP::cast_forward_inputs");
     cast_args = CastAsPyTorch(args, *hooks.options.input_dtype);
     cast_kwargs = cast_args ? CastAsPyTorch(kwargs, *hooks.options.input_dtype) : PyRef();
     if (!cast_kwargs) return nullptr;
@@ -95,8 +97,14 @@ PyObject* PreparedInputs(UnitHooks& hooks, bool registers, bool full_precision, 
   const std::size_t positional = tensors.size();
   if (!CollectTensors(kwargs, tensors)) return nullptr;
   bool changed = static_cast<bool>(cast_args);
-  if (moves && MoveTo(device, tensors)) changed = true;
-  if (casts && !cast_args && CastFloatingPoint(tensors, *hooks.options.input_dtype)) changed = true;
+  if (moves) {
+    const ProfilerRange range("FSDP::inputs_to_device");
+    changed = MoveTo(device, tensors) || changed;
+  }
+  if (casts && !cast_args) {
+    const ProfilerRange range("FSDP::cast_forward_inputs");
+    changed = CastFloatingPoint(tensors, *hooks.options.input_dtype) || changed;
+  }
   if (insert_node) {
     const std::vector<std::size_t> indices = NeedingGrad(tensors);
     if (!indices.empty()) {
@@ -139,6 +147,7 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
 // The output in its dtype, or a new reference to None when nothing changed. tensors: the output's.
 PyObject* CastOutput(const UnitHooks& hooks, PyObject* output, std::vector<at::Tensor>& tensors) {
   if (!hooks.options.output_dtype) Py_RETURN_NONE;
+  const ProfilerRange range("FSDP::cast_forward_outputs");
   if (HasOtherContainers(output)) return CastAsPyTorch(output, *hooks.options.output_dtype).release();
   if (!CastFloatingPoint(tensors, *hooks.options.output_dtype)) Py_RETURN_NONE;
   return ReplaceTensors(output, tensors).release();

@@ -45,6 +45,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank,
       fallback_(*plan_, order_, units_, buffer_parameters_, on_demand_,
                 [this](UnitId unit) { return Reduces(unit); }),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_),
+      ranges_(*plan_),
       changes_(*plan_, units_),
       groups_(*plan_) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
@@ -95,7 +96,7 @@ void Runtime::Start() {
   auto replayer = executor::Replayer::Create(*plan_, rank_, *device_, *collectives_, this);
   if (!replayer) Throw(replayer.error());
   replayer_ = std::move(*replayer);
-  on_demand_.Start(*replayer_, *this);
+  on_demand_.Start(*replayer_, *this, ranges_);
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
@@ -120,7 +121,16 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
   // that a saved tensor has to know of (and dispatch is cheaper).
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   firing_ = trigger.kind;
+  if (ProfilerRanges::On()) [[unlikely]] {
+    return OrThrow(FireWatched(trigger));
+  }
   OrThrow(replayer_->Fire(trigger));
+}
+
+Status Runtime::FireWatched(const executor::TriggerKey& trigger) {
+  const ProfilerRanges::Watch watch(ranges_, *replayer_, trigger.kind, trigger.unit,
+                                    trigger.unit == forward_root_);
+  return replayer_->Fire(trigger);
 }
 
 void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {

@@ -23,6 +23,7 @@
 #include "parameters/gradient_handover.h"
 #include "parameters/parameter_changes.h"
 #include "parameters/unit_state.h"
+#include "profiler_ranges.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
@@ -197,6 +198,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void Pass(TriggerKind kind, UnitId unit, bool full_precision = false);
   bool Deviates(TriggerKind kind, UnitId unit) const;
   void Fire(const executor::TriggerKey& trigger);
+  Status FireWatched(const executor::TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
   void CheckNoGradientIsLeft();
@@ -231,6 +233,7 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   OnDemand on_demand_;
   Fallback fallback_;
   GradientHandover handover_;
+  ProfilerRanges ranges_;
   ParameterChanges changes_;
   ModuleGroups groups_;
   PyRef on_requires_grad_change_;  // null: such a change is an error

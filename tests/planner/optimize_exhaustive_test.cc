@@ -92,7 +92,6 @@ struct Verdict {
 std::optional<Verdict> Judge(std::uint32_t seed, int most_modules) {
   const Instance instance = RandomInstance(seed, most_modules);
   OptimizeOptions options{.budget = Bytes{std::int64_t{1} << 40}, .time_limit_ns = {0}};
-  options.fixed = {"policy"};
   const optimize::Job job = [&] {
     optimize::Job made = optimize::MakeJob(instance.trace, instance.strategy, 4);
     made.keeps_checkpoint = made.keeps_prefetch = true;

@@ -52,7 +52,7 @@ Cluster SmallCluster(std::int64_t link_bytes_per_second = 4'000'000'000) {
 }
 
 OptimizeOptions Within(Bytes budget, std::int32_t threads = 2) {
-  return {.budget = budget, .time_limit_ns = {0}, .threads = threads};
+  return {.budget = budget, .may_change_policy = true, .time_limit_ns = {0}, .threads = threads};
 }
 
 constexpr Bytes kLoose{std::int64_t{1} << 40};
@@ -205,7 +205,8 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   const Result<OptimizeOutput> loose = Optimize(trace, {}, SmallCluster(), Within(kLoose));
   ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
   OptimizeOptions fixed = Within(kLoose);
-  fixed.fixed = {"layout", "policy"};
+  fixed.may_change_policy = false;
+  fixed.fixed = {"layout"};
   const Result<OptimizeOutput> by_rows = Optimize(trace, {}, SmallCluster(), fixed);
   ASSERT_TRUE(by_rows.has_value());
   EXPECT_LE(loose->report.step_ns, by_rows->report.step_ns);
@@ -219,7 +220,7 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   ASSERT_TRUE(rows.has_value() && cut.has_value());
   OptimizeOptions tight = Within(*ReservedWithoutBudget(cut->plan, {}));
   ASSERT_LT(tight.budget, PoolMemory(rows->plan).pooled_bytes);
-  tight.fixed = {"policy"};
+  tight.may_change_policy = false;
   const Result<OptimizeOutput> even = Optimize(trace, {}, SmallCluster(), tight);
   ASSERT_TRUE(even.has_value()) << ToString(even.error());
   EXPECT_EQ(even->strategy.fsdp2.shard_dims, job.even_dims);
@@ -259,7 +260,8 @@ TEST(Optimize, LeavesWhatIsFixed) {
   strategy.units = {{.modules = {"layers.*"}}, {.modules = {""}}};
   strategy.reshard_after_forward = true;
   OptimizeOptions options = Within(kLoose);
-  options.fixed = {"units", "reshard", "policy"};
+  options.may_change_policy = false;
+  options.fixed = {"units", "reshard"};
   const Result<OptimizeOutput> output = Optimize(trace, strategy, SmallCluster(), options);
   ASSERT_TRUE(output.has_value()) << ToString(output.error());
   EXPECT_EQ(output->strategy.units, strategy.units);

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "cluster_names.h"
 #include "flags/file_flag.h"
 #include "flags/memory_budget.h"
 #include "shardplan/planner/planner.h"
@@ -28,14 +29,16 @@ Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
 
 void AddMemoryInput(CLI::App& command, MemoryInput& input) {
   command.add_option("INPUT", input.path, "A plan, or a trace that is planned first")->required();
-  AddClusterFlags(command, input.cluster,
-                  "Device memory and context from this cluster (of a trace: default none)");
+  AddClusterFlags(
+      command, input.cluster,
+      "Device memory and context from this cluster: a file, a shipped one, or a device (h100); of a trace: "
+      "default none");
   AddNoVerifyFlag(command, input.no_verify);
   AddFile(command, "--strategy", input.strategy, "Of a trace: a strategy file; flags go over it");
   AddPlanFlags(command, input.flags);
 }
 
-Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
+Result<Plan> ReadMemoryInput(const MemoryInput& input) {
   Result<Document> document = ReadDocument(input.path);
   if (!document) return std::unexpected(document.error());
   if (auto* plan = std::get_if<Plan>(&*document)) {
@@ -50,7 +53,7 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
                                    .expected = fmt::format("{}", plan->world_size)});
     }
     if (!input.cluster.cluster.empty()) {
-      Result<Cluster> found = FindCluster(input.cluster.cluster);
+      Result<Cluster> found = FindCluster(input.cluster.cluster, plan->world_size);
       if (!found) return std::unexpected(found.error());
       Result<Cluster> resized = WithRanks(std::move(*found), plan->world_size);
       if (!resized) return std::unexpected(std::move(resized.error()));
@@ -61,7 +64,7 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
         return std::unexpected(checked.error());
       plan->strategy.alloc_conf = *input.flags.alloc_conf;
     }
-    return PlanAndUnmanaged{std::move(*plan), {}};
+    return std::move(*plan);
   }
   const auto* trace = std::get_if<Trace>(&*document);
   if (trace == nullptr) {
@@ -70,10 +73,7 @@ Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input) {
                                  .file = input.path,
                                  .expected = "a trace or a plan"});
   }
-  Result<Plan> plan = PlanFor(input, *trace);
-  if (!plan) return std::unexpected(plan.error());
-  const UnmanagedParameters unmanaged = UnmanagedOf(*trace, *plan);
-  return PlanAndUnmanaged{std::move(*plan), unmanaged};
+  return PlanFor(input, *trace);
 }
 
 }  // namespace shardplan::cli

@@ -8,7 +8,6 @@
 #include "flags/plan_flags.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
-#include "shardplan/simulator/device_fit.h"
 
 namespace shardplan::cli {
 
@@ -19,16 +18,11 @@ struct MemoryInput {
   PlanFlags flags;
 };
 
-struct PlanAndUnmanaged {
-  Plan plan;
-  UnmanagedParameters unmanaged;  // zero of a plan, which does not know them
-};
-
 // INPUT, --ranks, --cluster, --strategy, --no-verify and the flags of `plan`.
 void AddMemoryInput(CLI::App& command, MemoryInput& input);
 
 // The plan that it names, verified. A trace without --cluster is planned for a cluster that has nothing but
 // ranks: no costs are needed.
-Result<PlanAndUnmanaged> ReadMemoryInput(const MemoryInput& input);
+Result<Plan> ReadMemoryInput(const MemoryInput& input);
 
 }  // namespace shardplan::cli

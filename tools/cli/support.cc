@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -17,12 +16,6 @@ namespace shardplan::cli {
 namespace {
 
 namespace fs = std::filesystem;
-
-// Folders with shipped data, first match wins: an installation's share folder, then the source tree.
-std::vector<fs::path> DataFolders(const std::string& installed, const std::string& in_source) {
-  return {fs::path(ExecutableFolder()) / ".." / "share" / "shardplan" / installed,
-          fs::path(SHARDPLAN_SOURCE_DIR) / in_source};
-}
 
 std::vector<char*> Argv(const std::string& program, const std::vector<std::string>& arguments) {
   std::vector<char*> argv;
@@ -87,33 +80,6 @@ bool IsThere(const std::string& path) {
   return fs::exists(path, error) || error;
 }
 
-std::vector<std::string> ShippedClusters() {
-  std::vector<std::string> names;
-  for (const fs::path& folder : DataFolders("clusters", "tools/clusters")) {
-    std::error_code ignored;
-    for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-      if (entry.path().extension() == ".json") names.push_back(entry.path().stem().string());
-    }
-  }
-  std::sort(names.begin(), names.end());
-  names.erase(std::unique(names.begin(), names.end()), names.end());
-  return names;
-}
-
-Result<Cluster> FindCluster(const std::string& path_or_name) {
-  if (IsThere(path_or_name)) return ReadCluster(path_or_name);
-  for (const fs::path& folder : DataFolders("clusters", "tools/clusters")) {
-    const fs::path candidate = folder / (path_or_name + ".json");
-    if (IsThere(candidate)) return ReadCluster(candidate.string());
-  }
-  Error error;
-  error.code = ErrorCode::kBadInput;
-  error.file = path_or_name;
-  error.message = "no such cluster file, nor a shipped cluster of that name";
-  error.expected = fmt::format("a path or one of: {}", fmt::join(ShippedClusters(), ", "));
-  return std::unexpected(error);
-}
-
 Error Execute(const std::string& program, const std::vector<std::string>& arguments,
               const std::string& python_path) {
   if (!python_path.empty()) {
@@ -123,6 +89,11 @@ Error Execute(const std::string& program, const std::vector<std::string>& argume
   }
   execvp(program.c_str(), Argv(program, arguments).data());
   return CannotStart(program, errno);
+}
+
+std::vector<fs::path> DataFolders(const std::string& installed, const std::string& in_source) {
+  return {fs::path(ExecutableFolder()) / ".." / "share" / "shardplan" / installed,
+          fs::path(SHARDPLAN_SOURCE_DIR) / in_source};
 }
 
 std::string ExecutableFolder() {

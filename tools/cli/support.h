@@ -1,11 +1,12 @@
-// What the subcommands share: error printing, finding clusters and programs, reading a plan in either form.
+// What the subcommands share: error printing, finding programs and shipped data, reading a plan in either
+// form.
 #pragma once
 
+#include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/io_pieces.h"
 #include "shardplan/schemas/plan.h"
@@ -50,11 +51,8 @@ Status CheckOutputs(const std::vector<std::string>& inputs, const std::vector<Ou
 // Whether one of the outputs is standard output: it is in place of text there.
 bool HasStandardOutput(const std::vector<OutputFile>& outputs);
 
-// A cluster document: a path, or the name of one that is shipped ("h100_sxm_8"). kBadInput lists the shipped
-// names.
-Result<Cluster> FindCluster(const std::string& path_or_name);
-// Their names, in order.
-std::vector<std::string> ShippedClusters();
+// Folders with shipped data, first match wins: an installation's share folder, then the source tree.
+std::vector<std::filesystem::path> DataFolders(const std::string& installed, const std::string& in_source);
 
 // Replaces this process by `program arguments...`; PYTHONPATH is extended by `python_path` unless empty.
 // Returns only on failure.

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -55,15 +56,20 @@ OnDemand::OnDemand(const Plan& plan, std::int64_t rank, executor::TorchDevice& d
   for (std::size_t u = 0; u < plan.units.size(); ++u) kept_.push_back(KeptBy(plan, static_cast<UnitId>(u)));
 }
 
-void OnDemand::Start(executor::Replayer& replayer, executor::Model& model) {
+void OnDemand::Start(executor::Replayer& replayer, executor::Model& model, ProfilerRanges& ranges) {
   replayer_ = &replayer;
   model_ = &model;
+  ranges_ = &ranges;
 }
 
 void OnDemand::Call(ProcedureKind kind, UnitId unit) {
   const ReleaseGil no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  OrThrow(replayer_->Call(kind, unit));
+  {
+    std::optional<ProfilerRanges::Watch> watch;
+    if (ProfilerRanges::On()) watch.emplace(*ranges_, *replayer_, kind, unit);
+    OrThrow(replayer_->Call(kind, unit));
+  }
   // What is issued on the compute stream is done before the model goes on there; the cpu device, whose
   // collectives run in the background, has to be told.
   OrThrow(device_.RunOn(0, [] {}));

@@ -10,6 +10,7 @@
 
 #include "parameters/gradient_presence.h"
 #include "parameters/unit_state.h"
+#include "profiler_ranges.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/torch_device.h"
 
@@ -27,8 +28,8 @@ class OnDemand {
   // All but `presence` outlive this.
   OnDemand(const Plan& plan, std::int64_t rank, executor::TorchDevice& device, std::vector<UnitState>& units,
            const BufferParameters& buffer_parameters, GradientPresence presence);
-  // Before anything else. Both outlive this.
-  void Start(executor::Replayer& replayer, executor::Model& model);
+  // Before anything else. All outlive this.
+  void Start(executor::Replayer& replayer, executor::Model& model, ProfilerRanges& ranges);
 
   // Gathers the unit and binds its parameters, unless they are bound. full_precision: not in the low one.
   void Unshard(UnitId unit, bool full_precision = false);
@@ -90,6 +91,7 @@ class OnDemand {
   GradientPresence presence_;
   executor::Replayer* replayer_ = nullptr;
   executor::Model* model_ = nullptr;
+  ProfilerRanges* ranges_ = nullptr;
   std::vector<BufferId> whole_;              // by unit: the first param_unsharded, -1: none
   std::vector<std::vector<BufferId>> kept_;  // by unit: where its procedures keep gradients
   std::vector<Gathered> gathered_;           // by unit

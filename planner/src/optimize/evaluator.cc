@@ -105,10 +105,8 @@ bool Evaluator::Ended() {
   return ended_;
 }
 
-FitOptions Evaluator::FitOptionsOf(const Plan& plan) const {
-  return {.budget_bytes = options_.budget,
-          .releases = options_.may_release_cache,
-          .unmanaged_bytes = UnmanagedOf(trace_, plan).Total()};
+FitOptions Evaluator::FitOptionsOf() const {
+  return {.budget_bytes = options_.budget, .releases = options_.may_release_cache};
 }
 
 bool Evaluator::Fits(const Choice& choice) {
@@ -117,7 +115,7 @@ bool Evaluator::Fits(const Choice& choice) {
   bool& fits = fits_[effective];
   const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
   if (!plan) return fits;
-  const FitOptions options = FitOptionsOf(*plan);
+  const FitOptions options = FitOptionsOf();
   const Result<DeviceFit> fit = FitDevice(*plan, options);
   return fits = fit && fit->Fits(options.releases);
 }
@@ -126,7 +124,7 @@ DeviceFit Evaluator::FitOf(const Choice& choice) const {
   DeviceFit none{.out_of_memory = true};
   const Result<Plan> plan = series_.Make(StrategyOf(job_, Effective(job_, choice)));
   if (!plan) return none;
-  FitOptions options = FitOptionsOf(*plan);
+  FitOptions options = FitOptionsOf();
   options.releases = true;
   DeviceFit fit = FitDevice(*plan, options).value_or(none);
   fit.reserved_bytes = ReservedToShow(*plan, options, fit);
@@ -138,7 +136,7 @@ Bytes Evaluator::Reserved(const Choice& choice) {
   if (const auto known = reserved_.find(effective); known != reserved_.end()) return known->second;
   const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
   return reserved_[effective] =
-             plan ? ReservedWithoutBudget(*plan, FitOptionsOf(*plan)).value_or(kNoLimit) : kNoLimit;
+             plan ? ReservedWithoutBudget(*plan, FitOptionsOf()).value_or(kNoLimit) : kNoLimit;
 }
 
 Bytes Evaluator::Over(const Choice& choice) {
@@ -150,7 +148,7 @@ Bytes Evaluator::Over(const Choice& choice) {
 Evaluation Evaluator::EvaluateOne(const Choice& choice) const {
   const Result<Plan> plan = series_.Make(StrategyOf(job_, choice));
   if (!plan) return {.error = plan.error()};
-  Result<Evaluation> measured = Measure(*plan, FitOptionsOf(*plan));
+  Result<Evaluation> measured = Measure(*plan, FitOptionsOf());
   return measured ? std::move(*measured) : Evaluation{.error = measured.error()};
 }
 

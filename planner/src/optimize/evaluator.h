@@ -61,7 +61,7 @@ class Evaluator {
   const UnitModel* ModelOfUnits();
   bool Stopped() const { return options_.stop != nullptr && options_.stop->load(); }
   Evaluation EvaluateOne(const Choice& choice) const;
-  FitOptions FitOptionsOf(const Plan& plan) const;  // with releases where they are allowed
+  FitOptions FitOptionsOf() const;  // with releases where they are allowed
 
   const PlanSeries series_;
   const Trace& trace_;

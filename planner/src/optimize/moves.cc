@@ -18,8 +18,8 @@ std::vector<Accumulation> Accumulations(const Job& job) {
 }
 
 std::vector<bool> Policies(const Job& job, const OptimizeOptions& options) {
-  if (options.fixed.contains("policy")) return {job.strategy.policy == "fsdp1"};
-  return {false, true};
+  if (options.may_change_policy) return {false, true};
+  return {job.strategy.policy == "fsdp1"};
 }
 
 // The sizes of a smaller mesh: powers of two that divide the shards, and a node.
@@ -218,7 +218,7 @@ std::vector<std::vector<std::int32_t>> AllCuts(std::int32_t modules) {
 std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options) {
   constexpr std::size_t kMostModules = 4, kFew = 700;
   if (job.keeps_units || job.keeps_reshard || job.chain.modules.size() > kMostModules) return {};
-  if (options.fixed.contains("policy") && job.strategy.policy == "fsdp1") return {};
+  if (!options.may_change_policy && job.strategy.policy == "fsdp1") return {};
   std::vector<std::int64_t> parts = Parts(job);
   parts.insert(parts.begin(), 0);
   std::vector<Choice> all;

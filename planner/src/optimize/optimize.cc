@@ -72,7 +72,7 @@ class OptimizeRun {
 
  private:
   static OptimizeOptions Bound(const Strategy& strategy, OptimizeOptions options) {
-    if (NeedsItsPolicy(strategy)) options.fixed.insert("policy");
+    if (NeedsItsPolicy(strategy)) options.may_change_policy = false;
     if (NeedsItsUnits(strategy)) options.fixed.insert("units");
     return options;
   }
@@ -185,6 +185,8 @@ class OptimizeRun {
 
   // What no flag of the search changes.
   std::string OtherWays(const Plan& plan) const {
+    if (const std::string why = WhyNoRanksFit(plan, {.budget_bytes = options_.budget}); !why.empty())
+      return "; with these decisions no number of ranks would do: " + why;
     const MemoryProfile profile = ProfileMemory(plan, MemoryOptions{});
     Bytes loss;
     for (std::size_t c = 0; c < MemoryCategories().size(); ++c) {
@@ -235,7 +237,7 @@ class OptimizeRun {
                             .cuts = optimize::ChooseCuts(*work)};
     for (const LayoutKind layout : {LayoutKind::kPerParameter, LayoutKind::kFlat}) {
       const bool fsdp1 = layout == LayoutKind::kFlat;
-      if (options_.fixed.contains("policy") && fsdp1 != (plan.policy == "fsdp1")) continue;
+      if (!options_.may_change_policy && fsdp1 != (plan.policy == "fsdp1")) continue;
       certificate.layouts.push_back(layout);
       certificate.branches.push_back(optimize::FindPrices(
           *work, certificate.cuts, layout, certificate.budget_bytes, evaluator_.known().at(choice_).step_ns));
@@ -373,7 +375,7 @@ class OptimizeRun {
 }  // namespace
 
 const std::set<std::string>& FixableDecisions() {
-  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout", "policy",
+  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout",
                                               "prefetch",     "reshard",    "units"};
   return names;
 }

@@ -3,6 +3,8 @@
 #include <utility>
 #include <variant>
 
+#include "shardplan/simulator/device_fit.h"
+
 namespace shardplan {
 namespace {
 
@@ -32,6 +34,7 @@ Result<Plan> DescribePlan(Plan plan, const PolicyInput& input, const PolicyDescr
   if (policy.change_buffers != nullptr) {
     if (Status s = policy.change_buffers(input, plan.model_buffers); !s) return std::unexpected(s.error());
   }
+  plan.unmanaged = UnmanagedOf(input.trace, plan);
   plan.tokens_per_step = input.trace.tokens_per_batch * TrainedForwards(input.strategy);
   return plan;
 }

@@ -282,6 +282,17 @@ inline constexpr auto kFields<KnownFault> =
               Optional("unit", &KnownFault::unit, "The unit that it works on; left out: none."));
 
 template <>
+inline constexpr Definition kDefinition<UnmanagedParameters> = {
+    "plan", "unmanaged",
+    "Parameters in no unit, which every rank has whole beside the plan's own memory: bytes in blocks of "
+    "512."};
+template <>
+inline constexpr auto kFields<UnmanagedParameters> =
+    FieldList(Required("parameter_bytes", &UnmanagedParameters::parameter_bytes, "The parameters."),
+              Required("gradient_bytes", &UnmanagedParameters::gradient_bytes, "Their gradients."),
+              Required("state_bytes", &UnmanagedParameters::state_bytes, "Their optimizer states."));
+
+template <>
 inline constexpr bool kIsBlock<Plan> = true;
 template <>
 inline constexpr Definition kDefinition<Plan> = {"plan", "plan",
@@ -316,6 +327,7 @@ inline constexpr auto kFields<Plan> = FieldList(
         .Defines(RefKind::kCommunicator),
     Optional("inputs", &Plan::inputs, "Alive from the beginning of a step to its end.").Lines(),
     Optional("model_buffers", &Plan::model_buffers, "Alive for ever.").Lines(),
+    Optional("unmanaged", &Plan::unmanaged, "Memory of parameters in no unit. Left out: there are none."),
     Optional("passes", &Plan::passes,
              "Which passes the model has. Left out: nothing is known of the order of segments."),
     Required("segments", &Plan::segments, "The model's own compute.").Lines().Defines(RefKind::kSegment),
@@ -339,6 +351,7 @@ extern template const JsonObjectType& JsonObjectTypeOf<Instruction>();
 extern template const JsonObjectType& JsonObjectTypeOf<Procedure>();
 extern template const JsonObjectType& JsonObjectTypeOf<RepeatedTriggers>();
 extern template const JsonObjectType& JsonObjectTypeOf<Digests>();
+extern template const JsonObjectType& JsonObjectTypeOf<UnmanagedParameters>();
 extern template const JsonObjectType& JsonObjectTypeOf<KnownFault>();
 
 }  // namespace shardplan

@@ -28,6 +28,7 @@ template const JsonObjectType& JsonObjectTypeOf<Instruction>();
 template const JsonObjectType& JsonObjectTypeOf<Procedure>();
 template const JsonObjectType& JsonObjectTypeOf<RepeatedTriggers>();
 template const JsonObjectType& JsonObjectTypeOf<Digests>();
+template const JsonObjectType& JsonObjectTypeOf<UnmanagedParameters>();
 template const JsonObjectType& JsonObjectTypeOf<KnownFault>();
 
 namespace {

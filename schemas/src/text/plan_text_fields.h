@@ -14,12 +14,13 @@ struct PlanHeader {
   std::int64_t world_size = 1;
   std::int64_t tokens_per_step = 0;
   std::vector<StrategyMeshDim> mesh;
+  UnmanagedParameters unmanaged;
   ModelPasses passes;
   std::int32_t steady_step = 0;
 };
 inline PlanHeader PlanHeaderOf(const Plan& plan) {
-  return {plan.model,           plan.policy, plan.digests, plan.known_faults, plan.world_size,
-          plan.tokens_per_step, plan.mesh,   plan.passes,  plan.steady_step};
+  return {plan.model,           plan.policy, plan.digests,   plan.known_faults, plan.world_size,
+          plan.tokens_per_step, plan.mesh,   plan.unmanaged, plan.passes,       plan.steady_step};
 }
 template <>
 inline constexpr auto kFields<PlanHeader> =
@@ -27,7 +28,8 @@ inline constexpr auto kFields<PlanHeader> =
               Optional("digests", &PlanHeader::digests), Optional("known_faults", &PlanHeader::known_faults),
               Required("world_size", &PlanHeader::world_size),
               Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
-              Optional("passes", &PlanHeader::passes), Optional("steady_step", &PlanHeader::steady_step));
+              Optional("unmanaged", &PlanHeader::unmanaged), Optional("passes", &PlanHeader::passes),
+              Optional("steady_step", &PlanHeader::steady_step));
 
 // A procedure without its instructions.
 struct ProcedureHeader {

@@ -1,13 +1,18 @@
 #include "shardplan/simulator/device_fit.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string_view>
 
 #include "allocator/sizes.h"
+#include "memory/categories.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/optimizer_tensors.h"
+#include "text/format.h"
 
 namespace shardplan {
 namespace {
@@ -18,6 +23,40 @@ const Cluster& ClusterOf(const Plan& plan, const FitOptions& options) {
 
 MemoryHistoryOptions HistoryOptions(const FitOptions& options) {
   return {.kernel_temporaries = options.kernel_temporaries};
+}
+
+// What ranks divide between them: shards and what is made of them. Everything else a rank has whole.
+bool IsDivided(std::int32_t category) {
+  switch (static_cast<BufferRole>(category)) {
+    case BufferRole::kParamSharded:
+    case BufferRole::kParamPostForwardShard:
+    case BufferRole::kAllGatherInput:
+    case BufferRole::kReduceScatterOutput:
+    case BufferRole::kGradSharded:
+    case BufferRole::kOptimizerState:
+    case BufferRole::kOptimizerTemp:
+    case BufferRole::kPartialReduceOutput:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The model's own memory, which no sharding of parameters changes.
+bool IsOfTheModel(std::int32_t category) { return category >= internal::kBufferRoles; }
+
+// The most that is allocated at one time in the categories that count.
+Bytes PeakOf(const MemoryProfile& profile, bool (*counts)(std::int32_t)) {
+  std::map<std::int32_t, Bytes> now;
+  Bytes sum, most;
+  for (const MemorySample& sample : profile.samples) {
+    if (!counts(sample.category)) continue;
+    Bytes& of_category = now[sample.category];
+    sum += sample.category_bytes - of_category;
+    of_category = sample.category_bytes;
+    most = std::max(most, sum);
+  }
+  return most;
 }
 
 }  // namespace
@@ -57,7 +96,7 @@ std::optional<Bytes> AllocatorBudget(const Plan& plan, const FitOptions& options
   if (!budget && cluster.device.memory_bytes.value > 0)
     budget = cluster.device.memory_bytes - OutsideBytes(plan, cluster);
   if (!budget) return std::nullopt;
-  return std::max(*budget - options.unmanaged_bytes, Bytes{1});
+  return std::max(*budget - plan.unmanaged.Total(), Bytes{1});
 }
 
 Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& options) {
@@ -114,6 +153,25 @@ Result<Bytes> ReservedWithoutBudget(const Plan& plan, FitOptions options) {
   allocator->device_bytes = ReservedOptions().device_bytes;
   return ReplayUntilSteady(plan, HistoryOptions(options), *allocator, options.steps)
       .reserved.peak_reserved_bytes;
+}
+
+std::string WhyNoRanksFit(const Plan& plan, const FitOptions& options) {
+  const std::optional<Bytes> budget = AllocatorBudget(plan, options);
+  if (!budget) return {};
+  const Bytes all = *budget + plan.unmanaged.Total();
+  const auto exceeds = [&](std::string_view what, Bytes bytes) {
+    return fmt::format("{} exceed the budget: {} of {} ({} of {} bytes)", what, internal::Gibibytes(bytes),
+                       internal::Gibibytes(all), bytes.value, all.value);
+  };
+  if (plan.unmanaged.Total() >= all) return exceeds("parameters in no unit alone", plan.unmanaged.Total());
+  const MemoryProfile profile = ProfileMemory(plan, {.record_samples = true,
+                                                     .first_sampled_step = plan.steady_step,
+                                                     .kernel_temporaries = options.kernel_temporaries});
+  const Bytes activations = PeakOf(profile, IsOfTheModel);
+  if (activations > *budget) return exceeds("activations alone", activations);
+  const Bytes whole = PeakOf(profile, [](std::int32_t category) { return !IsDivided(category); });
+  if (whole > *budget) return exceeds("activations and gathered parameters", whole);
+  return {};
 }
 
 }  // namespace shardplan

@@ -83,6 +83,8 @@ MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryP
   if (report.context_bytes.value > 0)
     report.peak_by_category.push_back({"cuda_context", report.context_bytes});
   if (nccl.value > 0) report.peak_by_category.push_back({"nccl_buffers", nccl});
+  if (plan.unmanaged.Total().value > 0)
+    report.peak_by_category.push_back({"unmanaged", plan.unmanaged.Total()});
   std::ranges::sort(report.peak_by_category, {}, &CategoryBytes::category);
   report.reserved_bytes = fit.reserved_bytes;
   report.cache_releases = fit.cache_releases;

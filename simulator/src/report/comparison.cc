@@ -34,18 +34,14 @@ Bytes CategoryOf(const Report& report, const std::string& category,
 }
 
 bool OutsideAllocated(std::string_view category) {
-  return category == "cuda_context" || category == "nccl_buffers";
-}
-
-Bytes Needed(const Report& report) {
-  return report.memory.reserved_bytes + CategoryOf(report, "cuda_context") +
-         CategoryOf(report, "nccl_buffers");
+  return category == "cuda_context" || category == "nccl_buffers" || category == "unmanaged";
 }
 
 std::string Fits(const Report& report) {
   if (report.memory.device_memory_bytes.value == 0) return "-";
-  std::string text = fmt::format("{} ({} of {})", report.memory.fits ? "yes" : "NO",
-                                 Gibibytes(Needed(report)), Gibibytes(report.memory.device_memory_bytes));
+  std::string text =
+      fmt::format("{} ({} of {})", report.memory.fits ? "yes" : "NO", Gibibytes(NeededBytes(report.memory)),
+                  Gibibytes(report.memory.device_memory_bytes));
   if (report.memory.fits && report.memory.cache_releases > 0)
     text += fmt::format(", {} cache releases", report.memory.cache_releases);
   return text;
@@ -132,6 +128,15 @@ std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports) {
 }  // namespace shardplan::internal
 
 namespace shardplan {
+
+Bytes NeededBytes(const MemoryReport& memory) {
+  Bytes needed = memory.reserved_bytes;
+  for (const CategoryBytes& entry : memory.peak_by_category) {
+    if (internal::OutsideAllocated(entry.category)) needed += entry.size_bytes;
+  }
+  return needed;
+}
+
 namespace {
 
 std::string Title(const Report& report) { return report.policy.empty() ? "plan" : Printable(report.policy); }

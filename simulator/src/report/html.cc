@@ -92,10 +92,6 @@ class PlanData {
  private:
   Json ReportData() const {
     const Report& r = simulation_.report;
-    Bytes nccl;
-    for (const CategoryBytes& entry : r.memory.peak_by_category) {
-      if (entry.category == "nccl_buffers") nccl = entry.size_bytes;
-    }
     Json data = {{"step", r.step_ns.value},
                  {"forward", r.forward_ns.value},
                  {"backward", r.backward_ns.value},
@@ -109,7 +105,7 @@ class PlanData {
                  {"reserved", r.memory.reserved_bytes.value},
                  {"releases", r.memory.cache_releases},
                  {"context", r.memory.context_bytes.value},
-                 {"nccl", nccl.value},
+                 {"needed", NeededBytes(r.memory).value},
                  {"device", r.memory.device_memory_bytes.value},
                  {"fits", r.memory.fits},
                  {"peakAt", r.memory.peak_at}};

@@ -52,7 +52,6 @@ Trace ModelOf(std::int64_t width) { return testing::LayeredTrace(4, width, width
 Result<OptimizeOutput> Search(const OptimizedCase& what, const Trace& trace, const PlanCase& c) {
   OptimizeOptions options{
       .budget = Bytes{std::int64_t{1} << 40}, .may_checkpoint = true, .time_limit_ns = {0}};
-  options.fixed = {"policy"};
   Result<OptimizeOutput> loose = Optimize(trace, c.strategy, c.cluster, options);
   if (!loose || what.percent == 100) return loose;
   options.budget = Bytes{loose->report.peak_reserved_bytes.value * what.percent / 100};

@@ -25,6 +25,13 @@ def plan(shardplan, folder, *flags):
         (("--cluster", "h100_sxm_8", "--mesh", "shard=8"), 8, ""),
         (("--cluster", "h100_sxm_64", "--ranks", "16", "--mesh", "replicate=4", "shard=4"), 16, "64 x H100 SXM has 64 ranks"),
         (("--cluster", "h100_sxm_8", "--ranks", "4"), 4, "8 x H100 SXM has 8 ranks: 4 of its devices"),
+        (("--cluster", "h100", "--ranks", "16"), 16, "64 x H100 SXM has 64 ranks: 16 of its devices, as --ranks says"),
+        (("--cluster", "h100", "--ranks", "64"), 64, ""),
+        (("--cluster", "h100_sxm", "--ranks", "65"), 65, "256 x H100 SXM has 256 ranks: 65 of its devices"),
+        (("--cluster", "a100", "--ranks", "128"), 128, "64 x A100 SXM has 64 ranks: 128 of its devices"),
+        (("--cluster", "h200", "--mesh", "replicate=2", "shard=3"), 6, "8 x H200 SXM has 8 ranks: 6 of its devices, as the mesh says"),
+        (("--cluster", "gb200"), 72, "no --ranks or --mesh is given: 72 x GB200, 72 ranks"),
+        (("--cluster", "h100_96_500w", "--ranks", "8"), 8, ""),
     ],
 )
 def test_ranks_are_what_the_user_says(shardplan, tmp_path, flags, ranks, says):
@@ -48,7 +55,9 @@ def test_ranks_are_what_the_user_says(shardplan, tmp_path, flags, ranks, says):
         (("--cluster", "h100_sxm_8", "--ranks", "16"), 3, "16 ranks are several nodes of 8 x H100 SXM"),
         (("--ranks", "0"), 2, "--ranks"),
         (("--ranks", "eight"), 2, "--ranks"),
-        (("--cluster", "h100"), 3, "h100_sxm_8"),
+        (("--cluster", "h10"), 3, "h100_sxm_8"),
+        (("--cluster", "mi300", "--ranks", "8"), 3, "a100_80, b200, gb200_nvl72, h100_96_500w, h100_sxm, h200"),
+        (("--cluster", "h100_sxm_64_1", "--ranks", "8"), 3, "h100_sxm_64_100g"),
     ],
 )
 def test_ranks_that_contradict_each_other_are_refused(shardplan, tmp_path, command, flags, code, says):
@@ -73,5 +82,8 @@ def test_another_cluster_for_a_plan_has_the_plans_ranks(shardplan, tmp_path):
     assert result.returncode == 0 and "64 x H100 SXM has 64 ranks: 16 of its devices" in result.stderr
     node = shardplan("simulate", tmp_path / "plan.json", "--cluster", "h100_sxm_8")
     assert node.returncode == 3 and "no link between nodes" in node.stderr
+    device = shardplan("simulate", tmp_path / "plan.json", "--cluster", "h200")
+    assert device.returncode == 0 and "64 x H200 SXM has 64 ranks: 16 of its devices" in device.stderr
+    assert "141" in shardplan("memory", tmp_path / "plan.json", "--cluster", "h200").stdout
     wrong = shardplan("memory", tmp_path / "plan.json", "--ranks", "4")
     assert wrong.returncode == 2 and "found --ranks 4, expected 16" in wrong.stderr

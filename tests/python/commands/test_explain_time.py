@@ -41,7 +41,12 @@ def test_compare_adds_up(shardplan, plans, tmp_path):
         assert sum(cause[side] for cause in made["time_ns"]) == made[f"step_{side}_ns"]
         assert sum(cause[side] for cause in made["memory_bytes"]) == made[f"memory_{side}_bytes"]
     assert "cluster: constant_10_ms ->" in result.stdout
+    answer, tables = result.stdout.split("\n\n")[1], result.stdout.split("\n\n")[2:]
+    faster = "A" if made["step_a_ns"] < made["step_b_ns"] else "B"
+    assert answer.startswith(f"{faster} is ") and "the other one's 245.000 ms; most of it: " in answer, answer
+    assert answer.splitlines()[1].startswith(("A needs ", "B needs ")) and "time, on the critical path" in "".join(tables)
     same = shardplan("compare", plans["default"], plans["default"])
+    assert same.stdout.split("\n\n")[1].startswith("Both steps take 245.000 ms.\nBoth need ")
     assert "made from the same" in same.stdout and "+0.000 ms" in same.stdout
     kept = shardplan("compare", plans["default"], plans["kept"])
     assert "reshard_after_forward" in kept.stdout

@@ -18,7 +18,7 @@ JOB = [TRACE, "--cluster", CLUSTER]
 def made(shardplan, tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimized")
     files = {name: folder / f"{name}.json" for name in ("plan", "certificate", "report", "strategy")}
-    result = shardplan("optimize", *JOB, "--memory-budget", "device", "-o", files["plan"], "--certificate", files["certificate"],
+    result = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "policy", "-o", files["plan"], "--certificate", files["certificate"],
                        "--report", files["report"], "--write-strategy", files["strategy"], "--time-limit", "2min")
     assert result.returncode == 0, result.stderr
     assert "best so far" in result.stderr and "lower bound" in result.stdout
@@ -95,10 +95,21 @@ def test_a_certificate_of_another_plan_is_refused(shardplan, made, tmp_path):
     assert result.returncode == 3 and str(broken) in result.stderr
 
 
+@pytest.mark.parametrize("policy", ("fsdp1", "fsdp2"))
+def test_the_policy_stays_unless_another_is_allowed(shardplan, tmp_path, policy):
+    files = [tmp_path / f"{name}.json" for name in ("plan", "report", "certificate")]
+    result = shardplan("optimize", *JOB, "--policy", policy, "--memory-budget", "device", "-o", files[0], "--report", files[1], "--certificate", files[2], "-q")
+    assert result.returncode == 0, result.stderr
+    assert load(files[0])["policy"] == policy
+    assert all(baseline["name"].startswith(policy) for baseline in load(files[1])["baselines"])
+    assert len(load(files[2])["branches"]) == 1, "the bound is of this policy's layout"
+    assert shardplan("optimize", *JOB, "--fix", "policy", "--memory-budget", "device", "-o", files[0], "-q").returncode == 2
+
+
 def test_without_a_plan_in_the_budget_it_says_what_is_missing(shardplan, tmp_path):
     result = shardplan("optimize", *JOB, "--memory-budget", "1KiB", "-o", tmp_path / "plan.json", "-q")
     assert result.returncode == 1 and not list(tmp_path.iterdir())
-    for words in ("the least budget of one is", "none of the class", "--allow checkpoint"):
+    for words in ("the least budget of one is", "none of the class", "--allow checkpoint", "no number of ranks would do: activations alone exceed the budget"):
         assert words in result.stderr
 
 

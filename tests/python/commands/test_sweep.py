@@ -131,6 +131,38 @@ def test_the_fewest_ranks_that_fit(whole, tmp_path):
     assert int(found["cache_releases"]) == 0 < int(dict(rows_of(fewer)[0])["cache_releases"]), "one rank fewer fits with releases only"
 
 
+def test_what_no_number_of_ranks_fits_says_why():
+    """From memory of `whole` bytes and `shared` that ranks divide: it ends where more ranks cannot help, and never where they do."""
+    numbers = random.Random(SEED)
+    for _ in range(200):
+        whole, shared, budget = numbers.randrange(1, 100), numbers.randrange(1, 10_000), numbers.randrange(1, 200)
+        asked = []
+
+        def evaluate(c, whole=whole, shared=shared, budget=budget, asked=asked):
+            asked.append(int(c["ranks"]))
+            needs = whole + shared / int(c["ranks"])
+            return {"fits": "yes" if needs <= budget else "no", "cache_releases": 0, "reserved_gib": f"{needs:.3f}", "budget_gib": budget, "why": ""}
+
+        answer, results = solve("min-ranks", configuration(source="m", ranks="1"), evaluate)
+        least = next((n for n in range(1, 20_000) if whole + shared / n <= budget), None)
+        if answer is not None:
+            assert int(answer["ranks"]) == least, f"seed {SEED}"
+        else:
+            assert budget <= whole and "more ranks do not help" in results["why"] and max(asked) <= 1 << 24, f"seed {SEED}: {whole} {shared} {budget}"
+            assert budget == whole or max(asked) <= 1 << 15, f"seed {SEED}: {whole} {shared} {budget}"
+    alone, results = solve("min-ranks", configuration(source="m", ranks="1"), lambda c: {"fits": "no", "why": "activations alone exceed the budget"})
+    assert alone is None and results["why"] == "activations alone exceed the budget"
+
+
+def test_activations_that_no_device_holds_are_told_at_once(tmp_path):
+    path = tmp_path / "rows.csv"
+    done = sweep(TRACE, "--solve", "min-ranks", "--memory-budget", "0.2GiB", "-o", path)
+    assert done.returncode == 1, done.stderr
+    assert "nothing fits: activations alone exceed the budget: " in done.stdout and " bytes)" in done.stdout
+    several = sweep(TRACE, "--policy", "fsdp1,fsdp2", "--solve", "min-ranks", "--budget", "0.2GiB")
+    assert several.stdout.count("nothing fits (policy fsdp") == 2
+
+
 @pytest.mark.parametrize(
     ("more", "code", "word"),
     [

@@ -78,6 +78,18 @@ def test_torch_cuda_is_as_before_afterwards(tmp_path):
     assert before == (torch.cuda.is_available(), torch.cuda.current_device, torch.nn.Module._apply)
 
 
+@pytest.mark.parametrize("name", ["made_in_the_loss", "of_the_module", "said_to_be_on_the_cpu"])
+def test_labels_on_the_cpu_are_an_input_as_those_on_the_device(name, tmp_path):
+    plain = trace(tmp_path, "labels_on_the_device")
+    assert [entry["name"] for entry in plain["inputs"]] == ["args.0", "captured.0"]
+    assert but_for_source(trace(tmp_path, f"labels_{name}")) == but_for_source(plain)
+
+
+def test_targets_on_the_cpu_are_an_input_and_numbers_are_none(tmp_path):
+    made = trace(tmp_path, "labels_compared")
+    assert [(entry["name"], entry["shape"]) for entry in made["inputs"]] == [("args.0", [4, 8]), ("captured.0", [4, 5])]
+
+
 # ---- values ----
 
 

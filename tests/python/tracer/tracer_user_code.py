@@ -180,6 +180,38 @@ def in_loss():
     return nn.Linear(8, 8), (torch.zeros(4, 8),), lambda out: out.sum() if out.sum() > 0 else -out.sum()
 
 
+# ---- labels that a loss makes or holds on the CPU ----
+
+
+def _cross_entropy(make_labels):
+    return nn.Linear(8, 5), (torch.zeros(4, 8),), lambda out: nn.functional.cross_entropy(out, make_labels())
+
+
+LABELS = torch.arange(4)  # made when the module is imported: a real tensor
+
+
+def labels_on_the_device():
+    labels = torch.zeros(4, dtype=torch.long)
+    return _cross_entropy(lambda: labels)
+
+
+def labels_made_in_the_loss():
+    return _cross_entropy(lambda: torch.randint(0, 5, (4,)))
+
+
+def labels_of_the_module():
+    return _cross_entropy(lambda: LABELS)
+
+
+def labels_said_to_be_on_the_cpu():
+    labels = torch.zeros(4, dtype=torch.long, device="cpu")
+    return _cross_entropy(lambda: labels)
+
+
+def labels_compared():
+    return nn.Linear(8, 5), (torch.zeros(4, 8),), lambda out: ((out - torch.rand(4, 5)) * torch.tensor(0.5)).square().mean()
+
+
 def stand_in():
     model = Around(doubled_if_positive)
     model.inner.how = lambda y: y * 2

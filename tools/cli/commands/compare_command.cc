@@ -88,6 +88,51 @@ std::string MadeFrom(const Plan& a, const Plan& b) {
                       : "what the plans are made from, A -> B\n" + text;
 }
 
+std::string InUnits(std::int64_t value, const Measure& unit) {
+  return fmt::format("{:.{}f}", static_cast<double>(value) / unit.size, unit.digits);
+}
+
+// "most of it: exposed all_gather (-30.200 ms)": the cause that moves most in the direction of the sum.
+std::string LargestCause(const std::vector<Difference>& causes, const Difference& sum, const Measure& unit) {
+  const auto along = [&](const Difference& d) { return sum.b > sum.a ? d.b - d.a : d.a - d.b; };
+  const auto most = std::ranges::max_element(causes, {}, along);
+  if (most == causes.end() || along(*most) <= 0) return "";
+  const std::int64_t change = most->b - most->a;
+  const char* part = 2 * along(*most) > std::abs(sum.b - sum.a) ? "most of it" : "the largest part";
+  return fmt::format("; {}: {} ({}{} {})", part, Printable(most->cause), change > 0 ? "+" : "",
+                     InUnits(change, unit), unit.name);
+}
+
+// Which is faster and which needs less, by how much, and from which cause.
+std::string Verdict(const Comparison& c) {
+  const Difference step{"step", c.step_a_ns.value, c.step_b_ns.value};
+  const Difference memory{"needed", c.memory_a_bytes.value, c.memory_b_bytes.value};
+  std::string text;
+  if (step.a == step.b) {
+    text += fmt::format("Both steps take {} ms.\n", InUnits(step.a, kMilliseconds));
+  } else {
+    const auto [faster, slower] = std::minmax(step.a, step.b);
+    text += fmt::format(
+        "{} is {:.2f} % faster: its step takes {} ms, the other one's {} ms{}.\n",
+        step.b < step.a ? "B" : "A",
+        100 * (static_cast<double>(slower) / static_cast<double>(std::max<std::int64_t>(faster, 1)) - 1),
+        InUnits(faster, kMilliseconds), InUnits(slower, kMilliseconds),
+        LargestCause(c.time_ns, step, kMilliseconds));
+  }
+  if (memory.a == memory.b) {
+    text += fmt::format("Both need {} GiB of the device.\n", InUnits(memory.a, kGibibytes));
+  } else {
+    const auto [less, more] = std::minmax(memory.a, memory.b);
+    text += fmt::format("{} needs {} GiB less: {} GiB of the device, the other one {} GiB{}.\n",
+                        memory.b < memory.a ? "B" : "A", InUnits(more - less, kGibibytes),
+                        InUnits(less, kGibibytes), InUnits(more, kGibibytes),
+                        LargestCause(c.memory_bytes, memory, kGibibytes));
+  }
+  if (!c.fits_a && !c.fits_b) return text + "Neither fits its device.\n";
+  if (!c.fits_a || !c.fits_b) text += fmt::format("{} does not fit its device.\n", c.fits_a ? "B" : "A");
+  return text;
+}
+
 Json ToJson(const Comparison& comparison) {
   const auto list = [](const std::vector<Difference>& causes) {
     Json entries = Json::array();
@@ -100,7 +145,9 @@ Json ToJson(const Comparison& comparison) {
           {"time_ns", list(comparison.time_ns)},
           {"memory_a_bytes", comparison.memory_a_bytes.value},
           {"memory_b_bytes", comparison.memory_b_bytes.value},
-          {"memory_bytes", list(comparison.memory_bytes)}};
+          {"memory_bytes", list(comparison.memory_bytes)},
+          {"fits_a", comparison.fits_a},
+          {"fits_b", comparison.fits_b}};
 }
 
 Status RunCompare(const CompareArguments& arguments) {
@@ -120,8 +167,8 @@ Status RunCompare(const CompareArguments& arguments) {
   if (!prints) return {};
   const Difference step{"step", comparison->step_a_ns.value, comparison->step_b_ns.value};
   const Difference memory{"needed", comparison->memory_a_bytes.value, comparison->memory_b_bytes.value};
-  return PrintText(fmt::format("A: {}\nB: {}\n", Printable(arguments.a), Printable(arguments.b)) +
-                   MadeFrom(*a, *b) + "\n" +
+  return PrintText(fmt::format("A: {}\nB: {}\n\n", Printable(arguments.a), Printable(arguments.b)) +
+                   Verdict(*comparison) + "\n" + MadeFrom(*a, *b) + "\n" +
                    Table("time, on the critical path", comparison->time_ns, step, kMilliseconds) + "\n" +
                    Table("memory, at the peak", comparison->memory_bytes, memory, kGibibytes));
 }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 
+#include "cluster_names.h"
 #include "commands/commands.h"
 #include "flags/file_flag.h"
 #include "shardplan/schemas/io.h"

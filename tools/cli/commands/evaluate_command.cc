@@ -43,12 +43,8 @@ Answer Refusal(std::string_view command, const Error& error) {
   return Refusal(command, fmt::format("shardplan: error: {}", ToString(error)));
 }
 
-// `beside`: what is in the allocator and not in the plan.
-Answer AnswerOf(const Report& report, Bytes beside) {
-  Bytes outside = beside;
-  for (const CategoryBytes& entry : report.memory.peak_by_category) {
-    if (entry.category == "cuda_context" || entry.category == "nccl_buffers") outside += entry.size_bytes;
-  }
+// `budget`: of what the allocator may reserve for the plan. `why`: WhyNoRanksFit.
+Answer AnswerOf(const Report& report, const std::optional<Bytes>& budget, std::string_view why) {
   return {{"step_ns", report.step_ns.value},
           {"world_size", report.world_size},
           {"tokens_per_second_per_rank", report.tokens_per_second_per_rank},
@@ -56,9 +52,11 @@ Answer AnswerOf(const Report& report, Bytes beside) {
           {"exposed_communication_ns", report.exposed_communication_ns.value},
           {"peak_bytes", report.memory.peak_bytes.value},
           {"reserved_bytes", report.memory.reserved_bytes.value},
-          {"needed_bytes", (report.memory.reserved_bytes + outside).value},
+          {"needed_bytes", NeededBytes(report.memory).value},
+          {"budget_bytes", budget ? Answer(budget->value) : Answer()},
           {"cache_releases", report.memory.cache_releases},
-          {"fits", report.memory.fits}};
+          {"fits", report.memory.fits},
+          {"no_ranks_fit", why}};
 }
 
 Result<Question> ParseQuestion(const std::vector<std::string>& arguments) {
@@ -92,11 +90,13 @@ class Evaluator {
     if (!cluster) return Refusal("plan", cluster.error());
     const Result<std::optional<Bytes>> budget = ParseMemoryBudget(question->budget);
     if (!budget) return Refusal("plan", budget.error());
-    const FitOptions fit{.budget_bytes = *budget, .unmanaged_bytes = UnmanagedOf(*trace_, plan_).Total()};
+    const FitOptions fit{.cluster = &*cluster, .budget_bytes = *budget};
     const Result<Simulation> simulation =
         Simulate(plan_, {.cluster = &*cluster, .record_timeline = false, .fit = fit});
-    return simulation ? AnswerOf(simulation->report, fit.unmanaged_bytes)
-                      : Refusal("simulate", simulation.error());
+    if (!simulation) return Refusal("simulate", simulation.error());
+    const bool fits = simulation->report.memory.fits;
+    return AnswerOf(simulation->report, AllocatorBudget(plan_, fit),
+                    fits ? std::string() : WhyNoRanksFit(plan_, fit));
   }
 
  private:
@@ -105,9 +105,9 @@ class Evaluator {
     if (Status read = ReadTheTrace(question.trace); !read) return std::unexpected(std::move(read.error()));
     const Result<Strategy> strategy = StrategyOf(question.strategy, question.flags);
     if (!strategy) return std::unexpected(strategy.error());
-    const FindClusterFunction find = [this](const std::string& name) { return Find(name); };
+    const ReadClusterFunction read = [this](const std::string& path) { return Read(path); };
     Result<ChosenCluster> chosen =
-        ChooseClusterOrDefault(question.cluster, *strategy, question.strategy, find);
+        ChooseClusterOrDefault(question.cluster, *strategy, question.strategy, read);
     if (!chosen) return std::unexpected(std::move(chosen.error()));
     const std::string same = fmt::format("{}\n{}", ToJson(*strategy), fmt::join(question.skip, "\n"));
     const std::int64_t ranks = chosen->cluster.ranks;
@@ -138,17 +138,17 @@ class Evaluator {
     return {};
   }
 
-  Result<Cluster> Find(const std::string& name) {
-    const auto known = clusters_.find(name);
+  Result<Cluster> Read(const std::string& path) {
+    const auto known = clusters_.find(path);
     if (known != clusters_.end()) return known->second;
-    Result<Cluster> found = FindCluster(name);
-    if (found) clusters_.emplace(name, *found);
-    return found;
+    Result<Cluster> read = ReadCluster(path);
+    if (read) clusters_.emplace(path, *read);
+    return read;
   }
 
   std::optional<Trace> trace_;
   std::string trace_path_;
-  std::map<std::string, Cluster> clusters_;                      // by what names them
+  std::map<std::string, Cluster> clusters_;                      // by path
   std::optional<std::pair<std::string, std::int64_t>> planned_;  // strategy and ranks of `plan_`
   Plan plan_;
   std::set<std::pair<std::string, bool>> verified_;  // of the trace: strategy, and whether of one rank

@@ -27,7 +27,7 @@ struct MemoryArguments {
   bool quiet = false;
 };
 
-Result<FitOptions> FitOptionsOf(const MemoryArguments& options, const PlanAndUnmanaged& input) {
+Result<FitOptions> FitOptionsOf(const MemoryArguments& options) {
   const Result<std::optional<Bytes>> budget = ParseMemoryBudget(options.budget);
   if (!budget) return std::unexpected(budget.error());
   return FitOptions{
@@ -35,8 +35,7 @@ Result<FitOptions> FitOptionsOf(const MemoryArguments& options, const PlanAndUnm
       .completion = options.frees == "late" ? Completion::kWaitedFor : Completion::kAtOnce,
       .addresses = options.addresses == "up" ? AddressOrder::kUpwards : AddressOrder::kDownwards,
       .kernel_temporaries = !options.no_kernel_temporaries,
-      .steps = options.steps,
-      .unmanaged_bytes = input.unmanaged.Total()};
+      .steps = options.steps};
 }
 
 // What the allocator would reserve on a device that is never behind the host.
@@ -76,9 +75,8 @@ Status CheckFiles(const MemoryArguments& options) {
 
 Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (Status checked = CheckFiles(options); !checked) return checked;
-  const Result<PlanAndUnmanaged> input = ReadMemoryInput(options.input);
-  if (!input) return std::unexpected(input.error());
-  const Plan* plan = &input->plan;
+  const Result<Plan> plan = ReadMemoryInput(options.input);
+  if (!plan) return std::unexpected(plan.error());
   const bool kernels = !options.no_kernel_temporaries;
   const MemoryRows rows = RowsOf(*plan,
                                  ProfileMemory(*plan, {.record_samples = true,
@@ -88,7 +86,7 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
   std::optional<ReservedMemory> map;
   std::optional<SteadyReserved> steady;
-  const Result<FitOptions> fit_options = FitOptionsOf(options, *input);
+  const Result<FitOptions> fit_options = FitOptionsOf(options);
   if (!fit_options) return std::unexpected(fit_options.error());
   const Result<ReservedOptions> reserved_options = AllocatorOptions(*plan, *fit_options);
   if (!reserved_options) return std::unexpected(reserved_options.error());
@@ -112,7 +110,8 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   }
   if (Status written = WritePages(options, *plan, drawn, map ? &*map : nullptr); !written) return written;
   if (!HasTable(options)) return {};
-  std::string text = MemoryTable(*input, rows, *fit);
+  const std::string why = fits ? std::string() : WhyNoRanksFit(*plan, *fit_options);
+  std::string text = MemoryTable(*plan, rows, *fit, why);
   if (steady) {
     const MemoryHistory& history = steady->history;  // what is compared passes the same steps
     std::vector<SettingsTrial> trials;

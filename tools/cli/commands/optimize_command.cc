@@ -8,6 +8,7 @@
 
 #include "commands/commands.h"
 #include "flags/cluster_choice.h"
+#include "flags/default_cluster.h"
 #include "flags/file_flag.h"
 #include "flags/memory_budget.h"
 #include "flags/plan_flags.h"
@@ -19,10 +20,6 @@
 
 namespace shardplan::cli {
 namespace {
-
-constexpr const char* kOneNode = "h100_sxm_8";
-constexpr const char* kSeveralNodes = "h100_sxm_64";
-constexpr std::int64_t kRanksOfOneNode = 8;
 
 struct OptimizeArguments {
   std::string trace, strategy, output = "plan.json", certificate, report, strategy_output;
@@ -53,12 +50,12 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
   if (!limit) return BadFlag("--time-limit", arguments.time_limit, "a time, say 10s, 500ms or 2min");
   options.time_limit_ns = {*limit};
   for (const std::string& allowed : arguments.allow) {
+    options.may_change_policy = options.may_change_policy || allowed == "policy";
     options.may_checkpoint = options.may_checkpoint || allowed == "checkpoint";
     options.may_offload = options.may_offload || allowed == "offload";
     options.may_release_cache = options.may_release_cache || allowed == "cache-release";
   }
   options.fixed.insert(arguments.fix.begin(), arguments.fix.end());
-  if (!arguments.flags.policy.empty()) options.fixed.insert("policy");
   options.threads = arguments.threads > 0
                         ? arguments.threads
                         : static_cast<std::int32_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 16U));
@@ -140,13 +137,7 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   if (!trace) return std::unexpected(trace.error());
   const Result<Strategy> strategy = StrategyOf(arguments.strategy, arguments.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  Result<Cluster> otherwise = Cluster{};
-  if (arguments.cluster.cluster.empty()) {
-    otherwise =
-        FindCluster(WantedRanks(arguments.cluster, *strategy) > kRanksOfOneNode ? kSeveralNodes : kOneNode);
-  }
-  if (!otherwise) return std::unexpected(otherwise.error());
-  Result<ChosenCluster> chosen = ChooseCluster(arguments.cluster, *strategy, std::move(*otherwise));
+  Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(arguments.quiet, chosen->note);
   const Result<OptimizeOptions> options = OptionsOf(arguments, chosen->cluster);
@@ -199,7 +190,8 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
       "needed.");
   auto options = std::make_shared<OptimizeArguments>();
   command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
-  AddClusterFlags(*command, options->cluster, "A cluster file or the name of a shipped one");
+  AddClusterFlags(*command, options->cluster,
+                  "A cluster file, the name of a shipped one, or a device (h100)");
   AddFile(*command, "--strategy", options->strategy,
           "A strategy file: dtypes, mesh, optimizer and training loop; flags go over it");
   command->add_option("--memory-budget", options->budget, kMemoryBudgetWords)->required();
@@ -210,11 +202,11 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("--time-limit", options->time_limit, "Of the search: 10s, 500ms, 2min (default: 10s)");
   command
       ->add_option("--allow", options->allow,
-                   "What the plan may do besides: checkpoint (recompute activations), offload (shards in "
-                   "host memory), "
-                   "cache-release (requests release the allocator's cache, and synchronise)")
+                   "What the plan may do besides: policy (be of another policy than the strategy's), "
+                   "checkpoint (recompute activations), offload (shards in host memory), cache-release "
+                   "(requests release the allocator's cache, and synchronise)")
       ->delimiter(',')
-      ->check(CLI::IsMember({"checkpoint", "offload", "cache-release"}));
+      ->check(CLI::IsMember({"policy", "checkpoint", "offload", "cache-release"}));
   command->add_option("--fix", options->fix, "What stays as the strategy has it")
       ->delimiter(',')
       ->check(CLI::IsMember(FixableDecisions()));

@@ -171,9 +171,11 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
   AddClusterFlags(
       *command, options->cluster,
-      fmt::format("A cluster file or the name of a shipped one (default: {}, with as many ranks as "
-                  "--ranks or the mesh says)",
-                  kDefaultNode));
+      fmt::format(
+          "A cluster file, the name of a shipped one, or a device (h100) of whose clusters the one for "
+          "--ranks is taken (default: {}, with as many ranks as "
+          "--ranks or the mesh says)",
+          kDefaultNode));
   AddFile(*command, "--strategy", options->strategy, "A strategy file; flags go over it");
   AddFile(*command, "-o,--output", options->output,
           "Where to write the plan, or what --dump writes ('-': standard output; default: "

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "cluster_names.h"
 #include "commands/commands.h"
 #include "flags/file_flag.h"
 #include "shardplan/planner/reshard.h"
@@ -80,6 +81,9 @@ Result<ReshardPlan> MakePlanOf(const ReshardArguments& options, const std::optio
   return plan;
 }
 
+// Of a device's clusters the largest: it has a link between nodes.
+constexpr std::int64_t kMostRanks = std::int64_t{1} << 30;
+
 Status RunReshard(const ReshardArguments& options) {
   const std::vector<OutputFile> outputs = {{"-o", options.output}};
   if (Status checked =
@@ -88,7 +92,7 @@ Status RunReshard(const ReshardArguments& options) {
     return checked;
   std::optional<Cluster> cluster;
   if (!options.cluster.empty()) {
-    Result<Cluster> found = FindCluster(options.cluster);
+    Result<Cluster> found = FindCluster(options.cluster, kMostRanks);
     if (!found) return std::unexpected(found.error());
     cluster = std::move(*found);
   }

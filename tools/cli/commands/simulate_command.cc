@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "cluster_names.h"
 #include "commands/commands.h"
 #include "flags/cluster_choice.h"
 #include "flags/file_flag.h"
@@ -132,12 +133,6 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   }
   const Result<RanksApartOptions> apart = ApartOptions(options);
   if (!apart) return std::unexpected(apart.error());
-  std::optional<Cluster> cluster;
-  if (!options.cluster.empty()) {
-    Result<Cluster> found = FindCluster(options.cluster);
-    if (!found) return std::unexpected(found.error());
-    cluster = std::move(*found);
-  }
   const bool prints = !HasStandardOutput(OutputsOf(options));
   std::vector<Plan> plans;
   std::vector<Simulation> simulations;
@@ -147,7 +142,9 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     if (!plan) return std::unexpected(plan.error());
     SimulationOptions simulation_options;
     std::optional<Cluster> of_plan;
-    if (cluster) {
+    if (!options.cluster.empty()) {
+      const Result<Cluster> cluster = FindCluster(options.cluster, plan->world_size);
+      if (!cluster) return std::unexpected(cluster.error());
       Result<Cluster> resized = WithRanks(*cluster, plan->world_size);
       if (!resized) {
         resized.error().file = options.cluster;
@@ -169,7 +166,13 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       if (simulation.error().file.empty()) simulation.error().file = path;
       return std::unexpected(simulation.error());
     }
-    fits = fits && simulation->report.memory.fits;
+    if (!simulation->report.memory.fits) {
+      fits = false;
+      FitOptions asked = simulation_options.fit;
+      asked.cluster = simulation_options.cluster;
+      if (const std::string why = WhyNoRanksFit(*plan, asked); !why.empty())
+        uncertainty += fmt::format("{} fits on no number of ranks: {}\n", path, why);
+    }
     const Cluster& its_cluster = of_plan ? *of_plan : plan->cluster;
     const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan, its_cluster);
     if (!sensitivity) return std::unexpected(sensitivity.error());
@@ -219,7 +222,8 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
       "Exit code: 1 when a plan does not verify, or does not fit into the budget or the device's memory.");
   auto options = std::make_shared<SimulateArguments>();
   command->add_option("PLAN", options->plans, "One or several plans")->required();
-  AddFile(*command, "--cluster", options->cluster, "Costs from this cluster instead of the plan's own");
+  AddFile(*command, "--cluster", options->cluster,
+          "Costs from this cluster (a file, a shipped one, or a device) instead of the plan's own");
   AddFile(*command, "--report", options->report, "Write the report (JSON; '-': standard output, no table)");
   AddFile(*command, "--timeline", options->timeline, "Write a timeline that Perfetto opens");
   AddFile(*command, "--html", options->html, "Write a self-contained HTML report");

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "cluster_names.h"
 #include "flags/file_flag.h"
-#include "support.h"
 
 namespace shardplan::cli {
 namespace {
@@ -57,7 +57,7 @@ Result<Cluster> WithRanks(Cluster cluster, std::int64_t ranks) {
 }
 
 Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise,
-                                    const FindClusterFunction& find) {
+                                    const ReadClusterFunction& read) {
   const std::int64_t in_mesh = RanksOfMesh(strategy);
   if (flags.ranks > 0 && in_mesh > 0 && flags.ranks != in_mesh) {
     return std::unexpected(
@@ -79,15 +79,21 @@ Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& s
             : fmt::format("no --cluster, --ranks or --mesh is given: {}, {} ranks", name, cluster->ranks);
     return ChosenCluster{std::move(*cluster), std::move(note)};
   }
-  Result<Cluster> found = find(flags.cluster);
+  const Result<ClusterName> named = ResolveCluster(flags.cluster, ranks);
+  if (!named) return std::unexpected(named.error());
+  Result<Cluster> found = read(named->path);
   if (!found) return std::unexpected(std::move(found.error()));
-  if (flags.ranks > 0) {
+  if (named->of_device && ranks == 0) {
+    std::string note = fmt::format("no --ranks or --mesh is given: {}, {} ranks", found->name, found->ranks);
+    return ChosenCluster{std::move(*found), std::move(note)};
+  }
+  if (flags.ranks > 0 || named->of_device) {
     const std::int64_t own = found->ranks;
     std::string note;
-    if (own != flags.ranks)
-      note =
-          fmt::format("{} has {} ranks: {} of its devices, as --ranks says", found->name, own, flags.ranks);
-    Result<Cluster> resized = WithRanks(std::move(*found), flags.ranks);
+    if (own != ranks)
+      note = fmt::format("{} has {} ranks: {} of its devices, as {} says", found->name, own, ranks,
+                         flags.ranks > 0 ? "--ranks" : "the mesh");
+    Result<Cluster> resized = WithRanks(std::move(*found), ranks);
     if (!resized) {
       resized.error().file = flags.cluster;
       return std::unexpected(std::move(resized.error()));

@@ -7,13 +7,13 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/io.h"
 #include "shardplan/schemas/strategy.h"
-#include "support.h"
 
 namespace shardplan::cli {
 
 struct ClusterFlags {
-  std::string cluster;     // a file or the name of a shipped one; "": not given
+  std::string cluster;     // a file, the name of a shipped one or of a device; "": not given
   std::int64_t ranks = 0;  // 0: not given
 };
 
@@ -28,13 +28,13 @@ struct ChosenCluster {
 // What --ranks says, else the mesh; 0: neither.
 std::int64_t WantedRanks(const ClusterFlags& flags, const Strategy& strategy);
 
-// Cluster documents by path or shipped name.
-using FindClusterFunction = std::function<Result<Cluster>(const std::string&)>;
+// Cluster documents by path.
+using ReadClusterFunction = std::function<Result<Cluster>(const std::string&)>;
 
 // As many ranks as wanted, else those of the cluster that is named, else of `otherwise`. kUsage: --ranks and
-// the mesh differ. kBadInput: the mesh and the named cluster do, or as WithRanks.
+// the mesh differ. kBadInput: the mesh and the named cluster do, or as ResolveCluster and WithRanks.
 Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise,
-                                    const FindClusterFunction& find = FindCluster);
+                                    const ReadClusterFunction& read = ReadCluster);
 
 // The cluster with so many of its devices; its name says so. kBadInput: these are several nodes, and it has
 // links inside a node only.

@@ -16,6 +16,6 @@ inline constexpr const char* kDefaultNodes = "h100_sxm_64";
 // ChooseCluster with these. An error of the strategy names its file.
 Result<ChosenCluster> ChooseClusterOrDefault(const ClusterFlags& flags, const Strategy& strategy,
                                              const std::string& strategy_path,
-                                             const FindClusterFunction& find = FindCluster);
+                                             const ReadClusterFunction& read = ReadCluster);
 
 }  // namespace shardplan::cli

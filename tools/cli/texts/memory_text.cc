@@ -76,13 +76,13 @@ std::string AliveText(const Plan& plan, const AliveMemory& a, std::int64_t alike
 namespace {
 
 // Between steps there are no gradients.
-Bytes BesideBytes(const PlanAndUnmanaged& input, bool at_peak) {
-  const UnmanagedParameters& unmanaged = input.unmanaged;
-  return OutsideBytes(input.plan, input.plan.cluster) + unmanaged.parameter_bytes + unmanaged.state_bytes +
+Bytes BesideBytes(const Plan& plan, bool at_peak) {
+  const UnmanagedParameters& unmanaged = plan.unmanaged;
+  return OutsideBytes(plan, plan.cluster) + unmanaged.parameter_bytes + unmanaged.state_bytes +
          (at_peak ? unmanaged.gradient_bytes : Bytes{});
 }
 
-std::string FitText(const Plan& plan, const DeviceFit& fit) {
+std::string FitText(const Plan& plan, const DeviceFit& fit, std::string_view why) {
   if (!fit.budget_bytes) return {};
   const Device& device = plan.cluster.device;
   std::string text = fmt::format("{} {:.3f} GiB that the allocator may reserve",
@@ -91,13 +91,14 @@ std::string FitText(const Plan& plan, const DeviceFit& fit) {
     text += fmt::format(" ({} of {:.3f} GiB)", Printable(device.name), Gib(device.memory_bytes));
   if (fit.Fits(true) && fit.cache_releases > 0)
     text += fmt::format("; {} requests release the cache, and each synchronises", fit.cache_releases);
+  if (!why.empty()) text += fmt::format("; no number of ranks does: {}", why);
   return text + "\n";
 }
 
 }  // namespace
 
-std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows, const DeviceFit& fit) {
-  const Plan& plan = input.plan;
+std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeviceFit& fit,
+                        std::string_view why) {
   const MemoryPeak& peak = rows.peak;
   const MemoryRow& end = rows.rows.back();
   std::string text = fmt::format("{:<28} {:>18} {:>10}   {:>18} {:>10}\n", "category", "at the peak, bytes",
@@ -120,19 +121,19 @@ std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows, c
                   bytes);
     }
   }
-  const UnmanagedParameters& unmanaged = input.unmanaged;
+  const UnmanagedParameters& unmanaged = plan.unmanaged;
   if (unmanaged.parameter_bytes.value > 0) {
     text += Row("parameters of no unit", unmanaged.parameter_bytes, unmanaged.parameter_bytes);
     text += Row("  their gradients, at most", unmanaged.gradient_bytes, {});
     text += Row("  their optimizer states", unmanaged.state_bytes, unmanaged.state_bytes);
   }
-  text += Row("total and outside", peak.total_bytes + BesideBytes(input, true),
-              end.total_bytes + BesideBytes(input, false));
+  text += Row("total and outside", peak.total_bytes + BesideBytes(plan, true),
+              end.total_bytes + BesideBytes(plan, false));
   if (fit.budget_bytes && !fit.out_of_memory) {
-    text += Row("reserved and outside", fit.reserved_bytes + BesideBytes(input, true),
-                fit.reserved_bytes + BesideBytes(input, false));
+    text += Row("reserved and outside", fit.reserved_bytes + BesideBytes(plan, true),
+                fit.reserved_bytes + BesideBytes(plan, false));
   }
-  text += FitText(plan, fit);
+  text += FitText(plan, fit, why);
   return text;
 }
 

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
-#include "memory_input.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_explanation.h"
 #include "shardplan/simulator/memory_rows.h"
 #include "shardplan/simulator/reserved_memory.h"
@@ -13,7 +14,8 @@ namespace shardplan::cli {
 
 // Bytes by category at the peak and between steps, where the peak is, and what lies outside of it: context,
 // NCCL's buffers per communicator, parameters of no unit, and whether it fits (where a budget is known).
-std::string MemoryTable(const PlanAndUnmanaged& input, const MemoryRows& rows, const DeviceFit& fit);
+// `why`: WhyNoRanksFit.
+std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeviceFit& fit, std::string_view why);
 
 // {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
 // "by_category"}...]}

@@ -28,11 +28,12 @@ struct OptimizeProgress {
 struct OptimizeOptions {
   // The limit of reserved bytes on a rank (device_fit.h). Default: the device's memory.
   std::optional<Bytes> budget;
+  bool may_change_policy = false;  // the plan may be of another policy than the strategy's
   bool may_checkpoint = false;
   bool may_offload = false;
   bool may_release_cache = false;  // a request that finds no memory may release the cache: it synchronises
-  // The parts of the strategy that stay as they are: "policy", "units", "reshard", "layout", "prefetch",
-  // "checkpoint", "accumulation".
+  // The parts of the strategy that stay as they are: "units", "reshard", "layout", "prefetch", "checkpoint",
+  // "accumulation".
   std::set<std::string> fixed;
   // Plan and simulate every setting of the grid, to report the best of them as a baseline.
   bool whole_grid = false;

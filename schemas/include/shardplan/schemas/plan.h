@@ -364,6 +364,14 @@ struct KnownFault {
   bool operator==(const KnownFault&) const = default;
 };
 
+// Parameters of the trace that are in no unit (ignored ones, or what no unit wraps). Every rank has them
+// whole, in blocks of 512 bytes, beside what the plan allocates.
+struct UnmanagedParameters {
+  Bytes parameter_bytes, gradient_bytes, state_bytes;
+  Bytes Total() const { return parameter_bytes + gradient_bytes + state_bytes; }
+  bool operator==(const UnmanagedParameters&) const = default;
+};
+
 struct Plan {
   std::string model;
   std::string policy;
@@ -382,6 +390,7 @@ struct Plan {
   std::vector<Communicator> communicators;
   std::vector<TraceInput> inputs;           // alive from step begin; freed at step end
   std::vector<ModuleBuffer> model_buffers;  // alive for ever
+  UnmanagedParameters unmanaged;
   ModelPasses passes;
   std::vector<Segment> segments;
   std::vector<PlanStep> steps;

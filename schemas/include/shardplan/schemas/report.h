@@ -9,7 +9,8 @@
 
 namespace shardplan {
 
-// Allocated bytes of one category (a buffer role, a storage role, "cuda_context", "nccl_buffers").
+// Allocated bytes of one category (a buffer role, a storage role, "cuda_context", "nccl_buffers",
+// "unmanaged": parameters in no unit, with their gradients and optimizer states).
 struct CategoryBytes {
   std::string category;
   Bytes size_bytes;

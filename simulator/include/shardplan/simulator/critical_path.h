@@ -77,9 +77,10 @@ struct Difference {
 };
 struct Comparison {
   Nanoseconds step_a_ns, step_b_ns;
-  std::vector<Difference> time_ns;  // adds up to the steps
-  Bytes memory_a_bytes, memory_b_bytes;
-  std::vector<Difference> memory_bytes;  // adds up to what the devices need
+  std::vector<Difference> time_ns;       // adds up to the steps
+  Bytes memory_a_bytes, memory_b_bytes;  // what the devices need (NeededBytes)
+  std::vector<Difference> memory_bytes;  // adds up to it
+  bool fits_a = true, fits_b = true;     // the plans' own devices
 };
 
 // Each on its own cluster.

@@ -4,7 +4,8 @@
 //   device memory  = outside                                 + budget
 //                    CUDA context, NCCL's buffers              what the caching allocator may reserve:
 //                    of the plan's communicators               parameters, gradients, states, activations,
-//                                                              cuBLAS workspaces, fragmentation
+//                                                              cuBLAS workspaces, fragmentation, parameters
+//                                                              in no unit (Plan::unmanaged)
 //
 // A plan fits when the allocator's model, given the budget, passes the steps that repeat until they reserve
 // no more, and never runs out of memory. Releases of the cache are counted: each synchronises the device.
@@ -12,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
@@ -21,12 +23,7 @@
 
 namespace shardplan {
 
-// Parameters of a trace that are in no unit (ignored ones, or what no unit wraps). Every rank has them whole,
-// in blocks of 512 bytes. They are inside of a budget: the allocator has them. A plan does not contain them.
-struct UnmanagedParameters {
-  Bytes parameter_bytes, gradient_bytes, state_bytes;
-  Bytes Total() const { return parameter_bytes + gradient_bytes + state_bytes; }
-};
+// Plan::unmanaged of a plan of this trace.
 UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan);
 
 struct FitOptions {
@@ -37,13 +34,12 @@ struct FitOptions {
   bool kernel_temporaries = true;
   bool releases = true;    // false: the replay ends where the cache would be released first
   std::int32_t steps = 0;  // above 0: so many steps, steady or not
-  Bytes unmanaged_bytes;   // UnmanagedParameters::Total of the plan's trace
 };
 
 // Context and NCCL's buffers.
 Bytes OutsideBytes(const Plan& plan, const Cluster& cluster);
 
-// The limit of reserved bytes for the plan's buffers: the budget less unmanaged_bytes, at least one byte.
+// The limit of reserved bytes for the plan's buffers: the budget less Plan::unmanaged, at least one byte.
 // nullopt: the cluster does not say how much memory a device has.
 std::optional<Bytes> AllocatorBudget(const Plan& plan, const FitOptions& options);
 
@@ -73,5 +69,10 @@ Bytes ReservedToShow(const Plan& plan, FitOptions options, const DeviceFit& fit)
 
 // The reserved bytes on a device of unlimited memory. Errors as AllocatorOptions.
 Result<Bytes> ReservedWithoutBudget(const Plan& plan, FitOptions options);
+
+// Why the plan fits on no number of ranks: what more ranks do not divide (activations; with them gathered
+// parameters and their gradients; parameters in no unit) needs more than the budget. "": it may fit, or the
+// budget is unknown.
+std::string WhyNoRanksFit(const Plan& plan, const FitOptions& options);
 
 }  // namespace shardplan

@@ -65,6 +65,9 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options =
 // a counter track of memory by category. Times in microseconds with three decimals.
 std::string TimelineJson(const Plan& plan, const Simulation& simulation);
 
+// Of a device: what is reserved, context, NCCL's buffers, parameters in no unit.
+Bytes NeededBytes(const MemoryReport& memory);
+
 // A table for people: one column per report (step time, exposed communication, overlap, tokens/s, memory).
 std::string ComparisonTable(const std::vector<Report>& reports);
 

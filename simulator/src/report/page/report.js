@@ -64,7 +64,7 @@ function comparison() {
 }
 
 function cards() {
-  const r = plan.report, needed = r.reserved + r.context + r.nccl, out = [];
+  const r = plan.report, needed = r.needed, out = [];
   const card = (name, value, more, bad, gauge) => {
     const made = element('div', undefined, 'card');
     made.append(element('div', name, 'name'), element('div', value, 'value'));
@@ -200,7 +200,7 @@ function drawTimeline() {
 }
 function drawMemory(at) {
   const height = 250, bottom = height - axis, s = surface('memory', height), c = s.c, device = plan.report.device;
-  const room = device ? device - plan.report.context - plan.report.nccl : 0;
+  const room = device ? device - (plan.report.needed - plan.report.reserved) : 0;
   const top = Math.max(plan.top, room && room < 1.6 * plan.top ? room : 0) * 1.06;
   const y = (bytes) => bottom - bytes / top * (bottom - 6);
   ticks(s, bottom);

@@ -29,7 +29,7 @@ examples:
 
 What follows -- goes to every `shardplan plan`. A sweep that was killed goes on with the rows that its file lacks.
 exit codes: 0 done, 1 nothing fits, 2 usage, 3 bad input, 4 environment"""
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def _budget(text: str) -> str:
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--policy", type=_names, metavar="NAME,NAME", help="fsdp1, fsdp2 (default: fsdp2)")
     result.add_argument("--vary", type=_varied, action="append", default=[], metavar="FLAG=A|B", help="values of a flag of shardplan plan; -: not given, +: given without a value; repeat it")
     result.add_argument("--trace-flag", action="append", default=[], metavar="FLAG", help="for every shardplan trace, as --trace-flag=--dtype=bfloat16; repeat it")
-    result.add_argument("--budget", type=_budget, metavar="BYTES", help="what the caching allocator may reserve on a rank: 60GiB, or device: what the cluster's has beside context and NCCL's buffers (default)")
+    result.add_argument("--memory-budget", "--budget", dest="budget", type=_budget, metavar="BYTES", help="what the caching allocator may reserve on a rank: 60GiB, or device: what the cluster's has beside context and NCCL's buffers (default)")
     result.add_argument("--allow", choices=["cache-release"], help="--solve: requests may release the allocator's cache, and synchronise")
     result.add_argument("--solve", choices=sorted(QUESTIONS), help="answer this for every combination of the others")
     result.add_argument("--part", metavar="I/N", help="part I of N of the configurations, from 1")
@@ -167,15 +167,16 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         path = options.output or os.path.join(folder, "rows.csv")
         kept = rows.Rows(path, list(axes))
         evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
-        answers = _run_all(options, todo, kept, evaluate)
+        answers, reasons = _run_all(options, todo, kept, evaluate)
         kept.close()
         _write_others(options, list(kept.done.values()), list(axes))
-        return _say(options, kept, answers, list(axes))
+        return _say(options, kept, answers, reasons, list(axes))
 
 
-def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.Rows, evaluate: Evaluator) -> dict[Configuration, Configuration]:
-    """Evaluates what is not done, and keeps each row. With --solve: the answer of each that has one."""
+def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.Rows, evaluate: Evaluator) -> tuple[dict[Configuration, Configuration], dict[Configuration, str]]:
+    """Evaluates what is not done, and keeps each row. With --solve: the answer of each that has one, and why the others have none."""
     answers: dict[Configuration, Configuration] = {}
+    reasons: dict[Configuration, str] = {}
 
     def work(group: list[Configuration]) -> list[tuple[Configuration, Configuration | None, dict]]:
         if not options.solve:
@@ -192,6 +193,7 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
             for future in concurrent.futures.as_completed(futures):
                 done = future.result()
                 answers |= {asked: answer for asked, answer, _ in done if answer is not None}
+                reasons |= {asked: results["why"] for asked, answer, results in done if answer is None and results.get("why")}
                 kept.add([(answer or asked, results) for asked, answer, results in done])
                 count += len(done)
                 if not options.quiet:
@@ -199,7 +201,7 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return answers
+    return answers, {asked: reasons[asked] for asked in todo if asked in reasons}
 
 
 def _write_others(options: argparse.Namespace, done: list[dict[str, str]], axes: list[str]) -> None:
@@ -209,8 +211,16 @@ def _write_others(options: argparse.Namespace, done: list[dict[str, str]], axes:
         files.write_text(options.html, page.page(done, axes, options.price))
 
 
-def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, axes: list[str]) -> int:
-    """The rows as a table, the best that fits marked; a table on standard output where -o names no file."""
+def _place(asked: Configuration, axes: list[str], options: argparse.Namespace) -> str:
+    """Which of the answers, where there are several."""
+    solved = QUESTIONS[options.solve][0]
+    values = _axes(options)
+    several = [axis for axis in axes if axis != solved and len(values[axis]) > 1]
+    return " (" + ", ".join(f"{axis} {printable_name(asked[axis])}" for axis in several) + ")" if several else ""
+
+
+def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, reasons: dict[Configuration, str], axes: list[str]) -> int:
+    """The rows as a table, the best that fits marked; a table on standard output where -o names no file. `reasons`: why a question has no answer."""
     chosen = [kept.done[a] for a in answers.values()] if options.solve else list(kept.done.values())
     if options.solve:
         chosen += [values for values in kept.done.values() if values not in chosen and values["fits"] != "yes"]
@@ -224,4 +234,6 @@ def _say(options: argparse.Namespace, kept: rows.Rows, answers: dict, axes: list
         print(mark, "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for error in sorted({row["error"] for row in chosen if row["error"]}):
         print("not simulated:", printable_name(error))
+    for asked, why in reasons.items():
+        print(f"nothing fits{_place(asked, axes, options)}: {printable_name(why)}")
     return 0 if fitting else 1

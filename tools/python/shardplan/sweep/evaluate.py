@@ -72,6 +72,8 @@ class Evaluator:
             "needed_gib": f"{answer['needed_bytes'] / _GIB:.3f}",
             "cache_releases": answer["cache_releases"],
             "fits": "yes" if answer["fits"] else "no",
+            "budget_gib": answer["budget_bytes"] / _GIB if answer["budget_bytes"] is not None else None,
+            "why": answer["no_ranks_fit"],
         }
 
     def _trace(self, configuration: Configuration) -> str:

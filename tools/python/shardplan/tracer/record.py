@@ -232,7 +232,8 @@ def _forward(
         del leaf
     recorder.phase = "loss"
     if losses is not None:
-        losses.append(step.loss(output))
+        with recorder.labels_on_device:
+            losses.append(step.loss(output))
     if step.keep_output:
         outputs.append(output)
     output = None  # as a training loop that keeps no name for it

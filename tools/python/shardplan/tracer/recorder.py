@@ -15,6 +15,7 @@ neither the birth of the result nor the death of the target is an event.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import sys
 import weakref
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardplan.tracer import operators
 from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
+from shardplan.tracer.user_code import LabelsOnDevice
 
 aten = torch.ops.aten
 _NONE = -1
@@ -105,6 +107,16 @@ class Recorder(TorchDispatchMode):
         self._last_module = _NONE
         self._pending: tuple | None = None  # an operator that may turn out to be in place
         self._last_zeros: StorageRecord | None = None
+        self.labels_on_device = LabelsOnDevice(self._unrecorded)  # around the loss; it keeps what it moves
+
+    @contextlib.contextmanager
+    def _unrecorded(self):
+        """Inside, nothing is recorded: a tensor that is made was there before the step."""
+        phase, self.phase = self.phase, "off"
+        try:
+            yield
+        finally:
+            self.phase = phase
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardplan.tracer.fake_cuda import CAPABILITY
+from shardplan.tracer.module_tree import on_fake_cuda
 
 _MEMORY_BYTES = 80 << 30
 
@@ -152,6 +154,35 @@ class CudaIsCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         return func(*map(_without_cuda, args), **{name: _without_cuda(value) for name, value in kwargs.items()})
+
+
+class LabelsOnDevice(TorchFunctionMode):
+    """Inside, an operator that gets tensors of the fake CUDA device and of the CPU gets all of them from the device: the labels of a loss that makes
+    them where it runs. Each is moved once and kept, as what a batch holds. Numbers (tensors of no dimension) stay where they are."""
+
+    def __init__(self, unrecorded: Callable[[], contextlib.AbstractContextManager]):
+        super().__init__()
+        self._unrecorded = unrecorded
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the tensor, and what stands for it
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(t.device.type == "cuda" for t in tensors) and any(map(_is_label, tensors)):
+            args, kwargs = tree_map(self._on_device, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _on_device(self, value):
+        if not isinstance(value, torch.Tensor) or not _is_label(value):
+            return value
+        if id(value) not in self._moved:
+            with self._unrecorded():
+                self._moved[id(value)] = (value, on_fake_cuda(value))
+        return self._moved[id(value)][1]
+
+
+def _is_label(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dim() > 0 and not tensor.requires_grad
 
 
 def _without_cuda(value):

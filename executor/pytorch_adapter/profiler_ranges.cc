@@ -1,0 +1,217 @@
+#include "profiler_ranges.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace shardplan::python {
+namespace {
+
+// As FSDP2 spells a parameter group's modules.
+std::string ModulesText(const Unit& unit) { return fmt::format("{}", fmt::join(unit.modules, ", ")); }
+
+// FSDPParamGroup._with_fqn: nothing behind the label of the root.
+std::string WithFqn(std::string_view label, const std::string& modules, const std::string& group) {
+  return modules.empty() ? fmt::format("{}{}", label, group)
+                         : fmt::format("{} ({}){}", label, modules, group);
+}
+
+// " [pg=4]" where the modules have several parameter groups.
+std::string GroupText(const Plan& plan, const Unit& unit) {
+  const auto same = [&](const Unit& other) { return other.modules == unit.modules; };
+  if (unit.shard_communicator < 0 || std::ranges::count_if(plan.units, same) < 2) return {};
+  return fmt::format(" [pg={}]", plan.communicators[unit.shard_communicator].size);
+}
+
+bool StartsWith(const SharedText& text, std::string_view prefix) { return text.str().starts_with(prefix); }
+
+}  // namespace
+
+ProfilerRanges::Watch::Watch(ProfilerRanges& ranges, executor::Replayer& replayer, TriggerKind kind,
+                             UnitId unit, bool outermost)
+    : ranges_(ranges), replayer_(replayer) {
+  ranges.Begin(kind, unit);
+  replayer.SetObserver(&ranges);
+  const Range range = outermost && kind == TriggerKind::kPreForward ? Range::kRootPreForward : RangeOf(kind);
+  if (kind == TriggerKind::kPostBackward) ranges.not_reduced_ = unit;
+  ranges.Set(kind == TriggerKind::kPostBackward ? kOfInstructions : kOfTrigger, range, unit);
+}
+
+ProfilerRanges::Watch::Watch(ProfilerRanges& ranges, executor::Replayer& replayer, ProcedureKind kind,
+                             UnitId unit)
+    : ranges_(ranges), replayer_(replayer) {
+  const bool gathers = kind == ProcedureKind::kUnshard || kind == ProcedureKind::kUnshardFullPrecision;
+  ranges.Begin(gathers ? TriggerKind::kUserCall : TriggerKind::kPostBackward, unit);
+  replayer.SetObserver(&ranges);
+  ranges.Set(kOfTrigger, Range::kOnDemand, unit);
+}
+
+ProfilerRanges::Watch::~Watch() {
+  ranges_.Close(kOfTrigger);
+  replayer_.SetObserver(nullptr);
+}
+
+void ProfilerRanges::Begin(TriggerKind kind, UnitId unit) {
+  if (names_.empty()) MakeNames();
+  trigger_ = kind;
+  unit_ = unit;
+  not_reduced_ = -1;
+}
+
+void ProfilerRanges::MakeNames() {
+  const auto make = [this](const std::string& modules, const std::string& group) {
+    std::array<std::string, kRanges>& names = names_.emplace_back();
+    const auto name = [&](Range range) -> std::string& { return names[static_cast<std::size_t>(range)]; };
+    name(Range::kRootPreForward) = "FSDP::root_pre_forward";
+    name(Range::kBackwardEnd) = "FSDP::root_post_backward_callback";
+    name(Range::kPreForward) = WithFqn("FSDP::pre_forward", modules, group);
+    name(Range::kPostForward) = WithFqn("FSDP::post_forward", modules, group);
+    name(Range::kPreBackward) = WithFqn("FSDP::pre_backward", modules, group);
+    name(Range::kAllGather) = WithFqn("FSDP::all_gather", modules, group);
+    name(Range::kCopyOut) = WithFqn("FSDP::all_gather_copy_out", modules, group);
+    name(Range::kReshard) = WithFqn("FSDP::post_backward_reshard", modules, group);
+    name(Range::kReduce) = WithFqn("FSDP::post_backward_reduce", modules, group);
+    name(Range::kReduceScatterWait) = fmt::format("FSDP::post_backward_rs_wait ({})", modules);
+    name(Range::kForwardPrefetch) = "FSDP::forward_prefetch for " + modules;
+    name(Range::kBackwardPrefetch) = "FSDP::backward_prefetch for " + modules;
+    name(Range::kUserCall) = WithFqn("shardplan::user_call", modules, group);
+    name(Range::kOnDemand) = WithFqn("shardplan::on_demand", modules, group);
+    name(Range::kLazyInit) = "shardplan::lazy_init";
+  };
+  for (const Unit& unit : plan_.units) make(ModulesText(unit), GroupText(plan_, unit));
+  make("", "");
+}
+
+const std::string& ProfilerRanges::NameOf(Range range, UnitId unit) const {
+  const auto& names = unit < 0 ? names_.back() : names_[static_cast<std::size_t>(unit)];
+  return names[static_cast<std::size_t>(range)];
+}
+
+void ProfilerRanges::Close(Level level) {
+  for (std::size_t inner = kLevels; inner-- > level;) {
+    open_[inner].record.reset();
+    open_[inner].range = Range::kNone;
+  }
+}
+
+void ProfilerRanges::Set(Level level, Range range, UnitId unit) {
+  Open& open = open_[level];
+  if (open.range == range && open.unit == unit) return;
+  Close(level);
+  if (range == Range::kNone) return;
+  open.range = range;
+  open.unit = unit;
+  open.record.emplace(at::RecordScope::USER_SCOPE);
+  open.record->before(std::string_view(NameOf(range, unit)));
+}
+
+// Where the user's own code runs, or nothing, is no range.
+ProfilerRanges::Range ProfilerRanges::RangeOf(TriggerKind kind) {
+  switch (kind) {
+    case TriggerKind::kPreForward:
+      return Range::kPreForward;
+    case TriggerKind::kPostForward:
+      return Range::kPostForward;
+    case TriggerKind::kPreBackward:
+      return Range::kPreBackward;
+    case TriggerKind::kPostBackward:
+      return Range::kReshard;
+    case TriggerKind::kBackwardEnd:
+      return Range::kBackwardEnd;
+    case TriggerKind::kLazyInit:
+      return Range::kLazyInit;
+    case TriggerKind::kUserCall:  // setters have no instruction: the range begins with the first
+    case TriggerKind::kStepBegin:
+    case TriggerKind::kOptimizerStep:
+    case TriggerKind::kZeroGrad:
+    case TriggerKind::kStepEnd:
+      return Range::kNone;
+  }
+  return Range::kNone;
+}
+
+ProfilerRanges::Range ProfilerRanges::RangeOfMemory(BufferId buffer, bool allocates) const {
+  const Buffer& of = plan_.buffers[static_cast<std::size_t>(buffer)];
+  switch (of.role) {
+    case BufferRole::kAllGatherInput:
+      return Range::kAllGather;
+    case BufferRole::kAllGatherOutput:
+    case BufferRole::kExtensionGathered:
+      return allocates ? Range::kAllGather : Range::kNone;
+    case BufferRole::kParamUnsharded:
+      if (!allocates) return InBackward() ? Range::kReshard : Range::kNone;
+      return plan_.units[static_cast<std::size_t>(of.unit)].layout == LayoutKind::kFlat ? Range::kAllGather
+                                                                                        : Range::kCopyOut;
+    case BufferRole::kReduceScatterInput:
+      if (allocates) return Range::kReduce;
+      return not_reduced_ >= 0 ? Range::kReduceScatterWait : Range::kNone;
+    case BufferRole::kReduceScatterOutput:
+    case BufferRole::kPartialReduceOutput:
+    case BufferRole::kGradSharded:
+    case BufferRole::kGradHost:
+    case BufferRole::kGradUnsharded:
+      return InBackward() ? Range::kReduce : Range::kNone;
+    default:
+      return Range::kNone;
+  }
+}
+
+ProfilerRanges::Range ProfilerRanges::RangeOf(const Instruction& instruction) const {
+  switch (instruction.kind) {
+    case InstructionKind::kAllocate:
+      return RangeOfMemory(instruction.dst, true);
+    case InstructionKind::kFree:
+      return RangeOfMemory(instruction.src, false);
+    case InstructionKind::kCopyToDevice:
+    case InstructionKind::kCopyIn:
+    case InstructionKind::kAllGather:
+      return Range::kAllGather;
+    case InstructionKind::kCopyOut:
+      return Range::kCopyOut;
+    case InstructionKind::kGradCopyIn:
+    case InstructionKind::kGradScale:
+    case InstructionKind::kGradZero:
+    case InstructionKind::kReduceScatter:
+    case InstructionKind::kAllReduce:
+    case InstructionKind::kGradCast:
+    case InstructionKind::kGradAccumulate:
+    case InstructionKind::kCopyToHost:
+      return Range::kReduce;
+    case InstructionKind::kBindSharded:
+      return InBackward() ? Range::kReshard : Range::kNone;
+    case InstructionKind::kCompute:
+    case InstructionKind::kBindUnsharded:
+    case InstructionKind::kReshardPostForward:
+    case InstructionKind::kRecord:
+    case InstructionKind::kWait:
+    case InstructionKind::kHostWait:
+    case InstructionKind::kOptimizerStep:
+    case InstructionKind::kZeroGrad:
+      return Range::kNone;
+  }
+  return Range::kNone;
+}
+
+// Records and waits are in the range of what is around them.
+void ProfilerRanges::BeforeInstruction(const Instruction& instruction) {
+  const bool orders = instruction.kind == InstructionKind::kRecord ||
+                      instruction.kind == InstructionKind::kWait ||
+                      instruction.kind == InstructionKind::kHostWait;
+  if (orders) return;
+  if (open_[kOfTrigger].range == Range::kRootPreForward) Set(kOfTrigger, Range::kPreForward, unit_);
+  if (trigger_ == TriggerKind::kUserCall && open_[kOfTrigger].range == Range::kNone)
+    Set(kOfTrigger, Range::kUserCall, unit_);
+  const UnitId unit = instruction.unit >= 0 ? instruction.unit : unit_;
+  const bool prefetches = StartsWith(instruction.reason, "prefetch_");
+  const Range prefetch =
+      StartsWith(instruction.reason, "prefetch_forward") ? Range::kForwardPrefetch : Range::kBackwardPrefetch;
+  Set(kOfPrefetch, prefetches ? prefetch : Range::kNone, unit);
+  const Range range = RangeOf(instruction);
+  if (range == Range::kReshard) not_reduced_ = unit;
+  Set(kOfInstructions, range, range == Range::kReduceScatterWait ? not_reduced_ : unit);
+  if (range == Range::kReduce) not_reduced_ = -1;
+}
+
+}  // namespace shardplan::python

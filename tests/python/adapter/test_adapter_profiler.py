@@ -1,0 +1,52 @@
+"""torch.profiler beside a plan: the ranges that FSDP2 records, under its names."""
+
+import adapter_profiler
+import pytest
+from adapter_workers import run_on_ranks
+from conftest import build_folder
+from equivalence_plans import make_plans
+
+# What FSDP2 records though it has nothing to do: a prefetch of what is gathered. A plan has no instruction there.
+ONLY_FSDP2 = {"keeps": {"FSDP::backward_prefetch for layers.0"}}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    return make_plans(adapter_profiler.CASES, tmp_path_factory.mktemp("profiled") / "plans", build_folder())
+
+
+@pytest.fixture(scope="module")
+def outcomes(plans, tmp_path_factory):
+    return run_on_ranks(2, tmp_path_factory.mktemp("profiled") / "ranks", adapter_profiler.ranges_of_all, adapter_profiler.CASES, plans)
+
+
+@pytest.mark.parametrize("name", [of.name for of in adapter_profiler.CASES])
+def test_the_ranges_are_those_of_fsdp2(outcomes, name):
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None and outcome[0] == "returned", f"rank {rank}: {outcome}"
+        ours, theirs = outcome[1][name]
+        assert theirs - ours == ONLY_FSDP2.get(name, set()), f"rank {rank}"
+        assert ours - theirs == set(), f"rank {rank}"
+        assert len(ours) > 20, f"rank {rank}: {ours}"
+
+
+def test_collectives_are_inside_of_the_hooks_that_issue_them(plans, tmp_path):
+    (default,) = (of for of in adapter_profiler.CASES if of.name == "default")
+    for outcome in run_on_ranks(2, tmp_path / "ranks", adapter_profiler.nesting_of_a_step, default, plans["default"]):
+        assert outcome[0] == "returned", outcome
+        nested = set(outcome[1])
+        assert ("FSDP::all_gather (layers.1)", "FSDP::pre_forward (layers.1)") in nested
+        assert ("FSDP::all_gather_copy_out (layers.1)", "FSDP::pre_backward (layers.1)") in nested
+        assert ("FSDP::all_gather (layers.1)", "FSDP::backward_prefetch for layers.1") in nested
+        assert ("FSDP::backward_prefetch for layers.1", "FSDP::pre_backward (layers.2)") in nested
+        assert ("FSDP::post_backward_reduce (layers.1)", "") in nested
+        assert ("FSDP::post_backward_reduce", "FSDP::root_post_backward_callback") in nested
+
+
+def test_what_is_done_on_demand_has_a_range_of_its_own(plans, tmp_path):
+    (default,) = (of for of in adapter_profiler.CASES if of.name == "default")
+    for outcome in run_on_ranks(2, tmp_path / "ranks", adapter_profiler.ranges_on_demand, default, plans["default"]):
+        assert outcome[0] == "returned", outcome
+        fsdp, own = outcome[1]
+        assert "FSDP::all_gather (layers.0)" in fsdp and "FSDP::all_gather_copy_out (layers.0)" in fsdp
+        assert own == {"shardplan::on_demand", *(f"shardplan::on_demand (layers.{i})" for i in range(3))}
