@@ -88,6 +88,13 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
   std::vector<std::shared_ptr<const std::vector<UnitGradients>>> result(triggers.size());
   std::vector<UnitGradients> units(plan.units.size(), UnitGradients::kNone);
   std::size_t begin = 0;
+  // Where the user finalizes the backward, what is left then is reduced then.
+  const bool finalized = std::ranges::any_of(triggers, [&](const Trigger& trigger) {
+    return trigger.kind == TriggerKind::kUserCall &&
+           std::ranges::any_of(trigger.instructions, [&](const Instruction& i) {
+             return i.dst >= 0 && i.kind != InstructionKind::kAllocate && IsFinalGradient(plan.buffers[i.dst].role);
+           });
+  });
   for (std::size_t t = 0; t < triggers.size(); ++t) {
     for (const Instruction& i : triggers[t].instructions) {
       if (i.kind == InstructionKind::kCompute) {
@@ -103,6 +110,7 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
       }
     }
     if (triggers[t].kind != TriggerKind::kBackwardEnd) continue;
+    if (finalized) std::ranges::replace(units, UnitGradients::kKept, UnitGradients::kNone);
     const auto shared = std::make_shared<const std::vector<UnitGradients>>(std::move(units));
     for (; begin <= t; ++begin) result[begin] = shared;
     units.assign(plan.units.size(), UnitGradients::kNone);
