@@ -78,15 +78,22 @@ def add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter
         runtime.add_parameter(unit_id, result.shard, unsharded, slots, make_grad, gradient_unwrapper(result))
 
 
+_IN_A_GRAPH = (
+    "a unit of a shardplan plan lies inside of a graph that is to be whole (fullgraph=True), and its parameters are gathered between graphs: compile "
+    "each unit's module instead of the one around it, leave fullgraph out, or make the module around it the unit"
+)
+
+
 def _untraced(function: Callable) -> Callable:
     """`function` in a frame that torch.compile neither looks into nor warns of: it breaks its graph there, as at FSDP2's hooks."""
 
     def call(module: nn.Module, args: tuple, last: object) -> object:  # last: keyword arguments, or the output
         return function(module, args, last)
 
-    frames = torch._C._dynamo.eval_frame  # what torch._dynamo.eval_frame.skip_code does, whose import takes seconds
-    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+    frames = torch._C._dynamo.eval_frame  # of what is called in it, too; torch._dynamo itself takes seconds to import
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
     call._torchdynamo_disable = True
+    call._torchdynamo_disable_msg = _IN_A_GRAPH
     return call
 
 
