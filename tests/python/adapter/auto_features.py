@@ -346,9 +346,46 @@ def refusals() -> str:
     return str(wrong) if wrong else ""
 
 
+def whole_parameters_go() -> str:
+    """After apply nobody holds the whole model, wherever its parameters came from."""
+    import gc
+    import weakref
+
+    left = {}
+    for device in (DEVICE, "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            model = Mlp()
+        whole = [weakref.ref(parameter) for parameter in model.parameters()]
+
+        def made_from_meta(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.ones_(parameter)
+                whole.append(weakref.ref(parameter))
+
+        sp.auto(model, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)), quiet=True, initialize=made_from_meta)
+        gc.collect()
+        left[device] = sum(reference() is not None for reference in whole)
+    return "" if set(left.values()) == {0} else f"{left} whole parameters are alive"
+
+
+def optimizer_made_before() -> str:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sp.auto(model, quiet=True)
+    loss_of(model(batch(0))).backward()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    texts = [str(warning.message) for warning in said]
+    return "" if len(texts) == 1 and "this SGD was made before the plan was applied: 23 of its parameters" in texts[0] else str(texts)
+
+
 FEATURES = [
     shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled, post_optim_event, reset_iter_state,
-    symmetric_memory, is_an_fsdp_module, refusals,
+    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before,
 ]  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class Applied:
     at_next_step: list = dataclasses.field(default_factory=list)  # functions, called once where a step begins: (module, args, kwargs)
     optimizer_seen: bool = False  # one has stepped outside of a backward
     awaits_optimizer: bool = False  # one is likely to
+    replaced: dict[int, weakref.ref] = dataclasses.field(default_factory=dict)  # by id: whole parameters that shards took the places of
     optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
 
     def flat_units(self) -> list[_flat.FlatUnit]:

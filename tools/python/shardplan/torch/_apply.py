@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import warnings
+import weakref
 
 import torch
 import torch.nn as nn
@@ -80,8 +81,10 @@ def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh:
         if expected.grad_dtype is not None:
             made.shard.grad_dtype = torch_dtype(expected.grad_dtype)
     for expected, result in zip(unit.parameters, sharded):
-        for slot in by_fqn[expected.fqn].slots:
+        found = by_fqn[expected.fqn]
+        for slot in found.slots:
             slot.module.register_parameter(slot.name, result.shard)
+        found.parameter = result.shard  # the whole one goes
     return sharded
 
 
@@ -200,11 +203,14 @@ def apply(
 
     mesh, meshes, groups = connect(make_groups, timeout_s)
     runtime = make_runtime(plan, mesh, device, groups, memory, timeout_s)
+    replaced = {id(found.parameter): weakref.ref(found.parameter) for found in by_fqn.values()}
     source = Source(by_fqn, mesh, device, initialize, broadcast_from_rank_0)
     shards = _shard_all(runtime, plan, model, by_fqn, meshes, source, groups)
     applied = Applied(
         model, plan, mesh, meshes, device, groups, made_groups, runtime, by_fqn, shards, memory, timeout_s
     )
+    if not applied.flat_units():  # whose original parameters stay the user's
+        applied.replaced = replaced
     applied.undo_recompute = recompute(plan, model)
     applied.start()
     if flat := applied.flat_units():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 import torch
@@ -26,10 +27,35 @@ def _trains(optimizer: torch.optim.Optimizer, applied: Applied) -> bool:
     return found
 
 
+_warned: weakref.WeakSet = weakref.WeakSet()
+
+
+def _warn_of_replaced(optimizer: torch.optim.Optimizer, applied: Applied) -> None:
+    """An optimizer that was made before the plan was applied steps parameters that no module has any more."""
+    if optimizer in _warned or optimizer in applied.optimizers or not applied.replaced:
+        return
+    stale = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (known := applied.replaced.get(id(parameter))) is not None and known() is parameter
+    ]
+    if stale:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"shardplan: this {type(optimizer).__name__} was made before the plan was applied: {len(stale)} of its parameters are not the model's any "
+            "more, and are not trained. Make the optimizer after shardplan.torch.apply (auto), as after fully_shard",
+            stacklevel=4,
+        )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, _args, _kwargs) -> None:
     for reference in list(_APPLIED):
         applied = reference()
-        if applied is not None and _trains(optimizer, applied):
+        if applied is None:
+            continue
+        _warn_of_replaced(optimizer, applied)
+        if _trains(optimizer, applied):
             applied.runtime.optimizer_steps()
             if applied.setters is not None:
                 applied.setters.optimizer_steps()
