@@ -47,6 +47,15 @@ void Fallback::Begin(const std::string& found, const std::string& expected, exec
   publish();
   const PlanPosition now{replayer.step_index(), replayer.trigger_index()};
   log_ = PlannedLog(now);
+  seen_.assign(units_.size(), {});
+  for (const Passed& passed : log_) {
+    for (const SegmentGrad& grad : passed.grads) {
+      const std::vector<Seen> there = Gradients(grad.unit);
+      if (there.empty()) continue;
+      seen_[grad.unit].resize(there.size());
+      seen_[grad.unit][grad.parameter] = there[grad.parameter];
+    }
+  }
   backwards_left_ = BackwardsFrom(now);
   on_demand_.TakeOver();
   on_demand_.ReducePartial();
@@ -96,22 +105,24 @@ void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
 
 // A gradient that is kept where autograd adds to it is found again later: it was made once, unless it was added to.
 void Fallback::TakeGradients(UnitId unit) {
-  const auto found = [&](std::int32_t parameter) {
-    const at::Tensor& grad = units_[unit].parameters[parameter].unsharded().grad();
-    return grad.defined() ? Seen{grad.unsafeGetTensorImpl(), grad._version()} : Seen{};
-  };
   const bool flat = units_[unit].flat != nullptr;
-  std::vector<Seen> before(flat ? 0 : units_[unit].parameters.size());
-  for (std::size_t i = 0; i < before.size(); ++i) before[i] = found(static_cast<std::int32_t>(i));
+  const std::vector<Seen> before = Gradients(unit);
   const std::vector<std::int32_t> made = reduces_(unit) ? on_demand_.Reduce(unit) : on_demand_.Keep(unit);
   for (const std::int32_t parameter : made) {
-    if (flat || seen_.empty() || seen_[unit].empty() || seen_[unit][parameter] != before[parameter])
+    if (flat || seen_[unit].empty() || seen_[unit][parameter] != before[parameter])
       log_.back().grads.push_back({unit, parameter});
   }
-  if (flat) return;
-  seen_.resize(units_.size());
-  seen_[unit].resize(before.size());
-  for (std::size_t i = 0; i < before.size(); ++i) seen_[unit][i] = found(static_cast<std::int32_t>(i));
+  seen_[unit] = Gradients(unit);
+}
+
+std::vector<Fallback::Seen> Fallback::Gradients(UnitId unit) const {
+  std::vector<Seen> gradients;
+  if (units_[unit].flat) return gradients;
+  for (const ModelParameter& parameter : units_[unit].parameters) {
+    const at::Tensor& grad = parameter.unsharded().grad();
+    gradients.push_back(grad.defined() ? Seen{grad.unsafeGetTensorImpl(), grad._version()} : Seen{});
+  }
+  return gradients;
 }
 
 void Fallback::EndBackward() {

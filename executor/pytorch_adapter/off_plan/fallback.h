@@ -82,6 +82,8 @@ class Fallback {
 
   int BackwardsFrom(PlanPosition now) const;
   void TakeGradients(UnitId unit);
+  // Of a unit's parameters, as they are now; of a flat unit none.
+  std::vector<Seen> Gradients(UnitId unit) const;
   void EndBackward();
 
   const Plan& plan_;

@@ -6,6 +6,7 @@ Runs the settings of equivalence_settings.py so, next to real FSDP2: no builder,
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 
 from equivalence import Case, Fsdp2Calls, Trainer, compare_training, make_mesh, make_model, whole_parameters, with_fsdp2
@@ -51,7 +52,16 @@ def _tolerance(case: Case) -> float:
     return max(case.tolerance, 1e-6 if len(case.strategy.get("program", [[]])[0]) > 4 else 0.0)
 
 
-CASES = [dataclasses.replace(case, tolerance=_tolerance(case)) for case in [*SETTINGS, *FAMILIES] if _is_ported(case)]
+ALL = [dataclasses.replace(case, tolerance=_tolerance(case)) for case in [*SETTINGS, *FAMILIES] if _is_ported(case)]
+# One or two of each kind; tools/nightly has every one.
+SUITE = {
+    "finalized_by_call_bf16", "keeps_unsharded_storage", "default", "hsdp_bf16", "flattened", "hsdp_accumulate_partial",
+    "accumulate_without_communication_bf16", "accumulate_with_communication", "accumulate_one_unit_only", "accumulate_keep_unsharded", "reshard_to_two_bf16",
+    "output_fp32", "grouped_head_bf16", "group_incomplete_accumulates", "group_kept", "nested", "frozen_units", "tied_gpt", "forward_method",
+    "used_twice", "unused_unit", "divide_with_sum", "both_prefetch", "prefetch_lists", "cpu_offload_bf16", "ignored", "clip", "two_forwards",
+    "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard", "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
+}  # fmt: skip
+CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else [case for case in ALL if case.name in SUITE]
 
 
 class _AsFound(Trainer):

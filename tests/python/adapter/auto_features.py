@@ -346,6 +346,91 @@ def refusals() -> str:
     return str(wrong) if wrong else ""
 
 
+# ---- jobs whose steps differ ----
+
+
+class Experts(nn.Module):
+    """A block of which a forward runs some parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        y = self.norm(x)
+        return x + sum(self.experts[number](y) for number in which)
+
+
+class Dynamic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...] = (0, 1, 2), skip: tuple[int, ...] = ()) -> torch.Tensor:
+        x = self.stem(x)
+        for number, layer in enumerate(self.layers):
+            if number not in skip:
+                x = layer(x, which)
+        return self.head(x)
+
+
+# Steps of micro-batches: does its backward reduce, and arguments of the forward, by rank.
+DYNAMIC: dict[str, tuple[list[list[tuple[bool, dict]]], int]] = {
+    "unused_expert": ([[(True, {"which": (0, 2)})]] * 4, 2),
+    "experts_alternate": ([[(True, {"which": (step % 2,)})] for step in range(6)], 3),
+    "unused_expert_accumulated": ([[(False, {"which": (0,)}), (True, {"which": (0, 2)})]] * 4, 2),
+    "layer_drop": ([[(True, {"skip": (step % 3,)})] for step in range(7)], 4),
+    "layer_drop_accumulated": ([[(False, {"skip": (0,)}), (True, {"skip": (1,)})]] * 4, 2),
+    "unused_on_one_rank": ([[(True, {"which": ((0, 2), (0, 1))})]] * 4, 3),
+}
+
+
+def dynamic(name: str) -> str:
+    """Numbers are FSDP2's, and each way that steps go has a plan that is made once: so many, the first of the module tree among them."""
+    from shardplan.torch._applied import applied_to
+
+    steps, plans = DYNAMIC[name]
+
+    def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+        if name == "unused_on_one_rank":
+            model.set_reduce_scatter_unused_params(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        seen = {}
+        for step, microbatches in enumerate(steps):
+            for number, (reduces, arguments) in enumerate(microbatches):
+                model.set_requires_gradient_sync(reduces)
+                if isinstance(arguments.get("which", (0,))[0], tuple):
+                    arguments = {"which": arguments["which"][dist.get_rank()]}
+                generator = torch.Generator().manual_seed(100 * step + 10 * number + dist.get_rank())
+                loss = loss_of(model(torch.randn(3, 4, generator=generator).to(DEVICE), **arguments))
+                loss.backward()
+                seen[f"loss {step}.{number}"] = loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen | {fqn: whole(parameter) for fqn, parameter in model.named_parameters()}
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return Dynamic().to(DEVICE)
+
+    ours, theirs = sp.auto(model(), quiet=True), model()
+    for layer in theirs.layers:
+        fully_shard(layer)
+    fully_shard(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        difference = largest_difference(trained(ours), trained(theirs))
+    following = applied_to(ours).following
+    if difference != (0.0, ""):
+        return f"differs: {difference}"
+    if following.unplannable or applied_to(ours).runtime.deviation:
+        return f"not planned: {following.unplannable_because} {applied_to(ours).runtime.deviation}"
+    return "" if len(following.kept) == plans else f"{len(following.kept)} plans"
+
+
 def whole_parameters_go() -> str:
     """After apply nobody holds the whole model, wherever its parameters came from."""
     import gc
@@ -399,6 +484,8 @@ def run(names: list[str], folder: str) -> dict[str, object]:
         try:
             if name.startswith("setter:"):
                 results[name] = setter(name.removeprefix("setter:"))
+            elif name.startswith("dynamic:"):
+                results[name] = dynamic(name.removeprefix("dynamic:"))
             elif name in ("other_order", "optimized"):
                 results[name] = globals()[name](str(pathlib.Path(folder) / name))
             else:
@@ -409,4 +496,4 @@ def run(names: list[str], folder: str) -> dict[str, object]:
     return results
 
 
-NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS)]
+NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS), *(f"dynamic:{name}" for name in DYNAMIC)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import shardplan.torch as sp
 
 # How torchtitan and others compile, in the order checkpointing, compilation, sharding.
-WAYS = ("wrapper", "method", "wrapper checkpointed", "method checkpointed", "whole", "whole checkpointed", "wrapper dynamic")
+ALL = ("wrapper", "method", "wrapper checkpointed", "method checkpointed", "whole", "whole checkpointed", "wrapper dynamic")
+WAYS = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else ("wrapper checkpointed", "method", "whole")  # the rest: tools/nightly
 
 
 def compiled(way: str, shard, backend: str, layers: int = 4) -> nn.Module:

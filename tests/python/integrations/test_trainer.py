@@ -8,10 +8,10 @@ import pytest
 from conftest import ROOT, build_folder
 
 sys.path.insert(0, str(ROOT / "tests" / "python" / "adapter"))
+import adapter_workers  # noqa: E402
 import trainer_ranks  # noqa: E402
-from adapter_workers import run_on_ranks  # noqa: E402
 
-pytest.importorskip("accelerate")
+adapter_workers.PRELOADED += ["accelerate", "transformers.trainer"]
 
 
 def on_two_ranks(folder: pathlib.Path, function, *arguments) -> list[dict]:
@@ -19,7 +19,7 @@ def on_two_ranks(folder: pathlib.Path, function, *arguments) -> list[dict]:
         probe.bind(("127.0.0.1", 0))
         patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
         patch.setenv("SHARDPLAN_PLANS", str(folder / "plans"))
-        outcomes = run_on_ranks(2, folder, function, *arguments)
+        outcomes = adapter_workers.run_on_ranks(2, folder, function, *arguments)
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None and outcome[0] == "returned", f"rank {rank}: {outcome}"
     return [outcome[1] for outcome in outcomes]

@@ -114,6 +114,14 @@ def off_plan(part: Part) -> list[Step]:
     return [pytest(part, "off_plan", "tests/python/adapter/test_off_plan.py", environment={"SHARDPLAN_OFF_PLAN": f"{part.position}+{part.count}"})]
 
 
+PORTED = ("tests/python/adapter/test_auto.py", "tests/python/adapter/test_compiled.py", "tests/python/adapter/test_auto_features.py")
+
+
+def ported(part: Part) -> list[Step]:
+    files = PORTED[part.position : part.position + part.count]
+    return [pytest(part, pathlib.Path(file).stem, file, environment={"SHARDPLAN_ALL_SETTINGS": "1"}) for file in files]
+
+
 def live(part: Part) -> list[Step]:
     """Random models and settings that the installed PyTorch runs, event for event."""
     command = [str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position), "--fake", "--policy"]
@@ -260,6 +268,8 @@ ALL = [
     Series("backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
            length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test")),
     Series("off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80, length=off_plan_cases,
+           build=build("dev", "product")),
+    Series("ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1, length=lambda: len(PORTED),
            build=build("dev", "product")),
     Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
