@@ -54,7 +54,7 @@ void AddCommands(CLI::App& app, shardplan::cli::Invocation& invocation) {
       {"Predict", {AddSimulateCommand, AddCostCommand, AddCalibrateCommand, AddAllocatorReplayCommand}},
       {"Explain",
        {AddExplainCommand, AddExplainMemoryCommand, AddCompareCommand, AddDiffCommand, AddShowCommand}},
-      {"Train", {AddRunCommand, AddConformanceCommand}},
+      {"Train", {AddRunCommand, AddExportCommand, AddConformanceCommand}},
       {"Convert", {AddLayoutCommand, AddReshardCommand, AddReshardCheckpointCommand}}};
   for (const CommandGroup& group : groups) {
     for (const auto add : group.commands) {

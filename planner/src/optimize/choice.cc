@@ -259,7 +259,8 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
   return job;
 }
 
-Strategy StrategyOf(const Job& job, const Choice& choice) {
+Strategy StrategyOf(const Job& job, const Choice& given) {
+  const Choice choice = job.of_pytorch ? Effective(job, given) : given;
   Strategy strategy = job.strategy;
   strategy.policy = choice.fsdp1 ? "fsdp1" : "fsdp2";
   if (!job.keeps_reshard) strategy.reshard_after_forward.reset();
@@ -292,6 +293,20 @@ Strategy StrategyOf(const Job& job, const Choice& choice) {
 
 bool IsOfPyTorch(const Choice& choice) { return !KeepsPartsOver(choice); }
 
+namespace {
+
+void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
+  if (KeepsPartsOver(choice)) {
+    choice.accumulation =
+        choice.accumulation == Accumulation::kEachKept ? Accumulation::kEach : Accumulation::kLast;
+  }
+  if (job.strategy.pytorch != PyTorchVersion::k2_11) return;
+  choice.in_flight = Choice().in_flight;
+  choice.own_communicator = Choice().own_communicator;
+}
+
+}  // namespace
+
 Choice Effective(const Job& job, Choice choice) {
   const Choice none;
   if (choice.fsdp1) {
@@ -308,6 +323,7 @@ Choice Effective(const Job& job, Choice choice) {
     choice.kept = std::min(choice.kept, units);
     if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
   }
+  if (job.of_pytorch) LeaveOutWhatFsdp2Lacks(job, choice);
   choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
   const bool in_each =
       choice.accumulation == Accumulation::kEach || choice.accumulation == Accumulation::kEachKept;

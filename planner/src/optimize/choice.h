@@ -50,6 +50,7 @@ struct Job {
   std::int32_t microbatches = 1;
   // Of parameters whose rows the ranks pad by a quarter and more: another dimension, which they divide.
   std::vector<ShardDimRule> even_dims;
+  bool of_pytorch = false;  // only what the planned release's FSDP2 has a call for
   bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
   bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,
        keeps_accumulation = false, keeps_layout = false;
@@ -59,7 +60,8 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
 Strategy StrategyOf(const Job& job, const Choice& choice);
 // PyTorch has every knob of it.
 bool IsOfPyTorch(const Choice& choice);
-// The same for all choices that are the same strategy but for what is without effect.
+// The same for all choices that are the same strategy but for what is without effect. Of a job that is
+// of_pytorch: what FSDP2 does instead.
 Choice Effective(const Job& job, Choice choice);
 // The decision in words, one for each name in DecisionNames().
 const std::vector<std::string>& DecisionNames();

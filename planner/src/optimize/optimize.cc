@@ -13,6 +13,7 @@
 #include "optimize/search.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
@@ -72,13 +73,15 @@ class OptimizeRun {
 
  private:
   static OptimizeOptions Bound(const Strategy& strategy, OptimizeOptions options) {
-    if (NeedsItsPolicy(strategy)) options.may_change_policy = false;
+    if (NeedsItsPolicy(strategy) || options.of_pytorch) options.may_change_policy = false;
     if (NeedsItsUnits(strategy)) options.fixed.insert("units");
     return options;
   }
   static optimize::Job JobOf(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                              const OptimizeOptions& options) {
     optimize::Job job = optimize::MakeJob(trace, strategy, cluster.ranks);
+    if (options.of_pytorch) job.strategy.pytorch = PlannedPyTorch(strategy, trace);
+    job.of_pytorch = options.of_pytorch;
     job.keeps_units = options.fixed.contains("units");
     job.keeps_reshard = options.fixed.contains("reshard");
     job.keeps_prefetch = options.fixed.contains("prefetch");

@@ -78,6 +78,8 @@ OUTPUTS = {
     "causes": ("compare", "plan.json", "other.json"),
     "causes as JSON": ("compare", "plan.json", "other.json", "--json", "causes.json"),
     "units in words": ("explain", "plan.json"),
+    "exported": ("export", "plan.json", "--fsdp2", "--trace", "trace.json", "-o", "apply_plan.py"),
+    "exported text": ("export", "other.json", "--fsdp2", "-o", "-"),
     "best": ("optimize", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", *OPTIMIZE[4:], "-o", "best.json", "--report", "best.report.json",
              "--certificate", "certificate.json", "--write-strategy", "best.strategy.json"),
     "best in words": ("explain", "best.json", "--report", "best.report.json", "--plot", "curve.svg"),
@@ -218,6 +220,9 @@ def test_every_output_parses_and_nothing_moves_the_cursor(kind, plain, tmp_path)
         found, other = json.loads((folder / file).read_text()), json.loads((plain_folder / file).read_text())
         assert type(found) is type(other)
         assert not HIDDEN.search((folder / file).read_text())
+    script = (folder / "apply_plan.py").read_text()
+    compile(script, "apply_plan.py", "exec")
+    assert not HIDDEN.search(script)
     assert (folder / "back.json").read_bytes() == (folder / "plan.json").read_bytes()
     for file in ("plan.json", "rows.json", "alive.json", "report.json", "timeline.json"):
         assert any(name in one for one in names_in(json.loads((folder / file).read_text()))), file

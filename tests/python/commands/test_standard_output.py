@@ -62,6 +62,8 @@ SHORT = {
     "memory --rows": ("memory", "plan.json", "-q", "--rows", "-"),
     "explain-memory": ("explain-memory", "plan.json"),
     "explain": ("explain", "plan.json"),
+    "export": ("export", "plan.json", "--fsdp2", "-q", "-o", "/dev/null"),
+    "export --output": ("export", "plan.json", "--fsdp2", "-o", "-"),
     "optimize": ("optimize", TRACE, *OPTIMIZE, "-o", "/dev/null"),
     "optimize --output": ("optimize", TRACE, *OPTIMIZE, "-o", "-"),
     "certify": ("certify", "best.json", "certificate.json", "--trace", TRACE),

@@ -53,6 +53,7 @@ WRITERS = (
     Writer("simulate", "--report", ("{plan}", "-q", "--report", "{out}"), other=("--html", "{other}")),
     Writer("simulate", "--timeline", ("{plan}", "-q", "--timeline", "{out}"), other=("--report", "{other}")),
     Writer("simulate", "--html", ("{plan}", "-q", "--html", "{out}"), other=("--timeline", "{other}")),
+    Writer("export", "--output", ("{plan}", "--fsdp2", "-q", "-o", "{out}")),
     Writer("compare", "--json", ("{plan}", "{plan}", "-q", "--json", "{out}")),
     Writer("memory", "--rows", ("{plan}", "-q", "--rows", "{out}"), other=("--plot", "{other}")),
     Writer("memory", "--plot", ("{plan}", "-q", "--plot", "{out}"), other=("--map", "{other}")),

@@ -10,10 +10,13 @@
 #include "flags/cluster_choice.h"
 #include "flags/default_cluster.h"
 #include "flags/file_flag.h"
+#include "flags/flag_group.h"
 #include "flags/memory_budget.h"
 #include "flags/plan_flags.h"
+#include "shardplan/planner/fsdp2_settings.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "support.h"
@@ -25,6 +28,7 @@ struct OptimizeArguments {
   std::string trace, strategy, output = "plan.json", certificate, report, strategy_output;
   std::string budget, time_limit = "10s";
   std::vector<std::string> allow, fix;
+  std::string expressible;
   std::int32_t threads = 0;
   ClusterFlags cluster;
   PlanFlags flags;
@@ -55,6 +59,7 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
     options.may_offload = options.may_offload || allowed == "offload";
     options.may_release_cache = options.may_release_cache || allowed == "cache-release";
   }
+  options.of_pytorch = !arguments.expressible.empty();
   options.fixed.insert(arguments.fix.begin(), arguments.fix.end());
   options.threads = arguments.threads > 0
                         ? arguments.threads
@@ -123,6 +128,20 @@ Status WriteAll(const OptimizeArguments& arguments, const OptimizeOutput& output
   return WriteAndSay(arguments.certificate, ToJson(*output.certificate), arguments.quiet);
 }
 
+// --expressible: the job itself has to be.
+Status CheckExpressible(const OptimizeArguments& arguments, const Strategy& strategy, const Trace& trace) {
+  if (arguments.expressible.empty()) return {};
+  if (strategy.policy != "fsdp2") return BadFlag("--expressible fsdp2", strategy.policy, "--policy fsdp2");
+  if (std::ranges::find(arguments.allow, "policy") != arguments.allow.end())
+    return BadFlag("--expressible fsdp2", "--allow policy", "one of them");
+  Strategy planned = strategy;
+  planned.pytorch = PlannedPyTorch(strategy, trace);
+  const Fsdp2Settings settings = WithoutWhatFsdp2Lacks(planned);
+  if (settings.left_out.empty()) return {};
+  const LeftOut& left = settings.left_out.front();
+  return BadFlag("--expressible fsdp2", left.pointer + ": " + left.what, "settings that FSDP2 has");
+}
+
 Status RunOptimize(const OptimizeArguments& arguments) {
   const std::vector<OutputFile> outputs = {{"-o", arguments.output},
                                            {"--certificate", arguments.certificate},
@@ -137,6 +156,7 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   if (!trace) return std::unexpected(trace.error());
   const Result<Strategy> strategy = StrategyOf(arguments.strategy, arguments.flags);
   if (!strategy) return std::unexpected(strategy.error());
+  if (Status s = CheckExpressible(arguments, *strategy, *trace); !s) return s;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(arguments.quiet, chosen->note);
@@ -207,6 +227,12 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
                    "(requests release the allocator's cache, and synchronise)")
       ->delimiter(',')
       ->check(CLI::IsMember({"policy", "checkpoint", "offload", "cache-release"}));
+  command
+      ->add_option(
+          "--expressible", options->expressible,
+          "fsdp2: decide only what plain FSDP2 can be told, so that `shardplan export --fsdp2` leaves "
+          "nothing out")
+      ->check(CLI::IsMember({"fsdp2"}));
   command->add_option("--fix", options->fix, "What stays as the strategy has it")
       ->delimiter(',')
       ->check(CLI::IsMember(FixableDecisions()));

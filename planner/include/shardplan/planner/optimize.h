@@ -32,6 +32,9 @@ struct OptimizeOptions {
   bool may_checkpoint = false;
   bool may_offload = false;
   bool may_release_cache = false;  // a request that finds no memory may release the cache: it synchronises
+  // Only what FSDP2 has a call for is decided (fsdp2_settings.h), so `shardplan export --fsdp2` leaves
+  // nothing out. Of a strategy of fsdp2.
+  bool of_pytorch = false;
   // The parts of the strategy that stay as they are: "units", "reshard", "layout", "prefetch", "checkpoint",
   // "accumulation".
   std::set<std::string> fixed;

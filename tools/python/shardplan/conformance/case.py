@@ -43,6 +43,8 @@ class Case:
     ranks: how many; the product of the strategy's mesh, if it has one.
     steps: how many to record and compare; None: three, or the program's if that is longer.
     parallelize: what is done to the model before it is sharded, on the strategy's mesh: tensor or expert parallelism.
+    apply: a Python file as `shardplan export --fsdp2` writes it: it shards the model in place of the strategy's calls, and its before_forward stands for the
+        program's setters.
     loss: of the model's output; None: the sum of every floating output that needs a gradient (a scalar output, or an output's `loss`, as it is).
     """
 
@@ -52,6 +54,7 @@ class Case:
     ranks: int = 2
     steps: int | None = None
     loss: Callable | None = None
+    apply: str | os.PathLike = ""
     parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None
     name: str = "case"
 

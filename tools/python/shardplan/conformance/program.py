@@ -18,18 +18,25 @@ _OF_A_BACKWARD = ("finalize_backward", "wait_for_gradient_reduction")  # calls t
 
 class Program:
     """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or user call,
-    `stepped` what follows every step of the optimizer."""
+    `stepped` what follows every step of the optimizer, `before_forward` (model, number of the forward in its step) what comes before each forward."""
 
     def __init__(
-        self, case: Case, model: nn.Module, optimizer, log, module_call: Callable[[dict], None], stepped: Callable[[], None] = lambda: None
+        self,
+        case: Case,
+        model: nn.Module,
+        optimizer,
+        log,
+        module_call: Callable[[dict], None],
+        stepped: Callable[[], None] = lambda: None,
+        before_forward: Callable[[nn.Module, int], None] | None = None,
     ):
-        self._stepped = stepped
+        self._stepped, self._before_forward = stepped, before_forward
         self._case, self._model, self._optimizer, self._log, self._module_call = case, model, optimizer, log, module_call
         self._losses: dict[int, torch.Tensor] = {}
 
     def run(self) -> None:
         for step in range(self._case.step_count()):
-            self._log.step = step
+            self._log.step, self._forwards = step, 0
             for call in self._case.step(step):
                 self._call(call)
 
@@ -37,6 +44,9 @@ class Program:
         kind = call["call"]
         if kind == "forward":
             self._log.phase = "forward"
+            if self._before_forward is not None:
+                self._before_forward(self._model, self._forwards)
+            self._forwards += 1
             self._forward(call)
         elif kind == "backward":
             self._log.phase = "backward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
 
 import torch
@@ -50,6 +51,8 @@ def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
     from shardplan.conformance.fsdp2_events import Fsdp2Events
 
     mesh = device_mesh(case.strategy, case.ranks)
+    if case.apply:
+        return _record_exported(case, mesh)
     model, calls, modules = _checkpointed(case, mesh)
     applied = AppliedFsdp2(calls, case.strategy, mesh, modules, order)
     log = Fsdp2Events(_names(modules))
@@ -58,6 +61,23 @@ def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
     optimizer = make_optimizer(case.strategy, model.parameters())
     with log.patches(), checkpointing.early_stop(case.strategy):
         Program(case, model, optimizer, log, applied.module_call, applied.optimizer_stepped).run()
+    return log.lines
+
+
+def _record_exported(case: Case, mesh: DeviceMesh) -> list[str]:
+    """The file's own calls alone."""
+    from shardplan.conformance.fsdp2_events import Fsdp2Events
+
+    exported = runpy.run_path(str(case.apply))
+    model = exported["apply_plan"](make_model(case), mesh)
+    modules: dict[str, torch.nn.Module] = {}
+    for name, module in checkpointing.named_modules(model).items():
+        modules.setdefault(".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module"), module)
+    log = Fsdp2Events(_names(modules))
+    optimizer = make_optimizer(case.strategy, model.parameters())
+    stepped = exported.get("after_optimizer_step", lambda _model: None)
+    with log.patches():
+        Program(case, model, optimizer, log, lambda _call: None, lambda: stepped(model), exported.get("before_forward")).run()
     return log.lines
 
 
