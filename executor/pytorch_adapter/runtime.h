@@ -131,8 +131,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void OptimizerSteps();
   // Optimizers of the model have been seen to step, by another runtime: OptimizerSteps will be called.
   void ExpectOptimizer() { optimizer_seen_ = true; }
-  // One is likely to: until it does, a step on demand ends where a forward follows a backward that has reduced all
-  // gradients, and not before.
+  // One is likely to: until it does, a step on demand ends where a forward follows a backward that has
+  // reduced all gradients, and not before.
   void AwaitOptimizer() { awaits_optimizer_ = true; }
   // on_left(module): the pre-forward hook of a module in the plan that is followed instead of this one.
   void OnLeft(PyRef on_left) { on_left_ = std::move(on_left); }

@@ -116,8 +116,8 @@ bool Runtime::ReducesAll() const {
 // A step on demand whose end no optimizer showed is over with a backward that has reduced everything.
 PyRef Runtime::HookAfterLastStep(PyObject* module) {
   const bool ends = fallback_.active() && awaits_optimizer_ && !optimizer_seen_ && forward_root_ == kNoUnit &&
-                    at::GradMode::is_enabled() && !backward_end_queued_ && fallback_.has_had_its_backwards() &&
-                    backwards_ > 0 && reduced_all_;
+                    at::GradMode::is_enabled() && !backward_end_queued_ &&
+                    fallback_.has_had_its_backwards() && backwards_ > 0 && reduced_all_;
   if (!ends) return {};
   const auto self = shared_from_this();  // the model may let go of it
   EndFallback();
@@ -127,7 +127,8 @@ PyRef Runtime::HookAfterLastStep(PyObject* module) {
   return hook;
 }
 
-// Of a model whose optimizer is known: a forward before it steps, with gradients that are held, is another micro-batch.
+// Of a model whose optimizer is known: a forward before it steps, with gradients that are held, is another
+// micro-batch.
 void Runtime::CheckIsNoMicrobatch() {
   if (!awaits_optimizer_ || fallback_.active() || !at::GradMode::is_enabled()) return;
   if (replayer_->Expected().kind == TriggerKind::kUserCall && order_.NextUserCallsTakeGradients(Position()))
@@ -146,8 +147,8 @@ PyRef Runtime::HookOfNextPlan(UnitId unit, PyObject* const* entered) {
   if (!begins) return {};
   if (const PyRef on_begin = std::exchange(at_next_step_, PyRef())) {
     const auto self = shared_from_this();  // the model may let go of it
-    PyRef hook = PyRef::Steal(PyObject_CallFunction(on_begin.get(), "iOOO", static_cast<int>(unit), entered[0],
-                                                    entered[1], entered[2]));
+    PyRef hook = PyRef::Steal(PyObject_CallFunction(on_begin.get(), "iOOO", static_cast<int>(unit),
+                                                    entered[0], entered[1], entered[2]));
     if (!hook) throw python_error();
     if (hook.get() != Py_None) return hook;
   }

@@ -103,7 +103,8 @@ void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   }
 }
 
-// A gradient that is kept where autograd adds to it is found again later: it was made once, unless it was added to.
+// A gradient that is kept where autograd adds to it is found again later: it was made once, unless it was
+// added to.
 void Fallback::TakeGradients(UnitId unit) {
   const bool flat = units_[unit].flat != nullptr;
   const std::vector<Seen> before = Gradients(unit);

@@ -97,7 +97,8 @@ class Fallback {
   std::string deviation_;
   std::vector<Passed> log_;
   int backwards_left_ = 0;  // of the step that deviated
-  std::vector<std::vector<Seen>> seen_;  // by unit and parameter: gradients that are in the log, and not reduced yet
+  std::vector<std::vector<Seen>>
+      seen_;  // by unit and parameter: gradients that are in the log, and not reduced yet
 };
 
 // "pre_forward of layers.0".

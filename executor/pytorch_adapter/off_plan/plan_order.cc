@@ -92,7 +92,8 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
   const bool finalized = std::ranges::any_of(triggers, [&](const Trigger& trigger) {
     return trigger.kind == TriggerKind::kUserCall &&
            std::ranges::any_of(trigger.instructions, [&](const Instruction& i) {
-             return i.dst >= 0 && i.kind != InstructionKind::kAllocate && IsFinalGradient(plan.buffers[i.dst].role);
+             return i.dst >= 0 && i.kind != InstructionKind::kAllocate &&
+                    IsFinalGradient(plan.buffers[i.dst].role);
            });
   });
   for (std::size_t t = 0; t < triggers.size(); ++t) {
@@ -104,7 +105,8 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
       } else if (i.kind != InstructionKind::kAllocate && i.dst >= 0) {
         const Buffer& buffer = plan.buffers[i.dst];
         // A backward that the user finalizes has its gradients reduced, and handed over behind it.
-        const bool collective = i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce;
+        const bool collective =
+            i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce;
         if (collective || IsFinalGradient(buffer.role) || buffer.role == BufferRole::kPartialReduceOutput)
           units[buffer.unit] = UnitGradients::kReduced;
       }

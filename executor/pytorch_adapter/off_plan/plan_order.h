@@ -57,8 +57,8 @@ class PlanOrder {
   std::optional<PlanPosition> FindUserCall(PlanPosition position, const Wanted& wanted) const;
 
   const Plan& plan_;
-  std::vector<std::vector<bool>> no_backward_;             // by step and trigger
-  std::vector<std::vector<bool>> last_backward_;           // the same
+  std::vector<std::vector<bool>> no_backward_;    // by step and trigger
+  std::vector<std::vector<bool>> last_backward_;  // the same
   std::vector<std::vector<std::shared_ptr<const std::vector<UnitGradients>>>> gradients_;
   std::vector<std::vector<bool>> keeps_;                   // the same
   std::vector<std::vector<std::vector<BufferId>>> taken_;  // the same

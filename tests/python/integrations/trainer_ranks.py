@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "examples" / "fine_tune"))
+from cpu_ranks import shard_on_cpu  # noqa: E402
 
 VOCABULARY, SEQUENCE = 61, 12
 
@@ -34,22 +38,7 @@ def _as_torchrun() -> None:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
     os.environ.setdefault("MASTER_PORT", "29500")
-    _shard_on_cpu()
-
-
-def _shard_on_cpu() -> None:
-    """accelerate shards on GPUs alone: it takes CPU ranks for DDP's. FSDP2 itself runs there, so they are told to be of the kind FSDP."""
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
-
-    begin = AcceleratorState.__init__
-
-    def initialize(self, *arguments, fsdp_plugin=None, **keywords) -> None:
-        begin(self, *arguments, fsdp_plugin=fsdp_plugin, **keywords)
-        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-
-    AcceleratorState.__init__ = initialize
+    shard_on_cpu()
 
 
 def trainer(folder: str, by_plans: bool, resume: bool, accumulate: int) -> dict:
