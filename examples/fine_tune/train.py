@@ -47,7 +47,7 @@ def main() -> None:
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
             fsdp=True,
-            fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False},
+            fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False, "state_dict_type": "SHARDED_STATE_DICT"},
         ),
         train_dataset=samples(64, 1),
         eval_dataset=samples(8, 2),

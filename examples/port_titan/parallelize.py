@@ -17,7 +17,8 @@ def apply_compile(model: nn.Module) -> None:
 
 
 def apply_fsdp(model: nn.Module, mesh, shard) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    low = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     shard(model.tok_embeddings, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for block in model.layers.values():
         shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = dist.device_mesh.init_device_mesh(device, (int(dist.get_world_size()),), mesh_dim_names=("dp_shard",)) if dist.is_initialized() else None
+    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     torch.manual_seed(0)
     model = Transformer().to(device)
     apply_ac(model)
