@@ -97,7 +97,7 @@ def figures(document, machines, alone):
 def reported(report):
     """The same from a report document."""
     memory = report["memory"]
-    categories = lambda field: {c["category"]: c["size_bytes"] for c in memory.get(field, []) if c["category"] not in ("cuda_context", "nccl_buffers")}  # noqa: E731
+    categories = lambda field: {c["category"]: c["size_bytes"] for c in memory.get(field, []) if c["category"] not in ("cuda_context", "nccl_buffers", "unmanaged")}  # noqa: E731
     fields = ["step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns", "exposed_communication_ns", "overlap_ppm", "host_ns"]
     return {
         **{field: report[field] for field in fields},

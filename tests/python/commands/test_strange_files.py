@@ -42,6 +42,7 @@ READERS = {
     "certify": ("certify", "{file}", "{certificate}", "--trace", "{trace}"),
     "certify certificate": ("certify", "{best}", "{file}", "--trace", "{trace}"),
     "certify --trace": ("certify", "{best}", "{certificate}", "--trace", "{file}"),
+    "export": ("export", "{file}", "--fsdp2", "-o", "/dev/null"),
     "explain": ("explain", "{file}"),
     "explain --report": ("explain", "{best}", "--report", "{file}"),
     "compare": ("compare", "{file}", "{plan}"),

@@ -34,7 +34,7 @@ class Evaluator:
             answer = self._ask([self._trace(configuration), *configuration.plan_flags(), *self._plan_flags, *self._budget])
         except _Failed as error:
             return {"error": str(error)}
-        return {"error": _last(answer["error"])} if "error" in answer else self._results(answer)
+        return {"error": " ".join(answer["error"].split())[:600]} if "error" in answer else self._results(answer)
 
     def close(self) -> None:
         for process in self._started:
