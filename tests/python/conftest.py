@@ -1,5 +1,6 @@
 """What the Python tests share: where the repository and the built programs are."""
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -20,6 +21,15 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 def build_folder() -> pathlib.Path:
     """The build that is tested: $SHARDPLAN_BUILD, else build/dev."""
     return pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
+
+
+@contextlib.contextmanager
+def plans_in(folder: pathlib.Path):
+    """Inside, processes that are started train by this build, and keep the plans that `sp.auto` makes in the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
+        patch.setenv("SHARDPLAN_PLANS", str(folder))
+        yield
 
 
 def installed_pytorch() -> str:

@@ -2,7 +2,7 @@
 
 import auto_equivalence
 import pytest
-from conftest import build_folder
+from conftest import plans_in
 from equivalence import compare_on_ranks, verdict
 
 
@@ -14,9 +14,7 @@ def results(tmp_path_factory):
     def of(ranks: int) -> list[dict]:
         if ranks not in made:
             cases = [case for case in auto_equivalence.CASES if case.ranks == ranks]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
-                patch.setenv("SHARDPLAN_PLANS", str(folder / "plans"))
+            with plans_in(folder / "plans"):
                 plans = {case.name: "" for case in cases}
                 made[ranks] = compare_on_ranks(cases, folder / f"ranks{ranks}", plans, compare=auto_equivalence.compare)
         return made[ranks]

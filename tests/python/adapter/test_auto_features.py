@@ -7,16 +7,14 @@ import re
 import auto_features
 import pytest
 from adapter_workers import run_on_ranks
-from conftest import ROOT, build_folder
+from conftest import ROOT, plans_in
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("auto_features")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
-        patch.setenv("SHARDPLAN_PLANS", str(folder / "plans"))
+    with plans_in(folder / "plans"):
         results = [{} for _ in range(2)]
         left = auto_features.NAMES
         while left:

@@ -3,15 +3,13 @@
 import compiled
 import pytest
 from adapter_workers import run_on_ranks
-from conftest import build_folder
+from conftest import plans_in
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
-        patch.setenv("SHARDPLAN_PLANS", str(folder / "plans"))
+    with pytest.MonkeyPatch.context() as patch, plans_in(folder / "plans"):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         outcomes = run_on_ranks(2, folder / "ranks", compiled.run, timeout_s=300)
     for rank, outcome in enumerate(outcomes):

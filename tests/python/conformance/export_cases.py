@@ -5,24 +5,14 @@ from __future__ import annotations
 import os
 
 import torch
+from live_cases import LAYERS, LOW, Block
 from torch import nn
 
 from shardplan.conformance import Case, Forward
 
-LAYERS = [{"modules": ["layers.*"]}, {"modules": [""]}]
-LOW = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 PAIR = [{"call": "forward"}, {"call": "backward"}]
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Blocks(nn.Module):

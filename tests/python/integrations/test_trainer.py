@@ -1,11 +1,10 @@
 """transformers' Trainer and accelerate train by plans as they do under FSDP2: losses, gradient norms, evaluation, prediction, checkpoints, resuming."""
 
 import pathlib
-import socket
 import sys
 
 import pytest
-from conftest import ROOT, build_folder
+from conftest import ROOT, plans_in
 
 sys.path.insert(0, str(ROOT / "tests" / "python" / "adapter"))
 import adapter_workers  # noqa: E402
@@ -15,10 +14,7 @@ adapter_workers.PRELOADED += ["accelerate", "transformers.trainer"]
 
 
 def on_two_ranks(folder: pathlib.Path, function, *arguments) -> list[dict]:
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
-        patch.setenv("SHARDPLAN_PLANS", str(folder / "plans"))
+    with plans_in(folder / "plans"):
         outcomes = adapter_workers.run_on_ranks(2, folder, function, *arguments)
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None and outcome[0] == "returned", f"rank {rank}: {outcome}"

@@ -95,8 +95,9 @@ def untied(plan, by_fqn: dict[str, ModelParameter]) -> dict[str, ModelParameter]
     return apart
 
 
-def _dtype_name(parameter: nn.Parameter) -> str:
-    return str(parameter.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """As documents have it: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _unit_name(unit) -> str:
@@ -115,8 +116,8 @@ def _difference(expected, found: ModelParameter | None, unit) -> str | None:
     shape = list(parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape)
     if shape != list(expected.shape):
         return says("shape", list(expected.shape), shape)
-    if _dtype_name(parameter) != expected.dtype:
-        return says("dtype", expected.dtype, _dtype_name(parameter))
+    if dtype_name(parameter.dtype) != expected.dtype:
+        return says("dtype", expected.dtype, dtype_name(parameter.dtype))
     if parameter.requires_grad != expected.requires_grad:
         return says("requires_grad", expected.requires_grad, parameter.requires_grad)
     names = sorted(slot.fqn for slot in found.slots if slot.fqn != expected.fqn)

@@ -79,10 +79,6 @@ class _Methods(nn.Module):
         applied = applied_above(self)
         applied.setters.call(method, applied.fqn_of(self), **fields)
 
-    def _set_below(self, method: str, value: Any, recurse: bool, field: str = "value") -> None:
-        """With FSDP2's `recurse`: on the module and the units below it."""
-        self._set(method, **{field: value}, **({} if recurse else {"recurse": False}))
-
     # ---- gathering ----
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         applied = applied_above(self)
@@ -101,7 +97,7 @@ class _Methods(nn.Module):
             _calls.reshard(self)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        self._set_below("set_keep_unsharded_storage", keep, recurse)
+        self._set("set_keep_unsharded_storage", value=keep, recurse=recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         self._set("set_unshard_in_backward", value=unshard_in_backward)
@@ -109,10 +105,10 @@ class _Methods(nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        self._set_below("set_reshard_after_forward", reshard_after_forward, recurse)
+        self._set("set_reshard_after_forward", value=reshard_after_forward, recurse=recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        self._set_below("set_reshard_after_backward", reshard_after_backward, recurse)
+        self._set("set_reshard_after_backward", value=reshard_after_backward, recurse=recurse)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         self._set("set_modules_to_forward_prefetch", modules=self._units(modules))
@@ -150,17 +146,17 @@ class _Methods(nn.Module):
         self._set("set_force_sum_reduction_for_comms", value=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        self._set_below("set_reduce_scatter_unused_params", reduce_scatter_unused_params, recurse)
+        self._set("set_reduce_scatter_unused_params", value=reduce_scatter_unused_params, recurse=recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        self._set_below("set_reduce_scatter_max_input_buffers", max_input_buffers, recurse, field="number")
+        self._set("set_reduce_scatter_max_input_buffers", number=max_input_buffers, recurse=recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        self._set_below("set_separate_reduce_scatter_group", enable, recurse)
+        self._set("set_separate_reduce_scatter_group", value=enable, recurse=recurse)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         self._set("set_allocate_memory_from_process_group_for_comm", value=enable)

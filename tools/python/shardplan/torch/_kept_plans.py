@@ -100,19 +100,29 @@ class KeptPlans:
         """A step begins after setters were called, or with other calls of them than the step before: it follows the plan that has them. PlanError: there is none, and nothing has changed."""
         before = self.setup, self.calls
         self.setup, self.calls = setup, calls
-        applied = self.applied
-        requires_grad = requires_grad_of(applied.plan)
-        known = [key for key in self.kept if key[0] == requires_grad and key[3] == self._calls_key()]
         try:
-            plan = None if known else self._plan_again(applied.runtime.planned_log, requires_grad, applied.runtime.full_precision_forwards)
+            key, plan = self._for_same_points(requires_grad_of(self.applied.plan))
         except PlanError:
             self.setup, self.calls = before
             raise
-        self._leave()
+        self._go_to(key, plan)
+
+    def _for_same_points(self, requires_grad: RequiresGrad) -> tuple[tuple, native.Plan | None]:
+        """With these parameters and the present calls: the key of the plan that was followed last, or of a new one for the present plan's points, and that."""
+        known = [key for key in self.kept if key[0] == requires_grad and key[3] == self._calls_key()]
         if known:
-            self._take(known[-1])
+            return known[-1], None
+        runtime = self.applied.runtime
+        plan = self._plan_again(runtime.planned_log, requires_grad, runtime.full_precision_forwards)
+        return (requires_grad, (), (), self._calls_key()), plan
+
+    def _go_to(self, key: tuple, plan: native.Plan | None) -> None:
+        """plan: a new one; None: the one that is kept."""
+        self._leave()
+        if plan is None:
+            self._take(key)
         else:
-            self._start_plan((requires_grad, (), (), self._calls_key()), plan)
+            self._start_plan(key, plan)
 
     def _calls_key(self) -> str:
         return json.dumps([self.setup, self.calls])
@@ -123,18 +133,13 @@ class KeptPlans:
         again. Returns the unit's pre-forward hook."""
         applied = self.applied
         requires_grad = tuple(tuple(one.shard.requires_grad for one in sharded) for sharded in applied.shards)
-        known = [key for key in self.kept if key[0] == requires_grad and key[3] == self._calls_key()]
-        if not known:
-            try:
-                plan = self._plan_again(applied.runtime.planned_log, requires_grad, applied.runtime.full_precision_forwards)
-            except PlanError as error:
-                raise RuntimeError(f"shardplan: {change} ({error})") from None
+        try:
+            key, plan = self._for_same_points(requires_grad)
+        except PlanError as error:
+            raise RuntimeError(f"shardplan: {change} ({error})") from None
+        if plan is not None:
             warnings.warn(f"shardplan: {change}; the step is planned again", stacklevel=2)
-        self._leave()
-        if known:
-            self._take(known[-1])
-        else:
-            self._start_plan((requires_grad, (), (), self._calls_key()), plan)
+        self._go_to(key, plan)
         return applied.pre_forwards[unit]
 
     def _leave(self) -> None:

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from shardplan.tracer.local_tensors import placements
 
-from ._fit import ModelParameter, modules_of, parameters_of, unwrapped
+from ._fit import ModelParameter, dtype_name, modules_of, parameters_of, unwrapped
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -49,7 +49,7 @@ def _parameter_entries(by_fqn: dict[str, ModelParameter]) -> list[dict]:
             continue
         parameter = found.parameter
         part = getattr(parameter, "_local_tensor", parameter)
-        entry: dict[str, Any] = {"fqn": fqn, "shape": list(part.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+        entry: dict[str, Any] = {"fqn": fqn, "shape": list(part.shape), "dtype": dtype_name(parameter.dtype)}
         if not parameter.requires_grad:
             entry["requires_grad"] = False
         if others := [slot.fqn for slot in found.slots[1:]]:
@@ -120,7 +120,7 @@ def outline(model: nn.Module) -> dict[str, Any]:
         "schema": "shardplan.trace/1",
         "model": names[""],
         "source": "the module tree",
-        "compute_dtype": str(floating[0]).removeprefix("torch.") if floating else "float32",
+        "compute_dtype": dtype_name(floating[0]) if floating else "float32",
         "modules": module_entries(names, parameters),
         "parameters": parameters,
         "forwards": [{"name": "f0", "tensors": walk.tensors, "events": walk.forward}],

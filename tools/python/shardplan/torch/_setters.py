@@ -54,10 +54,10 @@ class Setters:
 
     # ---- from the modules ----
 
-    def call(self, method: str, module: str, **fields: object) -> None:
+    def call(self, method: str, module: str, recurse: bool = True, **fields: object) -> None:
         """One call of a setter, as a strategy has it."""
         applied = self._applied()
-        call = {"method": method, "module": module, **fields}
+        call = {"method": method, "module": module, **fields, **({} if recurse else {"recurse": False})}
         if method in LATE:
             self._inside.append((LATE[method], call))
         elif applied.runtime.between_steps or method in _IN_SETUP:
@@ -74,12 +74,12 @@ class Setters:
         applied.user_sync.update(dict.fromkeys(units, value))
         self._apply_sync(units)
         if changes:
-            self.call("set_requires_gradient_sync", applied.fqn_of(module), value=value, **({} if recurse else {"recurse": False}))
+            self.call("set_requires_gradient_sync", applied.fqn_of(module), recurse, value=value)
 
     def set_requires_all_reduce(self, module, value: bool, recurse: bool) -> None:
         """Until a plan has the call, gradients that are not to be added across replicas are kept whole instead."""
         applied = self._applied()
-        self.call("set_requires_all_reduce", applied.fqn_of(module), value=value, **({} if recurse else {"recurse": False}))
+        self.call("set_requires_all_reduce", applied.fqn_of(module), recurse, value=value)
         if self.has("set_requires_all_reduce"):
             return
         units = [unit for unit in units_of(applied, module, recurse) if applied.plan.units[unit].replicate_communicator >= 0]

@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from ._errors import PlanError
-from ._fit import modules_of, parameters_of, unwrapped
+from ._fit import dtype_name, modules_of, parameters_of, unwrapped
 
 _MARK = "_shardplan_mark"  # of the first module of a marked unit
 _order = itertools.count()  # of the marks of a process: units are made in the order of the calls
@@ -73,19 +72,16 @@ def forget_marks(model: nn.Module) -> None:
         vars(module).pop(_MARK, None)
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class Strategy:
     """Builds the document of one model."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, defaults: Arguments) -> None:
         self._model = model
-        self._parameters = {id(found.parameter): fqn for fqn, found in reversed(parameters_of(model).items())}
         self._by_fqn = parameters_of(model)
-        self._fqns = {id(module): fqn for fqn, module in reversed(modules_of(model).items())}
-        self._fqns |= {id(unwrapped(module)): fqn for fqn, module in modules_of(model).items()}
+        self._parameters = {id(found.parameter): fqn for fqn, found in reversed(self._by_fqn.items())}
+        modules = modules_of(model)
+        self._fqns = {id(module): fqn for fqn, module in reversed(modules.items())}
+        self._fqns |= {id(unwrapped(module)): fqn for fqn, module in modules.items()}
         self._mesh, self._defaults = mesh, defaults
         self._ignored: set[str] = set()
         self._shard_dims: dict[str, int] = {}
@@ -174,7 +170,7 @@ class Strategy:
 
     def _mixed_precision(self, policy: MixedPrecisionPolicy, parameters: dict) -> dict[str, Any]:
         names = ("param_dtype", "reduce_dtype", "output_dtype")
-        fields: dict[str, Any] = {name: _dtype(getattr(policy, name)) for name in names if getattr(policy, name) is not None}
+        fields: dict[str, Any] = {name: dtype_name(getattr(policy, name)) for name in names if getattr(policy, name) is not None}
         if not policy.cast_forward_inputs:
             fields["cast_forward_inputs"] = False
         override = getattr(policy, "param_dtype_override_fn", None)  # 2.15
