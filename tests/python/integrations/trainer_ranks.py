@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "examples" / "fine_tune"))
 from cpu_ranks import shard_on_cpu  # noqa: E402
+from equivalence import whole  # noqa: E402
 
 VOCABULARY, SEQUENCE = 61, 12
 
@@ -66,7 +67,8 @@ def trainer(folder: str, by_plans: bool, resume: bool, accumulate: int) -> dict:
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "predicted": float(made.predict(samples(4, 3)).metrics["test_loss"]),
     }
-    state = made.accelerator.get_state_dict(made.model)  # whole, on rank 0
+    # What accelerate calls the whole state is one of DTensors on CPU ranks, under FSDP2, too.
+    state = {name: whole(tensor).clone() for name, tensor in made.accelerator.get_state_dict(made.model).items()}
     if dist.get_rank() == 0:
         made.accelerator.unwrap_model(made.model).save_pretrained(pathlib.Path(folder) / "saved", state_dict=state)
     dist.barrier()
