@@ -121,10 +121,10 @@ void Runtime::Fire(const executor::TriggerKey& trigger) {
   // that a saved tensor has to know of (and dispatch is cheaper).
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   firing_ = trigger.kind;
-  if (ProfilerRanges::On()) [[unlikely]] {
-    return OrThrow(FireWatched(trigger));
+  const Status status = ProfilerRanges::On() ? FireWatched(trigger) : replayer_->Fire(trigger);
+  if (!status) [[unlikely]] {
+    ThrowFailure(status.error(), replayer_->thrown());
   }
-  OrThrow(replayer_->Fire(trigger));
 }
 
 Status Runtime::FireWatched(const executor::TriggerKey& trigger) {

@@ -156,7 +156,10 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // plan; it returns the module's pre-forward hook in that, or None.
   void AtNextStep(PyRef on_begin) { at_next_step_ = std::move(on_begin); }
   // left: the model follows another runtime from now on.
-  void Leave(bool left) { left_ = left; }
+  void Leave(bool left) {
+    left_ = left;
+    if (left) at_next_step_ = {};
+  }
   // explain(unit): why the model may not pass a point of the unit, for people; "": unknown.
   void ExplainDeviations(PyRef explain) { explain_ = std::move(explain); }
   // What a step of the plan, of those that repeat, passes.
@@ -172,6 +175,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // Steps of the training so far, of this runtime and of those before it.
   std::int64_t step() const { return replayer_->step(); }
   void CountFrom(std::int64_t step) { replayer_->CountFrom(step); }
+  // Of the plan, the one that is being fired included.
+  executor::TriggerKey NextPoint() const { return executor::TriggerKey(replayer_->Expected()); }
   // Where the replayer is, for people.
   std::string Where() const { return replayer_ ? replayer_->Where() : "not started"; }
 

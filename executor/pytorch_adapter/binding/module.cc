@@ -268,6 +268,11 @@ void BindRuntime(py::module_& module) {
       .def_property_readonly("forwards", &Runtime::forwards)
       .def_property_readonly("backwards", &Runtime::backwards)
       .def_property("step", &Runtime::step, &Runtime::CountFrom)
+      .def_property_readonly("next_point",
+                             [](const Runtime& runtime) {
+                               const executor::TriggerKey key = runtime.NextPoint();
+                               return std::tuple(std::string(Name(key.kind)), key.unit, key.microbatch);
+                             })
       .def_property_readonly("where", &Runtime::Where);
 }
 

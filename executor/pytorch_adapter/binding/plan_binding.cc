@@ -132,6 +132,12 @@ void BindPlan(py::module_& module) {
       .def_readonly("world_size", &Plan::world_size)
       .def_readonly("mesh", &Plan::mesh)
       .def_readonly("units", &Plan::units)
+      .def_property_readonly("has_operators",
+                             [](const Plan& plan) {
+                               return std::ranges::any_of(plan.segments, [](const Segment& segment) {
+                                 return !segment.entries.empty();
+                               });
+                             })
       .def_property_readonly("json", [](const Plan& plan) { return ToJson(plan); })
       .def_property_readonly("digest", [](const Plan& plan) { return Digest(ToJson(plan)); })
       .def_property_readonly("pytorch", &ReleaseOf)

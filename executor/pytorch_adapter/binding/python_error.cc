@@ -1,5 +1,6 @@
 #include "binding/python_error.h"
 
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <stdexcept>
@@ -27,6 +28,19 @@ void Throw(const Error& error) { throw std::runtime_error("shardplan: " + ToStri
 
 void OrThrow(const Status& status) {
   if (!status) Throw(status.error());
+}
+
+void ThrowFailure(const Error& error, const std::exception_ptr& thrown) {
+  if (thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const c10::OutOfMemoryError&) {
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "shardplan: " + ToString(error));
+    } catch (const std::exception&) {
+      // What the error says.
+    }
+  }
+  Throw(error);
 }
 
 }  // namespace shardplan::python

@@ -5,6 +5,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/python_headers.h>
 
+#include <exception>
+
 #include "shardplan/schemas/error.h"
 
 namespace shardplan::python {
@@ -15,6 +17,8 @@ Status PythonError(const char* doing);
 // As a std::runtime_error with a message for a person: hooks hand it on to Python as RuntimeError.
 [[noreturn]] void Throw(const Error& error);
 void OrThrow(const Status& status);
+// ... and as torch.OutOfMemoryError, if that is what a replayer's operation has thrown.
+[[noreturn]] void ThrowFailure(const Error& error, const std::exception_ptr& thrown);
 
 // The GIL for a callback of the replayer, which runs without it.
 class HoldGil {

@@ -68,7 +68,9 @@ void OnDemand::Call(ProcedureKind kind, UnitId unit) {
   {
     std::optional<ProfilerRanges::Watch> watch;
     if (ProfilerRanges::On()) watch.emplace(*ranges_, *replayer_, kind, unit);
-    OrThrow(replayer_->Call(kind, unit));
+    if (const Status status = replayer_->Call(kind, unit); !status) {
+      ThrowFailure(status.error(), replayer_->thrown());
+    }
   }
   // What is issued on the compute stream is done before the model goes on there; the cpu device, whose
   // collectives run in the background, has to be told.

@@ -216,6 +216,7 @@ Status Replayer::Provide(BufferId buffer) { return impl_->Provide(buffer); }
 Status Replayer::Release(BufferId buffer) { return impl_->Release(buffer); }
 Status Replayer::Leave() { return impl_->Leave(); }
 Status Replayer::Restart() { return impl_->Restart(); }
+std::exception_ptr Replayer::thrown() const { return impl_->thrown(); }
 std::string Replayer::Where() const { return impl_->Where(); }
 void Replayer::SetObserver(Observer* observer) { impl_->SetObserver(observer); }
 void Replayer::Abort(const std::string& reason) { impl_->Abort(reason); }

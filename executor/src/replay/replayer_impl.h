@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
@@ -32,6 +33,7 @@ class Replayer::Impl {
   std::int32_t step_index() const { return program_.triggers[trigger_].step; }
   std::int32_t trigger_index() const { return program_.triggers[trigger_].trigger; }
   bool AtStepBegin() const { return !in_trigger_ && program_.triggers[trigger_].trigger == 0; }
+  std::exception_ptr thrown() const { return thrown_; }
   void SetObserver(Observer* observer) { observer_ = observer; }
   bool Has(ProcedureKind kind, UnitId unit) const { return FindProcedure(plan_, kind, unit) != nullptr; }
   Status Call(ProcedureKind kind, UnitId unit);
@@ -80,6 +82,7 @@ class Replayer::Impl {
   std::int64_t instructions_issued_ = 0;
   std::optional<Error> failure_;
   bool collectives_aborted_ = false;
+  std::exception_ptr thrown_;
 
   static constexpr std::uint8_t kInPart = 2;
   std::vector<std::uint8_t> alive_;                     // by buffer; kInPart: parts of it were freed ...

@@ -97,6 +97,7 @@ Status Replayer::Impl::Leave() {
 Status Replayer::Impl::Restart() {
   if (collectives_aborted_) return std::unexpected(*failure_);
   failure_.reset();
+  thrown_ = nullptr;
   steps_left_ += AtStepBegin() ? 0 : 1;
   in_trigger_ = op_begun_ = false;
   trigger_ = op_ = 0;

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "replay/first_line.h"
 #include "replay/replayer_impl.h"
@@ -37,6 +38,7 @@ Status Replayer::Impl::RunCaught(const Op& op, bool& blocked) {
   try {
     return Run(op, blocked);
   } catch (const std::exception& exception) {
+    thrown_ = std::current_exception();
     return MakeError(ErrorCode::kEnvironment, FirstLine(exception));
   }
 }

@@ -1,6 +1,7 @@
 """Training by a plan next to real FSDP on the device in software: streams, NCCL and autograd's device threads as on a GPU.
 `tools/nightly --only adapter` runs many more cases."""
 
+import json
 import sys
 
 import pytest
@@ -20,3 +21,27 @@ def test_trains_as_fsdp_does_on_cuda(series, seed):
         PYTHONPATH=str(ROOT / "tools" / "python"),
     )
     assert "1 of 1 cases agree bit for bit" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("plan", ["auto", "traced"])
+def test_memory_that_is_short_is_told_beside_the_plan_and_the_step_given_up(plan, tmp_path):
+    done = on_device(
+        [sys.executable, "tests/python/adapter/out_of_memory.py", plan, str(tmp_path)],
+        "inline",
+        SHARDPLAN_TEST_DEVICE="cuda",
+        SHARDPLAN_DEVICE_BYTES=str(256 << 20),
+        PYTHONPATH=str(ROOT / "tools" / "python"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank, said in enumerate(json.loads(done.stdout)):
+        assert [trouble["differ"] for trouble in said.values()] == ["", ""]
+        instruction, operator = said["instruction"], said["operator"]
+        where = "step 1, pre_forward layers.0, instruction 0: allocate layers.0.all_gather_output"
+        assert "CUDA out of memory" in instruction["error"] and where in instruction["error"]
+        assert f"rank {rank} is out of memory, {where}" in instruction["report"]
+        assert f"rank {rank} is out of memory, before step 1, post_forward layers.0: 134217728 bytes" in operator["report"]
+        for report in (instruction["report"], operator["report"]):
+            assert report.count("is out of memory") == 1
+            planned, found = (float(value) for value in report.split("peak of allocated")[1].replace("GiB", "").split()[:2])
+            assert 0.03 < planned < 0.1 < found < 0.25
+            assert ("without operators" in report) == (plan == "auto")

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -173,6 +174,9 @@ class Replayer {
   // all_gather ...".
   std::string Where() const;
   void SetObserver(Observer* observer);  // null: none
+  // What the operation threw that made the replayer fail (a device's, the collectives', the model's). Null:
+  // nothing.
+  std::exception_ptr thrown() const;
   // Marks the replayer failed and aborts the collectives; what the model does when it fails between two
   // triggers.
   void Abort(const std::string& reason);

@@ -71,6 +71,7 @@ class Applied:
     user_sync: dict[int, bool] = dataclasses.field(default_factory=dict)  # by unit: what the user said with set_requires_gradient_sync
     pre_forwards: dict = dataclasses.field(default_factory=dict)  # by unit
     following: object = None  # KeptPlans
+    expected_memory: tuple | None = None  # (plan, rows of `shardplan memory`), once they were asked for
     setters: object = None  # Setters, of a plan of fsdp2
     undo_recompute: Callable[[], None] = lambda: None
     step_begins: bool = False  # the functions below are being called

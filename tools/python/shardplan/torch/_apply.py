@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _flat, _fsdp_module, _optimizers
+from . import _flat, _fsdp_module, _optimizers, _out_of_memory
 from ._agree import agree
 from ._applied import ATTRIBUTE, Applied
 from ._errors import PlanError
@@ -226,4 +226,5 @@ def apply(
     object.__setattr__(model, ATTRIBUTE, applied)
     _fsdp_module.give_methods(applied)
     _optimizers.watch(applied)
+    _out_of_memory.watch(applied)
     return model

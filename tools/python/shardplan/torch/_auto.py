@@ -38,6 +38,7 @@ from ._peers import connect, peers, seconds
 from ._plan_store import PlanStore, default_folder
 from ._planning import make_plan, plan_of
 from ._setters import Setters
+from ._signature import described
 from ._switch import switch
 from ._units import Arguments, Strategy, Units, forget_marks
 
@@ -178,7 +179,7 @@ class _Search:
             raise PlanError(
                 f"the search needs the whole forward's arguments, and the first module that ran is a {type(module).__name__}: call the model itself"
             )
-        auto._facts["inputs"] = _described((args, kwargs))
+        auto._facts["inputs"] = described((args, kwargs))
         if (kept := auto._store.read(auto.path)) is not None:
             auto._costs.kept = True
             return kept
@@ -203,17 +204,6 @@ class _Search:
             return session.trace_module(skeleton, args, kwargs, self._loss, options)
         except TracerError as error:
             raise PlanError(f'policy="optimize" needs a trace of the model, and it cannot be traced: {error}') from error
-
-
-def _described(value: Any) -> Any:
-    """Shapes and dtypes of arguments, and the values of what is no tensor, as JSON has them."""
-    if isinstance(value, torch.Tensor):
-        return [list(value.shape), str(value.dtype), value.requires_grad]
-    if isinstance(value, (list, tuple)):
-        return [_described(one) for one in value]
-    if isinstance(value, dict):
-        return {str(key): _described(one) for key, one in value.items()}
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _search_arguments(policy: Policy, budget: int | str | None, allow: Sequence[Decision], search_seconds: float) -> list[str]:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import warnings
 import weakref
 from collections.abc import Callable
+
+import torch.nn as nn
 
 from . import _flat
 from ._applied import Applied
 from ._errors import PlanError
 from ._mesh import process_groups
 from ._native import native
+from ._next_path import NextPath
 from ._outline import class_names
 from ._peers import connect
 from ._replan import Calls, RequiresGrad, calls_of, replan, requires_grad_of
 from ._runtime import make_runtime, supply_shards
+from ._signature import signature_of
+
+Key = tuple[RequiresGrad, bytes, str]  # (requires_grad, a hash of the plan's text, calls of setters)
+Way = tuple[RequiresGrad, tuple, tuple[bool, ...], str]  # (requires_grad, points of a step, full-precision forwards, calls of setters)
 
 _MOST = 8  # each has process groups' communicators and buffers of its own
+_RARE_WAYS = 4096  # that are remembered
 
 
 @dataclasses.dataclass
@@ -31,6 +40,20 @@ class Path:
     runtime: native.Runtime
 
 
+def _points(log: list[tuple]) -> tuple:
+    """Of a step or of a plan's step. A gradient belongs to its unit's next post_backward, or to the end of the backward: which hook saw it first changes no plan."""
+    points, gradients = [], []
+    for kind, unit, made, keeps in log:
+        gradients += made
+        if kind in ("post_backward", "backward_end"):
+            taken = sorted(one for one in gradients if kind == "backward_end" or one[0] == unit)
+            gradients = [one for one in gradients if one not in taken]
+            points.append((kind, unit, tuple(taken), keeps))
+        elif kind not in ("optimizer_step", "zero_grad", "step_end"):
+            points.append((kind, unit, keeps))
+    return tuple(points)
+
+
 def _units_of(plan) -> list[tuple]:
     return [(unit.modules, [parameter.fqn for parameter in unit.parameters]) for unit in plan.units]
 
@@ -40,9 +63,12 @@ class KeptPlans:
 
     def __init__(self, applied: Applied) -> None:
         self._applied = weakref.ref(applied)
-        # (requires_grad, points of a step, full-precision forwards, calls of setters) -> Path, latest last
-        self.kept: collections.OrderedDict = collections.OrderedDict()
-        self.unplannable: set = set()  # keys of `kept`
+        self.kept: collections.OrderedDict[Key, Path] = collections.OrderedDict()  # latest last
+        self._key_of: dict[Way, Key] = {}
+        self._next = NextPath()
+        self._went = True  # the last step is counted
+        self._rare: set[Way] = set()
+        self.unplannable: set[Way] = set()
         self.unplannable_because = ""  # the last of them
         self.setup, self.calls = calls_of(json.loads(applied.plan.strategy_json))
         self._first_calls = self._calls_key()
@@ -74,27 +100,71 @@ class KeptPlans:
         there was such a step before."""
         applied = self.applied
         deviation, full_precision = applied.runtime.deviation, applied.runtime.full_precision_forwards
-        points = tuple((kind, unit, tuple(gradients), keeps) for kind, unit, gradients, keeps in log)
         self._leave()
         if applied.setters is not None:
             applied.setters.step_left_its_plan()
-        key = (requires_grad_of(applied.plan), points, tuple(full_precision), self._calls_key())
-        if key in self.unplannable:
+        way = self._way(requires_grad_of(applied.plan), log, full_precision, self._calls_key())
+        if (key := self._key_of.get(way)) in self.kept:
+            return self._goes(key)
+        if way in self.unplannable or self._is_rare(way):
+            self._went = True
             return
-        if key in self.kept:
-            return self._take(key)
         try:
             plan = self._plan_again(log, requires_grad_of(applied.plan), full_precision)
         except PlanError as error:
-            self.unplannable.add(key)
+            self.unplannable.add(way)
+            self._went = True
             self.unplannable_because = str(error)
             warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
             return
+        key = self._key_of[way] = self._key(requires_grad_of(plan), plan, self._calls_key())
+        if key in self.kept:
+            return self._goes(key)  # points that differ in what no plan looks at
         if self.on_new_plan is None:
             warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
         self._start_plan(key, plan)
+        self._goes(key)
         if self.on_new_plan is not None:
             self.on_new_plan()
+
+    def _way(self, requires_grad: RequiresGrad, log: list[tuple], full_precision: list[bool], calls: str) -> Way:
+        return requires_grad, _points(log), tuple(full_precision) if any(full_precision) else (), calls
+
+    def _is_rare(self, way: Way) -> bool:
+        """Steps that go each their own way are not worth plans: where many are kept, a new one is made for a way that is seen again."""
+        if len(self.kept) < _MOST or way in self._rare:
+            return False
+        if len(self._rare) >= _RARE_WAYS:
+            self._rare.clear()
+        self._rare.add(way)
+        return True
+
+    def _goes(self, key: Key) -> None:
+        """The step that deviated went this way."""
+        self._next.went(key)
+        self._went = True
+        if self.kept[key].runtime is not self.applied.runtime:
+            self._take(key)
+
+    def foresee(self) -> None:
+        """From now on each step follows the plan that it is likely to follow, not the one of the step before."""
+        applied = self.applied
+        if self._step_begins not in applied.at_next_step:
+            applied.before_next_step(self._step_begins)
+
+    def _step_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        present = self._present()
+        if not self._went:
+            self._next.went(present)
+        self._went = False
+        self._next.begins((id(module), signature_of(args, kwargs)))
+        expected = self._next.expected()
+        if expected in self.kept and expected != present and (expected[0], expected[2]) == (present[0], present[2]):
+            self._go_to(expected, None)
+        self.foresee()
+
+    def _present(self) -> Key:
+        return next(key for key, path in self.kept.items() if path.runtime is self.applied.runtime)
 
     def follow_calls(self, setup: list[dict], calls: Calls) -> None:
         """A step begins after setters were called, or with other calls of them than the step before: it follows the plan that has them. PlanError: there is none, and nothing has changed."""
@@ -109,14 +179,17 @@ class KeptPlans:
 
     def _for_same_points(self, requires_grad: RequiresGrad) -> tuple[tuple, native.Plan | None]:
         """With these parameters and the present calls: the key of the plan that was followed last, or of a new one for the present plan's points, and that."""
-        known = [key for key in self.kept if key[0] == requires_grad and key[3] == self._calls_key()]
+        known = [key for key in self.kept if key[0] == requires_grad and key[2] == self._calls_key()]
         if known:
             return known[-1], None
         runtime = self.applied.runtime
         plan = self._plan_again(runtime.planned_log, requires_grad, runtime.full_precision_forwards)
-        return (requires_grad, (), (), self._calls_key()), plan
+        return self._key(requires_grad, plan, self._calls_key()), plan
 
-    def _go_to(self, key: tuple, plan: native.Plan | None) -> None:
+    def _key(self, requires_grad: RequiresGrad, plan: native.Plan, calls: str) -> Key:
+        return requires_grad, hashlib.sha256(plan.json.encode()).digest(), calls
+
+    def _go_to(self, key: Key, plan: native.Plan | None) -> None:
         """plan: a new one; None: the one that is kept."""
         self._leave()
         if plan is None:
@@ -155,17 +228,21 @@ class KeptPlans:
             raise PlanError("the model has other modules or parameters than the plan")
         return plan
 
-    def _start_plan(self, key: tuple, plan) -> None:
+    def _start_plan(self, key: Key, plan) -> None:
         """Follows a new plan, and keeps it."""
         applied = self.applied
-        if not self.kept:  # the first plan, whatever its points
-            self.kept[requires_grad_of(applied.plan), (), (), self._first_calls] = Path(applied.plan, applied.groups, applied.runtime)
+        if not self.kept:  # the first plan
+            requires_grad, calls = requires_grad_of(applied.plan), self._first_calls
+            first = self._key(requires_grad, applied.plan, calls)
+            self.kept[first] = Path(applied.plan, applied.groups, applied.runtime)
+            self._key_of[self._way(requires_grad, applied.runtime.planned_log, [], calls)] = first
         groups = connect(lambda: process_groups(plan, applied.mesh, applied.made_groups, applied.timeout_s), applied.timeout_s)
         runtime = make_runtime(plan, applied.mesh, applied.device, groups, applied.memory, applied.timeout_s)
         step = applied.runtime.step
         self.kept[key] = Path(plan, groups, runtime)
         while len(self.kept) > _MOST:
             self.kept.popitem(last=False)
+        self.foresee()
         self._write_back()
         applied.unhook()
         applied.plan, applied.groups, applied.runtime = plan, groups, runtime
@@ -184,7 +261,7 @@ class KeptPlans:
         for flat in applied.flat_units():
             flat.write_back()  # what the user replaced since
 
-    def _take(self, key: tuple) -> None:
+    def _take(self, key: Key) -> None:
         """A plan that was followed before is followed again."""
         applied = self.applied
         self.kept.move_to_end(key)

@@ -1,0 +1,108 @@
+"""What a plan expected, beside what the allocator has, where a device's memory is short.
+
+[Note: who runs out of memory] An instruction of the plan may be refused memory, or an operator of the model between two of them. The caching allocator tells
+its observers in either case before it throws, so both are reported alike. Nothing is computed before that happens: the plan's expectation is then
+asked of `shardplan memory`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardplan.files import scratch_folder, write_text
+
+from ._planning import command
+
+if TYPE_CHECKING:
+    from ._applied import Applied
+
+_GIB = 1 << 30
+_ASK_S = 60.0
+_LARGEST = 6  # categories that are listed
+
+_watched: weakref.WeakSet[Applied] = weakref.WeakSet()  # of all devices; the allocator's observers stay
+_ROW_BEFORE = {"step_begin": "step_begin", "optimizer_step": "backward_returned", "zero_grad": "optimizer_step_end", "step_end": "zero_grad_end"}
+
+
+def watch(applied: Applied) -> None:
+    """From now on a report goes to standard error whenever memory is short on the GPU of an applied model."""
+    if applied.device.type != "cuda":
+        return
+    if not _watched:
+        torch._C._cuda_attach_out_of_memory_observer(_report)
+    _watched.add(applied)
+
+
+def _report(device: int, requested_bytes: int, used_bytes: int, free_bytes: int) -> None:
+    here = [applied for applied in _watched if _index(applied.device) == device]
+    for applied in [one for one in here if not one.runtime.between_steps] or here:
+        print(_text(applied, device, requested_bytes, free_bytes), file=sys.stderr, flush=True)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _expected(applied: Applied) -> dict[str, Any] | str:
+    """What `shardplan memory --rows` says of the plan; why there is nothing."""
+    if applied.expected_memory is None or applied.expected_memory[0] is not applied.plan:
+        try:
+            with scratch_folder() as here:
+                write_text(here / "plan.json", applied.plan.json)
+                asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q"]
+                done = subprocess.run(asked, cwd=here, text=True, capture_output=True, timeout=_ASK_S)
+                rows = here / "rows.json"
+                if not rows.exists():
+                    return done.stderr.strip() or f"shardplan memory: exit code {done.returncode}"
+                applied.expected_memory = applied.plan, json.loads(rows.read_text(encoding="utf-8"))
+        except Exception as error:  # the observer is below an allocation: what went wrong there is what is raised
+            return str(error)
+    return applied.expected_memory[1]
+
+
+def _row(applied: Applied, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the point that the plan is at."""
+    kind, unit, microbatch = applied.runtime.next_point
+    event = _ROW_BEFORE.get(kind, f"{kind}.before")
+    name = "" if unit < 0 else applied.plan.units[unit].fqn or "(root)"
+    for row in rows:
+        if row["event"] == event and (unit < 0 or row["unit"] == name) and row["microbatch"] in (microbatch, 0 if microbatch < 0 else microbatch):
+            return row
+    return None
+
+
+def _gib(value: int) -> str:
+    return f"{value / _GIB:9.3f} GiB"
+
+
+def _text(applied: Applied, device: int, requested_bytes: int, free_bytes: int) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    lines = [f"shardplan: rank {rank} is out of memory, {applied.runtime.where}: {requested_bytes} bytes were asked for"]
+    stats = torch.cuda.memory_stats(device)
+    allocated, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
+    reserved = stats["reserved_bytes.all.current"]
+    expected = _expected(applied)
+    if isinstance(expected, str):
+        lines.append(f"  allocated {_gib(allocated)}, reserved {_gib(reserved)}, free on the device {_gib(free_bytes)}")
+        return "\n".join([*lines, f"  what the plan expects is unknown: {expected}"])
+    row = _row(applied, expected["rows"])
+    lines.append("                               the plan   the allocator")
+    if row is not None:
+        lines.append(f"  allocated here       {_gib(row['total_bytes'])}   {_gib(allocated)}")
+    lines.append(f"  peak of allocated    {_gib(expected['peak']['total_bytes'])}   {_gib(peak)}")
+    lines.append(f"  reserved             {_gib(expected['allocator']['peak_reserved_bytes'])}   {_gib(reserved)}")
+    lines.append(f"  free on the device                   {_gib(free_bytes)}")
+    if row is not None:
+        largest = sorted(zip(row["by_category"], expected["categories"]), reverse=True)[:_LARGEST]
+        lines.append("  planned here: " + ", ".join(f"{name} {_gib(bytes_).strip()}" for bytes_, name in largest if bytes_))
+    if not applied.plan.has_operators:
+        lines.append("  the plan was made without operators (of the module tree, or of a step that left its plan): the model's own tensors are not in it")
+    lines.append("  shardplan.torch.abandon_step(model) gives the step up, if every rank does")
+    return "\n".join(lines)
