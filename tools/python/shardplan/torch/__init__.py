@@ -32,6 +32,7 @@ from ._optim_state import (
 from ._save import Saving, load, save
 from ._remove import remove
 from ._steer import abandon_step, no_sync, set_is_last_backward, set_requires_gradient_sync
+from ._stop import stop_on_signal
 from ._summon import summon_full_params
 from ._units import unit
 
@@ -66,6 +67,7 @@ __all__ = [
     "shard_full_optim_state_dict",
     "sharded_optim_state_dict",
     "state_dict_type",
+    "stop_on_signal",
     "summon_full_params",
     "unit",
     "unshard",

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ._errors import PlanError
 from ._native import native
 from ._peers import peers
+from ._store import job_store
 
 _applied: collections.Counter = collections.Counter()  # plans, by the ranks that they are applied on
 
@@ -48,8 +49,8 @@ def agree(model: nn.Module, plan, mesh: DeviceMesh | None, timeout_s: float, fai
     if dist.get_rank() not in ranks or len(ranks) < 2:
         return
     _applied[tuple(ranks)] += 1
-    name = f"shardplan/agree/{zlib.crc32(repr(ranks).encode())}/{_applied[tuple(ranks)]}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    name = f"agree/{zlib.crc32(repr(ranks).encode())}/{_applied[tuple(ranks)]}"
+    store = dist.PrefixStore(name, job_store(timeout_s))
     facts = []
     if plan is not None and not failure:
         facts = [

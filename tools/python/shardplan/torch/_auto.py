@@ -39,6 +39,7 @@ from ._plan_store import PlanStore, default_folder
 from ._planning import make_plan, plan_of
 from ._setters import Setters
 from ._signature import described
+from ._store import job_store
 from ._switch import switch
 from ._units import Arguments, Strategy, Units, forget_marks
 
@@ -71,8 +72,8 @@ def _from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float
         return make()
     key = tuple(ranks)
     _exchanges[key] = _exchanges.get(key, 0) + 1
-    name = f"shardplan/auto/{zlib.crc32(repr(ranks).encode())}/{_exchanges[key]}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    name = f"auto/{zlib.crc32(repr(ranks).encode())}/{_exchanges[key]}"
+    store = dist.PrefixStore(name, job_store(timeout_s))
     if dist.get_rank() == ranks[0]:
         try:
             text = make()

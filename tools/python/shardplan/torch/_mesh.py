@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ._errors import PlanError
+from ._peers import default_timeout_s
+from ._store import job_store
 
 
 def _plan_dims(plan) -> list[tuple[str, int]]:
@@ -116,4 +118,4 @@ def side_channel() -> dist.Store | None:
     number = next(_side_channels)
     if dist.get_backend() == "fake":  # its store answers nothing
         return None
-    return dist.PrefixStore(f"shardplan/{number}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"plan/{number}", job_store(default_timeout_s()))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ._errors import PlanError
 from ._native import native
+from ._store import job_store, served_by_agent
 
 T = TypeVar("T")
 
@@ -50,9 +51,8 @@ def _store_rank(store: dist.Store) -> int | None:
     """Who serves the store: with env:// it is rank 0, unless torchrun's agent does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     from_environment = isinstance(store, dist.TCPStore) and os.environ.get("MASTER_PORT") == str(store.port)
-    return 0 if from_environment and not by_agent else None
+    return 0 if from_environment and not served_by_agent() else None
 
 
 def peers() -> native.Peers | None:
@@ -64,10 +64,8 @@ def peers() -> native.Peers | None:
         if not _peers:
             atexit.register(_leave)
             multiprocessing.util.Finalize(None, _leave, exitpriority=0)  # its processes do not run atexit
-        store = dist.distributed_c10d._get_default_store()
-        _peers[group] = native.Peers(
-            dist.PrefixStore("shardplan/peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store)
-        )
+        store = job_store(default_timeout_s())
+        _peers[group] = native.Peers(dist.PrefixStore("peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store))
         _watching.add(_peers[group])
     return _peers[group]
 

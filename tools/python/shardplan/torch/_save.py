@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ._native import native
 from ._peers import default_timeout_s, peers
+from ._store import job_store
 
 _READ_BYTES = 64 << 20  # on the host, of what a device gets
 
@@ -49,7 +50,7 @@ class _Session:
         number = next(_numbers)
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
-            store = dist.PrefixStore(f"shardplan/saves/{number}", dist.distributed_c10d._get_default_store())
+            store = dist.PrefixStore(f"saves/{number}", job_store(default_timeout_s()))
         self.rank, self.ranks = rank, ranks
         self.peers = peers()  # leaves at the end of the interpreter, if it is still here
         self.native = native.Session(store, rank, ranks, self.peers, default_timeout_s())
