@@ -122,6 +122,10 @@ def ported(part: Part) -> list[Step]:
     return [pytest(part, pathlib.Path(file).stem, file, environment={"SHARDPLAN_ALL_SETTINGS": "1"}) for file in files]
 
 
+def examples(part: Part) -> list[Step]:
+    return [pytest(part, "examples", "tests/python/commands/test_examples.py", environment={"SHARDPLAN_LONG_EXAMPLES": "1"})]
+
+
 def live(part: Part) -> list[Step]:
     """Random models and settings that the installed PyTorch runs, event for event."""
     command = [str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position), "--fake", "--policy"]
@@ -271,6 +275,7 @@ ALL = [
            build=build("dev", "product")),
     Series("ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1, length=lambda: len(PORTED),
            build=build("dev", "product")),
+    Series("examples", "examples that start a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
     Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _flat, _fsdp_module, _optimizers, _out_of_memory
 from ._agree import agree
 from ._applied import ATTRIBUTE, Applied
+from ._choices import Memory, OnDeviation, check_choice
 from ._errors import PlanError
 from ._fit import ModelParameter, check_model, check_placement, modules_of, parameters_of, untied
 from ._flat_checkpoint import support_checkpoints
@@ -141,8 +142,8 @@ def apply(
     *,
     initialize: Initialize = reset_parameters,
     broadcast_from_rank_0: bool = False,
-    on_deviation: str = "stop",
-    memory: str = "allocator",
+    on_deviation: OnDeviation = "stop",
+    memory: Memory = "allocator",
     verify: bool = True,
     timeout: float | datetime.timedelta | None = None,
 ) -> nn.Module:
@@ -173,10 +174,8 @@ def apply(
     plan, model or version (naming them). RuntimeError for a step that deviates names the first point
     that differs, found and expected.
     """
-    if on_deviation not in ("stop", "replan"):
-        raise ValueError(f'on_deviation is "stop" or "replan", not {on_deviation!r}')
-    if memory not in ("allocator", "arena"):
-        raise ValueError(f'memory is "allocator" or "arena", not {memory!r}')
+    check_choice("on_deviation", on_deviation, OnDeviation)
+    check_choice("memory", memory, Memory)
     if hasattr(model, ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
     timeout_s = seconds(timeout)

@@ -17,11 +17,10 @@ import os
 import pathlib
 import sys
 import time
-import typing
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._agree import agree
 from ._applied import ATTRIBUTE, Applied, applied_to
 from ._apply import apply
+from ._choices import Decision, Memory, Policy, check_choice
 from ._errors import PlanError
 from ._init import Initialize, reset_parameters
 from ._outline import outline
@@ -45,9 +45,6 @@ from ._units import Arguments, Strategy, Units, forget_marks
 
 _FOLDER: Any = object()  # `plans` was not given
 _exchanges: dict[tuple[int, ...], int] = {}  # by the ranks that take part: how many there were
-
-Policy = Literal["fsdp2", "optimize"]
-Decision = Literal["checkpoint", "offload", "cache-release"]
 
 
 @dataclasses.dataclass
@@ -208,16 +205,15 @@ class _Search:
 
 
 def _search_arguments(policy: Policy, budget: int | str | None, allow: Sequence[Decision], search_seconds: float) -> list[str]:
+    check_choice("policy", policy, Policy)
     if policy == "fsdp2":
         if budget is not None:
             raise ValueError('shardplan: a budget is for policy="optimize"; FSDP2 has the schedule that it has')
         return []
-    if policy != "optimize":
-        raise ValueError(f'shardplan: policy is "fsdp2" or "optimize", not {policy!r}')
     given = "device" if budget is None else f"{budget}B" if isinstance(budget, int) else budget
     arguments = ["--memory-budget", given, "--time-limit", f"{max(int(search_seconds * 1000), 1)}ms", "--fix", "layout", "accumulation"]
-    if unknown := set(allow) - set(typing.get_args(Decision)):
-        raise ValueError(f"shardplan: allow takes {', '.join(typing.get_args(Decision))}, not {sorted(unknown)[0]!r}")
+    for decision in allow:
+        check_choice("a decision to allow", decision, Decision)
     return [*arguments, *(["--allow", *allow] if allow else [])]
 
 
@@ -237,7 +233,7 @@ def auto(
     quiet: bool = False,
     initialize: Initialize = reset_parameters,
     broadcast_from_rank_0: bool = False,
-    memory: Literal["allocator", "arena"] = "allocator",
+    memory: Memory = "allocator",
     timeout: float | datetime.timedelta | None = None,
     **arguments: Any,
 ) -> nn.Module:
@@ -264,6 +260,7 @@ def auto(
     """
     if hasattr(model, ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
+    check_choice("memory", memory, Memory)
     searched = _search_arguments(policy, budget, allow, search_seconds)
     defaults = Arguments.of(arguments)
     timeout_s = seconds(timeout)

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint.state_dict as dsd
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ._choices import StateDictKind
 from ._fit import trace_fqn
 from ._flat import FlatUnit, flat_units
 from ._flat_optimizer import Held, State, original_state, slice_of_state
@@ -42,7 +43,7 @@ def held_in(model: nn.Module) -> list[Held]:
 
 
 @contextlib.contextmanager
-def _state_dicts(model: nn.Module, kind: str) -> Iterator[None]:
+def _state_dicts(model: nn.Module, kind: StateDictKind) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if flat_units(module):

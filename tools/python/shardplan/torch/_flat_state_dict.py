@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from ._choices import StateDictKind, check_choice
 from ._fit import trace_fqn
 from ._flat import FlatUnit
 from ._flat_whole import summoned
 from ._shard import as_dtensor
 
 _ATTRIBUTE = "_shardplan_state_dicts"
-KINDS = ("full", "sharded")
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -105,20 +105,19 @@ def unhook_state_dicts(model: nn.Module) -> None:
         handle.remove()
 
 
-def state_dict_kind(model: nn.Module) -> str:
+def state_dict_kind(model: nn.Module) -> StateDictKind:
     """What state_dict_type chose."""
     state_dicts = getattr(model, _ATTRIBUTE, None)
     return "full" if state_dicts is None else state_dicts.kind
 
 
 @contextlib.contextmanager
-def state_dict_type(model: nn.Module, kind: str) -> Iterator[None]:
+def state_dict_type(model: nn.Module, kind: StateDictKind) -> Iterator[None]:
     """What model.state_dict() gives inside, of a model whose plan has a flat layout: "full" (the default outside, and
     FSDP1's) whole tensors on every rank, "sharded" DTensors cut along dim 0, which torch.distributed.checkpoint saves and
     loads without any rank having the whole, and which a per_parameter plan or FSDP2 loads too. load_state_dict takes both.
     """
-    if kind not in KINDS:
-        raise ValueError(f"shardplan: state_dict_type: expected one of {KINDS}, found {kind!r}")
+    check_choice("the kind of a state dict", kind, StateDictKind)
     state_dicts = getattr(model, _ATTRIBUTE, None)
     if state_dicts is None:
         raise ValueError("shardplan: state_dict_type is for models whose plan has a flat layout")
