@@ -340,6 +340,7 @@ def refusals() -> str:
         "allow": (lambda: sp.auto(make(), policy="optimize", allow=("magic",)), "not 'magic'"),
         "no such unit": (lambda: sp.auto(make(), units=["blocks.*"]), "blocks.*"),
         "cluster": (lambda: sp.auto(make(), cluster="no_such_cluster"), "no_such_cluster"),
+        "forecast": (lambda: sp.forecast(sp.auto(make(), quiet=True), (torch.zeros(3, 999),)), "cannot be traced"),
         "ignored": (lambda: sp.auto(make(), ignored_params={nn.Parameter(torch.zeros(1))}), "does not have"),
     }
     wrong = {name: text for name, (function, wanted) in cases.items() if wanted not in (text := said(function))}
@@ -474,6 +475,23 @@ def whole_parameters_go() -> str:
     return "" if set(left.values()) == {0} else f"{left} whole parameters are alive"
 
 
+def stops_together() -> str:
+    """One rank is told; all end behind the same step."""
+    import os
+    import signal
+
+    rank, ended = dist.get_rank(), -1
+    before = signal.getsignal(signal.SIGTERM)
+    with sp.stop_on_signal() as stop:
+        for step in range(10):
+            if step == 3 and rank == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop():
+                ended = step
+                break
+    return "" if ended == 4 and signal.getsignal(signal.SIGTERM) == before else f"ended at step {ended}"
+
+
 def optimizer_made_before() -> str:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -490,7 +508,7 @@ def optimizer_made_before() -> str:
 
 FEATURES = [
     shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled, post_optim_event, reset_iter_state,
-    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before,
+    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together,
 ]  # fmt: skip
 
 

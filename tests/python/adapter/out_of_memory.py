@@ -1,5 +1,5 @@
 """Two ranks whose device is short of memory in a step, which they give up, on the device in software:
-`python out_of_memory.py auto|traced FOLDER`."""
+`python out_of_memory.py auto|traced FOLDER`; or a longer step that is foreseen: `foreseen FOLDER`."""
 
 from __future__ import annotations
 
@@ -97,11 +97,30 @@ def _traced(folder: pathlib.Path) -> str:
     return str(plan)
 
 
+def foreseen(rows: int) -> dict[str, int]:
+    """Bytes allocated at the peak of a step with that many rows, as forecast in the first step and as they came."""
+    model = sp.auto(Model().cuda(), quiet=True, plans=None, optimizer="sgd")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number in range(4):
+        x = torch.randn(rows if number > 1 else 4, WIDTH, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del x
+        torch.cuda.synchronize()
+        if number == 1:
+            forecast = sp.forecast(model, (torch.empty(rows, WIDTH, device="meta"),), loss=lambda y: y.square().mean())
+    return {"forecast": forecast.allocated_bytes, "found": torch.cuda.max_memory_allocated(), "categories": forecast.at_peak}
+
+
 def main() -> None:
     kind, folder = sys.argv[1], pathlib.Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    plan = _traced(folder) if kind == "traced" else kind
-    outcomes = run_on_ranks(2, folder / "ranks", trouble, plan, timeout_s=100)
+    if kind == "foreseen":
+        outcomes = run_on_ranks(2, folder / "ranks", foreseen, 2048, timeout_s=100)
+    else:
+        outcomes = run_on_ranks(2, folder / "ranks", trouble, _traced(folder) if kind == "traced" else kind, timeout_s=100)
     print(json.dumps([outcome[1] for outcome in outcomes]))
 
 

@@ -45,3 +45,17 @@ def test_memory_that_is_short_is_told_beside_the_plan_and_the_step_given_up(plan
             planned, found = (float(value) for value in report.split("peak of allocated")[1].replace("GiB", "").split()[:2])
             assert 0.03 < planned < 0.1 < found < 0.25
             assert ("without operators" in report) == (plan == "auto")
+
+
+def test_the_memory_of_a_longer_step_is_foreseen(tmp_path):
+    done = on_device(
+        [sys.executable, "tests/python/adapter/out_of_memory.py", "foreseen", str(tmp_path)],
+        "inline",
+        SHARDPLAN_TEST_DEVICE="cuda",
+        SHARDPLAN_DEVICE_BYTES=str(512 << 20),
+        PYTHONPATH=str(ROOT / "tools" / "python"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for said in json.loads(done.stdout):
+        # The loop holds no name of the output, which the trace keeps for the loss.
+        assert 0 <= said["forecast"] - said["found"] <= said["categories"]["input"], said

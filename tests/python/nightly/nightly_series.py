@@ -275,7 +275,7 @@ ALL = [
            build=build("dev", "product")),
     Series("ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1, length=lambda: len(PORTED),
            build=build("dev", "product")),
-    Series("examples", "examples that start a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
+    Series("examples", "examples that start launchers or a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
     Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),

@@ -17,6 +17,7 @@ from ._calls import GradientReduction, finalize_backward, reshard, set_all_reduc
 from ._clip import clip_grad_norm_
 from ._errors import PlanError
 from ._flat_state_dict import state_dict_type
+from ._forecast import Forecast, forecast
 from ._forward_method import register_forward_method
 from ._optim_state import (
     OptimStateKeyType,
@@ -37,6 +38,7 @@ from ._summon import summon_full_params
 from ._units import unit
 
 __all__ = [
+    "Forecast",
     "GradientReduction",
     "OptimStateKeyType",
     "PlanError",
@@ -48,6 +50,7 @@ __all__ = [
     "finalize_backward",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
+    "forecast",
     "load",
     "load_plan",
     "no_sync",

@@ -14,6 +14,7 @@ from . import _flat
 from ._fit import ModelParameter, modules_of, refuse_to_copy
 from ._native import native
 from ._runtime import add_extensions, add_parameters, adopter, hook_modules
+from ._skeleton import Skeleton
 
 ATTRIBUTE = "_shardplan_applied"  # of the model
 UNIT_ATTRIBUTE = "_shardplan_unit"  # of the modules of units: (what was applied, unit id of their first parameter group)
@@ -71,6 +72,7 @@ class Applied:
     user_sync: dict[int, bool] = dataclasses.field(default_factory=dict)  # by unit: what the user said with set_requires_gradient_sync
     pre_forwards: dict = dataclasses.field(default_factory=dict)  # by unit
     following: object = None  # KeptPlans
+    skeleton: Skeleton | None = None  # of a model of auto()
     expected_memory: tuple | None = None  # (plan, rows of `shardplan memory`), once they were asked for
     setters: object = None  # Setters, of a plan of fsdp2
     undo_recompute: Callable[[], None] = lambda: None

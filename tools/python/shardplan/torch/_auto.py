@@ -9,7 +9,6 @@ other disks, loads and clocks have the same.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import datetime
 import json
@@ -39,6 +38,7 @@ from ._plan_store import PlanStore, default_folder
 from ._planning import make_plan, plan_of
 from ._setters import Setters
 from ._signature import described
+from ._skeleton import Skeleton
 from ._store import job_store
 from ._switch import switch
 from ._units import Arguments, Strategy, Units, forget_marks
@@ -88,18 +88,6 @@ def _from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float
     if text[0] == "!":
         raise PlanError(f"rank {ranks[0]}: {text[1:]}")
     return text[1:]
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, to be traced: taken before the plan is applied, since hooks are not copied."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in memo:
-                empty = torch.empty_like(tensor, device="meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)
 
 
 class _Auto:
@@ -154,7 +142,6 @@ class _Search:
     def __init__(
         self,
         applied: Applied,
-        skeleton: nn.Module | None,
         strategy: dict[str, Any],
         arguments: list[str],
         loss: Callable | None,
@@ -162,7 +149,7 @@ class _Search:
         timeout_s: float,
     ) -> None:
         self._applied = weakref.ref(applied)
-        self._skeleton, self._strategy, self._arguments = skeleton, strategy, arguments
+        self._strategy, self._arguments = strategy, arguments
         self._loss, self._auto, self._timeout_s = loss, auto, timeout_s
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -182,7 +169,10 @@ class _Search:
             auto._costs.kept = True
             return kept
         began = time.monotonic()
-        trace = self._trace(args, kwargs)
+        try:
+            trace = self._applied().skeleton.trace(args, kwargs, self._loss)
+        except PlanError as error:
+            raise PlanError(f'policy="optimize" needs a trace of the model: {error}') from error
         auto._costs.trace_s = time.monotonic() - began
         began = time.monotonic()
         text = make_plan("optimize", trace, self._strategy, self._arguments)
@@ -190,18 +180,6 @@ class _Search:
         auto._costs.kept = False
         auto._store.write(auto.path, text)
         return text
-
-    def _trace(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        from shardplan.tracer import session
-        from shardplan.tracer.errors import TracerError
-
-        skeleton, self._skeleton = self._skeleton, None
-        precision = self._strategy.get("mixed_precision", {}).get("param_dtype")
-        options = session.Options(dtype=precision, name=type(skeleton).__name__)
-        try:
-            return session.trace_module(skeleton, args, kwargs, self._loss, options)
-        except TracerError as error:
-            raise PlanError(f'policy="optimize" needs a trace of the model, and it cannot be traced: {error}') from error
 
 
 def _search_arguments(policy: Policy, budget: int | str | None, allow: Sequence[Decision], search_seconds: float) -> list[str]:
@@ -294,7 +272,7 @@ def auto(
     except PlanError as error:
         agree(model, None, whole, timeout_s, failure=str(error))
         raise
-    skeleton = _skeleton(model) if policy == "optimize" and first else None
+    skeleton = Skeleton(model, document.get("mixed_precision", {}).get("param_dtype"))
     apply(
         model,
         plan,
@@ -306,6 +284,7 @@ def auto(
         timeout=timeout,
     )
     applied = applied_to(model)
+    applied.skeleton = skeleton
     applied.set_sync(list(range(len(plan.units))), True)  # micro-batches are what the loop says, whatever a plan on disk has
     applied.await_optimizer()
     applied.setters = Setters(applied, from_disk=True)
@@ -314,6 +293,6 @@ def auto(
     if policy == "optimize":
         own = {**facts, "planned": [*where, *searched]}
         following._facts = own
-        search = _Search(applied, skeleton, document, [*where, *searched], loss, following, timeout_s + search_seconds)
+        search = _Search(applied, document, [*where, *searched], loss, following, timeout_s + search_seconds)
         applied.at_next_step.insert(0, search.begin)
     return model

@@ -7,8 +7,6 @@ asked of `shardplan memory`.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -16,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardplan.files import scratch_folder, write_text
-
-from ._planning import command
+from ._planning import asked_memory
 
 if TYPE_CHECKING:
     from ._applied import Applied
@@ -54,14 +50,7 @@ def _expected(applied: Applied) -> dict[str, Any] | str:
     """What `shardplan memory --rows` says of the plan; why there is nothing."""
     if applied.expected_memory is None or applied.expected_memory[0] is not applied.plan:
         try:
-            with scratch_folder() as here:
-                write_text(here / "plan.json", applied.plan.json)
-                asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q"]
-                done = subprocess.run(asked, cwd=here, text=True, capture_output=True, timeout=_ASK_S)
-                rows = here / "rows.json"
-                if not rows.exists():
-                    return done.stderr.strip() or f"shardplan memory: exit code {done.returncode}"
-                applied.expected_memory = applied.plan, json.loads(rows.read_text(encoding="utf-8"))
+            applied.expected_memory = applied.plan, asked_memory(applied.plan.json, _ASK_S)
         except Exception as error:  # the observer is below an allocation: what went wrong there is what is raised
             return str(error)
     return applied.expected_memory[1]

@@ -47,6 +47,17 @@ def make_plan(kind: str, trace: dict[str, Any], strategy: dict[str, Any], argume
         return (here / "plan.json").read_text(encoding="utf-8")
 
 
+def asked_memory(plan: str, timeout_s: float | None = None) -> dict[str, Any]:
+    """What `shardplan memory --rows` says of a plan's text, and under "fits" whether it fits its cluster's device. PlanError: its words where it says nothing."""
+    with scratch_folder() as here:
+        write_text(here / "plan.json", plan)
+        asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q"]
+        done = subprocess.run(asked, cwd=here, text=True, capture_output=True, timeout=timeout_s)
+        if not (here / "rows.json").exists():
+            raise PlanError(done.stderr.strip() or f"shardplan memory: exit code {done.returncode}")
+        return {**json.loads((here / "rows.json").read_text(encoding="utf-8")), "fits": done.returncode == 0}
+
+
 def plan_of(text: str):
     """Reads a plan document. PlanError, with the place in it, found and expected."""
     with scratch_folder() as here:

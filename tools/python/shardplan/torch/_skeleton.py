@@ -1,0 +1,40 @@
+"""A model without its numbers and without hooks, to be traced while the model itself trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ._errors import PlanError
+
+
+class Skeleton:
+    """Made before a plan is applied: parameters are whole then."""
+
+    def __init__(self, model: nn.Module, param_dtype: str | None) -> None:
+        """param_dtype: what the plan computes in. None: the parameters' own."""
+        memo: dict[int, Any] = {}
+        for module in model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and id(tensor) not in memo:
+                    empty = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        self._model = copy.deepcopy(model, memo)
+        self._param_dtype = param_dtype
+
+    def trace(self, args: tuple, kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor] | None) -> dict[str, Any]:
+        """The trace document of a step with these arguments. PlanError: it cannot be traced."""
+        from shardplan.tracer import session
+        from shardplan.tracer.errors import TracerError
+
+        model = copy.deepcopy(self._model)  # its tensors become fake ones
+        options = session.Options(dtype=self._param_dtype, name=type(model).__name__)
+        try:
+            return session.trace_module(model, args, kwargs, loss, options)
+        except TracerError as error:
+            raise PlanError(f"the model cannot be traced: {error}") from error
