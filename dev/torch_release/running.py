@@ -1,4 +1,4 @@
-"""Commands of a check: a log for each, and a line of progress while it runs."""
+"""Commands of dev/check_torch and dev/wheels: a log for each, and a line of progress while it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Result:
 
 
 def say(text: str) -> None:
-    print(f"check_torch: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    print(f"{pathlib.Path(sys.argv[0]).name}: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def last_line(log: pathlib.Path) -> str:
@@ -33,13 +33,13 @@ def last_line(log: pathlib.Path) -> str:
     return lines[-1][:120] if lines else "nothing said"
 
 
-def run(command: list, log: pathlib.Path, cwd: pathlib.Path, environment: dict[str, str] | None = None) -> int:
-    """The exit code. Output goes to the log alone."""
+def run(command: list, log: pathlib.Path, cwd: pathlib.Path, environment: dict[str, str] | None = None, alone: bool = False) -> int:
+    """The exit code. Output goes to the log alone. alone: the environment is the given one, without this process's."""
     log.parent.mkdir(parents=True, exist_ok=True)
     started = told = time.monotonic()
     with open(log, "wb") as output:
         child = subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
-                                 env={**os.environ, **(environment or {})})
+                                 env={**({} if alone else os.environ), **(environment or {})})
         try:
             while child.poll() is None:
                 time.sleep(0.2)

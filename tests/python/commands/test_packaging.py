@@ -5,9 +5,14 @@ import pathlib
 import subprocess
 import sys
 import sysconfig
+import tomllib
 
 import pytest
-from conftest import ROOT, build_folder
+from conftest import ROOT, build_folder, installed_pytorch
+
+sys.path += [str(ROOT / "cmake"), str(ROOT / "dev" / "torch_release")]
+import wheel  # noqa: E402
+import wheel_metadata  # noqa: E402
 
 
 def interpreter(folder: pathlib.Path, name: str, has_torch: bool) -> pathlib.Path:
@@ -94,3 +99,65 @@ def test_a_module_that_is_built_with_another_torch_is_named(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert f"{module.parent} does not load with torch" in done.stderr and "is built with another torch" in done.stderr
+
+
+BOUNDS = [">=2.11", "<2.16"]
+
+
+@pytest.mark.parametrize(("release", "version", "torch"), [
+    ("2.15", "0.1.0+torch2.15", "torch==2.15.*"),
+    ("2.11", "0.1.0+torch2.11", "torch==2.11.*"),
+    (None, "0.1.0", "torch>=2.11,<2.16"),
+])  # fmt: skip
+def test_a_wheel_is_named_by_its_torch_and_requires_that(release, version, torch):
+    assert wheel_metadata.metadata("0.1.0", release, BOUNDS, ["numpy"]) == {"version": version, "dependencies": [torch, "numpy"]}
+
+
+@pytest.mark.parametrize("release", ["2.9", "2.10", "2.16", "3.0"])
+def test_no_wheel_is_built_with_a_torch_that_is_not_supported(release):
+    with pytest.raises(RuntimeError, match=f"torch {release} is installed, and shardplan is built with torch>=2.11,<2.16"):
+        wheel_metadata.metadata("0.1.0", release, BOUNDS, [])
+
+
+def test_the_wheels_metadata_are_those_of_the_project_and_the_interpreter():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dynamic-metadata"][0]
+    assert settings["provider"] == {"path": "cmake", "module": wheel_metadata.__name__} and (ROOT / "cmake" / "wheel_metadata.py").exists()
+    made = wheel_metadata.dynamic_metadata(settings, {})
+    assert made["version"].endswith(f"+torch{installed_pytorch()}") and made["dependencies"] == [f"torch=={installed_pytorch()}.*", "numpy"]
+    shown = subprocess.run([build_folder() / "bin" / "shardplan", "--version"], capture_output=True, text=True, check=True).stdout
+    assert made["version"].split("+")[0] in shown
+
+
+@pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--output"], ["--none"]])
+def test_wrong_usage_of_the_wheels_script_ends_with_2(arguments):
+    done = subprocess.run([sys.executable, ROOT / "dev" / "wheels", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "usage: dev/wheels" in done.stderr
+
+
+def test_a_wheel_is_tried_without_the_checkout(monkeypatch):
+    for name in ("PYTHONPATH", "SHARDPLAN_BUILD", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, str(ROOT))
+    monkeypatch.setenv("PATH", os.pathsep.join([str(ROOT / ".venv" / "bin"), "/usr/bin"]))
+    environment = wheel.clean_environment("/fresh/bin")
+    assert environment["PATH"] == "/fresh/bin:/usr/bin"
+    assert not [name for name in environment if name.startswith(("PYTHON", "SHARDPLAN", "VIRTUAL_ENV"))]
+
+
+def test_a_wheel_needs_libraries_of_torch_and_of_the_system_alone():
+    present = ["libtorch_cpu.so", "libtorch_python.so", "libc10_cuda.so", "libcudart.so.13", "libnccl.so.2", "libstdc++.so.6", "libc.so.6", "ld-linux-x86-64.so.2"]
+    text = "\n".join(f" 0x0000000000000001 (NEEDED)             Shared library: [{name}]" for name in [*present, "libfmt.so.9", "libdeflate.so.0"])
+    assert wheel.missing_libraries(text) == ["libfmt.so.9", "libdeflate.so.0"]
+
+
+def test_the_builder_of_a_wheel_is_the_projects():
+    assert wheel.build_requirement((ROOT / "pyproject.toml").read_text()).startswith("scikit-build-core>=")
+
+
+def test_the_environment_of_tools_setup_has_the_package(tmp_path):
+    """As README.md has it: no PYTHONPATH, from any folder."""
+    python = ROOT / ".venv" / "bin" / "python"
+    if not python.exists() or not list(ROOT.glob(".venv/lib/python3*/site-packages/shardplan.pth")):
+        pytest.skip("tools/setup has not run")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", "import shardplan; print(shardplan.__path__[0])"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(ROOT / "tools" / "python" / "shardplan")

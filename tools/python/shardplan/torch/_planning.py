@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +18,11 @@ from ._native import native
 
 
 def command() -> str:
-    """`shardplan`: on the PATH, or of the build that the compiled module is from."""
-    built = pathlib.Path(native.__file__).resolve().parents[1] / "bin" / "shardplan"
-    found = shutil.which("shardplan") or (str(built) if built.exists() else None)
+    """`shardplan`: on the PATH, else of the build that the compiled module is from, else of the environment that the package is installed in."""
+    built = pathlib.Path(native.__file__).resolve().parents[1] / "bin"
+    found = shutil.which("shardplan") or shutil.which("shardplan", path=os.pathsep.join([str(built), sysconfig.get_path("scripts")]))
     if found is None:
-        raise PlanError("planning needs the command shardplan, which is neither on the PATH nor built")
+        raise PlanError("planning needs the command shardplan, which is neither on the PATH nor installed nor built")
     return found
 
 

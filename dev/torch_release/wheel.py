@@ -1,0 +1,174 @@
+"""One wheel: the environment that it is built in, the fresh one that it is installed in, and what is tried there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import time
+import zipfile
+from dataclasses import dataclass, field
+
+from running import last_line, run, say
+from versions import CUDA, EnvironmentProblem
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
+HEADING = ["| torch | wheel | MB | MB unpacked | build, s | install, s | trial, s | result |", "|---|---|---|---|---|---|---|---|"]
+EXAMPLES = ROOT / "examples"
+# What a wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
+_PRESENT = re.compile(r"lib(torch\w*|c10\w*|cudart|nccl|c|m|stdc\+\+|gcc_s)\.so.*|ld-linux.*")
+
+
+class Failed(Exception):
+    """The wheel cannot be built, installed or used."""
+
+
+def build_requirement(pyproject: str) -> str:
+    """Of pyproject.toml's build-system, the builder."""
+    return re.search(r'"(scikit-build-core[^"]*)"', pyproject)[1]
+
+
+def unpacked_bytes(wheel: pathlib.Path) -> int:
+    with zipfile.ZipFile(wheel) as files:
+        return sum(entry.file_size for entry in files.infolist())
+
+
+def missing_libraries(dynamic: str) -> list[str]:
+    """Of what `readelf -d` prints, the libraries that a machine with torch need not have."""
+    return [name for name in re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic) if not _PRESENT.fullmatch(name)]
+
+
+def clean_environment(binaries: str | None = None) -> dict[str, str]:
+    """That of a user who has installed the wheel, and nothing else of shardplan."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHARDPLAN_", "VIRTUAL_ENV"))}
+    paths = [binaries, *(part for part in os.environ["PATH"].split(os.pathsep) if not pathlib.Path(part).is_relative_to(ROOT))]
+    return {**kept, "PATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass
+class Wheel:
+    version: str
+    other: str  # a torch that pip must not install it with
+    output: pathlib.Path
+    jobs: int
+    keep: bool
+    file: pathlib.Path | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage that has ended
+    result: str = "fails"
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return ROOT / "build" / "wheels" / self.version
+
+    def make(self) -> None:
+        """Raises Failed; EnvironmentProblem where torch cannot be installed."""
+        for name, stage in (("prepare", self._prepare), ("build", self._build), ("install", self._install), ("try", self._try)):
+            say(f"torch {self.version}: {name}")
+            started = time.monotonic()
+            stage()
+            self.seconds[name] = time.monotonic() - started
+        self.result = "works"
+
+    def row(self) -> str:
+        sizes = ["", ""] if self.file is None else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
+        times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "try")]
+        return f"| {' | '.join([self.version, self.file.name if self.file else '', *sizes, *times, self.result])} |"
+
+    # ---- stages ----
+
+    def _prepare(self) -> None:
+        """The environment to build in: torch, the CUDA headers that go with it, and the builder."""
+        wanted = [f"torch=={self.version}", CUDA, build_requirement((ROOT / "pyproject.toml").read_text())]
+        stamp = self.folder / "builder" / "wanted"
+        if stamp.exists() and stamp.read_text() == "\n".join(wanted):
+            return  # --keep has left it
+        self._make_environment("builder")
+        if self._pip("builder", "prepare", "install", "--no-compile", *wanted) != 0:
+            raise EnvironmentProblem(f"pip failed: {self._said('prepare')}")
+        stamp.write_text("\n".join(wanted))
+
+    def _build(self) -> None:
+        made = self.folder / "made"
+        shutil.rmtree(made, ignore_errors=True)
+        build = f"--config-settings=build-dir={self.folder / 'cmake'}"  # kept: the next build compiles what has changed
+        more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs)}
+        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, "-w", made, ROOT, **more) != 0:
+            raise Failed(f"it does not build: {self._said('build')}")
+        (built,) = made.glob("*.whl")
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.file = pathlib.Path(shutil.move(built, self.output / built.name))
+        self._check_libraries(made)
+        self._drop_environment("builder")
+
+    def _check_libraries(self, folder: pathlib.Path) -> None:
+        """This machine has what the build linked with. Another one need not."""
+        with zipfile.ZipFile(self.file) as files:
+            linked = [name for name in files.namelist() if name.endswith(".so") or "/scripts/" in name]
+            files.extractall(folder, linked)
+        log = self._log("libraries")
+        if run(["readelf", "-d", *linked], log, folder) != 0:
+            raise EnvironmentProblem(f"no readelf: {self._said('libraries')}")
+        if missing := missing_libraries(log.read_text()):
+            raise Failed(f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system")
+
+    def _install(self) -> None:
+        self._make_environment("fresh")
+        # Before the wheel is there: what pip refuses depends on the wheel alone.
+        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.file, f"torch=={self.other}")
+        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
+            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
+        if self._pip("fresh", "install", "install", "--no-compile", self.file) != 0:
+            raise Failed(f"it cannot be installed: {self._said('install')}")
+
+    def _try(self) -> None:
+        """What README.md begins with, by the installed package alone."""
+        here = self.folder / "tried"
+        shutil.rmtree(here, ignore_errors=True)
+        here.mkdir(parents=True)
+        command, python = self._program("fresh", "shardplan"), self._program("fresh", "python")
+        layers, gpt = EXAMPLES / "three_layers", EXAMPLES / "train_gpt"
+        self._step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
+        self._step("help", [command, "--help"], here)
+        self._step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
+        self._step("validate", [command, "validate", "plan.json"], here)
+        self._step("simulate", [command, "simulate", "plan.json"], here)
+        self._step("cluster", [command, "plan", layers / "trace.json", "--cluster", "h100", "--ranks", "8", "-o", "h100.json"], here)
+        self._step("run", [command, "run", "plan.json", "--device", "virtual"], here)
+        self._step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
+        # Not activated: the package finds its command.
+        train = [python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp", EXAMPLES / "port_titan" / "train.py"]
+        self._step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))
+        self._drop_environment("fresh")
+
+    # ---- commands ----
+
+    def _program(self, environment: str, name: str) -> pathlib.Path:
+        return self.folder / environment / "bin" / name
+
+    def _make_environment(self, name: str) -> None:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        interpreter = SYSTEM_PYTHON if pathlib.Path(SYSTEM_PYTHON).exists() else "python3"
+        if run([interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
+            raise EnvironmentProblem(f"no virtual environment: {self._said(name)}")
+
+    def _drop_environment(self, name: str) -> None:
+        if not self.keep:
+            shutil.rmtree(self.folder / name)
+
+    def _pip(self, of: str, log: str, command: str, *arguments: object, **more: str) -> int:
+        """`pip COMMAND` of an environment."""
+        quiet = ["--disable-pip-version-check", *(["--progress-bar", "off"] if command == "install" else [])]
+        return run([self._program(of, "python"), "-m", "pip", command, *quiet, *arguments], self._log(log), self.folder, clean_environment() | more, alone=True)
+
+    def _step(self, name: str, command: list, cwd: pathlib.Path, binaries: str | None = "bin", **environment: str) -> None:
+        binaries = binaries and str(self.folder / "fresh" / binaries)
+        if run(command, self._log(name), cwd, {**clean_environment(binaries), **environment}, alone=True) != 0:
+            raise Failed(f"{name} fails: {self._said(name)}")
+
+    def _log(self, name: str) -> pathlib.Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def _said(self, name: str) -> str:
+        return f"{last_line(self._log(name))} ({self._log(name)})"
