@@ -3,21 +3,15 @@
 [Note: how auto plans] FSDP2's schedule needs the order in which modules run, and nothing else. The module tree says it for most models, so
 the first plan is made of that. A step that goes otherwise is finished on demand, and the plan is made of the points that it passed: what
 `on_deviation="replan"` does for any plan. `policy="optimize"` needs operators, too: the first forward's arguments are traced on fake
-tensors where it begins, on the first rank, the search runs, and that step follows its plan. Every plan is the first rank's, so that ranks with
+tensors where it begins, on the first rank, and the search runs ([Note: beside the training]). Every plan is the first rank's, so that ranks with
 other disks, loads and clocks have the same.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import json
 import os
-import pathlib
-import sys
 import time
-import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,159 +21,29 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._agree import agree
-from ._applied import ATTRIBUTE, Applied, applied_to
+from ._applied import ATTRIBUTE, applied_to
 from ._apply import apply
+from ._auto_planned import AutoPlanned, Costs
 from ._choices import Decision, Memory, Policy, check_choice
 from ._errors import PlanError
+from ._first_rank import from_first_rank
 from ._init import Initialize, reset_parameters
 from ._outline import outline
-from ._peers import connect, peers, seconds
+from ._peers import peers, seconds
 from ._plan_store import PlanStore, default_folder
 from ._planning import make_plan, plan_of
+from ._search import Search
 from ._setters import Setters
-from ._signature import described
 from ._skeleton import Skeleton
-from ._store import job_store
-from ._switch import switch
 from ._units import Arguments, Strategy, Units, forget_marks
 
 _FOLDER: Any = object()  # `plans` was not given
-_exchanges: dict[tuple[int, ...], int] = {}  # by the ranks that take part: how many there were
-
-
-@dataclasses.dataclass
-class Costs:
-    """Of what is printed once, in seconds."""
-
-    trace_s: float = 0.0
-    plan_s: float = 0.0
-    first_step_s: float = 0.0
-    kept: bool = False  # the plan was on disk
 
 
 def _ranks_of(mesh: DeviceMesh | None) -> list[int]:
     if not dist.is_initialized():
         raise PlanError("torch.distributed is not initialized: call torch.distributed.init_process_group before shardplan.torch.auto")
     return list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
-
-
-def _from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float) -> str:
-    """What make() returns on the first of the ranks, on all of them; PlanError likewise. Collective."""
-    if len(ranks) < 2 or dist.get_backend() == "fake":
-        return make()
-    key = tuple(ranks)
-    _exchanges[key] = _exchanges.get(key, 0) + 1
-    name = f"auto/{zlib.crc32(repr(ranks).encode())}/{_exchanges[key]}"
-    store = dist.PrefixStore(name, job_store(timeout_s))
-    if dist.get_rank() == ranks[0]:
-        try:
-            text = make()
-        except Exception as error:
-            store.set("plan", zlib.compress(f"!{error}".encode()))
-            raise
-        store.set("plan", zlib.compress(f"={text}".encode()))
-        return text
-
-    def wait() -> str:
-        store.wait(["plan"], datetime.timedelta(seconds=timeout_s))
-        return zlib.decompress(store.get("plan")).decode()
-
-    text = connect(wait, timeout_s)
-    if text[0] == "!":
-        raise PlanError(f"rank {ranks[0]}: {text[1:]}")
-    return text[1:]
-
-
-class _Auto:
-    """What `auto` does after it has returned: the search, the plan on disk, one line of what it cost."""
-
-    def __init__(self, applied: Applied, store: PlanStore, facts: dict[str, Any], ranks: list[int], costs: Costs, quiet: bool) -> None:
-        self._applied = weakref.ref(applied)
-        self._store, self._facts, self._ranks, self._costs, self._quiet = store, facts, ranks, costs, quiet
-        self._began = 0.0
-        self._planned_again = False
-        applied.following.on_new_plan = self._note_new_plan
-        applied.before_next_step(self._first_step)
-
-    @property
-    def path(self) -> pathlib.Path | None:
-        return self._store.path(self._applied().plan.model, self._facts)
-
-    def _note_new_plan(self) -> None:
-        self._planned_again = True
-        if self._is_first_rank():
-            self._store.write(self.path, self._applied().plan.json)
-
-    def _is_first_rank(self) -> bool:
-        return dist.get_rank() == self._ranks[0]
-
-    def _first_step(self, *_entered: object) -> None:
-        self._began = time.monotonic()
-        self._applied().before_next_step(self._second_step)
-
-    def _second_step(self, *_entered: object) -> None:
-        applied = self._applied()
-        self._costs.first_step_s = time.monotonic() - self._began
-        applied.following.on_new_plan = None
-        if self._quiet or not self._is_first_rank():
-            return
-        plan = applied.plan
-        how = "on demand, since it left the order of the module tree" if self._planned_again else "as planned"
-        made = "read from disk" if self._costs.kept else f"made in {self._costs.plan_s:.1f} s"
-        traced = f"traced in {self._costs.trace_s:.1f} s, " if self._costs.trace_s else ""
-        where = f"; {self.path}" if self.path and self.path.exists() else ""
-        print(
-            f"shardplan: {plan.model}, {len(plan.units)} units on {plan.world_size} ranks: {traced}plan {made}; the first step took "
-            f"{self._costs.first_step_s:.1f} s, {how}{where}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-class _Search:
-    """policy="optimize": at the first forward, from its arguments to the plan that the search finds."""
-
-    def __init__(
-        self,
-        applied: Applied,
-        strategy: dict[str, Any],
-        arguments: list[str],
-        loss: Callable | None,
-        auto: _Auto,
-        timeout_s: float,
-    ) -> None:
-        self._applied = weakref.ref(applied)
-        self._strategy, self._arguments = strategy, arguments
-        self._loss, self._auto, self._timeout_s = loss, auto, timeout_s
-
-    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        applied, auto = self._applied(), self._auto
-        text = _from_first_rank(lambda: self._plan(module, args, kwargs), auto._ranks, self._timeout_s)
-        switch(applied, plan_of(text))
-        applied.following.on_new_plan = auto._note_new_plan
-
-    def _plan(self, module: nn.Module, args: tuple, kwargs: dict) -> str:
-        auto = self._auto
-        if module is not self._applied().model:
-            raise PlanError(
-                f"the search needs the whole forward's arguments, and the first module that ran is a {type(module).__name__}: call the model itself"
-            )
-        auto._facts["inputs"] = described((args, kwargs))
-        if (kept := auto._store.read(auto.path)) is not None:
-            auto._costs.kept = True
-            return kept
-        began = time.monotonic()
-        try:
-            trace = self._applied().skeleton.trace(args, kwargs, self._loss)
-        except PlanError as error:
-            raise PlanError(f'policy="optimize" needs a trace of the model: {error}') from error
-        auto._costs.trace_s = time.monotonic() - began
-        began = time.monotonic()
-        text = make_plan("optimize", trace, self._strategy, self._arguments)
-        auto._costs.plan_s = time.monotonic() - began
-        auto._costs.kept = False
-        auto._store.write(auto.path, text)
-        return text
 
 
 def _search_arguments(policy: Policy, budget: int | str | None, allow: Sequence[Decision], search_seconds: float) -> list[str]:
@@ -268,7 +132,7 @@ def auto(
         return text
 
     try:
-        plan = plan_of(_from_first_rank(first_plan, ranks, timeout_s))
+        plan = plan_of(from_first_rank(first_plan, ranks, timeout_s))
     except PlanError as error:
         agree(model, None, whole, timeout_s, failure=str(error))
         raise
@@ -289,10 +153,10 @@ def auto(
     applied.await_optimizer()
     applied.setters = Setters(applied, from_disk=True)
     applied.setters.watch()
-    following = _Auto(applied, store, facts, ranks, costs, quiet)
+    following = AutoPlanned(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
         own = {**facts, "planned": [*where, *searched]}
-        following._facts = own
-        search = _Search(applied, document, [*where, *searched], loss, following, timeout_s + search_seconds)
+        following.facts = own
+        search = Search(applied, document, where, searched, loss, following, timeout_s + search_seconds)
         applied.at_next_step.insert(0, search.begin)
     return model

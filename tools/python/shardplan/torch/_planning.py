@@ -8,6 +8,8 @@ import pathlib
 import shutil
 import subprocess
 import sysconfig
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from shardplan.files import scratch_folder, write_text
 
 from ._errors import PlanError
 from ._native import native
+
+_LOOK_S = 0.2
 
 
 def command() -> str:
@@ -24,6 +28,19 @@ def command() -> str:
     if found is None:
         raise PlanError("planning needs the command shardplan, which is neither on the PATH nor installed nor built")
     return found
+
+
+def _run(asked: list[str], folder: pathlib.Path, timeout_s: float | None = None) -> tuple[int, str]:
+    """Exit code, and what was said on standard error. It is ended when the time is up, or with the interpreter."""
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    with subprocess.Popen(asked, cwd=folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while True:
+            try:
+                said = process.communicate(timeout=_LOOK_S)[1].strip()
+                return process.returncode, said
+            except subprocess.TimeoutExpired:
+                if not threading.main_thread().is_alive() or (until is not None and time.monotonic() > until):
+                    process.terminate()
 
 
 def make_plan(kind: str, trace: dict[str, Any], strategy: dict[str, Any], arguments: Sequence[str] = (), cluster: str | None = None) -> str:
@@ -38,26 +55,22 @@ def make_plan(kind: str, trace: dict[str, Any], strategy: dict[str, Any], argume
         if cluster is not None:
             write_text(here / "cluster.json", cluster)
             given += ["--cluster", "cluster.json"]
-        done = subprocess.run(
-            [command(), kind, "trace.json", "--strategy", "strategy.json", "-q", "-o", "plan.json", *given],
-            cwd=here,
-            text=True,
-            capture_output=True,
-        )
-        if done.returncode != 0:
-            raise PlanError(done.stderr.strip())
+        asked = [command(), kind, "trace.json", "--strategy", "strategy.json", "-q", "-o", "plan.json", *given]
+        code, said = _run(asked, here)
+        if code != 0:
+            raise PlanError(said)
         return (here / "plan.json").read_text(encoding="utf-8")
 
 
-def asked_memory(plan: str, timeout_s: float | None = None) -> dict[str, Any]:
+def asked_memory(plan: str, timeout_s: float | None = None, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """What `shardplan memory --rows` says of a plan's text, and under "fits" whether it fits its cluster's device. PlanError: its words where it says nothing."""
     with scratch_folder() as here:
         write_text(here / "plan.json", plan)
-        asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q"]
-        done = subprocess.run(asked, cwd=here, text=True, capture_output=True, timeout=timeout_s)
+        asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q", *arguments]
+        code, said = _run(asked, here, timeout_s)
         if not (here / "rows.json").exists():
-            raise PlanError(done.stderr.strip() or f"shardplan memory: exit code {done.returncode}")
-        return {**json.loads((here / "rows.json").read_text(encoding="utf-8")), "fits": done.returncode == 0}
+            raise PlanError(said or f"shardplan memory: exit code {code}")
+        return {**json.loads((here / "rows.json").read_text(encoding="utf-8")), "fits": code == 0}
 
 
 def plan_of(text: str):

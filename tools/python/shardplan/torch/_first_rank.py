@@ -1,0 +1,79 @@
+"""What the first rank makes, on all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import zlib
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from ._errors import PlanError
+from ._peers import connect
+from ._store import job_store
+
+_exchanges: dict[tuple[int, ...], int] = {}  # by the ranks that take part: how many there were
+
+
+def _next_store(ranks: list[int], timeout_s: float) -> dist.Store:
+    key = tuple(ranks)
+    _exchanges[key] = _exchanges.get(key, 0) + 1
+    return dist.PrefixStore(f"auto/{zlib.crc32(repr(ranks).encode())}/{_exchanges[key]}", job_store(timeout_s))
+
+
+def _alone(ranks: list[int]) -> bool:
+    return len(ranks) < 2 or dist.get_backend() == "fake"
+
+
+def from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float) -> str:
+    """What make() returns on the first of the ranks, on all of them; PlanError likewise. Collective."""
+    if _alone(ranks):
+        return make()
+    store = _next_store(ranks, timeout_s)
+    if dist.get_rank() == ranks[0]:
+        try:
+            text = make()
+        except Exception as error:
+            store.set("made", zlib.compress(f"!{error}".encode()))
+            raise
+        store.set("made", zlib.compress(f"={text}".encode()))
+        return text
+
+    def wait() -> str:
+        store.wait(["made"], datetime.timedelta(seconds=timeout_s))
+        return zlib.decompress(store.get("made")).decode()
+
+    text = connect(wait, timeout_s)
+    if text[0] == "!":
+        raise PlanError(f"rank {ranks[0]}: {text[1:]}")
+    return text[1:]
+
+
+class AgreedMoment:
+    """From which step on all ranks know of something that comes to be on the first rank while they train.
+
+    The first rank says at the begin of each step whether it is there, and every rank looks at what was said a step earlier: nobody waits for a
+    rank that is not a step behind.
+    """
+
+    def __init__(self, ranks: list[int], timeout_s: float) -> None:
+        """Collective."""
+        self._store = None if _alone(ranks) else _next_store(ranks, timeout_s)
+        self._is_first, self._timeout_s, self._steps, self._said = dist.get_rank() == ranks[0], timeout_s, 0, False
+
+    def has_come(self, is_there: bool) -> bool:
+        """At the begin of each step, on every rank. is_there: the first rank's word; the others' is not looked at."""
+        if self._store is None:
+            return is_there
+        said, self._said, step = self._said, is_there, self._steps
+        self._steps += 1
+        if self._is_first:
+            self._store.set(f"step {step}", "1" if is_there else "0")
+            if step > 1:
+                self._store.delete_key(f"step {step - 2}")
+            return said
+        if step == 0:
+            return False
+        before = f"step {step - 1}"
+        connect(lambda: self._store.wait([before], datetime.timedelta(seconds=self._timeout_s)), self._timeout_s)
+        return self._store.get(before) == b"1"
