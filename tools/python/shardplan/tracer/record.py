@@ -79,6 +79,9 @@ def record(
 ) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
     progress = progress or (lambda text: None)
+    if step.tree.compiled:
+        progress("compiling")
+        _record_once(step, mark_inputs, answers, progress)  # what compilers leave behind may hold tensors of the step that they see
     fields = _record_placed(step, mark_inputs, answers, progress)
     if fields["backwards"]:
         progress("the forward once more, with nothing kept for the backward")
