@@ -4,17 +4,21 @@ import functools
 import json
 import os
 import re
+import subprocess
 
 import compiled_blocks as blocks
 import pytest
 import torch
+from conftest import build_folder
 from torch._inductor import metrics
 from tracer_support import events_of, fqn_of, passes
 
+from shardplan.tracer import document
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.fused import KERNEL
 from shardplan.tracer.session import Options, trace_module
 
+COMMAND = build_folder() / "bin" / "shardplan"
 ALL = [
     (name, dtype)
     for name in blocks.BLOCKS
@@ -163,3 +167,36 @@ def test_bytes_are_those_that_inductor_counts(name):
 def test_a_pattern_that_means_nothing():
     with pytest.raises(TracerError, match="--compile blocks.\\*: no module below the root has that name"):
         trace_module(blocks.Stack(blocks.Gated), (torch.zeros(1, 2, blocks.DIM),), options=Options(compile=["blocks.*"]))
+
+
+# ---- what is made of such a trace ----
+
+
+def run_command(folder, *arguments, code=0):
+    done = subprocess.run([COMMAND, *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(**options):
+        with open(tmp_path / "t.json", "w") as file:
+            document.write(trace_of("decoder", "inductor", "bfloat16", **options), file)
+        return tmp_path
+
+    return write
+
+
+def test_a_plan_verifies_and_is_simulated(written):
+    folder = written()
+    run_command(folder, "plan", "t.json", "--cluster", "h100_sxm_8", "--unit", "layers.*", "-o", "p.json")
+    run_command(folder, "validate", "p.json")
+    run_command(folder, "simulate", "p.json")
+    run_command(folder, "plan", "t.json", "--cluster", "h100_sxm_8", "--unit", "layers.*", "--checkpoint", "layers.*", "-o", "c.json")
+    run_command(folder, "validate", "c.json")
+
+
+def test_a_unit_inside_of_a_compiled_module_is_refused(written):
+    said = run_command(written(), "plan", "t.json", "--ranks", "2", "--unit", "layers.*.block", "-o", "p.json", code=3)
+    assert "a unit lies inside of a compiled module" in said and "layers.0.block" in said

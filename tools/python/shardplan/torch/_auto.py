@@ -32,6 +32,7 @@ from ._agree import agree
 from ._applied import ATTRIBUTE, Applied, applied_to
 from ._apply import apply
 from ._errors import PlanError
+from ._fit import modules_of
 from ._init import Initialize, reset_parameters
 from ._outline import outline
 from ._peers import connect, peers, seconds
@@ -92,7 +93,9 @@ def _from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, to be traced: taken before the plan is applied, since hooks are not copied."""
+    """A copy on the meta device, to be traced: taken before the plan is applied, since hooks are not copied. What is compiled in the model is in it."""
+    from shardplan.tracer import compiled
+
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -100,7 +103,17 @@ def _skeleton(model: nn.Module) -> nn.Module:
                 empty = torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)
+    skeleton = copy.deepcopy(model, memo)
+    compiled.compile_as(model, skeleton)
+    return skeleton
+
+
+def _backends(model: nn.Module) -> dict[str, str]:
+    """FQN -> backend of every module that is compiled by itself."""
+    from shardplan.tracer import compiled
+
+    found = {fqn: compiled.backend_of(module) for fqn, module in modules_of(model).items()}
+    return {fqn: backend for fqn, backend in found.items() if backend}
 
 
 class _Auto:
@@ -324,7 +337,7 @@ def auto(
     applied.setters.watch()
     following = _Auto(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
-        own = {**facts, "planned": [*where, *searched]}
+        own = {**facts, "planned": [*where, *searched], "compiled": _backends(model)}
         following._facts = own
         search = _Search(applied, skeleton, document, [*where, *searched], loss, following, timeout_s + search_seconds)
         applied.at_next_step.insert(0, search.begin)

@@ -87,8 +87,10 @@ class Answers:
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, kernels_of: str = ""):
+    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, kernels_of: str = "", compiles: bool = False):
+        """compiles: torch.compile works in front of it. Else it runs what is compiled as written."""
         super().__init__()
+        self._compiles = compiles
         self._random_state = _place_of_random_state(kernels_of)
         self.answers = answers or Answers()
         self.answers.restart()
@@ -135,9 +137,8 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in it; the wrapper would cost two frames per operator
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled modules are compiled and run in front of it (compiled.py)
+    def ignore_compile_internals(self) -> bool:
+        return self._compiles
 
     # ---- what is alive before the step ----
 

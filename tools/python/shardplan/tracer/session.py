@@ -82,7 +82,6 @@ def _recording(options: Options):
         stack.enter_context(record.fake_mode())
         stack.enter_context(fake_meshes())
         stack.enter_context(torch.set_grad_enabled(options.grad))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # functions; modules: compiled.py
         yield
 
 

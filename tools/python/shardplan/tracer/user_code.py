@@ -111,13 +111,14 @@ def _replacing_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Inside FakeTensorMode: code for a GPU runs as on one."""
+    """Inside FakeTensorMode: code for a GPU runs as on one, and what is compiled runs as written (but modules in front of the recorder: compiled.py)."""
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             for name, answer in _ANSWERS.items():
                 stack.enter_context(unittest.mock.patch.object(torch.cuda, name, answer))
             stack.enter_context(unittest.mock.patch("torch._subclasses.fake_tensor.init_gpu_context", _nothing))
         stack.enter_context(_replacing_parameters())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
