@@ -223,6 +223,8 @@ std::vector<BadTrace> BadTraces() {
        {"orphan", "/modules/1/fqn", "has it as a child"}},
       {[](Trace& trace) { trace.modules[1].same_module_as = trace.modules[2].fqn; },
        {"same", "/modules/1/same_module_as", "first seen so"}},
+      {[](Trace& trace) { trace.modules[0].compiled = "inductor"; },
+       {"graph", "/forwards/0/events/1/1", "part of its graph"}},
       {[](Trace& trace) { trace.forwards[0].events.pop_back(); },
        {"open", "/forwards/0/events", "never left"}},
       {[](Trace& trace) {

@@ -62,6 +62,7 @@ TEST(RoundTrip, RandomDocumentsUseEveryField) {
         ToJson(test::RandomTrace(seed)) + ToJson(test::RandomPlan(seed)) + ToJson(test::RandomReport(seed));
   }
   for (const char* field : {"same_module_as",
+                            "\"compiled\"",
                             "requires_grad",
                             "grad_enabled",
                             "forwards",

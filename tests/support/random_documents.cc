@@ -155,6 +155,7 @@ void RepairModules(Trace& trace) {
     }
     module.children.clear();
     module.same_module_as = m == 2 ? trace.modules[1].fqn : "";
+    if (m == 0) module.compiled.clear();  // the others are events' modules
     if (m > 0) trace.modules[0].children.push_back(module.fqn);
     for (NamedParameter& named : module.parameters) {
       Parameter& parameter = trace.parameters[static_cast<std::size_t>(named.parameter)];

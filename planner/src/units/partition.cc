@@ -8,6 +8,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/trace_check.h"
 #include "units/unit_maker.h"
 #include "units/unit_parameters.h"
 
@@ -87,6 +88,12 @@ class Partitioner {
           const ModuleId module = index_.canonical[index_.by_fqn.find(fqn)->second];
           if (!taken.insert(module).second) {
             return MakeInputError(entry_pointer, "a module is in two units", DisplayName(fqn));
+          }
+          if (const Module* graph = CompiledAround(trace_, trace_.modules[module]); graph != nullptr) {
+            return MakeInputError(
+                entry_pointer,
+                "a unit lies inside of a compiled module, whose graph needs its parameters whole",
+                DisplayName(fqn), fmt::format("{}, or a module outside of it", graph->fqn));
           }
           if (rule.group) {
             group.modules.push_back(module);

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -38,6 +39,9 @@ class PassesCheck {
     for (const ModuleBuffer& buffer : trace_.buffers) outside_.insert(buffer.storage);
     outside_.insert(-1);
     alive_ = outside_;
+    for (const Module& module : trace_.modules) {
+      if (CompiledAround(trace_, module) != nullptr) in_graphs_.insert(&module);
+    }
     if (Status status = CheckSizes(); !status) return status;
     for (std::size_t f = 0; f < trace_.forwards.size(); ++f) {
       if (Status status = CheckForward(f); !status) return status;
@@ -91,6 +95,7 @@ class PassesCheck {
       Status status;
       if (const auto* enter = std::get_if<EnterEvent>(&pass.events[i])) {
         const ModuleId module = canonical_[static_cast<std::size_t>(enter->module)];
+        status = CheckOutsideOfGraphs(trace_.modules[static_cast<std::size_t>(module)]);
         open_.emplace_back(module, calls[module]++);
       } else if (const auto* exit = std::get_if<ExitEvent>(&pass.events[i])) {
         status = Exit(*exit);
@@ -107,6 +112,12 @@ class PassesCheck {
     }
     left_.back().alive = alive_;
     return CheckTensors(pass);
+  }
+
+  Status CheckOutsideOfGraphs(const Module& entered) {
+    if (!in_graphs_.contains(&entered)) return {};
+    return MakeInputError(At("/1"), "a module inside a compiled one runs as part of its graph", entered.fqn,
+                          "a module outside of compiled ones");
   }
 
   static bool IsOfBackward(const TraceEvent& event) {
@@ -333,8 +344,9 @@ class PassesCheck {
 
   const Trace& trace_;
   const std::vector<ModuleId> canonical_;
-  std::unordered_set<StorageId> outside_;  // of inputs and buffers, and -1
-  std::unordered_set<StorageId> born_;     // in any pass
+  std::unordered_set<StorageId> outside_;        // of inputs and buffers, and -1
+  std::unordered_set<StorageId> born_;           // in any pass
+  std::unordered_set<const Module*> in_graphs_;  // inside compiled modules
   std::int64_t total_bytes_ = 0;
   std::vector<Left> left_;  // by forward
 
@@ -358,6 +370,14 @@ class PassesCheck {
 Status CheckTrace(const Trace& trace) {
   if (Status status = CheckModules(trace); !status) return status;
   return PassesCheck(trace).Run();
+}
+
+const Module* CompiledAround(const Trace& trace, const Module& module) {
+  const auto around = std::ranges::find_if(trace.modules, [&](const Module& other) {
+    return !other.compiled.empty() &&
+           (other.fqn.empty() ? !module.fqn.empty() : module.fqn.starts_with(other.fqn + "."));
+  });
+  return around == trace.modules.end() ? nullptr : &*around;
 }
 
 }  // namespace shardplan

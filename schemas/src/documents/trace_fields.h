@@ -30,7 +30,10 @@ inline constexpr auto kFields<Module> = FieldList(
              "Direct parameters in registration order. Several modules name the same one when it is tied."),
     Optional("buffers", &Module::buffers, "Names of its direct buffers."),
     Optional("same_module_as", &Module::same_module_as,
-             "FQN first seen of a module that is registered twice; \"\" otherwise."));
+             "FQN first seen of a module that is registered twice; \"\" otherwise."),
+    Optional("compiled", &Module::compiled,
+             "torch.compile's backend of a module that runs as compiled graphs; \"\" otherwise. Of modules "
+             "inside of it there are no events."));
 
 template <>
 inline constexpr Definition kDefinition<ParameterPlacement> = {

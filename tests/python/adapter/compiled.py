@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import unittest.mock
 import warnings
 
 import torch
@@ -19,7 +21,7 @@ ALL = ("wrapper", "method", "wrapper checkpointed", "method checkpointed", "whol
 WAYS = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else ("wrapper checkpointed", "method", "whole")  # the rest: tools/nightly
 
 
-def compiled(way: str, shard, backend: str, layers: int = 4) -> nn.Module:
+def compiled(way: str, shard, backend: str, layers: int = 4, **search) -> nn.Module:
     torch.manual_seed(2)
     model = Mlp(layers=layers)
     options = {"backend": backend, "dynamic": True if "dynamic" in way else None}
@@ -33,19 +35,19 @@ def compiled(way: str, shard, backend: str, layers: int = 4) -> nn.Module:
         shard(layer)
     shard(model)
     if shard is sp.unit:
-        sp.auto(model, quiet=True)
+        sp.auto(model, quiet=True, **search)
     return torch.compile(model, **options) if "whole" in way else model
 
 
-def train(way: str, by_plan: bool, backend: str, steps: int = 5) -> dict:
-    """Losses, and what the compiler did: in the last step the sequence is longer."""
+def train(way: str, by_plan: bool, backend: str, steps: int = 5, **search) -> dict:
+    """Losses, and what the compiler did: in the last step the sequence is longer. search: arguments of sp.auto."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     graphs = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        model = compiled(way, sp.unit if by_plan else fully_shard, backend)
+        model = compiled(way, sp.unit if by_plan else fully_shard, backend, **search)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         losses = []
         for step in range(steps):
@@ -80,10 +82,31 @@ def nested() -> str:
     return "runs"
 
 
-def run() -> dict:
+def searched(folder: str) -> tuple[dict, list[str]]:
+    """Training by a plan that is searched for in a trace of the compiled blocks: what `train` says, and what the trace says of them."""
+    torch._dynamo.reset()
+    seen = []
+    from shardplan.tracer import session
+
+    trace_module = session.trace_module
+
+    def noting(*arguments):
+        seen.append(trace_module(*arguments))
+        return seen[-1]
+
+    cluster = pathlib.Path(__file__).resolve().parents[3] / "examples" / "train_gpt" / "cluster.json"
+    search = {"policy": "optimize", "budget": "40MB", "cluster": cluster, "search_seconds": 2, "plans": folder, "loss": loss_of, "allow": ()}
+    with unittest.mock.patch.object(session, "trace_module", noting):
+        result = train("method", True, "aot_eager", **search)
+    compiled = [m["compiled"] for trace in seen for m in trace["modules"] if m.get("compiled")]
+    return result, compiled
+
+
+def run(folder: str) -> dict:
     results: dict = {f"{way}, aot_eager": both(way, "aot_eager") for way in WAYS}
     results["wrapper, inductor"] = both("wrapper", "inductor")
     results["nested"] = nested()
+    results["searched"] = (*searched(folder), train("method", False, "aot_eager"))
     return results
 
 

@@ -37,6 +37,7 @@ struct Module {
   std::vector<NamedParameter> parameters;  // direct ones, registration order
   std::vector<std::string> buffers;        // names of direct buffers
   std::string same_module_as;              // FQN first seen of a module registered twice; "" otherwise
+  std::string compiled;                    // torch.compile's backend of a module that runs as compiled graphs
   bool operator==(const Module&) const = default;
 };
 

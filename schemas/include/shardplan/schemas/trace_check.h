@@ -11,4 +11,7 @@ namespace shardplan {
 // lists the rules. Reading a trace asks it, and planning.
 Status CheckTrace(const Trace& trace);
 
+// The compiled module whose graph this module is part of; nullptr: there is none.
+const Module* CompiledAround(const Trace& trace, const Module& module);
+
 }  // namespace shardplan

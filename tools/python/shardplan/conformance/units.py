@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from torch import nn
 
+from shardplan import patterns
 from shardplan.conformance.case import CaseError
 
 
@@ -18,29 +18,20 @@ class UnitCall:
     rule: dict
 
 
-def _pattern(entry: str) -> re.Pattern:
-    translated = {"*": "[^.]*", "?": "[^.]"}
-    return re.compile("".join(translated.get(c, re.escape(c)) for c in entry))
-
-
 def matching(model: nn.Module, entry: str) -> list[str]:
     """FQNs in pre-order; a module that is registered several times by its first name."""
     return matching_names(dict(model.named_modules()), entry)
 
 
 def matching_names(modules: dict[str, nn.Module], entry: str) -> list[str]:
-    if entry.startswith("class:"):
-        found = [fqn for fqn, module in modules.items() if type(module).__name__ == entry.removeprefix("class:")]
-    else:
-        pattern = _pattern(entry)
-        found = [fqn for fqn in modules if pattern.fullmatch(fqn)]
+    found = [fqn for fqn, module in modules.items() if patterns.matches(entry, fqn, type(module).__name__)]
     if not found:
         raise CaseError(f'no module is named "{entry}"')
     return found
 
 
-def matches_any(patterns: list[str], name: str) -> bool:
-    return any(_pattern(pattern).fullmatch(name) for pattern in patterns)
+def matches_any(entries: list[str], name: str) -> bool:
+    return any(patterns.matches(entry, name) for entry in entries)
 
 
 def unit_calls(model: nn.Module, strategy: dict) -> list[UnitCall]:

@@ -155,7 +155,7 @@ def auto(
     applied.setters.watch()
     following = AutoPlanned(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
-        own = {**facts, "planned": [*where, *searched]}
+        own = {**facts, "planned": [*where, *searched], "compiled": skeleton.backends()}
         following.facts = own
         search = Search(applied, document, where, searched, loss, following, timeout_s + search_seconds)
         applied.at_next_step.insert(0, search.begin)

@@ -3,10 +3,10 @@ program but in its strategy."""
 
 from __future__ import annotations
 
-import re
-
 import torch
 import torch.nn as nn
+
+from shardplan import patterns
 
 from ._fit import unwrapped
 
@@ -17,10 +17,7 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 def matches(entry: str, fqn: str, module: nn.Module) -> bool:
     """A unit rule's entry against a module, or a pattern over FQNs against a parameter: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
-    if entry.startswith("class:"):
-        return type(unwrapped(module)).__name__ == entry.removeprefix("class:")
-    pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
-    return re.fullmatch(pattern, fqn) is not None
+    return patterns.matches(entry, fqn, type(unwrapped(module)).__name__)
 
 
 def rule_of(plan, fqn: str, module: nn.Module):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable
 
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
 
-from shardplan import selective
+from shardplan import patterns, selective
 
 
 def recompute(plan, model: nn.Module) -> Callable[[], None]:
@@ -51,13 +50,6 @@ def _checkpointed(forward: Callable, options: dict) -> Callable:
 def _chosen(model: nn.Module, rule: dict) -> list[nn.Module]:
     """In the order of the module tree, of which every so many-th counts."""
     named = dict(model.named_modules())
-    found = [module for name, module in named.items() if any(_matches(entry, name, module) for entry in rule["modules"])]
+    found = [module for name, module in named.items() if any(patterns.matches(entry, name, type(module).__name__) for entry in rule["modules"])]
     every = rule.get("every", 1)
     return found[every - 1 :: every]
-
-
-def _matches(entry: str, name: str, module: nn.Module) -> bool:
-    if entry.startswith("class:"):
-        return type(module).__name__ == entry.removeprefix("class:")
-    pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)
-    return re.fullmatch(pattern, name) is not None

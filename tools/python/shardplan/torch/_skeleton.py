@@ -10,6 +10,17 @@ import torch
 import torch.nn as nn
 
 from ._errors import PlanError
+from ._fit import modules_of
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What is compiled in the model is compiled in its copy, too."""
+    copied = copy.deepcopy(model, memo)
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        from shardplan.tracer import compiled  # takes seconds to import
+
+        compiled.compile_as(model, copied)
+    return copied
 
 
 class Skeleton:
@@ -24,7 +35,7 @@ class Skeleton:
                     empty = torch.empty_like(tensor, device="meta")
                     is_parameter = isinstance(tensor, nn.Parameter)
                     memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        self._model = copy.deepcopy(model, memo)
+        self._model = _copied(model, memo)
         self._param_dtype = param_dtype
 
     def trace(self, args: tuple, kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor] | None) -> dict[str, Any]:
@@ -32,9 +43,16 @@ class Skeleton:
         from shardplan.tracer import session
         from shardplan.tracer.errors import TracerError
 
-        model = copy.deepcopy(self._model)  # its tensors become fake ones
+        model = _copied(self._model, {})  # its tensors become fake ones
         options = session.Options(dtype=self._param_dtype, name=type(model).__name__)
         try:
             return session.trace_module(model, args, kwargs, loss, options)
         except TracerError as error:
             raise PlanError(f"the model cannot be traced: {error}") from error
+
+    def backends(self) -> dict[str, str]:
+        """FQN -> backend of every module that is compiled by itself."""
+        from shardplan.tracer import compiled
+
+        found = {fqn: compiled.backend_of(module) for fqn, module in modules_of(self._model).items()}
+        return {fqn: backend for fqn, backend in found.items() if backend}

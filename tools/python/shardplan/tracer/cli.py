@@ -111,6 +111,18 @@ def parser() -> argparse.ArgumentParser:
         help="keep the model's output (logits) alive until the backward is over, as a loop that keeps a name for it",
     )
     result.add_argument(
+        "--compile",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="compile these modules by themselves, as module.compile() does: an FQN in which * and ? do not cross a dot, or class:NAME. Repeat it "
+        "for others",
+    )
+    result.add_argument(
+        "--compile-backend", choices=("inductor", "aot_eager"), default="inductor", help="what --compile compiles with (default: inductor)"
+    )
+    result.add_argument("--ignore-compile", action="store_true", help="trace modules that the model compiles as they are written")
+    result.add_argument(
         "--answer",
         action="append",
         type=_answer,
@@ -163,6 +175,9 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         evaluation=arguments.eval,
         answers=dict(arguments.answer),
         keep_output=arguments.keep_output,
+        compile=arguments.compile,
+        compile_backend=arguments.compile_backend,
+        ignore_compile=arguments.ignore_compile,
         name=arguments.name,
     )
     # What the model prints is no part of a trace on standard output.

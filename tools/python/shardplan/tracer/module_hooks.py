@@ -13,6 +13,7 @@ import sys
 import torch
 from torch import nn
 
+from shardplan.tracer.compiled import inside
 from shardplan.tracer.containers import tensors_in, with_grad_tensors
 from shardplan.tracer.local_tensors import note_partial_gradient
 from shardplan.tracer.module_tree import ModuleTree
@@ -54,12 +55,16 @@ class ModuleHooks:
         self._recomputed: list[int] = []
         self.tensors: list[dict] = []
         with_parameters = {m for m in tree.module_ids if any(True for _ in m.parameters())}
+        in_graphs = inside(tree.compiled)
         for module, module_id in tree.module_ids.items():
+            if module in in_graphs:
+                continue
             before = functools.partial(self._before, module_id, module in with_parameters)
+            after = functools.partial(self._after, module_id)
+            if module in tree.compiled:
+                before, after = torch.compiler.disable(before), torch.compiler.disable(after)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._handles.append(
-                module.register_forward_hook(functools.partial(self._after, module_id), always_call=True)
-            )
+            self._handles.append(module.register_forward_hook(after, always_call=True))
         for parameter, parameter_id in tree.parameter_ids.items():
             if parameter.requires_grad:
                 hook = functools.partial(self._parameter_gradient, parameter_id)

@@ -27,10 +27,11 @@ class ModuleTree:
     )  # the first place of a module registered several times
     parameter_ids: dict[torch.Tensor, int] = field(default_factory=dict)
     buffer_tensors: list[torch.Tensor] = field(default_factory=list)
+    compiled: dict[nn.Module, str] = field(default_factory=dict)  # modules that run as compiled graphs -> names of their backends
 
     @staticmethod
-    def of(root: nn.Module) -> "ModuleTree":
-        tree = ModuleTree()
+    def of(root: nn.Module, compiled: dict[nn.Module, str] | None = None) -> "ModuleTree":
+        tree = ModuleTree(compiled=compiled or {})
         tree._add_parameters(root)
         tree._add_module(root, "")
         return tree
@@ -65,7 +66,9 @@ class ModuleTree:
         first = self.module_ids.get(module)
         if first is not None:
             entry["same_module_as"] = self.modules[first]["fqn"]
-        else:
+        if module in self.compiled:
+            entry["compiled"] = self.compiled[module]
+        if first is None:
             self.module_ids[module] = len(self.modules)
             for name, buffer in buffers:
                 self._add_buffer(module, _join(fqn, name), name, buffer)

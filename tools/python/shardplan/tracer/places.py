@@ -59,6 +59,8 @@ def place(error: BaseException, root: nn.Module | None) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what the error says."""
+    """The first line of what the error says; of a compiler's error what it is about."""
     lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(" raised:"):
+        return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else ""

@@ -79,6 +79,15 @@ def record(
 ) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
     progress = progress or (lambda text: None)
+    if not step.tree.compiled:
+        return _record(step, mark_inputs, answers, progress)
+    with torch.compiler.set_stance("force_eager"):  # but for the modules
+        progress("compiling")
+        _record_once(step, mark_inputs, answers, progress)  # what compilers leave behind may hold tensors of the step that they see
+        return _record(step, mark_inputs, answers, progress)
+
+
+def _record(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress) -> dict:
     fields = _record_placed(step, mark_inputs, answers, progress)
     if fields["backwards"]:
         progress("the forward once more, with nothing kept for the backward")
@@ -114,7 +123,7 @@ def _record_once(
     """The fields, and whether the marks on inputs changed how gradients are summed. `keep_nothing`: forwards alone, for which autograd keeps
     no tensor."""
     tree = step.tree
-    recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.kernels_of)
+    recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.kernels_of, compiles=bool(tree.compiled))
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():
         recorder.add_parameter(parameter, parameter_id, owners[parameter_id])

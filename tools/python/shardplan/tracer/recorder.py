@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardplan.tracer import operators
+from shardplan.tracer.fused import Kernel, View, is_generated
 from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
 from shardplan.tracer.user_code import LabelsOnDevice
@@ -86,8 +87,10 @@ class Answers:
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, kernels_of: str = ""):
+    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, kernels_of: str = "", compiles: bool = False):
+        """compiles: torch.compile works in front of it. Else it runs what is compiled as written."""
         super().__init__()
+        self._compiles = compiles
         self._random_state = _place_of_random_state(kernels_of)
         self.answers = answers or Answers()
         self.answers.restart()
@@ -107,6 +110,8 @@ class Recorder(TorchDispatchMode):
         self._last_module = _NONE
         self._pending: tuple | None = None  # an operator that may turn out to be in place
         self._last_zeros: StorageRecord | None = None
+        self._generates_code = False  # the compiler of the graph that runs
+        self._kernel: Kernel | None = None  # see fused.py
         self.labels_on_device = LabelsOnDevice(self._unrecorded)  # around the loss; it keeps what it moves
 
     @contextlib.contextmanager
@@ -118,9 +123,22 @@ class Recorder(TorchDispatchMode):
         finally:
             self.phase = phase
 
+    @contextlib.contextmanager
+    def generated_code(self):
+        """Around a graph for which a compiler generates code."""
+        self._generates_code = True
+        try:
+            yield
+        finally:
+            self._end_kernel()
+            self._generates_code = False
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; the wrapper would cost two frames per operator
+        return False  # nothing is compiled in it; the wrapper would cost two frames per operator
+
+    def ignore_compile_internals(self) -> bool:
+        return self._compiles
 
     # ---- what is alive before the step ----
 
@@ -284,6 +302,10 @@ class Recorder(TorchDispatchMode):
         if not fresh and not operator.mutable:
             return  # a view
         module = self.current_module()
+        if not self._generates_code or not is_generated(func, operator):
+            self._end_kernel()
+        elif self._kernel is None:
+            self._kernel = Kernel(len(self.events))
         if self._in_place_on_real_tensors(operator, func, args, fresh):
             self._hold(operator, args, fresh[0], module)
             return
@@ -296,33 +318,46 @@ class Recorder(TorchDispatchMode):
     def _operator_event(self, operator: Operator, args, kwargs, out, outputs: list, module: int) -> None:
         written = operators.written_arguments(operator, args, kwargs) if operator.mutable else outputs
         reads, writes, parameters = [], [], []
-        inputs, seen, bytes_read = [], set(), 0
+        inputs, views, seen = [], [], set()
         for tensor, count in operators.read_tensors(operator, args, kwargs, outputs):
             if tensor.device.type != "cuda":
                 continue
             inputs.append(tensor)
             address = tensor.untyped_storage()._cdata
-            view = (address, tensor.storage_offset(), tensor.shape, tensor.stride())
-            if view in seen:
+            parameter = self._parameters.get(address, _NONE)
+            storage = self._known(tensor).id if parameter == _NONE else _NONE
+            place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+            if (address, *place) in seen:
                 continue
-            seen.add(view)
-            bytes_read += count
-            if address in self._parameters:
-                _append_new(parameters, self._parameters[address])
+            seen.add((address, *place))
+            views.append(View((storage, parameter), place, count, tensor.untyped_storage().nbytes()))
+            if parameter != _NONE:
+                _append_new(parameters, parameter)
             else:
-                _append_new(reads, self._known(tensor).id)
-        bytes_written = 0
+                _append_new(reads, storage)
+        made = []  # (storage, bytes)
         for tensor in written:
             if tensor.device.type != "cuda" or tensor.untyped_storage().nbytes() == 0:
                 continue
-            bytes_written += operators.touched_bytes(tensor)
-            if tensor.untyped_storage()._cdata not in self._parameters:
-                _append_new(writes, self._known(tensor).id)
+            in_parameter = tensor.untyped_storage()._cdata in self._parameters
+            made.append((_NONE if in_parameter else self._known(tensor).id, operators.touched_bytes(tensor)))
+            if not in_parameter:
+                _append_new(writes, made[-1][0])
         if not inputs and not writes:
             return  # nothing on the device
         dtype = operators.arithmetic_dtype(inputs, outputs or written)
         count = operators.flops(operator, args, kwargs, out)
-        self.emit(["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters])
+        bytes_read, bytes_written = sum(view.bytes_read for view in views), sum(count for _, count in made)
+        event = ["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters]
+        if self._kernel is not None:
+            self._kernel.add(event, views, made)
+        else:
+            self.emit(event)
+
+    def _end_kernel(self) -> None:
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            self.events[kernel.begin :] = kernel.events(self.events[kernel.begin :])
 
     def _known(self, tensor: torch.Tensor) -> StorageRecord:
         """The storage of an argument; one never seen was made before the step, so it is an input."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from shardplan.tracer import document, record, source as sources
+from shardplan.tracer import compiled, document, record, source as sources
 from shardplan.tracer.attention import device_attention
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
@@ -51,6 +51,9 @@ class Options:
     experts: str = "grouped_mm"
     steps: int = 1
     evaluation: bool = False
+    compile: list[str] = field(default_factory=list)  # patterns of modules that are compiled by themselves
+    compile_backend: str = "inductor"
+    ignore_compile: bool = False  # modules that the model compiles are traced as they are written
     name: str = ""
     mark_inputs: bool = True
     answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/tracer.md)
@@ -142,14 +145,15 @@ def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:
     return floating[0] if floating else torch.float32
 
 
-def _tree(module: nn.Module, dtype: torch.dtype, param_dtype: str | None) -> ModuleTree:
+def _tree(module: nn.Module, dtype: torch.dtype, options: Options) -> ModuleTree:
     """The module tree after the move to fake CUDA tensors of the compute dtype; the document keeps the parameters' own dtype."""
+    in_graphs = compiled.prepare(module, options.compile, options.compile_backend, options.ignore_compile)
     own = {fqn: p.dtype for fqn, p in module.named_parameters()}
     move_to_fake_cuda(module, dtype)
-    tree = ModuleTree.of(module)
+    tree = ModuleTree.of(module, in_graphs)
     for entry in tree.parameters:
         floating = own[entry["fqn"]].is_floating_point
-        entry["dtype"] = param_dtype if param_dtype and floating else dtype_name(own[entry["fqn"]])
+        entry["dtype"] = options.param_dtype if options.param_dtype and floating else dtype_name(own[entry["fqn"]])
     return tree
 
 
@@ -171,7 +175,7 @@ def _trace_groups(
     progress: Progress,
 ) -> dict:
     dtype = _compute_dtype(module, options.dtype)
-    tree = _tree(module, dtype, options.param_dtype)
+    tree = _tree(module, dtype, options)
     if options.evaluation:
         module.eval()
     moved: dict[int, record.Call] = {}
@@ -237,7 +241,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
             module = model.build("sdpa", options.experts)
         if options.evaluation:
             module.eval()
-        tree = _tree(module, dtype, options.param_dtype)
+        tree = _tree(module, dtype, options)
         wanted = "cross_entropy" if options.loss in ("default", "none") else options.loss
         batch = model.batch(options.batch, options.seq, dtype, wanted)
         loss, inputs = batch.loss, batch.inputs

@@ -111,7 +111,7 @@ def _replacing_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Inside FakeTensorMode: code for a GPU runs as on one, and compiled modules run as written."""
+    """Inside FakeTensorMode: code for a GPU runs as on one, and what is compiled runs as written (but modules in front of the recorder: compiled.py)."""
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             for name, answer in _ANSWERS.items():
