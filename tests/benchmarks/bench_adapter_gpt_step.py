@@ -1,10 +1,10 @@
 """Wall time of a training step of a GPT of about 100 million parameters: by a plan, next to real FSDP2. On CPU ranks (Gloo), or
 with SHARDPLAN_TEST_DEVICE=cuda on GPUs (NCCL).
 
-    .venv/bin/python tests/benchmarks/bench_adapter_gpt_step.py [--ranks 2] [--steps 8] [--memory arena]
+    .venv/bin/python tests/benchmarks/bench_adapter_gpt_step.py [--ranks 2] [--steps 8] [--memory arena] [--compile inductor]
 
 Both train in the same processes, their steps taking turns; reported: medians over the steps of the slowest rank, and their
-ratio (below 1: the plan is faster). Losses of both must be equal bit for bit.
+ratio (below 1: the plan is faster). Losses of both must be equal bit for bit. --compile: each block is compiled by itself, with fullgraph.
 """
 
 from __future__ import annotations
@@ -64,13 +64,16 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> t
     return time.perf_counter() - start, loss.item()
 
 
-def measure(plan: str, steps: int, memory: str) -> dict[str, list[float]]:
+def measure(plan: str, steps: int, memory: str, backend: str | None) -> dict[str, list[float]]:
     import shardplan.torch as sp
 
     models = {}
     for name, wrap in (("plan", lambda model: sp.apply(model, plan, memory=memory)), ("FSDP2", with_fsdp2)):
         torch.manual_seed(7)
-        models[name] = wrap(big_gpt().to(DEVICE))
+        model = big_gpt().to(DEVICE)
+        for block in model.blocks if backend else ():
+            block.compile(backend=backend, fullgraph=True)
+        models[name] = wrap(model)
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for step in range(steps + 2):
@@ -78,7 +81,7 @@ def measure(plan: str, steps: int, memory: str) -> dict[str, list[float]]:
         losses = {}
         for name in order:
             seconds, losses[name] = one_step(models[name], optimizers[name], 10 * step + dist.get_rank())
-            if step >= 2:  # the first ones allocate
+            if step >= 2:  # the first ones allocate and compile
                 times[name].append(seconds)
         assert losses["plan"] == losses["FSDP2"], losses
     return times
@@ -89,12 +92,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--memory", default="allocator", choices=("allocator", "arena"))
+    parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         trace = make_plan.make_trace(folder, "bench_adapter_gpt_step:big_gpt", HERE, BATCH, SEQUENCE)
         plan = make_plan.make_plan(folder, trace, arguments.ranks, "plan", "--unit", "blocks.*", "--optimizer", "sgd")
-        outcomes = run_on_ranks(arguments.ranks, folder / "ranks", measure, str(plan), arguments.steps, arguments.memory, timeout_s=600)
+        settings = (str(plan), arguments.steps, arguments.memory, arguments.compile)
+        outcomes = run_on_ranks(arguments.ranks, folder / "ranks", measure, *settings, timeout_s=600)
     for rank, outcome in enumerate(outcomes):
         if outcome is None or outcome[0] != "returned":
             sys.exit(f"rank {rank}: {outcome}")
@@ -103,8 +108,9 @@ def main() -> None:
         for name in ("plan", "FSDP2")
     }
     medians = {name: statistics.median(seconds) for name, seconds in slowest.items()}
+    compiled = f", blocks compiled by {arguments.compile}" if arguments.compile else ""
     parameters = sum(p.numel() for p in big_gpt().parameters())
-    print(f"GPT of {parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}: seconds per step")
+    print(f"GPT of {parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}{compiled}: seconds per step")
     for name, seconds in slowest.items():
         print(f"  {name:6} median {medians[name]:.2f}  fastest {min(seconds):.2f}")
     print(f"  ratio  median {medians['plan'] / medians['FSDP2']:.3f}  fastest {min(slowest['plan']) / min(slowest['FSDP2']):.3f}")
