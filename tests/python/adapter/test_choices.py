@@ -9,7 +9,7 @@ import torch.nn as nn
 from shardplan.torch import _choices
 
 # Parameters whose strings are free: paths, names, sizes, patterns, and words of the command line.
-FREE = {"budget", "cluster", "folder", "method_name", "optimizer", "path", "plan", "plans", "units"}
+FREE = {"kwargs", "budget", "cluster", "folder", "method_name", "optimizer", "path", "plan", "plans", "units"}
 
 
 def literals(hint: object) -> list[object]:

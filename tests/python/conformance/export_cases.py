@@ -63,6 +63,7 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     "no_root": (2, {"units": [{"modules": ["layers.0"]}, {"modules": ["layers.3"]}], "fsdp2": {"shard_root": False, "shared_comm_contexts": [["layers.*"]]}}),
     "shard_dims": (2, {"fsdp2": {"shard_dims": [{"parameters": ["layers.*.up.weight"], "dim": 1}]}}),
     "ignores": (2, {"ignored_parameters": ["layers.1.norm.weight", "head.bias"]}),
+    "offloads": (2, {"cpu_offload": True, "pin_memory": False, "mixed_precision": LOW}),
     "recomputes": (2, {"checkpoint": {"modules": ["layers.*"]}}),
     "recomputes_children": (2, {"checkpoint": {"modules": ["layers.0.up", "layers.1", "layers.2.down"]}}),
     "recomputes_every_second": (2, {"checkpoint": {"modules": ["class:Block"], "every": 2, "save": [{"name": "aten.mm", "recompute_every": 2}]}, "units": [{"modules": ["class:Block"]}, LAYERS[1]]}),
