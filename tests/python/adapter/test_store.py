@@ -14,12 +14,12 @@ from shardplan.torch._store import job_store
 def _rank(port: int, rank: int, ranks: int, delay_s: float, results) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     time.sleep(delay_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
-    own = job_store(20.0)
+    own = job_store(60.0)
     there = own.check([f"seen/{rank}"])
     own.set(f"seen/{rank}", "")
-    own.wait([f"seen/{other}" for other in range(ranks)], datetime.timedelta(seconds=20))  # all of them are in one part, too
+    own.wait([f"seen/{other}" for other in range(ranks)], datetime.timedelta(seconds=60))  # all of them are in one part, too
     results.put((rank, there))
     own.add("done", 1)
     while rank == 0 and own.add("done", 0) < ranks:
@@ -36,7 +36,7 @@ def test_ranks_that_are_started_again_share_a_part_that_is_new(first):
         ranks = [context.Process(target=_rank, args=(server.port, rank, 3, 0.5 * late[rank], results)) for rank in range(3)]
         for process in ranks:
             process.start()
-        found = sorted(results.get(timeout=60) for _ in ranks)
+        found = sorted(results.get(timeout=120) for _ in ranks)
         for process in ranks:
             process.join()
         assert found == [(0, False), (1, False), (2, False)]
