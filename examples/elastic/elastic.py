@@ -1,7 +1,7 @@
 """One rank of a job that torchrun starts, starts again after a rank has died, and ends by SIGTERM. It saves in the background every few steps, and begins with the
 newest checkpoint that is there.
 
-    torchrun --nproc-per-node 2 --max-restarts 1 elastic.py --steps 12 --folder checkpoints
+    torchrun --nproc-per-node 2 --max-restarts 1 elastic.py --steps 12 --folder checkpoints --losses losses.jsonl
 """
 
 from __future__ import annotations

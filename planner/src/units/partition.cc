@@ -73,6 +73,7 @@ class Partitioner {
                     [](const UnitRule& rule) { return rule.modules == std::vector<std::string>{""}; });
     }
     std::set<ModuleId> taken;
+    const CompiledModules compiled(trace_);
     for (std::size_t r = 0; r < rules_.size(); ++r) {
       const UnitRule& rule = rules_[r];
       const std::string pointer = fmt::format("/units/{}", r);
@@ -89,7 +90,7 @@ class Partitioner {
           if (!taken.insert(module).second) {
             return MakeInputError(entry_pointer, "a module is in two units", DisplayName(fqn));
           }
-          if (const Module* graph = CompiledAround(trace_, trace_.modules[module]); graph != nullptr) {
+          if (const Module* graph = compiled.Around(trace_.modules[module]); graph != nullptr) {
             return MakeInputError(
                 entry_pointer,
                 "a unit lies inside of a compiled module, whose graph needs its parameters whole",

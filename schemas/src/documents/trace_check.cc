@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -32,16 +31,14 @@ struct Left {
 
 class PassesCheck {
  public:
-  explicit PassesCheck(const Trace& trace) : trace_(trace), canonical_(CanonicalModules(trace)) {}
+  explicit PassesCheck(const Trace& trace)
+      : trace_(trace), canonical_(CanonicalModules(trace)), compiled_(trace) {}
 
   Status Run() {
     for (const TraceInput& input : trace_.inputs) outside_.insert(input.storage);
     for (const ModuleBuffer& buffer : trace_.buffers) outside_.insert(buffer.storage);
     outside_.insert(-1);
     alive_ = outside_;
-    for (const Module& module : trace_.modules) {
-      if (CompiledAround(trace_, module) != nullptr) in_graphs_.insert(&module);
-    }
     if (Status status = CheckSizes(); !status) return status;
     for (std::size_t f = 0; f < trace_.forwards.size(); ++f) {
       if (Status status = CheckForward(f); !status) return status;
@@ -115,7 +112,7 @@ class PassesCheck {
   }
 
   Status CheckOutsideOfGraphs(const Module& entered) {
-    if (!in_graphs_.contains(&entered)) return {};
+    if (compiled_.Around(entered) == nullptr) return {};
     return MakeInputError(At("/1"), "a module inside a compiled one runs as part of its graph", entered.fqn,
                           "a module outside of compiled ones");
   }
@@ -344,9 +341,9 @@ class PassesCheck {
 
   const Trace& trace_;
   const std::vector<ModuleId> canonical_;
-  std::unordered_set<StorageId> outside_;        // of inputs and buffers, and -1
-  std::unordered_set<StorageId> born_;           // in any pass
-  std::unordered_set<const Module*> in_graphs_;  // inside compiled modules
+  const CompiledModules compiled_;
+  std::unordered_set<StorageId> outside_;  // of inputs and buffers, and -1
+  std::unordered_set<StorageId> born_;     // in any pass
   std::int64_t total_bytes_ = 0;
   std::vector<Left> left_;  // by forward
 
@@ -372,12 +369,21 @@ Status CheckTrace(const Trace& trace) {
   return PassesCheck(trace).Run();
 }
 
-const Module* CompiledAround(const Trace& trace, const Module& module) {
-  const auto around = std::ranges::find_if(trace.modules, [&](const Module& other) {
-    return !other.compiled.empty() &&
-           (other.fqn.empty() ? !module.fqn.empty() : module.fqn.starts_with(other.fqn + "."));
-  });
-  return around == trace.modules.end() ? nullptr : &*around;
+CompiledModules::CompiledModules(const Trace& trace) {
+  for (const Module& module : trace.modules) {
+    if (!module.compiled.empty()) by_fqn_.emplace(module.fqn, &module);
+  }
+}
+
+const Module* CompiledModules::Around(const Module& module) const {
+  const Module* around = nullptr;
+  if (by_fqn_.empty()) return around;
+  for (std::string_view fqn = module.fqn; !fqn.empty();) {
+    const std::size_t dot = fqn.rfind('.');
+    fqn = dot == std::string_view::npos ? std::string_view() : fqn.substr(0, dot);
+    if (const auto found = by_fqn_.find(fqn); found != by_fqn_.end()) around = found->second;
+  }
+  return around;
 }
 
 }  // namespace shardplan

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from adapter_workers import DEVICE
+from auto_dynamic import DYNAMIC, dynamic, searched_meanwhile
 from equivalence import largest_difference, whole
 from equivalence_models import Mlp
 from torch.distributed.device_mesh import init_device_mesh
@@ -362,109 +363,7 @@ def refusals() -> str:
     return str(wrong) if wrong else ""
 
 
-# ---- jobs whose steps differ ----
-
-
-class Experts(nn.Module):
-    """A block of which a forward runs some parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
-        y = self.norm(x)
-        return x + sum(self.experts[number](y) for number in which)
-
-
-class Hidden:
-    """Layers to skip, which no argument tells from others."""
-
-    def __init__(self, layer: int) -> None:
-        self._layer = layer
-
-    def __contains__(self, layer: int) -> bool:
-        return layer == self._layer
-
-
-class Dynamic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 6)
-        self.layers = nn.ModuleList(Experts() for _ in range(3))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor, which: tuple[int, ...] = (0, 1, 2), skip: tuple[int, ...] = ()) -> torch.Tensor:
-        x = self.stem(x)
-        for number, layer in enumerate(self.layers):
-            if number not in skip:
-                x = layer(x, which)
-        return self.head(x)
-
-
-# Steps of micro-batches (does its backward reduce, and arguments of the forward, by rank); plans, that of the module tree among them; steps that leave
-# their plan.
-DYNAMIC: dict[str, tuple[list[list[tuple[bool, dict]]], int, int]] = {
-    "unused_expert": ([[(True, {"which": (0, 2)})]] * 4, 2, 1),
-    "experts_alternate": ([[(True, {"which": (step % 2,)})] for step in range(6)], 3, 3),
-    "unused_expert_accumulated": ([[(False, {"which": (0,)}), (True, {"which": (0, 2)})]] * 4, 2, 1),
-    "layer_drop": ([[(True, {"skip": (step % 3,)})] for step in range(7)], 4, 4),
-    "layer_drop_accumulated": ([[(False, {"skip": (0,)}), (True, {"skip": (1,)})]] * 4, 2, 1),
-    "layers_dropped_unseen": ([[(True, {"skip": Hidden((0, 1, 1)[step % 3])})] for step in range(12)], 3, 3),
-    "unused_on_one_rank": ([[(True, {"which": ((0, 2), (0, 1))})]] * 4, 3, 1),
-}
-
-
-def dynamic(name: str) -> str:
-    """Numbers are FSDP2's, each way that steps go has a plan that is made once, and steps are foreseen."""
-    from shardplan.torch._applied import applied_to
-
-    steps, plans, left = DYNAMIC[name]
-
-    def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-        if name == "unused_on_one_rank":
-            model.set_reduce_scatter_unused_params(True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        seen = {}
-        for step, microbatches in enumerate(steps):
-            for number, (reduces, arguments) in enumerate(microbatches):
-                model.set_requires_gradient_sync(reduces)
-                if isinstance(arguments.get("which", (0,))[0], tuple):
-                    arguments = {"which": arguments["which"][dist.get_rank()]}
-                generator = torch.Generator().manual_seed(100 * step + 10 * number + dist.get_rank())
-                loss = loss_of(model(torch.randn(3, 4, generator=generator).to(DEVICE), **arguments))
-                loss.backward()
-                seen[f"loss {step}.{number}"] = loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen | {fqn: whole(parameter) for fqn, parameter in model.named_parameters()}
-
-    def model() -> nn.Module:
-        torch.manual_seed(1)
-        return Dynamic().to(DEVICE)
-
-    ours, theirs = sp.auto(model(), quiet=True, plans=None), model()
-    for layer in theirs.layers:
-        fully_shard(layer)
-    fully_shard(theirs)
-    following, deviated = applied_to(ours).following, []
-    follow = following.follow
-
-    def count(log: list[tuple]) -> None:
-        deviated.append(log)
-        follow(log)
-
-    following.follow = count
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        difference = largest_difference(trained(ours), trained(theirs))
-    if difference != (0.0, ""):
-        return f"differs: {difference}"
-    if following.unplannable:
-        return f"not planned: {following.unplannable_because}"
-    found = len(following.kept), len(deviated)
-    return "" if found == (plans, left) else f"(plans, steps that left one): {found}, expected {(plans, left)}"
+# ---- what is left behind, and what is told ----
 
 
 def whole_parameters_go() -> str:
@@ -492,7 +391,6 @@ def whole_parameters_go() -> str:
 
 def stops_together() -> str:
     """One rank is told; all end behind the same step."""
-    import os
     import signal
 
     rank, ended = dist.get_rank(), -1
@@ -523,7 +421,7 @@ def optimizer_made_before() -> str:
 
 FEATURES = [
     shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled, post_optim_event, reset_iter_state,
-    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together,
+    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together, searched_meanwhile,
 ]  # fmt: skip
 
 

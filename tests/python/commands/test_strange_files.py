@@ -27,7 +27,6 @@ READERS = {
     "memory --strategy": ("memory", "{trace}", "--ranks", "2", "--strategy", "{file}"),
     "memory --cluster": ("memory", "{plan}", "--cluster", "{file}"),
     "explain-memory": ("explain-memory", "{file}"),
-    "export": ("export", "{file}", "--fsdp2", "-o", "applied.py"),
     "export --trace": ("export", "{plan}", "--fsdp2", "--trace", "{file}", "-o", "applied.py"),
     "explain-memory --trace": ("explain-memory", "{plan}", "--trace", "{file}"),
     "show": ("show", "{file}"),

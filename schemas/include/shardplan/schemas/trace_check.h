@@ -1,6 +1,9 @@
 // Consistency of a trace: rules that the JSON Schema cannot express and planning relies on.
 #pragma once
 
+#include <string_view>
+#include <unordered_map>
+
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
 
@@ -11,7 +14,15 @@ namespace shardplan {
 // lists the rules. Reading a trace asks it, and planning.
 Status CheckTrace(const Trace& trace);
 
-// The compiled module whose graph this module is part of; nullptr: there is none.
-const Module* CompiledAround(const Trace& trace, const Module& module);
+// The compiled modules of a trace, which outlives this.
+class CompiledModules {
+ public:
+  explicit CompiledModules(const Trace& trace);
+  // The outermost one whose graph this module is part of; nullptr: there is none.
+  const Module* Around(const Module& module) const;
+
+ private:
+  std::unordered_map<std::string_view, const Module*> by_fqn_;
+};
 
 }  // namespace shardplan

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
-import zlib
 
 import torch
 import torch.distributed as dist
@@ -15,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from ._errors import PlanError
 from ._native import native
 from ._peers import peers
-from ._store import job_store
-
-_applied: collections.Counter = collections.Counter()  # plans, by the ranks that they are applied on
+from ._store import next_store
 
 
 def model_signature(model: nn.Module) -> str:
@@ -48,9 +44,7 @@ def agree(model: nn.Module, plan, mesh: DeviceMesh | None, timeout_s: float, fai
     ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
     if dist.get_rank() not in ranks or len(ranks) < 2:
         return
-    _applied[tuple(ranks)] += 1
-    name = f"agree/{zlib.crc32(repr(ranks).encode())}/{_applied[tuple(ranks)]}"
-    store = dist.PrefixStore(name, job_store(timeout_s))
+    store = next_store("agree", ranks, timeout_s)
     facts = []
     if plan is not None and not failure:
         facts = [

@@ -34,7 +34,7 @@ from ._plan_store import PlanStore, default_folder
 from ._planning import make_plan, plan_of
 from ._search import Search
 from ._setters import Setters
-from ._skeleton import Skeleton
+from ._skeleton import Skeleton, backends_of
 from ._units import Arguments, Strategy, Units, forget_marks
 
 _FOLDER: Any = object()  # `plans` was not given
@@ -155,7 +155,7 @@ def auto(
     applied.setters.watch()
     following = AutoPlanned(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
-        own = {**facts, "planned": [*where, *searched], "compiled": skeleton.backends()}
+        own = {**facts, "planned": [*where, *searched], "compiled": backends_of(model)}
         following.facts = own
         search = Search(applied, document, where, searched, loss, following, timeout_s + search_seconds)
         applied.at_next_step.insert(0, search.begin)

@@ -17,17 +17,16 @@ from ._plan_store import PlanStore
 
 @dataclasses.dataclass
 class Costs:
-    """Of what is printed once, in seconds."""
+    """Of what is printed once."""
 
     trace_s: float = 0.0
     plan_s: float = 0.0
-    first_step_s: float = 0.0
-    steps_before: int = 0
+    steps_before: int = 0  # by another plan, while there was none
     kept: bool = False  # the plan was on disk
 
 
 class AutoPlanned:
-    """What `auto` does after it has returned: the search, the plan on disk, one line of what it cost."""
+    """Of one model. What the search does with it: [Note: beside the training]."""
 
     def __init__(self, applied: Applied, store: PlanStore, facts: dict[str, Any], ranks: list[int], costs: Costs, quiet: bool) -> None:
         self._applied = weakref.ref(applied)
@@ -43,10 +42,10 @@ class AutoPlanned:
 
     def _note_new_plan(self) -> None:
         self._planned_again = True
-        if self.is_first_rank():
+        if self._is_first_rank():
             self.store.write(self.path, self._applied().plan.json)
 
-    def is_first_rank(self) -> bool:
+    def _is_first_rank(self) -> bool:
         return dist.get_rank() == self.ranks[0]
 
     def step_begins(self, *_entered: object) -> None:
@@ -68,9 +67,9 @@ class AutoPlanned:
 
     def _second_step(self, *_entered: object) -> None:
         applied = self._applied()
-        self.costs.first_step_s = time.monotonic() - self._began
+        took_s = time.monotonic() - self._began
         applied.following.on_new_plan = None
-        if self._quiet or self._searches or not self.is_first_rank():
+        if self._quiet or self._searches or not self._is_first_rank():
             return
         plan, costs = applied.plan, self.costs
         how = "on demand, since it left the order of the module tree" if self._planned_again else "as planned"
@@ -80,7 +79,7 @@ class AutoPlanned:
         where = f"; {self.path}" if self.path and self.path.exists() else ""
         print(
             f"shardplan: {plan.model}, {len(plan.units)} units on {plan.world_size} ranks: {traced}plan {made}{beside}; the first step took "
-            f"{costs.first_step_s:.1f} s, {how}{where}",
+            f"{took_s:.1f} s, {how}{where}",
             file=sys.stderr,
             flush=True,
         )

@@ -10,15 +10,7 @@ import torch.distributed as dist
 
 from ._errors import PlanError
 from ._peers import connect
-from ._store import job_store
-
-_exchanges: dict[tuple[int, ...], int] = {}  # by the ranks that take part: how many there were
-
-
-def _next_store(ranks: list[int], timeout_s: float) -> dist.Store:
-    key = tuple(ranks)
-    _exchanges[key] = _exchanges.get(key, 0) + 1
-    return dist.PrefixStore(f"auto/{zlib.crc32(repr(ranks).encode())}/{_exchanges[key]}", job_store(timeout_s))
+from ._store import next_store
 
 
 def _alone(ranks: list[int]) -> bool:
@@ -29,7 +21,7 @@ def from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float)
     """What make() returns on the first of the ranks, on all of them; PlanError likewise. Collective."""
     if _alone(ranks):
         return make()
-    store = _next_store(ranks, timeout_s)
+    store = next_store("auto", ranks, timeout_s)
     if dist.get_rank() == ranks[0]:
         try:
             text = make()
@@ -58,7 +50,7 @@ class AgreedMoment:
 
     def __init__(self, ranks: list[int], timeout_s: float) -> None:
         """Collective."""
-        self._store = None if _alone(ranks) else _next_store(ranks, timeout_s)
+        self._store = None if _alone(ranks) else next_store("auto", ranks, timeout_s)
         self._is_first, self._timeout_s, self._steps, self._said = dist.get_rank() == ranks[0], timeout_s, 0, False
 
     def has_come(self, is_there: bool) -> bool:

@@ -66,7 +66,7 @@ class KeptPlans:
         self.kept: collections.OrderedDict[Key, Path] = collections.OrderedDict()  # latest last
         self._key_of: dict[Way, Key] = {}
         self._next = NextPath()
-        self._went = True  # the last step is counted
+        self._went = True  # the last step is counted, or has no plan
         self._rare: set[Way] = set()
         self.unplannable: set[Way] = set()
         self.unplannable_because = ""  # the last of them
@@ -101,19 +101,18 @@ class KeptPlans:
         applied = self.applied
         deviation, full_precision = applied.runtime.deviation, applied.runtime.full_precision_forwards
         self._leave()
+        self._went = True
         if applied.setters is not None:
             applied.setters.step_left_its_plan()
         way = self._way(requires_grad_of(applied.plan), log, full_precision, self._calls_key())
         if (key := self._key_of.get(way)) in self.kept:
             return self._goes(key)
         if way in self.unplannable or self._is_rare(way):
-            self._went = True
             return
         try:
             plan = self._plan_again(log, requires_grad_of(applied.plan), full_precision)
         except PlanError as error:
             self.unplannable.add(way)
-            self._went = True
             self.unplannable_because = str(error)
             warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
             return
@@ -142,7 +141,6 @@ class KeptPlans:
     def _goes(self, key: Key) -> None:
         """The step that deviated went this way."""
         self._next.went(key)
-        self._went = True
         if self.kept[key].runtime is not self.applied.runtime:
             self._take(key)
 
@@ -153,6 +151,8 @@ class KeptPlans:
             applied.before_next_step(self._step_begins)
 
     def _step_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.applied.following is not self:
+            return  # the model was given a plan of another strategy
         present = self._present()
         if not self._went:
             self._next.went(present)

@@ -7,6 +7,7 @@ asked of `shardplan memory`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,14 @@ def watch(applied: Applied) -> None:
     """From now on a report goes to standard error whenever memory is short on the GPU of an applied model."""
     if applied.device.type != "cuda":
         return
-    if not _watched:
-        torch._C._cuda_attach_out_of_memory_observer(_report)
+    _attach()
     _watched.add(applied)
+
+
+@functools.cache
+def _attach() -> None:
+    """Once in a process."""
+    torch._C._cuda_attach_out_of_memory_observer(_report)
 
 
 def _report(device: int, requested_bytes: int, used_bytes: int, free_bytes: int) -> None:
@@ -62,7 +68,7 @@ def _row(applied: Applied, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     event = _ROW_BEFORE.get(kind, f"{kind}.before")
     name = "" if unit < 0 else applied.plan.units[unit].fqn or "(root)"
     for row in rows:
-        if row["event"] == event and (unit < 0 or row["unit"] == name) and row["microbatch"] in (microbatch, 0 if microbatch < 0 else microbatch):
+        if row["event"] == event and (unit < 0 or row["unit"] == name) and row["microbatch"] == max(microbatch, 0):
             return row
     return None
 

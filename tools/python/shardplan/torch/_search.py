@@ -6,7 +6,6 @@ the search runs in a process of its own, and all ranks take what it finds at the
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import weakref
@@ -46,8 +45,7 @@ class Search:
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Where the first step begins. Collective."""
         planned = self._planned
-        answer = json.loads(from_first_rank(lambda: json.dumps(self._first(module, args, kwargs)), planned.ranks, self._timeout_s))
-        if answer is not None:
+        if answer := from_first_rank(lambda: self._first(module, args, kwargs), planned.ranks, self._timeout_s):
             switch(self._applied(), plan_of(answer))
             return planned.search_ends(0)
         planned.search_begins()
@@ -69,8 +67,8 @@ class Search:
             raise self._found[0]
         return self._found[0]
 
-    def _first(self, module: nn.Module, args: tuple, kwargs: dict) -> str | None:
-        """The first rank's: a plan. None: one is on its way."""
+    def _first(self, module: nn.Module, args: tuple, kwargs: dict) -> str:
+        """The first rank's: a plan. "": one is on its way."""
         planned = self._planned
         if module is not self._applied().model:
             raise PlanError(
@@ -98,7 +96,7 @@ class Search:
                 self._found.append(error if isinstance(error, PlanError) else PlanError(f"the search failed: {error}"))
 
         threading.Thread(target=beside, name="shardplan-search").start()
-        return None
+        return ""
 
     def _search(self, trace: dict[str, Any], path) -> str:
         began = time.monotonic()

@@ -8,12 +8,14 @@ each has said that it knows it. A word of an earlier rank gets an answer, too, w
 
 from __future__ import annotations
 
+import collections
 import datetime
 import os
 import threading
 import time
 import uuid
 import weakref
+import zlib
 
 import torch.distributed as dist
 
@@ -22,6 +24,7 @@ from ._errors import PlanError
 _LOOK_S = 0.02
 
 _stores: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of a default group
+_exchanges: collections.Counter = collections.Counter()  # by their kind and the ranks that take part
 
 
 def job_store(timeout_s: float) -> dist.Store:
@@ -32,6 +35,12 @@ def job_store(timeout_s: float) -> dist.Store:
         name = _name(store, timeout_s) if served_by_agent() and dist.get_world_size() > 1 else "job"
         _stores[group] = dist.PrefixStore(f"shardplan/{name}", store)
     return _stores[group]
+
+
+def next_store(kind: str, ranks: list[int], timeout_s: float) -> dist.Store:
+    """One for each exchange of a kind among these ranks, which count them alike."""
+    _exchanges[kind, tuple(ranks)] += 1
+    return dist.PrefixStore(f"{kind}/{zlib.crc32(repr(ranks).encode())}/{_exchanges[kind, tuple(ranks)]}", job_store(timeout_s))
 
 
 def served_by_agent() -> bool:
