@@ -122,7 +122,8 @@ bool ModelParameter::PublishGrad(const at::Tensor& local) {
     reused->set_storage_keep_dtype(local.storage());
     reused->set_storage_offset(local.storage_offset());
   } else {
-    PyRef local_object = PyRef::Steal(THPVariable_Wrap(local));
+    // No view in autograd's eyes: it would hold the buffer of this step, whatever memory it is given later.
+    PyRef local_object = PyRef::Steal(THPVariable_Wrap(local.variable_data()));
     grad_object_ =
         local_object ? PyRef::Steal(PyObject_CallOneArg(make_grad_.get(), local_object.get())) : PyRef();
     if (!grad_object_) return false;

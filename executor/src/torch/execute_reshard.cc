@@ -77,7 +77,11 @@ class ReshardExecution {
       ++moved_.rounds;
       if (status && run_.progress) run_.progress(Done(), total_bytes_);
     });
-    if (!status) Blame(status.error());
+    if (!status) {
+      Blame(status.error());
+      // What waits for a rank that is gone would keep the device, and whoever synchronises with it, for ever.
+      collectives_.Abort(status.error().message);
+    }
     const Status ended = AgreeOn("end", status ? std::string() : ToString(status.error()));
     if (!status) return std::unexpected(status.error());
     if (!ended) return MakeError(ErrorCode::kEnvironment, ended.error().message);
