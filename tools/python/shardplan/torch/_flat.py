@@ -139,8 +139,9 @@ class FlatUnit:
     def _visible_flat(self) -> list[tuple]:
         if not self.parameters:
             return []
-        for position in range(len(self.parameters)):
+        for position, found in enumerate(self.parameters):
             self.show_view(position)
+            found.parameter = None  # the whole one goes
         parameter = self.visible[0] if self.visible else nn.Parameter(self.shard, requires_grad=self.trains)
         self.module.register_parameter(FLAT_NAME, parameter)
         slot = (self.module, self.module._parameters, FLAT_NAME, True)
