@@ -15,6 +15,7 @@ import pathlib
 import re
 import traceback
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -360,11 +361,41 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return worst
 
 
+# Where kernels run when they are launched: else it is by chance when a block that another stream used comes back.
+COMPARES_MEMORY = DEVICE == "cuda" and os.environ.get("SHARDPLAN_DEVICE_MODE") == "inline"
+MORE_BYTES = 1024  # blocks of the allocator that a kernel takes for itself beside others
+
+
+class DeviceMemory:
+    """What one training has allocated on a GPU where another one's models are, too."""
+
+    def __init__(self) -> None:
+        self.alive_bytes = 0
+        self.peak_bytes = 0  # of the work done last
+
+    def of(self, work: Callable):
+        """Does the work."""
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        made = work()
+        self.peak_bytes = self.alive_bytes + torch.cuda.max_memory_allocated() - before
+        self.alive_bytes += torch.cuda.memory_allocated() - before
+        return made
+
+
 def compare_training(case: Case, ours: Trainer, theirs: Trainer, whole_parameters) -> tuple[float, str]:
     """Both trainings side by side -> the largest relative difference and what it is of."""
     worst = (0.0, "")
+    memory = DeviceMemory(), DeviceMemory()
     for step in range(case.steps):
-        difference, where = largest_difference(ours.step(step), theirs.step(step))
+        if not COMPARES_MEMORY:
+            seen = ours.step(step), theirs.step(step)
+        else:
+            seen = tuple(of.of(lambda: trainer.step(step)) for of, trainer in zip(memory, (ours, theirs)))
+            peak, other = (of.peak_bytes for of in memory)
+            assert peak <= other + MORE_BYTES, f"step {step}: a peak of {peak} allocated bytes, FSDP's {other}"
+        difference, where = largest_difference(*seen)
+        del seen
         if difference > case.tolerance:
             return difference, f"step {step}, {where}"
         worst = max(worst, (difference, f"step {step}, {where}" if where else ""))

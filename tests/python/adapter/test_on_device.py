@@ -8,14 +8,15 @@ import pytest
 from conftest import ROOT, build_folder, on_device
 
 # An accumulating case with parameters in host memory; one with an evaluation before the optimizer's step; one of FSDP2.
-CASES = [("flat_random.py", "44"), ("equivalence_random.py", "0")]
+CASES = [("flat_random.py", "44", "lazy:1"), ("equivalence_random.py", "0", "lazy:1"), ("flat_random.py", "4", "inline"), ("equivalence_random.py", "8", "inline")]
 
 
-@pytest.mark.parametrize(("series", "seed"), CASES)
-def test_trains_as_fsdp_does_on_cuda(series, seed):
+@pytest.mark.parametrize(("series", "seed", "mode"), CASES)
+def test_trains_as_fsdp_does_on_cuda(series, seed, mode):
+    """In inline mode the peaks of allocated memory are compared, too."""
     done = on_device(
         [sys.executable, f"tests/python/adapter/{series}", "--seed", seed, "--cases", "1"],
-        "lazy:1",
+        mode,
         SHARDPLAN_TEST_DEVICE="cuda",
         SHARDPLAN_BUILD=str(build_folder()),
         PYTHONPATH=str(ROOT / "tools" / "python"),
@@ -36,7 +37,10 @@ def test_memory_that_is_short_is_told_beside_the_plan_and_the_step_given_up(plan
     for rank, said in enumerate(json.loads(done.stdout)):
         assert [trouble["differ"] for trouble in said.values()] == ["", ""]
         instruction, operator = said["instruction"], said["operator"]
-        where = "step 1, pre_forward layers.0, instruction 0: allocate layers.0.all_gather_output"
+        where = {
+            "auto": "step 1, post_backward layers.2, instruction 7: allocate layers.2.reduce_scatter_output",
+            "traced": "step 1, post_backward layers.2, instruction 2: allocate layers.2.reduce_scatter_input",
+        }[plan]
         assert "CUDA out of memory" in instruction["error"] and where in instruction["error"]
         assert f"rank {rank} is out of memory, {where}" in instruction["report"]
         assert f"rank {rank} is out of memory, before step 1, post_forward layers.0: 134217728 bytes" in operator["report"]
@@ -57,5 +61,5 @@ def test_the_memory_of_a_longer_step_is_foreseen(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for said in json.loads(done.stdout):
-        # The loop holds no name of the output, which the trace keeps for the loss.
-        assert 0 <= said["forecast"] - said["found"] <= said["categories"]["input"], said
+        # The device in software multiplies without cuBLAS and its workspace.
+        assert 0 <= said["forecast"] - said["found"] <= said["categories"]["cublas_workspace"], said
