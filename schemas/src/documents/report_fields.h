@@ -84,42 +84,75 @@ inline constexpr auto kFields<FigureReport> =
               Required("worse_ns", &FigureReport::worse_ns, "The step when it is worse by that."));
 
 template <>
+inline constexpr Definition kDefinition<OperatorReport> = {
+    .says = "Kernels of one class of operators in one part of the step."};
+template <>
+inline constexpr auto kFields<OperatorReport> =
+    FieldList(Required("kind", &OperatorReport::kind, "\"matmul\", \"attention\", ..."),
+              Required("phase", &OperatorReport::phase, "\"forward\", \"backward\" or \"optimizer\"."),
+              Required("count", &OperatorReport::count, "Kernels."),
+              Required("busy_ns", &OperatorReport::busy_ns, "Sum of durations."));
+
+template <>
+inline constexpr bool kIsBlock<MeasuredReport> = true;
+template <>
+inline constexpr Definition kDefinition<MeasuredReport> = {"report", "measured",
+                                                           "What only a measured report has."};
+template <>
+inline constexpr auto kFields<MeasuredReport> = FieldList(
+    Required("device", &MeasuredReport::device, "What the rank computed on."),
+    Required("rank", &MeasuredReport::rank, "Whose report it is."),
+    Required("ranks", &MeasuredReport::ranks, "Whose profiles were read."),
+    Required("steps_ns", &MeasuredReport::steps_ns, "Each profiled step; step_ns is their median."),
+    Optional("waiting_ns", &MeasuredReport::waiting_ns,
+             "Part of communication_ns in which this rank was there, and another one was not yet."),
+    Optional("unassigned_kernels", &MeasuredReport::unassigned_kernels,
+             "Device work that belongs to no unit, optimizer or collective of the plan: how many ..."),
+    Optional("unassigned_ns", &MeasuredReport::unassigned_ns, "... and how long."),
+    Optional("collectives_beside_plan", &MeasuredReport::collectives_beside_plan,
+             "Collectives that the plan has not, or has with other bytes."),
+    Optional("collectives_missing", &MeasuredReport::collectives_missing,
+             "Collectives of the plan that the profile has not."));
+
+template <>
 inline constexpr bool kIsBlock<Report> = true;
 template <>
 inline constexpr Definition kDefinition<Report> = {"report", "report", "What the simulator says of a plan."};
 template <>
-inline constexpr auto kFields<Report> =
-    FieldList(Required("model", &Report::model, "Name of the model."),
-              Required("policy", &Report::policy, "Policy of the plan."),
-              Required("cluster", &Report::cluster, "Name of the cluster."),
-              Optional("plan_digest", &Report::plan_digest, "Digest of the plan, \"sha256:...\"."),
-              Required("world_size", &Report::world_size, "Ranks.").AtLeast(1),
-              Required("step_ns", &Report::step_ns, "One steady step."),
-              Optional("step_low_ns", &Report::step_low_ns, "Two times in three the step is above this ..."),
-              Optional("step_high_ns", &Report::step_high_ns, "... and below this."),
-              Required("forward_ns", &Report::forward_ns,
-                       "Step begin to the end of the last forward segment, loss included."),
-              Required("backward_ns", &Report::backward_ns, "Backward."),
-              Required("optimizer_ns", &Report::optimizer_ns, "The optimizer."),
-              Required("compute_ns", &Report::compute_ns, "Compute engine busy."),
-              Required("communication_ns", &Report::communication_ns, "Any collective in flight."),
-              Required("exposed_communication_ns", &Report::exposed_communication_ns,
-                       "A collective in flight and no compute."),
-              Required("overlap_ppm", &Report::overlap_ppm, "1 - exposed / communication.").AtMost(1'000'000),
-              Required("host_ns", &Report::host_ns, "Host not blocked: it issues or works."),
-              Optional("host_work_ns", &Report::host_work_ns,
-                       "Part of host_ns in which the host computes itself, in host memory."),
-              Required("tokens_per_second_per_rank", &Report::tokens_per_second_per_rank,
-                       "Tokens per second of one rank."),
-              Required("model_flops_utilization_ppm", &Report::model_flops_utilization_ppm,
-                       "Model FLOPs per second over the peak."),
-              Required("streams", &Report::streams, "What each stream did.").Lines(),
-              Required("collectives", &Report::collectives, "By kind and communicator.").Lines(),
-              Required("units", &Report::units, "By unit.").Lines(),
-              Required("memory", &Report::memory, "Of one rank."),
-              Optional("figures", &Report::figures,
-                       "What uncertain figures of the cluster do to the step, the widest first.")
-                  .Lines(),
-              Optional("notes", &Report::notes, "Where figures came from, what was assumed.").Lines());
+inline constexpr auto kFields<Report> = FieldList(
+    Required("model", &Report::model, "Name of the model."),
+    Required("policy", &Report::policy, "Policy of the plan."),
+    Required("cluster", &Report::cluster, "Name of the cluster."),
+    Optional("plan_digest", &Report::plan_digest, "Digest of the plan, \"sha256:...\"."),
+    Required("world_size", &Report::world_size, "Ranks.").AtLeast(1),
+    Required("step_ns", &Report::step_ns, "One steady step."),
+    Optional("step_low_ns", &Report::step_low_ns, "Two times in three the step is above this ..."),
+    Optional("step_high_ns", &Report::step_high_ns, "... and below this."),
+    Required("forward_ns", &Report::forward_ns,
+             "Step begin to the end of the last forward segment, loss included."),
+    Required("backward_ns", &Report::backward_ns, "Backward."),
+    Required("optimizer_ns", &Report::optimizer_ns, "The optimizer."),
+    Required("compute_ns", &Report::compute_ns, "Compute engine busy."),
+    Required("communication_ns", &Report::communication_ns, "Any collective in flight."),
+    Required("exposed_communication_ns", &Report::exposed_communication_ns,
+             "A collective in flight and no compute."),
+    Required("overlap_ppm", &Report::overlap_ppm, "1 - exposed / communication.").AtMost(1'000'000),
+    Required("host_ns", &Report::host_ns, "Host not blocked: it issues or works."),
+    Optional("host_work_ns", &Report::host_work_ns,
+             "Part of host_ns in which the host computes itself, in host memory."),
+    Required("tokens_per_second_per_rank", &Report::tokens_per_second_per_rank,
+             "Tokens per second of one rank."),
+    Required("model_flops_utilization_ppm", &Report::model_flops_utilization_ppm,
+             "Model FLOPs per second over the peak."),
+    Required("streams", &Report::streams, "What each stream did.").Lines(),
+    Required("collectives", &Report::collectives, "By kind and communicator.").Lines(),
+    Required("units", &Report::units, "By unit.").Lines(),
+    Required("memory", &Report::memory, "Of one rank."),
+    Optional("figures", &Report::figures,
+             "What uncertain figures of the cluster do to the step, the widest first.")
+        .Lines(),
+    Optional("operators", &Report::operators, "Kernels by class of operators and part of the step.").Lines(),
+    Optional("measured", &Report::measured, "What only a measured report has."),
+    Optional("notes", &Report::notes, "Where figures came from, what was assumed.").Lines());
 
 }  // namespace shardplan

@@ -1,4 +1,4 @@
-// The report: what the simulator says of a plan (docs/report-format.md).
+// The report: what the simulator says of a plan, or what was measured of a training (docs/report-format.md).
 #pragma once
 
 #include <cstdint>
@@ -75,6 +75,32 @@ struct FigureReport {
   bool operator==(const FigureReport&) const = default;
 };
 
+// Kernels of one class of operators in one part of the step.
+struct OperatorReport {
+  std::string kind;   // "matmul", "attention", "normalization", "elementwise", ...
+  std::string phase;  // "forward", "backward", "optimizer"
+  std::int64_t count = 0;
+  Nanoseconds busy_ns;
+  bool operator==(const OperatorReport&) const = default;
+};
+
+// What only a measured report has. Empty `device`: it is a simulated one.
+struct MeasuredReport {
+  std::string device;
+  std::int64_t rank = 0;               // whose report it is
+  std::int64_t ranks = 1;              // whose profiles were read
+  std::vector<std::int64_t> steps_ns;  // each profiled step; Report::step_ns is their median
+  // Of the communication: this rank was there, and another one was not yet. Zero where one profile was read.
+  Nanoseconds waiting_ns;
+  // Device work that belongs to no unit, optimizer or collective of the plan.
+  std::int64_t unassigned_kernels = 0;
+  Nanoseconds unassigned_ns;
+  // Collectives that the plan has not, or has with other bytes; those of the plan that the profile has not.
+  std::int64_t collectives_beside_plan = 0;
+  std::int64_t collectives_missing = 0;
+  bool operator==(const MeasuredReport&) const = default;
+};
+
 struct Report {
   std::string model;
   std::string policy;
@@ -102,8 +128,10 @@ struct Report {
   std::vector<CollectiveReport> collectives;
   std::vector<UnitReport> units;
   MemoryReport memory;
-  std::vector<FigureReport> figures;  // the widest first
-  std::vector<std::string> notes;     // where figures came from, what was assumed
+  std::vector<FigureReport> figures;      // the widest first
+  std::vector<OperatorReport> operators;  // by kind, then phase
+  MeasuredReport measured;
+  std::vector<std::string> notes;  // where figures came from, what was assumed
   bool operator==(const Report&) const = default;
 };
 

@@ -1,0 +1,1 @@
+"""Profiles of a training -> a measured report (docs/measured.md)."""

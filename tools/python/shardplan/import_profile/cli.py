@@ -1,0 +1,105 @@
+"""The command `python -m shardplan.import_profile` (`shardplan import-profile`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from shardplan import files
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable, printable_name
+
+from . import kineto, ranks, snapshot
+from .parts import Parts
+from .report import median_step, report_of, steps_of
+
+_DESCRIPTION = """\
+A report of what a training did, from profiles of torch.profiler: in the same words as `shardplan simulate --report`, so that both can be laid
+side by side. The job may run under FSDP2, FSDP1 or a plan; the plan says what it was meant to do."""
+_EPILOG = """\
+examples:
+  shardplan import-profile rank*.json.gz --plan plan.json -o measured.json
+  shardplan import-profile rank0.json.gz --snapshot rank0.pickle --plan plan.json -o measured.json
+
+exit codes: 0 done, 2 usage, 3 bad input, 4 environment"""
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ArgumentParser(prog="shardplan import-profile", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("profiles", nargs="+", type=file_name, metavar="RANK.json", help="trace of torch.profiler of a rank (export_chrome_trace), gzip or plain")
+    result.add_argument("--plan", required=True, type=file_name, metavar="FILE", help="the plan of the job, or the one that stands for it (policy fsdp2, fsdp1)")
+    result.add_argument("--snapshot", type=file_name, metavar="FILE", help="memory of the rank that is reported: a pickle of torch.cuda.memory._snapshot()")
+    result.add_argument("--rank", type=int, metavar="R", help="whose report it is (default: the lowest that has a profile)")
+    result.add_argument("--device", type=int, default=0, metavar="N", help="index of the rank's device in the snapshot (default: 0)")
+    result.add_argument("-o", "--output", required=True, type=file_name, metavar="FILE", help="write the report; - for standard output")
+    result.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary on standard error")
+    return result
+
+
+def _say(text: str) -> None:
+    print(f"shardplan import-profile: {printable_name(text)}", file=sys.stderr, flush=True)
+
+
+def _simulated(program: str, plan: str) -> dict | int:
+    """Its report, or the exit code with which the command refuses the plan (1: it does not fit, which is no matter here)."""
+    done = subprocess.run([program, "simulate", plan, "--report", "-", "-q", "--no-verify"], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1) or not done.stdout:
+        print(printable(done.stderr), file=sys.stderr, end="")
+        return done.returncode or EXIT_ENVIRONMENT
+    return json.loads(done.stdout)
+
+
+def main() -> int:
+    options = parser().parse_args()
+    inputs = [*options.profiles, options.plan, *([options.snapshot] if options.snapshot else [])]
+    folder = os.environ.get("SHARDPLAN_PROGRAMS", "")
+    program = str(Path(folder) / "shardplan") if folder else shutil.which("shardplan")
+    if not program or not Path(program).exists():
+        _say(f"error: the command shardplan is not found (found {program or 'none'}): run `shardplan import-profile`, or set SHARDPLAN_PROGRAMS to its folder")
+        return EXIT_ENVIRONMENT
+    try:
+        files.check_output(options.output, inputs)
+        return _import(options, program)
+    except files.OutputIsInput as error:
+        _say(f"error: {error}")
+        return 2
+    except kineto.BadProfile as error:
+        _say(f"error: {error}")
+        return 3
+    except files.CannotWrite as error:
+        _say(f"error: {error}")
+        return EXIT_ENVIRONMENT
+
+
+def _import(options: argparse.Namespace, program: str) -> int:
+    simulated = _simulated(program, options.plan)
+    if isinstance(simulated, int):
+        return simulated
+    plan = json.loads(files.read_text(options.plan)) if not options.plan.endswith(".gz") else {}
+    profiles = []
+    for number, path in enumerate(options.profiles, 1):
+        if not options.quiet:
+            _say(f"reading {path} ({number} of {len(options.profiles)})")
+        profiles.append(kineto.read(path))
+    ranks.check(profiles)
+    profiles.sort(key=lambda profile: profile.rank)
+    own = next((profile for profile in profiles if options.rank in (None, profile.rank)), None)
+    if own is None:
+        parser().error(f"--rank {options.rank}: no profile of that rank (found {', '.join(str(profile.rank) for profile in profiles)})")
+    memory = snapshot.read(options.snapshot, options.device) if options.snapshot else snapshot.of_profile(own)
+    step = median_step(steps_of(own, Parts(own, [entry["unit"] for entry in simulated["units"]])))
+    waiting_ns, clocks = ranks.waiting(own, [profile for profile in profiles if profile is not own], (step.begin_ns, step.end_ns))
+    report = report_of(own, plan, simulated, memory, len(profiles), waiting_ns, clocks)
+    files.write_text(options.output, json.dumps(report, indent=2) + "\n")
+    if not options.quiet:
+        measured = report["measured"]
+        _say(
+            f"rank {own.rank} on {own.device}: step {report['step_ns'] / 1e6:.2f} ms (simulated {simulated['step_ns'] / 1e6:.2f}), of {len(measured['steps_ns'])} steps; "
+            f"{measured['unassigned_kernels']} kernels ({measured['unassigned_ns'] / 1e6:.2f} ms) in no unit, {measured['collectives_beside_plan']} collectives beside the plan, "
+            f"{measured['collectives_missing']} missing"
+        )
+    return 0

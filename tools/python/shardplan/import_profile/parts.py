@@ -1,0 +1,139 @@
+"""To which part of a step work belongs: the pass, the unit of FSDP, and the class of its operators.
+
+[Note: units]
+FSDP2, and plans, name the unit in their ranges: what the host launches between the end of `FSDP::pre_forward (X)` and `FSDP::post_forward (X)` is X's forward, and between
+`FSDP::pre_backward (X)` and the first of `FSDP::post_backward_* (X)` its backward; the innermost unit counts. FSDP1's ranges name nobody: its forwards are nested, and
+begin in the order of the plan's units; its backwards come in the reverse order of the ends of the forwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from .kineto import Profile, Work
+
+ROOT = "(root)"
+_FSDP2 = re.compile(r"FSDP::(\w+?)(?: \((.*)\)| for (.*))?$")
+_FSDP1 = "FullyShardedDataParallel."
+_OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#")
+_COPIES = ("fsdp::", "aten::split_with_sizes_copy", "aten::chunk_cat", "aten::_chunk_cat")
+
+# The innermost operator that one of these knows decides.
+_CLASSES = [
+    ("matmul", re.compile(r"aten::(addmm|mm|bmm|baddbmm|matmul|linear|_scaled_mm|_grouped_mm|addmv|mv|dot|einsum|mkldnn_linear)\b")),
+    ("attention", re.compile(r"aten::.*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|fused_sdp)|flash_attn|flex_attention", re.I)),
+    ("normalization", re.compile(r"aten::.*(layer_norm|rms_norm|batch_norm|group_norm)")),
+    ("convolution", re.compile(r"aten::.*conv(olution)?")),
+    ("embedding", re.compile(r"aten::(embedding|index_select|embedding_dense_backward|index_add)")),
+    ("loss", re.compile(r"aten::.*(log_softmax|nll_loss|cross_entropy|logsumexp)")),
+    ("softmax", re.compile(r"aten::.*softmax")),
+    ("reduction", re.compile(r"aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_foreach_norm|any|all|prod|var)\b")),
+    ("copy", re.compile(r"aten::(copy_|_to_copy|clone|contiguous|cat|to|_foreach_copy_|index_copy_|_local_scalar_dense|item)\b")),
+    ("fill", re.compile(r"aten::(zero_|fill_|zeros|ones|full|zeros_like|ones_like|_foreach_zero_)\b")),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """phase: "forward", "backward", "optimizer"; "communication": FSDP's own copies and collectives. unit: "" of none."""
+
+    phase: str
+    unit: str
+    kind: str
+
+
+def class_of(work: Work) -> str:
+    for name in reversed(work.operators):
+        for kind, pattern in _CLASSES:
+            if pattern.match(name):
+                return kind
+    if any(name.startswith("aten::") for name in work.operators):
+        return "elementwise"
+    return "memset" if work.name.startswith("Memset") else "other"
+
+
+def _fqn(match: re.Match) -> str:
+    return match.group(2) or match.group(3) or ROOT
+
+
+class _Units:
+    """Which unit's forward or backward the host is in, by moments at which that changes."""
+
+    def __init__(self, profile: Profile, units: list[str]) -> None:
+        changes: list[tuple[int, bool, str]] = []  # when, does it begin, unit
+        for one in profile.ranges:
+            match = _FSDP2.match(one.name)
+            if match is None:
+                continue
+            if match.group(1) in ("pre_forward", "pre_backward"):
+                changes.append((one.end_ns, True, _fqn(match)))
+            elif match.group(1) == "root_post_backward_callback":
+                changes.append((one.begin_ns, False, ROOT))
+            elif match.group(1) == "post_forward" or match.group(1).startswith("post_backward"):
+                changes.append((one.begin_ns, False, _fqn(match)))
+        if not changes:
+            changes = list(_fsdp1_changes(profile, units))
+        changes.sort(key=lambda change: (change[0], change[1]))
+        self._times, self._stacks = [], []
+        stack: list[str] = []
+        for when, begins, unit in changes:
+            if begins:
+                stack.append(unit)
+            elif unit in stack:
+                stack.reverse()
+                stack.remove(unit)
+                stack.reverse()
+            self._times.append(when)
+            self._stacks.append(stack[-1] if stack else "")
+        self.found = bool(changes)
+
+    def at(self, moment: int) -> str:
+        import bisect
+
+        position = bisect.bisect_right(self._times, moment) - 1
+        return self._stacks[position] if position >= 0 else ""
+
+
+def _fsdp1_changes(profile: Profile, units: list[str]):
+    for begin, end in profile.steps:
+        of_step = [one for one in profile.ranges if begin <= one.begin_ns < end and one.name.startswith(_FSDP1)]
+        forwards = [one for one in of_step if one.name == _FSDP1 + "forward"]
+        if len(forwards) != len(units):
+            continue  # units that run several times, or not at all: nobody knows which is which
+        named = list(zip(forwards, units))
+        for one, unit in named:
+            yield one.begin_ns, True, unit
+            yield one.end_ns, False, unit
+        backwards = [unit for _, unit in sorted(named, key=lambda pair: -pair[0].end_ns)]
+        pre = [one for one in of_step if one.name == _FSDP1 + "_pre_backward_hook"]
+        post = [one for one in of_step if one.name == _FSDP1 + "_post_backward_hook"]
+        if len(pre) != len(units):
+            continue
+        for one, unit in zip(pre, backwards):
+            yield one.end_ns, True, unit
+        inner_first = [unit for unit in backwards if unit != units[0]] + units[:1]
+        for one, unit in zip(post, inner_first):
+            yield one.begin_ns, False, unit
+
+
+class Parts:
+    """of(work) for the work of a profile. units: the plan's, in their order."""
+
+    def __init__(self, profile: Profile, units: list[str]) -> None:
+        self._units = _Units(profile, units)
+        self.names_units = self._units.found
+
+    def of(self, work: Work) -> Part:
+        for name in reversed(work.ranges):
+            match = _FSDP2.match(name)
+            if match is not None and match.group(1) in ("all_gather", "all_gather_copy_out", "post_backward_reduce"):
+                return Part("communication", _fqn(match), work.collective.kind if work.collective else "copy")
+        if work.collective is not None:
+            return Part("communication", self._units.at(work.launched_ns), work.collective.kind)
+        if any(_OPTIMIZER.match(name) for name in work.ranges):
+            return Part("optimizer", "", class_of(work))
+        if any(name.startswith(_COPIES) for name in work.operators):
+            return Part("communication", self._units.at(work.launched_ns), "copy")
+        phase = "backward" if any(name.startswith("autograd::engine") for name in work.operators) else "forward"
+        return Part(phase, self._units.at(work.launched_ns), class_of(work))
