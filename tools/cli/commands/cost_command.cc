@@ -99,6 +99,7 @@ class Clusters {
     if (!found->second) return std::unexpected(found->second.error());
     // Kernels are measured one by one, before a power limit lowers the clock.
     found->second->device.clock_ppm = kFullClock;
+    found->second->device.spread_ppm = 0;
     return &*found->second;
   }
 
@@ -356,8 +357,8 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("--fit-rows", options->fit_rows,
                       "Training runs: fit --figures to so many rows of each GPU kind, and predict the others");
   command->add_option("--figures", options->figures,
-                      "What --fit-rows fits, of clock, matmul, attention, memory, host, network (default: "
-                      "matmul,attention,memory,network)");
+                      "What --fit-rows fits, of clock, matmul, attention, memory, host, spread, network "
+                      "(default: matmul,attention,memory,spread)");
   command->add_option("--source", options->source, "Of the fitted tables: where they were measured");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {

@@ -155,10 +155,16 @@ class Evaluator {
   std::set<std::pair<std::string, bool>> verified_;  // of the trace: strategy, and whether of one rank
 };
 
-// {"cluster": NAME, "ranks": N}: the file that `--cluster NAME --ranks N` reads.
-std::optional<Answer> PathOfCluster(const Answer& question) {
-  if (!question.is_object() || !question.contains("cluster") || !question.contains("ranks"))
-    return std::nullopt;
+// {"cluster": NAME, "ranks": N}: the file that `--cluster NAME --ranks N` reads. {"document": FILE}: the
+// cluster of a file, as documents are written.
+std::optional<Answer> OfCluster(const Answer& question) {
+  if (!question.is_object()) return std::nullopt;
+  if (question.size() == 1 && question.contains("document") && question["document"].is_string()) {
+    const Result<Cluster> cluster = ReadCluster(question["document"].get<std::string>());
+    if (!cluster) return Refusal("cluster", cluster.error());
+    return Answer{{"text", ToJson(*cluster)}};
+  }
+  if (!question.contains("cluster") || !question.contains("ranks")) return std::nullopt;
   const Answer& name = question["cluster"];
   const Answer& ranks = question["ranks"];
   if (question.size() != 2 || !name.is_string() || !ranks.is_number_integer()) return std::nullopt;
@@ -171,8 +177,8 @@ Status RunEvaluate() {
   Evaluator evaluate;
   for (std::string line; std::getline(std::cin, line);) {
     const auto question = Answer::parse(line, nullptr, false);
-    if (const std::optional<Answer> path = PathOfCluster(question)) {
-      const std::string answer = path->dump(-1, ' ', false, Answer::error_handler_t::replace) + "\n";
+    if (const std::optional<Answer> of_cluster = OfCluster(question)) {
+      const std::string answer = of_cluster->dump(-1, ' ', false, Answer::error_handler_t::replace) + "\n";
       if (Status written = WriteOutput("-", answer); !written) return written;
       continue;
     }

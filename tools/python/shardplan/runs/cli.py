@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from shardplan.runs.predict import NoCommand, Simulator, Traces
 from shardplan.runs.table import BadTable, Run
 
 MOST_FIGURES = 4
-DEFAULT_FIGURES = "matmul,attention,memory,network"
+DEFAULT_FIGURES = "matmul,attention,memory,spread"
 _SILENT_SECONDS = 5
 
 
@@ -108,19 +109,20 @@ def _run(options: argparse.Namespace) -> int:
             progress("loading torch and the builder")
             with contextlib.redirect_stdout(sys.stderr):  # what a builder prints is no part of the table
                 _trace(traces, runs, options.table, progress)
-            fits = {}
+            fits, texts = {}, {}
             if options.fit_rows is not None:
                 for gpu in kinds:
                     fits[gpu] = _fit(options, simulator, runs, gpu, documents.read(paths[gpu]), folder, progress)
                     paths[gpu] = str(Path(folder) / f"fitted{len(fits)}.json")
-                    files.write_text(paths[gpu], documents.text(fits[gpu].document))
+                    files.write_text(paths[gpu], json.dumps(fits[gpu].document))
+                    texts[gpu] = simulator.canonical(paths[gpu])
             predicted = []
             for i, run in enumerate(runs):
                 progress(f"{options.table}: {i} of {len(runs)} rows simulated")
                 predicted.append(simulator.tokens_per_second(run, paths[run.gpu]))
     print(show.text(runs, predicted, clusters, fits), end="")
     if options.output:
-        _write(options, fits)
+        _write(options, texts)
     return 0
 
 
@@ -160,7 +162,7 @@ def _fit(options: argparse.Namespace, simulator: Simulator, runs: list[Run], gpu
         nonlocal made
         made += 1
         path = str(Path(folder) / f"{gpu_file(gpu)}.{made}.json")
-        files.write_text(path, documents.text(changed))
+        files.write_text(path, json.dumps(changed))
         rates = []
         for row in rows:
             progress(f"fitting {gpu}: {made} clusters tried")
@@ -181,9 +183,9 @@ def gpu_file(gpu: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in gpu).lstrip(".") or "gpu"
 
 
-def _write(options: argparse.Namespace, fits: dict[str, fit.Fit]) -> None:
-    for gpu, fitted in fits.items():
+def _write(options: argparse.Namespace, texts: dict[str, str]) -> None:
+    for gpu, text in texts.items():
         path = str(Path(options.output) / f"{gpu_file(gpu)}.json")
-        files.write_text(path, documents.text(fitted.document))
+        files.write_text(path, text)
         if not options.quiet:
             _log(f"wrote {path}")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MILLION = 1_000_000
+# GPUs of one cluster differ by 8 % in the median application (Sinha et al., SC22: "Not all GPUs are created equal"), least to most.
+_USUAL_SPREAD = 25_000
 _ISSUED = ("operator_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
 
 
@@ -56,6 +58,13 @@ def _host(document: dict, factor: float) -> None:
         _times(document.get("host", {}), field, 1 / factor)
 
 
+def _spread(document: dict, factor: float) -> None:
+    device = document["device"]
+    device["spread_ppm"] = min(MILLION // 10, max(0, round(device.get("spread_ppm", 0) + _USUAL_SPREAD * (1 / factor - 1))))
+    if not device["spread_ppm"]:
+        del device["spread_ppm"]
+
+
 def _network(document: dict, factor: float) -> None:
     for link in document.get("links", [])[1:]:
         _times(link, "bytes_per_second", factor)
@@ -69,6 +78,7 @@ FIGURES = {
         Figure("attention", "fused attention, forward and backward", "attention", 0.3, _attention),
         Figure("memory", "kernels that are bound by device memory", "memory", 0.2, _memory),
         Figure("host", "what the host takes to issue work", "host", 0.5, _host),
+        Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", 0.5, _spread),
         Figure("network", "the link between nodes", "network", 0.15, _network),
     )
 }

@@ -138,12 +138,22 @@ class Simulator:
         return steps[0] + (model.layers - SHORT) * (steps[1] - steps[0]) / (LONG - SHORT)
 
     def tokens_per_second(self, run: Run, cluster: str) -> float:
-        return run.tokens * 1e9 / self.step_ns(run, cluster)
+        step_ns = self.step_ns(run, cluster)
+        if step_ns <= 0:
+            raise run.wrong("the step takes no time", f"0 ns on {cluster}", "a cluster that costs something")
+        return run.tokens * 1e9 / step_ns
 
     def cluster_path(self, name: str, ranks: int) -> tuple[str, str]:
         """The file of a cluster for so many ranks; why there is none, else ""."""
         answer = self._answer({"cluster": name, "ranks": ranks})
         return answer.get("path", ""), str(answer.get("error", ""))
+
+    def canonical(self, path: str) -> str:
+        """The document of a file, as the commands write it."""
+        answer = self._answer({"document": path})
+        if "error" in answer:
+            raise BadTable(" ".join(str(answer["error"]).split()))
+        return answer["text"]
 
     def close(self) -> None:
         if self._process is not None:

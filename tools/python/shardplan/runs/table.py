@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ def read(path: str) -> list[Run]:
         text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise BadTable(f"{path}: cannot be read: {error.strerror if isinstance(error, OSError) else 'it is no UTF-8'}") from error
-    reader = csv.reader(text.removeprefix("\ufeff").splitlines(), strict=True)
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True)
     names: list[str] = []
     runs = []
     try:
