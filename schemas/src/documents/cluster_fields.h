@@ -51,8 +51,9 @@ inline constexpr auto kFields<ComputeRate> = FieldList(
     Optional("shapes", &ComputeRate::shapes,
              "Products of matrices by the elements of their output, ascending, before `efficiency`.")
         .Lines(),
-    Optional("half_rate_sequence", &ComputeRate::half_rate_sequence,
-             "Fused attention: the sequence at which it reaches half of its rate; at s the part s / (s + half).")
+    Optional(
+        "half_rate_sequence", &ComputeRate::half_rate_sequence,
+        "Fused attention: the sequence at which it reaches half of its rate; at s the part s / (s + half).")
         .AtMost(kLongestSequence));
 
 template <>

@@ -141,8 +141,8 @@ std::int64_t SlowestOf(std::int64_t ranks) {
   std::size_t power = 0;
   while (power + 2 < kLargest.size() && (std::int64_t{2} << power) <= ranks) ++power;
   const std::int64_t start = std::int64_t{1} << power;
-  return kLargest[power] + MulDiv(kLargest[power + 1] - kLargest[power],
-                                  std::min(ranks, std::int64_t{1} << 20) - start, start);
+  return kLargest[power] +
+         MulDiv(kLargest[power + 1] - kLargest[power], std::min(ranks, std::int64_t{1} << 20) - start, start);
 }
 
 std::int64_t MemoryPpm(const Device& device, Bytes moved) {

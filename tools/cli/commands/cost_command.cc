@@ -267,11 +267,10 @@ Status RunCostOfRuns(const CostArguments& options) {
   if (options.tables.size() > 1)
     return MakeError(ErrorCode::kUsage, "several tables are read with --fit only");
   if (!options.fit.empty() || !options.leave_out.empty()) {
-    return std::unexpected(
-        Error{.code = ErrorCode::kUsage,
-              .message = "a table of training runs is fitted by --fit-rows",
-              .found = options.fit.empty() ? "--leave-out" : "--fit",
-              .expected = "--fit-rows N -o FOLDER"});
+    return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                 .message = "a table of training runs is fitted by --fit-rows",
+                                 .found = options.fit.empty() ? "--leave-out" : "--fit",
+                                 .expected = "--fit-rows N -o FOLDER"});
   }
   std::vector<std::string> arguments = {"--builder=" + options.builder};
   const auto add = [&](const std::string& flag, const std::string& value) {
@@ -290,8 +289,9 @@ Status RunCostOfRuns(const CostArguments& options) {
 Status RunCost(const CostArguments& options) {
   if (!options.builder.empty()) return RunCostOfRuns(options);
   if (!options.cluster_of.empty() || !options.fit_rows.empty() || !options.figures.empty()) {
-    return MakeError(ErrorCode::kUsage,
-                     "--cluster-of, --fit-rows and --figures are of training runs: --builder makes their models");
+    return MakeError(
+        ErrorCode::kUsage,
+        "--cluster-of, --fit-rows and --figures are of training runs: --builder makes their models");
   }
   std::vector<std::string> inputs = options.tables;
   for (const std::string& input : {options.cluster, options.fit}) inputs.push_back(input);
@@ -332,7 +332,8 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan cost matmuls.csv --cluster h100_sxm_8\n"
       "          shardplan cost collectives.csv matmuls.csv --fit base.json -o cluster.json\n"
       "          shardplan cost runs.csv --builder shardplan.runs.mpt:build\n"
-      "          shardplan cost runs.csv --builder mine:build --cluster-of h100=h100_sxm --fit-rows 8 -o fitted");
+      "          shardplan cost runs.csv --builder mine:build --cluster-of h100=h100_sxm --fit-rows 8 -o "
+      "fitted");
   auto options = std::make_shared<CostArguments>();
   command->add_option("TABLE", options->tables, "Comma-separated values (docs/cost.md)")->required();
   AddFile(*command, "--cluster", options->cluster,
@@ -347,15 +348,17 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
   AddFile(*command, "-o,--output", options->output,
           "Where to write the fitted cluster ('-': standard output); of training runs: a folder");
   AddFile(*command, "--builder", options->builder,
-          "Training runs: package.module:callable, which gets a row and returns the model as for `shardplan trace`",
+          "Training runs: package.module:callable, which gets a row and returns the model as for `shardplan "
+          "trace`",
           "SOURCE");
   command
       ->add_option("--cluster-of", options->cluster_of,
                    "Training runs: the cluster of a GPU kind, GPU=FILE or GPU=NAME (default: the cluster "
                    "called as the GPU); repeat it")
       ->allow_extra_args(false);
-  command->add_option("--fit-rows", options->fit_rows,
-                      "Training runs: fit --figures to so many rows of each GPU kind, and predict the others");
+  command->add_option(
+      "--fit-rows", options->fit_rows,
+      "Training runs: fit --figures to so many rows of each GPU kind, and predict the others");
   command->add_option("--figures", options->figures,
                       "What --fit-rows fits, of clock, matmul, attention, memory, host, spread, network "
                       "(default: matmul,attention,memory,spread)");

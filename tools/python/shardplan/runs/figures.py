@@ -14,14 +14,14 @@ _ISSUED = ("operator_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocat
 
 @dataclass(frozen=True)
 class Figure:
-    """`scale` makes what it names so many times as fast. `source`: its name among the document's sources. `off`: how far a document that does
-    not say may be off, two times in three."""
+    """`scale` makes what it names so many times as fast. `source`: its name among the document's sources, "" where it has none."""
 
     name: str
     words: str
     source: str
-    off: float
     scale: Callable[[dict, float], None]
+    worse: str = "slower"
+    better: str = "faster"
 
 
 def _times(holder: dict, field: str, factor: float, least: int = 1) -> None:
@@ -73,13 +73,13 @@ def _network(document: dict, factor: float) -> None:
 FIGURES = {
     figure.name: figure
     for figure in (
-        Figure("clock", "the clock under load: all arithmetic, fused attention too", "matmul", 0.15, _clock),
-        Figure("matmul", "products of matrices", "matmul", 0.15, _matmul),
-        Figure("attention", "fused attention, forward and backward", "attention", 0.3, _attention),
-        Figure("memory", "kernels that are bound by device memory", "memory", 0.2, _memory),
-        Figure("host", "what the host takes to issue work", "host", 0.5, _host),
-        Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", 0.5, _spread),
-        Figure("network", "the link between nodes", "network", 0.15, _network),
+        Figure("clock", "the clock under load: all arithmetic, fused attention too", "matmul", _clock),
+        Figure("matmul", "products of matrices", "matmul", _matmul),
+        Figure("attention", "fused attention, forward and backward", "attention", _attention),
+        Figure("memory", "kernels that are bound by device memory", "memory", _memory),
+        Figure("host", "what the host takes to issue work", "host", _host),
+        Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider", "narrower"),
+        Figure("network", "the link between nodes", "network", _network),
     )
 }
 
@@ -91,10 +91,3 @@ def scaled(document: dict, factors: dict[str, float]) -> dict:
         FIGURES[name].scale(made, factor)
     return made
 
-
-def off(document: dict, figure: Figure) -> float:
-    """How far the document says that the figure may be off."""
-    for source in document.get("sources", []):
-        if source.get("figure") == figure.source and source.get("off_ppm"):
-            return source["off_ppm"] / MILLION
-    return figure.off

@@ -2,10 +2,10 @@
 
 [Note: robust, and held by what is known] The fit minimises
 
-    sum over rows of huber((log measured - log predicted) / SCATTER)  +  sum over figures of (log factor / off)^2 / 2
+    sum over rows of huber((log measured - log predicted) / SCATTER)  +  sum over figures of (log factor / HELD)^2 / 2
 
-Huber's function keeps one odd run from moving the figures. `off` is how far the document says that the figure may be off: a figure that the
-rows do not tell stays where it was. Gauss-Newton steps with differences of the simulator itself; nothing is drawn by chance.
+Huber's function keeps one odd run from moving the figures. HELD moves a figure that the rows tell by next to nothing, and keeps one that they
+do not tell where it was. Gauss-Newton steps with differences of the simulator itself; nothing is drawn by chance.
 
 [Note: which rows] The rows are chosen by what the simulator says that they tell (greedily the largest determinant of the information matrix,
 D-optimality), before anything measured is looked at.
@@ -17,14 +17,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardplan.runs.figures import FIGURES, off, scaled
+from shardplan.runs.figures import scaled
 
 # By how much a published run differs from its repetition, about.
 SCATTER = 0.02
+HELD = 0.5
 _HUBER = 1.345  # 95 % as efficient as least squares where all is normal
 _DIFFERENCE = -0.05  # of a logarithm; some figures cannot become better than they are
 _STEPS = 12
 _LONGEST = 0.5
+_TOLD = 0.7  # of HELD, or less: the rows tell a figure
 _ENOUGH = 1e-4
 
 # Logarithms of predicted rates, by the rows' indices and a document.
@@ -37,7 +39,7 @@ class FittedFigure:
     factor: float
     low: float  # two times in three within low to high
     high: float
-    told: bool  # the rows say more of it than the document did
+    told: bool  # the rows say where it is
     moves: float  # the mean of what it alone changes in the rows' predictions
 
 
@@ -50,14 +52,13 @@ class Fit:
 
 def fit(document: dict, names: list[str], rows: list[int], measured: list[float], predict: Predict) -> Fit:
     """`rows`: indices; `measured`: the logarithm of each one's rate."""
-    known = [1 / off(document, FIGURES[name]) ** 2 for name in names]
     logs = [0.0] * len(names)
     for _ in range(_STEPS):
         now, slopes = _slopes(document, names, logs, rows, predict)
         information, pull = _normal(slopes, [m - p for m, p in zip(measured, now, strict=True)])
-        for i, precision in enumerate(known):
-            information[i][i] += precision
-            pull[i] -= precision * logs[i]
+        for i, value in enumerate(logs):
+            information[i][i] += 1 / HELD**2
+            pull[i] -= value / HELD**2
         step = [max(-_LONGEST, min(_LONGEST, s)) for s in solved(information, pull)]
         logs = [value + s for value, s in zip(logs, step, strict=True)]
         if max(map(abs, step)) < _ENOUGH:
@@ -71,7 +72,7 @@ def fit(document: dict, names: list[str], rows: list[int], measured: list[float]
         spread = wider * math.sqrt(solved(information, [float(i == j) for j in range(len(names))])[i])
         without = predict(scaled(document, _factors(names, [0.0 if i == j else value for j, value in enumerate(logs)])), rows)
         moves = sum(p - q for p, q in zip(now, without, strict=True)) / len(rows)
-        told = spread < 0.7 / math.sqrt(known[i])
+        told = spread < _TOLD * HELD
         figures.append(FittedFigure(name, math.exp(logs[i]), math.exp(logs[i] - spread), math.exp(logs[i] + spread), told, moves))
     return Fit(figures, made, rows)
 
@@ -82,7 +83,7 @@ def chosen(document: dict, names: list[str], rows: list[int], count: int, predic
         return list(rows)
     _, slopes = _slopes(document, names, [0.0] * len(names), rows, predict)
     size = len(names)
-    information = [[1 / off(document, FIGURES[name]) ** 2 if i == j else 0.0 for j in range(size)] for i, name in enumerate(names)]
+    information = [[1 / HELD**2 if i == j else 0.0 for j in range(size)] for i in range(size)]
     left = list(range(len(rows)))
     taken = []
     for _ in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from shardplan.command import printable_name
 from shardplan.runs.figures import FIGURES
@@ -63,7 +64,7 @@ def _summary(gpu: str, words: str, errors: list[float]) -> str:
 
 def _fit_lines(gpu: str, cluster: str, fit: Fit, lines: list[int]) -> list[str]:
     told = sorted((figure for figure in fit.figures if figure.told), key=lambda figure: -abs(figure.moves))
-    made = [f"{printable_name(gpu)}: {printable_name(cluster)} fitted to {len(lines)} rows, lines {', '.join(map(str, lines))}"]
+    made = [f"{printable_name(gpu)}: {printable_name(os.path.basename(cluster))} fitted to {len(lines)} rows, lines {', '.join(map(str, lines))}"]
     for figure in fit.figures:
         made.append(f"  {figure.name:<10} x {figure.factor:.3f} ({figure.low:.3f} to {figure.high:.3f} two times in three): {_words(figure)}")
     if told and abs(told[0].moves) >= 0.01:
@@ -78,8 +79,8 @@ def _words(figure: FittedFigure) -> str:
     if not figure.told:
         return "these rows do not tell it"
     change = math.expm1(figure.moves)
-    way = "slower" if figure.factor < 1 else "faster"
-    return f"{FIGURES[figure.name].words}, {way}; {change:+.1%} tokens a second"
+    described = FIGURES[figure.name]
+    return f"{described.words}, {described.worse if figure.factor < 1 else described.better}; {change:+.1%} tokens a second"
 
 
 def _median(ascending: list[float]) -> float:
