@@ -478,6 +478,44 @@ TEST(Matmuls, ShapesFollowFromBytesAndFlops) {
   EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, 4'000'000'000);
 }
 
+// s / (s + half) of the rate, by the sequence that FLOPs and bytes say.
+TEST(Attention, ShortSequencesReachLessOfTheRate) {
+  constexpr std::int64_t kRows = 4'096, kWidth = 64, kSequence = 1'024;
+  Cluster cluster;
+  cluster.device.attention = {
+      {.dtype = DType::kBFloat16, .flops_per_second = 1'000'000'000'000, .half_rate_sequence = 512}};
+  OperatorEvent event{.name = "aten._scaled_dot_product_flash_attention",
+                      .dtype = DType::kBFloat16,
+                      .flops = 4 * kRows * kSequence * kWidth,
+                      .bytes_written = Bytes{2 * kRows * kWidth}};
+  const std::int64_t at_full_rate = (event.flops + 999) / 1'000;
+  const auto with_half = [](std::int64_t time_ns) { return (time_ns * 3 + 1) / 2; };
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, with_half(at_full_rate));
+  event.name = "aten._scaled_dot_product_flash_attention_backward";
+  event.flops = 10 * kRows * kSequence * kWidth;
+  event.bytes_written = Bytes{3 * 2 * kRows * kWidth};
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, with_half((event.flops + 999) / 1'000));
+  cluster.device.attention[0].half_rate_sequence = 0;
+  EXPECT_EQ(MakeCostModel(cluster)->Operator(event).value, (event.flops + 999) / 1'000);
+}
+
+// Everything on a device takes as long as on the slowest of all ranks.
+TEST(Spread, MoreRanksHaveASlowerSlowest) {
+  Cluster cluster;
+  cluster.device.memory_bytes_per_second = 1'000'000'000;
+  cluster.device.spread_ppm = 10'000;
+  const auto copy_ns = [&](std::int64_t ranks) {
+    cluster.ranks = ranks;
+    return MakeCostModel(cluster)->DeviceCopy(Bytes{500'000}, Bytes{500'000}).value;
+  };
+  EXPECT_EQ(copy_ns(1), 1'000'000);
+  EXPECT_EQ(copy_ns(2), 1'005'642);    // 0.5642 standard deviations
+  EXPECT_EQ(copy_ns(8), 1'014'236);    // 1.4236
+  EXPECT_EQ(copy_ns(512), 1'030'437);  // 3.04365
+  EXPECT_EQ(copy_ns(12), (copy_ns(8) + copy_ns(16)) / 2);
+  EXPECT_GT(copy_ns(1 << 20), copy_ns(1 << 12));
+}
+
 TEST(Collectives, OneRankCostsNothing) {
   EXPECT_EQ(Gather(*MakeCostModel(Cluster{}), Cluster{}, 1, 1 << 30)->duration_ns.value, 0);
 }

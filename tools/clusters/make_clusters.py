@@ -3,10 +3,12 @@
 
 Usage:
     make_clusters.py COLLECTIVES.csv MATMULS.csv SHARDPLAN OUT_DIR
+    make_clusters.py --runs RUNS.csv SHARDPLAN OUT_DIR
 
 COLLECTIVES.csv: device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
 MATMULS.csv:     device,dtype,batch,m,n,k,duration_ns
-SHARDPLAN is the built command: `shardplan cost --fit` does the fitting. measured/ has what `shardplan calibrate` measured. docs/simulator.md explains every figure.
+RUNS.csv:        training runs of 2023 (docs/cost.md). The documents *_2023_* are fitted to eight of each GPU's, from those that the first form made.
+SHARDPLAN is the built command: `shardplan cost` does the fitting. measured/ has what `shardplan calibrate` measured. docs/simulator.md explains every figure.
 """
 import collections
 import csv
@@ -21,6 +23,7 @@ import tempfile
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 from shardplan.calibrate import fit  # noqa: E402
 from shardplan.files import write_text  # noqa: E402
+from shardplan.runs import documents  # noqa: E402
 
 SOURCE = "public performance tables of XLA"
 
@@ -101,6 +104,18 @@ CLUSTERS = [
     ("b200_8", "b200", 8, 8, 3200), ("b200_64", "b200", 64, 8, 3200),
     ("gb200_nvl72_72", "gb200_nvl72", 72, 72, 28_800), ("gb200_nvl72_576", "gb200_nvl72", 576, 72, 28_800),
 ]
+
+# Software of 2023, which no table of today's holds for. FlashAttention and FlashAttention-2 by sequence (Dao 2023, figures 4 to 7, causal): s / (s + 600) of
+# their rate, which counts both triangles here. GPUs of one cluster differ by 8 % from the slowest to the fastest (Sinha et al., SC22), of which
+# a standard deviation is about 2.5 %.
+HALF_RATE_SEQUENCE = 600
+SPREAD_PPM = 25_000
+UNSURE_2023 = {"matmul": 100_000, "attention": 300_000, "memory": 200_000}
+RUNS_RANKS = 512
+# What is fitted to, and from which document: GPU of the table, name.
+OF_2023 = [("h100_80gb", "h100_sxm_1024"), ("a100_80gb", "a100_80_64")]
+# The same processor with other memory (data sheet: 40 GB of HBM2 at 1,555 GB/s): the fitted document with these.
+A100_40 = {"name": "A100 SXM 40GB", "memory_bytes": 42_298_834_944, "memory_bytes_per_second": 1_555_000_000_000}
 
 
 def isotonic(groups):
@@ -245,7 +260,53 @@ def document(key, name, ranks, in_node, gigabits, matmuls):
     }
 
 
+def base_2023(document):
+    """The document with attention of 2023 at half of the peak, and devices that differ."""
+    device = document["device"]
+    device["spread_ppm"] = SPREAD_PPM
+    peaks = {rate["dtype"]: rate["flops_per_second"] for rate in device["matmul"]}
+    for field in ("attention", "attention_backward"):
+        device[field] = [{"dtype": rate["dtype"], "flops_per_second": peaks[rate["dtype"]], "half_rate_sequence": HALF_RATE_SEQUENCE} for rate in device[field]]
+    device["table_name"] = ""
+    document["ranks"] = RUNS_RANKS
+    document["name"] = f"{RUNS_RANKS} x {device['name']}, software of 2023"
+    for source in document["sources"]:
+        if source["figure"] in UNSURE_2023:
+            source |= {"origin": "guess", "off_ppm": UNSURE_2023[source["figure"]], "note": "software of 2023"}
+    return document
+
+
+def of_40_gb(document):
+    """The A100 of 40 GB: the part of its bandwidth that kernels reach is that of the A100 of 80 GB."""
+    device = document["device"]
+    reached = device["memory_bytes_per_second"] / DEVICES["a100_80"]["memory_bytes_per_second"]
+    device |= A100_40 | {"memory_bytes_per_second": round(A100_40["memory_bytes_per_second"] * reached)}
+    document["name"] = f"{RUNS_RANKS} x {device['name']}, software of 2023"
+    for source in document["sources"]:
+        source["note"] = "; ".join(filter(None, (source.get("note", ""), "as the A100 of 80 GB")))
+    return document
+
+
+def fit_runs(runs, command, out):
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = []
+        for gpu, base in OF_2023:
+            path = pathlib.Path(folder) / f"{gpu}_base.json"
+            write_text(path, json.dumps(base_2023(documents.read(str(out / f"{base}.json")))))
+            chosen.append(f"--cluster-of={gpu}={path}")
+        subprocess.run([command, "cost", runs, "--builder=shardplan.runs.mpt:build", "--fit-rows=8", "-o", folder, *chosen], check=True)
+        for gpu, _ in OF_2023:
+            write_text(out / f"{gpu}_2023_{RUNS_RANKS}.json", (pathlib.Path(folder) / f"{gpu}.json").read_text())
+        path = pathlib.Path(folder) / "a100_40gb.json"
+        write_text(path, json.dumps(of_40_gb(documents.read(str(pathlib.Path(folder) / "a100_80gb.json")))))
+        question = json.dumps({"document": str(path)}) + "\n"
+        answer = subprocess.run([command, "evaluate"], input=question, capture_output=True, text=True, check=True).stdout
+        write_text(out / f"a100_40gb_2023_{RUNS_RANKS}.json", json.loads(answer)["text"])
+
+
 def main():
+    if len(sys.argv) == 5 and sys.argv[1] == "--runs":
+        return fit_runs(sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4]))
     if len(sys.argv) != 5:
         sys.exit(__doc__)
     collectives, matmuls, command, out = sys.argv[1], sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])

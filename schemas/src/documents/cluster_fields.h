@@ -7,6 +7,7 @@
 
 namespace shardplan {
 
+inline constexpr std::int64_t kLongestSequence = std::int64_t{1} << 31;
 inline constexpr std::int64_t kWholePpm = 1'000'000;
 // Of one thing that the host issues, a kernel or a ring's step: an hour.
 inline constexpr std::int64_t kLongestCost = 3'600'000'000'000;
@@ -49,7 +50,11 @@ inline constexpr auto kFields<ComputeRate> = FieldList(
         .Lines(),
     Optional("shapes", &ComputeRate::shapes,
              "Products of matrices by the elements of their output, ascending, before `efficiency`.")
-        .Lines());
+        .Lines(),
+    Optional(
+        "half_rate_sequence", &ComputeRate::half_rate_sequence,
+        "Fused attention: the sequence at which it reaches half of its rate; at s the part s / (s + half).")
+        .AtMost(kLongestSequence));
 
 template <>
 inline constexpr Definition kDefinition<BandwidthPoint> = {
@@ -91,6 +96,9 @@ inline constexpr auto kFields<Device> = FieldList(
              "Clock under a power limit, of the one that the rates hold for. Memory keeps its rate.")
         .AtLeast(1)
         .AtMost(kWholePpm),
+    Optional("spread_ppm", &Device::spread_ppm,
+             "Standard deviation of the speed among devices; a step waits for the slowest of all ranks.")
+        .AtMost(kWholePpm / 10),
     Optional("table_name", &Device::table_name, "What tables of measurements call it."),
     Optional("multiprocessors", &Device::multiprocessors,
              "What the memory inside of some kernels depends on; 0: known by the name."));

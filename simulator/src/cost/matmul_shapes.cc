@@ -121,6 +121,30 @@ const ComputeRate* RateOf(const Device& device, const OperatorEvent& event) {
   return find(device.matmul);
 }
 
+std::int64_t SequenceOf(const OperatorEvent& event) {
+  if (!IsAttention(PlainName(event.name))) return 0;
+  const std::int64_t written = std::max<std::int64_t>(1, event.bytes_written.value);
+  const std::int64_t bytes = SizeBytes(event.dtype);
+  const bool backward = PlainName(event.name).find("backward") != std::string_view::npos;
+  // 4 x rows x sequence x width FLOPs write rows x width elements; the backward 10 and 3 times as much.
+  const std::int64_t sequence =
+      backward ? MulDiv(event.flops, 3 * bytes, 10 * written) : MulDiv(event.flops, bytes, 4 * written);
+  return std::max<std::int64_t>(1, sequence);
+}
+
+std::int64_t SlowestOf(std::int64_t ranks) {
+  // Expected largest of 1, 2, 4, ... values of a standard normal distribution, in millionths (order
+  // statistics, Harter 1961); straight lines between, and on beyond the last.
+  static constexpr std::array<std::int64_t, 13> kLargest = {
+      0,         564'190,   1'029'375, 1'423'600, 1'765'991, 2'069'669, 2'343'733,
+      2'594'610, 2'826'790, 3'043'650, 3'247'690, 3'440'700, 3'624'300};
+  std::size_t power = 0;
+  while (power + 2 < kLargest.size() && (std::int64_t{2} << power) <= ranks) ++power;
+  const std::int64_t start = std::int64_t{1} << power;
+  return kLargest[power] +
+         MulDiv(kLargest[power + 1] - kLargest[power], std::min(ranks, std::int64_t{1} << 20) - start, start);
+}
+
 std::int64_t MemoryPpm(const Device& device, Bytes moved) {
   if (device.memory_efficiency.empty()) return device.memory_efficiency_ppm;
   return InCurve(device.memory_efficiency, moved.value,

@@ -18,4 +18,10 @@ std::int64_t MemoryPpm(const Device& device, Bytes moved);
 // follow from the bytes written, the inner dimension from them and the FLOPs (2 x output x inner).
 std::optional<Nanoseconds> DurationOfShape(const ComputeRate& rate, const OperatorEvent& event);
 
+// The sequence that fused attention works on, by its FLOPs and the bytes that it writes; 0: no attention.
+std::int64_t SequenceOf(const OperatorEvent& event);
+
+// The largest of so many values of a standard normal distribution, as expected, in millionths.
+std::int64_t SlowestOf(std::int64_t ranks);
+
 }  // namespace shardplan::internal

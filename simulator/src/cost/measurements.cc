@@ -66,6 +66,8 @@ class CsvReader {
   Status ReadHead() {
     for (const std::string_view cell : cells_) columns_.emplace_back(cell);
     of_matmuls_ = Column("dtype") >= 0;
+    if (Column("tokens_per_second_per_gpu") >= 0)
+      return Wrong("a table of training runs needs the builder of their models", "none", "--builder");
     static constexpr std::array<std::string_view, 6> kOfCollectives = {
         "device", "collective", "concurrent_groups", "ranks_per_group", "full_tensor_bytes", "duration_ns"};
     static constexpr std::array<std::string_view, 7> kOfMatmuls = {"device", "dtype", "batch",      "m",

@@ -36,7 +36,10 @@ Result<CollectiveCost> SlowestGroup(const CollectiveRequest& request, CostOf cos
 
 class AnalyticCostModel final : public CostModel {
  public:
-  explicit AnalyticCostModel(const Cluster& cluster) : cluster_(cluster) {}
+  explicit AnalyticCostModel(const Cluster& cluster)
+      : cluster_(cluster),
+        slowest_ppm_(kMillion +
+                     MulDiv(cluster.device.spread_ppm, internal::SlowestOf(cluster.ranks), kMillion)) {}
 
   // Roofline (Williams et al. 2009): the slower of arithmetic and memory, and no kernel shorter than the
   // overhead.
@@ -48,12 +51,14 @@ class AnalyticCostModel final : public CostModel {
       arithmetic_ns =
           of_shape ? of_shape->value
                    : TimeAt(event.flops, Scaled(rate->flops_per_second, EfficiencyPpm(*rate, event.flops)));
+      if (const std::int64_t sequence = internal::SequenceOf(event); sequence > 0)
+        arithmetic_ns = Limited(MulDivUp(arithmetic_ns, sequence + rate->half_rate_sequence, sequence));
     }
     // Under a power limit kernels of arithmetic run at a lower clock.
     if (cluster_.device.clock_ppm < kMillion)
       arithmetic_ns =
           Limited(MulDivUp(arithmetic_ns, kMillion, std::max<std::int64_t>(1, cluster_.device.clock_ppm)));
-    return {std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value})};
+    return {OfSlowest(std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value}))};
   }
 
   Result<CollectiveCost> Collective(const CollectiveRequest& request) const override {
@@ -66,7 +71,7 @@ class AnalyticCostModel final : public CostModel {
   Nanoseconds DeviceCopy(Bytes read_bytes, Bytes written_bytes) const override {
     const Bytes moved = read_bytes + written_bytes;
     if (moved.value <= 0 || cluster_.device.memory_bytes_per_second <= 0) return Nanoseconds{0};
-    return {std::max(MemoryTime(moved), cluster_.device.kernel_overhead_ns.value)};
+    return {OfSlowest(std::max(MemoryTime(moved), cluster_.device.kernel_overhead_ns.value))};
   }
 
   Nanoseconds HostCopy(Bytes size_bytes) const override {
@@ -82,7 +87,12 @@ class AnalyticCostModel final : public CostModel {
     return TimeAt(moved.value, Scaled(cluster_.device.memory_bytes_per_second,
                                       internal::MemoryPpm(cluster_.device, moved)));
   }
+  std::int64_t OfSlowest(std::int64_t duration_ns) const {
+    return slowest_ppm_ == kMillion ? duration_ns : Limited(MulDivUp(duration_ns, slowest_ppm_, kMillion));
+  }
+
   const Cluster& cluster_;
+  const std::int64_t slowest_ppm_;
 };
 
 class MeasuredCollectives final : public CostModel {

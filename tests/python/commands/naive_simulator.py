@@ -21,6 +21,8 @@ MATRIX = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matm
 MATRIX_PARTS = ("attention", "flash_attn", "convolution", "grouped_mm", "conv_", "linear_backward")
 FLAT_ROLES = {"grad_sharded", "reduce_scatter_output", "partial_reduce_output"}
 MILLION = 10**6
+# The expected largest of 1, 2, 4, ... samples of a standard normal distribution, in millionths.
+LARGEST = [0, 564190, 1029375, 1423600, 1765991, 2069669, 2343733, 2594610, 2826790, 3043650, 3247690, 3440700, 3624300]
 
 
 # ---- arithmetic ----
@@ -191,7 +193,7 @@ class Costs:
     def move(self, moved):
         if moved <= 0 or self.device.get("memory_bytes_per_second", 0) == 0:
             return 0
-        return max(self.memory(moved), self.overhead)
+        return self.of_slowest(max(self.memory(moved), self.overhead))
 
     def host_work(self, moved):
         return time_at(moved, self.host.get("memory_bytes_per_second", 0))
@@ -210,9 +212,22 @@ class Costs:
                     inner = nearest(Fraction(flops, 2 * elements)) if elements else 0
                     if entry.get("shapes") and plain(name) in MATRIX and inner > 0:
                         arithmetic = of_shape(entry["shapes"], elements, inner)
+                    if "attention" in plain(name) or "flash_attn" in plain(name):
+                        products, outputs = (10, 3) if "backward" in plain(name) else (4, 1)
+                        sequence = max(1, nearest(Fraction(flops * outputs * SIZES[dtype], products * max(1, written))))
+                        arithmetic = up(Fraction(arithmetic * (sequence + entry.get("half_rate_sequence", 0)), sequence))
                     break
         arithmetic = up(Fraction(arithmetic * MILLION, self.device.get("clock_ppm", MILLION)))
-        return max(arithmetic, self.memory(read + written), self.overhead)
+        return self.of_slowest(max(arithmetic, self.memory(read + written), self.overhead))
+
+    def of_slowest(self, duration):
+        """The slowest of all ranks: expected maxima of normal samples, straight lines between powers of two."""
+        ranks, power = self.cluster["ranks"], 0
+        while power + 2 < len(LARGEST) and 2 << power <= ranks:
+            power += 1
+        start = 1 << power
+        largest = LARGEST[power] + nearest(Fraction((LARGEST[power + 1] - LARGEST[power]) * (ranks - start), start))
+        return up(Fraction(duration * (MILLION + nearest(Fraction(self.device.get("spread_ppm", 0) * largest, MILLION))), MILLION))
 
     def rates_of(self, name, dtype):
         lists = ["matmul"]

@@ -29,6 +29,7 @@ def plan(shardplan, folder, *flags):
         (("--cluster", "h100", "--ranks", "64"), 64, ""),
         (("--cluster", "h100_sxm", "--ranks", "65"), 65, "256 x H100 SXM has 256 ranks: 65 of its devices"),
         (("--cluster", "a100", "--ranks", "128"), 128, "64 x A100 SXM has 64 ranks: 128 of its devices"),
+        (("--cluster", "a100_80gb", "--ranks", "512"), 512, ""),
         (("--cluster", "h200", "--mesh", "replicate=2", "shard=3"), 6, "8 x H200 SXM has 8 ranks: 6 of its devices, as the mesh says"),
         (("--cluster", "gb200"), 72, "no --ranks or --mesh is given: 72 x GB200, 72 ranks"),
         (("--cluster", "h100_96_500w", "--ranks", "8"), 8, ""),
@@ -56,7 +57,7 @@ def test_ranks_are_what_the_user_says(shardplan, tmp_path, flags, ranks, says):
         (("--ranks", "0"), 2, "--ranks"),
         (("--ranks", "eight"), 2, "--ranks"),
         (("--cluster", "h10"), 3, "h100_sxm_8"),
-        (("--cluster", "mi300", "--ranks", "8"), 3, "a100_80, b200, gb200_nvl72, h100_96_500w, h100_sxm, h200"),
+        (("--cluster", "mi300", "--ranks", "8"), 3, "a100_40gb_2023, a100_80, a100_80gb_2023, b200, gb200_nvl72, h100_80gb_2023, h100_96_500w, h100_sxm, h200"),
         (("--cluster", "h100_sxm_64_1", "--ranks", "8"), 3, "h100_sxm_64_100g"),
     ],
 )

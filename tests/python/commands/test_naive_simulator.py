@@ -22,10 +22,11 @@ ODD = {
         "memory_efficiency_ppm": 777_777,
         "vector_flops_per_second": 98_765_432_1,
         "matmul": [{"dtype": "float32", "flops_per_second": 3_333_333_337, "efficiency": [{"flops": 7, "efficiency_ppm": 1234}, {"flops": 100_003, "efficiency_ppm": 654_321}]}],
-        "attention": [{"dtype": "float32", "flops_per_second": 2_222_222_223}],
+        "attention": [{"dtype": "float32", "flops_per_second": 2_222_222_223, "half_rate_sequence": 7}],
         "memory_efficiency": [{"moved_bytes": 100, "efficiency_ppm": 55_555}, {"moved_bytes": 77_777, "efficiency_ppm": 777_777}],
         "kernel_overhead_ns": 97,
         "clock_ppm": 912_345,
+        "spread_ppm": 23_457,
     },
     "host": {
         "operator_issue_ns": 113,

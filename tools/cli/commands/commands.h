@@ -3,6 +3,10 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
 
 namespace shardplan::cli {
 
@@ -35,5 +39,9 @@ void AddLayoutCommand(CLI::App& app, Invocation& invocation);
 void AddReshardCommand(CLI::App& app, Invocation& invocation);
 void AddReshardCheckpointCommand(CLI::App& app, Invocation& invocation);
 void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation);
+
+// Becomes `python -m shardplan.MODULE ARGUMENTS...`, which finds the programs of this build. Returns only
+// where that cannot be started.
+Error ExecutePythonCommand(const std::string& module, std::vector<std::string> arguments);
 
 }  // namespace shardplan::cli

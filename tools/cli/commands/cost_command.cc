@@ -1,4 +1,5 @@
-// `cost`: predicted next to measured, and cluster documents fitted to measurements.
+// `cost`: predicted next to measured, and cluster documents fitted to measurements. Tables of training runs
+// need the tracer: `shardplan.runs` of the Python package reads them.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -25,6 +26,9 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 struct CostArguments {
   std::vector<std::string> tables;
   std::string cluster, leave_out, fit, output, source = "measured";
+  // Of training runs.
+  std::string builder, fit_rows, figures;
+  std::vector<std::string> cluster_of;
   bool quiet = false;
 };
 
@@ -95,6 +99,7 @@ class Clusters {
     if (!found->second) return std::unexpected(found->second.error());
     // Kernels are measured one by one, before a power limit lowers the clock.
     found->second->device.clock_ppm = kFullClock;
+    found->second->device.spread_ppm = 0;
     return &*found->second;
   }
 
@@ -257,7 +262,37 @@ Status FitDocument(const CostArguments& options, std::span<const ReadTable> tabl
                      options.quiet);
 }
 
+// Predictions of training runs: a program of its own.
+Status RunCostOfRuns(const CostArguments& options) {
+  if (options.tables.size() > 1)
+    return MakeError(ErrorCode::kUsage, "several tables are read with --fit only");
+  if (!options.fit.empty() || !options.leave_out.empty()) {
+    return std::unexpected(Error{.code = ErrorCode::kUsage,
+                                 .message = "a table of training runs is fitted by --fit-rows",
+                                 .found = options.fit.empty() ? "--leave-out" : "--fit",
+                                 .expected = "--fit-rows N -o FOLDER"});
+  }
+  std::vector<std::string> arguments = {"--builder=" + options.builder};
+  const auto add = [&](const std::string& flag, const std::string& value) {
+    if (!value.empty()) arguments.push_back(flag + "=" + value);
+  };
+  for (const std::string& pair : options.cluster_of) add("--cluster-of", pair);
+  add("--cluster", options.cluster);
+  add("--fit-rows", options.fit_rows);
+  add("--figures", options.figures);
+  add("--output", options.output);
+  if (options.quiet) arguments.emplace_back("--quiet");
+  arguments.insert(arguments.end(), {"--", options.tables.front()});
+  return std::unexpected(ExecutePythonCommand("runs", std::move(arguments)));
+}
+
 Status RunCost(const CostArguments& options) {
+  if (!options.builder.empty()) return RunCostOfRuns(options);
+  if (!options.cluster_of.empty() || !options.fit_rows.empty() || !options.figures.empty()) {
+    return MakeError(
+        ErrorCode::kUsage,
+        "--cluster-of, --fit-rows and --figures are of training runs: --builder makes their models");
+  }
   std::vector<std::string> inputs = options.tables;
   for (const std::string& input : {options.cluster, options.fit}) inputs.push_back(input);
   if (Status checked = CheckOutputs(inputs, {{"--output", options.output}}, options.output != "-"); !checked)
@@ -290,11 +325,15 @@ Status RunCost(const CostArguments& options) {
 void AddCostCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command = app.add_subcommand(
       "cost",
-      "Predicted next to measured for a table of collectives or matrix products; fit a cluster to tables");
+      "Predicted next to measured for a table of collectives, matrix products or training runs; fit a "
+      "cluster to tables");
   command->footer(
       "Examples: shardplan cost collectives.csv --leave-out size\n"
       "          shardplan cost matmuls.csv --cluster h100_sxm_8\n"
-      "          shardplan cost collectives.csv matmuls.csv --fit base.json -o cluster.json");
+      "          shardplan cost collectives.csv matmuls.csv --fit base.json -o cluster.json\n"
+      "          shardplan cost runs.csv --builder shardplan.runs.mpt:build\n"
+      "          shardplan cost runs.csv --builder mine:build --cluster-of h100=h100_sxm --fit-rows 8 -o "
+      "fitted");
   auto options = std::make_shared<CostArguments>();
   command->add_option("TABLE", options->tables, "Comma-separated values (docs/cost.md)")->required();
   AddFile(*command, "--cluster", options->cluster,
@@ -307,7 +346,22 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
       ->check(CLI::IsMember({"size", "group", "shape"}));
   AddFile(*command, "--fit", options->fit, "Fit this cluster's figures to the tables, for -o");
   AddFile(*command, "-o,--output", options->output,
-          "Where to write the fitted cluster ('-': standard output)");
+          "Where to write the fitted cluster ('-': standard output); of training runs: a folder");
+  AddFile(*command, "--builder", options->builder,
+          "Training runs: package.module:callable, which gets a row and returns the model as for `shardplan "
+          "trace`",
+          "SOURCE");
+  command
+      ->add_option("--cluster-of", options->cluster_of,
+                   "Training runs: the cluster of a GPU kind, GPU=FILE or GPU=NAME (default: the cluster "
+                   "called as the GPU); repeat it")
+      ->allow_extra_args(false);
+  command->add_option(
+      "--fit-rows", options->fit_rows,
+      "Training runs: fit --figures to so many rows of each GPU kind, and predict the others");
+  command->add_option("--figures", options->figures,
+                      "What --fit-rows fits, of clock, matmul, attention, memory, host, spread, network "
+                      "(default: matmul,attention,memory,spread)");
   command->add_option("--source", options->source, "Of the fitted tables: where they were measured");
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {

@@ -93,14 +93,17 @@ Result<std::string> MakeMemoryFile(std::string_view bytes) {
 // A command of the Python package that runs other commands of this build.
 void RunInPython(CLI::App* command, Invocation& invocation) {
   command->callback([command, &invocation] {
-    std::vector<std::string> arguments = {"-m", "shardplan." + command->get_name()};
-    for (const std::string& argument : command->remaining()) arguments.push_back(argument);
-    setenv("SHARDPLAN_PROGRAMS", ExecutableFolder().c_str(), 0);
-    invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
+    invocation.exit_code = Fail(ExecutePythonCommand(command->get_name(), command->remaining()));
   });
 }
 
 }  // namespace
+
+Error ExecutePythonCommand(const std::string& module, std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), {"-m", "shardplan." + module});
+  setenv("SHARDPLAN_PROGRAMS", ExecutableFolder().c_str(), 0);
+  return Execute(Python(), arguments, PythonFolder());
+}
 
 void AddTraceCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command = AddDelegate(

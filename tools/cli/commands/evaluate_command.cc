@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cluster_names.h"
 #include "commands/commands.h"
 #include "flags/cluster_choice.h"
 #include "flags/default_cluster.h"
@@ -154,10 +155,33 @@ class Evaluator {
   std::set<std::pair<std::string, bool>> verified_;  // of the trace: strategy, and whether of one rank
 };
 
+// {"cluster": NAME, "ranks": N}: the file that `--cluster NAME --ranks N` reads. {"document": FILE}: the
+// cluster of a file, as documents are written.
+std::optional<Answer> OfCluster(const Answer& question) {
+  if (!question.is_object()) return std::nullopt;
+  if (question.size() == 1 && question.contains("document") && question["document"].is_string()) {
+    const Result<Cluster> cluster = ReadCluster(question["document"].get<std::string>());
+    if (!cluster) return Refusal("cluster", cluster.error());
+    return Answer{{"text", ToJson(*cluster)}};
+  }
+  if (!question.contains("cluster") || !question.contains("ranks")) return std::nullopt;
+  const Answer& name = question["cluster"];
+  const Answer& ranks = question["ranks"];
+  if (question.size() != 2 || !name.is_string() || !ranks.is_number_integer()) return std::nullopt;
+  const Result<ClusterName> found = ResolveCluster(name.get<std::string>(), ranks.get<std::int64_t>());
+  if (!found) return Refusal("cluster", found.error());
+  return Answer{{"path", found->path}};
+}
+
 Status RunEvaluate() {
   Evaluator evaluate;
   for (std::string line; std::getline(std::cin, line);) {
     const auto question = Answer::parse(line, nullptr, false);
+    if (const std::optional<Answer> of_cluster = OfCluster(question)) {
+      const std::string answer = of_cluster->dump(-1, ' ', false, Answer::error_handler_t::replace) + "\n";
+      if (Status written = WriteOutput("-", answer); !written) return written;
+      continue;
+    }
     std::vector<std::string> arguments;
     if (!question.is_array() || !std::ranges::all_of(question, [](const auto& a) { return a.is_string(); })) {
       return std::unexpected(Error{.code = ErrorCode::kBadInput,

@@ -42,6 +42,9 @@ struct ComputeRate {
   std::vector<EfficiencyPoint>
       efficiency;                 // ascending flops, interpolated in log(flops), clamped; empty: 100 %
   std::vector<MatmulRow> shapes;  // ascending output_elements; of products of matrices, before `efficiency`
+  // Of fused attention: at this sequence it reaches half of its rate, at a sequence s the part s / (s +
+  // half).
+  std::int64_t half_rate_sequence = 0;
   bool operator==(const ComputeRate&) const = default;
 };
 
@@ -67,6 +70,8 @@ struct Device {
   Nanoseconds kernel_overhead_ns;  // device time no operator goes below
   // Clock under a power limit, of the clock that the rates were measured at. Memory keeps its rate.
   std::int64_t clock_ppm = 1'000'000;
+  // Devices of a kind differ in speed: the standard deviation. A step waits for the slowest of all ranks.
+  std::int64_t spread_ppm = 0;
   std::string table_name;  // what tables of measurements call it: "h100-sxm"
   // The temporaries of some kernels depend on it. 0: known by the name.
   std::int32_t multiprocessors = 0;

@@ -1,0 +1,93 @@
+"""Figures of a cluster document that runs can be fitted to: each is one factor on what belongs together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MILLION = 1_000_000
+# GPUs of one cluster differ by 8 % in the median application (Sinha et al., SC22: "Not all GPUs are created equal"), least to most.
+_USUAL_SPREAD = 25_000
+_ISSUED = ("operator_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`scale` makes what it names so many times as fast. `source`: its name among the document's sources, "" where it has none."""
+
+    name: str
+    words: str
+    source: str
+    scale: Callable[[dict, float], None]
+    worse: str = "slower"
+    better: str = "faster"
+
+
+def _times(holder: dict, field: str, factor: float, least: int = 1) -> None:
+    if holder.get(field):
+        holder[field] = max(least, round(holder[field] * factor))
+
+
+def _clock(document: dict, factor: float) -> None:
+    device = document["device"]
+    device["clock_ppm"] = min(MILLION, max(1, round(device.get("clock_ppm", MILLION) * factor)))
+
+
+def _matmul(document: dict, factor: float) -> None:
+    for rate in document["device"].get("matmul", []):
+        _times(rate, "flops_per_second", factor)
+        for row in rate.get("shapes", []):
+            for point in row["points"]:
+                _times(point, "duration_ns", 1 / factor)
+
+
+def _attention(document: dict, factor: float) -> None:
+    device = document["device"]
+    device.setdefault("attention", copy.deepcopy([{k: v for k, v in rate.items() if k != "shapes"} for rate in device.get("matmul", [])]))
+    for rate in (*device["attention"], *device.get("attention_backward", [])):
+        _times(rate, "flops_per_second", factor)
+
+
+def _memory(document: dict, factor: float) -> None:
+    _times(document["device"], "memory_bytes_per_second", factor)
+
+
+def _host(document: dict, factor: float) -> None:
+    for field in _ISSUED:
+        _times(document.get("host", {}), field, 1 / factor)
+
+
+def _spread(document: dict, factor: float) -> None:
+    device = document["device"]
+    device["spread_ppm"] = min(MILLION // 10, max(0, round(device.get("spread_ppm", 0) + _USUAL_SPREAD * (1 / factor - 1))))
+    if not device["spread_ppm"]:
+        del device["spread_ppm"]
+
+
+def _network(document: dict, factor: float) -> None:
+    for link in document.get("links", [])[1:]:
+        _times(link, "bytes_per_second", factor)
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure("clock", "the clock under load: all arithmetic, fused attention too", "matmul", _clock),
+        Figure("matmul", "products of matrices", "matmul", _matmul),
+        Figure("attention", "fused attention, forward and backward", "attention", _attention),
+        Figure("memory", "kernels that are bound by device memory", "memory", _memory),
+        Figure("host", "what the host takes to issue work", "host", _host),
+        Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider", "narrower"),
+        Figure("network", "the link between nodes", "network", _network),
+    )
+}
+
+
+def scaled(document: dict, factors: dict[str, float]) -> dict:
+    """The document with these figures so many times as fast."""
+    made = copy.deepcopy(document)
+    for name, factor in factors.items():
+        FIGURES[name].scale(made, factor)
+    return made
+
