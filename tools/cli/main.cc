@@ -51,7 +51,9 @@ void AddCommands(CLI::App& app, shardplan::cli::Invocation& invocation) {
   const std::vector<CommandGroup> groups = {
       {"Size a job", {AddSweepCommand, AddEvaluateCommand, AddMemoryCommand}},
       {"Plan", {AddTraceCommand, AddPlanCommand, AddOptimizeCommand, AddCertifyCommand, AddValidateCommand}},
-      {"Predict", {AddSimulateCommand, AddCostCommand, AddCalibrateCommand, AddAllocatorReplayCommand}},
+      {"Predict",
+       {AddSimulateCommand, AddCostCommand, AddCalibrateCommand, AddImportProfileCommand,
+        AddAllocatorReplayCommand}},
       {"Explain",
        {AddExplainCommand, AddExplainMemoryCommand, AddCompareCommand, AddDiffCommand, AddShowCommand}},
       {"Train", {AddRunCommand, AddExportCommand, AddConformanceCommand}},

@@ -33,6 +33,7 @@ void AddExportCommand(CLI::App& app, Invocation& invocation);
 void AddRunCommand(CLI::App& app, Invocation& invocation);
 void AddConformanceCommand(CLI::App& app, Invocation& invocation);
 void AddCalibrateCommand(CLI::App& app, Invocation& invocation);
+void AddImportProfileCommand(CLI::App& app, Invocation& invocation);
 void AddEvaluateCommand(CLI::App& app, Invocation& invocation);
 void AddSweepCommand(CLI::App& app, Invocation& invocation);
 void AddLayoutCommand(CLI::App& app, Invocation& invocation);

@@ -90,10 +90,12 @@ Result<std::string> MakeMemoryFile(std::string_view bytes) {
                    fmt::format("no memory for the simulated report: {}", std::strerror(errno)));
 }
 
-// A command of the Python package that runs other commands of this build.
+// A command of the Python package that runs other commands of this build. Its module has underscores.
 void RunInPython(CLI::App* command, Invocation& invocation) {
   command->callback([command, &invocation] {
-    invocation.exit_code = Fail(ExecutePythonCommand(command->get_name(), command->remaining()));
+    std::string module = command->get_name();
+    std::ranges::replace(module, '-', '_');
+    invocation.exit_code = Fail(ExecutePythonCommand(module, command->remaining()));
   });
 }
 
@@ -119,6 +121,11 @@ void AddCalibrateCommand(CLI::App& app, Invocation& invocation) {
   RunInPython(
       AddDelegate(app, "calibrate", "Measure the machine at hand, and write a cluster document of it"),
       invocation);
+}
+
+void AddImportProfileCommand(CLI::App& app, Invocation& invocation) {
+  RunInPython(AddDelegate(app, "import-profile", "Profiles of a training -> a report of what was measured"),
+              invocation);
 }
 
 void AddSweepCommand(CLI::App& app, Invocation& invocation) {

@@ -8,6 +8,7 @@ begin in the order of the plan's units; its backwards come in the reverse order 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
 
@@ -89,8 +90,6 @@ class _Units:
         self.found = bool(changes)
 
     def at(self, moment: int) -> str:
-        import bisect
-
         position = bisect.bisect_right(self._times, moment) - 1
         return self._stacks[position] if position >= 0 else ""
 
