@@ -67,7 +67,7 @@ def test_every_kernel_of_a_gpu_is_counted_once(name, policy, plans, imported):
     of_classes = sum(entry["busy_ns"] for entry in report["operators"] if entry["phase"] != "optimizer")
     of_units = sum(unit["forward_ns"] + unit["backward_ns"] for unit in report["units"])
     assert of_classes == of_units + report["measured"]["unassigned_ns"]
-    assert report["measured"]["unassigned_ns"] < of_classes / 10  # the loss, which is in no unit
+    assert report["measured"]["unassigned_ns"] < of_classes / 8  # the loss, which is in no unit
     assert all(unit["forward_ns"] > 0 and unit["backward_ns"] > 0 for unit in report["units"])
     equal = [unit["forward_ns"] for unit in report["units"] if unit["unit"] != "(root)"]
     assert max(equal) < 1.3 * min(equal)  # blocks of one shape
@@ -178,7 +178,7 @@ def damaged(tmp_path: pathlib.Path) -> dict[str, tuple[list, str]]:
     (tmp_path / "cut.json.gz").write_bytes(whole[: len(whole) // 2])
     text = gzip.decompress(whole)
     (tmp_path / "cut.json").write_bytes(text[: len(text) // 2])
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "binary.json").write_bytes(b"\x80abc")
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "no_steps.json").write_bytes(text.replace(b"ProfilerStep#", b"Step "))
     (tmp_path / "odd.json").write_text('{"traceEvents": [{"ph": "X", "name": "a", "ts": "soon", "dur": 1}]}')
@@ -190,7 +190,7 @@ def damaged(tmp_path: pathlib.Path) -> dict[str, tuple[list, str]]:
     return {
         "cut.json.gz": ([tmp_path / "cut.json.gz"], "the compressed data are not whole"),
         "cut.json": ([tmp_path / "cut.json"], "is the file whole?"),
-        "binary.json": ([tmp_path / "binary.json"], "no text (found byte 0xff at 0"),
+        "binary.json": ([tmp_path / "binary.json"], "no text (found byte 0x80 at 0"),
         "other.json": ([tmp_path / "other.json"], "no traceEvents"),
         "no_steps.json": ([tmp_path / "no_steps.json"], "no steps (expected ranges ProfilerStep#N"),
         "odd.json": ([tmp_path / "odd.json"], "an event without a time"),
@@ -221,7 +221,7 @@ def test_usage(plans, shardplan, tmp_path):
         ([good, "-o", "x.json"], 2, "--plan"),
         ([good, "--plan", plans["fsdp2"], "--rank", "5", "-o", tmp_path / "x.json"], 2, "no profile of that rank (found 0)"),
         ([copy, "--plan", plans["fsdp2"], "-o", copy], 2, "an output is a file that is read"),
-        ([good, "--plan", plans["fsdp2"], "-o", tmp_path / "no" / "x.json"], 4, "cannot be written"),
+        ([good, "--plan", plans["fsdp2"], "-o", tmp_path / "no" / "x.json"], 4, "cannot write"),
         ([good, "--plan", good, "-o", tmp_path / "x.json"], 3, ""),
     ):
         done = shardplan("import-profile", *arguments)

@@ -230,16 +230,20 @@ def _called(span: dict) -> Collective | None:
     return Collective(kind, (), bytes_)
 
 
+def _is_operator(name: str) -> bool:
+    return "::" in name and not name.startswith(_ENGINE)
+
+
 def _on_host(spans: list[dict], host: _Host) -> list[Work]:
-    """Outermost operators are the work; collectives run in threads of Gloo's, and begin in the order in which they were called."""
+    """Outermost operators are the work, below the nodes of autograd, which have no namespace; collectives run in threads of Gloo's, and begin in the order in which they were called."""
     calls: collections.deque = collections.deque()
     work = []
-    for span in sorted((span for span in spans if span.get("cat") == "cpu_op" and not span["name"].startswith(_ENGINE)), key=lambda span: span["begin"]):
+    for span in sorted((span for span in spans if span.get("cat") == "cpu_op" and _is_operator(span["name"])), key=lambda span: span["begin"]):
         stack = host.around((span["pid"], span["tid"]), span["begin"])
         operators, ranges = _named(stack, "cpu_op"), _named(stack, "user_annotation")
         if (collective := _called(span)) is not None:
             calls.append((span["begin"], ranges, collective))
-        elif sum(not name.startswith(_ENGINE) for name in operators) <= 1:
+        elif sum(_is_operator(name) for name in operators) == 1:
             work.append(Work(span["begin"], span["end"], HOST, span["name"], span["begin"], operators, ranges))
     for span in sorted((span for span in spans if span.get("cat") == "user_annotation" and _GLOO.match(span["name"])), key=lambda span: span["begin"]):
         if calls and calls[0][0] <= span["begin"]:
