@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT, build_folder
-from writers import ALLOCATOR_LOG, MEASURED, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, program, python
+from writers import ALLOCATOR_LOG, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, program, python
 
 HOSTILE = {
     "quotes": "la'y\"er`s\\ \\N\\n\\\"\\ on via for because -> #1 = , \"\u00a0 Schichten_\u00e4_\u5c42_\U0001f9e9_\u0627\u0644\u0644",
@@ -46,6 +46,10 @@ def documents(folder, name):
     measured = json.loads(MEASURED)
     measured["device"]["name"] = measured["host"][0]["what"] = name
     (folder / "measured.json").write_text(json.dumps(measured))
+    profile = json.loads(PROFILE)
+    profile["deviceProperties"] = [{"name": name, "totalGlobalMem": 1}]
+    profile["traceEvents"].append({"ph": "X", "cat": "kernel", "name": "nccl" + name, "pid": 0, "tid": 7, "ts": 20, "dur": 1, "args": {"Collective name": name, "dtype": name}})
+    (folder / "profile.json").write_text(json.dumps(profile))
     header = json.dumps({name: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
     (folder / "state.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     (folder / "config.json").write_text(json.dumps({"model_type": [name], "architectures": [name]}))
@@ -87,6 +91,7 @@ OUTPUTS = {
     "predictions": ("cost", "table.csv", "--cluster", "cluster.json"),
     "fit": ("cost", "table.csv", "--fit", "cluster.json", "-o", "fitted.json"),
     "calibrated": ("calibrate", "--from", "measured.json", "-o", "calibrated.json"),
+    "imported": ("import-profile", "profile.json", "--plan", "plan.json", "-o", "imported.json"),
     "swept": ("sweep", "trace.json", "--cluster", "cluster.json", "-o", "rows.csv", "--html", "sweep.html", "--", "--strategy", "strategy.json"),
     "rewritten": ("reshard-checkpoint", "state.safetensors", "state", "--format", "distributed"),
     "recordings": ("conformance", "recordings"),
@@ -114,7 +119,7 @@ if HAS_EXECUTOR:
 # Exit codes of those that are not 0 alone.
 CODES = {"diff": (1,), "ranks": (1,), "broken": (1,), "refused": (1,), "wrong trace": (3,), "no such unit": (3,), "swept in vain": (1,), "predictions": (0, 3),
          "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3), "traced": (3,)}  # fmt: skip
-JSON = ("causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json", "plan.json", "written.json", "report.json", "timeline.json", "rows.json", "alive.json", "back.json")
+JSON = ("causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json", "imported.json", "plan.json", "written.json", "report.json", "timeline.json", "rows.json", "alive.json", "back.json")
 PAGES = ("sweep.html", "report.html", "both.html", "plot.html", "map.html")
 
 

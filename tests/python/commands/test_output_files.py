@@ -11,7 +11,7 @@ import time
 
 import pytest
 from conftest import ROOT
-from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, OPTIMIZE, TABLE, TRACE, WRITERS, command_line, commands, everything_in, program, python, run, small_files
+from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, WRITERS, command_line, commands, everything_in, program, python, run, small_files
 
 SEED = int(os.environ.get("SHARDPLAN_SEED", "20"))
 OLD = "what was there before\n"
@@ -26,11 +26,12 @@ def inputs(tmp_path_factory):
     """What commands read, in a folder of its own."""
     folder = tmp_path_factory.mktemp("inputs")
     files = {"trace": folder / "trace.json", "plan": folder / "plan.json", "log": folder / "log.json", "null": "/dev/null"}
-    files |= {"table": folder / "table.csv", "measured": folder / "measured.json"}
+    files |= {"table": folder / "table.csv", "measured": folder / "measured.json", "profile": folder / "profile.json"}
     files |= {"base": folder / "base.json"}
     shutil.copy(CLUSTER, files["base"])
     files["table"].write_text(TABLE)
     files["measured"].write_text(MEASURED)
+    files["profile"].write_text(PROFILE)
     shutil.copy(TRACE, files["trace"])
     shutil.copy(ALLOCATOR_LOG, files["log"])
     made = run([program(), "plan", files["trace"], *FLAGS, "-q", "-o", files["plan"]])

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import build_folder
-from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, everything_in, program, python
+from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, everything_in, program, python
 
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 # Words with {file}, which the command reads.
@@ -53,6 +53,9 @@ READERS = {
     "cost --fit": ("cost", "{table}", "--fit", "{file}", "-o", "/dev/null"),
     "calibrate --from": ("calibrate", "--from", "{file}", "-o", "/dev/null"),
     "calibrate --base": ("calibrate", "--from", "{measured}", "--base", "{file}", "-o", "/dev/null"),
+    "import-profile": ("import-profile", "{file}", "--plan", "{plan}", "-q", "-o", "/dev/null"),
+    "import-profile --plan": ("import-profile", "{profile}", "--plan", "{file}", "-q", "-o", "/dev/null"),
+    "import-profile --snapshot": ("import-profile", "{profile}", "--plan", "{plan}", "--snapshot", "{file}", "-q", "-o", "/dev/null"),
     "sweep": ("sweep", "{file}", "-q", "--", "--unit", "layers.*"),
     "sweep --cluster": ("sweep", "{trace}", "--cluster", "{file}", "-q", "--", "--unit", "layers.*"),
     "sweep --merge": ("sweep", "--merge", "{file}", "-o", "merged.csv"),
@@ -81,6 +84,7 @@ def files(tmp_path_factory):
     subprocess.run([program(), "optimize", TRACE, *OPTIMIZE, *made], check=True, capture_output=True)
     (folder / "table.csv").write_text(TABLE)
     (folder / "measured.json").write_text(MEASURED)
+    (folder / "profile.json").write_text(PROFILE)
     header = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
     (folder / "state.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     (folder / "loop").symlink_to("loop")
@@ -133,7 +137,7 @@ def test_a_file_that_is_none_is_bad_input(name, files):
             lines = [line for line in done.stdout.splitlines() if ("error" if name == "evaluate" else "not simulated: ") in line and "Traceback" not in line]
             assert len(lines) == 1 and os.path.basename(strange)[:100] in lines[0], (strange, done.stdout)
             continue
-        assert done.returncode == (2 if not strange and ("--" in name or name.startswith("sweep")) and name != "validate --ranks-apart" else 3), (strange, done.returncode, done.stdout[-300:], done.stderr)
+        assert done.returncode == (2 if not strange and ("--" in name or name.startswith(("sweep", "import"))) and name != "validate --ranks-apart" else 3), (strange, done.returncode, done.stdout[-300:], done.stderr)
         if not strange and done.returncode == 2:
             continue
         assert "Traceback" not in done.stderr, (strange, done.stderr)
@@ -162,7 +166,7 @@ def test_a_pipe_is_read_once_and_one_that_nobody_writes_to_is_told(name, files, 
         assert "no process writes to it" in done.stderr or "every rank reads it" in done.stderr
     good = {"plan": TRACE, "explain-memory --trace": TRACE, "allocator-replay": ALLOCATOR_LOG, "optimize": TRACE, "certify": files / "best.json",
             "certify certificate": files / "certificate.json", "certify --trace": TRACE, "explain --report": files / "report.json", "cost": files / "table.csv",
-            "cost --fit": CLUSTER, "calibrate --from": files / "measured.json", "calibrate --base": CLUSTER}.get(name, files / "plan.json")  # fmt: skip
+            "cost --fit": CLUSTER, "calibrate --from": files / "measured.json", "calibrate --base": CLUSTER, "import-profile": files / "profile.json"}.get(name, files / "plan.json")  # fmt: skip
     document = json.loads(good.read_text()) if good.suffix == ".json" else None
     if "--strategy" in name or "--cluster" in name:
         document = document["strategy" if "--strategy" in name else "cluster"]

@@ -66,6 +66,7 @@ WRITERS = (
     Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
     Writer("cost", "--output", ("{table}", "--fit", str(CLUSTER), "-q", "-o", "{out}"), "{table}"),
     Writer("calibrate", "--output", ("--from", "{measured}", "-o", "{out}"), "{measured}"),
+    Writer("import-profile", "--output", ("{profile}", "--plan", "{plan}", "-q", "-o", "{out}")),
     Writer("calibrate", "--measured", ("--device", "cpu", "--base", "{base}", "--measured", "{out}"), "{base}", ("--output", "{other}")),
 )
 TABLE = """\
@@ -76,6 +77,12 @@ h100-sxm,all-gather,1,8,2147483648,5343360
 MEASURED = """\
 {"schema": "shardplan.measured/1", "device": {"kind": "cpu", "name": "an abacus", "memory_bytes": 1000000}, "ranks": 2, "ranks_per_node": 2,
  "host": [{"what": "operator", "duration_ns": 1000, "least_ns": 900, "most_ns": 1100}], "failed": []}
+"""
+# One operator in one step.
+PROFILE = """\
+{"traceEvents": [
+ {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 1.5, "dur": 100},
+ {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 10, "dur": 20}]}
 """
 # The tracer's command without the seconds that torch takes: what it would trace is in the file that it is given.
 TRACER = """

@@ -44,13 +44,28 @@ def _say(text: str) -> None:
     print(f"shardplan import-profile: {printable_name(text)}", file=sys.stderr, flush=True)
 
 
-def _simulated(program: str, plan: str) -> dict | int:
-    """Its report, or the exit code with which the command refuses the plan (1: it does not fit, which is no matter here)."""
-    done = subprocess.run([program, "simulate", plan, "--report", "-", "-q", "--no-verify"], capture_output=True, text=True, check=False)
+_INPUT = "/dev/stdin"
+
+
+class _Refused(Exception):
+    """A command of this build did not take the plan, and said why: its exit code."""
+
+
+def _answer(program: str, path: str, *arguments: str, text: str | None = None) -> str:
+    """What it prints of the file, or of the text in its place. 1 is no refusal: a plan that does not fit a device is simulated all the same."""
+    words = [program, *(_INPUT if text is not None and word == path else word for word in arguments)]
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1) or not done.stdout:
-        print(printable(done.stderr), file=sys.stderr, end="")
-        return done.returncode or EXIT_ENVIRONMENT
-    return json.loads(done.stdout)
+        print(printable(done.stderr.replace(_INPUT, path)), file=sys.stderr, end="")
+        raise _Refused(done.returncode or EXIT_ENVIRONMENT)
+    return done.stdout
+
+
+def _plan_and_report(program: str, path: str) -> tuple[dict, dict]:
+    """The plan, which may be in any form and is read once, and its simulated report."""
+    text = _answer(program, path, "show", path, "--json", "-o", "-")
+    report = _answer(program, path, "simulate", path, "--report", "-", "-q", "--no-verify", text=text)
+    return json.loads(text), json.loads(report)
 
 
 def main() -> int:
@@ -67,6 +82,8 @@ def main() -> int:
     except files.OutputIsInput as error:
         _say(f"error: {error}")
         return 2
+    except _Refused as refused:
+        return refused.args[0]
     except kineto.BadProfile as error:
         _say(f"error: {error}")
         return 3
@@ -76,10 +93,7 @@ def main() -> int:
 
 
 def _import(options: argparse.Namespace, program: str) -> int:
-    simulated = _simulated(program, options.plan)
-    if isinstance(simulated, int):
-        return simulated
-    plan = json.loads(files.read_text(options.plan)) if not options.plan.endswith(".gz") else {}
+    plan, simulated = _plan_and_report(program, options.plan)
     profiles = []
     for number, path in enumerate(options.profiles, 1):
         if not options.quiet:
