@@ -76,8 +76,8 @@ def test_every_kernel_of_a_gpu_is_counted_once(name, policy, plans, imported):
 def test_collectives_are_those_of_the_plan_with_their_bytes(plans, imported, shardplan):
     simulated = json.loads(shardplan("simulate", plans["fsdp2"], "--report", "-", "-q").stdout)
     report = imported(PROFILES / "fsdp2_rank0.json.gz", "--plan", plans["fsdp2"])
-    facts = [("kind", "communicator", "count", "full_tensor_bytes")]
-    assert [[entry[f] for f in facts[0]] for entry in report["collectives"]] == [[entry[f] for f in facts[0]] for entry in simulated["collectives"]]
+    facts = ("kind", "communicator", "count", "full_tensor_bytes")
+    assert [[entry[f] for f in facts] for entry in report["collectives"]] == [[entry[f] for f in facts] for entry in simulated["collectives"]]
     assert report["measured"]["collectives_beside_plan"] == report["measured"]["collectives_missing"] == 0
     # Original parameters are padded otherwise: said, not passed over.
     other = imported(PROFILES / "fsdp1_rank0.json.gz", "--plan", plans["fsdp1"])

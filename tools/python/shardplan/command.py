@@ -6,15 +6,21 @@ import argparse
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_ENVIRONMENT = 4
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 # Controls, separators of lines, marks of direction, and bytes that are no UTF-8 (surrogates): as schemas/printable.h has them.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class NoCommand(Exception):
+    """The built command `shardplan` is not there, or cannot be started."""
 
 
 class _StandardOutputFailed(Exception):
@@ -40,6 +46,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable_name(message))
+
+
+def built_command(name: str) -> str:
+    """The program `shardplan` of this build, which starts the Python command `name`: in $SHARDPLAN_PROGRAMS, else on the PATH. Raises NoCommand."""
+    folder = os.environ.get("SHARDPLAN_PROGRAMS", "")
+    program = str(Path(folder) / "shardplan") if folder else shutil.which("shardplan")
+    if not program or not Path(program).exists():
+        raise NoCommand(f"the command shardplan is not found (found {program or 'none'}): run `shardplan {name}`, or set SHARDPLAN_PROGRAMS to its folder")
+    return program
 
 
 def file_name(text: str) -> str:

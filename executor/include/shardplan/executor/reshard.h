@@ -53,6 +53,7 @@ struct ReshardRun {
 // either every rank has its bytes, or every rank has an error, within the timeout. kNegative: the ranks have
 // different plans, or one cannot take part (the plan does not verify or is of another number of ranks, a
 // storage is too small: its own words). kEnvironment: a rank died, failed or did not come.
+// What fails once copies move aborts `collectives`: no other work of theirs can follow.
 Result<ReshardMoved> ExecuteReshard(const ReshardPlan& plan, std::int64_t rank, TorchDevice& device,
                                     Collectives& collectives, const ReshardStorage& source,
                                     const ReshardStorage& target, const ReshardRun& run);

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable_name
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, file_name, printable_name
 
 _DESCRIPTION = """\
 Measure the machine at hand, and write what was measured, or the cluster document that follows from it. A measurement that fails is noted
@@ -129,7 +129,7 @@ def _fit(options: argparse.Namespace, measured: dict | None) -> int:
     except fit.BadMeasurements as error:
         _log(f"error: {printable_name(str(error))}")
         return 3
-    except fit.NoCommand as error:
+    except NoCommand as error:
         _log(f"error: {printable_name(str(error))}")
         return EXIT_ENVIRONMENT
     return 0

@@ -6,14 +6,13 @@ import collections
 import csv
 import io
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import tempfile
 from pathlib import Path
 
 from shardplan import files
+from shardplan.command import NoCommand, built_command
 
 _MATMUL_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _SCHEMA = "shardplan.measured/1"
@@ -33,10 +32,6 @@ _NEEDED = {
 
 class BadMeasurements(Exception):
     """The file holds no measurements."""
-
-
-class NoCommand(Exception):
-    """The command that fits the tables cannot be started."""
 
 
 def read(path: str) -> dict:
@@ -62,10 +57,7 @@ def read(path: str) -> dict:
 
 def cluster_text(measured: dict, base: str | None, name: str | None) -> str:
     """The document: rates and costs from here, tables and shapes fitted by `shardplan cost --fit`."""
-    program = os.environ.get("SHARDPLAN_PROGRAMS", "")
-    program = str(Path(program) / "shardplan") if program else shutil.which("shardplan") or ""
-    if not program or not Path(program).exists():
-        raise NoCommand(f"the command shardplan is not found (found {program or 'none'!r}): run `shardplan calibrate`, or set SHARDPLAN_PROGRAMS to its folder")
+    program = built_command("calibrate")
     with tempfile.TemporaryDirectory(prefix="shardplan-calibrate-") as folder:
         document = _document(measured, _base(base), name)
         tables = _tables(measured, document["device"]["table_name"], Path(folder))

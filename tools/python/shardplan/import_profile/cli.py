@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable, printable_name
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, file_name, printable, printable_name
 
 from . import kineto, ranks, snapshot
-from .parts import Parts
-from .report import median_step, report_of, steps_of
+from .report import report_of
 
 _DESCRIPTION = """\
 A report of what a training did, from profiles of torch.profiler: in the same words as `shardplan simulate --report`, so that both can be laid
@@ -71,14 +67,9 @@ def _plan_and_report(program: str, path: str) -> tuple[dict, dict]:
 def main() -> int:
     options = parser().parse_args()
     inputs = [*options.profiles, options.plan, *([options.snapshot] if options.snapshot else [])]
-    folder = os.environ.get("SHARDPLAN_PROGRAMS", "")
-    program = str(Path(folder) / "shardplan") if folder else shutil.which("shardplan")
-    if not program or not Path(program).exists():
-        _say(f"error: the command shardplan is not found (found {program or 'none'}): run `shardplan import-profile`, or set SHARDPLAN_PROGRAMS to its folder")
-        return EXIT_ENVIRONMENT
     try:
         files.check_output(options.output, inputs)
-        return _import(options, program)
+        return _import(options, built_command("import-profile"))
     except files.OutputIsInput as error:
         _say(f"error: {error}")
         return 2
@@ -87,7 +78,7 @@ def main() -> int:
     except kineto.BadProfile as error:
         _say(f"error: {error}")
         return 3
-    except files.CannotWrite as error:
+    except (NoCommand, files.CannotWrite) as error:
         _say(f"error: {error}")
         return EXIT_ENVIRONMENT
 
@@ -105,9 +96,7 @@ def _import(options: argparse.Namespace, program: str) -> int:
     if own is None:
         parser().error(f"--rank {options.rank}: no profile of that rank (found {', '.join(str(profile.rank) for profile in profiles)})")
     memory = snapshot.read(options.snapshot, options.device) if options.snapshot else snapshot.of_profile(own)
-    step = median_step(steps_of(own, Parts(own, [entry["unit"] for entry in simulated["units"]])))
-    waiting_ns, clocks = ranks.waiting(own, [profile for profile in profiles if profile is not own], (step.begin_ns, step.end_ns))
-    report = report_of(own, plan, simulated, memory, len(profiles), waiting_ns, clocks)
+    report = report_of(own, [profile for profile in profiles if profile is not own], plan, simulated, memory)
     files.write_text(options.output, json.dumps(report, indent=2) + "\n")
     if not options.quiet:
         measured = report["measured"]

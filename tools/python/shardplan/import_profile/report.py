@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from . import spans
+from . import ranks, spans
 from .kineto import GLOO, HOST, Profile, Work
 from .parts import Part, Parts
 from .snapshot import Memory
@@ -178,7 +178,7 @@ def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
         return {**zeros, "peak_at": "", "peak_by_category": [], "device_memory_bytes": device_bytes, "fits": True}
     return {
         "peak_bytes": memory.peak_bytes,
-        "peak_at": memory.peak_at,
+        "peak_at": "",
         "peak_by_category": [{"category": "allocated", "size_bytes": memory.peak_bytes}],
         "steady_bytes": memory.steady_bytes,
         "context_bytes": 0,
@@ -189,10 +189,12 @@ def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
     }
 
 
-def report_of(profile: Profile, plan: dict, simulated: dict, memory: Memory | None, ranks: int, waiting_ns: int, clocks: list[str]) -> dict:
+def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: dict, memory: Memory | None) -> dict:
+    """others: of the job's other ranks."""
     parts = Parts(profile, [entry["unit"] for entry in simulated["units"]])
     steps = steps_of(profile, parts)
     step = median_step(steps)
+    waiting_ns, clocks = ranks.waiting(profile, others, (step.begin_ns, step.end_ns))
     compute = step.compute
     exchanging = spans.union(placed.interval for placed in step.collectives)
     communication, exposed = spans.length(exchanging), spans.length(spans.minus(exchanging, compute))
@@ -232,7 +234,7 @@ def report_of(profile: Profile, plan: dict, simulated: dict, memory: Memory | No
         "measured": {
             "device": profile.device,
             "rank": profile.rank,
-            "ranks": ranks,
+            "ranks": 1 + len(others),
             "steps_ns": [one.duration_ns for one in steps],
             "waiting_ns": waiting_ns,
             "unassigned_kernels": len(lost),

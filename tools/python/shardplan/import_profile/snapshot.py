@@ -18,7 +18,6 @@ class Memory:
     """Of one device, as torch.cuda's statistics count it."""
 
     peak_bytes: int
-    peak_at: str
     steady_bytes: int  # allocated at the end
     reserved_bytes: int  # at the most
     cache_releases: int
@@ -73,7 +72,7 @@ def read(path: str, device: int) -> Memory:
         out_of_memory = any(entry["action"] == "oom" for entry in trace)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise BadProfile(f"{path}: no memory snapshot of torch (missing or odd: {error})") from error
-    return Memory(most_allocated, "", steady, most_reserved, releases, out_of_memory)
+    return Memory(most_allocated, steady, most_reserved, releases, out_of_memory)
 
 
 def _rounded(size: int) -> int:
@@ -85,4 +84,4 @@ def of_profile(profile: Profile) -> Memory | None:
     """What the profiler recorded itself, with profile_memory=True."""
     if not profile.memory:
         return None
-    return Memory(max(one[1] for one in profile.memory), "", profile.memory[-1][1], max(one[2] for one in profile.memory), 0, False)
+    return Memory(max(one[1] for one in profile.memory), profile.memory[-1][1], max(one[2] for one in profile.memory), 0, False)

@@ -14,6 +14,7 @@ D-optimality), before anything measured is looked at.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def fit(document: dict, names: list[str], rows: list[int], measured: list[float]
     made = scaled(document, _factors(names, logs))
     now = predict(made, rows)
     residuals = sorted(abs(m - p) for m, p in zip(measured, now, strict=True))
-    wider = max(1.0, 1.4826 * _median(residuals) / SCATTER)
+    wider = max(1.0, 1.4826 * statistics.median(residuals) / SCATTER)
     figures = []
     for i, name in enumerate(names):
         spread = wider * math.sqrt(solved(information, [float(i == j) for j in range(len(names))])[i])
@@ -137,8 +138,3 @@ def solved(matrix: list[list[float]], right: list[float]) -> list[float]:
     for i in reversed(range(size)):
         result[i] = (rows[i][size] - sum(rows[i][j] * result[j] for j in range(i + 1, size))) / rows[i][i]
     return result
-
-
-def _median(ascending: list[float]) -> float:
-    half = len(ascending) // 2
-    return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2

@@ -11,13 +11,13 @@ from __future__ import annotations
 import collections
 import json
 import math
-import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardplan import files
+from shardplan.command import NoCommand, built_command
 from shardplan.runs.table import Asked, BadTable, Run
 
 # Blocks of the two stacks that stand for a longer one.
@@ -26,10 +26,6 @@ _LAYERS = "n_layers"
 # What `shardplan plan` is told where the builder has no attribute `plan_flags`: FSDP1 in mixed precision, as Composer sets it up.
 PLAN_FLAGS = ("--policy", "fsdp1", "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--backward-prefetch", "post", "--limit-all-gathers", "true", "--optimizer", "adamw")
 _OF_FSDP2 = {"full_shard": "true", "shard_grad_op": "false", "no_shard": "false"}
-
-
-class NoCommand(Exception):
-    """The command that plans and simulates cannot be run."""
 
 
 @dataclass
@@ -124,8 +120,7 @@ class Simulator:
     """Asks `shardplan evaluate` for steps of runs."""
 
     def __init__(self, traces: Traces):
-        folder = os.environ.get("SHARDPLAN_PROGRAMS", "")
-        self._program = str(Path(folder) / "shardplan") if folder else "shardplan"
+        self._program = built_command("cost")
         self._traces = traces
         self._known: dict[tuple, float] = {}
         self._process: subprocess.Popen | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import os
 
 from shardplan.command import printable_name
@@ -59,7 +60,7 @@ def _summary(gpu: str, words: str, errors: list[float]) -> str:
         return head
     ascending, signed = sorted(map(abs, errors)), sorted(errors)
     ninety = ascending[math.ceil(0.9 * len(ascending)) - 1]
-    return f"{head}   median {_median(ascending):>6.1%}   90th percentile {ninety:>6.1%}   worst {ascending[-1]:>6.1%}   in the middle {_median(signed):>+6.1%}"
+    return f"{head}   median {statistics.median(ascending):>6.1%}   90th percentile {ninety:>6.1%}   worst {ascending[-1]:>6.1%}   in the middle {statistics.median(signed):>+6.1%}"
 
 
 def _fit_lines(gpu: str, cluster: str, fit: Fit, lines: list[int]) -> list[str]:
@@ -81,8 +82,3 @@ def _words(figure: FittedFigure) -> str:
     change = math.expm1(figure.moves)
     described = FIGURES[figure.name]
     return f"{described.words}, {described.worse if figure.factor < 1 else described.better}; {change:+.1%} tokens a second"
-
-
-def _median(ascending: list[float]) -> float:
-    half = len(ascending) // 2
-    return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2

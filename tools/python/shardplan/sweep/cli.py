@@ -7,13 +7,11 @@ import concurrent.futures
 import contextlib
 import os
 import re
-import shutil
 import sys
 import tempfile
-from pathlib import Path
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable_name
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, file_name, printable_name
 from shardplan.sweep import configurations, page, parquet, rows
 from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
@@ -152,9 +150,10 @@ def _axes(options: argparse.Namespace) -> dict[str, list[str]]:
 def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
     if not options.sources:
         parser().error("a SOURCE is missing")
-    program = str(Path(os.environ.get("SHARDPLAN_PROGRAMS", "")) / "shardplan") if os.environ.get("SHARDPLAN_PROGRAMS") else shutil.which("shardplan")
-    if not program or not Path(program).exists():
-        _log(f"error: the command shardplan is not found (found {program or 'none'}): run `shardplan sweep`, or set SHARDPLAN_PROGRAMS to its folder")
+    try:
+        program = built_command("sweep")
+    except NoCommand as error:
+        _log(f"error: {error}")
         return EXIT_ENVIRONMENT
     axes = _axes(options)
     todo = configurations.product(axes)
