@@ -1,32 +1,25 @@
-// What a profiler sees of a plan: ranges around its triggers and instructions, under FSDP2's names.
-//
-//   FSDP::pre_backward (layers.2)
-//   |--- FSDP::all_gather_copy_out (layers.2)
-//   |--- FSDP::backward_prefetch for layers.1
-//   |    |--- FSDP::all_gather (layers.1)
-//
-// Ranges are at::RecordFunctions of the scope of torch.profiler.record_function: torch.profiler records them,
-// torch.autograd.profiler.emit_nvtx hands them to NVTX.
+// Ranges of a plan (schemas/plan_ranges.h) as at::RecordFunctions of the scope of
+// torch.profiler.record_function: torch.profiler records them, torch.autograd.profiler.emit_nvtx hands them
+// to NVTX.
 #pragma once
 
 #include <ATen/record_function.h>
 
 #include <array>
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/plan_ranges.h"
 
 namespace shardplan::python {
 
-class ProfilerRanges final : public executor::Observer {
+class ProfilerRanges final : public executor::Observer, private PlanRanges {
  public:
   // `plan` outlives this. Names are made when somebody listens for the first time.
-  explicit ProfilerRanges(const Plan& plan) : plan_(plan) {}
+  explicit ProfilerRanges(const Plan& plan) : PlanRanges(plan) {}
 
   // Whether anybody listens on this thread. What follows is called only then.
   static bool On() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
@@ -35,10 +28,20 @@ class ProfilerRanges final : public executor::Observer {
   // entered first in its forward.
   class Watch {
    public:
-    Watch(ProfilerRanges& ranges, executor::Replayer& replayer, TriggerKind kind, UnitId unit,
-          bool outermost);
-    Watch(ProfilerRanges& ranges, executor::Replayer& replayer, ProcedureKind kind, UnitId unit);
-    ~Watch();
+    Watch(ProfilerRanges& ranges, executor::Replayer& replayer, TriggerKind kind, UnitId unit, bool outermost)
+        : ranges_(ranges), replayer_(replayer) {
+      replayer.SetObserver(&ranges);
+      ranges.EnterTrigger(kind, unit, outermost);
+    }
+    Watch(ProfilerRanges& ranges, executor::Replayer& replayer, ProcedureKind kind, UnitId unit)
+        : ranges_(ranges), replayer_(replayer) {
+      replayer.SetObserver(&ranges);
+      ranges.EnterProcedure(kind, unit);
+    }
+    ~Watch() {
+      ranges_.Leave();
+      replayer_.SetObserver(nullptr);
+    }
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;
 
@@ -48,54 +51,17 @@ class ProfilerRanges final : public executor::Observer {
   };
 
   // ---- executor::Observer ----
-  void BeforeInstruction(const Instruction& instruction) override;
+  void BeforeInstruction(const Instruction& instruction) override { EnterInstruction(instruction); }
 
  private:
-  enum class Range : std::uint8_t {
-    kNone,
-    kRootPreForward,
-    kPreForward,
-    kPostForward,
-    kPreBackward,
-    kBackwardEnd,
-    kForwardPrefetch,
-    kBackwardPrefetch,
-    kAllGather,
-    kCopyOut,
-    kReshard,  // in a backward
-    kReduceScatterWait,
-    kReduce,
-    kUserCall,
-    kLazyInit,
-    kOnDemand,
-  };
-  static constexpr std::size_t kRanges = static_cast<std::size_t>(Range::kOnDemand) + 1;
-  // Which ranges are inside which.
-  enum Level : std::uint8_t { kOfTrigger, kOfPrefetch, kOfInstructions, kLevels };
-  struct Open {
-    Range range = Range::kNone;
-    UnitId unit = -1;
-    std::optional<at::RecordFunction> record;
-  };
-
-  void Begin(TriggerKind kind, UnitId unit);
-  void MakeNames();
-  static Range RangeOf(TriggerKind kind);
-  const std::string& NameOf(Range range, UnitId unit) const;
-  void Set(Level level, Range range, UnitId unit);
-  void Close(Level level);
-  bool InBackward() const {
-    return trigger_ == TriggerKind::kPostBackward || trigger_ == TriggerKind::kBackwardEnd;
+  // ---- PlanRanges ----
+  void Opened(std::size_t level, const std::string& name) override {
+    records_[level].emplace(at::RecordScope::USER_SCOPE);
+    records_[level]->before(std::string_view(name));
   }
-  Range RangeOf(const Instruction& instruction) const;
-  Range RangeOfMemory(BufferId buffer, bool allocates) const;
+  void Closed(std::size_t level) override { records_[level].reset(); }
 
-  const Plan& plan_;
-  std::vector<std::array<std::string, kRanges>> names_;  // by unit; the last of no unit
-  std::array<Open, kLevels> open_;
-  TriggerKind trigger_ = TriggerKind::kStepBegin;
-  UnitId unit_ = -1;         // of the trigger
-  UnitId not_reduced_ = -1;  // its backward is over, its gradients are not reduced yet
+  std::array<std::optional<at::RecordFunction>, kLevels> records_;
 };
 
 // A range as long as this lives, if anybody listens. `name` outlives it.

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "shardplan/schemas/io.h"
+#include "shardplan/simulator/operator_class.h"
 #include "tests/simulator/layered_plan.h"
 
 namespace shardplan::test {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "cluster_names.h"
+#include "flags/cluster_choice.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "support.h"
@@ -35,6 +37,22 @@ Result<Plan> ReadVerifiedPlan(const std::string& path, bool no_verify) {
   if (Status verified = VerifyForUse(path, *plan, no_verify); !verified)
     return std::unexpected(std::move(verified.error()));
   return plan;
+}
+
+Result<Cluster> ClusterForPlan(const std::string& named, const std::string& plan_path, const Plan& plan,
+                               bool quiet) {
+  const Result<Cluster> cluster = FindCluster(named, plan.world_size);
+  if (!cluster) return cluster;
+  Result<Cluster> resized = WithRanks(*cluster, plan.world_size);
+  if (!resized) {
+    resized.error().file = named;
+    return resized;
+  }
+  if (cluster->ranks != plan.world_size) {
+    Progress(quiet, fmt::format("{} has {} ranks: {} of its devices, as {} has ranks", cluster->name,
+                                cluster->ranks, plan.world_size, plan_path));
+  }
+  return resized;
 }
 
 }  // namespace shardplan::cli

@@ -1,9 +1,10 @@
-// Plans that a command is about to use, not only to look at: verified first.
+// Plans that a command is about to use, not only to look at: verified first, on the cluster that is named.
 #pragma once
 
 #include <CLI/CLI.hpp>
 #include <string>
 
+#include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
@@ -18,5 +19,10 @@ Status VerifyForUse(const std::string& path, const Plan& plan, bool no_verify);
 
 // ReadPlan, then VerifyForUse.
 Result<Plan> ReadVerifiedPlan(const std::string& path, bool no_verify);
+
+// The cluster that is named (a file, a shipped one, or a device) with as many of its devices as the plan has
+// ranks; a line of progress says so where it has others. Errors as FindCluster and WithRanks.
+Result<Cluster> ClusterForPlan(const std::string& named, const std::string& plan_path, const Plan& plan,
+                               bool quiet);
 
 }  // namespace shardplan::cli

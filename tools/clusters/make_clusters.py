@@ -170,7 +170,8 @@ def matmul_rates(path, key):
 def kernels(key):
     """Attention and kernels bound by memory: measured on an H100 by `shardplan calibrate`; for others its curves at their own peaks."""
     own, measured_on = DEVICES[key], DEVICES["h100_sxm"]
-    measured = fit.read(str(pathlib.Path(__file__).parent / "measured" / "h100_sxm.json"))
+    path = str(pathlib.Path(__file__).parent / "measured" / "h100_sxm.json")
+    measured = fit.checked(path, fit.document(path))
     memory = fit.memory_rates(measured["memory"])
     reached = memory["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
     moved = own["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]

@@ -84,6 +84,27 @@ inline constexpr auto kFields<FigureReport> =
               Required("worse_ns", &FigureReport::worse_ns, "The step when it is worse by that."));
 
 template <>
+inline constexpr Definition kDefinition<ActivityReport> = {
+    .says = "How long the device did one thing, and nothing that is listed before it."};
+template <>
+inline constexpr auto kFields<ActivityReport> =
+    FieldList(Required("activity", &ActivityReport::activity,
+                       "\"forward\", \"backward\", \"optimizer\", \"copies\", \"all_gather\", "
+                       "\"reduce_scatter\", \"all_reduce\", \"host_link\", \"idle\"."),
+              Required("time_ns", &ActivityReport::time_ns, "Part of the step."));
+
+template <>
+inline constexpr Definition kDefinition<TimelineSpan> = {
+    .says = "Work on one stream without a gap that could be seen in a picture of the step."};
+template <>
+inline constexpr auto kFields<TimelineSpan> =
+    FieldList(Required("stream", &TimelineSpan::stream, "Name."),
+              Required("activity", &TimelineSpan::activity, "As in activities."),
+              Required("name", &TimelineSpan::name, "\"forward layers.3\", \"all_gather layers.4\"."),
+              Required("begin_ns", &TimelineSpan::begin_ns, "Since the begin of the step."),
+              Required("duration_ns", &TimelineSpan::duration_ns, "Duration."));
+
+template <>
 inline constexpr Definition kDefinition<OperatorReport> = {
     .says = "Kernels of one class of operators in one part of the step."};
 template <>
@@ -117,7 +138,9 @@ inline constexpr auto kFields<MeasuredReport> = FieldList(
 template <>
 inline constexpr bool kIsBlock<Report> = true;
 template <>
-inline constexpr Definition kDefinition<Report> = {"report", "report", "What the simulator says of a plan."};
+inline constexpr Definition kDefinition<Report> = {"report", "report",
+                                                   "What the simulator says of a plan, or what was measured "
+                                                   "of a training."};
 template <>
 inline constexpr auto kFields<Report> = FieldList(
     Required("model", &Report::model, "Name of the model."),
@@ -151,7 +174,11 @@ inline constexpr auto kFields<Report> = FieldList(
     Optional("figures", &Report::figures,
              "What uncertain figures of the cluster do to the step, the widest first.")
         .Lines(),
+    Optional("activities", &Report::activities,
+             "What the device did at each moment: the times add up to step_ns.")
+        .Lines(),
     Optional("operators", &Report::operators, "Kernels by class of operators and part of the step.").Lines(),
+    Optional("timeline", &Report::timeline, "What ran when, of a measured report.").Lines(),
     Optional("measured", &Report::measured, "What only a measured report has."),
     Optional("notes", &Report::notes, "Where figures came from, what was assumed.").Lines());
 

@@ -1,4 +1,4 @@
-// Products of matrices: which operators are some, and how long they take by shape.
+// Rates of matrix work, and how long products of matrices take by shape.
 #include "cost/matmul_shapes.h"
 
 #include <algorithm>
@@ -8,26 +8,12 @@
 #include "cost/enclosing.h"
 #include "cost/fixed_log.h"
 #include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/operator_class.h"
 
 namespace shardplan {
 namespace {
 
 constexpr std::int64_t kAll = 1'000'000;
-constexpr std::array<std::string_view, 12> kProducts = {"mm",     "bmm",    "addmm",      "baddbmm",
-                                                        "addbmm", "mv",     "addmv",      "dot",
-                                                        "matmul", "linear", "_scaled_mm", "_int_mm"};
-
-std::string_view PlainName(std::string_view name) {
-  if (const std::size_t dot = name.find("::"); dot != std::string_view::npos) name.remove_prefix(dot + 2);
-  if (name.starts_with("aten.")) name.remove_prefix(5);
-  if (const std::size_t dot = name.find('.'); dot != std::string_view::npos) name = name.substr(0, dot);
-  return name;
-}
-
-bool IsProduct(std::string_view plain_name) {
-  return std::ranges::find(kProducts, plain_name) != kProducts.end();
-}
-
 // On the straight line through two measurements. Beyond them it does not fall, and nothing is below zero.
 std::int64_t OnLine(std::int64_t at, std::int64_t low, std::int64_t low_ns, std::int64_t high,
                     std::int64_t high_ns) {
@@ -69,24 +55,7 @@ std::int64_t InCurve(const std::vector<Point>& points, std::int64_t at, PlaceOf 
                                                 internal::Log2Fixed(place_of(*high)) - start);
 }
 
-bool IsAttention(std::string_view plain_name) {
-  return plain_name.find("attention") != std::string_view::npos ||
-         plain_name.find("flash_attn") != std::string_view::npos;
-}
-
 }  // namespace
-
-bool IsMatmulOperator(std::string_view name) {
-  // Parts of names rather than whole ones: kernels come in many spellings
-  // ("_scaled_dot_product_flash_attention", "flash_attn_backward"), and a new one should not silently run at
-  // the vector rate.
-  static constexpr std::array<std::string_view, 6> kParts = {"attention",  "flash_attn", "convolution",
-                                                             "grouped_mm", "conv_",      "linear_backward"};
-  name = PlainName(name);
-  if (IsProduct(name)) return true;
-  return std::ranges::any_of(
-      kParts, [&](std::string_view part) { return name.find(part) != std::string_view::npos; });
-}
 
 std::int64_t EfficiencyPpm(const ComputeRate& rate, std::int64_t flops) {
   return rate.efficiency.empty()
@@ -111,10 +80,9 @@ const ComputeRate* RateOf(const Device& device, const OperatorEvent& event) {
     const auto found = std::ranges::find(rates, event.dtype, &ComputeRate::dtype);
     return found == rates.end() ? nullptr : &*found;
   };
-  const std::string_view name = PlainName(event.name);
-  if (IsAttention(name)) {
+  if (IsAttentionOperator(event.name)) {
     const ComputeRate* rate = nullptr;
-    if (name.find("backward") != std::string_view::npos) rate = find(device.attention_backward);
+    if (event.name.find("backward") != std::string::npos) rate = find(device.attention_backward);
     if (rate == nullptr) rate = find(device.attention);
     if (rate != nullptr) return rate;
   }
@@ -122,10 +90,10 @@ const ComputeRate* RateOf(const Device& device, const OperatorEvent& event) {
 }
 
 std::int64_t SequenceOf(const OperatorEvent& event) {
-  if (!IsAttention(PlainName(event.name))) return 0;
+  if (!IsAttentionOperator(event.name)) return 0;
   const std::int64_t written = std::max<std::int64_t>(1, event.bytes_written.value);
   const std::int64_t bytes = SizeBytes(event.dtype);
-  const bool backward = PlainName(event.name).find("backward") != std::string_view::npos;
+  const bool backward = event.name.find("backward") != std::string::npos;
   // 4 x rows x sequence x width FLOPs write rows x width elements; the backward 10 and 3 times as much.
   const std::int64_t sequence =
       backward ? MulDiv(event.flops, 3 * bytes, 10 * written) : MulDiv(event.flops, bytes, 4 * written);
@@ -152,7 +120,7 @@ std::int64_t MemoryPpm(const Device& device, Bytes moved) {
 }
 
 std::optional<Nanoseconds> DurationOfShape(const ComputeRate& rate, const OperatorEvent& event) {
-  if (rate.shapes.empty() || !IsProduct(PlainName(event.name))) return std::nullopt;
+  if (rate.shapes.empty() || !IsMatrixProduct(event.name)) return std::nullopt;
   const std::int64_t output_elements = event.bytes_written.value / SizeBytes(event.dtype);
   if (output_elements < 1) return std::nullopt;
   const std::int64_t inner = MulDiv(event.flops, 1, 2 * output_elements);

@@ -1,5 +1,7 @@
 #include "cost/operator_costs.h"
 
+#include "shardplan/simulator/operator_class.h"
+
 namespace shardplan::internal {
 namespace {
 

@@ -5,6 +5,13 @@
 
 namespace shardplan {
 
+std::string_view Name(DeviceActivity activity) {
+  static constexpr std::array<std::string_view, kDeviceActivities> kNames = {
+      "forward",        "backward",   "optimizer", "copies", "all_gather",
+      "reduce_scatter", "all_reduce", "host_link", "idle"};
+  return kNames[static_cast<std::size_t>(activity)];
+}
+
 Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
                              const RunOptions& options) {
   SHARDPLAN_ASSERT(step >= 0 && static_cast<std::size_t>(step) < program.steps.size(), "the caller counts");

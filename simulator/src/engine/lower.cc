@@ -363,11 +363,13 @@ class Lowering {
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
     lowered.host_ns = cluster_.host.operator_issue_ns;
-    // Whose time it is: the unit whose parameters it reads. The trigger before it may be another unit's.
-    if (!segment.reads.empty()) {
-      const UnitId reader = segment.reads.front();
-      lowered.unit = In(reader, plan_.units.size()) ? static_cast<std::int16_t>(reader) : std::int16_t{-1};
-    }
+    // Whose time it is: the unit whose gradients it makes, else whose parameters it reads, else in whose forward
+    // or backward it runs. The trigger before it may be another unit's.
+    const UnitId whose = !segment.grads.empty()   ? segment.grads.front().unit
+                         : !segment.reads.empty() ? segment.reads.front()
+                                                  : segment.unit;
+    if (whose >= 0)
+      lowered.unit = In(whose, plan_.units.size()) ? static_cast<std::int16_t>(whose) : std::int16_t{-1};
   }
 
   void LowerWait(const Instruction& instruction, EngineInstruction& lowered) {

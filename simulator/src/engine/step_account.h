@@ -43,6 +43,7 @@ class StepAccount {
     return step_.code[static_cast<std::size_t>(stream.head)];
   }
   void BeginSpan(std::size_t s, StreamState& stream, std::int64_t start_ns);
+  DeviceActivity ActivityOf(const StreamState& stream) const;
 
   const EngineProgram& program_;
   const EngineStep& step_;
@@ -102,15 +103,55 @@ inline void StepAccount::Pass(const std::vector<StreamState>& streams, const Rat
     result_.communication_ns.value += elapsed_ns;
     if (!rates.computes()) result_.exposed_ns.value += elapsed_ns;
   }
+  DeviceActivity activity = DeviceActivity::kIdle;
   for (std::size_t s = 0; s < streams.size(); ++s) {
     const StreamState& stream = streams[s];
     if (stream.status != StreamStatus::kActive) continue;
     result_.stream_busy_ns[s].value += elapsed_ns;
+    activity = std::min(activity, ActivityOf(stream));
+    if (stream.work == WorkClass::kCompute) {
+      const Phase phase = step_.phases[HeadOf(stream).phase];
+      result_.compute_busy_ns[static_cast<std::size_t>(phase)].value += elapsed_ns;
+    }
     if (stream.work != WorkClass::kCollective) continue;
     GroupResult& group = result_.groups[static_cast<std::size_t>(HeadOf(stream).operand)];
     group.busy_ns.value += elapsed_ns;
     if (!rates.computes()) group.exposed_ns.value += elapsed_ns;
   }
+  result_.activity_ns[static_cast<std::size_t>(activity)].value += elapsed_ns;
+}
+
+// Of a stream that runs something.
+inline DeviceActivity StepAccount::ActivityOf(const StreamState& stream) const {
+  const EngineInstruction& head = HeadOf(stream);
+  switch (stream.work) {
+    case WorkClass::kCompute:
+      switch (step_.phases[head.phase]) {
+        case Phase::kForward:
+          return DeviceActivity::kForward;
+        case Phase::kBackward:
+          return DeviceActivity::kBackward;
+        case Phase::kOptimizer:
+          return DeviceActivity::kOptimizer;
+      }
+      break;
+    case WorkClass::kCopy:
+      return DeviceActivity::kCopies;
+    case WorkClass::kCollective:
+      switch (step_.groups[static_cast<std::size_t>(head.operand)].kind) {
+        case CollectiveKind::kAllGather:
+          return DeviceActivity::kAllGather;
+        case CollectiveKind::kReduceScatter:
+          return DeviceActivity::kReduceScatter;
+        case CollectiveKind::kAllReduce:
+          return DeviceActivity::kAllReduce;
+      }
+      break;
+    case WorkClass::kToHost:
+    case WorkClass::kToDevice:
+      return DeviceActivity::kHostLink;
+  }
+  return DeviceActivity::kIdle;
 }
 
 inline void StepAccount::Begin(std::size_t s, StreamState& stream, std::int64_t start_ns) {
@@ -163,6 +204,10 @@ inline void StepAccount::Leave(const StreamState& stream, std::int64_t now_ns) {
 
 inline EngineResult StepAccount::Take(std::int64_t end_ns) {
   result_.end_ns.value = end_ns;
+  Nanoseconds active;
+  for (const Nanoseconds time : result_.activity_ns) active += time;
+  // Behind the last work of the device the host may still be busy.
+  result_.activity_ns.back() += result_.end_ns - active;
   result_.host_work_ns = step_.host_work_ns;
   return std::move(result_);
 }

@@ -12,6 +12,7 @@
 
 #include "cost/fixed_log.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/simulator/operator_class.h"
 #include "text/instruction_text.h"
 
 namespace shardplan::internal {
@@ -107,6 +108,82 @@ void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResul
   }
   std::ranges::sort(report.collectives, [](const CollectiveReport& a, const CollectiveReport& b) {
     return std::tie(a.kind, a.communicator, a.cost_source) < std::tie(b.kind, b.communicator, b.cost_source);
+  });
+}
+
+void FillActivities(const EngineResult& result, Report& report) {
+  for (std::size_t a = 0; a < kDeviceActivities; ++a) {
+    if (result.activity_ns[a].value > 0)
+      report.activities.push_back({std::string(Name(static_cast<DeviceActivity>(a))), result.activity_ns[a]});
+  }
+}
+
+constexpr std::array<std::string_view, kPhases> kPhaseNames = {"forward", "backward", "optimizer"};
+
+struct KernelSum {
+  std::int64_t count = 0;
+  Nanoseconds alone_ns;
+};
+// By index into OperatorClasses.
+using ClassSums = std::vector<KernelSum>;
+
+// Kernels of each segment by class. What takes no time launches none.
+std::vector<ClassSums> SumsOfSegments(const Plan& plan, const EngineProgram& program) {
+  std::unordered_map<std::string_view, std::size_t> class_of;
+  std::vector<ClassSums> sums(plan.segments.size(), ClassSums(OperatorClasses().size()));
+  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
+    auto at = static_cast<std::size_t>(program.segments[s].first);
+    for (const SegmentEntry& entry : plan.segments[s].entries) {
+      const auto* event = std::get_if<OperatorEvent>(&entry);
+      if (event == nullptr) continue;
+      const Nanoseconds duration = program.operators[at++].duration_ns;
+      if (duration.value == 0) continue;
+      const auto [known, added] = class_of.try_emplace(event->name, 0);
+      if (added) known->second = OperatorClassOf(event->name);
+      KernelSum& sum = sums[s][known->second];
+      ++sum.count;
+      sum.alone_ns += duration;
+    }
+  }
+  return sums;
+}
+
+// The time that streams were busy is shared out as kernels take alone: what slows them is spread evenly over
+// a pass.
+void FillOperators(const Plan& plan, const EngineProgram& program, const EngineResult& result,
+                   Report& report) {
+  const std::vector<ClassSums> sums = SumsOfSegments(plan, program);
+  const EngineStep& step = program.steps.back();
+  std::array<std::map<std::string_view, KernelSum>, kPhases> by_phase;
+  for (const EngineInstruction& code : step.code) {
+    const auto phase = static_cast<std::size_t>(step.phases[code.phase]);
+    const auto add = [&](std::string_view kind, const KernelSum& sum) {
+      KernelSum& of = by_phase[phase][kind];
+      of.count += sum.count;
+      of.alone_ns += sum.alone_ns;
+    };
+    if (code.op == EngineOp::kSegment) {
+      const ClassSums& of = sums[static_cast<std::size_t>(code.operand)];
+      for (std::size_t c = 0; c < of.size(); ++c) {
+        if (of[c].count > 0) add(OperatorClasses()[c], of[c]);
+      }
+    } else if (code.op == EngineOp::kWork && code.work == WorkClass::kCompute && code.duration_ns.value > 0) {
+      add(phase == static_cast<std::size_t>(Phase::kOptimizer) ? "optimizer" : "other",
+          {1, code.duration_ns});
+    }
+  }
+  for (std::size_t p = 0; p < kPhases; ++p) {
+    Nanoseconds alone, passed, given;
+    for (const auto& [kind, sum] : by_phase[p]) alone += sum.alone_ns;
+    for (const auto& [kind, sum] : by_phase[p]) {
+      passed += sum.alone_ns;
+      const Nanoseconds until{MulDiv(result.compute_busy_ns[p].value, passed.value, alone.value)};
+      report.operators.push_back({std::string(kind), std::string(kPhaseNames[p]), sum.count, until - given});
+      given = until;
+    }
+  }
+  std::ranges::sort(report.operators, [](const OperatorReport& a, const OperatorReport& b) {
+    return std::tie(a.kind, a.phase) < std::tie(b.kind, b.phase);
   });
 }
 
@@ -268,6 +345,8 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
                             result.unit_forward_ns[u], result.unit_backward_ns[u],
                             result.unit_exposed_ns[u]});
   }
+  FillActivities(result, report);
+  FillOperators(plan, program, result, report);
   report.memory = BuildMemory(plan, cluster, memory, host_memory, fit);
   FillNotes(plan, cluster, program, memory, host_memory, flops, report);
   return report;

@@ -33,10 +33,6 @@ Bytes CategoryOf(const Report& report, const std::string& category,
   return {};
 }
 
-bool OutsideAllocated(std::string_view category) {
-  return category == "cuda_context" || category == "nccl_buffers" || category == "unmanaged";
-}
-
 std::string Fits(const Report& report) {
   if (report.memory.device_memory_bytes.value == 0) return "-";
   std::string text =
@@ -66,6 +62,10 @@ std::vector<std::string> CategoriesBySize(const std::vector<Report>& reports,
 }
 
 }  // namespace
+
+bool OutsideAllocated(std::string_view category) {
+  return category == "cuda_context" || category == "nccl_buffers" || category == "unmanaged";
+}
 
 std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports) {
   std::vector<ComparisonRow> rows;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/report.h"
@@ -14,6 +15,9 @@ struct ComparisonRow {
   bool heading = false;            // a title of the rows after it; no cells
   bool indented = false;
 };
+
+// Categories of memory that the caching allocator does not follow.
+bool OutsideAllocated(std::string_view category);
 
 std::vector<ComparisonRow> ComparisonRows(const std::vector<Report>& reports);
 

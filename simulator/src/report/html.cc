@@ -2,12 +2,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "report/comparison.h"
 #include "report/page.h"
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/instruction_set.h"
+#include "shardplan/simulator/compare_measured.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/format.h"
 #include "text/instruction_text.h"
@@ -68,6 +71,44 @@ Json List(const Items& items, Make make) {
   return list;
 }
 
+Json ReportData(const Report& r) {
+  Json data = {{"step", r.step_ns.value},
+               {"forward", r.forward_ns.value},
+               {"backward", r.backward_ns.value},
+               {"compute", r.compute_ns.value},
+               {"communication", r.communication_ns.value},
+               {"exposed", r.exposed_communication_ns.value},
+               {"overlap", r.overlap_ppm},
+               {"tokens", r.tokens_per_second_per_rank},
+               {"mfu", r.model_flops_utilization_ppm},
+               {"peak", r.memory.peak_bytes.value},
+               {"reserved", r.memory.reserved_bytes.value},
+               {"releases", r.memory.cache_releases},
+               {"context", r.memory.context_bytes.value},
+               {"needed", NeededBytes(r.memory).value},
+               {"device", r.memory.device_memory_bytes.value},
+               {"fits", r.memory.fits},
+               {"peakAt", r.memory.peak_at}};
+  data["collectives"] = List(r.collectives, [](const CollectiveReport& c) {
+    return Json::array({c.kind, c.communicator, c.count, c.full_tensor_bytes.value, c.busy_ns.value,
+                        c.exposed_ns.value, c.cost_source});
+  });
+  data["units"] = List(r.units, [](const UnitReport& u) {
+    return Json::array(
+        {u.unit, u.param_bytes.value, u.forward_ns.value, u.backward_ns.value, u.exposed_ns.value});
+  });
+  data["streams"] = List(r.streams, [](const StreamReport& s) {
+    return Json::array({s.stream, s.busy_ns.value, s.operations});
+  });
+  data["figures"] = List(r.figures, [](const FigureReport& f) {
+    return Json::array({f.figure, f.origin, f.off_ppm, f.better_ns.value, f.worse_ns.value});
+  });
+  data["low"] = r.step_low_ns.value;
+  data["high"] = r.step_high_ns.value;
+  data["notes"] = r.notes;
+  return data;
+}
+
 // The data of a plan, as report.js reads it.
 class PlanData {
  public:
@@ -80,8 +121,9 @@ class PlanData {
   Json Make(const std::string& title) {
     Json data;
     data["title"] = title;
-    data["streams"] = List(plan_.streams, [](const PlanStream& stream) { return stream.name; });
-    data["report"] = ReportData();
+    data["rows"] = Json::array({"host: triggers", "host: issues"});
+    for (const PlanStream& stream : plan_.streams) data["rows"].push_back(stream.name);
+    data["report"] = ReportData(simulation_.report);
     data["spans"] = Spans();
     data["texts"] = texts_;
     data["categories"] = simulation_.categories;
@@ -90,45 +132,6 @@ class PlanData {
   }
 
  private:
-  Json ReportData() const {
-    const Report& r = simulation_.report;
-    Json data = {{"step", r.step_ns.value},
-                 {"forward", r.forward_ns.value},
-                 {"backward", r.backward_ns.value},
-                 {"compute", r.compute_ns.value},
-                 {"communication", r.communication_ns.value},
-                 {"exposed", r.exposed_communication_ns.value},
-                 {"overlap", r.overlap_ppm},
-                 {"tokens", r.tokens_per_second_per_rank},
-                 {"mfu", r.model_flops_utilization_ppm},
-                 {"peak", r.memory.peak_bytes.value},
-                 {"reserved", r.memory.reserved_bytes.value},
-                 {"releases", r.memory.cache_releases},
-                 {"context", r.memory.context_bytes.value},
-                 {"needed", NeededBytes(r.memory).value},
-                 {"device", r.memory.device_memory_bytes.value},
-                 {"fits", r.memory.fits},
-                 {"peakAt", r.memory.peak_at}};
-    data["collectives"] = List(r.collectives, [](const CollectiveReport& c) {
-      return Json::array({c.kind, c.communicator, c.count, c.full_tensor_bytes.value, c.busy_ns.value,
-                          c.exposed_ns.value, c.cost_source});
-    });
-    data["units"] = List(r.units, [](const UnitReport& u) {
-      return Json::array(
-          {u.unit, u.param_bytes.value, u.forward_ns.value, u.backward_ns.value, u.exposed_ns.value});
-    });
-    data["streams"] = List(r.streams, [](const StreamReport& s) {
-      return Json::array({s.stream, s.busy_ns.value, s.operations});
-    });
-    data["figures"] = List(r.figures, [](const FigureReport& f) {
-      return Json::array({f.figure, f.origin, f.off_ppm, f.better_ns.value, f.worse_ns.value});
-    });
-    data["low"] = r.step_low_ns.value;
-    data["high"] = r.step_high_ns.value;
-    data["notes"] = r.notes;
-    return data;
-  }
-
   std::size_t TextIndex(std::string text) {
     const auto [it, added] = text_index_.try_emplace(std::move(text), texts_.size());
     if (added) texts_.push_back(it->first);
@@ -216,19 +219,19 @@ std::vector<std::string> Titles(const std::vector<const Simulation*>& simulation
   return titles;
 }
 
-Json Comparison(const std::vector<const Simulation*>& simulations) {
-  std::vector<Report> reports;
-  for (const Simulation* simulation : simulations) reports.push_back(simulation->report);
-  return List(internal::ComparisonRows(reports), [](const internal::ComparisonRow& row) {
+Json Comparison(const std::vector<std::string>& titles, const std::vector<Report>& reports) {
+  Json rows = List(internal::ComparisonRows(reports), [](const internal::ComparisonRow& row) {
     return Json{
         {"label", row.label}, {"heading", row.heading}, {"indented", row.indented}, {"cells", row.cells}};
   });
+  return {{"titles", titles}, {"rows", std::move(rows)}};
 }
 
 constexpr std::string_view kReportBody = R"page(
 <main>
 <header><h1>@MODEL</h1><span class="sub">@CLUSTER</span><span class="tabs" id="tabs"></span></header>
 <div class="cards" id="cards"></div>
+<section id="activitiesbox" hidden><h2>Where the step's time goes</h2><div class="wide" id="activities"></div></section>
 <section><h2>Comparison</h2><div class="wide" id="comparison"></div></section>
 <section id="timelinebox"><span class="tools"><button id="in">+</button><button id="out">&minus;</button><button id="all">whole step</button></span>
 <h2>Timeline of the steady step</h2>
@@ -237,11 +240,166 @@ constexpr std::string_view kReportBody = R"page(
 <section id="memorybox"><h2>Memory</h2><p class="hint" id="peak"></p>
 <canvas id="memory"></canvas><div class="legend" id="memorylegend"></div></section>
 <section id="tornadobox"><h2>How far the step may be off</h2><p class="hint" id="interval"></p><div class="tornado" id="tornado"></div></section>
+<section id="kernelsbox" hidden><h2>Kernels by class of operators</h2><div class="wide" id="kernels"></div></section>
 <section><h2>Collectives</h2><div class="wide" id="collectives"></div></section>
 <div class="two"><section><h2>Units</h2><div class="scroll" id="units"></div></section>
-<section><h2>Streams</h2><div class="wide" id="streams"></div><h2 style="margin-top:18px">Notes</h2><ul id="notes"></ul></section></div>
+<section><h2 id="streamshead">Streams</h2><div class="wide" id="streams"></div><h2 style="margin-top:18px">Notes</h2><ul id="notes"></ul></section></div>
 </main><div id="tip"></div>
 )page";
+
+// A measured step's spans have a row for each stream.
+class MeasuredData {
+ public:
+  explicit MeasuredData(const Report& report) : report_(report) {
+    for (const TimelineSpan& span : report.timeline) {
+      if (std::ranges::find(rows_, span.stream) == rows_.end()) rows_.push_back(span.stream);
+    }
+  }
+
+  const std::vector<std::string>& rows() const { return rows_; }
+
+  Json Make(const std::string& title) const {
+    Json data;
+    data["title"] = title;
+    data["rows"] = rows_;
+    data["report"] = ReportData(report_);
+    data["texts"] = Json::array({""});
+    data["spans"] = Json::array();
+    std::vector<std::size_t> row_of;
+    for (std::size_t r = 0; r < rows_.size(); ++r) row_of.push_back(r);
+    AppendSpans(row_of, data);
+    data["categories"] = Json::array();
+    data["memory"] = Json::array();
+    return data;
+  }
+
+  // `row_of`: of each of rows().
+  void AppendSpans(const std::vector<std::size_t>& row_of, Json& data) const {
+    std::map<std::string, std::size_t> text_index;
+    for (const TimelineSpan& span : report_.timeline) {
+      const auto [text, added] = text_index.try_emplace(span.name, data["texts"].size());
+      if (added) data["texts"].push_back(span.name);
+      const auto row = static_cast<std::size_t>(std::ranges::find(rows_, span.stream) - rows_.begin());
+      for (const std::int64_t number : {static_cast<std::int64_t>(row_of[row]), span.begin_ns.value,
+                                        span.duration_ns.value, static_cast<std::int64_t>(text->second),
+                                        static_cast<std::int64_t>(GroupOf(span.activity)), std::int64_t{0}})
+        data["spans"].push_back(number);
+    }
+  }
+
+ private:
+  static SpanGroup GroupOf(std::string_view activity) {
+    static constexpr std::array<std::pair<std::string_view, SpanGroup>, 6> kGroups = {
+        {{"forward", SpanGroup::kForward},
+         {"backward", SpanGroup::kBackward},
+         {"optimizer", SpanGroup::kOptimizer},
+         {"all_gather", SpanGroup::kAllGather},
+         {"reduce_scatter", SpanGroup::kReduceScatter},
+         {"all_reduce", SpanGroup::kAllReduce}}};
+    for (const auto& [name, group] : kGroups) {
+      if (name == activity) return group;
+    }
+    return SpanGroup::kCopy;
+  }
+
+  const Report& report_;
+  std::vector<std::string> rows_;
+};
+
+// Both steps on one axis: below each stream of the plan what was measured of it.
+Json PairTimeline(Json predicted, const Plan& plan, const MeasuredData& measured) {
+  std::vector<std::string> rows;
+  std::vector<std::size_t> predicted_row(plan.streams.size()), measured_row(measured.rows().size());
+  std::vector<bool> placed(measured.rows().size());
+  const auto place = [&](std::size_t m) {
+    placed[m] = true;
+    measured_row[m] = rows.size();
+    rows.push_back(measured.rows()[m] + ", measured");
+  };
+  for (std::size_t s = 0; s < plan.streams.size(); ++s) {
+    const std::string& name = plan.streams[s].name;
+    predicted_row[s] = rows.size();
+    rows.push_back(name + ", predicted");
+    for (std::size_t m = 0; m < measured.rows().size(); ++m) {
+      const std::string& row = measured.rows()[m];
+      if (!placed[m] && (row == name || row.starts_with(name + " ("))) place(m);
+    }
+  }
+  for (std::size_t m = 0; m < measured.rows().size(); ++m) {
+    if (!placed[m]) place(m);
+  }
+  Json spans = Json::array();
+  const Json& all = predicted["spans"];
+  constexpr std::size_t kNumbers = 6;  // of a span
+  for (std::size_t i = 0; i < all.size(); i += kNumbers) {
+    const auto row = all[i].get<std::size_t>();
+    if (row < 2) continue;  // the host's
+    spans.push_back(predicted_row[row - 2]);
+    for (std::size_t n = 1; n < kNumbers; ++n) spans.push_back(all[i + n]);
+  }
+  predicted["rows"] = rows;
+  predicted["spans"] = std::move(spans);
+  predicted["memory"] = Json::array();
+  measured.AppendSpans(measured_row, predicted);
+  return predicted;
+}
+
+Json PairData(const MeasuredComparison& c) {
+  const auto percent = [](Nanoseconds part, Nanoseconds whole) {
+    return fmt::format("{:+.1f} %", 100 * (static_cast<double>(part.value) /
+                                               static_cast<double>(std::max<std::int64_t>(1, whole.value)) -
+                                           1));
+  };
+  Json data;
+  data["cards"] =
+      Json::array({Json::array({"measured step", internal::Milliseconds(c.measured_ns),
+                                "predicted " + internal::Milliseconds(c.predicted_ns)}),
+                   Json::array({"measured against predicted", percent(c.measured_ns, c.predicted_ns),
+                                "below zero: faster than predicted"})});
+  for (const BytesPair& pair : c.memory) {
+    if (c.memory.size() == 1) {
+      data["cards"].push_back({"measured peak", internal::Gibibytes(pair.measured_bytes),
+                               "predicted " + internal::Gibibytes(pair.predicted_bytes)});
+    }
+  }
+  const auto times = [](const std::vector<TimePair>& pairs) {
+    return List(pairs, [](const TimePair& pair) {
+      return Json::array({pair.what, pair.predicted_ns.value, pair.measured_ns.value});
+    });
+  };
+  data["activities"] = times(c.activities);
+  data["units"] = times(c.units);
+  data["kernels"] = List(c.kernels, [](const KernelPair& pair) {
+    return Json::array({pair.kind, pair.phase, pair.predicted_count, pair.measured_count,
+                        pair.predicted_ns.value, pair.measured_ns.value});
+  });
+  data["collectives"] = List(c.collectives, [](const CollectivePair& pair) {
+    return Json::array({pair.kind, pair.communicator, pair.predicted_count, pair.measured_count,
+                        pair.predicted_ns.value, pair.measured_ns.value, pair.predicted_exposed_ns.value,
+                        pair.measured_exposed_ns.value});
+  });
+  std::vector<BytesPair> memory = c.memory;
+  if (!memory.empty()) memory.push_back(c.reserved);
+  data["memory"] = List(memory, [](const BytesPair& pair) {
+    return Json::array({pair.what, pair.predicted_bytes.value, pair.measured_bytes.value});
+  });
+  data["remarks"] = c.remarks;
+  return data;
+}
+
+// The page of these tabs, whose first reports the comparison is of.
+std::string Page(const std::string& model, const std::string& below, std::int64_t ranks, Json comparison,
+                 Json plans) {
+  std::string body(kReportBody);
+  internal::Fill(body, {{"@MODEL", internal::HtmlText(model)}, {"@CLUSTER", internal::HtmlText(below)}});
+  std::string out = internal::PageHead(internal::HtmlText(model) + " &ndash; shardplan", body);
+  out += internal::ScriptJson(
+      {{"ranks", ranks}, {"comparison", std::move(comparison)}, {"plans", std::move(plans)}});
+  out += internal::PageTail(internal::ReportScript());
+  return out;
+}
+
+std::string ModelOf(const Report& report) { return report.model.empty() ? "shardplan" : report.model; }
 
 }  // namespace
 
@@ -249,20 +407,30 @@ std::string ReportHtml(const std::vector<const Plan*>& plans,
                        const std::vector<const Simulation*>& simulations) {
   const std::vector<std::string> titles = Titles(simulations);
   const Report first = simulations.empty() ? Report{} : simulations.front()->report;
-  const std::string model = first.model.empty() ? "shardplan" : first.model;
-  std::string body(kReportBody);
-  internal::Fill(body, {{"@MODEL", internal::HtmlText(model)},
-                        {"@CLUSTER", internal::HtmlText(fmt::format("{}, {} ranks, simulated", first.cluster,
-                                                                    first.world_size))}});
-  std::string out = internal::PageHead(internal::HtmlText(model) + " &ndash; shardplan", body);
-  Json data = {{"ranks", first.world_size}, {"comparison", Comparison(simulations)}};
-  Json& plan_data = data["plans"] = Json::array();
-  for (std::size_t p = 0; p < plans.size(); ++p) {
-    plan_data.push_back(PlanData(*plans[p], *simulations[p]).Make(titles[p]));
-  }
-  out += internal::ScriptJson(data);
-  out += internal::PageTail(internal::ReportScript());
-  return out;
+  std::vector<Report> reports;
+  for (const Simulation* simulation : simulations) reports.push_back(simulation->report);
+  Json data = Json::array();
+  for (std::size_t p = 0; p < plans.size(); ++p)
+    data.push_back(PlanData(*plans[p], *simulations[p]).Make(titles[p]));
+  return Page(ModelOf(first), fmt::format("{}, {} ranks, simulated", first.cluster, first.world_size),
+              first.world_size, Comparison(titles, reports), std::move(data));
+}
+
+std::string MeasuredHtml(const Plan& plan, const Simulation& simulation, const Report& measured) {
+  const Result<MeasuredComparison> comparison = CompareMeasured(simulation.report, measured);
+  SHARDPLAN_ASSERT(comparison.has_value(), "the caller has compared them");
+  const Json predicted = PlanData(plan, simulation).Make("predicted");
+  const MeasuredData measured_data(measured);
+  Json pair = PairTimeline(predicted, plan, measured_data);
+  pair["title"] = "predicted and measured";
+  pair["length"] = std::max(simulation.report.step_ns, measured.step_ns).value;
+  pair["pair"] = PairData(*comparison);
+  const Report& report = simulation.report;
+  return Page(ModelOf(report),
+              fmt::format("{}, {} ranks: simulated; {}: measured", report.cluster, report.world_size,
+                          measured.measured.device),
+              report.world_size, Comparison({"predicted", "measured"}, {report, measured}),
+              Json::array({std::move(pair), predicted, measured_data.Make("measured")}));
 }
 
 }  // namespace shardplan

@@ -641,7 +641,8 @@ def lower(document, costs, alive, index):
                 item.operators = [costs.operator(e) for e in segment["entries"] if e[0] == "op"]
                 item.host, item.work = costs.host.get("operator_issue_ns", 0), "compute"
                 reads = [document.at("unit", u) for u in segment.get("reads", [])]
-                item.unit = reads[0] if reads else item.unit
+                makes = [document.at("unit", grad["unit"]) for grad in segment.get("grads", [])]
+                item.unit = (makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else item.unit])[0]
             elif kind in COLLECTIVES:
                 item.host, item.work = costs.host.get("collective_issue_ns", 0), "collective"
                 item.group = document.ref(instruction, "communicator")
@@ -889,7 +890,18 @@ class Machine:
             left -= waiting.pop(0)
         return ppm * 60 * left // (len(waiting) * load)
 
+    def activity(self):
+        """What the device does now: the model before copies, copies before collectives, these before the host's link."""
+        doing = []
+        for item in self.works("compute"):
+            doing.append(("0123"["forward backward optimizer".split().index(self.phases[item.phase])], self.phases[item.phase]))
+        doing += [("4", "copies") for _ in self.works("copy")]
+        doing += [("5" + item.kind.replace("all_reduce", "z"), item.kind) for item in self.works("collective")]
+        doing += [("6", "host_link") for entry in self.active.values() if entry[0].work not in ("compute", "copy", "collective")]
+        return min(doing)[1] if doing else "idle"
+
     def account(self, elapsed):
+        self.sums["activity", self.activity()] += elapsed
         computes, collectives = self.works("compute"), self.works("collective")
         if computes:
             self.sums["compute"] += elapsed

@@ -74,7 +74,9 @@ OUTPUTS = {
     "order": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after", "record_order", "--dump"),
     "validate": ("validate", "trace.json", "cluster.json", "strategy.json", "plan.json"),
     "ranks": ("validate", "--ranks-apart", "plan.json", "other.json"),
-    "simulate": ("simulate", "plan.json", "--report", "report.json", "--timeline", "timeline.json", "--html", "report.html"),
+    "simulate": ("simulate", "plan.json", "--report", "report.json", "--timeline", "timeline.json", "--kineto", "kineto.json", "--html", "report.html"),
+    "profiled": ("import-profile", "kineto.json", "--plan", "plan.json", "-o", "step.json"),
+    "difference": ("compare", "plan.json", "step.json", "--json", "difference.json", "--html", "step.html"),
     "compare": ("simulate", "plan.json", "other.json", "--html", "both.html"),
     "report": ("validate", "report.json"),
     "memory": ("memory", "plan.json", "--reserved", "--rows", "rows.json", "--plot", "plot.html", "--map", "map.html"),
@@ -119,8 +121,8 @@ if HAS_EXECUTOR:
 # Exit codes of those that are not 0 alone.
 CODES = {"diff": (1,), "ranks": (1,), "broken": (1,), "refused": (1,), "wrong trace": (3,), "no such unit": (3,), "swept in vain": (1,), "predictions": (0, 3),
          "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3), "traced": (3,)}  # fmt: skip
-JSON = ("causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json", "imported.json", "plan.json", "written.json", "report.json", "timeline.json", "rows.json", "alive.json", "back.json")
-PAGES = ("sweep.html", "report.html", "both.html", "plot.html", "map.html")
+JSON = ("causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json", "imported.json", "plan.json", "written.json", "report.json", "timeline.json", "kineto.json", "step.json", "difference.json", "rows.json", "alive.json", "back.json")
+PAGES = ("sweep.html", "report.html", "step.html", "both.html", "plot.html", "map.html")
 
 
 def break_plan(folder):

@@ -84,6 +84,30 @@ def test_collectives_are_those_of_the_plan_with_their_bytes(plans, imported, sha
     assert other["measured"]["collectives_beside_plan"] == 14 and any("the plan has 9 of" in note for note in other["notes"])
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "ranks", "collectives"),
+    [
+        ("hta_ddp_a100", "NVIDIA A100-PG509-200", 2, {"all_reduce": 4, "broadcast": 2}),
+        ("hta_ddp_v100", "Tesla V100-SXM2-32GB", 2, {"all_reduce": 6}),
+        ("hta_sampled_128", "GPU", 128, {"SendRecv": 5}),
+        ("hta_mi250", "AMD Radeon Graphics", 1, {}),
+        ("deepseek_h800", "NVIDIA H800", 64, {}),
+    ],
+)
+def test_profiles_that_others_published_are_read(name, device, ranks, collectives, plans, imported):
+    """None is of FSDP: all of their work is of no unit, and their collectives are beside the plan."""
+    report = imported(PROFILES / "public" / f"{name}.json.gz", "--plan", plans["fsdp2"])
+    kernels = {duration: own for duration, own in launched_in_steps(raw(f"public/{name}.json.gz")).items() if abs(duration - report["step_ns"]) <= 2}
+    own = next(iter(kernels.values()))
+    assert sum(stream["operations"] for stream in report["streams"]) == len(own)
+    assert report["measured"]["device"] == device and report["world_size"] == ranks
+    assert {entry["kind"]: entry["count"] for entry in report["collectives"]} == collectives
+    assert report["measured"]["collectives_beside_plan"] == sum(collectives.values())
+    assert sum(entry["time_ns"] for entry in report["activities"]) == report["step_ns"]
+    compute = [k for k in own if not k["name"].startswith("nccl")]
+    assert abs(sum(entry["busy_ns"] for entry in report["operators"]) - sum(1000 * k["dur"] for k in compute)) <= 2 * len(compute)
+
+
 def test_memory_is_that_of_torchs_statistics(plans, imported):
     report = imported(PROFILES / "fsdp2_rank0.json.gz", "--snapshot", PROFILES / "fsdp2_rank0.pickle.gz", "--plan", plans["fsdp2"])
     assert report["memory"]["peak_bytes"] == 351_054_848 and report["memory"]["reserved_bytes"] == 473_956_352

@@ -74,6 +74,7 @@ def figures(document, machines, alone):
     last, plan = machines[-1], document.plan
     sums = last.sums
     communication = sums["communication"]
+    total = sum(time for name, time in sums.items() if name[0] == "activity" and name[1] != "idle")
     groups = {(item.kind, item.group, item.source) for item in last.items if item.work == "collective"}
     return {
         "step_ns": last.end,
@@ -91,6 +92,7 @@ def figures(document, machines, alone):
             (kind, plan["communicators"][group]["name"], source, sums["busy", (kind, group, source)], sums["exposed", (kind, group, source)])
             for kind, group, source in groups
         ),
+        "activities": {name[1]: time for name, time in [*sums.items(), (("activity", "idle"), last.end - total)] if name[0] == "activity" and time},
         "units": [(sums["unit_forward", u], sums["unit_backward", u], sums["unit_exposed", u]) for u in range(len(document.units))],
     }
 
@@ -105,6 +107,7 @@ def reported(report):
         "host_work_ns": report.get("host_work_ns", 0),
         "streams": [(s["stream"], s["busy_ns"], s["operations"]) for s in report["streams"]],
         "collectives": sorted((c["kind"], c["communicator"], c["cost_source"], c["busy_ns"], c["exposed_ns"]) for c in report["collectives"]),
+        "activities": {entry["activity"]: entry["time_ns"] for entry in report.get("activities", [])},
         "units": [(u["forward_ns"], u["backward_ns"], u["exposed_ns"]) for u in report["units"]],
         "peak_bytes": memory["peak_bytes"],
         "peak_by_category": categories("peak_by_category"),

@@ -1,5 +1,6 @@
 """Outputs are written whole or not at all: signals at any moment, full disks, links, outputs that are inputs. Real processes, every command."""
 
+import json
 import os
 import random
 import re
@@ -36,6 +37,9 @@ def inputs(tmp_path_factory):
     shutil.copy(ALLOCATOR_LOG, files["log"])
     made = run([program(), "plan", files["trace"], *FLAGS, "-q", "-o", files["plan"]])
     assert made.returncode == 0, made.stderr
+    simulated = run([program(), "simulate", files["plan"], "-q", "--report", "-"])
+    files["step"] = folder / "step.json"
+    files["step"].write_text(json.dumps({**json.loads(simulated.stdout), "measured": {"device": "GPU", "rank": 0, "ranks": 1, "steps_ns": [1]}}))
     files |= {"best": folder / "best.json", "report": folder / "report.json"}
     made = run([program(), "optimize", files["trace"], *OPTIMIZE, "-o", files["best"], "--report", files["report"]])
     assert made.returncode == 0, made.stderr

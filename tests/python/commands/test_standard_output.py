@@ -57,6 +57,7 @@ SHORT = {
     "simulate --report": ("simulate", "plan.json", "-q", "--report", "-"),
     "simulate --html": ("simulate", "plan.json", "-q", "--html", "-"),
     "compare": ("compare", "plan.json", "other.json"),
+    "simulate --kineto": ("simulate", "plan.json", "-q", "--kineto", "-"),
     "compare --json": ("compare", "plan.json", "other.json", "--json", "-"),
     "memory": ("memory", "plan.json", "-q"),
     "memory --rows": ("memory", "plan.json", "-q", "--rows", "-"),

@@ -48,6 +48,7 @@ READERS = {
     "explain --report": ("explain", "{best}", "--report", "{file}"),
     "compare": ("compare", "{file}", "{plan}"),
     "compare second": ("compare", "{plan}", "{file}"),
+    "compare --cluster": ("compare", "{plan}", "{plan}", "--cluster", "{file}"),
     "cost": ("cost", "{file}"),
     "cost --cluster": ("cost", "{table}", "--cluster", "{file}"),
     "cost --fit": ("cost", "{table}", "--fit", "{file}", "-o", "/dev/null"),

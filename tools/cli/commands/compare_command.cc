@@ -1,4 +1,4 @@
-// `compare`: why the step and the memory of two plans differ.
+// `compare`: why the step and the memory of two plans differ, and how a measured step differs from its plan.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,8 +12,12 @@
 #include "flags/file_flag.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/compare_measured.h"
 #include "shardplan/simulator/critical_path.h"
+#include "shardplan/simulator/sensitivity.h"
+#include "shardplan/simulator/simulate.h"
 #include "support.h"
+#include "texts/measured_text.h"
 #include "verified_plan.h"
 
 namespace shardplan::cli {
@@ -22,7 +26,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct CompareArguments {
-  std::string a, b, json;
+  std::string a, b, cluster, json, html;
   bool no_verify = false;
   bool quiet = false;
 };
@@ -133,7 +137,7 @@ std::string Verdict(const Comparison& c) {
   return text;
 }
 
-Json ToJson(const Comparison& comparison) {
+Json CausesJson(const Comparison& comparison) {
   const auto list = [](const std::vector<Difference>& causes) {
     Json entries = Json::array();
     for (const Difference& cause : causes)
@@ -150,18 +154,80 @@ Json ToJson(const Comparison& comparison) {
           {"fits_b", comparison.fits_b}};
 }
 
+// On the named cluster, where one is.
+Status MoveToCluster(const CompareArguments& arguments, const std::string& path, Plan& plan) {
+  if (arguments.cluster.empty()) return {};
+  Result<Cluster> cluster = ClusterForPlan(arguments.cluster, path, plan, arguments.quiet);
+  if (!cluster) return std::unexpected(std::move(cluster.error()));
+  plan.cluster = std::move(*cluster);
+  return {};
+}
+
+Status RunMeasured(const CompareArguments& arguments, const Plan& plan, const std::string& plan_digest,
+                   const Report& measured, bool prints) {
+  Result<Simulation> simulation =
+      Simulate(plan, {.record_timeline = !arguments.html.empty(), .fit = {}, .plan_digest = plan_digest});
+  if (!simulation) {
+    if (simulation.error().file.empty()) simulation.error().file = arguments.a;
+    return std::unexpected(std::move(simulation.error()));
+  }
+  if (!plan.cluster.sources.empty()) {
+    const Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, plan.cluster);
+    if (!sensitivity) return std::unexpected(sensitivity.error());
+    FillInterval(*sensitivity, simulation->report);
+  }
+  Result<MeasuredComparison> comparison = CompareMeasured(simulation->report, measured);
+  if (!comparison) {
+    comparison.error().file = arguments.b;
+    return std::unexpected(std::move(comparison.error()));
+  }
+  if (!arguments.json.empty()) {
+    const std::string text = ToJson(*comparison).dump(2) + "\n";
+    if (Status s = WriteAndSay(arguments.json, text, arguments.quiet); !s) return s;
+  }
+  if (!arguments.html.empty()) {
+    const std::string page = MeasuredHtml(plan, *simulation, measured);
+    if (Status s = WriteAndSay(arguments.html, page, arguments.quiet); !s) return s;
+  }
+  if (!prints) return {};
+  const MeasuredReport& m = measured.measured;
+  return PrintText(fmt::format("predicted: {} on {}\nmeasured:  {}: {}, rank {} of {}, {} steps\n\n",
+                               Printable(arguments.a), Printable(plan.cluster.name), Printable(arguments.b),
+                               Printable(m.device), m.rank, measured.world_size, m.steps_ns.size()) +
+                   MeasuredText(*comparison, simulation->report, measured));
+}
+
 Status RunCompare(const CompareArguments& arguments) {
-  const std::vector<OutputFile> outputs = {{"--json", arguments.json}};
+  const std::vector<OutputFile> outputs = {{"--json", arguments.json}, {"--html", arguments.html}};
   const bool prints = !HasStandardOutput(outputs);
-  if (Status s = CheckOutputs({arguments.a, arguments.b}, outputs, prints); !s) return s;
-  const Result<Plan> a = ReadVerifiedPlan(arguments.a, arguments.no_verify);
+  if (Status s = CheckOutputs({arguments.a, arguments.b, arguments.cluster}, outputs, prints); !s) return s;
+  Result<Plan> a = ReadVerifiedPlan(arguments.a, arguments.no_verify);
   if (!a) return std::unexpected(a.error());
-  const Result<Plan> b = ReadVerifiedPlan(arguments.b, arguments.no_verify);
-  if (!b) return std::unexpected(b.error());
+  Result<Document> other = ReadDocument(arguments.b);
+  if (!other) return std::unexpected(other.error());
+  if (const auto* measured = std::get_if<Report>(&*other)) {
+    const std::string digest = DigestOfJson(*a);
+    if (Status s = MoveToCluster(arguments, arguments.a, *a); !s) return s;
+    return RunMeasured(arguments, *a, digest, *measured, prints);
+  }
+  auto* b = std::get_if<Plan>(&*other);
+  if (b == nullptr) {
+    return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                                 .message = "this is no plan, and no measured report",
+                                 .file = arguments.b,
+                                 .pointer = "/schema",
+                                 .found = "another document",
+                                 .expected = "a plan, or a report of import-profile"});
+  }
+  if (!arguments.html.empty())
+    return MakeError(ErrorCode::kUsage, "--html shows a measured step; for two plans: simulate A B --html");
+  if (Status s = VerifyForUse(arguments.b, *b, arguments.no_verify); !s) return s;
+  if (Status s = MoveToCluster(arguments, arguments.a, *a); !s) return s;
+  if (Status s = MoveToCluster(arguments, arguments.b, *b); !s) return s;
   const Result<Comparison> comparison = CompareSteps(*a, *b);
   if (!comparison) return std::unexpected(comparison.error());
   if (!arguments.json.empty()) {
-    const std::string text = ToJson(*comparison).dump(2) + "\n";
+    const std::string text = CausesJson(*comparison).dump(2) + "\n";
     if (Status s = WriteAndSay(arguments.json, text, arguments.quiet); !s) return s;
   }
   if (!prints) return {};
@@ -176,13 +242,22 @@ Status RunCompare(const CompareArguments& arguments) {
 }  // namespace
 
 void AddCompareCommand(CLI::App& app, Invocation& invocation) {
-  CLI::App* command = app.add_subcommand(
-      "compare", "Why the step time and the memory of two plans differ: causes that add up exactly");
-  command->footer("Example: shardplan compare fsdp1.json fsdp2.json");
+  CLI::App* command = app.add_subcommand("compare",
+                                         "Why the step time and the memory of two plans differ, or a plan "
+                                         "and a measured step: causes that add up "
+                                         "exactly");
+  command->footer(
+      "Examples: shardplan compare fsdp1.json fsdp2.json\n"
+      "          shardplan compare plan.json measured.json --html page.html\n"
+      "measured.json: shardplan import-profile.");
   auto options = std::make_shared<CompareArguments>();
   command->add_option("A", options->a, "A plan")->required();
-  command->add_option("B", options->b, "Another")->required();
+  command->add_option("B", options->b, "Another, or a measured report")->required();
+  AddFile(*command, "--cluster", options->cluster,
+          "Costs from this cluster (a file, a shipped one, or a device) instead of the plans' own");
   AddFile(*command, "--json", options->json, "Write the causes (JSON; '-': standard output, no table)");
+  AddFile(*command, "--html", options->html,
+          "Of a measured report: write a page with both steps on one timeline");
   AddNoVerifyFlag(*command, options->no_verify);
   command->add_flag("-q,--quiet", options->quiet, "No progress on standard error");
   command->callback([options, &invocation] {

@@ -15,6 +15,7 @@
 #include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
+#include "texts/figures.h"
 #include "texts/fsdp2_script.h"
 #include "verified_plan.h"
 
@@ -27,9 +28,6 @@ struct ExportArguments {
   bool no_verify = false;
   bool quiet = false;
 };
-
-double InMilliseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1e6; }
-double InGibibytes(Bytes bytes) { return static_cast<double>(bytes.value) / (1 << 30); }
 
 Result<Report> ReportOf(const Plan& plan) {
   Result<Simulation> simulation = Simulate(plan, {.record_timeline = false});

@@ -7,11 +7,10 @@
 #include <memory>
 #include <optional>
 
-#include "cluster_names.h"
 #include "commands/commands.h"
-#include "flags/cluster_choice.h"
 #include "flags/file_flag.h"
 #include "flags/memory_budget.h"
+#include "shardplan/schemas/gzip.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/caching_allocator.h"
 #include "shardplan/simulator/cost_model.h"
@@ -27,7 +26,7 @@ namespace {
 
 struct SimulateArguments {
   std::vector<std::string> plans;
-  std::string cluster, report, timeline, html, budget;
+  std::string cluster, report, timeline, kineto, html, budget;
   std::optional<std::string> alloc_conf;
   bool no_verify = false;
   bool sensitivity = false;
@@ -39,25 +38,39 @@ struct SimulateArguments {
 };
 
 // Everything that is written for a single plan: its report and its timeline.
-Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Simulation& simulation) {
+Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Cluster& cluster,
+                   const Simulation& simulation) {
   if (!options.report.empty()) {
     if (Status written = WriteAndSay(options.report, ToJson(simulation.report), options.quiet); !written)
       return written;
   }
   if (!options.timeline.empty()) {
-    return WriteAndSay(options.timeline, TimelineJson(plan, simulation), options.quiet,
-                       "open it at ui.perfetto.dev");
+    if (Status written = WriteAndSay(options.timeline, TimelineJson(plan, simulation), options.quiet,
+                                     "open it at ui.perfetto.dev");
+        !written)
+      return written;
+  }
+  if (!options.kineto.empty()) {
+    const std::string trace = KinetoTrace(plan, simulation, cluster);
+    return WriteAndSay(options.kineto, options.kineto.ends_with(".gz") ? Gzip(trace) : trace, options.quiet,
+                       "a profile of torch.profiler's kind");
   }
   return {};
 }
 
 std::vector<OutputFile> OutputsOf(const SimulateArguments& options) {
-  return {{"--report", options.report}, {"--timeline", options.timeline}, {"--html", options.html}};
+  return {{"--report", options.report},
+          {"--timeline", options.timeline},
+          {"--kineto", options.kineto},
+          {"--html", options.html}};
 }
 
 Status CheckFiles(const SimulateArguments& options) {
-  if (options.plans.size() > 1 && !(options.report.empty() && options.timeline.empty()))
-    return MakeError(ErrorCode::kUsage, "--report and --timeline take one plan; give --html for several");
+  if (options.plans.size() > 1 &&
+      !(options.report.empty() && options.timeline.empty() && options.kineto.empty())) {
+    return MakeError(ErrorCode::kUsage,
+                     "--report, --timeline and --kineto take one plan; give --html for several");
+  }
   std::vector<std::string> inputs = options.plans;
   inputs.push_back(options.cluster);
   return CheckOutputs(inputs, OutputsOf(options), !HasStandardOutput(OutputsOf(options)));
@@ -135,6 +148,7 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   if (!apart) return std::unexpected(apart.error());
   const bool prints = !HasStandardOutput(OutputsOf(options));
   std::vector<Plan> plans;
+  std::vector<Cluster> clusters;  // that were simulated
   std::vector<Simulation> simulations;
   std::string uncertainty;
   for (const std::string& path : options.plans) {
@@ -143,24 +157,16 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     SimulationOptions simulation_options;
     std::optional<Cluster> of_plan;
     if (!options.cluster.empty()) {
-      const Result<Cluster> cluster = FindCluster(options.cluster, plan->world_size);
-      if (!cluster) return std::unexpected(cluster.error());
-      Result<Cluster> resized = WithRanks(*cluster, plan->world_size);
-      if (!resized) {
-        resized.error().file = options.cluster;
-        return std::unexpected(std::move(resized.error()));
-      }
-      of_plan = std::move(*resized);
-      if (cluster->ranks != plan->world_size) {
-        Progress(options.quiet, fmt::format("{} has {} ranks: {} of its devices, as {} has ranks",
-                                            cluster->name, cluster->ranks, plan->world_size, path));
-      }
+      Result<Cluster> cluster = ClusterForPlan(options.cluster, path, *plan, options.quiet);
+      if (!cluster) return std::unexpected(std::move(cluster.error()));
+      of_plan = std::move(*cluster);
       simulation_options.cluster = &*of_plan;
     }
     simulation_options.plan_digest = DigestOfJson(*plan);
     simulation_options.fit.budget_bytes = *budget;
     if (options.alloc_conf) plan->strategy.alloc_conf = *options.alloc_conf;
-    simulation_options.record_timeline = !options.timeline.empty() || !options.html.empty();
+    simulation_options.record_timeline =
+        !options.timeline.empty() || !options.html.empty() || !options.kineto.empty();
     Result<Simulation> simulation = Simulate(*plan, simulation_options);
     if (!simulation) {
       if (simulation.error().file.empty()) simulation.error().file = path;
@@ -188,11 +194,13 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
         uncertainty += *text;
       }
     }
+    clusters.push_back(its_cluster);
     plans.push_back(std::move(*plan));
     simulations.push_back(std::move(*simulation));
   }
   if (plans.size() == 1) {
-    if (Status written = WriteSingle(options, plans[0], simulations[0]); !written) return written;
+    if (Status written = WriteSingle(options, plans[0], clusters[0], simulations[0]); !written)
+      return written;
   }
   if (!options.html.empty()) {
     std::vector<const Plan*> plan_pointers;
@@ -226,6 +234,8 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
           "Costs from this cluster (a file, a shipped one, or a device) instead of the plan's own");
   AddFile(*command, "--report", options->report, "Write the report (JSON; '-': standard output, no table)");
   AddFile(*command, "--timeline", options->timeline, "Write a timeline that Perfetto opens");
+  AddFile(*command, "--kineto", options->kineto,
+          "Write the step as torch.profiler would (gzip where it ends in .gz): for Perfetto, HTA, TraceLens");
   AddFile(*command, "--html", options->html, "Write a self-contained HTML report");
   command->add_option("--memory-budget", options->budget, std::string(kMemoryBudgetWords) + " (default)");
   command->add_option("--alloc-conf", options->alloc_conf, kAllocConfWords);

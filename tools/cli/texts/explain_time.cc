@@ -11,13 +11,12 @@
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/critical_path.h"
 #include "shardplan/simulator/memory_history.h"
+#include "texts/figures.h"
 
 namespace shardplan::cli {
 namespace {
 
 constexpr std::size_t kMostLines = 12;
-
-double InMilliseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1e6; }
 
 std::string Part(Nanoseconds time, Nanoseconds step) {
   const double part =

@@ -75,12 +75,31 @@ struct FigureReport {
   bool operator==(const FigureReport&) const = default;
 };
 
+// What the device did at each moment of the step. Of several things the first of this order counts:
+// "forward", "backward", "optimizer", "copies" (kernels that move memory for FSDP), "all_gather",
+// "reduce_scatter", "all_reduce", "host_link", "idle". The times add up to Report::step_ns.
+struct ActivityReport {
+  std::string activity;
+  Nanoseconds time_ns;
+  bool operator==(const ActivityReport&) const = default;
+};
+
+// Work on one stream without a gap that could be seen in a picture of the step.
+struct TimelineSpan {
+  std::string stream;
+  std::string activity;  // as in ActivityReport
+  std::string name;      // "forward layers.3", "all_gather layers.4"
+  Nanoseconds begin_ns;  // of the step
+  Nanoseconds duration_ns;
+  bool operator==(const TimelineSpan&) const = default;
+};
+
 // Kernels of one class of operators in one part of the step.
 struct OperatorReport {
-  std::string kind;   // "matmul", "attention", "normalization", "elementwise", ...
+  std::string kind;   // OperatorClass (simulator/operator_class.h); "optimizer" in the optimizer
   std::string phase;  // "forward", "backward", "optimizer"
   std::int64_t count = 0;
-  Nanoseconds busy_ns;
+  Nanoseconds busy_ns;  // simulated: what collectives slow is spread evenly over a pass
   bool operator==(const OperatorReport&) const = default;
 };
 
@@ -128,8 +147,10 @@ struct Report {
   std::vector<CollectiveReport> collectives;
   std::vector<UnitReport> units;
   MemoryReport memory;
-  std::vector<FigureReport> figures;      // the widest first
-  std::vector<OperatorReport> operators;  // by kind, then phase
+  std::vector<FigureReport> figures;       // the widest first
+  std::vector<ActivityReport> activities;  // those that occur, in their order
+  std::vector<OperatorReport> operators;   // by kind, then phase
+  std::vector<TimelineSpan> timeline;      // of a measured report, by stream, then begin
   MeasuredReport measured;
   std::vector<std::string> notes;  // where figures came from, what was assumed
   bool operator==(const Report&) const = default;

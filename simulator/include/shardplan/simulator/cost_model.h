@@ -84,10 +84,6 @@ class CostModel {
   virtual Nanoseconds HostWork(Bytes moved_bytes) const = 0;
 };
 
-// True for operators whose FLOPs run at the matrix rate: matrix products, convolutions, fused attention and
-// their backwards, by the operator's name without overload ("aten.mm").
-bool IsMatmulOperator(std::string_view name);
-
 // Roofline and alpha-beta. A rate of zero means "costs nothing". `cluster` must outlive the model.
 std::unique_ptr<CostModel> MakeAnalyticCostModel(const Cluster& cluster);
 // Collectives from cluster.collectives where a table fits; for numbers of ranks between or beyond those of

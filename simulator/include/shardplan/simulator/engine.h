@@ -16,10 +16,12 @@
 //                                                                 go at compute_rate_while_communicating_ppm
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
@@ -49,6 +51,24 @@ enum class WorkClass : std::uint8_t {
 };
 
 enum class Phase : std::uint8_t { kForward, kBackward, kOptimizer };
+inline constexpr std::size_t kPhases = 3;
+
+// What the device does at a moment. Of several things the first of this list counts, so that the times of a
+// step add up to it.
+enum class DeviceActivity : std::uint8_t {
+  kForward,  // the model's compute, by phase; loss in the forward, recomputation in the backward
+  kBackward,
+  kOptimizer,
+  kCopies,  // kernels that move memory
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kHostLink,
+  kIdle,
+};
+inline constexpr std::size_t kDeviceActivities = 9;
+// "forward", "all_gather", "idle".
+std::string_view Name(DeviceActivity activity);
 
 // Millions of them are stepped through a second.
 struct EngineInstruction {
@@ -162,6 +182,10 @@ struct EngineResult {
   std::vector<Nanoseconds> unit_forward_ns;
   std::vector<Nanoseconds> unit_backward_ns;
   std::vector<Nanoseconds> unit_exposed_ns;
+  // By DeviceActivity; they add up to end_ns.
+  std::array<Nanoseconds, kDeviceActivities> activity_ns{};
+  // By Phase: streams running the model's compute or the optimizer, each counted.
+  std::array<Nanoseconds, kPhases> compute_busy_ns{};
 };
 
 struct EngineSpan {

@@ -65,6 +65,13 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options =
 // a counter track of memory by category. Times in microseconds with three decimals.
 std::string TimelineJson(const Plan& plan, const Simulation& simulation);
 
+// The last step, the steady one, as torch.profiler writes a profile of rank 0 (Kineto's JSON): operators of
+// the host with their launches, kernels by stream, collectives with NCCL's arguments, ranges with FSDP2's
+// names (plan_ranges.h), memory, one ProfilerStep. Perfetto, HTA and `import-profile` read it. `cluster` is
+// the one that was simulated. Kernels of a segment follow one another as its operators' costs say; what
+// slowed them is spread evenly over it.
+std::string KinetoTrace(const Plan& plan, const Simulation& simulation, const Cluster& cluster);
+
 // Of a device: what is reserved, context, NCCL's buffers, parameters in no unit.
 Bytes NeededBytes(const MemoryReport& memory);
 

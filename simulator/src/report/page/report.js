@@ -52,19 +52,19 @@ function table(target, heads, rows, textColumns) {
 function comparison() {
   const made = element('table'), head = made.createTHead().insertRow(), body = made.createTBody();
   head.append(element('th', ''));
-  data.plans.forEach((p) => head.append(element('th', p.title)));
-  for (const row of data.comparison) {
+  data.comparison.titles.forEach((title) => head.append(element('th', title)));
+  for (const row of data.comparison.rows) {
     const line = body.insertRow();
     if (row.heading) line.className = 'group';
     line.append(element('td', row.label, row.indented ? 'in' : ''));
     row.cells.forEach((text) => line.append(element('td', text)));
-    if (row.heading) data.plans.forEach(() => line.append(element('td', '')));
+    if (row.heading) data.comparison.titles.forEach(() => line.append(element('td', '')));
   }
   $('comparison').replaceChildren(made);
 }
 
 function cards() {
-  const r = plan.report, needed = r.needed, out = [];
+  const r = plan.report, out = [];
   const card = (name, value, more, bad, gauge) => {
     const made = element('div', undefined, 'card');
     made.append(element('div', name, 'name'), element('div', value, 'value'));
@@ -77,6 +77,12 @@ function cards() {
     made.append(element('div', more, bad ? 'more bad' : 'more'));
     out.push(made);
   };
+  if (plan.pair) {
+    for (const [name, value, more] of plan.pair.cards) card(name, value, more);
+    $('cards').replaceChildren(...out);
+    return;
+  }
+  const needed = r.needed;
   card('step', time(r.step), 'forward ' + time(r.forward) + ', backward ' + time(r.backward));
   card('tokens/s per GPU', r.tokens.toLocaleString('en-US'), data.ranks + ' ranks');
   card('model FLOPs utilization', percent(r.mfu / 1e6), 'compute busy ' + percent(r.compute / r.step));
@@ -87,7 +93,29 @@ function cards() {
   $('cards').replaceChildren(...out);
 }
 
+// A measured step beside the predicted one.
+function pairDetails() {
+  const pair = plan.pair, off = (p, m) => p > 0 ? (m >= p ? '+' : '−') + percent(Math.abs(m - p) / p) : '';
+  const both = (rows) => rows.map(([what, p, m]) => [what, time(p), time(m), (m < p ? '−' : '+') + time(Math.abs(m - p)), off(p, m)]);
+  const heads = ['', 'predicted', 'measured', 'difference', ''];
+  table('activities', heads, both(pair.activities), [0]);
+  table('kernels', ['', 'pass', 'predicted', 'measured', 'kernels', 'difference', ''], pair.kernels.map(([kind, phase, pc, mc, p, m]) =>
+    [kind, phase, time(p), time(m), pc + ' / ' + mc, (m < p ? '−' : '+') + time(Math.abs(m - p)), off(p, m)]), [0, 1]);
+  table('collectives', ['collective', 'communicator', 'calls', 'predicted', 'measured', 'exposed, predicted', 'exposed, measured', ''],
+    pair.collectives.map(([kind, group, pc, mc, p, m, pe, me]) => [kind, group, pc + ' / ' + mc, time(p), time(m), time(pe), time(me), off(p, m)]), [0, 1]);
+  table('units', heads, both(pair.units), [0]);
+  table('streams', ['memory', 'predicted', 'measured'], pair.memory.map(([what, p, m]) => [what, size(p), size(m)]), [0]);
+  $('notes').replaceChildren(...pair.remarks.map((n) => element('li', n)));
+  $('tornadobox').hidden = true;
+  $('legend').replaceChildren(...groups.filter((g) => plan.used.has(g)).map((g) => swatch(color(g), groupNames[g] || g)));
+}
 function details() {
+  for (const id of ['activitiesbox', 'kernelsbox']) $(id).hidden = !plan.pair;
+  $('streamshead').textContent = plan.pair ? 'Memory at the peak' : 'Streams';
+  if (plan.pair) {
+    pairDetails();
+    return;
+  }
   const r = plan.report;
   table('collectives', ['collective', 'communicator', 'calls', 'bytes', 'busy', 'exposed', 'cost from'],
     r.collectives.map((c) => [c[0], c[1], String(c[2]), size(c[3]), time(c[4]), time(c[5]), c[6]]), [0, 1, 6]);
@@ -111,9 +139,9 @@ function swatch(hue, text) {
 
 // ---- preparation: spans by row, memory as a stack ----
 function prepare(p) {
-  p.rows = [{name: 'host: triggers', spans: []}, {name: 'host: issues', spans: []}]
-    .concat(p.streams.map((name) => ({name, spans: []})));
+  p.rows = p.rows.map((name) => ({name, spans: []}));
   p.used = new Set();
+  p.length = Math.max(1, p.length || p.report.step);
   const s = p.spans;
   for (let i = 0; i < s.length; i += 6) {
     const span = {row: s[i], start: s[i + 1], end: s[i + 1] + s[i + 2], text: p.texts[s[i + 3]], group: groups[s[i + 4]],
@@ -271,12 +299,12 @@ function tip(event, html) {
   box.style.top = Math.min(event.clientY + 14, window.innerHeight - box.offsetHeight - 8) + 'px';
 }
 function zoom(factor, around) {
-  const span = Math.min(plan.report.step, Math.max(200, (view[1] - view[0]) * factor));
+  const span = Math.min(plan.length, Math.max(200, (view[1] - view[0]) * factor));
   const part = (around - view[0]) / (view[1] - view[0]);
   move(around - part * span, span);
 }
 function move(start, span) {
-  start = Math.max(0, Math.min(plan.report.step - span, start));
+  start = Math.max(0, Math.min(plan.length - span, start));
   view = [start, start + span];
   draw();
 }
@@ -301,7 +329,7 @@ for (const id of ['timeline', 'memory']) {
     canvas.classList.add('drag');
   });
   canvas.addEventListener('pointerup', () => { drag = null; canvas.classList.remove('drag'); });
-  canvas.addEventListener('dblclick', () => move(0, plan.report.step));
+  canvas.addEventListener('dblclick', () => move(0, plan.length));
   canvas.addEventListener('pointerleave', () => { tip(); if (id === 'memory') draw(); });
   canvas.addEventListener('pointermove', (event) => {
     if (drag) {
@@ -345,13 +373,13 @@ function hoverMemory(event, canvas) {
 }
 $('in').onclick = () => zoom(0.5, (view[0] + view[1]) / 2);
 $('out').onclick = () => zoom(2, (view[0] + view[1]) / 2);
-$('all').onclick = () => move(0, plan.report.step);
+$('all').onclick = () => move(0, plan.length);
 window.addEventListener('resize', draw);
 window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { details(); draw(); });
 
 function select(index) {
   plan = data.plans[index];
-  view = [0, Math.max(1, plan.report.step)];
+  view = [0, plan.length];
   [...$('tabs').children].forEach((button, i) => button.setAttribute('aria-pressed', String(i === index)));
   $('timelinebox').hidden = plan.spans.length === 0;
   $('memorybox').hidden = plan.memory.length === 0;

@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, file_name, printable_name
+from shardplan.calibrate import from_reports
+from shardplan.calibrate.from_reports import DEFAULT_FIGURES
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, file_name, printable, printable_name
+from shardplan.runs.figures import FIGURES, named
 
 _DESCRIPTION = """\
 Measure the machine at hand, and write what was measured, or the cluster document that follows from it. A measurement that fails is noted
@@ -22,6 +25,7 @@ examples:
   shardplan calibrate --device cuda --measured h100.json            measure, and keep the measurements
   shardplan calibrate --from h100.json -o h100.cluster.json         a cluster document from them
   shardplan calibrate --device cpu --ranks 2 -o here.cluster.json   both, on two CPU ranks with Gloo
+  shardplan calibrate --from measured.json --plan plan.json -o here.cluster.json     few figures, from a training's profile
   torchrun --nproc-per-node 8 -m shardplan.calibrate --measured node.json
 
 exit codes: 0 done, 1 some measurements failed, 2 usage, 3 bad input, 4 environment"""
@@ -36,8 +40,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--quick", action="store_true", help="few and small sizes: whether it works at all")
     result.add_argument("--threads", type=int, metavar="N", help="of torch on a CPU rank (default: the cores divided by the ranks)")
     result.add_argument("--measured", type=file_name, metavar="FILE", help="write the measurements")
-    result.add_argument("--from", dest="source", type=file_name, metavar="FILE", help="measure nothing: fit to these measurements")
-    result.add_argument("--base", type=file_name, metavar="CLUSTER", help="take from this cluster what was not measured (default: nothing)")
+    result.add_argument("--from", dest="source", nargs="+", type=file_name, metavar="FILE", help="measure nothing: fit to these measurements, or to measured reports (import-profile)")
+    result.add_argument("--plan", nargs="+", type=file_name, default=[], metavar="FILE", help="of measured reports: the plans that they were measured with")
+    result.add_argument("--figures", type=lambda text: named(text, len(FIGURES)), metavar="NAME,...", help=f"of measured reports: what is fitted, of {', '.join(FIGURES)} (default: {','.join(DEFAULT_FIGURES)})")
+    result.add_argument("--base", type=file_name, metavar="CLUSTER", help="take from this cluster what was not measured (default: nothing; for reports the plan's own cluster)")
     result.add_argument("--name", help="of the cluster document")
     result.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the cluster document; - for standard output")
     return result
@@ -92,7 +98,7 @@ def main() -> int:
         parser().error(f"--measured and -o: two outputs are one file (found {printable_name(outputs[0])}, expected two)")
     try:
         for path in outputs:
-            files.check_output(path, [read for read in (options.source, options.base) if read])
+            files.check_output(path, [read for read in (*(options.source or []), *options.plan, options.base) if read])
     except files.OutputIsInput as error:
         _log(f"error: {printable_name(str(error))}")
         return 2
@@ -124,7 +130,13 @@ def _fit(options: argparse.Namespace, measured: dict | None) -> int:
 
     try:
         if measured is None:
-            measured = fit.read(options.source)
+            read = [(path, fit.document(path)) for path in options.source]
+            if any(from_reports.is_report(document) for _, document in read):
+                return _fit_to_reports(options, read)
+            if len(read) > 1 or options.plan or options.figures:
+                extra = read[1][0] if len(read) > 1 else "--plan" if options.plan else "--figures"
+                raise fit.BadMeasurements(f"{read[0][0]}: these are measurements of a machine, which are fitted alone (found {extra} besides, expected one file and no more)")
+            measured = fit.checked(*read[0])
         files.write_text(options.output or "-", fit.cluster_text(measured, options.base, options.name))
     except fit.BadMeasurements as error:
         _log(f"error: {printable_name(str(error))}")
@@ -132,6 +144,21 @@ def _fit(options: argparse.Namespace, measured: dict | None) -> int:
     except NoCommand as error:
         _log(f"error: {printable_name(str(error))}")
         return EXIT_ENVIRONMENT
+    return 0
+
+
+def _fit_to_reports(options: argparse.Namespace, read: list[tuple[str, dict]]) -> int:
+    from shardplan.calibrate import fit
+
+    for path, document in read:
+        if not from_reports.is_report(document):
+            found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+            raise fit.BadMeasurements(f"{path}: no measured report (found {found!r} at /schema, expected {from_reports.REPORT_SCHEMA!r} as of the other files)")
+    text, table = from_reports.fitted(read, options.plan, options.base, options.figures, lambda said: None)
+    if options.name:
+        text = text.replace(f'"name": {json.dumps(json.loads(text)["name"])}', f'"name": {json.dumps(options.name)}', 1)
+    files.write_text(options.output or "-", text)
+    print(printable(table), end="", file=sys.stderr)
     return 0
 
 

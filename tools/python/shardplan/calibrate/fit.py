@@ -34,11 +34,14 @@ class BadMeasurements(Exception):
     """The file holds no measurements."""
 
 
-def read(path: str) -> dict:
+def document(path: str) -> object:
     try:
-        measured = json.loads(files.read_bytes(path))
+        return json.loads(files.read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise BadMeasurements(f"{path}: cannot be read as measurements: {error}") from error
+
+
+def checked(path: str, measured: object) -> dict:
     if not isinstance(measured, dict) or measured.get("schema") != _SCHEMA:
         found = measured.get("schema") if isinstance(measured, dict) else type(measured).__name__
         raise BadMeasurements(f"{path}: no measurements (found {found!r} at /schema, expected {_SCHEMA!r})")

@@ -262,7 +262,8 @@ def read(path: str) -> Profile:
     info = document.get("distributedInfo") or {}
     devices = document.get("deviceProperties") or []
     host = _Host([span for span in spans if span.get("cat") in ("cpu_op", "user_annotation")])
-    work = _on_device(spans, host) or _on_host(spans, host)
+    on_device = _on_device(spans, host)
+    work = on_device or _on_host(spans, host)
     if not work:
         raise BadProfile(f"{path}: nothing ran (found {len(spans)} spans, none of a kernel or an operator): was the profiler active in a step?")
     annotations = [span for span in spans if span.get("cat") == "user_annotation"]
@@ -275,7 +276,7 @@ def read(path: str) -> Profile:
         path=path,
         rank=int(info.get("rank", 0)),
         world_size=int(info.get("world_size", 1)),
-        device=str(devices[0].get("name", "")) if devices else "CPU",
+        device=(str(devices[0].get("name", "")) if devices else "") or ("GPU" if on_device else "CPU"),
         device_bytes=int(devices[0].get("totalGlobalMem", 0)) if devices else 0,
         steps=sorted((span["begin"], span["end"]) for span in annotations if _STEP.match(span["name"])),
         work=sorted(work, key=lambda one: (one.begin_ns, one.stream)),

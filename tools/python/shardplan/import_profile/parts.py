@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import json
+import pathlib
 import re
 
 from .kineto import Profile, Work
@@ -20,19 +23,8 @@ _FSDP1 = "FullyShardedDataParallel."
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#")
 _COPIES = ("fsdp::", "aten::split_with_sizes_copy", "aten::chunk_cat", "aten::_chunk_cat")
 
-# The innermost operator that one of these knows decides.
-_CLASSES = [
-    ("matmul", re.compile(r"aten::(addmm|mm|bmm|baddbmm|matmul|linear|_scaled_mm|_grouped_mm|addmv|mv|dot|einsum|mkldnn_linear)\b")),
-    ("attention", re.compile(r"aten::.*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|fused_sdp)|flash_attn|flex_attention", re.I)),
-    ("normalization", re.compile(r"aten::.*(layer_norm|rms_norm|batch_norm|group_norm)")),
-    ("convolution", re.compile(r"aten::.*conv(olution)?")),
-    ("embedding", re.compile(r"aten::(embedding|index_select|embedding_dense_backward|index_add)")),
-    ("loss", re.compile(r"aten::.*(log_softmax|nll_loss|cross_entropy|logsumexp)")),
-    ("softmax", re.compile(r"aten::.*softmax")),
-    ("reduction", re.compile(r"aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_foreach_norm|any|all|prod|var)\b")),
-    ("copy", re.compile(r"aten::(copy_|_to_copy|clone|contiguous|cat|to|_foreach_copy_|index_copy_|_local_scalar_dense|item)\b")),
-    ("fill", re.compile(r"aten::(zero_|fill_|zeros|ones|full|zeros_like|ones_like|_foreach_zero_)\b")),
-]
+# Shared with the simulator (simulator/operator_class.h).
+_CLASSES = json.loads((pathlib.Path(__file__).parent / "operator_classes.json").read_text())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +36,20 @@ class Part:
     kind: str
 
 
+@functools.cache
+def _class_of_name(name: str) -> str | None:
+    plain = name.partition("::")[2].partition(".")[0]
+    for entry in _CLASSES:
+        if plain in entry["names"] or any(part in plain for part in entry["parts"]):
+            return entry["class"]
+    return None
+
+
 def class_of(work: Work) -> str:
+    """The innermost operator that a class knows decides."""
     for name in reversed(work.operators):
-        for kind, pattern in _CLASSES:
-            if pattern.match(name):
-                return kind
+        if "::" in name and not name.startswith("autograd::") and (kind := _class_of_name(name)) is not None:
+            return kind
     if any(name.startswith("aten::") for name in work.operators):
         return "elementwise"
     return "memset" if work.name.startswith("Memset") else "other"
@@ -131,7 +132,7 @@ class Parts:
         if work.collective is not None:
             return Part("communication", self._units.at(work.launched_ns), work.collective.kind)
         if any(_OPTIMIZER.match(name) for name in work.ranges):
-            return Part("optimizer", "", class_of(work))
+            return Part("optimizer", "", "optimizer")
         if any(name.startswith(_COPIES) for name in work.operators):
             return Part("communication", self._units.at(work.launched_ns), "copy")
         phase = "backward" if any(name.startswith("autograd::engine") for name in work.operators) else "forward"

@@ -12,6 +12,8 @@ from .snapshot import Memory
 
 _PASSES = ("forward", "backward", "optimizer")
 _PPM = 1_000_000
+_ACTIVITIES = ("forward", "backward", "optimizer", "copies", "all_gather", "reduce_scatter", "all_reduce")
+_PICTURE_COLUMNS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Step:
     begin_ns: int
     end_ns: int
     work: list[Placed]  # launched in it, by begin
+    running: list[Placed]  # at some moment of it
 
     @property
     def duration_ns(self) -> int:
@@ -49,12 +52,16 @@ class Step:
 
 
 def steps_of(profile: Profile, parts: Parts) -> list[Step]:
-    launched = sorted(profile.work, key=lambda work: work.launched_ns)
-    steps = []
-    for begin, end in profile.steps:
-        own = [Placed(work, parts.of(work)) for work in launched if begin <= work.launched_ns < end]
-        steps.append(Step(begin, end, sorted(own, key=lambda placed: placed.interval)))
-    return steps
+    placed = sorted((Placed(work, parts.of(work)) for work in profile.work), key=lambda one: one.interval)
+    return [
+        Step(
+            begin,
+            end,
+            [one for one in placed if begin <= one.work.launched_ns < end],
+            [one for one in placed if one.work.begin_ns < end and one.work.end_ns > begin],
+        )
+        for begin, end in profile.steps
+    ]
 
 
 def median_step(steps: list[Step]) -> Step:
@@ -82,25 +89,77 @@ def _passes(step: Step) -> dict[str, int]:
     return found
 
 
-def _streams(step: Step) -> list[dict]:
+def _roles(work: list[Placed]) -> dict[tuple[int, str], str]:
+    """The plan's name for each stream. Gloo's threads are one stream for each kind of collective, as the plan's streams are."""
     by_stream = collections.defaultdict(list)
-    for placed in step.work:
-        by_stream[placed.work.stream].append(placed)
-    roles: dict[str, list[Placed]] = collections.defaultdict(list)
+    for placed in work:
+        by_stream[_stream(placed)].append(placed)
+    roles = {}
     for stream, own in sorted(by_stream.items()):
         kinds = collections.Counter(placed.work.collective.kind for placed in own if placed.work.collective)
-        if kinds and stream != GLOO:
-            role = kinds.most_common(1)[0][0]
-        elif stream == GLOO:
-            for placed in own:
-                roles[placed.work.collective.kind].append(placed)
-            continue
-        elif stream == HOST or any(placed.computes for placed in own):
-            role = "compute"
+        if kinds:
+            roles[stream] = kinds.most_common(1)[0][0]
+        elif stream[0] == HOST or any(placed.computes for placed in own):
+            roles[stream] = "compute"
         else:
-            role = "all_gather_copy_in"
-        roles[role].extend(own)
-    return [{"stream": role, "busy_ns": spans.length(spans.union(placed.interval for placed in own)), "operations": len(own)} for role, own in roles.items()]
+            roles[stream] = "all_gather_copy_in"
+    return roles
+
+
+def _stream(placed: Placed) -> tuple[int, str]:
+    return placed.work.stream, placed.work.collective.kind if placed.work.stream == GLOO else ""
+
+
+def _streams(step: Step) -> list[dict]:
+    roles = _roles(step.work)
+    by_role: dict[str, list[Placed]] = {role: [] for role in roles.values()}
+    for placed in step.work:
+        by_role[roles[_stream(placed)]].append(placed)
+    return [{"stream": role, "busy_ns": spans.length(spans.union(placed.interval for placed in own)), "operations": len(own)} for role, own in by_role.items()]
+
+
+def _activity(placed: Placed) -> str:
+    """In the words of the simulator's DeviceActivity."""
+    if placed.work.collective is not None:
+        return placed.work.collective.kind
+    return placed.part.phase if placed.computes else "copies"
+
+
+def _activities(step: Step) -> list[dict]:
+    """What the device did at each moment: of several things the first of the list. The times add up to the step."""
+    by_activity = collections.defaultdict(list)
+    for placed in step.running:
+        by_activity[_activity(placed)].append((max(placed.work.begin_ns, step.begin_ns), min(placed.work.end_ns, step.end_ns)))
+    named = [*_ACTIVITIES, *sorted(by_activity.keys() - set(_ACTIVITIES))]
+    busy: spans.Intervals = []
+    times = {}
+    for name in named:
+        more = spans.union([*busy, *by_activity[name]])
+        times[name] = spans.length(more) - spans.length(busy)
+        busy = more
+    times["idle"] = step.duration_ns - spans.length(busy)
+    return [{"activity": name, "time_ns": time} for name, time in times.items() if time > 0]
+
+
+def _timeline(step: Step) -> list[dict]:
+    """Work of a stream, of one unit and activity, with no gap between that could be seen."""
+    seen_ns = step.duration_ns // _PICTURE_COLUMNS
+    roles = _roles(step.running)
+    several = collections.Counter(roles.values())
+    last: dict[tuple[int, str], dict] = {}
+    timeline = []
+    for placed in step.running:
+        stream, activity = _stream(placed), _activity(placed)
+        begin, end = max(placed.work.begin_ns - step.begin_ns, 0), min(placed.work.end_ns - step.begin_ns, step.duration_ns)
+        name = f"{activity} {placed.part.unit}".strip()
+        before = last.get(stream)
+        if before is not None and before["name"] == name and placed.work.collective is None and begin - before["begin_ns"] - before["duration_ns"] <= seen_ns:
+            before["duration_ns"] = max(before["duration_ns"], end - before["begin_ns"])
+            continue
+        role = roles[stream] if several[roles[stream]] == 1 else f"{roles[stream]} (stream {stream[0]})"
+        last[stream] = {"stream": role, "activity": activity, "name": name, "begin_ns": begin, "duration_ns": end - begin}
+        timeline.append(last[stream])
+    return sorted(timeline, key=lambda span: (span["stream"], span["begin_ns"]))
 
 
 def _exposed(placed: list[Placed], compute: spans.Intervals) -> int:
@@ -230,7 +289,9 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
         "collectives": collectives,
         "units": _units(step, compute, simulated),
         "memory": _memory(memory, simulated, profile.device_bytes),
+        "activities": _activities(step),
         "operators": _operators(step),
+        "timeline": _timeline(step),
         "measured": {
             "device": profile.device,
             "rank": profile.rank,

@@ -15,23 +15,13 @@ from pathlib import Path
 from shardplan import files
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, file_name, printable_name
 from shardplan.runs import documents, fit, show, table
-from shardplan.runs.figures import FIGURES
+from shardplan.runs.figures import FIGURES, named
 from shardplan.runs.predict import NoCommand, Simulator, Traces
 from shardplan.runs.table import BadTable, Run
 
 MOST_FIGURES = 4
 DEFAULT_FIGURES = "matmul,attention,memory,spread"
 _SILENT_SECONDS = 5
-
-
-def _figures(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in FIGURES:
-            raise argparse.ArgumentTypeError(f"no such figure (found {name}, expected some of {','.join(FIGURES)})")
-    if len(set(names)) != len(names) or len(names) > MOST_FIGURES:
-        raise argparse.ArgumentTypeError(f"found {text}, expected {MOST_FIGURES} figures or fewer, each once")
-    return names
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -54,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--cluster-of", type=_pair, action="append", default=[], metavar="GPU=NAME", help="the cluster of a GPU kind (default: the one called as the GPU)")
     result.add_argument("--cluster", type=file_name, metavar="FILE|NAME", help="the cluster of all others")
     result.add_argument("--fit-rows", type=_count, metavar="N", help="fit to so many rows of each GPU kind")
-    result.add_argument("--figures", type=_figures, metavar="NAME,...", help=f"what is fitted, of {', '.join(FIGURES)} (default: {DEFAULT_FIGURES})")
+    result.add_argument("--figures", type=lambda text: named(text, MOST_FIGURES), metavar="NAME,...", help=f"what is fitted, of {', '.join(FIGURES)} (default: {DEFAULT_FIGURES})")
     result.add_argument("-o", "--output", type=file_name, metavar="FOLDER", help="where the fitted clusters go, GPU.json each")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result

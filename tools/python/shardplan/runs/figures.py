@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,9 +66,22 @@ def _spread(document: dict, factor: float) -> None:
         del device["spread_ppm"]
 
 
-def _network(document: dict, factor: float) -> None:
-    for link in document.get("links", [])[1:]:
+def _links(document: dict, links: list[dict], factor: float) -> None:
+    for link in links:
         _times(link, "bytes_per_second", factor)
+    names = {link.get("name") for link in links}
+    for table in document.get("collectives", []):
+        if table.get("link") in names:
+            for point in table["points"]:
+                _times(point, "duration_ns", 1 / factor)
+
+
+def _inner_link(document: dict, factor: float) -> None:
+    _links(document, document.get("links", [])[:1], factor)
+
+
+def _network(document: dict, factor: float) -> None:
+    _links(document, document.get("links", [])[1:], factor)
 
 
 FIGURES = {
@@ -79,9 +93,21 @@ FIGURES = {
         Figure("memory", "kernels that are bound by device memory", "memory", _memory),
         Figure("host", "what the host takes to issue work", "host", _host),
         Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider", "narrower"),
+        Figure("inner_link", "the link inside a node: its rate, and the tables measured over it", "inner_link", _inner_link),
         Figure("network", "the link between nodes", "network", _network),
     )
 }
+
+
+def named(text: str, most: int) -> list[str]:
+    """The figures of an argument NAME,..."""
+    names = text.split(",")
+    for name in names:
+        if name not in FIGURES:
+            raise argparse.ArgumentTypeError(f"no such figure (found {name}, expected some of {','.join(FIGURES)})")
+    if len(set(names)) != len(names) or len(names) > most:
+        raise argparse.ArgumentTypeError(f"found {text}, expected {most} figures or fewer, each once")
+    return names
 
 
 def scaled(document: dict, factors: dict[str, float]) -> dict:

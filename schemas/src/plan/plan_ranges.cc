@@ -1,4 +1,4 @@
-#include "profiler_ranges.h"
+#include "shardplan/schemas/plan_ranges.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <string_view>
 
-namespace shardplan::python {
+namespace shardplan {
 namespace {
 
 // As FSDP2 spells a parameter group's modules.
@@ -29,38 +29,27 @@ bool StartsWith(const SharedText& text, std::string_view prefix) { return text.s
 
 }  // namespace
 
-ProfilerRanges::Watch::Watch(ProfilerRanges& ranges, executor::Replayer& replayer, TriggerKind kind,
-                             UnitId unit, bool outermost)
-    : ranges_(ranges), replayer_(replayer) {
-  ranges.Begin(kind, unit);
-  replayer.SetObserver(&ranges);
+void PlanRanges::EnterTrigger(TriggerKind kind, UnitId unit, bool outermost) {
+  Begin(kind, unit);
   const Range range = outermost && kind == TriggerKind::kPreForward ? Range::kRootPreForward : RangeOf(kind);
-  if (kind == TriggerKind::kPostBackward) ranges.not_reduced_ = unit;
-  ranges.Set(kind == TriggerKind::kPostBackward ? kOfInstructions : kOfTrigger, range, unit);
+  if (kind == TriggerKind::kPostBackward) not_reduced_ = unit;
+  Set(kind == TriggerKind::kPostBackward ? kOfInstructions : kOfTrigger, range, unit);
 }
 
-ProfilerRanges::Watch::Watch(ProfilerRanges& ranges, executor::Replayer& replayer, ProcedureKind kind,
-                             UnitId unit)
-    : ranges_(ranges), replayer_(replayer) {
+void PlanRanges::EnterProcedure(ProcedureKind kind, UnitId unit) {
   const bool gathers = kind == ProcedureKind::kUnshard || kind == ProcedureKind::kUnshardFullPrecision;
-  ranges.Begin(gathers ? TriggerKind::kUserCall : TriggerKind::kPostBackward, unit);
-  replayer.SetObserver(&ranges);
-  ranges.Set(kOfTrigger, Range::kOnDemand, unit);
+  Begin(gathers ? TriggerKind::kUserCall : TriggerKind::kPostBackward, unit);
+  Set(kOfTrigger, Range::kOnDemand, unit);
 }
 
-ProfilerRanges::Watch::~Watch() {
-  ranges_.Close(kOfTrigger);
-  replayer_.SetObserver(nullptr);
-}
-
-void ProfilerRanges::Begin(TriggerKind kind, UnitId unit) {
+void PlanRanges::Begin(TriggerKind kind, UnitId unit) {
   if (names_.empty()) MakeNames();
   trigger_ = kind;
   unit_ = unit;
   not_reduced_ = -1;
 }
 
-void ProfilerRanges::MakeNames() {
+void PlanRanges::MakeNames() {
   const auto make = [this](const std::string& modules, const std::string& group) {
     std::array<std::string, kRanges>& names = names_.emplace_back();
     const auto name = [&](Range range) -> std::string& { return names[static_cast<std::size_t>(range)]; };
@@ -84,31 +73,30 @@ void ProfilerRanges::MakeNames() {
   make("", "");
 }
 
-const std::string& ProfilerRanges::NameOf(Range range, UnitId unit) const {
+const std::string& PlanRanges::NameOf(Range range, UnitId unit) const {
   const auto& names = unit < 0 ? names_.back() : names_[static_cast<std::size_t>(unit)];
   return names[static_cast<std::size_t>(range)];
 }
 
-void ProfilerRanges::Close(Level level) {
+void PlanRanges::Close(std::size_t level) {
   for (std::size_t inner = kLevels; inner-- > level;) {
-    open_[inner].record.reset();
+    if (open_[inner].range != Range::kNone) Closed(inner);
     open_[inner].range = Range::kNone;
   }
 }
 
-void ProfilerRanges::Set(Level level, Range range, UnitId unit) {
+void PlanRanges::Set(Level level, Range range, UnitId unit) {
   Open& open = open_[level];
   if (open.range == range && open.unit == unit) return;
   Close(level);
   if (range == Range::kNone) return;
   open.range = range;
   open.unit = unit;
-  open.record.emplace(at::RecordScope::USER_SCOPE);
-  open.record->before(std::string_view(NameOf(range, unit)));
+  Opened(level, NameOf(range, unit));
 }
 
 // Where the user's own code runs, or nothing, is no range.
-ProfilerRanges::Range ProfilerRanges::RangeOf(TriggerKind kind) {
+PlanRanges::Range PlanRanges::RangeOf(TriggerKind kind) {
   switch (kind) {
     case TriggerKind::kPreForward:
       return Range::kPreForward;
@@ -132,7 +120,7 @@ ProfilerRanges::Range ProfilerRanges::RangeOf(TriggerKind kind) {
   return Range::kNone;
 }
 
-ProfilerRanges::Range ProfilerRanges::RangeOfMemory(BufferId buffer, bool allocates) const {
+PlanRanges::Range PlanRanges::RangeOfMemory(BufferId buffer, bool allocates) const {
   const Buffer& of = plan_.buffers[static_cast<std::size_t>(buffer)];
   switch (of.role) {
     case BufferRole::kAllGatherInput:
@@ -158,7 +146,7 @@ ProfilerRanges::Range ProfilerRanges::RangeOfMemory(BufferId buffer, bool alloca
   }
 }
 
-ProfilerRanges::Range ProfilerRanges::RangeOf(const Instruction& instruction) const {
+PlanRanges::Range PlanRanges::RangeOf(const Instruction& instruction) const {
   switch (instruction.kind) {
     case InstructionKind::kAllocate:
       return RangeOfMemory(instruction.dst, true);
@@ -195,7 +183,7 @@ ProfilerRanges::Range ProfilerRanges::RangeOf(const Instruction& instruction) co
 }
 
 // Records and waits are in the range of what is around them.
-void ProfilerRanges::BeforeInstruction(const Instruction& instruction) {
+void PlanRanges::EnterInstruction(const Instruction& instruction) {
   const bool orders = instruction.kind == InstructionKind::kRecord ||
                       instruction.kind == InstructionKind::kWait ||
                       instruction.kind == InstructionKind::kHostWait;
@@ -214,4 +202,4 @@ void ProfilerRanges::BeforeInstruction(const Instruction& instruction) {
   if (range == Range::kReduce) not_reduced_ = -1;
 }
 
-}  // namespace shardplan::python
+}  // namespace shardplan

@@ -1,0 +1,578 @@
+// A simulated step as torch.profiler writes a real one (Kineto's JSON), so that what reads profiles reads it.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <ranges>
+#include <utility>
+
+#include "shardplan/schemas/instruction_set.h"
+#include "shardplan/schemas/plan_ranges.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/memory_history.h"
+#include "shardplan/simulator/simulate.h"
+#include "text/instruction_text.h"
+
+namespace shardplan {
+namespace {
+
+using Event = nlohmann::ordered_json;
+
+constexpr int kProcess = 1;
+constexpr int kMainThread = 1;
+constexpr int kAutogradThread = 2;  // backwards run in one of the engine's
+constexpr int kDevice = 0;
+// PyTorch's default stream is 7 in Kineto's counting; others come behind it.
+constexpr int kFirstStream = 7;
+
+double Microseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1000; }
+
+// As c10 names scalar types.
+std::string_view ScalarType(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return "Double";
+    case DType::kFloat32:
+      return "Float";
+    case DType::kFloat16:
+      return "Half";
+    case DType::kBFloat16:
+      return "BFloat16";
+    case DType::kInt64:
+      return "Long";
+    case DType::kInt32:
+      return "Int";
+    case DType::kInt16:
+      return "Short";
+    case DType::kInt8:
+      return "Char";
+    case DType::kUInt8:
+      return "Byte";
+    case DType::kBool:
+      return "Bool";
+    case DType::kFloat8E4M3FN:
+      return "Float8_e4m3fn";
+    case DType::kFloat8E5M2:
+      return "Float8_e5m2";
+    default:
+      return Name(dtype);
+  }
+}
+
+std::string_view OptimizerName(OptimizerKind kind) {
+  switch (kind) {
+    case OptimizerKind::kSgd:
+      return "SGD";
+    case OptimizerKind::kAdamW:
+      return "AdamW";
+    case OptimizerKind::kAdam:
+      return "Adam";
+    case OptimizerKind::kAdafactor:
+      return "Adafactor";
+    case OptimizerKind::kNone:
+      break;
+  }
+  return "Optimizer";
+}
+
+// How c10d and its kernels call a collective.
+struct CollectiveNames {
+  std::string_view c10d;    // the operator
+  std::string_view called;  // "Collective name" of Kineto
+  std::string_view kernel;
+};
+CollectiveNames NamesOf(InstructionKind kind) {
+  if (kind == InstructionKind::kAllGather)
+    return {"c10d::_allgather_base_", "_allgather_base", "ncclDevKernel_AllGather_RING_LL"};
+  if (kind == InstructionKind::kReduceScatter)
+    return {"c10d::_reduce_scatter_base_", "_reduce_scatter_base", "ncclDevKernel_ReduceScatter_Sum_RING_LL"};
+  return {"c10d::allreduce_", "allreduce", "ncclDevKernel_AllReduce_Sum_RING_LL"};
+}
+
+// The operators that FSDP2 copies by.
+std::string_view OperatorOf(InstructionKind kind) {
+  switch (kind) {
+    case InstructionKind::kCopyIn:
+      return "fsdp::all_gather_copy_in";
+    case InstructionKind::kCopyOut:
+      return "fsdp::split_with_sizes_copy";
+    case InstructionKind::kGradCopyIn:
+      return "fsdp::chunk_cat";
+    case InstructionKind::kGradScale:
+      return "aten::div_";
+    case InstructionKind::kGradZero:
+      return "aten::zero_";
+    case InstructionKind::kGradCast:
+      return "aten::_to_copy";
+    case InstructionKind::kGradAccumulate:
+      return "aten::add_";
+    default:
+      return "aten::copy_";
+  }
+}
+
+// "aten.mm.default" as PyTorch calls it: "aten::mm".
+std::string ProfiledName(const std::string& name) {
+  const std::size_t dot = name.find('.');
+  if (dot == std::string::npos || name.find("::") != std::string::npos) return name;
+  return name.substr(0, dot) + "::" + name.substr(dot + 1, name.find('.', dot + 1) - dot - 1);
+}
+
+// The first group of the communicator: that of rank 0.
+std::vector<std::int64_t> RanksOf(const Communicator& communicator) {
+  std::vector<CommunicatorDim> dims = communicator.dims;
+  if (dims.empty()) dims.push_back({communicator.size, communicator.stride});
+  std::vector<std::int64_t> ranks = {0};
+  for (const CommunicatorDim& dim : dims) {
+    std::vector<std::int64_t> more;
+    for (std::int64_t i = 0; i < dim.size; ++i) {
+      for (const std::int64_t rank : ranks) more.push_back(rank + i * dim.stride);
+    }
+    ranks = std::move(more);
+  }
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+class KinetoWriter final : private PlanRanges {
+ public:
+  KinetoWriter(const Plan& plan, const Simulation& simulation, const Cluster& cluster)
+      : PlanRanges(plan),
+        plan_(plan),
+        simulation_(simulation),
+        cluster_(cluster),
+        costs_(MakeCostModel(cluster)),
+        step_(static_cast<std::int32_t>(plan.steps.size()) - 1) {
+    for (const Communicator& communicator : plan.communicators) ranks_.push_back(RanksOf(communicator));
+    for (const Span& span : simulation.spans) {
+      if (span.step != step_) continue;
+      spans_[{span.trigger, span.instruction}].push_back(&span);
+      end_ = std::max(end_, span.end_ns);
+    }
+    begin_ = end_ - simulation.report.step_ns;
+  }
+
+  std::string Run() {
+    out_ = fmt::format("{{\"schemaVersion\": 1, \"deviceProperties\": {}, \"distributedInfo\": {},\n",
+                       Spaced({{{"id", kDevice},
+                                {"name", cluster_.device.name},
+                                {"totalGlobalMem", cluster_.device.memory_bytes.value}}}),
+                       Spaced(DistributedInfo()));
+    out_ += fmt::format("\"displayTimeUnit\": \"ms\", \"shardplan\": {}, \"traceEvents\": [\n",
+                        Spaced({{"simulated", true},
+                                {"policy", plan_.policy},
+                                {"cluster", cluster_.name},
+                                {"plan_digest", simulation_.report.plan_digest}}));
+    NameTracks();
+    const PlanStep& step = plan_.steps[static_cast<std::size_t>(step_)];
+    now_ = begin_;
+    for (std::size_t t = 0; t < step.triggers.size(); ++t)
+      WriteTrigger(step.triggers[t], static_cast<std::int32_t>(t));
+    WriteSynchronize();
+    WriteMemory();
+    Write(Complete("user_annotation", "ProfilerStep#0", kMainThread, begin_, end_));
+    out_ += "\n]}\n";
+    return std::move(out_);
+  }
+
+ private:
+  // ---- text ----
+  // With a space behind each colon, as Kineto writes: readers look for `"rank": 0`.
+  static std::string Spaced(const Event& value) {
+    std::string text;
+    bool quoted = false, escaped = false;
+    for (const char c : value.dump(-1, ' ', true, Event::error_handler_t::replace)) {
+      text += c;
+      if (c == '"' && !escaped) quoted = !quoted;
+      escaped = c == '\\' && !escaped;
+      if (c == ':' && !quoted) text += ' ';
+    }
+    return text;
+  }
+
+  void Write(const Event& event) {
+    if (!first_) out_ += ",\n";
+    first_ = false;
+    out_ += event.dump(-1, ' ', true, Event::error_handler_t::replace);
+  }
+
+  static Event Complete(std::string_view category, std::string_view name, int thread, Nanoseconds from,
+                        Nanoseconds to) {
+    return {{"ph", "X"},
+            {"cat", category},
+            {"name", name},
+            {"pid", kProcess},
+            {"tid", thread},
+            {"ts", Microseconds(from)},
+            {"dur", Microseconds(to - from)},
+            {"args", Event::object()}};
+  }
+
+  Event DistributedInfo() const {
+    Event groups = Event::array();
+    for (std::size_t c = 0; c < plan_.communicators.size(); ++c) {
+      groups.push_back({{"pg_name", std::to_string(c)},
+                        {"pg_desc", plan_.communicators[c].name},
+                        {"backend_config", "cuda:nccl"},
+                        {"pg_size", plan_.communicators[c].size},
+                        {"ranks", ranks_[c]}});
+    }
+    return {{"backend", "nccl"},
+            {"rank", 0},
+            {"world_size", plan_.world_size},
+            {"pg_count", groups.size()},
+            {"pg_config", std::move(groups)}};
+  }
+
+  void NameTrack(int process, std::optional<int> thread, const std::string& name) {
+    Write({{"ph", "M"},
+           {"pid", process},
+           {"tid", thread.value_or(0)},
+           {"ts", Microseconds(begin_)},
+           {"name", thread ? "thread_name" : "process_name"},
+           {"args", {{"name", name}}}});
+  }
+
+  void NameTracks() {
+    NameTrack(kProcess, std::nullopt, fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy));
+    NameTrack(kProcess, kMainThread, "host");
+    NameTrack(kProcess, kAutogradThread, "host: autograd");
+    NameTrack(kDevice, std::nullopt, cluster_.device.name.empty() ? cluster_.name : cluster_.device.name);
+    for (std::size_t s = 0; s < plan_.streams.size(); ++s) {
+      NameTrack(kDevice, kFirstStream + static_cast<int>(s),
+                fmt::format("stream {} {}", kFirstStream + s, plan_.streams[s].name));
+    }
+  }
+
+  // ---- the host's clock ----
+  // Of two things that the simulated host does at the same moment the later one is a nanosecond later: what
+  // is nested, and what is launched inside a range, follows from the times.
+  Nanoseconds Tick(Nanoseconds at = {}) {
+    now_ = std::max(now_ + Nanoseconds{1}, at);
+    return now_;
+  }
+
+  struct Times {
+    const Span* host = nullptr;
+    const Span* stream = nullptr;
+  };
+  Times TimesOf(std::int32_t trigger, std::int32_t instruction) const {
+    Times times;
+    const auto found = spans_.find({trigger, instruction});
+    if (found == spans_.end()) return times;
+    for (const Span* span : found->second) (span->stream < 0 ? times.host : times.stream) = span;
+    return times;
+  }
+
+  // ---- ranges ----
+  void Opened(std::size_t level, const std::string& name) override { open_[level] = {name, Tick(), thread_}; }
+  void Closed(std::size_t level) override {
+    const OpenRange& range = open_[level];
+    Write(Complete("user_annotation", range.name, range.thread, range.begin_ns, Tick()));
+  }
+
+  void WriteTrigger(const Trigger& trigger, std::int32_t t) {
+    const bool in_engine = trigger.kind == TriggerKind::kPreBackward ||
+                           trigger.kind == TriggerKind::kPostBackward ||
+                           trigger.kind == TriggerKind::kBackwardEnd;
+    thread_ = in_engine ? kAutogradThread : kMainThread;
+    const bool outermost = trigger.kind == TriggerKind::kPreForward && !in_forward_;
+    if (trigger.kind == TriggerKind::kPreForward) in_forward_ = true;
+    if (trigger.kind == TriggerKind::kPreBackward || trigger.kind == TriggerKind::kOptimizerStep)
+      in_forward_ = false;
+    if (const Times times = TimesOf(t, -1); times.host != nullptr) Tick(times.host->start_ns);
+    EnterTrigger(trigger.kind, trigger.unit, outermost);
+    bool left = false;  // the model's own work is in no range of FSDP's
+    for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
+      const Instruction& instruction = trigger.instructions[i];
+      const bool model = instruction.kind == InstructionKind::kCompute ||
+                         instruction.kind == InstructionKind::kOptimizerStep;
+      if (model && !left) Leave();
+      left = left || model;
+      if (!model) EnterInstruction(instruction);
+      WriteInstruction(trigger, instruction, TimesOf(t, static_cast<std::int32_t>(i)));
+    }
+    Leave();
+    thread_ = kMainThread;
+  }
+
+  // ---- instructions ----
+  void WriteInstruction(const Trigger& trigger, const Instruction& instruction, const Times& times) {
+    switch (DescriptionOf(instruction.kind).family) {
+      case InstructionFamily::kCompute:
+        return WriteSegment(instruction, times);
+      case InstructionFamily::kOptimizer:
+        return WriteOptimizer(instruction, times);
+      case InstructionFamily::kCollective:
+        return WriteCollective(instruction, times);
+      case InstructionFamily::kOrder:
+        return WriteOrder(instruction, times);
+      default:
+        break;
+    }
+    if (times.stream == nullptr) {
+      if (times.host != nullptr) Tick(times.host->end_ns);
+      return;
+    }
+    WriteCopy(trigger, instruction, times);
+  }
+
+  Nanoseconds HostBegin(const Times& times) {
+    return Tick(times.host ? times.host->start_ns : Nanoseconds{});
+  }
+  Nanoseconds HostEnd(const Times& times) {
+    Tick();  // the launch begins and ends inside
+    Tick();
+    return Tick(times.host ? times.host->end_ns : Nanoseconds{});
+  }
+
+  // What the host launches from `from` to `to`, and its work on the device.
+  void WriteLaunch(std::string_view operation, Nanoseconds from, Nanoseconds to, const Span& on,
+                   Nanoseconds begin, Nanoseconds end, std::string_view kernel, Event arguments,
+                   std::string_view category = "kernel") {
+    const std::int64_t correlation = ++correlation_;
+    Event called = Complete("cpu_op", operation, thread_, from, to);
+    called["args"]["External id"] = correlation;
+    for (const auto& [name, value] : arguments.items()) called["args"][name] = value;
+    Write(called);
+    const std::string_view function = category == "kernel" ? "cudaLaunchKernel" : "cudaMemcpyAsync";
+    Event launch = Complete("cuda_runtime", function, thread_, from + Nanoseconds{1},
+                            std::max(from, to - Nanoseconds{1}));
+    launch["args"] = {{"External id", correlation}, {"correlation", correlation}};
+    Write(launch);
+    const int stream = kFirstStream + on.stream;
+    Event work = Complete(category, kernel, stream, begin, end);
+    work["pid"] = kDevice;
+    work["args"] = {
+        {"External id", correlation}, {"device", kDevice}, {"stream", stream}, {"correlation", correlation}};
+    for (const auto& [name, value] : arguments.items()) work["args"][name] = value;
+    Write(work);
+    for (const bool starts : {true, false}) {
+      Event arrow = {{"ph", starts ? "s" : "f"},
+                     {"id", correlation},
+                     {"pid", starts ? kProcess : kDevice},
+                     {"tid", starts ? thread_ : stream},
+                     {"ts", Microseconds(starts ? from + Nanoseconds{1} : begin)},
+                     {"cat", "ac2g"},
+                     {"name", "ac2g"}};
+      if (!starts) arrow["bp"] = "e";
+      Write(arrow);
+    }
+  }
+
+  void WriteCopy(const Trigger& trigger, const Instruction& instruction, const Times& times) {
+    const bool to_host = instruction.kind == InstructionKind::kCopyToHost;
+    const bool to_device = instruction.kind == InstructionKind::kCopyToDevice;
+    const Nanoseconds from = HostBegin(times), to = HostEnd(times);
+    const std::string kernel = to_host     ? "Memcpy DtoH (Device -> Pinned)"
+                               : to_device ? "Memcpy HtoD (Pinned -> Device)"
+                                           : internal::InstructionText(plan_, instruction);
+    WriteLaunch(OperatorOf(instruction.kind), from, to, *times.stream, times.stream->start_ns,
+                times.stream->end_ns, kernel, {{"trigger", internal::TriggerText(plan_, trigger)}},
+                to_host || to_device ? "gpu_memcpy" : "kernel");
+  }
+
+  void WriteCollective(const Instruction& instruction, const Times& times) {
+    const Nanoseconds from = HostBegin(times), to = HostEnd(times);
+    if (times.stream == nullptr) return;
+    const auto count = [&](BufferId id) {
+      const Buffer& buffer = plan_.buffers[static_cast<std::size_t>(id)];
+      return SizeBytes(buffer).value / SizeBytes(buffer.dtype);
+    };
+    const auto group = static_cast<std::size_t>(instruction.communicator);
+    const BufferId output = instruction.dst >= 0 ? instruction.dst : instruction.src;
+    const CollectiveNames names = NamesOf(instruction.kind);
+    // A rank gathers its slot of the output where the plan has no buffer of its own for it.
+    const bool gathers = instruction.kind == InstructionKind::kAllGather;
+    const std::int64_t in =
+        gathers ? count(output) / plan_.communicators[group].size : count(instruction.src);
+    WriteLaunch(names.c10d, from, to, *times.stream, times.stream->start_ns, times.stream->end_ns,
+                fmt::format("{}(ncclDevKernelArgsStorage<4096ul>)", names.kernel),
+                {{"Collective name", names.called},
+                 {"In msg nelems", in},
+                 {"Out msg nelems", count(output)},
+                 {"Group size", plan_.communicators[group].size},
+                 {"dtype", ScalarType(plan_.buffers[static_cast<std::size_t>(output)].dtype)},
+                 {"In split size", "[]"},
+                 {"Out split size", "[]"},
+                 {"Process Group Name", std::to_string(group)},
+                 {"Process Group Description", plan_.communicators[group].name},
+                 {"Process Group Ranks", fmt::format("[{}]", fmt::join(ranks_[group], ", "))}});
+  }
+
+  void WriteOptimizer(const Instruction& instruction, const Times& times) {
+    const Nanoseconds from = HostBegin(times);
+    Tick();
+    Tick();
+    Nanoseconds to = Tick(times.host ? times.host->end_ns : Nanoseconds{});
+    if (times.stream != nullptr) {
+      WriteLaunch("aten::_optimizer_step", from + Nanoseconds{1}, to, *times.stream, times.stream->start_ns,
+                  times.stream->end_ns, internal::InstructionText(plan_, instruction), Event::object());
+      to = Tick();
+    }
+    Write(Complete("user_annotation",
+                   fmt::format("Optimizer.step#{}.step", OptimizerName(plan_.strategy.optimizer.kind)),
+                   thread_, from, to));
+  }
+
+  void WriteOrder(const Instruction& instruction, const Times& times) {
+    const Nanoseconds from = HostBegin(times), to = Tick(times.host ? times.host->end_ns : Nanoseconds{});
+    const std::string_view function = instruction.kind == InstructionKind::kRecord ? "cudaEventRecord"
+                                      : instruction.kind == InstructionKind::kWait ? "cudaStreamWaitEvent"
+                                                                                   : "cudaEventSynchronize";
+    Event called = Complete("cuda_runtime", function, thread_, from, to);
+    called["args"]["correlation"] = ++correlation_;
+    Write(called);
+  }
+
+  // ---- segments ----
+  struct Kernel {
+    const OperatorEvent* event;
+    Nanoseconds alone_ns;
+    Nanoseconds issue_begin_ns, issue_end_ns;
+    Nanoseconds begin_ns, end_ns;
+  };
+
+  // One behind the other, none before the host has issued it, each `ppm` of what it takes alone. Where the
+  // last one ends.
+  static Nanoseconds Place(std::vector<Kernel>& kernels, Nanoseconds begin, std::int64_t ppm) {
+    Nanoseconds at = begin;
+    for (Kernel& kernel : kernels) {
+      kernel.begin_ns = std::max(at, kernel.issue_end_ns);
+      at =
+          kernel.begin_ns + Nanoseconds{static_cast<std::int64_t>(static_cast<double>(kernel.alone_ns.value) *
+                                                                  static_cast<double>(ppm) * 1e-6)};
+      kernel.end_ns = at;
+    }
+    return at;
+  }
+
+  // The span says when the segment began and ended. What slowed its kernels is spread evenly over them.
+  static void Fit(std::vector<Kernel>& kernels, const Span& span) {
+    std::int64_t low = 0, high = 1'000'000;
+    while (Place(kernels, span.start_ns, high) < span.end_ns && high < std::int64_t{1} << 50) high *= 2;
+    while (high - low > 1) {
+      const std::int64_t middle = low + (high - low) / 2;
+      (Place(kernels, span.start_ns, middle) < span.end_ns ? low : high) = middle;
+    }
+    Place(kernels, span.start_ns, high);
+    for (Kernel& kernel : kernels) {
+      kernel.end_ns = std::min(kernel.end_ns, span.end_ns);
+      kernel.begin_ns = std::min(kernel.begin_ns, kernel.end_ns);
+    }
+    for (Kernel& kernel : kernels | std::views::reverse) {
+      if (kernel.alone_ns.value == 0) continue;
+      kernel.end_ns = span.end_ns;
+      break;
+    }
+  }
+
+  void WriteSegment(const Instruction& instruction, const Times& times) {
+    const Segment& segment = plan_.segments[static_cast<std::size_t>(instruction.segment)];
+    const bool in_engine =
+        segment.phase == SegmentPhase::kBackward || segment.phase == SegmentPhase::kRecompute;
+    const int thread_before = thread_;
+    thread_ = in_engine ? kAutogradThread : kMainThread;
+    const Nanoseconds issue_ns = cluster_.host.operator_issue_ns;
+    const Nanoseconds from = HostBegin(times);
+    Nanoseconds at = from;
+    std::vector<Kernel> kernels;
+    for (const SegmentEntry& entry : segment.entries) {
+      const auto* event = std::get_if<OperatorEvent>(&entry);
+      if (event == nullptr) continue;
+      const Nanoseconds next = at + std::max(issue_ns, kLaunchTicks);
+      kernels.push_back({event, costs_->Operator(*event), at, next, {}, {}});
+      at = next;
+    }
+    if (times.stream != nullptr) Fit(kernels, *times.stream);
+    for (const Kernel& kernel : kernels) {
+      const std::string name = ProfiledName(kernel.event->name);
+      const Nanoseconds begin = kernel.issue_begin_ns + Nanoseconds{1};
+      if (times.stream == nullptr || kernel.alone_ns.value == 0) {
+        Write(Complete("cpu_op", name, thread_, begin, kernel.issue_end_ns));
+      } else {
+        WriteLaunch(name, begin, kernel.issue_end_ns, *times.stream, kernel.begin_ns, kernel.end_ns,
+                    kernel.event->name, Event::object());
+      }
+    }
+    Tick(at);
+    if (in_engine) {
+      Write(
+          Complete("cpu_op", "autograd::engine::evaluate_function: " + segment.name, thread_, from, Tick()));
+    }
+    thread_ = thread_before;
+  }
+
+  // ---- the step's end ----
+  // The loop reads its loss: the host waits for the device.
+  void WriteSynchronize() {
+    const Nanoseconds from = Tick();
+    if (from >= end_) {
+      end_ = Tick();
+      return;
+    }
+    Event called = Complete("cuda_runtime", "cudaDeviceSynchronize", kMainThread, from, end_);
+    called["args"]["correlation"] = ++correlation_;
+    Write(called);
+  }
+
+  void WriteMemory() {
+    std::int64_t before = 0;
+    for (const MemorySample& sample : simulation_.memory) {
+      const std::int64_t total = sample.total_bytes.value;
+      if (sample.step == step_ && total != before) {
+        Write({{"ph", "i"},
+               {"cat", "cpu_instant_event"},
+               {"s", "t"},
+               {"name", "[memory]"},
+               {"pid", kProcess},
+               {"tid", kMainThread},
+               {"ts", Microseconds(std::max(begin_, sample.time_ns))},
+               {"args",
+                {{"Total Reserved", simulation_.report.memory.reserved_bytes.value},
+                 {"Total Allocated", total},
+                 {"Bytes", total - before},
+                 {"Addr", 0},
+                 {"Device Id", kDevice},
+                 {"Device Type", 1}}}});
+      }
+      before = total;
+    }
+  }
+
+  struct OpenRange {
+    std::string name;
+    Nanoseconds begin_ns;
+    int thread = kMainThread;
+  };
+  // The operator, and inside it the call that launches.
+  static constexpr Nanoseconds kLaunchTicks{4};
+
+  const Plan& plan_;
+  const Simulation& simulation_;
+  const Cluster& cluster_;
+  const std::unique_ptr<CostModel> costs_;
+  const std::int32_t step_;
+  std::vector<std::vector<std::int64_t>> ranks_;  // by communicator
+  std::map<std::pair<std::int32_t, std::int32_t>, std::vector<const Span*>> spans_;
+  std::array<OpenRange, kLevels> open_;
+  Nanoseconds begin_, end_, now_;
+  std::int64_t correlation_ = 0;
+  int thread_ = kMainThread;
+  bool in_forward_ = false;
+  bool first_ = true;
+  std::string out_;
+};
+
+}  // namespace
+
+std::string KinetoTrace(const Plan& plan, const Simulation& simulation, const Cluster& cluster) {
+  return KinetoWriter(plan, simulation, cluster).Run();
+}
+
+}  // namespace shardplan

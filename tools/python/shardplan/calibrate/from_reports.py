@@ -1,0 +1,187 @@
+"""Few figures of a cluster fitted to measured reports: `shardplan calibrate --from measured.json --plan plan.json`.
+
+[Note: quantities] A report tells more than its step: how long kernels of each class ran, each kind of collective without the time in which the rank
+waited for others, and the step. Each that is a hundredth of the step or more is one thing that the simulator predicts, and the fit is that of
+training runs (runs/fit.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardplan import files
+from shardplan.command import NoCommand, built_command, printable
+from shardplan.runs import documents, fit
+from shardplan.runs.figures import FIGURES
+from shardplan.runs.table import BadTable
+
+from .fit import BadMeasurements
+
+REPORT_SCHEMA = "shardplan.report/1"
+DEFAULT_FIGURES = ("matmul", "attention", "memory", "host", "inner_link", "network")
+_LEAST_PART = 0.01
+_KERNELS = {"matmul": "products of matrices", "convolution": "products of matrices", "attention": "attention"}
+_REST, _OPTIMIZER, _STEP = "other kernels", "the optimizer", "the step"
+
+
+@dataclass
+class Measured:
+    """A measured report, and the plan that it is of."""
+
+    path: str
+    plan: str
+    report: dict
+
+
+def is_report(document: object) -> bool:
+    return isinstance(document, dict) and document.get("schema") == REPORT_SCHEMA
+
+
+def _quantities(report: dict) -> dict[str, float]:
+    """ns of what the simulator predicts, too."""
+    times: dict[str, float] = collections.defaultdict(float)
+    for entry in report.get("operators", []):
+        name = _OPTIMIZER if entry["phase"] == "optimizer" else _KERNELS.get(entry["kind"], _REST)
+        times[name] += entry["busy_ns"]
+    waiting = report.get("measured", {}).get("waiting_ns", 0) / report["communication_ns"] if report["communication_ns"] else 0
+    for entry in report["collectives"]:
+        times[f"{entry['kind']} {entry['communicator']}"] += entry["busy_ns"] * (1 - waiting)
+    times[_STEP] = report["step_ns"]
+    return dict(times)
+
+
+class Prediction:
+    """Simulates the plans on cluster documents."""
+
+    def __init__(self, measured: list[Measured], folder: str):
+        self._program, self._measured, self._folder = built_command("calibrate"), measured, folder
+        self.tried = 0
+
+    def reports(self, document: dict) -> list[dict]:
+        self.tried += 1
+        path = str(Path(self._folder) / f"{self.tried}.json")
+        files.write_text(path, json.dumps(document))
+        try:
+            return [self._report(one, path) for one in self._measured]
+        finally:
+            os.remove(path)
+
+    def _report(self, one: Measured, cluster: str) -> dict:
+        done = subprocess.run([self._program, "simulate", one.plan, "--cluster", cluster, "--report", "-", "-q", "--no-verify"], capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1) or not done.stdout:
+            raise BadMeasurements(f"{one.plan}: cannot be simulated: {_last_line(done.stderr)}")
+        return json.loads(done.stdout)
+
+
+def _last_line(text: str) -> str:
+    return printable(text.strip().splitlines()[-1].removeprefix("shardplan: error: ") if text.strip() else "no reason was given")
+
+
+def _plan_document(path: str) -> dict:
+    done = subprocess.run([built_command("calibrate"), "show", path, "--json", "-o", "-"], capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout:
+        raise BadMeasurements(_last_line(done.stderr))
+    return json.loads(done.stdout)
+
+
+def paired(reports: list[tuple[str, dict]], plans: list[str]) -> tuple[list[Measured], dict]:
+    """Each report with its plan, by the digest where there are several; and the first plan's cluster."""
+    if not plans:
+        raise BadMeasurements(f"{reports[0][0]}: a report is fitted through its plan (found no --plan, expected the plan that import-profile was given)")
+    program = built_command("calibrate")
+    digests, cluster = {}, None
+    for path in plans:
+        cluster = cluster or _plan_document(path)["cluster"]
+        done = subprocess.run([program, "simulate", path, "--report", "-", "-q", "--no-verify"], capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1) or not done.stdout:
+            raise BadMeasurements(f"{path}: cannot be simulated: {_last_line(done.stderr)}")
+        digests[json.loads(done.stdout).get("plan_digest", "")] = path
+    made = []
+    for path, report in reports:
+        wanted = report.get("plan_digest", "")
+        if wanted not in digests:
+            raise BadMeasurements(f"{path}: /plan_digest: no --plan is the one that this was measured with (found {wanted or 'none'}, expected {', '.join(digests)})")
+        made.append(Measured(path, digests[wanted], report))
+    return made, cluster
+
+
+def check(path: str, report: dict) -> None:
+    """Raises BadMeasurements where it is no measured report of the schema."""
+    done = subprocess.run([built_command("calibrate"), "validate", "/dev/stdin"], input=json.dumps(report), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BadMeasurements(f"{path}: {_last_line(done.stderr).replace('/dev/stdin: ', '')}")
+    if not report.get("measured", {}).get("device"):
+        raise BadMeasurements(f"{path}: /measured: nothing is measured here (found a simulated report, expected one of import-profile)")
+
+
+def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, names: list[str] | None, say: Callable[[str], None]) -> tuple[str, str]:
+    """The cluster document, and a table of what was predicted before and after."""
+    for path, report in reports:
+        check(path, report)
+    measured, cluster = paired(reports, plans)
+    try:
+        document = documents.read(base) if base else {**cluster, "schema": "shardplan.cluster/1"}
+    except BadTable as error:
+        raise BadMeasurements(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="shardplan-calibrate-") as folder:
+        prediction = Prediction(measured, folder)
+        before = prediction.reports(document)
+        known = [_quantities(report) for report in before]
+        told = [_quantities(one.report) for one in measured]
+        rows = [
+            (i, name)
+            for i, one in enumerate(measured)
+            for name, time in told[i].items()
+            if time >= _LEAST_PART * one.report["step_ns"] and known[i].get(name, 0) > 0
+        ]
+
+        def predict(changed: dict, wanted: list[int]) -> list[float]:
+            times = [_quantities(report) for report in prediction.reports(changed)]
+            say(f"{prediction.tried} clusters tried")
+            return [-math.log(max(1.0, times[rows[k][0]].get(rows[k][1], 0))) for k in wanted]
+
+        every = list(range(len(rows)))
+        chosen = [name for name in (names or DEFAULT_FIGURES) if name != "network" or len(document.get("links", [])) > 1]
+        made = fit.fit(document, chosen, every, [-math.log(told[i][name]) for i, name in rows], predict)
+        documents.say_sources(made, f"{len(measured)} measured {'step' if len(measured) == 1 else 'steps'}")
+        after = [_quantities(report) for report in prediction.reports(made.document)]
+        path = str(Path(folder) / "made.json")
+        files.write_text(path, json.dumps(made.document))
+        done = subprocess.run([prediction._program, "evaluate"], input=json.dumps({"document": path}) + "\n", capture_output=True, text=True, check=False)
+        answer = json.loads(done.stdout or "{}")
+        if "text" not in answer:
+            raise NoCommand(f"the fitted cluster cannot be written: {answer.get('error', _last_line(done.stderr))}")
+    return answer["text"], _table(measured, rows, told, known, after, made)
+
+
+def _table(measured: list[Measured], rows: list[tuple[int, str]], told: list[dict], before: list[dict], after: list[dict], made: fit.Fit) -> str:
+    lines = []
+    for i, one in enumerate(measured):
+        lines.append(f"{one.path}: {one.report['measured']['device']}, {one.report['world_size']} ranks")
+        lines.append(f"  {'':<30} {'measured':>10} {'before':>10} {'':>8} {'fitted':>10} {'':>8}")
+        for k, name in rows:
+            if k != i:
+                continue
+            real = told[i][name]
+            sides = [f"{one_side[i][name] / 1e6:>10.3f} {one_side[i][name] / real - 1:>+8.1%}" for one_side in (before, after)]
+            lines.append(f"  {name:<30} {real / 1e6:>10.3f} {sides[0]} {sides[1]}")
+    lines.append("")
+    for figure in made.figures:
+        words = FIGURES[figure.name]
+        said = f"{words.words}, {words.worse if figure.factor < 1 else words.better}" if figure.told else "these steps do not tell it"
+        lines.append(f"  {figure.name:<10} x {figure.factor:.3f} ({figure.low:.3f} to {figure.high:.3f} two times in three): {said}")
+    blamed = [figure for figure in made.figures if figure.told and abs(figure.moves) >= _LEAST_PART / 2]
+    if blamed:
+        most = max(blamed, key=lambda figure: abs(math.log(figure.factor)))
+        lines.append(f"  the blame is mostly that of {most.name} ({FIGURES[most.name].words})")
+    else:
+        lines.append("  no figure is to blame: the cluster predicts these steps as it is")
+    return "\n".join(lines) + "\n"
