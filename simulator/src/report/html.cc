@@ -232,7 +232,7 @@ constexpr std::string_view kReportBody = R"page(
 <header><h1>@MODEL</h1><span class="sub">@CLUSTER</span><span class="tabs" id="tabs"></span></header>
 <div class="cards" id="cards"></div>
 <section id="activitiesbox" hidden><h2>Where the step's time goes</h2><div class="wide" id="activities"></div></section>
-<section><h2>Comparison</h2><div class="wide" id="comparison"></div></section>
+<section id="comparisonbox"><h2>Comparison</h2><div class="wide" id="comparison"></div></section>
 <section id="timelinebox"><span class="tools"><button id="in">+</button><button id="out">&minus;</button><button id="all">whole step</button></span>
 <h2>Timeline of the steady step</h2>
 <p class="hint">One rank. Wheel zooms, drag moves, double click shows the whole step.</p>

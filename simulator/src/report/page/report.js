@@ -395,4 +395,5 @@ data.plans.forEach((p, i) => {
 });
 $('tabs').hidden = data.plans.length < 2;
 comparison();
+if (plan.pair) $('comparisonbox').before($('timelinebox'));
 select(0);
