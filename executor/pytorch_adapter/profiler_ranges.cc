@@ -49,6 +49,7 @@ ProfilerRanges::Watch::Watch(ProfilerRanges& ranges, executor::Replayer& replaye
 }
 
 ProfilerRanges::Watch::~Watch() {
+  ranges_.instruction_.End();  // of one that failed
   ranges_.Close(kOfTrigger);
   replayer_.SetObserver(nullptr);
 }
@@ -194,8 +195,13 @@ ProfilerRanges::Range ProfilerRanges::RangeOf(const Instruction& instruction) co
   return Range::kNone;
 }
 
-// Records and waits are in the range of what is around them.
 void ProfilerRanges::BeforeInstruction(const Instruction& instruction) {
+  SetRange(instruction);
+  instruction_.Begin(instruction);
+}
+
+// Records and waits are in the range of what is around them.
+void ProfilerRanges::SetRange(const Instruction& instruction) {
   const bool orders = instruction.kind == InstructionKind::kRecord ||
                       instruction.kind == InstructionKind::kWait ||
                       instruction.kind == InstructionKind::kHostWait;

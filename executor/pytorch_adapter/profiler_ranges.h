@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "instruction_ranges.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/plan.h"
 
@@ -26,7 +27,7 @@ namespace shardplan::python {
 class ProfilerRanges final : public executor::Observer {
  public:
   // `plan` outlives this. Names are made when somebody listens for the first time.
-  explicit ProfilerRanges(const Plan& plan) : plan_(plan) {}
+  explicit ProfilerRanges(const Plan& plan) : plan_(plan), instruction_(plan) {}
 
   // Whether anybody listens on this thread. What follows is called only then.
   static bool On() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
@@ -49,6 +50,7 @@ class ProfilerRanges final : public executor::Observer {
 
   // ---- executor::Observer ----
   void BeforeInstruction(const Instruction& instruction) override;
+  void AfterInstruction(const Instruction&) override { instruction_.End(); }
 
  private:
   enum class Range : std::uint8_t {
@@ -88,11 +90,13 @@ class ProfilerRanges final : public executor::Observer {
     return trigger_ == TriggerKind::kPostBackward || trigger_ == TriggerKind::kBackwardEnd;
   }
   Range RangeOf(const Instruction& instruction) const;
+  void SetRange(const Instruction& instruction);
   Range RangeOfMemory(BufferId buffer, bool allocates) const;
 
   const Plan& plan_;
   std::vector<std::array<std::string, kRanges>> names_;  // by unit; the last of no unit
   std::array<Open, kLevels> open_;
+  InstructionRanges instruction_;  // inside of them
   TriggerKind trigger_ = TriggerKind::kStepBegin;
   UnitId unit_ = -1;         // of the trigger
   UnitId not_reduced_ = -1;  // its backward is over, its gradients are not reduced yet

@@ -89,7 +89,9 @@ def _streams(step: Step) -> list[dict]:
     roles: dict[str, list[Placed]] = collections.defaultdict(list)
     for stream, own in sorted(by_stream.items()):
         kinds = collections.Counter(placed.work.collective.kind for placed in own if placed.work.collective)
-        if kinds and stream != GLOO:
+        if own[0].work.stream_name:
+            role = own[0].work.stream_name
+        elif kinds and stream != GLOO:
             role = kinds.most_common(1)[0][0]
         elif stream == GLOO:
             for placed in own:
@@ -178,8 +180,8 @@ def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
         return {**zeros, "peak_at": "", "peak_by_category": [], "device_memory_bytes": device_bytes, "fits": True}
     return {
         "peak_bytes": memory.peak_bytes,
-        "peak_at": "",
-        "peak_by_category": [{"category": "allocated", "size_bytes": memory.peak_bytes}],
+        "peak_at": memory.peak_at,
+        "peak_by_category": [{"category": name, "size_bytes": bytes_} for name, bytes_ in memory.by_category or (("allocated", memory.peak_bytes),)],
         "steady_bytes": memory.steady_bytes,
         "context_bytes": 0,
         "device_memory_bytes": device_bytes,
@@ -205,6 +207,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
     known = {entry["unit"] for entry in simulated["units"]}
     lost = [placed for placed in step.work if placed.part.phase in ("forward", "backward") and placed.part.unit not in known]
     tokens = plan.get("tokens_per_step", 0)
+    memory = memory or profile.memory_of_step.get(step.begin_ns)
     if not parts.names_units:
         notes.append("the profile has no ranges of FSDP1, FSDP2 or a plan that say which unit work belongs to")
     notes.append(f"of {len(steps)} steps that were profiled the one of median time stands for all; work is in the step that launched it")
@@ -231,6 +234,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
         "units": _units(step, compute, simulated),
         "memory": _memory(memory, simulated, profile.device_bytes),
         "operators": _operators(step),
+        **({"instructions": profile.instructions[step.begin_ns]} if profile.instructions else {}),
         "measured": {
             "device": profile.device,
             "rank": profile.rank,
@@ -241,6 +245,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
             "unassigned_ns": sum(placed.work.duration_ns for placed in lost),
             "collectives_beside_plan": beside,
             "collectives_missing": missing,
+            **profile.measured,
         },
-        "notes": notes + clocks,
+        "notes": notes + profile.notes + clocks,
     }
