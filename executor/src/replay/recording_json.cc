@@ -25,9 +25,14 @@ Bytes FullTensorBytes(const Plan& plan, const Instruction& collective) {
   return SizeBytes(plan.buffers[gathers ? collective.dst : collective.src]);
 }
 
-// [kind, unit, stream, communicator, full tensor bytes, phase]
+bool IsCollective(InstructionKind kind) {
+  return kind == InstructionKind::kAllGather || kind == InstructionKind::kReduceScatter ||
+         kind == InstructionKind::kAllReduce;
+}
+
+// [kind, unit, stream, communicator of a collective, full tensor bytes, phase]
 void WriteInstruction(Text to, const Plan& plan, const Instruction& instruction) {
-  const bool collective = instruction.communicator >= 0;
+  const bool collective = IsCollective(instruction.kind);
   UnitId unit = instruction.unit;
   std::string_view phase = instruction.kind == InstructionKind::kOptimizerStep ? "optimizer" : "";
   if (instruction.kind == InstructionKind::kCompute) {
@@ -35,7 +40,7 @@ void WriteInstruction(Text to, const Plan& plan, const Instruction& instruction)
     phase = Name(plan.segments[instruction.segment].phase);
   }
   fmt::format_to(to, R"(["{}",{},{},{},{},"{}"])", Name(instruction.kind), unit, instruction.stream,
-                 instruction.communicator, collective ? FullTensorBytes(plan, instruction).value : 0, phase);
+                 collective ? instruction.communicator : -1, collective ? FullTensorBytes(plan, instruction).value : 0, phase);
 }
 
 // [kind, unit, micro-batch, [instructions]]

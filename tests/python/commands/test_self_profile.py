@@ -157,13 +157,15 @@ def test_a_replay_measures_itself(policy, made, shardplan, tmp_path):
 
 
 def test_a_replay_allocates_what_is_simulated(made, shardplan, tmp_path):
-    """The peak of all memory, to the byte; its plan's buffers by category."""
+    """The peak of all memory, to the byte, and the plan's buffers in it by category."""
     output = tmp_path / "measured.json"
     done = shardplan("run", made["fsdp2"], "--device", "cpu", "--steps", "4", "--compute-scale", "0", "--profile", output)
     assert done.returncode == 0, done.stderr
     measured, expected = json.loads(output.read_text())["memory"], simulated(shardplan, made["fsdp2"])["memory"]
-    without_nccl = sum(entry["size_bytes"] for entry in expected["peak_by_category"] if entry["category"] != "nccl_buffers")
-    assert measured["peak_bytes"] == without_nccl
+    assert measured["peak_bytes"] == expected["peak_bytes"]
+    sizes = {entry["category"]: entry["size_bytes"] for entry in expected["peak_by_category"]}
+    for entry in measured["peak_by_category"]:
+        assert entry["category"] == "model" or entry["size_bytes"] == sizes[entry["category"]], entry
 
 
 def test_what_cannot_be_recorded_is_refused(made, shardplan, tmp_path):
