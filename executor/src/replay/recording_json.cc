@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "shardplan/executor/step_recorder.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan::executor {
@@ -23,11 +24,6 @@ std::string Plain(std::string name) {
 Bytes FullTensorBytes(const Plan& plan, const Instruction& collective) {
   const bool gathers = collective.kind == InstructionKind::kAllGather;
   return SizeBytes(plan.buffers[gathers ? collective.dst : collective.src]);
-}
-
-bool IsCollective(InstructionKind kind) {
-  return kind == InstructionKind::kAllGather || kind == InstructionKind::kReduceScatter ||
-         kind == InstructionKind::kAllReduce;
 }
 
 // [kind, unit, stream, communicator of a collective, full tensor bytes, phase]
