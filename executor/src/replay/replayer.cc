@@ -43,6 +43,7 @@ Replayer::Impl::Impl(const Plan& plan, Program program, Device& device, Collecti
       grads_made_(plan.buffers.size()),
       alias_of_(plan.buffers.size(), -1),
       alias_by_owner_(plan.buffers.size(), -1),
+      inherited_(plan.buffers.size()),
       bound_(plan.units.size(), -1) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) alive_[b] = filled_[b] = plan.buffers[b].persistent;
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
@@ -122,7 +123,7 @@ Status Replayer::Impl::Begin(const TriggerKey& key) {
   if (recorder_ != nullptr) [[unlikely]] {
     if (expected.trigger == 0) BeginRecordedStep();
     if (recording_ != nullptr) {
-      if (Status status = recording_->BeginTrigger(expected.trigger); !status)
+      if (Status status = BeginRecordedTrigger(expected.trigger); !status)
         return Fail(std::move(status.error()));
     }
   }

@@ -66,6 +66,8 @@ class Replayer::Impl {
   const Instruction& CurrentInstruction() const;
   Status EndTrigger();
   void BeginRecordedStep();
+  Status BeginRecordedTrigger(std::int32_t trigger);
+  void NoteGradients();
   void NoteBuffer(BufferId buffer);
   Bytes AliveBytes(BufferId buffer) const;
   void AbandonRecording();
@@ -99,6 +101,8 @@ class Replayer::Impl {
   std::vector<std::vector<std::uint8_t>> grads_made_;   // grad_unsharded: by parameter of the unit
   std::vector<BufferId> alias_of_;        // by buffer: the one whose memory it is a name of; -1: none
   std::vector<BufferId> alias_by_owner_;  // ... and the reverse
+  std::vector<BufferId> made_in_segment_;  // gradients of the segment under way, while recorded
+  std::vector<Bytes> inherited_;          // by buffer: memory that it was an alias of, and has now; 0: its own
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };

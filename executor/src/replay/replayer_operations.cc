@@ -196,7 +196,6 @@ Status Replayer::Impl::MakeGradient(GradTarget& target, StreamId stream) {
   std::uint8_t& made = grads_made_[target.buffer][target.parameter];
   target.adds = made != 0;
   made = 1;
-  NoteBuffer(target.buffer);
   return {};
 }
 
@@ -205,10 +204,16 @@ Status Replayer::Impl::Compute(const Op& op) {
   for (GradTarget& target : targets_) {
     if (Status status = MakeGradient(target, op.stream); !status) return status;
   }
-  if (model_ == nullptr) return {};
-  ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
-  if (!model_makes_gradients_) call.grads = targets_;
-  return model_->Compute(call);
+  Status computed;
+  if (model_ != nullptr) {
+    ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
+    if (!model_makes_gradients_) call.grads = targets_;
+    computed = model_->Compute(call);
+  }
+  if (recording_ != nullptr) [[unlikely]] {
+    NoteGradients();
+  }
+  return computed;
 }
 
 Status Replayer::Impl::ZeroGrad(UnitId unit) {

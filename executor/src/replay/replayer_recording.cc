@@ -24,6 +24,7 @@ Status Replayer::Impl::SetRecorder(StepRecorder* recorder) {
 
 void Replayer::Impl::BeginRecordedStep() {
   recording_ = recorder_->BeginStep(program_.triggers[trigger_].step) ? recorder_ : nullptr;
+  made_in_segment_.clear();
   if (recording_ == nullptr) return;
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b)
     recording_->BufferIs(static_cast<BufferId>(b), AliveBytes(static_cast<BufferId>(b)));
@@ -34,10 +35,30 @@ void Replayer::Impl::AbandonRecording() {
   recording_ = nullptr;
 }
 
+// A segment's gradients are counted from its end on: nobody sees when it makes which. One that the model runs
+// by itself ends with the next trigger.
+void Replayer::Impl::NoteGradients() {
+  const bool later = model_ != nullptr && model_->RunsItself();
+  for (const GradTarget& target : targets_) {
+    if (later) {
+      made_in_segment_.push_back(target.buffer);
+    } else {
+      NoteBuffer(target.buffer);
+    }
+  }
+}
+
+Status Replayer::Impl::BeginRecordedTrigger(std::int32_t trigger) {
+  Status begun = recording_->BeginTrigger(trigger);
+  for (const BufferId buffer : std::exchange(made_in_segment_, {})) NoteBuffer(buffer);
+  return begun;
+}
+
 // In blocks of the caching allocator.
 Bytes Replayer::Impl::AliveBytes(BufferId id) const {
   const Buffer& buffer = plan_.buffers[id];
   if (!alive_[id] || alias_of_[id] >= 0) return {};
+  if (inherited_[id].value > 0) return inherited_[id];
   const bool models = model_makes_gradients_ && buffer.role == BufferRole::kGradUnsharded && buffer.unit >= 0;
   const std::vector<std::int32_t> parameters =
       models && buffer.parts_bytes.size() > 1 ? ParametersOf(plan_, buffer) : std::vector<std::int32_t>();
@@ -53,11 +74,13 @@ Bytes Replayer::Impl::AliveBytes(BufferId id) const {
 // A buffer has come, gone or changed. The memory of one that goes is from then on that of its alias.
 void Replayer::Impl::NoteBuffer(BufferId buffer) {
   if (alive_[buffer] == 0) {
+    inherited_[buffer] = {};
     const BufferId owner = std::exchange(alias_of_[buffer], -1);
     if (owner >= 0) alias_by_owner_[owner] = -1;
     const BufferId alias = std::exchange(alias_by_owner_[buffer], -1);
     if (alias >= 0) {
       alias_of_[alias] = -1;
+      inherited_[alias] = RoundedSizeBytes(plan_.buffers[buffer], {AllocationCount::kGranularityBytes});
       if (recording_ != nullptr) recording_->BufferIs(alias, AliveBytes(alias));
     }
   }

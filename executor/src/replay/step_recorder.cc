@@ -87,7 +87,7 @@ bool StepRecorder::BeginStep(std::int32_t step) {
   step_ = {};
   step_.begin_ns = begin_ns_;
   next_span_ = static_cast<SpanId>(recorded() * spans_of_step_);
-  in_group_ = in_segment_ = false;
+  in_group_ = in_segment_ = knows_buffers_ = false;
   deferred_.clear();
   *allocated_ = {};
   allocated_->of_buffer.resize(plan_.buffers.size());
@@ -119,8 +119,7 @@ void StepRecorder::AbandonStep() {
   open_ = Open::kNothing;
 }
 
-// The highest since the last look is of what was alive then: buffers come and go within instructions, and it
-// is looked at before and behind each.
+// The highest since the last look is of the buffers that were alive then: it is looked at before each change.
 void StepRecorder::Look() {
   const Bytes most = options_.allocations ? options_.allocations->TakePeak() : allocated_->buffers;
   if (most <= step_.peak_bytes) return;
@@ -131,6 +130,7 @@ void StepRecorder::Look() {
 
 void StepRecorder::BufferIs(BufferId buffer, Bytes bytes) {
   if (plan_.buffers[buffer].memory != MemoryKind::kDevice) return;
+  if (knows_buffers_) Look();
   Bytes& known = allocated_->of_buffer[buffer];
   const std::int64_t more = bytes.value - known.value;
   known = bytes;
@@ -144,6 +144,7 @@ Status StepRecorder::EndSegment() {
 }
 
 Status StepRecorder::BeginTrigger(std::int32_t trigger) {
+  knows_buffers_ = true;
   if (Status status = EndSegment(); !status) return status;
   Look();
   trigger_ = trigger;

@@ -95,7 +95,7 @@ def given_up(plan: str) -> dict:
         warnings.simplefilter("ignore")
         training.forward()
         sp.abandon_step(training.model)
-        training.forward()  # nobody goes backward: the next forward gives it up
+        training.forward()  # nobody goes backward: the next forward leaves the plan
         while not profile.done:
             training.step()
     report = profile.report()

@@ -136,6 +136,7 @@ class StepRecorder {
   SpanId next_span_ = 0;
   bool in_group_ = false;
   bool in_segment_ = false;
+  bool knows_buffers_ = false;  // all that are alive
   std::vector<std::size_t> deferred_;  // instructions of the trigger that the model runs behind it
   TriggerKind trigger_kind_ = TriggerKind::kStepBegin;
   std::int32_t trigger_ = 0;

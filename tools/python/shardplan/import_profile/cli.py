@@ -90,8 +90,11 @@ def _import(options: argparse.Namespace, program: str) -> int:
         if not options.quiet:
             _say(f"reading {path} ({number} of {len(options.profiles)})")
         data = kineto.data_of(path)
-        is_recording = recorded.is_recording(data)
-        profiles.append(recorded.profile_of(path, data, plan, simulated.get("plan_digest", "")) if is_recording else kineto.profile_of(path, data))
+        if recorded.is_recording(data):
+            document = recorded.document_of(path, data, simulated.get("plan_digest", ""))
+            profiles.append(recorded.profile_of(path, document, plan))
+        else:
+            profiles.append(kineto.profile_of(path, data))
     ranks.check(profiles)
     profiles.sort(key=lambda profile: profile.rank)
     own = next((profile for profile in profiles if options.rank in (None, profile.rank)), None)

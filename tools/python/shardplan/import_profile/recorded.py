@@ -23,7 +23,8 @@ def is_recording(data: bytes) -> bool:
     return data.startswith(_MARK)
 
 
-def _document(path: str, data: bytes, plan_digest: str) -> dict:
+def document_of(path: str, data: bytes, plan_digest: str) -> dict:
+    """Of that plan. Raises BadProfile."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -133,10 +134,9 @@ def cost_text(document: dict) -> str:
     )
 
 
-def profile_of(path: str, data: bytes, plan: dict, plan_digest: str) -> Profile:
+def profile_of(path: str, document: dict, plan: dict) -> Profile:
     """Raises BadProfile."""
-    document = _document(path, data, plan_digest)
-    if not document["steps"]:
+    if not document.get("steps"):
         raise BadProfile(
             f"{path}: no step was recorded up to the begin of the next one (found 0, and {document.get('abandoned')} that left the plan or were given up; "
             "expected at least 1 of those that repeat)"

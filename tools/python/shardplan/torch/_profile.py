@@ -80,15 +80,16 @@ class Profile:
         """Whether as many steps are recorded as were asked for, and as many have passed between them."""
         return self._hook is not None and self._runtime.has_recorded
 
-    def _recording(self) -> tuple[Any, dict, str]:
-        """(plan, recording, its text) of the plan that most steps were recorded of, of several the last."""
+    def _recording(self) -> tuple[Any, dict]:
+        """(plan, recording) of the plan that most steps were recorded of, of several the last. Steps that left any plan are counted in it."""
         if self._applied.profile is self or not self._recordings:
             raise RuntimeError("shardplan.torch.profile: the report is there when the context has ended")
-        read = [(plan, json.loads(text), text) for plan, text in self._recordings]
-        return max(reversed(read), key=lambda one: len(one[1]["steps"]))
+        read = [(plan, json.loads(text)) for plan, text in self._recordings]
+        plan, document = max(reversed(read), key=lambda one: len(one[1]["steps"]))
+        return plan, {**document, "abandoned": sum(other["abandoned"] for _, other in read)}
 
     def _said(self) -> str:
-        _, document, _ = self._recording()
+        _, document = self._recording()
         if not document["steps"]:
             return "no whole step of the plan was recorded: a step ends where the next one begins"
         return f"{len(document['steps'])} steps recorded; {recorded.cost_text(document)}"
@@ -100,9 +101,9 @@ class Profile:
         return self._reports[all_ranks]
 
     def _make_report(self, all_ranks: bool) -> dict[str, Any]:
-        plan, document, text = self._recording()
+        plan, document = self._recording()
         try:
-            own = recorded.profile_of("shardplan.torch.profile", text.encode(), json.loads(plan.json), document["plan_digest"])
+            own = recorded.profile_of("shardplan.torch.profile", document, json.loads(plan.json))
         except kineto.BadProfile as error:
             raise RuntimeError(str(error)) from None
         others = []
