@@ -32,7 +32,8 @@ class InstructionRanges {
   const std::string& NameOf(const Instruction& instruction);
 
   const Plan& plan_;
-  std::vector<std::array<std::string, kInstructionKinds>> names_;  // by unit, the last of none; "": not made yet
+  std::vector<std::array<std::string, kInstructionKinds>>
+      names_;  // by unit, the last of none; "": not made yet
   std::optional<at::RecordFunction> record_;
 };
 

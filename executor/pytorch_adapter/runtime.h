@@ -132,8 +132,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   void OptimizerSteps();
   // ... has stepped. For a recording alone.
   void OptimizerStepped();
-  // Steps that begin from now on are recorded (step_recorder.h), as many as `steps` and, between them, as many
-  // that are not. Of a recording under way nothing is kept.
+  // Steps that begin from now on are recorded (step_recorder.h), as many as `steps` and, between them, as
+  // many that are not. Of a recording under way nothing is kept.
   void StartRecording(std::int64_t warmup, std::int64_t steps);
   bool HasRecorded() const { return recorder_ != nullptr && recorder_->done(); }
   std::int64_t recorded_steps() const { return recorder_ ? recorder_->recorded() : 0; }

@@ -47,10 +47,9 @@ Status Run(const std::string& program, std::vector<std::string> words) {
   while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {
   }
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return {};
-  Error error = NotStarted(program, WIFEXITED(status)
-                                        ? fmt::format("import-profile ended with {}", WEXITSTATUS(status))
-                                        : fmt::format("import-profile was ended by signal {}",
-                                                      WTERMSIG(status)));
+  Error error = NotStarted(
+      program, WIFEXITED(status) ? fmt::format("import-profile ended with {}", WEXITSTATUS(status))
+                                 : fmt::format("import-profile was ended by signal {}", WTERMSIG(status)));
   for (const ErrorCode code : {ErrorCode::kUsage, ErrorCode::kBadInput}) {
     if (WIFEXITED(status) && WEXITSTATUS(status) == ExitCode(code)) error.code = code;
   }

@@ -16,8 +16,8 @@
 namespace shardplan::executor {
 namespace {
 
-using ::testing::HasSubstr;
 using test::ExpectWholeSteps;
+using ::testing::HasSubstr;
 
 void RunStep(Replayer& replayer) {
   for (const std::int64_t step = replayer.steps_completed(); replayer.steps_completed() == step;) {
@@ -147,9 +147,8 @@ TEST(StepRecorder, BuffersAddUpToWhatTheDeviceAllocates) {
   const auto device = MakeCpuDevice();
   const auto count = std::make_shared<AllocationCount>();
   device->CountAllocations(count);
-  const auto collectives =
-      MakeProcessGroupCollectives(*device, {.groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>(
-                                                plan.communicators.size())});
+  const auto collectives = MakeProcessGroupCollectives(
+      *device, {.groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>(plan.communicators.size())});
   const auto replayer = Replayer::Create(plan, 0, *device, *collectives);
   ASSERT_TRUE(replayer.has_value()) << ToString(replayer.error());
   StepRecorder recorder(plan, {.warmup = 1, .steps = 1, .compares = false});

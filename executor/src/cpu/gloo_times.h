@@ -2,9 +2,9 @@
 //
 // [Note: how Gloo's threads are asked]
 // c10d's works queue up for a few threads of their group. For profilers each carries an at::RecordFunction
-// that is made where it is issued, begun by the thread that takes it out of the queue, and ended by it; and it
-// has the thread-local state of the issuing thread with it. So a callback that is there while the collective
-// is issued is called in those moments, and finds in that state whom it is about.
+// that is made where it is issued, begun by the thread that takes it out of the queue, and ended by it; and
+// it has the thread-local state of the issuing thread with it. So a callback that is there while the
+// collective is issued is called in those moments, and finds in that state whom it is about.
 #pragma once
 
 #include <ATen/record_function.h>

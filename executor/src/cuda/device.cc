@@ -299,9 +299,9 @@ Result<bool> CudaDevice::Synchronize() {
 }
 
 // [Note: the device's clock and the host's]
-// CUDA tells how long one event was after another one, as a float of milliseconds: to a microsecond within ten
-// seconds. The first event is recorded on an idle stream between two looks at the host's clock; from it the
-// others are found, each from one that is less than a second away.
+// CUDA tells how long one event was after another one, as a float of milliseconds: to a microsecond within
+// ten seconds. The first event is recorded on an idle stream between two looks at the host's clock; from it
+// the others are found, each from one that is less than a second away.
 Status CudaDevice::PrepareSpans(std::int64_t spans) {
   const OnDevice guard = Here();
   for (auto missing = 2 * spans + (clock_mark_ == nullptr ? 1 : 0) - std::ssize(marks_); missing > 0;
@@ -393,8 +393,7 @@ DeviceFacts CudaDevice::Facts() const {
     facts.name = properties.name;
     facts.memory_bytes = {static_cast<std::int64_t>(properties.totalGlobalMem)};
   }
-  const auto stats =
-      c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(index_));
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(index_));
   constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   facts.reserved_bytes = {stats.reserved_bytes[kAll].peak};
   facts.cache_releases = stats.num_alloc_retries;

@@ -36,7 +36,8 @@ void WriteInstruction(Text to, const Plan& plan, const Instruction& instruction)
     phase = Name(plan.segments[instruction.segment].phase);
   }
   fmt::format_to(to, R"(["{}",{},{},{},{},"{}"])", Name(instruction.kind), unit, instruction.stream,
-                 collective ? instruction.communicator : -1, collective ? FullTensorBytes(plan, instruction).value : 0, phase);
+                 collective ? instruction.communicator : -1,
+                 collective ? FullTensorBytes(plan, instruction).value : 0, phase);
 }
 
 // [kind, unit, micro-batch, [instructions]]
@@ -74,7 +75,8 @@ void WriteStep(Text to, const RecordedStep& step) {
 
 }  // namespace
 
-std::string ToJson(const Recording& recording, const Plan& plan, std::int64_t rank, const DeviceFacts& facts) {
+std::string ToJson(const Recording& recording, const Plan& plan, std::int64_t rank,
+                   const DeviceFacts& facts) {
   std::string json;
   const Text to = std::back_inserter(json);
   fmt::format_to(to, R"({{"schema":"shardplan.recording/1","plan_digest":"{}","rank":{},"world_size":{},)",

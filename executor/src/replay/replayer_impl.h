@@ -99,10 +99,10 @@ class Replayer::Impl {
   std::vector<std::vector<std::int32_t>> freed_parts_;  // ... these
   std::vector<std::uint8_t> filled_;                    // something was written since it was allocated
   std::vector<std::vector<std::uint8_t>> grads_made_;   // grad_unsharded: by parameter of the unit
-  std::vector<BufferId> alias_of_;        // by buffer: the one whose memory it is a name of; -1: none
-  std::vector<BufferId> alias_by_owner_;  // ... and the reverse
+  std::vector<BufferId> alias_of_;         // by buffer: the one whose memory it is a name of; -1: none
+  std::vector<BufferId> alias_by_owner_;   // ... and the reverse
   std::vector<BufferId> made_in_segment_;  // gradients of the segment under way, while recorded
-  std::vector<Bytes> inherited_;          // by buffer: memory that it was an alias of, and has now; 0: its own
+  std::vector<Bytes> inherited_;     // by buffer: memory that it was an alias of, and has now; 0: its own
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };

@@ -64,7 +64,8 @@ Bytes Replayer::Impl::AliveBytes(BufferId id) const {
       models && buffer.parts_bytes.size() > 1 ? ParametersOf(plan_, buffer) : std::vector<std::int32_t>();
   std::int64_t bytes = 0;
   for (std::size_t part = 0; part < buffer.parts_bytes.size(); ++part) {
-    const bool freed = std::ranges::find(freed_parts_[id], static_cast<std::int32_t>(part)) != freed_parts_[id].end();
+    const bool freed =
+        std::ranges::find(freed_parts_[id], static_cast<std::int32_t>(part)) != freed_parts_[id].end();
     const bool missing = part < parameters.size() && grads_made_[id][parameters[part]] == 0;
     if (!freed && !missing) bytes += AllocationCount::Rounded(buffer.parts_bytes[part].value);
   }

@@ -10,7 +10,9 @@
 namespace shardplan::executor {
 namespace {
 
-Status NoClock() { return MakeError(ErrorCode::kUsage, "this device has no clock: no times can be recorded"); }
+Status NoClock() {
+  return MakeError(ErrorCode::kUsage, "this device has no clock: no times can be recorded");
+}
 
 constexpr std::size_t kRoles = static_cast<std::size_t>(BufferRole::kPartialReduceOutput) + 1;
 
@@ -45,7 +47,7 @@ bool HasWork(const Op& op) {
 struct StepRecorder::Allocated {
   std::vector<Bytes> of_buffer;
   std::array<std::int64_t, kRoles> of_role{};
-  Bytes buffers;                                // all of them
+  Bytes buffers;  // all of them
   std::array<std::int64_t, kRoles> at_peak{};
 };
 
@@ -80,8 +82,8 @@ bool StepRecorder::BeginStep(std::int32_t step) {
   }
   if (step != plan_.steady_step) return false;
   begin_ns_ = SteadyNanoseconds();
-  const bool records = recorded() < options_.steps &&
-                       (!options_.compares || recorded() <= std::ssize(unrecorded_steps_ns_));
+  const bool records =
+      recorded() < options_.steps && (!options_.compares || recorded() <= std::ssize(unrecorded_steps_ns_));
   open_ = records ? Open::kRecorded : Open::kUnrecorded;
   if (!records) return false;
   step_ = {};
@@ -166,9 +168,9 @@ Status StepRecorder::BeforeInstruction(std::int32_t instruction, const Op& op) {
   RecordedInstruction recorded = {.trigger = trigger_, .instruction = instruction};
   recorded.host_begin_ns = SteadyNanoseconds();
   const bool in_group = in_group_;
-  const bool deferred =
-      model_runs_itself_ && (op.code == OpCode::kCompute || (op.code == OpCode::kOptimizerStep &&
-                                                             trigger_kind_ == TriggerKind::kOptimizerStep));
+  const bool deferred = model_runs_itself_ &&
+                        (op.code == OpCode::kCompute ||
+                         (op.code == OpCode::kOptimizerStep && trigger_kind_ == TriggerKind::kOptimizerStep));
   if (deferred) {
     deferred_.push_back(step_.instructions.size());
   } else if (in_group) {

@@ -95,21 +95,22 @@ inline constexpr auto kFields<OperatorReport> =
 
 template <>
 inline constexpr Definition kDefinition<InstructionReport> = {
-    .says = "One instruction of the steady step as a plan's runtime measured it; times are since the begin of "
-            "the step."};
+    .says =
+        "One instruction of the steady step as a plan's runtime measured it; times are since the begin of "
+        "the step."};
 template <>
-inline constexpr auto kFields<InstructionReport> =
-    FieldList(Required("trigger", &InstructionReport::trigger, "\"pre_forward layers.3\"."),
-              Required("kind", &InstructionReport::kind,
-                       "\"all_gather\"; \"compute\": the model's operators, up to the next trigger."),
-              Required("unit", &InstructionReport::unit, "FQN; empty: of none."),
-              Required("host_begin_ns", &InstructionReport::host_begin_ns, "The host begins to issue it."),
-              Required("host_end_ns", &InstructionReport::host_end_ns, "The host is done with that."),
-              Optional("stream", &InstructionReport::stream, "Where its work is done; without work left out."),
-              Optional("begin_ns", &InstructionReport::begin_ns, "Its work can begin in the stream."),
-              Optional("end_ns", &InstructionReport::end_ns, "Its work is done."),
-              Optional("allocated_bytes", &InstructionReport::allocated_bytes,
-                       "Allocated on the device when the host has issued it."));
+inline constexpr auto kFields<InstructionReport> = FieldList(
+    Required("trigger", &InstructionReport::trigger, "\"pre_forward layers.3\"."),
+    Required("kind", &InstructionReport::kind,
+             "\"all_gather\"; \"compute\": the model's operators, up to the next trigger."),
+    Required("unit", &InstructionReport::unit, "FQN; empty: of none."),
+    Required("host_begin_ns", &InstructionReport::host_begin_ns, "The host begins to issue it."),
+    Required("host_end_ns", &InstructionReport::host_end_ns, "The host is done with that."),
+    Optional("stream", &InstructionReport::stream, "Where its work is done; without work left out."),
+    Optional("begin_ns", &InstructionReport::begin_ns, "Its work can begin in the stream."),
+    Optional("end_ns", &InstructionReport::end_ns, "Its work is done."),
+    Optional("allocated_bytes", &InstructionReport::allocated_bytes,
+             "Allocated on the device when the host has issued it."));
 
 template <>
 inline constexpr bool kIsBlock<MeasuredReport> = true;

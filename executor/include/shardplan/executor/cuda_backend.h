@@ -27,8 +27,8 @@ int CudaDeviceCount();
 Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index,
                                                     MemorySource memory = MemorySource::kAllocator);
 
-// What is allocated on that GPU, by everybody in the process: one count for each, which is kept from the first
-// call on. Null: there is no such GPU.
+// What is allocated on that GPU, by everybody in the process: one count for each, which is kept from the
+// first call on. Null: there is no such GPU.
 std::shared_ptr<AllocationCount> CudaAllocations(int device_index);
 
 struct NcclOptions {

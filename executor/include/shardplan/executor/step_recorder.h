@@ -9,13 +9,13 @@
 // [Note: what a span is of]
 //
 //   host      |copy_in|all_gather|wait|..model..                a call takes as long as the host is in it
-//   stream 1  ........[copy_in  ][ all_gather      ]            its work, from the moment the stream can begin it
-//   stream 0  ...............................[ model      ]     up to the host's next trigger
+//   stream 1  ........[copy_in  ][ all_gather      ]            its work, from the moment the stream can
+//   begin it stream 0  ...............................[ model      ]     up to the host's next trigger
 //
 // An instruction without work in a stream (allocate, free, bind, record, wait) has times of the host alone. A
 // compute instruction of a model that runs itself is what the stream does until the host comes to the next
-// trigger, and so is an optimizer's step, until EndSegment if that comes first. Instructions that share a span
-// (collectives launched as one, segments of one trigger) have the same number.
+// trigger, and so is an optimizer's step, until EndSegment if that comes first. Instructions that share a
+// span (collectives launched as one, segments of one trigger) have the same number.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,7 @@ struct RecordedStep {
 };
 
 struct Recording {
-  std::vector<RecordedStep> steps;  // steady ones
+  std::vector<RecordedStep> steps;                // steady ones
   std::vector<std::int64_t> unrecorded_steps_ns;  // steps between them
   std::int64_t abandoned = 0;  // steps that left the plan, or were given up, while recorded
 };
@@ -73,8 +73,8 @@ struct Recording {
 // What a recording was made on.
 struct DeviceFacts {
   std::string name = "CPU";
-  Bytes memory_bytes;            // that it has; 0: unknown
-  Bytes reserved_bytes;          // the most that the caching allocator has reserved so far
+  Bytes memory_bytes;               // that it has; 0: unknown
+  Bytes reserved_bytes;             // the most that the caching allocator has reserved so far
   std::int64_t cache_releases = 0;  // how often it has released its cache to find memory
 };
 
@@ -136,7 +136,7 @@ class StepRecorder {
   SpanId next_span_ = 0;
   bool in_group_ = false;
   bool in_segment_ = false;
-  bool knows_buffers_ = false;  // all that are alive
+  bool knows_buffers_ = false;         // all that are alive
   std::vector<std::size_t> deferred_;  // instructions of the trigger that the model runs behind it
   TriggerKind trigger_kind_ = TriggerKind::kStepBegin;
   std::int32_t trigger_ = 0;

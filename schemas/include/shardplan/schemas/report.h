@@ -146,8 +146,8 @@ struct Report {
   std::vector<CollectiveReport> collectives;
   std::vector<UnitReport> units;
   MemoryReport memory;
-  std::vector<FigureReport> figures;      // the widest first
-  std::vector<OperatorReport> operators;  // by kind, then phase
+  std::vector<FigureReport> figures;            // the widest first
+  std::vector<OperatorReport> operators;        // by kind, then phase
   std::vector<InstructionReport> instructions;  // of a plan that measured itself, in the order of issue
   MeasuredReport measured;
   std::vector<std::string> notes;  // where figures came from, what was assumed
