@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "instruction_ranges.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/plan_ranges.h"
@@ -19,7 +20,7 @@ namespace shardplan::python {
 class ProfilerRanges final : public executor::Observer, private PlanRanges {
  public:
   // `plan` outlives this. Names are made when somebody listens for the first time.
-  explicit ProfilerRanges(const Plan& plan) : PlanRanges(plan) {}
+  explicit ProfilerRanges(const Plan& plan) : PlanRanges(plan), instruction_(plan) {}
 
   // Whether anybody listens on this thread. What follows is called only then.
   static bool On() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
@@ -39,6 +40,7 @@ class ProfilerRanges final : public executor::Observer, private PlanRanges {
       ranges.EnterProcedure(kind, unit);
     }
     ~Watch() {
+      ranges_.instruction_.End();  // of one that failed
       ranges_.Leave();
       replayer_.SetObserver(nullptr);
     }
@@ -51,7 +53,11 @@ class ProfilerRanges final : public executor::Observer, private PlanRanges {
   };
 
   // ---- executor::Observer ----
-  void BeforeInstruction(const Instruction& instruction) override { EnterInstruction(instruction); }
+  void BeforeInstruction(const Instruction& instruction) override {
+    EnterInstruction(instruction);
+    instruction_.Begin(instruction);
+  }
+  void AfterInstruction(const Instruction&) override { instruction_.End(); }
 
  private:
   // ---- PlanRanges ----
@@ -62,6 +68,7 @@ class ProfilerRanges final : public executor::Observer, private PlanRanges {
   void Closed(std::size_t level) override { records_[level].reset(); }
 
   std::array<std::optional<at::RecordFunction>, kLevels> records_;
+  InstructionRanges instruction_;  // inside of them
 };
 
 // A range as long as this lives, if anybody listens. `name` outlives it.

@@ -26,6 +26,7 @@
 #include "profiler_ranges.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/replayer.h"
+#include "shardplan/executor/step_recorder.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
 
@@ -129,6 +130,15 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   // An optimizer of the model's parameters is about to step. A step of the plan that is not over then
   // deviates.
   void OptimizerSteps();
+  // ... has stepped. For a recording alone.
+  void OptimizerStepped();
+  // Steps that begin from now on are recorded (step_recorder.h), as many as `steps` and, between them, as
+  // many that are not. Of a recording under way nothing is kept.
+  void StartRecording(std::int64_t warmup, std::int64_t steps);
+  bool HasRecorded() const { return recorder_ != nullptr && recorder_->done(); }
+  std::int64_t recorded_steps() const { return recorder_ ? recorder_->recorded() : 0; }
+  // The recording as a document; a step under way is not in it. "": there is none.
+  std::string StopRecording();
   // Optimizers of the model have been seen to step, by another runtime: OptimizerSteps will be called.
   void ExpectOptimizer() { optimizer_seen_ = true; }
   // One is likely to: until it does, a step on demand ends where a forward follows a backward that has
@@ -239,6 +249,8 @@ class Runtime final : public executor::Model, public std::enable_shared_from_thi
   Fallback fallback_;
   GradientHandover handover_;
   ProfilerRanges ranges_;
+  std::unique_ptr<executor::StepRecorder> recorder_;  // null: nothing is recorded
+  executor::DeviceFacts facts_;                       // when it was made
   ParameterChanges changes_;
   ModuleGroups groups_;
   PyRef on_requires_grad_change_;  // null: such a change is an error

@@ -13,6 +13,7 @@
 
 #include "binding/python_error.h"
 #include "runtime.h"
+#include "shardplan/executor/cuda_backend.h"
 
 namespace shardplan::python {
 
@@ -183,6 +184,32 @@ void Runtime::OptimizerSteps() {
     Fire(executor::TriggerKey(replayer_->Expected()));  // it may wait for copies of what is stepped
   }
   on_demand_.AwaitShards();
+}
+
+void Runtime::OptimizerStepped() {
+  if (recorder_ && torch::autograd::get_current_graph_task_id() == -1) OrThrow(recorder_->EndSegment());
+}
+
+void Runtime::StartRecording(std::int64_t warmup, std::int64_t steps) {
+  const ReleaseGil no_gil;
+  OrThrow(replayer_->SetRecorder(nullptr));
+  executor::RecorderOptions options = {.warmup = warmup, .steps = steps};
+  if (torch_device().is_cuda()) options.allocations = executor::CudaAllocations(torch_device().index());
+  recorder_ = std::make_unique<executor::StepRecorder>(*plan_, std::move(options));
+  facts_ = device_->Facts();
+  OrThrow(replayer_->SetRecorder(recorder_.get()));
+}
+
+std::string Runtime::StopRecording() {
+  if (!recorder_) return {};
+  const ReleaseGil no_gil;
+  OrThrow(replayer_->SetRecorder(nullptr));
+  const std::unique_ptr<executor::StepRecorder> recorder = std::move(recorder_);
+  Result<executor::Recording> recording = recorder->Finish();
+  if (!recording) Throw(recording.error());
+  executor::DeviceFacts facts = device_->Facts();
+  facts.cache_releases -= facts_.cache_releases;
+  return ToJson(*recording, *plan_, rank_, facts);
 }
 
 void Runtime::EndFallback() {

@@ -16,6 +16,7 @@
 
 #include "launcher.h"
 #include "options.h"
+#include "profile.h"
 #include "reshard_run.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
@@ -85,6 +86,9 @@ void AddFlags(CLI::App& app, RunOptions& options) {
       ->capture_default_str();
   app.add_option("--seed", options.seed, "virtual: which order the streams run in")->capture_default_str();
   app.add_option("--report", options.report_path, "Report of `shardplan simulate --report`, to compare with");
+  app.add_option("--profile", options.profile_path,
+                 "Write what was measured as a report, as `shardplan import-profile` does")
+      ->type_name("FILE");
   app.add_flag("--arena", options.arena, "Buffers at addresses of their own in one block of memory");
   app.add_flag("!--no-activations", options.activations, "Do not allocate the model's own memory");
   app.add_flag("--progress", options.progress, "Each rank says when a step is done");
@@ -177,7 +181,12 @@ int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
   const std::optional<RankEnvironment> environment = ReadEnvironment();
   const std::string who = environment ? fmt::format("rank {}", environment->rank) : "shardplan-run";
   const Result<Plan> plan = ReadDocumentsForRun(options, environment, who);
-  if (!plan && IsReshardInstead(plan.error())) return RunReshard(options, arguments, environment, who);
+  const bool reshards = !plan && IsReshardInstead(plan.error());
+  if (plan || reshards) {
+    if (Status status = CheckProfile(options, plan ? &*plan : nullptr); !status)
+      return Fail(status.error(), who);
+  }
+  if (reshards) return RunReshard(options, arguments, environment, who);
   if (environment && options.device != DeviceKind::kVirtual) {
     const Status status = RunRank(plan, options, *environment);
     return status ? 0 : Fail(status.error(), who);

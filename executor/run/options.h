@@ -10,7 +10,8 @@ enum class DeviceKind : std::uint8_t { kCpu, kCuda, kVirtual };
 
 struct RunOptions {
   std::string plan_path;
-  std::string report_path;  // of `shardplan simulate --report`; empty: no comparison
+  std::string profile_path;  // where the measured report goes; empty: nothing is recorded
+  std::string report_path;   // of `shardplan simulate --report`; empty: no comparison
   DeviceKind device = DeviceKind::kCpu;
   std::int64_t ranks = 0;  // 0: as many as the plan has
   std::int64_t steps = 3;

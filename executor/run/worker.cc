@@ -11,10 +11,12 @@
 #include "backend.h"
 #include "filler.h"
 #include "peak_meter.h"
+#include "profile.h"
 #include "results.h"
 #include "shardplan/executor/bounded_store.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/replayer.h"
+#include "shardplan/executor/step_recorder.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 
@@ -71,6 +73,7 @@ class Rank {
   Status MakeBackend();
   Status RunStep();
   Status Report();
+  Result<std::string> Recorded();
 
   std::chrono::milliseconds timeout() const { return std::chrono::seconds(options_.timeout_s); }
 
@@ -86,6 +89,8 @@ class Rank {
   std::unique_ptr<executor::Collectives> collectives_;
   std::unique_ptr<FillerModel> model_;
   std::unique_ptr<executor::Replayer> replayer_;
+  std::unique_ptr<executor::StepRecorder> recorder_;  // null: nobody asks
+  executor::DeviceFacts facts_;                       // before the first step
   std::vector<Nanoseconds> steps_ns_;
 };
 
@@ -103,7 +108,12 @@ Status Rank::MakeBackend() {
   replayer_ = std::move(*replayer);
   replayer_->SetObserver(&meter_);
   model_->AllocateBuffers();
-  return {};
+  if (options_.profile_path.empty()) return {};
+  executor::RecorderOptions record = RecorderOptionsOf(options_);
+  record.allocations = allocated_;
+  recorder_ = std::make_unique<executor::StepRecorder>(plan_, std::move(record));
+  facts_ = device_->Facts();
+  return replayer_->SetRecorder(recorder_.get());
 }
 
 Status Rank::RunStep() {
@@ -119,6 +129,7 @@ Status Rank::RunStep() {
   if (!done) return std::unexpected(done.error());
   if (Status status = collectives_->Check(); !status) return status;
   steps_ns_.push_back(Since(begin));
+  if (recorder_) recorder_->EndStep();
   if (options_.progress) {
     std::fputs(fmt::format("rank {}: step {} took {:.1f} ms\n", environment_.rank, step,
                            static_cast<double>(steps_ns_.back().value) / 1e6)
@@ -128,13 +139,24 @@ Status Rank::RunStep() {
   return {};
 }
 
-// Every rank tells its step times; rank 0 prints the slowest.
+Result<std::string> Rank::Recorded() {
+  Result<executor::Recording> recording = recorder_->Finish();
+  if (!recording) return std::unexpected(std::move(recording.error()));
+  executor::DeviceFacts facts = device_->Facts();
+  facts.cache_releases -= facts_.cache_releases;
+  return ToJson(*recording, plan_, environment_.rank, facts);
+}
+
+// Every rank tells its step times, in a line, and what it recorded; rank 0 prints the slowest.
 Status Rank::Report() {
+  std::vector<std::string> recordings;
   const auto report = [&](const std::vector<std::string>& of_ranks) -> Result<std::string> {
     Measurement measured;
     measured.steps_ns = steps_ns_;
-    for (const std::string& times : of_ranks) {
-      std::istringstream stream(times);
+    for (const std::string& said : of_ranks) {
+      const std::size_t line = said.find('\n');
+      if (recorder_) recordings.push_back(said.substr(line + 1));
+      std::istringstream stream(said.substr(0, line));
       for (Nanoseconds& slowest : measured.steps_ns) {
         std::int64_t ns = 0;
         stream >> ns;
@@ -159,7 +181,14 @@ Status Rank::Report() {
   };
   std::string times;
   for (const Nanoseconds ns : steps_ns_) times += fmt::format("{} ", ns.value);
-  return PrintForAll({*store_, peers_.get(), environment_, timeout()}, times, report);
+  times += '\n';
+  if (recorder_) {
+    const Result<std::string> recorded = Recorded();
+    if (!recorded) return std::unexpected(recorded.error());
+    times += *recorded;
+  }
+  Status printed = PrintForAll({*store_, peers_.get(), environment_, timeout()}, times, report);
+  return printed && !recordings.empty() ? WriteProfile(options_, recordings) : printed;
 }
 
 std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,

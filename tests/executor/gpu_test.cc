@@ -6,6 +6,8 @@
 
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/replayer.h"
+#include "shardplan/executor/step_recorder.h"
+#include "tests/executor/recorded_plan.h"
 #include "tests/executor/step_plan.h"
 
 namespace shardplan::test {
@@ -123,6 +125,40 @@ TEST_P(NcclWithItself, AnAbortIsTheErrorOfWhateverFollows) {
 INSTANTIATE_TEST_SUITE_P(MemoryPlans, NcclWithItself,
                          ::testing::Values(executor::MemorySource::kAllocator,
                                            executor::MemorySource::kArena));
+
+// One rank: copies, scalings and allocations of a step, in the plan's streams.
+TEST_F(Gpu, RecordsStepsWithTheTimesOfItsStreams) {
+  const Plan plan = MakeStepPlan(1);
+  auto device = executor::MakeCudaDevice(0);
+  ASSERT_TRUE(device.has_value()) << ToString(device.error());
+  const auto collectives = executor::MakeNcclCollectives(**device, Nccl(1));
+  ASSERT_TRUE(collectives.has_value()) << ToString(collectives.error());
+  const auto replayer = executor::Replayer::Create(plan, 0, **device, **collectives);
+  ASSERT_TRUE(replayer.has_value()) << ToString(replayer.error());
+  const auto count = executor::CudaAllocations(0);
+  ASSERT_TRUE(count != nullptr);
+  EXPECT_EQ(count, executor::CudaAllocations(0));
+  executor::StepRecorder recorder(plan, {.warmup = 1, .steps = 2, .compares = true, .allocations = count});
+  ASSERT_TRUE((*replayer)->SetRecorder(&recorder).has_value());
+  while (!recorder.done()) {
+    const Status status = (*replayer)->Fire(executor::TriggerKey((*replayer)->Expected()));
+    ASSERT_TRUE(status.has_value()) << ToString(status.error());
+  }
+  const Result<executor::Recording> recording = recorder.Finish();
+  ASSERT_TRUE(recording.has_value()) << ToString(recording.error());
+  ASSERT_EQ(recording->steps.size(), 2);
+  ExpectWholeSteps(*recording, plan, /*slack_ns=*/200'000);
+  for (const executor::RecordedStep& step : recording->steps) {
+    for (const executor::RecordedInstruction& one : step.instructions) {
+      const bool copies = PlannedOf(plan, one).kind == InstructionKind::kCopyOut;
+      EXPECT_TRUE(!copies || one.span >= 0);
+      EXPECT_LE(one.allocated_bytes, step.peak_bytes);
+    }
+    EXPECT_EQ(step.steady_bytes, recording->steps[0].steady_bytes);
+  }
+  EXPECT_FALSE((*device)->Facts().name.empty());
+  EXPECT_GT((*device)->Facts().memory_bytes.value, 0);
+}
 
 // Its library registers them when it is loaded; nothing else in this program needs it.
 TEST(CudaBackend, TorchsCudaKernelsAreThere) {

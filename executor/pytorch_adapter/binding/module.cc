@@ -238,6 +238,11 @@ void BindRuntime(py::module_& module) {
           [](Runtime& runtime, const py::object& on_left) { runtime.OnLeft(PyRef::Borrow(on_left.ptr())); },
           py::arg("on_left"))
       .def("optimizer_steps", &Runtime::OptimizerSteps)
+      .def("optimizer_stepped", &Runtime::OptimizerStepped)
+      .def("start_recording", &Runtime::StartRecording, py::arg("warmup"), py::arg("steps"))
+      .def("stop_recording", &Runtime::StopRecording)
+      .def_property_readonly("has_recorded", &Runtime::HasRecorded)
+      .def_property_readonly("recorded_steps", &Runtime::recorded_steps)
       .def("await_optimizer", &Runtime::AwaitOptimizer)
       .def("expect_optimizer", &Runtime::ExpectOptimizer)
       .def_property_readonly("optimizer_seen", &Runtime::optimizer_seen)

@@ -89,6 +89,7 @@ Status CpuDevice::FinishOne(PendingCollective& pending) {
          std::chrono::steady_clock::now() < give_up)
     std::this_thread::yield();
   pending.work.reset();
+  if (pending.times) pending.times->EndedBy(SteadyNanoseconds());
   std::erase_if(in_flight_, [](const auto& p) { return p->finished; });
   return status;
 }
@@ -177,6 +178,41 @@ Result<bool> CpuDevice::Synchronize() {
     if (Status status = Finish(list); !status) return std::unexpected(std::move(status.error()));
   }
   return true;
+}
+
+Status CpuDevice::PrepareSpans(std::int64_t spans) {
+  spans_.assign(static_cast<std::size_t>(spans), {});
+  return {};
+}
+
+Status CpuDevice::BeginSpan(SpanId span, StreamId stream) {
+  if (Status status = BeginWork(stream); !status) return status;
+  spans_[span] = {.times = {.begin_ns = SteadyNanoseconds()}, .collectives = {}};
+  in_span_ = true;
+  return {};
+}
+
+// What is pending on the stream now was issued in the span: BeginSpan has finished what was before.
+Status CpuDevice::EndSpan(SpanId span, StreamId stream) {
+  in_span_ = false;
+  spans_[span].times.end_ns = SteadyNanoseconds();
+  if (stream >= 0) spans_[span].collectives = streams_[stream];
+  return {};
+}
+
+Result<SpanTimes> CpuDevice::TimesOf(SpanId id) {
+  const Span& span = spans_[id];
+  SpanTimes times = span.times;
+  for (std::size_t i = 0; i < span.collectives.size(); ++i) {
+    PendingCollective& collective = *span.collectives[i];
+    if (Status status = FinishOne(collective); !status) return std::unexpected(std::move(status.error()));
+    const GlooTimes* threads = collective.times.get();
+    if (threads == nullptr) continue;
+    const std::int64_t begin_ns = std::max(times.begin_ns, threads->begin_ns());
+    times.begin_ns = i == 0 ? begin_ns : std::min(times.begin_ns, begin_ns);
+    times.end_ns = std::max(times.end_ns, threads->end_ns());
+  }
+  return times;
 }
 
 Status CpuDevice::RunOn(StreamId stream, const std::function<void()>& work) {

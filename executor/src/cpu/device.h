@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "cpu/gloo_times.h"
 #include "shardplan/executor/collectives.h"
 #include "torch/buffers.h"
 
@@ -20,6 +21,7 @@ namespace shardplan::executor {
 // A collective in flight.
 struct PendingCollective {
   c10::intrusive_ptr<c10d::Work> work;
+  std::shared_ptr<GlooTimes> times;  // null: nobody asks
   CollectiveId collective = -1;
   std::int64_t sequence = 0;  // in its communicator
   BufferId src = -1;
@@ -44,6 +46,13 @@ class CpuDevice final : public TorchBuffers {
 
   void CountAllocations(std::shared_ptr<AllocationCount> count) override { count_ = std::move(count); }
 
+  Status PrepareSpans(std::int64_t spans) override;
+  Status BeginSpan(SpanId span, StreamId stream) override;
+  Status EndSpan(SpanId span, StreamId stream) override;
+  Result<SpanTimes> TimesOf(SpanId span) override;
+  // Are times asked for of what is issued now?
+  bool is_in_span() const { return in_span_; }
+
   // For the collectives: what is pending on the stream is finished; then `pending` is.
   Status BeginWork(StreamId stream);
   void AddPending(StreamId stream, std::shared_ptr<PendingCollective> pending);
@@ -60,6 +69,10 @@ class CpuDevice final : public TorchBuffers {
 
  private:
   using PendingList = std::vector<std::shared_ptr<PendingCollective>>;
+  struct Span {
+    SpanTimes times;
+    PendingList collectives;  // that it consists of; empty: it is over
+  };
   Status Finish(PendingList& list);
   Status FinishOne(PendingCollective& pending);
   std::vector<std::byte*> Pointers(BufferId buffer) const;
@@ -70,6 +83,8 @@ class CpuDevice final : public TorchBuffers {
   std::vector<bool> recorded_;
   std::shared_ptr<AllocationCount> count_;  // null: nobody counts
   std::function<Status(PendingCollective&)> finish_;
+  std::vector<Span> spans_;
+  bool in_span_ = false;
 };
 
 }  // namespace shardplan::executor

@@ -10,6 +10,9 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <cmath>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "shardplan/executor/cuda_backend.h"
@@ -52,6 +55,8 @@ Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index, MemorySour
 
 CudaDevice::~CudaDevice() {
   for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+  for (cudaEvent_t event : marks_) (void)cudaEventDestroy(event);
+  if (clock_mark_ != nullptr) (void)cudaEventDestroy(clock_mark_);
   for (const std::vector<Left>& of_buffer : left_) {
     for (const Left& left : of_buffer) (void)cudaEventDestroy(left.event);
   }
@@ -293,15 +298,126 @@ Result<bool> CudaDevice::Synchronize() {
   return true;
 }
 
+// [Note: the device's clock and the host's]
+// CUDA tells how long one event was after another one, as a float of milliseconds: to a microsecond within
+// ten seconds. The first event is recorded on an idle stream between two looks at the host's clock; from it
+// the others are found, each from one that is less than a second away.
+Status CudaDevice::PrepareSpans(std::int64_t spans) {
+  const OnDevice guard = Here();
+  for (auto missing = 2 * spans + (clock_mark_ == nullptr ? 1 : 0) - std::ssize(marks_); missing > 0;
+       --missing) {
+    cudaEvent_t event = nullptr;
+    if (Status status = CheckCuda(cudaEventCreate(&event), "making an event"); !status) return status;
+    if (clock_mark_ == nullptr) {
+      clock_mark_ = event;
+    } else {
+      marks_.push_back(event);
+    }
+  }
+  marked_.assign(marks_.size(), false);
+  const cudaStream_t stream = streams_[0].stream();
+  if (Status status = CheckCuda(cudaStreamSynchronize(stream), "waiting for a stream"); !status)
+    return status;
+  const std::int64_t before_ns = SteadyNanoseconds();
+  if (Status status = CheckCuda(cudaEventRecord(clock_mark_, stream), "recording an event"); !status)
+    return status;
+  if (Status status = CheckCuda(cudaEventSynchronize(clock_mark_), "waiting for an event"); !status)
+    return status;
+  clock_ns_ = before_ns + (SteadyNanoseconds() - before_ns) / 2;
+  return {};
+}
+
+Status CudaDevice::MarkSpan(SpanId span, std::size_t end, StreamId stream) {
+  const OnDevice guard = Here();
+  const std::size_t mark = 2 * static_cast<std::size_t>(span) + end;
+  marked_[mark] = true;
+  return CheckCuda(cudaEventRecord(marks_[mark], streams_[std::max(stream, 0)].stream()),
+                   "recording an event");
+}
+
+Status CudaDevice::BeginSpan(SpanId span, StreamId stream) { return MarkSpan(span, 0, stream); }
+Status CudaDevice::EndSpan(SpanId span, StreamId stream) { return MarkSpan(span, 1, stream); }
+
+Result<std::int64_t> CudaDevice::TimeOf(cudaEvent_t event) {
+  if (Status status = CheckCuda(cudaEventSynchronize(event), "waiting for an event"); !status)
+    return std::unexpected(std::move(status.error()));
+  float later_ms = 0;
+  if (Status status = CheckCuda(cudaEventElapsedTime(&later_ms, clock_mark_, event), "timing an event");
+      !status)
+    return std::unexpected(std::move(status.error()));
+  return clock_ns_ + std::llround(static_cast<double>(later_ms) * 1e6);
+}
+
+// Spans are asked for in their order.
+Result<SpanTimes> CudaDevice::TimesOf(SpanId span) {
+  const OnDevice guard = Here();
+  constexpr std::int64_t kFar = 1'000'000'000;
+  SpanTimes times;
+  const std::size_t mark = 2 * static_cast<std::size_t>(span);
+  if (!marked_[mark] || !marked_[mark + 1]) return times;
+  const Result<std::int64_t> begin = TimeOf(marks_[mark]);
+  if (!begin) return std::unexpected(begin.error());
+  if (*begin - clock_ns_ > kFar) {
+    std::swap(clock_mark_, marks_[mark]);
+    marked_[mark] = false;
+    clock_ns_ = *begin;
+  }
+  const Result<std::int64_t> end = TimeOf(marks_[mark + 1]);
+  if (!end) return std::unexpected(end.error());
+  return SpanTimes{*begin, *end};
+}
+
+namespace {
+
 // A tracker stays for the life of the process.
-void CudaDevice::CountAllocations(std::shared_ptr<AllocationCount> count) {
+void TrackAllocations(int index, std::shared_ptr<AllocationCount> count) {
   using Entry = c10::CachingDeviceAllocator::TraceEntry;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
-      [count = std::move(count), index = index_](const Entry& entry) {
+      [count = std::move(count), index](const Entry& entry) {
         if (entry.device_ != index) return;
         if (entry.action_ == Entry::ALLOC) count->Allocated(static_cast<std::int64_t>(entry.size_));
         if (entry.action_ == Entry::FREE_REQUESTED) count->Freed(static_cast<std::int64_t>(entry.size_));
       });
+}
+
+}  // namespace
+
+void CudaDevice::CountAllocations(std::shared_ptr<AllocationCount> count) {
+  TrackAllocations(index_, std::move(count));
+}
+
+DeviceFacts CudaDevice::Facts() const {
+  DeviceFacts facts;
+  cudaDeviceProp properties{};
+  if (cudaGetDeviceProperties(&properties, index_) == cudaSuccess) {
+    facts.name = properties.name;
+    facts.memory_bytes = {static_cast<std::int64_t>(properties.totalGlobalMem)};
+  }
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(index_));
+  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  facts.reserved_bytes = {stats.reserved_bytes[kAll].peak};
+  facts.cache_releases = stats.num_alloc_retries;
+  return facts;
+}
+
+std::shared_ptr<AllocationCount> CudaAllocations(int device_index) {
+  static std::mutex mutex;
+  static std::map<int, std::shared_ptr<AllocationCount>> counts;
+  if (device_index < 0 || device_index >= CudaDeviceCount()) return nullptr;
+  const std::scoped_lock lock(mutex);
+  std::shared_ptr<AllocationCount>& count = counts[device_index];
+  if (count) return count;
+  std::int64_t allocated = 0;
+  for (const auto& segment : c10::cuda::CUDACachingAllocator::snapshot().segments) {
+    if (segment.device != device_index) continue;
+    for (const auto& block : segment.blocks) {
+      const auto requested = static_cast<std::int64_t>(block.requested_size);
+      if (block.allocated) allocated += AllocationCount::Rounded(requested);
+    }
+  }
+  count = std::make_shared<AllocationCount>(Bytes{allocated});
+  TrackAllocations(device_index, count);
+  return count;
 }
 
 Status CudaDevice::RunOn(StreamId stream, const std::function<void()>& work) {

@@ -31,6 +31,12 @@ class CudaDevice final : public TorchBuffers {
   Status RunOn(StreamId stream, const std::function<void()>& work) override;
 
   void CountAllocations(std::shared_ptr<AllocationCount> count) override;
+  DeviceFacts Facts() const override;
+
+  Status PrepareSpans(std::int64_t spans) override;
+  Status BeginSpan(SpanId span, StreamId stream) override;
+  Status EndSpan(SpanId span, StreamId stream) override;
+  Result<SpanTimes> TimesOf(SpanId span) override;
 
   c10::cuda::CUDAStream stream(StreamId id) const { return streams_[id]; }
   int index() const { return index_; }
@@ -71,6 +77,13 @@ class CudaDevice final : public TorchBuffers {
   Result<Left*> LeftOf(BufferId buffer, StreamId stream);
   std::vector<std::vector<Left>> left_;  // by buffer
   std::vector<Split> splits_;            // by copy
+
+  Result<std::int64_t> TimeOf(cudaEvent_t event);
+  Status MarkSpan(SpanId span, std::size_t end, StreamId stream);
+  std::vector<cudaEvent_t> marks_;    // of spans: the begin and the end of each
+  std::vector<bool> marked_;          // ... since PrepareSpans
+  cudaEvent_t clock_mark_ = nullptr;  // its time on the host's clock is known
+  std::int64_t clock_ns_ = 0;
 };
 
 // kEnvironment with CUDA's words, unless `result` is success.

@@ -72,6 +72,7 @@ class NcclCollectives final : public Collectives {
   Status Issue(CollectiveId id, StreamId stream) override;
   Status BeginGroup() override;
   Status EndGroup() override;
+  bool LaunchesGroups() const override { return true; }
   Status Exchange(const ByteExchange& exchange, StreamId stream) override;
   Status Check() override { return watchdog_.Check(); }
   void Abort(const std::string& reason) override {

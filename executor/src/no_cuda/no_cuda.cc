@@ -19,6 +19,8 @@ Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int, MemorySource) {
   return MakeError(ErrorCode::kEnvironment, kReason);
 }
 
+std::shared_ptr<AllocationCount> CudaAllocations(int) { return nullptr; }
+
 Result<std::unique_ptr<Collectives>> MakeNcclCollectives(TorchDevice&, NcclOptions) {
   return MakeError(ErrorCode::kEnvironment, kReason);
 }

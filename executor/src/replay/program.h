@@ -49,6 +49,9 @@ struct Op {
   BufferId dst = -1;
 };
 
+// Whether the instruction gives a stream, or the host, something to do that takes time.
+bool HasWork(const Op& op);
+
 struct FreeSpec {
   std::vector<StreamId> safe_after;
   std::vector<std::int32_t> parts;  // empty: the buffer ends

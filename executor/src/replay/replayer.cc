@@ -41,6 +41,9 @@ Replayer::Impl::Impl(const Plan& plan, Program program, Device& device, Collecti
       freed_parts_(plan.buffers.size()),
       filled_(plan.buffers.size(), 0),
       grads_made_(plan.buffers.size()),
+      alias_of_(plan.buffers.size(), -1),
+      alias_by_owner_(plan.buffers.size(), -1),
+      inherited_(plan.buffers.size()),
       bound_(plan.units.size(), -1) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) alive_[b] = filled_[b] = plan.buffers[b].persistent;
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
@@ -117,22 +120,32 @@ Status Replayer::Impl::Begin(const TriggerKey& key) {
     error.expected = Describe(plan_, expected.key);
     return Fail(std::move(error), /*aborts=*/false);
   }
+  if (recorder_ != nullptr) [[unlikely]] {
+    if (expected.trigger == 0) BeginRecordedStep();
+    if (recording_ != nullptr) {
+      if (Status status = BeginRecordedTrigger(expected.trigger); !status)
+        return Fail(std::move(status.error()));
+    }
+  }
   in_trigger_ = true;
   op_ = 0;
-  if (expected.count == 0) EndTrigger();
-  return {};
+  return expected.count == 0 ? EndTrigger() : Status();
 }
 
-void Replayer::Impl::EndTrigger() {
+Status Replayer::Impl::EndTrigger() {
+  if (recording_ != nullptr) [[unlikely]] {
+    if (Status status = recording_->EndTrigger(); !status) return Fail(std::move(status.error()));
+  }
   in_trigger_ = false;
   op_ = 0;
   const std::int32_t step = program_.triggers[trigger_].step;
   SHARDPLAN_ASSERT(trigger_ < program_.step_begin[step + 1], "a trigger is one of its step");
   ++trigger_;
-  if (trigger_ < program_.step_begin[step + 1]) return;
+  if (trigger_ < program_.step_begin[step + 1]) return {};
   ++steps_completed_;
   const bool last = step + 1 == std::ssize(plan_.steps);
   trigger_ = program_.step_begin[last ? plan_.steady_step : step + 1];
+  return {};
 }
 
 Result<bool> Replayer::Impl::Advance() {
@@ -142,19 +155,27 @@ Result<bool> Replayer::Impl::Advance() {
   if (!in_trigger_) return true;
   const ProgramTrigger& trigger = program_.triggers[trigger_];
   SHARDPLAN_ASSERT(op_ < trigger.count, "Begin and Advance end a trigger after its last instruction");
+  const Op& op = program_.ops[trigger.first + op_];
   if (observer_ != nullptr && !op_begun_) observer_->BeforeInstruction(CurrentInstruction());
+  Status status;
+  if (recording_ != nullptr && !op_begun_) [[unlikely]] {
+    status = recording_->BeforeInstruction(op_, op);
+  }
   op_begun_ = true;
   bool blocked = false;
-  if (Status status = RunCaught(program_.ops[trigger.first + op_], blocked); !status) [[unlikely]] {
-    const bool aborts = program_.ops[trigger.first + op_].code != OpCode::kAllocate;
-    return std::unexpected(Fail(std::move(status.error()), aborts).error());
-  }
+  if (status) status = RunCaught(op, blocked);
   if (blocked) return false;
+  if (recording_ != nullptr && status) [[unlikely]] {
+    status = recording_->AfterInstruction(op);
+  }
+  if (!status) [[unlikely]] {
+    return std::unexpected(Fail(std::move(status.error()), op.code != OpCode::kAllocate).error());
+  }
   op_begun_ = false;
   ++instructions_issued_;
   if (observer_ != nullptr) observer_->AfterInstruction(CurrentInstruction());
   if (++op_ < trigger.count) return false;
-  EndTrigger();
+  if (Status ended = EndTrigger(); !ended) return std::unexpected(std::move(ended.error()));
   return true;
 }
 
@@ -219,6 +240,7 @@ Status Replayer::Restart() { return impl_->Restart(); }
 std::exception_ptr Replayer::thrown() const { return impl_->thrown(); }
 std::string Replayer::Where() const { return impl_->Where(); }
 void Replayer::SetObserver(Observer* observer) { impl_->SetObserver(observer); }
+Status Replayer::SetRecorder(StepRecorder* recorder) { return impl_->SetRecorder(recorder); }
 void Replayer::Abort(const std::string& reason) { impl_->Abort(reason); }
 
 }  // namespace shardplan::executor

@@ -1,5 +1,5 @@
 // The state of a replayer and its parts: replayer.cc steps through the plan, replayer_operations.cc runs one
-// instruction, replayer_off_step.cc does what is beside the steps.
+// instruction, replayer_off_step.cc does what is beside the steps, replayer_recording.cc tells a recorder.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 
 #include "replay/program.h"
 #include "shardplan/executor/replayer.h"
+#include "shardplan/executor/step_recorder.h"
 #include "shardplan/schemas/on_demand.h"
 
 namespace shardplan::executor {
@@ -35,6 +36,7 @@ class Replayer::Impl {
   bool AtStepBegin() const { return !in_trigger_ && program_.triggers[trigger_].trigger == 0; }
   std::exception_ptr thrown() const { return thrown_; }
   void SetObserver(Observer* observer) { observer_ = observer; }
+  Status SetRecorder(StepRecorder* recorder);
   bool Has(ProcedureKind kind, UnitId unit) const { return FindProcedure(plan_, kind, unit) != nullptr; }
   Status Call(ProcedureKind kind, UnitId unit);
   bool IsAlive(BufferId buffer) const { return alive_[buffer] != 0; }
@@ -62,7 +64,13 @@ class Replayer::Impl {
   Status NotAlive(BufferId buffer) const;
   Status Fail(Error error, bool aborts = true);
   const Instruction& CurrentInstruction() const;
-  void EndTrigger();
+  Status EndTrigger();
+  void BeginRecordedStep();
+  Status BeginRecordedTrigger(std::int32_t trigger);
+  void NoteGradients();
+  void NoteBuffer(BufferId buffer);
+  Bytes AliveBytes(BufferId buffer) const;
+  void AbandonRecording();
 
   const Plan& plan_;
   const Program program_;
@@ -71,6 +79,8 @@ class Replayer::Impl {
   Model* const model_;
   const bool model_makes_gradients_;
   Observer* observer_ = nullptr;
+  StepRecorder* recorder_ = nullptr;
+  StepRecorder* recording_ = nullptr;  // the same in a step that it records
 
   std::int32_t trigger_ = 0;  // the next one, or the one under way
   std::int32_t op_ = 0;       // the next one in it
@@ -89,6 +99,10 @@ class Replayer::Impl {
   std::vector<std::vector<std::int32_t>> freed_parts_;  // ... these
   std::vector<std::uint8_t> filled_;                    // something was written since it was allocated
   std::vector<std::vector<std::uint8_t>> grads_made_;   // grad_unsharded: by parameter of the unit
+  std::vector<BufferId> alias_of_;         // by buffer: the one whose memory it is a name of; -1: none
+  std::vector<BufferId> alias_by_owner_;   // ... and the reverse
+  std::vector<BufferId> made_in_segment_;  // gradients of the segment under way, while recorded
+  std::vector<Bytes> inherited_;     // by buffer: memory that it was an alias of, and has now; 0: its own
   std::vector<BufferId> bound_;      // by unit: what its parameters are views of, -1: the shards
   std::vector<GradTarget> targets_;  // of the compute instruction under way
 };

@@ -45,11 +45,13 @@ Status Replayer::Impl::Call(ProcedureKind kind, UnitId unit) {
 Status Replayer::Impl::Provide(BufferId buffer) {
   if (alive_[buffer]) return MakeError(ErrorCode::kUsage, plan_.buffers[buffer].name + " is there already");
   alive_[buffer] = filled_[buffer] = 1;
+  NoteBuffer(buffer);
   return device_.Allocate(buffer, 0);
 }
 
 Status Replayer::Impl::Release(BufferId buffer) {
   alive_[buffer] = filled_[buffer] = 0;
+  NoteBuffer(buffer);
   freed_parts_[buffer].clear();
   std::ranges::fill(grads_made_[buffer], 0);
   const bool models = model_makes_gradients_ && plan_.buffers[buffer].role == BufferRole::kGradUnsharded;
@@ -91,12 +93,14 @@ Status Replayer::Impl::FreeTransient(bool all) {
 
 Status Replayer::Impl::Leave() {
   if (failure_) return std::unexpected(*failure_);
+  AbandonRecording();
   return FreeTransient(/*all=*/false);
 }
 
 Status Replayer::Impl::Restart() {
   if (collectives_aborted_) return std::unexpected(*failure_);
   failure_.reset();
+  AbandonRecording();
   thrown_ = nullptr;
   steps_left_ += AtStepBegin() ? 0 : 1;
   in_trigger_ = op_begun_ = false;

@@ -75,6 +75,7 @@ Status Replayer::Impl::RunMemory(const Op& op) {
     }
     alive_[buffer] = 1;
     filled_[buffer] = 0;
+    NoteBuffer(buffer);
     return device_.Allocate(buffer, op.stream);
   }
   if (!alive_[buffer]) return NotAlive(buffer);
@@ -92,6 +93,7 @@ Status Replayer::Impl::RunMemory(const Op& op) {
     freed_parts_[buffer].insert(freed_parts_[buffer].end(), free.parts.begin(), free.parts.end());
   }
   filled_[buffer] = 0;
+  NoteBuffer(buffer);
   std::ranges::fill(grads_made_[buffer], 0);
   if (Status status = free.parts.empty() ? device_.Free(buffer, free.safe_after)
                                          : device_.FreeParts(buffer, free.parts, free.safe_after);
@@ -115,6 +117,8 @@ Status Replayer::Impl::RunMove(const Op& op) {
       op.code == OpCode::kGradCast && MakesView(plan_, CurrentInstruction(), alive_[op.dst] != 0);
   if (alias) {
     alive_[op.dst] = 1;
+    alias_of_[op.dst] = op.src;
+    alias_by_owner_[op.src] = op.dst;
     status = device_.MakeAlias(op.a);
   } else if (op.code == OpCode::kScale) {
     return device_.Scale(op.a, program_.divisors[op.b], op.stream);
@@ -200,10 +204,16 @@ Status Replayer::Impl::Compute(const Op& op) {
   for (GradTarget& target : targets_) {
     if (Status status = MakeGradient(target, op.stream); !status) return status;
   }
-  if (model_ == nullptr) return {};
-  ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
-  if (!model_makes_gradients_) call.grads = targets_;
-  return model_->Compute(call);
+  Status computed;
+  if (model_ != nullptr) {
+    ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
+    if (!model_makes_gradients_) call.grads = targets_;
+    computed = model_->Compute(call);
+  }
+  if (recording_ != nullptr) [[unlikely]] {
+    NoteGradients();
+  }
+  return computed;
 }
 
 Status Replayer::Impl::ZeroGrad(UnitId unit) {
@@ -216,6 +226,7 @@ Status Replayer::Impl::ZeroGrad(UnitId unit) {
     filled_[b] = 0;
     if (buffer.persistent) continue;
     alive_[b] = 0;
+    NoteBuffer(static_cast<BufferId>(b));
     if (Status status = device_.Free(static_cast<BufferId>(b), {}); !status) return status;
   }
   return {};

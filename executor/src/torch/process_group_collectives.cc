@@ -146,6 +146,11 @@ Status ProcessGroupCollectives::Issue(CollectiveId id, StreamId stream) {
   const Prepared& prepared = prepared_[id];
   const std::int64_t sequence = issued_[prepared.spec.communicator]++;
   auto pending = std::make_shared<PendingCollective>();
+  std::optional<TimedIssue> timed;
+  if (cpu_ != nullptr && cpu_->is_in_span()) [[unlikely]] {
+    pending->times = std::make_shared<GlooTimes>();
+    timed.emplace(pending->times);
+  }
   try {
     pending->work = Start(prepared);
   } catch (const std::exception& exception) {

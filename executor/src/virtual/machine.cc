@@ -259,6 +259,8 @@ std::string VirtualMachineImpl::Text(const WorkItem& item) const {
       return fmt::format("the end of what was recorded on {}", buffer(label.a));
     case WorkLabel::Kind::kWait:
       return fmt::format("the wait for event {}", plan_.events[label.a]);
+    case WorkLabel::Kind::kSpan:
+      return fmt::format("a clock of span {}", label.a);
     case WorkLabel::Kind::kCollective:
       return fmt::format("collective {} on communicator {}, into {}", item.sequence,
                          plan_.communicators[label.a].name, buffer(label.b));

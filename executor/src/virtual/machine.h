@@ -44,6 +44,7 @@ struct WorkLabel {
     kRecord,      // a: event
     kRelease,     // a: buffer
     kWait,        // a: event
+    kSpan,        // a: span, of which it is the begin or the end
     kCollective,  // a: communicator, b: output buffer
   };
   Kind kind = Kind::kModel;
@@ -145,6 +146,10 @@ class VirtualRank final : public Device, public Collectives {
   Status Wait(EventId event, StreamId stream) override;
   Result<bool> HostWait(EventId event) override;
   Result<bool> Synchronize() override;
+  Status PrepareSpans(std::int64_t spans) override;
+  Status BeginSpan(SpanId span, StreamId stream) override;
+  Status EndSpan(SpanId span, StreamId stream) override;
+  Result<SpanTimes> TimesOf(SpanId span) override;
 
   Status Prepare(const Plan& plan, std::int64_t rank) override;
   Result<CollectiveId> PrepareCollective(const CollectiveSpec& spec) override;
@@ -209,6 +214,7 @@ class VirtualRank final : public Device, public Collectives {
   std::vector<CollectiveSpec> collectives_;
   std::vector<std::int64_t> issued_;  // by communicator
   std::vector<Group> groups_;         // by communicator
+  std::vector<SpanTimes> spans_;
   std::optional<std::string> aborted_;
 };
 

@@ -268,6 +268,31 @@ Result<bool> VirtualRank::Synchronize() {
   return true;
 }
 
+Status VirtualRank::PrepareSpans(std::int64_t spans) {
+  spans_.assign(static_cast<std::size_t>(spans), {});
+  return {};
+}
+
+// The thread that runs everything looks at the clock when the stream comes to it.
+Status VirtualRank::BeginSpan(SpanId span, StreamId stream) {
+  PushWork(stream, {WorkLabel::Kind::kSpan, span}, {},
+           [this, span] { spans_[span].begin_ns = SteadyNanoseconds(); });
+  return {};
+}
+
+Status VirtualRank::EndSpan(SpanId span, StreamId stream) {
+  PushWork(stream, {WorkLabel::Kind::kSpan, span}, {},
+           [this, span] { spans_[span].end_ns = SteadyNanoseconds(); });
+  return {};
+}
+
+Result<SpanTimes> VirtualRank::TimesOf(SpanId span) {
+  if (spans_[span].end_ns < 0) {
+    if (Status status = machine_.Drain(); !status) return std::unexpected(std::move(status.error()));
+  }
+  return spans_[span];
+}
+
 Status VirtualRank::Check() {
   if (aborted_) return MakeError(ErrorCode::kEnvironment, *aborted_);
   return {};

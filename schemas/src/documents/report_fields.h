@@ -115,6 +115,25 @@ inline constexpr auto kFields<OperatorReport> =
               Required("busy_ns", &OperatorReport::busy_ns, "Sum of durations."));
 
 template <>
+inline constexpr Definition kDefinition<InstructionReport> = {
+    .says =
+        "One instruction of the steady step as a plan's runtime measured it; times are since the begin of "
+        "the step."};
+template <>
+inline constexpr auto kFields<InstructionReport> = FieldList(
+    Required("trigger", &InstructionReport::trigger, "\"pre_forward layers.3\"."),
+    Required("kind", &InstructionReport::kind,
+             "\"all_gather\"; \"compute\": the model's operators, up to the next trigger."),
+    Required("unit", &InstructionReport::unit, "FQN; empty: of none."),
+    Required("host_begin_ns", &InstructionReport::host_begin_ns, "The host begins to issue it."),
+    Required("host_end_ns", &InstructionReport::host_end_ns, "The host is done with that."),
+    Optional("stream", &InstructionReport::stream, "Where its work is done; without work left out."),
+    Optional("begin_ns", &InstructionReport::begin_ns, "Its work can begin in the stream."),
+    Optional("end_ns", &InstructionReport::end_ns, "Its work is done."),
+    Optional("allocated_bytes", &InstructionReport::allocated_bytes,
+             "Allocated on the device when the host has issued it."));
+
+template <>
 inline constexpr bool kIsBlock<MeasuredReport> = true;
 template <>
 inline constexpr Definition kDefinition<MeasuredReport> = {"report", "measured",
@@ -133,7 +152,11 @@ inline constexpr auto kFields<MeasuredReport> = FieldList(
     Optional("collectives_beside_plan", &MeasuredReport::collectives_beside_plan,
              "Collectives that the plan has not, or has with other bytes."),
     Optional("collectives_missing", &MeasuredReport::collectives_missing,
-             "Collectives of the plan that the profile has not."));
+             "Collectives of the plan that the profile has not."),
+    Optional("unrecorded_steps_ns", &MeasuredReport::unrecorded_steps_ns,
+             "Of a plan that measured itself: the steps between the recorded ones."),
+    Optional("recording_ns", &MeasuredReport::recording_ns,
+             "What recording adds to a step: median of the recorded steps less that of those between them."));
 
 template <>
 inline constexpr bool kIsBlock<Report> = true;
@@ -179,6 +202,9 @@ inline constexpr auto kFields<Report> = FieldList(
         .Lines(),
     Optional("operators", &Report::operators, "Kernels by class of operators and part of the step.").Lines(),
     Optional("timeline", &Report::timeline, "What ran when, of a measured report.").Lines(),
+    Optional("instructions", &Report::instructions,
+             "Instructions of the steady step, of a plan that measured itself.")
+        .Lines(),
     Optional("measured", &Report::measured, "What only a measured report has."),
     Optional("notes", &Report::notes, "Where figures came from, what was assumed.").Lines());
 

@@ -363,8 +363,8 @@ class Lowering {
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
     lowered.host_ns = cluster_.host.operator_issue_ns;
-    // Whose time it is: the unit whose gradients it makes, else whose parameters it reads, else in whose forward
-    // or backward it runs. The trigger before it may be another unit's.
+    // Whose time it is: the unit whose gradients it makes, else whose parameters it reads, else in whose
+    // forward or backward it runs. The trigger before it may be another unit's.
     const UnitId whose = !segment.grads.empty()   ? segment.grads.front().unit
                          : !segment.reads.empty() ? segment.reads.front()
                                                   : segment.unit;

@@ -11,6 +11,7 @@
 namespace shardplan {
 namespace {
 
+constexpr const char* kSegment = "segment";      // all operators between two triggers
 constexpr const char* kAllocated = "allocated";  // a measured peak that nobody divided into categories
 
 std::unexpected<Error> Bad(std::string pointer, std::string message, std::string found,
@@ -33,9 +34,16 @@ std::vector<TimePair> PairActivities(const Report& predicted, const Report& meas
 }
 
 std::vector<KernelPair> PairKernels(const Report& predicted, const Report& measured) {
+  // A plan that measured itself knows segments as wholes.
+  const auto whole = [&](const std::string& phase) {
+    return std::ranges::any_of(measured.operators, [&](const OperatorReport& entry) {
+      return entry.kind == kSegment && entry.phase == phase;
+    });
+  };
   std::map<std::pair<std::string, std::string>, KernelPair> by_name;
   const auto pair_of = [&](const OperatorReport& entry) -> KernelPair& {
-    return by_name.try_emplace({entry.kind, entry.phase}, entry.kind, entry.phase).first->second;
+    const std::string kind = whole(entry.phase) ? kSegment : entry.kind;
+    return by_name.try_emplace({kind, entry.phase}, kind, entry.phase).first->second;
   };
   for (const OperatorReport& entry : predicted.operators) {
     pair_of(entry).predicted_count += entry.count;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, make_mesh, make_model, with_fsdp2, with_plan
 from equivalence_settings import BF16, GROUP, HSDP, accumulation, case
 
@@ -20,16 +22,19 @@ CASES = [
 ]
 
 
-def ranges_of_a_step(trainer: Trainer, step: int) -> set[str]:
+INSTRUCTIONS = re.compile(r"shardplan::(?!user_call|on_demand|lazy_init)")  # ranges of single ones
+
+
+def ranges_of_a_step(trainer: Trainer, step: int) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         trainer.step(step)
-    return {event.name for event in profiler.events() if event.name.startswith(PREFIXES)}
+    return [event.name for event in profiler.events() if event.name.startswith(PREFIXES)]
 
 
-def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[set[str], set[str]]]:
-    """By case: those of the plan, and FSDP2's. Of the second step: the first one makes streams and states."""
+def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[set[str], set[str], list[str]]]:
+    """By case: those of the plan, FSDP2's, and those of the plan's instructions. Of the second step: the first one makes streams and states."""
     found = {}
     for of in cases:
         mesh = make_mesh(of)
@@ -37,7 +42,9 @@ def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[s
         trainers = [Trainer(of, ours, PlanCalls(ours)), Trainer(of, theirs, Fsdp2Calls(theirs))]
         for trainer in trainers:
             trainer.step(0)
-        found[of.name] = tuple(ranges_of_a_step(trainer, 1) for trainer in trainers)
+        plan, fsdp2 = (ranges_of_a_step(trainer, 1) for trainer in trainers)
+        single = [name for name in plan if INSTRUCTIONS.match(name)]
+        found[of.name] = set(plan) - set(single), set(fsdp2), single
     return found
 
 

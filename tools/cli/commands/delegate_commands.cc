@@ -156,6 +156,23 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
   });
 }
 
+// The output that `run` is asked for is no file that it reads, and can be written. `run` prints besides.
+Status CheckProfile(const std::vector<std::string>& arguments) {
+  const std::string flag = "--profile";
+  std::vector<std::string> others;
+  std::string profile;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i] == flag && i + 1 < arguments.size()) {
+      profile = arguments[++i];
+    } else if (arguments[i].starts_with(flag + "=")) {
+      profile = arguments[i].substr(flag.size() + 1);
+    } else {
+      others.push_back(arguments[i]);
+    }
+  }
+  return profile.empty() ? Status() : CheckOutputs(others, {{flag, profile}}, /*prints=*/true);
+}
+
 void AddRunCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command =
       AddDelegate(app, "run", "Replay a plan without the model on real ranks: real memory, real collectives");
@@ -171,6 +188,10 @@ void AddRunCommand(CLI::App& app, Invocation& invocation) {
       return;
     }
     std::vector<std::string> arguments = command->remaining();
+    if (const Status status = CheckProfile(arguments); !status) {
+      invocation.exit_code = Fail(status.error());
+      return;
+    }
     if (const std::optional<std::string> report = SimulatedReport(arguments)) {
       const Result<std::string> path = MakeMemoryFile(*report);
       if (!path) {

@@ -66,6 +66,8 @@ class Collectives {
   // another one does: a backend may launch them as one. After an error of Issue the group is over.
   virtual Status BeginGroup() { return {}; }
   virtual Status EndGroup() { return {}; }
+  // Whether it does: then nothing of a group is on the stream before its end.
+  virtual bool LaunchesGroups() const { return false; }
   // Issues it on the stream, which has what comes when it gets past it. Every rank of the group calls it,
   // also one that neither sends nor receives. Errors as of Issue. kUsage: this backend moves no bytes between
   // ranks.

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "shardplan/executor/allocation_count.h"
 #include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/peers.h"
@@ -25,6 +26,10 @@ int CudaDeviceCount();
 // communicator.
 Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index,
                                                     MemorySource memory = MemorySource::kAllocator);
+
+// What is allocated on that GPU, by everybody in the process: one count for each, which is kept from the
+// first call on. Null: there is no such GPU.
+std::shared_ptr<AllocationCount> CudaAllocations(int device_index);
 
 struct NcclOptions {
   std::chrono::milliseconds timeout{600'000};

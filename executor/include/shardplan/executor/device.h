@@ -23,6 +23,17 @@ namespace shardplan::executor {
 
 using CopyId = std::int32_t;
 
+// A stretch of one stream that a StepRecorder asks about, by a number of its choice.
+using SpanId = std::int32_t;
+// On the host's steady clock. -1: it was never begun.
+struct SpanTimes {
+  std::int64_t begin_ns = -1;
+  std::int64_t end_ns = -1;
+  bool operator==(const SpanTimes&) const = default;
+};
+// Now, on that clock.
+std::int64_t SteadyNanoseconds();
+
 // rows x row_numel elements from part src_part of one buffer to part dst_part of another. Offsets and strides
 // (distance of two rows) are in elements of the respective buffer.
 struct CopyRun {
@@ -94,6 +105,16 @@ class Device {
   virtual Result<bool> HostWait(EventId event) = 0;
   // Blocks until all streams are done. Same result as HostWait.
   virtual Result<bool> Synchronize() = 0;
+
+  // ---- for a StepRecorder (step_recorder.h), and never called without one; kUsage: the device has no clock
+  // ---- Room for spans 0 to `spans` - 1. Earlier ones are forgotten. May wait for the device.
+  virtual Status PrepareSpans(std::int64_t spans);
+  // A span begins where the stream is done with what was issued before, and can begin with what comes; it
+  // ends where the stream is done with what was issued in between. Stream -1: the host's own work.
+  virtual Status BeginSpan(SpanId span, StreamId stream);
+  virtual Status EndSpan(SpanId span, StreamId stream);
+  // Waits for the end of the span.
+  virtual Result<SpanTimes> TimesOf(SpanId span);
 };
 
 }  // namespace shardplan::executor

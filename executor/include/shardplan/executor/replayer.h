@@ -53,6 +53,8 @@ struct ComputeCall {
       grads;  // in the order of Segment::grads; empty for a model that makes them itself
 };
 
+class StepRecorder;
+
 // The interface between the replayer and whatever computes. Every function has a default that does nothing.
 // They are called from Fire, on its thread; an error they return ends the replay.
 class Model {
@@ -174,6 +176,9 @@ class Replayer {
   // all_gather ...".
   std::string Where() const;
   void SetObserver(Observer* observer);  // null: none
+  // Records from the next step on, on the replayer's device; the recorder outlives that. Null: nothing is
+  // recorded from now on.
+  Status SetRecorder(StepRecorder* recorder);
   // What the operation threw that made the replayer fail (a device's, the collectives', the model's). Null:
   // nothing.
   std::exception_ptr thrown() const;

@@ -16,6 +16,7 @@
 
 #include "shardplan/executor/allocation_count.h"
 #include "shardplan/executor/device.h"
+#include "shardplan/executor/step_recorder.h"
 
 namespace shardplan::executor {
 
@@ -33,6 +34,7 @@ class TorchDevice : public Device {
   // From now on `count` has what is allocated of the device's memory: on cuda all of it, on cpu the plan's
   // buffers and what NewTensor makes (Gloo's own memory is not the device's). Before Replayer::Create.
   virtual void CountAllocations(std::shared_ptr<AllocationCount> count) = 0;
+  virtual DeviceFacts Facts() const { return {}; }
   // A fresh 1-D tensor of the model's own, on streams[0]; content undefined. Behind Replayer::Create.
   virtual at::Tensor NewTensor(std::int64_t numel, DType dtype) = 0;
 

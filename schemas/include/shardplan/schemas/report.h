@@ -103,6 +103,20 @@ struct OperatorReport {
   bool operator==(const OperatorReport&) const = default;
 };
 
+// One instruction of the steady step as a plan's runtime measured it. Times are since the begin of the step.
+struct InstructionReport {
+  std::string trigger;  // "pre_forward layers.3"
+  std::string kind;     // "all_gather"; "compute": the model's operators, up to the next trigger
+  std::string unit;     // "": of none
+  Nanoseconds host_begin_ns;
+  Nanoseconds host_end_ns;
+  std::string stream;  // where its work is done; "": it has none, and no begin and end
+  Nanoseconds begin_ns;
+  Nanoseconds end_ns;
+  Bytes allocated_bytes;  // when the host has issued it
+  bool operator==(const InstructionReport&) const = default;
+};
+
 // What only a measured report has. Empty `device`: it is a simulated one.
 struct MeasuredReport {
   std::string device;
@@ -117,6 +131,10 @@ struct MeasuredReport {
   // Collectives that the plan has not, or has with other bytes; those of the plan that the profile has not.
   std::int64_t collectives_beside_plan = 0;
   std::int64_t collectives_missing = 0;
+  // Of a plan that measured itself: the steps between the recorded ones, and what recording adds to a step
+  // (the difference of the medians; 0 where it is negative).
+  std::vector<std::int64_t> unrecorded_steps_ns;
+  Nanoseconds recording_ns;
   bool operator==(const MeasuredReport&) const = default;
 };
 
@@ -147,10 +165,11 @@ struct Report {
   std::vector<CollectiveReport> collectives;
   std::vector<UnitReport> units;
   MemoryReport memory;
-  std::vector<FigureReport> figures;       // the widest first
-  std::vector<ActivityReport> activities;  // those that occur, in their order
-  std::vector<OperatorReport> operators;   // by kind, then phase
-  std::vector<TimelineSpan> timeline;      // of a measured report, by stream, then begin
+  std::vector<FigureReport> figures;            // the widest first
+  std::vector<ActivityReport> activities;       // those that occur, in their order
+  std::vector<OperatorReport> operators;        // by kind, then phase
+  std::vector<TimelineSpan> timeline;           // of a measured report, by stream, then begin
+  std::vector<InstructionReport> instructions;  // of a plan that measured itself, in the order of issue
   MeasuredReport measured;
   std::vector<std::string> notes;  // where figures came from, what was assumed
   bool operator==(const Report&) const = default;

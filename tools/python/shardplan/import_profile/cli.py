@@ -10,7 +10,7 @@ import sys
 from shardplan import files
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, file_name, printable, printable_name
 
-from . import kineto, ranks, snapshot
+from . import kineto, ranks, recorded, snapshot
 from .report import report_of
 
 _DESCRIPTION = """\
@@ -26,7 +26,7 @@ exit codes: 0 done, 2 usage, 3 bad input, 4 environment"""
 
 def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(prog="shardplan import-profile", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("profiles", nargs="+", type=file_name, metavar="RANK.json", help="trace of torch.profiler of a rank (export_chrome_trace), gzip or plain")
+    result.add_argument("profiles", nargs="+", type=file_name, metavar="RANK.json", help="trace of torch.profiler of a rank (export_chrome_trace), gzip or plain; or a recording of shardplan.torch.profile")
     result.add_argument("--plan", required=True, type=file_name, metavar="FILE", help="the plan of the job, or the one that stands for it (policy fsdp2, fsdp1)")
     result.add_argument("--snapshot", type=file_name, metavar="FILE", help="memory of the rank that is reported: a pickle of torch.cuda.memory._snapshot()")
     result.add_argument("--rank", type=int, metavar="R", help="whose report it is (default: the lowest that has a profile)")
@@ -89,7 +89,12 @@ def _import(options: argparse.Namespace, program: str) -> int:
     for number, path in enumerate(options.profiles, 1):
         if not options.quiet:
             _say(f"reading {path} ({number} of {len(options.profiles)})")
-        profiles.append(kineto.read(path))
+        data = kineto.data_of(path)
+        if recorded.is_recording(data):
+            document = recorded.document_of(path, data, simulated.get("plan_digest", ""))
+            profiles.append(recorded.profile_of(path, document, plan))
+        else:
+            profiles.append(kineto.profile_of(path, data))
     ranks.check(profiles)
     profiles.sort(key=lambda profile: profile.rank)
     own = next((profile for profile in profiles if options.rank in (None, profile.rank)), None)

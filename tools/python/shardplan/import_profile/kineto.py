@@ -71,6 +71,8 @@ class Work:
     operators: tuple[str, ...] = ()
     ranges: tuple[str, ...] = ()
     collective: Collective | None = None
+    part: object = None  # parts.Part, where it is known without ranges
+    stream_name: str = ""  # the plan's, likewise
 
     @property
     def duration_ns(self) -> int:
@@ -99,17 +101,26 @@ class Profile:
     ranges: list[Range]  # by begin
     blocked: list[tuple[int, int]]  # the host waits for the device
     memory: list[tuple[int, int, int]]  # (time, allocated, reserved), where the profiler recorded it
+    # Of a recording by the plan's own runtime (recorded.py), by begin of the step: rows of the report; snapshot.Memory.
+    instructions: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
+    memory_of_step: dict[int, object] = dataclasses.field(default_factory=dict)
+    measured: dict = dataclasses.field(default_factory=dict)  # more of the report's `measured`
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 def _ns(value: object) -> int:
     return round(float(value) * 1000)
 
 
-def _events(path: str) -> tuple[dict, list[dict]]:
+def data_of(path: str) -> bytes:
+    """Raises BadProfile."""
     try:
-        data = files.read_bytes(path)
+        return files.read_bytes(path)
     except OSError as error:
         raise BadProfile(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _events(path: str, data: bytes) -> tuple[dict, list[dict]]:
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
@@ -252,9 +263,9 @@ def _on_host(spans: list[dict], host: _Host) -> list[Work]:
     return work
 
 
-def read(path: str) -> Profile:
+def profile_of(path: str, data: bytes) -> Profile:
     """Raises BadProfile."""
-    document, events = _events(path)
+    document, events = _events(path, data)
     try:
         spans = list(_complete(events))
     except (KeyError, TypeError, ValueError, OverflowError) as error:

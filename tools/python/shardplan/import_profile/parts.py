@@ -122,9 +122,11 @@ class Parts:
 
     def __init__(self, profile: Profile, units: list[str]) -> None:
         self._units = _Units(profile, units)
-        self.names_units = self._units.found
+        self.names_units = self._units.found or bool(profile.instructions)
 
     def of(self, work: Work) -> Part:
+        if work.part is not None:
+            return work.part
         for name in reversed(work.ranges):
             match = _FSDP2.match(name)
             if match is not None and match.group(1) in ("all_gather", "all_gather_copy_out", "post_backward_reduce"):

@@ -97,7 +97,9 @@ def _roles(work: list[Placed]) -> dict[tuple[int, str], str]:
     roles = {}
     for stream, own in sorted(by_stream.items()):
         kinds = collections.Counter(placed.work.collective.kind for placed in own if placed.work.collective)
-        if kinds:
+        if own[0].work.stream_name:
+            roles[stream] = own[0].work.stream_name
+        elif kinds:
             roles[stream] = kinds.most_common(1)[0][0]
         elif stream[0] == HOST or any(placed.computes for placed in own):
             roles[stream] = "compute"
@@ -237,8 +239,8 @@ def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
         return {**zeros, "peak_at": "", "peak_by_category": [], "device_memory_bytes": device_bytes, "fits": True}
     return {
         "peak_bytes": memory.peak_bytes,
-        "peak_at": "",
-        "peak_by_category": [{"category": "allocated", "size_bytes": memory.peak_bytes}],
+        "peak_at": memory.peak_at,
+        "peak_by_category": [{"category": name, "size_bytes": bytes_} for name, bytes_ in memory.by_category or (("allocated", memory.peak_bytes),)],
         "steady_bytes": memory.steady_bytes,
         "context_bytes": 0,
         "device_memory_bytes": device_bytes,
@@ -264,6 +266,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
     known = {entry["unit"] for entry in simulated["units"]}
     lost = [placed for placed in step.work if placed.part.phase in ("forward", "backward") and placed.part.unit not in known]
     tokens = plan.get("tokens_per_step", 0)
+    memory = memory or profile.memory_of_step.get(step.begin_ns)
     if not parts.names_units:
         notes.append("the profile has no ranges of FSDP1, FSDP2 or a plan that say which unit work belongs to")
     notes.append(f"of {len(steps)} steps that were profiled the one of median time stands for all; work is in the step that launched it")
@@ -292,6 +295,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
         "activities": _activities(step),
         "operators": _operators(step),
         "timeline": _timeline(step),
+        **({"instructions": profile.instructions[step.begin_ns]} if profile.instructions else {}),
         "measured": {
             "device": profile.device,
             "rank": profile.rank,
@@ -302,6 +306,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
             "unassigned_ns": sum(placed.work.duration_ns for placed in lost),
             "collectives_beside_plan": beside,
             "collectives_missing": missing,
+            **profile.measured,
         },
-        "notes": notes + clocks,
+        "notes": notes + profile.notes + clocks,
     }

@@ -22,6 +22,8 @@ class Memory:
     reserved_bytes: int  # at the most
     cache_releases: int
     out_of_memory: bool
+    peak_at: str = ""
+    by_category: tuple[tuple[str, int], ...] = ()
 
 
 class _Plain(pickle.Unpickler):

@@ -30,6 +30,7 @@ from ._optim_state import (
     shard_full_optim_state_dict,
     sharded_optim_state_dict,
 )
+from ._profile import Profile, profile
 from ._save import Saving, load, save
 from ._remove import remove
 from ._steer import abandon_step, no_sync, set_is_last_backward, set_requires_gradient_sync
@@ -42,6 +43,7 @@ __all__ = [
     "GradientReduction",
     "OptimStateKeyType",
     "PlanError",
+    "Profile",
     "Saving",
     "abandon_step",
     "apply",
@@ -56,6 +58,7 @@ __all__ = [
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "profile",
     "register_forward_method",
     "rekey_optim_state_dict",
     "remove",

@@ -81,6 +81,7 @@ class Applied:
     optimizer_seen: bool = False  # one has stepped outside of a backward
     awaits_optimizer: bool = False  # one is likely to
     replaced: dict[int, weakref.ref] = dataclasses.field(default_factory=dict)  # by id: whole parameters that shards took the places of
+    profile: object = None  # Profile, while its context lasts
     optimizers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)  # that have parameters of the model
 
     def flat_units(self) -> list[_flat.FlatUnit]:
@@ -124,6 +125,8 @@ class Applied:
             getattr(self.runtime, method)(*arguments, value)
         if self.optimizer_seen:
             self.runtime.expect_optimizer()
+        if self.profile is not None:
+            self.profile.followed()
         if self.sync is not None:
             for value in (False, True):
                 self.runtime.set_requires_gradient_sync([i for i, sync in enumerate(self.sync) if sync == value], value)

@@ -14,7 +14,7 @@ _APPLIED: list[weakref.ref] = []  # in the order of apply
 _HOOKS: list = []  # torch's hook for all optimizers is process-wide; so is what finds the models that it is for
 
 
-def _trains(optimizer: torch.optim.Optimizer, applied: Applied) -> bool:
+def trains(optimizer: torch.optim.Optimizer, applied: Applied) -> bool:
     """Has it a parameter of the model?"""
     if optimizer in applied.optimizers:
         return True
@@ -55,7 +55,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args, _kwargs) -> None:
         if applied is None:
             continue
         _warn_of_replaced(optimizer, applied)
-        if _trains(optimizer, applied):
+        if trains(optimizer, applied):
             applied.runtime.optimizer_steps()
             if applied.setters is not None:
                 applied.setters.optimizer_steps()

@@ -73,6 +73,16 @@ def asked_memory(plan: str, timeout_s: float | None = None, arguments: Sequence[
         return {**json.loads((here / "rows.json").read_text(encoding="utf-8")), "fits": code == 0}
 
 
+def simulated_report(plan: str) -> dict[str, Any]:
+    """What `shardplan simulate --report` says of a plan's text. PlanError: its words where it says nothing."""
+    with scratch_folder() as here:
+        write_text(here / "plan.json", plan)
+        code, said = _run([command(), "simulate", "plan.json", "--report", "report.json", "-q", "--no-verify"], here)
+        if code not in (0, 1) or not (here / "report.json").exists():  # 1: it does not fit its device
+            raise PlanError(said or f"shardplan simulate: exit code {code}")
+        return json.loads((here / "report.json").read_text(encoding="utf-8"))
+
+
 def plan_of(text: str):
     """Reads a plan document. PlanError, with the place in it, found and expected."""
     with scratch_folder() as here:

@@ -1,0 +1,219 @@
+#include "shardplan/executor/step_recorder.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <utility>
+
+#include "replay/program.h"
+
+namespace shardplan::executor {
+namespace {
+
+Status NoClock() {
+  return MakeError(ErrorCode::kUsage, "this device has no clock: no times can be recorded");
+}
+
+constexpr std::size_t kRoles = static_cast<std::size_t>(BufferRole::kPartialReduceOutput) + 1;
+
+}  // namespace
+
+std::int64_t SteadyNanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+Status Device::PrepareSpans(std::int64_t) { return NoClock(); }
+Status Device::BeginSpan(SpanId, StreamId) { return NoClock(); }
+Status Device::EndSpan(SpanId, StreamId) { return NoClock(); }
+Result<SpanTimes> Device::TimesOf(SpanId) { return std::unexpected(NoClock().error()); }
+
+bool HasWork(const Op& op) {
+  switch (op.code) {
+    case OpCode::kCompute:
+    case OpCode::kCopy:
+    case OpCode::kGradCast:
+    case OpCode::kAccumulate:
+    case OpCode::kCollective:
+    case OpCode::kScale:
+    case OpCode::kOptimizerStep:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The plan's buffers in device memory.
+struct StepRecorder::Allocated {
+  std::vector<Bytes> of_buffer;
+  std::array<std::int64_t, kRoles> of_role{};
+  Bytes buffers;  // all of them
+  std::array<std::int64_t, kRoles> at_peak{};
+};
+
+StepRecorder::StepRecorder(const Plan& plan, RecorderOptions options)
+    : plan_(plan),
+      options_(std::move(options)),
+      warmup_left_(options_.warmup),
+      allocated_(std::make_unique<Allocated>()) {}
+
+StepRecorder::~StepRecorder() = default;
+
+Status StepRecorder::Attach(Device& device, const Collectives& collectives, std::int64_t spans_of_step,
+                            bool model_runs_itself) {
+  device_ = &device;
+  launches_groups_ = collectives.LaunchesGroups();
+  model_runs_itself_ = model_runs_itself;
+  spans_of_step_ = spans_of_step;
+  return device.PrepareSpans(spans_of_step * options_.steps);
+}
+
+bool StepRecorder::done() const {
+  const std::int64_t unrecorded = options_.compares ? options_.steps : 0;
+  return finished_ || (recorded() >= options_.steps && std::ssize(unrecorded_steps_ns_) >= unrecorded);
+}
+
+bool StepRecorder::BeginStep(std::int32_t step) {
+  EndStep();
+  if (done()) return false;
+  if (warmup_left_ > 0) {
+    --warmup_left_;
+    return false;
+  }
+  if (step != plan_.steady_step) return false;
+  begin_ns_ = SteadyNanoseconds();
+  const bool records =
+      recorded() < options_.steps && (!options_.compares || recorded() <= std::ssize(unrecorded_steps_ns_));
+  open_ = records ? Open::kRecorded : Open::kUnrecorded;
+  if (!records) return false;
+  step_ = {};
+  step_.begin_ns = begin_ns_;
+  next_span_ = static_cast<SpanId>(recorded() * spans_of_step_);
+  in_group_ = in_segment_ = knows_buffers_ = false;
+  deferred_.clear();
+  *allocated_ = {};
+  allocated_->of_buffer.resize(plan_.buffers.size());
+  if (options_.allocations) (void)options_.allocations->TakePeak();
+  return true;
+}
+
+void StepRecorder::EndStep() {
+  const std::int64_t now = open_ == Open::kNothing ? 0 : SteadyNanoseconds();
+  if (open_ == Open::kUnrecorded) unrecorded_steps_ns_.push_back(now - begin_ns_);
+  if (open_ == Open::kRecorded) {
+    (void)EndSegment();
+    Look();
+    step_.end_ns = now;
+    step_.steady_bytes = options_.allocations ? options_.allocations->now() : allocated_->buffers;
+    for (std::size_t role = 0; role < kRoles; ++role) {
+      const std::int64_t bytes = allocated_->at_peak[role];
+      if (bytes == 0) continue;
+      step_.peak_by_category.push_back({std::string(Name(static_cast<BufferRole>(role))), {bytes}});
+    }
+    std::ranges::sort(step_.peak_by_category, {}, &CategoryBytes::category);
+    steps_.push_back(std::move(step_));
+  }
+  open_ = Open::kNothing;
+}
+
+void StepRecorder::AbandonStep() {
+  if (open_ == Open::kRecorded) ++abandoned_;
+  open_ = Open::kNothing;
+}
+
+// The highest since the last look is of the buffers that were alive then: it is looked at before each change.
+void StepRecorder::Look() {
+  const Bytes most = options_.allocations ? options_.allocations->TakePeak() : allocated_->buffers;
+  if (most <= step_.peak_bytes) return;
+  step_.peak_bytes = most;
+  step_.peak_trigger = trigger_;
+  allocated_->at_peak = allocated_->of_role;
+}
+
+void StepRecorder::BufferIs(BufferId buffer, Bytes bytes) {
+  if (plan_.buffers[buffer].memory != MemoryKind::kDevice) return;
+  if (knows_buffers_) Look();
+  Bytes& known = allocated_->of_buffer[buffer];
+  const std::int64_t more = bytes.value - known.value;
+  known = bytes;
+  allocated_->buffers.value += more;
+  allocated_->of_role[static_cast<std::size_t>(plan_.buffers[buffer].role)] += more;
+}
+
+Status StepRecorder::EndSegment() {
+  if (open_ != Open::kRecorded || !std::exchange(in_segment_, false)) return {};
+  return device_->EndSpan(next_span_ - 1, 0);
+}
+
+Status StepRecorder::BeginTrigger(std::int32_t trigger) {
+  knows_buffers_ = true;
+  if (Status status = EndSegment(); !status) return status;
+  Look();
+  trigger_ = trigger;
+  trigger_kind_ = plan_.steps[plan_.steady_step].triggers[trigger].kind;
+  return {};
+}
+
+// The segments of a model that runs itself begin where the trigger ends.
+Status StepRecorder::EndTrigger() {
+  if (deferred_.empty()) return {};
+  for (const std::size_t instruction : deferred_) step_.instructions[instruction].span = next_span_;
+  deferred_.clear();
+  in_segment_ = true;
+  return device_->BeginSpan(next_span_++, 0);
+}
+
+Status StepRecorder::BeforeInstruction(std::int32_t instruction, const Op& op) {
+  Look();
+  RecordedInstruction recorded = {.trigger = trigger_, .instruction = instruction};
+  recorded.host_begin_ns = SteadyNanoseconds();
+  const bool in_group = in_group_;
+  const bool deferred = model_runs_itself_ &&
+                        (op.code == OpCode::kCompute ||
+                         (op.code == OpCode::kOptimizerStep && trigger_kind_ == TriggerKind::kOptimizerStep));
+  if (deferred) {
+    deferred_.push_back(step_.instructions.size());
+  } else if (in_group) {
+    recorded.span = next_span_ - 1;
+  } else if (HasWork(op)) {
+    recorded.span = next_span_++;
+    in_group_ = launches_groups_ && op.begins_group;
+  }
+  step_.instructions.push_back(recorded);
+  return recorded.span < 0 || in_group ? Status() : device_->BeginSpan(recorded.span, op.stream);
+}
+
+Status StepRecorder::AfterInstruction(const Op& op) {
+  RecordedInstruction& recorded = step_.instructions.back();
+  Status status;
+  if (recorded.span >= 0) {  // not the model's own, which comes later
+    if (in_group_ && op.ends_group) in_group_ = false;
+    if (!in_group_) status = device_->EndSpan(recorded.span, op.stream);
+  }
+  recorded.host_end_ns = SteadyNanoseconds();
+  Look();
+  recorded.allocated_bytes = options_.allocations ? options_.allocations->now() : allocated_->buffers;
+  return status;
+}
+
+Result<Recording> StepRecorder::Finish() {
+  open_ = Open::kNothing;
+  finished_ = true;
+  for (RecordedStep& step : steps_) {
+    const RecordedInstruction* sharer = nullptr;  // the last one that has a span
+    for (RecordedInstruction& instruction : step.instructions) {
+      if (instruction.span < 0) continue;
+      if (sharer != nullptr && sharer->span == instruction.span) {
+        instruction.work = sharer->work;
+        continue;
+      }
+      Result<SpanTimes> times = device_->TimesOf(instruction.span);
+      if (!times) return std::unexpected(std::move(times.error()));
+      instruction.work = *times;
+      sharer = &instruction;
+    }
+  }
+  return Recording{std::move(steps_), std::move(unrecorded_steps_ns_), abandoned_};
+}
+
+}  // namespace shardplan::executor
