@@ -172,7 +172,7 @@ TEST(ReportHtml, HoldsEveryPlanAndNothingFromOutside) {
   EXPECT_EQ(data["plans"][0]["report"]["step"], a.report.step_ns.value);
   EXPECT_EQ(data["plans"][0]["report"]["units"].size(), first.units.size());
   EXPECT_EQ(data["plans"][0]["report"]["units"][0][0], "</script><b>");
-  for (const json& row : data["comparison"]) {
+  for (const json& row : data["comparison"]["rows"]) {
     EXPECT_EQ(row["cells"].size(), row["heading"].get<bool>() ? 0U : 2U);
   }
 }

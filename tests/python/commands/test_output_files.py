@@ -37,7 +37,7 @@ def inputs(tmp_path_factory):
     shutil.copy(ALLOCATOR_LOG, files["log"])
     made = run([program(), "plan", files["trace"], *FLAGS, "-q", "-o", files["plan"]])
     assert made.returncode == 0, made.stderr
-    simulated = run([program(), "simulate", files["plan"], "-q", "--report", "-"])
+    simulated = run([program(), "simulate", files["plan"], "-q", "--report", "-"], stdout=subprocess.PIPE)
     files["step"] = folder / "step.json"
     files["step"].write_text(json.dumps({**json.loads(simulated.stdout), "measured": {"device": "GPU", "rank": 0, "ranks": 1, "steps_ns": [1]}}))
     files |= {"best": folder / "best.json", "report": folder / "report.json"}
