@@ -129,7 +129,7 @@ def test_hta_reads_it(shardplan, planned, tmp_path):
     assert overlap == pytest.approx(100 * hidden / report["communication_ns"], abs=4)
     breakdown = analysis.get_temporal_breakdown(visualize=False).iloc[0]
     busy = sum(time.get(name, 0) for name in ("forward", "backward", "optimizer", "copies"))
-    assert breakdown["compute_time(us)"] == pytest.approx(busy / 1000, rel=0.02)
+    assert busy / 1000 - len(kernels) <= breakdown["compute_time(us)"] <= busy / 1000 + 1
 
 
 def test_a_real_profile_beside_its_plan(shardplan, planned, tmp_path):
