@@ -11,6 +11,7 @@
 #include <ranges>
 #include <utility>
 
+#include "report/trace_events.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan_ranges.h"
 #include "shardplan/simulator/cost_model.h"
@@ -23,14 +24,11 @@ namespace {
 
 using Event = nlohmann::ordered_json;
 
-constexpr int kProcess = 1;
 constexpr int kMainThread = 1;
 constexpr int kAutogradThread = 2;  // backwards run in one of the engine's
 constexpr int kDevice = 0;
 // PyTorch's default stream is 7 in Kineto's counting; others come behind it.
 constexpr int kFirstStream = 7;
-
-double Microseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1000; }
 
 // As c10 names scalar types.
 std::string_view ScalarType(DType dtype) {
@@ -206,10 +204,10 @@ class KinetoWriter final : private PlanRanges {
     return {{"ph", "X"},
             {"cat", category},
             {"name", name},
-            {"pid", kProcess},
+            {"pid", internal::kTraceProcess},
             {"tid", thread},
-            {"ts", Microseconds(from)},
-            {"dur", Microseconds(to - from)},
+            {"ts", internal::TraceMicroseconds(from)},
+            {"dur", internal::TraceMicroseconds(to - from)},
             {"args", Event::object()}};
   }
 
@@ -233,15 +231,16 @@ class KinetoWriter final : private PlanRanges {
     Write({{"ph", "M"},
            {"pid", process},
            {"tid", thread.value_or(0)},
-           {"ts", Microseconds(begin_)},
+           {"ts", internal::TraceMicroseconds(begin_)},
            {"name", thread ? "thread_name" : "process_name"},
            {"args", {{"name", name}}}});
   }
 
   void NameTracks() {
-    NameTrack(kProcess, std::nullopt, fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy));
-    NameTrack(kProcess, kMainThread, "host");
-    NameTrack(kProcess, kAutogradThread, "host: autograd");
+    NameTrack(internal::kTraceProcess, std::nullopt,
+              fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy));
+    NameTrack(internal::kTraceProcess, kMainThread, "host");
+    NameTrack(internal::kTraceProcess, kAutogradThread, "host: autograd");
     NameTrack(kDevice, std::nullopt, cluster_.device.name.empty() ? cluster_.name : cluster_.device.name);
     for (std::size_t s = 0; s < plan_.streams.size(); ++s) {
       NameTrack(kDevice, kFirstStream + static_cast<int>(s),
@@ -355,9 +354,9 @@ class KinetoWriter final : private PlanRanges {
     for (const bool starts : {true, false}) {
       Event arrow = {{"ph", starts ? "s" : "f"},
                      {"id", correlation},
-                     {"pid", starts ? kProcess : kDevice},
+                     {"pid", starts ? internal::kTraceProcess : kDevice},
                      {"tid", starts ? thread_ : stream},
-                     {"ts", Microseconds(starts ? from + Nanoseconds{1} : begin)},
+                     {"ts", internal::TraceMicroseconds(starts ? from + Nanoseconds{1} : begin)},
                      {"cat", "ac2g"},
                      {"name", "ac2g"}};
       if (!starts) arrow["bp"] = "e";
@@ -530,9 +529,9 @@ class KinetoWriter final : private PlanRanges {
                {"cat", "cpu_instant_event"},
                {"s", "t"},
                {"name", "[memory]"},
-               {"pid", kProcess},
+               {"pid", internal::kTraceProcess},
                {"tid", kMainThread},
-               {"ts", Microseconds(std::max(begin_, sample.time_ns))},
+               {"ts", internal::TraceMicroseconds(std::max(begin_, sample.time_ns))},
                {"args",
                 {{"Total Reserved", simulation_.report.memory.reserved_bytes.value},
                  {"Total Allocated", total},

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "report/trace_events.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/instruction_text.h"
 
@@ -12,13 +13,9 @@ namespace {
 
 using Event = nlohmann::ordered_json;
 
-constexpr int kProcess = 1;
 constexpr int kHostThread = 1;
 
 int ThreadOf(StreamId stream) { return kHostThread + 1 + stream; }
-
-// The format's times are microseconds. A double is exact to the nanosecond for a hundred days.
-double Microseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1000; }
 
 class TimelineWriter {
  public:
@@ -45,12 +42,12 @@ class TimelineWriter {
 
   void NameThread(int thread, const std::string& name) {
     Write({{"ph", "M"},
-           {"pid", kProcess},
+           {"pid", internal::kTraceProcess},
            {"tid", thread},
            {"name", "thread_name"},
            {"args", {{"name", name}}}});
     Write({{"ph", "M"},
-           {"pid", kProcess},
+           {"pid", internal::kTraceProcess},
            {"tid", thread},
            {"name", "thread_sort_index"},
            {"args", {{"sort_index", thread}}}});
@@ -58,7 +55,7 @@ class TimelineWriter {
 
   void WriteMetadata() {
     Write({{"ph", "M"},
-           {"pid", kProcess},
+           {"pid", internal::kTraceProcess},
            {"name", "process_name"},
            {"args", {{"name", fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy)}}}});
     NameThread(kHostThread, "host");
@@ -74,10 +71,10 @@ class TimelineWriter {
   void WriteSpan(const Span& span) {
     const Trigger& trigger = TriggerOf(span);
     Event event = {{"ph", "X"},
-                   {"pid", kProcess},
+                   {"pid", internal::kTraceProcess},
                    {"tid", ThreadOf(span.stream)},
-                   {"ts", Microseconds(span.start_ns)},
-                   {"dur", Microseconds(span.end_ns - span.start_ns)}};
+                   {"ts", internal::TraceMicroseconds(span.start_ns)},
+                   {"dur", internal::TraceMicroseconds(span.end_ns - span.start_ns)}};
     if (span.instruction < 0) {
       event["cat"] = "trigger";
       event["name"] = internal::TriggerText(plan_, trigger);
@@ -112,17 +109,17 @@ class TimelineWriter {
       const Nanoseconds to = std::max(waiter.start_ns, from);
       Write({{"ph", "s"},
              {"id", f},
-             {"pid", kProcess},
+             {"pid", internal::kTraceProcess},
              {"tid", ThreadOf(recorded.stream)},
-             {"ts", Microseconds(from)},
+             {"ts", internal::TraceMicroseconds(from)},
              {"name", "event"},
              {"cat", "event"}});
       Write({{"ph", "f"},
              {"bp", "e"},
              {"id", f},
-             {"pid", kProcess},
+             {"pid", internal::kTraceProcess},
              {"tid", ThreadOf(waiter.stream)},
-             {"ts", Microseconds(to)},
+             {"ts", internal::TraceMicroseconds(to)},
              {"name", "event"},
              {"cat", "event"}});
     }
@@ -155,8 +152,8 @@ class TimelineWriter {
       if (used[c]) by_category[simulation_.categories[c]] = bytes[c];
     }
     Write({{"ph", "C"},
-           {"pid", kProcess},
-           {"ts", Microseconds(time)},
+           {"pid", internal::kTraceProcess},
+           {"ts", internal::TraceMicroseconds(time)},
            {"name", track},
            {"args", std::move(by_category)}});
   }

@@ -182,7 +182,7 @@ Status RunMeasured(const CompareArguments& arguments, const Plan& plan, const st
     return std::unexpected(std::move(comparison.error()));
   }
   if (!arguments.json.empty()) {
-    const std::string text = ToJson(*comparison).dump(2) + "\n";
+    const std::string text = ToJson(*comparison).dump(2, ' ', true) + "\n";
     if (Status s = WriteAndSay(arguments.json, text, arguments.quiet); !s) return s;
   }
   if (!arguments.html.empty()) {
@@ -223,11 +223,15 @@ Status RunCompare(const CompareArguments& arguments) {
     return MakeError(ErrorCode::kUsage, "--html shows a measured step; for two plans: simulate A B --html");
   if (Status s = VerifyForUse(arguments.b, *b, arguments.no_verify); !s) return s;
   if (Status s = MoveToCluster(arguments, arguments.a, *a); !s) return s;
-  if (Status s = MoveToCluster(arguments, arguments.b, *b); !s) return s;
+  if (!arguments.cluster.empty() && b->world_size == a->world_size) {
+    b->cluster = a->cluster;  // a pipe is read once
+  } else if (Status s = MoveToCluster(arguments, arguments.b, *b); !s) {
+    return s;
+  }
   const Result<Comparison> comparison = CompareSteps(*a, *b);
   if (!comparison) return std::unexpected(comparison.error());
   if (!arguments.json.empty()) {
-    const std::string text = CausesJson(*comparison).dump(2) + "\n";
+    const std::string text = CausesJson(*comparison).dump(2, ' ', true) + "\n";
     if (Status s = WriteAndSay(arguments.json, text, arguments.quiet); !s) return s;
   }
   if (!prints) return {};

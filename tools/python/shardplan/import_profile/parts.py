@@ -18,7 +18,7 @@ import re
 from .kineto import Profile, Work
 
 ROOT = "(root)"
-_FSDP2 = re.compile(r"FSDP::(\w+?)(?: \((.*)\)| for (.*))?$")
+_FSDP2 = re.compile(r"FSDP::(\w+?)(?: \((.*)\)| for (.*))?\Z", re.DOTALL)
 _FSDP1 = "FullyShardedDataParallel."
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#")
 _COPIES = ("fsdp::", "aten::split_with_sizes_copy", "aten::chunk_cat", "aten::_chunk_cat")
