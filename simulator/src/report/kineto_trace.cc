@@ -109,9 +109,25 @@ std::string_view OperatorOf(InstructionKind kind) {
       return "aten::_to_copy";
     case InstructionKind::kGradAccumulate:
       return "aten::add_";
-    default:
-      return "aten::copy_";
+    case InstructionKind::kCompute:
+    case InstructionKind::kAllocate:
+    case InstructionKind::kFree:
+    case InstructionKind::kBindUnsharded:
+    case InstructionKind::kBindSharded:
+    case InstructionKind::kAllGather:
+    case InstructionKind::kReshardPostForward:
+    case InstructionKind::kReduceScatter:
+    case InstructionKind::kAllReduce:
+    case InstructionKind::kCopyToHost:
+    case InstructionKind::kCopyToDevice:
+    case InstructionKind::kRecord:
+    case InstructionKind::kWait:
+    case InstructionKind::kHostWait:
+    case InstructionKind::kOptimizerStep:
+    case InstructionKind::kZeroGrad:
+      break;
   }
+  return "aten::copy_";
 }
 
 // "aten.mm.default" as PyTorch calls it: "aten::mm".
