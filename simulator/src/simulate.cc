@@ -134,7 +134,8 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     const EngineStep& step = program->steps[s];
     const auto index = static_cast<std::int32_t>(s);
     EngineTimeline timeline;
-    Result<EngineResult> run = RunStep(*program, index, options.record_timeline ? &timeline : nullptr);
+    Result<EngineResult> run =
+        RunStep(*program, index, options.record_timeline ? &timeline : nullptr, {.activities = true});
     if (!run) return std::unexpected(Located(run.error(), plan, step, index));
     last = std::move(*run);
     simulation.instructions += step.plan_instructions;

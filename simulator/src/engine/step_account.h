@@ -14,8 +14,9 @@ namespace shardplan::internal {
 
 class StepAccount {
  public:
-  // timeline: null where nobody wants one.
-  StepAccount(const EngineProgram& program, const EngineStep& step, EngineTimeline* timeline);
+  // timeline: null where nobody wants one. activities: as RunOptions.
+  StepAccount(const EngineProgram& program, const EngineStep& step, EngineTimeline* timeline,
+              bool activities);
 
   // ---- the host ----
   void HostBegins(std::int32_t i, std::int64_t from_ns, std::int64_t to_ns, std::int64_t issued_ns);
@@ -44,17 +45,19 @@ class StepAccount {
   }
   void BeginSpan(std::size_t s, StreamState& stream, std::int64_t start_ns);
   DeviceActivity ActivityOf(const StreamState& stream) const;
+  void PassActivity(const std::vector<StreamState>& streams, std::int64_t elapsed_ns);
 
   const EngineProgram& program_;
   const EngineStep& step_;
   EngineTimeline* timeline_;
+  const bool activities_;
   EngineResult result_;
 };
 
 // In the header: the engine calls them for every event.
 inline StepAccount::StepAccount(const EngineProgram& program, const EngineStep& step,
-                                EngineTimeline* timeline)
-    : program_(program), step_(step), timeline_(timeline) {
+                                EngineTimeline* timeline, bool activities)
+    : program_(program), step_(step), timeline_(timeline), activities_(activities) {
   const auto streams = static_cast<std::size_t>(program.streams);
   result_.stream_busy_ns.resize(streams);
   result_.stream_operations.resize(streams);
@@ -103,20 +106,26 @@ inline void StepAccount::Pass(const std::vector<StreamState>& streams, const Rat
     result_.communication_ns.value += elapsed_ns;
     if (!rates.computes()) result_.exposed_ns.value += elapsed_ns;
   }
-  DeviceActivity activity = DeviceActivity::kIdle;
+  if (activities_) PassActivity(streams, elapsed_ns);
   for (std::size_t s = 0; s < streams.size(); ++s) {
     const StreamState& stream = streams[s];
     if (stream.status != StreamStatus::kActive) continue;
     result_.stream_busy_ns[s].value += elapsed_ns;
-    activity = std::min(activity, ActivityOf(stream));
-    if (stream.work == WorkClass::kCompute) {
-      const Phase phase = step_.phases[HeadOf(stream).phase];
-      result_.compute_busy_ns[static_cast<std::size_t>(phase)].value += elapsed_ns;
-    }
     if (stream.work != WorkClass::kCollective) continue;
     GroupResult& group = result_.groups[static_cast<std::size_t>(HeadOf(stream).operand)];
     group.busy_ns.value += elapsed_ns;
     if (!rates.computes()) group.exposed_ns.value += elapsed_ns;
+  }
+}
+
+inline void StepAccount::PassActivity(const std::vector<StreamState>& streams, std::int64_t elapsed_ns) {
+  DeviceActivity activity = DeviceActivity::kIdle;
+  for (const StreamState& stream : streams) {
+    if (stream.status != StreamStatus::kActive) continue;
+    activity = std::min(activity, ActivityOf(stream));
+    if (stream.work != WorkClass::kCompute) continue;
+    const Phase phase = step_.phases[HeadOf(stream).phase];
+    result_.compute_busy_ns[static_cast<std::size_t>(phase)].value += elapsed_ns;
   }
   result_.activity_ns[static_cast<std::size_t>(activity)].value += elapsed_ns;
 }
@@ -204,11 +213,13 @@ inline void StepAccount::Leave(const StreamState& stream, std::int64_t now_ns) {
 
 inline EngineResult StepAccount::Take(std::int64_t end_ns) {
   result_.end_ns.value = end_ns;
-  Nanoseconds active;
-  for (const Nanoseconds time : result_.activity_ns) active += time;
-  // Behind the last work of the device the host may still be busy.
-  result_.activity_ns.back() += result_.end_ns - active;
   result_.host_work_ns = step_.host_work_ns;
+  if (activities_) {
+    Nanoseconds active;
+    for (const Nanoseconds time : result_.activity_ns) active += time;
+    // Behind the last work of the device the host may still be busy.
+    result_.activity_ns.back() += result_.end_ns - active;
+  }
   return std::move(result_);
 }
 

@@ -17,7 +17,7 @@ StepRunner::StepRunner(const EngineProgram& program, const EngineStep& step, Eng
       options_(options),
       joins_(joins),
       traits_(traits),
-      account_(program, step, timeline),
+      account_(program, step, timeline, options.activities),
       rates_(program),
       streams_(static_cast<std::size_t>(program.streams)),
       issued_ns_(step.code.size()),

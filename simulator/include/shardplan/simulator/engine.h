@@ -182,7 +182,7 @@ struct EngineResult {
   std::vector<Nanoseconds> unit_forward_ns;
   std::vector<Nanoseconds> unit_backward_ns;
   std::vector<Nanoseconds> unit_exposed_ns;
-  // By DeviceActivity; they add up to end_ns.
+  // Where RunOptions asks for them. By DeviceActivity; they add up to end_ns.
   std::array<Nanoseconds, kDeviceActivities> activity_ns{};
   // By Phase: streams running the model's compute or the optimizer, each counted.
   std::array<Nanoseconds, kPhases> compute_busy_ns{};
@@ -215,6 +215,8 @@ struct EngineTimeline {
 struct RunOptions {
   // The host waits for the device before each phase begins, as one does to time forward and backward apart.
   bool synchronize_phases = false;
+  // What the device does at each moment. A search, which asks for the step's length alone, goes without.
+  bool activities = false;
 };
 
 // Runs one step from an idle machine. `timeline` may be null (faster). kNegative: a wait can never finish;

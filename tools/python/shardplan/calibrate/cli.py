@@ -154,7 +154,7 @@ def _fit_to_reports(options: argparse.Namespace, read: list[tuple[str, dict]]) -
         if not from_reports.is_report(document):
             found = document.get("schema") if isinstance(document, dict) else type(document).__name__
             raise fit.BadMeasurements(f"{path}: no measured report (found {found!r} at /schema, expected {from_reports.REPORT_SCHEMA!r} as of the other files)")
-    text, table = from_reports.fitted(read, options.plan, options.base, options.figures, lambda said: None)
+    text, table = from_reports.fitted(read, options.plan, options.base, options.figures)
     if options.name:
         text = text.replace(f'"name": {json.dumps(json.loads(text)["name"])}', f'"name": {json.dumps(options.name)}', 1)
     files.write_text(options.output or "-", text)

@@ -13,7 +13,6 @@ import math
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +57,23 @@ def _quantities(report: dict) -> dict[str, float]:
     return dict(times)
 
 
+def _ask(*words: str, text: str | None = None) -> subprocess.CompletedProcess:
+    """A command of this build, with the text on its standard input."""
+    return subprocess.run([built_command("calibrate"), *words], input=text, capture_output=True, text=True, check=False)
+
+
+def _simulated(plan: str, *more: str) -> dict:
+    done = _ask("simulate", plan, *more, "--report", "-", "-q", "--no-verify")
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise BadMeasurements(f"{plan}: cannot be simulated: {_last_line(done.stderr)}")
+    return json.loads(done.stdout)
+
+
 class Prediction:
     """Simulates the plans on cluster documents."""
 
     def __init__(self, measured: list[Measured], folder: str):
-        self._program, self._measured, self._folder = built_command("calibrate"), measured, folder
+        self._measured, self._folder = measured, folder
         self.tried = 0
 
     def reports(self, document: dict) -> list[dict]:
@@ -70,15 +81,9 @@ class Prediction:
         path = str(Path(self._folder) / f"{self.tried}.json")
         files.write_text(path, json.dumps(document))
         try:
-            return [self._report(one, path) for one in self._measured]
+            return [_simulated(one.plan, "--cluster", path) for one in self._measured]
         finally:
             os.remove(path)
-
-    def _report(self, one: Measured, cluster: str) -> dict:
-        done = subprocess.run([self._program, "simulate", one.plan, "--cluster", cluster, "--report", "-", "-q", "--no-verify"], capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1) or not done.stdout:
-            raise BadMeasurements(f"{one.plan}: cannot be simulated: {_last_line(done.stderr)}")
-        return json.loads(done.stdout)
 
 
 def _last_line(text: str) -> str:
@@ -86,7 +91,7 @@ def _last_line(text: str) -> str:
 
 
 def _plan_document(path: str) -> dict:
-    done = subprocess.run([built_command("calibrate"), "show", path, "--json", "-o", "-"], capture_output=True, text=True, check=False)
+    done = _ask("show", path, "--json", "-o", "-")
     if done.returncode or not done.stdout:
         raise BadMeasurements(_last_line(done.stderr))
     return json.loads(done.stdout)
@@ -96,33 +101,26 @@ def paired(reports: list[tuple[str, dict]], plans: list[str]) -> tuple[list[Meas
     """Each report with its plan, by the digest where there are several; and the first plan's cluster."""
     if not plans:
         raise BadMeasurements(f"{reports[0][0]}: a report is fitted through its plan (found no --plan, expected the plan that import-profile was given)")
-    program = built_command("calibrate")
-    digests, cluster = {}, None
-    for path in plans:
-        cluster = cluster or _plan_document(path)["cluster"]
-        done = subprocess.run([program, "simulate", path, "--report", "-", "-q", "--no-verify"], capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1) or not done.stdout:
-            raise BadMeasurements(f"{path}: cannot be simulated: {_last_line(done.stderr)}")
-        digests[json.loads(done.stdout).get("plan_digest", "")] = path
+    digests = {_simulated(path).get("plan_digest", ""): path for path in plans}
     made = []
     for path, report in reports:
         wanted = report.get("plan_digest", "")
         if wanted not in digests:
             raise BadMeasurements(f"{path}: /plan_digest: no --plan is the one that this was measured with (found {wanted or 'none'}, expected {', '.join(digests)})")
         made.append(Measured(path, digests[wanted], report))
-    return made, cluster
+    return made, _plan_document(plans[0])["cluster"]
 
 
 def check(path: str, report: dict) -> None:
     """Raises BadMeasurements where it is no measured report of the schema."""
-    done = subprocess.run([built_command("calibrate"), "validate", "/dev/stdin"], input=json.dumps(report), capture_output=True, text=True, check=False)
+    done = _ask("validate", "/dev/stdin", text=json.dumps(report))
     if done.returncode:
         raise BadMeasurements(f"{path}: {_last_line(done.stderr).replace('/dev/stdin: ', '')}")
     if not report.get("measured", {}).get("device"):
         raise BadMeasurements(f"{path}: /measured: nothing is measured here (found a simulated report, expected one of import-profile)")
 
 
-def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, names: list[str] | None, say: Callable[[str], None]) -> tuple[str, str]:
+def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, names: list[str] | None) -> tuple[str, str]:
     """The cluster document, and a table of what was predicted before and after."""
     for path, report in reports:
         check(path, report)
@@ -145,7 +143,6 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
 
         def predict(changed: dict, wanted: list[int]) -> list[float]:
             times = [_quantities(report) for report in prediction.reports(changed)]
-            say(f"{prediction.tried} clusters tried")
             return [-math.log(max(1.0, times[rows[k][0]].get(rows[k][1], 0))) for k in wanted]
 
         every = list(range(len(rows)))
@@ -155,7 +152,7 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
         after = [_quantities(report) for report in prediction.reports(made.document)]
         path = str(Path(folder) / "made.json")
         files.write_text(path, json.dumps(made.document))
-        done = subprocess.run([prediction._program, "evaluate"], input=json.dumps({"document": path}) + "\n", capture_output=True, text=True, check=False)
+        done = _ask("evaluate", text=json.dumps({"document": path}) + "\n")
         answer = json.loads(done.stdout or "{}")
         if "text" not in answer:
             raise NoCommand(f"the fitted cluster cannot be written: {answer.get('error', _last_line(done.stderr))}")
