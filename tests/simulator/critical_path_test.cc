@@ -36,6 +36,7 @@ Plan HardPlan(std::uint64_t seed) {
   Plan plan = RandomPlan(seed);
   plan.cluster.host.operator_issue_ns = {static_cast<std::int64_t>(seed % 7) * 300};
   plan.cluster.host.event_ns = {static_cast<std::int64_t>(seed % 5) * 100};
+  plan.cluster.host.runs_kernels = seed % 6 == 1;
   plan.cluster.host.copy_issue_ns = {static_cast<std::int64_t>(seed % 3) * 700};
   plan.cluster.compute_rate_while_communicating_ppm =
       1'000'000 - static_cast<std::int64_t>(seed % 4) * 90'000;

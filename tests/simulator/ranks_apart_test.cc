@@ -169,5 +169,57 @@ TEST(LaunchQueue, OfAnyDepthOnRandomPlans) {
   }
 }
 
+// A host that runs the kernels issues the collective when the last of the five is done, at 50. The operators'
+// durations are measured: issuing is part of them.
+TEST(HostRunsKernels, OneAfterTheOther) {
+  Plan plan = FiveKernelsAndACollective(0);
+  plan.cluster.host.runs_kernels = true;
+  EXPECT_EQ(StepOfOne(plan).value, 80 * kMillisecond);
+  const Result<CriticalPath> path = FindCriticalPath(plan, LoweredApart(plan));
+  ASSERT_TRUE(path.has_value());
+  const TimeByCause sums = SumByCause(*path);
+  EXPECT_EQ(sums[static_cast<std::size_t>(TimeCause::kAllGather)].value, 30 * kMillisecond);
+  EXPECT_EQ(sums[static_cast<std::size_t>(TimeCause::kForward)].value, 50 * kMillisecond);
+}
+
+// Where nothing is known of the operator but the shortest kernel, it takes that and its issue.
+TEST(HostRunsKernels, PaysTheIssueOfWhatIsModelled) {
+  Plan plan = FiveKernelsAndACollective(0);
+  auto& op = std::get<OperatorEvent>(plan.segments[0].entries[0]);
+  op.duration_ns = {-1};
+  plan.cluster.device.kernel_overhead_ns = {2 * kMillisecond};
+  plan.cluster.host.runs_kernels = true;
+  EXPECT_EQ(StepOfOne(plan).value, (5 * (1 + 2) + 30) * kMillisecond);
+}
+
+// A collective is issued when the one before it on its stream is done: kernels behind it wait, too. Without
+// the host's part the two collectives (0 to 60) and the kernel (0 to 10) overlap.
+TEST(HostRunsKernels, WaitsForACollectiveBeforeItGivesItsStreamAnother) {
+  PlanBuilder b(2);
+  const StreamId gather = b.Stream("all_gather");
+  const UnitId unit = b.Unit("a");
+  const BufferId shard = b.Buffer(BufferRole::kParamSharded, unit);
+  const BufferId whole = b.Buffer(BufferRole::kAllGatherOutput, unit);
+  const SegmentId kernel = b.Forward("kernel", {});
+  b.plan().segments[static_cast<std::size_t>(kernel)].entries = {FixedOperator(10 * kMillisecond)};
+  b.Step("steady").At(TriggerKind::kPreForward, unit);
+  b.AllGather(shard, whole, gather).AllGather(shard, whole, gather).Compute(kernel);
+  b.plan().cluster = ConstantCluster(2, 30 * kMillisecond, 0);
+  EXPECT_EQ(StepOfOne(b.plan()).value, 60 * kMillisecond);
+  b.plan().cluster.host.runs_kernels = true;
+  EngineTimeline timeline;
+  ASSERT_TRUE(RunStep(LoweredApart(b.plan()), 0, &timeline).has_value());
+  EXPECT_EQ(timeline.begin_ns.back().value, 30 * kMillisecond);
+}
+
+TEST(HostRunsKernels, RanksApartAgreeOnRandomPlans) {
+  for (std::uint64_t seed = 1; seed <= kApartSeeds; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Plan plan = RandomPlan(seed);
+    plan.cluster.host.runs_kernels = true;
+    ASSERT_EQ(RunApart(plan).step_ns, StepOfOne(plan));
+  }
+}
+
 }  // namespace
 }  // namespace shardplan::test

@@ -120,7 +120,9 @@ inline constexpr auto kFields<Host> = FieldList(
     Optional("memory_bytes_per_second", &Host::memory_bytes_per_second,
              "Host memory that one rank reads and writes while all ranks of its node do."),
     Optional("launch_queue_depth", &Host::launch_queue_depth,
-             "Launches that a stream holds before the host has to wait; 0: any number."));
+             "Launches that a stream holds before the host has to wait; 0: any number."),
+    Optional("runs_kernels", &Host::runs_kernels,
+             "The host's thread runs the kernels and goes on when one is done (CPU ranks)."));
 
 template <>
 inline constexpr Definition kDefinition<CollectivePoint> = {.says = "One measurement."};

@@ -210,7 +210,10 @@ class StepWorkBuilder {
     if (trained_bytes > 0) work_.optimizer_ns = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
     work_.static_bytes.value = shard_bytes + state_bytes;
     work_.least_memory.value = work_.static_bytes.value + trained_bytes;
-    work_.host_ns = job_.cluster.host.operator_issue_ns * (operators() + cost.kernels) + work_.optimizer_ns;
+    // A host that runs the kernels pays for issuing operators in their durations.
+    const Host& host = job_.cluster.host;
+    const std::int64_t issued = cost.kernels + (host.runs_kernels ? 0 : operators());
+    work_.host_ns = host.operator_issue_ns * issued + work_.optimizer_ns;
   }
 
   // While an operator runs, there is what it reads and writes, the parameters whole among it, and what is

@@ -42,7 +42,7 @@ class AnalyticCostModel final : public CostModel {
                      MulDiv(cluster.device.spread_ppm, internal::SlowestOf(cluster.ranks), kMillion)) {}
 
   // Roofline (Williams et al. 2009): the slower of arithmetic and memory, and no kernel shorter than the
-  // overhead.
+  // overhead. Where the host runs the kernels, issuing the operator is part of it.
   Nanoseconds Operator(const OperatorEvent& event) const override {
     const std::int64_t memory_ns = MemoryTime(event.bytes_read + event.bytes_written);
     std::int64_t arithmetic_ns = TimeAt(event.flops, cluster_.device.vector_flops_per_second);
@@ -58,7 +58,9 @@ class AnalyticCostModel final : public CostModel {
     if (cluster_.device.clock_ppm < kMillion)
       arithmetic_ns =
           Limited(MulDivUp(arithmetic_ns, kMillion, std::max<std::int64_t>(1, cluster_.device.clock_ppm)));
-    return {OfSlowest(std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value}))};
+    const Nanoseconds issue_ns = cluster_.host.runs_kernels ? cluster_.host.operator_issue_ns : Nanoseconds{};
+    return Nanoseconds{OfSlowest(std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value}))} +
+           issue_ns;
   }
 
   Result<CollectiveCost> Collective(const CollectiveRequest& request) const override {

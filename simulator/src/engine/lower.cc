@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <concepts>
-#include <deque>
 #include <map>
 #include <span>
 #include <tuple>
@@ -11,6 +10,7 @@
 #include "cost/moved_bytes.h"
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
+#include "engine/host_order.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/engine.h"
@@ -49,6 +49,7 @@ class Lowering {
     program_.communicators = static_cast<std::int32_t>(plan_.communicators.size());
     placements_.resize(plan_.communicators.size());
     program_.units = static_cast<std::int32_t>(plan_.units.size());
+    program_.host_runs_kernels = cluster_.host.runs_kernels;
     program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
     program_.communication_rate_ppm = cluster_.communication_rate_while_computing_ppm;
     // What is slowed takes so much longer; what stands still meanwhile runs afterwards.
@@ -72,9 +73,14 @@ class Lowering {
  private:
   static std::string Text(std::integral auto n) { return std::to_string(n); }
 
+  // Where the host runs the kernels itself, issuing an operator is part of its cost.
+  Nanoseconds IssueOfOperator() const {
+    return cluster_.host.runs_kernels ? Nanoseconds{0} : cluster_.host.operator_issue_ns;
+  }
+
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
   Status LowerSegments() {
-    const std::int64_t issue_ns = cluster_.host.operator_issue_ns.value;
+    const std::int64_t issue_ns = IssueOfOperator().value;
     program_.segments.reserve(plan_.segments.size());
     program_.segment_flops.resize(plan_.segments.size());
     std::size_t entries = 0;
@@ -95,7 +101,7 @@ class Lowering {
         program_.operators.push_back({facts.duration_ns, {}, {}});
         ++(event->duration_ns.value >= 0 ? program_.measured_operators : program_.modelled_operators);
         ++lowered.count;
-        in_all += program_.operators.back().duration_ns + cluster_.host.operator_issue_ns;
+        in_all += program_.operators.back().duration_ns + IssueOfOperator();
         if (in_all > longest_ns_) return TooLong("/segments/" + Text(program_.segments.size()));
       }
       EngineOperator* operators = program_.operators.data() + lowered.first;
@@ -181,7 +187,7 @@ class Lowering {
       return Bad("/steps/" + Text(s), "too many passes", Text(step_.phases.size()));
     if (Status checked = CheckLength("/steps/" + Text(s)); !checked) return checked;
     step_.record_slots = static_cast<std::int32_t>(unit_of_slot_.size());
-    if (cluster_.host.launch_queue_depth > 0) LimitQueues();
+    step_.queued_behind = internal::QueuedBehind(program_, step_, cluster_.host);
     program_.steps.push_back(std::move(step_));
     return {};
   }
@@ -192,36 +198,6 @@ class Lowering {
     step_.code.reserve(count);
     step_.origins.reserve(count);
     step_.next_in_stream.reserve(count);
-  }
-
-  // What a stream's queue holds: every operator of a segment, and everything else that has a stream.
-  std::int64_t Launches(std::int32_t index) const {
-    const EngineInstruction& code = At(step_.code, index);
-    return code.op == EngineOp::kSegment ? At(program_.segments, code.operand).count : 1;
-  }
-
-  // The host issues an instruction when so many of its stream before it are done that the rest and its own
-  // launches fit, or all of them.
-  void LimitQueues() {
-    struct Queue {
-      std::deque<std::int32_t> waiting;
-      std::int64_t launches = 0;  // of `waiting`
-      std::int32_t passed = -1;   // the last that had to be
-    };
-    std::vector<Queue> queues(plan_.streams.size());
-    step_.queued_behind.assign(step_.code.size(), -1);
-    for (std::int32_t i = 0; i < std::ssize(step_.code); ++i) {
-      if (At(step_.code, i).stream < 0) continue;
-      Queue& queue = queues[static_cast<std::size_t>(std::int32_t{At(step_.code, i).stream})];
-      queue.launches += Launches(i);
-      while (!queue.waiting.empty() && queue.launches > cluster_.host.launch_queue_depth) {
-        queue.passed = queue.waiting.front();
-        queue.launches -= Launches(queue.passed);
-        queue.waiting.pop_front();
-      }
-      queue.waiting.push_back(i);
-      step_.queued_behind[static_cast<std::size_t>(i)] = queue.passed;
-    }
   }
 
   void EnterBackward() {
@@ -362,7 +338,7 @@ class Lowering {
     lowered.op = EngineOp::kSegment;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
-    lowered.host_ns = cluster_.host.operator_issue_ns;
+    lowered.host_ns = IssueOfOperator();
     // Whose time it is: the unit whose gradients it makes, else whose parameters it reads, else in whose
     // forward or backward it runs. The trigger before it may be another unit's.
     const UnitId whose = !segment.grads.empty()   ? segment.grads.front().unit

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/host_order.h"
 #include "shardplan/schemas/assert.h"
 
 // Members that nobody outside calls are inline: the engine calls them for every event.
@@ -96,6 +97,10 @@ inline bool StepRunner::Issue() {
         awaited_ = {.slot = instruction.operand};
         return false;
       }
+      if (HostStaysWith(program_, instruction)) {
+        awaited_ = {.stream = instruction.stream, .instruction = i};
+        return false;
+      }
     }
     std::int32_t recorded = -1;
     if (instruction.op == EngineOp::kHostWait && instruction.operand >= 0) {
@@ -103,6 +108,7 @@ inline bool StepRunner::Issue() {
       host_ns_ = std::max(host_ns_, slot.time_ns);
       recorded = slot.span;
     }
+    if (HostStaysWith(program_, instruction)) host_ns_ = std::max(host_ns_, passed_ns_[Index(i)]);
     account_.HostEnds(i, started_ns_, host_ns_, recorded);
     stage_ = HostStage::kBefore;
   }

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "engine/host_order.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
@@ -88,11 +89,16 @@ class Walk {
         return;
       }
     }
+    const bool waited = time_ > timeline_.issued_ns[Index(at_)].value && End(at_) == time_;
+    if (waited && internal::HostStaysWith(program_, code)) {
+      on_host_ = false;
+      return;
+    }
     AddHost(time_ - begin);
     time_ = begin;
     SHARDPLAN_ASSERT(at_ > 0 || time_ == 0, "the host begins at 0");
     if (at_ > 0 && timeline_.host_end_ns[Index(at_ - 1)].value < begin) {
-      at_ = step_.queued_behind[Index(at_)];  // there was no room in the stream's queue
+      at_ = step_.queued_behind[Index(at_)];  // the stream had to pass it first
       on_host_ = false;
       return;
     }

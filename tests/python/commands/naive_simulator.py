@@ -218,7 +218,8 @@ class Costs:
                         arithmetic = up(Fraction(arithmetic * (sequence + entry.get("half_rate_sequence", 0)), sequence))
                     break
         arithmetic = up(Fraction(arithmetic * MILLION, self.device.get("clock_ppm", MILLION)))
-        return self.of_slowest(max(arithmetic, self.memory(read + written), self.overhead))
+        issue = self.host.get("operator_issue_ns", 0) if self.host.get("runs_kernels") else 0
+        return self.of_slowest(max(arithmetic, self.memory(read + written), self.overhead)) + issue
 
     def of_slowest(self, duration):
         """The slowest of all ranks: expected maxima of normal samples, straight lines between powers of two."""
@@ -639,7 +640,7 @@ def lower(document, costs, alive, index):
             item.stream = document.ref(instruction, "stream")
             if kind == "compute":
                 item.operators = [costs.operator(e) for e in segment["entries"] if e[0] == "op"]
-                item.host, item.work = costs.host.get("operator_issue_ns", 0), "compute"
+                item.host, item.work = 0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0), "compute"
                 reads = [document.at("unit", u) for u in segment.get("reads", [])]
                 makes = [document.at("unit", grad["unit"]) for grad in segment.get("grads", [])]
                 item.unit = (makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else item.unit])[0]
@@ -711,6 +712,7 @@ class Machine:
         self.now = 0
         self.spans = []  # (stream or None, item, start, end)
         self.sums = collections.Counter()
+        self.runs_kernels = self.cluster.get("host", {}).get("runs_kernels", False)
         self.phase_end = [0] * len(phases)
         for item in items:
             item.issued = None
@@ -732,6 +734,12 @@ class Machine:
                 if item.waits_for not in self.records:
                     raise Stuck(item.where)
                 host = max(host, self.records[item.waits_for])
+            if self.runs_kernels and self.holds_host(item):
+                here = self.places[item.stream] - 1
+                self.advance(None, (item.stream, here))
+                if len(self.passed[item.stream]) <= here:
+                    raise Stuck(item.where)
+                host = max(host, self.passed[item.stream][here])
             if host > start:
                 self.spans.append((None, item, start, host))
             if self.phases[item.phase] != "forward":
@@ -742,14 +750,28 @@ class Machine:
         self.end = max(host, self.now)
         return self
 
+    @staticmethod
+    def holds_host(item):
+        return item.work in ("compute", "copy", "to_host", "to_device") and item.stream is not None or (item.kind == "wait" and item.stream == 0)
+
     def room_for(self, item):
         """When so much of the item's stream is done that the rest and the item fit into its queue, or all before it."""
         depth = self.cluster.get("host", {}).get("launch_queue_depth", 0)
-        if not depth or item.stream is None:
+        if item.stream is None:
             return 0
         queue = self.queues[item.stream]
         first = place = self.places[item.stream]
         self.places[item.stream] += 1
+        if self.runs_kernels:
+            if item.work is None or place == 0:
+                return 0
+            if len(self.passed[item.stream]) < place:
+                self.advance(None, (item.stream, place - 1))
+            if len(self.passed[item.stream]) < place:
+                raise Stuck(item.where)
+            return self.passed[item.stream][place - 1]
+        if not depth:
+            return 0
         launches = 0
         while first >= 0:
             launches += 1 if queue[first].operators is None else len(queue[first].operators)

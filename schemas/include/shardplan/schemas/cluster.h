@@ -90,6 +90,8 @@ struct Host {
   std::int64_t memory_bytes_per_second = 0;
   // Launches that a stream holds; the host waits for room. 0: any number.
   std::int64_t launch_queue_depth = 0;
+  // The device is the host (CPU ranks): its thread runs the kernels, and goes on when one is done.
+  bool runs_kernels = false;
   bool operator==(const Host&) const = default;
 };
 

@@ -129,7 +129,7 @@ struct EngineStep {
   std::vector<std::int32_t> first_in_stream;  // by stream, -1
   std::vector<CollectiveGroup> groups;
   std::vector<Phase> phases;  // in host order; neighbours differ
-  // By instruction, where launch queues have a depth (otherwise empty): the host issues it when its stream
+  // By instruction, where the host waits for streams (otherwise empty): the host issues it when its stream
   // has passed this instruction. -1: at once.
   std::vector<std::int32_t> queued_behind;
   std::int32_t record_slots = 0;
@@ -146,6 +146,7 @@ struct EngineProgram {
   std::int32_t communicators = 0;
   std::vector<LinkLoads> loads;  // the different ones
   std::int32_t units = 0;
+  bool host_runs_kernels = false;                   // Host::runs_kernels
   std::int64_t compute_rate_ppm = 1'000'000;        // while communicating
   std::int64_t communication_rate_ppm = 1'000'000;  // while computing
   std::vector<std::string> notes;                   // what was assumed

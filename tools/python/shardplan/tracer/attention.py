@@ -2,7 +2,8 @@
 
 The choice among the fused kernels asks the driver for the device's properties; without a driver it falls to the unfused one. Here the
 rules are applied to fake tensors (aten/native/transformers/cuda/sdp_utils.cpp and attention.cpp of torch 2.11 are the reference), and
-the chosen kernel is called by its own name, so that autograd, memory and FLOPs are that kernel's.
+the chosen kernel is called by its own name, so that autograd, memory and FLOPs are that kernel's. With "cpu" it is the kernel that CPU
+ranks have.
 
 Registered at the AutogradCUDA key: every way of calling the function comes here, and only for CUDA tensors.
 """
@@ -23,6 +24,7 @@ _ORDER = {
     "cudnn": ("cudnn", "flash", "efficient"),
     "flash": ("flash", "efficient"),
     "efficient": ("efficient",),
+    "cpu": ("cpu",),
     "math": (),
 }
 _HALF = (torch.float16, torch.bfloat16)
@@ -80,11 +82,23 @@ def _fits_efficient(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> bool:
     )
 
 
-_FITS = {"cudnn": _fits_cudnn, "flash": _fits_flash, "efficient": _fits_efficient}
+def _fits_cpu(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> bool:
+    """aten/native/transformers/sdp_utils_cpp.cpp: CPU tensors have this kernel and the unfused one."""
+    return (
+        q.dtype in (*_HALF, torch.float32, torch.float64)
+        and dropout_p == 0
+        and _heads_fit(q, k, v, enable_gqa)
+        and q.size(-1) == k.size(-1) == v.size(-1)
+        and all(t.stride(-1) == 1 for t in (q, k, v))
+        and (mask is None or (mask.dim() in (2, 4) and not mask.requires_grad))
+    )
+
+
+_FITS = {"cudnn": _fits_cudnn, "flash": _fits_flash, "efficient": _fits_efficient, "cpu": _fits_cpu}
 
 
 def choose(order: str, q, k, v, mask, dropout_p, is_causal, enable_gqa) -> str:
-    """The kernel's name: cudnn, flash, efficient or math."""
+    """The kernel's name: cudnn, flash, efficient, cpu or math."""
     if _fits_any(q, k, v):
         for kernel in _ORDER[order]:
             if _FITS[kernel](q, k, v, mask, dropout_p, is_causal, enable_gqa):
@@ -112,7 +126,16 @@ def _pad_head_dim(t):
     return t if t.size(-1) % 8 == 0 else F.pad(t, (0, 8 - t.size(-1) % 8))
 
 
+def _additive_on_cpu(mask, dtype):
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, *(torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, -math.inf)))
+
+
 def _attend(order: str, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa):
+    if order == "cpu" and q.dim() == k.dim() == v.dim() == 3:  # one batch
+        whole = (t.unsqueeze(0) for t in (q, k, v))
+        return _attend(order, *whole, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     kernel = choose(order, q, k, v, mask, dropout_p, is_causal, enable_gqa)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if kernel == "cudnn":
@@ -135,6 +158,9 @@ def _attend(order: str, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa):
         return aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
+    if kernel == "cpu":
+        bias = _additive_on_cpu(mask, q.dtype)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
     bias = _additive(mask, q.dtype)
     return aten._scaled_dot_product_attention_math(
         q, k, v, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa

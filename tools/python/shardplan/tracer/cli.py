@@ -88,9 +88,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--eval", action="store_true", help="put the module in evaluation mode (no dropout)")
     result.add_argument(
         "--sdpa",
-        choices=("auto", "cudnn", "flash", "efficient", "math"),
+        choices=("auto", "cudnn", "flash", "efficient", "cpu", "math"),
         default="auto",
-        help="first choice of attention kernel (default: auto, flash where it can be used)",
+        help="first choice of attention kernel (default: auto, flash where it can be used); cpu: what CPU ranks have",
     )
     result.add_argument(
         "--experts",

@@ -37,7 +37,7 @@ _ATTENTION = frozenset(
     f"_scaled_dot_product_{kernel}_attention{suffix}"
     for kernel in ("flash", "efficient", "cudnn")
     for suffix in ("", "_backward")
-)
+) | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
 
 _DTYPE_NAMES = frozenset(
     "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64 "
