@@ -13,6 +13,7 @@
 
 #include "binding/python_error.h"
 #include "runtime.h"
+#include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
 
 namespace shardplan::python {
@@ -194,7 +195,8 @@ void Runtime::StartRecording(std::int64_t warmup, std::int64_t steps) {
   const ReleaseGil no_gil;
   OrThrow(replayer_->SetRecorder(nullptr));
   executor::RecorderOptions options = {.warmup = warmup, .steps = steps};
-  if (torch_device().is_cuda()) options.allocations = executor::CudaAllocations(torch_device().index());
+  options.allocations = torch_device().is_cuda() ? executor::CudaAllocations(torch_device().index())
+                                                 : executor::CpuAllocations();
   recorder_ = std::make_unique<executor::StepRecorder>(*plan_, std::move(options));
   facts_ = device_->Facts();
   OrThrow(replayer_->SetRecorder(recorder_.get()));

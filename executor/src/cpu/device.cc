@@ -8,6 +8,7 @@
 #include <chrono>
 #include <thread>
 
+#include "cpu/counted_memory.h"
 #include "replay/copy_resolver.h"
 #include "replay/host_kernels.h"
 #include "shardplan/executor/cpu_backend.h"
@@ -23,6 +24,7 @@ at::Tensor CpuDevice::MakeArena(std::int64_t bytes) {
 }
 
 Status CpuDevice::PrepareStreams(const Plan& plan) {
+  process_counts_ = CpuAllocations() != nullptr;
   streams_.resize(plan.streams.size());
   events_.resize(plan.events.size());
   recorded_.resize(plan.events.size(), false);
@@ -30,17 +32,6 @@ Status CpuDevice::PrepareStreams(const Plan& plan) {
 }
 
 namespace {
-
-struct CountedMemory {
-  c10::DataPtr memory;
-  std::shared_ptr<AllocationCount> count;
-  std::int64_t bytes;
-};
-
-void FreeCounted(void* context) {
-  const std::unique_ptr<CountedMemory> counted(static_cast<CountedMemory*>(context));
-  counted->count->Freed(counted->bytes);
-}
 
 // Memory that `count`, if any, knows of until it is freed.
 c10::DataPtr AllocateCounted(std::int64_t bytes, const std::shared_ptr<AllocationCount>& count) {
@@ -77,7 +68,7 @@ std::vector<std::byte*> CpuDevice::Pointers(BufferId buffer) const {
   return pointers;
 }
 
-constexpr std::chrono::seconds kLetGoPatience{1};
+constexpr std::chrono::seconds kLetGoPatience{10};
 
 Status CpuDevice::FinishOne(PendingCollective& pending) {
   if (pending.finished) return {};
@@ -85,7 +76,7 @@ Status CpuDevice::FinishOne(PendingCollective& pending) {
   Status status = finish_(pending);
   // Gloo's thread holds the tensors of a collective a moment longer than until it is done.
   const auto give_up = std::chrono::steady_clock::now() + kLetGoPatience;
-  while (status && count_ != nullptr && pending.work.use_count() > 1 &&
+  while (status && (count_ != nullptr || process_counts_) && pending.work.use_count() > 1 &&
          std::chrono::steady_clock::now() < give_up)
     std::this_thread::yield();
   pending.work.reset();

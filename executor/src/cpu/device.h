@@ -82,6 +82,7 @@ class CpuDevice final : public TorchBuffers {
   PendingList in_flight_;  // all that are not finished
   std::vector<bool> recorded_;
   std::shared_ptr<AllocationCount> count_;  // null: nobody counts
+  bool process_counts_ = false;             // CpuAllocations
   std::function<Status(PendingCollective&)> finish_;
   std::vector<Span> spans_;
   bool in_span_ = false;

@@ -59,7 +59,8 @@ class AnalyticCostModel final : public CostModel {
       arithmetic_ns =
           Limited(MulDivUp(arithmetic_ns, kMillion, std::max<std::int64_t>(1, cluster_.device.clock_ppm)));
     const Nanoseconds issue_ns = cluster_.host.runs_kernels ? cluster_.host.operator_issue_ns : Nanoseconds{};
-    return Nanoseconds{OfSlowest(std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value}))} +
+    return Nanoseconds{
+               OfSlowest(std::max({arithmetic_ns, memory_ns, cluster_.device.kernel_overhead_ns.value}))} +
            issue_ns;
   }
 

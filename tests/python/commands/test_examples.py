@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT, build_folder
 
-LONG = {"elastic", "ray_train"}  # start launchers, a cluster, and six to eight workers that import PyTorch
+LONG = {"elastic", "predict_and_measure", "ray_train"}  # start launchers, a cluster, and six to eight workers that import PyTorch; measure the machine
 UPDATE = bool(os.environ.get("SHARDPLAN_UPDATE_EXAMPLES"))
 ALL = sorted(path.parent for path in (ROOT / "examples").glob("*/run"))
 EXAMPLES = [folder for folder in ALL if UPDATE or (folder.name in LONG) == bool(os.environ.get("SHARDPLAN_LONG_EXAMPLES"))]

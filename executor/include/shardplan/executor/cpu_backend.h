@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "shardplan/executor/allocation_count.h"
 #include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/peers.h"
@@ -19,6 +20,12 @@ namespace shardplan::executor {
 // Work runs at once on the calling thread, in host order; collectives run in the background and are waited
 // for where the plan waits for an event recorded after them (or where their stream is next used).
 std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory = MemorySource::kAllocator);
+
+// From the first call on, all memory that torch allocates for CPU tensors in this process is counted: it is
+// called before there are any. Every call gives the same count. Allocations cost an atomic addition more.
+std::shared_ptr<AllocationCount> CountCpuAllocations();
+// Null where nobody has called CountCpuAllocations.
+std::shared_ptr<AllocationCount> CpuAllocations();
 
 struct ProcessGroupOptions {
   // By CommunicatorId: the group of this rank's process that the communicator stands for, its ranks in the

@@ -154,7 +154,7 @@ def _fit_to_reports(options: argparse.Namespace, read: list[tuple[str, dict]]) -
         if not from_reports.is_report(document):
             found = document.get("schema") if isinstance(document, dict) else type(document).__name__
             raise fit.BadMeasurements(f"{path}: no measured report (found {found!r} at /schema, expected {from_reports.REPORT_SCHEMA!r} as of the other files)")
-    text, table = from_reports.fitted(read, options.plan, options.base, options.figures)
+    text, table = from_reports.fitted(read, options.plan, options.base, options.figures, _log)
     if options.name:
         text = text.replace(f'"name": {json.dumps(json.loads(text)["name"])}', f'"name": {json.dumps(options.name)}', 1)
     files.write_text(options.output or "-", text)
@@ -228,8 +228,9 @@ def _measure(options: argparse.Namespace, kind: str, rank: int, ranks: int) -> d
             continue
         if joined:
             torch.distributed.barrier()
-        if rank > 0 and not of_ranks:
-            continue  # rank 0 measures the device alone, the others wait for it
+        # Rank 0 measures a GPU of its own alone, the others wait for it. CPU ranks share cores, caches and memory: they measure at once, as they train.
+        if rank > 0 and not of_ranks and kind == "cuda":
+            continue
         rows = measured.setdefault(name, [])
         share = SECTIONS[name] / sum(SECTIONS[n] for n in wanted)
         begin = time.monotonic()

@@ -122,7 +122,7 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
         "ranks": ranks,
         "ranks_per_node": measured.get("ranks_per_node", ranks),
         "device": device,
-        "host": base.get("host", {}) | _host(measured),
+        "host": base.get("host", {}) | (_host(measured) if on_gpu else _host_that_computes(measured, device)),
     }
     if measured.get("host"):
         know("host", [row for row in measured["host"] if "least_ns" in row])
@@ -225,6 +225,16 @@ def _host(measured: dict) -> dict:
     issue = [row["duration_ns"] for row in measured.get("issue", [])]
     if issue:
         host["collective_issue_ns"] = round(statistics.mean(issue))
+    return host
+
+
+def _host_that_computes(measured: dict, device: dict) -> dict:
+    """A CPU rank: what one operator takes that does nothing is the shortest kernel and its issue. A copy is issued by doing it."""
+    host = _host(measured) | {"runs_kernels": True, "copy_issue_ns": 0}
+    if "operator_issue_ns" in host:
+        host["operator_issue_ns"] = max(0, host["operator_issue_ns"] - device.get("kernel_overhead_ns", 0))
+    if "memory_bytes_per_second" in device:
+        host["memory_bytes_per_second"] = device["memory_bytes_per_second"]
     return host
 
 

@@ -13,6 +13,8 @@ import math
 import os
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from .fit import BadMeasurements
 REPORT_SCHEMA = "shardplan.report/1"
 DEFAULT_FIGURES = ("matmul", "attention", "memory", "host", "inner_link", "network")
 _LEAST_PART = 0.01
+_PROGRESS_SECONDS = 2
 _KERNELS = {"matmul": "products of matrices", "convolution": "products of matrices", "attention": "attention"}
 _REST, _OPTIMIZER, _STEP = "other kernels", "the optimizer", "the step"
 
@@ -72,12 +75,16 @@ def _simulated(plan: str, *more: str) -> dict:
 class Prediction:
     """Simulates the plans on cluster documents."""
 
-    def __init__(self, measured: list[Measured], folder: str):
-        self._measured, self._folder = measured, folder
+    def __init__(self, measured: list[Measured], folder: str, say: Callable[[str], None]):
+        self._measured, self._folder, self._say = measured, folder, say
+        self._said = time.monotonic()
         self.tried = 0
 
     def reports(self, document: dict) -> list[dict]:
         self.tried += 1
+        if time.monotonic() - self._said > _PROGRESS_SECONDS:
+            self._said = time.monotonic()
+            self._say(f"fitting: {self.tried} clusters tried")
         path = str(Path(self._folder) / f"{self.tried}.json")
         files.write_text(path, json.dumps(document))
         try:
@@ -120,8 +127,8 @@ def check(path: str, report: dict) -> None:
         raise BadMeasurements(f"{path}: /measured: nothing is measured here (found a simulated report, expected one of import-profile)")
 
 
-def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, names: list[str] | None) -> tuple[str, str]:
-    """The cluster document, and a table of what was predicted before and after."""
+def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, names: list[str] | None, say: Callable[[str], None]) -> tuple[str, str]:
+    """The cluster document, and a table of what was predicted before and after. `say` hears of progress."""
     for path, report in reports:
         check(path, report)
     measured, cluster = paired(reports, plans)
@@ -130,7 +137,7 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
     except BadTable as error:
         raise BadMeasurements(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="shardplan-calibrate-") as folder:
-        prediction = Prediction(measured, folder)
+        prediction = Prediction(measured, folder, say)
         before = prediction.reports(document)
         known = [_quantities(report) for report in before]
         told = [_quantities(one.report) for one in measured]

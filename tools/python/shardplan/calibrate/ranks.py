@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardplan.calibrate.timing import Machine, ratio
 
 _JOIN_SECONDS = 60
+_COLLECTIVES_BESIDE = 6
 
 
 def start_peers(ranks: int, arguments: list[str], folder: str) -> list[subprocess.Popen]:
@@ -111,7 +112,7 @@ def overlap(machine: Machine, full: bool) -> Iterator[dict]:
     device = machine.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     on_gpu = device.type == "cuda"
-    side = (8192 if on_gpu else 1024) if full else 128
+    side = (8192 if on_gpu else 256) if full else 128
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     size = (1 << 30 if on_gpu else 1 << 25) if full else 1 << 14
@@ -123,7 +124,8 @@ def overlap(machine: Machine, full: bool) -> Iterator[dict]:
         name, call = "copy", lambda: other.copy_(whole)
     product = lambda: torch.mm(a, b)  # noqa: E731
     if not on_gpu:
-        yield from _overlap_on_cpu(machine, name, call, product)
+        if world > 1:
+            yield from _overlap_on_cpu(machine, part, whole, product)
         return
     yield from _overlap_on_gpu(machine, name, call, product)
 
@@ -150,21 +152,21 @@ def _overlap_on_gpu(machine: Machine, name: str, call, product) -> Iterator[dict
     yield {"product": alone, "other": call_alone, "beside": name, "compute_rate_ppm": ratio(alone, rows[product]), "other_rate_ppm": ratio(call_alone, rows[call])}
 
 
-def _overlap_on_cpu(machine: Machine, name: str, call, product) -> Iterator[dict]:
-    """Gloo works on threads of its own: the collective is issued without waiting."""
-    if name == "copy":
-        return
-    alone, call_alone = machine.duration(product), machine.duration(call, 3)
-    times = []
+def _overlap_on_cpu(machine: Machine, part: torch.Tensor, whole: torch.Tensor, product) -> Iterator[dict]:
+    """Gloo works on threads of its own: while one collective after the other is under way, products are computed. All ranks do it at once."""
+    alone, call_alone = machine.duration(product), machine.duration(lambda: dist.all_gather_into_tensor(whole, part), 3)
+    rates: dict[str, list[int]] = {"product": [], "other": []}
     for _ in range(machine.samples):
-        begin = time.perf_counter_ns()
-        works = [dist.all_reduce(torch.ones(1 << 22), async_op=True) for _ in range(2)]
-        count = 0
-        while not all(work.is_completed() for work in works) or count < 2:
-            product()
-            count += 1
-        times.append((time.perf_counter_ns() - begin) / count)
-        for work in works:
+        dist.barrier()
+        begin, products = time.perf_counter_ns(), 0
+        for _ in range(_COLLECTIVES_BESIDE):
+            work = dist.all_gather_into_tensor(whole, part, async_op=True)
+            while not work.is_completed():
+                product()
+                products += 1
             work.wait()
-    together = {"duration_ns": max(1, round(sorted(times)[len(times) // 2]))}
-    yield {"product": alone, "other": call_alone, "beside": name, "compute_rate_ppm": min(1_000_000, ratio(alone, together))}
+        elapsed = time.perf_counter_ns() - begin
+        rates["product"].append(round(1e6 * products * alone["duration_ns"] / elapsed))
+        rates["other"].append(round(1e6 * _COLLECTIVES_BESIDE * call_alone["duration_ns"] / elapsed))
+    compute, other = (min(1_000_000, sorted(found)[len(found) // 2]) for found in rates.values())
+    yield {"product": alone, "other": call_alone, "beside": "all-gather", "compute_rate_ppm": compute, "other_rate_ppm": other}

@@ -30,7 +30,7 @@ from ._optim_state import (
     shard_full_optim_state_dict,
     sharded_optim_state_dict,
 )
-from ._profile import Profile, profile
+from ._profile import Profile, count_cpu_memory, profile
 from ._save import Saving, load, save
 from ._remove import remove
 from ._steer import abandon_step, no_sync, set_is_last_backward, set_requires_gradient_sync
@@ -49,6 +49,7 @@ __all__ = [
     "apply",
     "auto",
     "clip_grad_norm_",
+    "count_cpu_memory",
     "finalize_backward",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",

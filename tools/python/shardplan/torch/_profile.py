@@ -17,6 +17,7 @@ from shardplan.import_profile import kineto, recorded
 from shardplan.import_profile.report import report_of
 
 from ._applied import Applied, applied_to
+from ._native import native
 from ._optimizers import trains
 from ._planning import simulated_report
 
@@ -118,6 +119,12 @@ class Profile:
         report = self.report(all_ranks)
         if not all_ranks or dist.get_rank() == 0:
             write_text(path, json.dumps(report, indent=2) + "\n")
+
+
+def count_cpu_memory() -> None:
+    """From now on all memory of CPU tensors in this process is counted, for `profile` on CPU ranks: called before the model is made. Without it a profile there knows the
+    plan's own buffers. It lasts as long as the process. GPUs need no such call."""
+    native.count_cpu_memory()
 
 
 def profile(model: nn.Module, *, steps: int = 3, warmup: int = 1, quiet: bool = False) -> Profile:

@@ -1,0 +1,142 @@
+"""Predicts the step of two GPTs on CPU ranks of this machine, trains them by the plan, and lays both side by side.
+
+    .venv/bin/python examples/predict_and_measure/predict_and_measure.py OUTPUT_FOLDER [--runs 5] [--cluster here.json]
+
+The machine is measured first (`shardplan calibrate`), unless --cluster gives what was measured before. Nothing is fitted to the steps. OUTPUT_FOLDER gets the cluster, and for
+each job trace, plan and the measured report of each run; table.md has the times. Standard output says whether the memory of a step is the plan's, to the byte.
+Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "tools" / "python"), str(ROOT / "examples" / "train_gpt")]
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from jobs import JOBS, Job
+from make_plan import run
+from model import loss_fn
+from torch.distributed.device_mesh import init_device_mesh
+
+RANKS = 2
+WARMUP = 2
+
+
+def batches_of(job: Job, rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    rows = [torch.randint(job.config.vocabulary, (job.batch, job.sequence + 1), generator=generator) for _ in range(count)]
+    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+
+
+def train(rank: int, name: str, plan: str, store: str, report: str) -> None:
+    """A rank of a run: the first one writes its report."""
+    import shardplan.torch as sp
+
+    torch.set_num_threads(1)
+    job = JOBS[name]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=120))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    batches = batches_of(job, rank, 4)
+    sp.count_cpu_memory()  # what is there already is not the step's: a plan knows a step's own batch, not those that a loop keeps, nor the mesh's table of ranks
+    torch.manual_seed(7)
+    model = sp.apply(job.model(), plan, mesh)
+    optimizer = job.optimizer(model.parameters(), lr=job.learning_rate)
+    step = 0
+    with sp.profile(model, steps=job.steps, warmup=WARMUP, quiet=True) as profile:
+        while not profile.done:
+            ids, targets = (tensor.clone() for tensor in batches[step % len(batches)])
+            loss_fn(model(ids), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    profile.save(report, all_ranks=True)
+    dist.barrier()
+    del model, optimizer, profile
+    gc.collect()  # models hold the process groups, whose threads must end before the interpreter does
+    dist.destroy_process_group()
+
+
+def measured(name: str, plan: pathlib.Path, report: pathlib.Path) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (name, str(plan), os.path.join(folder, "store"), str(report)), nprocs=RANKS)
+    return json.loads(report.read_text())
+
+
+def predicted(name: str, cluster: pathlib.Path, folder: pathlib.Path) -> tuple[pathlib.Path, dict]:
+    job = JOBS[name]
+    trace, plan, report = (folder / f"{name}.{what}.json" for what in ("trace", "plan", "predicted"))
+    run("trace", f"jobs:{name}", "--batch", job.batch, "--seq", job.sequence, "--dtype", "float32", "--sdpa", "cpu", "-o", trace, cwd=HERE)
+    run("plan", trace, "--cluster", cluster, "--policy", "fsdp2", "--unit", "blocks.*", "--optimizer", job.planned_optimizer, "-q", "-o", plan)
+    run("simulate", plan, "--report", report)
+    return plan, json.loads(report.read_text())
+
+
+def say(text: str) -> None:
+    print(f"predict_and_measure: {text}", file=sys.stderr, flush=True)
+
+
+def row_of(name: str, expected: dict, reports: list[dict]) -> str:
+    """Steps that are not recorded are what training takes."""
+    steps = [statistics.median(report["measured"]["unrecorded_steps_ns"]) for report in reports]
+    parameters = sum(p.numel() for p in JOBS[name].model().parameters())
+    step, forecast = statistics.median(steps), expected["step_ns"]
+    each = ", ".join(f"{ns / 1e6:.1f}" for ns in steps)
+    return f"| {name}, {parameters / 1e6:.1f} million parameters | {forecast / 1e6:.1f} | {step / 1e6:.1f} | {100 * (forecast / step - 1):+.1f} % | {each} |"
+
+
+def memory_line(name: str, expected: dict, reports: list[dict]) -> str:
+    of_plan, peaks = expected["memory"]["peak_bytes"], sorted({report["memory"]["peak_bytes"] for report in reports})
+    if peaks == [of_plan]:
+        return f"{name}: peak of a step {of_plan} bytes, by the plan and measured"
+    return f"{name}: peak of a step {of_plan} bytes by the plan, measured {', '.join(map(str, peaks))}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path, metavar="OUTPUT_FOLDER")
+    parser.add_argument("--runs", type=int, default=5, help="of each job (default: %(default)s)")
+    parser.add_argument("--cluster", type=pathlib.Path, metavar="FILE", help="of this machine, instead of measuring it")
+    parser.add_argument("--only", choices=sorted(JOBS), help="this job alone")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "examples" / "train_gpt"), os.environ.get("PYTHONPATH"))))  # of jobs.py, for the command
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    folder = arguments.folder.resolve()
+    cluster = arguments.cluster and arguments.cluster.resolve()
+    if cluster is None:
+        cluster = folder / "here.json"
+        say("measuring this machine (minutes)")
+        run("calibrate", "--device", "cpu", "--ranks", RANKS, "--threads", 1, "--measured", folder / "measurements.json", "-o", cluster)
+    table = ["| job | predicted, ms | measured, ms | error | medians of the runs |", "|---|---|---|---|---|"]
+    equal = True
+    for name in [arguments.only] if arguments.only else JOBS:
+        plan, expected = predicted(name, cluster, folder)
+        reports = []
+        for number in range(1, arguments.runs + 1):
+            reports.append(measured(name, plan, folder / f"{name}.measured.{number}.json"))
+            say(f"{name}: run {number} of {arguments.runs}, step {statistics.median(reports[-1]['measured']['unrecorded_steps_ns']) / 1e6:.1f} ms, predicted {expected['step_ns'] / 1e6:.1f}")
+        table.append(row_of(name, expected, reports))
+        line = memory_line(name, expected, reports)
+        equal &= line.endswith("measured")
+        print(line, flush=True)
+    (folder / "table.md").write_text("\n".join(table) + "\n")
+    print("\n".join(table), file=sys.stderr)
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
