@@ -1,7 +1,7 @@
 """Version and requirements of a wheel, which name the torch that its module is built with: pyproject.toml's provider of dynamic metadata.
 
-    0.1.0+torch2.15    requires torch==2.15.*
-    0.1.0              of an interpreter without torch (an sdist): requires the supported range
+    0.2.0+torch2.15    requires torch==2.15.*
+    0.2.0              of an interpreter without torch (an sdist): requires the supported range
 """
 
 from __future__ import annotations
