@@ -156,7 +156,7 @@ def lines_changed(before: str, now: str, name: str) -> str:
 
 
 def page_rows(page: str) -> dict[tuple[str, str], str]:
-    """(file, function) -> what it decides, by docs/pytorch-coverage.md."""
+    """(file, function) -> what it decides, by docs/reference/pytorch-coverage.md."""
     rows, file = {}, ""
     for line in page.splitlines():
         if heading := re.fullmatch(r"##+ `(torch/[^`]+)`", line):
@@ -170,7 +170,7 @@ def page_rows(page: str) -> dict[tuple[str, str], str]:
 
 
 def rules(page: str) -> list[tuple[str, str, list[str]]]:
-    """(rule, since, the functions of PyTorch where it shows), by docs/pytorch-versions.md."""
+    """(rule, since, the functions of PyTorch where it shows), by docs/reference/pytorch-versions.md."""
     found = []
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -109,7 +109,7 @@ def venv(check: Check) -> Result:
 def fsdp_functions(check: Check) -> Result:
     found = functions.of_tree(check.site)
     changes = functions.compare(check.table, check.base, found)
-    rows = functions.page_rows((ROOT / "docs" / "pytorch-coverage.md").read_text())
+    rows = functions.page_rows((ROOT / "docs" / "reference" / "pytorch-coverage.md").read_text())
     paged = {file for file, _ in rows}
     result = Result("functions", "")
     known, of_page, others = Counter(), [], []
@@ -125,7 +125,7 @@ def fsdp_functions(check: Check) -> Result:
     result.different += [f"{count} {kind} as in {like}" for (kind, like), count in known.items()]
     result.different += of_page + [f"{line} (a file without rows)" for line in others]
     if known or of_page:
-        page = (ROOT / "docs" / "pytorch-versions.md").read_text()
+        page = (ROOT / "docs" / "reference" / "pytorch-versions.md").read_text()
         for rule, since, places in functions.rules(page):
             said = ", ".join(f"{place} {functions.likeness(check.table, found, place)}" for place in places)
             result.different.append(f"rule {rule} (since {since}): {said}")
@@ -265,7 +265,7 @@ def _of_junit(name: str, written: pathlib.Path, log: pathlib.Path, code: int, st
 
 
 def live(check: Check) -> list[Result]:
-    """docs/conformance.md: cases of their own, and random ones, as this torch runs them; then planned as each planned release."""
+    """docs/internals/conformance.md: cases of their own, and random ones, as this torch runs them; then planned as each planned release."""
     jobs = {"live cases": ["--live", "live_cases:cases", "--fake"]}
     jobs |= {f"live random {policy}": ["--random", str(check.cases), "--seed", str(LIVE_SEED), "--fake", "--policy", policy] for policy in ("fsdp2", "fsdp1")}
     with concurrent.futures.ThreadPoolExecutor(check.jobs) as pool:

@@ -1,4 +1,4 @@
-// shardplan-run: replays a plan without the model (docs/executor.md).
+// shardplan-run: replays a plan without the model (docs/internals/executor.md).
 #include <fmt/format.h>
 #include <sys/prctl.h>
 #include <unistd.h>

@@ -115,7 +115,7 @@ TEST(RoundTrip, ExamplesOfTheFormatPagesAreCanonical) {
 }
 
 TEST(RoundTrip, TextExampleOfThePlanPageIsTheJsonExample) {
-  const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/plan-format.md");
+  const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/reference/plan-format.md");
   ASSERT_TRUE(page.has_value());
   const Result<Plan> plan = ParsePlan(Example(*page, "json"));
   ASSERT_TRUE(plan.has_value());

@@ -7,8 +7,8 @@ Usage:
 
 COLLECTIVES.csv: device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
 MATMULS.csv:     device,dtype,batch,m,n,k,duration_ns
-RUNS.csv:        training runs of 2023 (docs/cost.md). The documents *_2023_* are fitted to eight of each GPU's, from those that the first form made.
-SHARDPLAN is the built command: `shardplan cost` does the fitting. measured/ has what `shardplan calibrate` measured. docs/simulator.md explains every figure.
+RUNS.csv:        training runs of 2023 (docs/reference/cost.md). The documents *_2023_* are fitted to eight of each GPU's, from those that the first form made.
+SHARDPLAN is the built command: `shardplan cost` does the fitting. measured/ has what `shardplan calibrate` measured. docs/internals/simulator.md explains every figure.
 """
 import collections
 import csv

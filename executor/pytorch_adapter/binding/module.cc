@@ -308,5 +308,5 @@ PYBIND11_MODULE(_shardplan, module) {
              pybind11::arg("ranks"), pybind11::arg("facts"), pybind11::arg("failure"),
              pybind11::arg("timeout_s"), pybind11::arg("peers"),
              pybind11::call_guard<pybind11::gil_scoped_release>(),
-             "Compares what the ranks say of themselves (docs/python.md, \"What apply does\").");
+             "Compares what the ranks say of themselves (docs/reference/python.md, \"What apply does\").");
 }

@@ -1,4 +1,4 @@
-// Pass `build_graph`: what has to come before what in a step of a plan (docs/schedule-graph.md).
+// Pass `build_graph`: what has to come before what in a step of a plan (docs/internals/schedule-graph.md).
 //
 // [Note: every topological order is a correct program]
 // A graph holds the triggers and instructions of one step. A topological order of it is a program: an

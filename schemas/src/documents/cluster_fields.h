@@ -1,4 +1,4 @@
-// The cluster in JSON (docs/cluster-format.md).
+// The cluster in JSON (docs/reference/cluster-format.md).
 #pragma once
 
 #include "json/fields.h"

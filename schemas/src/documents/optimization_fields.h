@@ -1,4 +1,4 @@
-// The optimizer's report and the certificate in JSON (docs/optimize.md).
+// The optimizer's report and the certificate in JSON (docs/reference/optimize.md).
 #pragma once
 
 #include "documents/plan_fields.h"

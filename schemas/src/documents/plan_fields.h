@@ -1,4 +1,4 @@
-// The plan in JSON (docs/plan-format.md).
+// The plan in JSON (docs/reference/plan-format.md).
 #pragma once
 
 #include "documents/cluster_fields.h"

@@ -1,4 +1,4 @@
-// Equal micro-batches are written once (docs/plan-format.md, "Repetitions"): what stands for the others in a
+// Equal micro-batches are written once (docs/reference/plan-format.md, "Repetitions"): what stands for the others in a
 // list of triggers.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The report in JSON (docs/report-format.md).
+// The report in JSON (docs/reference/report-format.md).
 #pragma once
 
 #include "json/fields.h"

@@ -1,4 +1,4 @@
-// Layouts of a state, and the plan from one to another, in JSON (docs/reshard-format.md).
+// Layouts of a state, and the plan from one to another, in JSON (docs/reference/reshard-format.md).
 #pragma once
 
 #include "documents/strategy_fields.h"

@@ -1,4 +1,4 @@
-// The strategy in JSON (docs/strategy-format.md). Whatever is left out has PyTorch's default.
+// The strategy in JSON (docs/reference/strategy-format.md). Whatever is left out has PyTorch's default.
 #pragma once
 
 #include "json/fields.h"

@@ -1,4 +1,4 @@
-// The trace in JSON (docs/trace-format.md).
+// The trace in JSON (docs/reference/trace-format.md).
 #pragma once
 
 #include "json/fields.h"

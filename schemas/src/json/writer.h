@@ -1,4 +1,4 @@
-// Writes value types as canonical JSON text by their field lists (docs/trace-format.md, "Canonical text").
+// Writes value types as canonical JSON text by their field lists (docs/reference/trace-format.md, "Canonical text").
 #pragma once
 
 #include <concepts>

@@ -266,7 +266,7 @@ Result<AllocatorLog> ParseAllocatorLog(std::string_view json_text) {
     return MakeInputError("byte " + std::to_string(error.byte),
                           "not JSON: the file is cut off or damaged there", error.what(), "JSON");
   } catch (const Json::exception& error) {
-    return MakeInputError("", "not an allocator log", error.what(), "the format of docs/allocator.md");
+    return MakeInputError("", "not an allocator log", error.what(), "the format of docs/internals/allocator.md");
   }
 }
 

@@ -1,5 +1,5 @@
 // Device memory that kernels take from the caching allocator while they run: no operator's output, so no
-// trace has it. Formulas from the sources of PyTorch, of the plan's release; docs/memory.md has the table and
+// trace has it. Formulas from the sources of PyTorch, of the plan's release; docs/reference/memory.md has the table and
 // what is left out.
 #pragma once
 

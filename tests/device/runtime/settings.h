@@ -12,7 +12,7 @@ struct Settings {
   // SHARDPLAN_DEVICE_MODE=inline, lazy:SEED, null or null:slow.
   bool lazy = false;
   std::uint64_t seed = 0;
-  // Nothing computes: kernels, copies and collectives are work without content (docs/device.md). With `lazy`:
+  // Nothing computes: kernels, copies and collectives are work without content (docs/internals/device.md). With `lazy`:
   // nothing is done before the host waits for it, and then only what that needs.
   bool null = false;
   bool poison = true;  // SHARDPLAN_DEVICE_POISON=0: memory that is handed out keeps what it holds

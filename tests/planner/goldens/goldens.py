@@ -115,7 +115,7 @@ Plans, strategies and this page are in step by a test; `dev/update_goldens` writ
 
 
 def page(policy: str) -> pathlib.Path:
-    return ROOT / "docs" / f"knobs-{policy}.md"
+    return ROOT / "docs" / "reference" / f"knobs-{policy}.md"
 
 
 def update(program: pathlib.Path) -> None:

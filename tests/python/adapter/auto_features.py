@@ -323,7 +323,7 @@ def is_an_fsdp_module() -> str:
     missing = [name for name in vars(FSDPModule) if not name.startswith("__") and name != "_orig_cls_mro_index" and vars(type(model)).get(name) is None]
     if missing:
         return f"methods of FSDP2's own are left: {missing}"
-    for name, wanted in (("_comm_ctx", "docs/migration.md"), ("_fsdp_param_groups", "docs/migration.md")):
+    for name, wanted in (("_comm_ctx", "docs/guide/migration.md"), ("_fsdp_param_groups", "docs/guide/migration.md")):
         try:
             getattr(model._get_fsdp_state(), name)
             return f"{name} is there"

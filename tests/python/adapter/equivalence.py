@@ -51,7 +51,7 @@ class Case:
 
 
 def matches(entry: str, fqn: str, module: nn.Module) -> bool:
-    """A unit rule's entry against a module (docs/strategy-format.md)."""
+    """A unit rule's entry against a module (docs/reference/strategy-format.md)."""
     if entry.startswith("class:"):
         return type(unwrapped(module)).__name__ == entry.removeprefix("class:")
     pattern = "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in entry)

@@ -76,14 +76,14 @@ def make_case(seed: int) -> Case:
         if "keep_low_precision_grads" in dtypes:
             fields["optimizer"] = "sgd"
             if original:
-                arguments.pop("tied", None)  # raises in FSDP1 (docs/python-flat.md)
+                arguments.pop("tied", None)  # raises in FSDP1 (docs/reference/python-flat.md)
         if "groups" in fields:
             fields["full_precision_in_eval"] = draw.random() < 0.6
     fields["backward_prefetch"] = draw.choice(["backward_pre", "backward_pre", "backward_post", "none"])
     fields["forward_prefetch"] = draw.random() < 0.3
     fields["limit_all_gathers"] = draw.random() < 0.7
     keeps_low = fields.get("mixed_precision", {}).get("keep_low_precision_grads", False)
-    if draw.random() < 0.2 and not keeps_low:  # raises in FSDP1 (docs/python-flat.md)
+    if draw.random() < 0.2 and not keeps_low:  # raises in FSDP1 (docs/reference/python-flat.md)
         fields["cpu_offload"] = True
     if original and draw.random() < 0.2 and not fields.keys() & {"program", "cpu_offload"}:
         fields["strategy_optimizer"] = IN_BACKWARD

@@ -30,9 +30,9 @@ def test_feature(outcomes, name):
         assert results[name] in ("", (0.0, "")), f"rank {rank}: {results[name]}"
 
 
-# ---- docs/migration.md ----
+# ---- docs/guide/migration.md ----
 
-PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "migration.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> set[str]:

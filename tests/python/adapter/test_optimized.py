@@ -1,5 +1,5 @@
 """Plans of `shardplan optimize` train with the numbers of FSDP2 as it is by default: bit for bit on two ranks, but for
-gradients of micro-batches that are added before they are reduced (docs/optimize.md)."""
+gradients of micro-batches that are added before they are reduced (docs/reference/optimize.md)."""
 
 import pytest
 from conftest import build_folder

@@ -1,4 +1,4 @@
-"""The memory of a plan's steps again, from docs/memory.md alone (naive_simulator.py)."""
+"""The memory of a plan's steps again, from docs/reference/memory.md alone (naive_simulator.py)."""
 
 import collections
 

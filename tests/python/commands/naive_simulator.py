@@ -1,4 +1,4 @@
-"""The simulator again, from docs/simulator.md and docs/memory.md alone: slow, simple, and without a line of the product.
+"""The simulator again, from docs/internals/simulator.md and docs/reference/memory.md alone: slow, simple, and without a line of the product.
 
 It reads the plan and cluster documents and gives the report's figures, the spans of every instruction, and the peaks of memory."""
 
@@ -143,7 +143,7 @@ def piece_of(parameter, ranks):
 
 
 class Alive:
-    """Which buffers are alive, and which casts are views (docs/plan-format.md, "Lifetimes")."""
+    """Which buffers are alive, and which casts are views (docs/reference/plan-format.md, "Lifetimes")."""
 
     def __init__(self, document):
         self.document = document

@@ -125,7 +125,7 @@ def test_the_table_has_the_releases_that_are_planned(shardplan):
 
 
 def test_every_rule_names_functions_of_a_planned_release():
-    rules = functions.rules((ROOT / "docs" / "pytorch-versions.md").read_text())
+    rules = functions.rules((ROOT / "docs" / "reference" / "pytorch-versions.md").read_text())
     header = (ROOT / "schemas/include/shardplan/schemas/pytorch_rules.h").read_text()
     assert len(rules) == len(re.findall(r"\.rule = &PyTorchRules::", header))
     known = {name for files in TABLE.values() for names in files.values() for name in names}
@@ -134,7 +134,7 @@ def test_every_rule_names_functions_of_a_planned_release():
 
 
 def test_rows_of_the_coverage_page_are_found():
-    rows = functions.page_rows((ROOT / "docs" / "pytorch-coverage.md").read_text())
+    rows = functions.page_rows((ROOT / "docs" / "reference" / "pytorch-coverage.md").read_text())
     assert rows["torch/distributed/fsdp/_runtime_utils.py", "_is_fsdp_root"].startswith("Nothing")
 
 

@@ -1,4 +1,4 @@
-"""docs/pytorch-coverage.md: a row for every function of PyTorch's FSDP, and nothing named there that does not exist."""
+"""docs/reference/pytorch-coverage.md: a row for every function of PyTorch's FSDP, and nothing named there that does not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from conftest import installed_pytorch
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-DOC = ROOT / "docs" / "pytorch-coverage.md"
+DOC = ROOT / "docs" / "reference" / "pytorch-coverage.md"
 LIST = pathlib.Path(__file__).with_name("pytorch_functions.txt")
 SOURCES = ("planner", "executor", "schemas", "simulator", "tools", "tests")
 RECORDINGS = ROOT / "tests" / "conformance"
@@ -80,7 +80,7 @@ def test_every_function_has_one_row(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_marks_are_those_of_the_installed_torch(file):
-    assert INSTALLED in RELEASES, f"docs/pytorch-coverage.md is of torch {' and '.join(RELEASES)}"
+    assert INSTALLED in RELEASES, f"docs/reference/pytorch-coverage.md is of torch {' and '.join(RELEASES)}"
     installed = set(_functions((TORCH / file).read_text()))
     assert installed == {name for name, mark in FILES[file] if mark in ("", INSTALLED)}
 

@@ -1,5 +1,5 @@
 """Whether real FSDP1 races when parameters are offloaded and a forward comes between the backward and the optimizer's step:
-`fsdp1_offload_race.py` on the device in software (docs/device.md) prints what such forwards return, without and with a synchronize before the step.
+`fsdp1_offload_race.py` on the device in software (docs/internals/device.md) prints what such forwards return, without and with a synchronize before the step.
 
 A forward copies the shards from pinned host memory without blocking. Behind a backward FSDP1 waits for its copies to the host; behind a forward
 it waits for nothing, so the optimizer may change a shard before it has been copied. On the device in `inline` mode every copy is done at once;

@@ -1,4 +1,4 @@
-"""PyTorch's own allocator under real FSDP2 and FSDP1, on a device on which nothing computes (docs/device.md), next to what `shardplan memory` says."""
+"""PyTorch's own allocator under real FSDP2 and FSDP1, on a device on which nothing computes (docs/internals/device.md), next to what `shardplan memory` says."""
 
 import pytest
 from conftest import installed_pytorch
@@ -16,7 +16,7 @@ CASES = {
 }
 
 
-# 2.15 widens gradients that wait one by one as autograd adds them, plans all of a unit at its post-backward (docs/pytorch-versions.md).
+# 2.15 widens gradients that wait one by one as autograd adds them, plans all of a unit at its post-backward (docs/reference/pytorch-versions.md).
 OTHERWISE = {"2.15": {"64 ranks, accumulated and widened"}}
 
 

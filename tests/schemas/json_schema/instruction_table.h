@@ -1,4 +1,4 @@
-// The table of instructions in docs/plan-format.md, made from the instruction set.
+// The table of instructions in docs/reference/plan-format.md, made from the instruction set.
 #pragma once
 
 #include <string>

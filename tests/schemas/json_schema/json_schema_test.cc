@@ -43,14 +43,14 @@ TEST(JsonSchema, ThereIsNoOtherFile) {
 TEST(JsonSchema, EveryFieldAndTypeSaysWhatItIs) { EXPECT_THAT(FieldsWithoutWords(), testing::IsEmpty()); }
 
 TEST(JsonSchema, TheTableOfInstructionsIsTheInstructionSet) {
-  const std::string path = std::string(SHARDPLAN_SOURCE_DIR) + "/docs/plan-format.md";
+  const std::string path = std::string(SHARDPLAN_SOURCE_DIR) + "/docs/reference/plan-format.md";
   const Result<std::string> page = ReadFile(path);
   ASSERT_TRUE(page.has_value()) << ToString(page.error());
   EXPECT_EQ(*page, WithInstructionTable(*page)) << path << " is not up to date: run dev/update_schemas";
 }
 
 TEST(PyTorchRules, ThePageHasThem) {
-  const std::string path = SHARDPLAN_SOURCE_DIR "/docs/pytorch-versions.md";
+  const std::string path = SHARDPLAN_SOURCE_DIR "/docs/reference/pytorch-versions.md";
   const Result<std::string> page = ReadFile(path);
   ASSERT_TRUE(page) << ToString(page.error());
   EXPECT_EQ(*page, WithPyTorchRulesTable(*page)) << path << " is not up to date: run dev/update_schemas";

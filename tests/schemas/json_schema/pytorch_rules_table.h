@@ -1,4 +1,4 @@
-// The table of what differs between releases of PyTorch, of a page (docs/pytorch-versions.md).
+// The table of what differs between releases of PyTorch, of a page (docs/reference/pytorch-versions.md).
 #pragma once
 
 #include <string>

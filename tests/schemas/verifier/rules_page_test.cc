@@ -1,4 +1,4 @@
-// docs/verifier.md and the code: every rule has a section, and the functions that a section names are there.
+// docs/reference/verifier.md and the code: every rule has a section, and the functions that a section names are there.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -30,7 +30,7 @@ std::set<std::string> RuleNames() {
 
 // The text of each "### a, b" section below "## Rules", by each of the names in its heading.
 std::map<std::string, std::string> Sections() {
-  const std::string page = Text("docs/verifier.md");
+  const std::string page = Text("docs/reference/verifier.md");
   const std::size_t begin = page.find("\n## Rules\n");
   EXPECT_NE(begin, std::string::npos);
   const std::string rules = page.substr(begin, page.find("\n## ", begin + 5) - begin);
@@ -97,7 +97,7 @@ TEST(RulesPage, EveryRuleFunctionIsNamedOnThePage) {
        ++f) {
     const std::string function = (*f)[1];
     if (function == "ExpectedDivisor") continue;  // not a rule: what grad_division compares with
-    EXPECT_TRUE(named.contains(function)) << function << " is in no section of docs/verifier.md";
+    EXPECT_TRUE(named.contains(function)) << function << " is in no section of docs/reference/verifier.md";
     ++functions;
   }
   EXPECT_GT(functions, 20);

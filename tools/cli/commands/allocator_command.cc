@@ -85,7 +85,7 @@ void AddAllocatorReplayCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan allocator-replay log.json --max-split-size-mb 128 --json -\n"
       "Exit code: 0 when every action is reproduced, 1 when one is not.");
   auto options = std::make_shared<AllocatorArguments>();
-  command->add_option("FILE", options->log, "The log (docs/allocator.md)")->required();
+  command->add_option("FILE", options->log, "The log (docs/internals/allocator.md)")->required();
   AddFile(*command, "--json", options->report,
           "Write the result as JSON (-: to standard output, instead of text)");
   const std::string group = "Allocator settings (over those of the log)";

@@ -1,5 +1,5 @@
 // The subcommands of `shardplan`. Each Add function registers one with its options; its callback stores the
-// process exit code in *exit_code (docs/architecture.md, "Errors").
+// process exit code in *exit_code (docs/internals/architecture.md, "Errors").
 #pragma once
 
 #include <CLI/CLI.hpp>

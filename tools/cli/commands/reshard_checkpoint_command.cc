@@ -175,7 +175,7 @@ void AddReshardCheckpointCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan reshard-checkpoint step_1000 hsdp --mesh replicate=2 shard=4\n"
       "          shardplan reshard-checkpoint step_1000 hf --format safetensors --select model. --strip "
       "model.\n"
-      "A run that is ended goes on when it is called again. docs/checkpoints.md has the formats.");
+      "A run that is ended goes on when it is called again. docs/guide/checkpoints.md has the formats.");
   auto options = std::make_shared<RewriteArguments>();
   command
       ->add_option(

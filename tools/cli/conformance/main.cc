@@ -99,7 +99,7 @@ int main(int argc, char** argv) {
   app.footer(
       "A plan has no log: what PyTorch would log of it is read out of its triggers and instructions by rules "
       "of\n"
-      "this program's own (docs/conformance.md).\n"
+      "this program's own (docs/internals/conformance.md).\n"
       "Exit codes: 0 every case matches; 1 one differs; 2 usage; 3 a folder or a recording is missing or "
       "damaged.");
   try {

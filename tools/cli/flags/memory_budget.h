@@ -1,4 +1,4 @@
-// Flags of commands that ask whether a plan fits (docs/memory.md).
+// Flags of commands that ask whether a plan fits (docs/reference/memory.md).
 #pragma once
 
 #include <initializer_list>

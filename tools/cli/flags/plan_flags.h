@@ -1,4 +1,4 @@
-// The flags of `shardplan plan` that set knobs of the strategy, one to one with docs/strategy-format.md.
+// The flags of `shardplan plan` that set knobs of the strategy, one to one with docs/reference/strategy-format.md.
 #pragma once
 
 #include <CLI/CLI.hpp>

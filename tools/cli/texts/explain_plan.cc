@@ -16,7 +16,7 @@ struct Reason {
   std::string_view name, words;
 };
 
-// Instruction::reason of both policies (docs/planner.md).
+// Instruction::reason of both policies (docs/internals/planner.md).
 constexpr std::array<Reason, 22> kReasons = {{
     {"pre_forward", "the unit's forward begins and needs its parameters"},
     {"post_forward", "the unit's forward is over"},

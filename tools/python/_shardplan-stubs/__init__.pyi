@@ -243,7 +243,7 @@ class UnitRule:
 __version__: str
 
 def agree(store: torch.distributed.distributed_c10d.Store, place: typing.SupportsInt, ranks: collections.abc.Sequence[typing.SupportsInt], facts: collections.abc.Sequence[tuple[str, str]], failure: str, timeout_s: typing.SupportsFloat, peers: Peers) -> None:
-    """Compares what the ranks say of themselves (docs/python.md, "What apply does")."""
+    """Compares what the ranks say of themselves (docs/reference/python.md, "What apply does")."""
 
 def check_plan_for_use(plan: Plan) -> list[str]:
     """A paragraph for each fault of PyTorch's that the plan carries; ValueError, in the verifier's words, for anything else that does not verify."""

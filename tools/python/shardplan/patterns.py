@@ -1,4 +1,4 @@
-"""Which modules a pattern means, as strategy documents and the command have them (docs/strategy-format.md)."""
+"""Which modules a pattern means, as strategy documents and the command have them (docs/reference/strategy-format.md)."""
 
 from __future__ import annotations
 

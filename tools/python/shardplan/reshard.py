@@ -1,4 +1,4 @@
-"""Plans of resharding (docs/reshard-format.md) from Python: made by the command, executed on bytes in memory."""
+"""Plans of resharding (docs/reference/reshard-format.md) from Python: made by the command, executed on bytes in memory."""
 
 from __future__ import annotations
 

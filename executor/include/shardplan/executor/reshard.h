@@ -1,4 +1,4 @@
-// Executes a plan of resharding on real ranks (docs/reshard-format.md), round by round:
+// Executes a plan of resharding on real ranks (docs/reference/reshard-format.md), round by round:
 //
 //   const Plan world = ExchangePlan(ranks);            // what device and collectives are prepared with
 //   device->Prepare(world);

@@ -1,4 +1,4 @@
-// Saves and loads the state of a training job as checkpoints (docs/checkpoints.md), at once or while training
+// Saves and loads the state of a training job as checkpoints (docs/guide/checkpoints.md), at once or while training
 // goes on:
 //
 //   Session session({.rank = rank, .ranks = ranks, .store = store});

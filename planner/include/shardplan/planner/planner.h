@@ -1,4 +1,4 @@
-// The planner: trace + strategy + cluster -> plan (docs/planner.md). planner/src/pipeline.cc is the table of
+// The planner: trace + strategy + cluster -> plan (docs/internals/planner.md). planner/src/pipeline.cc is the table of
 // contents.
 #pragma once
 
@@ -19,7 +19,7 @@ namespace shardplan {
 // The values of Strategy::policy.
 std::vector<std::string> PlannerPolicies();
 
-// A pass of the planner (docs/planner.md).
+// A pass of the planner (docs/internals/planner.md).
 struct PlannerPass {
   std::string_view name;
   std::string_view makes;      // "trace", "units", "order", "graph", "plan" or "faults"

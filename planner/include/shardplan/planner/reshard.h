@@ -1,4 +1,4 @@
-// Plans of resharding: the copies that take a state from one layout to another (docs/reshard-format.md), and
+// Plans of resharding: the copies that take a state from one layout to another (docs/reference/reshard-format.md), and
 // the layouts that checkpoints get.
 #pragma once
 

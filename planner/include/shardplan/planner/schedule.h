@@ -1,4 +1,4 @@
-// The partial order of a plan's instructions: what may move, and how far (docs/schedule-graph.md).
+// The partial order of a plan's instructions: what may move, and how far (docs/internals/schedule-graph.md).
 #pragma once
 
 #include <cstdint>

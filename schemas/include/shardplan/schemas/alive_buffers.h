@@ -1,5 +1,5 @@
 // Lifetimes of buffers, instruction by instruction in host order: one rule for everybody who walks a program
-// (docs/plan-format.md, "Lifetimes").
+// (docs/reference/plan-format.md, "Lifetimes").
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Checkpoints in files (docs/checkpoints.md): safetensors, torch.distributed.checkpoint directories and
+// Checkpoints in files (docs/guide/checkpoints.md): safetensors, torch.distributed.checkpoint directories and
 // torch.save files, read without running anything that they hold, and rewritten in another layout.
 #pragma once
 

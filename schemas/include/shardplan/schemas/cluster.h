@@ -1,4 +1,4 @@
-// The cluster: the machine model that costs are computed from (docs/cluster-format.md).
+// The cluster: the machine model that costs are computed from (docs/reference/cluster-format.md).
 #pragma once
 
 #include <cstdint>

@@ -33,7 +33,7 @@ template <typename T>
 using Result = std::expected<T, Error>;
 using Status = std::expected<void, Error>;
 
-// The process exit code of an error (docs/architecture.md, "Errors"): 1, 2, 3, 4 or 70.
+// The process exit code of an error (docs/internals/architecture.md, "Errors"): 1, 2, 3, 4 or 70.
 int ExitCode(ErrorCode code);
 
 // "file: /pointer: message (found X, expected Y)"; parts that are empty are left out. Safe to print

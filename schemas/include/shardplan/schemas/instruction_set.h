@@ -1,5 +1,5 @@
 // The instruction set: what an instruction of each kind is, in one table. The reader, the text form, the
-// checks of operands, GraphViz, the JSON Schema and the table in docs/plan-format.md take names and fields
+// checks of operands, GraphViz, the JSON Schema and the table in docs/reference/plan-format.md take names and fields
 // from here.
 //
 // The table says what an instruction has. What it means stays with those who give it a meaning, and is

@@ -1,5 +1,5 @@
 // How a unit's parameters are cut, in elements: the one arithmetic that planner, simulator, executor and
-// adapter share. docs/plan-format.md has the rules.
+// adapter share. docs/reference/plan-format.md has the rules.
 //
 // Parameters a [3, 2] and b [2] on two ranks ("--" is padding):
 //

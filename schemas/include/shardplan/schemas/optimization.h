@@ -1,4 +1,4 @@
-// The optimising planner's documents: the report, and the certificate of the lower bound (docs/optimize.md).
+// The optimising planner's documents: the report, and the certificate of the lower bound (docs/reference/optimize.md).
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct CertificateBranch {
 struct Certificate {
   Digests digests;             // of the trace, the strategy and the cluster of the plan
   std::string plan_digest;     // "sha256:..." of the plan's document
-  std::string plan_class;      // which plans it is about (docs/optimize.md)
+  std::string plan_class;      // which plans it is about (docs/reference/optimize.md)
   bool recomputation = false;  // plans that run parts of the forward again are among them
   std::vector<LayoutKind> layouts;
   Bytes budget_bytes;

@@ -1,4 +1,4 @@
-// The plan: one explicit program (docs/plan-format.md). It is self-contained: it can be verified, simulated
+// The plan: one explicit program (docs/reference/plan-format.md). It is self-contained: it can be verified, simulated
 // and replayed without the trace it came from.
 //
 // [Note: host order and stream order]

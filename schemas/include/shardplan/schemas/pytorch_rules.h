@@ -1,5 +1,5 @@
 // What differs between the releases of PyTorch that are planned: one rule for each difference, asked for
-// where the policy decides it. docs/pytorch-versions.md has this table.
+// where the policy decides it. docs/reference/pytorch-versions.md has this table.
 #pragma once
 
 #include <array>

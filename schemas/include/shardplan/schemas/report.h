@@ -1,4 +1,4 @@
-// The report: what the simulator says of a plan, or what was measured of a training (docs/report-format.md).
+// The report: what the simulator says of a plan, or what was measured of a training (docs/reference/report-format.md).
 #pragma once
 
 #include <cstdint>

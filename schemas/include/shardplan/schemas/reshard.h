@@ -1,4 +1,4 @@
-// The plan that moves a state from one layout to another (docs/reshard-format.md): who sends which bytes to
+// The plan that moves a state from one layout to another (docs/reference/reshard-format.md): who sends which bytes to
 // whom.
 #pragma once
 

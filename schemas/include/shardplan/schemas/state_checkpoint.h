@@ -1,4 +1,4 @@
-// A training state in memory as a torch.distributed.checkpoint directory (docs/checkpoints.md): every rank
+// A training state in memory as a torch.distributed.checkpoint directory (docs/guide/checkpoints.md): every rank
 // writes what it holds to a file of its own, and reads boxes of tensors from any checkpoint.
 #pragma once
 

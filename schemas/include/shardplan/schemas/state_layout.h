@@ -1,4 +1,4 @@
-// The layout of a training state: which rank holds which elements of every tensor (docs/reshard-format.md).
+// The layout of a training state: which rank holds which elements of every tensor (docs/reference/reshard-format.md).
 // Parameters, optimizer state, anything that a checkpoint has.
 #pragma once
 

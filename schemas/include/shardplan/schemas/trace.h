@@ -1,4 +1,4 @@
-// The trace: what one training step of the unsharded model does (docs/trace-format.md).
+// The trace: what one training step of the unsharded model does (docs/reference/trace-format.md).
 //
 // A trace is recorded on fake tensors by tools/python/shardplan/tracer and read by the planner. It says
 // nothing about sharding: any choice of units can be made from it afterwards. All sizes are bytes of a whole

@@ -10,7 +10,7 @@
 namespace shardplan {
 
 // kBadInput, with the pointer: the modules are no tree, modules are left that were not entered, a storage is
-// used that is not alive, an event refers to a call that the forward does not have, ... docs/trace-format.md
+// used that is not alive, an event refers to a call that the forward does not have, ... docs/reference/trace-format.md
 // lists the rules. Reading a trace asks it, and planning.
 Status CheckTrace(const Trace& trace);
 

@@ -1,5 +1,5 @@
 // Replaying a recorded log of the CUDA caching allocator through the model, action by action
-// (docs/allocator.md).
+// (docs/internals/allocator.md).
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ struct AllocatorLog {
 };
 
 // kBadInput with JSON pointer, what was found and what was expected. The format is described in
-// docs/allocator.md.
+// docs/internals/allocator.md.
 Result<AllocatorLog> ParseAllocatorLog(std::string_view json_text);
 Result<AllocatorLog> ReadAllocatorLog(const std::string& path);
 
@@ -85,7 +85,7 @@ Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log);
 // For people: the settings, how much was reproduced, reserved bytes, and the first departure with the rows
 // around it and the memory map of the segments it concerns.
 std::string ReplayText(const AllocatorLog& log, const AllocatorReplay& replay);
-// The same for programs: one JSON object (docs/allocator.md).
+// The same for programs: one JSON object (docs/internals/allocator.md).
 std::string ReplayJson(const AllocatorLog& log, const AllocatorReplay& replay);
 
 }  // namespace shardplan

@@ -1,6 +1,6 @@
 // A model of LibTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator): which address a
 // request gets, when segments are taken from the driver and given back, how many bytes are reserved.
-// docs/allocator.md has the rules and where each comes from.
+// docs/internals/allocator.md has the rules and where each comes from.
 //
 // [Note: what is exact]
 // Given the driver's answers (addresses, out of memory) and the times at which events complete, the model

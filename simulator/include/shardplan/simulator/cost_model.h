@@ -1,4 +1,4 @@
-// The cost of one operator, copy or collective that runs alone on an idle cluster (docs/simulator.md).
+// The cost of one operator, copy or collective that runs alone on an idle cluster (docs/internals/simulator.md).
 //
 // [Note: layers of cost models]
 // A cost model is an interface with decorators. The analytic model knows only rates: a roofline for operators

@@ -1,5 +1,5 @@
 // Does a plan fit? The one answer, for `memory`, `simulate`, `evaluate`, `sweep` and `optimize`
-// (docs/memory.md, "Does it fit?").
+// (docs/reference/memory.md, "Does it fit?").
 //
 //   device memory  = outside                                 + budget
 //                    CUDA context, NCCL's buffers              what the caching allocator may reserve:

@@ -1,4 +1,4 @@
-// The lower bound of docs/optimize.md: no schedule has a shorter step. And the check of a certificate.
+// The lower bound of docs/reference/optimize.md: no schedule has a shorter step. And the check of a certificate.
 //
 // [Note: positions]
 // The operators of the step are counted in the order in which every plan of the class runs them on its
@@ -30,7 +30,7 @@
 
 namespace shardplan {
 
-// The name of the plan class (docs/optimize.md).
+// The name of the plan class (docs/reference/optimize.md).
 inline constexpr std::string_view kPlanClass = "fully_sharded/1";
 
 // No price of a byte is higher (1,024 ns).

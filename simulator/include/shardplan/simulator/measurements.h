@@ -1,4 +1,4 @@
-// Tables of measurements, and what is fitted to them for a cluster document (docs/cost.md).
+// Tables of measurements, and what is fitted to them for a cluster document (docs/reference/cost.md).
 #pragma once
 
 #include <span>

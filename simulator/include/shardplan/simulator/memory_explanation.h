@@ -1,5 +1,5 @@
 // The memory that is alive at a plan's peak: lifetimes, units, and the knob that would remove each
-// (docs/memory.md).
+// (docs/reference/memory.md).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Every allocation of a plan and its free, one by one, in host order: what the caching allocator is asked for
-// (docs/memory.md).
+// (docs/reference/memory.md).
 //
 //   actions  0    1    2    3    4    5    6    7
 //            +a   +b   -a   +c   +d   -c   -b   +e      + allocates a block, - frees it

@@ -1,4 +1,4 @@
-// Memory of a plan over its steps: allocated bytes by category, in host order (docs/memory.md).
+// Memory of a plan over its steps: allocated bytes by category, in host order (docs/reference/memory.md).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Memory at the points that people name: before and after every hook of every unit, and at the peak
-// (docs/simulator.md).
+// (docs/internals/simulator.md).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Device memory pool by pool: every stream's memory comes back to that stream alone, so what a plan needs is
-// the sum of the pools' own peaks, at whatever times these are (docs/optimize.md).
+// the sum of the pools' own peaks, at whatever times these are (docs/reference/optimize.md).
 #pragma once
 
 #include "shardplan/schemas/plan.h"

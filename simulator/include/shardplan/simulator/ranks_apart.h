@@ -1,5 +1,5 @@
 // A step with every rank simulated by itself: slow ranks, chance, and what the others wait for them
-// (docs/simulator.md, "Ranks apart").
+// (docs/internals/simulator.md, "Ranks apart").
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A plan's allocations in the caching allocator: reserved bytes, fragmentation, addresses (docs/memory.md).
+// A plan's allocations in the caching allocator: reserved bytes, fragmentation, addresses (docs/reference/memory.md).
 // The model of the allocator serves the history's requests (caching_allocator.h).
 //
 // [Note: frees that wait for a stream]
@@ -103,7 +103,7 @@ struct SettingsTrial {
   bool out_of_memory = false;
 };
 
-// Settings that people turn, each over `options.settings`, in the order of docs/memory.md.
+// Settings that people turn, each over `options.settings`, in the order of docs/reference/memory.md.
 std::vector<SettingsTrial> TryAllocatorSettings(const Plan& plan, const MemoryHistory& history,
                                                 const ReservedOptions& options = {});
 

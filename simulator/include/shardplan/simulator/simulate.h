@@ -1,4 +1,4 @@
-// Simulation of a plan: time, overlap and memory of a representative rank (docs/simulator.md).
+// Simulation of a plan: time, overlap and memory of a representative rank (docs/internals/simulator.md).
 #pragma once
 
 #include <cstdint>

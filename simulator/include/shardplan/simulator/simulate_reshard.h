@@ -1,4 +1,4 @@
-// The time and memory of a resharding plan on a cluster (docs/reshard-format.md, "Simulation").
+// The time and memory of a resharding plan on a cluster (docs/reference/reshard-format.md, "Simulation").
 #pragma once
 
 #include <cstdint>

@@ -1,1 +1,1 @@
-"""Measures what a cluster document says of the machine at hand (docs/calibrate.md)."""
+"""Measures what a cluster document says of the machine at hand (docs/reference/calibrate.md)."""

@@ -1,4 +1,4 @@
-"""Compares the installed PyTorch's FSDP with what shardplan plans, event for event (docs/conformance.md).
+"""Compares the installed PyTorch's FSDP with what shardplan plans, event for event (docs/internals/conformance.md).
 
 `Case` says what to run; `python -m shardplan.conformance` (`shardplan conformance`) is the command.
 """

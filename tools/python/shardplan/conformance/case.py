@@ -38,7 +38,7 @@ class Case:
 
     model: makes the model, on the CPU; called on every rank, with the same random seed.
     forwards: the inputs, on every rank of the same shapes. `{"call": "forward", "trace": i}` of the program runs `forwards[i]`.
-    strategy: a strategy document (docs/strategy-format.md) as a dict; `schema` may be left out. Its program's backwards name micro-batches
+    strategy: a strategy document (docs/reference/strategy-format.md) as a dict; `schema` may be left out. Its program's backwards name micro-batches
         only, their `trace` is found.
     ranks: how many; the product of the strategy's mesh, if it has one.
     steps: how many to record and compare; None: three, or the program's if that is longer.

@@ -27,7 +27,7 @@ examples:
 DIR holds recordings: of events (CASE.log: each case is planned and compared event for event), or of memory (model.py and CASE.json with a
 timeline: allocated bytes at every hook), or of optimizer states (a folder with
 layout.json for each case: state dicts of FSDP1, value for value). MODULE:FUNCTION returns a shardplan.conformance.Case, or a list of them: it is traced, planned,
-run on the installed PyTorch on this machine's CPU, and compared event for event. docs/conformance.md says more.
+run on the installed PyTorch on this machine's CPU, and compared event for event. docs/internals/conformance.md says more.
 
 exit codes: 0 every case matches, 1 one differs or cannot be run, 2 usage, 3 bad input, 4 environment"""
 

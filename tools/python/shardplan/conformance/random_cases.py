@@ -137,7 +137,7 @@ def _checkpointed(drawn: Drawn, policy: str) -> list[str]:
 
 
 def _trains(module: nn.Module) -> bool:
-    """Or has no parameters (docs/conformance.md)."""
+    """Or has no parameters (docs/internals/conformance.md)."""
     return any(p.requires_grad for p in module.parameters()) or not any(True for _ in module.parameters())
 
 

@@ -258,7 +258,7 @@ class ModelMaker:
 
 
 def recomputation_is_planned(module: nn.Module) -> bool:
-    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone (docs/conformance.md), or is
+    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone (docs/internals/conformance.md), or is
     recomputed anyway."""
     return not any(
         isinstance(m, (Twin, Join, CrossBlock, Recomputed)) or isinstance(m, Fork) and m.dropped >= 0 or hasattr(m, "scale")

@@ -1,4 +1,4 @@
-"""Which modules the rules of a strategy mean (docs/strategy-format.md), on a model."""
+"""Which modules the rules of a strategy mean (docs/reference/strategy-format.md), on a model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Profiles of a training -> a measured report (docs/measured.md)."""
+"""Profiles of a training -> a measured report (docs/reference/measured.md)."""

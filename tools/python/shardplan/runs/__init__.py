@@ -1,1 +1,1 @@
-"""Training runs that were measured: predicted next to measured, and few figures of a cluster fitted to them (docs/cost.md)."""
+"""Training runs that were measured: predicted next to measured, and few figures of a cluster fitted to them (docs/reference/cost.md)."""

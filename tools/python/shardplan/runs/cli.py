@@ -38,7 +38,7 @@ def _count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ArgumentParser(prog="shardplan cost", description="Training runs: predicted next to measured, and few figures of a cluster fitted to some of them (docs/cost.md).")
+    result = ArgumentParser(prog="shardplan cost", description="Training runs: predicted next to measured, and few figures of a cluster fitted to some of them (docs/reference/cost.md).")
     result.add_argument("table", metavar="RUNS.csv", type=file_name)
     result.add_argument("--builder", required=True, metavar="SOURCE", help="package.module:callable: gets a row, returns the model")
     result.add_argument("--cluster-of", type=_pair, action="append", default=[], metavar="GPU=NAME", help="the cluster of a GPU kind (default: the one called as the GPU)")

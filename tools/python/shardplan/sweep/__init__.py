@@ -1,1 +1,1 @@
-"""Many configurations at once, and the largest or smallest that fits (docs/sweep.md)."""
+"""Many configurations at once, and the largest or smallest that fits (docs/reference/sweep.md)."""

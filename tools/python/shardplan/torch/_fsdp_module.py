@@ -68,7 +68,7 @@ class _State:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"shardplan: a {type(self._module).__name__} that is trained by a plan has no FSDPState ({name}); the methods of FSDPModule are "
-            "there, and docs/migration.md says what to write in place of the others"
+            "there, and docs/guide/migration.md says what to write in place of the others"
         )
 
 

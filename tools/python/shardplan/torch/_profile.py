@@ -96,7 +96,7 @@ class Profile:
         return f"{len(document['steps'])} steps recorded; {recorded.cost_text(document)}"
 
     def report(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Of this rank (docs/report-format.md). all_ranks: collective; the time that it waits for other ranks is then told apart from that of the transfers."""
+        """Of this rank (docs/reference/report-format.md). all_ranks: collective; the time that it waits for other ranks is then told apart from that of the transfers."""
         if all_ranks not in self._reports:
             self._reports[all_ranks] = self._make_report(all_ranks)
         return self._reports[all_ranks]

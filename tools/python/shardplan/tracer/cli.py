@@ -23,7 +23,7 @@ examples:
 
 SOURCE is a Hugging Face model config (a JSON file with "model_type" and "architectures"), or package.module:callable. The callable
 returns a torch.nn.Module, or (module, inputs), or (module, inputs, loss): inputs a tensor, a tuple of positional or a dict of keyword
-arguments; loss a function of the module's output. It is given batch= and seq= if it has such parameters. docs/tracer.md says more.
+arguments; loss a function of the module's output. It is given batch= and seq= if it has such parameters. docs/internals/tracer.md says more.
 
 exit codes: 0 done, 2 usage, 3 bad input, 4 environment"""
 

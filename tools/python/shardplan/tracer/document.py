@@ -1,4 +1,4 @@
-"""Writes a trace in the canonical layout of docs/trace-format.md."""
+"""Writes a trace in the canonical layout of docs/reference/trace-format.md."""
 
 from __future__ import annotations
 

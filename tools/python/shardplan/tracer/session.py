@@ -56,14 +56,14 @@ class Options:
     ignore_compile: bool = False  # modules that the model compiles are traced as they are written
     name: str = ""
     mark_inputs: bool = True
-    answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/tracer.md)
+    answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/internals/tracer.md)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
     kernels_of: str = ""  # the release whose kernels leave on the host what they do; "": the installed one, "fake": none, as fake tensors have it
 
 
 _READS_VALUE = "the model reads a value of a tensor to decide what to do, and a traced tensor has no values"
-_ANSWER = 'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place (docs/tracer.md, "Values")'
-_STAND_IN = 'put a stand-in of the same name in its place (docs/tracer.md, "Values")'
+_ANSWER = 'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
+_STAND_IN = 'put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
 
 Progress = Callable[[str], None]
 
@@ -98,7 +98,7 @@ def trace_source(source: str, options: Options, progress: Progress = lambda text
 def trace_callable(
     function: Callable, source: str, options: Options, progress: Progress = lambda text: None
 ) -> dict:
-    """The trace of what `function` returns (see docs/tracer.md); `source` names it. It is called inside the recorder's fake mode."""
+    """The trace of what `function` returns (see docs/internals/tracer.md); `source` names it. It is called inside the recorder's fake mode."""
     with _recording(options), on_a_gpu():
         progress("building the module")
         with torch.enable_grad():
