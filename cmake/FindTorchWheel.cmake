@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # LibTorch from PyPI's torch, without nvcc: imported targets on the wheel's shared libraries.
 #   TorchWheel::cpu    libtorch_cpu, libc10 and their headers
 #   TorchWheel::cuda   libtorch_cuda, libc10_cuda, the CUDA runtime and NCCL (only when torch was built with CUDA)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # `cmake --install`: the commands, the libraries with a find_package(shardplan) package, the Python package, the clusters.
 # A wheel (`pip install .`, pyproject.toml) takes the commands and the Python package only.
 include(GNUInstallDirs)

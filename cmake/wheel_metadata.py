@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Version and requirements of a wheel, which name the torch that its module is built with: pyproject.toml's provider of dynamic metadata.
 
     0.2.0+torch2.15    requires torch==2.15.*

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a training script on two ranks of this machine, first as it is and then with --plan, and says whether both print the same steps.
 
     both_ways.py OUTPUT MODULE[,MODULE]... train.py [ARGUMENT]...

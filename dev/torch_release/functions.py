@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP's functions in several releases of torch: a hash of each, and what one release has otherwise than another.
 
 The table `fsdp_functions.txt` holds the hashes of the releases that are planned; `dev/update_fsdp_functions` writes it."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands of dev/check_torch and dev/wheels: a log for each, and a line of progress while it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of dev/check_torch. Each returns what it came to, and what is different."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this repository uses of torch by name and no header or signature promises: symbols, operators, attributes of private modules.
 
 The names come from the built libraries and from the sources' syntax trees; whether a release has them, its libraries and its interpreter say."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which torch is checked, what its virtual environment holds, and which planned release is nearest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One wheel: the environment that it is built in, the fresh one that it is installed in, and what is tried there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which prefetch distance is best for this model on this machine? Plans, verifies and simulates each.
 //   size_a_job TRACE CLUSTER
 #include <cstdio>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a job that torchrun starts, starts again after a rank has died, and ends by SIGTERM. It saves in the background every few steps, and begins with the
 newest checkpoint that is there.
 

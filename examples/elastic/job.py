@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One job that a dead rank and a SIGTERM interrupt, next to the same job undisturbed: are its losses the same?
 
     job.py OUTPUT_FOLDER

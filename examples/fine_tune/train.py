@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer on a small Llama from a config: torchrun --nproc-per-node 2 train.py OUTPUT [--plan]."""
 
 import argparse

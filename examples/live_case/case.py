@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A case for `shardplan conformance --live`: four layers in bfloat16, the second step accumulates."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder as torchtitan lays its models out: embeddings, a dict of blocks, a norm and an output layer."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's order: activation checkpointing, compilation, sharding. `shard` is fully_shard or shardplan.torch.unit."""
 
 import torch

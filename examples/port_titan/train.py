@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same script under FSDP2 and by a plan: torchrun --nproc-per-node 2 train.py [--plan]."""
 
 import argparse

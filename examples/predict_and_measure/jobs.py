@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two jobs: a model, its batch and its optimizer, for `shardplan trace jobs:demo` and for the training."""
 
 from __future__ import annotations

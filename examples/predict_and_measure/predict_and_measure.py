@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts the step of two GPTs on CPU ranks of this machine, trains them by the plan, and lays both side by side.
 
     .venv/bin/python examples/predict_and_measure/predict_and_measure.py OUTPUT_FOLDER [--runs 5] [--cluster here.json]

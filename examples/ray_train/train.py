@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains on two workers of Ray, under FSDP2, and by a plan with a failure on the way: train.py OUTPUT."""
 
 import os

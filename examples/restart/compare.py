@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is what the restarted job loaded what the first one saved, bit for bit, and does it go on as the first one went on?"""
 
 from __future__ import annotations

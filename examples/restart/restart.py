@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One job: some steps of a small GPT by a plan, that begin with a checkpoint and leave one. Its ranks share the rows of each batch, so jobs
 with different numbers of ranks train the same.
 

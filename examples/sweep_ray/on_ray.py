@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sweep on a Ray cluster: every task is a part of it, wherever Ray puts the task, and its rows come back as text.
 
 on_ray.py PARTS OUTPUT.csv ARGUMENTS...: ARGUMENTS as for `shardplan sweep`. The command has to be installed on every node; traces are given by a path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the plan that train.py replays, by the commands a user would type:
 
     shardplan trace model:traced_gpt --batch 8 --seq 32 --dtype float32 -o trace.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT on the same batches twice, side by side on the same ranks: once by replaying a shardplan plan, once
 with PyTorch's own FSDP2 (fully_shard). Prints both losses each step and compares every parameter at the end.
 

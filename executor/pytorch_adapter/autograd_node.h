@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Nodes of the autograd graph as the installed torch holds them: torch 2.11 in a std::shared_ptr, 2.15 in a
 // c10::intrusive_ptr. Everything that differs is here, and is asked of torch's headers, not of its version.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives of the user's own in place of the backend's, unit by unit.
 #pragma once
 

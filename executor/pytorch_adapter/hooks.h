@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The module hooks: Python callables implemented in C++, so that a hook's way into the replayer is one C
 // call.
 #pragma once

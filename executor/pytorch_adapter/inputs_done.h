@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // "The gradients of these tensors are done": torch.autograd.graph.register_multi_grad_hook for C++.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a profiler sees of a plan's instructions: a range for each, inside of those that go by FSDP2's names.
 //
 //   FSDP::all_gather (layers.1)

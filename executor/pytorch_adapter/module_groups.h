@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which module of a unit of several runs the unit's hooks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The autograd node whose backward marks "the gradients of the unit's inputs are done".
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranges of a plan (schemas/plan_ranges.h) as at::RecordFunctions of the scope of
 // torch.profiler.record_function: torch.profiler records them, torch.autograd.profiler.emit_nvtx hands them
 // to NVTX.

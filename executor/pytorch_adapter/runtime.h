@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runtime: what stands between a torch module and the replayer. The hooks tell it which point they have
 // passed; it fires the plan's triggers and is the replayer's Model: it swaps the modules' parameters and
 // hands gradients over both ways.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runtime's part for flat units.
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runtime's part for what the user does at a point of the plan: calls, hooks on gradients, collectives of
 // their own.
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks of any run have in common: where they meet, what they run on, and how the first one speaks
 // for all.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a segment of the model costs, for filler compute.
 #pragma once
 

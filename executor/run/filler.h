@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The filler: computes nothing, but takes as long, and allocates and frees what the model would.
 #pragma once
 

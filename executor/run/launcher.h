@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts the local ranks of a run and watches them.
 #pragma once
 

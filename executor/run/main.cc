@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // shardplan-run: replays a plan without the model (docs/internals/executor.md).
 #include <fmt/format.h>
 #include <sys/prctl.h>

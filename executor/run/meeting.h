@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store that the ranks of a run meet at.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `shardplan run` was asked for.
 #pragma once
 

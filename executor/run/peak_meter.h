@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The highest number of bytes of device memory that were allocated at once (allocation_count.h).
 //
 // It is looked at behind every instruction of the plan and behind every allocation of the model: what a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `shardplan run --profile`: what the ranks recorded becomes a report.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `shardplan run` of a plan of resharding.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training state made of nothing: every byte follows from its tensor, its element and its place there.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The signals that a launcher passes on to its ranks.
 #pragma once
 

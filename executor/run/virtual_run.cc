@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `shardplan run --device virtual`: does the schedule hold when the streams run in the worst order?
 #include <fmt/format.h>
 

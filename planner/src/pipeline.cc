@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The planner's table of contents: every pass, in order, through one choke point.
 #include "pipeline.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What plans are made by, one by one (MakePlan) or in a series (PlanSeries).
 #pragma once
 

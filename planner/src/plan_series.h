@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many plans of one trace on one cluster, made to be simulated and not to be run: what they have in common is
 // made once.
 #pragma once

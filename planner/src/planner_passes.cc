@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "planner_passes.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The planner's passes, as pipeline.cc lists them: each takes what there is to plan and what the passes
 // before it have made, and returns what it makes.
 #pragma once

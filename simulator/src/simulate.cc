@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Simulate: costs -> engine -> memory -> report.
 #include "shardplan/simulator/simulate.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints a strategy for Llama-3.1-405B with all knobs of fsdp2 that change how much there is to plan: HSDP, mixed precision, offload,
 checkpointing, a prefetch list for every layer, rules by unit, and four micro-batches that accumulate without synchronisation.
 

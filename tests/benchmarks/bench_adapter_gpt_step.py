@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wall time of a training step of a GPT of about 100 million parameters: by a plan, next to real FSDP2. On CPU ranks (Gloo), or
 with SHARDPLAN_TEST_DEVICE=cuda on GPUs (NCCL).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time per unit and step: the adapter next to real FSDP2, in one process, communication faked.
 
     .venv/bin/python tests/benchmarks/bench_adapter_host_time.py

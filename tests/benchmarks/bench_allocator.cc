@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Actions per second of the allocator model, and next to it a plain pass over the same actions: reading each
 // and writing one number. Counters: actions a second; `ratio` of the model is reported by the pair of
 // figures.

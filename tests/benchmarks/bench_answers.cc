@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plan, step time and peak of a traced model in one process, by number of ranks, as sweeps ask for them.
 //
 //     bench_answers TRACE... [Google Benchmark's flags]

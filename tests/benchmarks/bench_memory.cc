@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a large plan: its history of allocations, the profile by category, and reserved bytes; next
 // to each a plain pass over the same history that reads each action and adds one number.
 #include <benchmark/benchmark.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a save costs a training loop: steps of a model on local CPU ranks without a save, with one at once, and with one in the background.
 
     .venv/bin/python tests/benchmarks/bench_save.py [--ranks 2] [--width 768] [--layers 8] [--steps 8] [--saves 3]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Instructions of a plan simulated per second, next to an empty pass over the same instructions.
 //
 // The plan is a transformer of `layers` layers under the schedule of FSDP2 by hand (about 30 instructions a

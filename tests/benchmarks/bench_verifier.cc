@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time to verify a plan, next to the time to read its document and to an empty pass over its instructions.
 //
 //   bench_verifier PLAN.json...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A deep model of tiny units: host time is all there is to measure."""
 
 from __future__ import annotations

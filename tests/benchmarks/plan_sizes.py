@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Size of plans, and CPU time and peak memory of the commands that make and read them, as a table.
 
     PYTHONPATH=tools/python .venv/bin/python tests/benchmarks/plan_sizes.py [BUILD]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long `shardplan reshard` takes to plan and to verify the resharding of a model with Adam's state between world sizes and policies.
 
     python3 tests/benchmarks/reshard_405b.py [--from 1024] [--to 768] [--config examples/models/llama-3.1-405b.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long `shardplan reshard-checkpoint` takes over `cp` of the same bytes, and its largest memory.
 
     .venv/bin/python tests/benchmarks/reshard_checkpoint.py [--gibibytes 10] [--from 8] [--to 6] [--rounds 1] [--folder out]

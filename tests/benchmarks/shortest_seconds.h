@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How benchmarks time what they put into a ratio.
 #pragma once
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Mutations of the cuda backend: each has to give a wrong number or an error on the device in software, in lazy mode.
 
     tests/device/mutations.py [NAME...]      needs build/dev; prints a line for each, exit code 1 when one is not seen

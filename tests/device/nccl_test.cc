@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NCCL of the device in software: processes as ranks.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The runtime of the device in software: memory, streams, events, errors, in both modes.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store that does not answer costs its limit once, and nothing after that.
 #include "shardplan/executor/bounded_store.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every recorded case, every knob and random models on a backend with a process for each rank: cpu with Gloo,
 // cuda with NCCL. What planned_test.cc runs on the virtual machine, with the same model of numbers.
 //

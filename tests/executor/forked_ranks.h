@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processes of this machine as the ranks of a run.
 #pragma once
 

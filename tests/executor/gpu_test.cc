@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cuda backend's collectives on one GPU: NCCL with itself. Skips without a GPU.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>

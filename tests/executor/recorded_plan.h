@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every recording of a plan's steps has to say, whatever the device.
 #pragma once
 

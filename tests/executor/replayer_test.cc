@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the replayer checks: the order of triggers, the rank, the plan's buffers; and how shards are cut.
 #include "shardplan/executor/replayer.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans of resharding on a backend with a process for each rank, judged by the naive oracle: random layouts
 // to random layouts and back, ranks that have another plan, that die, that cannot take part. SHARDPLAN_SEED=n
 // runs that seed alone.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shardplan-run binary: it runs, and what it says when something is wrong.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of ranks (processes): any layout to files and from them to any other, in the background, and
 // what a rank that cannot, or dies, leaves behind. SHARDPLAN_SEED=n runs that seed alone.
 #include "shardplan/executor/session.h"

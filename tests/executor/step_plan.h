@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plan for tests that need any: three layers of one weight each, units of their own, FSDP2, one step.
 #pragma once
 

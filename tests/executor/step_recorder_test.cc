@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recordings of a plan's steps on the virtual machine and on the CPU; gpu_test.cc has the cuda backend's.
 #include "shardplan/executor/step_recorder.h"
 

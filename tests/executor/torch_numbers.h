@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers of the checked model in LibTorch's tensors: the cpu and the cuda backend.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of checkpoints: read, and where they read well, written in another format and read again.
 #include <unistd.h>
 

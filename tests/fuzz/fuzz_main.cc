@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the fuzz targets without libFuzzer: good inputs, changed at random, as many as asked for.
 //   fuzz_documents TARGET SEED ITERATIONS     TARGET: one of fuzz_targets.h
 //   fuzz_documents TARGET FILE                one file, as a failure left it

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Good inputs of each fuzz target, which the mutator changes.
 #pragma once
 

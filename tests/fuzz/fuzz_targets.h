@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What must hold for any bytes at all: the readers answer with a value or an error, never crash, and a value
 // that they give is written and read back unchanged. What takes a document does its work or answers with an
 // error. Each target aborts where that is not so.

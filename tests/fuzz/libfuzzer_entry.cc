@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One libFuzzer program per target: SHARDPLAN_FUZZ_TARGET is the function, FuzzTrace and so on.
 #include <cstddef>
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Changes good inputs into others: the bytes of a text, or the values of the JSON documents in it.
 //
 // An input is one text or several, kPartEnd between them. A part that is JSON is changed by structure, too: a

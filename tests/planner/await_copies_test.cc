@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Offloaded shards are stepped on the host: behind every copy of them, by a wait wherever PyTorch has none,
 // and by no wait that is not needed.
 #include <gmock/gmock.h>

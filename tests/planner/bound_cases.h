@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random jobs on random clusters, in whose steps kernels, links, host and memory all take their turn.
 #pragma once
 

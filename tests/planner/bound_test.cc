@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The lower bound: below the step of every plan of the class, whatever the cluster and the prices.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules by which conformance reads the events out of a plan (tools/cli/conformance/*_events.cc) are its
 // own, and could overlook a difference. Plans of all recordings, changed in something that a log shows: none
 // conforms.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every recording of real PyTorch, planned and compared event for event.
 #include <gtest/gtest.h>
 

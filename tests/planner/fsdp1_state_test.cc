@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fsdp1: what a program does late decides every later step. A plan ends in steps that repeat for ever; these
 // have to be those that the policy would go on to plan.
 #include <fmt/format.h>

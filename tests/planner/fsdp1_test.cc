@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fsdp1: what the recordings do not show. The rules of wrap policies, the order of post-backwards of nested
 // units, user calls.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every setter of FSDPModule that a program may call, called at the end of the step that repeats: the step
 // that is found steady is the one in which the setting holds from its begin.
 #include <fmt/format.h>

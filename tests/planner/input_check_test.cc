@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What cannot be planned is refused where it is read, with its place; planning refuses it in the same words.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Units, parameter order and sizes against what PyTorch recorded of itself.
 #include <gtest/gtest.h>
 

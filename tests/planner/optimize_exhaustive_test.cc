@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The search against all choices there are of units and of what is kept: models of five to eight modules, for
 // which it climbs (of up to four it plans every cut), on random clusters in tight budgets. SHARDPLAN_SEED=n:
 // that instance alone. SHARDPLAN_INSTANCES=n: so many (from that one on), and SHARDPLAN_MODULES=n: of up to

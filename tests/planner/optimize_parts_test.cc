@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of the optimising planner that guess what is worth planning: cuts of the chain, and what has to
 // be recomputed to be within a budget.
 #include <gtest/gtest.h>

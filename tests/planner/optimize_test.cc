@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimising planner on small models: no plan that people or chance set is faster in the same budget, the
 // certificate holds, and a changed one does not.
 #include "shardplan/planner/optimize.h"

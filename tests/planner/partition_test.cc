@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which modules become units, which parameters they hold, and what is wrong with a rule.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The passes through the library: their list, stopping behind one, leaving one out.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans that are made to be simulated take the time and the memory of those that are made to be run.
 #include "plan_series.h"
 

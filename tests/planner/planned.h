@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans of small traces, for tests that look into them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random module trees, units and knobs: every plan verifies, is the same twice, reads back, and gathers and
 // reduces as often as the policy's rule says.
 #include <gtest/gtest.h>

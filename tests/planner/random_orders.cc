@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/planner/random_orders.h"
 
 #include <random>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans in other orders that their schedule graphs allow.
 #pragma once
 

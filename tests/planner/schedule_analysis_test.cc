@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is said of a schedule graph: reduction, moves, barriers, critical path.
 #include "passes/schedule_analysis.h"
 

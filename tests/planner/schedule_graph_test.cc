@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The schedule graph: every topological order of it is a correct program, and each kind of edge is needed for
 // that.
 #include "passes/schedule_graph.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which stream waits for which, in the order in which PyTorch asked for it: recordings of FSDP2 with every
 // stream and event call (tests/conformance/fsdp2_215/streams), next to the plan of the same case.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plans of three equal layers, in full: what is issued where, and why.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small traces for planner tests: layered models and random module trees, executed leaf by leaf.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Python tests share: where the repository and the built programs are."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An identity around a call's inputs, where FSDP2 has one around a unit's."""
 
 import torch

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files are written whole or not at all.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

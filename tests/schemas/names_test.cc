@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names, sizes, errors and digests.
 #include <gtest/gtest.h>
 

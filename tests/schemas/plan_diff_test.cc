@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What two plans' difference is called.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plan that is read part by part is the plan that is read as a whole; where the text is wrong, both say so
 // alike.
 #include "documents/plan_parts.h"

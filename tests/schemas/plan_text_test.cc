@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The text form of a plan: exact round trip, and errors that name the line.
 #include "shardplan/schemas/plan_text.h"
 

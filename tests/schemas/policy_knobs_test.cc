@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What policies say of their knobs to the simulator, the verifier and the command.
 #include "shardplan/schemas/policy_knobs.h"
 

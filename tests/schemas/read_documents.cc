@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For tests in other languages: what the C++ reader says of documents.
 //   read_documents                 documents on stdin, each ended by a NUL byte -> one line each on stdout:
 //                                  "ok", or "error<TAB>pointer<TAB>message"

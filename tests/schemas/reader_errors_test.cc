@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever is wrong with a document, the reader says where, what it found and what it expected; it never
 // crashes.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Equal micro-batches are written once: whatever a plan is, its documents read back as it is.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is written is read back as the same value and written again as the same bytes.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Schedules whose times follow on paper. F, B: forward and backward compute of a layer; C: any collective.
 #include <gtest/gtest.h>
 

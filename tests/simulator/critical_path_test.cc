@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The chain of causes of a step, and what two steps differ by.
 #include "shardplan/simulator/critical_path.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory that operators take inside of their kernels, next to what PyTorch's own host code takes
 // (kernels_211.json and kernels_215.json, written by tests/python/device/record_kernels.py).
 #include <fmt/format.h>

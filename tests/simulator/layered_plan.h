@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model of equal layers under the schedule of FSDP2, written by hand: short enough to derive its times on
 // paper.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the engine shares links: programs of collectives alone, on a stream and a communicator each.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "shardplan/simulator/memory_profile.h"
 
 #include <gtest/gtest.h>

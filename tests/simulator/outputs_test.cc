@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The timeline, the table and the page.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The closed form through the planner: trace -> fsdp2 -> simulation, as a user gets it.
 #include <gtest/gtest.h>
 

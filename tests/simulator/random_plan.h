@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random small plans that can run: waits only on what was recorded before, collectives of a communicator on
 // one stream.
 #pragma once

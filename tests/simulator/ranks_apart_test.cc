@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every rank by itself, and queues of launches: closed forms, and one rank that stands for all as the oracle.
 #include "shardplan/simulator/ranks_apart.h"
 

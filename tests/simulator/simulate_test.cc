@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the report derives: utilization, throughput, costs of copies and of the optimizer, several steps.
 #include "shardplan/simulator/simulate.h"
 

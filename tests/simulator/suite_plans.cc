@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes the plans that the tests know, and what the simulator says of each, for the naive simulator to be
 // compared with (tests/python/commands/test_naive_simulator.py).
 //

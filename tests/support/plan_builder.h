@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Builds small plans by hand: tables first (streams, units, buffers, segments), then steps, triggers and
 // instructions in host order. Instructions are appended to the trigger opened last; every call that adds one
 // returns the builder, so that a trigger reads like a line of the plan:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small plans that follow FSDP2's or FSDP1's schedule to the letter: same streams, same waits, same
 // lifetimes. Good plans for tests to start from, and to break.
 #pragma once

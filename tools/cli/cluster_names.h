@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cluster documents by path, by the name of a shipped one, or by a device and a number of ranks.
 #pragma once
 

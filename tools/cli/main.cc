@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // shardplan: a command for each thing that one does with a plan.
 #include <fcntl.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The input of commands about memory: a plan, or a trace that is planned first.
 #pragma once
 

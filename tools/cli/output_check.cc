@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a command is asked to write, before it works: no output is an input or another output.
 #include <fmt/format.h>
 #include <sys/stat.h>

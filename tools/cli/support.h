@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the subcommands share: error printing, finding programs and shipped data, reading a plan in either
 // form.
 #pragma once

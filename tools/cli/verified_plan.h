@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans that a command is about to use, not only to look at: verified first, on the cluster that is named.
 #pragma once
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes the shipped cluster documents from measured tables and data sheets.
 
 Usage:

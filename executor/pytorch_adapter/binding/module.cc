@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Python module _shardplan: the compiled half of the package shardplan.torch, which is its only user.
 #include <fmt/format.h>
 #include <pybind11/stl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyRef: an owning pointer to a Python object, for code that talks to the C API directly (the hooks do,
 // because a pybind11 call costs more than everything else in them). The GIL must be held where one is copied
 // or destroyed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The border to the interpreter: who holds its lock, and what it raised.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors inside a module's arguments and outputs: nested tuples, lists and dicts are walked here.
 // Anything else is handed to FSDP2's own walk, where the installed torch has one (since 2.15: named tuples,
 // dataclasses and subclasses of those containers; their tensors that require a gradient are found), or to

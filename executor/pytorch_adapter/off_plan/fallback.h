@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What finishes a step that deviated from its plan.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "off_plan/on_demand.h"
 
 #include <ATen/Functions.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done beside the plan's steps, by the plan's procedures: in an evaluation, at a call of the user, in
 // a fallback.
 #pragma once

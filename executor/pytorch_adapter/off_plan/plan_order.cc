@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "off_plan/plan_order.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What comes next in a plan, beyond the one trigger that the replayer names.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All-gather extensions: tensor subclasses that gather something else than their shard (fsdp_pre_all_gather,
 // fsdp_post_all_gather).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "parameters/flat_gradient.h"
 
 #include <torch/csrc/autograd/functions/utils.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The autograd nodes of a flat unit: what makes the unsharded parameters views of one flat parameter in the
 // eyes of autograd.
 #pragma once

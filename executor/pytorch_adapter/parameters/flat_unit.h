@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A flat unit (FSDP1's layout) on this rank: what its modules hold, what the optimizer sees, and how the two
 // and the rank's shard stay the same memory.
 #pragma once

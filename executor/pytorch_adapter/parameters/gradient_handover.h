@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How reduced gradients reach the optimizer: the sharded parameters' .grad.
 #pragma once
 

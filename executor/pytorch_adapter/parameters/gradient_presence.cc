@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "parameters/gradient_presence.h"
 
 #include <ATen/Functions.h>

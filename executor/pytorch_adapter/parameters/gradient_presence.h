@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which gradients do the ranks have? Beside the plan each may have others.
 #pragma once
 

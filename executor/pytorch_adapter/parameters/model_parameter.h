@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One parameter of the model on this rank: which object its modules hold, and how its gradient reaches the
 // optimizer.
 #pragma once

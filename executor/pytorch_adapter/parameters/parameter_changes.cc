@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "parameters/parameter_changes.h"
 
 #include <fmt/format.h>

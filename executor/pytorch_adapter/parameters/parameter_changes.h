@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the user changed on the sharded parameters since the step before.
 #pragma once
 

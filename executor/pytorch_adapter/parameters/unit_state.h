@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the adapter knows of one unit of the plan on this rank.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CPU memory that a count knows of until it is freed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cpu/device.h"
 
 #include <ATen/ops/empty.h>

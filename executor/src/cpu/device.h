@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cpu device: work runs at once, on the calling thread; only collectives are in flight.
 //
 // [Note: streams without threads]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gloo process groups for a plan's communicators: the only file that needs ProcessGroupGloo and gloo's
 // headers.
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When Gloo's threads begin and end a collective.
 //
 // [Note: how Gloo's threads are asked]

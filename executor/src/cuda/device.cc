@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/device.h"
 
 #include <ATen/ops/_foreach_copy.h>

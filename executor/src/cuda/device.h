@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cuda device: everything is issued to CUDA streams; the order is what the plan's events make it.
 #pragma once
 

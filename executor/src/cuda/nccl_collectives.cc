@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives through NCCL communicators of our own.
 #include <ATen/ops/full.h>
 #include <c10/cuda/CUDAGuard.h>

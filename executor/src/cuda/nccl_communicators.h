@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The NCCL communicators of a plan: made without blocking, split from the world's, aborted or ended together.
 #pragma once
 

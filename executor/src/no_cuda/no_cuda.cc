@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cuda backend of a build whose torch has no CUDA: every entry point says so.
 #include "shardplan/executor/cuda_backend.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which element of one buffer is which element of another: turns a plan's copies into runs of elements.
 #pragma once
 

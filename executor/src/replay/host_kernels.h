@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The small kernels on host memory, for the backends whose memory the host can touch (cpu, virtual).
 #pragma once
 

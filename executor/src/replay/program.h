@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The program: a plan resolved to what the hot path needs. Indices and numbers only, in host order.
 #pragma once
 

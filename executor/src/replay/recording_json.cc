@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A recording as a document: names are in the plan, numbers are here.
 #include <fmt/format.h>
 #include <fmt/ranges.h>

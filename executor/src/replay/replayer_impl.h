@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of a replayer and its parts: replayer.cc steps through the plan, replayer_operations.cc runs one
 // instruction, replayer_off_step.cc does what is beside the steps, replayer_recording.cc tells a recorder.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done beside the plan's steps: procedures, and leaving a step.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One instruction of a plan: what it needs to be true, and whom it is handed to.
 #include <fmt/format.h>
 

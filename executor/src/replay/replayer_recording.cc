@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a recorder is told of a step (step_recorder.h).
 #include <algorithm>
 #include <utility>

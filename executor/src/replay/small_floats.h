@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Floating-point types of 8 and 16 bits as torch has them: stored as bits, converted from float to nearest
 // even.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "shardplan/executor/step_recorder.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Watchdog: a thread that sees to it that collectives in flight come to an end.
 //
 // [Note: timeouts]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arrivals: after a failure, who is to blame. Whoever is seen to be dead, gone or stopped (Peers) is. Else
 // each rank that fails writes how many collectives it issued on each communicator, so that who reads can tell
 // which members of a group did not arrive at the one that failed; and then whom it holds for the cause, which

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "torch/buffers.h"
 
 #include <ATen/ops/from_blob.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TorchBuffers: the part of TorchDevice that does not depend on where the memory is: which tensors a buffer
 // is made of.
 #pragma once

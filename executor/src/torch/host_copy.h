@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of tensors in host memory, made while the device works on.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processes of one machine: what tells that one has ended or is stopped, and a word from one to another.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives through c10d process groups.
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of a plan of resharding between storages and staging memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A replay without a model: does the schedule hold when the streams run in the worst order?
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The virtual machine's insides: queues of work per (rank, stream), and who may run next.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of host_kernels.h on marks: where would poison be, had the numbers been computed?
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of one rank of the virtual machine: pools of blocks per stream, as a caching allocator has them.
 //
 // [Note: when freed memory is poisoned]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which bytes of a block are poison, where a run looks at nothing else (VirtualContent::kMarks).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A choice of every decision, and the strategy that it is.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans and simulates choices: each once, several at a time.
 #pragma once
 
@@ -24,7 +25,8 @@ struct Evaluation {
   Bytes pooled_bytes;
   Bytes allocated_bytes;
   Bytes budget_bytes;  // what the allocator may reserve for this plan
-  // The step is no shorter with the same work in another order: what Lemma 1 of docs/reference/optimize.md says of it.
+  // The step is no shorter with the same work in another order: what Lemma 1 of docs/reference/optimize.md
+  // says of it.
   Nanoseconds work_ns;
   Error error;  // why there is none
   // What is pooled is reserved, too: it does not fit. (Where the cache is released, pools give to each

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "optimize/model_chain.h"
 
 #include <algorithm>

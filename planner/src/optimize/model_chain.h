@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What units are made of: modules in the order in which the forward enters them.
 #pragma once
 

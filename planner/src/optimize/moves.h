@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the search begins, and where it can go.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The answer: the best plan found, verified and measured, its bound and what the decisions are worth.
 #include "shardplan/planner/optimize.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Looks for the prices that prove most. What they prove, the checker's own function says.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much has to be recomputed to be within the budget, and what is cheapest for it.
 #pragma once
 

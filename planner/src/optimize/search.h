@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From the best of what people set to the best next to it, until nothing next to it is better.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long a step takes with the chain cut into units in one way or another, roughly: compute and one link,
 // each in order. Good for the question which cuts are worth planning, and for no other.
 #pragma once

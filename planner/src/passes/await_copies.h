@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `await_copies`: before the host itself works on memory of its own (an optimizer's step of offloaded
 // parameters), it waits for copies between that memory and the device that nothing has waited for yet.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a node of the backward was made in the forward.
 //
 // [Note: the engine undoes the forward in reverse]

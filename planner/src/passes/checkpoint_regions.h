@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a backward needs of checkpointed modules: the first half of pass `apply_checkpointing`.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activation checkpointing as a transformation of a trace (torch.utils.checkpoint, use_reentrant=False).
 //
 // [Note: what checkpointing changes]

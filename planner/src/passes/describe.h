@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `describe`: what a plan says of itself beside its program.
 #pragma once
 

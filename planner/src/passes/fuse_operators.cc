@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // [Note: what is fused]
 // A compiled model runs neighbouring elementwise operators, and the reductions of rows in a norm or softmax,
 // as one kernel: what only they pass to each other is never in memory, and everything else is read and

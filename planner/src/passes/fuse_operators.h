@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `fuse_operators`: what torch.compile makes of elementwise operators.
 #pragma once
 

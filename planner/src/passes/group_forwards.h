@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where hooks fire of units that are one module or a group of several (fully_shard([a, b])), and which unit a
 // forward is rooted at (_register_group_forward_hooks and FSDPState in _fsdp_state.py).
 //

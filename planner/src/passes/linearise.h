@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `linearise`: an order of the instructions of every step that the schedule graph allows.
 #pragma once
 

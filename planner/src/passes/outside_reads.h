@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operators that read a parameter outside of the unit that it belongs to.
 #pragma once
 

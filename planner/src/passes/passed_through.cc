@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "passes/passed_through.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `join_tensors`: hooks on tensors that a module returns as it got them.
 //
 // [Note: tensors that a module passes through]

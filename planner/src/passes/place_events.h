@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `place_events`: runs the policy over the recorded steps until its state repeats.
 #pragma once
 

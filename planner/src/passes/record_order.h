@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `record_order`: the points that the host passes in a step, in order, with the model's own work between
 // them. It says where hooks of units fire, not what they do: that is the policy's.
 #pragma once

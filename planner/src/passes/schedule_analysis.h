@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a schedule graph says of a step: which edges are needed, what may move where, what holds up
 // everything, how long the step takes at least. Built on Boost.Graph.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `build_graph`: what has to come before what in a step of a plan (docs/internals/schedule-graph.md).
 //
 // [Note: every topological order is a correct program]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Units whose backward PyTorch's FSDP does not see begin.
 #pragma once
 

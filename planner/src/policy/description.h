@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a policy needs of the passes. A new policy is added in policy_description.cc and nowhere else: the
 // passes know no policy by name.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The faults that a policy has met while it emitted a plan, each once.
 #pragma once
 

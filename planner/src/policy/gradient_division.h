@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a division of gradients is split into a part before the reduction and one after it.
 #pragma once
 

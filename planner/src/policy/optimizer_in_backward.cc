@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimiser in the backward: one of its own for every parameter.
 #include "policy/optimizer_memory.h"
 #include "units/layout.h"

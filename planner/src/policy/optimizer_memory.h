@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimiser's memory and its step, as torch.optim allocates it.
 #pragma once
 

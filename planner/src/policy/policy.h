@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a policy is: a state machine over the points that the host passes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes the plan's program: policies call it in the order in which the host issues things.
 #pragma once
 

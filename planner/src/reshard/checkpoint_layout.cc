@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layouts of checkpoints: what belongs to which parameter, and where ranks hold it.
 #include <fmt/format.h>
 

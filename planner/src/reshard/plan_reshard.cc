@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The copies between two layouts: every placement once, and the senders balanced over all tensors.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The units of FullyShardedDataParallel: one flat parameter each.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes of shards and gathered buffers in both layouts.
 #pragma once
 

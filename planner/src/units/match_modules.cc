@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MatchModules and DefaultUnits: which modules an entry of a unit rule means.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mesh of ranks and the groups that FSDP makes of it.
 #pragma once
 

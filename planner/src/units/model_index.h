@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lookups over the module tree of a trace.
 #pragma once
 

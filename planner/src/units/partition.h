@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `choose_units`: which parameters are all-gathered together, how each unit is laid out, over which
 // ranks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The units of fully_shard: each parameter is cut by itself.
 #include "shardplan/planner/planner.h"
 #include "units/unit_communicators.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass `split_ties`: a parameter that modules of several units share is one in each of them.
 #pragma once
 

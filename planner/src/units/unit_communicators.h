@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks that each fsdp2 unit shards and replicates over, and the communicators for them.
 #pragma once
 

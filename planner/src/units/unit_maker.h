@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a layout decides when units are chosen: the mesh, which rules there are, and how a unit is laid out
 // over which ranks. One for each layout; the description of a policy says which.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The elements of a box of a tensor, wherever the checkpoint has them.
 #pragma once
 

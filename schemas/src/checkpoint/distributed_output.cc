@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torch.distributed.checkpoint: a file of torch.save streams for each rank, and .metadata.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The directories of torch.distributed.checkpoint: .metadata says which file has which box of which tensor.
 #include <fmt/format.h>
 

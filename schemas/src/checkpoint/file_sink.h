@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A file of a checkpoint that is being written: its bytes in order, and their checksums.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The list of what has been written of a checkpoint, with checksums. It lies with the files, and stays there.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a file of a checkpoint will hold: bytes that are known, and tensors' elements between them.
 #pragma once
 

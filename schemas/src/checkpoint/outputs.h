@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files that a checkpoint will have in a format and a layout.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pickles as data: a tree of values. Nothing is imported or called; names that a pickle refers to are those
 // of an allow-list, everything else is an error.
 #pragma once

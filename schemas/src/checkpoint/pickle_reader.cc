@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The stack machine of pickles, which makes values and calls nothing.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which names pickles may refer to, and looks at their values.
 #include <algorithm>
 #include <array>

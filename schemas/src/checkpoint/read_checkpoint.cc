@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a path holds, told from its bytes.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint in another layout or format: read, cut and written in pieces, beside its place until it is
 // whole.
 #include <fcntl.h>

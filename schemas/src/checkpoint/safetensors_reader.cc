@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // safetensors: 8 bytes with the length of a JSON header, the header, the tensors' bytes. Several files have
 // an index that says which tensor is in which.
 #include <fmt/format.h>

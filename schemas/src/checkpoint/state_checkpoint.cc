@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A state in memory as a torch.distributed.checkpoint directory, and boxes of checkpoints into memory.
 #include "shardplan/schemas/state_checkpoint.h"
 

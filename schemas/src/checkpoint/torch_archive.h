@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What torch.save writes: a pickle and the bytes of storages, in a zip archive.
 #pragma once
 

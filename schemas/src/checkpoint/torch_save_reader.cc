@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A torch.save file of nested dicts, lists and tuples, flattened as torch.distributed.checkpoint flattens
 // state dicts.
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of whole tensors: torch.save and safetensors.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread that does writes in their order while the next bytes are read.
 #pragma once
 

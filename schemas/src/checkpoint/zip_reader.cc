@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fields are those of PKWARE's APPNOTE.TXT, 4.3.
 #include "checkpoint/zip_reader.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zip archives as torch.save makes them: stored records, of a file or of a archive within a file.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zip archives as torch.save writes them: stored records that begin at multiples of 64 bytes of the archive.
 #pragma once
 

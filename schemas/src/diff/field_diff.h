@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Differences of two values of a document type, field by field, in words.
 #pragma once
 

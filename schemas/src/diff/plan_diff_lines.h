@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The instructions of a plan as lines that can be compared with another plan's: without ids, reasons, or the
 // names of events, which say nothing. A record is told by the work it follows, a wait by the work it waits
 // for.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Differences of two programs: triggers are aligned by what they are, the instructions of each by a longest
 // common subsequence; what is left over on both sides is told as moved, changed, added or removed.
 #include <fmt/format.h>

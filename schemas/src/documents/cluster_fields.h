@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cluster in JSON (docs/reference/cluster-format.md).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // POSIX files: descriptors that close themselves, and errors that say what the system said.
 #pragma once
 

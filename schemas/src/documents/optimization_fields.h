@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimizer's report and the certificate in JSON (docs/reference/optimize.md).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the field lists of a plan cannot say and later code relies on.
 #pragma once
 

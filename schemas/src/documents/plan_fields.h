@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan in JSON (docs/reference/plan-format.md).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plan read part by part: the memory is that of the plan and of one part of its text, not of the whole
 // text and all of its values.
 //

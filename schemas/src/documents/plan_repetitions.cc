@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "documents/plan_repetitions.h"
 
 #include <fmt/format.h>

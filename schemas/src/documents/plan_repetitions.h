@@ -1,5 +1,6 @@
-// Equal micro-batches are written once (docs/reference/plan-format.md, "Repetitions"): what stands for the others in a
-// list of triggers.
+// SPDX-License-Identifier: Apache-2.0
+// Equal micro-batches are written once (docs/reference/plan-format.md, "Repetitions"): what stands for the
+// others in a list of triggers.
 #pragma once
 
 #include <cstddef>

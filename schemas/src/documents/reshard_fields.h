@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layouts of a state, and the plan from one to another, in JSON (docs/reference/reshard-format.md).
 #pragma once
 

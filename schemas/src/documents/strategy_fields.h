@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The strategy in JSON (docs/reference/strategy-format.md). Whatever is left out has PyTorch's default.
 #pragma once
 

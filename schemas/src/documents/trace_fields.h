@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The trace in JSON (docs/reference/trace-format.md).
 #pragma once
 

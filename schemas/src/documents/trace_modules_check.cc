@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "documents/trace_modules_check.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of CheckTrace that is about modules and parameters.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this process may still take of memory, looked at before it is taken.
 #pragma once
 

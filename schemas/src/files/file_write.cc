@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files are replaced whole or not at all, and nothing else is left in their folder.
 #include <dirent.h>
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Documents in files; plans in either form.
 #include <optional>
 #include <utility>

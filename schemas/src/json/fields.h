@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a value type looks in JSON, declared once per type as a list of fields: reader.h and writer.h
 // work from that list, and dev/update_schemas writes the JSON Schema files from it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads value types from a tape by their field lists. Nothing is trusted: the first thing that is wrong ends
 // the reading with an error that has the pointer, what was found and what was expected.
 #pragma once

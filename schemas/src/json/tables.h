@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tables of the types that a document has. For the one file of the document that defines them.
 #pragma once
 

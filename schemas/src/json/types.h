@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the reader and the writer need of a type, as data. json_reader.cc and json_writer.cc are compiled once
 // for all types; a type costs the compiler a table (tables.h).
 #pragma once

@@ -1,4 +1,6 @@
-// Writes value types as canonical JSON text by their field lists (docs/reference/trace-format.md, "Canonical text").
+// SPDX-License-Identifier: Apache-2.0
+// Writes value types as canonical JSON text by their field lists (docs/reference/trace-format.md, "Canonical
+// text").
 #pragma once
 
 #include <concepts>

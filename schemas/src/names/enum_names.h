@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The names that enumerators have in the documents. One table per enum, in the enumerators' order.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names of what a plan's ids refer to, for documents, text and messages.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the steps of a plan come to a partial_reduce_output: HSDP's gradients that are reduced over the shards
 // and not yet over the replicas.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FullyShardedDataParallel, the flat-parameter runtime.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fully_shard, the parameter-group runtime.
 #include "policies/policies.h"
 #include "shardplan/schemas/precision.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One function for each policy, in a file of its own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether a layout of a state is one.
 #include <fmt/format.h>
 

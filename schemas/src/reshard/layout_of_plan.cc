@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of a training plan: its parameters, and what its optimizer keeps of each.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coordinates of ranks on the mesh of a layout.
 #pragma once
 

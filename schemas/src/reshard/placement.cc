@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which elements of a tensor a rank holds.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which a plan of copies is executed, and its rounds.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Proves a plan of copies run by run: it looks at where a run's bytes come from and go to, and shares nothing
 // with the planner but what a layout means (PartOf).
 #include <fmt/format.h>

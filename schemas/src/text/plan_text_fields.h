@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of a plan that the text form has on lines of their own.
 #pragma once
 

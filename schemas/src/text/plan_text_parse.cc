@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the text form by rewriting it as the plan's JSON, which the JSON reader then checks: one place
 // decides what a valid plan is. The lines that JSON values came from are kept, to say where an error is.
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the words of a line of the plan's text form (plan_words.h says what a word is).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The words of the plan's text form, shared by the writer, the parser, Describe() and the difference.
 //
 //   step steady

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "text/sentence_groups.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many sentences that say the same thing of many layers, as one sentence with a count.
 #pragma once
 

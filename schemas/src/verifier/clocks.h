@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is known to be finished when: one vector clock per stream, one for the host, one per event.
 //
 // Every piece of work gets the next tick of its own stream. A stream's clock says, for each other stream, up

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The collectives of several ranks: which groups they form, in which order each rank issues them, and whether
 // they can all finish.
 #pragma once

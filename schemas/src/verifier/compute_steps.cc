@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The model's own order: each call of the user runs its pass of the model from the beginning to the end.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // [Note: one run decides]
 // A piece of work waits for things (the work before it on its stream, an event, the other ranks' arrival)
 // that, once there, stay there. So it does not matter who goes first: run whatever can run until nothing can,

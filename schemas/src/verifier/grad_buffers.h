@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which grad_unsharded buffer a segment's gradient goes to. A plan does not say it: the buffer is the one
 // that the gradient is taken from next.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lies where in a buffer: its role and its unit's layout say it, and with it how large the buffer is and
 // of which dtype. A copy moves a parameter from where it lies in src to where it lies in dst; a collective
 // knows no parameters and moves what is there.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lifetimes and accesses of buffers: what allocate, free, reads and writes make of the memory's state. At
 // each of them the rules are asked (rules.h) before the state changes.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule layout, of instructions: what a copy and a collective make of what lies in their buffers.
 #include <fmt/format.h>
 

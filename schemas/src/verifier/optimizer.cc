@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the optimizer does: it steps parameters with their reduced gradients, once, and works in memory of its
 // own.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The procedures of a plan, by the rules of steps.
 #pragma once
 

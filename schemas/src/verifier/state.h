@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The abstract state that the rules are statements about: what lives where, which gradients it holds, and
 // what each unit's parameters are views of. clocks.h has the rest of it, what happens before what.
 //

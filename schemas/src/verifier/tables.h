@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule tables: what the plan's tables say of its strategy and of each other. A plan whose tables contradict
 // each other may be judged by the wrong one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule tables: segments, procedures and steps.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule tables: the triggers of a step are passed by what the user calls in it.
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The address spaces of expandable segments, which a log does not have.
 #pragma once
 

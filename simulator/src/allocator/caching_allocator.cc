@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The paths without the driver: best fit, splitting, merging, frees that wait. caching_allocator_driver.cc
 // has the rest.
 #include "shardplan/simulator/caching_allocator.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The paths through the driver: new segments, expandable segments, garbage collection, releasing the cache.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The allocator's memory as a value and as text, and taking over a recorded state.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "allocator/free_block_list.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The free blocks of one pool and stream, ordered by size, then segment, then address: what best fit
 // searches.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading a log. The positions of what is needed come from its "columns", so that further columns do no harm.
 #include <algorithm>
 #include <limits>
@@ -266,7 +267,8 @@ Result<AllocatorLog> ParseAllocatorLog(std::string_view json_text) {
     return MakeInputError("byte " + std::to_string(error.byte),
                           "not JSON: the file is cut off or damaged there", error.what(), "JSON");
   } catch (const Json::exception& error) {
-    return MakeInputError("", "not an allocator log", error.what(), "the format of docs/internals/allocator.md");
+    return MakeInputError("", "not an allocator log", error.what(),
+                          "the format of docs/internals/allocator.md");
   }
 }
 

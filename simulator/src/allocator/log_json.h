@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading JSON with the place of each value: for the reader of allocator logs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The settings of a log, under the names of torch.cuda.memory._snapshot() and of PYTORCH_ALLOC_CONF.
 #include <limits>
 

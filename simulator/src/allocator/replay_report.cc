@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A replay as text and as JSON.
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a replay of an allocator log has reached, and the driver that answers as the log says.
 #pragma once
 

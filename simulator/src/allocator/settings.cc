@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes as the settings round them, and the settings as text (c10/core/AllocatorConfig, CUDAAllocatorConfig).
 #include <fmt/ranges.h>
 

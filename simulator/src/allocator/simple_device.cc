@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "allocator/sizes.h"
 #include "shardplan/simulator/caching_allocator.h"
 

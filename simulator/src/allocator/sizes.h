@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Size classes of LibTorch's caching allocators (c10/core/AllocatorConfig.h).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The check of a certificate: documents in, yes or no out.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast kernels and collectives go while they run at the same time, as inequalities: the one place where
 // the bound learns what engine.h's note on rates says.
 #pragma once

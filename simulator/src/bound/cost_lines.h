@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Straight lines below what collectives and copies cost: no way to cut a sum of bytes into pieces costs less
 // than the line says of the sum.
 #pragma once

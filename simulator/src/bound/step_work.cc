@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every plan of the class does in a step: read off the trace.
 #include <algorithm>
 #include <set>

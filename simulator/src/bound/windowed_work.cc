@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bound itself: prices on windows and cuts, and what no plan can get around at these prices.
 #include <algorithm>
 #include <limits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // [Note: what a collective does to the links]
 // In a ring every rank sends (ranks - 1) / ranks of the tensor to its neighbour, in ranks - 1 steps; an
 // all_reduce does it twice. Over several nodes as many rings run as the narrowest node has members, each

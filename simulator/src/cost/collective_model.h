@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives from the latencies and rates of links alone.
 #pragma once
 

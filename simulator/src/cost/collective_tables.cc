@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // [Note: numbers of ranks that nobody measured]
 // At one size of the shards a ring of more ranks only takes more steps, so measurements are compared there:
 // the algorithm's bandwidth (whole tensor over time) at equal shards is linear in 1 / ranks between and

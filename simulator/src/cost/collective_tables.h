@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives by measured tables, and by what is fitted to them for other numbers of ranks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is fitted to tables of measurements.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Base-2 logarithm in fixed point, and fractions: interpolation that gives the same nanosecond on every
 // machine.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the ranks of a communicator's groups are.
 #include "cost/group_placement.h"
 

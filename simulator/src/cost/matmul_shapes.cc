@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rates of matrix work, and how long products of matrices take by shape.
 #include "cost/matmul_shapes.h"
 

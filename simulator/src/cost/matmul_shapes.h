@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast kernels are by their class and size.
 #pragma once
 

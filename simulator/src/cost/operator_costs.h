@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Costs of the operators and copies of a plan: layers repeat, so equal ones are looked up once.
 #pragma once
 

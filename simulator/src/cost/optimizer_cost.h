@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the optimizer's step moves and launches, and for plans that do not say it, what it keeps.
 #pragma once
 

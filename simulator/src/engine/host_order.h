@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host waits for before it issues an instruction, and before it leaves one.
 #pragma once
 

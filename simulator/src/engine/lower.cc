@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lowering: a plan's instructions become compact arrays with their costs looked up and their waits resolved.
 
 #include <algorithm>

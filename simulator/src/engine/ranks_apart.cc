@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // [Note: one clock for all ranks]
 // Events of ranks and ends of collectives are taken in order of time from one heap. Between two of its events
 // nothing changes for a rank, so it is only brought up to date at an event of its own, or when a collective

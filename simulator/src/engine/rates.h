@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast what runs at the same time goes (engine.h has the rules).
 #pragma once
 

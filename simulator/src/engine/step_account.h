@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step has cost so far: busy and exposed time, ends of phases, and, where somebody wants it, the
 // timeline.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank's step as discrete events: the host, the streams, the compute engine, the links.
 //
 // [Note: the host runs first]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stream while a step runs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "shardplan/simulator/compare_measured.h"
 
 #include <fmt/format.h>

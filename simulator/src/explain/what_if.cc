@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The step again, without single causes.
 #include <fmt/format.h>
 

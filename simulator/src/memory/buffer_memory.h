@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a plan's buffers in one memory space.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Categories of memory as indices: buffer roles, storage roles, and two of kernels.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unsharded gradients: segments make them, and buffers of the plan have them.
 #pragma once
 

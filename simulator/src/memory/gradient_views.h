@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What FSDP1 takes for a moment where a micro-batch without synchronisation leaves its gradient unsharded.
 #pragma once
 

@@ -1,6 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory that kernels take from the caching allocator while they run: no operator's output, so no
-// trace has it. Formulas from the sources of PyTorch, of the plan's release; docs/reference/memory.md has the table and
-// what is left out.
+// trace has it. Formulas from the sources of PyTorch, of the plan's release; docs/reference/memory.md has the
+// table and what is left out.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which knob takes away what is alive at a peak.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks that are alive while a plan's memory is walked.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What segments do to memory, read from a plan once: most of a history.
 #pragma once
 

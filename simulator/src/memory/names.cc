@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names of categories, blocks, points and units.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the optimizer's step takes: its states, once, and its temporaries.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The temporaries of a piece of Python, by the names that hold them.
 #pragma once
 

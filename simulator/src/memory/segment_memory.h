@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What segments take and drop: the model's own storages, and what kernels take inside themselves.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In which order a model's shards are made before the first step: where they lie decides what memory is
 // split.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who is told of the allocations and frees of a plan's memory, one by one, in host order.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The report from what the engine and the memory profile found.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The comparison of reports as rows of text, for the terminal and for the page.
 #pragma once
 

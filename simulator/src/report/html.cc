@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The HTML report: the figures as one JSON object, and the page that draws them (simulator/page).
 #include <fmt/format.h>
 

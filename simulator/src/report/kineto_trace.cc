@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A simulated step as torch.profiler writes a real one (Kineto's JSON), so that what reads profiles reads it.
 #include <fmt/format.h>
 #include <fmt/ranges.h>

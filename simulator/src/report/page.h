@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Style sheet and scripts of the pages, simulator/page, built into the library.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chrome trace event format, as Perfetto reads it: one event a line.
 #include <fmt/format.h>
 

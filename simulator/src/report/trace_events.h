@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What both writers of trace events share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Figures as people read them, and text safe to embed. Integer arithmetic: the same text everywhere.
 #pragma once
 

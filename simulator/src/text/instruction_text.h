@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Points and instructions of a plan as people read them in reports.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/device/kernels/kernel.h"
 
 #include <ATen/core/jit_type.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kernel of the device: the host's kernel of the same operator, on the same memory, in the current stream's
 // order.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/device/kernels/on_host.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors of the device as the host's kernels see them, and as shapes alone.
 #pragma once
 

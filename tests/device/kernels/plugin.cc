@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Puts the host's kernels in the place of torch's CUDA kernels.
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A NCCL communicator: its ranks meet in a shared file; its collectives are tasks of streams.
 #pragma once
 

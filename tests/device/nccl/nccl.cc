@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NCCL's interface.
 #include <nccl.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a communicator's tasks do when they are tried.
 #include <bit>
 #include <cstring>

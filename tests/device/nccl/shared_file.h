@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks of a communicator share: one file of memory, sparse, whose pages come when they are touched.
 //
 // [Note: two slots]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cudart: memory and copies.
 #include <algorithm>
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cuBLAS and cuBLASLt, where nothing computes: a product is work without content on its stream. In the other
 // modes no product reaches them, and each call is an error.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cudart: devices and errors.
 #include <dlfcn.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA driver, as far as torch asks for it: contexts, and the memory behind expandable segments.
 #include <cuda.h>
 #include <dlfcn.h>

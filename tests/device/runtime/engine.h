@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which the work of all streams of this process is done.
 //
 // [Note: modes]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cudart: kernels. None is run: a launch that reaches the runtime is an error that names the kernel, or,
 // where nothing computes, work without content.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory is address space of this process, of a set capacity; pages come when they are touched.
 #pragma once
 

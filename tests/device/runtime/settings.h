@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the environment says about the device in software. Read once.
 #pragma once
 
@@ -12,8 +13,8 @@ struct Settings {
   // SHARDPLAN_DEVICE_MODE=inline, lazy:SEED, null or null:slow.
   bool lazy = false;
   std::uint64_t seed = 0;
-  // Nothing computes: kernels, copies and collectives are work without content (docs/internals/device.md). With `lazy`:
-  // nothing is done before the host waits for it, and then only what that needs.
+  // Nothing computes: kernels, copies and collectives are work without content (docs/internals/device.md).
+  // With `lazy`: nothing is done before the host waits for it, and then only what that needs.
   bool null = false;
   bool poison = true;  // SHARDPLAN_DEVICE_POISON=0: memory that is handed out keeps what it holds
 };

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels' plug-in calls in the preloaded library.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the parts of the runtime share: devices, handles, errors.
 #pragma once
 

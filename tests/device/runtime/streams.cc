@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cudart: streams, events and host functions.
 #include <chrono>
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Micro-batches that take different branches of one unit: PyTorch accumulates parameter by parameter. Every
 // pair of branches, with and without synchronisation, computes the right numbers or is refused as in PyTorch.
 #include <fmt/format.h>

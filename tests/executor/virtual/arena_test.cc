@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arena of every recorded and golden case: what is alive at the same time never overlaps.
 #include "shardplan/executor/arena.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model of one rank that checks every number it meets against ExpectedValues, on any backend.
 //
 // A segment compares all unsharded parameters of the units that it reads with what the last optimizer step

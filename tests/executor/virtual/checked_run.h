@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One run of a planned step program on the virtual machine with checked numbers.
 #pragma once
 

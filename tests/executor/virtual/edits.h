@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans edited by hand, as a person would who thinks that he knows better: an instruction or a table changed,
 // in one place or wherever it occurs, and a second edit near the first one that may hide it.
 #pragma once

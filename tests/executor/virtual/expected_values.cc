@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/executor/virtual/expected_values.h"
 
 #include <algorithm>

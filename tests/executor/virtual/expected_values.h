@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every number of a planned run has to be, from the trace, the strategy's program and the layout of the
 // units: never from the plan's instructions.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sample of the changes of every field (tools/nightly goes through all): nothing that the verifier
 // accepts goes wrong, and what it refuses goes wrong, says what is not so, or is work for nothing.
 #include <gmock/gmock.h>

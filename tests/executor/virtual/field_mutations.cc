@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/executor/virtual/field_mutations.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans with one field of one instruction or of one buffer changed, one instruction left out, issued twice or
 // changed places: every field of the document, not only what orders the work.
 #pragma once

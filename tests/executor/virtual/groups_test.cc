@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which collectives the replayer lets a backend launch as one.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each knob of the strategy on a small model.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A machine of marks sees the poison that a machine of numbers sees, and needs no memory for what nobody
 // looks at.
 #include <gtest/gtest.h>

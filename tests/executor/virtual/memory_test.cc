@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pools of the virtual machine: what is handed out, and who poisons it.
 #include "executor/src/virtual/memory.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every wait, record, host wait, free and collective of planner-made plans, broken one at a time: what the
 // verifier objects to goes wrong in some order of execution, what it accepts never does.
 #include <gmock/gmock.h>

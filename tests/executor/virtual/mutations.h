@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans with one instruction broken: does the virtual machine notice, and does the verifier say the same?
 #pragma once
 

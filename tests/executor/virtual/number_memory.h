@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of one rank as a model of numbers sees it, whatever the backend.
 #pragma once
 

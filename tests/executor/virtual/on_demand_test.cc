@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done on demand computes the right numbers, in whatever order the streams run: the procedures of
 // every plan that the planner makes, as a program of steps.
 #include "shardplan/schemas/on_demand.h"

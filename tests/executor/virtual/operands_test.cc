@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an instruction must have: the verifier, the simulator and the replayer's program refuse the same ones.
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the optimising planner makes of small models computes the right numbers in whatever order the streams
 // run.
 #include <fmt/format.h>

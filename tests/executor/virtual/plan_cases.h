@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the planner can make: every recording of PyTorch, every knob, and random models with random knobs.
 #pragma once
 

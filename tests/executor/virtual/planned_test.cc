@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the planner makes of every recording of PyTorch, of every knob and of random models computes the right
 // numbers in whatever order the streams run. What PyTorch itself gets wrong is named, case by case.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every value of the small floating-point types, and the numbers between them.
 #include "executor/src/replay/small_floats.h"
 

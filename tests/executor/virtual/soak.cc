@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // virtual_soak: runs planned cases under many adversarial orders, and every mutation of their plans.
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The thread that ends collectives which do not end by themselves. What is tested here for its results is run
 // under ThreadSanitizer for its locks.
 #include "executor/src/replay/watchdog.h"

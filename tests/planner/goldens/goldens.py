@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each golden plan says, and the documents made of it (README.md)."""
 
 import json

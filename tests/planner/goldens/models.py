@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small models whose traces the golden plans are made from. `python models.py` records them anew into traces/."""
 
 import pathlib

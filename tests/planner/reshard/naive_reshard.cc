@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/planner/reshard/naive_reshard.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layouts and plans of resharding, element by element: the oracle of the tests. It shares no code with what
 // it judges but the value types.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans of resharding against the naive oracle, and mutations of plans against the verifier.
 #include "shardplan/planner/reshard.h"
 

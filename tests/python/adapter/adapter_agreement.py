@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_adapter_agreement.py: each gives what apply says."""
 
 from __future__ import annotations

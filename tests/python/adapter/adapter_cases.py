@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases that the adapter and real FSDP2 both run, and the functions that run them on a rank."""
 
 from __future__ import annotations

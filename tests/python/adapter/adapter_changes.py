@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_adapter_changes.py: parameters that a user changes after a plan was applied, next to real FSDP2.
 Each function returns the largest difference and what it is of."""
 

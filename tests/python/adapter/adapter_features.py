@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_adapter_features.py: what users do besides a plain loop, next to real FSDP2."""
 
 from __future__ import annotations

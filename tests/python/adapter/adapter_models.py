@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """adapter_models:CASE, for `shardplan trace`: the model of each case in adapter_cases."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for the adapter's cases, made by the commands a user types, each once a session."""
 
 from __future__ import annotations

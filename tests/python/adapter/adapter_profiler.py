@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranges that torch.profiler records of a step, by a plan and by real FSDP2: what runs on the ranks."""
 
 from __future__ import annotations

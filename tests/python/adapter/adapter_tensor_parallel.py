@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that are DTensors already (tensor parallelism), by a plan and by real FSDP2: what runs on the ranks, and the plan."""
 
 from __future__ import annotations

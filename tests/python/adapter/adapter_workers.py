@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function on several local ranks and collects what each returns or raises. On the CPU with gloo; with
 SHARDPLAN_TEST_DEVICE=cuda with NCCL, all ranks on one GPU where there are not enough (docs/internals/gpu.md)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose steps differ, next to real FSDP2: what test_auto_features.py runs on the ranks of experts, dropped layers, and a search meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script for FSDP2 ported line by line: `fully_shard` becomes `sp.unit`, and `sp.auto` follows; everything else, setters included, stays.
 
 Runs the settings of equivalence_settings.py so, next to real FSDP2: no builder, no trace, no plan.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_auto_features.py: sp.auto, its plans on disk, its search, and the setters of FSDPModule, next to real FSDP2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by a plan next to real FSDP2: the same model, ranks, seeds and strategy, step by step.
 
 A Case is a model and a strategy document. The strategy is read twice: by `shardplan plan`, whose plan the adapter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families of models from transformers, each under settings that families differ in."""
 
 from __future__ import annotations

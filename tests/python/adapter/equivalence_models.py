@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models that a plan and real FSDP2 both train (equivalence.py). Each has awkward sizes: first dimensions that the
 ranks do not divide, one-dimensional parameters, ties, parts that are used twice or not at all."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for cases of equivalence.py: `python equivalence_plans.py CASES.pickle FOLDER` traces every model that occurs once,
 and runs `shardplan plan` for every case. A process of its own: the tracer must be there before autograd's first backward.
 """

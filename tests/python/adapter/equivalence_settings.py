@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every setting of the fsdp2 policy, on small models."""
 
 from __future__ import annotations

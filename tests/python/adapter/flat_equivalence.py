@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by an fsdp1 plan next to real FullyShardedDataParallel: the strategy document of a Case (equivalence.py) read by
 `shardplan plan` and by `with_fsdp1` below, which makes the wraps that the document stands for."""
 

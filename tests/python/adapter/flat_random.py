@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random small models and settings of fsdp1: `python tests/python/adapter/flat_random.py --cases 300 [--seed N]` runs many next to real
 FullyShardedDataParallel and says how many agree; the test suite runs some. A case is made of its number alone.
 """

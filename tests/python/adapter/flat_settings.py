@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every setting of the fsdp1 policy that the adapter replays, on small models and families of transformers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_adapter_flat_user.py: what a user does to a flat model between steps, next to real FSDP1."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stub of the C++ module, made of what pybind11 says of it: tools/python/_shardplan-stubs. `dev/update_stubs` writes it, a test compares."""
 
 import pathlib

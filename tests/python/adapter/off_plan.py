@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user does that a plan does not have, under real FSDP2 (FSDP1) and by a plan, on the same ranks.
 
 `PYTHONPATH=tools/python .venv/bin/python tests/python/adapter/off_plan.py [NAME ...]` prints the table: what PyTorch does, what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All cases of off_plan.py."""
 
 import off_plan_changes  # noqa: F401

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of off_plan.py: what a user does to the model between steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of off_plan.py: torch.distributed.checkpoint of model and optimizer, and checkpoints of one kind loaded by the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of off_plan.py: training loops other than the planned one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of off_plan.py besides those of equivalence_models.py. `python off_plan_models.py CASES.pickle FOLDER` makes a plan for
 every case of both, and goes on where one cannot be made: that is an answer, too."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of off_plan.py: models that do what a plan may not expect, and parts of models used on their own."""
 
 from __future__ import annotations

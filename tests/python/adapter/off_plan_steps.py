@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of off_plan.py: steps that are given up, and plans that are taken off."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training wholly on demand, under every setting of the policy: each step leaves its plan with its first point, and no plan is made
 of it, so all gathers and reductions are the plan's procedures. Losses, gradients and parameters equal real FSDP2's, bit for bit.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of `shardplan optimize` for small models, trained next to FSDP2 as it is by default.
 
 `python optimized_cases.py FOLDER` traces the models and optimises every job. A process of its own: the tracer must be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks whose device is short of memory in a step, which they give up, on the device in software:
 `python out_of_memory.py auto|traced FOLDER`; or a longer step that is foreseen: `foreseen FOLDER`."""
 

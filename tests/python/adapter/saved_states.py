@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_adapter_saved_states.py: checkpoints that one job writes and another loads."""
 
 from __future__ import annotations

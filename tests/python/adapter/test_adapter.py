@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by a plan equals training under real FSDP2, run live on the same ranks, bit for bit.
 
 Both call the same collectives on buffers of the same layout, so also the reduction order is the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters changed after a plan was applied: taken over as FSDP2 does, or refused by name. And plans whose buffers have
 addresses of their own."""
 

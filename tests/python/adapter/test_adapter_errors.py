@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the adapter says when plan, model, ranks or a rank's life are not as planned; and what works between steps."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gather extensions and units of several dtypes: training by a plan equals real FSDP2, bit for bit."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users do besides a plain loop, by a plan and by real FSDP2 on the same ranks: hooks on gradients, optimisers in the
 backward, collectives of their own, models from the meta device, whole parameters for a while, steps that leave the plan,
 checkpoints of model and optimiser."""

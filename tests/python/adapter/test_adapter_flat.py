@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by an fsdp1 plan equals training under real FullyShardedDataParallel, run live on the same ranks."""
 
 import flat_equivalence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat plans as a user of FSDP1 meets them: parameters replaced, whole parameters, state dicts, evaluation."""
 
 import flat_user

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer state dicts by FSDP1's names: what real FSDP1 makes of the same training, and back, on two ranks."""
 
 import dataclasses

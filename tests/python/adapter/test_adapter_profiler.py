@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.profiler beside a plan: the ranges that FSDP2 records, under its names."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sp.save and sp.load: written on two ranks by one policy, loaded on three by the other, and by real FSDP2."""
 
 import dataclasses

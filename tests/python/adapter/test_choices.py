@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strings that are choices: what the annotations say is what is accepted, of every public function of shardplan.torch."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile under a plan does what it does under FSDP2: the same numbers, graphs, graph breaks and warnings."""
 
 import compiled

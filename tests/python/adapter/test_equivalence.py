@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every setting of the fsdp2 policy, and families of models: training by a plan equals real FSDP2, bit for bit.
 
 Both run live on the same ranks (equivalence.py). One set of processes runs all cases of a number of ranks.

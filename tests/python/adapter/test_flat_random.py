@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random models and settings of fsdp1: training by a plan equals real FullyShardedDataParallel, bit for bit."""
 
 import flat_equivalence

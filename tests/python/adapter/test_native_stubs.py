@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stub of the C++ module says all of it: names, members, arguments, types; and type checkers find it."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps are foreseen: by their arguments where these decide, else by the steps before."""
 
 import random

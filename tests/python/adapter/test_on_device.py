@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by a plan next to real FSDP on the device in software: streams, NCCL and autograd's device threads as on a GPU.
 `tools/nightly --only adapter` runs many more cases."""
 

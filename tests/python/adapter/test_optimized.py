@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of `shardplan optimize` train with the numbers of FSDP2 as it is by default: bit for bit on two ranks, but for
 gradients of micro-batches that are added before they are reduced (docs/reference/optimize.md)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan run` replays what `shardplan plan` makes of a traced model, under both policies: real memory and collectives on
 two CPU ranks, and the adversarial order of the virtual machine."""
 

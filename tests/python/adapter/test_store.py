@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that torchrun starts again find the store of those before them: they have a part of it to themselves."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of real FSDP1 and FSDP2 that train, save and load.
 
     jobs.py RANK RANKS STORE (save|load) FOLDER (fsdp1|fsdp2)=NAME...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rewrite that is killed at random moments goes on where it was, and ends with the state that it began with.
 
     PYTHONPATH=tests/python/checkpoints .venv/bin/python tests/python/checkpoints/killed.py [--kills 20] [--seed 1] [--megabytes 64] [--rounds 1]

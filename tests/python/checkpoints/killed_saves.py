@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that save in the background again and again, in place of the last checkpoint, killed at random moments: what is there is whole, and of one
 step. `killed_saves.py [--kills 10] [--seed 1]`; run by tools/nightly."""
 

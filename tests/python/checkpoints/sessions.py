@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sp.save on some ranks and sp.load on others, of models that real FSDP2, HSDP and tensor parallelism have sharded: buffers, frozen
 parameters, two optimizers, one of them without a state of every parameter. Run by tools/nightly:
 

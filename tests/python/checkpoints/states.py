@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random training states, files of them in every format, and their comparison: with torch, torch.distributed.checkpoint and safetensors alone."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that are damaged, or want to run code: errors with file and place, exit code 3."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real FSDP1 and FSDP2 ranks on both sides."""
 
 import pathlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan reshard-checkpoint` between all formats and layouts, judged by torch, torch.distributed.checkpoint and safetensors."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a plan's steps again, from docs/reference/memory.md alone (naive_simulator.py)."""
 
 import collections

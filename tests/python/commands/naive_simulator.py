@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator again, from docs/internals/simulator.md and docs/reference/memory.md alone: slow, simple, and without a line of the product.
 
 It reads the plan and cluster documents and gives the report's figures, the spans of every instruction, and the peaks of memory."""

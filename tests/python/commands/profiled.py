@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two CPU ranks whose steps torch.profiler records, under real FSDP or a plan: `record(kind, plan, folder)` on a rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two CPU ranks that train by a plan and measure themselves: what runs on a rank."""
 
 from __future__ import annotations

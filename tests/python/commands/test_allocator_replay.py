@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan allocator-replay` as a user meets it: exit codes, the departure, JSON, errors with their place."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan calibrate`: real measurements of this machine's CPU, whatever they are, become a cluster document that simulates."""
 
 import json

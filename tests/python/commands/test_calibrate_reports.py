@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan calibrate --from measured.json`: figures that made a step are found in it, each one or several, and what it does not tell stays."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dev/check_docs finds what a page names and the tree has not."""
 
 import re

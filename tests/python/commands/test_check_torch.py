@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dev/check_torch: versions, comparison of functions, names that the sources use; and that its table is that of the installed torch."""
 
 import pathlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `shardplan` command as a user meets it: help, exit codes, error texts, round trips."""
 
 import json

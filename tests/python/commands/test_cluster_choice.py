@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For how many ranks a trace is planned: --ranks, --mesh and --cluster together, none of them left out silently."""
 
 import json

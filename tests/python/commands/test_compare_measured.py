@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`simulate --kineto` and `compare PLAN MEASURED`: what is written as a profile is read back as what was simulated, by us and by HTA, and two sides that differ by
 known amounts differ by these."""
 

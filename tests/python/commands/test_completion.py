@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `shardplan --completion` prints completes commands, their flags (those of programs in Python, too) and files."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan cost`: predictions from tables of measurements, and cluster documents fitted to them."""
 
 import csv

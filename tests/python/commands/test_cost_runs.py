@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan cost RUNS.csv --builder`: training runs predicted, and few figures of a cluster fitted to them."""
 
 import csv

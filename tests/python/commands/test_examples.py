@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every examples/*/ that has expected.txt: its `run` prints exactly that. Those that take minutes run in the nightly series (SHARDPLAN_LONG_EXAMPLES)."""
 
 import os

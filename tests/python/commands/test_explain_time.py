@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan explain`, `compare` and `simulate --ranks-apart` as a user meets them."""
 
 import json

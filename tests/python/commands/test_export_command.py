@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan export` as a command: what it says that FSDP2 lacks, what that costs, and what it refuses."""
 
 import json

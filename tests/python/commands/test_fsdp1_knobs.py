@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Knobs of fsdp1 that change what is communicated and what buffers hold, in the plan of the three-layer example."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names are whatever a document says: every output is read by a real parser, has no character that a terminal obeys, and as many lines as with
 plain names."""
 

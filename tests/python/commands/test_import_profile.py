@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan import-profile`: profiles of real GPUs and of ranks recorded here, next to what the plan has and to plain sums over the files."""
 
 import collections

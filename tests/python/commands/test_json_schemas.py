@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON Schema files describe exactly what the C++ reader takes: on real documents, random ones and broken ones."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each knob's golden plan differs from the default as its difference.txt says, and docs/knobs-*.md tells exactly that."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """shardplan memory and explain-memory: tables, pages, allocator settings, errors and exit codes."""
 
 import json

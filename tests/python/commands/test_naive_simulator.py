@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator agrees with one that is written from its page alone: times, every span, every sum, and memory."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan optimize` and `shardplan certify`."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs are written whole or not at all: signals at any moment, full disks, links, outputs that are inputs. Real processes, every command."""
 
 import json

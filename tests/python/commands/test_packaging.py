@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose torch a build takes, and what find_package finds without one."""
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -99,6 +101,12 @@ def test_a_module_that_is_built_with_another_torch_is_named(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert f"{module.parent} does not load with torch" in done.stderr and "is built with another torch" in done.stderr
+
+
+def test_the_version_is_one():
+    version = re.search(r"project\(shardplan VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## ([0-9.]+) ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
 
 
 BOUNDS = [">=2.11", "<2.16"]

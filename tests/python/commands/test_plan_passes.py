@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan plan --stop-after`, `--dump`, `--skip` and `--list-passes`."""
 
 import json

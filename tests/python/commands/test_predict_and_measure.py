@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a training step on CPU ranks is the plan's, to the byte: the model's own included, as torch allocates it."""
 
 import subprocess

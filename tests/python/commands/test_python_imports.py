@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of the Python packages import one way: no circle, wherever in a module the import stands."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands `layout` and `reshard`, and what validate and show say of their documents."""
 
 import json

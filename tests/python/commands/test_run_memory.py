@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peak of memory that `shardplan run` measures, of real allocations, is the one that `shardplan simulate` says: on the CPU, and by PyTorch's own caching allocator on the device in software (docs/internals/device.md)."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that measures itself: `shardplan.torch.profile` and `shardplan run --profile`, next to what the plan has and the simulator says."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does it fit? `memory`, `simulate`, `evaluate` and `optimize` say one thing, of a plan and of the trace that it was made from."""
 
 import json

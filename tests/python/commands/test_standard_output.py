@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard output that cannot be written is an error of the environment, whatever the command and however little it has to say."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user may give in place of a file: every command says what is wrong, in one line, with the code of the kind of fault. And every command
 that reads a plan reads its text form."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan sweep`: every combination once, whatever happens to the process, and the border of what fits."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops that a strategy describes: wrong ones are bad input, with the place; none is called a bug of shardplan."""
 
 import itertools

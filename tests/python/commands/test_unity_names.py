@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in anonymous namespaces differ within a library: presets compile different numbers of files as one, and every number has to do."""
 
 import collections

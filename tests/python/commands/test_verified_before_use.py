@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans are verified by every command that uses them: an edited one is refused with the verifier's words, one that carries a fault of PyTorch's
 is used with a warning, and what is carried cannot hide anything else."""
 

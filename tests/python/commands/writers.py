@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every output of every command, for the tests of how they are written. `test_output_files.py` compares the list with what --help says."""
 
 import dataclasses

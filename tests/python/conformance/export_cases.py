@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies whose plans are exported as plain FSDP2 calls, on a model of blocks between two layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of knobs that random ones do not draw: tensor and expert parallelism, extensions, calls between steps."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records optimizer states of real FSDP1 in the form of tests/conformance/optim_state, at any world size:
 
     optim_state_recorder.py FOLDER RANKS flat|orig WIDTH

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases in the form of the recordings of FSDP1 that the recordings given do not have: encoder-decoders, whose decoder's blocks all read one tensor
 and pass the position bias through, and checkpoints around and inside units. `python -m reference_recorder reference_cases:cases FOLDER` records them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of the recordings in tests/conformance/fsdp2 and fsdp1, built again, and their cases as shardplan.conformance.Case."""
 
 from __future__ import annotations

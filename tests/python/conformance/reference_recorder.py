@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records cases in the form of tests/conformance/fsdp1 and fsdp2: the plain model as JSON, and what PyTorch logs.
 
 Each case has one forward, and steps of a forward, a backward, an optimizer step and zero_grad.

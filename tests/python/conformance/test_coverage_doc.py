@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reference/pytorch-coverage.md: a row for every function of PyTorch's FSDP, and nothing named there that does not exist."""
 
 from __future__ import annotations

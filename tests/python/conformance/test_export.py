@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shardplan export --fsdp2`: what the installed FSDP2 issues under the written file is the plan, event for event."""
 
 import functools

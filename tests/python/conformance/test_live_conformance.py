@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The installed PyTorch against the plan: the recorder against recordings made independently, random cases, the command."""
 
 import functools

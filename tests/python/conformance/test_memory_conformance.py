@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory at every hook, against recordings of real FSDP2 steps; and that a difference is found."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The allocator's statistics at every hook, against recordings of real FSDP1 and FSDP2 on PyTorch's own allocator; and that a difference is
 found."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings of FSDP1's optimizer states: all match, and a change of any of them is seen."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch's libraries ask of the CUDA runtime and of NCCL, by name. Needs no torch: dev/check_torch asks it of releases that are not installed."""
 
 import pathlib

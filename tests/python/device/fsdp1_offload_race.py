@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether real FSDP1 races when parameters are offloaded and a forward comes between the backward and the optimizer's step:
 `fsdp1_offload_race.py` on the device in software (docs/internals/device.md) prints what such forwards return, without and with a synchronize before the step.
 

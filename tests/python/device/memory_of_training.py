@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size, and prints what the caching allocator says, over
 all steps and at points of the last one: `memory_of_training.py CASE.json`, where the case has the knobs and the model's sizes of a recording of memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random small models and settings of both policies: `python tests/python/device/memory_random.py --cases 100 [--seed N]` trains each on a device on
 which nothing computes and compares what PyTorch's own allocator says at points of the last step, its peaks, and how often it called the driver, with
 `shardplan memory`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What PyTorch's own host code takes inside of kernels, on a device on which nothing computes: `record_kernels.py` prints a JSON document with, for each
 operator of a list of random ones, the bytes of the storages that it reads and writes and, in order, what it takes ("+", bytes) and gives back
 ("-", which of those taken), and where it allocates its outputs ("o").

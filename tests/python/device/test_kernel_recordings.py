@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recordings that formulas of kernels' memory are compared with are what PyTorch's host code does."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's own allocator under real FSDP2 and FSDP1, on a device on which nothing computes (docs/internals/device.md), next to what `shardplan memory` says."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the device in software: `python torch_on_device.py NAME...` prints what the functions return, as JSON."""
 
 from __future__ import annotations

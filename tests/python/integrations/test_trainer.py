@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer and accelerate train by plans as they do under FSDP2: losses, gradient norms, evaluation, prediction, checkpoints, resuming."""
 
 import pathlib

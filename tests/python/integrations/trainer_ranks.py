@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks in test_trainer.py: transformers' Trainer and a loop of accelerate's, under FSDP2 or by plans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the nightly series, one after the other, within a time that it divides among them; each goes on where it was.
 
 Parts of one to three minutes, of the series that has had the least time. out/nightly/state.json remembers how far each came and is written after

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a part of a series: its steps one after the other, within a limit of time, with all processes that they start."""
 
 from __future__ import annotations

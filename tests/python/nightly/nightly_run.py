@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A night: divides its time among the series, remembers how far each came, and writes the table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of nightly series: what a part of each runs, and where it goes on."""
 
 from __future__ import annotations

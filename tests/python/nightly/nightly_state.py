@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each series goes on: a file that is written anew, as a whole, after every part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/nightly with series that take no time: how it divides a night, goes on, counts, and ends."""
 
 import json

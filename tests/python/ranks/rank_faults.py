@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of ranks and of launchers, done to real processes: what each said, how long it took, and whether that is right.
 
 `python rank_faults.py --seed 7 --count 40` prints a table of the random ones 7 to 46, each made of its number alone; the exit code is 1 when one of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts ranks as users do, and reads what each says: by `shardplan run`, one by one by hand, by torchrun."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that trains three layers by a plan: `python rank_training.py PLAN TIMEOUT_S STEPS`, under torchrun's environment."""
 
 from __future__ import annotations

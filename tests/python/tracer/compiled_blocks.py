@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that test_tracer_compiled.py compiles, and a model of equal ones."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer states and temporaries of plans beside torch.optim itself, stepping the rank's shards as fake CUDA tensors."""
 
 import importlib

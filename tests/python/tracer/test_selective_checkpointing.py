@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selective checkpointing as the planner applies it to a trace, against torch's own on real tensors: which operators run again."""
 
 import collections

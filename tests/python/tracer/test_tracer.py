@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tracer's document, and its order against what hooks see on real tensors."""
 
 import copy

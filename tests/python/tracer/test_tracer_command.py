@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m shardplan.tracer` as a user meets it: sources, configs, errors and exit codes."""
 
 import json

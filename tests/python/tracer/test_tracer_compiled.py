@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of compiled blocks, against compiled blocks that run on real tensors of the CPU."""
 
 import functools

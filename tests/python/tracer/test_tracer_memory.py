@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tracer's figures: FLOPs against torch's counter, bytes against closed forms, storages against what real tensors do."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models as users have them: builders written for a GPU, values that are read, recurrent layers, mixtures of experts."""
 
 import json

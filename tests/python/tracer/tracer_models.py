@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models that the tracer's tests record. Each builder takes no argument or batch and seq, as SOURCE callables do."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tracer's tests share: cases, walks over a trace, and the order that hooks see on real tensors."""
 
 import functools

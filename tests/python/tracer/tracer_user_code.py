@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builders as people write them for a GPU, and models that read values of tensors."""
 
 import torch

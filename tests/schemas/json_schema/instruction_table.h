@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of instructions in docs/reference/plan-format.md, made from the instruction set.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/schemas/json_schema/json_schema.h"
 
 #include <algorithm>

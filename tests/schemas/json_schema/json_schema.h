@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The JSON Schema files (schemas/json) made from the field lists of the documents.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of what differs between releases of PyTorch, of a page (docs/reference/pytorch-versions.md).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // JSON Schema of a value type, by its field list (schemas/src/json/fields.h).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // write_json_schemas DIRECTORY PLAN_PAGE VERSIONS_PAGE: writes the JSON Schema file of every document there,
 // the table of instructions into the one page and that of PyTorch's releases into the other
 // (dev/update_schemas).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Frees of some parts of a buffer: what may still be done with the rest.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

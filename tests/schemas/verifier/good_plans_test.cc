@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans that follow FSDP2's and FSDP1's schedules verify, whatever the options.
 #include <gtest/gtest.h>
 

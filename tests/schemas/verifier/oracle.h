@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The oracle, second half: tries every order in which host and streams can run a program, with symbolic
 // values.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The oracle, first half: reads a plan in host order, as if every instruction finished before the next is
 // issued.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The verifier against the oracle, on good plans with things removed, swapped or doubled, and on random
 // changes.
 #include "tests/schemas/verifier/oracle.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random small programs: right in host order, with few or many waits between the streams.
 #pragma once
 

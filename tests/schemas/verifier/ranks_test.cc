@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programs of several ranks: the same collectives in the same order, and no circle of waits. Deadlocks are
 // compared with a brute force that tries every order of all ranks' streams.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans full of ids that name nothing: the verifier says so and reads nothing out of bounds (run it under the
 // asan preset).
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests of the verifier's rules share: good plans, and how to name a spot in them.
 #pragma once
 

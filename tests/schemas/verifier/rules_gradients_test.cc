@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules on gradients: grad_not_reduced, grad_division.
 // Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
 // listed, too.

@@ -1,4 +1,6 @@
-// docs/reference/verifier.md and the code: every rule has a section, and the functions that a section names are there.
+// SPDX-License-Identifier: Apache-2.0
+// docs/reference/verifier.md and the code: every rule has a section, and the functions that a section names
+// are there.
 #include <gtest/gtest.h>
 
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule tables and its neighbours: what segments, procedures and steps say of each other.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

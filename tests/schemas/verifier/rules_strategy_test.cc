@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule tables: world_size, mesh, policy, groups of ranks and dtypes are those that the strategy asks for.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rule tables, of triggers: kind, unit, micro-batch and occurrence are what the program passes there.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

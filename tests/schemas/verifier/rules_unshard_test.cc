@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules on ids and on parameters: reference, use_before_unshard, read_before_write.
 // Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
 // listed, too.

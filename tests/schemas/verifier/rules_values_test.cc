@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules on values: layout, wrong_value, compute_order, optimizer_step.
 // Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
 // listed, too.

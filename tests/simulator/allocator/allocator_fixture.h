@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Short words for the tests of the allocator.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each rule about the driver: out of memory, max_split_size, garbage collection, rounding divisions.
 #include "allocator_fixture.h"
 

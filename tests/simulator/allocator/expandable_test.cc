@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Expandable segments: address space that is mapped page by page.
 #include "allocator_fixture.h"
 

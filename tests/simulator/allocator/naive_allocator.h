@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An allocator for comparison, written to be obviously right and slow: every segment is a list of blocks,
 // every search looks at all of them. No expandable segments. Shares no code with the model.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random requests: the model against a naive allocator, and invariants under every setting. The seed is
 // printed with each failure.
 #include <random>

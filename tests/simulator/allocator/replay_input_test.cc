@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the reader of logs refuses, and with which words.
 #include <filesystem>
 #include <fstream>

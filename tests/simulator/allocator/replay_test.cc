@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recorded logs: one training step on an H100, and random requests to LibTorch 2.11's own allocator under
 // various settings over a stand-in driver (data/README.md). Every action must be reproduced; a changed log
 // must not be.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each rule that needs no driver: size classes, best fit, splitting, merging, streams, deferred frees.
 #include "allocator_fixture.h"
 

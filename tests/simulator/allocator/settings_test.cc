@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PYTORCH_ALLOC_CONF as text. The tables and limits here are what libc10 of torch 2.11 answers.
 #include "allocator_fixture.h"
 

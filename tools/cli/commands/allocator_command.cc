@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `allocator-replay`: a recorded log of the CUDA caching allocator against the model.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The subcommands of `shardplan`. Each Add function registers one with its options; its callback stores the
 // process exit code in *exit_code (docs/internals/architecture.md, "Errors").
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `compare`: why the step and the memory of two plans differ, and how a measured step differs from its plan.
 #include <fmt/format.h>
 

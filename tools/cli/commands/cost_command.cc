@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cost`: predicted next to measured, and cluster documents fitted to measurements. Tables of training runs
 // need the tracer: `shardplan.runs` of the Python package reads them.
 #include <fmt/format.h>
@@ -335,7 +336,8 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan cost runs.csv --builder mine:build --cluster-of h100=h100_sxm --fit-rows 8 -o "
       "fitted");
   auto options = std::make_shared<CostArguments>();
-  command->add_option("TABLE", options->tables, "Comma-separated values (docs/reference/cost.md)")->required();
+  command->add_option("TABLE", options->tables, "Comma-separated values (docs/reference/cost.md)")
+      ->required();
   AddFile(*command, "--cluster", options->cluster,
           "Predictions of this cluster (default: the shipped one of each row's device)");
   command

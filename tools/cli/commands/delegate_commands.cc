@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `trace`, `calibrate`, `sweep` and `conformance` (Python, most need torch) and `run` (C++, needs LibTorch)
 // live in programs of their own, so that the command itself builds without either.
 #include <fmt/format.h>

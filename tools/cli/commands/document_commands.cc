@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `show` and `diff`: what a plan says.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `evaluate`: many configurations in one process, what is equal between them made once.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `explain`: what a plan does unit by unit, where its step goes, and of an optimised one why, and what memory
 // is worth.
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `explain-memory`: what is alive at the peak, since when, until when, and which knob would remove it.
 #include <fmt/format.h>
 

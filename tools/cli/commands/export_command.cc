@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `export`: a plan as plain calls of PyTorch's FSDP2, for a job without shardplan.
 #include <fmt/format.h>
 

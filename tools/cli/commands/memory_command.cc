@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `memory`: device memory of a plan or of a trace under a strategy, without any cost.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `optimize`: trace + cluster + job + budget -> the fastest plan; `certify`: whether a certificate holds.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `plan`: trace + cluster + strategy -> plan.
 #include <fmt/format.h>
 

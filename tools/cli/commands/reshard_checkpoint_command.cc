@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `reshard-checkpoint`: a checkpoint's files in another layout, format or number of ranks.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `layout` and `reshard`: where a training state lies, and how it gets to another layout.
 #include <fmt/format.h>
 

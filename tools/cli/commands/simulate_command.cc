@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `simulate`: time, overlap and memory of one or several plans.
 #include <fmt/format.h>
 

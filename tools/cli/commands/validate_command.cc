@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `validate`: whether documents are well-formed, and whether plans are safe to run, alone or together.
 #include <fmt/format.h>
 

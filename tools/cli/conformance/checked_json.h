@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A recording's JSON, read with checks: whatever is missing, of another type or out of range is an error that
 // names the place, never undefined behaviour.
 #pragma once

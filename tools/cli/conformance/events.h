@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The events that a plan issues, in the form of the recordings' logs, and the comparison with them.
 #pragma once
 

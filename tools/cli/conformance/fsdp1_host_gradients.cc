@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "fsdp1_host_gradients.h"
 
 #include <algorithm>

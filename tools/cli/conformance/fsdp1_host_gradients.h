@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which sharded gradients FSDP1 adds to on rank 0: those in host memory where the ranks compute on a CPU, and
 // those on the device.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Case of a FullyShardedDataParallel recording -> trace, strategy, cluster.
 #include <algorithm>
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Case of a fully_shard recording -> trace, strategy, cluster.
 #include <fmt/format.h>
 

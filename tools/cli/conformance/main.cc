@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // shardplan-conformance DIR [CASE...]: plans every recording in DIR and compares the plan's events with what
 // PyTorch did.
 #include <fmt/format.h>

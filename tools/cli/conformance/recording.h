@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recordings of real PyTorch (tests/conformance): a case as planner input, and the events it issued.
 #pragma once
 

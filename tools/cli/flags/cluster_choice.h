@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which cluster a trace is planned for: what --cluster, --ranks and the mesh say together.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cluster that plans are for when nobody names one.
 #pragma once
 

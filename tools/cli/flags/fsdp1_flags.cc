@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "flags/fsdp1_flags.h"
 
 #include <algorithm>

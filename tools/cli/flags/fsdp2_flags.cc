@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "flags/fsdp2_flags.h"
 
 #include <charconv>

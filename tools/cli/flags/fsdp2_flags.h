@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags of `shardplan plan` for knobs that are fsdp2's, or both policies' but seldom set.
 #pragma once
 

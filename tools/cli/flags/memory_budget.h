@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Flags of commands that ask whether a plan fits (docs/reference/memory.md).
 #pragma once
 

@@ -1,4 +1,6 @@
-// The flags of `shardplan plan` that set knobs of the strategy, one to one with docs/reference/strategy-format.md.
+// SPDX-License-Identifier: Apache-2.0
+// The flags of `shardplan plan` that set knobs of the strategy, one to one with
+// docs/reference/strategy-format.md.
 #pragma once
 
 #include <CLI/CLI.hpp>

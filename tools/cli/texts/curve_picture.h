@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The price curve as a picture: time of a step against memory.
 #pragma once
 

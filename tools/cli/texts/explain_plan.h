@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Why is this event here? The text of `--explain`.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times and sizes in the units that tables print.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Python file of plain FSDP2 calls that set a model up as a strategy says (`shardplan export --fsdp2`).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `compare` prints and writes of a measured step beside the predicted one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tables about memory that `memory` and `explain-memory` print, and their JSON.
 #pragma once
 

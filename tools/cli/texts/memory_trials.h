@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Knobs that change a plan's peak, each tried by planning again.
 #pragma once
 

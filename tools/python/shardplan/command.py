@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Python commands share: how they print, and how they end."""
 
 from __future__ import annotations

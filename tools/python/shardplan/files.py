@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of the commands: a file is written whole or not at all, and nothing else is left in its folder.
 
 The C++ commands do the same (schemas/src/files/file_write.cc); each removes what the other's killed processes left.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules a pattern means, as strategy documents and the command have them (docs/reference/strategy-format.md)."""
 
 from __future__ import annotations

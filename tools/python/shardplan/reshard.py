@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of resharding (docs/reference/reshard-format.md) from Python: made by the command, executed on bytes in memory."""
 
 from __future__ import annotations

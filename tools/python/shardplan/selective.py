@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selective activation checkpointing as a strategy's `checkpoint.save` says it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Agreement: before anything is communicated all ranks find out whether they are about to do the same.
 #pragma once
 

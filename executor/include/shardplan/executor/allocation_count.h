@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How many bytes of device memory are allocated, as the allocator is asked for them.
 #pragma once
 

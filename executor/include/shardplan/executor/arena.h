@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A static arena: every buffer of a plan at an address of its own, the same in every step.
 //
 // [Note: what may share an address]

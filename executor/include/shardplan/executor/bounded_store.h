@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store that answers in time or not at all.
 //
 // [Note: stores that never answer]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives: all_gather, reduce_scatter and all_reduce on the communicators of a plan, and exchanges of
 // bytes, for one rank.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cpu backend: LibTorch CPU tensors, collectives through c10d process groups (Gloo), one process per
 // rank.
 #pragma once

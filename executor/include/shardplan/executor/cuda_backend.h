@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cuda backend: CUDA streams and events, LibTorch's caching allocator, NCCL communicators of its own.
 #pragma once
 

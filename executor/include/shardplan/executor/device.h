@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device: the memory, streams, events and kernels that the replayer replays a plan on. One Device serves one
 // rank.
 //

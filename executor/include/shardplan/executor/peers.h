@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Peers: which of a run's ranks are alive, so that an error names the one that died and not its victims.
 //
 // [Note: who died]

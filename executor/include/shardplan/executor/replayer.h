@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replayer: replays a plan, trigger by trigger, on one rank.
 //
 //   auto replayer = Replayer::Create(plan, rank, device, collectives, &model);

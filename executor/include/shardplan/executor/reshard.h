@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Executes a plan of resharding on real ranks (docs/reference/reshard-format.md), round by round:
 //
 //   const Plan world = ExchangePlan(ranks);            // what device and collectives are prepared with

@@ -1,5 +1,6 @@
-// Saves and loads the state of a training job as checkpoints (docs/guide/checkpoints.md), at once or while training
-// goes on:
+// SPDX-License-Identifier: Apache-2.0
+// Saves and loads the state of a training job as checkpoints (docs/guide/checkpoints.md), at once or while
+// training goes on:
 //
 //   Session session({.rank = rank, .ranks = ranks, .store = store});
 //   session.SaveInBackground("step_1000", StateOfRank(layout, rank, storage), {});   // between two steps

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StepRecorder: when the instructions of a rank's steps begin and end, on the host and in their streams, and
 // what is allocated meanwhile.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TorchDevice: what the LibTorch backends (cpu, cuda) have in common: buffers are tensors.
 //
 // [Note: storages that come and go]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The virtual backend: all ranks and streams of a plan in one thread, without a GPU. Work is queued per
 // (rank, stream) and executed in a seeded order that respects only what the plan itself orders. Freed memory
 // is poisoned (NaN) and handed out again at once. A missing wait becomes a wrong number; a collective that

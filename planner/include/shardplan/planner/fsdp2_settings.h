@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What PyTorch's FSDP2 can be told of a plan: the settings nearest to it, and what they leave out.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimising planner: of all plans that today's strategies make for a job, the fastest within a byte
 // budget, and a bound that no plan of the class goes below (docs/reference/optimize.md).
 #pragma once

@@ -1,5 +1,6 @@
-// The planner: trace + strategy + cluster -> plan (docs/internals/planner.md). planner/src/pipeline.cc is the table of
-// contents.
+// SPDX-License-Identifier: Apache-2.0
+// The planner: trace + strategy + cluster -> plan (docs/internals/planner.md). planner/src/pipeline.cc is the
+// table of contents.
 #pragma once
 
 #include <functional>

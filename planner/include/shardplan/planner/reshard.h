@@ -1,5 +1,6 @@
-// Plans of resharding: the copies that take a state from one layout to another (docs/reference/reshard-format.md), and
-// the layouts that checkpoints get.
+// SPDX-License-Identifier: Apache-2.0
+// Plans of resharding: the copies that take a state from one layout to another
+// (docs/reference/reshard-format.md), and the layouts that checkpoints get.
 #pragma once
 
 #include <cstdint>

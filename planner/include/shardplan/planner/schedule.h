@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The partial order of a plan's instructions: what may move, and how far (docs/internals/schedule-graph.md).
 #pragma once
 

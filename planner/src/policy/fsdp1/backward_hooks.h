@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The hooks of a backward, and what follows it (_runtime_utils.py).
 #pragma once
 

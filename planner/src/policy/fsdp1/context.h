@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is fixed once the model is wrapped, and where instructions and findings are written. Functions of this
 // policy take it with the state (fsdp_state.h) that they change.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "policy/fsdp1/exec_order_data.h"
 
 #include <fmt/format.h>

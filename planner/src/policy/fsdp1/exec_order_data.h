@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The orders in which units run, which prefetches follow (_exec_order_utils.py).
 #pragma once
 

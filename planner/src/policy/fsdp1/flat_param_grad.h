@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradient of a flat parameter: what autograd, FlatParamHandle and the user do with it (_flat_param.py).
 // How it is reduced is in reduce_grad.h.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One flat parameter: where its data and its gradient are, and how its data is unsharded and resharded
 // (_flat_param.py). What happens to the gradient is in flat_param_grad.h.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of tensors that a flat parameter has beside its shard.
 #pragma once
 

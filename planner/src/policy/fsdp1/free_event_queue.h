@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rate limiter (_limiter_utils.py).
 //
 // [Note: record_stream]

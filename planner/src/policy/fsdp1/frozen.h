@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FSDP1 with use_orig_params: what a flat parameter with trainable and frozen parts does to the backward.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mutable state of FSDP1, all of it: the handles, and what _FSDPState shares between all units of a root
 // (_common_utils.py, _share_state_and_init_handle_attrs).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What FSDP1 itself does wrong, or does wrong with this program.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done of a flat parameter on demand, beside the steps: the handle as in a step, on the compute
 // stream.
 #pragma once

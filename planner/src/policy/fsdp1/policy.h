@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyTorch's FSDP1 (FullyShardedDataParallel) as a policy: hands the points that the host passes
 // to the hooks. README.md says what of PyTorch is where.
 #pragma once

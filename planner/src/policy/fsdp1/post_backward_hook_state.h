@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The post-backward hook of a flat parameter: which gradient it hangs on, and where in a backward it runs.
 //
 // [Note: when a flat parameter's gradient is done]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reduction of an unsharded gradient, and what becomes of the sharded one (_runtime_utils.py;
 // torch/distributed/algorithms/_comm_hooks/default_hooks.py).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "policy/fsdp1/runtime_utils.h"
 
 #include "policy/fsdp1/flat_param_grad.h"

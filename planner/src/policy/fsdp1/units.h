@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which modules FSDP1 wraps and which parameters it leaves alone (wrap.py, _wrap_utils.py, _init_utils.py).
 #pragma once
 

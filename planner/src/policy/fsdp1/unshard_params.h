@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FullyShardedDataParallel.summon_full_params (_unshard_param_utils.py).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The all-gather of a parameter group (foreach_all_gather, foreach_all_gather_copy_out in
 // _fsdp_collectives.py).
 #pragma once

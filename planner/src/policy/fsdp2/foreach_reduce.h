@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reduction of a parameter group's gradients (foreach_reduce in _fsdp_collectives.py).
 //
 // [Note: how long a reduced buffer lives]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams that the parameter groups of one root share, and what is kept alive for them (FSDPCommContext in
 // _fsdp_param_group.py).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a user calls of a module that fully_shard was called on: the setters, unshard, reshard (FSDPModule in
 // _fully_shard.py), and the hooks of its state dict.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // [Note: what goes into an all-gather]
 // Parameters that are cast use one flat buffer of the low precision; those of an all-gather extension use the
 // tensors that the extension makes; the others are copied straight from their shards. A copy-in moves the

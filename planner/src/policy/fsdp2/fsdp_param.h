@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parameters of one group: their shards, what they put into an all-gather and their unsharded memory
 // (FSDPParam in _fsdp_param.py, all those of a group together). Their gradients: unsharded_grads.h,
 // sharded_grads.h.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parameters that are communicated together (FSDPParamGroup in _fsdp_param_group.py).
 //
 // [Note: who keeps a buffer alive]

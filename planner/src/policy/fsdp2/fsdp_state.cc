@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "policy/fsdp2/fsdp_state.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One call of fully_shard: its hooks, and what it shares with the other states of its root (FSDPState in
 // _fsdp_state.py).
 //

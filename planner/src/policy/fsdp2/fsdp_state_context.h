@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the FSDPStates of one root share (FSDPStateContext in _fsdp_state.py).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The states of a model as the strategy makes them (fully_shard and share_comm_ctx in _fully_shard.py, and
 // the prefetch lists of the strategy).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "policy/fsdp2/gradient_divide_factors.h"
 
 #include "policy/gradient_division.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How gradients are divided (_get_gradient_divide_factors and _div_if_needed in _fsdp_collectives.py).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The model's modules and their FSDPStates: what PyTorch finds with named_modules and
 // _get_module_fsdp_state.
 #pragma once

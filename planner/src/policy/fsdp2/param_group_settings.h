@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a user sets of a parameter group: attributes of FSDPParamGroup (_fsdp_param_group.py) that the setters
 // of FSDPModule (fsdp_module.h) change, before the first step or in a step.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard) as a policy: the state machine of its
 // runtime, with the same names, issuing plan instructions instead of kernels. The classes are laid out as
 // PyTorch's (README.md); this one hands them the points that the host passes.

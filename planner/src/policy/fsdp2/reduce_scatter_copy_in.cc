@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "policy/fsdp2/reduce_scatter_copy_in.h"
 
 #include <fmt/format.h>

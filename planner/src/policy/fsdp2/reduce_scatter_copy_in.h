@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The copy of unsharded gradients into a reduce-scatter's input (the loop over chunked gradients of
 // foreach_reduce, and foreach_reduce_scatter_copy_in, in _fsdp_collectives.py).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sharded gradients of a group: what foreach_reduce makes of a reduced buffer (the end of foreach_reduce
 // in _fsdp_collectives.py; FSDPParam.sharded_param.grad).
 #pragma once

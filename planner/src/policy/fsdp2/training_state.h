@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a state or a parameter group is doing (TrainingState in _fsdp_common.py).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One unit as the classes of its parameter group see it: what choose_units decided about it, and the program
 // with the unit's name before the names of events and buffers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradients that the backward makes of a group's unsharded parameters, until they are reduced (the
 // gradient side of FSDPParam in _fsdp_param.py).
 #pragma once

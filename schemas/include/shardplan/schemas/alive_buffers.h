@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lifetimes of buffers, instruction by instruction in host order: one rule for everybody who walks a program
 // (docs/reference/plan-format.md, "Lifetimes").
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Assertions on invariants: what the code relies on and no input can break. What a document, a caller or the
 // environment can get wrong is an Error (error.h), never an assertion.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints in files (docs/guide/checkpoints.md): safetensors, torch.distributed.checkpoint directories and
 // torch.save files, read without running anything that they hold, and rewritten in another layout.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cluster: the machine model that costs are computed from (docs/reference/cluster-format.md).
 #pragma once
 

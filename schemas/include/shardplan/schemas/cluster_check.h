@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Consistency of a cluster's fields: rules that the JSON Schema cannot express and the cost model relies on.
 #pragma once
 

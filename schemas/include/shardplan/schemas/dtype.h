@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element types, named as torch names them ("bfloat16").
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors and results. No exception crosses a public header: functions that can fail return Result<T>.
 #pragma once
 

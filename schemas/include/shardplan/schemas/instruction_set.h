@@ -1,6 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 // The instruction set: what an instruction of each kind is, in one table. The reader, the text form, the
-// checks of operands, GraphViz, the JSON Schema and the table in docs/reference/plan-format.md take names and fields
-// from here.
+// checks of operands, GraphViz, the JSON Schema and the table in docs/reference/plan-format.md take names and
+// fields from here.
 //
 // The table says what an instruction has. What it means stays with those who give it a meaning, and is
 // written there kind by kind: costs (simulator), happens-before and values (verifier, planner, executor).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lets triggers that issue the same share one list of instructions (plan.h, [Note: equal micro-batches]).
 #pragma once
 

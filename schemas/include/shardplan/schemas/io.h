@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading and writing the documents. Every kind has a `schema` field "shardplan.<kind>/1" and a JSON
 // Schema file in schemas/json. Reading never trusts: errors carry the file, the JSON pointer, what was found
 // and expected; unknown fields are errors except under "extensions". Writing a value that was read gives the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writing what is larger than memory should hold: the text comes in pieces and is never whole.
 #pragma once
 

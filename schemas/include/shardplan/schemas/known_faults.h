@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Verified before use: whoever simulates or replays a plan asks CheckForUse first. A plan that does what
 // PyTorch does wrong, too, carries those faults (Plan::known_faults); nothing else that does not verify
 // passes.

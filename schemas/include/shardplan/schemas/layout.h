@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a unit's parameters are cut, in elements: the one arithmetic that planner, simulator, executor and
 // adapter share. docs/reference/plan-format.md has the rules.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The procedures of a plan (Plan::procedures) as a program of steps.
 #pragma once
 

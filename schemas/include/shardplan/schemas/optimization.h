@@ -1,4 +1,6 @@
-// The optimising planner's documents: the report, and the certificate of the lower bound (docs/reference/optimize.md).
+// SPDX-License-Identifier: Apache-2.0
+// The optimising planner's documents: the report, and the certificate of the lower bound
+// (docs/reference/optimize.md).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// The plan: one explicit program (docs/reference/plan-format.md). It is self-contained: it can be verified, simulated
-// and replayed without the trace it came from.
+// SPDX-License-Identifier: Apache-2.0
+// The plan: one explicit program (docs/reference/plan-format.md). It is self-contained: it can be verified,
+// simulated and replayed without the trace it came from.
 //
 // [Note: host order and stream order]
 // A step is a list of triggers in the order in which the host passes them; a trigger holds instructions in

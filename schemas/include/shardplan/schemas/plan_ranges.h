@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a profiler sees of a plan: ranges around its triggers and instructions, under FSDP2's names.
 //
 //   FSDP::pre_backward (layers.2)

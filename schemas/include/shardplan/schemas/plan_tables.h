@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tables of a plan: which unit owns a buffer, and which parameters buffers and segments name.
 #pragma once
 

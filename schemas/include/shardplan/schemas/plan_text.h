@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan's program as text that reads well and parses back (`shardplan show`), and the difference of two
 // plans in words (`shardplan diff`).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The names and meanings of a policy's knobs, for the packages beside the planner. Each policy has a file in
 // schemas/src/policies.
 #pragma once

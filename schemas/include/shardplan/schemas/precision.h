@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What dtypes a strategy asks for, of a unit's parameters and of its gradients' reduction
 // (MixedPrecisionPolicy, MixedPrecision).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names and messages for a terminal. They come from documents and file names, and may hold anything: what
 // would move the cursor, break a line of a table or turn the direction of writing is shown as an escape.
 #pragma once

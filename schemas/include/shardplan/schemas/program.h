@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The calls that the user makes in a step, and the passes of the model that they run.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What differs between the releases of PyTorch that are planned: one rule for each difference, asked for
 // where the policy decides it. docs/reference/pytorch-versions.md has this table.
 #pragma once

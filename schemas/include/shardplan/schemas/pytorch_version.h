@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The releases of PyTorch whose FSDP is planned. A strategy names one (Strategy::pytorch), and a plan says in
 // its strategy which one it follows.
 #pragma once

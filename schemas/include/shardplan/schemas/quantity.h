@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes and Nanoseconds: int64 strong types. They add and compare with their own kind only.
 #pragma once
 

@@ -1,4 +1,6 @@
-// The report: what the simulator says of a plan, or what was measured of a training (docs/reference/report-format.md).
+// SPDX-License-Identifier: Apache-2.0
+// The report: what the simulator says of a plan, or what was measured of a training
+// (docs/reference/report-format.md).
 #pragma once
 
 #include <cstdint>

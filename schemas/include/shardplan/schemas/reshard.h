@@ -1,5 +1,6 @@
-// The plan that moves a state from one layout to another (docs/reference/reshard-format.md): who sends which bytes to
-// whom.
+// SPDX-License-Identifier: Apache-2.0
+// The plan that moves a state from one layout to another (docs/reference/reshard-format.md): who sends which
+// bytes to whom.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rounds of a plan of resharding as one rank sees them.
 #pragma once
 

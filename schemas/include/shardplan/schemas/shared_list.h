@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values that a plan has very many of, in little memory. They behave as std::vector and std::string do for
 // those who read them; whoever changes one asks for it by Edit().
 #pragma once

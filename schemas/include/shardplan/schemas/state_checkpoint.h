@@ -1,5 +1,6 @@
-// A training state in memory as a torch.distributed.checkpoint directory (docs/guide/checkpoints.md): every rank
-// writes what it holds to a file of its own, and reads boxes of tensors from any checkpoint.
+// SPDX-License-Identifier: Apache-2.0
+// A training state in memory as a torch.distributed.checkpoint directory (docs/guide/checkpoints.md): every
+// rank writes what it holds to a file of its own, and reads boxes of tensors from any checkpoint.
 #pragma once
 
 #include <cstddef>

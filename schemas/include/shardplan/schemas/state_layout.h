@@ -1,5 +1,6 @@
-// The layout of a training state: which rank holds which elements of every tensor (docs/reference/reshard-format.md).
-// Parameters, optimizer state, anything that a checkpoint has.
+// SPDX-License-Identifier: Apache-2.0
+// The layout of a training state: which rank holds which elements of every tensor
+// (docs/reference/reshard-format.md). Parameters, optimizer state, anything that a checkpoint has.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,6 @@
-// The strategy: which policy, which units, which knobs, which training loop (docs/reference/strategy-format.md).
+// SPDX-License-Identifier: Apache-2.0
+// The strategy: which policy, which units, which knobs, which training loop
+// (docs/reference/strategy-format.md).
 //
 // Every knob has the default that PyTorch has. A field that is nullopt means "argument not given", which is
 // not always the same as any value (fully_shard's reshard_after_forward=None is True for all but the root).

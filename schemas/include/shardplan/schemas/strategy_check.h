@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Consistency of a strategy's fields: rules that the JSON Schema cannot express and planning relies on.
 #pragma once
 

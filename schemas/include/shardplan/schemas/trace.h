@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The trace: what one training step of the unsharded model does (docs/reference/trace-format.md).
 //
 // A trace is recorded on fake tensors by tools/python/shardplan/tracer and read by the planner. It says

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Consistency of a trace: rules that the JSON Schema cannot express and planning relies on.
 #pragma once
 
@@ -10,8 +11,8 @@
 namespace shardplan {
 
 // kBadInput, with the pointer: the modules are no tree, modules are left that were not entered, a storage is
-// used that is not alive, an event refers to a call that the forward does not have, ... docs/reference/trace-format.md
-// lists the rules. Reading a trace asks it, and planning.
+// used that is not alive, an event refers to a call that the forward does not have, ...
+// docs/reference/trace-format.md lists the rules. Reading a trace asks it, and planning.
 Status CheckTrace(const Trace& trace);
 
 // The compiled modules of a trace, which outlives this.

@@ -1,6 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 // The verifier: proves by abstract interpretation, with one vector clock per stream and one for the host,
-// that a plan is safe to run. It knows nothing of the planner. docs/reference/verifier.md lists the rules with an
-// example each.
+// that a plan is safe to run. It knows nothing of the planner. docs/reference/verifier.md lists the rules
+// with an example each.
 #pragma once
 
 #include <cstdint>

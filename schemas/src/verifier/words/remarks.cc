@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Remarks: what a plan does that is no fault and yet seldom meant.
 #include <fmt/format.h>
 

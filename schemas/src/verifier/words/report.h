@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collects violations, and puts instructions and triggers into words for them.
 #pragma once
 

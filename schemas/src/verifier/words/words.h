@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The violations of one rank's plan in words: a function for each thing that can be wrong. The rules decide
 // (rules.h); here stands what a person reads, and the chain of instructions that was broken.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replaying a recorded log of the CUDA caching allocator through the model, action by action
 // (docs/internals/allocator.md).
 #pragma once

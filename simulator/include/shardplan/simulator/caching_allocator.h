@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model of LibTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator): which address a
 // request gets, when segments are taken from the driver and given back, how many bytes are reserved.
 // docs/internals/allocator.md has the rules and where each comes from.

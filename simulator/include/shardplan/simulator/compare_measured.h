@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A measured step beside the predicted one: where they differ.
 #pragma once
 

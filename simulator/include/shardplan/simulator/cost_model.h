@@ -1,4 +1,6 @@
-// The cost of one operator, copy or collective that runs alone on an idle cluster (docs/internals/simulator.md).
+// SPDX-License-Identifier: Apache-2.0
+// The cost of one operator, copy or collective that runs alone on an idle cluster
+// (docs/internals/simulator.md).
 //
 // [Note: layers of cost models]
 // A cost model is an interface with decorators. The analytic model knows only rates: a roofline for operators

@@ -1,4 +1,6 @@
-// The critical path of a step by cause, and the step's length without single causes (docs/reference/explain.md).
+// SPDX-License-Identifier: Apache-2.0
+// The critical path of a step by cause, and the step's length without single causes
+// (docs/reference/explain.md).
 //
 // [Note: the critical path]
 // Everything in a step begins when something else ends: work on a stream when the work before it ends, when

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Does a plan fit? The one answer, for `memory`, `simulate`, `evaluate`, `sweep` and `optimize`
 // (docs/reference/memory.md, "Does it fit?").
 //

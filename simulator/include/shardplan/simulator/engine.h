@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine: one step of a plan as compact arrays, and the discrete-event simulation that runs them.
 //
 // [Note: rates and fairness]

@@ -1,4 +1,6 @@
-// The lower bound of docs/reference/optimize.md: no schedule has a shorter step. And the check of a certificate.
+// SPDX-License-Identifier: Apache-2.0
+// The lower bound of docs/reference/optimize.md: no schedule has a shorter step. And the check of a
+// certificate.
 //
 // [Note: positions]
 // The operators of the step are counted in the order in which every plan of the class runs them on its

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tables of measurements, and what is fitted to them for a cluster document (docs/reference/cost.md).
 #pragma once
 

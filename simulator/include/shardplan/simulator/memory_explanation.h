@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory that is alive at a plan's peak: lifetimes, units, and the knob that would remove each
 // (docs/reference/memory.md).
 #pragma once

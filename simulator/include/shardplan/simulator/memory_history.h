@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every allocation of a plan and its free, one by one, in host order: what the caching allocator is asked for
 // (docs/reference/memory.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A page about a plan's memory over the steady step: stacked by category, and addresses over time.
 #pragma once
 

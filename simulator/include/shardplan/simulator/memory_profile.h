@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of a plan over its steps: allocated bytes by category, in host order (docs/reference/memory.md).
 #pragma once
 

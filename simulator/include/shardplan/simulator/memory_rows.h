@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory at the points that people name: before and after every hook of every unit, and at the peak
 // (docs/internals/simulator.md).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Classes of operators: what costs and reports tell apart by an operator's name.
 #pragma once
 

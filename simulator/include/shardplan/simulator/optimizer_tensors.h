@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors of torch.optim's optimizers (2.11, 2.15): the states they keep, and the temporaries of a step.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory pool by pool: every stream's memory comes back to that stream alone, so what a plan needs is
 // the sum of the pools' own peaks, at whatever times these are (docs/reference/optimize.md).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step with every rank simulated by itself: slow ranks, chance, and what the others wait for them
 // (docs/internals/simulator.md, "Ranks apart").
 #pragma once

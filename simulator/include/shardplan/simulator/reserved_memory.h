@@ -1,5 +1,6 @@
-// A plan's allocations in the caching allocator: reserved bytes, fragmentation, addresses (docs/reference/memory.md).
-// The model of the allocator serves the history's requests (caching_allocator.h).
+// SPDX-License-Identifier: Apache-2.0
+// A plan's allocations in the caching allocator: reserved bytes, fragmentation, addresses
+// (docs/reference/memory.md). The model of the allocator serves the history's requests (caching_allocator.h).
 //
 // [Note: frees that wait for a stream]
 // A free with `safe_after` (record_stream) is finished when the device has passed the point of the free on

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How far a step time may be off, and which of the cluster's figures that is from.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Simulation of a plan: time, overlap and memory of a representative rank (docs/internals/simulator.md).
 #pragma once
 

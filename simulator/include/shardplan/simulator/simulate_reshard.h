@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The time and memory of a resharding plan on a cluster (docs/reference/reshard-format.md, "Simulation").
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data: categories, labels, units, marks [[action, text index]...], begin, end (actions), peak (action), blocks
 // [bytes, category, unit, label, born, died, address, size]..., segments [address, bytes, from, to]...
 const left = 92, axis = 24;

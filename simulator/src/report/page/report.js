@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 const rowHeight = 26, rowGap = 5, axis = 22;
 const left = data.plans[0].pair ? 196 : 132;  // of the rows' names
 const groups = ['forward', 'backward', 'optimizer', 'all_gather', 'reduce_scatter', 'all_reduce', 'copy', 'wait', 'host', 'trigger'];

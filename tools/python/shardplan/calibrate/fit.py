@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster document from measurements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Few figures of a cluster fitted to measured reports: `shardplan calibrate --from measured.json --plan plan.json`.
 
 [Note: quantities] A report tells more than its step: how long kernels of each class ran, each kind of collective without the time in which the rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host's thread takes to issue one thing."""
 
 from __future__ import annotations

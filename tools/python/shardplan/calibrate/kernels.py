@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of one device, each by the sizes that its time depends on."""
 
 from __future__ import annotations

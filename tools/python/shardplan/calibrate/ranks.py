@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives among ranks, and what they and kernels do to each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durations of work on a device, and of what the host does to issue it."""
 
 from __future__ import annotations

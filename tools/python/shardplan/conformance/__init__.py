@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the installed PyTorch's FSDP with what shardplan plans, event for event (docs/internals/conformance.md).
 
 `Case` says what to run; `python -m shardplan.conformance` (`shardplan conformance`) is the command.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m shardplan.conformance`, what `shardplan conformance` runs."""
 
 from shardplan.command import run

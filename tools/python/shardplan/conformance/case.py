@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A case: a model, how it is sharded, what it is trained on; and what of that the tracer and the planner get."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing as a strategy asks for it: torch's wrapper around each module that a rule matches."""
 
 from __future__ import annotations

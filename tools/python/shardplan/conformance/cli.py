@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `shardplan conformance`."""
 
 from __future__ import annotations

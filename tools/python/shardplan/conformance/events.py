@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events in the form of the recordings' logs: one line each, `key=value` pairs."""
 
 from __future__ import annotations

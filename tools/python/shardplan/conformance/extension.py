@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A parameter with an all-gather extension, as a strategy's rules describe one: other tensors are gathered in place of its shard."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does to a model what a strategy of the policy fsdp1 says, with PyTorch's own wrapper."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records what FullyShardedDataParallel issues: hooks on torch.distributed.fsdp's runtime and flat parameters.
 
 The lines are those of the recordings in tests/conformance/fsdp1 that are compared: no waits between streams but wait_unshard, no views.

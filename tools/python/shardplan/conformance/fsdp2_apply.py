@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does to a model what a strategy of the policy fsdp2 says, with PyTorch's own calls."""
 
 from __future__ import annotations

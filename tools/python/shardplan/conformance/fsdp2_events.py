@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records what fully_shard issues: hooks on the classes of torch.distributed.fsdp._fully_shard.
 
 The lines are those of the recordings in tests/conformance/fsdp2. A unit is named by the FQNs of its modules, each of its parameter groups by an

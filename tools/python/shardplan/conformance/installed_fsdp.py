@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recorder meets differently in the releases of PyTorch that it knows. It looks at what the installed one has, not at its number.
 
 | | 2.11 | 2.15 |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the memory that shardplan computes with recordings of real FSDP2 steps, byte for byte.
 
 A folder holds `model.py` and one JSON file per recorded case: its knobs, the model's sizes, and a `timeline` with the allocated bytes by tag

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings of real PyTorch on its real CUDA caching allocator: the allocator's own statistics at every hook.
 
 A case has `knobs` and `model` as the other recordings of memory, and `rows` with `columns`: at every hook of every step the bytes that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings of memory as they are read: what is missing or of another kind than it has to be is an error that names the file and the place."""
 
 import json

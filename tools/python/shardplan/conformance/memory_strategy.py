@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy documents that say what the knobs of recordings of memory say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups, and the device mesh that a strategy asks for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings of the optimizer states of real FSDP1: full, sharded and local state dicts, reproduced value for value and slice for slice.
 
 A case is a folder with layout.json (which parameters each unit flattens), local_optim_state.rank<r>.pt (what each rank's

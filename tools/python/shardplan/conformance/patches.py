@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaces attributes of PyTorch's classes for the time of a recording."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How processes of a case are started."""
 
 from __future__ import annotations

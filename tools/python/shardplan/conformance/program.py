@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the program of a case on a wrapped model."""
 
 from __future__ import annotations

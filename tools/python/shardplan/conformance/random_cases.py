@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random cases: a random model, random units and random knobs. Equal seeds give equal cases."""
 
 from __future__ import annotations

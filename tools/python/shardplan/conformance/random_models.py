@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small random models: nested, branching, reused, tied, partly frozen, with outputs of several forms. Equal seeds give equal models."""
 
 from __future__ import annotations

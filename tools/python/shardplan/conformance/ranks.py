@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks to record on: processes with gloo, or one process with torch's fake process group.
 
 They are processes of their own: where FSDP reads parameters that it has freed, the process dies, and is then started anew.

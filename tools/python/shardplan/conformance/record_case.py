@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a case on the installed PyTorch, inside a process group, and gives the lines of its log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace of a case: the plain model, by the project's tracer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules the rules of a strategy mean (docs/reference/strategy-format.md), on a model."""
 
 from __future__ import annotations

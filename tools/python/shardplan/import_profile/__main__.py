@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m shardplan.import_profile`."""
 
 from shardplan.command import run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kineto traces as torch.profiler writes them: what ran on the device, and which operator and ranges of the host it comes from.
 
 Times are integers in nanoseconds of the trace's own clock. On a device, work is a kernel, a copy or a memset, with the launch that the trace

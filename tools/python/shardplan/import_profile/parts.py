@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """To which part of a step work belongs: the pass, the unit of FSDP, and the class of its operators.
 
 [Note: units]

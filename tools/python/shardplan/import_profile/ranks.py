@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles of several ranks: how long one waits in a collective for the others.
 
 [Note: clocks of several ranks]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings that a plan's own runtime makes (`shardplan.torch.profile`, `shardplan run --profile`): the same objects as a profile of torch.profiler gives.
 
 A recording says of each instruction of a step when the host was in it and when its work was done in its stream, on the host's clock. So nothing has to be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured report: the median of the profiled steps of one rank, in the words of the simulated report of the plan."""
 
 from __future__ import annotations

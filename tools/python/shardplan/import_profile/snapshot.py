@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory snapshots, `pickle.dump(torch.cuda.memory._snapshot(), file)`: what was allocated and reserved while they were recorded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arithmetic of times: unions of intervals, and what they have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """shardplan inside of other libraries' training loops."""
 
 from .accelerate import use_plans

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face accelerate, and the Trainer of transformers that is built on it.
 
 Both shard a model in `Accelerator.prepare`, with calls of fully_shard. Inside of that call, and nowhere else, fully_shard marks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m shardplan.runs`: `shardplan cost RUNS.csv --builder ...`."""
 
 from shardplan.command import run

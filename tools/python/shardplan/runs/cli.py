@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `python -m shardplan.runs`, which `shardplan cost --builder` runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cluster documents: read, and told where fitted figures are from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a cluster document that runs can be fitted to: each is one factor on what belongs together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Few figures of a cluster fitted to runs: which runs, the factors, their intervals.
 
 [Note: robust, and held by what is known] The fit minimises

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MPT, the GPT-like models of MosaicML's llm-foundry, as its benchmarks trained them in 2023 and 2024.
 
 Pre-norm blocks without biases, LayerNorm in the low precision, one product for queries, keys and values, causal flash attention, an MLP of four

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the simulator says of a run: its model traced, planned and simulated on a cluster.
 
 [Note: few layers] A model whose builder reads `n_layers` is a stack of equal blocks. A step is then linear in the number of blocks once the

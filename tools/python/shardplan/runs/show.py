@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The printed table: rows, what was fitted, and how far the others are off."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of training runs: comma-separated values whose first line names the columns."""
 
 from __future__ import annotations

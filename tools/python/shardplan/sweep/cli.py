@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `python -m shardplan.sweep` (`shardplan sweep`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configurations of a sweep: the product of its axes."""
 
 from __future__ import annotations

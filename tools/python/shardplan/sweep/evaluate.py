@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One configuration: trace, plan, simulate."""
 
 from __future__ import annotations

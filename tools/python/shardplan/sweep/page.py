@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sweep as one HTML page: memory against time, what a token costs, and the rows."""
 
 from __future__ import annotations

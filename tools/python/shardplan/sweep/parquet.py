@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of a sweep as a Parquet file, with types: what is a number is one, what is not known is null."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sweep has done: rows of a CSV file, each whole or not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest or smallest value of one axis that fits, by bisection."""
 
 from __future__ import annotations

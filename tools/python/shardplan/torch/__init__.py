@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a PyTorch model by replaying a shardplan plan.
 
     import shardplan.torch as sp

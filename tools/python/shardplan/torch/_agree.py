@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Before the first collective all ranks find out whether they are about to train the same model by the same plan."""
 
 from __future__ import annotations

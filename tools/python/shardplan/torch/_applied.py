@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The handle of an applied plan: what is the model's, what is the runtime's, and the hooks between them."""
 
 from __future__ import annotations

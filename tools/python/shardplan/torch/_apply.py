@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """apply(): shards a model's parameters as its plan says and hooks the plan's replay into forward and backward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """auto(): from a model to one that trains by a plan, in one call.
 
 [Note: how auto plans] FSDP2's schedule needs the order in which modules run, and nothing else. The module tree says it for most models, so

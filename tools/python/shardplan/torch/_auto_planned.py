@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model of auto() does after auto has returned: the plan on disk, and one line of what it cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training loop may call on a module besides forward and backward."""
 
 from __future__ import annotations

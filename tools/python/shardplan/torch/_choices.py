@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments that are one of some strings: their types, and the check of what is given."""
 
 from __future__ import annotations

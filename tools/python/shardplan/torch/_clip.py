@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient clipping by the norm of all gradients of all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that are tensor subclasses with an all-gather extension, as FSDP2 calls it (fsdp_pre_all_gather,
 fsdp_post_all_gather; torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the first rank makes, on all ranks."""
 
 from __future__ import annotations

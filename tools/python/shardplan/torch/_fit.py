@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a plan fit the model in front of it? Every difference is named by the parameter it concerns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat units, FSDP1's layout: the parameters of a unit concatenated to one, cut into equal slices.
 
 Without original parameters (FSDP1's default) a unit shows one parameter, `_flat_param` of its module, whose data is this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint of models with flat units.
 
 torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module, and has no hook for

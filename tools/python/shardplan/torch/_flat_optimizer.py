@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's state of flat units under the names and in the shapes of the original parameters, as FSDP1 saves it.
 
 An optimizer holds of a flat unit what this rank's slice has. Here that is gathered, cut into the original parameters, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """state_dict and load_state_dict of a model with flat units: under the model's own names, whole or as DTensors."""
 
 from __future__ import annotations

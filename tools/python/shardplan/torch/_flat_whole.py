@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat units whole for a while, between steps: for summon_full_params and state dicts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """forecast(): the memory of a step with other inputs than those so far."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods besides forward that run a unit's hooks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The class of the modules of an applied plan's units: FSDPModule's methods, answered by the plan.
 
 [Note: FSDPModule] A unit's module is an instance of FSDPModule, as fully_shard makes it, with every method of it that a user calls. What

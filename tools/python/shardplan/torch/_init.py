@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a model's values come from before they are sharded: modules on the meta device, or rank 0."""
 
 from __future__ import annotations

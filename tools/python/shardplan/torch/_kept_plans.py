@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that a model has followed, and which one it follows next: steps that deviate, parameters that are frozen or unfrozen."""
 
 from __future__ import annotations

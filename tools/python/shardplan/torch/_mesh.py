@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks a plan runs on: its mesh as a DeviceMesh, its communicators as process groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and loads the compiled module `_shardplan`: from the installed package, or from a build folder of the repository."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of the plans that a model has followed its next step is likely to follow.
 
 [Note: the next path] A job that alternates between tasks, experts or branches has a plan for each way that a step goes. A step that follows the wrong

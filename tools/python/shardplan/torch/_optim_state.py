@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer state dicts by FSDP1's names, for models of either layout.
 
 Outside they are keyed by the names of the original parameters: whole tensors (full), or DTensors cut along dim 0 (sharded). An

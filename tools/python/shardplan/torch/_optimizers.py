@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers of applied models: the runtimes learn when one steps, wherever the loop calls it."""
 
 from __future__ import annotations

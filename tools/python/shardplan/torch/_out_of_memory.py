@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan expected, beside what the allocator has, where a device's memory is short.
 
 [Note: who runs out of memory] An instruction of the plan may be refused memory, or an operator of the model between two of them. The caching allocator tells

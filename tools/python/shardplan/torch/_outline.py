@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace made of the module tree alone: modules run once each, in the order of their registration, and pass their gradients back in the
 reverse order. Most models do; for the others it is where the first plan begins, and their first step says what they really do."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other ranks: how long they are waited for, and which of them are alive."""
 
 from __future__ import annotations

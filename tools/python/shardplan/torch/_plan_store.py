@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that `auto` made, on disk: a restart begins with the plan."""
 
 from __future__ import annotations

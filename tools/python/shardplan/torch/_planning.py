@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans are made by the command, in a process of its own."""
 
 from __future__ import annotations

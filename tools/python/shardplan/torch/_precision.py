@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which dtype a unit's forward inputs and outputs are cast to: the part of mixed precision that is not in the plan's
 program but in its strategy."""
 

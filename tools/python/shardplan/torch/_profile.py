@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that trains by a plan measures its own steps: a report of the same schema as `shardplan simulate --report`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing as the plan's strategy has it: the forwards of modules run under PyTorch's checkpoint.
 
 A wrapper around a module would change the names of its parameters. So the module's forward is replaced, and its hooks stay outside, as those

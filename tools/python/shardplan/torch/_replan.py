@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planning again after a step that left its plan: from the points that the step passed to a new plan.
 
 [Note: a trace of points] A plan's order comes from the trace's module entries and exits and from its gradients, not from its

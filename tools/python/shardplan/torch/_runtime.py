@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a runtime of the C++ module is told: shards, parameters, extensions, and the hooks that pass it the model's points."""
 
 from __future__ import annotations

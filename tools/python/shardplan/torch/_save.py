@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a model and its optimizer as torch.distributed.checkpoint directories.
 
 Names and shapes are those of the original parameters, so a job of another world size, another policy, or real FSDP1 and FSDP2 loads them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """policy="optimize": from the first forward's arguments to the plan that the search finds.
 
 [Note: beside the training] The first forward is traced where it begins, on the first rank. If FSDP2's plan of that trace keeps within the budget, steps go by it while

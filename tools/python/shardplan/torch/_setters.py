@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Setters of FSDP2 that change the schedule: the plan that has them is made, or taken from those that were followed before.
 
 [Note: calls of setters] A strategy has calls in two places: in `setup`, before the first step, and in `program`, inside of each. What a loop

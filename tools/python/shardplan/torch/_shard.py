@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded parameters, laid out as FSDP2 lays them out."""
 
 from __future__ import annotations

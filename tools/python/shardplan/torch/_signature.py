@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of a forward, by what a step may depend on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model without its numbers and without hooks, to be traced while the model itself trains."""
 
 from __future__ import annotations

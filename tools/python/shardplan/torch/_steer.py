@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loop says about a step that its plan may not have: micro-batches without communication, steps that are given up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job that is told to end by a signal: all ranks leave their loop behind the same step.
 
 [Note: who was told] A launcher signals every rank, at no one moment, and ranks are not at the same place in their loops. So each step ends with a sum of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of the default group's store that is this job's.
 
 [Note: a store that outlives its ranks] torchrun's agent serves the store, and when it starts the ranks again the store still has all keys of those before: who died, what they

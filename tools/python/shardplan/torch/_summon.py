@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole parameters for a while, between steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another plan for a model whose parameters are sharded already: other units, other recomputation, the same parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules are units, and with which arguments: what fully_shard is told, as a strategy document."""
 
 from __future__ import annotations

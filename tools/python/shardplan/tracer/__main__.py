@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m shardplan.tracer`."""
 
 from shardplan.command import run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scaled_dot_product_attention as a CUDA device would run it.
 
 The choice among the fused kernels asks the driver for the device's properties; without a driver it falls to the unfused one. Here the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `python -m shardplan.tracer` (`shardplan trace`)."""
 
 from __future__ import annotations

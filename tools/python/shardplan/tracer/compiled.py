@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that are compiled: the recorder sees the operators of their graphs.
 
 torch.compile makes one joint graph of a module's forward and backward, and its partitioner decides which tensors the forward keeps. A trace takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a trace in the canonical layout of docs/reference/trace-format.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the tracer: one sentence for a person, and the exit code of the command."""
 
 EXIT_USAGE = 2

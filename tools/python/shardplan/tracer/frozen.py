@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model with frozen parameters would need gradients of if all of its parameters did.
 
 FSDP1 makes one tensor of a unit's parameters: where one trains, all of them are computed with as if they did, and the backward runs through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators of a compiled graph that one generated kernel runs.
 
 Inductor generates code for all operators but products, attention and what it calls as it is, and fuses them with what they read from or write to. Here a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of groups (mixtures of experts) in other types than bfloat16.
 
 A device multiplies group by group there; to autograd and to the caching allocator it is the same operator with the same result

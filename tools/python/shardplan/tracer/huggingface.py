@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models from a Hugging Face architecture config: no weights, no network.
 
 The class is the one the config's `architectures` names; the batch is what a user of that kind of model gives it. Where transformers reads a

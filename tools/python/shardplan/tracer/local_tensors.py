@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distributed tensors: what this rank has of one, and where it lies.
 
 Tensor and expert parallelism wrap a rank's part in a DTensor, and what a collective still works on in an AsyncCollectiveTensor. A trace is of

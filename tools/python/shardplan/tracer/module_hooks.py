@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on every module: enter, exit, gradients of outputs ready, gradients of inputs done, parameter gradients.
 
 They sit where FSDP2's sit. Before the forward an identity function is put around all inputs that need a gradient (as one autograd node, args

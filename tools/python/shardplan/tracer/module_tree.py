@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The static part of a trace: modules, parameters, buffers; and the copy of a model onto fake CUDA tensors."""
 
 from __future__ import annotations

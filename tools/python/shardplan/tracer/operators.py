@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one dispatched operator costs: its kind, FLOPs, bytes read and written.
 
 FLOPs are those of torch.utils.flop_counter (matrix products, convolutions, attention); every other operator counts 0, as there.

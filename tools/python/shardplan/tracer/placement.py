@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moments at which a module's input gradients are done, put into a backward that was recorded without the functions that tell them.
 
 [Note: two recordings]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where in a user's code something went wrong: the module and the line."""
 
 from __future__ import annotations

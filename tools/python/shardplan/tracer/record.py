@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records a training step of a model: `trace_module`."""
 
 from __future__ import annotations

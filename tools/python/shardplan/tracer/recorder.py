@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dispatch mode that writes down operators and storages in host order.
 
 A storage is followed by a weak reference to its Python object, which torch keeps alive exactly as long as the storage itself: the callback

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nn.LSTM, nn.GRU and nn.RNN as a CUDA device runs them: one cuDNN kernel a call.
 
 The path to it asks the driver for the device before it calls the kernel. Here the kernel is called by its name, with what that path

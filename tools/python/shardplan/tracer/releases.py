@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the model's Python lets go of what autograd keeps.
 
 A storage that autograd saves lives until the backward, so a recording does not see when nobody else holds it any more. Activation checkpointing

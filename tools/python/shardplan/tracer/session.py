@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a source to a trace document: `trace_source`, and `trace_module` for use from Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user's code finds while it builds and runs a model in front of the recorder: a machine with a GPU.
 
 Code that is written for a GPU asks whether there is one, takes device 0, moves its modules there, casts them, compiles them. None of that has to
