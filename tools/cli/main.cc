@@ -58,7 +58,8 @@ void AddCommands(CLI::App& app, shardplan::cli::Invocation& invocation) {
       {"Explain",
        {AddExplainCommand, AddExplainMemoryCommand, AddCompareCommand, AddDiffCommand, AddShowCommand}},
       {"Train", {AddRunCommand, AddExportCommand, AddConformanceCommand}},
-      {"Convert", {AddLayoutCommand, AddReshardCommand, AddReshardCheckpointCommand}}};
+      {"Convert", {AddLayoutCommand, AddReshardCommand, AddReshardCheckpointCommand}},
+      {"Check the machine", {AddDoctorCommand}}};
   for (const CommandGroup& group : groups) {
     for (const auto add : group.commands) {
       add(app, invocation);

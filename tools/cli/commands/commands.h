@@ -35,6 +35,7 @@ void AddRunCommand(CLI::App& app, Invocation& invocation);
 void AddConformanceCommand(CLI::App& app, Invocation& invocation);
 void AddCalibrateCommand(CLI::App& app, Invocation& invocation);
 void AddImportProfileCommand(CLI::App& app, Invocation& invocation);
+void AddDoctorCommand(CLI::App& app, Invocation& invocation);
 void AddEvaluateCommand(CLI::App& app, Invocation& invocation);
 void AddSweepCommand(CLI::App& app, Invocation& invocation);
 void AddLayoutCommand(CLI::App& app, Invocation& invocation);

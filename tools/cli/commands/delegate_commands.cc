@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `trace`, `calibrate`, `sweep` and `conformance` (Python, most need torch) and `run` (C++, needs LibTorch)
+// `trace`, `calibrate`, `sweep`, `doctor` and `conformance` (Python, most need torch) and `run` (C++, needs LibTorch)
 // live in programs of their own, so that the command itself builds without either.
 #include <fmt/format.h>
 #include <sys/mman.h>
@@ -126,6 +126,11 @@ void AddCalibrateCommand(CLI::App& app, Invocation& invocation) {
 
 void AddImportProfileCommand(CLI::App& app, Invocation& invocation) {
   RunInPython(AddDelegate(app, "import-profile", "Profiles of a training -> a report of what was measured"),
+              invocation);
+}
+
+void AddDoctorCommand(CLI::App& app, Invocation& invocation) {
+  RunInPython(AddDelegate(app, "doctor", "What is installed, which backends work here, and what to do"),
               invocation);
 }
 
