@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `trace`, `calibrate`, `sweep`, `doctor` and `conformance` (Python, most need torch) and `run` (C++, needs LibTorch)
-// live in programs of their own, so that the command itself builds without either.
+// `trace`, `calibrate`, `sweep`, `doctor` and `conformance` (Python, most need torch) and `run` (C++, needs
+// LibTorch) live in programs of their own, so that the command itself builds without either.
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <unistd.h>
