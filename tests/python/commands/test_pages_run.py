@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front page and the guide: every command that a page shows with a prompt prints what the page says.
+
+A block begins a command with "$ "; a line that ends in a backslash goes on. What follows is its output, "..." stands for any lines. Commands of a page run in one folder,
+in their order, with the repository's `tools` and `examples` in it. A comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name.
+"""
+
+import gzip
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, build_folder
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+
+
+def commands_of(text: str) -> list[tuple[str, list[str]]]:
+    """(command, expected lines) of the blocks with prompts."""
+    found = []
+    for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        lines = block.splitlines()
+        if not any(line.startswith("$ ") for line in lines):
+            continue
+        continued = False
+        for line in lines:
+            if continued:
+                found[-1] = (found[-1][0] + " " + line.strip().rstrip("\\").rstrip(), [])
+            elif line.startswith("$ "):
+                found.append((line[2:].rstrip("\\").rstrip(), []))
+            else:
+                found[-1][1].append(line.rstrip())
+                continue
+            continued = line.endswith("\\")
+    return found
+
+
+def agree(expected: list[str], printed: list[str]) -> bool:
+    pattern = "".join(r"(?:.*\n)*" if line.strip() == "..." else re.escape(line) + r"\n" for line in expected)
+    return re.fullmatch(pattern, "".join(line.rstrip() + "\n" for line in printed)) is not None
+
+
+TESTED = [page for page in PAGES if commands_of(page.read_text())]
+
+
+def test_pages_have_commands():
+    assert {page.name for page in TESTED} >= {"README.md", "prediction.md"}
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [(["a", "..."], ["a", "b", "c"], True), (["a", "...", "c"], ["a", "c"], True), (["a"], ["a", "b"], False), (["a", "..."], ["b"], False), (["..."], [], True), (["a.c"], ["abc"], False)],
+)
+def test_dots_stand_for_any_lines(expected, printed, same):
+    assert agree(expected, printed) == same
+
+
+@pytest.mark.parametrize("page", TESTED, ids=lambda page: page.name)
+def test_commands_print_what_the_page_says(page, tmp_path):
+    text = page.read_text()
+    for name in ("tools", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for entry in " ".join(re.findall(r"<!-- files: (.*?) -->", text)).split():
+        name, _, path = entry.partition("=")
+        if path.endswith(".gz") and not name.endswith(".gz"):
+            (tmp_path / name).write_bytes(gzip.decompress((ROOT / path).read_bytes()))
+        else:
+            shutil.copy(ROOT / path, tmp_path / name)
+    environment = os.environ | {"SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable, "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}"}
+    for command, expected in commands_of(text):
+        command = command.replace("tools/shardplan", "shardplan")
+        # Progress is for who watches; what a command says at its end is on either stream.
+        done = subprocess.run(["bash", "-c", f"{command} 2>stderr"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, timeout=280, check=False)
+        said = (tmp_path / "stderr").read_text()
+        printed = done.stdout.splitlines()
+        if expected and not printed:
+            printed, expected = said.splitlines(), ["...", *expected]
+        assert done.returncode in (0, 1), f"{command}: {done.returncode}\n{said}"
+        assert not expected or agree(expected, printed), f"{command} prints\n" + "\n".join(printed)
