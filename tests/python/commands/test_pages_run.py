@@ -2,7 +2,8 @@
 """The front page and the guide: every command that a page shows with a prompt prints what the page says.
 
 A block begins a command with "$ "; a line that ends in a backslash goes on. What follows is its output, "..." stands for any lines. Commands of a page run in one folder,
-in their order, with the repository's `tools` and `examples` in it. A comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name.
+in their order, with the repository's `tools` and `examples` in it. A comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name;
+a Python block that begins with "# NAME.py" is that file.
 """
 
 import gzip
@@ -47,7 +48,7 @@ TESTED = [page for page in PAGES if commands_of(page.read_text())]
 
 
 def test_pages_have_commands():
-    assert {page.name for page in TESTED} >= {"README.md", "prediction.md"}
+    assert {page.name for page in TESTED} >= {"README.md", "getting-started.md", "prediction.md"}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,8 @@ def test_commands_print_what_the_page_says(page, tmp_path):
             (tmp_path / name).write_bytes(gzip.decompress((ROOT / path).read_bytes()))
         else:
             shutil.copy(ROOT / path, tmp_path / name)
+    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(code)
     environment = os.environ | {"SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable, "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}"}
     for command, expected in commands_of(text):
         command = command.replace("tools/shardplan", "shardplan")
