@@ -21,6 +21,7 @@ class Job:
     planned_optimizer: str  # as `shardplan plan --optimizer` has it
     learning_rate: float
     steps: int  # that are measured in a run
+    reference: bool = False  # the machine is measured by it; not predicted
 
     def model(self) -> nn.Module:
         return Gpt(self.config)
@@ -37,6 +38,21 @@ JOBS = {
     "demo": Job(GptConfig(vocabulary=load_tokens()[1]), 8, 32, torch.optim.AdamW, "adamw-forloop-capturable", 3e-3, 30),
     "large": Job(GptConfig(vocabulary=16_384, context=64, layers=12, heads=12, width=768), 1, 64, torch.optim.SGD, "sgd-forloop", 0.01, 6),
 }
+
+
+# Of other sizes, to measure by: what an operator takes amid a training, with cold caches and ranks that share cores, no loop over one operator shows.
+JOBS |= {
+    "reference_small": Job(GptConfig(vocabulary=61, context=48, layers=2, heads=2, width=24), 4, 48, torch.optim.AdamW, "adamw-forloop-capturable", 3e-3, 30, True),
+    "reference_large": Job(GptConfig(vocabulary=8192, context=128, layers=6, heads=8, width=512), 1, 128, torch.optim.SGD, "sgd-forloop", 0.01, 8, True),
+}
+
+
+def reference_small() -> tuple:
+    return JOBS["reference_small"].traced()
+
+
+def reference_large() -> tuple:
+    return JOBS["reference_large"].traced()
 
 
 def demo() -> tuple:

@@ -3,8 +3,9 @@
 
     .venv/bin/python examples/predict_and_measure/predict_and_measure.py OUTPUT_FOLDER [--runs 5] [--cluster here.json]
 
-The machine is measured first (`shardplan calibrate`), unless --cluster gives what was measured before. Nothing is fitted to the steps. OUTPUT_FOLDER gets the cluster, and for
-each job trace, plan and the measured report of each run; table.md has the times. Standard output says whether the memory of a step is the plan's, to the byte.
+The machine is measured first, unless --cluster gives what was measured before: kernels and collectives one by one (`shardplan calibrate`), then two other, smaller jobs, whose
+measured steps correct a few figures (`calibrate --from`). Nothing is fitted to the steps that are predicted. OUTPUT_FOLDER gets the cluster, and for each job trace, plan and
+the measured report of each run; table.md has the times. Standard output says whether the memory of a step is the plan's, to the byte.
 Run it on a machine that does nothing else.
 """
 
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = 2
 WARMUP = 2
+FIGURES = "matmul,memory,host,optimizer,inner_link"
 
 
 def batches_of(job: Job, rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -86,6 +88,23 @@ def predicted(name: str, cluster: pathlib.Path, folder: pathlib.Path) -> tuple[p
     return plan, json.loads(report.read_text())
 
 
+def measured_machine(folder: pathlib.Path) -> pathlib.Path:
+    """The cluster document of this machine."""
+    say("measuring kernels and collectives (minutes)")
+    kernels, cluster = folder / "kernels.json", folder / "here.json"
+    run("calibrate", "--device", "cpu", "--ranks", RANKS, "--threads", 1, "--measured", folder / "measurements.json", "-o", kernels)
+    plans, reports = [], []
+    for name, job in JOBS.items():
+        if job.reference:
+            say(f"measuring {name}")
+            plans.append(predicted(name, kernels, folder)[0])
+            reports.append(folder / f"{name}.measured.json")
+            measured(name, plans[-1], reports[-1])
+    told = run("calibrate", "--from", *reports, "--plan", *plans, "--base", kernels, "--figures", FIGURES, "--name", "this machine", "-o", cluster)
+    print(told, file=sys.stderr)
+    return cluster
+
+
 def say(text: str) -> None:
     print(f"predict_and_measure: {text}", file=sys.stderr, flush=True)
 
@@ -117,14 +136,10 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "examples" / "train_gpt"), os.environ.get("PYTHONPATH"))))  # of jobs.py, for the command
     arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = arguments.folder.resolve()
-    cluster = arguments.cluster and arguments.cluster.resolve()
-    if cluster is None:
-        cluster = folder / "here.json"
-        say("measuring this machine (minutes)")
-        run("calibrate", "--device", "cpu", "--ranks", RANKS, "--threads", 1, "--measured", folder / "measurements.json", "-o", cluster)
+    cluster = arguments.cluster.resolve() if arguments.cluster else measured_machine(folder)
     table = ["| job | predicted, ms | measured, ms | error | medians of the runs |", "|---|---|---|---|---|"]
     equal = True
-    for name in [arguments.only] if arguments.only else JOBS:
+    for name in [arguments.only] if arguments.only else [name for name, job in JOBS.items() if not job.reference]:
         plan, expected = predicted(name, cluster, folder)
         reports = []
         for number in range(1, arguments.runs + 1):

@@ -22,7 +22,8 @@ def shardplan_command() -> str:
     return shutil.which("shardplan") or str(ROOT / "tools" / "shardplan")
 
 
-def run(*arguments: object, cwd: pathlib.Path = HERE) -> None:
+def run(*arguments: object, cwd: pathlib.Path = HERE) -> str:
+    """What the command says on standard error."""
     paths = [str(cwd), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
@@ -30,6 +31,7 @@ def run(*arguments: object, cwd: pathlib.Path = HERE) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"shardplan {' '.join(map(str, arguments))}: exit code {done.returncode}\n{done.stderr}")
+    return done.stderr
 
 
 def cluster_of(folder: pathlib.Path, ranks: int) -> pathlib.Path:

@@ -107,8 +107,9 @@ Cluster WithFigure(Cluster cluster, ClusterFigure figure, std::int64_t factor_pp
       break;
     case ClusterFigure::kHost:
       for (Nanoseconds* time :
-           {&cluster.host.operator_issue_ns, &cluster.host.collective_issue_ns, &cluster.host.copy_issue_ns,
-            &cluster.host.allocate_ns, &cluster.host.event_ns, &cluster.host.trigger_ns}) {
+           {&cluster.host.operator_issue_ns, &cluster.host.optimizer_issue_ns,
+            &cluster.host.collective_issue_ns, &cluster.host.copy_issue_ns, &cluster.host.allocate_ns,
+            &cluster.host.event_ns, &cluster.host.trigger_ns}) {
         scaling.Time(*time);
       }
       break;

@@ -296,7 +296,7 @@ PYBIND11_MODULE(_shardplan, module) {
   module.attr("__version__") = SHARDPLAN_VERSION;
   module.def(
       "count_cpu_memory", [] { (void)shardplan::executor::CountCpuAllocations(); },
-      "From now on all memory of CPU tensors is counted.");
+      "From now on what this thread allocates for CPU tensors is counted.");
   module.def(
       "cpu_memory_bytes",
       []() -> std::optional<std::int64_t> {

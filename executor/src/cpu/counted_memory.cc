@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "shardplan/executor/cpu_backend.h"
@@ -23,14 +24,16 @@ void FreeCounted(void* context) {
   counted->count->Freed(counted->bytes);
 }
 
-// What torch's CPU tensors are made of, counted.
+thread_local int uncounted = 0;  // how many Uncounted live
+
+// What torch's CPU tensors are made of, counted where the thread that trains makes them.
 class CountingAllocator final : public c10::Allocator {
  public:
   CountingAllocator(c10::Allocator& base, std::shared_ptr<AllocationCount> count)
       : base_(base), count_(std::move(count)) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes == 0) return base_.allocate(bytes);
+    if (bytes == 0 || uncounted > 0 || std::this_thread::get_id() != trains_) return base_.allocate(bytes);
     return Counted(base_.allocate(bytes), static_cast<std::int64_t>(bytes), count_);
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -40,6 +43,7 @@ class CountingAllocator final : public c10::Allocator {
  private:
   c10::Allocator& base_;
   std::shared_ptr<AllocationCount> count_;
+  const std::thread::id trains_ = std::this_thread::get_id();
 };
 
 struct Counting {
@@ -54,6 +58,9 @@ Counting& OfProcess() {
 }
 
 }  // namespace
+
+Uncounted::Uncounted() { ++uncounted; }
+Uncounted::~Uncounted() { --uncounted; }
 
 c10::DataPtr Counted(c10::DataPtr memory, std::int64_t bytes, std::shared_ptr<AllocationCount> count) {
   count->Allocated(bytes);

@@ -6,6 +6,7 @@
 #include <exception>
 #include <optional>
 
+#include "cpu/counted_memory.h"
 #include "cpu/device.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "torch/arrivals.h"
@@ -109,6 +110,7 @@ Result<CollectiveId> ProcessGroupCollectives::PrepareCollective(const Collective
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& prepared) {
+  const Uncounted backend;
   const CollectiveSpec& spec = prepared.spec;
   at::Tensor src = device_.Tensors(spec.src)[0];
   at::Tensor dst = device_.Tensors(spec.dst)[0];

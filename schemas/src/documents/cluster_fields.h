@@ -68,6 +68,14 @@ inline constexpr auto kFields<BandwidthPoint> =
                   .AtMost(kWholePpm));
 
 template <>
+inline constexpr Definition kDefinition<ClassRate> = {
+    .says = "How much of the rate that their bytes say operators of a class reach."};
+template <>
+inline constexpr auto kFields<ClassRate> = FieldList(
+    Required("operator_class", &ClassRate::operator_class, "As reports name it: normalization, softmax, ..."),
+    Required("memory_rate_ppm", &ClassRate::memory_rate_ppm, "Parts per million.").AtLeast(1));
+
+template <>
 inline constexpr bool kIsBlock<Device> = true;
 template <>
 inline constexpr Definition kDefinition<Device> = {"cluster", "device", "One accelerator."};
@@ -91,6 +99,7 @@ inline constexpr auto kFields<Device> = FieldList(
     Optional("attention_backward", &Device::attention_backward,
              "The same of its backward; empty: as its forward.")
         .Lines(),
+    Optional("class_rates", &Device::class_rates, "Of operators that are bound by memory, by class.").Lines(),
     Optional("kernel_overhead_ns", &Device::kernel_overhead_ns, "Device time that no operator goes below.")
         .AtMost(kLongestCost),
     Optional("clock_ppm", &Device::clock_ppm,
@@ -112,6 +121,9 @@ inline constexpr Definition kDefinition<Host> = {"cluster", "host",
 template <>
 inline constexpr auto kFields<Host> = FieldList(
     Optional("operator_issue_ns", &Host::operator_issue_ns, "One operator of the model.")
+        .AtMost(kLongestCost),
+    Optional("optimizer_issue_ns", &Host::optimizer_issue_ns,
+             "One operator of an optimizer's step on a sharded parameter; 0: as operator_issue_ns.")
         .AtMost(kLongestCost),
     Optional("collective_issue_ns", &Host::collective_issue_ns, "One collective.").AtMost(kLongestCost),
     Optional("copy_issue_ns", &Host::copy_issue_ns, "One copy.").AtMost(kLongestCost),

@@ -213,8 +213,8 @@ class StepWorkBuilder {
     work_.least_memory.value = work_.static_bytes.value + trained_bytes;
     // A host that runs the kernels pays for issuing operators in their durations.
     const Host& host = job_.cluster.host;
-    const std::int64_t issued = cost.kernels + (host.runs_kernels ? 0 : operators());
-    work_.host_ns = host.operator_issue_ns * issued + work_.optimizer_ns;
+    const Nanoseconds issuing_ns = host.operator_issue_ns * (host.runs_kernels ? 0 : operators());
+    work_.host_ns = issuing_ns + OptimizerIssue(host) * cost.kernels + work_.optimizer_ns;
   }
 
   // While an operator runs, there is what it reads and writes, the parameters whole among it, and what is

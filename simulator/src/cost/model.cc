@@ -9,6 +9,7 @@
 #include "cost/matmul_shapes.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/operator_class.h"
 
 namespace shardplan {
 namespace {
@@ -45,7 +46,7 @@ class AnalyticCostModel final : public CostModel {
   // Roofline (Williams et al. 2009): the slower of arithmetic and memory, and no kernel shorter than the
   // overhead. Where the host runs the kernels, issuing the operator is part of it.
   Nanoseconds Operator(const OperatorEvent& event) const override {
-    const std::int64_t memory_ns = MemoryTime(event.bytes_read + event.bytes_written);
+    const std::int64_t memory_ns = OfClass(event.name, MemoryTime(event.bytes_read + event.bytes_written));
     std::int64_t arithmetic_ns = TimeAt(event.flops, cluster_.device.vector_flops_per_second);
     if (const ComputeRate* rate = internal::RateOf(cluster_.device, event)) {
       const std::optional<Nanoseconds> of_shape = internal::DurationOfShape(*rate, event);
@@ -87,6 +88,14 @@ class AnalyticCostModel final : public CostModel {
   }
 
  private:
+  std::int64_t OfClass(std::string_view name, std::int64_t memory_ns) const {
+    if (cluster_.device.class_rates.empty() || memory_ns == 0) return memory_ns;
+    const std::string_view of = OperatorClasses()[OperatorClassOf(name)];
+    const auto found = std::ranges::find(cluster_.device.class_rates, of, &ClassRate::operator_class);
+    if (found == cluster_.device.class_rates.end()) return memory_ns;
+    return Limited(MulDivUp(memory_ns, kMillion, found->memory_rate_ppm));
+  }
+
   std::int64_t MemoryTime(Bytes moved) const {
     return TimeAt(moved.value, Scaled(cluster_.device.memory_bytes_per_second,
                                       internal::MemoryPpm(cluster_.device, moved)));

@@ -453,13 +453,16 @@ class Lowering {
     const bool on_host_only = instruction.stream < 0;
     const OptimizerCost host = on_host_only ? work.on_host + work.on_device : work.on_host;
     const std::int64_t kernels = work.on_host.kernels + work.on_device.kernels;
-    lowered.host_ns = cluster_.host.operator_issue_ns * kernels;
+    const Nanoseconds issue_ns = OptimizerIssue(cluster_.host) * kernels;
+    const bool in_kernels = cluster_.host.runs_kernels && !on_host_only;
+    if (!in_kernels) lowered.host_ns = issue_ns;
     AddHostWork(costs_.HostWork(host.read_bytes + host.written_bytes), lowered);
     if (on_host_only) return;
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCompute;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.duration_ns = copy_costs_.Of(work.on_device.read_bytes, work.on_device.written_bytes);
+    if (in_kernels) lowered.duration_ns += issue_ns;
   }
 
   void LowerCopy(const Instruction& instruction, EngineInstruction& lowered) {

@@ -6,6 +6,7 @@ It reads the plan and cluster documents and gives the report's figures, the span
 import collections
 import decimal
 import json
+import pathlib
 from fractions import Fraction
 
 decimal.getcontext().prec = 60
@@ -17,6 +18,7 @@ SIZES = {
 }  # fmt: skip
 COPIES = {"copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_zero", "grad_cast", "grad_accumulate", "copy_to_host", "copy_to_device"}
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
+CLASSES = json.loads((pathlib.Path(__file__).parents[3] / "tools" / "python" / "shardplan" / "import_profile" / "operator_classes.json").read_text())  # data, not code
 HOOKS = {"pre_forward", "post_forward", "pre_backward", "post_backward", "backward_end"}
 MATRIX = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "_scaled_mm", "_int_mm"}
 MATRIX_PARTS = ("attention", "flash_attn", "convolution", "grouped_mm", "conv_", "linear_backward")
@@ -219,8 +221,13 @@ class Costs:
                         arithmetic = up(Fraction(arithmetic * (sequence + entry.get("half_rate_sequence", 0)), sequence))
                     break
         arithmetic = up(Fraction(arithmetic * MILLION, self.device.get("clock_ppm", MILLION)))
+        moved = self.memory(read + written)
+        for rate in self.device.get("class_rates", []):
+            if rate["operator_class"] == class_of(name):
+                moved = up(Fraction(moved * MILLION, rate["memory_rate_ppm"]))
+                break
         issue = self.host.get("operator_issue_ns", 0) if self.host.get("runs_kernels") else 0
-        return self.of_slowest(max(arithmetic, self.memory(read + written), self.overhead)) + issue
+        return self.of_slowest(max(arithmetic, moved, self.overhead)) + issue
 
     def of_slowest(self, duration):
         """The slowest of all ranks: expected maxima of normal samples, straight lines between powers of two."""
@@ -511,6 +518,14 @@ def plain(name):
     return name.removeprefix("aten.").split(".", 1)[0]
 
 
+def class_of(name):
+    """As the page of the cluster document has the classes: the first that has the whole name, or a part of it."""
+    for entry in CLASSES:
+        if plain(name) in entry["names"] or any(part in plain(name) for part in entry["parts"]):
+            return entry["class"]
+    return "elementwise" if name.startswith("aten") else "other"
+
+
 def on_line(at, low, low_ns, high, high_ns):
     rise = high_ns - low_ns
     if not low <= at <= high:
@@ -661,11 +676,13 @@ def lower(document, costs, alive, index):
             elif kind == "optimizer_step":
                 work = costs.optimizer(instruction)
                 device, host = work["device"], work["host"]
-                issue = costs.host.get("operator_issue_ns", 0)
+                issue = costs.host.get("optimizer_issue_ns", 0) or costs.host.get("operator_issue_ns", 0)
                 item.host = issue * (device[2] + host[2])
                 item.host_work = costs.host_work(sum(host[:2]) + (sum(device[:2]) if item.stream is None else 0))
                 if item.stream is not None:
                     item.work, item.duration = "compute", costs.move(sum(device[:2]))
+                    if costs.host.get("runs_kernels"):
+                        item.duration, item.host = item.duration + item.host, 0
             elif kind == "allocate":
                 item.stream = None
                 item.host = costs.host.get("allocate_ns", 0) * len(document.buffers[document.ref(instruction, "dst")]["parts_bytes"])

@@ -24,6 +24,7 @@ ODD = {
         "vector_flops_per_second": 98_765_432_1,
         "matmul": [{"dtype": "float32", "flops_per_second": 3_333_333_337, "efficiency": [{"flops": 7, "efficiency_ppm": 1234}, {"flops": 100_003, "efficiency_ppm": 654_321}]}],
         "attention": [{"dtype": "float32", "flops_per_second": 2_222_222_223, "half_rate_sequence": 7}],
+        "class_rates": [{"operator_class": "softmax", "memory_rate_ppm": 333_333}, {"operator_class": "elementwise", "memory_rate_ppm": 1_234_567}, {"operator_class": "loss", "memory_rate_ppm": 77_777}],
         "memory_efficiency": [{"moved_bytes": 100, "efficiency_ppm": 55_555}, {"moved_bytes": 77_777, "efficiency_ppm": 777_777}],
         "kernel_overhead_ns": 97,
         "clock_ppm": 912_345,
@@ -31,6 +32,7 @@ ODD = {
     },
     "host": {
         "operator_issue_ns": 113,
+        "optimizer_issue_ns": 331,
         "collective_issue_ns": 1_009,
         "copy_issue_ns": 307,
         "allocate_ns": 41,

@@ -22,8 +22,9 @@ namespace shardplan::executor {
 // for where the plan waits for an event recorded after them (or where their stream is next used).
 std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory = MemorySource::kAllocator);
 
-// From the first call on, all memory that torch allocates for CPU tensors in this process is counted: it is
-// called before there are any. Every call gives the same count. Allocations cost an atomic addition more.
+// From the first call on, what the calling thread allocates for CPU tensors is counted: it trains, and calls
+// this before there are any. What a collective takes inside (Gloo's threads, a divided copy) is outside, as
+// NCCL's buffers are. Every call gives the same count. Allocations cost an atomic addition more.
 std::shared_ptr<AllocationCount> CountCpuAllocations();
 // Null where nobody has called CountCpuAllocations.
 std::shared_ptr<AllocationCount> CpuAllocations();

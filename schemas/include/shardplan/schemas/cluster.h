@@ -56,6 +56,14 @@ struct BandwidthPoint {
   bool operator==(const BandwidthPoint&) const = default;
 };
 
+// Operators of a class (shardplan/simulator/operator_class.h) that are bound by memory reach this part of
+// what their bytes alone say.
+struct ClassRate {
+  std::string operator_class;
+  std::int64_t memory_rate_ppm = 1'000'000;
+  bool operator==(const ClassRate&) const = default;
+};
+
 struct Device {
   std::string name;  // "H100 SXM 80GB"
   Bytes memory_bytes;
@@ -68,6 +76,7 @@ struct Device {
   // Fused attention by its FLOPs, which grow with the sequence; empty: as matmul.
   std::vector<ComputeRate> attention;
   std::vector<ComputeRate> attention_backward;
+  std::vector<ClassRate> class_rates;
   Nanoseconds kernel_overhead_ns;  // device time no operator goes below
   // Clock under a power limit, of the clock that the rates were measured at. Memory keeps its rate.
   std::int64_t clock_ppm = 1'000'000;
@@ -82,6 +91,8 @@ struct Device {
 // Host cost of issuing one thing, and the rate of what the host computes itself.
 struct Host {
   Nanoseconds operator_issue_ns;  // one operator of the model (dispatch + autograd + launch)
+  // One operator of an optimizer's step, on a sharded parameter; 0: operator_issue_ns.
+  Nanoseconds optimizer_issue_ns;
   Nanoseconds collective_issue_ns;
   Nanoseconds copy_issue_ns;
   Nanoseconds allocate_ns;
@@ -95,6 +106,11 @@ struct Host {
   bool runs_kernels = false;
   bool operator==(const Host&) const = default;
 };
+
+// Host::optimizer_issue_ns, or what stands for it.
+constexpr Nanoseconds OptimizerIssue(const Host& host) {
+  return host.optimizer_issue_ns.value > 0 ? host.optimizer_issue_ns : host.operator_issue_ns;
+}
 
 enum class CollectiveKind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce };
 

@@ -105,7 +105,7 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
     if described.get("context_bytes"):
         device["context_bytes"] = described["context_bytes"]
     if rows := measured.get("memory", []):
-        device |= memory_rates(rows)
+        device |= memory_rates(rows) if on_gpu else memory_rates_of_cpu(rows)
         know("memory", rows)
         know("kernel_overhead", rows)
     if rows := measured.get("matmul", []):
@@ -179,6 +179,31 @@ def memory_rates(rows: list[dict]) -> dict:
     return {"memory_bytes_per_second": peak, "memory_efficiency": curve, "kernel_overhead_ns": min(row["duration_ns"] for _, row in moved)}
 
 
+_PLAIN = ("copy", "add")
+# By class of operators, those that stand for it: on a core they are bound by arithmetic, and in a report's words by a lower rate of memory.
+_CLASSES = {"normalization": ("layer_norm", "rms_norm"), "softmax": ("softmax",), "loss": ("softmax",), "elementwise": ("silu", "add")}
+_ACTIVATIONS = (1 << 16, 1 << 23)  # bytes moved: what kernels of a model move that fits a core's time
+
+
+def memory_rates_of_cpu(rows: list[dict]) -> dict:
+    """A core's memory is what copies and sums reach. Other classes of operators reach a part of it: the median over sizes of activations."""
+    plain = [row for row in rows if row["operator"] in _PLAIN]
+    rates = memory_rates(plain or rows) | {"kernel_overhead_ns": min(row["duration_ns"] for row in rows)}
+    usual = collections.defaultdict(list)  # by bytes moved
+    for row in plain:
+        usual[(row["bytes_read"] + row["bytes_written"]).bit_length()].append(_rate(row["bytes_read"] + row["bytes_written"], row))
+    classes = []
+    for name, operators in _CLASSES.items():
+        parts = []
+        for row in rows:
+            moved = row["bytes_read"] + row["bytes_written"]
+            if row["operator"] in operators and _ACTIVATIONS[0] <= moved <= _ACTIVATIONS[1] and usual[moved.bit_length()]:
+                parts.append(_rate(moved, row) / statistics.median(usual[moved.bit_length()]))
+        if parts:
+            classes.append({"operator_class": name, "memory_rate_ppm": max(1, round(1e6 * statistics.median(parts)))})
+    return rates | ({"class_rates": classes} if classes else {})
+
+
 def _matmul_rates(rows: list[dict]) -> list[dict]:
     rates = []
     for short, dtype in _MATMUL_DTYPES.items():
@@ -217,7 +242,7 @@ def clock_ppm(measured: dict) -> int | None:
 def _host(measured: dict) -> dict:
     by_name = {row["what"]: row["duration_ns"] for row in measured.get("host", [])}
     host = {}
-    for field, what in (("operator_issue_ns", "operator"), ("copy_issue_ns", "foreach_copy"), ("allocate_ns", "allocate"), ("trigger_ns", "hook")):
+    for field, what in (("operator_issue_ns", "operator"), ("copy_issue_ns", "foreach_copy"), ("allocate_ns", "allocate"), ("trigger_ns", "hook"), ("optimizer_issue_ns", "optimizer_operator")):
         if what in by_name:
             host[field] = by_name[what]
     events = [by_name[what] for what in ("record", "wait") if what in by_name]

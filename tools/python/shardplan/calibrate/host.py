@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardplan.calibrate.timing import Machine
+
+
+_ADAMW_OPERATORS = 8  # of a parameter, as docs/internals/simulator.md has them
 
 
 class _Chain(nn.Module):
@@ -49,11 +55,25 @@ def costs(machine: Machine, full: bool) -> Iterator[dict]:
     plain = machine.host_ns(forward_backward, max(2, repeats // 5))
     # Forward: addmm, relu. Backward: threshold, mm for the input, mm and sum for weight and bias, two accumulations.
     yield {"what": "operator", "operators": operators + 6 * depth, **{k: round(v / (operators + 6 * depth)) for k, v in plain.items()}}
-    handles = []
-    for layer in chain.layers:
-        handles.append(layer.register_forward_pre_hook(lambda module, args: None))
-        handles.append(layer.register_forward_hook(lambda module, args, result: None))
-    hooked = machine.host_ns(forward_backward, max(2, repeats // 5))
-    for handle in handles:
-        handle.remove()
-    yield {"what": "hook", "hooks": 2 * depth, "duration_ns": max(0, round((hooked["duration_ns"] - plain["duration_ns"]) / (2 * depth)))}
+    # On a module that does nothing else: hooks are a small part of a layer.
+    nothing, hooks = nn.Identity(), 10
+    bare = machine.host_ns(lambda: nothing(x), repeats)
+    for _ in range(hooks):
+        nothing.register_forward_pre_hook(lambda module, args: None)
+    hooked = machine.host_ns(lambda: nothing(x), repeats)
+    yield {"what": "hook", "hooks": hooks, "duration_ns": max(0, round((hooked["duration_ns"] - bare["duration_ns"]) / hooks))}
+    if device.type == "cpu" and dist.is_initialized():
+        yield _optimizer_operator(machine, max(2, repeats // 5))
+
+
+def _optimizer_operator(machine: Machine, repeats: int) -> dict:
+    """One operator of an optimizer that loops over sharded parameters, as FSDP leaves them on CPU ranks: each goes through DTensor."""
+    parameters = 16
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = [nn.Parameter(distribute_tensor(torch.randn(8 * dist.get_world_size(), 8), mesh, [Shard(0)])) for _ in range(parameters)]
+    for parameter in sharded:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(sharded, foreach=False)
+    step = machine.host_ns(optimizer.step, repeats)
+    operators = parameters * _ADAMW_OPERATORS
+    return {"what": "optimizer_operator", "operators": operators, **{k: round(v / operators) for k, v in step.items()}}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MILLION = 1_000_000
 # GPUs of one cluster differ by 8 % in the median application (Sinha et al., SC22: "Not all GPUs are created equal"), least to most.
 _USUAL_SPREAD = 25_000
-_ISSUED = ("operator_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
+_ISSUED = ("operator_issue_ns", "optimizer_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ def _host(document: dict, factor: float) -> None:
         _times(document.get("host", {}), field, 1 / factor)
 
 
+def _optimizer(document: dict, factor: float) -> None:
+    _times(document.get("host", {}), "optimizer_issue_ns", 1 / factor)
+
+
 def _spread(document: dict, factor: float) -> None:
     device = document["device"]
     device["spread_ppm"] = min(MILLION // 10, max(0, round(device.get("spread_ppm", 0) + _USUAL_SPREAD * (1 / factor - 1))))
@@ -93,6 +97,7 @@ FIGURES = {
         Figure("attention", "fused attention, forward and backward", "attention", _attention),
         Figure("memory", "kernels that are bound by device memory", "memory", _memory),
         Figure("host", "what the host takes to issue work", "host", _host),
+        Figure("optimizer", "what the host takes for an operator of the optimizer", "host", _optimizer),
         Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider", "narrower"),
         Figure("inner_link", "the link inside a node: its rate, and the tables measured over it", "inner_link", _inner_link),
         Figure("network", "the link between nodes", "network", _network),

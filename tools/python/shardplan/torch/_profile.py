@@ -123,7 +123,7 @@ class Profile:
 
 
 def count_cpu_memory() -> None:
-    """From now on all memory of CPU tensors in this process is counted, for `profile` on CPU ranks: called before the model is made. Without it a profile there knows the
+    """From now on the memory of CPU tensors is counted, for `profile` on CPU ranks: called by the thread that trains, before the model is made. What collectives take inside is left out. Without it a profile there knows the
     plan's own buffers. It lasts as long as the process. GPUs need no such call."""
     native.count_cpu_memory()
 
