@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = 2
 WARMUP = 2
-FIGURES = "matmul,memory,host,optimizer,inner_link"
+FIGURES = "matmul,memory,host,optimizer,latency,inner_link"
 
 
 def batches_of(job: Job, rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

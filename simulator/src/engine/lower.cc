@@ -403,6 +403,14 @@ class Lowering {
     lowered.loads = cost.loads;
     lowered.duration_ns = cost.duration_ns;
     lowered.host_ns = cluster_.host.collective_issue_ns;
+    // Gloo copies what it scatters, and does not divide while it adds: the cpu backend divides the input
+    // before.
+    const std::int64_t copies =
+        (instruction.kind == InstructionKind::kReduceScatter ? 1 : 0) + (instruction.divisor != 1.0 ? 1 : 0);
+    if (cluster_.host.runs_kernels && copies > 0) {
+      const Bytes input = SizeBytes(At(plan_.buffers, instruction.src));
+      lowered.host_ns += copy_costs_.Of(input, input) * copies;
+    }
     lowered.sequence = issued_to_[static_cast<std::size_t>(instruction.communicator)]++;
     lowered.operand = GroupIndex(request.kind, instruction.communicator, cost.source);
     CollectiveGroup& group = step_.groups[static_cast<std::size_t>(lowered.operand)];

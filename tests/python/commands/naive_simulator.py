@@ -662,6 +662,9 @@ def lower(document, costs, alive, index):
                 item.unit = (makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else item.unit])[0]
             elif kind in COLLECTIVES:
                 item.host, item.work = costs.host.get("collective_issue_ns", 0), "collective"
+                if costs.host.get("runs_kernels"):
+                    whole = sum(document.buffers[document.ref(instruction, "src")]["parts_bytes"])
+                    item.host += costs.move(2 * whole) * ((kind == "reduce_scatter") + (instruction.get("divisor", 1) != 1))
                 item.group = document.ref(instruction, "communicator")
                 item.duration, item.link, item.source = costs.collective(instruction)
                 item.turn = turns[item.group]

@@ -33,6 +33,7 @@ _LEAST_PART = 0.01
 _PROGRESS_SECONDS = 2
 _KERNELS = {"matmul": "products of matrices", "convolution": "products of matrices", "attention": "attention"}
 _REST, _OPTIMIZER, _STEP = "other kernels", "the optimizer", "the step"
+_ALL, _COPIES = "forward and backward", "copies"
 
 
 @dataclass
@@ -48,15 +49,27 @@ def is_report(document: object) -> bool:
     return isinstance(document, dict) and document.get("schema") == REPORT_SCHEMA
 
 
-def _quantities(report: dict) -> dict[str, float]:
+def _tells_classes(report: dict) -> bool:
+    """A plan that measures itself knows the model's work between two instructions, and not its operators."""
+    return all(entry["kind"] != "segment" for entry in report.get("operators", []))
+
+
+def _quantities(report: dict, by_class: bool) -> dict[str, float]:
     """ns of what the simulator predicts, too."""
     times: dict[str, float] = collections.defaultdict(float)
     for entry in report.get("operators", []):
-        name = _OPTIMIZER if entry["phase"] == "optimizer" else _KERNELS.get(entry["kind"], _REST)
+        name = _OPTIMIZER if entry["phase"] == "optimizer" else _KERNELS.get(entry["kind"], _REST) if by_class else _ALL
         times[name] += entry["busy_ns"]
-    waiting = report.get("measured", {}).get("waiting_ns", 0) / report["communication_ns"] if report["communication_ns"] else 0
+    measured = report.get("measured", {})
+    waiting = measured.get("waiting_ns", 0) / report["communication_ns"] if report["communication_ns"] else 0
+    if measured.get("device") == "CPU":
+        waiting = 0  # ranks that share cores are late by turns: that is what a collective takes there
+    # How long the rank waited is known of all of them together, so kinds are not told apart.
     for entry in report["collectives"]:
-        times[f"{entry['kind']} {entry['communicator']}"] += entry["busy_ns"] * (1 - waiting)
+        times[f"collectives of {entry['communicator']}"] += entry["busy_ns"] * (1 - waiting)
+    for entry in report.get("activities", []):
+        if entry["activity"] == "copies":  # where nothing else runs
+            times[_COPIES] = entry["time_ns"]
     times[_STEP] = report["step_ns"]
     return dict(times)
 
@@ -140,8 +153,12 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
     with tempfile.TemporaryDirectory(prefix="shardplan-calibrate-") as folder:
         prediction = Prediction(measured, folder, say)
         before = prediction.reports(document)
-        known = [_quantities(report) for report in before]
-        told = [_quantities(one.report) for one in measured]
+        by_class = [_tells_classes(one.report) for one in measured]
+
+        def quantities(predicted: list[dict]) -> list[dict[str, float]]:
+            return [_quantities(report, tells) for report, tells in zip(predicted, by_class)]
+
+        known, told = quantities(before), quantities([one.report for one in measured])
         rows = [
             (i, name)
             for i, one in enumerate(measured)
@@ -150,14 +167,14 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
         ]
 
         def predict(changed: dict, wanted: list[int]) -> list[float]:
-            times = [_quantities(report) for report in prediction.reports(changed)]
+            times = quantities(prediction.reports(changed))
             return [-math.log(max(1.0, times[rows[k][0]].get(rows[k][1], 0))) for k in wanted]
 
         every = list(range(len(rows)))
         chosen = [name for name in (names or DEFAULT_FIGURES) if name != "network" or len(document.get("links", [])) > 1]
         made = fit.fit(document, chosen, every, [-math.log(told[i][name]) for i, name in rows], predict)
         documents.say_sources(made, f"{len(measured)} measured {'step' if len(measured) == 1 else 'steps'}")
-        after = [_quantities(report) for report in prediction.reports(made.document)]
+        after = quantities(prediction.reports(made.document))
         path = str(Path(folder) / "made.json")
         files.write_text(path, json.dumps(made.document))
         done = _ask("evaluate", text=json.dumps({"document": path}) + "\n")

@@ -85,6 +85,19 @@ def _inner_link(document: dict, factor: float) -> None:
     _links(document, document.get("links", [])[:1], factor)
 
 
+def _latency(document: dict, factor: float) -> None:
+    """What a collective takes however small it is: of a table the duration of the smallest."""
+    inner = document.get("links", [])[:1]
+    for link in inner:
+        for field in ("latency_ns", "base_latency_ns"):
+            _times(link, field, 1 / factor)
+    for table in document.get("collectives", []):
+        if table.get("link") in {link.get("name") for link in inner} and table["points"]:
+            more = table["points"][0]["duration_ns"] * (1 / factor - 1)
+            for point in table["points"]:
+                point["duration_ns"] = max(1, round(point["duration_ns"] + more))
+
+
 def _network(document: dict, factor: float) -> None:
     _links(document, document.get("links", [])[1:], factor)
 
@@ -100,6 +113,7 @@ FIGURES = {
         Figure("optimizer", "what the host takes for an operator of the optimizer", "host", _optimizer),
         Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider", "narrower"),
         Figure("inner_link", "the link inside a node: its rate, and the tables measured over it", "inner_link", _inner_link),
+        Figure("latency", "what a collective inside a node takes however small it is", "inner_link", _latency),
         Figure("network", "the link between nodes", "network", _network),
     )
 }
