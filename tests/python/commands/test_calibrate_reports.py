@@ -41,6 +41,11 @@ def measured_on(shardplan, plan, factors, path):
     return path
 
 
+def said(text):
+    """Without the lines of progress, which depend on the clock."""
+    return [line for line in text.splitlines() if "clusters tried" not in line]
+
+
 def factors_in(text):
     return {match[1]: (float(match[2]), match[3]) for match in re.finditer(r"^  (\w+) +x ([\d.]+) \(.*?\): (.*)$", text, re.MULTILINE)}
 
@@ -71,7 +76,7 @@ def test_the_figures_that_made_a_step_are_found(factors, shardplan, plan, tmp_pa
     compared = shardplan("compare", plan, report, "--cluster", tmp_path / "fitted.json", "-q")
     assert compared.returncode == 0, compared.stderr
     again = shardplan("calibrate", "--from", report, "--plan", plan, "-o", tmp_path / "again.json")
-    assert again.stderr == done.stderr and (tmp_path / "again.json").read_bytes() == (tmp_path / "fitted.json").read_bytes()
+    assert said(again.stderr) == said(done.stderr) and (tmp_path / "again.json").read_bytes() == (tmp_path / "fitted.json").read_bytes()
 
 
 def test_only_what_is_asked_is_changed(shardplan, plan, tmp_path):

@@ -43,7 +43,7 @@ def flags_of_commands():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text().replace("\\\n", " ")
         for command, rest in re.findall(r"(?:^|[`\s])shardplan ([a-z][a-z-]+)((?: [^`\n|#;&]*)?)", re.sub(r"tools/shardplan", "shardplan", text)):
-            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", rest):
+            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", rest.split(" -- ")[0]):
                 flags.setdefault(command, {})[flag] = page.name
     return flags
 

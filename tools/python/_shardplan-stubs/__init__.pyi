@@ -248,6 +248,12 @@ def agree(store: torch.distributed.distributed_c10d.Store, place: typing.Support
 def check_plan_for_use(plan: Plan) -> list[str]:
     """A paragraph for each fault of PyTorch's that the plan carries; ValueError, in the verifier's words, for anything else that does not verify."""
 
+def count_cpu_memory() -> None:
+    """From now on what this thread allocates for CPU tensors is counted."""
+
+def cpu_memory_bytes() -> int | None:
+    """Of CPU tensors that were made since count_cpu_memory, each rounded up to 512 bytes; None: nobody counts."""
+
 def read_plan(path: str) -> Plan:
     """Reads a plan document; ValueError with the file, the JSON pointer, what was found and expected."""
 
