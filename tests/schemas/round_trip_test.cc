@@ -106,7 +106,7 @@ std::string Example(const std::string& page, const std::string& language, std::s
 TEST(RoundTrip, ExamplesOfTheFormatPagesAreCanonical) {
   for (const std::string kind :
        {"trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard"}) {
-    const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/" + kind + "-format.md");
+    const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/reference/" + kind + "-format.md");
     ASSERT_TRUE(page.has_value());
     const std::string example = Example(*page, "json");
     const Result<Document> document = ParseDocument(example);
