@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from shardplan.calibrate.timing import Machine
 
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+_COLD_BYTES, _MOST_COPIES = 1 << 26, 64
 _MEMORY_SHARE = 0.3  # of the device's memory that one measurement takes
 
 
@@ -27,6 +29,11 @@ def _each(machine: Machine, cases: list, measure: Callable) -> Iterator[dict]:
         row = measure(*case)
         if row is not None:
             yield row
+
+
+def _copies(on_gpu: bool, size_bytes: int) -> int:
+    """A layer's weights come from memory: a core's caches hold those of a loop over one layer, and would be measured."""
+    return 1 if on_gpu else max(1, min(_MOST_COPIES, _COLD_BYTES // size_bytes))
 
 
 def matmuls(machine: Machine, full: bool) -> Iterator[dict]:
@@ -47,8 +54,8 @@ def matmuls(machine: Machine, full: bool) -> Iterator[dict]:
         if not _fits(machine, kind.itemsize * (m * n + m * k + n * k)):
             return None
         a = torch.randn(m, k, device=machine.device, dtype=kind)
-        w = torch.randn(n, k, device=machine.device, dtype=kind)
-        return {"dtype": dtype, "batch": 1, "m": m, "n": n, "k": k, **machine.duration(lambda: F.linear(a, w))}
+        weights = itertools.cycle([torch.randn(n, k, device=machine.device, dtype=kind) for _ in range(_copies(on_gpu, n * k * kind.itemsize))])
+        return {"dtype": dtype, "batch": 1, "m": m, "n": n, "k": k, **machine.duration(lambda: F.linear(a, next(weights)))}
 
     yield from _each(machine, cases, measure)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MILLION = 1_000_000
 # GPUs of one cluster differ by 8 % in the median application (Sinha et al., SC22: "Not all GPUs are created equal"), least to most.
 _USUAL_SPREAD = 25_000
-_ISSUED = ("operator_issue_ns", "optimizer_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
+_ISSUED = ("operator_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
 
 
 @dataclass(frozen=True)
