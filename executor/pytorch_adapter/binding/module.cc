@@ -297,14 +297,6 @@ PYBIND11_MODULE(_shardplan, module) {
   module.def(
       "count_cpu_memory", [] { (void)shardplan::executor::CountCpuAllocations(); },
       "From now on what this thread allocates for CPU tensors is counted.");
-  module.def(
-      "cpu_memory_bytes",
-      []() -> std::optional<std::int64_t> {
-        const auto count = shardplan::executor::CpuAllocations();
-        return count ? std::optional(count->now().value) : std::nullopt;
-      },
-      "Of CPU tensors that were made since count_cpu_memory, each rounded up to 512 bytes; None: nobody "
-      "counts.");
   module.def("agree", &shardplan::python::AgreeOrThrow, pybind11::arg("store"), pybind11::arg("place"),
              pybind11::arg("ranks"), pybind11::arg("facts"), pybind11::arg("failure"),
              pybind11::arg("timeout_s"), pybind11::arg("peers"),

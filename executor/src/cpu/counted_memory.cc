@@ -3,7 +3,6 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include <atomic>
 #include <mutex>
 #include <thread>
 #include <utility>

@@ -69,7 +69,7 @@ std::vector<std::byte*> CpuDevice::Pointers(BufferId buffer) const {
   return pointers;
 }
 
-constexpr std::chrono::seconds kLetGoPatience{10};
+constexpr std::chrono::seconds kLetGoPatience{1};
 
 Status CpuDevice::FinishOne(PendingCollective& pending) {
   if (pending.finished) return {};

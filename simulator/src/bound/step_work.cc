@@ -6,6 +6,7 @@
 
 #include "bound/cost_lines.h"
 #include "bound/step_parts.h"
+#include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/program.h"
@@ -211,10 +212,9 @@ class StepWorkBuilder {
     if (trained_bytes > 0) work_.optimizer_ns = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
     work_.static_bytes.value = shard_bytes + state_bytes;
     work_.least_memory.value = work_.static_bytes.value + trained_bytes;
-    // A host that runs the kernels pays for issuing operators in their durations.
     const Host& host = job_.cluster.host;
-    const Nanoseconds issuing_ns = host.operator_issue_ns * (host.runs_kernels ? 0 : operators());
-    work_.host_ns = issuing_ns + OptimizerIssue(host) * cost.kernels + work_.optimizer_ns;
+    work_.host_ns = internal::IssueOfOperator(host) * operators() + OptimizerIssue(host) * cost.kernels +
+                    work_.optimizer_ns;
   }
 
   // While an operator runs, there is what it reads and writes, the parameters whole among it, and what is

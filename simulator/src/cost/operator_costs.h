@@ -10,6 +10,11 @@
 
 namespace shardplan::internal {
 
+// What the host takes to issue an operator: nothing where it runs the kernels itself, which pay for it.
+constexpr Nanoseconds IssueOfOperator(const Host& host) {
+  return host.runs_kernels ? Nanoseconds{0} : host.operator_issue_ns;
+}
+
 struct OperatorFacts {
   Nanoseconds duration_ns;        // CostModel::Operator
   std::int64_t matmul_flops = 0;  // of matrix work (IsMatmulOperator), 0 of all else

@@ -74,14 +74,9 @@ class Lowering {
  private:
   static std::string Text(std::integral auto n) { return std::to_string(n); }
 
-  // Where the host runs the kernels itself, issuing an operator is part of its cost.
-  Nanoseconds IssueOfOperator() const {
-    return cluster_.host.runs_kernels ? Nanoseconds{0} : cluster_.host.operator_issue_ns;
-  }
-
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
   Status LowerSegments() {
-    const std::int64_t issue_ns = IssueOfOperator().value;
+    const std::int64_t issue_ns = internal::IssueOfOperator(cluster_.host).value;
     program_.segments.reserve(plan_.segments.size());
     program_.segment_flops.resize(plan_.segments.size());
     std::size_t entries = 0;
@@ -102,7 +97,7 @@ class Lowering {
         program_.operators.push_back({facts.duration_ns, {}, {}});
         ++(event->duration_ns.value >= 0 ? program_.measured_operators : program_.modelled_operators);
         ++lowered.count;
-        in_all += program_.operators.back().duration_ns + IssueOfOperator();
+        in_all += program_.operators.back().duration_ns + internal::IssueOfOperator(cluster_.host);
         if (in_all > longest_ns_) return TooLong("/segments/" + Text(program_.segments.size()));
       }
       EngineOperator* operators = program_.operators.data() + lowered.first;
@@ -339,7 +334,7 @@ class Lowering {
     lowered.op = EngineOp::kSegment;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
-    lowered.host_ns = IssueOfOperator();
+    lowered.host_ns = internal::IssueOfOperator(cluster_.host);
     // Whose time it is: the unit whose gradients it makes, else whose parameters it reads, else in whose
     // forward or backward it runs. The trigger before it may be another unit's.
     const UnitId whose = !segment.grads.empty()   ? segment.grads.front().unit

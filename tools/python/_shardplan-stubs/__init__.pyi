@@ -251,9 +251,6 @@ def check_plan_for_use(plan: Plan) -> list[str]:
 def count_cpu_memory() -> None:
     """From now on what this thread allocates for CPU tensors is counted."""
 
-def cpu_memory_bytes() -> int | None:
-    """Of CPU tensors that were made since count_cpu_memory, each rounded up to 512 bytes; None: nobody counts."""
-
 def read_plan(path: str) -> Plan:
     """Reads a plan document; ValueError with the file, the JSON pointer, what was found and expected."""
 

@@ -155,6 +155,10 @@ def _part(ppm: int) -> int:
     return max(1, min(1_000_000, ppm))
 
 
+def _moved(row: dict) -> int:
+    return row["bytes_read"] + row["bytes_written"]
+
+
 def _rate(amount: int, row: dict) -> int:
     return round(amount * 1e9 / max(1, row["duration_ns"]))
 
@@ -167,7 +171,7 @@ def _spread(rows: list[dict]) -> int:
 
 def memory_rates(rows: list[dict]) -> dict:
     """Peak rate, the part of it that kernels reach by their bytes (the median of those within a factor of two), and the shortest kernel."""
-    moved = [(row["bytes_read"] + row["bytes_written"], row) for row in rows]
+    moved = [(_moved(row), row) for row in rows]
     peak = max(_rate(size, row) for size, row in moved)
     largest = max(size for size, _ in moved)
     # Small tensors stay in a cache: what is larger than it says what memory gives.
@@ -191,12 +195,12 @@ def memory_rates_of_cpu(rows: list[dict]) -> dict:
     rates = memory_rates(plain or rows) | {"kernel_overhead_ns": min(row["duration_ns"] for row in rows)}
     usual = collections.defaultdict(list)  # by bytes moved
     for row in plain:
-        usual[(row["bytes_read"] + row["bytes_written"]).bit_length()].append(_rate(row["bytes_read"] + row["bytes_written"], row))
+        usual[_moved(row).bit_length()].append(_rate(_moved(row), row))
     classes = []
     for name, operators in _CLASSES.items():
         parts = []
         for row in rows:
-            moved = row["bytes_read"] + row["bytes_written"]
+            moved = _moved(row)
             if row["operator"] in operators and _ACTIVATIONS[0] <= moved <= _ACTIVATIONS[1] and usual[moved.bit_length()]:
                 parts.append(_rate(moved, row) / statistics.median(usual[moved.bit_length()]))
         if parts:

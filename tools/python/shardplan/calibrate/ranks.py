@@ -126,7 +126,7 @@ def overlap(machine: Machine, full: bool) -> Iterator[dict]:
     product = lambda: torch.mm(a, b)  # noqa: E731
     if not on_gpu:
         if world > 1:
-            yield from _overlap_on_cpu(machine, part, whole, product)
+            yield from _overlap_on_cpu(machine, name, call, lambda: dist.all_gather_into_tensor(whole, part, async_op=True), product)
         return
     yield from _overlap_on_gpu(machine, name, call, product)
 
@@ -153,15 +153,15 @@ def _overlap_on_gpu(machine: Machine, name: str, call, product) -> Iterator[dict
     yield {"product": alone, "other": call_alone, "beside": name, "compute_rate_ppm": ratio(alone, rows[product]), "other_rate_ppm": ratio(call_alone, rows[call])}
 
 
-def _overlap_on_cpu(machine: Machine, part: torch.Tensor, whole: torch.Tensor, product) -> Iterator[dict]:
+def _overlap_on_cpu(machine: Machine, name: str, call, issue, product) -> Iterator[dict]:
     """Gloo works on threads of its own: while one collective after the other is under way, products are computed. All ranks do it at once."""
-    alone, call_alone = machine.duration(product), machine.duration(lambda: dist.all_gather_into_tensor(whole, part), 3)
+    alone, call_alone = machine.duration(product), machine.duration(call, 3)
     rates: dict[str, list[int]] = {"product": [], "other": []}
     for _ in range(machine.samples):
         dist.barrier()
         begin, products = time.perf_counter_ns(), 0
         for _ in range(_COLLECTIVES_BESIDE):
-            work = dist.all_gather_into_tensor(whole, part, async_op=True)
+            work = issue()
             while not work.is_completed():
                 product()
                 products += 1
@@ -170,4 +170,4 @@ def _overlap_on_cpu(machine: Machine, part: torch.Tensor, whole: torch.Tensor, p
         rates["product"].append(round(1e6 * products * alone["duration_ns"] / elapsed))
         rates["other"].append(round(1e6 * _COLLECTIVES_BESIDE * call_alone["duration_ns"] / elapsed))
     compute, other = (min(1_000_000, sorted(found)[len(found) // 2]) for found in rates.values())
-    yield {"product": alone, "other": call_alone, "beside": "all-gather", "compute_rate_ppm": compute, "other_rate_ppm": other}
+    yield {"product": alone, "other": call_alone, "beside": name, "compute_rate_ppm": compute, "other_rate_ppm": other}
