@@ -85,13 +85,13 @@ def difference(golden: Golden, program: pathlib.Path) -> str:
 
 
 def document(policy: str) -> str:
-    """docs/knobs-<policy>.md."""
+    """docs/reference/knobs-<policy>.md."""
     text = f"""# The knobs of {policy}, each by the plan that it changes
 
 Every knob of {POLICIES[policy]} with a small plan. What `shardplan diff` says of the plan with the knob and the plan without is what the knob
 does; the verdict is what `shardplan validate` says of the plan with the knob. A is the plan without, B the plan with.
 Plans, strategies and this page are in step by a test; `dev/update_goldens` writes the page from
-[tests/planner/goldens](../tests/planner/goldens). The models are those of `models.py` there: `small` is a stem, three blocks `layers.0` to
+[tests/planner/goldens](../../tests/planner/goldens). The models are those of `models.py` there: `small` is a stem, three blocks `layers.0` to
 `layers.2`, a head, and a parameter of the root; a unit is each block, and the root has the rest.
 """
     for row in rows(policy):
@@ -107,7 +107,7 @@ Plans, strategies and this page are in step by a test; `dev/update_goldens` writ
         facts = [f"trace `{knob['trace']}`"] if "trace" in knob else []
         facts += [f"{knob['ranks']} ranks"] if "ranks" in knob else []
         facts += [f"the other on {knob['base_ranks']}"] if "base_ranks" in knob else []
-        facts += [f"compared to [{knob['base']}](../tests/planner/goldens/{policy}/{knob['base']})"] if "base" in knob else []
+        facts += [f"compared to [{knob['base']}](../../tests/planner/goldens/{policy}/{knob['base']})"] if "base" in knob else []
         text += f"\n### {knob['title']}\n\n{about}\n"
         text += f"({', '.join(facts)})\n" if facts else ""
         fields = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in shown.items())

@@ -43,5 +43,5 @@ def test_help_lists_commands_by_task():
     for block in said.split("\n\n"):
         head, _, rest = block.strip("\n").partition(":\n")
         listed[head.splitlines()[-1]] = {line.split()[0] for line in rest.splitlines() if line.startswith("  ")}
-    tasks = ("Size a job", "Plan", "Predict", "Explain", "Train", "Convert")
+    tasks = ("Size a job", "Plan", "Predict", "Explain", "Train", "Convert", "Check the machine")
     assert set().union(*(listed[task] for task in tasks)) == commands()

@@ -128,10 +128,10 @@ def test_documents_of_the_repository_are_valid(validators, program):
 
 def test_examples_of_the_format_pages_are_valid(validators, program):
     for kind in KINDS:
-        page = (ROOT / f"docs/{kind}-format.md").read_text()
+        page = (ROOT / f"docs/reference/{kind}-format.md").read_text()
         examples = [part.split("```")[0] for part in page.split("```json\n")[1:]]
         whole = [json.loads(text) for text in examples if '"schema"' in text]
-        assert whole, f"docs/{kind}-format.md has no example"
+        assert whole, f"docs/reference/{kind}-format.md has no example"
         for document in whole:
             validators[kind].validate(document)
             assert read(program, [document]) == [None]
