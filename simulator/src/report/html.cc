@@ -234,12 +234,12 @@ constexpr std::string_view kReportBody = R"page(
 <div class="cards" id="cards"></div>
 <section id="activitiesbox" hidden><h2>Where the step's time goes</h2><div class="wide" id="activities"></div></section>
 <section id="comparisonbox"><h2>Comparison</h2><div class="wide" id="comparison"></div></section>
-<section id="timelinebox"><span class="tools"><button id="in">+</button><button id="out">&minus;</button><button id="all">whole step</button></span>
+<section id="timelinebox"><span class="tools"><span id="found"></span><input type="search" id="search" placeholder="unit, operator, buffer" aria-label="search the timeline"><button id="in" aria-label="zoom in">+</button><button id="out" aria-label="zoom out">&minus;</button><button id="all">whole step</button></span>
 <h2>Timeline of the steady step</h2>
-<p class="hint">One rank. Wheel zooms, drag moves, double click shows the whole step.</p>
-<canvas id="timeline"></canvas><div class="legend" id="legend"></div></section>
+<p class="hint">One rank. Wheel or + and &minus; zoom, drag or arrows move, double click or 0 shows the whole step. / searches, n and N go to the next and the last that is found.</p>
+<canvas id="timeline" role="img" aria-label="timeline of the steady step"></canvas><div class="legend" id="legend"></div></section>
 <section id="memorybox"><h2>Memory</h2><p class="hint" id="peak"></p>
-<canvas id="memory"></canvas><div class="legend" id="memorylegend"></div></section>
+<canvas id="memory" role="img" aria-label="memory over the step by category"></canvas><div class="legend" id="memorylegend"></div></section>
 <section id="tornadobox"><h2>How far the step may be off</h2><p class="hint" id="interval"></p><div class="tornado" id="tornado"></div></section>
 <section id="kernelsbox" hidden><h2>Kernels by class of operators</h2><div class="wide" id="kernels"></div></section>
 <section><h2>Collectives</h2><div class="wide" id="collectives"></div></section>

@@ -24,11 +24,11 @@ constexpr std::int64_t kGranularity = 512;
 constexpr std::string_view kMemoryBody = R"page(
 <main>
 <header><h1>@MODEL</h1><span class="sub">@ABOUT</span></header>
-<section><h2>Allocated bytes over the steady step</h2><p class="hint">@PEAK Wheel zooms, drag moves, double click shows the whole step.</p>
-<canvas id="plot"></canvas><div class="legend" id="legend"></div></section>
+<section><h2>Allocated bytes over the steady step</h2><p class="hint">@PEAK Wheel or + and &minus; zoom, drag or arrows move, double click or 0 shows the whole step.</p>
+<canvas id="plot" role="img" aria-label="allocated bytes by category"></canvas><div class="legend" id="legend"></div></section>
 <section id="mapbox"><h2>Addresses over the steady step</h2>
 <p class="hint">@RESERVED Segments of the caching allocator one above the other; grey is reserved and free.</p>
-<canvas id="map"></canvas></section>
+<canvas id="map" role="img" aria-label="blocks by address"></canvas></section>
 </main><div id="tip"></div>
 )page";
 

@@ -154,7 +154,7 @@ def outputs(folder):
 
 def test_every_command_is_given_hostile_names():
     """A new command gets an entry above."""
-    assert {words[0] for words in OUTPUTS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands()
+    assert {words[0] for words in OUTPUTS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands() - {"doctor"}  # which reads no file
 
 
 @pytest.fixture(scope="module")

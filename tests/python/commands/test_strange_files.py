@@ -125,7 +125,7 @@ def what_was_said(done):
 
 def test_every_command_is_given_strange_files():
     """A new command gets an entry above."""
-    assert {words[0] for words in READERS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands()
+    assert {words[0] for words in READERS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands() - {"doctor"}  # which reads no file
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -71,6 +71,9 @@ def test_a_model_that_is_cast_is_one_of_that_dtype(name, dtype, tmp_path):
 def test_a_transformers_model_is_built_moved_and_cast_by_the_user(name, tmp_path):
     made = trace(tmp_path, name)
     assert made["compute_dtype"] == "bfloat16" and made["backwards"]
+    operators = {event[1] for event in made["forwards"][0]["events"] if event[0] == "op"}
+    assert "aten._scaled_dot_product_flash_attention" in operators, "on a GPU transformers makes no mask for sequences without padding"
+    assert "aten._scaled_dot_product_efficient_attention" not in operators
 
 
 def test_torch_cuda_is_as_before_afterwards(tmp_path):

@@ -4,9 +4,44 @@
 const data = JSON.parse(document.getElementById('data').textContent);
 const $ = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
-// Hues far enough apart for neighbours in a stack.
-const stack = ['#4e79a7', '#f28e2b', '#59a14f', '#e15759', '#b07aa1', '#76b7b2', '#edc948', '#9c755f', '#ff9da7',
-  '#86bcb6', '#d37295', '#a0cbe8', '#8cd17d', '#bab0ac', '#499894', '#d4a6c8'];
+// Of a category of memory: its colour, whether it is hatched, and what it is (categories.json). A family has a hue, which differs from the others' without colour vision, too.
+function look(category) {
+  const [family, shade, hatched, says] = palette[category] || ['other', 0, false, ''];
+  return {hue: color(family + '-' + shade), hatched, says};
+}
+// How a context fills an area of this category.
+function paint(c, category) {
+  const {hue, hatched} = look(category);
+  if (!hatched) return hue;
+  const tile = document.createElement('canvas'), t = tile.getContext('2d');
+  tile.width = tile.height = 8;
+  t.fillStyle = hue;
+  t.fillRect(0, 0, 8, 8);
+  t.strokeStyle = color('card');
+  t.lineWidth = 1.6;
+  t.beginPath();
+  for (const x of [-8, 0, 8]) { t.moveTo(x, 8); t.lineTo(x + 8, 0); }
+  t.stroke();
+  return c.createPattern(tile, 'repeat');
+}
+// The same for a box of HTML.
+function paintOf(category) {
+  const {hue, hatched} = look(category);
+  return hatched ? `repeating-linear-gradient(-45deg, ${hue} 0 2px, ${color('card')} 2px 3px)` : hue;
+}
+function categorySwatch(category) {
+  const made = document.createElement('span'), box = document.createElement('i');
+  box.style.background = paintOf(category);
+  made.title = look(category).says;
+  made.append(box, category);
+  return made;
+}
+const categoryRow = (category, text) => `<tr><td><i style="background:${paintOf(category)}"></i>${escape(category)}</td><td>${text}</td></tr>`;
+// Black or white, whichever can be read on this colour.
+function inkOn(hue) {
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(hue.slice(at, at + 2), 16) / 255);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 0.6 ? '#111' : '#fff';
+}
 const escape = (text) => text.replace(/[&<>"]/g, (c) => '&#' + c.charCodeAt(0) + ';');
 // A canvas of the page at the device's resolution: its context, and its width in CSS pixels.
 function scaledCanvas(id, height) {

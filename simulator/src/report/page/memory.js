@@ -46,8 +46,6 @@ const series = (() => {
 })();
 // Steady categories at the bottom, the ones that come and go on top.
 const shown = used.filter((c) => highest[c] > 0).sort((a, b) => lowest[b] - lowest[a] || highest[b] - highest[a]);
-const hue = {};
-shown.forEach((c, i) => { hue[c] = stack[i % stack.length]; });
 const top_ = series.reduce((a, p) => Math.max(a, p.total), 1);
 
 function surface(id, height) {
@@ -98,7 +96,7 @@ function drawPlot() {
   if (list.length) list.push([s.width, list[list.length - 1][1]]);
   const base = new Float64Array(list.length);
   for (const category of shown) {
-    c.fillStyle = hue[category];
+    c.fillStyle = paint(c, data.categories[category]);
     c.beginPath();
     list.forEach(([x, point], i) => {
       if (i > 0) c.lineTo(x, y(base[i - 1] + list[i - 1][1].by[category]));
@@ -148,12 +146,14 @@ function drawMap() {
     const from = Math.max(left, s.x(r.from)), to = Math.min(s.width, s.x(Math.min(r.to, view[1])));
     if (to > from) c.fillRect(from, y(r.y + r.bytes), to - from, y(r.y) - y(r.y + r.bytes));
   }
+  const paints = {};
+  for (const category of shown) paints[category] = paint(c, data.categories[category]);
   for (const b of blocks) {
     if (!b.size || b.died < view[0] || b.born > view[1]) continue;
     const from = Math.max(left, s.x(b.born)), to = Math.min(s.width, s.x(Math.min(b.died, view[1])));
     const low = place(b.address), tall = y(low) - y(low + b.bytes);
     if (tall < 0.3) continue;
-    c.fillStyle = hue[b.category];
+    c.fillStyle = paints[b.category];
     c.fillRect(from, y(low + b.bytes), Math.max(1, to - from), Math.max(1, tall - (tall > 4 ? 0.5 : 0)));
   }
   c.fillStyle = color('line');
@@ -203,7 +203,7 @@ function hoverPlot(event) {
   const lines = alive.slice(0, 8).map((b) => '<tr><td class="text">' + escape(b.label) + '</td><td class="text">' +
     escape(b.unit >= 0 ? data.units[b.unit] : '') + '</td><td>' + size(b.bytes) + '</td></tr>').join('');
   tip(event, '<b>' + escape(when(point.at)) + '</b><br>' + size(point.total) + ' allocated<br>' +
-    (category < 0 ? '' : '<b>' + escape(data.categories[category]) + '</b> ' + size(point.by[category])) +
+    (category < 0 ? '' : '<b>' + escape(data.categories[category]) + '</b> ' + size(point.by[category]) + '<br>' + escape(look(data.categories[category]).says)) +
     '<table>' + lines + '</table>' + (alive.length > 8 ? alive.length - 8 + ' more' : ''));
 }
 function hoverMap(event) {
@@ -242,13 +242,26 @@ for (const id of ['plot', 'map']) {
   canvas.addEventListener('pointerleave', (event) => tip(event));
   canvas.addEventListener('dblclick', () => { view = [data.begin, data.end]; draw(); });
 }
-$('legend').replaceChildren(...shown.slice().reverse().map((c) => {
-  const made = document.createElement('span'), box = document.createElement('i');
-  box.style.background = hue[c];
-  made.append(box, data.categories[c]);
-  return made;
-}));
+const legend = () => $('legend').replaceChildren(...shown.slice().reverse().map((c) => categorySwatch(data.categories[c])));
+legend();
+// ---- keyboard: as on the page of a report ----
+function show(begin, span) {
+  const from = Math.max(data.begin, Math.min(data.end - span, begin));
+  view = [from, from + span];
+  draw();
+}
+window.addEventListener('keydown', (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const span = view[1] - view[0], whole = data.end - data.begin, middle = (view[0] + view[1]) / 2;
+  const zoom = (factor) => { const wide = Math.min(whole, Math.max(4, span * factor)); show(middle - wide / 2, wide); };
+  const keys = {ArrowLeft: () => show(view[0] - span / 8, span), ArrowRight: () => show(view[0] + span / 8, span), '+': () => zoom(0.5), '=': () => zoom(0.5),
+    '-': () => zoom(2), '0': () => show(data.begin, whole), Home: () => show(data.begin, span), End: () => show(data.end, span)};
+  const act = keys[event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
 $('mapbox').hidden = rows.length === 0;
 window.addEventListener('resize', draw);
-window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
+window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { legend(); draw(); });
 draw();

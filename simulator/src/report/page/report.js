@@ -5,6 +5,7 @@ const groups = ['forward', 'backward', 'optimizer', 'all_gather', 'reduce_scatte
 const groupNames = {forward: 'forward compute', backward: 'backward compute', optimizer: 'optimizer', copy: 'copies and casts',
   wait: 'stream waits', host: 'host issues', trigger: 'triggers'};
 let plan = data.plans[0], view = [0, 1];
+let sought = '', found = [], shownMatch = -1;  // what is searched for, the spans that have it, the one that is shown
 
 function time(ns) {
   const size = Math.abs(ns);
@@ -130,7 +131,7 @@ function details() {
   $('peak').textContent = 'Allocated bytes by category, where the compute stream passes each allocation. Peak ' +
     size(r.peak) + ' at ' + r.peakAt + '.';
   $('legend').replaceChildren(...groups.filter((g) => plan.used.has(g)).map((g) => swatch(color(g), groupNames[g] || g)));
-  $('memorylegend').replaceChildren(...plan.shown.slice().reverse().map((c) => swatch(plan.hue[c], plan.categories[c])));
+  $('memorylegend').replaceChildren(...plan.shown.slice().reverse().map((c) => categorySwatch(plan.categories[c])));
 }
 function swatch(hue, text) {
   const made = element('span'), box = element('i');
@@ -157,8 +158,6 @@ function prepare(p) {
   // Steady categories at the bottom, the ones that come and go on top.
   const least = p.categories.map((_, c) => columnMinimum(p, c));
   p.shown.sort((a, b) => least[b] - least[a] || most[b] - most[a]);
-  p.hue = {};
-  p.shown.forEach((c, i) => { p.hue[c] = stack[i % stack.length]; });
   p.total = p.memory.map((m) => m.slice(1).reduce((a, b) => a + b, 0));
   p.top = p.total.reduce((a, b) => Math.max(a, b), 1);
 }
@@ -201,24 +200,31 @@ function drawTimeline() {
     let painted = -1, paintedHue = '';
     for (let i = firstVisible(row.spans); i < row.spans.length && row.spans[i].start <= view[1]; ++i) {
       const span = row.spans[i], from = Math.max(left, s.x(span.start)), to = Math.min(s.width, s.x(span.end));
-      const hue = hues[span.group];
-      if (to - from < 1 && Math.floor(from) === painted && hue === paintedHue) continue;
+      const hue = hues[span.group], faint = sought && !has(span);
+      if (to - from < 1 && Math.floor(from) === painted && hue === paintedHue && !(sought && !faint)) continue;
       painted = Math.floor(from);
       paintedHue = hue;
       c.fillStyle = hue;
       const gap = to - from > 4 ? 1 : 0, thin = span.group === 'wait' ? 9 : 2;
+      c.globalAlpha = faint ? 0.15 : 1;
       c.fillRect(from, y + thin, Math.max(1, to - from - gap), rowHeight - 2 * thin);
+      if (span === found[shownMatch]) {
+        c.strokeStyle = color('ink');
+        c.lineWidth = 2;
+        c.strokeRect(from, y + 1, Math.max(2, to - from - gap), rowHeight - 2);
+      }
       if (to - from > 46 && span.group !== 'wait') {
         c.save();
         c.beginPath();
         c.rect(from, y, to - from - 4, rowHeight);
         c.clip();
-        c.fillStyle = '#fff';
+        c.fillStyle = inkOn(hue);
         c.textAlign = 'left';
         c.fillText(span.text, from + 6, y + rowHeight / 2 + 1);
         c.restore();
       }
     }
+    c.globalAlpha = 1;
     c.fillStyle = color('card');
     c.fillRect(0, y, left - 1, rowHeight + rowGap);
     c.fillStyle = color('soft');
@@ -264,7 +270,7 @@ function drawMemory(at) {
       if (i > 0) c.lineTo(s.x(points[i][0]), y(base[i - 1]));
     }
     c.closePath();
-    c.fillStyle = plan.hue[category];
+    c.fillStyle = paint(c, plan.categories[category]);
     c.fill();
     for (let i = 0; i < points.length; ++i) base[i] += points[i][category + 1];
   }
@@ -369,10 +375,46 @@ function hoverMemory(event, canvas) {
   }
   const point = plan.memory[low];
   const rows = plan.shown.filter((c) => point[c + 1] > 0).sort((a, b) => point[b + 1] - point[a + 1])
-    .map((c) => '<tr><td><i style="background:' + plan.hue[c] + '"></i>' + escape(plan.categories[c]) + '</td><td>' + size(point[c + 1]) + '</td></tr>');
+    .map((c) => categoryRow(plan.categories[c], size(point[c + 1])));
   drawMemory(now);
   tip(event, '<b>' + size(plan.total[low]) + '</b> at ' + time(point[0]) + '<table>' + rows.join('') + '</table>');
 }
+// ---- search: units, operators, buffers by their names ----
+const has = (span) => (span.text + ' ' + (span.more || '')).toLowerCase().includes(sought);
+function search(text) {
+  sought = text.trim().toLowerCase();
+  found = sought ? plan.rows.flatMap((row) => row.spans.filter(has)).sort((a, b) => a.start - b.start) : [];
+  shownMatch = -1;
+  tellFound();
+  draw();
+}
+function tellFound() {
+  $('found').textContent = !sought ? '' : found.length === 0 ? 'none' : shownMatch < 0 ? found.length + ' found' : shownMatch + 1 + ' of ' + found.length;
+}
+function showMatch(step) {
+  if (!found.length) return;
+  shownMatch = shownMatch < 0 ? (step > 0 ? 0 : found.length - 1) : (shownMatch + step + found.length) % found.length;
+  const span = found[shownMatch], wide = Math.min(view[1] - view[0], Math.max(plan.length / 20, 4 * (span.end - span.start)));
+  move((span.start + span.end) / 2 - wide / 2, wide);
+  tellFound();
+}
+$('search').addEventListener('input', () => search($('search').value));
+$('search').addEventListener('keydown', (event) => {
+  if (event.key === 'Enter') showMatch(event.shiftKey ? -1 : 1);
+  if (event.key === 'Escape') { $('search').value = ''; search(''); $('search').blur(); }
+});
+// ---- keyboard ----
+window.addEventListener('keydown', (event) => {
+  if (event.target.tagName === 'INPUT' || event.ctrlKey || event.metaKey || event.altKey) return;
+  const span = view[1] - view[0], middle = (view[0] + view[1]) / 2;
+  const keys = {ArrowLeft: () => move(view[0] - span / 8, span), ArrowRight: () => move(view[0] + span / 8, span),
+    '+': () => zoom(0.5, middle), '=': () => zoom(0.5, middle), '-': () => zoom(2, middle), '0': () => move(0, plan.length), Home: () => move(0, span),
+    End: () => move(plan.length, span), '/': () => $('search').focus(), n: () => showMatch(1), N: () => showMatch(-1)};
+  const act = keys[event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
 $('in').onclick = () => zoom(0.5, (view[0] + view[1]) / 2);
 $('out').onclick = () => zoom(2, (view[0] + view[1]) / 2);
 $('all').onclick = () => move(0, plan.length);
@@ -385,6 +427,7 @@ function select(index) {
   [...$('tabs').children].forEach((button, i) => button.setAttribute('aria-pressed', String(i === index)));
   $('timelinebox').hidden = plan.spans.length === 0;
   $('memorybox').hidden = plan.memory.length === 0;
+  search($('search').value);
   cards();
   details();
   draw();

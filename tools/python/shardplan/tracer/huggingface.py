@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from a Hugging Face architecture config: no weights, no network.
 
-The class is the one the config's `architectures` names; the batch is what a user of that kind of model gives it. Where transformers reads a
-value from a tensor to choose a path, the answer is that of this batch: no padding, no packed sequences.
+The class is the one the config's `architectures` names; the batch is what a user of that kind of model gives it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from torch import nn
 
 from shardplan import files
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
-from shardplan.tracer.recorder import Answers
 
 LOSSES = ("cross_entropy", "cross_entropy_no_upcast", "model", "sum")
 
@@ -174,25 +171,3 @@ class HuggingFaceModel:
             "camembert",
             "xlm-roberta",
         )
-
-
-@contextlib.contextmanager
-def as_on_a_gpu(answers: Answers) -> Iterator[None]:
-    """transformers takes other paths for fake tensors (it takes them for a graph capture). Inside, it takes those of a real step."""
-    import transformers.masking_utils as masking
-
-    tracing, packed = masking.is_tracing, masking.find_packed_sequence_indices
-
-    def no_packing(position_ids):
-        answers.scalar = True  # "is there one sequence per row?"
-        try:
-            return packed(position_ids)
-        finally:
-            answers.scalar = None
-
-    masking.is_tracing = lambda tensor=None: False
-    masking.find_packed_sequence_indices = no_packing
-    try:
-        yield
-    finally:
-        masking.is_tracing, masking.find_packed_sequence_indices = tracing, packed

@@ -30,6 +30,7 @@ from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.places import one_line, place
 from shardplan.tracer.recorder import ANSWERED, Answers
 from shardplan.tracer.recurrent import device_recurrent
+from shardplan.tracer.transformers_masks import as_in_a_step
 from shardplan.tracer.user_code import on_a_gpu
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -236,7 +237,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
     model = huggingface.HuggingFaceModel(path)
     dtype = DTYPES[options.dtype or "bfloat16"]
     answers = Answers(options.answers)
-    with _recording(options), huggingface.as_on_a_gpu(answers):
+    with _recording(options):
         progress("building the module")
         with torch.device("cuda"):
             module = model.build("sdpa", options.experts)
@@ -275,7 +276,8 @@ def _document(
     notes: list[str],
 ) -> dict:
     try:
-        fields = record.record(step, options.mark_inputs, answers, progress)
+        with as_in_a_step(answers):
+            fields = record.record(step, options.mark_inputs, answers, progress)
     except TracerError:
         raise
     except _CANNOT_FAKE as error:
