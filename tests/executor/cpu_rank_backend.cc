@@ -18,8 +18,11 @@ constexpr std::chrono::milliseconds kTimeout{60'000};
 
 class CpuRankBackends final : public RankBackends {
  public:
-  CpuRankBackends(std::int64_t rank, std::int64_t ranks, const std::string& file)
-      : rank_(rank), store_(c10::make_intrusive<c10d::FileStore>(file, static_cast<int>(ranks))) {
+  CpuRankBackends(std::int64_t rank, std::int64_t ranks, const std::string& file,
+                  std::shared_ptr<executor::Peers> peers)
+      : rank_(rank),
+        store_(c10::make_intrusive<c10d::FileStore>(file, static_cast<int>(ranks))),
+        peers_(std::move(peers)) {
     at::set_num_threads(1);
   }
 
@@ -30,7 +33,7 @@ class CpuRankBackends final : public RankBackends {
     RankBackend backend;
     backend.device = executor::MakeCpuDevice(memory);
     backend.collectives = executor::MakeProcessGroupCollectives(
-        *backend.device, {*groups, kTimeout, c10::make_intrusive<c10d::PrefixStore>(name, store_)});
+        *backend.device, {*groups, kTimeout, c10::make_intrusive<c10d::PrefixStore>(name, store_), peers_});
     return backend;
   }
 
@@ -51,6 +54,7 @@ class CpuRankBackends final : public RankBackends {
     executor::GlooOptions options;
     options.store = c10::make_intrusive<c10d::PrefixStore>(layout, store_);
     options.timeout = kTimeout;
+    options.peers = peers_;
     Result<Groups> groups = executor::MakeGlooGroups(plan, rank_, options);
     if (groups) groups_[layout] = *groups;
     return groups;
@@ -58,14 +62,15 @@ class CpuRankBackends final : public RankBackends {
 
   const std::int64_t rank_;
   c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<executor::Peers> peers_;
   std::map<std::string, Groups> groups_;  // by the layout of the communicators
 };
 
 }  // namespace
 
-std::unique_ptr<RankBackends> MakeRankBackends(std::int64_t rank, std::int64_t ranks,
-                                               const std::string& file) {
-  return std::make_unique<CpuRankBackends>(rank, ranks, file);
+std::unique_ptr<RankBackends> MakeRankBackends(std::int64_t rank, std::int64_t ranks, const std::string& file,
+                                               std::shared_ptr<executor::Peers> peers) {
+  return std::make_unique<CpuRankBackends>(rank, ranks, file, std::move(peers));
 }
 
 std::string BackendName() { return "cpu"; }

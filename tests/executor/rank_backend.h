@@ -9,6 +9,7 @@
 
 #include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
 
 namespace shardplan::test {
@@ -28,8 +29,9 @@ class RankBackends {
 };
 
 // In a process of the rank's own. The ranks meet at the file, which does not exist before.
-std::unique_ptr<RankBackends> MakeRankBackends(std::int64_t rank, std::int64_t ranks,
-                                               const std::string& file);
+// peers: which ranks are alive, as jobs have them.
+std::unique_ptr<RankBackends> MakeRankBackends(std::int64_t rank, std::int64_t ranks, const std::string& file,
+                                               std::shared_ptr<executor::Peers> peers = nullptr);
 // "cpu", "cuda".
 std::string BackendName();
 // Why this machine cannot run the backend; "": it can. In a process of its own: to ask begins to use a GPU,

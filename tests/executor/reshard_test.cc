@@ -46,12 +46,12 @@ class ReshardProcess {
   ReshardProcess(std::int64_t rank, std::int64_t ranks, const std::string& file)
       : rank_(rank),
         world_(executor::ExchangePlan(ranks)),
-        backends_(MakeRankBackends(rank, ranks, file)),
         store_(c10::make_intrusive<c10d::FileStore>(file + "-agreement", static_cast<int>(ranks))),
         peers_(std::make_shared<executor::Peers>(
             executor::PeersOptions{.store = c10::make_intrusive<c10d::PrefixStore>("peers", store_),
                                    .rank = rank,
-                                   .ranks = ranks})) {
+                                   .ranks = ranks})),
+        backends_(MakeRankBackends(rank, ranks, file, peers_)) {
     Result<RankBackend> backend = backends_->Make(world_, executor::MemorySource::kAllocator, "reshard");
     if (backend) backend_ = std::move(*backend);
     failure_ = backend ? "" : ToString(backend.error());
@@ -100,9 +100,9 @@ class ReshardProcess {
  private:
   const std::int64_t rank_;
   const Plan world_;
-  std::unique_ptr<RankBackends> backends_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<executor::Peers> peers_;
+  std::unique_ptr<RankBackends> backends_;
   RankBackend backend_;
   std::string failure_;
   int runs_ = 0;

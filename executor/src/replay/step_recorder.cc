@@ -26,6 +26,7 @@ std::int64_t SteadyNanoseconds() {
 
 Status Device::PrepareSpans(std::int64_t) { return NoClock(); }
 Status Device::BeginSpan(SpanId, StreamId) { return NoClock(); }
+Status Device::ContinueSpan(SpanId span, SpanId, StreamId stream) { return BeginSpan(span, stream); }
 Status Device::EndSpan(SpanId, StreamId) { return NoClock(); }
 Result<SpanTimes> Device::TimesOf(SpanId) { return std::unexpected(NoClock().error()); }
 
@@ -43,6 +44,25 @@ bool HasWork(const Op& op) {
       return false;
   }
 }
+
+namespace {
+
+// Of one without work that takes time: whether a stream is told something all the same.
+bool IssuesToStreams(const Op& op) {
+  switch (op.code) {
+    case OpCode::kNothing:
+    case OpCode::kAllocate:
+    case OpCode::kFree:
+    case OpCode::kBindUnsharded:
+    case OpCode::kBindSharded:
+    case OpCode::kRecord:
+      return false;
+    default:
+      return true;
+  }
+}
+
+}  // namespace
 
 // The plan's buffers in device memory.
 struct StepRecorder::Allocated {
@@ -91,6 +111,7 @@ bool StepRecorder::BeginStep(std::int32_t step) {
   step_.begin_ns = begin_ns_;
   next_span_ = static_cast<SpanId>(recorded() * spans_of_step_);
   in_group_ = in_segment_ = knows_buffers_ = false;
+  ended_.assign(plan_.streams.size(), -1);
   deferred_.clear();
   *allocated_ = {};
   allocated_->of_buffer.resize(plan_.buffers.size());
@@ -143,11 +164,24 @@ void StepRecorder::BufferIs(BufferId buffer, Bytes bytes) {
 
 Status StepRecorder::EndSegment() {
   if (open_ != Open::kRecorded || !std::exchange(in_segment_, false)) return {};
-  return device_->EndSpan(next_span_ - 1, 0);
+  return EndSpan(next_span_ - 1, 0);
+}
+
+// What the host's own work (stream -1) does is in no stream.
+Status StepRecorder::BeginSpan(SpanId span, StreamId stream) {
+  if (stream < 0 || static_cast<std::size_t>(stream) >= ended_.size() || ended_[stream] < 0)
+    return device_->BeginSpan(span, stream);
+  return device_->ContinueSpan(span, std::exchange(ended_[stream], -1), stream);
+}
+
+Status StepRecorder::EndSpan(SpanId span, StreamId stream) {
+  if (stream >= 0 && static_cast<std::size_t>(stream) < ended_.size()) ended_[stream] = span;
+  return device_->EndSpan(span, stream);
 }
 
 Status StepRecorder::BeginTrigger(std::int32_t trigger) {
   knows_buffers_ = true;
+  std::ranges::fill(ended_, -1);  // whoever trains may have done anything since
   if (Status status = EndSegment(); !status) return status;
   Look();
   trigger_ = trigger;
@@ -161,7 +195,7 @@ Status StepRecorder::EndTrigger() {
   for (const std::size_t instruction : deferred_) step_.instructions[instruction].span = next_span_;
   deferred_.clear();
   in_segment_ = true;
-  return device_->BeginSpan(next_span_++, 0);
+  return BeginSpan(next_span_++, 0);
 }
 
 Status StepRecorder::BeforeInstruction(std::int32_t instruction, const Op& op) {
@@ -181,7 +215,8 @@ Status StepRecorder::BeforeInstruction(std::int32_t instruction, const Op& op) {
     in_group_ = launches_groups_ && op.begins_group;
   }
   step_.instructions.push_back(recorded);
-  return recorded.span < 0 || in_group ? Status() : device_->BeginSpan(recorded.span, op.stream);
+  if (recorded.span < 0 && IssuesToStreams(op)) std::ranges::fill(ended_, -1);
+  return recorded.span < 0 || in_group ? Status() : BeginSpan(recorded.span, op.stream);
 }
 
 Status StepRecorder::AfterInstruction(const Op& op) {
@@ -189,7 +224,7 @@ Status StepRecorder::AfterInstruction(const Op& op) {
   Status status;
   if (recorded.span >= 0) {  // not the model's own, which comes later
     if (in_group_ && op.ends_group) in_group_ = false;
-    if (!in_group_) status = device_->EndSpan(recorded.span, op.stream);
+    if (!in_group_) status = EndSpan(recorded.span, op.stream);
   }
   recorded.host_end_ns = SteadyNanoseconds();
   Look();

@@ -211,3 +211,25 @@ def test_recordings_are_read_as_data_of_others(made, shardplan, tmp_path):
         done = shardplan("import-profile", path, "--plan", made["fsdp2"], "-o", tmp_path / "out.json", "-q")
         assert done.returncode == 3 and said in done.stderr and str(path) in done.stderr, (name, done.stderr)
         assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("behind_ns", [0, 40, 95, 1000])
+def test_a_device_that_is_behind_the_host_has_the_same_step_later(behind_ns):
+    """The host of a GPU issues a step while the device is still at the one before: what the device did is looked at where it did it."""
+    from shardplan.import_profile import report
+    from shardplan.import_profile.kineto import Collective, Profile, Work
+    from shardplan.import_profile.parts import Part, Parts
+
+    planned = [("communication", "all_gather", 0, 10), ("forward", "segment", 10, 30), ("backward", "segment", 30, 75), ("optimizer", "optimizer", 80, 100)]
+    profile = Profile("made up", 0, 1, "a GPU", 0, [(0, 100), (100, 200)], [], [], [], [])
+    for begin, launched in ((0, 0), (100, 100)):
+        for place, (phase, kind, start, end) in enumerate(planned):
+            collective = Collective("all_gather", (0,), 8) if kind == "all_gather" else None
+            times = begin + behind_ns + start, begin + behind_ns + end, 0, kind, launched + place
+            profile.work.append(Work(*times, collective=collective, part=Part(phase, "layers.0", kind), stream_name="compute"))
+    for step in report.steps_of(profile, Parts(profile, ["layers.0"])):
+        assert step.behind_ns == behind_ns and len(step.work) == len(step.running) == 4
+        activities = {entry["activity"]: entry["time_ns"] for entry in report._activities(step)}
+        assert activities == {"all_gather": 10, "forward": 20, "backward": 45, "optimizer": 20, "idle": 5}
+        assert report._passes(step) == {"forward": 30, "backward": 45, "optimizer": 25}
+        assert [(span["begin_ns"], span["duration_ns"]) for span in report._timeline(step)] == [(0, 10), (10, 20), (30, 45), (80, 20)]

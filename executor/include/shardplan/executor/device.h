@@ -113,6 +113,8 @@ class Device {
   // A span begins where the stream is done with what was issued before, and can begin with what comes; it
   // ends where the stream is done with what was issued in between. Stream -1: the host's own work.
   virtual Status BeginSpan(SpanId span, StreamId stream);
+  // The same where nothing was issued to the stream since the end of span `ended`: there it begins.
+  virtual Status ContinueSpan(SpanId span, SpanId ended, StreamId stream);
   virtual Status EndSpan(SpanId span, StreamId stream);
   // Waits for the end of the span.
   virtual Result<SpanTimes> TimesOf(SpanId span);

@@ -117,6 +117,8 @@ class StepRecorder {
  private:
   struct Allocated;
   void Look();
+  Status BeginSpan(SpanId span, StreamId stream);
+  Status EndSpan(SpanId span, StreamId stream);
 
   const Plan& plan_;
   const RecorderOptions options_;
@@ -135,6 +137,7 @@ class StepRecorder {
   std::int64_t begin_ns_ = 0;
   std::int64_t spans_of_step_ = 0;
   SpanId next_span_ = 0;
+  std::vector<SpanId> ended_;  // by stream: the span behind whose end nothing was issued; -1: unknown
   bool in_group_ = false;
   bool in_segment_ = false;
   bool knows_buffers_ = false;         // all that are alive

@@ -34,14 +34,25 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
+    """Of the host, which may be far ahead of the device: that is in the same step `behind_ns` later, for as long."""
+
     begin_ns: int
     end_ns: int
+    behind_ns: int
     work: list[Placed]  # launched in it, by begin
-    running: list[Placed]  # at some moment of it
+    running: list[Placed]  # at some moment of the device's
 
     @property
     def duration_ns(self) -> int:
         return self.end_ns - self.begin_ns
+
+    @property
+    def device_begin_ns(self) -> int:
+        return self.begin_ns + self.behind_ns
+
+    @property
+    def device_end_ns(self) -> int:
+        return self.end_ns + self.behind_ns
 
     @property
     def compute(self) -> spans.Intervals:
@@ -54,15 +65,18 @@ class Step:
 
 def steps_of(profile: Profile, parts: Parts) -> list[Step]:
     placed = sorted((Placed(work, parts.of(work)) for work in profile.work), key=lambda one: one.interval)
-    return [
-        Step(
-            begin,
-            end,
-            [one for one in placed if begin <= one.work.launched_ns < end],
-            [one for one in placed if one.work.begin_ns < end and one.work.end_ns > begin],
-        )
-        for begin, end in profile.steps
-    ]
+    steps = []
+    for begin, end in profile.steps:
+        own = [one for one in placed if begin <= one.work.launched_ns < end]
+        behind = _behind_ns(own)
+        steps.append(Step(begin, end, behind, own, [one for one in placed if one.work.begin_ns < end + behind and one.work.end_ns > begin + behind]))
+    return steps
+
+
+def _behind_ns(own: list[Placed]) -> int:
+    """How long what a step launches first waits for the steps before it."""
+    first = min((one.work for one in own), key=lambda work: work.launched_ns, default=None)
+    return max(0, first.begin_ns - first.launched_ns) if first is not None else 0
 
 
 def median_step(steps: list[Step]) -> Step:
@@ -81,7 +95,7 @@ def communicator_of(kind: str, group: tuple[int, ...], simulated: dict, plan: di
 def _passes(step: Step) -> dict[str, int]:
     """Up to the end of a pass's last kernel of those launched before the next pass."""
     launched = {name: [placed.work for placed in step.work if placed.part.phase == name] for name in _PASSES}
-    at, found = step.begin_ns, {}
+    at, found = step.device_begin_ns, {}
     for name, following in zip(_PASSES, ("backward", "optimizer", None)):
         until = min((work.launched_ns for work in launched.get(following, [])), default=step.end_ns)
         end = max([at, *(work.end_ns for work in launched[name] if work.launched_ns < until)])
@@ -132,7 +146,7 @@ def _activities(step: Step) -> list[dict]:
     """What the device did at each moment: of several things the first of the list. The times add up to the step."""
     by_activity = collections.defaultdict(list)
     for placed in step.running:
-        by_activity[_activity(placed)].append((max(placed.work.begin_ns, step.begin_ns), min(placed.work.end_ns, step.end_ns)))
+        by_activity[_activity(placed)].append((max(placed.work.begin_ns, step.device_begin_ns), min(placed.work.end_ns, step.device_end_ns)))
     named = [*_ACTIVITIES, *sorted(by_activity.keys() - set(_ACTIVITIES))]
     busy: spans.Intervals = []
     times = {}
@@ -153,7 +167,7 @@ def _timeline(step: Step) -> list[dict]:
     timeline = []
     for placed in step.running:
         stream, activity = _stream(placed), _activity(placed)
-        begin, end = max(placed.work.begin_ns - step.begin_ns, 0), min(placed.work.end_ns - step.begin_ns, step.duration_ns)
+        begin, end = max(placed.work.begin_ns - step.device_begin_ns, 0), min(placed.work.end_ns - step.device_begin_ns, step.duration_ns)
         name = f"{activity} {placed.part.unit}".strip()
         before = last.get(stream)
         if before is not None and before["name"] == name and placed.work.collective is None and begin - before["begin_ns"] - before["duration_ns"] <= seen_ns:
