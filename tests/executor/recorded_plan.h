@@ -45,6 +45,9 @@ inline void ExpectWholeSteps(const executor::Recording& recording, const Plan& p
       done_ns[stream] = one.work.end_ns;
     }
     EXPECT_LE(host_ns, step.end_ns);
+    EXPECT_LE(step.begin_ns, step.on_device.begin_ns + slack_ns);
+    EXPECT_LE(step.on_device.begin_ns, step.on_device.end_ns);
+    EXPECT_LE(done_ns[0], step.on_device.end_ns + slack_ns);
     EXPECT_EQ(found, planned);
     Bytes of_categories;
     for (const CategoryBytes& category : step.peak_by_category) of_categories += category.size_bytes;

@@ -57,9 +57,10 @@ void WriteTriggers(Text to, const Plan& plan) {
 }
 
 void WriteStep(Text to, const RecordedStep& step) {
-  fmt::format_to(to, R"({{"begin_ns":{},"end_ns":{},"peak_bytes":{},"peak_trigger":{},"steady_bytes":{},)",
-                 step.begin_ns, step.end_ns, step.peak_bytes.value, step.peak_trigger,
-                 step.steady_bytes.value);
+  fmt::format_to(to, R"({{"begin_ns":{},"end_ns":{},"device_begin_ns":{},"device_end_ns":{},)", step.begin_ns,
+                 step.end_ns, step.on_device.begin_ns, step.on_device.end_ns);
+  fmt::format_to(to, R"("peak_bytes":{},"peak_trigger":{},"steady_bytes":{},)", step.peak_bytes.value,
+                 step.peak_trigger, step.steady_bytes.value);
   const char* comma = "";
   fmt::format_to(to, R"("peak_by_category":{{)");
   for (const CategoryBytes& entry : step.peak_by_category)

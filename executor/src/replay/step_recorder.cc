@@ -86,12 +86,31 @@ Status StepRecorder::Attach(Device& device, const Collectives& collectives, std:
   launches_groups_ = collectives.LaunchesGroups();
   model_runs_itself_ = model_runs_itself;
   spans_of_step_ = spans_of_step;
-  return device.PrepareSpans(spans_of_step * options_.steps);
+  // Behind those of the instructions: one at the begin and one at the end of each step.
+  const std::int64_t steps = options_.steps * (options_.compares ? 2 : 1);
+  return device.PrepareSpans(spans_of_step * options_.steps + 2 * steps);
+}
+
+// end: 0 or 1. The open step's.
+Status StepRecorder::MarkStep(int end) {
+  const auto span = static_cast<SpanId>(spans_of_step_ * options_.steps + 2 * std::ssize(opened_) + end);
+  if (Status status = device_->BeginSpan(span, 0); !status) return status;
+  return device_->EndSpan(span, 0);
+}
+
+Result<SpanTimes> StepRecorder::OnDevice(std::int64_t step) {
+  SpanTimes both;
+  for (const int end : {0, 1}) {
+    const Result<SpanTimes> mark =
+        device_->TimesOf(static_cast<SpanId>(spans_of_step_ * options_.steps + 2 * step + end));
+    if (!mark) return std::unexpected(mark.error());
+    (end == 0 ? both.begin_ns : both.end_ns) = mark->begin_ns;
+  }
+  return both;
 }
 
 bool StepRecorder::done() const {
-  const std::int64_t unrecorded = options_.compares ? options_.steps : 0;
-  return finished_ || (recorded() >= options_.steps && std::ssize(unrecorded_steps_ns_) >= unrecorded);
+  return finished_ || std::ssize(opened_) >= options_.steps * (options_.compares ? 2 : 1);
 }
 
 bool StepRecorder::BeginStep(std::int32_t step) {
@@ -102,13 +121,12 @@ bool StepRecorder::BeginStep(std::int32_t step) {
     return false;
   }
   if (step != plan_.steady_step) return false;
-  begin_ns_ = SteadyNanoseconds();
-  const bool records =
-      recorded() < options_.steps && (!options_.compares || recorded() <= std::ssize(unrecorded_steps_ns_));
+  const bool records = !options_.compares || std::ssize(opened_) % 2 == 0;
+  step_ = {};
+  step_.begin_ns = SteadyNanoseconds();
+  if (!MarkStep(0)) return false;
   open_ = records ? Open::kRecorded : Open::kUnrecorded;
   if (!records) return false;
-  step_ = {};
-  step_.begin_ns = begin_ns_;
   next_span_ = static_cast<SpanId>(recorded() * spans_of_step_);
   in_group_ = in_segment_ = knows_buffers_ = false;
   ended_.assign(plan_.streams.size(), -1);
@@ -120,12 +138,17 @@ bool StepRecorder::BeginStep(std::int32_t step) {
 }
 
 void StepRecorder::EndStep() {
-  const std::int64_t now = open_ == Open::kNothing ? 0 : SteadyNanoseconds();
-  if (open_ == Open::kUnrecorded) unrecorded_steps_ns_.push_back(now - begin_ns_);
-  if (open_ == Open::kRecorded) {
-    (void)EndSegment();
+  if (open_ == Open::kNothing) return;
+  const bool recorded = open_ == Open::kRecorded;
+  if (recorded) (void)EndSegment();
+  if (!MarkStep(1)) {
+    AbandonStep();
+    return;
+  }
+  opened_.push_back(recorded);
+  if (recorded) {
     Look();
-    step_.end_ns = now;
+    step_.end_ns = SteadyNanoseconds();
     step_.steady_bytes = options_.allocations ? options_.allocations->now() : allocated_->buffers;
     for (std::size_t role = 0; role < kRoles; ++role) {
       const std::int64_t bytes = allocated_->at_peak[role];
@@ -235,7 +258,18 @@ Status StepRecorder::AfterInstruction(const Op& op) {
 Result<Recording> StepRecorder::Finish() {
   open_ = Open::kNothing;
   finished_ = true;
-  for (RecordedStep& step : steps_) {
+  Recording recording{.steps = std::move(steps_), .unrecorded_steps_ns = {}, .abandoned = abandoned_};
+  std::size_t next = 0;
+  // In the order of time, as the device's clock wants them.
+  for (std::int64_t opened = 0; opened < std::ssize(opened_); ++opened) {
+    const Result<SpanTimes> on_device = OnDevice(opened);
+    if (!on_device) return std::unexpected(on_device.error());
+    if (!opened_[opened]) {
+      recording.unrecorded_steps_ns.push_back(on_device->end_ns - on_device->begin_ns);
+      continue;
+    }
+    RecordedStep& step = recording.steps[next++];
+    step.on_device = *on_device;
     const RecordedInstruction* sharer = nullptr;  // the last one that has a span
     for (RecordedInstruction& instruction : step.instructions) {
       if (instruction.span < 0) continue;
@@ -249,7 +283,7 @@ Result<Recording> StepRecorder::Finish() {
       sharer = &instruction;
     }
   }
-  return Recording{std::move(steps_), std::move(unrecorded_steps_ns_), abandoned_};
+  return recording;
 }
 
 }  // namespace shardplan::executor

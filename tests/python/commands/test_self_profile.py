@@ -228,7 +228,7 @@ def test_a_device_that_is_behind_the_host_has_the_same_step_later(behind_ns):
             times = begin + behind_ns + start, begin + behind_ns + end, 0, kind, launched + place
             profile.work.append(Work(*times, collective=collective, part=Part(phase, "layers.0", kind), stream_name="compute"))
     for step in report.steps_of(profile, Parts(profile, ["layers.0"])):
-        assert step.behind_ns == behind_ns and len(step.work) == len(step.running) == 4
+        assert step.device_begin_ns - step.begin_ns == behind_ns and len(step.work) == len(step.running) == 4
         activities = {entry["activity"]: entry["time_ns"] for entry in report._activities(step)}
         assert activities == {"all_gather": 10, "forward": 20, "backward": 45, "optimizer": 20, "idle": 5}
         assert report._passes(step) == {"forward": 30, "backward": 45, "optimizer": 25}

@@ -58,6 +58,7 @@ struct RecordedInstruction {
 struct RecordedStep {
   std::int64_t begin_ns = 0;  // the host's first trigger of it
   std::int64_t end_ns = 0;    // ... of the next step
+  SpanTimes on_device;        // when the compute stream comes to them: the host may be far ahead
   Bytes peak_bytes;
   std::int32_t peak_trigger = 0;                // in which, or behind which, the peak is reached
   std::vector<CategoryBytes> peak_by_category;  // of the plan's buffers then, by name of the role
@@ -67,7 +68,7 @@ struct RecordedStep {
 
 struct Recording {
   std::vector<RecordedStep> steps;                // steady ones
-  std::vector<std::int64_t> unrecorded_steps_ns;  // steps between them
+  std::vector<std::int64_t> unrecorded_steps_ns;  // steps between them, in the compute stream
   std::int64_t abandoned = 0;  // steps that left the plan, or were given up, while recorded
 };
 
@@ -119,6 +120,8 @@ class StepRecorder {
   void Look();
   Status BeginSpan(SpanId span, StreamId stream);
   Status EndSpan(SpanId span, StreamId stream);
+  Status MarkStep(int end);
+  Result<SpanTimes> OnDevice(std::int64_t step);
 
   const Plan& plan_;
   const RecorderOptions options_;
@@ -128,13 +131,12 @@ class StepRecorder {
   std::int64_t warmup_left_;
   bool finished_ = false;
   std::vector<RecordedStep> steps_;
-  std::vector<std::int64_t> unrecorded_steps_ns_;
+  std::vector<bool> opened_;  // steps up to their end, in order: whether it was recorded
   std::int64_t abandoned_ = 0;
 
   enum class Open : std::uint8_t { kNothing, kRecorded, kUnrecorded };
   Open open_ = Open::kNothing;  // the step under way
   RecordedStep step_;
-  std::int64_t begin_ns_ = 0;
   std::int64_t spans_of_step_ = 0;
   SpanId next_span_ = 0;
   std::vector<SpanId> ended_;  // by stream: the span behind whose end nothing was issued; -1: unknown

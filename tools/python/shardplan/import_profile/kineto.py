@@ -103,6 +103,7 @@ class Profile:
     blocked: list[tuple[int, int]]  # the host waits for the device
     memory: list[tuple[int, int, int]]  # (time, allocated, reserved), where the profiler recorded it
     # Of a recording by the plan's own runtime (recorded.py), by begin of the step: rows of the report; snapshot.Memory.
+    steps_on_device: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     instructions: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
     memory_of_step: dict[int, object] = dataclasses.field(default_factory=dict)
     measured: dict = dataclasses.field(default_factory=dict)  # more of the report's `measured`

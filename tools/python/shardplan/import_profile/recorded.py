@@ -116,7 +116,7 @@ def _memory(document: dict, plan: dict, step: dict) -> Memory:
 
 def cost_ns(document: dict) -> int | None:
     """What recording adds to a step. None: there is nothing to compare with."""
-    recorded = [step["end_ns"] - step["begin_ns"] for step in document["steps"]]
+    recorded = [step["device_end_ns"] - step["device_begin_ns"] for step in document["steps"]]
     if not recorded or not document["unrecorded_steps_ns"]:
         return None
     return round(statistics.median(recorded) - statistics.median(document["unrecorded_steps_ns"]))
@@ -172,6 +172,7 @@ def _profile(path: str, document: dict, plan: dict) -> Profile:
         device=document["device"],
         device_bytes=document["device_bytes"],
         steps=[(step["begin_ns"], step["end_ns"]) for step in document["steps"]],
+        steps_on_device={step["begin_ns"]: (step["device_begin_ns"], step["device_end_ns"]) for step in document["steps"]},
         work=sorted(work, key=lambda one: (one.begin_ns, one.stream)),
         ranges=[],
         blocked=sorted(blocked),

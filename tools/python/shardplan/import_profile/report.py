@@ -34,25 +34,18 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Of the host, which may be far ahead of the device: that is in the same step `behind_ns` later, for as long."""
+    """begin_ns, end_ns: of the host, which may be far ahead of the device."""
 
     begin_ns: int
     end_ns: int
-    behind_ns: int
+    device_begin_ns: int
+    device_end_ns: int
     work: list[Placed]  # launched in it, by begin
     running: list[Placed]  # at some moment of the device's
 
     @property
     def duration_ns(self) -> int:
-        return self.end_ns - self.begin_ns
-
-    @property
-    def device_begin_ns(self) -> int:
-        return self.begin_ns + self.behind_ns
-
-    @property
-    def device_end_ns(self) -> int:
-        return self.end_ns + self.behind_ns
+        return self.device_end_ns - self.device_begin_ns
 
     @property
     def compute(self) -> spans.Intervals:
@@ -68,8 +61,12 @@ def steps_of(profile: Profile, parts: Parts) -> list[Step]:
     steps = []
     for begin, end in profile.steps:
         own = [one for one in placed if begin <= one.work.launched_ns < end]
-        behind = _behind_ns(own)
-        steps.append(Step(begin, end, behind, own, [one for one in placed if one.work.begin_ns < end + behind and one.work.end_ns > begin + behind]))
+        if begin in profile.steps_on_device:
+            begins, ends = profile.steps_on_device[begin]
+        else:
+            behind = _behind_ns(own)
+            begins, ends = begin + behind, end + behind
+        steps.append(Step(begin, end, begins, ends, own, [one for one in placed if one.work.begin_ns < ends and one.work.end_ns > begins]))
     return steps
 
 
@@ -300,7 +297,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
         "communication_ns": communication,
         "exposed_communication_ns": exposed,
         "overlap_ppm": _PPM - exposed * _PPM // communication if communication else _PPM,
-        "host_ns": step.duration_ns - blocked,
+        "host_ns": step.end_ns - step.begin_ns - blocked,
         "tokens_per_second_per_rank": tokens * 1_000_000_000 // step.duration_ns if step.duration_ns else 0,
         "model_flops_utilization_ppm": simulated["model_flops_utilization_ppm"] * simulated["step_ns"] // step.duration_ns if step.duration_ns else 0,
         "streams": _streams(step),
