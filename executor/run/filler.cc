@@ -34,13 +34,13 @@ class MatmulSpinner final : public Spinner {
  public:
   explicit MatmulSpinner(c10::Device device) {
     constexpr std::int64_t kRows = 2048;
-    constexpr auto kWarmUp = std::chrono::milliseconds(300);  // an idle GPU takes as long to raise its clock
+    constexpr auto kWarmUp = std::chrono::seconds(1);  // an idle GPU takes its time to raise its clock
     a_ = at::ones({kRows, kRows}, at::TensorOptions(at::kBFloat16).device(device));
     out_ = at::empty_like(a_);
     const auto begin = Clock::now();
-    while (Clock::now() - begin < kWarmUp) (void)OfOneProduct(20);
+    while (Clock::now() - begin < kWarmUp) (void)OfOneProduct(200);
     std::array<double, 5> measured{};
-    for (double& one : measured) one = OfOneProduct(100);
+    for (double& one : measured) one = OfOneProduct(1000);
     std::ranges::sort(measured);
     product_ns_ = std::max(1.0, measured[measured.size() / 2]);
   }

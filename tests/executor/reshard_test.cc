@@ -47,10 +47,8 @@ class ReshardProcess {
       : rank_(rank),
         world_(executor::ExchangePlan(ranks)),
         store_(c10::make_intrusive<c10d::FileStore>(file + "-agreement", static_cast<int>(ranks))),
-        peers_(std::make_shared<executor::Peers>(
-            executor::PeersOptions{.store = c10::make_intrusive<c10d::PrefixStore>("peers", store_),
-                                   .rank = rank,
-                                   .ranks = ranks})),
+        peers_(std::make_shared<executor::Peers>(executor::PeersOptions{
+            .store = c10::make_intrusive<c10d::PrefixStore>("peers", store_), .rank = rank, .ranks = ranks})),
         backends_(MakeRankBackends(rank, ranks, file, peers_)) {
     Result<RankBackend> backend = backends_->Make(world_, executor::MemorySource::kAllocator, "reshard");
     if (backend) backend_ = std::move(*backend);

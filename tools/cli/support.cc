@@ -12,6 +12,7 @@
 
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "terminal.h"
 
 namespace shardplan::cli {
 namespace {
@@ -40,7 +41,8 @@ Error CannotStart(const std::string& program, int error) {
 void PrintError(std::string_view text) { std::fputs(PrintableLines(text).c_str(), stderr); }
 
 int Fail(const Error& error) {
-  PrintError(fmt::format("shardplan: error: {}\n", ToString(error)));
+  std::fputs(fmt::format("{} {}\n", Alarming("shardplan: error:"), PrintableLines(ToString(error))).c_str(),
+             stderr);
   return ExitCode(error.code);
 }
 

@@ -82,9 +82,9 @@ class CudaDevice final : public TorchBuffers {
 
   Result<std::int64_t> TimeOf(cudaEvent_t event);
   Status MarkSpan(SpanId span, std::size_t end, StreamId stream);
-  std::vector<cudaEvent_t> marks_;    // of spans: the begin and the end of each
-  std::vector<SpanId> continues_;     // by span: the one at whose end it begins; -1: it has a begin of its own
-  std::vector<bool> marked_;          // ... since PrepareSpans
+  std::vector<cudaEvent_t> marks_;  // of spans: the begin and the end of each
+  std::vector<SpanId> continues_;   // by span: the one at whose end it begins; -1: it has a begin of its own
+  std::vector<bool> marked_;        // ... since PrepareSpans
   cudaEvent_t clock_mark_ = nullptr;  // its time on the host's clock is known
   std::int64_t clock_ns_ = 0;
 };

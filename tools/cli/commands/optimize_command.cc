@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <csignal>
 #include <thread>
 
@@ -21,6 +22,7 @@
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "support.h"
+#include "terminal.h"
 
 namespace shardplan::cli {
 namespace {
@@ -67,13 +69,17 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
                         : static_cast<std::int32_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 16U));
   options.whole_grid = arguments.whole_grid;
   options.stop = &interrupted;
-  options.on_progress = [quiet = arguments.quiet](const OptimizeProgress& progress) {
+  const auto bar =
+      std::make_shared<CountdownBar>(arguments.quiet, "optimize", std::chrono::nanoseconds(*limit));
+  options.on_progress = [bar, quiet = arguments.quiet](const OptimizeProgress& progress) {
     const double gib = static_cast<double>(progress.pooled_bytes.value) / (1 << 30);
     const std::string time =
         progress.step_ns.value == 0
             ? "nothing in the budget yet"
             : fmt::format("{:.3f} ms", static_cast<double>(progress.step_ns.value) / 1e6);
-    Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
+    bar->Behind([&] {
+      Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
+    });
   };
   return options;
 }
@@ -161,10 +167,11 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(arguments.quiet, chosen->note);
-  const Result<OptimizeOptions> options = OptionsOf(arguments, chosen->cluster);
+  Result<OptimizeOptions> options = OptionsOf(arguments, chosen->cluster);
   if (!options) return std::unexpected(options.error());
   for (const int signal : {SIGINT, SIGTERM}) (void)std::signal(signal, Interrupt);
   Result<OptimizeOutput> output = Optimize(*trace, *strategy, chosen->cluster, *options);
+  options->on_progress = nullptr;  // and its bar
   if (!output) {
     if (output.error().file.empty() && output.error().code == ErrorCode::kBadInput)
       output.error().file = arguments.strategy.empty() ? arguments.trace : arguments.strategy;

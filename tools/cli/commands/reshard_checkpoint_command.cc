@@ -15,6 +15,7 @@
 #include "shardplan/schemas/checkpoint.h"
 #include "state_layouts.h"
 #include "support.h"
+#include "terminal.h"
 
 namespace shardplan::cli {
 namespace {
@@ -119,22 +120,6 @@ Result<StateLayout> MakeLayout(const RewriteArguments& options, const Checkpoint
   return layout;
 }
 
-// A line now and then.
-class ProgressLines {
- public:
-  explicit ProgressLines(bool quiet) : quiet_(quiet) {}
-  void operator()(std::int64_t done, std::int64_t total) {
-    const auto now = std::chrono::steady_clock::now();
-    if (quiet_ || now - last_ < std::chrono::seconds(2)) return;
-    last_ = now;
-    Progress(quiet_, fmt::format("{} of {} MiB", done >> 20, total >> 20));
-  }
-
- private:
-  bool quiet_;
-  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
-};
-
 Status RunRewrite(const RewriteArguments& options) {
   Result<Checkpoint> checkpoint = ReadCheckpoint(options.source);
   if (!checkpoint) return std::unexpected(checkpoint.error());
@@ -150,9 +135,11 @@ Status RunRewrite(const RewriteArguments& options) {
   Result<StateLayout> layout = MakeLayout(options, *checkpoint, how.format);
   if (!layout) return std::unexpected(layout.error());
   how.layout = std::move(*layout);
-  auto lines = std::make_shared<ProgressLines>(options.quiet);
-  how.progress = [lines](std::int64_t done, std::int64_t total) { (*lines)(done, total); };
+  auto bar = std::make_shared<ProgressBar>(options.quiet, "reshard-checkpoint", "MiB");
+  how.progress = [bar](std::int64_t done, std::int64_t total) { bar->Update(done >> 20, total >> 20); };
   const Result<CheckpointRewritten> done = RewriteCheckpoint(*checkpoint, options.target, how);
+  how.progress = nullptr;
+  bar.reset();
   if (!done) return std::unexpected(done.error());
   std::string text = fmt::format("{}: {}, {} tensors, {} other values, {} bytes in {} file{}\n",
                                  options.target, FormatName(how.format), checkpoint->tensors.size(),

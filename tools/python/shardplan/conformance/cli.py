@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardplan.command import EXIT_ENVIRONMENT, printable, printable_name
 from shardplan.files import CannotWrite, scratch_folder
+from shardplan.terminal import complain
 
 _DESCRIPTION = """\
 Compare what shardplan computes with what PyTorch does, and say how many cases match."""
@@ -87,13 +88,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _compare_live(arguments)
     except CaseError as error:
-        print(f"shardplan conformance: {error}", file=sys.stderr)
+        complain("shardplan conformance", printable(str(error)))
         return 3
     except TracerError as error:
-        print(f"shardplan conformance: {error}", file=sys.stderr)
+        complain("shardplan conformance", printable(str(error)))
         return error.exit_code
     except CannotWrite as error:
-        print(f"shardplan conformance: {error}", file=sys.stderr)
+        complain("shardplan conformance", printable(str(error)))
         return EXIT_ENVIRONMENT
 
 

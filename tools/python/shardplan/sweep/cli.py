@@ -17,6 +17,7 @@ from shardplan.sweep import configurations, page, parquet, rows
 from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
 from shardplan.sweep.solve import QUESTIONS, solve
+from shardplan.terminal import ProgressBar
 
 _DESCRIPTION = "Plan and simulate every combination of the given values, or find the largest batch or sequence, or the fewest ranks, that fits."
 _EPILOG = """\
@@ -187,7 +188,7 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
     left = [c for c in todo if options.solve or c not in kept.done]
     jobs = options.jobs or os.cpu_count() or 1
     count = len(todo) - len(left)
-    with contextlib.closing(evaluate), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    with contextlib.closing(evaluate), concurrent.futures.ThreadPoolExecutor(jobs) as pool, ProgressBar("sweep", _log, options.quiet, count) as bar:
         futures = [pool.submit(work, group) for group in configurations.groups_of(left, 1 if options.solve else jobs)]
         try:
             for future in concurrent.futures.as_completed(futures):
@@ -196,8 +197,7 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
                 reasons |= {asked: results["why"] for asked, answer, results in done if answer is None and results.get("why")}
                 kept.add([(answer or asked, results) for asked, answer, results in done])
                 count += len(done)
-                if not options.quiet:
-                    _log(f"{count} of {len(todo)}")
+                bar.update(count, len(todo))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

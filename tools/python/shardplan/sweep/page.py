@@ -16,6 +16,11 @@ svg { display: block; margin: 0.5em 0 1.5em; } text { font-size: 11px; fill: #55
 .line { fill: none; stroke: #24a; stroke-opacity: 0.5; } .axis { stroke: #999; } .budget { stroke: #c30; stroke-dasharray: 4 3; }
 table { border-collapse: collapse; font-size: 12px; } td, th { padding: 2px 8px; text-align: right; border-bottom: 1px solid #ddd; }
 th { cursor: default; background: #f4f4f4; } tr.best td { background: #fde8e0; }
+@media (prefers-color-scheme: dark) {
+  body { background: #14171c; color: #e6e9ef; } text { fill: #98a2b3; } .point { fill: #66788f; } .front { fill: #7aa5f0; } .line { stroke: #7aa5f0; }
+  .out { stroke: #a08080; } .best { stroke: #ef7b72; } .axis { stroke: #5d6675; } .budget { stroke: #ef7b72; }
+  td, th { border-color: #2d333d; } th { background: #252a33; } tr.best td { background: #4a2a24; }
+}
 """
 
 

@@ -11,6 +11,7 @@ import time
 
 from shardplan import files
 from shardplan.command import printable_name
+from shardplan.terminal import complain
 from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TracerError, UsageProblem
 
 _DESCRIPTION = """\
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(arguments, progress)
     except TracerError as error:
-        print(f"shardplan trace: {printable_name(str(error))}", file=sys.stderr)
+        complain("shardplan trace", printable_name(str(error)))
         return error.exit_code
 
 

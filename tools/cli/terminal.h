@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a person at a terminal sees and nobody else: colours, and a bar that is drawn over again. Where
+// standard error is a file or a pipe, or TERM is unset or "dumb", there is neither; colours go where NO_COLOR
+// is set to anything, too (no-color.org).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+
+namespace shardplan::cli {
+
+bool IsATerminal();
+
+// The text, which is to be seen at once: red and bold.
+std::string Alarming(std::string_view text);
+
+// One line, as long as the work goes on: what it is, how much of it is done, and the time that is left at
+// this pace. Without a terminal: a line every two seconds.
+class ProgressBar {
+ public:
+  ProgressBar(bool quiet, std::string_view what, std::string_view unit);
+  ~ProgressBar();
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+
+  void Update(std::int64_t done, std::int64_t total);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  const bool quiet_;
+  const bool drawn_over_;
+  const std::string what_, unit_;
+  const Clock::time_point begin_;
+  Clock::time_point last_;
+};
+
+// The same of work that ends at a time, or before: drawn without being told, on a terminal alone.
+class CountdownBar {
+ public:
+  CountdownBar(bool quiet, std::string_view what, std::chrono::nanoseconds limit);
+  ~CountdownBar();
+  CountdownBar(const CountdownBar&) = delete;
+  CountdownBar& operator=(const CountdownBar&) = delete;
+
+  // Prints lines while the bar is away.
+  void Behind(const std::function<void()>& print);
+
+ private:
+  void Draw();
+
+  const std::string what_;
+  const std::chrono::steady_clock::time_point begin_;
+  const std::chrono::nanoseconds limit_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false;
+  std::thread thread_;  // none without a terminal
+};
+
+// "[=======>            ]  43 %  0:35 left", of done out of total, both above 0, after so long.
+std::string BarText(std::int64_t done, std::int64_t total, std::chrono::nanoseconds passed);
+
+}  // namespace shardplan::cli
