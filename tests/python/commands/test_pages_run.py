@@ -8,6 +8,7 @@ a Python block that begins with "# NAME.py" is that file.
 
 import gzip
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -72,7 +73,8 @@ def test_commands_print_what_the_page_says(page, tmp_path):
             shutil.copy(ROOT / path, tmp_path / name)
     for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(code)
-    environment = os.environ | {"SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable, "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}"}
+    environment = os.environ | {"SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable, "PATH": f"{build_folder() / 'bin'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"OMP_NUM_THREADS": "1"}
     for command, expected in commands_of(text):
         command = command.replace("tools/shardplan", "shardplan")
         # Progress is for who watches; what a command says at its end is on either stream.
