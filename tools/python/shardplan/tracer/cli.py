@@ -11,8 +11,9 @@ import time
 
 from shardplan import files
 from shardplan.command import printable_name
-from shardplan.terminal import complain
+from shardplan.terminal import ProgressBar, complain
 from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TracerError, UsageProblem
+from shardplan.tracer.progress import Progress
 
 _DESCRIPTION = """\
 Record what one training step of a model does: modules, parameters, operators with FLOPs and bytes, and every allocation and free, forward
@@ -138,17 +139,35 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+class _Told(Progress):
+    """A line for each stage, and at a terminal a bar for what has parts."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._started, self._bar = quiet, time.monotonic(), None
+
+    def __call__(self, text: str) -> None:
+        self.end()
+        if not self._quiet:
+            print(f"trace: {text} ({time.monotonic() - self._started:.1f} s)", file=sys.stderr, flush=True)
+
+    def part(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = ProgressBar("trace", lambda text: None, self._quiet)
+        self._bar.update(done, total)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__()
+            self._bar = None
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    started = time.monotonic()
-
-    def progress(text: str) -> None:
-        if not arguments.quiet:
-            print(f"trace: {text} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True)
-
+    progress = _Told(arguments.quiet)
     try:
         return _run(arguments, progress)
     except TracerError as error:
+        progress.end()
         complain("shardplan trace", printable_name(str(error)))
         return error.exit_code
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -55,6 +56,8 @@ class ModuleHooks:
         self._position = 0
         self._recomputed: list[int] = []
         self.tensors: list[dict] = []
+        self._entered = 0  # modules, as often as they were
+        self.entered: Callable[[int], None] = lambda count: None
         with_parameters = {m for m in tree.module_ids if any(True for _ in m.parameters())}
         in_graphs = inside(tree.compiled)
         for module, module_id in tree.module_ids.items():
@@ -108,6 +111,8 @@ class ModuleHooks:
             return None
         found = tensors_in((args, kwargs))
         recorder.emit(["enter", module_id, [self.tensor_id(t) for t in found]])
+        self._entered += 1
+        self.entered(self._entered)
         occurrence = self._counts.get(module_id, 0)
         self._counts[module_id] = occurrence + 1
         self._calls.setdefault(module_id, []).append(occurrence)

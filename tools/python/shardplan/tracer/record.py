@@ -18,10 +18,10 @@ from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
 from shardplan.tracer.operators import dtype_name
+from shardplan.tracer.progress import Progress
 from shardplan.tracer.recorder import Answers, Recorder, StorageRecord
 
 Loss = Callable[[object], torch.Tensor]
-Progress = Callable[[str], None]
 
 
 @dataclass
@@ -79,7 +79,7 @@ def record(
     progress: Progress | None = None,
 ) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
-    progress = progress or (lambda text: None)
+    progress = progress or Progress()
     if not step.tree.compiled:
         return _record(step, mark_inputs, answers, progress)
     with torch.compiler.set_stance("force_eager"):  # but for the modules
@@ -230,6 +230,8 @@ def _forward(
 ) -> dict:
     """Adds the loss to `losses` (None: there is none); behind the last forward that list holds their sum alone."""
     progress("forward")
+    modules = sum(1 for _ in step.module.modules())
+    hooks.entered = lambda count: progress.part(min(count, modules), modules)
     recorder.phase = "forward"
     recorder.mark_nodes()
     output = step.module(*call.args, **call.kwargs)

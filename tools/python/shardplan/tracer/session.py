@@ -28,6 +28,7 @@ from shardplan.tracer.grouped import device_grouped_mm
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.places import one_line, place
+from shardplan.tracer.progress import Progress
 from shardplan.tracer.recorder import ANSWERED, Answers
 from shardplan.tracer.recurrent import device_recurrent
 from shardplan.tracer.transformers_masks import as_in_a_step
@@ -67,8 +68,6 @@ _READS_VALUE = "the model reads a value of a tensor to decide what to do, and a 
 _ANSWER = 'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
 _STAND_IN = 'put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
 
-Progress = Callable[[str], None]
-
 
 @contextlib.contextmanager
 def _recording(options: Options):
@@ -87,7 +86,7 @@ def _recording(options: Options):
         yield
 
 
-def trace_source(source: str, options: Options, progress: Progress = lambda text: None) -> dict:
+def trace_source(source: str, options: Options, progress: Progress = Progress()) -> dict:
     """The trace of `package.module:callable` or of a Hugging Face config file. Raises TracerError."""
     path = Path(source)
     if source.endswith(".json") or path.is_file():
@@ -98,7 +97,7 @@ def trace_source(source: str, options: Options, progress: Progress = lambda text
 
 
 def trace_callable(
-    function: Callable, source: str, options: Options, progress: Progress = lambda text: None
+    function: Callable, source: str, options: Options, progress: Progress = Progress()
 ) -> dict:
     """The trace of what `function` returns (see docs/internals/tracer.md); `source` names it. It is called inside the recorder's fake mode."""
     with _recording(options), on_a_gpu():
@@ -119,7 +118,7 @@ def trace_module(
     options = options or Options()
     with _recording(options):
         example = sources.Example(module, args, kwargs or {}, loss)
-        return _trace_example(example, type(module).__name__, options, lambda text: None)
+        return _trace_example(example, type(module).__name__, options, Progress())
 
 
 def trace_groups(
@@ -137,7 +136,7 @@ def trace_groups(
         if prepare is not None:
             move_to_fake_cuda(module, None)
             prepare(module)
-        return _trace_groups(module, groups, loss, type(module).__name__, options, lambda text: None)
+        return _trace_groups(module, groups, loss, type(module).__name__, options, Progress())
 
 
 def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:

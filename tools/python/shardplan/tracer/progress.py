@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tracer says while it works."""
+
+from __future__ import annotations
+
+
+class Progress:
+    """To nobody; the command's tells people."""
+
+    def __call__(self, text: str) -> None:
+        """It begins this."""
+
+    def part(self, done: int, total: int) -> None:
+        """Of what it began last, as much is done."""
