@@ -18,7 +18,7 @@ struct Reason {
 };
 
 // Instruction::reason of both policies (docs/internals/planner.md).
-constexpr std::array<Reason, 22> kReasons = {{
+constexpr std::array<Reason, 23> kReasons = {{
     {"pre_forward", "the unit's forward begins and needs its parameters"},
     {"post_forward", "the unit's forward is over"},
     {"pre_backward", "the gradient of an output is ready: the unit's backward needs its parameters"},
@@ -45,6 +45,7 @@ constexpr std::array<Reason, 22> kReasons = {{
     {"post_optim_event", "the user's own event after the optimizer, which the next all-gathers wait for"},
     {"lazy_init",
      "the root prepares every unit at its first forward: memory for parameters is made and emptied"},
+    {"summon_full_params", "the user looks at whole parameters, or has done so"},
     {"order_check", "all ranks compare which unit they gather next"},
     {"user", "the user calls it"},
 }};

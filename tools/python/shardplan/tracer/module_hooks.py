@@ -82,6 +82,7 @@ class ModuleHooks:
         """`position`: of the forward among those that the next backward covers."""
         self._scope, self._position = object(), position
         self._calls, self._counts, self.tensors = {}, {}, []
+        self._entered = 0
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
         """The id of a tensor object within the current forward."""
