@@ -311,3 +311,11 @@ def test_bisection_finds_the_border():
     assert solve("min-ranks", configuration(source="m", ranks="1"), lambda c: {"fits": "no"}, most=64)[0] is None
     sequence, _ = solve("max-seq", configuration(source="m", seq="1"), lambda c: {"fits": "yes" if int(c["seq"]) <= 5_000 else "no", "cache_releases": 0})
     assert sequence["seq"] == str(5_000 // 128 * 128)
+
+
+def test_a_page_is_the_same_however_many_work_at_it(tmp_path):
+    pages = [tmp_path / f"jobs{jobs}.html" for jobs in (1, 3)]
+    for page, jobs in zip(pages, ("1", "3")):
+        done = sweep(TRACE, *GRID, "--jobs", jobs, "--html", page, "-q")
+        assert done.returncode == 0, done.stderr
+    assert pages[0].read_bytes() == pages[1].read_bytes()

@@ -10,6 +10,7 @@ namespace shardplan::cli {
 namespace {
 
 constexpr double kWidth = 720, kHeight = 420, kLeft = 70, kRight = 190, kTop = 30, kBottom = 50;
+constexpr double kLine = 15;
 constexpr double kGibibyte = 1 << 30;
 
 std::string Escaped(std::string_view text) {
@@ -109,7 +110,7 @@ std::string CurvePicture(const Optimization& report) {
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{0}\" height=\"{1}\" "
       "font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
-      kWidth, kHeight);
+      kWidth, kHeight + 10 + kLine * static_cast<double>(report.baselines.size()));
   svg += Axes(scale);
   std::string path;
   for (const CurvePoint& point : report.curve) {
@@ -117,10 +118,16 @@ std::string CurvePicture(const Optimization& report) {
     path += path.empty() ? fmt::format("M{:.1f} {:.1f}", x, y) : fmt::format(" H{:.1f} V{:.1f}", x, y);
   }
   svg += fmt::format("<path d=\"{}\" fill=\"none\" stroke=\"#1565c0\" stroke-width=\"2\"/>\n", path);
-  for (const BaselineReport& baseline : report.baselines) {
+  // Names are long and points may be near each other: numbers are at the points, names below.
+  for (std::size_t b = 0; b < report.baselines.size(); ++b) {
+    const BaselineReport& baseline = report.baselines[b];
     const double x = scale.X(baseline.peak_reserved_bytes), y = scale.Y(baseline.step_ns);
     svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\" fill=\"#c62828\"/>\n", x, y);
-    svg += TextAt(x + 7, y + 4, "start", baseline.name);
+    svg += TextAt(x + 6, y + 4, "start", fmt::format("{}", b + 1));
+    svg += TextAt(kLeft, kHeight + kLine * static_cast<double>(b) + 6, "start",
+                  fmt::format("{}  {}: {:.5g} ms in {:.4g} GiB", b + 1, baseline.name,
+                              static_cast<double>(baseline.step_ns.value) / 1e6,
+                              static_cast<double>(baseline.peak_reserved_bytes.value) / kGibibyte));
   }
   if (report.lower_bound_ns.value > 0) {
     const double y = scale.Y(report.lower_bound_ns);

@@ -170,7 +170,9 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
         answers, reasons = _run_all(options, todo, kept, evaluate)
         kept.close()
-        _write_others(options, list(kept.done.values()), list(axes))
+        places = {answers.get(asked, asked): place for place, asked in enumerate(todo)}
+        # As they were asked for, not as they came to an end.
+        _write_others(options, [kept.done[c] for c in sorted(kept.done, key=lambda c: places.get(c, len(places)))], list(axes))
         return _say(options, kept, answers, reasons, list(axes))
 
 
