@@ -39,7 +39,7 @@ def browse(page: pathlib.Path, folder: pathlib.Path, scheme: str = "light", scri
     opened, picture = folder / f"{page.stem}.{scheme}.html", folder / f"{page.stem}.{scheme}.png"
     opened.write_text(page.read_text() + f"<script>{script}</script>")
     settings = [f"--blink-settings=preferredColorScheme={('dark', 'light').index(scheme)}", f"--window-size={WIDTH},{HEIGHT}", "--virtual-time-budget=3000"]
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", *settings]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--force-color-profile=srgb", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", *settings]
     for more in ([f"--screenshot={picture}"], ["--dump-dom"]):
         done = subprocess.run([*command, *more, opened.as_uri()], capture_output=True, text=True, timeout=120)
         told = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
