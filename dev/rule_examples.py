@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
 import re
@@ -108,8 +109,6 @@ def shown(lines: list[str], marks: set[int], sign: str) -> list[str]:
 
 def marked(example: Example, lines: list[str], wrong: list[str]) -> tuple[set[int], set[int]]:
     """Of the right and of the wrong plan: the lines in which they differ, in the steady step or the tables."""
-    import difflib
-
     first = places(example, lines)[0]
     right_marks: set[int] = set()
     wrong_marks: set[int] = set()
@@ -121,7 +120,7 @@ def marked(example: Example, lines: list[str], wrong: list[str]) -> tuple[set[in
 
 
 def verdict(example: Example, lines: list[str], wrong: list[str], folder: pathlib.Path, ranks: int) -> str:
-    """The first violation of the rule, as the command says it; and how many others there are."""
+    """The first violation of the rule, as the command says it."""
     if example.rank:
         files = []
         for rank in range(ranks):
@@ -138,8 +137,7 @@ def verdict(example: Example, lines: list[str], wrong: list[str], folder: pathli
     own = [block for block in violations if re.match(rf"(plan\.txt: |rank\d+\.txt: )*{example.rule}: ", block)]
     if not own:
         sys.exit(f"rule_examples: {example.rule}: the verifier says\n{text}")
-    first = re.sub(r"^(plan\.txt: |rank\d+\.txt: )+", "", own[0])
-    return first
+    return re.sub(r"^(plan\.txt: |rank\d+\.txt: )+", "", own[0])
 
 
 def section(example: Example, folder: pathlib.Path) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from model import Gpt, GptConfig, loss_fn
 from train import load_tokens
 
@@ -30,10 +29,7 @@ class Job:
     def traced(self) -> tuple:
         """What `shardplan trace` calls: model, inputs and loss."""
         ids, targets = (torch.zeros(self.batch, self.sequence, dtype=torch.long) for _ in range(2))
-        return self.make(), (ids,), lambda logits: self.loss(logits, targets)
-
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss_fn(logits, targets) if self.device == "cpu" else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return self.make(), (ids,), lambda logits: loss_fn(logits, targets)
 
 
 def gpt(batch: int, config: GptConfig, sequence: int, adamw: bool, learning_rate: float, steps: int, reference: bool = False) -> Job:

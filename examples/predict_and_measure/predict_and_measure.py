@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from jobs import JOBS, Job
 from make_plan import run
+from model import loss_fn
 from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = {"cpu": 2, "cuda": 1}
@@ -73,7 +74,7 @@ def train(rank: int, name: str, plan: str, store: str, report: str) -> None:
     with sp.profile(model, steps=job.steps, warmup=WARMUP, quiet=True) as profile:
         while not profile.done:
             ids, targets = (tensor.clone() for tensor in batches[step % len(batches)])
-            job.loss(model(ids), targets).backward()
+            loss_fn(model(ids), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1

@@ -350,7 +350,10 @@ Status CudaDevice::MarkSpan(SpanId span, std::size_t end, StreamId stream) {
                    "recording an event");
 }
 
-Status CudaDevice::BeginSpan(SpanId span, StreamId stream) { return MarkSpan(span, 0, stream); }
+Status CudaDevice::BeginSpan(SpanId span, StreamId stream) {
+  continues_[span] = -1;  // a step that was given up may have had it
+  return MarkSpan(span, 0, stream);
+}
 Status CudaDevice::ContinueSpan(SpanId span, SpanId ended, StreamId) {
   continues_[span] = ended;
   return {};

@@ -15,6 +15,21 @@ Status NoClock() {
   return MakeError(ErrorCode::kUsage, "this device has no clock: no times can be recorded");
 }
 
+// Of one without work that takes time: whether a stream is told something all the same.
+bool IssuesToStreams(const Op& op) {
+  switch (op.code) {
+    case OpCode::kNothing:
+    case OpCode::kAllocate:
+    case OpCode::kFree:
+    case OpCode::kBindUnsharded:
+    case OpCode::kBindSharded:
+    case OpCode::kRecord:
+      return false;
+    default:
+      return true;
+  }
+}
+
 constexpr std::size_t kRoles = static_cast<std::size_t>(BufferRole::kPartialReduceOutput) + 1;
 
 }  // namespace
@@ -45,25 +60,6 @@ bool HasWork(const Op& op) {
   }
 }
 
-namespace {
-
-// Of one without work that takes time: whether a stream is told something all the same.
-bool IssuesToStreams(const Op& op) {
-  switch (op.code) {
-    case OpCode::kNothing:
-    case OpCode::kAllocate:
-    case OpCode::kFree:
-    case OpCode::kBindUnsharded:
-    case OpCode::kBindSharded:
-    case OpCode::kRecord:
-      return false;
-    default:
-      return true;
-  }
-}
-
-}  // namespace
-
 // The plan's buffers in device memory.
 struct StepRecorder::Allocated {
   std::vector<Bytes> of_buffer;
@@ -86,14 +82,17 @@ Status StepRecorder::Attach(Device& device, const Collectives& collectives, std:
   launches_groups_ = collectives.LaunchesGroups();
   model_runs_itself_ = model_runs_itself;
   spans_of_step_ = spans_of_step;
-  // Behind those of the instructions: one at the begin and one at the end of each step.
-  const std::int64_t steps = options_.steps * (options_.compares ? 2 : 1);
-  return device.PrepareSpans(spans_of_step * options_.steps + 2 * steps);
+  return device.PrepareSpans(MarkOf(StepsInAll(), 0));
 }
 
-// end: 0 or 1. The open step's.
+// Behind the spans of the instructions: one at the begin (0) and one at the end (1) of each step.
+SpanId StepRecorder::MarkOf(std::int64_t step, int end) const {
+  return static_cast<SpanId>(spans_of_step_ * options_.steps + 2 * step + end);
+}
+
+// Of the open step.
 Status StepRecorder::MarkStep(int end) {
-  const auto span = static_cast<SpanId>(spans_of_step_ * options_.steps + 2 * std::ssize(opened_) + end);
+  const SpanId span = MarkOf(ended_steps_, end);
   if (Status status = device_->BeginSpan(span, 0); !status) return status;
   return device_->EndSpan(span, 0);
 }
@@ -101,17 +100,14 @@ Status StepRecorder::MarkStep(int end) {
 Result<SpanTimes> StepRecorder::OnDevice(std::int64_t step) {
   SpanTimes both;
   for (const int end : {0, 1}) {
-    const Result<SpanTimes> mark =
-        device_->TimesOf(static_cast<SpanId>(spans_of_step_ * options_.steps + 2 * step + end));
+    const Result<SpanTimes> mark = device_->TimesOf(MarkOf(step, end));
     if (!mark) return std::unexpected(mark.error());
     (end == 0 ? both.begin_ns : both.end_ns) = mark->begin_ns;
   }
   return both;
 }
 
-bool StepRecorder::done() const {
-  return finished_ || std::ssize(opened_) >= options_.steps * (options_.compares ? 2 : 1);
-}
+bool StepRecorder::done() const { return finished_ || ended_steps_ >= StepsInAll(); }
 
 bool StepRecorder::BeginStep(std::int32_t step) {
   EndStep();
@@ -121,7 +117,7 @@ bool StepRecorder::BeginStep(std::int32_t step) {
     return false;
   }
   if (step != plan_.steady_step) return false;
-  const bool records = !options_.compares || std::ssize(opened_) % 2 == 0;
+  const bool records = Records(ended_steps_);
   step_ = {};
   step_.begin_ns = SteadyNanoseconds();
   if (!MarkStep(0)) return false;
@@ -145,7 +141,7 @@ void StepRecorder::EndStep() {
     AbandonStep();
     return;
   }
-  opened_.push_back(recorded);
+  ++ended_steps_;
   if (recorded) {
     Look();
     step_.end_ns = SteadyNanoseconds();
@@ -261,10 +257,10 @@ Result<Recording> StepRecorder::Finish() {
   Recording recording{.steps = std::move(steps_), .unrecorded_steps_ns = {}, .abandoned = abandoned_};
   std::size_t next = 0;
   // In the order of time, as the device's clock wants them.
-  for (std::int64_t opened = 0; opened < std::ssize(opened_); ++opened) {
-    const Result<SpanTimes> on_device = OnDevice(opened);
+  for (std::int64_t ended = 0; ended < ended_steps_; ++ended) {
+    const Result<SpanTimes> on_device = OnDevice(ended);
     if (!on_device) return std::unexpected(on_device.error());
-    if (!opened_[opened]) {
+    if (!Records(ended)) {
       recording.unrecorded_steps_ns.push_back(on_device->end_ns - on_device->begin_ns);
       continue;
     }

@@ -19,11 +19,6 @@ def is_a_terminal() -> bool:
     return os.isatty(2) and os.environ.get("TERM", "") not in ("", "dumb")
 
 
-def alarming(text: str) -> str:
-    """Red and bold, unless NO_COLOR is set to anything (no-color.org)."""
-    return f"\x1b[1;31m{text}\x1b[0m" if is_a_terminal() and not os.environ.get("NO_COLOR") else text
-
-
 def bar_text(done: int, total: int, passed_s: float) -> str:
     part = min(1.0, max(0.0, done / total))
     full = int(part * _WIDTH)
@@ -35,12 +30,17 @@ def bar_text(done: int, total: int, passed_s: float) -> str:
 
 
 def complain(name: str, text: str) -> None:
-    """An error of the command on standard error. `text` is printable."""
-    if alarming(name) == name:
+    """An error of the command on standard error, its name red and bold unless NO_COLOR is set to anything (no-color.org). `text` is printable."""
+    if is_a_terminal() and not os.environ.get("NO_COLOR"):
+        _raw(f"\x1b[1;31m{name}:\x1b[0m {text}\n")
+    else:
         print(f"{name}: {text}", file=sys.stderr, flush=True)
-        return
+
+
+def _raw(text: str) -> None:
+    """Past what shows control characters as escapes."""
     sys.stderr.flush()
-    sys.stderr.buffer.write(f"{alarming(name + ':')} {text}\n".encode("utf-8", "backslashreplace"))
+    sys.stderr.buffer.write(text.encode("utf-8", "backslashreplace"))
     sys.stderr.buffer.flush()
 
 
@@ -57,6 +57,10 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The line goes."""
         self._write(_CLEAR)
 
     def update(self, done: int, total: int) -> None:
@@ -71,5 +75,4 @@ class ProgressBar:
 
     def _write(self, text: str) -> None:
         if self._over and not self._quiet:
-            sys.stderr.buffer.write(text.encode("utf-8", "replace"))  # past what shows control characters as escapes
-            sys.stderr.buffer.flush()
+            _raw(text)

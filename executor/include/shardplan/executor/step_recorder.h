@@ -120,6 +120,9 @@ class StepRecorder {
   void Look();
   Status BeginSpan(SpanId span, StreamId stream);
   Status EndSpan(SpanId span, StreamId stream);
+  std::int64_t StepsInAll() const { return options_.steps * (options_.compares ? 2 : 1); }
+  bool Records(std::int64_t step) const { return !options_.compares || step % 2 == 0; }
+  SpanId MarkOf(std::int64_t step, int end) const;
   Status MarkStep(int end);
   Result<SpanTimes> OnDevice(std::int64_t step);
 
@@ -131,7 +134,7 @@ class StepRecorder {
   std::int64_t warmup_left_;
   bool finished_ = false;
   std::vector<RecordedStep> steps_;
-  std::vector<bool> opened_;  // steps up to their end, in order: whether it was recorded
+  std::int64_t ended_steps_ = 0;  // recorded or passed by
   std::int64_t abandoned_ = 0;
 
   enum class Open : std::uint8_t { kNothing, kRecorded, kUnrecorded };

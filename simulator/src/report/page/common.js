@@ -43,6 +43,19 @@ function inkOn(hue) {
   return 0.299 * r + 0.587 * g + 0.114 * b > 0.6 ? '#111' : '#fff';
 }
 const escape = (text) => text.replace(/[&<>"]/g, (c) => '&#' + c.charCodeAt(0) + ';');
+// What keys do on a page: `shown` gives what is shown, [begin, end], `all` what there is; show(begin, span) shows a part, zoom(factor) more or less of it around the middle. `more`: other keys.
+function keyboard(shown, all, show, zoom, more = {}) {
+  window.addEventListener('keydown', (event) => {
+    if (event.target.tagName === 'INPUT' || event.ctrlKey || event.metaKey || event.altKey) return;
+    const [from, to] = shown(), [begin, end] = all(), span = to - from;
+    const keys = {ArrowLeft: () => show(from - span / 8, span), ArrowRight: () => show(from + span / 8, span), '+': () => zoom(0.5), '=': () => zoom(0.5),
+      '-': () => zoom(2), '0': () => show(begin, end - begin), Home: () => show(begin, span), End: () => show(end, span), ...more};
+    const act = keys[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  });
+}
 // A canvas of the page at the device's resolution: its context, and its width in CSS pixels.
 function scaledCanvas(id, height) {
   const canvas = $(id), ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;

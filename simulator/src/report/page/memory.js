@@ -244,23 +244,17 @@ for (const id of ['plot', 'map']) {
 }
 const legend = () => $('legend').replaceChildren(...shown.slice().reverse().map((c) => categorySwatch(data.categories[c])));
 legend();
-// ---- keyboard: as on the page of a report ----
+// ---- keyboard ----
 function show(begin, span) {
   const from = Math.max(data.begin, Math.min(data.end - span, begin));
   view = [from, from + span];
   draw();
 }
-window.addEventListener('keydown', (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const span = view[1] - view[0], whole = data.end - data.begin, middle = (view[0] + view[1]) / 2;
-  const zoom = (factor) => { const wide = Math.min(whole, Math.max(4, span * factor)); show(middle - wide / 2, wide); };
-  const keys = {ArrowLeft: () => show(view[0] - span / 8, span), ArrowRight: () => show(view[0] + span / 8, span), '+': () => zoom(0.5), '=': () => zoom(0.5),
-    '-': () => zoom(2), '0': () => show(data.begin, whole), Home: () => show(data.begin, span), End: () => show(data.end, span)};
-  const act = keys[event.key];
-  if (!act) return;
-  event.preventDefault();
-  act();
-});
+function zoomInto(factor) {
+  const wide = Math.min(data.end - data.begin, Math.max(4, (view[1] - view[0]) * factor));
+  show((view[0] + view[1] - wide) / 2, wide);
+}
+keyboard(() => view, () => [data.begin, data.end], show, zoomInto);
 $('mapbox').hidden = rows.length === 0;
 window.addEventListener('resize', draw);
 window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { legend(); draw(); });

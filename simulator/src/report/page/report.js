@@ -403,20 +403,10 @@ $('search').addEventListener('keydown', (event) => {
   if (event.key === 'Enter') showMatch(event.shiftKey ? -1 : 1);
   if (event.key === 'Escape') { $('search').value = ''; search(''); $('search').blur(); }
 });
-// ---- keyboard ----
-window.addEventListener('keydown', (event) => {
-  if (event.target.tagName === 'INPUT' || event.ctrlKey || event.metaKey || event.altKey) return;
-  const span = view[1] - view[0], middle = (view[0] + view[1]) / 2;
-  const keys = {ArrowLeft: () => move(view[0] - span / 8, span), ArrowRight: () => move(view[0] + span / 8, span),
-    '+': () => zoom(0.5, middle), '=': () => zoom(0.5, middle), '-': () => zoom(2, middle), '0': () => move(0, plan.length), Home: () => move(0, span),
-    End: () => move(plan.length, span), '/': () => $('search').focus(), n: () => showMatch(1), N: () => showMatch(-1)};
-  const act = keys[event.key];
-  if (!act) return;
-  event.preventDefault();
-  act();
-});
-$('in').onclick = () => zoom(0.5, (view[0] + view[1]) / 2);
-$('out').onclick = () => zoom(2, (view[0] + view[1]) / 2);
+const zoomInto = (factor) => zoom(factor, (view[0] + view[1]) / 2);
+keyboard(() => view, () => [0, plan.length], move, zoomInto, {'/': () => $('search').focus(), n: () => showMatch(1), N: () => showMatch(-1)});
+$('in').onclick = () => zoomInto(0.5);
+$('out').onclick = () => zoomInto(2);
 $('all').onclick = () => move(0, plan.length);
 window.addEventListener('resize', draw);
 window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { details(); draw(); });

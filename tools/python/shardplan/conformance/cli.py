@@ -7,7 +7,6 @@ import argparse
 import functools
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,13 +76,13 @@ def main(argv: list[str] | None = None) -> int:
         try:
             arguments.keep.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            print(f"shardplan conformance: cannot make the folder {arguments.keep}: {error.strerror}", file=sys.stderr)
+            complain("shardplan conformance", printable(f"cannot make the folder {arguments.keep}: {error.strerror}"))
             return EXIT_ENVIRONMENT
     try:
         from shardplan.conformance.case import CaseError
         from shardplan.tracer.errors import TracerError
     except ImportError as error:
-        print(f"shardplan conformance: cannot import {error.name} (tools/setup installs what is needed)", file=sys.stderr)
+        complain("shardplan conformance", f"cannot import {error.name} (tools/setup installs what is needed)")
         return EXIT_ENVIRONMENT
     try:
         return _compare_live(arguments)

@@ -64,7 +64,7 @@ def _optimizer(document: dict, factor: float) -> None:
     """Where the document has none of its own, an operator of the optimizer takes what every other one takes."""
     host = document.get("host", {})
     if factor != 1 and "operator_issue_ns" in host:
-        host.setdefault("optimizer_issue_ns", host["operator_issue_ns"])
+        host["optimizer_issue_ns"] = host.get("optimizer_issue_ns") or host["operator_issue_ns"]
     _times(host, "optimizer_issue_ns", 1 / factor)
 
 

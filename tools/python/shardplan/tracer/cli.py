@@ -157,7 +157,7 @@ class _Told(Progress):
 
     def end(self) -> None:
         if self._bar is not None:
-            self._bar.__exit__()
+            self._bar.end()
             self._bar = None
 
 
@@ -178,10 +178,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     try:
         from shardplan.tracer import document, session
     except ImportError as error:
-        print(
-            f"shardplan trace: cannot import {error.name}: {error} (tools/setup installs what is needed)",
-            file=sys.stderr,
-        )
+        complain("shardplan trace", printable_name(f"cannot import {error.name}: {error} (tools/setup installs what is needed)"))
         return EXIT_ENVIRONMENT
     options = session.Options(
         batch=arguments.batch,
