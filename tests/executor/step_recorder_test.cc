@@ -68,7 +68,9 @@ TEST_P(RecordedOnVirtual, StepsAreRecordedInTurns) {
 TEST_P(RecordedOnVirtual, AStepThatIsGivenUpIsNotInIt) {
   StepRecorder recorder(plan_, {.warmup = 0, .steps = 1, .compares = false});
   for (const auto& replayer : replayers_) {
-    if (replayer == replayers_[0]) ASSERT_TRUE(replayer->SetRecorder(&recorder).has_value());
+    if (replayer == replayers_[0]) {
+      ASSERT_TRUE(replayer->SetRecorder(&recorder).has_value());
+    }
     ASSERT_TRUE(replayer->Fire({TriggerKind::kStepBegin, -1, 0}).has_value());
     ASSERT_TRUE(replayer->Restart().has_value());
   }
