@@ -55,7 +55,7 @@ Status CustomCollectives::Issue(executor::CollectiveId id, StreamId stream) {
 }
 
 Status CustomCollectives::Call(const executor::CollectiveSpec& spec, PyObject* comm) {
-  const InsideUserCode guards;
+  const InsidePython guards;
   try {
     const at::Tensor whole = device_.Part(spec.src, 0);
     const bool gathers = spec.kind == CollectiveKind::kAllGather;

@@ -6,9 +6,9 @@
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
+#include <torch/nn/modules/linear.h>
 
 #include <stdexcept>
-#include <torch/nn/modules/linear.h>
 
 namespace shardplan::executor {
 namespace {

@@ -16,9 +16,10 @@
 #include <vector>
 
 #include "binding/plan_binding.h"
+#include "binding/python_error.h"
 #include "binding/session_binding.h"
 #include "hooks.h"
-#include "runtime.h"
+#include "python_runtime.h"
 #include "shardplan/executor/agreement.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
@@ -44,9 +45,9 @@ T ValueOrThrow(Result<T> result) {
 
 // cpu: collectives go through `groups` (by communicator; None where the size is 1). cuda: NCCL communicators
 // of the executor's own, made through `store`. names: of the plan's ranks, as people know them.
-std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
-                                     ProcessGroups groups, StorePointer store, PeersPointer peers,
-                                     std::vector<std::int64_t> names, double timeout_s, bool arena) {
+std::shared_ptr<PythonRuntime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
+                                           ProcessGroups groups, StorePointer store, PeersPointer peers,
+                                           std::vector<std::int64_t> names, double timeout_s, bool arena) {
   const auto memory = arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
   const auto timeout = Milliseconds(timeout_s);
   std::unique_ptr<executor::TorchDevice> torch_device;
@@ -62,8 +63,9 @@ std::shared_ptr<Runtime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t ra
   } else {
     throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
   }
-  return std::make_shared<Runtime>(std::move(plan), rank, std::move(torch_device), std::move(collectives),
-                                   std::move(groups));
+  auto custom = std::make_unique<CustomCollectives>(std::move(collectives), *torch_device, groups);
+  return std::make_shared<PythonRuntime>(std::move(plan), rank, std::move(torch_device), std::move(custom),
+                                         std::move(groups));
 }
 
 PyRef OrEmpty(const py::object& object) { return object.is_none() ? PyRef() : PyRef::Borrow(object.ptr()); }
@@ -83,21 +85,21 @@ std::vector<ParameterSlot> ToSlots(const py::list& slots) {
   return result;
 }
 
-void AddParameter(Runtime& runtime, UnitId unit, const py::object& shard, const py::object& unsharded,
+void AddParameter(PythonRuntime& runtime, UnitId unit, const py::object& shard, const py::object& unsharded,
                   const py::list& slots, const py::object& make_grad, const py::object& local_grad) {
   if (!THPVariable_Check(shard.ptr()) || !THPVariable_Check(unsharded.ptr())) {
     throw std::invalid_argument("shard and unsharded must be tensors");
   }
-  runtime.AddParameter(unit,
-                       ModelParameter(PyRef::Borrow(shard.ptr()), PyRef::Borrow(unsharded.ptr()),
-                                      PyRef::Borrow(make_grad.ptr()), OrEmpty(local_grad), ToSlots(slots)));
+  runtime.AddPythonParameter(unit, std::make_unique<PythonParameter>(
+                                       PyRef::Borrow(shard.ptr()), PyRef::Borrow(unsharded.ptr()),
+                                       PyRef::Borrow(make_grad.ptr()), OrEmpty(local_grad), ToSlots(slots)));
 }
 
 // (parameter, its FQN, offset in the shard, shape of its data, is any of it in the shard, slots)
 using VisibleTuple =
     std::tuple<py::object, std::string, std::int64_t, std::vector<std::int64_t>, bool, py::list>;
 
-void AddFlatUnit(Runtime& runtime, UnitId unit, bool original_parameters, bool trains,
+void AddFlatUnit(PythonRuntime& runtime, UnitId unit, bool original_parameters, bool trains,
                  std::optional<at::ScalarType> grad_dtype, const std::vector<VisibleTuple>& visible,
                  const std::vector<py::list>& views) {
   std::vector<VisibleParameter> parameters;
@@ -111,14 +113,14 @@ void AddFlatUnit(Runtime& runtime, UnitId unit, bool original_parameters, bool t
                       std::move(view_slots));
 }
 
-void WriteBack(Runtime& runtime, UnitId unit) {
+void WriteBack(PythonRuntime& runtime, UnitId unit) {
   if (Status status = runtime.ShardedParametersRead(unit, 0); !status) {
     throw std::runtime_error("shardplan: " + ToString(status.error()));
   }
 }
 
 // modules: of the unit; they own the hooks, so these know them by their addresses only.
-py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector<py::object>& modules,
+py::tuple Hooks(std::shared_ptr<PythonRuntime> runtime, UnitId unit, const std::vector<py::object>& modules,
                 std::optional<at::ScalarType> input_dtype, std::optional<at::ScalarType> output_dtype,
                 bool full_precision_in_eval) {
   std::vector<const void*> identities;
@@ -131,9 +133,9 @@ py::tuple Hooks(std::shared_ptr<Runtime> runtime, UnitId unit, const std::vector
 }
 
 // [(kind, unit, [(unit, parameter) of a gradient], keeps)].
-py::list LogOf(const std::vector<Fallback::Passed>& points) {
+py::list LogOf(const std::vector<executor::Fallback::Passed>& points) {
   py::list log;
-  for (const Fallback::Passed& passed : points) {
+  for (const executor::Fallback::Passed& passed : points) {
     py::list grads;
     for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
     log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads, passed.keeps));
@@ -152,12 +154,26 @@ void AgreeOrThrow(const StorePointer& store, std::int64_t place, const std::vect
     throw std::runtime_error(ToString(status.error()));
 }
 
-void SetReductionHook(Runtime& runtime, UnitId unit, const py::object& hook) {
-  runtime.SetReductionHook(unit, OrEmpty(hook));
+void SetReductionHook(PythonRuntime& runtime, UnitId unit, const py::object& hook) {
+  if (hook.is_none()) return runtime.SetReductionHook(unit, {});
+  runtime.SetReductionHook(unit, [call = PyRef::Borrow(hook.ptr())](const at::Tensor& gradient) {
+    const PyRef tensor = PyRef::Steal(THPVariable_Wrap(gradient));
+    const PyRef result = PyRef::Steal(tensor ? PyObject_CallOneArg(call.get(), tensor.get()) : nullptr);
+    if (!result) throw std::runtime_error(PythonError("the hook on reduced gradients").error().message);
+  });
+}
+
+// As many steps as `steps` and, between them, as many that are not recorded.
+void StartRecording(PythonRuntime& runtime, std::int64_t warmup, std::int64_t steps) {
+  executor::RecorderOptions options = {.warmup = warmup, .steps = steps};
+  const c10::Device device = runtime.torch_device();
+  options.allocations =
+      device.is_cuda() ? executor::CudaAllocations(device.index()) : executor::CpuAllocations();
+  runtime.StartRecording(std::move(options));
 }
 
 // gathers: the unit's all_gathers; otherwise its reduce_scatters.
-void SetCustomCollective(Runtime& runtime, UnitId unit, bool gathers, const py::object& comm) {
+void SetCustomCollective(PythonRuntime& runtime, UnitId unit, bool gathers, const py::object& comm) {
   runtime.SetCustomCollective(unit, gathers ? CollectiveKind::kAllGather : CollectiveKind::kReduceScatter,
                               OrEmpty(comm));
 }
@@ -192,94 +208,100 @@ void BindPeers(py::module_& module) {
 }
 
 void BindRuntime(py::module_& module) {
-  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+  py::class_<PythonRuntime, std::shared_ptr<PythonRuntime>>(module, "Runtime")
       .def(py::init(&MakeRuntime), py::arg("plan"), py::arg("rank"), py::arg("device"), py::arg("groups"),
            py::arg("store"), py::arg("peers"), py::arg("names"), py::arg("timeout_s"), py::arg("arena"))
-      .def("set_shards", &Runtime::SetShards, py::arg("unit"), py::arg("padded"))
-      .def("start", &Runtime::Start, py::call_guard<py::gil_scoped_release>())
-      .def("unsharded_view", &Runtime::UnshardedView, py::arg("unit"), py::arg("parameter"))
+      .def("set_shards", &PythonRuntime::SetShards, py::arg("unit"), py::arg("padded"))
+      .def("start", &PythonRuntime::Start, py::call_guard<py::gil_scoped_release>())
+      .def("unsharded_view", &PythonRuntime::UnshardedView, py::arg("unit"), py::arg("parameter"))
       .def("add_parameter", &AddParameter, py::arg("unit"), py::arg("shard"), py::arg("unsharded"),
            py::arg("slots"), py::arg("make_grad"), py::arg("local_grad"))
       .def(
           "add_extension",
-          [](Runtime& runtime, UnitId unit, std::int32_t parameter, const py::object& inputs,
+          [](PythonRuntime& runtime, UnitId unit, std::int32_t parameter, const py::object& inputs,
              const py::object& finish) {
             runtime.AddExtension(unit, parameter, PyRef::Borrow(inputs.ptr()), PyRef::Borrow(finish.ptr()));
           },
           py::arg("unit"), py::arg("parameter"), py::arg("inputs"), py::arg("finish"))
-      .def("set_flat_shard", &Runtime::SetFlatShard, py::arg("unit"), py::arg("shard"))
+      .def("set_flat_shard", &PythonRuntime::SetFlatShard, py::arg("unit"), py::arg("shard"))
       .def("add_flat_unit", &AddFlatUnit, py::arg("unit"), py::arg("original_parameters"), py::arg("trains"),
            py::arg("grad_dtype"), py::arg("visible"), py::arg("views"))
       .def("write_back", &WriteBack, py::arg("unit"))
       .def("hooks", &Hooks, py::arg("unit"), py::arg("modules"), py::arg("input_dtype"),
            py::arg("output_dtype"), py::arg("full_precision_in_eval"))
-      .def("unshard", &Runtime::Unshard, py::arg("unit"))
-      .def("pass_call", &Runtime::PassCall, py::arg("unit"), py::arg("method"))
+      .def("unshard", &PythonRuntime::Unshard, py::arg("unit"))
+      .def("pass_call", &PythonRuntime::PassCall, py::arg("unit"), py::arg("method"))
       .def("fall_back_on_deviation",
-           [](Runtime& runtime, const py::object& on_step_end) {
-             runtime.fallback().Enable(PyRef::Borrow(on_step_end.ptr()));
+           [](PythonRuntime& runtime, const py::object& on_step_end) {
+             runtime.fallback().Enable([call = PyRef::Borrow(on_step_end.ptr())] {
+               const PyRef result = PyRef::Steal(PyObject_CallNoArgs(call.get()));
+               if (!result) Throw(PythonError("planning again").error());
+             });
            })
       .def("on_requires_grad_change",
-           [](Runtime& runtime, const py::object& on_change) {
+           [](PythonRuntime& runtime, const py::object& on_change) {
              runtime.OnRequiresGradChange(PyRef::Borrow(on_change.ptr()));
            })
       .def(
           "at_next_step",
-          [](Runtime& runtime, const py::object& on_begin) {
+          [](PythonRuntime& runtime, const py::object& on_begin) {
             runtime.AtNextStep(PyRef::Borrow(on_begin.ptr()));
           },
           py::arg("on_begin"))
-      .def("leave", &Runtime::Leave, py::arg("left"))
+      .def("leave", &PythonRuntime::Leave, py::arg("left"))
       .def("explain_deviations",
-           [](Runtime& runtime, const py::object& explain) {
+           [](PythonRuntime& runtime, const py::object& explain) {
              runtime.ExplainDeviations(PyRef::Borrow(explain.ptr()));
            })
       .def(
           "on_left",
-          [](Runtime& runtime, const py::object& on_left) { runtime.OnLeft(PyRef::Borrow(on_left.ptr())); },
+          [](PythonRuntime& runtime, const py::object& on_left) {
+            runtime.OnLeft(PyRef::Borrow(on_left.ptr()));
+          },
           py::arg("on_left"))
-      .def("optimizer_steps", &Runtime::OptimizerSteps)
-      .def("optimizer_stepped", &Runtime::OptimizerStepped)
-      .def("start_recording", &Runtime::StartRecording, py::arg("warmup"), py::arg("steps"))
-      .def("stop_recording", &Runtime::StopRecording)
-      .def_property_readonly("has_recorded", &Runtime::HasRecorded)
-      .def_property_readonly("recorded_steps", &Runtime::recorded_steps)
-      .def("await_optimizer", &Runtime::AwaitOptimizer)
-      .def("expect_optimizer", &Runtime::ExpectOptimizer)
-      .def_property_readonly("optimizer_seen", &Runtime::optimizer_seen)
-      .def("set_requires_gradient_sync", &Runtime::SetRequiresGradientSync, py::arg("units"),
+      .def("optimizer_steps", &PythonRuntime::OptimizerSteps)
+      .def("optimizer_stepped", &PythonRuntime::OptimizerStepped)
+      .def("start_recording", &StartRecording, py::arg("warmup"), py::arg("steps"))
+      .def("stop_recording", &PythonRuntime::StopRecording)
+      .def_property_readonly("has_recorded", &PythonRuntime::HasRecorded)
+      .def_property_readonly("recorded_steps", &PythonRuntime::recorded_steps)
+      .def("await_optimizer", &PythonRuntime::AwaitOptimizer)
+      .def("expect_optimizer", &PythonRuntime::ExpectOptimizer)
+      .def_property_readonly("optimizer_seen", &PythonRuntime::optimizer_seen)
+      .def("set_requires_gradient_sync", &PythonRuntime::SetRequiresGradientSync, py::arg("units"),
            py::arg("value"))
-      .def("set_is_last_backward", &Runtime::SetIsLastBackward, py::arg("value"))
-      .def("abandon", &Runtime::Abandon)
-      .def("restart", &Runtime::Restart)
-      .def("show_shards", &Runtime::ShowShards, py::arg("show"))
+      .def("set_is_last_backward", &PythonRuntime::SetIsLastBackward, py::arg("value"))
+      .def("abandon", &PythonRuntime::Abandon)
+      .def("restart", &PythonRuntime::Restart)
+      .def("show_shards", &PythonRuntime::ShowShards, py::arg("show"))
       .def_property_readonly("deviation",
-                             [](const Runtime& runtime) { return runtime.fallback().deviation(); })
-      .def_property_readonly("log", [](const Runtime& runtime) { return LogOf(runtime.fallback().log()); })
+                             [](const PythonRuntime& runtime) { return runtime.fallback().deviation(); })
+      .def_property_readonly("log",
+                             [](const PythonRuntime& runtime) { return LogOf(runtime.fallback().log()); })
       .def_property_readonly("planned_log",
-                             [](const Runtime& runtime) { return LogOf(runtime.PlannedLog()); })
-      .def_property_readonly("full_precision_forwards", &Runtime::full_precision_forwards)
+                             [](const PythonRuntime& runtime) { return LogOf(runtime.PlannedLog()); })
+      .def_property_readonly("full_precision_forwards", &PythonRuntime::full_precision_forwards)
       .def(
           "set_adopt",
-          [](Runtime& runtime, const py::object& adopt) {
+          [](PythonRuntime& runtime, const py::object& adopt) {
             runtime.parameter_changes().SetAdopt(PyRef::Borrow(adopt.ptr()));
           },
           py::arg("adopt"))
-      .def("suspend", &Runtime::Suspend, py::arg("reason"))
+      .def("suspend", &PythonRuntime::Suspend, py::arg("reason"))
       .def("set_reduction_hook", &SetReductionHook, py::arg("unit"), py::arg("hook"))
       .def("set_custom_collective", &SetCustomCollective, py::arg("unit"), py::arg("gathers"),
            py::arg("comm"))
-      .def("reshard", &Runtime::Reshard, py::arg("unit"))
-      .def_property_readonly("between_steps", &Runtime::BetweenSteps)
-      .def_property_readonly("forwards", &Runtime::forwards)
-      .def_property_readonly("backwards", &Runtime::backwards)
-      .def_property("step", &Runtime::step, &Runtime::CountFrom)
+      .def("reshard", &PythonRuntime::Reshard, py::arg("unit"))
+      .def_property_readonly("between_steps", &PythonRuntime::BetweenSteps)
+      .def_property_readonly("forwards", &PythonRuntime::forwards)
+      .def_property_readonly("backwards", &PythonRuntime::backwards)
+      .def_property("step", &PythonRuntime::step, &PythonRuntime::CountFrom)
       .def_property_readonly("next_point",
-                             [](const Runtime& runtime) {
+                             [](const PythonRuntime& runtime) {
                                const executor::TriggerKey key = runtime.NextPoint();
                                return std::tuple(std::string(Name(key.kind)), key.unit, key.microbatch);
                              })
-      .def_property_readonly("where", &Runtime::Where);
+      .def_property_readonly("where", &PythonRuntime::Where);
 }
 
 }  // namespace

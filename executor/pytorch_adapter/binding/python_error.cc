@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "binding/python_error.h"
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -25,23 +23,23 @@ Status PythonError(const char* doing) {
   return MakeError(ErrorCode::kInternal, std::move(message));
 }
 
-void Throw(const Error& error) { throw std::runtime_error("shardplan: " + ToString(error)); }
+namespace {
 
-void OrThrow(const Status& status) {
-  if (!status) Throw(status.error());
-}
-
-void ThrowFailure(const Error& error, const std::exception_ptr& thrown) {
-  if (thrown) {
-    try {
-      std::rethrow_exception(thrown);
-    } catch (const c10::OutOfMemoryError&) {
-      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "shardplan: " + ToString(error));
-    } catch (const std::exception&) {
-      // What the error says.
-    }
+class Gil final : public executor::UserLock {
+ public:
+  int Acquire() override { return static_cast<int>(PyGILState_Ensure()); }
+  void Release(int acquired) override { PyGILState_Release(static_cast<PyGILState_STATE>(acquired)); }
+  void* LetGo() override { return PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr; }
+  void TakeAgain(void* held) override {
+    if (held != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(held));
   }
-  Throw(error);
+};
+
+}  // namespace
+
+executor::UserLock& PythonLock() {
+  static Gil gil;
+  return gil;
 }
 
 }  // namespace shardplan::python

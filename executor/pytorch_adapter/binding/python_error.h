@@ -2,24 +2,19 @@
 // The border to the interpreter: who holds its lock, and what it raised.
 #pragma once
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/python_headers.h>
 
-#include <exception>
-
+#include "python_lock.h"
 #include "shardplan/schemas/error.h"
+#include "training/failure.h"
 
 namespace shardplan::python {
 
 // The error of a Python call that failed, as a Status.
 Status PythonError(const char* doing);
 
-// As a std::runtime_error with a message for a person: hooks hand it on to Python as RuntimeError.
-[[noreturn]] void Throw(const Error& error);
-void OrThrow(const Status& status);
-// ... and as torch.OutOfMemoryError, if that is what a replayer's operation has thrown.
-[[noreturn]] void ThrowFailure(const Error& error, const std::exception_ptr& thrown);
+using executor::OrThrow;
+using executor::Throw;
 
 // The GIL for a callback of the replayer, which runs without it.
 class HoldGil {
@@ -47,16 +42,13 @@ class ReleaseGil {
   PyThreadState* state_;
 };
 
-// For the user's code inside a trigger, which runs without the GIL and below autograd: the GIL, every
-// dispatch key, no gradients recorded.
-class InsideUserCode {
+// For the user's code inside a trigger; see executor::InsideUserCode.
+class InsidePython {
  public:
-  InsideUserCode() : keys_(c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})) {}
+  InsidePython() : guards_(&PythonLock()) {}
 
  private:
-  HoldGil gil_;
-  c10::impl::ForceDispatchKeyGuard keys_;
-  at::NoGradGuard no_grad_;
+  executor::InsideUserCode guards_;
 };
 
 }  // namespace shardplan::python

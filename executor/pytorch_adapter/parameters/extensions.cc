@@ -147,18 +147,18 @@ Status Extensions::CopyOthers(UnitId id, const at::Tensor& gathered, BufferId ou
   return {};
 }
 
-Status Extensions::Finish(UnitId unit, std::vector<ModelParameter>& parameters) {
+Status Extensions::Finish(UnitId unit, const std::vector<PythonParameter*>& parameters) {
   std::vector<at::Tensor> allocated;
   std::int32_t other = 0;
   for (const auto& [p, extension] : of_unit_[unit]) {
-    if (Status status = FinishOne(unit, p, other, parameters[p], allocated); !status) return status;
+    if (Status status = FinishOne(unit, p, other, *parameters[p], allocated); !status) return status;
     other += static_cast<std::int32_t>(plan_.units[unit].parameters[p].gathered.size()) - 1;
   }
   if (allocated.empty()) return {};
   return device_.SetParts(allocated_[unit], std::move(allocated));
 }
 
-Status Extensions::FinishOne(UnitId unit, std::int32_t p, std::int32_t first_other, ModelParameter& whole,
+Status Extensions::FinishOne(UnitId unit, std::int32_t p, std::int32_t first_other, PythonParameter& whole,
                              std::vector<at::Tensor>& allocated) {
   const UnitParameter& parameter = plan_.units[unit].parameters[p];
   const PyRef outputs = PyRef::Steal(PyList_New(0));

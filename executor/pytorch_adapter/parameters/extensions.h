@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "binding/py_ref.h"
-#include "parameters/model_parameter.h"
+#include "parameters/python_parameter.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/plan.h"
 
@@ -38,7 +38,8 @@ class Extensions {
   // True: `dst` holds what `src` was to be copied for. False: the copy is still to be made.
   Result<bool> Move(BufferId src, BufferId dst);
   // Everything that was gathered of the unit is there.
-  Status Finish(UnitId unit, std::vector<ModelParameter>& parameters);
+  // parameters: of the unit.
+  Status Finish(UnitId unit, const std::vector<PythonParameter*>& parameters);
 
  private:
   struct Extension {
@@ -49,7 +50,7 @@ class Extensions {
   Status FillInput(const Extension& extension, const at::Tensor& part);
   Status FillShards(BufferId shard);
   Status CopyOthers(UnitId unit, const at::Tensor& gathered, BufferId output);
-  Status FinishOne(UnitId unit, std::int32_t parameter, std::int32_t first_other, ModelParameter& whole,
+  Status FinishOne(UnitId unit, std::int32_t parameter, std::int32_t first_other, PythonParameter& whole,
                    std::vector<at::Tensor>& allocated);
 
   const Plan& plan_;

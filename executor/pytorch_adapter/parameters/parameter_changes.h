@@ -3,12 +3,13 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "parameters/unit_state.h"
+#include "parameters/python_parameter.h"
+#include "shardplan/schemas/plan.h"
+#include "training/parameters/unit_state.h"
 
 namespace shardplan::python {
 
@@ -16,31 +17,28 @@ namespace shardplan::python {
 class ParameterChanges {
  public:
   // Both outlive this.
-  ParameterChanges(const Plan& plan, std::vector<UnitState>& units) : plan_(plan), units_(units) {}
+  ParameterChanges(const Plan& plan, const std::vector<executor::UnitState>& units)
+      : plan_(plan), units_(units), parameters_(plan.units.size()) {}
+
+  // Of the unit, the next in the order of Unit::parameters; it outlives this.
+  void Add(UnitId unit, PythonParameter& parameter) { parameters_[unit].push_back(&parameter); }
 
   // adopt(unit, parameter, found): the modules hold another sharded parameter than they were given, or there
   // is another tensor in it: makes it ours, or raises.
   void SetAdopt(PyRef adopt) { adopt_ = std::move(adopt); }
   // Takes over what the modules hold, of the units that are sharded. Takes the GIL.
   void Adopt();
-  // The plan reduces gradients of the parameters that required them when it was made: a parameter that was
-  // frozen or unfrozen since, and the way out, for people; "": none was.
-  std::string RequiresGradChange() const;
   // The GIL is held: lets go of Python objects.
   void Clear() { adopt_ = {}; }
 
  private:
   std::string OwnerOf(PyObject* found, std::size_t but_unit, std::size_t but_parameter) const;
-  // None where the user cannot say it of one parameter.
-  std::optional<bool> RequiresGrad(std::size_t unit, std::size_t parameter) const;
   void CheckTies(PyObject* found, std::size_t unit, std::size_t parameter) const;
 
   const Plan& plan_;
-  std::vector<UnitState>& units_;
+  const std::vector<executor::UnitState>& units_;
+  std::vector<std::vector<PythonParameter*>> parameters_;  // by unit; of a flat one none
   PyRef adopt_;
 };
-
-// "parameter layers.0.up.weight".
-std::string ParameterText(const Plan& plan, UnitId unit, std::int32_t parameter);
 
 }  // namespace shardplan::python

@@ -9,7 +9,8 @@ namespace shardplan::executor {
 
 void ModuleCalls::Attach(const torch::nn::Module& model, ModuleListener& listener) {
   if (state_->listener != nullptr) {
-    throw std::logic_error("shardplan: the model's calls are listened to already (by a training, or a recorder)");
+    throw std::logic_error(
+        "shardplan: the model's calls are listened to already (by a training, or a recorder)");
   }
   State state{.listener = &listener, .names = {}, .by_name = {}, .keys = {}, .by_address = {}};
   for (const auto& item : model.named_modules()) {
@@ -27,7 +28,8 @@ void ModuleCalls::Detach() { *state_ = State(); }
 std::int32_t ModuleCalls::Find(std::string_view fqn) const {
   const auto found = state_->by_name.find(fqn);
   if (found == state_->by_name.end()) {
-    throw std::invalid_argument(fmt::format("shardplan: a call of \"{}\", but the model has no such module", fqn));
+    throw std::invalid_argument(
+        fmt::format("shardplan: a call of \"{}\", but the model has no such module", fqn));
   }
   return found->second;
 }

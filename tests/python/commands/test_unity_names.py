@@ -14,6 +14,7 @@ LIBRARIES = {
     "replay": ["executor/src/replay", "executor/src/virtual"],
     "executor": ["executor/src/torch", "executor/src/cpu"],
     "executor_cuda": ["executor/src/cuda"],
+    "training": ["executor/src/training"],
     "run": ["executor/run"],
     "pytorch_adapter": ["executor/pytorch_adapter"],
     "conformance": ["tools/cli/conformance"],

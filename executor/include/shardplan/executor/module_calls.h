@@ -18,6 +18,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
+#include <torch/nn/module.h>
 
 #include <array>
 #include <cstddef>
@@ -27,7 +28,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <torch/nn/module.h>
 #include <tuple>
 #include <type_traits>
 #include <unordered_map>

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// The runtime of a model in Python: what it asks Python objects, and what they ask of it.
+#pragma once
+
+#include <torch/csrc/python_headers.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding/py_ref.h"
+#include "custom_comm.h"
+#include "parameters/extensions.h"
+#include "parameters/parameter_changes.h"
+#include "parameters/python_flat_unit.h"
+#include "training/runtime.h"
+
+namespace shardplan::python {
+
+// The hooks hand what members throw on to Python as RuntimeError. The GIL is held in all functions but those
+// of executor::Model.
+class PythonRuntime final : public executor::Runtime {
+ public:
+  // groups: by CommunicatorId, for evaluation.
+  PythonRuntime(std::shared_ptr<const Plan> plan, std::int64_t rank,
+                std::unique_ptr<executor::TorchDevice> device, std::unique_ptr<CustomCollectives> collectives,
+                std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
+  ~PythonRuntime() override;
+
+  void AddPythonParameter(UnitId unit, std::unique_ptr<PythonParameter> parameter);
+  // ... with an all-gather extension; see Extensions::Add. Its AddPythonParameter has a placeholder of the
+  // whole one.
+  void AddExtension(UnitId unit, std::int32_t parameter, PyRef inputs, PyRef finish);
+  // In place of SetShards and AddPythonParameter, after SetFlatShard.
+  void AddFlatUnit(UnitId unit, executor::FlatUnit::Options options, std::vector<VisibleParameter> visible,
+                   std::vector<std::vector<ParameterSlot>> views);
+
+  void SetCustomCollective(UnitId unit, CollectiveKind kind, PyRef comm);
+  ParameterChanges& parameter_changes() { return changes_; }
+
+  // Where a step begins and another plan is to be followed, because the user froze or unfroze parameters
+  // (OnRequiresGradChange) or because of AtNextStep: the pre-forward hook of the entered module in it. Else
+  // null. entered: module, args, kwargs.
+  PyRef HookOfNextPlan(UnitId unit, PyObject* const* entered);
+  // on_left(module): the pre-forward hook of a module in the plan that is followed instead of this one.
+  void OnLeft(PyRef on_left) { on_left_ = std::move(on_left); }
+  // on_change(unit, what was changed, in words): makes the model follow a plan for parameters that require
+  // gradients as they do now, and returns the unit's pre-forward hook in it.
+  void OnRequiresGradChange(PyRef on_change) { on_requires_grad_change_ = std::move(on_change); }
+  // Once, where the next step begins: on_begin(unit, module, args, kwargs) may make the model follow another
+  // plan; it returns the module's pre-forward hook in that, or None.
+  void AtNextStep(PyRef on_begin) { at_next_step_ = std::move(on_begin); }
+  // left: the model follows another runtime from now on.
+  void Leave(bool left) {
+    left_ = left;
+    if (left) at_next_step_ = {};
+  }
+  bool is_left() const { return left_; }
+  // explain(unit): why the model may not pass a point of the unit, for people; "": unknown.
+  void ExplainDeviations(PyRef explain) { explain_ = std::move(explain); }
+
+  // ---- executor::Model ----
+  Result<bool> MoveExtended(BufferId src, BufferId dst, StreamId stream) override;
+  Status BindUnsharded(UnitId unit, BufferId buffer) override;
+
+ private:
+  void AdoptChanges() override { changes_.Adopt(); }
+  std::string ExplainDeviation(UnitId unit) override;
+  PyRef HookAfterLastStep(PyObject* module);
+
+  Extensions extensions_;
+  ParameterChanges changes_;
+  std::vector<std::vector<PythonParameter*>> parameters_;  // by unit
+  PyRef on_requires_grad_change_;                          // null: such a change is an error
+  PyRef at_next_step_;
+  PyRef on_left_;
+  bool left_ = false;
+  PyRef explain_;
+};
+
+}  // namespace shardplan::python

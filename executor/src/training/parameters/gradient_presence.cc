@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "training/parameters/gradient_presence.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+namespace shardplan::executor {
+
+std::vector<bool> GradientPresence::AnyRank(UnitId id, const std::vector<bool>& mine) const {
+  const Unit& unit = plan_.units[id];
+  at::Tensor flags = at::zeros({static_cast<std::int64_t>(mine.size())}, at::kInt);
+  for (std::size_t i = 0; i < mine.size(); ++i) flags[static_cast<std::int64_t>(i)] = mine[i] ? 1 : 0;
+  for (const CommunicatorId group : {unit.shard_communicator, unit.replicate_communicator}) {
+    if (group < 0 || plan_.communicators[group].size == 1) continue;
+    flags = flags.to(groups_[group]->getBoundDeviceId().value_or(at::kCPU));
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    std::vector<at::Tensor> tensors = {flags};
+    groups_[group]->allreduce(tensors, options)->wait();
+  }
+  flags = flags.cpu();
+  std::vector<bool> any(mine.size());
+  for (std::size_t i = 0; i < mine.size(); ++i) any[i] = flags[static_cast<std::int64_t>(i)].item<int>() != 0;
+  return any;
+}
+
+std::vector<bool> GradientPresence::AnyRankByUnit(const std::vector<bool>& mine) const {
+  const auto spread = std::ranges::find_if(plan_.units, [](const Unit& unit) {
+    return unit.shard_communicator >= 0 || unit.replicate_communicator >= 0;
+  });
+  if (spread == plan_.units.end()) return mine;
+  return AnyRank(static_cast<UnitId>(spread - plan_.units.begin()), mine);
+}
+
+}  // namespace shardplan::executor
