@@ -29,6 +29,12 @@ struct Config {
   std::int64_t width = 64;
 };
 
+// As Python's nn.Linear, in one operator; torch::nn::Linear::forward adds the bias in a second one, and
+// rounds twice.
+inline at::Tensor Apply(const nn::Linear& linear, const at::Tensor& x) {
+  return at::linear(x, linear->weight, linear->bias);
+}
+
 struct AttentionImpl : nn::Module {
   explicit AttentionImpl(const Config& config) : heads(config.heads) {
     qkv = register_module("qkv", nn::Linear(config.width, 3 * config.width));
@@ -37,10 +43,11 @@ struct AttentionImpl : nn::Module {
   // [batch, sequence, width] -> the same
   at::Tensor forward(const at::Tensor& x) {
     const auto batch = x.size(0), sequence = x.size(1), width = x.size(2);
-    const at::Tensor split = qkv(x).view({batch, sequence, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
+    const at::Tensor split =
+        Apply(qkv, x).view({batch, sequence, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
     const at::Tensor y =
         at::scaled_dot_product_attention(split[0], split[1], split[2], {}, 0.0, /*is_causal=*/true);
-    return proj(y.transpose(1, 2).reshape({batch, sequence, width}));
+    return Apply(proj, y.transpose(1, 2).reshape({batch, sequence, width}));
   }
   std::int64_t heads;
   nn::Linear qkv{nullptr}, proj{nullptr};
@@ -52,7 +59,7 @@ struct MlpImpl : nn::Module {
     up = register_module("up", nn::Linear(config.width, 4 * config.width));
     down = register_module("down", nn::Linear(4 * config.width, config.width));
   }
-  at::Tensor forward(const at::Tensor& x) { return down(at::gelu(up(x), "tanh")); }
+  at::Tensor forward(const at::Tensor& x) { return Apply(down, at::gelu(Apply(up, x), "tanh")); }
   nn::Linear up{nullptr}, down{nullptr};
 };
 TORCH_MODULE(Mlp);
@@ -93,7 +100,7 @@ struct GptImpl : nn::Module {
   at::Tensor forward(const at::Tensor& tokens) {
     at::Tensor x = wte(tokens) + wpe(at::arange(tokens.size(1), tokens.options()));
     for (const auto& block : *blocks) x = calls(*block->as<Block>(), x);  // a unit of the plan
-    return head(ln_f(x));
+    return Apply(head, ln_f(x));
   }
 
   Config config;

@@ -25,16 +25,20 @@ struct Gradients {
   std::vector<CommunicatorId> sharded_over;  // of each
 };
 
-// Between steps every parameter is a shard, and so is its gradient.
+// Between steps every parameter is a shard, and so is its gradient. In the order of the model's parameters.
 Gradients GradientsOf(const Plan& plan, const ModelTree& tree) {
-  Gradients gradients;
+  std::vector<CommunicatorId> communicators(tree.parameters.size(), -1);
   for (const Unit& unit : plan.units) {
     for (const UnitParameter& parameter : unit.parameters) {
-      const at::Tensor& grad = tree.parameters[tree.by_name.at(parameter.fqn)].tensor.grad();
-      if (!grad.defined()) continue;
-      gradients.tensors.push_back(grad);
-      gradients.sharded_over.push_back(unit.shard_communicator);
+      communicators[tree.by_name.at(parameter.fqn)] = unit.shard_communicator;
     }
+  }
+  Gradients gradients;
+  for (std::size_t p = 0; p < tree.parameters.size(); ++p) {
+    const at::Tensor& grad = tree.parameters[p].tensor.grad();
+    if (!grad.defined()) continue;
+    gradients.tensors.push_back(grad);
+    gradients.sharded_over.push_back(communicators[p]);
   }
   return gradients;
 }
