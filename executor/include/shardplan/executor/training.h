@@ -121,6 +121,8 @@ class Training {
   // norm before, a scalar on the device. norm_type: 1, 2, any positive one, or infinity. Collective. As
   // torch.nn.utils.clip_grad_norm_ of an FSDP2 model.
   at::Tensor ClipGradNorm(double max_norm, double norm_type = 2.0);
+  // The mean of what the ranks give, for people (a loss). Collective.
+  double MeanOverRanks(double mine);
   // Does any rank say so? Collective; for what all ranks have to do alike (a signal that one of them got).
   bool AnyRank(bool mine);
   // The step under way is given up: gradients and gathered parameters are dropped, shards stay as they are,

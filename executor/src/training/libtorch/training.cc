@@ -422,6 +422,12 @@ void Training::SetRequiresGradientSync(bool value) {
   impl_->runtime().SetRequiresGradientSync(units, value);
 }
 
+double Training::MeanOverRanks(double mine) {
+  const at::Tensor value = at::full({1}, mine, at::TensorOptions().dtype(at::kDouble));
+  return impl_->groups().ReduceAll(value, HostGroups::Operation::kSum).item<double>() /
+         static_cast<double>(impl_->options().ranks);
+}
+
 bool Training::AnyRank(bool mine) {
   const at::Tensor flag = at::full({1}, mine ? 1 : 0, at::TensorOptions().dtype(at::kInt));
   return impl_->groups().ReduceAll(flag, HostGroups::Operation::kMax).item<int>() != 0;

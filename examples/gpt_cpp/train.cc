@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+// Trains a character-level GPT by a plan, a process for each rank, without Python:
+//
+//   RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 gpt_cpp --plan plan.json --text text.txt &
+//   RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 gpt_cpp --plan plan.json --text text.txt
+//
+// or under any launcher that sets these variables, torchrun --no-python among them. It saves in the
+// background; SIGTERM makes all ranks save and end. --resume goes on with the last checkpoint, on any number
+// of ranks. Losses go to standard output, what people look at to standard error. Exit codes: 0 done, or ended
+// by SIGTERM after a save; 2 usage; 3 a plan, text or checkpoint that does not fit; 4 a rank that died or did
+// not come, or a machine that cannot; 5 the model left its plan.
+#include <ATen/Parallel.h>
+#include <signal.h>
+#include <torch/optim/adamw.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
+
+#include "gpt.h"
+#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/training.h"
+#include "shardplan/schemas/io.h"
+
+namespace {
+
+using shardplan::executor::Training;
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kUsage =
+    "usage: gpt_cpp --plan FILE --text FILE [--steps 100] [--batch 12] [--lr 0.003] [--checkpoints FOLDER]\n"
+    "               [--save-every 20] [--resume] [--device cpu|cuda] [--planned-peak-bytes N]\n";
+
+// A mistake of whoever calls the program, with the exit code that says what kind.
+struct Failure {
+  int exit_code;
+  std::string text;
+};
+
+struct Options {
+  std::string plan, text, checkpoints, device = "cpu";
+  std::int64_t steps = 100;
+  std::int64_t batch = 12;  // rows of a step, over all ranks
+  std::int64_t save_every = 20;
+  std::int64_t planned_peak_bytes = 0;
+  double learning_rate = 3e-3;
+  bool resume = false;
+};
+
+double NumberOf(const std::string& name, const std::string& text) {
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  if (text.empty() || *end != '\0' || number <= 0)
+    throw Failure{2, name + ": a positive number is expected, found " + text};
+  return number;
+}
+
+Options Parse(int argc, char** argv) {
+  Options options;
+  const std::map<std::string, std::string*> texts = {{"--plan", &options.plan},
+                                                     {"--text", &options.text},
+                                                     {"--checkpoints", &options.checkpoints},
+                                                     {"--device", &options.device}};
+  const std::map<std::string, std::int64_t*> numbers = {
+      {"--steps", &options.steps},
+      {"--batch", &options.batch},
+      {"--save-every", &options.save_every},
+      {"--planned-peak-bytes", &options.planned_peak_bytes}};
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (name == "--resume") {
+      options.resume = true;
+      continue;
+    }
+    const bool known = texts.contains(name) || numbers.contains(name) || name == "--lr";
+    if (!known) throw Failure{2, "unknown option " + name + "\n" + kUsage};
+    if (++i == argc) throw Failure{2, name + " needs a value"};
+    if (texts.contains(name)) *texts.at(name) = argv[i];
+    if (numbers.contains(name)) *numbers.at(name) = static_cast<std::int64_t>(NumberOf(name, argv[i]));
+    if (name == "--lr") options.learning_rate = NumberOf(name, argv[i]);
+  }
+  if (options.plan.empty() || options.text.empty())
+    throw Failure{2, std::string("--plan and --text are needed\n") + kUsage};
+  if (options.device != "cpu" && options.device != "cuda")
+    throw Failure{2, "--device: cpu or cuda, found " + options.device};
+  if (options.resume && options.checkpoints.empty()) throw Failure{2, "--resume needs --checkpoints"};
+  return options;
+}
+
+std::int64_t FromEnvironment(const char* name, std::int64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::strtoll(text, nullptr, 10);
+}
+
+// The text as numbers of its bytes, in the order of their values.
+struct Text {
+  explicit Text(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    if (!file) throw Failure{3, path + ": cannot be read"};
+    const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+    std::map<unsigned char, std::int64_t> numbers;
+    for (const char byte : bytes) numbers[static_cast<unsigned char>(byte)] = 0;
+    for (auto& [byte, number] : numbers) number = vocabulary++;
+    for (const char byte : bytes) tokens.push_back(numbers[static_cast<unsigned char>(byte)]);
+  }
+  // `rows` rows of the step's batch from `row` on: the same whatever number of ranks shares the batch.
+  std::pair<at::Tensor, at::Tensor> Batch(std::int64_t context, std::int64_t step, std::int64_t row,
+                                          std::int64_t rows) const {
+    const auto length = static_cast<std::int64_t>(tokens.size()) - context - 1;
+    if (length <= 0) throw Failure{3, "the text is shorter than one row"};
+    std::vector<at::Tensor> batch;
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const auto begin = tokens.begin() + (7919 * step + 104729 * (row + i) + 31) % length;
+      batch.push_back(at::tensor(std::vector<std::int64_t>(begin, begin + context + 1)));
+    }
+    const at::Tensor all = at::stack(batch);
+    return {all.narrow(1, 0, context).contiguous(), all.narrow(1, 1, context).contiguous()};
+  }
+  std::vector<std::int64_t> tokens;
+  std::int64_t vocabulary = 0;
+};
+
+volatile std::sig_atomic_t told_to_end = 0;
+
+// What goes through shardplan's Status and Result.
+void OrThrow(const shardplan::Status& status) {
+  if (!status) throw Failure{ExitCode(status.error().code), ToString(status.error())};
+}
+
+// The bar of a terminal, a line a save elsewhere.
+class Progress {
+ public:
+  Progress(bool shows, std::int64_t steps) : bar_(shows && isatty(STDERR_FILENO) != 0), steps_(steps) {}
+  ~Progress() {
+    if (bar_) std::fputc('\n', stderr);
+  }
+  void Show(std::int64_t step, double loss, double tokens_per_second) const {
+    if (!bar_) return;
+    constexpr int kWidth = 30;
+    const int filled = static_cast<int>(kWidth * step / std::max<std::int64_t>(1, steps_));
+    std::fprintf(stderr, "\r[%s%s] step %lld of %lld  loss %.4f  %.0f tokens/s ",
+                 std::string(filled, '#').c_str(), std::string(kWidth - filled, '.').c_str(),
+                 static_cast<long long>(step), static_cast<long long>(steps_), loss, tokens_per_second);
+  }
+
+ private:
+  bool bar_;
+  std::int64_t steps_;
+};
+
+std::string CheckpointOf(const Options& options, std::int64_t step) {
+  char name[32];
+  std::snprintf(name, sizeof name, "step_%06lld", static_cast<long long>(step));
+  return options.checkpoints + "/" + name;
+}
+
+// "": there is none. A folder has its name when it is whole.
+std::string LastCheckpoint(const std::string& folder) {
+  std::string last;
+  if (!std::filesystem::is_directory(folder)) return last;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().filename().string().starts_with("step_")) last = std::max(last, entry.path().string());
+  }
+  return last;
+}
+
+struct Job {
+  Options options;
+  std::int64_t rank = FromEnvironment("RANK", 0);
+  std::int64_t ranks = FromEnvironment("WORLD_SIZE", 1);
+};
+
+std::unique_ptr<Training> MakeTraining(const Job& job, gpt::Gpt& model) {
+  shardplan::Result<shardplan::Plan> plan = shardplan::ReadPlan(job.options.plan);
+  if (!plan) throw Failure{3, ToString(plan.error())};
+  shardplan::executor::TrainingOptions options;
+  options.rank = job.rank;
+  options.ranks = job.ranks;
+  options.timeout = std::chrono::seconds(60);
+  if (job.ranks > 1) {
+    c10d::TCPStoreOptions store;
+    store.port = static_cast<std::uint16_t>(FromEnvironment("MASTER_PORT", 29500));
+    store.isServer = job.rank == 0 && std::getenv("TORCHELASTIC_USE_AGENT_STORE") == nullptr;
+    store.numWorkers = static_cast<std::size_t>(job.ranks);
+    store.waitWorkers = false;
+    store.timeout = options.timeout;
+    const char* address = std::getenv("MASTER_ADDR");
+    options.store = c10::make_intrusive<c10d::TCPStore>(address == nullptr ? "127.0.0.1" : address, store);
+    if (address != nullptr && std::string(address) != "127.0.0.1") options.address.clear();
+  }
+  if (job.options.device == "cuda") {
+    const int gpus = shardplan::executor::CudaDeviceCount();
+    if (gpus == 0) throw Failure{4, "no GPU can be used"};
+    const auto local = FromEnvironment("LOCAL_RANK", job.rank);
+    // Ranks that share a GPU: NCCL takes them for ranks of several hosts.
+    if (job.ranks > gpus) (void)setenv("NCCL_HOSTID", ("gpt_cpp-" + std::to_string(job.rank)).c_str(), 0);
+    options.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(local % gpus));
+  }
+  auto training = Training::Create(model.ptr(), model->calls, std::move(*plan), std::move(options));
+  if (!training) throw Failure{ExitCode(training.error().code), ToString(training.error())};
+  return std::move(*training);
+}
+
+int Train(const Job& job) {
+  const Options& options = job.options;
+  if (options.batch % job.ranks != 0) throw Failure{2, "--batch is not a multiple of the number of ranks"};
+  const std::int64_t rows = options.batch / job.ranks;
+  const bool speaks = job.rank == 0;
+  const Text text(options.text);
+  gpt::Config config;
+  config.vocabulary = text.vocabulary;
+  torch::manual_seed(0);  // every rank makes the same model
+  gpt::Gpt model(config);
+  std::int64_t parameters = 0;
+  for (const at::Tensor& parameter : model->parameters()) parameters += parameter.numel();
+  const std::unique_ptr<Training> training = MakeTraining(job, model);
+  torch::optim::AdamW optimizer(training->parameters(), torch::optim::AdamWOptions(options.learning_rate));
+
+  std::map<std::string, at::Tensor> counters = {{"step", at::zeros({}, at::kLong)}};
+  std::int64_t step = 0;
+  if (const std::string last = options.resume ? LastCheckpoint(options.checkpoints) : ""; !last.empty()) {
+    OrThrow(training->Load(last, &optimizer, counters));
+    step = counters["step"].item<std::int64_t>();
+    if (speaks) std::fprintf(stderr, "goes on with %s\n", last.c_str());
+  }
+  if (speaks) {
+    std::fprintf(stderr, "GPT of %lld parameters, %lld ranks on %s, by a plan of %s\n",
+                 static_cast<long long>(parameters), static_cast<long long>(job.ranks),
+                 options.device.c_str(), training->plan().policy.c_str());
+  }
+  const auto save = [&](bool in_background) {
+    counters["step"].fill_(step);
+    const std::string path = CheckpointOf(options, step);
+    const shardplan::executor::SaveOptions replaces = {.replaces = true};
+    OrThrow(in_background ? training->SaveInBackground(path, &optimizer, counters, replaces)
+                          : training->Save(path, &optimizer, counters, replaces));
+  };
+  const Progress progress(speaks, options.steps);
+  std::int64_t peak_bytes = 0, saved = -1;
+  double seconds = 0;
+  const std::int64_t first = step;
+  while (step < options.steps) {
+    const auto begin = Clock::now();
+    const auto [tokens, targets] = text.Batch(config.context, step, job.rank * rows, rows);
+    const at::Tensor loss =
+        gpt::Loss(model->calls(model, tokens.to(training->device())), targets.to(training->device()));
+    loss.backward();
+    training->Step(optimizer);
+    optimizer.zero_grad();
+    const double mean = training->MeanOverRanks(loss.item<double>());  // of all rows of the batch
+    ++step;
+    seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    const std::int64_t peak = training->TakeMemory().peak_bytes;
+    if (step - first > 2) peak_bytes = std::max(peak_bytes, peak);  // of steps that are like all others
+    if (speaks) std::printf("step %lld loss %.6f\n", static_cast<long long>(step), mean);
+    std::fflush(stdout);
+    const double rate = static_cast<double>((step - first) * options.batch * config.context) / seconds;
+    progress.Show(step, mean, rate);
+    const bool ends = training->AnyRank(told_to_end != 0);
+    if (!options.checkpoints.empty() && (ends || step == options.steps || step % options.save_every == 0)) {
+      save(!ends && step < options.steps);
+      saved = step;
+    }
+    if (ends) break;
+  }
+  OrThrow(training->Wait());
+  if (!speaks) return 0;
+  if (saved == step) std::fprintf(stderr, "\nsaved %s\n", CheckpointOf(options, step).c_str());
+  if (step < options.steps)
+    std::fprintf(stderr, "ended by a signal after step %lld\n", static_cast<long long>(step));
+  std::fprintf(
+      stderr, "%.0f tokens/s; memory: %lld bytes at the peak of a step",
+      seconds > 0 ? static_cast<double>((step - first) * options.batch * config.context) / seconds : 0.0,
+      static_cast<long long>(peak_bytes));
+  if (options.planned_peak_bytes > 0) {
+    std::fprintf(stderr, ", the plan says %lld (%+.2f %%)",
+                 static_cast<long long>(options.planned_peak_bytes),
+                 100.0 * static_cast<double>(peak_bytes - options.planned_peak_bytes) /
+                     static_cast<double>(options.planned_peak_bytes));
+  }
+  std::fputc('\n', stderr);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Job job;
+  try {
+    job.options = Parse(argc, argv);
+    at::set_num_threads(1);
+    struct sigaction action = {};
+    action.sa_handler = [](int) { told_to_end = 1; };
+    (void)sigaction(SIGTERM, &action, nullptr);
+    return Train(job);
+  } catch (const Failure& failure) {
+    std::fprintf(stderr, "rank %lld: %s\n", static_cast<long long>(job.rank), failure.text.c_str());
+    return failure.exit_code;
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    const bool of_a_rank =
+        what.find("died") != std::string::npos || what.find("did not arrive") != std::string::npos;
+    std::fprintf(stderr, "rank %lld: %s\n", static_cast<long long>(job.rank), what.c_str());
+    return of_a_rank ? 4 : 5;
+  }
+}
