@@ -16,9 +16,9 @@ namespace shardplan::cli {
 namespace {
 
 Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
-  const Result<Strategy> strategy = StrategyOf(input.strategy, input.flags);
+  const Result<GivenStrategy> strategy = StrategyOf(input.strategy, input.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  Result<ChosenCluster> chosen = ChooseCluster(input.cluster, *strategy, {.name = "memory only"});
+  Result<ChosenCluster> chosen = ChooseCluster(input.cluster, strategy->strategy, {.name = "memory only"});
   if (!chosen) return std::unexpected(chosen.error());
   Result<PlannerOutput> planned =
       PlanTrace(trace, input.path, *strategy, input.strategy, chosen->cluster, {.verify = false});

@@ -29,10 +29,15 @@ const std::vector<PolicyKnobs>& AllPolicyKnobs() {
   return kPolicies;
 }
 
+bool IsBuiltIn(std::string_view policy) {
+  return std::ranges::find(AllPolicyKnobs(), policy, &PolicyKnobs::name) != AllPolicyKnobs().end();
+}
+
 const PolicyKnobs& KnobsOf(const std::string& policy) {
+  static const PolicyKnobs kForeign = internal::ForeignPolicyKnobs();
   const std::vector<PolicyKnobs>& all = AllPolicyKnobs();
   const auto found = std::ranges::find(all, policy, &PolicyKnobs::name);
-  return found == all.end() ? all.front() : *found;
+  return found == all.end() ? kForeign : *found;
 }
 
 }  // namespace shardplan
