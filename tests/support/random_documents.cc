@@ -122,6 +122,12 @@ class RandomFill {
     Compound(values, spec, has_size);
     value = std::move(values);
   }
+  void Compound(std::map<std::string, KnobValue>& value, const Spec& /*spec*/, bool /*has_size*/) {
+    while (Chance(50)) {
+      const std::array<KnobValue, 5> kinds = {Chance(50), Uniform(-9, kMaxExact), 0.1, 1e300, Text()};
+      value[Text()] = kinds[static_cast<std::size_t>(Uniform(0, 4))];
+    }
+  }
   void Compound(std::variant<bool, std::int64_t>& value, const Spec& /*spec*/, bool /*has_size*/) {
     value = Chance(50) ? std::variant<bool, std::int64_t>(Chance(50)) : Uniform(1, 64);
   }

@@ -12,6 +12,7 @@
 #include "policy/fsdp1/frozen.h"
 #include "policy/fsdp1/units.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan {
 namespace {
@@ -73,15 +74,17 @@ Result<Strategy> WithPolicyKnobs(Strategy strategy, const PolicyDescription& own
       return MakeInputError(pointer, fmt::format("policy {} does not have this knob", PolicyText(own)), name,
                             names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", ")));
     }
-    const auto* whole = std::get_if<std::int64_t>(&value);
-    if (whole != nullptr && std::holds_alternative<double>(knob->default_value)) {
-      value = static_cast<double>(*whole);
-    }
-    if (value.index() == knob->default_value.index()) continue;
+    const bool is_number = std::holds_alternative<double>(knob->default_value);
+    const bool fits = value.index() == knob->default_value.index() ||
+                      (is_number && std::holds_alternative<std::int64_t>(value));
+    if (fits) continue;
     return MakeInputError(pointer, fmt::format("wrong type for a knob of policy {}", PolicyText(own)),
                           std::string(TypeText(value)), std::string(TypeText(knob->default_value)));
   }
-  for (const PolicyKnob& knob : own.knobs) strategy.policy_knobs.try_emplace(knob.name, knob.default_value);
+  for (const PolicyKnob& knob : own.knobs) {
+    const auto* number = std::get_if<double>(&knob.default_value);
+    strategy.policy_knobs.try_emplace(knob.name, number ? KnobNumber(*number) : knob.default_value);
+  }
   return strategy;
 }
 

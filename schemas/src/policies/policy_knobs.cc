@@ -2,6 +2,7 @@
 #include "shardplan/schemas/policy_knobs.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "policies/policies.h"
 
@@ -27,6 +28,12 @@ const std::vector<PolicyKnobs>& AllPolicyKnobs() {
   static const std::vector<PolicyKnobs> kPolicies = {internal::Fsdp2PolicyKnobs(),
                                                      internal::Fsdp1PolicyKnobs()};
   return kPolicies;
+}
+
+KnobValue KnobNumber(double value) {
+  constexpr double kTwoTo63 = 9223372036854775808.0;
+  const bool whole = value >= -kTwoTo63 && value < kTwoTo63 && std::trunc(value) == value;
+  return whole ? KnobValue(static_cast<std::int64_t>(value)) : KnobValue(value);
 }
 
 bool IsBuiltIn(std::string_view policy) {

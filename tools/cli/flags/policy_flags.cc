@@ -12,6 +12,8 @@
 #include <utility>
 #include <variant>
 
+#include "shardplan/schemas/policy_knobs.h"
+
 namespace shardplan::cli {
 namespace {
 
@@ -39,7 +41,7 @@ struct ValueOf {
   }
   std::optional<KnobValue> operator()(double) const {
     const std::optional<double> number = ToNumber(text);
-    return number ? std::optional<KnobValue>(*number) : std::nullopt;
+    return number ? std::optional(KnobNumber(*number)) : std::nullopt;
   }
   std::optional<KnobValue> operator()(const std::string&) const { return std::string(text); }
 };

@@ -11,11 +11,13 @@
 #pragma once
 
 #include <concepts>
+#include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "shardplan/planner/hook_points.h"
@@ -80,20 +82,24 @@ struct PolicyInput {
   const Strategy& strategy;  // with the value of every knob of the description
   const std::vector<RecordedStep>& steps;
 
-  // The value of a knob that the description has with a default of type T.
+  // The value of a knob that the description has with a default of type T. std::invalid_argument: it has not.
   template <typename T>
-  const T& Knob(const std::string& name) const {
+  T Knob(const std::string& name) const {
     const auto found = strategy.policy_knobs.find(name);
-    const T* value = found == strategy.policy_knobs.end() ? nullptr : std::get_if<T>(&found->second);
-    if (value == nullptr) throw std::invalid_argument("no knob of this type is described: " + name);
-    return *value;
+    if (found != strategy.policy_knobs.end()) {
+      if (const T* value = std::get_if<T>(&found->second)) return *value;
+      if constexpr (std::same_as<T, double>) {
+        if (const auto* whole = std::get_if<std::int64_t>(&found->second)) return static_cast<T>(*whole);
+      }
+    }
+    throw std::invalid_argument("no knob of this type is described: " + name);
   }
 };
 
 // A knob of Strategy::policy_knobs.
 struct PolicyKnob {
   std::string name;         // "prefetch_bucket_size"
-  KnobValue default_value;  // its type is the knob's; a number that is whole is one of std::int64_t
+  KnobValue default_value;  // its type is the knob's
   std::string unit;         // "elements"; empty: none
   std::string help;         // one sentence
 };

@@ -58,6 +58,9 @@ struct PolicyKnobs {
 // In the order in which they are offered to a person: fsdp2, fsdp1.
 const std::vector<PolicyKnobs>& AllPolicyKnobs();
 
+// The number as the value of a knob.
+KnobValue KnobNumber(double value);
+
 // Whether the planner has the policy without a library.
 bool IsBuiltIn(std::string_view policy);
 

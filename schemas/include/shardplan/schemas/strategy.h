@@ -22,7 +22,7 @@ enum class PyTorchVersion : std::uint8_t { k2_11, k2_15 };
 inline constexpr PyTorchVersion kOldestPyTorch = PyTorchVersion::k2_11;
 inline constexpr PyTorchVersion kNewestPyTorch = PyTorchVersion::k2_15;
 
-// A knob of a policy that is not built in.
+// A knob of a policy that is not built in. A number that is whole is an std::int64_t, as far as that goes.
 using KnobValue = std::variant<bool, std::int64_t, double, std::string>;
 
 // FSDP2's reshard_after_forward: bool, or the size of the smaller mesh to reshard to.
