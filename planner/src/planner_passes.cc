@@ -69,8 +69,8 @@ Error DoesNotVerify(const Task& task, const Made& made, const Error& found) {
 Result<PlacedProgram> PlaceEventsOfLibrary(const Task& task, const Made& made) {
   const PolicyDescription& own = *task.own_policy;
   const auto wrong = [&](std::string message) {
-    return std::unexpected(OfPolicy(
-        own, {.code = ErrorCode::kBadInput, .message = std::move(message), .file = own.library}));
+    return std::unexpected(
+        OfPolicy(own, {.code = ErrorCode::kBadInput, .message = std::move(message), .file = own.library}));
   };
   Result<PlacedProgram> placed;
   try {

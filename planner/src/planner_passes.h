@@ -30,7 +30,7 @@ struct Task {
   const Cluster& cluster;
   const PolicyPasses policy;
   const PolicyDescription* own_policy = nullptr;  // one that is not built in; null: it is
-  bool with_procedures = true;  // what is done on demand, beside the steps
+  bool with_procedures = true;                    // what is done on demand, beside the steps
 };
 
 // A trace that a pass has made of the one before it; null: that one stands.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Policies that are not built in: whatever one decides about its units within reason verifies, and whatever it
-// does wrong is an error that names it.
+// Policies that are not built in: whatever one decides about its units within reason verifies, and whatever
+// it does wrong is an error that names it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -20,8 +20,8 @@
 namespace shardplan {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::ClusterOf;
+using ::testing::HasSubstr;
 using testing::RandomCase;
 
 bool Fetches(const HookPoint& point) {
@@ -65,8 +65,8 @@ class ByChance : public WithUnits {
     if (point.kind == HookPointKind::kInputsGradDone && random_.Chance(70)) units_.Reduce(point.unit);
     if (point.kind == HookPointKind::kInputsGradDone && random_.Chance(70)) units_.Free(point.unit);
     if (point.kind == HookPointKind::kBackwardEnd) units_.EndBackward();
-    const bool between = point.kind == HookPointKind::kOptimizerStep || point.kind == HookPointKind::kZeroGrad ||
-                         point.kind == HookPointKind::kBackwardEnd;
+    const bool between = point.kind == HookPointKind::kOptimizerStep ||
+                         point.kind == HookPointKind::kZeroGrad || point.kind == HookPointKind::kBackwardEnd;
     for (UnitId unit = 0; between && unit < count_; ++unit) {
       if (random_.Chance(30)) units_.Free(unit);
       if (random_.Chance(10)) units_.Gather(unit);
@@ -101,7 +101,8 @@ testing::RandomPlanCase CaseOf(std::uint32_t seed, const std::string& policy) {
 }
 
 TEST(OwnPolicyTest, WhateverIsGatheredKeptAndReducedByChanceVerifies) {
-  const PolicyDescription by_chance{.name = "by_chance", .knobs = {{"seed", 0, "", ""}}, .make = Make<ByChance>, .library = {}};
+  const PolicyDescription by_chance{
+      .name = "by_chance", .knobs = {{"seed", 0, "", ""}}, .make = Make<ByChance>, .library = {}};
   int verified = 0;
   for (std::uint32_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -109,7 +110,8 @@ TEST(OwnPolicyTest, WhateverIsGatheredKeptAndReducedByChanceVerifies) {
     c.strategy.policy_knobs["seed"] = seed;
     const PlanOptions options{.verify = false, .policy = &by_chance};
     const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, ClusterOf(c.ranks), options);
-    if (!planned && planned.error().pointer.starts_with("/units")) continue;  // fsdp1's rules, which fsdp2 refuses
+    if (!planned && planned.error().pointer.starts_with("/units"))
+      continue;  // fsdp1's rules, which fsdp2 refuses
     ASSERT_TRUE(planned) << ToString(planned.error()) << "\n" << ToJson(c.strategy);
     const std::vector<Violation> violations = Verify(planned->plan);
     ASSERT_TRUE(violations.empty()) << Explain(planned->plan, violations.front()) << "\n"
@@ -195,7 +197,8 @@ class Wrong : public WithUnits {
     if (mistake_ == "knob") (void)input.Knob<bool>("mistake");
   }
   Status SetUp() override {
-    if (mistake_ == "refuse") return MakeInputError("/policy_knobs/mistake", "is a mistake", mistake_, "none");
+    if (mistake_ == "refuse")
+      return MakeInputError("/policy_knobs/mistake", "is a mistake", mistake_, "none");
     return units_.SetUp();
   }
   std::unique_ptr<PolicyState> State() const override {
@@ -244,7 +247,8 @@ TEST(OwnPolicyTest, MistakesAreErrorsThatNameThePolicy) {
     SCOPED_TRACE(mistake);
     testing::RandomPlanCase c = CaseOf(4, "wrong");
     c.strategy.policy_knobs["mistake"] = mistake;
-    const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, ClusterOf(c.ranks), {.policy = &wrong});
+    const Result<PlannerOutput> planned =
+        MakePlan(c.trace, c.strategy, ClusterOf(c.ranks), {.policy = &wrong});
     ASSERT_FALSE(planned);
     EXPECT_EQ(planned.error().code, ErrorCode::kBadInput);
     EXPECT_THAT(ToString(planned.error()), HasSubstr("policy wrong (libwrong.so)"));
@@ -253,10 +257,11 @@ TEST(OwnPolicyTest, MistakesAreErrorsThatNameThePolicy) {
 }
 
 TEST(OwnPolicyTest, KnobsAreCheckedAgainstTheDescription) {
-  const PolicyDescription own{.name = "own",
-                              .knobs = {{"seed", 3, "", ""}, {"share", 0.5, "", ""}, {"name", std::string("x"), "", ""}},
-                              .make = Make<ByChance>,
-                              .library = {}};
+  const PolicyDescription own{
+      .name = "own",
+      .knobs = {{"seed", 3, "", ""}, {"share", 0.5, "", ""}, {"name", std::string("x"), "", ""}},
+      .make = Make<ByChance>,
+      .library = {}};
   testing::RandomPlanCase c = CaseOf(4, "own");
   c.strategy.policy_knobs = {{"share", KnobValue(2)}};
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, ClusterOf(c.ranks), {.policy = &own});

@@ -70,8 +70,8 @@ Result<PolicyLibrary> PolicyLibrary::Load(const std::string& path) {
   try {
     reinterpret_cast<void (*)(PolicyDescription&)>(entry)(policy);
   } catch (const std::exception& thrown) {
-    return Wrong(path, fmt::format("its policy is not described, an exception is thrown: {}", thrown.what()), {},
-                 {});
+    return Wrong(path, fmt::format("its policy is not described, an exception is thrown: {}", thrown.what()),
+                 {}, {});
   } catch (...) {
     return Wrong(path, "its policy is not described, something is thrown that is no std::exception", {}, {});
   }

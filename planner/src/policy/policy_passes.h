@@ -34,7 +34,8 @@ struct PolicyPasses {
 // Of the strategy's policy. `own`: one that is not built in, or null. kBadInput: there is no such policy.
 Result<PolicyPasses> FindPolicy(const Strategy& strategy, const PolicyDescription* own);
 
-// `strategy`, of this policy, with the default of each knob that it does not give. kBadInput: a knob that the policy does not have, or of another type.
+// `strategy`, of this policy, with the default of each knob that it does not give. kBadInput: a knob that the
+// policy does not have, or of another type.
 Result<Strategy> WithPolicyKnobs(Strategy strategy, const PolicyDescription& own);
 
 // "zero3 (libzero3.so)"

@@ -232,7 +232,8 @@ void ProgramBuilder::WaitStream(StreamId waiter, StreamId on, const std::string&
 
 void ProgramBuilder::Compute(const HookPoint& event, const std::vector<ParameterId>& accumulating,
                              const std::vector<UnitId>& extra_reads) {
-  if (event.kind != HookPointKind::kSegment) return Refuse("the model computes at a point that is no segment");
+  if (event.kind != HookPointKind::kSegment)
+    return Refuse("the model computes at a point that is no segment");
   SegmentKey key{.range = event.range};
   if (!has_operators_) key.extra_reads = extra_reads;
   if (!accumulating.empty()) {

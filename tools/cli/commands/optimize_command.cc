@@ -163,7 +163,8 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   if (!trace) return std::unexpected(trace.error());
   const Result<GivenStrategy> given = StrategyOf(arguments.strategy, arguments.flags);
   if (!given) return std::unexpected(given.error());
-  if (given->library) return BadFlag("--policy-library", arguments.flags.own_policy.library, "a policy that is built in");
+  if (given->library)
+    return BadFlag("--policy-library", arguments.flags.own_policy.library, "a policy that is built in");
   const Strategy* strategy = &given->strategy;
   if (Status s = CheckExpressible(arguments, *strategy, *trace); !s) return s;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);

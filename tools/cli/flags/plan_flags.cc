@@ -324,7 +324,8 @@ Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags
 }
 
 Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,
-                                const std::string& strategy_path, const Cluster& cluster, PlanOptions options) {
+                                const std::string& strategy_path, const Cluster& cluster,
+                                PlanOptions options) {
   options.policy = given.policy();
   Result<PlannerOutput> planned = MakePlan(trace, given.strategy, cluster, options);
   if (!planned && planned.error().file.empty() && planned.error().code != ErrorCode::kUsage) {

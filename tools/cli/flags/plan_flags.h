@@ -64,6 +64,7 @@ Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags
 // MakePlan of the trace read from `trace_path`, by the strategy's own policy if it has one; an error that
 // names no file names the strategy's, else the trace's.
 Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,
-                                const std::string& strategy_path, const Cluster& cluster, PlanOptions options);
+                                const std::string& strategy_path, const Cluster& cluster,
+                                PlanOptions options);
 
 }  // namespace shardplan::cli

@@ -48,7 +48,8 @@ struct ValueOf {
 
 // "prefetch_bucket_size=50000000 (elements): What is fetched ahead."
 std::string KnobText(const PolicyKnob& knob) {
-  const std::string value = std::visit([](const auto& v) { return fmt::format("{}", v); }, knob.default_value);
+  const std::string value =
+      std::visit([](const auto& v) { return fmt::format("{}", v); }, knob.default_value);
   const std::string unit = knob.unit.empty() ? "" : fmt::format(" ({})", knob.unit);
   return fmt::format("{}={}{}: {}", knob.name, value, unit, knob.help);
 }

@@ -60,7 +60,8 @@ Result<std::vector<KnobTrial>> TryKnobs(const Plan& plan, const Trace& trace, bo
     return std::unexpected(error);
   }
   if (!IsBuiltIn(plan.policy)) {
-    return MakeInputError("/policy", "only plans of policies that are built in are planned again", plan.policy);
+    return MakeInputError("/policy", "only plans of policies that are built in are planned again",
+                          plan.policy);
   }
   const PolicyKnobs& policy = KnobsOf(plan.policy);
   std::vector<KnobChange> candidates = CommonChanges(plan);

@@ -2,7 +2,7 @@
 // The points that the host passes in a step, in order, with the model's own work between them: where hooks of
 // units fire, not what they do. That is a policy's (policy.h).
 //
-//   forward_begin  pre_forward A  segment  post_forward A  pre_forward B  segment  post_forward B  forward_end
+//   forward_begin  pre_forward A  segment  post_forward A  pre_forward B  segment  post_forward B forward_end
 //   backward_begin  pre_backward B  segment  inputs_grad_done B  pre_backward A  ...  backward_end
 //   optimizer_step  zero_grad
 #pragma once

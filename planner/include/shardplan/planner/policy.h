@@ -119,13 +119,14 @@ struct PolicyDescription {
 // (SHARDPLAN_POLICY_HEADERS, which the package defines), the standard library and its layout.
 #define SHARDPLAN_POLICY_TEXT_OF(x) #x
 #define SHARDPLAN_POLICY_TEXT(x) SHARDPLAN_POLICY_TEXT_OF(x)
-#define SHARDPLAN_POLICY_STAMP                                                  \
-  SHARDPLAN_POLICY_HEADERS ", libstdc++ " SHARDPLAN_POLICY_TEXT(_GLIBCXX_RELEASE) \
-  " with _GLIBCXX_USE_CXX11_ABI=" SHARDPLAN_POLICY_TEXT(_GLIBCXX_USE_CXX11_ABI)
+#define SHARDPLAN_POLICY_STAMP                                   \
+  SHARDPLAN_POLICY_HEADERS ", libstdc++ " SHARDPLAN_POLICY_TEXT( \
+      _GLIBCXX_RELEASE) " with _GLIBCXX_USE_CXX11_ABI=" SHARDPLAN_POLICY_TEXT(_GLIBCXX_USE_CXX11_ABI)
 
 // NOLINTNEXTLINE(bugprone-macro-parentheses): the name of a function.
-#define SHARDPLAN_POLICY(describe)                                                                        \
-  extern "C" __attribute__((visibility("default"))) const char shardplan_policy_stamp[];                  \
-  const char shardplan_policy_stamp[] = SHARDPLAN_POLICY_STAMP;                                           \
-  extern "C" __attribute__((visibility("default"))) void shardplan_policy(::shardplan::PolicyDescription& out); \
+#define SHARDPLAN_POLICY(describe)                                                       \
+  extern "C" __attribute__((visibility("default"))) const char shardplan_policy_stamp[]; \
+  const char shardplan_policy_stamp[] = SHARDPLAN_POLICY_STAMP;                          \
+  extern "C" __attribute__((visibility("default"))) void shardplan_policy(               \
+      ::shardplan::PolicyDescription& out);                                              \
   void shardplan_policy(::shardplan::PolicyDescription& out) { out = describe(); }

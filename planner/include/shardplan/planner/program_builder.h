@@ -2,8 +2,8 @@
 // Writes the plan's program: policies call it in the order in which the host issues things. The planner makes
 // one for each plan.
 //
-// A call that makes no sense (an id that nobody gave, an instruction before the first trigger) is refused: the
-// first of them ends planning with an error that says it. What such a call returns may be used and means
+// A call that makes no sense (an id that nobody gave, an instruction before the first trigger) is refused:
+// the first of them ends planning with an error that says it. What such a call returns may be used and means
 // nothing.
 #pragma once
 
@@ -73,8 +73,8 @@ class ProgramBuilder {
   // torch's waiter.wait_stream(on): an event named `name` recorded on `on`, waited for by `waiter`.
   void WaitStream(StreamId waiter, StreamId on, const std::string& name);
 
-  // Emits the segment of `event` (unless it is empty). `accumulating`, ascending: parameters that already hold
-  // an unsharded gradient, whose new one is added and dropped at once. `extra_reads`: units that a trace
+  // Emits the segment of `event` (unless it is empty). `accumulating`, ascending: parameters that already
+  // hold an unsharded gradient, whose new one is added and dropped at once. `extra_reads`: units that a trace
   // without operators does not say it reads.
   void Compute(const HookPoint& event, const std::vector<ParameterId>& accumulating,
                const std::vector<UnitId>& extra_reads);

@@ -40,8 +40,8 @@ class UnitOperations {
   // In Policy::SetUp. kBadInput: what torch.optim refuses, a setup call on a module that there is not.
   Status SetUp();
   // First at each point. Begins the point's trigger, and writes what no policy decides: what the model
-  // computes, the optimizer's step, zero_grad, set_requires_gradient_sync and set_requires_all_reduce. What is
-  // issued at a point without a trigger of its own belongs to the trigger before. kBadInput: a call on a
+  // computes, the optimizer's step, zero_grad, set_requires_gradient_sync and set_requires_all_reduce. What
+  // is issued at a point without a trigger of its own belongs to the trigger before. kBadInput: a call on a
   // module that there is not.
   Status Begin(const HookPoint& point);
 

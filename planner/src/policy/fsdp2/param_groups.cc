@@ -60,8 +60,7 @@ void StepOptimizer(const HookPoint& event, const ParamGroups& groups, OptimizerM
   std::vector<SteppedUnit> units;
   for (std::size_t u = 0; u < groups.size(); ++u) {
     if (groups[u] == nullptr || groups[u]->sharded_grads().state().grads.empty()) continue;
-    SteppedUnit& stepped =
-        units.emplace_back(SteppedUnit{.unit = static_cast<UnitId>(u), .parameters = {}});
+    SteppedUnit& stepped = units.emplace_back(SteppedUnit{.unit = static_cast<UnitId>(u), .parameters = {}});
     for (const auto& [parameter, grad] : groups[u]->sharded_grads().state().grads) {
       stepped.parameters.push_back(parameter);
     }

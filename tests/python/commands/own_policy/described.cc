@@ -10,7 +10,8 @@
 
 namespace {
 
-[[maybe_unused]] std::unique_ptr<shardplan::Policy> Make(const shardplan::PolicyInput&, shardplan::ProgramBuilder&) {
+[[maybe_unused]] std::unique_ptr<shardplan::Policy> Make(const shardplan::PolicyInput&,
+                                                         shardplan::ProgramBuilder&) {
   return nullptr;
 }
 
