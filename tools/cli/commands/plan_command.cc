@@ -2,6 +2,7 @@
 // `plan`: trace + cluster + strategy -> plan.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <utility>
@@ -55,6 +56,13 @@ Status CheckArguments(const PlanArguments& options) {
   if (!options.stop_after.empty() && of_the_plan) {
     return MakeError(ErrorCode::kUsage,
                      "--stop-after makes no plan: --graph, --explain and --explain-schedule need all passes");
+  }
+  const bool unverified = std::ranges::find(options.skip, "verify") != options.skip.end();
+  const bool of_the_graph = options.explain_schedule || !options.graph.empty();
+  if (unverified && of_the_graph && !options.flags.own_policy.library.empty()) {
+    return MakeError(ErrorCode::kUsage,
+                     "--graph and --explain-schedule are of a plan that verifies: with --policy-library they "
+                     "need the pass verify");
   }
   std::vector<OutputFile> outputs = {{"--graph", options.graph},
                                      {"--write-strategy", options.strategy_output}};
