@@ -105,10 +105,10 @@ class UnitOperations::Impl {
         trigger(TriggerKind::kBackwardEnd, "final");
         break;
       case HookPointKind::kOptimizerStep:
-        fsdp2::StepOptimizer(point, groups_, optimizer_, program_);
+        trigger(TriggerKind::kOptimizerStep, "optimizer");
+        AwaitReadsOfShards();
+        fsdp2::StepOptimizer(groups_, optimizer_);
         parameters_changed_ = true;
-        at_ = -1;
-        reason_ = "optimizer";
         break;
       case HookPointKind::kZeroGrad:
         fsdp2::ZeroGrad(point, groups_, program_);
@@ -247,6 +247,15 @@ class UnitOperations::Impl {
 
   void FreeKeptGather() {
     if (const auto kept = comm_ctx_.TakeAllGather()) comm_ctx_.Free(*kept);
+  }
+
+  // The optimizer writes the shards that a gather under way reads.
+  void AwaitReadsOfShards() {
+    for (const fsdp2::FsdpParamGroup* group : groups_) {
+      if (group != nullptr && group->all_gather_event() >= 0) {
+        program_.Wait(group->all_gather_event(), kCompute);
+      }
+    }
   }
 
   // The first gather after the optimizer's step waits for it, and those behind it on the same streams.

@@ -54,9 +54,7 @@ void Compute(const PolicyInput& input, const HookPoint& event, UnitId backward_u
   program.Compute(event, AddGrads(input, event.range, groups), reads);
 }
 
-void StepOptimizer(const HookPoint& event, const ParamGroups& groups, OptimizerMemory& optimizer,
-                   ProgramBuilder& program) {
-  program.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
+void StepOptimizer(const ParamGroups& groups, OptimizerMemory& optimizer) {
   std::vector<SteppedUnit> units;
   for (std::size_t u = 0; u < groups.size(); ++u) {
     if (groups[u] == nullptr || groups[u]->sharded_grads().state().grads.empty()) continue;

@@ -23,8 +23,7 @@ void Compute(const PolicyInput& input, const HookPoint& event, UnitId backward_u
              const ParamGroups& groups, ProgramBuilder& program);
 
 // The optimizer steps what has a sharded gradient.
-void StepOptimizer(const HookPoint& event, const ParamGroups& groups, OptimizerMemory& optimizer,
-                   ProgramBuilder& program);
+void StepOptimizer(const ParamGroups& groups, OptimizerMemory& optimizer);
 void ZeroGrad(const HookPoint& event, const ParamGroups& groups, ProgramBuilder& program);
 
 // What is done on demand. kBadInput: where PyTorch fails.

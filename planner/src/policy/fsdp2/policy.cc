@@ -106,7 +106,8 @@ Status Fsdp2Policy::BackwardEnd(const HookPoint& event) {
 }
 
 void Fsdp2Policy::OptimizerStep(const HookPoint& event) {
-  StepOptimizer(event, groups_, optimizer_, program_);
+  program_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
+  StepOptimizer(groups_, optimizer_);
   if (!input_.strategy.fsdp2.post_optim_event) return;
   // The user's own event: unrelated work after the optimizer does not hold up the first all-gather.
   program_.SetReason("post_optim_event");
