@@ -25,7 +25,7 @@ struct UnitOperations::State::Value {
   std::vector<fsdp2::FsdpParamGroup::Snapshot> groups;
   fsdp2::FsdpCommContext::State comm_ctx;
   OptimizerMemory::State optimizer;
-  bool parameters_changed = true;
+  bool gathers_wait = true;
   bool operator==(const Value&) const = default;
 };
 
@@ -108,7 +108,7 @@ class UnitOperations::Impl {
         trigger(TriggerKind::kOptimizerStep, "optimizer");
         AwaitReadsOfShards();
         fsdp2::StepOptimizer(groups_, optimizer_);
-        parameters_changed_ = true;
+        gathers_wait_ = true;
         break;
       case HookPointKind::kZeroGrad:
         fsdp2::ZeroGrad(point, groups_, program_);
@@ -138,7 +138,7 @@ class UnitOperations::Impl {
   void Gather(UnitId unit) {
     fsdp2::FsdpParamGroup* group = Group(unit);
     if (group == nullptr || group->is_gathering() || group->is_unsharded()) return;
-    AwaitOptimizer();
+    AwaitCompute();
     const std::string_view prefetch = in_forward_ ? "prefetch_forward" : "prefetch_backward";
     const Status gathered = group->PrefetchUnshard(group->scope(), comm_ctx_, Pass(),
                                                    unit == at_ || at_ < 0 ? reason_ : prefetch);
@@ -180,6 +180,7 @@ class UnitOperations::Impl {
     for (fsdp2::FsdpParamGroup* group : groups_) {
       if (group == nullptr) continue;
       Work(group->scope().id(), "finalize");
+      gathers_wait_ = gathers_wait_ || group->is_gathering();  // its memory is freed when compute has waited
       group->FinalizeBackward();
       group->SetIdle();
     }
@@ -198,7 +199,7 @@ class UnitOperations::Impl {
         UnitOperations::State::Value{.groups = {},
                                      .comm_ctx = comm_ctx_.state(),
                                      .optimizer = optimizer_.state(),
-                                     .parameters_changed = parameters_changed_});
+                                     .gathers_wait = gathers_wait_});
     for (fsdp2::FsdpParamGroup* group : groups_) {
       if (group != nullptr) value->groups.push_back(group->snapshot());
     }
@@ -258,12 +259,12 @@ class UnitOperations::Impl {
     }
   }
 
-  // The first gather after the optimizer's step waits for it, and those behind it on the same streams.
-  void AwaitOptimizer() {
-    if (!std::exchange(parameters_changed_, false)) return;
-    const EventId changed = program_.Event("parameters_changed");
-    program_.Record(changed, kCompute);
-    comm_ctx_.WaitAllGatherStreamsOnEvent(changed);
+  // The first gather after the optimizer's step waits for it, and so do those behind it on the same streams.
+  void AwaitCompute() {
+    if (!std::exchange(gathers_wait_, false)) return;
+    const EventId done = program_.Event("before_gathers");
+    program_.Record(done, kCompute);
+    comm_ctx_.WaitAllGatherStreamsOnEvent(done);
   }
 
   void Reduce(fsdp2::FsdpParamGroup& group, std::string_view reason) {
@@ -296,8 +297,8 @@ class UnitOperations::Impl {
   UnitId at_ = -1;
   std::string_view reason_;
   std::set<const fsdp2::FsdpParamGroup*> reduced_;  // in this backward
-  // By the optimizer, or before the first step; no gather has waited for that.
-  bool parameters_changed_ = true;
+  // The next gather waits for compute: parameters have changed, or memory of gathers was freed.
+  bool gathers_wait_ = true;
 };
 
 UnitOperations::UnitOperations(const PolicyInput& input, ProgramBuilder& builder)
