@@ -104,7 +104,7 @@ def test_a_knob_without_a_library_makes_no_sense(plan):
 
 
 def test_only_policies_that_are_built_in_are_searched(libraries, shardplan):
-    done = shardplan("optimize", EXAMPLE / "trace.json", "--policy-library", libraries / "careless.so", "-q")
+    done = shardplan("optimize", EXAMPLE / "trace.json", "--memory-budget", "device", "--policy-library", libraries / "careless.so", "-q")
     assert done.returncode == USAGE and "--policy-library" in done.stderr
 
 
