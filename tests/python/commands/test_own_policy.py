@@ -148,7 +148,7 @@ def test_a_strategy_gives_knobs_and_flags_go_over_them(libraries, plan, tmp_path
         ({"policy": "fsdp2", "policy_knobs": {"a": 1}}, "/policy_knobs: fsdp2 is built in and has a block of its own"),
         ({"policy": ""}, "/policy: a policy has a name"),
         ({"policy": "own", "policy_knobs": {"a": [1]}}, "/policy_knobs/a: wrong type"),
-        ({"policy": "own", "setup": [{"call": "module", "method": "unshard", "module": ""}]}, "/setup/0/method: own does not know this call"),
+        ({"policy": "own", "setup": [{"method": "unshard", "module": ""}]}, "/setup/0/method: own does not know this call"),
     ],
 )
 def test_strategies_that_are_refused(shardplan, tmp_path, document, says):
