@@ -43,7 +43,7 @@ function(shardplan_install_libraries export)
   install(EXPORT ${export} NAMESPACE shardplan:: DESTINATION ${package})
 endfunction()
 
-shardplan_install_libraries(shardplanTargets schemas simulator planner)
+shardplan_install_libraries(shardplanTargets schemas simulator planner policy)
 foreach(library schemas simulator planner)
   install(DIRECTORY ${library}/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 endforeach()
@@ -57,4 +57,5 @@ configure_package_config_file(cmake/shardplanConfig.cmake.in ${CMAKE_CURRENT_BIN
                               INSTALL_DESTINATION ${package})
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/shardplanConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/shardplanConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/shardplanConfigVersion.cmake
+              cmake/shardplanPolicy.cmake
         DESTINATION ${package})

@@ -12,6 +12,7 @@
 #include "planner_passes.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/cluster_check.h"
+#include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/schemas/strategy_check.h"
 #include "shardplan/schemas/trace_check.h"
@@ -77,6 +78,8 @@ Status Keeping(const Task& task, Made& made) {
 
 bool IsSkipped(std::string_view pass, const PlanOptions& options) {
   if (pass == "verify" && !options.verify) return true;
+  // The schedule graph is that of a plan that verifies, which nobody knows yet of a library's.
+  if (options.policy != nullptr && (pass == "build_graph" || pass == "linearise")) return true;
   return std::ranges::find(options.skip, pass) != options.skip.end();
 }
 
@@ -113,7 +116,15 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
   Strategy planned = WithPyTorch(strategy, trace);
   if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
-  return Task{trace, std::move(planned), cluster, FindPolicy(strategy.policy)};
+  Result<PolicyPasses> policy = FindPolicy(planned, options.policy);
+  if (!policy) return std::unexpected(std::move(policy.error()));
+  const PolicyDescription* own = IsBuiltIn(planned.policy) ? nullptr : options.policy;
+  if (own != nullptr) {
+    Result<Strategy> known = WithPolicyKnobs(std::move(planned), *own);
+    if (!known) return std::unexpected(std::move(known.error()));
+    planned = *std::move(known);
+  }
+  return Task{trace, std::move(planned), cluster, *policy, own};
 }
 
 }  // namespace

@@ -67,7 +67,9 @@ Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   Result<RewrittenTrace> recomputing = Recomputing(strategy.checkpoint);
   if (!recomputing) return std::unexpected(std::move(recomputing.error()));
-  const Task task{trace_, std::move(planned), cluster_, FindPolicy(strategy.policy), false};
+  const Result<PolicyPasses> policy = FindPolicy(planned, nullptr);
+  if (!policy) return std::unexpected(policy.error());
+  const Task task{trace_, std::move(planned), cluster_, *policy, nullptr, false};
   const PlanOptions options{.verify = false,
                             .skip = {"apply_checkpointing", "build_graph", "linearise", "digest"}};
   Made made{.rewritten = *std::move(recomputing), .units = {.index = index_, .partition = {}}};

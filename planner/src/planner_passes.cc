@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "passes/await_copies.h"
@@ -20,6 +22,7 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/pytorch_rules.h"
+#include "shardplan/schemas/verifier.h"
 
 namespace shardplan {
 namespace {
@@ -48,6 +51,11 @@ Error OfTheModel(const Task& task, const Made& made, Error error) {
 Error DoesNotVerify(const Task& task, const Made& made, const Error& found) {
   if (auto error = ReadOutsideItsUnit(TraceOf(task, made), *made.units.index, made.units.partition))
     return *std::move(error);
+  if (task.own_policy != nullptr) {
+    return OfPolicy(*task.own_policy, {.code = ErrorCode::kBadInput,
+                                       .message = "its plan does not verify: " + found.message,
+                                       .file = task.own_policy->library});
+  }
   const bool own_loop = !task.strategy.program.empty();
   return {.code = ErrorCode::kBadInput,
           .message = fmt::format("the plan of this {} does not verify (if the {} is meant so and trains with "
@@ -55,6 +63,34 @@ Error DoesNotVerify(const Task& task, const Made& made, const Error& found) {
                                  own_loop ? "training loop" : "trace",
                                  own_loop ? "loop" : "trace, as it was recorded,", found.message),
           .pointer = own_loop ? "/program" : "/forwards"};
+}
+
+// A policy of a library is other people's code.
+Result<PlacedProgram> PlaceEventsOfLibrary(const Task& task, const Made& made) {
+  const PolicyDescription& own = *task.own_policy;
+  const auto wrong = [&](std::string message) {
+    return std::unexpected(
+        OfPolicy(own, {.code = ErrorCode::kBadInput, .message = std::move(message), .file = own.library}));
+  };
+  Result<PlacedProgram> placed;
+  try {
+    placed = PlaceEvents(InputOf(task, made), task.policy, task.with_procedures);
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    return wrong(fmt::format("it has thrown an exception: {}", error.what()));
+  } catch (...) {
+    return wrong("it has thrown an exception that is no std::exception");
+  }
+  if (!placed) {
+    Error error = OfPolicy(own, std::move(placed.error()));
+    if (error.pointer.empty() && error.file.empty()) error.file = own.library;
+    return std::unexpected(std::move(error));
+  }
+  placed->plan.world_size = task.cluster.ranks;
+  const std::vector<Violation> violations = VerifyReferences(placed->plan);
+  if (violations.empty()) return placed;
+  return wrong("its plan does not verify: " + Explain(placed->plan, violations.front()));
 }
 
 }  // namespace
@@ -104,6 +140,7 @@ Result<std::vector<RecordedStep>> RunRecordOrder(const Task& task, Made& made) {
 }
 
 Result<PlacedProgram> RunPlaceEvents(const Task& task, Made& made) {
+  if (task.own_policy != nullptr) return PlaceEventsOfLibrary(task, made);
   Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy, task.with_procedures);
   if (!placed) return std::unexpected(OfTheModel(task, made, std::move(placed.error())));
   return placed;

@@ -11,7 +11,7 @@
 #include "passes/place_events.h"
 #include "passes/record_order.h"
 #include "passes/schedule_graph.h"
-#include "policy/description.h"
+#include "policy/policy_passes.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
@@ -28,8 +28,9 @@ struct Task {
   const Trace& given;
   const Strategy strategy;  // names its PyTorch
   const Cluster& cluster;
-  const PolicyDescription& policy;
-  bool with_procedures = true;  // what is done on demand, beside the steps
+  const PolicyPasses policy;
+  const PolicyDescription* own_policy = nullptr;  // one that is not built in; null: it is
+  bool with_procedures = true;                    // what is done on demand, beside the steps
 };
 
 // A trace that a pass has made of the one before it; null: that one stands.

@@ -62,7 +62,10 @@ Strategy WithCall(const std::string& policy, ModuleCall call) {
 std::vector<BadStrategy> BadStrategies() {
   using enum OptimizerKind;
   return {
-      {{.policy = "fsdp3"}, {"policy", "/policy", "unknown policy"}},
+      {{.policy = ""}, {"policy", "/policy", "a policy has a name"}},
+      {{.policy_knobs = {{"a", 1}}}, {"knobs", "/policy_knobs", "built in and has a block of its own"}},
+      {{.policy = "own", .program = {{ModuleCall{.method = "unshard"}}}},
+       {"call", "/program/0/0/method", "own does not know this call"}},
       {{.mesh = {{"shard", 0}}}, {"no rank", "/mesh/0/size", "needs a rank"}},
       {{.mesh = {{"shard", 1 << 20}, {"replicate", 1 << 20}}},
        {"overflow", "/mesh/1/size", "too many ranks"}},

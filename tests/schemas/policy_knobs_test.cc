@@ -18,7 +18,17 @@ TEST(PolicyKnobs, EveryPolicyHasANameOfItsOwnAndIsFoundByIt) {
     EXPECT_FALSE(policy.accumulation_call.empty());
   }
   EXPECT_EQ(names, (std::set<std::string>{"fsdp1", "fsdp2"}));
-  EXPECT_EQ(KnobsOf("by_hand").name, "fsdp2");
+  EXPECT_TRUE(IsBuiltIn("fsdp1"));
+  EXPECT_FALSE(IsBuiltIn("by_hand"));
+  EXPECT_EQ(KnobsOf("by_hand").name, "")
+      << "it lays units out as fsdp2 does, and nothing else is known of it";
+  EXPECT_EQ(KnobsOf("by_hand").layout, LayoutKind::kPerParameter);
+}
+
+TEST(PolicyKnobs, NumbersThatAreWholeHaveOneForm) {
+  EXPECT_EQ(KnobNumber(2.0), KnobValue(std::int64_t{2}));
+  EXPECT_EQ(KnobNumber(-0.5), KnobValue(-0.5));
+  EXPECT_EQ(KnobNumber(1e300), KnobValue(1e300)) << "beyond whole numbers of 64 bits";
 }
 
 TEST(PolicyKnobs, EveryChangeOfMemoryIsOneStrategyThatSaysItsKnob) {

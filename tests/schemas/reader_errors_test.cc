@@ -49,6 +49,8 @@ void ForEachPlaceOfRandomDocuments(const Check& check) {
     for (const std::string& text : RandomTexts(seed)) {
       const Json json = Json::parse(text);
       ForEachPlace(json, Json::json_pointer(), [&](const Json::json_pointer& place) {
+        // Whatever stands there is for a library to judge.
+        if (place.to_string().find("/policy_knobs/") != std::string::npos) return;
         SCOPED_TRACE("seed " + std::to_string(seed) + " " + json["schema"].get<std::string>() +
                      place.to_string());
         check(json, place);

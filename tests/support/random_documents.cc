@@ -122,6 +122,12 @@ class RandomFill {
     Compound(values, spec, has_size);
     value = std::move(values);
   }
+  void Compound(std::map<std::string, KnobValue>& value, const Spec& /*spec*/, bool /*has_size*/) {
+    while (Chance(50)) {
+      const std::array<KnobValue, 5> kinds = {Chance(50), Uniform(-9, kMaxExact), 0.1, 1e300, Text()};
+      value[Text()] = kinds[static_cast<std::size_t>(Uniform(0, 4))];
+    }
+  }
   void Compound(std::variant<bool, std::int64_t>& value, const Spec& /*spec*/, bool /*has_size*/) {
     value = Chance(50) ? std::variant<bool, std::int64_t>(Chance(50)) : Uniform(1, 64);
   }
@@ -357,7 +363,10 @@ Cluster RandomCluster(std::uint64_t seed) {
 }
 Strategy RandomStrategy(std::uint64_t seed) {
   Strategy strategy = Random<Strategy>(seed);
-  strategy.policy = "fsdp2";
+  // One that is built in has a block of its own; another one has few calls.
+  const bool is_own = !strategy.policy_knobs.empty() && strategy.setup.empty();
+  strategy.policy = is_own ? "own" : "fsdp2";
+  if (!is_own) strategy.policy_knobs.clear();
   RepairMesh(strategy);
   RepairOptimizer(strategy.optimizer);
   for (UnitRule& rule : strategy.units) {
@@ -378,9 +387,10 @@ Strategy RandomStrategy(std::uint64_t seed) {
         backward->microbatches.assign(ran.begin(), ran.end());
       if (auto* module = std::get_if<ModuleCall>(&call)) RepairCall(*module);
     }
-    std::erase_if(step, [](const ProgramCall& call) {
+    std::erase_if(step, [&](const ProgramCall& call) {
       const auto* backward = std::get_if<BackwardCall>(&call);
-      return backward != nullptr && backward->microbatches.empty();
+      const bool is_call = std::holds_alternative<ModuleCall>(call);
+      return (is_own && is_call) || (backward != nullptr && backward->microbatches.empty());
     });
   }
   return strategy;

@@ -16,12 +16,14 @@ namespace shardplan::cli {
 namespace {
 
 Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
-  const Result<Strategy> strategy = StrategyOf(input.strategy, input.flags);
+  const Result<GivenStrategy> strategy = StrategyOf(input.strategy, input.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  Result<ChosenCluster> chosen = ChooseCluster(input.cluster, *strategy, {.name = "memory only"});
+  Result<ChosenCluster> chosen = ChooseCluster(input.cluster, strategy->strategy, {.name = "memory only"});
   if (!chosen) return std::unexpected(chosen.error());
+  // What is built in makes plans that verify.
+  const PlanOptions options{.verify = strategy->library.has_value()};
   Result<PlannerOutput> planned =
-      PlanTrace(trace, input.path, *strategy, input.strategy, chosen->cluster, {.verify = false});
+      PlanTrace(trace, input.path, *strategy, input.strategy, chosen->cluster, options);
   if (!planned) return std::unexpected(planned.error());
   return std::move(planned->plan);
 }

@@ -22,7 +22,7 @@ std::int64_t TrainedForwards(const Strategy& strategy) {
 
 }  // namespace
 
-Result<Plan> DescribePlan(Plan plan, const PolicyInput& input, const PolicyDescription& policy,
+Result<Plan> DescribePlan(Plan plan, const PolicyInput& input, const PolicyPasses& policy,
                           const Cluster& cluster) {
   plan.model = input.trace.model;
   plan.policy = input.strategy.policy;

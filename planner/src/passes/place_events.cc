@@ -29,11 +29,17 @@ std::string PointerOf(const ModuleCall& wanted, const Strategy& strategy) {
   return "/program";
 }
 
+// What the policy says, else what the builder has refused.
+Status Of(Status of_policy, const ProgramBuilder& builder) {
+  return of_policy ? builder.status() : of_policy;
+}
+
 Status RunStep(const RecordedStep& step, const Strategy& strategy, Policy& policy, ProgramBuilder& builder) {
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepBegin, -1, 0);
+  policy.BeginStep(step);
   for (const HookPoint& event : step.events) {
-    Status status = policy.On(event);
+    Status status = Of(policy.On(event), builder);
     if (status) continue;
     if (status.error().pointer.empty() && event.call != nullptr) {
       status.error().pointer = PointerOf(*event.call, strategy);
@@ -66,7 +72,7 @@ bool KeepOneTurnOfEqualSteps(std::size_t first_repetition, Plan& plan) {
 
 }  // namespace
 
-Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& description,
+Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyPasses& description,
                                   bool with_procedures) {
   SHARDPLAN_ASSERT(!input.steps.empty(), "record_order makes a step of every program");
   PlacedProgram placed;
@@ -74,8 +80,15 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
   for (const UnitChoice& choice : input.partition.units) plan.units.push_back(choice.unit);
   plan.communicators = input.partition.communicators;
   ProgramBuilder builder(input.trace, input.partition, plan);
+  builder.Stream("compute");
   const std::unique_ptr<Policy> policy = description.make(input, builder);
-  if (Status status = policy->SetUp(); !status) return std::unexpected(status.error());
+  if (policy == nullptr) return MakeError(ErrorCode::kInternal, "make() has made no policy");
+  if (Status status = Of(policy->SetUp(), builder); !status) return std::unexpected(status.error());
+  const auto end = [&]() -> Status {
+    Status status = with_procedures ? Of(policy->Procedures(), builder) : Status{};
+    placed.faults = policy->Faults();
+    return status;
+  };
 
   const std::size_t given = input.steps.size();
   std::vector<std::unique_ptr<PolicyState>> seen;  // before each repetition of the last step
@@ -85,9 +98,7 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
       const auto same =
           std::ranges::find_if(seen, [&](const auto& earlier) { return earlier->Equals(*state); });
       if (same != seen.end()) {
-        if (Status status = with_procedures ? policy->Procedures() : Status{}; !status)
-          return std::unexpected(status.error());
-        placed.faults = policy->Faults();
+        if (Status status = end(); !status) return std::unexpected(status.error());
         plan.steady_step = static_cast<std::int32_t>(given - 1 + (same - seen.begin()));
         plan.steps[plan.steady_step].name = "steady";
         return placed;
@@ -101,12 +112,9 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescript
     }
   }
   // Without a backward the runtimes remember ever more forwards, to no effect.
-  if (Status status = with_procedures ? policy->Procedures() : Status{}; !status)
-    return std::unexpected(status.error());
-  placed.faults = policy->Faults();
+  if (Status status = end(); !status) return std::unexpected(status.error());
   if (KeepOneTurnOfEqualSteps(given - 1, plan)) return placed;
-  return std::unexpected(
-      Error{.code = ErrorCode::kInternal, .message = "the policy's state does not repeat from step to step"});
+  return MakeError(ErrorCode::kInternal, "the policy's state does not repeat from step to step");
 }
 
 }  // namespace shardplan

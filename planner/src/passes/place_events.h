@@ -2,7 +2,7 @@
 // Pass `place_events`: runs the policy over the recorded steps until its state repeats.
 #pragma once
 
-#include "policy/description.h"
+#include "policy/policy_passes.h"
 #include "shardplan/schemas/error.h"
 
 namespace shardplan {
@@ -12,9 +12,10 @@ struct PlacedProgram {
   std::vector<PyTorchFault> faults;
 };
 
-// `policy` runs the steps of `input`. kBadInput: a call that the policy does not know.
+// `policy` runs the steps of `input`. kBadInput: a call that the policy does not know, or what it has the
+// builder refuse.
 // Without procedures the plan can be simulated, and not be run.
-Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyDescription& policy,
+Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyPasses& policy,
                                   bool with_procedures = true);
 
 }  // namespace shardplan

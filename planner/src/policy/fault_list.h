@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "policy/policy.h"
+#include "shardplan/planner/policy.h"
 
 namespace shardplan {
 

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/simulator/optimizer_tensors.h"
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <set>
 
-#include "shardplan/schemas/assert.h"
+#include "units/partition.h"
 
 namespace shardplan {
 namespace {
@@ -73,7 +73,7 @@ void ProgramBuilder::BeginStep(std::string name) {
 }
 
 void ProgramBuilder::BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch) {
-  SHARDPLAN_ASSERT(!plan_.steps.empty(), "triggers are those of a step");
+  if (plan_.steps.empty()) return Refuse("a trigger is issued outside of a step");
   const std::int32_t occurrence = passed_[{kind, unit, microbatch}]++;
   if (!plan_.steps.back().triggers.empty()) sharing_.Share(plan_.steps.back().triggers.back());
   plan_.steps.back().triggers.push_back(
@@ -97,8 +97,10 @@ void ProgramBuilder::SetReason(std::string_view reason) {
 
 std::vector<Instruction>& ProgramBuilder::Instructions() {
   if (!plan_.procedures.empty()) return plan_.procedures.back().instructions.Edit();
-  SHARDPLAN_ASSERT(!plan_.steps.empty() && !plan_.steps.back().triggers.empty(),
-                   "a policy issues nothing outside a trigger");
+  if (plan_.steps.empty() || plan_.steps.back().triggers.empty()) {
+    Refuse("an instruction is issued outside of a trigger");
+    return refused_;
+  }
   return plan_.steps.back().triggers.back().instructions.Edit();
 }
 
@@ -137,6 +139,10 @@ BufferId ProgramBuilder::AddBuffer(Buffer buffer) {
 BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, std::vector<Bytes> parts,
                                     std::vector<std::int32_t> parameters, std::string_view suffix,
                                     MemoryKind memory, CommunicatorId pool) {
+  if (unit < 0 || unit >= std::ssize(plan_.units)) {
+    Refuse(fmt::format("a buffer is made of unit {}, of {} that there are", unit, plan_.units.size()));
+    return -1;
+  }
   Buffer buffer{.role = role,
                 .unit = unit,
                 .dtype = dtype,
@@ -151,18 +157,26 @@ BufferId ProgramBuilder::UnitBuffer(UnitId unit, BufferRole role, DType dtype, s
 }
 
 Instruction& ProgramBuilder::Emit(InstructionKind kind, StreamId stream) {
-  SHARDPLAN_ASSERT(stream >= kHost && stream < std::ssize(plan_.streams), "Stream() gave the id");
+  if (stream < kHost || stream >= std::ssize(plan_.streams)) {
+    Refuse(fmt::format("{} is issued on stream {}, which Stream() has not given", Name(kind), stream));
+  }
   std::vector<Instruction>& instructions = Instructions();
   instructions.push_back({.kind = kind, .stream = stream, .unit = unit_, .reason = reason_});
   return instructions.back();
 }
 
-void ProgramBuilder::CheckBuffer(BufferId buffer) const {
-  SHARDPLAN_ASSERT(buffer >= 0 && buffer < std::ssize(plan_.buffers), "AddBuffer() gave the id");
+void ProgramBuilder::Refuse(std::string message) {
+  if (status_) status_ = MakeError(ErrorCode::kBadInput, std::move(message));
 }
 
-void ProgramBuilder::CheckEvent(EventId event) const {
-  SHARDPLAN_ASSERT(event >= 0 && event < std::ssize(plan_.events), "Event() gave the id");
+void ProgramBuilder::CheckBuffer(BufferId buffer) {
+  if (buffer >= 0 && buffer < std::ssize(plan_.buffers)) return;
+  Refuse(fmt::format("buffer {} is used, which AddBuffer() has not given", buffer));
+}
+
+void ProgramBuilder::CheckEvent(EventId event) {
+  if (event >= 0 && event < std::ssize(plan_.events)) return;
+  Refuse(fmt::format("event {} is used, which Event() has not given", event));
 }
 
 void ProgramBuilder::Allocate(BufferId buffer, StreamId stream) {
@@ -179,7 +193,7 @@ void ProgramBuilder::Free(BufferId buffer, StreamId stream, std::vector<StreamId
 
 void ProgramBuilder::FreeParts(BufferId buffer, StreamId stream, std::vector<std::int32_t> parts) {
   CheckBuffer(buffer);
-  SHARDPLAN_ASSERT(!parts.empty(), "a free without parts frees the whole buffer");
+  if (parts.empty()) return Refuse("parts of a buffer are freed, and none is named");
   Instruction& free = Emit(InstructionKind::kFree, stream);
   free.src = buffer;
   free.parts = std::move(parts);
@@ -218,6 +232,8 @@ void ProgramBuilder::WaitStream(StreamId waiter, StreamId on, const std::string&
 
 void ProgramBuilder::Compute(const HookPoint& event, const std::vector<ParameterId>& accumulating,
                              const std::vector<UnitId>& extra_reads) {
+  if (event.kind != HookPointKind::kSegment)
+    return Refuse("the model computes at a point that is no segment");
   SegmentKey key{.range = event.range};
   if (!has_operators_) key.extra_reads = extra_reads;
   if (!accumulating.empty()) {
@@ -244,6 +260,9 @@ void ProgramBuilder::Compute(const HookPoint& event, const std::vector<Parameter
     found = segments_.emplace(std::move(key), id).first;
   }
   if (found->second < 0) return;
+  if (plan_.steps.empty() || plan_.steps.back().triggers.empty() || !plan_.procedures.empty()) {
+    return Refuse("the model computes outside of a trigger");
+  }
   Instruction& compute = Emit(InstructionKind::kCompute, kCompute);
   compute.segment = found->second;
   compute.microbatch_offset = event.microbatch - plan_.steps.back().triggers.back().microbatch;

@@ -19,6 +19,10 @@ void IndexChildren(const Trace& trace, ModelIndex& index) {
 
 }  // namespace
 
+bool IsUnder(std::string_view fqn, const std::string& module) {
+  return module.empty() || fqn == module || fqn.starts_with(module + ".");
+}
+
 ModelIndex MakeModelIndex(const Trace& trace) {
   ModelIndex index;
   index.canonical.resize(trace.modules.size());

@@ -22,6 +22,9 @@ struct ModelIndex {
   std::vector<std::vector<ModuleId>> children;  // entries, registration order (not canonical)
 };
 
+// `fqn` is `module` or the name of one of its descendants; "" is the root.
+bool IsUnder(std::string_view fqn, const std::string& module);
+
 // Of a trace that CheckTrace (schemas) lets through, or one made of it.
 ModelIndex MakeModelIndex(const Trace& trace);
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <set>
 
@@ -310,6 +311,24 @@ std::vector<UnitId> GroupsOf(const Partition& partition, UnitId unit) {
   const UnitId first = FirstGroupOf(partition, unit);
   for (std::int32_t g = 0; g < partition.units[unit].groups; ++g) groups.push_back(first + g);
   return groups;
+}
+
+Result<UnitId> UnitOfModule(const ModelIndex& index, const Partition& partition, const std::string& fqn) {
+  const auto found = index.by_fqn.find(fqn);
+  if (found == index.by_fqn.end()) return MakeInputError("", "there is no such module", fqn);
+  return partition.unit_of_module[index.canonical[found->second]];
+}
+
+std::vector<UnitId> UnitsUnder(const Trace& trace, const ModelIndex& index, const Partition& partition,
+                               const std::string& module) {
+  std::vector<UnitId> units;
+  for (std::size_t m = 0; m < trace.modules.size(); ++m) {
+    if (!IsUnder(trace.modules[m].fqn, module)) continue;
+    const UnitId unit = partition.unit_of_module[index.canonical[m]];
+    if (unit < 0 || std::ranges::find(units, unit) != units.end()) continue;
+    std::ranges::copy(GroupsOf(partition, unit), std::back_inserter(units));
+  }
+  return units;
 }
 
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module) {

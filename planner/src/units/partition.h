@@ -65,6 +65,12 @@ UnitId FirstGroupOf(const Partition& partition, UnitId unit);
 // The units of all parameter groups of the modules that `unit` hooks, in their order.
 std::vector<UnitId> GroupsOf(const Partition& partition, UnitId unit);
 
+// The unit that hooks the module; -1: none does. kBadInput: there is no such module.
+Result<UnitId> UnitOfModule(const ModelIndex& index, const Partition& partition, const std::string& fqn);
+// The units that hook `module` or one under it, each once, in the order of named_modules.
+std::vector<UnitId> UnitsUnder(const Trace& trace, const ModelIndex& index, const Partition& partition,
+                               const std::string& module);
+
 // The owner of `parameter` as seen from `module` (a tie that spans units is broken by FSDP: each unit has its
 // own copy). Unit -1: no unit has it.
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module);

@@ -28,15 +28,7 @@ class StrategyCheck {
   explicit StrategyCheck(const Strategy& strategy) : strategy_(strategy) {}
 
   Status Run() {
-    const std::vector<PolicyKnobs>& policies = AllPolicyKnobs();
-    const auto policy = std::ranges::find(policies, strategy_.policy, &PolicyKnobs::name);
-    if (policy == policies.end()) {
-      std::vector<std::string_view> names;
-      for (const PolicyKnobs& known : policies) names.push_back(known.name);
-      return MakeInputError("/policy", "unknown policy", strategy_.policy,
-                            fmt::format("{}", fmt::join(names, " or ")));
-    }
-    policy_ = &*policy;
+    if (Status s = CheckPolicy(); !s) return s;
     if (Status s = CheckMesh(); !s) return s;
     if (Status s = CheckDataParallel(); !s) return s;
     if (Status s = CheckUnits(); !s) return s;
@@ -50,6 +42,17 @@ class StrategyCheck {
 
  private:
   bool IsFsdp1() const { return strategy_.policy == "fsdp1"; }
+
+  // Which policies there are beside those that are built in, and their knobs, a library says.
+  Status CheckPolicy() const {
+    if (strategy_.policy.empty()) {
+      return MakeInputError("/policy", "a policy has a name", "\"\"", "fsdp2, fsdp1 or that of a library's");
+    }
+    if (!IsBuiltIn(strategy_.policy) || strategy_.policy_knobs.empty()) return {};
+    return MakeInputError(
+        "/policy_knobs", fmt::format("{} is built in and has a block of its own", strategy_.policy),
+        strategy_.policy_knobs.begin()->first, fmt::format("its knobs in \"{}\"", strategy_.policy));
+  }
 
   // ---- ranks ----
 
@@ -225,17 +228,18 @@ class StrategyCheck {
   }
 
   Status CheckCall(const ModuleCall& call, const std::string& pointer, bool in_setup) const {
-    const auto form = std::ranges::find(policy_->calls, call.method, &CallForm::method);
-    if (form == policy_->calls.end()) {
+    const std::vector<CallForm>& calls = KnobsOf(strategy_.policy).calls;
+    const auto form = std::ranges::find(calls, call.method, &CallForm::method);
+    if (form == calls.end()) {
       std::vector<std::string_view> methods;
-      for (const CallForm& known : policy_->calls) methods.push_back(known.method);
-      return MakeInputError(pointer + "/method", fmt::format("{} does not know this call", policy_->name),
+      for (const CallForm& known : calls) methods.push_back(known.method);
+      return MakeInputError(pointer + "/method", fmt::format("{} does not know this call", strategy_.policy),
                             call.method, fmt::format("{}", fmt::join(methods, ", ")));
     }
     if (strategy_.pytorch && *strategy_.pytorch < form->since) {
       return MakeInputError(
           pointer + "/method",
-          fmt::format("{} of PyTorch {} does not have this call", policy_->name, Name(*strategy_.pytorch)),
+          fmt::format("{} of PyTorch {} does not have this call", strategy_.policy, Name(*strategy_.pytorch)),
           call.method, fmt::format("pytorch: \"{}\" or later", Name(form->since)));
     }
     if (in_setup && !form->in_setup) {
@@ -293,7 +297,6 @@ class StrategyCheck {
   }
 
   const Strategy& strategy_;
-  const PolicyKnobs* policy_ = nullptr;
   std::set<std::int32_t> ran_;  // micro-batches, in this step or an earlier one
 };
 

@@ -322,7 +322,8 @@ inline constexpr Definition kDefinition<Strategy> = {
     "Which policy, units, knobs and training loop. Whatever is left out has PyTorch's default."};
 template <>
 inline constexpr auto kFields<Strategy> = FieldList(
-    Required("policy", &Strategy::policy, "\"fsdp2\" or \"fsdp1\"."),
+    Required("policy", &Strategy::policy,
+             "\"fsdp2\", \"fsdp1\", or the name of a policy that is not built in."),
     Optional(
         "pytorch", &Strategy::pytorch,
         "The release of PyTorch whose FSDP is planned. Left out: the one that recorded the trace, else the "
@@ -341,6 +342,8 @@ inline constexpr auto kFields<Strategy> = FieldList(
     Optional("ignored_parameters", &Strategy::ignored_parameters, "FQNs that are left alone.").Lines(),
     Optional("fsdp2", &Strategy::fsdp2, "Knobs of policy fsdp2."),
     Optional("fsdp1", &Strategy::fsdp1, "Knobs of policy fsdp1."),
+    Optional("policy_knobs", &Strategy::policy_knobs,
+             "Knobs of a policy that is not built in, by name: its library says which there are."),
     Optional("checkpoint", &Strategy::checkpoint,
              "Activation checkpointing applied to the trace; left out: none."),
     Optional("compile", &Strategy::compile, "Elementwise operators are fused as torch.compile does."),

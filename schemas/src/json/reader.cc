@@ -109,6 +109,27 @@ bool JsonReader::ReadVariant(JsonIndex node, void* variant, std::span<const Json
   return Wrong(tag_node, "unknown kind", choices);
 }
 
+bool JsonReader::ReadCompound(JsonIndex node, std::map<std::string, KnobValue>& value, const Spec& /*spec*/) {
+  if (tape_[node].kind != JsonKind::kObject) return Wrong(node, "wrong type", "an object");
+  for (JsonIndex key = node + 1; key < tape_[node].end; key = tape_[key + 1].end) {
+    const auto [knob, added] = value.try_emplace(std::string(tape_.String(key)));
+    if (!added) return Wrong(key, fmt::format("the field \"{}\" is there twice", knob->first), "one");
+    const JsonNode& given = tape_[key + 1];
+    if (given.kind == JsonKind::kBool) {
+      knob->second = given.integer != 0;
+    } else if (given.kind == JsonKind::kString) {
+      knob->second = std::string(tape_.String(key + 1));
+    } else if (const std::optional<std::int64_t> integer = ExactInteger(given)) {
+      knob->second = *integer;
+    } else if (given.kind == JsonKind::kReal) {
+      knob->second = given.real;
+    } else {
+      return Wrong(key + 1, "wrong type", "a number, a string, true or false");
+    }
+  }
+  return true;
+}
+
 bool JsonReader::ReadCompound(JsonIndex node, std::variant<bool, std::int64_t>& value, const Spec& /*spec*/) {
   if (tape_[node].kind == JsonKind::kBool) {
     value = tape_[node].integer != 0;

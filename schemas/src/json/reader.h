@@ -26,6 +26,7 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/shared_list.h"
+#include "shardplan/schemas/strategy.h"
 
 namespace shardplan {
 
@@ -146,6 +147,8 @@ class JsonReader {
     value = std::move(values);
     return ok;
   }
+  // Knobs of a policy that is not built in, by name.
+  bool ReadCompound(JsonIndex node, std::map<std::string, KnobValue>& value, const Spec& spec);
   // ReshardAfterForward: a bool, or the size of a smaller mesh.
   bool ReadCompound(JsonIndex node, std::variant<bool, std::int64_t>& value, const Spec& spec);
   template <typename... T>

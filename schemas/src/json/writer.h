@@ -4,10 +4,12 @@
 #pragma once
 
 #include <concepts>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include "names/plan_names.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/shared_list.h"
+#include "shardplan/schemas/strategy.h"
 
 namespace shardplan {
 
@@ -117,6 +120,16 @@ class JsonWriter {
   }
   void WriteCompound(const std::variant<bool, std::int64_t>& value, const Spec& spec, int /*indent*/) {
     std::visit([&](const auto& alternative) { Write(alternative, spec, kInline); }, value);
+  }
+  void WriteCompound(const std::map<std::string, KnobValue>& value, const Spec& spec, int /*indent*/) {
+    out_ += '{';
+    for (const char* separator = ""; const auto& [name, knob] : value) {
+      out_ += std::exchange(separator, ", ");
+      Append(std::string_view(name));
+      out_ += ": ";
+      std::visit([&](const auto& alternative) { Write(alternative, spec, kInline); }, knob);
+    }
+    out_ += '}';
   }
   template <typename... T>
   void WriteCompound(const std::variant<T...>& value, const Spec& /*spec*/, int /*indent*/) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "names/enum_names.h"
+#include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan {
@@ -55,9 +56,11 @@ PyTorchVersion PlannedPyTorch(const Strategy& strategy, const Trace& trace) {
 }
 
 PyTorchRules RulesOf(const Strategy& strategy) {
+  // A policy that is not built in gathers and reduces with fully_shard's code.
+  const std::string_view policy = IsBuiltIn(strategy.policy) ? std::string_view(strategy.policy) : "fsdp2";
   PyTorchRules rules;
   for (const PyTorchRule& rule : kPyTorchRules) {
-    const bool applies = rule.policy.empty() || rule.policy == strategy.policy;
+    const bool applies = rule.policy.empty() || rule.policy == policy;
     rules.*rule.rule = applies && PyTorchOfPlan(strategy) >= rule.since;
   }
   return rules;

@@ -104,4 +104,17 @@ PolicyKnobs Fsdp2PolicyKnobs() {
           .memory_changes = Fsdp2MemoryChanges};
 }
 
+PolicyKnobs ForeignPolicyKnobs() {
+  PolicyKnobs knobs = Fsdp2PolicyKnobs();
+  knobs.name.clear();
+  std::erase_if(knobs.calls, [](const CallForm& call) {
+    return call.method != "set_requires_gradient_sync" && call.method != "set_requires_all_reduce";
+  });
+  knobs.reshard_advice = [](const Strategy& strategy, const std::string& unit, bool) {
+    return "a knob of " + strategy.policy + " that frees " + unit;
+  };
+  knobs.memory_changes = [](const Strategy&) { return std::vector<KnobChange>(); };
+  return knobs;
+}
+
 }  // namespace shardplan::internal

@@ -21,5 +21,7 @@ inline constexpr std::array kKeepingKinds = {ProcedureKind::kAccumulate, Procedu
 
 PolicyKnobs Fsdp1PolicyKnobs();
 PolicyKnobs Fsdp2PolicyKnobs();
+// Of every policy that is not built in: fsdp2's, but for what its hooks decide.
+PolicyKnobs ForeignPolicyKnobs();
 
 }  // namespace shardplan::internal

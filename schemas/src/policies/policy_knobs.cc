@@ -2,6 +2,7 @@
 #include "shardplan/schemas/policy_knobs.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "policies/policies.h"
 
@@ -29,10 +30,21 @@ const std::vector<PolicyKnobs>& AllPolicyKnobs() {
   return kPolicies;
 }
 
+KnobValue KnobNumber(double value) {
+  constexpr double kTwoTo63 = 9223372036854775808.0;
+  const bool whole = value >= -kTwoTo63 && value < kTwoTo63 && std::trunc(value) == value;
+  return whole ? KnobValue(static_cast<std::int64_t>(value)) : KnobValue(value);
+}
+
+bool IsBuiltIn(std::string_view policy) {
+  return std::ranges::find(AllPolicyKnobs(), policy, &PolicyKnobs::name) != AllPolicyKnobs().end();
+}
+
 const PolicyKnobs& KnobsOf(const std::string& policy) {
+  static const PolicyKnobs kForeign = internal::ForeignPolicyKnobs();
   const std::vector<PolicyKnobs>& all = AllPolicyKnobs();
   const auto found = std::ranges::find(all, policy, &PolicyKnobs::name);
-  return found == all.end() ? all.front() : *found;
+  return found == all.end() ? kForeign : *found;
 }
 
 }  // namespace shardplan

@@ -69,6 +69,24 @@ std::vector<Violation> Verify(const Plan& plan) {
   return violations;
 }
 
+std::vector<Violation> VerifyReferences(const Plan& plan) {
+  verifier::Reporter reporter(plan);
+  if (!verifier::CheckTables(plan, reporter)) return reporter.Take();
+  const auto check = [&](const InstructionList& instructions, verifier::Position at) {
+    for (at.instruction = 0; at.instruction < std::ssize(instructions); ++at.instruction) {
+      verifier::CheckInstruction(plan, instructions[at.instruction], at, reporter);
+    }
+  };
+  for (std::size_t s = 0; s < plan.steps.size(); ++s) {
+    const std::vector<Trigger>& triggers = plan.steps[s].triggers;
+    for (std::size_t t = 0; t < triggers.size(); ++t) {
+      check(triggers[t].instructions,
+            {.step = static_cast<std::int32_t>(s), .trigger = static_cast<std::int32_t>(t)});
+    }
+  }
+  return reporter.Take();
+}
+
 std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
   std::vector<Violation> violations;
   bool interpretable = true;

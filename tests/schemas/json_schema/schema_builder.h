@@ -4,6 +4,7 @@
 
 #include <concepts>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
@@ -143,6 +144,10 @@ class SchemaBuilder {
       return ListOf(std::move(element), kIsList<typename T::value_type> ? "" : ElementWords(spec));
     } else if constexpr (std::is_same_v<T, std::variant<bool, std::int64_t>>) {
       return AnyOf({TypeNamed("boolean"), IntegerUpTo({.min = 1}, std::numeric_limits<std::int64_t>::max())});
+    } else if constexpr (std::is_same_v<T, std::map<std::string, KnobValue>>) {
+      Json knobs = TypeNamed("object");
+      knobs["additionalProperties"] = AnyOf({TypeNamed("boolean"), TypeNamed("number"), TypeNamed("string")});
+      return knobs;
     } else if constexpr (kIsVariant<T>) {
       return Alternatives(std::type_identity<T>{});
     } else {

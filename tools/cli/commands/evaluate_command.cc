@@ -105,13 +105,14 @@ class Evaluator {
   // The cluster of the question; `plan_` is its plan then.
   Result<Cluster> Planned(const Question& question) {
     if (Status read = ReadTheTrace(question.trace); !read) return std::unexpected(std::move(read.error()));
-    const Result<Strategy> strategy = StrategyOf(question.strategy, question.flags);
+    const Result<GivenStrategy> strategy = StrategyOf(question.strategy, question.flags);
     if (!strategy) return std::unexpected(strategy.error());
     const ReadClusterFunction read = [this](const std::string& path) { return Read(path); };
     Result<ChosenCluster> chosen =
-        ChooseClusterOrDefault(question.cluster, *strategy, question.strategy, read);
+        ChooseClusterOrDefault(question.cluster, strategy->strategy, question.strategy, read);
     if (!chosen) return std::unexpected(std::move(chosen.error()));
-    const std::string same = fmt::format("{}\n{}", ToJson(*strategy), fmt::join(question.skip, "\n"));
+    const std::string same = fmt::format("{}\n{}\n{}", ToJson(strategy->strategy),
+                                         question.flags.own_policy.library, fmt::join(question.skip, "\n"));
     const std::int64_t ranks = chosen->cluster.ranks;
     if (planned_ == std::pair(same, ranks)) return std::move(chosen->cluster);
     planned_.reset();

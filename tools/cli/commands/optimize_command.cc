@@ -161,8 +161,11 @@ Status RunOptimize(const OptimizeArguments& arguments) {
     return s;
   Result<Trace> trace = ReadTrace(arguments.trace);
   if (!trace) return std::unexpected(trace.error());
-  const Result<Strategy> strategy = StrategyOf(arguments.strategy, arguments.flags);
-  if (!strategy) return std::unexpected(strategy.error());
+  const Result<GivenStrategy> given = StrategyOf(arguments.strategy, arguments.flags);
+  if (!given) return std::unexpected(given.error());
+  if (given->library)
+    return BadFlag("--policy-library", arguments.flags.own_policy.library, "a policy that is built in");
+  const Strategy* strategy = &given->strategy;
   if (Status s = CheckExpressible(arguments, *strategy, *trace); !s) return s;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));

@@ -2,6 +2,7 @@
 // `plan`: trace + cluster + strategy -> plan.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <utility>
@@ -56,6 +57,13 @@ Status CheckArguments(const PlanArguments& options) {
     return MakeError(ErrorCode::kUsage,
                      "--stop-after makes no plan: --graph, --explain and --explain-schedule need all passes");
   }
+  const bool unverified = std::ranges::find(options.skip, "verify") != options.skip.end();
+  const bool of_the_graph = options.explain_schedule || !options.graph.empty();
+  if (unverified && of_the_graph && !options.flags.own_policy.library.empty()) {
+    return MakeError(ErrorCode::kUsage,
+                     "--graph and --explain-schedule are of a plan that verifies: with --policy-library they "
+                     "need the pass verify");
+  }
   std::vector<OutputFile> outputs = {{"--graph", options.graph},
                                      {"--write-strategy", options.strategy_output}};
   if (options.stop_after.empty() || options.dump) outputs.push_back({"-o", OutputOf(options)});
@@ -64,9 +72,10 @@ Status CheckArguments(const PlanArguments& options) {
 }
 
 // The first passes only. Writes what the last of them made, if asked to.
-Status RunSomePasses(const PlanArguments& options, const Trace& trace, const Strategy& strategy,
-                     const Cluster& cluster, const PlanOptions& plan_options) {
-  Result<PassOutput> made = RunPassesUntil(options.stop_after, trace, strategy, cluster, plan_options);
+Status RunSomePasses(const PlanArguments& options, const Trace& trace, const GivenStrategy& given,
+                     const Cluster& cluster, PlanOptions plan_options) {
+  plan_options.policy = given.policy();
+  Result<PassOutput> made = RunPassesUntil(options.stop_after, trace, given.strategy, cluster, plan_options);
   if (!made) {
     Error error = std::move(made.error());
     if (error.file.empty() && error.code != ErrorCode::kUsage) {
@@ -100,9 +109,9 @@ Status RunPlan(const PlanArguments& options) {
   if (Status checked = CheckArguments(options); !checked) return checked;
   Result<Trace> trace = ReadTrace(options.trace);
   if (!trace) return std::unexpected(trace.error());
-  const Result<Strategy> strategy = StrategyOf(options.strategy, options.flags);
-  if (!strategy) return std::unexpected(strategy.error());
-  Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, *strategy, options.strategy);
+  const Result<GivenStrategy> given = StrategyOf(options.strategy, options.flags);
+  if (!given) return std::unexpected(given.error());
+  Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, given->strategy, options.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(options.quiet, chosen->note);
   const Cluster* cluster = &chosen->cluster;
@@ -112,9 +121,9 @@ Status RunPlan(const PlanArguments& options) {
   plan_options.on_pass = [&](std::string_view pass, Nanoseconds wall_ns) {
     Progress(options.quiet, fmt::format("{:<24} {:8.1f} ms", pass, static_cast<double>(wall_ns.value) / 1e6));
   };
-  if (!options.stop_after.empty()) return RunSomePasses(options, *trace, *strategy, *cluster, plan_options);
+  if (!options.stop_after.empty()) return RunSomePasses(options, *trace, *given, *cluster, plan_options);
   const Result<PlannerOutput> planned =
-      PlanTrace(*trace, options.trace, *strategy, options.strategy, *cluster, plan_options);
+      PlanTrace(*trace, options.trace, *given, options.strategy, *cluster, plan_options);
   if (!planned) return std::unexpected(planned.error());
   for (const std::string& fault : planned->faults) {
     Progress(false, fmt::format("the plan has a fault because PyTorch has it: {}", fault));
@@ -127,7 +136,7 @@ Status RunPlan(const PlanArguments& options) {
       return written;
   }
   if (!options.strategy_output.empty()) {
-    const Status written = WriteAndSay(options.strategy_output, ToJson(*strategy), options.quiet);
+    const Status written = WriteAndSay(options.strategy_output, ToJson(given->strategy), options.quiet);
     if (!written) return written;
   }
   if (options.explain) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "flags/file_flag.h"
 #include "shardplan/schemas/error.h"
 
 namespace shardplan::cli {
@@ -19,6 +20,9 @@ class FlagGroup {
   template <typename T>
   CLI::Option* Option(const std::string& flag, T& value, const std::string& help) {
     return command_.add_option(flag, value, help)->group(name_);
+  }
+  CLI::Option* File(const std::string& flag, std::string& path, const std::string& help) {
+    return AddFile(command_, flag, path, help)->group(name_);
   }
   CLI::Option* Flag(const std::string& flag, bool& value, const std::string& help) {
     return command_.add_flag(flag, value, help)->group(name_);

@@ -220,6 +220,7 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   const std::vector<std::string> policies = PlannerPolicies();
   group.Option("--policy", flags.policy, fmt::format("{}", fmt::join(policies, " or ")))
       ->check(CLI::IsMember(policies));
+  AddPolicyFlags(group, flags.own_policy);
   group
       .Option(
           "--pytorch", flags.pytorch,
@@ -304,23 +305,29 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   return ApplyFsdp1Flags(flags.fsdp1, strategy);
 }
 
-Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags) {
-  Strategy strategy;
+Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags) {
+  Result<std::optional<PolicyLibrary>> library = LoadPolicy(flags.own_policy);
+  if (!library) return std::unexpected(std::move(library.error()));
+  GivenStrategy given{.library = std::move(*library), .strategy = {}};
+  Strategy& strategy = given.strategy;
   if (!path.empty()) {
     Result<Strategy> read = ReadStrategy(path);
     if (!read) return std::unexpected(read.error());
     strategy = std::move(*read);
   }
   if (Status applied = ApplyPlanFlags(flags, strategy); !applied) return std::unexpected(applied.error());
+  if (Status applied = ApplyPolicyFlags(flags.own_policy, given.policy(), strategy); !applied)
+    return std::unexpected(applied.error());
   if (!IsUtf8(ToJson(strategy)))
     return MakeError(ErrorCode::kUsage, "a name on the command line is no UTF-8, which a strategy has to be");
-  return strategy;
+  return given;
 }
 
-Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const Strategy& strategy,
+Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,
                                 const std::string& strategy_path, const Cluster& cluster,
-                                const PlanOptions& options) {
-  Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster, options);
+                                PlanOptions options) {
+  options.policy = given.policy();
+  Result<PlannerOutput> planned = MakePlan(trace, given.strategy, cluster, options);
   if (!planned && planned.error().file.empty() && planned.error().code != ErrorCode::kUsage) {
     planned.error().file = strategy_path.empty() ? trace_path : strategy_path;
   }

@@ -10,7 +10,9 @@
 
 #include "flags/fsdp1_flags.h"
 #include "flags/fsdp2_flags.h"
+#include "flags/policy_flags.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/planner/policy_library.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 
@@ -40,6 +42,7 @@ struct PlanFlags {
   bool accumulate_without_sync = false;
   Fsdp1Flags fsdp1;
   Fsdp2Flags fsdp2;
+  PolicyFlags own_policy;
 };
 
 void AddPlanFlags(CLI::App& command, PlanFlags& flags);
@@ -47,13 +50,21 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags);
 // Writes the given flags over `strategy`. kUsage names the flag, what was found and what is expected.
 Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy);
 
-// The strategy file at `path` ("": PyTorch's defaults) with the flags over it.
-Result<Strategy> StrategyOf(const std::string& path, const PlanFlags& flags);
+// A strategy, and what plans it.
+struct GivenStrategy {
+  std::optional<PolicyLibrary> library;  // of a policy that is not built in
+  Strategy strategy;
 
-// MakePlan of the trace read from `trace_path`; an error that names no file names the strategy's, else the
-// trace's.
-Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const Strategy& strategy,
+  const PolicyDescription* policy() const { return library ? &library->description() : nullptr; }
+};
+
+// The strategy file at `path` ("": PyTorch's defaults) with the flags over it.
+Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags);
+
+// MakePlan of the trace read from `trace_path`, by the strategy's own policy if it has one; an error that
+// names no file names the strategy's, else the trace's.
+Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,
                                 const std::string& strategy_path, const Cluster& cluster,
-                                const PlanOptions& options);
+                                PlanOptions options);
 
 }  // namespace shardplan::cli

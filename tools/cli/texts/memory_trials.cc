@@ -59,6 +59,10 @@ Result<std::vector<KnobTrial>> TryKnobs(const Plan& plan, const Trace& trace, bo
     error.expected = plan.digests.trace;
     return std::unexpected(error);
   }
+  if (!IsBuiltIn(plan.policy)) {
+    return MakeInputError("/policy", "only plans of policies that are built in are planned again",
+                          plan.policy);
+  }
   const PolicyKnobs& policy = KnobsOf(plan.policy);
   std::vector<KnobChange> candidates = CommonChanges(plan);
   std::ranges::move(policy.memory_changes(plan.strategy), std::back_inserter(candidates));

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shardplan's Python side: `shardplan.tracer` records models, `shardplan.torch` runs plans. Importing this imports neither."""
+"""shardplan's Python side: `shardplan.tracer` records models, `shardplan.torch` runs plans, `shardplan.plan` makes them by a script. Importing this imports none."""

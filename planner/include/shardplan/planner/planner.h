@@ -17,7 +17,9 @@
 
 namespace shardplan {
 
-// The values of Strategy::policy.
+struct PolicyDescription;  // policy.h
+
+// The policies that are built in: values of Strategy::policy.
 std::vector<std::string> PlannerPolicies();
 
 // A pass of the planner (docs/internals/planner.md).
@@ -35,6 +37,9 @@ struct PlanOptions {
   bool verify = true;
   // Passes that do not run.
   std::vector<std::string> skip;
+  // Of a strategy whose policy is not built in (policy.h, policy_library.h); null: there is none. The passes
+  // build_graph and linearise do not run then.
+  const PolicyDescription* policy = nullptr;
   // Called with a pass's name and its wall time when it ends.
   std::function<void(std::string_view pass, Nanoseconds wall_ns)> on_pass;
 };
@@ -46,8 +51,9 @@ struct PlannerOutput {
 };
 
 // kBadInput: the trace or strategy is inconsistent (a unit rule that matches nothing, a mesh that is not the
-// cluster's ranks, ...), with a pointer into the strategy or trace. kUsage: a pass is skipped that others
-// need.
+// cluster's ranks, ...), with a pointer into the strategy or trace. Of a policy that is not built in: with
+// its name, that it has failed, thrown or made a plan that does not verify. kUsage: a pass is skipped that
+// others need.
 Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                                const PlanOptions& options = {});
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "policy/optimizer_memory.h"
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 #include "units/partition.h"
 
 namespace shardplan::fsdp1 {

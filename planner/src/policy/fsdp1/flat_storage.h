@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 
 namespace shardplan::fsdp1 {
 

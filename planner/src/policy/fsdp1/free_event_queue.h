@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 
 namespace shardplan::fsdp1 {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "policy/fsdp1/context.h"
-#include "policy/policy.h"
+#include "shardplan/planner/policy.h"
 
 namespace shardplan::fsdp1 {
 

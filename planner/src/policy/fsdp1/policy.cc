@@ -51,7 +51,6 @@ void Fsdp1Policy::InitStreams() {
   const bool hybrid = std::ranges::any_of(context_.partition.units, UsesHybridSharding);
   const std::int32_t priority = hybrid && context_.strategy.fsdp1.limit_all_gathers ? -1 : 0;
   ProgramBuilder& builder = context_.builder;
-  builder.Stream("compute");
   context_.streams.unshard = builder.Stream("unshard", priority);
   context_.streams.post_backward = builder.Stream("post_backward", priority);
   context_.streams.pre_unshard = builder.Stream("pre_unshard", priority);

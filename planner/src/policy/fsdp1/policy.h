@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "policy/fsdp1/fsdp_state.h"
-#include "policy/policy.h"
+#include "shardplan/planner/policy.h"
 
 namespace shardplan::fsdp1 {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "policy/fsdp2/training_state.h"
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 
 namespace shardplan::fsdp2 {
 

@@ -5,7 +5,7 @@
 
 #include "passes/record_order.h"
 #include "policy/fsdp2/module_states.h"
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 

@@ -111,10 +111,18 @@ class FsdpParamGroup {
   void SetCommContext(FsdpCommContext& comm_ctx) { state_.comm_ctx = &comm_ctx; }
   // The final callback: the next hook is the first of a backward or of a forward.
   void SetIdle() { state_.training_state = TrainingState::kIdle; }
+  void SetTrainingState(TrainingState training_state) { state_.training_state = training_state; }
   void SetPostBackwardPending() { state_.post_backward_pending = true; }
   TrainingState training_state() const { return state_.training_state; }
   bool lazily_initialised() const { return state_.lazily_initialised; }
   bool is_unsharded() const { return params_.is_unsharded(); }
+  bool is_gathering() const { return state_.all_gather_result.has_value(); }
+  // Of the gather that nothing has waited for; -1: there is none, or it is that of a single rank.
+  EventId all_gather_event() const { return is_gathering() ? state_.all_gather_result->event : -1; }
+  // Gradients, or a sum of them over the shards, that wait for a reduction.
+  bool has_unreduced_grads() const {
+    return unsharded_grads_.HasGrads() || state_.partial_reduce_output >= 0;
+  }
   UnshardedGrads& unsharded_grads() { return unsharded_grads_; }
   ShardedGrads& sharded_grads() { return sharded_grads_; }
   Snapshot snapshot() const {

@@ -16,21 +16,6 @@ std::unexpected<Error> NoSuchUnit(std::string pointer, const std::string& fqn) {
   return MakeInputError(std::move(pointer), "there is no such unit", fqn);
 }
 
-ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs) {
-  return {
-      .part_after_backward = knobs.part_after_backward,
-      .unshard_async_op = knobs.unshard_async_op,
-      .force_sum_reduction_for_comms = knobs.force_sum_reduction,
-      .separate_reduce_scatter_group = knobs.separate_reduce_scatter_communicator,
-      .allocate_memory_from_process_group = knobs.allocate_memory_from_process_group,
-      .reduce_scatter_max_input_buffers = static_cast<std::size_t>(knobs.reduce_scatter_inputs_in_flight),
-      .gradient_divide_factor = knobs.gradient_divide_factor,
-      // fully_shard of replicas alone: there is no other mesh to reshard to.
-      .post_forward_ranks = choice.data_parallel.shard.empty() ? 0 : choice.post_forward_size,
-      .default_backward_prefetch = knobs.backward_prefetch != 0,
-  };
-}
-
 // The knobs forward_prefetch / backward_prefetch are distances: lists over the units in forward order, the
 // root left as it is (what torchtitan sets).
 void SetPrefetchDistances(const Fsdp2Knobs& knobs, const RecordedStep& step, const ModuleStates& model) {
@@ -87,6 +72,21 @@ std::vector<FsdpState*> StatesNamed(const std::string& entry, const Trace& trace
 }
 
 }  // namespace
+
+ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs) {
+  return {
+      .part_after_backward = knobs.part_after_backward,
+      .unshard_async_op = knobs.unshard_async_op,
+      .force_sum_reduction_for_comms = knobs.force_sum_reduction,
+      .separate_reduce_scatter_group = knobs.separate_reduce_scatter_communicator,
+      .allocate_memory_from_process_group = knobs.allocate_memory_from_process_group,
+      .reduce_scatter_max_input_buffers = static_cast<std::size_t>(knobs.reduce_scatter_inputs_in_flight),
+      .gradient_divide_factor = knobs.gradient_divide_factor,
+      // fully_shard of replicas alone: there is no other mesh to reshard to.
+      .post_forward_ranks = choice.data_parallel.shard.empty() ? 0 : choice.post_forward_size,
+      .default_backward_prefetch = knobs.backward_prefetch != 0,
+  };
+}
 
 void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemory& optimizer,
                 FaultList& faults, ModuleStates& model) {

@@ -6,9 +6,12 @@
 #include "policy/fault_list.h"
 #include "policy/fsdp2/module_states.h"
 #include "policy/optimizer_memory.h"
-#include "policy/policy.h"
+#include "shardplan/planner/policy.h"
 
 namespace shardplan::fsdp2 {
+
+// What the strategy says of the unit's group before any setter is called.
+ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs);
 
 // Adds a state for every unit to `model`. What is passed by reference has to live as long as they do.
 void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemory& optimizer,

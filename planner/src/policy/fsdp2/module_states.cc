@@ -35,13 +35,12 @@ void ModuleStates::SetPrefetch(const FsdpState& state, const std::vector<FsdpSta
 }
 
 Result<FsdpState*> ModuleStates::OfModule(const std::string& fqn) const {
-  const auto found = index_.by_fqn.find(fqn);
-  if (found == index_.by_fqn.end()) return MakeInputError("", "there is no such module", fqn);
-  const UnitId unit = partition_.unit_of_module[index_.canonical[found->second]];
-  if (unit < 0) {
+  const Result<UnitId> unit = UnitOfModule(index_, partition_, fqn);
+  if (!unit) return std::unexpected(unit.error());
+  if (*unit < 0) {
     return MakeInputError("", "fully_shard is not called on this module", DisplayName(fqn), "a unit");
   }
-  return &(*this)[unit];
+  return &(*this)[*unit];
 }
 
 std::vector<FsdpState*> ModuleStates::StatesUnder(ModuleId root) const {
@@ -67,20 +66,14 @@ std::vector<FsdpState*> ModuleStates::StatesUnder(ModuleId root) const {
 std::vector<ModuleId> ModuleStates::ModulesUnder(const std::string& module) const {
   std::vector<ModuleId> modules;
   for (std::size_t m = 0; m < trace_.modules.size(); ++m) {
-    const std::string& fqn = trace_.modules[m].fqn;
-    const bool under = module.empty() || fqn == module || fqn.starts_with(module + ".");
-    if (under) modules.push_back(static_cast<ModuleId>(m));
+    if (IsUnder(trace_.modules[m].fqn, module)) modules.push_back(static_cast<ModuleId>(m));
   }
   return modules;
 }
 
 std::vector<FsdpState*> ModuleStates::StatesUnder(const std::string& module) const {
   std::vector<FsdpState*> states;
-  for (const ModuleId m : ModulesUnder(module)) {
-    const UnitId unit = partition_.unit_of_module[index_.canonical[m]];
-    if (unit < 0 || std::ranges::find(states, &(*this)[unit]) != states.end()) continue;
-    std::ranges::copy(GroupsOf((*this)[unit]), std::back_inserter(states));
-  }
+  for (const UnitId unit : UnitsUnder(trace_, index_, partition_, module)) states.push_back(&(*this)[unit]);
   return states;
 }
 

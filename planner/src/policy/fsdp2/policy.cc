@@ -8,8 +8,6 @@
 #include <variant>
 
 #include "policy/fsdp2/fully_shard.h"
-#include "policy/fsdp2/on_demand.h"
-#include "shardplan/schemas/assert.h"
 
 namespace shardplan {
 namespace fsdp2 {
@@ -22,8 +20,8 @@ Fsdp2Policy::Fsdp2Policy(const PolicyInput& input, ProgramBuilder& program)
       module_calls_(model_, program) {}
 
 Status Fsdp2Policy::SetUp() {
-  program_.Stream("compute");
   FullyShard(input_, program_, optimizer_, faults_, model_);
+  for (std::size_t u = 0; u < model_.size(); ++u) groups_.push_back(model_[static_cast<UnitId>(u)].group());
   if (Status s = optimizer_.Check(); !s) return s;
   if (Status s = ShareCommContexts(input_, model_); !s) return s;
   if (Status s = SetPrefetchLists(input_, model_); !s) return s;
@@ -46,13 +44,7 @@ Status Fsdp2Policy::CallSetters() {
                             s.error().expected);
     }
   }
-  for (std::size_t u = 0; u < model_.size(); ++u) {
-    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
-    if (group != nullptr) group->SetUp();
-    program_.plan().units[u].gradient_divide_factor = group != nullptr
-                                                          ? group->settings().gradient_divide_factor
-                                                          : input_.strategy.fsdp2.gradient_divide_factor;
-  }
+  SetUpGroups(input_, groups_, program_);
   return {};
 }
 
@@ -70,7 +62,7 @@ UnitId Fsdp2Policy::FirstCalled() const {
 Status Fsdp2Policy::On(const HookPoint& event) {
   switch (event.kind) {
     case HookPointKind::kSegment:
-      OnSegment(event);
+      Compute(input_, event, backward_unit_, groups_, program_);
       break;
     case HookPointKind::kPreForward:
     case HookPointKind::kRecomputePreForward:
@@ -93,7 +85,7 @@ Status Fsdp2Policy::On(const HookPoint& event) {
       OptimizerStep(event);
       break;
     case HookPointKind::kZeroGrad:
-      ZeroGrad(event);
+      ZeroGrad(event, groups_, program_);
       break;
     case HookPointKind::kModuleCall:
       return module_calls_.Call(event);
@@ -101,39 +93,6 @@ Status Fsdp2Policy::On(const HookPoint& event) {
       break;
   }
   return {};
-}
-
-// The gradients that a stretch of a backward makes. Returns, ascending, the parameters that had one already.
-std::vector<ParameterId> Fsdp2Policy::AddGrads(const EventRange& range) {
-  std::vector<ParameterId> accumulating;
-  const Pass& pass = input_.trace.backwards[range.pass];
-  for (std::int32_t i = range.begin; i < range.end; ++i) {
-    const auto* grad = std::get_if<ParameterGradEvent>(&pass.events[i]);
-    if (grad == nullptr) continue;
-    const UnitParameterRef owner = OwnerOf(input_.partition, grad->parameter, -1);
-    if (owner.unit < 0) continue;
-    SHARDPLAN_ASSERT(model_[owner.unit].group() != nullptr, "a unit that owns a parameter has a group");
-    if (!model_[owner.unit].group()->unsharded_grads().Add(owner.parameter)) {
-      accumulating.push_back(grad->parameter);
-    }
-  }
-  std::ranges::sort(accumulating);
-  return accumulating;
-}
-
-void Fsdp2Policy::OnSegment(const HookPoint& event) {
-  if (!event.range.backward) {
-    program_.Compute(event, {}, {});
-    return;
-  }
-  std::vector<UnitId> reads;
-  const std::vector<UnitId> groups =
-      backward_unit_ < 0 ? std::vector<UnitId>() : GroupsOf(input_.partition, backward_unit_);
-  for (const UnitId unit : groups) {
-    FsdpParamGroup* group = model_[unit].group();
-    if (group != nullptr && group->is_unsharded()) reads.push_back(unit);
-  }
-  program_.Compute(event, AddGrads(event.range), reads);
 }
 
 // The engine runs the callbacks that roots have queued, in that order.
@@ -148,17 +107,7 @@ Status Fsdp2Policy::BackwardEnd(const HookPoint& event) {
 
 void Fsdp2Policy::OptimizerStep(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
-  std::vector<SteppedUnit> units;
-  for (std::size_t u = 0; u < model_.size(); ++u) {
-    const auto unit = static_cast<UnitId>(u);
-    FsdpParamGroup* group = model_[unit].group();
-    if (group == nullptr || group->sharded_grads().state().grads.empty()) continue;
-    SteppedUnit& stepped = units.emplace_back(SteppedUnit{.unit = unit, .parameters = {}});
-    for (const auto& [parameter, grad] : group->sharded_grads().state().grads) {
-      stepped.parameters.push_back(parameter);
-    }
-  }
-  optimizer_.Step(units);
+  StepOptimizer(groups_, optimizer_);
   if (!input_.strategy.fsdp2.post_optim_event) return;
   // The user's own event: unrelated work after the optimizer does not hold up the first all-gather.
   program_.SetReason("post_optim_event");
@@ -170,24 +119,8 @@ void Fsdp2Policy::OptimizerStep(const HookPoint& event) {
   }
 }
 
-void Fsdp2Policy::ZeroGrad(const HookPoint& event) {
-  program_.BeginTrigger(TriggerKind::kZeroGrad, -1, event.microbatch);
-  program_.SetReason("user");
-  program_.Emit(InstructionKind::kZeroGrad, kHost);
-  for (std::size_t u = 0; u < model_.size(); ++u) {
-    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
-    if (group != nullptr) group->sharded_grads().Clear();
-  }
-}
-
 Status Fsdp2Policy::Procedures() {
-  OptimizerMemory* in_backward = input_.strategy.optimizer.in_backward ? &optimizer_ : nullptr;
-  for (std::size_t u = 0; u < model_.size(); ++u) {
-    FsdpParamGroup* group = model_[static_cast<UnitId>(u)].group();
-    if (group == nullptr) continue;
-    if (Status s = EmitProcedures(group->scope(), group->settings(), in_backward, faults_); !s) return s;
-  }
-  return {};
+  return EmitProcedures(groups_, input_.strategy.optimizer.in_backward ? &optimizer_ : nullptr, faults_);
 }
 
 std::unique_ptr<PolicyState> Fsdp2Policy::State() const {

@@ -11,8 +11,9 @@
 #include "policy/fault_list.h"
 #include "policy/fsdp2/fsdp_module.h"
 #include "policy/fsdp2/module_states.h"
+#include "policy/fsdp2/param_groups.h"
 #include "policy/optimizer_memory.h"
-#include "policy/policy.h"
+#include "shardplan/planner/policy.h"
 
 namespace shardplan::fsdp2 {
 
@@ -42,17 +43,15 @@ class Fsdp2Policy : public Policy {
  private:
   Status CallSetters();
   UnitId FirstCalled() const;
-  void OnSegment(const HookPoint& event);
-  std::vector<ParameterId> AddGrads(const EventRange& range);
   Status BackwardEnd(const HookPoint& event);
   void OptimizerStep(const HookPoint& event);
-  void ZeroGrad(const HookPoint& event);
 
   const PolicyInput input_;
   ProgramBuilder& program_;
   FaultList faults_;
   OptimizerMemory optimizer_;
   ModuleStates model_;
+  ParamGroups groups_;
   FsdpModule module_calls_;
   std::vector<FsdpState*> final_callbacks_;
   UnitId backward_unit_ = -1;

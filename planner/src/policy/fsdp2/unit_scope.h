@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "policy/program_builder.h"
+#include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/schemas/strategy.h"
 #include "units/partition.h"

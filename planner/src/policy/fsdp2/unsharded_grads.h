@@ -36,6 +36,7 @@ class UnshardedGrads {
   void AccumulateIfNeeded();
   // FSDPParam.to_accumulated_grad_if_needed.
   void ToAccumulatedIfNeeded();
+  bool HasGrads() const { return !state_.grads.empty() || !state_.accumulated.empty(); }
   // Some are in one dtype and some in the other.
   bool HasTwoDTypes() const { return !state_.grads.empty() && !state_.accumulated.empty(); }
   // Parameters of `zeros` that have none take part with zeros: in the dtype that the unit computes in, or in

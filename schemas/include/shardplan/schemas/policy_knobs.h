@@ -58,8 +58,14 @@ struct PolicyKnobs {
 // In the order in which they are offered to a person: fsdp2, fsdp1.
 const std::vector<PolicyKnobs>& AllPolicyKnobs();
 
-// The knobs of the policy of that name. An unknown policy (a plan of another program may name one) has
-// fsdp2's.
+// The number as the value of a knob.
+KnobValue KnobNumber(double value);
+
+// Whether the planner has the policy without a library.
+bool IsBuiltIn(std::string_view policy);
+
+// The knobs of the policy of that name. One that is not built in has its own in Strategy::policy_knobs, which
+// nobody but it knows; here it has what its units take from the strategy as fsdp2's do, and no name.
 const PolicyKnobs& KnobsOf(const std::string& policy);
 
 }  // namespace shardplan

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <variant>
@@ -20,6 +21,9 @@ namespace shardplan {
 enum class PyTorchVersion : std::uint8_t { k2_11, k2_15 };
 inline constexpr PyTorchVersion kOldestPyTorch = PyTorchVersion::k2_11;
 inline constexpr PyTorchVersion kNewestPyTorch = PyTorchVersion::k2_15;
+
+// A knob of a policy that is not built in. A number that is whole is an std::int64_t, as far as that goes.
+using KnobValue = std::variant<bool, std::int64_t, double, std::string>;
 
 // FSDP2's reshard_after_forward: bool, or the size of the smaller mesh to reshard to.
 using ReshardAfterForward = std::variant<bool, std::int64_t>;
@@ -266,7 +270,7 @@ struct StrategyMeshDim {
 };
 
 struct Strategy {
-  std::string policy = "fsdp2";  // "fsdp2", "fsdp1"
+  std::string policy = "fsdp2";  // "fsdp2", "fsdp1", or the name of one that is not built in
   // Whose FSDP the policy is. Not given: pytorch_version.h says which. A plan's strategy has one.
   std::optional<PyTorchVersion> pytorch;
   // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's
@@ -284,6 +288,9 @@ struct Strategy {
   std::vector<std::string> ignored_parameters;  // FQNs
   Fsdp2Knobs fsdp2;
   Fsdp1Knobs fsdp1;
+  // By name, of a policy that is not built in. Its library says which there are; a plan's strategy has all of
+  // them.
+  std::map<std::string, KnobValue> policy_knobs;
   std::optional<CheckpointRule> checkpoint;
   bool compile = false;  // elementwise operators are fused as torch.compile does
   // Settings of the caching allocator as PYTORCH_CUDA_ALLOC_CONF has them; "": LibTorch's defaults. They

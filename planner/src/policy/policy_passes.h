@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a policy needs of the passes. A new policy is added in policy_description.cc and nowhere else: the
-// passes know no policy by name.
+// What a policy needs of the passes. A policy that is built in is added in policy_passes.cc and nowhere else:
+// the passes know no policy by name.
 #pragma once
 
 #include <memory>
 #include <optional>
-#include <string_view>
+#include <vector>
 
-#include "policy/policy.h"
+#include "shardplan/planner/policy.h"
 #include "units/unit_maker.h"
 
 namespace shardplan {
 
-struct PolicyDescription {
-  std::string_view name;  // Strategy::policy
-
+struct PolicyPasses {
   // choose_units: how the policy lays units out.
   std::unique_ptr<UnitMaker> (*make_units)(const Trace&, const ModelIndex&, const Strategy&) = nullptr;
 
@@ -33,7 +31,20 @@ struct PolicyDescription {
   Status (*change_buffers)(const PolicyInput&, std::vector<ModuleBuffer>& buffers) = nullptr;
 };
 
-// Of a strategy that CheckStrategy lets through.
-const PolicyDescription& FindPolicy(std::string_view name);
+// Of the strategy's policy. `own`: one that is not built in, or null. kBadInput: there is no such policy.
+Result<PolicyPasses> FindPolicy(const Strategy& strategy, const PolicyDescription* own);
+
+// `strategy`, of this policy, with the default of each knob that it does not give. kBadInput: a knob that the
+// policy does not have, or of another type.
+Result<Strategy> WithPolicyKnobs(Strategy strategy, const PolicyDescription& own);
+
+// "zero3 (libzero3.so)"
+std::string PolicyText(const PolicyDescription& own);
+
+// The error as one of this policy, never of shardplan.
+Error OfPolicy(const PolicyDescription& own, Error error);
+
+std::unique_ptr<Policy> MakeFsdp2Policy(const PolicyInput& input, ProgramBuilder& builder);
+std::unique_ptr<Policy> MakeFsdp1Policy(const PolicyInput& input, ProgramBuilder& builder);
 
 }  // namespace shardplan
