@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// RecordTrace: the trace of a model that exists in C++ alone. One step of it, on the CPU or on the meta device,
+// becomes a document that `shardplan plan` reads (docs/internals/trace-recorder.md).
+//
+//   auto trace = RecordTrace(*gpt, gpt->calls, [&] {
+//     at::Tensor logits = gpt->calls(gpt, tokens);
+//     return torch::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
+//   }, {.model = "gpt"});
+//   if (trace) WriteFileAtomically("trace.json", ToJson(*trace));
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <torch/nn/module.h>
+
+#include "shardplan/executor/module_calls.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/trace.h"
+
+namespace shardplan::executor {
+
+struct RecordOptions {
+  std::string model;   // Trace::model; empty: the class of the root
+  std::string source;  // Trace::source, as "gpt.cc"
+  // Forward-backward pairs. Gradients are cleared in between.
+  std::int32_t steps = 1;
+  // False: the forwards alone, without gradients (no_grad). What `forward` returns is not looked at.
+  bool grad = true;
+  // The dtype that parameters are kept in between steps, of those that float; nothing: the model's own.
+  std::optional<DType> param_dtype;
+};
+
+// The trace of a step of `model`, which passes its modules through `calls`: modules, their order, operators and
+// storages. `forward` runs the model, root included (calls(model, ...)), and returns the loss, one number; the
+// backward is the recorder's. Several calls of the model in one `forward` are several forwards of one backward.
+// Recording takes two to four calls of `forward` for each of `steps` (the page says what each is for), and one or
+// two backwards: on the meta device that costs next to nothing, elsewhere it is that many real steps, which draw
+// random numbers and update buffers. Gradients that the parameters have are put back afterwards.
+//
+// The tensors that `forward` captures or gives the root are the trace's inputs; it should make none of them.
+// Errors: kUsage (no step, somebody listens to `calls`, another recording on this thread, parameters on several
+// devices), kBadInput (the root is not entered, the loss is no number or needs no gradient, what a trace cannot
+// say). What `forward` throws is thrown on; everything is detached then. Same model and step, same trace.
+Result<Trace> RecordTrace(const torch::nn::Module& model, ModuleCalls& calls,
+                          const std::function<at::Tensor()>& forward, const RecordOptions& options = {});
+
+}  // namespace shardplan::executor
