@@ -18,7 +18,6 @@
 #include <string_view>
 #include <tuple>
 
-#include "training/trace_recorder_meta.h"
 
 namespace shardplan::executor {
 namespace {
@@ -154,6 +153,7 @@ StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, Mo
       Emit(ParameterGradEvent{id, storage});
     }));
   }
+  if (device_.is_meta()) meta_attention_.emplace();
   try {
     calls_.Attach(model, *this);
   } catch (const std::logic_error& error) {
@@ -563,12 +563,12 @@ bool StepTracer::IsInPlaceUnwatched(const OperatorKind& kind, const c10::Operato
       target.scalar_type() != result.scalar_type() || target.sizes() != result.sizes()) {
     return false;
   }
-  const auto node = torch::autograd::get_current_node();
   if (kind.name == "aten.add" && op.schema().overload_name() == "Tensor") {
     const at::Tensor& addend = arguments[1].toTensor();
-    return !node && addend.sizes() == target.sizes() && !target.is_view();
+    return addend.sizes() == target.sizes() && !target.is_view();
   }
   constexpr std::array<std::string_view, 4> kFillZeros = {"index_put", "scatter", "scatter_add", "index_add"};
+  const auto node = torch::autograd::get_current_node();
   return Has(kFillZeros, kind.base) && last_zeros_ == storage && node && !IsUsersFunction(*node);
 }
 

@@ -19,6 +19,7 @@
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
+#include "training/trace_recorder_meta.h"
 #include "training/trace_recorder_mode.h"
 #include "training/trace_recorder_operators.h"
 #include "training/trace_recorder_storages.h"
@@ -140,6 +141,7 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   std::vector<Pass> forwards_, backwards_;
   std::vector<TraceEvent>* events_ = nullptr;  // of the pass that runs
   std::size_t group_begin_ = 0;                // the first forward of the next backward
+  std::optional<MetaAttention> meta_attention_;
   std::optional<DispatchMode> mode_;
 
   std::vector<Storage> storages_;

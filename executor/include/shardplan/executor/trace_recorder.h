@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <torch/nn/module.h>
@@ -47,5 +48,30 @@ struct RecordOptions {
 // say). What `forward` throws is thrown on; everything is detached then. Same model and step, same trace.
 Result<Trace> RecordTrace(const torch::nn::Module& model, ModuleCalls& calls,
                           const std::function<at::Tensor()>& forward, const RecordOptions& options = {});
+
+// While it lives, tensors that this thread makes without naming a device are on the meta device: they have shapes
+// and no memory.
+class MetaDevice {
+ public:
+  MetaDevice();
+  ~MetaDevice();
+  MetaDevice(const MetaDevice&) = delete;
+  MetaDevice& operator=(const MetaDevice&) = delete;
+
+ private:
+  struct Implementation;
+  std::unique_ptr<Implementation> implementation_;
+};
+
+// What `build` returns, made on the meta device: a model of any size, to be recorded. (LibTorch moves no module
+// there: Module::to(at::kMeta) throws.) at::tensor(values) in it names its device, at::kCPU.
+//
+//   auto gpt = BuildOnMeta([] { return Gpt(GptConfig()); });
+//   const at::Tensor tokens = at::zeros({8, 1024}, at::TensorOptions(at::kLong).device(at::kMeta));
+template <class Build>
+auto BuildOnMeta(const Build& build) {
+  const MetaDevice guard;
+  return build();
+}
 
 }  // namespace shardplan::executor
