@@ -252,16 +252,29 @@ Maker Of(std::vector<std::vector<std::int64_t>> shapes) {
   };
 }
 
-TraceModel MakeGpt(const at::TensorOptions& on_device, int forwards) {
+TraceModel MakeGpt(const at::TensorOptions& on_device) {
   const GptConfig config;
   Gpt gpt(config);
   const at::Tensor tokens = at::zeros({2, config.context}, on_device.dtype(at::kLong)), targets = at::zeros_like(tokens);
-  auto forward = [gpt, tokens, targets, forwards]() mutable {
-    at::Tensor loss = GptLoss(gpt, tokens, targets);
-    for (int i = 1; i < forwards; ++i) loss = loss + GptLoss(gpt, tokens, targets);
-    return loss;
+  return {gpt.ptr(), gpt->calls, [gpt, tokens, targets]() mutable { return GptLoss(gpt, tokens, targets); }, {}};
+}
+
+// Two forwards of one backward, of the sum of their losses.
+TraceModel MakeTwoForwards(const at::TensorOptions& on_device) {
+  TraceModel made = Of<TwiceInsideImpl>({{4, 8}})(on_device);
+  made.forward = [forward = made.forward] {
+    const at::Tensor first = forward();
+    return first + forward();
   };
-  return {gpt.ptr(), gpt->calls, forward, {}};
+  return made;
+}
+
+Maker With(const Maker& maker, const RecordOptions& options) {
+  return [=](const at::TensorOptions& on_device) {
+    TraceModel made = maker(on_device);
+    made.options = options;
+    return made;
+  };
 }
 
 TraceModel MakeTied(const at::TensorOptions& on_device) {
@@ -276,25 +289,15 @@ const std::map<std::string, Maker>& Makers() {
       {"detached", Of<DetachedImpl>({{4, 8}})},
       {"dropping", Of<DroppingImpl>({{4, 8}})},
       {"frozen", Of<FrozenImpl>({{4, 8}})},
-      {"gpt", [](const auto& on_device) { return MakeGpt(on_device, 1); }},
-      {"gpt_no_grad",
-       [](const auto& on_device) {
-         TraceModel made = MakeGpt(on_device, 1);
-         made.options.grad = false;
-         return made;
-       }},
-      {"gpt_two_forwards", [](const auto& on_device) { return MakeGpt(on_device, 2); }},
-      {"gpt_two_steps",
-       [](const auto& on_device) {
-         TraceModel made = MakeGpt(on_device, 1);
-         made.options.steps = 2;
-         return made;
-       }},
+      {"gpt", MakeGpt},
+      {"gpt_no_grad", With(MakeGpt, {.grad = false})},
       {"in_place", Of<InPlaceImpl>({{4, 8}})},
       {"indexed", Of<IndexedImpl>({{4, 8}, {5}})},
       {"reused", Of<ReusedImpl>({{4, 8}})},
       {"tied", MakeTied},
       {"twice_inside", Of<TwiceInsideImpl>({{4, 8}})},
+      {"two_forwards", MakeTwoForwards},
+      {"two_steps", With(Of<TwiceInsideImpl>({{4, 8}}), {.steps = 2})},
       {"unused_input", Of<UnusedInputImpl>({{4, 8}})},
   };
   return makers;

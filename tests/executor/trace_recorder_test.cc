@@ -240,7 +240,12 @@ TEST(TraceRecorder, StepsThatCannotBeRecorded) {
   error([&] { return model->calls(model, x); }, kBadInput, "one number to go backward from; found a tensor of 8 numbers");
   error([&] { return SumOf(model, x), at::Tensor(); }, kBadInput, "found an undefined tensor");
   error([&] { return SumOf(model, x).detach(); }, kBadInput, "the loss needs no gradient");
-  error([&] { return model->calls(model, x).clone().resize_({64, 64}).sum(); }, kBadInput, "other memory");
+  const auto resized = [&] {
+    at::Tensor y = model->calls(model, x);
+    y.detach().clone().resize_({64, 64});
+    return y.sum();
+  };
+  error(resized, kBadInput, "other memory");
 }
 
 TEST(TraceRecorder, NestedRecordingsAreRefused) {
