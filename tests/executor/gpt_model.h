@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A character-level GPT of LibTorch modules, as nanoGPT names them. Its twin in Python is tests/python/tracer/gpt_twin.py.
+// A character-level GPT of LibTorch modules, as nanoGPT names them. Its twin in Python is
+// tests/python/tracer/gpt_twin.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,13 +9,13 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <fmt/format.h>
-
-#include <cstdint>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
+
+#include <cstdint>
 #include <vector>
 
 #include "shardplan/executor/module_calls.h"
@@ -27,7 +28,8 @@ struct GptConfig {
 };
 
 struct AttentionImpl : torch::nn::Module {
-  AttentionImpl(const GptConfig& config, ModuleCalls module_calls) : calls(std::move(module_calls)), heads(config.heads) {
+  AttentionImpl(const GptConfig& config, ModuleCalls module_calls)
+      : calls(std::move(module_calls)), heads(config.heads) {
     qkv = register_module("qkv", torch::nn::Linear(config.width, 3 * config.width));
     proj = register_module("proj", torch::nn::Linear(config.width, config.width));
   }
@@ -35,7 +37,8 @@ struct AttentionImpl : torch::nn::Module {
     const std::int64_t batch = x.size(0), length = x.size(1), width = x.size(2);
     std::vector<at::Tensor> parts = calls(qkv, x).split(width, 2);
     for (at::Tensor& part : parts) part = part.view({batch, length, heads, width / heads}).transpose(1, 2);
-    at::Tensor y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true);
+    at::Tensor y =
+        at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true);
     return calls(proj, y.transpose(1, 2).reshape({batch, length, width}));
   }
   ModuleCalls calls;
@@ -80,7 +83,8 @@ struct GptImpl : torch::nn::Module {
     blocks = register_module("blocks", torch::nn::ModuleList());
     for (int i = 0; i < config.blocks; ++i) blocks->push_back(Block(config, calls));
     ln_f = register_module("ln_f", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.width})));
-    head = register_module("head", torch::nn::Linear(torch::nn::LinearOptions(config.width, config.vocabulary).bias(false)));
+    head = register_module(
+        "head", torch::nn::Linear(torch::nn::LinearOptions(config.width, config.vocabulary).bias(false)));
   }
   at::Tensor forward(at::Tensor tokens) {
     const at::Tensor positions = at::arange(tokens.size(1), tokens.options());

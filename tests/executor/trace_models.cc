@@ -8,10 +8,10 @@
 #include <ATen/ops/relu.h>
 #include <ATen/ops/topk.h>
 #include <ATen/ops/zeros.h>
-
-#include <map>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/dropout.h>
+
+#include <map>
 #include <utility>
 
 #include "gpt_model.h"
@@ -240,7 +240,8 @@ Maker Of(std::vector<std::vector<std::int64_t>> shapes) {
   return [shapes = std::move(shapes)](const at::TensorOptions& on_device) {
     auto model = std::make_shared<Implementation>();
     const at::Tensor x = at::zeros(shapes[0], on_device);
-    const at::Tensor index = shapes.size() > 1 ? at::zeros(shapes[1], on_device.dtype(at::kLong)) : at::Tensor();
+    const at::Tensor index =
+        shapes.size() > 1 ? at::zeros(shapes[1], on_device.dtype(at::kLong)) : at::Tensor();
     auto forward = [model, x, index] {
       if constexpr (requires { model->forward(x, index); }) {
         return model->calls(model, x, index).sum();
@@ -255,8 +256,10 @@ Maker Of(std::vector<std::vector<std::int64_t>> shapes) {
 TraceModel MakeGpt(const at::TensorOptions& on_device) {
   const GptConfig config;
   Gpt gpt(config);
-  const at::Tensor tokens = at::zeros({2, config.context}, on_device.dtype(at::kLong)), targets = at::zeros_like(tokens);
-  return {gpt.ptr(), gpt->calls, [gpt, tokens, targets]() mutable { return GptLoss(gpt, tokens, targets); }, {}};
+  const at::Tensor tokens = at::zeros({2, config.context}, on_device.dtype(at::kLong)),
+                   targets = at::zeros_like(tokens);
+  return {
+      gpt.ptr(), gpt->calls, [gpt, tokens, targets]() mutable { return GptLoss(gpt, tokens, targets); }, {}};
 }
 
 // Two forwards of one backward, of the sum of their losses.

@@ -4,11 +4,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/nn/module.h>
 
 #include <functional>
 #include <memory>
 #include <string>
-#include <torch/nn/module.h>
 #include <vector>
 
 #include "shardplan/executor/module_calls.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RecordTrace: what a recording in C++ says of a step, and what it leaves behind. That it says what the tracer says is
-// in tests/python/tracer/test_recorded_in_cpp.py.
+// RecordTrace: what a recording in C++ says of a step, and what it leaves behind. That it says what the
+// tracer says is in tests/python/tracer/test_recorded_in_cpp.py.
 #include "shardplan/executor/trace_recorder.h"
 
 #include <ATen/Parallel.h>
@@ -8,9 +8,9 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
+#include <torch/nn/modules/linear.h>
 
 #include <stdexcept>
-#include <torch/nn/modules/linear.h>
 #include <utility>
 
 #include "gpt_model.h"
@@ -24,8 +24,8 @@ namespace {
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::MakeTraceModel;
+using ::testing::Not;
 using testing::TraceModel;
 namespace nn = torch::nn;
 
@@ -47,7 +47,8 @@ TORCH_MODULE(TwoLinear);
 
 at::Tensor SumOf(TwoLinear& model, const at::Tensor& x) { return model->calls(model, x).sum(); }
 
-Result<Trace> Record(TwoLinear& model, const std::function<at::Tensor()>& forward, const RecordOptions& options = {}) {
+Result<Trace> Record(TwoLinear& model, const std::function<at::Tensor()>& forward,
+                     const RecordOptions& options = {}) {
   return RecordTrace(*model, model->calls, forward, options);
 }
 
@@ -104,7 +105,8 @@ INSTANTIATE_TEST_SUITE_P(TraceRecorder, RecordedModel, ::testing::ValuesIn(testi
 TEST(TraceRecorder, OperatorsStoragesAndMomentsOfTwoLayers) {
   TwoLinear model;
   const at::Tensor x = at::ones({2, 4});
-  const Trace trace = Record(model, [&] { return SumOf(model, x); }, {.model = "two", .source = "two.cc"}).value();
+  const Trace trace =
+      Record(model, [&] { return SumOf(model, x); }, {.model = "two", .source = "two.cc"}).value();
   EXPECT_EQ(trace.model, "two");
   EXPECT_EQ(trace.source, "two.cc");
   EXPECT_THAT(trace.recorded_with, HasSubstr("torch 2."));
@@ -138,7 +140,10 @@ TEST(TraceRecorder, ModulesOutsideOfCallsHaveNoEvents) {
   TwoLinear model;
   const at::Tensor x = at::ones({2, 4});
   const Trace trace = Record(model, [&] {
-                        return model->calls.Call("", [&](const at::Tensor& y) { return model->first->forward(y); }, x).sum();
+                        return model->calls
+                            .Call(
+                                "", [&](const at::Tensor& y) { return model->first->forward(y); }, x)
+                            .sum();
                       }).value();
   EXPECT_EQ(EventsOf<EnterEvent>(trace.forwards[0]).size(), 1U);
   EXPECT_EQ(EventsOf<OperatorEvent>(trace.forwards[0])[0].module, 0);
@@ -157,7 +162,8 @@ TEST(TraceRecorder, ParametersWithoutGradientHaveNone) {
   for (const ParameterGradEvent& gradient : EventsOf<ParameterGradEvent>(trace.backwards[0])) {
     with.push_back(trace.parameters[static_cast<std::size_t>(gradient.parameter)].fqn);
   }
-  EXPECT_THAT(with, ::testing::UnorderedElementsAre("first.weight", "first.bias", "last.weight", "last.bias"));
+  EXPECT_THAT(with,
+              ::testing::UnorderedElementsAre("first.weight", "first.bias", "last.weight", "last.bias"));
 }
 
 TEST(TraceRecorder, OutputsThatTheCallerKeepsLiveOn) {
@@ -229,15 +235,18 @@ void ExpectError(const Result<Trace>& result, ErrorCode code, const std::string&
 TEST(TraceRecorder, StepsThatCannotBeRecorded) {
   TwoLinear model;
   const at::Tensor x = at::ones({2, 4});
-  const auto error = [&](const std::function<at::Tensor()>& forward, ErrorCode code, const std::string& part) {
+  const auto error = [&](const std::function<at::Tensor()>& forward, ErrorCode code,
+                         const std::string& part) {
     ExpectError(Record(model, forward), code, part);
     ExpectDetached(model);
   };
   using enum ErrorCode;
   error([&] { return x.sum(); }, kBadInput, "no module was entered");
   error([&] { return model->first->forward(x).sum(); }, kBadInput, "no module was entered");
-  error([&] { return model->calls(model->first, x).sum(); }, kBadInput, "\"first\" is entered outside of the model");
-  error([&] { return model->calls(model, x); }, kBadInput, "one number to go backward from; found a tensor of 8 numbers");
+  error([&] { return model->calls(model->first, x).sum(); }, kBadInput,
+        "\"first\" is entered outside of the model");
+  error([&] { return model->calls(model, x); }, kBadInput,
+        "one number to go backward from; found a tensor of 8 numbers");
   error([&] { return SumOf(model, x), at::Tensor(); }, kBadInput, "found an undefined tensor");
   error([&] { return SumOf(model, x).detach(); }, kBadInput, "the loss needs no gradient");
   const auto resized = [&] {
@@ -284,7 +293,8 @@ TEST(TraceRecorder, ModelsOnSeveralDevicesAreRefused) {
   const at::Tensor x = at::ones({2, 4}, c10::Device(c10::kMeta));
   ExpectError(Record(model, [&] { return SumOf(model, x); }), ErrorCode::kUsage,
               "\"first.weight\" on meta, \"third.weight\" on cpu");
-  ExpectError(Record(model, [&] { return SumOf(model, x); }, {.steps = 0}), ErrorCode::kUsage, "one step or more");
+  ExpectError(Record(model, [&] { return SumOf(model, x); }, {.steps = 0}), ErrorCode::kUsage,
+              "one step or more");
 }
 
 // ---- the meta device ----
@@ -300,13 +310,15 @@ TEST(MetaDevice, TensorsThatNameNoDeviceAreThere) {
 }
 
 TEST(MetaDevice, AModelLargerThanAnyMemory) {
-  const testing::GptConfig config{.vocabulary = 1 << 17, .context = 1 << 13, .width = 1 << 14, .heads = 128, .blocks = 3};
+  const testing::GptConfig config{
+      .vocabulary = 1 << 17, .context = 1 << 13, .width = 1 << 14, .heads = 128, .blocks = 3};
   testing::Gpt gpt = BuildOnMeta([&] { return testing::Gpt(config); });
   const at::Tensor tokens = at::zeros({1, config.context}, at::TensorOptions(at::kLong).device(c10::kMeta));
   const auto trace = RecordTrace(*gpt, gpt->calls, [&] { return testing::GptLoss(gpt, tokens, tokens); });
   ASSERT_TRUE(trace) << ToString(trace.error());
   std::int64_t parameters_bytes = 0;
-  for (const at::Tensor& parameter : gpt->parameters()) parameters_bytes += static_cast<std::int64_t>(parameter.nbytes());
+  for (const at::Tensor& parameter : gpt->parameters())
+    parameters_bytes += static_cast<std::int64_t>(parameter.nbytes());
   EXPECT_GT(parameters_bytes, std::int64_t{50} << 30);
 }
 

@@ -3,10 +3,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <string_view>
-#include <torch/version.h>
 #include <utility>
 #include <vector>
 
@@ -23,10 +23,12 @@ namespace {
 class GradientsAside {
  public:
   explicit GradientsAside(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
-    for (const at::Tensor& parameter : parameters_) gradients_.push_back(std::exchange(parameter.mutable_grad(), {}));
+    for (const at::Tensor& parameter : parameters_)
+      gradients_.push_back(std::exchange(parameter.mutable_grad(), {}));
   }
   ~GradientsAside() {
-    for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].mutable_grad() = std::move(gradients_[i]);
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      parameters_[i].mutable_grad() = std::move(gradients_[i]);
   }
   GradientsAside(const GradientsAside&) = delete;
   GradientsAside& operator=(const GradientsAside&) = delete;
@@ -41,7 +43,8 @@ class EverythingTrains {
  public:
   explicit EverythingTrains(const std::vector<at::Tensor>& parameters) {
     for (const at::Tensor& parameter : parameters) {
-      if (!parameter.requires_grad() && at::isFloatingType(parameter.scalar_type())) frozen_.push_back(parameter);
+      if (!parameter.requires_grad() && at::isFloatingType(parameter.scalar_type()))
+        frozen_.push_back(parameter);
     }
     for (const at::Tensor& parameter : frozen_) parameter.set_requires_grad(true);
   }
@@ -61,14 +64,16 @@ enum class Kept : std::uint8_t { kForBackward, kNothing };
 
 void CheckLoss(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1) {
-    throw RecordingError(ErrorCode::kBadInput, fmt::format("the loss must be one number to go backward from; found {}",
-                                   loss.defined() ? fmt::format("a tensor of {} numbers", loss.numel())
-                                                  : "an undefined tensor"));
+    throw RecordingError(ErrorCode::kBadInput,
+                         fmt::format("the loss must be one number to go backward from; found {}",
+                                     loss.defined() ? fmt::format("a tensor of {} numbers", loss.numel())
+                                                    : "an undefined tensor"));
   }
   if (!loss.requires_grad()) {
-    throw RecordingError(ErrorCode::kBadInput, 
-        "the loss needs no gradient: no parameter that requires one takes part in it (RecordOptions::grad = false "
-        "records the forward alone)");
+    throw RecordingError(ErrorCode::kBadInput,
+                         "the loss needs no gradient: no parameter that requires one takes part in it "
+                         "(RecordOptions::grad = false "
+                         "records the forward alone)");
   }
 }
 
@@ -83,7 +88,8 @@ class Recorder {
   Trace Record() {
     const GradientsAside aside(tree_.parameter_tensors);
     TracedStep step = RecordPlaced();
-    if (!step.backwards.empty()) MarkReleases(step.forwards, RecordOnce(Marks::kNone, Kept::kNothing).forwards);
+    if (!step.backwards.empty())
+      MarkReleases(step.forwards, RecordOnce(Marks::kNone, Kept::kNothing).forwards);
     const EverythingTrains trains(tree_.parameter_tensors);
     if (trains.changes_something()) {
       const TracedStep trained = RecordOnce(Marks::kNone, Kept::kForBackward);
@@ -119,7 +125,9 @@ class Recorder {
         recording.EndForward();
       }
       if (!recording.entered()) {
-        throw RecordingError(ErrorCode::kBadInput, "no module was entered: the step calls the model itself through calls(model, ...)");
+        throw RecordingError(
+            ErrorCode::kBadInput,
+            "no module was entered: the step calls the model itself through calls(model, ...)");
       }
       if (!keeps) continue;
       CheckLoss(loss);
@@ -165,15 +173,17 @@ class Recorder {
 Status CheckCanRecord(const ModelTree& tree, const RecordOptions& options) {
   if (options.steps < 1) return MakeError(ErrorCode::kUsage, "a recording has one step or more");
   if (DispatchMode::IsAnyActive()) {
-    return MakeError(ErrorCode::kUsage,
-                     "a recording runs on this thread already, or something else that watches torch's operators");
+    return MakeError(
+        ErrorCode::kUsage,
+        "a recording runs on this thread already, or something else that watches torch's operators");
   }
   for (std::size_t i = 0; i < tree.parameters.size(); ++i) {
     const at::Device device = tree.parameter_tensors[i].device(), first = tree.parameter_tensors[0].device();
     if (device != first) {
-      return MakeError(ErrorCode::kUsage, fmt::format("the parameters are on several devices: \"{}\" on {}, \"{}\" on {}",
-                                                      tree.parameters[0].fqn, first.str(), tree.parameters[i].fqn,
-                                                      device.str()));
+      return MakeError(
+          ErrorCode::kUsage,
+          fmt::format("the parameters are on several devices: \"{}\" on {}, \"{}\" on {}",
+                      tree.parameters[0].fqn, first.str(), tree.parameters[i].fqn, device.str()));
     }
   }
   return {};
@@ -184,7 +194,8 @@ Status CheckCanRecord(const ModelTree& tree, const RecordOptions& options) {
 Result<Trace> RecordTrace(const torch::nn::Module& model, ModuleCalls& calls,
                           const std::function<at::Tensor()>& forward, const RecordOptions& options) {
   Recorder recorder(model, calls, forward, options);
-  if (Status status = CheckCanRecord(recorder.tree(), options); !status) return std::unexpected(status.error());
+  if (Status status = CheckCanRecord(recorder.tree(), options); !status)
+    return std::unexpected(status.error());
   try {
     Trace trace = recorder.Record();
     if (Status status = CheckTrace(trace); !status) return std::unexpected(status.error());

@@ -39,7 +39,7 @@ std::optional<TraceEvent> AnchorOf(const TraceEvent& event) {
 }
 
 struct AnchoredEvents {
-  std::vector<TraceEvent> keys;                      // of the anchors
+  std::vector<TraceEvent> keys;  // of the anchors
   std::vector<const TraceEvent*> anchors;
   std::vector<std::vector<const TraceEvent*>> gaps;  // before the first, between each two, after the last
 };
@@ -99,8 +99,8 @@ Lives SplitAtDeaths(const std::vector<TraceEvent>& events) {
   return lives;
 }
 
-// What is the same with nothing kept: anything but the numbers of storages and tensors, and the roles that follow
-// from deaths.
+// What is the same with nothing kept: anything but the numbers of storages and tensors, and the roles that
+// follow from deaths.
 TraceEvent ShapeOfEvent(const TraceEvent& event) {
   if (const auto* birth = std::get_if<AllocateEvent>(&event)) {
     return AllocateEvent{-1, birth->size_bytes, StorageRole::kForwardTemp, birth->module, -1};
@@ -121,7 +121,9 @@ std::optional<std::vector<TraceEvent>> WithReleases(const std::vector<TraceEvent
                                                     const std::vector<TraceEvent>& unkept,
                                                     std::unordered_map<StorageId, StorageId>& same) {
   const Lives kept = SplitAtDeaths(events), other = SplitAtDeaths(unkept);
-  const auto is_alike = [](const TraceEvent* a, const TraceEvent* b) { return ShapeOfEvent(*a) == ShapeOfEvent(*b); };
+  const auto is_alike = [](const TraceEvent* a, const TraceEvent* b) {
+    return ShapeOfEvent(*a) == ShapeOfEvent(*b);
+  };
   if (!std::ranges::equal(kept.events, other.events, is_alike)) return std::nullopt;
   std::unordered_set<StorageId> born;
   for (const TraceEvent* event : kept.events) {
@@ -152,8 +154,8 @@ std::optional<std::vector<TraceEvent>> WithReleases(const std::vector<TraceEvent
   return result;
 }
 
-// Of the outputs of modules that need a gradient, by forward and tensor: whether they get one. Forwards without a
-// backward are not in it.
+// Of the outputs of modules that need a gradient, by forward and tensor: whether they get one. Forwards
+// without a backward are not in it.
 std::map<std::pair<std::size_t, TensorId>, bool> TensorsInLoss(const std::vector<Pass>& forwards,
                                                                const std::vector<Pass>& backwards) {
   struct Output {
@@ -226,7 +228,8 @@ void MarkTrainable(std::vector<Pass>& forwards, const std::vector<Pass>& trained
     return std::ranges::equal(own.tensors, other.tensors,
                               [](const Tensor& a, const Tensor& b) { return a.shape == b.shape; });
   };
-  if (!std::ranges::equal(forwards, trained_forwards, same_shapes)) return;  // the model does something else then
+  if (!std::ranges::equal(forwards, trained_forwards, same_shapes))
+    return;  // the model does something else then
   const auto in_loss = TensorsInLoss(trained_forwards, trained_backwards);
   for (std::size_t number = 0; number < forwards.size(); ++number) {
     for (std::size_t i = 0; i < forwards[number].tensors.size(); ++i) {

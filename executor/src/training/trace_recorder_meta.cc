@@ -36,7 +36,8 @@ using MetaResults = std::vector<c10::IValue>;
 
 bool IsGiven(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-// ---- attention, as the CPU has it (aten/native/transformers/sdp_utils_cpp.cpp; attention.py of the tracer) ----
+// ---- attention, as the CPU has it (aten/native/transformers/sdp_utils_cpp.cpp; attention.py of the tracer)
+// ----
 
 bool FitsFlashOfCpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const std::optional<at::Tensor>& mask, double dropout, bool shares_heads) {
@@ -45,7 +46,8 @@ bool FitsFlashOfCpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
     if (t->size(3) != q.size(3) || t->stride(3) != 1) return false;
   }
   if (!at::isFloatingType(q.scalar_type()) || q.size(2) == 0 || k.size(2) == 0 || dropout != 0) return false;
-  if (k.size(1) != v.size(1) || (shares_heads ? q.size(1) % k.size(1) != 0 : q.size(1) != k.size(1))) return false;
+  if (k.size(1) != v.size(1) || (shares_heads ? q.size(1) % k.size(1) != 0 : q.size(1) != k.size(1)))
+    return false;
   if (!mask || !mask->defined()) return true;
   return (mask->dim() == 2 || mask->dim() == 4) && !mask->requires_grad();
 }
@@ -65,10 +67,11 @@ at::Tensor AttentionOfCpu(const at::Tensor& q, const at::Tensor& k, const at::Te
     bias = at::where(*mask, number(0.0), number(-std::numeric_limits<double>::infinity()));
   }
   if (FitsFlashOfCpu(q, k, v, mask, dropout, shares_heads)) {
-    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, bias, scale));
+    return std::get<0>(
+        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, bias, scale));
   }
-  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, bias, dropout, is_causal, std::nullopt, scale,
-                                                            shares_heads));
+  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, bias, dropout, is_causal, std::nullopt,
+                                                            scale, shares_heads));
 }
 
 MetaResults FlashOfCpu(Arguments a) {
@@ -93,16 +96,20 @@ MetaResults FlashOfCpuBackward(Arguments a) {
 MetaResults LayerNorm(Arguments a) {
   const at::Tensor& input = a[0].toTensor();
   std::vector<std::int64_t> statistics = input.sizes().vec();
-  for (std::size_t i = statistics.size() - a[1].toIntVector().size(); i < statistics.size(); ++i) statistics[i] = 1;
+  for (std::size_t i = statistics.size() - a[1].toIntVector().size(); i < statistics.size(); ++i)
+    statistics[i] = 1;
   const at::TensorOptions options =
       IsGiven(a[2]) ? input.options().dtype(a[2].toTensor().scalar_type()) : input.options();
-  return {at::empty(input.sizes(), input.options()), at::empty(statistics, options), at::empty(statistics, options)};
+  return {at::empty(input.sizes(), input.options()), at::empty(statistics, options),
+          at::empty(statistics, options)};
 }
 
 MetaResults LayerNormBackward(Arguments a) {
   const at::Tensor& input = a[1].toTensor();
   const auto wanted = a[7].toBoolList();
-  const auto like = [](const c10::IValue& value) { return at::empty_like(value.toTensor(), at::MemoryFormat::Contiguous); };
+  const auto like = [](const c10::IValue& value) {
+    return at::empty_like(value.toTensor(), at::MemoryFormat::Contiguous);
+  };
   return {wanted[0] ? at::empty(input.sizes(), input.options()) : at::Tensor(),
           wanted[1] && IsGiven(a[5]) ? like(a[5]) : at::Tensor(),
           wanted[2] && IsGiven(a[6]) ? like(a[6]) : at::Tensor()};

@@ -22,7 +22,8 @@ constexpr DispatchKeySet kModesAndAbove =
 
 }  // namespace
 
-// An "interpreter" that has no objects and no tensors of its own: `dispatch` alone is ever asked for anything.
+// An "interpreter" that has no objects and no tensors of its own: `dispatch` alone is ever asked for
+// anything.
 class DispatchMode::Table final : public c10::impl::PyInterpreterVTable {
  public:
   explicit Table(OperatorHandler& handler) : handler_(&handler) {}
@@ -86,7 +87,8 @@ class DispatchMode::Table final : public c10::impl::PyInterpreterVTable {
 
 // Held by whoever holds the mode: torch copies its stack into each backward.
 struct DispatchMode::Interpreter {
-  explicit Interpreter(OperatorHandler& handler) : table(handler), interpreter(&table), mode(nullptr, &interpreter) {}
+  explicit Interpreter(OperatorHandler& handler)
+      : table(handler), interpreter(&table), mode(nullptr, &interpreter) {}
 
   Table table;
   c10::impl::PyInterpreter interpreter;

@@ -27,17 +27,17 @@ const std::set<std::string_view>& AllocateOnly() {
 
 // The result depends on the arguments' shape only.
 const std::set<std::string_view>& ReadsNothing() {
-  static const std::set<std::string_view> names = {"zeros_like", "ones_like", "full_like",  "new_zeros",
-                                                   "new_ones",   "new_full",  "rand_like",  "randn_like",
-                                                   "zero_",      "fill_",     "uniform_",   "normal_",
-                                                   "bernoulli_"};
+  static const std::set<std::string_view> names = {
+      "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",  "rand_like",
+      "randn_like", "zero_",     "fill_",     "uniform_",  "normal_",  "bernoulli_"};
   return names;
 }
 
 // Arguments of which only as many elements are read as the output has (the table of a lookup).
 const std::map<std::string_view, std::size_t>& Lookups() {
   static const std::map<std::string_view, std::size_t> positions = {
-      {"embedding", 0}, {"index_select", 0}, {"gather", 0}, {"index", 0}, {"nll_loss_forward", 0}, {"take", 0}};
+      {"embedding", 0}, {"index_select", 0},     {"gather", 0},
+      {"index", 0},     {"nll_loss_forward", 0}, {"take", 0}};
   return positions;
 }
 
@@ -62,8 +62,8 @@ std::int64_t Product(Shape shape) {
 std::int64_t MatrixProduct(Shape a, Shape b) { return 2 * a[0] * a[1] * b[1]; }
 std::int64_t BatchedProduct(Shape a, Shape b) { return 2 * a[0] * a[1] * a[2] * b[2]; }
 
-// The products q k^T and p v for every head of the query: key and value heads that are shared count as if they
-// were repeated.
+// The products q k^T and p v for every head of the query: key and value heads that are shared count as if
+// they were repeated.
 std::int64_t AttentionForward(Shape query, Shape key, Shape value) {
   const std::int64_t pairs = query[0] * query[1] * query[2] * key[2];
   return 2 * pairs * (query[3] + value[3]);
@@ -141,13 +141,17 @@ const std::map<std::string_view, FlopFormula>& FlopFormulas() {
     for (const char* name :
          {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
           "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"}) {
-      made[name] = [](Values a, Values) { return AttentionForward(ShapeOf(a[0]), ShapeOf(a[1]), ShapeOf(a[2])); };
+      made[name] = [](Values a, Values) {
+        return AttentionForward(ShapeOf(a[0]), ShapeOf(a[1]), ShapeOf(a[2]));
+      };
     }
     for (const char* name :
          {"_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward",
           "_scaled_dot_product_flash_attention_for_cpu_backward",
           "_scaled_dot_product_cudnn_attention_backward"}) {
-      made[name] = [](Values a, Values) { return AttentionBackward(ShapeOf(a[1]), ShapeOf(a[2]), ShapeOf(a[3])); };
+      made[name] = [](Values a, Values) {
+        return AttentionBackward(ShapeOf(a[1]), ShapeOf(a[2]), ShapeOf(a[3]));
+      };
     }
     made["_cudnn_rnn"] = [](Values a, Values) { return Recurrent(a); };
     made["_cudnn_rnn_backward"] = [](Values a, Values) { return 2 * Recurrent(a); };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "training/trace_recorder_step.h"
 
+#include <ATen/SequenceNumber.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -9,15 +10,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <ATen/SequenceNumber.h>
-
 #include <algorithm>
 #include <functional>
 #include <set>
 #include <stdexcept>
 #include <string_view>
 #include <tuple>
-
 
 namespace shardplan::executor {
 namespace {
@@ -79,7 +77,8 @@ bool MarksRegroupSums(const at::Tensor& loss) {
         return Slot(edge.function.get(), edge.input_nr);
       };
       Slot target = next(Slot(node, i));
-      while (target.first != nullptr && IsMark(target.first) && !several.contains(target)) target = next(target);
+      while (target.first != nullptr && IsMark(target.first) && !several.contains(target))
+        target = next(target);
       if (several.contains(target)) return true;
     }
   }
@@ -119,7 +118,8 @@ class StepTracer::GradientHook {
       : parameter_(parameter) {
     using torch::autograd::impl::post_acc_grad_hooks;
     own_ = std::move(post_acc_grad_hooks(parameter_));
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter_, std::make_unique<Hook>(std::move(accumulated)));
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter_,
+                                                   std::make_unique<Hook>(std::move(accumulated)));
   }
   ~GradientHook() { torch::autograd::impl::set_post_acc_grad_hooks(parameter_, std::move(own_)); }
   GradientHook(const GradientHook&) = delete;
@@ -135,7 +135,8 @@ class StepTracer::GradientHook {
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> own_;
 };
 
-StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs)
+StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls,
+                       bool mark_inputs)
     : tree_(tree),
       calls_(calls),
       mark_inputs_(mark_inputs),
@@ -214,7 +215,9 @@ void StepTracer::Backward(at::Tensor loss) {
 
 TracedStep StepTracer::Finish() {
   if (watch_.lost_one()) {
-    throw RecordingError(ErrorCode::kBadInput, "the step gives a tensor other memory (resize_, set_data), which a trace cannot say");
+    throw RecordingError(
+        ErrorCode::kBadInput,
+        "the step gives a tensor other memory (resize_, set_data), which a trace cannot say");
   }
   for (auto* passes : {&forwards_, &backwards_}) {
     for (Pass& pass : *passes) {
@@ -233,8 +236,9 @@ TracedStep StepTracer::Finish() {
     }
   }
   inputs_.insert(inputs_.end(), captured_.begin(), captured_.end());
-  return {std::move(inputs_),    std::move(buffer_storages_), std::move(forwards_),
-          std::move(backwards_), tokens_,                     sums_regrouped_};
+  return {
+      std::move(inputs_), std::move(buffer_storages_), std::move(forwards_), std::move(backwards_), tokens_,
+      sums_regrouped_};
 }
 
 StorageRole StepTracer::RoleOf(const Storage& storage) const {
@@ -291,13 +295,18 @@ void StepTracer::Enter(std::int32_t module, std::span<at::Tensor* const> inputs)
   const ModuleId id = module_ids_[static_cast<std::size_t>(module)];
   const std::string& fqn = tree_.modules[static_cast<std::size_t>(id)].fqn;
   if (InBackward()) {
-    throw RecordingError(ErrorCode::kBadInput, fmt::format("\"{}\" is entered in the backward: activation checkpointing is the planner's "
+    throw RecordingError(
+        ErrorCode::kBadInput,
+        fmt::format("\"{}\" is entered in the backward: activation checkpointing is the planner's "
                     "(shardplan plan --checkpoint), not the recorded step's",
                     fqn));
   }
   if (stack_.empty()) {
     if (id != 0) {
-      throw RecordingError(ErrorCode::kBadInput, fmt::format("\"{}\" is entered outside of the model: call the model itself, calls(model, ...)", fqn));
+      throw RecordingError(
+          ErrorCode::kBadInput,
+          fmt::format("\"{}\" is entered outside of the model: call the model itself, calls(model, ...)",
+                      fqn));
     }
     if (phase_ == Phase::kOff && forwards_.empty()) AddResidents(inputs);
     BeginPass();
@@ -309,7 +318,8 @@ void StepTracer::Enter(std::int32_t module, std::span<at::Tensor* const> inputs)
   stack_.push_back(id);
   open_calls_.push_back(occurrence);
   MarkNodes();
-  if (!mark_inputs_ || !at::GradMode::is_enabled() || !tree_.has_parameters[static_cast<std::size_t>(id)]) return;
+  if (!mark_inputs_ || !at::GradMode::is_enabled() || !tree_.has_parameters[static_cast<std::size_t>(id)])
+    return;
   std::vector<at::Tensor*> needing;
   std::vector<at::Tensor> tensors;
   for (at::Tensor* tensor : inputs) {
@@ -324,9 +334,9 @@ void StepTracer::Enter(std::int32_t module, std::span<at::Tensor* const> inputs)
   });
   const variable_list marked = MarkedInputs::apply(done, at::TensorList(tensors));
   for (std::size_t i = 0; i < needing.size(); ++i) {
-    names_.insert_or_assign(
-        marked[i].unsafeGetTensorImpl(),
-        NamedTensor{c10::weak_intrusive_ptr<c10::TensorImpl>(marked[i].getIntrusivePtr()), NameOf(tensors[i])});
+    names_.insert_or_assign(marked[i].unsafeGetTensorImpl(),
+                            NamedTensor{c10::weak_intrusive_ptr<c10::TensorImpl>(marked[i].getIntrusivePtr()),
+                                        NameOf(tensors[i])});
     *needing[i] = marked[i];
   }
 }
@@ -388,12 +398,15 @@ ModuleId StepTracer::CurrentModule() {
 
 c10::StorageImpl* StepTracer::MemoryOf(const at::Tensor& tensor) {
   if (!tensor.has_storage()) {
-    throw RecordingError(ErrorCode::kBadInput, "the step computes with a tensor that has no storage (a sparse one)");
+    throw RecordingError(ErrorCode::kBadInput,
+                         "the step computes with a tensor that has no storage (a sparse one)");
   }
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-bool StepTracer::IsOnDevice(const at::Tensor& tensor) const { return tensor.device().type() == device_.type(); }
+bool StepTracer::IsOnDevice(const at::Tensor& tensor) const {
+  return tensor.device().type() == device_.type();
+}
 
 StorageId StepTracer::Birth(c10::StorageImpl* memory, bool resident) {
   const auto id = static_cast<StorageId>(storages_.size());
@@ -454,11 +467,13 @@ StorageId StepTracer::KnownStorage(const at::Tensor& tensor) {
 void StepTracer::AddResidents(std::span<at::Tensor* const> root_inputs) {
   for (std::size_t i = 0; i < root_inputs.size(); ++i) {
     const at::Tensor& tensor = *root_inputs[i];
-    if (std::ranges::any_of(input_tensors_, [&](const at::Tensor& other) { return other.is_same(tensor); })) continue;
+    if (std::ranges::any_of(input_tensors_, [&](const at::Tensor& other) { return other.is_same(tensor); }))
+      continue;
     if (ParameterOf(tensor) >= 0) continue;
     const StorageId known = StorageOf(tensor);
     const StorageId storage = known >= 0 ? known : Birth(MemoryOf(tensor), /*resident=*/true);
-    inputs_.push_back({fmt::format("args.{}", i), tensor.sizes().vec(), ToDType(tensor.scalar_type()), storage});
+    inputs_.push_back(
+        {fmt::format("args.{}", i), tensor.sizes().vec(), ToDType(tensor.scalar_type()), storage});
     input_tensors_.push_back(tensor);
   }
   if (!input_tensors_.empty()) tokens_ = TokensIn(input_tensors_.front());
@@ -483,7 +498,7 @@ void StepTracer::Dispatch(const c10::OperatorHandle& op, torch::jit::Stack& stac
 }
 
 void StepTracer::Observe(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
-                            c10::ArrayRef<c10::IValue> results) {
+                         c10::ArrayRef<c10::IValue> results) {
   const std::string full = op.schema().name() + "." + op.schema().overload_name();
   const OperatorKind& kind = kinds_.try_emplace(full, op).first->second;
   if (pending_) Settle(false);  // its target would be gone by now
@@ -514,13 +529,14 @@ void StepTracer::Observe(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValu
 }
 
 void StepTracer::EmitOperator(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments,
-                                 c10::ArrayRef<c10::IValue> results, const std::vector<at::Tensor>& outputs,
-                                 ModuleId module) {
+                              c10::ArrayRef<c10::IValue> results, const std::vector<at::Tensor>& outputs,
+                              ModuleId module) {
   OperatorEvent event;
   event.name = kind.name;
   event.module = module;
   std::vector<at::Tensor> inputs;
-  using Place = std::tuple<c10::StorageImpl*, std::int64_t, std::vector<std::int64_t>, std::vector<std::int64_t>>;
+  using Place =
+      std::tuple<c10::StorageImpl*, std::int64_t, std::vector<std::int64_t>, std::vector<std::int64_t>>;
   std::set<Place> seen;
   for (const ReadTensor& read : ReadTensors(kind, arguments, outputs)) {
     const at::Tensor& tensor = read.tensor;
@@ -553,7 +569,7 @@ void StepTracer::EmitOperator(const OperatorKind& kind, c10::ArrayRef<c10::IValu
 
 // See [Note: in place on real tensors].
 bool StepTracer::IsInPlaceUnwatched(const OperatorKind& kind, const c10::OperatorHandle& op,
-                                       c10::ArrayRef<c10::IValue> arguments, const at::Tensor& result) const {
+                                    c10::ArrayRef<c10::IValue> arguments, const at::Tensor& result) const {
   if (phase_ != Phase::kBackward || !InBackward()) return false;
   if (arguments.empty() || !arguments[0].isTensor()) return false;
   const at::Tensor& target = arguments[0].toTensor();
@@ -572,8 +588,8 @@ bool StepTracer::IsInPlaceUnwatched(const OperatorKind& kind, const c10::Operato
   return Has(kFillZeros, kind.base) && last_zeros_ == storage && node && !IsUsersFunction(*node);
 }
 
-void StepTracer::Hold(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments, const at::Tensor& result,
-                         StorageId storage, ModuleId module) {
+void StepTracer::Hold(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments,
+                      const at::Tensor& result, StorageId storage, ModuleId module) {
   OperatorEvent event;
   event.name = kind.name;
   event.module = module;

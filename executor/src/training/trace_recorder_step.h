@@ -29,7 +29,8 @@ namespace shardplan::executor {
 
 // The step cannot be recorded. It leaves through the user's function, and becomes RecordTrace's error.
 struct RecordingError : std::runtime_error {
-  RecordingError(ErrorCode error_code, const std::string& message) : std::runtime_error(message), code(error_code) {}
+  RecordingError(ErrorCode error_code, const std::string& message)
+      : std::runtime_error(message), code(error_code) {}
   ErrorCode code;
 };
 
@@ -47,18 +48,17 @@ struct TracedStep {
 // End it listens to modules and to the dispatcher.
 //
 // [Note: in place on real tensors]
-// Two things a backward does in place, and out of place where a dispatch mode watches: the autograd engine adds
-// the gradients of a value that is used several times into the first one, when it holds the only reference to
-// it and to its storage (a view keeps the tensor that it was made from, a second reference); and some formulas
-// fill zeros of their own (the gradient of indexing, of a gather, of a top-k). A trace shows what an unwatched
-// step does: when the target dies at once, nobody else held it, so the result is written into the target's
-// storage, and neither the birth of the result nor the death of the target is an event. The tracer in Python
-// does the same (recorder.py).
+// Two things a backward does in place, and out of place where a dispatch mode watches: the autograd engine
+// adds the gradients of a value that is used several times into the first one, when it holds the only
+// reference to it and to its storage (a view keeps the tensor that it was made from, a second reference); and
+// some formulas fill zeros of their own (the gradient of indexing, of a gather, of a top-k). A trace shows
+// what an unwatched step does: when the target dies at once, nobody else held it, so the result is written
+// into the target's storage, and neither the birth of the result nor the death of the target is an event. The
+// tracer in Python does the same (recorder.py).
 class StepTracer final : public ModuleListener, private OperatorHandler {
  public:
-  // `tree` outlives it. mark_inputs: an identity function around the inputs of modules with parameters tells when
-  // their gradients are done.
-  // Listens to `calls` until its end. RecordingError: somebody else does.
+  // `tree` outlives it. mark_inputs: an identity function around the inputs of modules with parameters tells
+  // when their gradients are done. Listens to `calls` until its end. RecordingError: somebody else does.
   StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs);
   ~StepTracer() override;
   StepTracer(const StepTracer&) = delete;
@@ -105,7 +105,8 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   void Observe(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                c10::ArrayRef<c10::IValue> results);
   void EmitOperator(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments,
-                    c10::ArrayRef<c10::IValue> results, const std::vector<at::Tensor>& outputs, ModuleId module);
+                    c10::ArrayRef<c10::IValue> results, const std::vector<at::Tensor>& outputs,
+                    ModuleId module);
   bool IsInPlaceUnwatched(const OperatorKind& kind, const c10::OperatorHandle& op,
                           c10::ArrayRef<c10::IValue> arguments, const at::Tensor& result) const;
   void Hold(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments, const at::Tensor& result,
@@ -167,7 +168,7 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   bool sums_regrouped_ = false;
   std::shared_ptr<StepTracer*> self_;  // for hooks that may outlive it: what they refer to is then nullptr
   std::vector<std::unique_ptr<GradientHook>> hooks_;
-  StorageWatch watch_;                     // the last: it ends first
+  StorageWatch watch_;  // the last: it ends first
 };
 
 }  // namespace shardplan::executor

@@ -9,9 +9,9 @@
 
 namespace shardplan::executor {
 
-// Follows storages by their memory: around the function that frees it stands one that tells first. So frees are
-// told where they are and in their order, which asking weak references in between would not give. Memory keeps
-// its address. Whatever still lives at the end gets its own function back.
+// Follows storages by their memory: around the function that frees it stands one that tells first. So frees
+// are told where they are and in their order, which asking weak references in between would not give. Memory
+// keeps its address. Whatever still lives at the end gets its own function back.
 class StorageWatch {
  public:
   // `died` gets what was followed; it may not throw.

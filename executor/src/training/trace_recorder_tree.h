@@ -3,9 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include <memory>
-#include <torch/nn/module.h>
 #include <unordered_map>
 #include <vector>
 

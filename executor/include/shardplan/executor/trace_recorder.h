@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RecordTrace: the trace of a model that exists in C++ alone. One step of it, on the CPU or on the meta device,
-// becomes a document that `shardplan plan` reads (docs/internals/trace-recorder.md).
+// RecordTrace: the trace of a model that exists in C++ alone. One step of it, on the CPU or on the meta
+// device, becomes a document that `shardplan plan` reads (docs/internals/trace-recorder.md).
 //
 //   auto trace = RecordTrace(*gpt, gpt->calls, [&] {
 //     at::Tensor logits = gpt->calls(gpt, tokens);
@@ -10,13 +10,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/nn/module.h>
 
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/schemas/error.h"
@@ -35,22 +35,24 @@ struct RecordOptions {
   std::optional<DType> param_dtype;
 };
 
-// The trace of a step of `model`, which passes its modules through `calls`: modules, their order, operators and
-// storages. `forward` runs the model, root included (calls(model, ...)), and returns the loss, one number; the
-// backward is the recorder's. Several calls of the model in one `forward` are several forwards of one backward.
-// Recording takes two to four calls of `forward` for each of `steps` (the page says what each is for), and one or
-// two backwards: on the meta device that costs next to nothing, elsewhere it is that many real steps, which draw
-// random numbers and update buffers. Gradients that the parameters have are put back afterwards.
+// The trace of a step of `model`, which passes its modules through `calls`: modules, their order, operators
+// and storages. `forward` runs the model, root included (calls(model, ...)), and returns the loss, one
+// number; the backward is the recorder's. Several calls of the model in one `forward` are several forwards of
+// one backward. Recording takes two to four calls of `forward` for each of `steps` (the page says what each
+// is for), and one or two backwards: on the meta device that costs next to nothing, elsewhere it is that many
+// real steps, which draw random numbers and update buffers. Gradients that the parameters have are put back
+// afterwards.
 //
 // The tensors that `forward` captures or gives the root are the trace's inputs; it should make none of them.
-// Errors: kUsage (no step, somebody listens to `calls`, another recording on this thread, parameters on several
-// devices), kBadInput (the root is not entered, the loss is no number or needs no gradient, what a trace cannot
-// say). What `forward` throws is thrown on; everything is detached then. Same model and step, same trace.
+// Errors: kUsage (no step, somebody listens to `calls`, another recording on this thread, parameters on
+// several devices), kBadInput (the root is not entered, the loss is no number or needs no gradient, what a
+// trace cannot say). What `forward` throws is thrown on; everything is detached then. Same model and step,
+// same trace.
 Result<Trace> RecordTrace(const torch::nn::Module& model, ModuleCalls& calls,
                           const std::function<at::Tensor()>& forward, const RecordOptions& options = {});
 
-// While it lives, tensors that this thread makes without naming a device are on the meta device: they have shapes
-// and no memory.
+// While it lives, tensors that this thread makes without naming a device are on the meta device: they have
+// shapes and no memory.
 class MetaDevice {
  public:
   MetaDevice();
@@ -63,8 +65,8 @@ class MetaDevice {
   std::unique_ptr<Implementation> implementation_;
 };
 
-// What `build` returns, made on the meta device: a model of any size, to be recorded. (LibTorch moves no module
-// there: Module::to(at::kMeta) throws.) at::tensor(values) in it names its device, at::kCPU.
+// What `build` returns, made on the meta device: a model of any size, to be recorded. (LibTorch moves no
+// module there: Module::to(at::kMeta) throws.) at::tensor(values) in it names its device, at::kCPU.
 //
 //   auto gpt = BuildOnMeta([] { return Gpt(GptConfig()); });
 //   const at::Tensor tokens = at::zeros({8, 1024}, at::TensorOptions(at::kLong).device(at::kMeta));
