@@ -9,7 +9,7 @@
 namespace shardplan::executor {
 namespace {
 
-std::string ClassName(const torch::nn::Module& module) {
+std::string ClassNameInDocuments(const torch::nn::Module& module) {
   std::string_view name = module.name();
   int depth = 0;  // in template arguments
   std::size_t begin = 0;
@@ -60,7 +60,7 @@ class ModelReader {
     const auto [known, is_new] = tree_.module_ids.try_emplace(&module, id);
     Module entry;
     entry.fqn = fqn;
-    entry.class_name = ClassName(module);
+    entry.class_name = ClassNameInDocuments(module);
     if (!is_new) entry.same_module_as = tree_.modules[static_cast<std::size_t>(known->second)].fqn;
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const ParameterId parameter = parameter_ids_.at(item.value().unsafeGetTensorImpl());
