@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// record_model NAME cpu|meta: the trace of a model of trace_models.h on standard output. record_model names,
+// record_model NAME cpu|meta|gpu|gpu_bfloat16: the trace of a model of trace_models.h on standard output. record_model names,
 // tables: what there is, and the recorder's tables of operators.
 #include <cstdio>
 #include <string>
@@ -16,7 +16,11 @@ int main(int argc, char** argv) {
     for (const std::string& known : testing::TraceModelNames()) std::puts(known.c_str());
     return 0;
   }
-  auto trace = testing::MakeTraceModel(name, device == "meta" ? c10::kMeta : c10::kCPU).Record();
+  const bool of_gpu = device.starts_with("gpu");
+  auto model = testing::MakeTraceModel(name, of_gpu || device == "meta" ? c10::kMeta : c10::kCPU,
+                                       device == "gpu_bfloat16" ? at::kBFloat16 : at::kFloat);
+  if (of_gpu) model.options.kernels = RecordedKernels::kGpu;
+  const auto trace = model.Record();
   if (!trace) {
     std::fprintf(stderr, "%s\n", ToString(trace.error()).c_str());
     return 1;

@@ -232,6 +232,26 @@ struct DroppingImpl : nn::Module {
   nn::Dropout dropout{nullptr};
 };
 
+// Attention with a mask, and with heads that share keys.
+struct MaskedImpl : nn::Module {
+  MaskedImpl() {
+    linear = register_module("linear", nn::Linear(16, 16));
+    mask = register_buffer("mask", at::zeros({4, 4}).to(at::kBool));
+  }
+  at::Tensor forward(at::Tensor x) {
+    const at::Tensor y = calls(linear, x);
+    const at::Tensor heads = y.view({2, 4, 2, 8}).transpose(1, 2);
+    const at::Tensor one = heads.narrow(1, 0, 1);
+    const at::Tensor masked = at::scaled_dot_product_attention(heads, heads, heads, mask);
+    const at::Tensor shared =
+        at::scaled_dot_product_attention(heads, one, one, {}, 0.0, false, std::nullopt, /*enable_gqa=*/true);
+    return masked + shared;
+  }
+  ModuleCalls calls;
+  nn::Linear linear{nullptr};
+  at::Tensor mask;
+};
+
 using Maker = std::function<TraceModel(const at::TensorOptions& on_device)>;
 
 // The sum of what the model makes of zeros of these shapes.
@@ -296,6 +316,7 @@ const std::map<std::string, Maker>& Makers() {
       {"gpt_no_grad", With(MakeGpt, {.grad = false})},
       {"in_place", Of<InPlaceImpl>({{4, 8}})},
       {"indexed", Of<IndexedImpl>({{4, 8}, {5}})},
+      {"masked", Of<MaskedImpl>({{2, 4, 16}})},
       {"reused", Of<ReusedImpl>({{4, 8}})},
       {"tied", MakeTied},
       {"twice_inside", Of<TwiceInsideImpl>({{4, 8}})},
@@ -308,8 +329,12 @@ const std::map<std::string, Maker>& Makers() {
 
 }  // namespace
 
-TraceModel MakeTraceModel(const std::string& name, c10::DeviceType device) {
-  const auto make = [&] { return Makers().at(name)(at::TensorOptions(at::kFloat).device(device)); };
+TraceModel MakeTraceModel(const std::string& name, c10::DeviceType device, at::ScalarType dtype) {
+  const auto make = [&] {
+    TraceModel made = Makers().at(name)(at::TensorOptions(dtype).device(device));
+    made.model->to(dtype);
+    return made;
+  };
   return device == c10::kMeta ? BuildOnMeta(make) : make();
 }
 

@@ -25,8 +25,8 @@ struct TraceModel {
   Result<Trace> Record() { return RecordTrace(*model, calls, forward, options); }
 };
 
-// Each with its inputs, on that device: the CPU or meta.
-TraceModel MakeTraceModel(const std::string& name, c10::DeviceType device);
+// Each with its inputs, on that device (the CPU or meta) and in that dtype.
+TraceModel MakeTraceModel(const std::string& name, c10::DeviceType device, at::ScalarType dtype = at::kFloat);
 std::vector<std::string> TraceModelNames();
 
 }  // namespace shardplan::executor::testing

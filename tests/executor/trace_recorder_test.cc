@@ -295,6 +295,9 @@ TEST(TraceRecorder, ModelsOnSeveralDevicesAreRefused) {
               "\"first.weight\" on meta, \"third.weight\" on cpu");
   ExpectError(Record(model, [&] { return SumOf(model, x); }, {.steps = 0}), ErrorCode::kUsage,
               "one step or more");
+  TwoLinear on_cpu;
+  ExpectError(Record(on_cpu, [&] { return SumOf(on_cpu, x); }, {.kernels = RecordedKernels::kGpu}), ErrorCode::kUsage,
+              "on the meta device");
 }
 
 // ---- the meta device ----

@@ -115,7 +115,7 @@ class Recorder {
 
   TracedStep RecordOnce(Marks marks, Kept kept) {
     const bool keeps = kept == Kept::kForBackward && options_.grad;
-    StepTracer recording(tree_, model_, calls_, marks == Marks::kOnInputs);
+    StepTracer recording(tree_, model_, calls_, marks == Marks::kOnInputs, options_.kernels);
     for (std::int32_t step = 0; step < options_.steps; ++step) {
       at::Tensor loss;
       {
@@ -140,7 +140,7 @@ class Recorder {
     Trace trace;
     trace.model = options_.model.empty() ? tree_.modules.front().class_name : options_.model;
     trace.source = options_.source;
-    trace.recorded_with = "torch " TORCH_VERSION;
+    trace.recorded_with = RecordedWith();
     trace.compute_dtype = ComputeDType();
     trace.tokens_per_batch = step.tokens;
     trace.modules = tree_.modules;
@@ -154,6 +154,12 @@ class Recorder {
     trace.forwards = std::move(step.forwards);
     trace.backwards = std::move(step.backwards);
     return trace;
+  }
+
+  std::string RecordedWith() const {
+    const bool on_device = !tree_.parameter_tensors.empty() && tree_.parameter_tensors.front().is_cuda();
+    const bool of_cpu = options_.kernels == RecordedKernels::kCpu;
+    return fmt::format("torch {}{}", TORCH_VERSION, on_device ? "" : of_cpu ? "; attention cpu" : "; attention auto");
   }
 
   DType ComputeDType() const {
@@ -176,6 +182,11 @@ Status CheckCanRecord(const ModelTree& tree, const RecordOptions& options) {
     return MakeError(
         ErrorCode::kUsage,
         "a recording runs on this thread already, or something else that watches torch's operators");
+  }
+  const bool on_meta = !tree.parameter_tensors.empty() && tree.parameter_tensors.front().is_meta();
+  if (options.kernels == RecordedKernels::kGpu && !on_meta) {
+    return MakeError(ErrorCode::kUsage,
+                     "the kernels of a GPU are recorded on the meta device (BuildOnMeta); elsewhere the step runs its own");
   }
   for (std::size_t i = 0; i < tree.parameters.size(); ++i) {
     const at::Device device = tree.parameter_tensors[i].device(), first = tree.parameter_tensors[0].device();

@@ -3,24 +3,18 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_scaled_dot_product_attention_math.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string_view>
-#include <tuple>
+#include <torch/version.h>
 #include <utility>
 #include <vector>
 
@@ -36,45 +30,9 @@ using MetaResults = std::vector<c10::IValue>;
 
 bool IsGiven(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-// ---- attention, as the CPU has it (aten/native/transformers/sdp_utils_cpp.cpp; attention.py of the tracer)
-// ----
+// ---- attention ----
 
-bool FitsFlashOfCpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const std::optional<at::Tensor>& mask, double dropout, bool shares_heads) {
-  for (const at::Tensor* t : {&q, &k, &v}) {
-    if (t->dim() != 4 || t->scalar_type() != q.scalar_type() || t->size(0) != q.size(0)) return false;
-    if (t->size(3) != q.size(3) || t->stride(3) != 1) return false;
-  }
-  if (!at::isFloatingType(q.scalar_type()) || q.size(2) == 0 || k.size(2) == 0 || dropout != 0) return false;
-  if (k.size(1) != v.size(1) || (shares_heads ? q.size(1) % k.size(1) != 0 : q.size(1) != k.size(1)))
-    return false;
-  if (!mask || !mask->defined()) return true;
-  return (mask->dim() == 2 || mask->dim() == 4) && !mask->requires_grad();
-}
-
-// scaled_dot_product_attention asks the device for a kernel, and takes the unfused one where it knows none.
-at::Tensor AttentionOfCpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const std::optional<at::Tensor>& mask, double dropout, bool is_causal,
-                          std::optional<double> scale, bool shares_heads) {
-  if (q.dim() == 3 && k.dim() == 3 && v.dim() == 3) {  // one batch
-    return AttentionOfCpu(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, dropout, is_causal, scale,
-                          shares_heads)
-        .squeeze(0);
-  }
-  std::optional<at::Tensor> bias = mask;
-  if (mask && mask->defined() && mask->scalar_type() == at::kBool) {
-    const auto number = [&](double value) { return at::scalar_tensor(value, q.options()); };
-    bias = at::where(*mask, number(0.0), number(-std::numeric_limits<double>::infinity()));
-  }
-  if (FitsFlashOfCpu(q, k, v, mask, dropout, shares_heads)) {
-    return std::get<0>(
-        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, bias, scale));
-  }
-  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, bias, dropout, is_causal, std::nullopt,
-                                                            scale, shares_heads));
-}
-
-MetaResults FlashOfCpu(Arguments a) {
+MetaResults FlashOfCpu(Arguments a, RecordedKernels) {
   const at::Tensor& q = a[0].toTensor();
   const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
   const at::Tensor log_sum_exp =
@@ -82,7 +40,7 @@ MetaResults FlashOfCpu(Arguments a) {
   return {at::empty_like(q), log_sum_exp.transpose(1, 2)};
 }
 
-MetaResults FlashOfCpuBackward(Arguments a) {
+MetaResults FlashOfCpuBackward(Arguments a, RecordedKernels) {
   MetaResults gradients;
   for (std::size_t i = 1; i <= 3; ++i) {
     const at::Tensor& tensor = a[i].toTensor();
@@ -91,20 +49,78 @@ MetaResults FlashOfCpuBackward(Arguments a) {
   return gradients;
 }
 
+// The offset of the random state is in host memory until torch 2.15, which allocates it first (attention.cu).
+c10::Device DeviceOfRandomState() {
+  constexpr bool kOnDevice = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15;
+  return kOnDevice ? c10::kMeta : c10::kCPU;
+}
+
+MetaResults FlashOfGpu(Arguments a, RecordedKernels) {
+  const at::Tensor& q = a[0].toTensor();
+  const at::TensorOptions options = q.options();
+  return {at::empty_like(q),
+          at::empty({q.size(0), q.size(1), q.size(2)}, options.dtype(at::kFloat)),
+          at::Tensor(),
+          at::Tensor(),
+          q.size(2),
+          a[1].toTensor().size(2),
+          at::empty({2}, options.dtype(at::kUInt64)),
+          at::empty({}, options.dtype(at::kUInt64)),
+          at::empty({0}, options)};
+}
+
+MetaResults FlashOfGpuBackward(Arguments a, RecordedKernels) {
+  return {at::empty_like(a[1].toTensor()), at::empty_like(a[2].toTensor()), at::empty_like(a[3].toTensor())};
+}
+
+MetaResults Efficient(Arguments a, RecordedKernels) {
+  const at::Tensor &q = a[0].toTensor(), &v = a[2].toTensor();
+  const at::TensorOptions options = q.options();
+  const std::int64_t rows = a[4].toBool() ? (q.size(2) + 31) / 32 * 32 : 0;
+  const at::TensorOptions state = options.dtype(at::kLong).device(DeviceOfRandomState());
+  return {at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, options).transpose(1, 2),
+          at::empty({q.size(0), q.size(1), rows}, options.dtype(at::kFloat)), at::empty({}, state),
+          at::empty({}, state)};
+}
+
+MetaResults EfficientBackward(Arguments a, RecordedKernels kernels) {
+  MetaResults gradients = FlashOfCpuBackward(a, kernels);
+  at::Tensor of_bias;
+  if (IsGiven(a[4]) && a[10].toBoolList()[3]) {
+    std::vector<std::int64_t> shape = a[4].toTensor().sizes().vec();
+    const std::int64_t columns = shape.back();
+    shape.back() = (columns + 15) / 16 * 16;
+    of_bias = at::empty(shape, a[4].toTensor().options()).narrow(-1, 0, columns);
+  }
+  gradients.emplace_back(of_bias);
+  return gradients;
+}
+
+// ---- dropout of a GPU ----
+
+MetaResults NativeDropout(Arguments a, RecordedKernels) {
+  const at::Tensor& input = a[0].toTensor();
+  return {at::empty_like(input), at::empty_like(input, input.options().dtype(at::kBool))};
+}
+
+MetaResults NativeDropoutBackward(Arguments a, RecordedKernels) { return {at::empty_like(a[0].toTensor())}; }
+
 // ---- norms and embeddings ----
 
-MetaResults LayerNorm(Arguments a) {
+MetaResults LayerNorm(Arguments a, RecordedKernels kernels) {
   const at::Tensor& input = a[0].toTensor();
   std::vector<std::int64_t> statistics = input.sizes().vec();
   for (std::size_t i = statistics.size() - a[1].toIntVector().size(); i < statistics.size(); ++i)
     statistics[i] = 1;
+  const at::ScalarType given = IsGiven(a[2]) ? a[2].toTensor().scalar_type() : input.scalar_type();
+  const bool is_half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
   const at::TensorOptions options =
-      IsGiven(a[2]) ? input.options().dtype(a[2].toTensor().scalar_type()) : input.options();
+      input.options().dtype(kernels == RecordedKernels::kCpu ? given : is_half ? at::kFloat : input.scalar_type());
   return {at::empty(input.sizes(), input.options()), at::empty(statistics, options),
           at::empty(statistics, options)};
 }
 
-MetaResults LayerNormBackward(Arguments a) {
+MetaResults LayerNormBackward(Arguments a, RecordedKernels) {
   const at::Tensor& input = a[1].toTensor();
   const auto wanted = a[7].toBoolList();
   const auto like = [](const c10::IValue& value) {
@@ -115,19 +131,19 @@ MetaResults LayerNormBackward(Arguments a) {
           wanted[2] && IsGiven(a[6]) ? like(a[6]) : at::Tensor()};
 }
 
-MetaResults Embedding(Arguments a) {
+MetaResults Embedding(Arguments a, RecordedKernels) {
   const at::Tensor& table = a[0].toTensor();
   std::vector<std::int64_t> shape = a[1].toTensor().sizes().vec();
   shape.push_back(table.size(1));
   return {at::empty(shape, table.options())};
 }
 
-MetaResults EmbeddingBackward(Arguments a) {
+MetaResults EmbeddingBackward(Arguments a, RecordedKernels) {
   const at::Tensor& gradient = a[0].toTensor();
   return {at::empty({a[2].toInt(), gradient.size(-1)}, gradient.options())};
 }
 
-MetaResults IndexSelect(Arguments a) {
+MetaResults IndexSelect(Arguments a, RecordedKernels) {
   const at::Tensor& input = a[0].toTensor();
   std::vector<std::int64_t> shape = input.sizes().vec();
   if (!shape.empty()) {
@@ -137,12 +153,18 @@ MetaResults IndexSelect(Arguments a) {
   return {at::empty(shape, input.options())};
 }
 
-using MetaRule = MetaResults (*)(Arguments);
+using MetaRule = MetaResults (*)(Arguments, RecordedKernels);
 
 const MetaRule* MetaRuleOf(std::string_view name) {
   static const std::map<std::string_view, MetaRule> rules = {
       {"aten::_scaled_dot_product_flash_attention_for_cpu", FlashOfCpu},
       {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", FlashOfCpuBackward},
+      {"aten::_scaled_dot_product_flash_attention", FlashOfGpu},
+      {"aten::_scaled_dot_product_flash_attention_backward", FlashOfGpuBackward},
+      {"aten::_scaled_dot_product_efficient_attention", Efficient},
+      {"aten::_scaled_dot_product_efficient_attention_backward", EfficientBackward},
+      {"aten::native_dropout", NativeDropout},
+      {"aten::native_dropout_backward", NativeDropoutBackward},
       {"aten::native_layer_norm", LayerNorm},
       {"aten::native_layer_norm_backward", LayerNormBackward},
       {"aten::embedding", Embedding},
@@ -207,7 +229,7 @@ class CpuStandIn {
 
 }  // namespace
 
-void CallOnAnyDevice(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+void CallOnAnyDevice(const c10::OperatorHandle& op, torch::jit::Stack& stack, RecordedKernels kernels) {
   const std::size_t count = op.schema().arguments().size();
   const std::size_t below = stack.size() - count;
   const auto is_on_meta = [](const at::Tensor& tensor) { return tensor.is_meta(); };
@@ -218,7 +240,7 @@ void CallOnAnyDevice(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   }
   const std::vector<c10::IValue> arguments(stack.begin() + static_cast<std::ptrdiff_t>(below), stack.end());
   if (const MetaRule* rule = MetaRuleOf(op.schema().name())) {
-    MetaResults results = (*rule)(arguments);
+    MetaResults results = (*rule)(arguments, kernels);
     stack.resize(below);
     for (c10::IValue& result : results) stack.push_back(std::move(result));
     return;
@@ -235,17 +257,6 @@ void CallOnAnyDevice(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   for (std::size_t i = below; i < stack.size(); ++i) stack[i] = stand_in.ToMeta(stack[i]);
 }
 
-// ---- around a recording ----
-
-struct MetaAttention::Registration {
-  torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::AutogradMeta, __FILE__, __LINE__};
-};
-
-MetaAttention::MetaAttention() : registration_(std::make_unique<Registration>()) {
-  registration_->library.impl("scaled_dot_product_attention", AttentionOfCpu);
-}
-MetaAttention::~MetaAttention() = default;
-
 // ---- models on the meta device ----
 
 struct MetaDevice::Implementation final : OperatorHandler {
@@ -258,7 +269,7 @@ struct MetaDevice::Implementation final : OperatorHandler {
         if (is_device && stack[below + i].isNone()) stack[below + i] = c10::Device(c10::kMeta);
       }
     }
-    CallOnAnyDevice(op, stack);
+    CallOnAnyDevice(op, stack, RecordedKernels::kCpu);
   }
   DispatchMode mode{*this};
 };

@@ -11,25 +11,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
-#include <memory>
+#include "shardplan/executor/trace_recorder.h"
 
 namespace shardplan::executor {
 
-// CallBelow for tensors of any device.
-void CallOnAnyDevice(const c10::OperatorHandle& op, torch::jit::Stack& stack);
-
-// While it lives, attention on meta tensors takes the kernel that it takes on the CPU. In the whole process:
-// torch registers kernels so.
-class MetaAttention {
- public:
-  MetaAttention();
-  ~MetaAttention();
-  MetaAttention(const MetaAttention&) = delete;
-  MetaAttention& operator=(const MetaAttention&) = delete;
-
- private:
-  struct Registration;
-  std::unique_ptr<Registration> registration_;
-};
+// CallBelow for tensors of any device. kernels: whose shapes those on the meta device have.
+void CallOnAnyDevice(const c10::OperatorHandle& op, torch::jit::Stack& stack, RecordedKernels kernels);
 
 }  // namespace shardplan::executor

@@ -17,6 +17,8 @@
 #include <string_view>
 #include <tuple>
 
+#include "training/trace_recorder_meta.h"
+
 namespace shardplan::executor {
 namespace {
 
@@ -135,11 +137,11 @@ class StepTracer::GradientHook {
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> own_;
 };
 
-StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls,
-                       bool mark_inputs)
+StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs, RecordedKernels kernels)
     : tree_(tree),
       calls_(calls),
       mark_inputs_(mark_inputs),
+      kernels_(kernels),
       device_(DeviceOf(tree)),
       self_(std::make_shared<StepTracer*>(this)),
       watch_([this](c10::StorageImpl* memory) { Death(memory); }) {
@@ -154,7 +156,7 @@ StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, Mo
       Emit(ParameterGradEvent{id, storage});
     }));
   }
-  if (device_.is_meta()) meta_attention_.emplace();
+  if (device_.is_meta()) meta_composites_.emplace(kernels);
   try {
     calls_.Attach(model, *this);
   } catch (const std::logic_error& error) {
@@ -488,12 +490,12 @@ void StepTracer::AddResidents(std::span<at::Tensor* const> root_inputs) {
 void StepTracer::Dispatch(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const std::size_t count = op.schema().arguments().size();
   if (phase_ == Phase::kOff) {
-    CallOnAnyDevice(op, stack);
+    CallOnAnyDevice(op, stack, kernels_);
     return;
   }
   const std::vector<c10::IValue> arguments(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
   const std::size_t below = stack.size() - count;
-  CallOnAnyDevice(op, stack);
+  CallOnAnyDevice(op, stack, kernels_);
   Observe(op, arguments, c10::ArrayRef<c10::IValue>(stack.data() + below, stack.size() - below));
 }
 
@@ -503,6 +505,10 @@ void StepTracer::Observe(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValu
   const OperatorKind& kind = kinds_.try_emplace(full, op).first->second;
   if (pending_) Settle(false);  // its target would be gone by now
   std::vector<at::Tensor> outputs = TensorsIn(results);
+  // In the order in which a kernel allocates them: this one its random state first.
+  if (kind.base == "_scaled_dot_product_efficient_attention" && outputs.size() == 4) {
+    std::ranges::rotate(outputs, outputs.begin() + 2);
+  }
   std::erase_if(outputs, [this](const at::Tensor& tensor) { return !IsOnDevice(tensor); });
   const std::vector<at::Tensor> given = TensorsIn(arguments);
   std::vector<std::pair<at::Tensor, StorageId>> fresh;

@@ -19,7 +19,7 @@
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
-#include "training/trace_recorder_meta.h"
+#include "training/trace_recorder_composites.h"
 #include "training/trace_recorder_mode.h"
 #include "training/trace_recorder_operators.h"
 #include "training/trace_recorder_storages.h"
@@ -59,7 +59,8 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
  public:
   // `tree` outlives it. mark_inputs: an identity function around the inputs of modules with parameters tells
   // when their gradients are done. Listens to `calls` until its end. RecordingError: somebody else does.
-  StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs);
+  StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs,
+             RecordedKernels kernels);
   ~StepTracer() override;
   StepTracer(const StepTracer&) = delete;
   StepTracer& operator=(const StepTracer&) = delete;
@@ -136,13 +137,14 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   ModuleCalls calls_;
   std::vector<ModuleId> module_ids_;  // by the number of ModuleCalls
   bool mark_inputs_;
+  RecordedKernels kernels_;
   c10::Device device_;
 
   Phase phase_ = Phase::kOff;
   std::vector<Pass> forwards_, backwards_;
   std::vector<TraceEvent>* events_ = nullptr;  // of the pass that runs
   std::size_t group_begin_ = 0;                // the first forward of the next backward
-  std::optional<MetaAttention> meta_attention_;
+  std::optional<MetaComposites> meta_composites_;
   std::optional<DispatchMode> mode_;
 
   std::vector<Storage> storages_;

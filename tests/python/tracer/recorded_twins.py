@@ -254,6 +254,21 @@ class Dropping(nn.Module):
         return self.dropout(x)
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = Linear(16, 16)
+        self.register_buffer("mask", torch.zeros(4, 4).to(torch.bool))
+
+    def forward(self, x):
+        y = self.linear(x)
+        heads = y.view(2, 4, 2, 8).transpose(1, 2)
+        one = heads.narrow(1, 0, 1)
+        masked = F.scaled_dot_product_attention(heads, heads, heads, self.mask)
+        shared = F.scaled_dot_product_attention(heads, one, one, enable_gqa=True)
+        return masked + shared
+
+
 def gpt():
     """(module, inputs, loss), as the tracer wants it."""
     tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
@@ -271,6 +286,10 @@ def tied():
 
 def indexed():
     return Indexed(), (torch.zeros(4, 8), torch.zeros(5, dtype=torch.long)), torch.sum
+
+
+def masked():
+    return Masked(), (torch.zeros(2, 4, 16),), torch.sum
 
 
 def convolutional():

@@ -22,7 +22,7 @@ from shardplan.tracer.record import Call, Group
 from shardplan.tracer.session import Options, trace_callable, trace_groups
 
 # name -> a twin that is called once
-TWINS = "convolutional detached frozen gpt in_place indexed reused tied twice_inside unused_input".split()
+TWINS = "convolutional detached frozen gpt in_place indexed masked reused tied twice_inside unused_input".split()
 
 
 def _record_model(*arguments: str) -> str:
@@ -42,8 +42,8 @@ def _as_written(trace: dict) -> dict:
 
 
 @functools.cache
-def traced(name: str) -> dict:
-    return _as_written(trace_callable(getattr(recorded_twins, name), name, Options(sdpa="cpu")))
+def traced(name: str, **options: str) -> dict:
+    return _as_written(trace_callable(getattr(recorded_twins, name), name, Options(**{"sdpa": "cpu", **options})))
 
 
 def without_lifetimes_of_names(trace: dict) -> dict:
@@ -67,6 +67,17 @@ def released(trace: dict) -> list[list[int]]:
 def test_equals_the_tracers(name):
     assert without_lifetimes_of_names(recorded(name)) == without_lifetimes_of_names(traced(name))
     assert released(recorded(name)) == released(traced(name))
+
+
+@pytest.mark.parametrize("name", ["gpt", "dropping", "masked", "in_place", "indexed", "twice_inside"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_of_a_gpu_equal_the_tracers(name, dtype):
+    """By default the tracer's kernels are those of a GPU: `--sdpa auto`."""
+    own = traced(name, sdpa="auto", dtype=dtype)
+    theirs = recorded(name, "gpu" if dtype == "float32" else "gpu_bfloat16")
+    parameters = [{**parameter, "dtype": dtype} for parameter in own["parameters"]]  # C++ has those of the computation
+    assert without_lifetimes_of_names(theirs) == without_lifetimes_of_names({**own, "parameters": parameters})
+    assert theirs["recorded_with"] == own["recorded_with"]
 
 
 @pytest.mark.parametrize("name", ["two_forwards", "two_steps"])

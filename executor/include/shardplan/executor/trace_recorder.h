@@ -24,6 +24,12 @@
 
 namespace shardplan::executor {
 
+// Whose kernels a step on the meta device is recorded with.
+enum class RecordedKernels : std::uint8_t {
+  kCpu,  // those of CPU ranks: the trace is that of the same step on the CPU
+  kGpu,  // those of a GPU, as `shardplan trace` records them: attention, dropout and the statistics of norms
+};
+
 struct RecordOptions {
   std::string model;   // Trace::model; empty: the class of the root
   std::string source;  // Trace::source, as "gpt.cc"
@@ -33,6 +39,8 @@ struct RecordOptions {
   bool grad = true;
   // The dtype that parameters are kept in between steps, of those that float; nothing: the model's own.
   std::optional<DType> param_dtype;
+  // kGpu: the model is on the meta device.
+  RecordedKernels kernels = RecordedKernels::kCpu;
 };
 
 // The trace of a step of `model`, which passes its modules through `calls`: modules, their order, operators
