@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// record_model NAME cpu|meta|gpu|gpu_bfloat16: the trace of a model of trace_models.h on standard output. record_model names,
-// tables: what there is, and the recorder's tables of operators.
+// record_model NAME cpu|meta|gpu|gpu_bfloat16: the trace of a model of trace_models.h on standard output.
+// record_model names, tables: what there is, and the recorder's tables of operators.
 #include <cstdio>
 #include <string>
 

@@ -332,7 +332,8 @@ const std::map<std::string, Maker>& Makers() {
 TraceModel MakeTraceModel(const std::string& name, c10::DeviceType device, at::ScalarType dtype) {
   const auto make = [&] {
     TraceModel made = Makers().at(name)(at::TensorOptions(dtype).device(device));
-    made.model->to(dtype);
+    // Not Module::to, which casts buffers, too.
+    for (at::Tensor& parameter : made.model->parameters()) parameter.set_data(parameter.to(dtype));
     return made;
   };
   return device == c10::kMeta ? BuildOnMeta(make) : make();

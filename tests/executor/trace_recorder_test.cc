@@ -296,8 +296,8 @@ TEST(TraceRecorder, ModelsOnSeveralDevicesAreRefused) {
   ExpectError(Record(model, [&] { return SumOf(model, x); }, {.steps = 0}), ErrorCode::kUsage,
               "one step or more");
   TwoLinear on_cpu;
-  ExpectError(Record(on_cpu, [&] { return SumOf(on_cpu, x); }, {.kernels = RecordedKernels::kGpu}), ErrorCode::kUsage,
-              "on the meta device");
+  ExpectError(Record(on_cpu, [&] { return SumOf(on_cpu, x); }, {.kernels = RecordedKernels::kGpu}),
+              ErrorCode::kUsage, "on the meta device");
 }
 
 // ---- the meta device ----

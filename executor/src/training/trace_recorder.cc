@@ -115,7 +115,8 @@ class Recorder {
 
   TracedStep RecordOnce(Marks marks, Kept kept) {
     const bool keeps = kept == Kept::kForBackward && options_.grad;
-    StepTracer recording(tree_, model_, calls_, marks == Marks::kOnInputs, options_.kernels);
+    StepTracer recording(tree_, model_, calls_, marks == Marks::kOnInputs, options_.kernels,
+                         /*always_trains=*/kept == Kept::kNothing);
     for (std::int32_t step = 0; step < options_.steps; ++step) {
       at::Tensor loss;
       {
@@ -159,7 +160,10 @@ class Recorder {
   std::string RecordedWith() const {
     const bool on_device = !tree_.parameter_tensors.empty() && tree_.parameter_tensors.front().is_cuda();
     const bool of_cpu = options_.kernels == RecordedKernels::kCpu;
-    return fmt::format("torch {}{}", TORCH_VERSION, on_device ? "" : of_cpu ? "; attention cpu" : "; attention auto");
+    return fmt::format("torch {}{}", TORCH_VERSION,
+                       on_device ? ""
+                       : of_cpu  ? "; attention cpu"
+                                 : "; attention auto");
   }
 
   DType ComputeDType() const {
@@ -186,7 +190,8 @@ Status CheckCanRecord(const ModelTree& tree, const RecordOptions& options) {
   const bool on_meta = !tree.parameter_tensors.empty() && tree.parameter_tensors.front().is_meta();
   if (options.kernels == RecordedKernels::kGpu && !on_meta) {
     return MakeError(ErrorCode::kUsage,
-                     "the kernels of a GPU are recorded on the meta device (BuildOnMeta); elsewhere the step runs its own");
+                     "the kernels of a GPU are recorded on the meta device (BuildOnMeta); elsewhere the step "
+                     "runs its own");
   }
   for (std::size_t i = 0; i < tree.parameters.size(); ++i) {
     const at::Device device = tree.parameter_tensors[i].device(), first = tree.parameter_tensors[0].device();

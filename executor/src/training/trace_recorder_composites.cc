@@ -27,7 +27,9 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
-bool IsMask(const OptionalTensor& mask) { return mask && mask->defined() && mask->scalar_type() == at::kBool; }
+bool IsMask(const OptionalTensor& mask) {
+  return mask && mask->defined() && mask->scalar_type() == at::kBool;
+}
 
 // Every fused kernel's: four dimensions, not empty, one dtype, the last dimension dense.
 bool FitsFused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -65,8 +67,10 @@ at::Tensor AttentionOfCpu(const at::Tensor& q, const at::Tensor& k, const at::Te
   }
   OptionalTensor bias = mask;
   if (IsMask(mask)) {
-    const auto number = [&](double value) { return at::scalar_tensor(value, q.options()); };
-    bias = at::where(*mask, number(0.0), number(kMinusInfinity));
+    // In the order in which torch makes them.
+    const at::Tensor low = at::scalar_tensor(kMinusInfinity, q.options());
+    const at::Tensor zero = at::scalar_tensor(0.0, q.options());
+    bias = at::where(*mask, zero, low);
   }
   if (FitsFused(q, k, v) && FitsFlashOfCpu(q, k, v, mask, dropout, shares_heads)) {
     return std::get<0>(
@@ -109,8 +113,11 @@ at::Tensor PaddedHeads(const at::Tensor& tensor) {
   return rest == 0 ? tensor : at::pad(tensor, {0, 8 - rest});
 }
 
-at::Tensor AttentionOfGpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
-                          double dropout, bool is_causal, std::optional<double> scale, bool shares_heads) {
+// kAlwaysTrains: it makes what a backward needs though no gradient is recorded.
+template <bool kAlwaysTrains>
+at::Tensor AttentionOfGpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& mask, double dropout, bool is_causal,
+                          std::optional<double> scale, bool shares_heads) {
   const bool fused = FitsFused(q, k, v);
   if (fused && FitsFlashOfGpu(q, k, v, mask, is_causal, shares_heads)) {
     const std::int64_t head_dim = q.size(3);
@@ -125,13 +132,13 @@ at::Tensor AttentionOfGpu(const at::Tensor& q, const at::Tensor& k, const at::Te
   }
   if (fused && FitsEfficient(q, k, v)) {
     if (bias && bias->defined()) bias = AlignedMask(*bias, q, k);
-    const bool needs_gradient =
-        at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    return std::get<0>(at::_scaled_dot_product_efficient_attention(q, k, v, bias, needs_gradient, dropout, is_causal,
-                                                                   scale));
+    const bool needs_gradient = q.requires_grad() || k.requires_grad() || v.requires_grad();
+    const bool trains = kAlwaysTrains || (at::GradMode::is_enabled() && needs_gradient);
+    return std::get<0>(
+        at::_scaled_dot_product_efficient_attention(q, k, v, bias, trains, dropout, is_causal, scale));
   }
-  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, bias, dropout, is_causal, std::nullopt, scale,
-                                                            shares_heads));
+  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, bias, dropout, is_causal, std::nullopt,
+                                                            scale, shares_heads));
 }
 
 at::Tensor DropoutOfGpu(const at::Tensor& input, double probability, bool trains) {
@@ -146,12 +153,14 @@ struct MetaComposites::Registration {
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::AutogradMeta, __FILE__, __LINE__};
 };
 
-MetaComposites::MetaComposites(RecordedKernels kernels) : registration_(std::make_unique<Registration>()) {
+MetaComposites::MetaComposites(RecordedKernels kernels, bool always_trains)
+    : registration_(std::make_unique<Registration>()) {
   torch::Library& library = registration_->library;
   if (kernels == RecordedKernels::kCpu) {
     library.impl("scaled_dot_product_attention", AttentionOfCpu);
   } else {
-    library.impl("scaled_dot_product_attention", AttentionOfGpu);
+    library.impl("scaled_dot_product_attention",
+                 always_trains ? AttentionOfGpu<true> : AttentionOfGpu<false>);
     library.impl("dropout", DropoutOfGpu);
   }
 }

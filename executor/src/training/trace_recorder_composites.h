@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Composite operators that ask the device which kernels they are made of: on the meta device they have no answer.
+// Composite operators that ask the device which kernels they are made of: on the meta device they have no
+// answer.
 #pragma once
 
 #include <memory>
@@ -8,11 +9,12 @@
 
 namespace shardplan::executor {
 
-// While it lives, attention (and dropout, of a GPU) on meta tensors takes the kernels that it takes there. In the
-// whole process: torch registers kernels so.
+// While it lives, attention (and dropout, of a GPU) on meta tensors takes the kernels that it takes there. In
+// the whole process: torch registers kernels so.
 class MetaComposites {
  public:
-  explicit MetaComposites(RecordedKernels kernels);
+  // always_trains: attention makes what a backward needs though no gradient is recorded.
+  MetaComposites(RecordedKernels kernels, bool always_trains);
   ~MetaComposites();
   MetaComposites(const MetaComposites&) = delete;
   MetaComposites& operator=(const MetaComposites&) = delete;

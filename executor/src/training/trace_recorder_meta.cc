@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +15,6 @@
 #include <memory>
 #include <optional>
 #include <string_view>
-#include <torch/version.h>
 #include <utility>
 #include <vector>
 
@@ -114,8 +114,9 @@ MetaResults LayerNorm(Arguments a, RecordedKernels kernels) {
     statistics[i] = 1;
   const at::ScalarType given = IsGiven(a[2]) ? a[2].toTensor().scalar_type() : input.scalar_type();
   const bool is_half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
-  const at::TensorOptions options =
-      input.options().dtype(kernels == RecordedKernels::kCpu ? given : is_half ? at::kFloat : input.scalar_type());
+  const at::TensorOptions options = input.options().dtype(kernels == RecordedKernels::kCpu ? given
+                                                          : is_half                        ? at::kFloat
+                                                                    : input.scalar_type());
   return {at::empty(input.sizes(), input.options()), at::empty(statistics, options),
           at::empty(statistics, options)};
 }

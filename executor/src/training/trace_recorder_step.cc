@@ -137,7 +137,8 @@ class StepTracer::GradientHook {
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> own_;
 };
 
-StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs, RecordedKernels kernels)
+StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls,
+                       bool mark_inputs, RecordedKernels kernels, bool always_trains)
     : tree_(tree),
       calls_(calls),
       mark_inputs_(mark_inputs),
@@ -156,7 +157,7 @@ StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, Mo
       Emit(ParameterGradEvent{id, storage});
     }));
   }
-  if (device_.is_meta()) meta_composites_.emplace(kernels);
+  if (device_.is_meta()) meta_composites_.emplace(kernels, always_trains);
   try {
     calls_.Attach(model, *this);
   } catch (const std::logic_error& error) {

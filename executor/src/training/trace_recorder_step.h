@@ -60,7 +60,7 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   // `tree` outlives it. mark_inputs: an identity function around the inputs of modules with parameters tells
   // when their gradients are done. Listens to `calls` until its end. RecordingError: somebody else does.
   StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs,
-             RecordedKernels kernels);
+             RecordedKernels kernels, bool always_trains);
   ~StepTracer() override;
   StepTracer(const StepTracer&) = delete;
   StepTracer& operator=(const StepTracer&) = delete;

@@ -78,6 +78,7 @@ def test_kernels_of_a_gpu_equal_the_tracers(name, dtype):
     parameters = [{**parameter, "dtype": dtype} for parameter in own["parameters"]]  # C++ has those of the computation
     assert without_lifetimes_of_names(theirs) == without_lifetimes_of_names({**own, "parameters": parameters})
     assert theirs["recorded_with"] == own["recorded_with"]
+    assert released(theirs) == released(own)
 
 
 @pytest.mark.parametrize("name", ["two_forwards", "two_steps"])
