@@ -59,6 +59,7 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
  public:
   // `tree` outlives it. mark_inputs: an identity function around the inputs of modules with parameters tells
   // when their gradients are done. Listens to `calls` until its end. RecordingError: somebody else does.
+  // kernels, always_trains: as MetaComposites has them.
   StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs,
              RecordedKernels kernels, bool always_trains);
   ~StepTracer() override;

@@ -39,7 +39,7 @@ struct RecordOptions {
   bool grad = true;
   // The dtype that parameters are kept in between steps, of those that float; nothing: the model's own.
   std::optional<DType> param_dtype;
-  // kGpu: the model is on the meta device.
+  // kGpu: the model is on the meta device. For plans of jobs on GPUs.
   RecordedKernels kernels = RecordedKernels::kCpu;
 };
 
