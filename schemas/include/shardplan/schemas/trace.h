@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The trace: what one training step of the unsharded model does (docs/reference/trace-format.md).
 //
-// A trace is recorded on fake tensors by tools/python/shardplan/tracer and read by the planner. It says
-// nothing about sharding: any choice of units can be made from it afterwards. All sizes are bytes of a whole
-// (unsharded) storage as requested, not rounded to an allocator's block.
+// A trace is recorded on fake tensors by tools/python/shardplan/tracer, or of a model in C++ by the
+// executor's trace_recorder.h, and read by the planner. It says nothing about sharding: any choice of units
+// can be made from it afterwards. All sizes are bytes of a whole (unsharded) storage as requested, not
+// rounded to an allocator's block.
 #pragma once
 
 #include <cstdint>

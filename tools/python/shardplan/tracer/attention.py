@@ -130,7 +130,9 @@ def _pad_head_dim(t):
 def _additive_on_cpu(mask, dtype):
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, *(torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, -math.inf)))
+    # In the order in which torch makes them.
+    low, zero = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (-math.inf, 0.0))
+    return torch.where(mask, zero, low)
 
 
 def _attend(order: str, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa):

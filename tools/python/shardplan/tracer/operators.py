@@ -40,6 +40,12 @@ _ATTENTION = frozenset(
     for suffix in ("", "_backward")
 ) | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
 
+# Formulas that the registry of torch 2.11 lacks.
+_SAME_FORMULA = {
+    f"_scaled_dot_product_flash_attention_for_cpu{suffix}": getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")
+    for suffix in ("", "_backward")
+}
+
 _DTYPE_NAMES = frozenset(
     "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64 "
     "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
@@ -110,7 +116,7 @@ def describe(func) -> Operator:
         mutable=schema.is_mutable,
         written_positions=tuple(positions),
         written_names=tuple(names),
-        flop_formula=flop_registry.get(func._overloadpacket),
+        flop_formula=flop_registry.get(func._overloadpacket) or flop_registry.get(_SAME_FORMULA.get(base)),
     )
 
 
