@@ -6,7 +6,7 @@
 
 #include "shardplan/schemas/io.h"
 #include "trace_models.h"
-#include "training/trace_recorder_operators.h"
+#include "training/recorder/operators.h"
 
 int main(int argc, char** argv) {
   using namespace shardplan::executor;

@@ -16,7 +16,7 @@
 #include "gpt_model.h"
 #include "shardplan/schemas/io.h"
 #include "trace_models.h"
-#include "training/trace_recorder_mode.h"
+#include "training/recorder/mode.h"
 
 namespace shardplan::executor {
 namespace {

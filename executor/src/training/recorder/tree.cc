@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/trace_recorder_tree.h"
+#include "training/recorder/tree.h"
 
 #include <string>
 #include <string_view>
 
-#include "training/trace_recorder_operators.h"
+#include "training/recorder/operators.h"
 
 namespace shardplan::executor {
 namespace {
@@ -28,7 +28,7 @@ std::string ClassNameInDocuments(const torch::nn::Module& module) {
 
 class ModelReader {
  public:
-  ModelTree Read(const torch::nn::Module& model) {
+  TracedTree Read(const torch::nn::Module& model) {
     for (const auto& item : model.named_parameters()) AddParameter(item.key(), item.value());
     AddModule(model, "");
     return std::move(tree_);
@@ -92,12 +92,12 @@ class ModelReader {
     tree_.buffer_tensors.push_back(tensor);
   }
 
-  ModelTree tree_;
+  TracedTree tree_;
   std::unordered_map<const c10::TensorImpl*, ParameterId> parameter_ids_;
 };
 
 }  // namespace
 
-ModelTree ReadModel(const torch::nn::Module& model) { return ModelReader().Read(model); }
+TracedTree ReadModel(const torch::nn::Module& model) { return ModelReader().Read(model); }
 
 }  // namespace shardplan::executor

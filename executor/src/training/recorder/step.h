@@ -19,11 +19,11 @@
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
-#include "training/trace_recorder_composites.h"
-#include "training/trace_recorder_mode.h"
-#include "training/trace_recorder_operators.h"
-#include "training/trace_recorder_storages.h"
-#include "training/trace_recorder_tree.h"
+#include "training/recorder/composites.h"
+#include "training/recorder/mode.h"
+#include "training/recorder/operators.h"
+#include "training/recorder/storages.h"
+#include "training/recorder/tree.h"
 
 namespace shardplan::executor {
 
@@ -36,7 +36,7 @@ struct RecordingError : std::runtime_error {
 
 struct TracedStep {
   std::vector<TraceInput> inputs;
-  std::vector<StorageId> buffer_storages;  // as ModelTree::buffers
+  std::vector<StorageId> buffer_storages;  // as TracedTree::buffers
   std::vector<Pass> forwards;
   std::vector<Pass> backwards;
   std::int64_t tokens = 0;  // of the first input: tokens of a (batch, sequence) of ids, else samples
@@ -60,7 +60,7 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   // `tree` outlives it. mark_inputs: an identity function around the inputs of modules with parameters tells
   // when their gradients are done. Listens to `calls` until its end. RecordingError: somebody else does.
   // kernels, always_trains: as MetaComposites has them.
-  StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs,
+  StepTracer(const TracedTree& tree, const torch::nn::Module& model, ModuleCalls& calls, bool mark_inputs,
              RecordedKernels kernels, bool always_trains);
   ~StepTracer() override;
   StepTracer(const StepTracer&) = delete;
@@ -134,7 +134,7 @@ class StepTracer final : public ModuleListener, private OperatorHandler {
   void MarkNodes();
   ModuleId CurrentModule();
 
-  const ModelTree& tree_;
+  const TracedTree& tree_;
   ModuleCalls calls_;
   std::vector<ModuleId> module_ids_;  // by the number of ModuleCalls
   bool mark_inputs_;

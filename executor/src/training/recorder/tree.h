@@ -13,7 +13,7 @@
 
 namespace shardplan::executor {
 
-struct ModelTree {
+struct TracedTree {
   // Laid out as in the document; buffers without their storages.
   std::vector<Module> modules;
   std::vector<Parameter> parameters;
@@ -28,6 +28,6 @@ struct ModelTree {
 
 // Modules of LibTorch keep no buffers that are not persistent, and their class is the C++ class without
 // namespaces and the "Impl" of LibTorch's holders: torch::nn::LinearImpl is "Linear".
-ModelTree ReadModel(const torch::nn::Module& model);
+TracedTree ReadModel(const torch::nn::Module& model);
 
 }  // namespace shardplan::executor

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/trace_recorder_operators.h"
+#include "training/recorder/operators.h"
 
 #include <fmt/format.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/trace_recorder_meta.h"
+#include "training/recorder/meta.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "shardplan/executor/trace_recorder.h"
-#include "training/trace_recorder_mode.h"
-#include "training/trace_recorder_operators.h"
+#include "training/recorder/mode.h"
+#include "training/recorder/operators.h"
 
 namespace shardplan::executor {
 namespace {

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "shardplan/schemas/trace_check.h"
-#include "training/trace_recorder_merge.h"
-#include "training/trace_recorder_mode.h"
-#include "training/trace_recorder_step.h"
-#include "training/trace_recorder_tree.h"
+#include "training/recorder/merge.h"
+#include "training/recorder/mode.h"
+#include "training/recorder/step.h"
+#include "training/recorder/tree.h"
 
 namespace shardplan::executor {
 namespace {
@@ -83,7 +83,7 @@ class Recorder {
            const RecordOptions& options)
       : model_(model), calls_(calls), forward_(forward), options_(options), tree_(ReadModel(model)) {}
 
-  const ModelTree& tree() const { return tree_; }
+  const TracedTree& tree() const { return tree_; }
 
   Trace Record() {
     const GradientsAside aside(tree_.parameter_tensors);
@@ -177,10 +177,10 @@ class Recorder {
   ModuleCalls& calls_;
   const std::function<at::Tensor()>& forward_;
   const RecordOptions& options_;
-  ModelTree tree_;
+  TracedTree tree_;
 };
 
-Status CheckCanRecord(const ModelTree& tree, const RecordOptions& options) {
+Status CheckCanRecord(const TracedTree& tree, const RecordOptions& options) {
   if (options.steps < 1) return MakeError(ErrorCode::kUsage, "a recording has one step or more");
   if (DispatchMode::IsAnyActive()) {
     return MakeError(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/trace_recorder_step.h"
+#include "training/recorder/step.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/InferenceMode.h>
@@ -17,7 +17,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "training/trace_recorder_meta.h"
+#include "training/recorder/meta.h"
 
 namespace shardplan::executor {
 namespace {
@@ -107,7 +107,7 @@ std::int64_t TokensIn(const at::Tensor& input) {
   return ids ? input.numel() : input.size(0);
 }
 
-c10::Device DeviceOf(const ModelTree& tree) {
+c10::Device DeviceOf(const TracedTree& tree) {
   return tree.parameter_tensors.empty() ? c10::Device(c10::kCPU) : tree.parameter_tensors.front().device();
 }
 
@@ -137,7 +137,7 @@ class StepTracer::GradientHook {
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> own_;
 };
 
-StepTracer::StepTracer(const ModelTree& tree, const torch::nn::Module& model, ModuleCalls& calls,
+StepTracer::StepTracer(const TracedTree& tree, const torch::nn::Module& model, ModuleCalls& calls,
                        bool mark_inputs, RecordedKernels kernels, bool always_trains)
     : tree_(tree),
       calls_(calls),

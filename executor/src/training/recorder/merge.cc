@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/trace_recorder_merge.h"
+#include "training/recorder/merge.h"
 
 #include <algorithm>
 #include <map>
