@@ -253,7 +253,6 @@ int Train(const Job& job) {
   const std::int64_t first = step;
   while (step < options.steps) {
     const auto begin = Clock::now();
-    const bool saves = training->IsSaving();  // a copy of the state is there as long as it does
     training->TakeMemory();
     const auto [tokens, targets] = text.Batch(config.context, step, job.rank * rows, rows);
     const at::Tensor loss =
@@ -265,7 +264,7 @@ int Train(const Job& job) {
     ++step;
     seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     const std::int64_t peak = training->TakeMemory().peak_bytes;
-    if (!saves && step - first > 2) peak_bytes = std::max(peak_bytes, peak);  // of steps like all others
+    if (step - first > 2) peak_bytes = std::max(peak_bytes, peak);  // of steps like all others
     if (speaks) std::printf("step %lld loss %.6f\n", static_cast<long long>(step), mean);
     std::fflush(stdout);
     const double rate = static_cast<double>((step - first) * options.batch * config.context) / seconds;

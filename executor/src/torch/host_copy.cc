@@ -5,6 +5,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "cpu/counted_memory.h"
+
 namespace shardplan::executor {
 namespace {
 
@@ -27,6 +29,7 @@ void HostCopy::Take(const std::vector<at::Tensor>& tensors) {
   const bool pins = device_.has_value();
   if (!memory_.defined() || memory_.numel() < bytes || memory_.is_pinned() != pins) {
     memory_.reset();
+    const Uncounted of_no_device;  // on CPU ranks, too, it is beside the memory of a step
     memory_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(pins));
   }
   const auto copy = [&](std::size_t t) {
