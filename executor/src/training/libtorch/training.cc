@@ -290,6 +290,7 @@ Status Training::Impl::Shard() {
     }
   }
   runtime_->PrepareToEnter();
+  runtime_->AwaitOptimizer();  // Training::Step, once it has been called
   return {};
 }
 

@@ -27,7 +27,13 @@ class LibTorchRuntime final : public Runtime {
 
   // Of the unit, the next in the order of Unit::parameters.
   void AddModuleParameter(UnitId unit, std::unique_ptr<ModuleParameter> parameter);
-  void NoteEntered(UnitId unit) { entered_[unit] = true; }
+  // A module of the unit is about to be entered.
+  void NoteEntered(UnitId unit) {
+    entered_[unit] = true;
+    if (FollowsLastBackward()) [[unlikely]] {
+      EndFallback();
+    }
+  }
   void PrepareToEnter() { entered_.resize(units().size()); }
   // No module is called any more: lets go of the model's parameters.
   void LeaveModel() { DropObjects(); }
