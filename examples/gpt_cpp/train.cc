@@ -20,8 +20,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -33,6 +31,7 @@
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/training.h"
 #include "shardplan/schemas/io.h"
+#include "text.h"
 
 namespace {
 
@@ -104,33 +103,13 @@ std::int64_t FromEnvironment(const char* name, std::int64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoll(text, nullptr, 10);
 }
 
-// The text as numbers of its bytes, in the order of their values.
-struct Text {
-  explicit Text(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    if (!file) throw Failure{3, path + ": cannot be read"};
-    const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-    std::map<unsigned char, std::int64_t> numbers;
-    for (const char byte : bytes) numbers[static_cast<unsigned char>(byte)] = 0;
-    for (auto& [byte, number] : numbers) number = vocabulary++;
-    for (const char byte : bytes) tokens.push_back(numbers[static_cast<unsigned char>(byte)]);
+gpt::Text ReadText(const std::string& path, std::int64_t context) {
+  try {
+    return {path, context};
+  } catch (const std::invalid_argument& error) {
+    throw Failure{3, error.what()};
   }
-  // `rows` rows of the step's batch from `row` on: the same whatever number of ranks shares the batch.
-  std::pair<at::Tensor, at::Tensor> Batch(std::int64_t context, std::int64_t step, std::int64_t row,
-                                          std::int64_t rows) const {
-    const auto length = static_cast<std::int64_t>(tokens.size()) - context - 1;
-    if (length <= 0) throw Failure{3, "the text is shorter than one row"};
-    std::vector<at::Tensor> batch;
-    for (std::int64_t i = 0; i < rows; ++i) {
-      const auto begin = tokens.begin() + (7919 * step + 104729 * (row + i) + 31) % length;
-      batch.push_back(at::tensor(std::vector<std::int64_t>(begin, begin + context + 1)));
-    }
-    const at::Tensor all = at::stack(batch);
-    return {all.narrow(1, 0, context).contiguous(), all.narrow(1, 1, context).contiguous()};
-  }
-  std::vector<std::int64_t> tokens;
-  std::int64_t vocabulary = 0;
-};
+}
 
 volatile std::sig_atomic_t told_to_end = 0;
 
@@ -218,8 +197,8 @@ int Train(const Job& job) {
   if (options.batch % job.ranks != 0) throw Failure{2, "--batch is not a multiple of the number of ranks"};
   const std::int64_t rows = options.batch / job.ranks;
   const bool speaks = job.rank == 0;
-  const Text text(options.text);
   gpt::Config config;
+  const gpt::Text text = ReadText(options.text, config.context);
   config.vocabulary = text.vocabulary;
   torch::manual_seed(0);  // every rank makes the same model
   gpt::Gpt model(config);
@@ -254,7 +233,7 @@ int Train(const Job& job) {
   while (step < options.steps) {
     const auto begin = Clock::now();
     training->TakeMemory();
-    const auto [tokens, targets] = text.Batch(config.context, step, job.rank * rows, rows);
+    const auto [tokens, targets] = text.Batch(step, job.rank * rows, rows);
     const at::Tensor loss =
         gpt::Loss(model->calls(model, tokens.to(training->device())), targets.to(training->device()));
     loss.backward();

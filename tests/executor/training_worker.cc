@@ -9,13 +9,12 @@
 #include <torch/optim/sgd.h>
 
 #include <cstring>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <map>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include "examples/gpt_cpp/gpt.h"
+#include "examples/gpt_cpp/text.h"
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/executor/training.h"
 #include "shardplan/schemas/io.h"
@@ -56,32 +55,6 @@ std::string Bits(const at::Tensor& value) {
   return fmt::format("{:08x}", bits);
 }
 
-// As gpt.py has it.
-struct Text {
-  explicit Text(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-    std::map<unsigned char, std::int64_t> numbers;
-    for (const char byte : bytes) numbers[static_cast<unsigned char>(byte)] = 0;
-    for (auto& [byte, number] : numbers) number = vocabulary++;
-    for (const char byte : bytes) tokens.push_back(numbers[static_cast<unsigned char>(byte)]);
-  }
-  std::pair<at::Tensor, at::Tensor> Batch(std::int64_t context, std::int64_t step, std::int64_t row,
-                                          std::int64_t rows) const {
-    const auto length = static_cast<std::int64_t>(tokens.size()) - context - 1;
-    std::vector<at::Tensor> batch;
-    for (std::int64_t i = 0; i < rows; ++i) {
-      const std::int64_t start = (7919 * step + 104729 * (row + i) + 31) % length;
-      batch.push_back(at::tensor(
-          std::vector<std::int64_t>(tokens.begin() + start, tokens.begin() + start + context + 1)));
-    }
-    const at::Tensor all = at::stack(batch);
-    return {all.narrow(1, 0, context).contiguous(), all.narrow(1, 1, context).contiguous()};
-  }
-  std::vector<std::int64_t> tokens;
-  std::int64_t vocabulary = 0;
-};
-
 std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(const std::string& kind,
                                                        const std::vector<at::Tensor>& parameters) {
   if (kind == "sgd") {
@@ -99,8 +72,8 @@ std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(const std::string& kind,
 int Run(const Settings& settings) {
   at::set_num_threads(1);
   const std::int64_t rank = settings.Number("rank", 0), ranks = settings.Number("ranks", 1);
-  const Text text(settings.Text("text"));
   gpt::Config config;
+  const gpt::Text text(settings.Text("text"), config.context);
   config.vocabulary = text.vocabulary;
   config.layers = settings.Number("layers", 3);
   config.width = settings.Number("width", 44);
@@ -150,18 +123,18 @@ int Run(const Settings& settings) {
     std::string line = fmt::format("step {}", step);
     if (settings.Text("evaluate") == "yes") {
       const at::NoGradGuard no_grad;
-      const auto [tokens, targets] = text.Batch(config.context, 1000 + step, rank * rows, rows);
+      const auto [tokens, targets] = text.Batch(1000 + step, rank * rows, rows);
       line += " evaluation " + Bits(gpt::Loss(model->calls(model, tokens), targets));
     }
     if (settings.Text("interrupt") == "yes" && step == first + 1) {
-      const auto [tokens, targets] = text.Batch(config.context, step, rank * rows, rows);
+      const auto [tokens, targets] = text.Batch(step, rank * rows, rows);
       gpt::Loss(model->calls(model, tokens), targets);  // and no backward
       training.AbandonStep();
     }
     const std::int64_t more = settings.Number("extra_microbatch_in_step", -1) == step ? 1 : 0;
     for (std::int64_t m = 0; m < microbatches + more; ++m) {
       const std::int64_t row = (rank * microbatches + m) * rows;
-      const auto [tokens, targets] = text.Batch(config.context, step, row, rows);
+      const auto [tokens, targets] = text.Batch(step, row, rows);
       std::optional<Training::NoSync> keeps;
       if (no_sync && m + 1 < microbatches) keeps.emplace(training);
       const at::Tensor loss =

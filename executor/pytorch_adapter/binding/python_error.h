@@ -19,27 +19,19 @@ using executor::Throw;
 // The GIL for a callback of the replayer, which runs without it.
 class HoldGil {
  public:
-  HoldGil() : state_(PyGILState_Ensure()) {}
-  ~HoldGil() { PyGILState_Release(state_); }
-  HoldGil(const HoldGil&) = delete;
-  HoldGil& operator=(const HoldGil&) = delete;
+  HoldGil() : held_(&PythonLock()) {}
 
  private:
-  PyGILState_STATE state_;
+  executor::HoldLock held_;
 };
 
 // Lets go of the GIL, if this thread holds it, while the replayer may block on other ranks.
 class ReleaseGil {
  public:
-  ReleaseGil() : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
-  ~ReleaseGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  ReleaseGil(const ReleaseGil&) = delete;
-  ReleaseGil& operator=(const ReleaseGil&) = delete;
+  ReleaseGil() : released_(&PythonLock()) {}
 
  private:
-  PyThreadState* state_;
+  executor::ReleaseLock released_;
 };
 
 // For the user's code inside a trigger; see executor::InsideUserCode.

@@ -14,13 +14,14 @@
 #include <memory>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unordered_map>
 #include <utility>
 
-#include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/state_checkpoint.h"
 #include "training/failure.h"
 #include "training/libtorch/training_impl.h"
+#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {
@@ -28,10 +29,7 @@ namespace {
 using torch::optim::Optimizer;
 
 DType DTypeOf(const at::Tensor& tensor) {
-  for (int d = 0; d <= static_cast<int>(DType::kFloat8E8M0FNU); ++d) {
-    const auto dtype = static_cast<DType>(d);
-    if (ToScalarType(dtype) == tensor.scalar_type()) return dtype;
-  }
+  if (const std::optional<DType> known = KnownDType(tensor.scalar_type())) return *known;
   throw std::invalid_argument(
       fmt::format("shardplan: checkpoints have no dtype {}", at::toString(tensor.scalar_type())));
 }
@@ -139,9 +137,8 @@ class Training::Impl::State {
   const StateLayout& layout() const { return layout_; }
   ReshardStorage Storage() const {
     return [this](const StateTensor& tensor) {
-      const auto found =
-          std::ranges::find(saved_, tensor.name, [](const Saved& saved) { return saved.tensor.name; });
-      return found == saved_.end() ? at::Tensor() : found->storage;
+      const auto found = by_name_.find(tensor.name);
+      return found == by_name_.end() ? at::Tensor() : saved_[found->second].storage;
     };
   }
   // What was loaded into copies goes where it belongs.
@@ -178,6 +175,7 @@ class Training::Impl::State {
       storage = storage.contiguous();
       if (loads_) copies_.emplace_back(value.detach(), storage);
     }
+    by_name_.emplace(tensor.name, saved_.size());
     saved_.push_back({std::move(tensor), std::move(storage), std::move(path)});
   }
 
@@ -216,6 +214,7 @@ class Training::Impl::State {
   const bool loads_;
   StateLayout layout_;
   std::vector<Saved> saved_;
+  std::unordered_map<std::string, std::size_t> by_name_;  // index into saved_
   std::vector<LoadedStep> steps_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };

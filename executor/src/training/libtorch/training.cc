@@ -23,6 +23,7 @@
 #include "shardplan/schemas/precision.h"
 #include "training/failure.h"
 #include "training/libtorch/training_impl.h"
+#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {
@@ -38,17 +39,11 @@ Error Caught(const std::exception& exception) {
   return {.code = ErrorCode::kEnvironment, .message = what.substr(0, what.find('\n'))};
 }
 
-// "BlockImpl" of "(anonymous namespace)::BlockImpl": what a rule of the strategy calls "class:Block".
-std::string ClassName(const torch::nn::Module& module) {
-  std::string name = module.name();
-  name = name.substr(name.rfind(':') + 1);
-  return name.ends_with("Impl") ? name.substr(0, name.size() - 4) : name;
-}
-
 bool MatchesRule(const UnitRule& rule, const std::string& fqn, const torch::nn::Module& module) {
   constexpr std::string_view kClass = "class:";
   return std::ranges::any_of(rule.modules, [&](const std::string& entry) {
-    return entry.starts_with(kClass) ? entry.substr(kClass.size()) == ClassName(module) : Matches(entry, fqn);
+    return entry.starts_with(kClass) ? entry.substr(kClass.size()) == ClassNameInDocuments(module)
+                                     : Matches(entry, fqn);
   });
 }
 

@@ -38,10 +38,6 @@ class LibTorchRuntime final : public Runtime {
   // No module is called any more: lets go of the model's parameters.
   void LeaveModel() { DropObjects(); }
 
-  Result<at::Tensor> ShardedView(BufferId buffer, std::int32_t parameter, std::int64_t rank) {
-    return device().ShardedView(buffer, parameter, rank);
-  }
-
  private:
   void AdoptChanges() override;
   std::string ExplainDeviation(UnitId unit) override;

@@ -12,7 +12,7 @@
 #include <span>
 #include <string_view>
 
-#include "shardplan/executor/torch_device.h"
+#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {
@@ -172,10 +172,7 @@ const at::Tensor* LargestFloating(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 DType ToDType(at::ScalarType type) {
-  for (int number = 0; number <= static_cast<int>(DType::kFloat8E8M0FNU); ++number) {
-    const auto dtype = static_cast<DType>(number);
-    if (ToScalarType(dtype) == type) return dtype;
-  }
+  if (const std::optional<DType> known = KnownDType(type)) return *known;
   switch (c10::elementSize(type)) {
     case 2:
       return DType::kInt16;

@@ -2,29 +2,12 @@
 #include "training/recorder/tree.h"
 
 #include <string>
-#include <string_view>
 
 #include "training/recorder/operators.h"
+#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {
-
-std::string ClassNameInDocuments(const torch::nn::Module& module) {
-  std::string_view name = module.name();
-  int depth = 0;  // in template arguments
-  std::size_t begin = 0;
-  for (std::size_t i = 0; i < name.size(); ++i) {
-    if (name[i] == '<' || name[i] == '(') ++depth;
-    if (name[i] == '>' || name[i] == ')') --depth;
-    if (depth == 0 && name[i] == ':') begin = i + 1;
-  }
-  name.remove_prefix(begin);
-  constexpr std::string_view kImplementation = "Impl";
-  if (name.size() > kImplementation.size() && name.ends_with(kImplementation)) {
-    name.remove_suffix(kImplementation.size());
-  }
-  return std::string(name);
-}
 
 class ModelReader {
  public:

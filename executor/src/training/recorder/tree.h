@@ -26,8 +26,7 @@ struct TracedTree {
   std::vector<bool> has_parameters;                                   // by ModuleId: it or one below
 };
 
-// Modules of LibTorch keep no buffers that are not persistent, and their class is the C++ class without
-// namespaces and the "Impl" of LibTorch's holders: torch::nn::LinearImpl is "Linear".
+// Modules of LibTorch keep no buffers that are not persistent.
 TracedTree ReadModel(const torch::nn::Module& model);
 
 }  // namespace shardplan::executor
