@@ -66,6 +66,9 @@ if(NOT TARGET TorchWheel::cpu)
   target_link_libraries(TorchWheel::cpu INTERFACE TorchWheel::torch_cpu TorchWheel::c10)
 endif()
 
+# TorchWheel_LIBRARY_DIRS: where a program finds these libraries at run time.
+set(TorchWheel_LIBRARY_DIRS "${TorchWheel_DIR}/lib")
+
 # CUDA: only if torch has it.
 set(TorchWheel_CUDA_FOUND FALSE)
 if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
@@ -85,6 +88,10 @@ if(EXISTS "${TorchWheel_DIR}/lib/libtorch_cuda.so")
                PATH_SUFFIXES lib lib64 lib/x86_64-linux-gnu NO_DEFAULT_PATH NO_CACHE)
   if(TorchWheel_CUDA_INCLUDE AND TorchWheel_CUDART AND TorchWheel_NCCL_INCLUDE AND TorchWheel_NCCL)
     set(TorchWheel_CUDA_FOUND TRUE)
+    foreach(_library IN ITEMS "${TorchWheel_CUDART}" "${TorchWheel_NCCL}")
+      get_filename_component(_directory "${_library}" DIRECTORY)
+      list(APPEND TorchWheel_LIBRARY_DIRS "${_directory}")
+    endforeach()
     _torch_library(TorchWheel::c10_cuda "${TorchWheel_DIR}/lib/libc10_cuda.so")
     _torch_library(TorchWheel::cudart "${TorchWheel_CUDART}")
     _torch_library(TorchWheel::nccl "${TorchWheel_NCCL}")

@@ -27,7 +27,8 @@ struct Text {
     for (auto& [byte, number] : numbers) number = vocabulary++;
     for (const char byte : bytes) tokens.push_back(numbers[static_cast<unsigned char>(byte)]);
     if (static_cast<std::int64_t>(tokens.size()) <= context + 1) {
-      throw std::invalid_argument("the text is shorter than one row");
+      throw std::invalid_argument(path + ": is shorter than one row of " + std::to_string(context) +
+                                  " bytes");
     }
   }
 

@@ -6,9 +6,10 @@
 //
 // or under any launcher that sets these variables, torchrun --no-python among them. It saves in the
 // background; SIGTERM makes all ranks save and end. --resume goes on with the last checkpoint, on any number
-// of ranks. Losses go to standard output, what people look at to standard error. Exit codes: 0 done, or ended
-// by SIGTERM after a save; 2 usage; 3 a plan, text or checkpoint that does not fit; 4 a rank that died or did
-// not come, or a machine that cannot; 5 the model left its plan.
+// of ranks. Losses go to standard output, what people look at to standard error. Exit codes are those of
+// shardplan's commands: 0 done, or ended by SIGTERM after a save; 1 no: the model left its plan, ranks or a
+// checkpoint differ; 2 usage; 3 a document or a text that is wrong, or a plan of another model; 4 a rank that
+// died or did not come, or a machine that cannot.
 #include <ATen/Parallel.h>
 #include <signal.h>
 #include <torch/optim/adamw.h>
@@ -24,27 +25,29 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
 #include "gpt.h"
 #include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/launch.h"
 #include "shardplan/executor/training.h"
 #include "shardplan/schemas/io.h"
 #include "text.h"
 
 namespace {
 
+using shardplan::ErrorCode;
 using shardplan::executor::Training;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kUsage =
     "usage: gpt_cpp --plan FILE --text FILE [--steps 100] [--batch 12] [--lr 0.003] [--checkpoints FOLDER]\n"
-    "               [--save-every 20] [--resume] [--device cpu|cuda] [--planned-peak-bytes N]\n";
+    "               [--save-every 20] [--resume] [--device cpu|cuda] [--timeout 60] [--planned-peak-bytes "
+    "N]\n";
 
-// A mistake of whoever calls the program, with the exit code that says what kind.
+// Ends the program; the kind decides the exit code.
 struct Failure {
-  int exit_code;
+  ErrorCode code;
   std::string text;
 };
 
@@ -53,6 +56,7 @@ struct Options {
   std::int64_t steps = 100;
   std::int64_t batch = 12;  // rows of a step, over all ranks
   std::int64_t save_every = 20;
+  std::int64_t timeout = 60;  // seconds, for the slowest rank
   std::int64_t planned_peak_bytes = 0;
   double learning_rate = 3e-3;
   bool resume = false;
@@ -62,7 +66,7 @@ double NumberOf(const std::string& name, const std::string& text) {
   char* end = nullptr;
   const double number = std::strtod(text.c_str(), &end);
   if (text.empty() || *end != '\0' || number <= 0)
-    throw Failure{2, name + ": a positive number is expected, found " + text};
+    throw Failure{ErrorCode::kUsage, name + ": a positive number is expected, found " + text};
   return number;
 }
 
@@ -76,6 +80,7 @@ Options Parse(int argc, char** argv) {
       {"--steps", &options.steps},
       {"--batch", &options.batch},
       {"--save-every", &options.save_every},
+      {"--timeout", &options.timeout},
       {"--planned-peak-bytes", &options.planned_peak_bytes}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -84,38 +89,35 @@ Options Parse(int argc, char** argv) {
       continue;
     }
     const bool known = texts.contains(name) || numbers.contains(name) || name == "--lr";
-    if (!known) throw Failure{2, "unknown option " + name + "\n" + kUsage};
-    if (++i == argc) throw Failure{2, name + " needs a value"};
+    if (!known) throw Failure{ErrorCode::kUsage, "unknown option " + name + "\n" + kUsage};
+    if (++i == argc) throw Failure{ErrorCode::kUsage, name + " needs a value"};
     if (texts.contains(name)) *texts.at(name) = argv[i];
     if (numbers.contains(name)) *numbers.at(name) = static_cast<std::int64_t>(NumberOf(name, argv[i]));
     if (name == "--lr") options.learning_rate = NumberOf(name, argv[i]);
   }
   if (options.plan.empty() || options.text.empty())
-    throw Failure{2, std::string("--plan and --text are needed\n") + kUsage};
+    throw Failure{ErrorCode::kUsage, std::string("--plan and --text are needed\n") + kUsage};
   if (options.device != "cpu" && options.device != "cuda")
-    throw Failure{2, "--device: cpu or cuda, found " + options.device};
-  if (options.resume && options.checkpoints.empty()) throw Failure{2, "--resume needs --checkpoints"};
+    throw Failure{ErrorCode::kUsage, "--device: cpu or cuda, found " + options.device};
+  if (options.resume && options.checkpoints.empty())
+    throw Failure{ErrorCode::kUsage, "--resume needs --checkpoints"};
   return options;
-}
-
-std::int64_t FromEnvironment(const char* name, std::int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoll(text, nullptr, 10);
 }
 
 gpt::Text ReadText(const std::string& path, std::int64_t context) {
   try {
     return {path, context};
   } catch (const std::invalid_argument& error) {
-    throw Failure{3, error.what()};
+    throw Failure{ErrorCode::kBadInput, error.what()};
   }
 }
 
 volatile std::sig_atomic_t told_to_end = 0;
 
 // What goes through shardplan's Status and Result.
+Failure Failed(const shardplan::Error& error) { return {error.code, ToString(error)}; }
 void OrThrow(const shardplan::Status& status) {
-  if (!status) throw Failure{ExitCode(status.error().code), ToString(status.error())};
+  if (!status) throw Failed(status.error());
 }
 
 // The bar of a terminal, a line a save elsewhere.
@@ -157,46 +159,33 @@ std::string LastCheckpoint(const std::string& folder) {
 
 struct Job {
   Options options;
-  std::int64_t rank = FromEnvironment("RANK", 0);
-  std::int64_t ranks = FromEnvironment("WORLD_SIZE", 1);
+  shardplan::executor::RankEnvironment place;
 };
 
 std::unique_ptr<Training> MakeTraining(const Job& job, gpt::Gpt& model) {
   shardplan::Result<shardplan::Plan> plan = shardplan::ReadPlan(job.options.plan);
-  if (!plan) throw Failure{3, ToString(plan.error())};
-  shardplan::executor::TrainingOptions options;
-  options.rank = job.rank;
-  options.ranks = job.ranks;
-  options.timeout = std::chrono::seconds(60);
-  if (job.ranks > 1) {
-    c10d::TCPStoreOptions store;
-    store.port = static_cast<std::uint16_t>(FromEnvironment("MASTER_PORT", 29500));
-    store.isServer = job.rank == 0 && std::getenv("TORCHELASTIC_USE_AGENT_STORE") == nullptr;
-    store.numWorkers = static_cast<std::size_t>(job.ranks);
-    store.waitWorkers = false;
-    store.timeout = options.timeout;
-    const char* address = std::getenv("MASTER_ADDR");
-    options.store = c10::make_intrusive<c10d::TCPStore>(address == nullptr ? "127.0.0.1" : address, store);
-    if (address != nullptr && std::string(address) != "127.0.0.1") options.address.clear();
+  if (!plan) throw Failed(plan.error());
+  const bool on_gpus = job.options.device == "cuda";
+  const int gpus = on_gpus ? shardplan::executor::CudaDeviceCount() : 0;
+  // Ranks of one machine that share its GPUs: NCCL takes them for ranks of several hosts.
+  if (const std::int64_t rank = job.place.local_rank; gpus > 0 && rank >= gpus) {
+    (void)setenv("NCCL_HOSTID", ("gpt_cpp-" + std::to_string(rank)).c_str(), 0);
+    (void)setenv("LOCAL_RANK", std::to_string(rank % gpus).c_str(), 1);
   }
-  if (job.options.device == "cuda") {
-    const int gpus = shardplan::executor::CudaDeviceCount();
-    if (gpus == 0) throw Failure{4, "no GPU can be used"};
-    const auto local = FromEnvironment("LOCAL_RANK", job.rank);
-    // Ranks that share a GPU: NCCL takes them for ranks of several hosts.
-    if (job.ranks > gpus) (void)setenv("NCCL_HOSTID", ("gpt_cpp-" + std::to_string(job.rank)).c_str(), 0);
-    options.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(local % gpus));
-  }
-  auto training = Training::Create(model.ptr(), model->calls, std::move(*plan), std::move(options));
-  if (!training) throw Failure{ExitCode(training.error().code), ToString(training.error())};
+  auto options = shardplan::executor::TrainingOptions::FromEnvironment(
+      on_gpus ? c10::DeviceType::CUDA : c10::DeviceType::CPU, std::chrono::seconds(job.options.timeout));
+  if (!options) throw Failed(options.error());
+  auto training = Training::Create(model.ptr(), model->calls, std::move(*plan), std::move(*options));
+  if (!training) throw Failed(training.error());
   return std::move(*training);
 }
 
 int Train(const Job& job) {
   const Options& options = job.options;
-  if (options.batch % job.ranks != 0) throw Failure{2, "--batch is not a multiple of the number of ranks"};
-  const std::int64_t rows = options.batch / job.ranks;
-  const bool speaks = job.rank == 0;
+  if (options.batch % job.place.world_size != 0)
+    throw Failure{ErrorCode::kUsage, "--batch is not a multiple of the number of ranks"};
+  const std::int64_t rows = options.batch / job.place.world_size;
+  const bool speaks = job.place.rank == 0;
   gpt::Config config;
   const gpt::Text text = ReadText(options.text, config.context);
   config.vocabulary = text.vocabulary;
@@ -216,7 +205,7 @@ int Train(const Job& job) {
   }
   if (speaks) {
     std::fprintf(stderr, "GPT of %lld parameters, %lld ranks on %s, by a plan of %s\n",
-                 static_cast<long long>(parameters), static_cast<long long>(job.ranks),
+                 static_cast<long long>(parameters), static_cast<long long>(job.place.world_size),
                  options.device.c_str(), training->plan().policy.c_str());
   }
   const auto save = [&](bool in_background) {
@@ -233,7 +222,7 @@ int Train(const Job& job) {
   while (step < options.steps) {
     const auto begin = Clock::now();
     training->TakeMemory();
-    const auto [tokens, targets] = text.Batch(step, job.rank * rows, rows);
+    const auto [tokens, targets] = text.Batch(step, job.place.rank * rows, rows);
     const at::Tensor loss =
         gpt::Loss(model->calls(model, tokens.to(training->device())), targets.to(training->device()));
     loss.backward();
@@ -244,7 +233,7 @@ int Train(const Job& job) {
     seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     const std::int64_t peak = training->TakeMemory().peak_bytes;
     if (step - first > 2) peak_bytes = std::max(peak_bytes, peak);  // of steps like all others
-    if (speaks) std::printf("step %lld loss %.6f\n", static_cast<long long>(step), mean);
+    if (speaks) std::printf("step %lld loss %.9f\n", static_cast<long long>(step), mean);
     std::fflush(stdout);
     const double rate = static_cast<double>((step - first) * options.batch * config.context) / seconds;
     progress.Show(step, mean, rate);
@@ -274,25 +263,33 @@ int Train(const Job& job) {
   return 0;
 }
 
+// Why the rank ends, and with which exit code.
+int Say(const Job& job, ErrorCode code, const std::string& text) {
+  std::fprintf(stderr, "rank %lld: %s\n", static_cast<long long>(job.place.rank), text.c_str());
+  return ExitCode(code);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   Job job;
   try {
     job.options = Parse(argc, argv);
+    const auto place = shardplan::executor::ReadRankEnvironment();
+    if (!place) throw Failed(place.error());
+    job.place = place->value_or(shardplan::executor::RankEnvironment());
     at::set_num_threads(1);
     struct sigaction action = {};
     action.sa_handler = [](int) { told_to_end = 1; };
     (void)sigaction(SIGTERM, &action, nullptr);
     return Train(job);
   } catch (const Failure& failure) {
-    std::fprintf(stderr, "rank %lld: %s\n", static_cast<long long>(job.rank), failure.text.c_str());
-    return failure.exit_code;
+    return Say(job, failure.code, failure.text);
+  } catch (const shardplan::executor::TrainingError& error) {
+    return Say(job, error.code(), error.what());
+  } catch (const c10::Error& error) {  // torch's own: memory that does not suffice, say
+    return Say(job, ErrorCode::kEnvironment, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    const std::string what = error.what();
-    const bool of_a_rank =
-        what.find("died") != std::string::npos || what.find("did not arrive") != std::string::npos;
-    std::fprintf(stderr, "rank %lld: %s\n", static_cast<long long>(job.rank), what.c_str());
-    return of_a_rank ? 4 : 5;
+    return Say(job, ErrorCode::kInternal, error.what());
   }
 }

@@ -10,7 +10,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-#include "meeting.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
 #include "shardplan/schemas/io.h"
@@ -53,13 +52,6 @@ std::string SaidKey(std::int64_t rank) { return fmt::format("shardplan/said/{}",
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Store> Meet(const RunOptions& options, const RankEnvironment& environment) {
-  const c10::intrusive_ptr<c10d::Store> store = Connect(options, environment);
-  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  if (restart == nullptr) return store;
-  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("shardplan/attempt/{}", restart), store);
-}
-
 std::shared_ptr<executor::Peers> WatchPeers(const c10::intrusive_ptr<c10d::Store>& store,
                                             const RankEnvironment& environment) {
   executor::PeersOptions options = {.store = store,
@@ -100,7 +92,9 @@ Status TakePart(const RunOptions& options, const RankEnvironment& environment,
                 const std::function<Status(const c10::intrusive_ptr<c10d::Store>& store,
                                            const std::shared_ptr<executor::Peers>& peers)>& run) {
   try {
-    const c10::intrusive_ptr<c10d::Store> store = Meet(options, environment);
+    const auto met = executor::MeetAtStore(environment, std::chrono::seconds(options.timeout_s));
+    if (!met) return std::unexpected(met.error());
+    const c10::intrusive_ptr<c10d::Store>& store = *met;
     const std::shared_ptr<executor::Peers> peers = WatchPeers(store, environment);
     Status status = AgreeOnDocument(document(), failure, options, environment, store, peers);
     if (status) status = run(store, peers);
@@ -134,7 +128,7 @@ Result<Backend> MakeBackend(const Plan& plan, const RunOptions& options, const R
   gloo.store = store;
   gloo.timeout = timeout;
   gloo.peers = peers;
-  if (!IsLoopback(environment.master_address)) gloo.address.clear();
+  if (!executor::IsLoopback(environment.master_address)) gloo.address.clear();
   auto groups = executor::MakeGlooGroups(plan, environment.rank, gloo);
   if (!groups) return std::unexpected(groups.error());
   backend.collectives =
@@ -163,8 +157,8 @@ Status PrintForAll(const Ending& ending, const std::string& said,
   ending.store.set(printed, std::vector<std::uint8_t>{'1'});
   // The store may end with this process: the others have to know first.
   const auto deadline = EndingClock::now() + kLastWords;
-  while (ServesStore(ending.environment) && ending.store.add(read, 0) < ending.environment.world_size - 1 &&
-         EndingClock::now() < deadline)
+  while (executor::ServesStore(ending.environment) &&
+         ending.store.add(read, 0) < ending.environment.world_size - 1 && EndingClock::now() < deadline)
     std::this_thread::sleep_for(kLookAgain);
   return status;
 }

@@ -21,10 +21,6 @@
 
 namespace shardplan::run {
 
-// The store of the rank's environment. Ranks that are started again at the same one have keys of their own.
-// Throws where it cannot be reached.
-c10::intrusive_ptr<c10d::Store> Meet(const RunOptions& options, const RankEnvironment& environment);
-
 // Our launcher says itself who dies.
 std::shared_ptr<executor::Peers> WatchPeers(const c10::intrusive_ptr<c10d::Store>& store,
                                             const RankEnvironment& environment);

@@ -14,7 +14,7 @@
 #include <exception>
 #include <optional>
 
-#include "meeting.h"
+#include "shardplan/executor/launch.h"
 #include "shardplan/executor/peers.h"
 #include "signals.h"
 
@@ -175,14 +175,12 @@ int LocalRanks::Watch() {
 
 int LaunchRanks(const std::vector<std::string>& arguments, std::int64_t ranks, std::int64_t timeout_s) {
   const Signals signals;  // before the store has threads
-  c10::intrusive_ptr<c10d::TCPStore> store;
-  try {
-    store = ServeStore();
-  } catch (const std::exception& exception) {
-    std::fprintf(stderr, "shardplan-run: %s\n", exception.what());
+  Result<c10::intrusive_ptr<c10d::TCPStore>> store = executor::ServeStore();
+  if (!store) {
+    std::fprintf(stderr, "shardplan-run: %s\n", ToString(store.error()).c_str());
     return kEnvironmentExit;
   }
-  LocalRanks local(signals, std::move(store), timeout_s);
+  LocalRanks local(signals, std::move(*store), timeout_s);
   return local.Start(arguments, ranks) ? local.Watch() : kEnvironmentExit;
 }
 

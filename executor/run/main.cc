@@ -35,32 +35,12 @@ int Fail(const Error& error, const std::string& who) {
   return ExitCode(error.code);
 }
 
-std::int64_t FromEnvironment(const char* name, std::int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoll(text, nullptr, 10);
-}
-
-// Set when torchrun or our launcher started this process.
-std::optional<RankEnvironment> ReadEnvironment() {
-  if (std::getenv("RANK") == nullptr || std::getenv("WORLD_SIZE") == nullptr) return std::nullopt;
-  RankEnvironment environment;
-  environment.rank = FromEnvironment("RANK", 0);
-  environment.world_size = FromEnvironment("WORLD_SIZE", 1);
-  environment.local_rank = FromEnvironment("LOCAL_RANK", environment.rank);
-  environment.master_port = static_cast<std::uint16_t>(FromEnvironment("MASTER_PORT", 29500));
-  if (const char* address = std::getenv("MASTER_ADDR")) environment.master_address = address;
-  const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  environment.started_here = std::getenv("SHARDPLAN_RUN_CHILD") != nullptr;
-  environment.store_is_served =
-      environment.started_here || (agent != nullptr && std::string(agent) == "True");
-  return environment;
-}
-
 // A rank that our launcher started does not outlive it, nor one that died before we could say so.
 void EndWithLauncher() {
-  if (std::getenv("SHARDPLAN_RUN_CHILD") == nullptr) return;
+  const char* launcher = std::getenv("SHARDPLAN_RUN_CHILD");
+  if (launcher == nullptr) return;
   (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != FromEnvironment("SHARDPLAN_RUN_CHILD", 0)) std::_Exit(kOrphanExit);
+  if (getppid() != std::strtoll(launcher, nullptr, 10)) std::_Exit(kOrphanExit);
 }
 
 void AddFlags(CLI::App& app, RunOptions& options) {
@@ -179,7 +159,9 @@ int RunReshard(const RunOptions& options, const std::vector<std::string>& argume
 }
 
 int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
-  const std::optional<RankEnvironment> environment = ReadEnvironment();
+  const Result<std::optional<RankEnvironment>> read = executor::ReadRankEnvironment();
+  if (!read) return Fail(read.error(), "shardplan-run");
+  const std::optional<RankEnvironment>& environment = *read;
   const std::string who = environment ? fmt::format("rank {}", environment->rank) : "shardplan-run";
   const Result<Plan> plan = ReadDocumentsForRun(options, environment, who);
   const bool reshards = !plan && IsReshardInstead(plan.error());

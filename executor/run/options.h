@@ -5,7 +5,11 @@
 #include <cstdint>
 #include <string>
 
+#include "shardplan/executor/launch.h"
+
 namespace shardplan::run {
+
+using executor::RankEnvironment;
 
 enum class DeviceKind : std::uint8_t { kCpu, kCuda, kVirtual };
 
@@ -23,17 +27,6 @@ struct RunOptions {
   bool arena = false;
   bool progress = false;
   bool verify = true;
-};
-
-// A rank's place, from the environment that torchrun (or our launcher) sets.
-struct RankEnvironment {
-  std::int64_t rank = 0;
-  std::int64_t world_size = 1;
-  std::int64_t local_rank = 0;
-  std::string master_address = "127.0.0.1";
-  std::uint16_t master_port = 0;
-  bool started_here = false;     // by our launcher, as all ranks
-  bool store_is_served = false;  // by the launcher; otherwise rank 0 serves it
 };
 
 }  // namespace shardplan::run

@@ -3,11 +3,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <stdexcept>
-
 namespace shardplan::executor {
 
-void Throw(const Error& error) { throw std::runtime_error("shardplan: " + ToString(error)); }
+void Throw(const Error& error) { throw TrainingError(error.code, ToString(error)); }
 
 void OrThrow(const Status& status) {
   if (!status) Throw(status.error());

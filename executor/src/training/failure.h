@@ -4,14 +4,15 @@
 
 #include <exception>
 
+#include "shardplan/executor/training_error.h"
 #include "shardplan/schemas/error.h"
 
 namespace shardplan::executor {
 
-// std::runtime_error with a message for a person.
+// As a TrainingError.
 [[noreturn]] void Throw(const Error& error);
 void OrThrow(const Status& status);
-// ... and c10::OutOfMemoryError, if that is what a replayer's operation has thrown.
+// ... or as a c10::OutOfMemoryError, if that is what a replayer's operation has thrown.
 [[noreturn]] void ThrowFailure(const Error& error, const std::exception_ptr& thrown);
 
 }  // namespace shardplan::executor

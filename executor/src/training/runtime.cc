@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "shardplan/schemas/assert.h"
@@ -135,7 +134,7 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
       if (++steps > std::ssize(plan_->steps) + 1) break;  // a plan without any point of the model
       AdoptChanges();
       if (const std::string change = RequiresGradChange(); !change.empty()) {
-        throw std::runtime_error("shardplan: " + change);
+        throw TrainingError(ErrorCode::kNegative, change);
       }
       full_precision_forwards_.clear();
       backwards_ = 0;
@@ -178,9 +177,10 @@ void Runtime::Deviate(const std::string& found, const std::string& instead_of) {
   const std::string expected =
       instead_of.empty() ? Explained(TriggerText(*plan_, next), next.unit) : instead_of;
   if (!fallback_.enabled()) {
-    throw std::runtime_error(fmt::format(
-        "shardplan: the model deviates from the plan: found {}, expected {} ({}). {}; {} gives the step up",
-        found, expected, Where(), options_.after_deviation, options_.gives_up));
+    throw TrainingError(
+        ErrorCode::kNegative,
+        fmt::format("the model deviates from the plan: found {}, expected {} ({}). {}; {} gives the step up",
+                    found, expected, Where(), options_.after_deviation, options_.gives_up));
   }
   fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
 }
@@ -205,7 +205,7 @@ bool Runtime::IsEvaluation(UnitId entered) {
 
 void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
-  if (!suspended_.empty()) throw std::runtime_error("shardplan: " + suspended_);
+  if (!suspended_.empty()) throw TrainingError(ErrorCode::kNegative, suspended_);
   if (IsEvaluation(unit)) return on_demand_.Unshard(unit, full_precision);
   const bool outermost = forward_root_ == kNoUnit;
   if (outermost) {

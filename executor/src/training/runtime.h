@@ -46,7 +46,7 @@ namespace shardplan::executor {
 // FlatUnit, and in what RuntimeOptions and the virtual functions of this class say.
 //
 // Not thread safe, and need not be: the thread of the forward and that of the backward take turns. Members
-// throw std::runtime_error with a message for a person.
+// throw TrainingError.
 struct RuntimeOptions {
   UserLock* lock = nullptr;  // outlives the runtime; null: the model has none
   // What messages advise, in the words of the model's language.

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "shardplan/schemas/layout.h"
@@ -17,9 +16,7 @@ void Runtime::SetFlatShard(UnitId unit, at::Tensor shard) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     if (buffer.role != BufferRole::kParamSharded || buffer.unit != unit) continue;
-    if (Status status = device_->SetParts(static_cast<BufferId>(i), {shard}); !status) {
-      throw std::runtime_error("shardplan: " + ToString(status.error()));
-    }
+    OrThrow(device_->SetParts(static_cast<BufferId>(i), {shard}));
     // Unsharded, it is what the modules use.
     if (unsharded_buffer_[unit] < 0) unsharded_buffer_[unit] = static_cast<BufferId>(i);
   }

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "training/failure.h"
@@ -28,8 +27,8 @@ bool Runtime::PassUserCall(UnitId unit) {
 void Runtime::Unshard(UnitId unit) {
   if (PassUserCall(unit) || units_[unit].unsharded) return;
   if (!BetweenSteps()) {
-    throw std::runtime_error(fmt::format("shardplan: the plan has no call of unshard of {} here ({})",
-                                         plan_->units[unit].fqn, Where()));
+    throw TrainingError(ErrorCode::kUsage, fmt::format("the plan has no call of unshard of {} here ({})",
+                                                       plan_->units[unit].fqn, Where()));
   }
   AdoptChanges();
   on_demand_.Unshard(unit);
@@ -38,14 +37,15 @@ void Runtime::Unshard(UnitId unit) {
 void Runtime::Reshard(UnitId unit) {
   if (units_[unit].unplanned) return on_demand_.Reshard(unit);
   if (PassUserCall(unit) || !units_[unit].unsharded) return;
-  throw std::runtime_error(fmt::format("shardplan: the plan has no call of reshard of {} here ({})",
-                                       plan_->units[unit].fqn, Where()));
+  throw TrainingError(ErrorCode::kUsage, fmt::format("the plan has no call of reshard of {} here ({})",
+                                                     plan_->units[unit].fqn, Where()));
 }
 
 void Runtime::PassCall(UnitId unit, const std::string& method) {
   if (fallback_.active()) return;  // where every backward is finished when it ends
   if (PassUserCall(unit)) return handover_.PublishAll(/*zeros=*/false);
-  throw std::runtime_error(fmt::format("shardplan: the plan has no call of {} here ({})", method, Where()));
+  throw TrainingError(ErrorCode::kUsage,
+                      fmt::format("the plan has no call of {} here ({})", method, Where()));
 }
 
 Status Runtime::GradientsReduced(UnitId unit, BufferId buffer, StreamId stream) {
@@ -198,8 +198,9 @@ void Runtime::EndFallback() {
   const auto self = shared_from_this();
   const std::vector<UnitId> left = on_demand_.UnitsWithGradients();
   if (optimizer_seen_ && !std::ranges::all_of(left, [&](UnitId unit) { return Reduces(unit); })) {
-    throw std::runtime_error(
-        "shardplan: optimizer.step() is called while gradients are not reduced, because "
+    throw TrainingError(
+        ErrorCode::kUsage,
+        "optimizer.step() is called while gradients are not reduced, because "
         "set_requires_gradient_sync(False) (no_sync) holds: call the last backward of a step without it");
   }
   fallback_.EndStep();

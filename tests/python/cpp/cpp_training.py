@@ -61,10 +61,10 @@ def in_python(ranks: int, **settings: object) -> Finished:
 
 
 class Plans:
-    """Plans of the example's GPT, each made once."""
+    """Plans of the example's GPT, each made once. `size`: what differs from its Config."""
 
-    def __init__(self, folder: pathlib.Path, shardplan) -> None:
-        self._folder, self._shardplan = folder, shardplan
+    def __init__(self, folder: pathlib.Path, shardplan, size: str = "layers=3, width=44") -> None:
+        self._folder, self._shardplan, self._size = folder, shardplan, size
         self._made: dict[tuple, pathlib.Path] = {}
 
     def _run(self, *arguments: object) -> None:
@@ -77,8 +77,8 @@ class Plans:
             name = f"traced_{abs(hash(frozen))}"
             freeze = f"\n    for name, p in model.named_parameters():\n        p.requires_grad_(not name.startswith({frozen!r}))" if frozen else ""
             (self._folder / f"{name}.py").write_text(
-                "import gpt\ndef small():\n    model = gpt.Gpt(gpt.Config(vocabulary=gpt.load_tokens()[1], layers=3, width=44))"
-                f"{freeze}\n    return model\n"
+                "import gpt\ndef small():\n    model = gpt.Gpt(gpt.Config(vocabulary=gpt.load_tokens()[1], "
+                f"{self._size})){freeze}\n    return model\n"
             )
             paths = os.pathsep.join([str(self._folder), environment()["PYTHONPATH"]])
             command = [sys.executable, "-m", "shardplan.tracer", f"{name}:small", "--batch", "2", "--seq", "32", "--dtype", "float32", "-o", str(path)]

@@ -6,7 +6,6 @@ by=plan: follows the plan by shardplan.torch. by=fsdp2: PyTorch's own fully_shar
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 import sys
@@ -15,37 +14,13 @@ import gpt
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from twin import LibTorchAdam
 
 import shardplan.torch as sp
 
 
 def bits(value: torch.Tensor) -> str:
     return f"{struct.unpack('<I', struct.pack('<f', value.detach().item()))[0]:08x}"
-
-
-class LibTorchAdam(torch.optim.Optimizer):
-    """torch::optim::Adam and AdamW, operator by operator: torch.optim's have lerp in place of two of them, which rounds in another way."""
-
-    def __init__(self, parameters, lr: float, decay: float) -> None:
-        super().__init__(parameters, {"lr": lr, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-                state["step"] += 1
-                if group["decay"]:
-                    parameter.mul_(1 - group["lr"] * group["decay"])
-                state["exp_avg"].mul_(0.9).add_(parameter.grad, alpha=1 - 0.9)
-                state["exp_avg_sq"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=1 - 0.999)
-                correction = math.sqrt(1 - 0.999 ** state["step"])
-                denominator = (state["exp_avg_sq"].sqrt() / correction).add_(1e-8)
-                parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - 0.9 ** state["step"]))
 
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -54,7 +54,7 @@ struct SaveOptions {
 };
 
 // Every function but HoldBack, IsSaving and figures is called on all ranks, in the same order. An error is
-// one of all ranks. kNegative: a rank's own, in its words; kEnvironment: a rank died or did not come within
+// one of all ranks. kNegative: another rank's, in its words; kEnvironment: a rank died or did not come within
 // the timeout.
 class Session {
  public:
@@ -78,7 +78,7 @@ class Session {
   // Figures of the last save that has finished.
   SaveFigures figures() const;
 
-  // Any checkpoint, whatever ranks and layout wrote it: each rank reads what it holds. kNegative: a tensor is
+  // Any checkpoint, whatever ranks and layout wrote it: each rank reads what it holds. kBadInput: a tensor is
   // not there, or of another shape or dtype.
   Status Load(const std::string& path, const StateLayout& layout, const ReshardStorage& storage);
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training: a LibTorch model in C++ trained by a plan, without Python in the process (docs/cpp.md).
+// Training: a LibTorch model in C++ trained by a plan, without Python in the process (docs/guide/cpp.md).
 //
 //   Gpt model(config);
-//   auto training = Training::Create(model.ptr(), model->calls, plan, {.rank = r, .ranks = n, .store =
-//   store}); if (!training) ...                                        // ToString(training.error())
-//   torch::optim::AdamW optimizer((*training)->parameters(), options);
+//   auto training = Training::Create(model.ptr(), model->calls, plan, options);
+//   if (!training) ...                                                 // ToString(training.error())
+//   torch::optim::AdamW optimizer((*training)->parameters(), 1e-3);
 //   while (...) {
 //     at::Tensor loss = Loss(model->calls(model, tokens), targets);   // every forward through ModuleCalls
 //     loss.backward();
@@ -17,9 +17,9 @@
 // backward it is the whole parameter. Modules hold handles of one tensor, so the tensor stays the same and
 // what is in it changes; an optimizer may be made before or after.
 //
-// Members that return no Status throw std::runtime_error with a message for a person, as the model's forward
-// and backward do, where the model leaves its plan or a rank fails. Members that are said to be collective
-// are called on all ranks, in the same order.
+// Members that return no Status throw TrainingError, as the model's forward and backward do, where the model
+// leaves its plan or a rank fails. Members that are said to be collective are called on all ranks, in the
+// same order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,6 +32,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
@@ -40,6 +41,7 @@
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/session.h"
+#include "shardplan/executor/training_error.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
@@ -48,15 +50,24 @@ namespace shardplan::executor {
 // What a step does that is not the plan's: other micro-batches, another order of modules, a parameter without
 // gradient.
 enum class OnDeviation : std::uint8_t {
-  kStop,      // forward or backward throws
+  kStop,      // forward or backward throws TrainingError (kNegative)
   kOnDemand,  // the step is finished by the plan's procedures, unit by unit; the next one follows the plan
 };
 
 struct TrainingOptions {
+  // For a process that a launcher has started (launch.h): rank, ranks, store, address and device. Without one
+  // it is a training of one rank. kCUDA: the GPU of LOCAL_RANK. kUsage: the environment says something that
+  // cannot be. kEnvironment: the store cannot be reached within the timeout, or there is no such GPU.
+  static Result<TrainingOptions> FromEnvironment(
+      c10::DeviceType device = c10::DeviceType::CPU,
+      std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
   std::int64_t rank = 0;   // in the plan's world
   std::int64_t ranks = 1;  // the plan's world_size
   // That all ranks share, for this training alone (c10d::PrefixStore); one rank: null.
   c10::intrusive_ptr<c10d::Store> store = nullptr;
+  // The rank whose process serves the store, where it is a rank's and known.
+  std::optional<std::int64_t> store_rank = {};
   // Which ranks are alive; null: the training finds out itself, through the store.
   std::shared_ptr<Peers> peers = nullptr;
   c10::Device device = c10::Device(c10::DeviceType::CPU);  // or a CUDA device
@@ -158,7 +169,7 @@ class Training {
   bool IsSaving() const;
   SaveFigures save_figures() const;
   // Any checkpoint with these names, whatever ranks and layout wrote it. `extra`: filled, of the shapes and
-  // dtypes that were saved. kNegative: a tensor is not there, or of another shape or dtype; nothing is
+  // dtypes that were saved. kBadInput: a tensor is not there, or of another shape or dtype; nothing is
   // promised of the model then. Between steps. Collective.
   Status Load(const std::string& path, torch::optim::Optimizer* optimizer = nullptr,
               const std::map<std::string, at::Tensor>& extra = {});

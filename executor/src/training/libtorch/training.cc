@@ -14,9 +14,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "replay/first_line.h"
 #include "shardplan/executor/agreement.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/launch.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/layout.h"
@@ -31,12 +33,6 @@ namespace {
 c10::intrusive_ptr<c10d::Store> Part(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name) {
   if (!store) return nullptr;
   return c10::make_intrusive<c10d::PrefixStore>(name, store);
-}
-
-// What torch throws as an error: its first line.
-Error Caught(const std::exception& exception) {
-  const std::string what = exception.what();
-  return {.code = ErrorCode::kEnvironment, .message = what.substr(0, what.find('\n'))};
 }
 
 bool MatchesRule(const UnitRule& rule, const std::string& fqn, const torch::nn::Module& module) {
@@ -80,10 +76,11 @@ void LibTorchRuntime::AdoptChanges() {
   for (std::size_t u = 0; u < parameters_.size(); ++u) {
     for (std::size_t p = 0; p < parameters_[u].size(); ++p) {
       if (!parameters_[u][p]->IsReplaced()) continue;
-      throw std::runtime_error(fmt::format(
-          "shardplan: {} was given other memory after Training::Create (torch::load, Module::to, set_data): "
-          "load and convert the model before, or load through Training::Load",
-          ParameterText(plan(), static_cast<UnitId>(u), static_cast<std::int32_t>(p))));
+      throw TrainingError(
+          ErrorCode::kUsage,
+          fmt::format("{} was given other memory after Training::Create (torch::load, Module::to, set_data): "
+                      "load and convert the model before, or load through Training::Load",
+                      ParameterText(plan(), static_cast<UnitId>(u), static_cast<std::int32_t>(p))));
     }
   }
 }
@@ -91,6 +88,38 @@ void LibTorchRuntime::AdoptChanges() {
 std::string LibTorchRuntime::ExplainDeviation(UnitId unit) {
   if (unit >= std::ssize(entered_) || entered_[unit]) return {};
   return "the model has not passed that module to ModuleCalls yet";
+}
+
+// ---- TrainingOptions ----
+
+Result<TrainingOptions> TrainingOptions::FromEnvironment(c10::DeviceType device,
+                                                         std::chrono::milliseconds timeout) {
+  const Result<std::optional<RankEnvironment>> read = ReadRankEnvironment();
+  if (!read) return std::unexpected(read.error());
+  const RankEnvironment environment = read->value_or(RankEnvironment());
+  TrainingOptions options;
+  options.rank = environment.rank;
+  options.ranks = environment.world_size;
+  options.timeout = timeout;
+  if (device == c10::DeviceType::CUDA) {
+    const int gpus = CudaDeviceCount();
+    if (environment.local_rank >= gpus) {
+      return std::unexpected(Error{.code = ErrorCode::kEnvironment,
+                                   .message = "there is no GPU for this rank (LOCAL_RANK)",
+                                   .found = fmt::format("{} GPUs", gpus),
+                                   .expected = fmt::format("more than {}", environment.local_rank)});
+    }
+    options.device = c10::Device(device, static_cast<c10::DeviceIndex>(environment.local_rank));
+  } else {
+    options.device = c10::Device(device);
+  }
+  if (options.ranks == 1) return options;
+  auto store = MeetAtStore(environment, timeout);
+  if (!store) return std::unexpected(store.error());
+  options.store = Part(*store, "shardplan/training");
+  if (!environment.store_is_served) options.store_rank = 0;
+  if (!IsLoopback(environment.master_address)) options.address.clear();
+  return options;
 }
 
 // ---- Training::Impl ----
@@ -165,7 +194,7 @@ Status Training::Impl::AgreeWithOthers(const Status& here) {
     peers_ = std::make_shared<Peers>(PeersOptions{.store = options_.store,
                                                   .rank = options_.rank,
                                                   .ranks = options_.ranks,
-                                                  .store_rank = {},
+                                                  .store_rank = options_.store_rank,
                                                   .speak = nullptr});
   }
   Statement statement{.facts = {}, .failure = here ? "" : ToString(here.error())};
@@ -202,7 +231,7 @@ Result<std::shared_ptr<LibTorchRuntime>> Training::Impl::MakeRuntime() {
     made->pop_back();
     groups = std::move(*made);
   }
-  groups_ = std::make_unique<HostGroups>(groups, world);
+  groups_ = std::make_unique<HostGroups>(groups, world, peers_);
   std::unique_ptr<TorchDevice> device;
   std::unique_ptr<Collectives> collectives;
   if (o.device.is_cuda()) {
@@ -333,7 +362,7 @@ Status Training::Impl::Begin() {
     }
     HookModules();
   } catch (const std::exception& exception) {
-    return std::unexpected(Caught(exception));
+    return MakeError(ErrorCode::kEnvironment, FirstLine(exception));
   }
   return {};
 }

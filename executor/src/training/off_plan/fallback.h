@@ -22,7 +22,7 @@ namespace shardplan::executor {
 // optimizer steps (see Runtime::OptimizerSteps), or, where nobody sees that, until as many backwards as the
 // plan has for the step are over.
 //
-// Members throw std::runtime_error with a message for a person.
+// Members throw TrainingError.
 class Fallback {
  public:
   // A point that a step passed, and the gradients that were made since the point before it.

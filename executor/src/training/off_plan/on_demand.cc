@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "shardplan/schemas/on_demand.h"
@@ -133,8 +132,9 @@ void OnDemand::CheckKept() const {
     if (buffer.role != BufferRole::kGradUnshardedAccumulated || !replayer_->IsAlive(id)) continue;
     const std::vector<BufferId>& kept = kept_[buffer.unit];
     if (std::ranges::find(kept, id) != kept.end()) continue;
-    throw std::runtime_error(
-        fmt::format("shardplan: the model deviates from the plan where gradients of {} are kept in {}, which "
+    throw TrainingError(
+        ErrorCode::kNegative,
+        fmt::format("the model deviates from the plan where gradients of {} are kept in {}, which "
                     "nothing reduces on demand; {} gives the step up",
                     plan_.units[buffer.unit].fqn, buffer.name, gives_up_));
   }
@@ -246,11 +246,13 @@ void OnDemand::ReducePartial() {
           return i.src == static_cast<BufferId>(b);
         });
     if (!is_its) {
-      throw std::runtime_error(fmt::format(
-          "shardplan: the model deviates from the plan between micro-batches whose gradients are reduced "
-          "over the shards but not yet over the replicas, and the plan does not say how to reduce {} on "
-          "demand",
-          buffer.name));
+      throw TrainingError(
+          ErrorCode::kNegative,
+          fmt::format(
+              "the model deviates from the plan between micro-batches whose gradients are reduced "
+              "over the shards but not yet over the replicas, and the plan does not say how to reduce {} on "
+              "demand",
+              buffer.name));
     }
     std::vector<bool> any(plan_.units[buffer.unit].parameters.size());
     for (const std::int32_t parameter : buffer_parameters_[b]) any[parameter] = true;

@@ -25,7 +25,7 @@ namespace shardplan::executor {
 // overlaps. How it is done is planned all the same: Plan::procedures. This class only decides which one is
 // called. All ranks have to call the same ones in the same order.
 //
-// Members throw std::runtime_error with a message for a person, unless they return a Status.
+// Members throw TrainingError, unless they return a Status.
 class OnDemand {
  public:
   // All but `presence` outlive this. lock: null where the model has none. gives_up: the

@@ -5,8 +5,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
 #include <utility>
+
+#include "shardplan/executor/training_error.h"
 
 namespace shardplan::executor {
 
@@ -37,7 +38,7 @@ class FlatGradient::Split : public torch::autograd::Node {
   // The gradients go to the owner; the edge to the sink only counts.
   variable_list apply(variable_list&& gradients) override {
     const auto owner = owner_.lock();
-    if (!owner) throw std::runtime_error("shardplan: backward of a model that is gone");
+    if (!owner) throw TrainingError(ErrorCode::kUsage, "backward of a model that is gone");
     owner->Add(parameters_, std::move(gradients));
     return {at::Tensor()};
   }

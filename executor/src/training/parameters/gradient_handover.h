@@ -28,7 +28,7 @@ class GradientHandover {
   // The buffer's gradients are complete: handed over now where the user waits for them, else kept.
   Status Ready(UnitId unit, BufferId buffer);
   // The backward is over: hands over what was kept. Flat units that got nothing are given zeros, if any unit
-  // got a gradient, or always (`zeros`). Throws std::runtime_error. Takes the lock.
+  // got a gradient, or always (`zeros`). Throws TrainingError. Takes the lock.
   void PublishAll(bool zeros);
   // Has the user let go of a gradient that was handed over and that the plan still has (zero_grad between
   // micro-batches)? Of flat units it is no matter: FlatUnit::WriteBack.

@@ -19,7 +19,7 @@ class ModelParameter {
   virtual at::Tensor& sharded_grad() const = 0;
   // What autograd leaves of a backward: the gradient of the whole parameter; undefined: none.
   virtual at::Tensor& unsharded_grad() const = 0;
-  // ... as the tensor to reduce. Throws std::runtime_error.
+  // ... as the tensor to reduce. Throws TrainingError.
   virtual at::Tensor LocalGradient() const { return unsharded_grad(); }
 
   // The modules hold the unsharded / the sharded parameter from now on.
