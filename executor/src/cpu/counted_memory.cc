@@ -3,7 +3,9 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <cstddef>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -25,6 +27,24 @@ void FreeCounted(void* context) {
 
 thread_local int uncounted = 0;  // how many Uncounted live
 
+// In front of the memory that CountingAllocator hands out. Kernels that take memory without an owner
+// (c10::Allocator::raw_allocate: oneDNN's scratchpads) demand that the owner of memory is its address.
+struct Front {
+  c10::DataPtr memory;
+  std::shared_ptr<AllocationCount> count;  // null: it is not counted
+  std::int64_t bytes;
+};
+constexpr std::size_t kFrontBytes = 64;  // torch aligns the memory of CPU tensors to as many
+static_assert(sizeof(Front) <= kFrontBytes);
+
+void FreeWithFront(void* data) {
+  if (data == nullptr) return;
+  auto* front = reinterpret_cast<Front*>(static_cast<char*>(data) - kFrontBytes);
+  const c10::DataPtr memory = std::move(front->memory);  // where the front is: it goes last
+  if (front->count) front->count->Freed(front->bytes);
+  front->~Front();
+}
+
 // What torch's CPU tensors are made of, counted where the thread that trains makes them.
 class CountingAllocator final : public c10::Allocator {
  public:
@@ -32,9 +52,19 @@ class CountingAllocator final : public c10::Allocator {
       : base_(base), count_(std::move(count)) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes == 0 || uncounted > 0 || std::this_thread::get_id() != trains_) return base_.allocate(bytes);
-    return Counted(base_.allocate(bytes), static_cast<std::int64_t>(bytes), count_);
+    if (bytes == 0) return {nullptr, nullptr, &FreeWithFront, c10::Device(c10::DeviceType::CPU)};
+    c10::DataPtr memory = base_.allocate(bytes + kFrontBytes);
+    const c10::Device device = memory.device();
+    auto* const begin = static_cast<char*>(memory.mutable_get());
+    auto* const front = new (begin) Front{std::move(memory), nullptr, static_cast<std::int64_t>(bytes)};
+    if (uncounted == 0 && std::this_thread::get_id() == trains_) {
+      front->count = count_;
+      count_->Allocated(front->bytes);
+    }
+    void* const data = begin + kFrontBytes;
+    return {data, data, &FreeWithFront, device};
   }
+  c10::DeleterFnPtr raw_deleter() const override { return &FreeWithFront; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     base_.copy_data(to, from, bytes);
   }

@@ -90,21 +90,21 @@ void AwaitServer(const std::string& host, std::uint16_t port,
   }
 }
 
-// Of a variable that is set. Empty is a number no more than letters are.
-Result<std::int64_t> NumberIn(const char* name, std::int64_t otherwise, std::int64_t greatest) {
+// A variable's number; `otherwise` where it is not set.
+Result<std::int64_t> NumberIn(const char* name, std::int64_t otherwise, std::int64_t least,
+                              std::int64_t greatest) {
   const char* text = std::getenv(name);
   if (text == nullptr) return otherwise;
   const std::string_view digits = text;
   std::int64_t number = -1;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
-  if (error == std::errc() && end == digits.data() + digits.size() && number >= 0 && number <= greatest) {
-    return number;
-  }
-  return std::unexpected(
-      Error{.code = ErrorCode::kUsage,
-            .message = fmt::format("the environment's {} is no number that it can have", name),
-            .found = std::string(digits),
-            .expected = fmt::format("0 to {}", greatest)});
+  const bool whole = error == std::errc() && end == digits.data() + digits.size();
+  if (whole && number >= least && number <= greatest) return number;
+  return std::unexpected(Error{
+      .code = ErrorCode::kUsage,
+      .message = fmt::format("the environment's {} cannot be", name),
+      .found = fmt::format("\"{}\"", digits),
+      .expected = least == greatest ? fmt::format("{}", least) : fmt::format("{} to {}", least, greatest)});
 }
 
 }  // namespace
@@ -112,13 +112,13 @@ Result<std::int64_t> NumberIn(const char* name, std::int64_t otherwise, std::int
 Result<std::optional<RankEnvironment>> ReadRankEnvironment() {
   if (std::getenv("RANK") == nullptr || std::getenv("WORLD_SIZE") == nullptr) return std::nullopt;
   constexpr std::int64_t kMostRanks = 1 << 30;
-  const Result<std::int64_t> world_size = NumberIn("WORLD_SIZE", 1, kMostRanks);
+  const Result<std::int64_t> world_size = NumberIn("WORLD_SIZE", 1, 1, kMostRanks);
   if (!world_size) return std::unexpected(world_size.error());
-  const Result<std::int64_t> rank = NumberIn("RANK", 0, *world_size - 1);
+  const Result<std::int64_t> rank = NumberIn("RANK", 0, 0, *world_size - 1);
   if (!rank) return std::unexpected(rank.error());
-  const Result<std::int64_t> local_rank = NumberIn("LOCAL_RANK", *rank, kMostRanks);
+  const Result<std::int64_t> local_rank = NumberIn("LOCAL_RANK", *rank, 0, kMostRanks);
   if (!local_rank) return std::unexpected(local_rank.error());
-  const Result<std::int64_t> port = NumberIn("MASTER_PORT", 29500, 65535);
+  const Result<std::int64_t> port = NumberIn("MASTER_PORT", 29500, 0, 65535);
   if (!port) return std::unexpected(port.error());
   RankEnvironment environment;
   environment.rank = *rank;

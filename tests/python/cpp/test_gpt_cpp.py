@@ -189,10 +189,16 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model_is_an_error(plans, tmp
 
 
 def test_an_environment_that_cannot_be_is_a_usage_error(plans, tmp_path):
-    for name, value, text in [("WORLD_SIZE", "0", "RANK"), ("WORLD_SIZE", "two", "WORLD_SIZE"), ("RANK", "1", "RANK"), ("MASTER_PORT", "70000", "MASTER_PORT"), ("LOCAL_RANK", "", "LOCAL_RANK")]:
+    for name, value, expected in [
+        ("WORLD_SIZE", "0", "1 to 1073741824"),
+        ("WORLD_SIZE", "two", "1 to 1073741824"),
+        ("RANK", "1", "0"),
+        ("MASTER_PORT", "70000", "0 to 65535"),
+        ("LOCAL_RANK", "", "0 to 1073741824"),
+    ]:
         own = {**environment(), "RANK": "0", "WORLD_SIZE": "1", name: value}
         done = subprocess.run([*map(str, in_cpp(plans.plan(1), "--steps", 1))], env=own, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and f"the environment's {text} is no number that it can have (found {value}" in done.stderr, done.stderr
+        assert done.returncode == 2 and f'the environment\'s {name} cannot be (found "{value}", expected {expected})' in done.stderr, done.stderr
 
 
 def test_a_rank_that_does_not_come_is_named(plans, tmp_path):
