@@ -46,7 +46,7 @@ def median_of(rounds: list[dict[str, tuple[float, float]]], name: str) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="of a round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of a round (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     import shardplan.torch as sp

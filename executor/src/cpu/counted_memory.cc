@@ -31,7 +31,7 @@ thread_local int uncounted = 0;  // how many Uncounted live
 // (c10::Allocator::raw_allocate: oneDNN's scratchpads) demand that the owner of memory is its address.
 struct Front {
   c10::DataPtr memory;
-  std::shared_ptr<AllocationCount> count;  // null: it is not counted
+  AllocationCount* count;  // null: it is not counted
   std::int64_t bytes;
 };
 constexpr std::size_t kFrontBytes = 64;  // torch aligns the memory of CPU tensors to as many
@@ -48,8 +48,7 @@ void FreeWithFront(void* data) {
 // What torch's CPU tensors are made of, counted where the thread that trains makes them.
 class CountingAllocator final : public c10::Allocator {
  public:
-  CountingAllocator(c10::Allocator& base, std::shared_ptr<AllocationCount> count)
-      : base_(base), count_(std::move(count)) {}
+  CountingAllocator(c10::Allocator& base, AllocationCount& count) : base_(base), count_(count) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &FreeWithFront, c10::Device(c10::DeviceType::CPU)};
@@ -58,8 +57,8 @@ class CountingAllocator final : public c10::Allocator {
     auto* const begin = static_cast<char*>(memory.mutable_get());
     auto* const front = new (begin) Front{std::move(memory), nullptr, static_cast<std::int64_t>(bytes)};
     if (uncounted == 0 && std::this_thread::get_id() == trains_) {
-      front->count = count_;
-      count_->Allocated(front->bytes);
+      front->count = &count_;
+      count_.Allocated(front->bytes);
     }
     void* const data = begin + kFrontBytes;
     return {data, data, &FreeWithFront, device};
@@ -71,7 +70,7 @@ class CountingAllocator final : public c10::Allocator {
 
  private:
   c10::Allocator& base_;
-  std::shared_ptr<AllocationCount> count_;
+  AllocationCount& count_;
   const std::thread::id trains_ = std::this_thread::get_id();
 };
 
@@ -105,7 +104,7 @@ std::shared_ptr<AllocationCount> CountCpuAllocations() {
   if (counting.count) return counting.count;
   counting.count = std::make_shared<AllocationCount>();
   // Torch keeps the pointer.
-  c10::SetCPUAllocator(new CountingAllocator(*c10::GetCPUAllocator(), counting.count), 0);
+  c10::SetCPUAllocator(new CountingAllocator(*c10::GetCPUAllocator(), *counting.count), 0);
   return counting.count;
 }
 

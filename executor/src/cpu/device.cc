@@ -63,7 +63,9 @@ void CpuDevice::FillStorage(const at::Tensor& tensor, std::int64_t bytes, Memory
 
 std::vector<std::byte*> CpuDevice::Pointers(BufferId buffer) const {
   std::vector<std::byte*> pointers;
-  for (const at::Tensor& tensor : Tensors(buffer)) {
+  const std::vector<at::Tensor>& tensors = Tensors(buffer);
+  pointers.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
     pointers.push_back(static_cast<std::byte*>(tensor.mutable_data_ptr()));
   }
   return pointers;

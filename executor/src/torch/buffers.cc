@@ -27,6 +27,17 @@ std::vector<std::int64_t> ContiguousStrides(const std::vector<std::int64_t>& sha
   return strides;
 }
 
+// Contiguous elements of a tensor from `offset` on, in that shape. Neither a view in autograd's eyes, which
+// would hold the buffer of this step whatever memory it is given later, nor an operator of torch: those are
+// several times as long, and this is done for every parameter several times a step.
+at::Tensor Alias(const at::Tensor& of, std::int64_t offset, c10::IntArrayRef shape) {
+  auto alias = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(of.storage()),
+                                                    of.key_set(), of.dtype());
+  alias->set_storage_offset(of.storage_offset() + offset);
+  alias->set_sizes_contiguous(shape);
+  return at::Tensor(std::move(alias));
+}
+
 std::unexpected<Error> Misfit(std::string message, std::string found, std::string expected) {
   return std::unexpected(
       Error{ErrorCode::kUsage, std::move(message), {}, {}, std::move(found), std::move(expected)});
@@ -129,7 +140,7 @@ std::vector<at::Tensor> TorchBuffers::MakeParts(BufferId id, StreamId stream) {
   std::int64_t offset = 0;
   for (const Bytes bytes : buffer.parts_bytes) {
     const std::int64_t numel = bytes.value / SizeBytes(buffer.dtype);
-    parts.push_back(whole.narrow(0, offset, numel));
+    parts.push_back(Alias(whole, offset, {numel}));
     offset += numel;
   }
   return parts;
@@ -245,9 +256,9 @@ Status TorchBuffers::MakeAlias(CopyId id) {
   const Slot& owner = slots_[spec.src];
   Slot& alias = slots_[spec.dst];
   const Buffer& buffer = plan_->buffers[spec.dst];
-  alias.parts.assign(buffer.parts_bytes.size(), owner.parts[0].narrow(0, 0, 0));
+  alias.parts.assign(buffer.parts_bytes.size(), Alias(owner.parts[0], 0, {0}));
   for (const CopyRun& run : spec.runs) {
-    alias.parts[run.dst_part] = owner.parts[run.src_part].narrow(0, run.src_offset, run.rows * run.row_numel);
+    alias.parts[run.dst_part] = Alias(owner.parts[run.src_part], run.src_offset, {run.rows * run.row_numel});
   }
   alias.alive = true;
   return {};
@@ -298,7 +309,9 @@ Status TorchBuffers::SetParts(BufferId id, std::vector<at::Tensor> parts) {
       parts[i] = at::zeros({NumelOf(id, i)}, options);
     }
     if (Status status = CheckPart(id, i, parts[i]); !status) return status;
-    parts[i] = parts[i].detach().contiguous().view({-1});
+    const bool is_plain = parts[i].is_contiguous() && !parts[i].key_set().has(c10::DispatchKey::Python);
+    const at::Tensor whole = is_plain ? parts[i] : parts[i].detach().contiguous();
+    parts[i] = is_plain ? Alias(whole, 0, {whole.numel()}) : whole.view({-1});
   }
   slots_[id].parts = std::move(parts);
   slots_[id].alive = true;
@@ -360,8 +373,7 @@ Result<at::Tensor> TorchBuffers::ShardedView(BufferId id, std::int32_t parameter
   const std::int64_t index =
       unit.shard_communicator < 0 ? 0 : RankInGroup(plan_->communicators[unit.shard_communicator], rank);
   const std::vector<std::int64_t> shape = ShardShape(unit.parameters[parameter], pieces, index);
-  return place->first.as_strided(shape, ContiguousStrides(shape),
-                                 place->first.storage_offset() + place->second);
+  return Alias(place->first, place->second, shape);
 }
 
 }  // namespace shardplan::executor

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // RecordTrace: the trace of a model that exists in C++ alone. One step of it, on the CPU or on the meta
-// device, becomes a document that `shardplan plan` reads (docs/internals/trace-recorder.md).
+// device, becomes a document that `shardplan plan` reads (docs/guide/cpp.md;
+// docs/internals/trace-recorder.md).
 //
 //   auto trace = RecordTrace(*gpt, gpt->calls, [&] {
 //     at::Tensor logits = gpt->calls(gpt, tokens);

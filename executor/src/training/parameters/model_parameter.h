@@ -31,8 +31,8 @@ class ModelParameter {
   // Runs them, the gradient being there. They throw what they throw.
   virtual void RunGradHooks() const {}
 
-  // `local`, a view of the reduced gradient, becomes the shard's gradient; it is added to one that is there
-  // already.
+  // `local`, which shares the memory of the reduced gradient, becomes the shard's gradient; it is added to
+  // one that is there already.
   virtual Status PublishGrad(const at::Tensor& local) = 0;
   // The plan drops the gradient: lets go of its memory, unless somebody else holds it.
   virtual void ForgetGrad() = 0;
