@@ -207,6 +207,7 @@ THREADS = {
     "planner_test": "Optimize|ExhaustiveInstances|Recomputation",
 }
 COMMAND_FILES = ("tests/python/checkpoints/test_reshard_checkpoint.py", "tests/python/commands/test_optimize.py")
+CPP_FILES = ("tests/python/cpp/test_gpt_cpp.py", "tests/python/cpp/test_cpp_training.py")  # trainings in C++ next to Python
 FUZZED = 300  # inputs a target
 
 
@@ -218,7 +219,7 @@ def sanitized_items(preset: str) -> list[tuple[str, str]]:
     names = [name for name, of in program.items() if of in THREADS and re.search(THREADS[of], name)]
     items = [("test", name) for name in names] + [("fuzz", target) for target in fuzz_targets(preset)] + [("command", file) for file in COMMAND_FILES]
     # The C++ module: under asan only, whose library an interpreter that is not built with it can load first.
-    return items + ([("adapter", file) for file in adapter_files()] if preset == "asan" else [])
+    return items + ([("adapter", file) for file in (*adapter_files(), *CPP_FILES)] if preset == "asan" else [])
 
 
 def exactly(names: list[str]) -> str:
@@ -286,6 +287,6 @@ ALL = [
     Series("simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED, build=build("dev", "simulator_suite_plans")),
     Series("verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1, length=lambda: CHANGES_EVERY,
            build=build("dev", "virtual_soak")),
-    sanitizer("asan", "AddressSanitizer and UndefinedBehaviorSanitizer", "_shardplan"),
+    sanitizer("asan", "AddressSanitizer and UndefinedBehaviorSanitizer", "_shardplan", "gpt_cpp", "training_worker"),
     sanitizer("tsan", "ThreadSanitizer"),
 ]  # fmt: skip
