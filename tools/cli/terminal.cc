@@ -62,7 +62,9 @@ ProgressBar::ProgressBar(bool quiet, std::string_view what, std::string_view uni
       begin_(Clock::now()),
       last_(begin_) {}
 
-ProgressBar::~ProgressBar() {
+ProgressBar::~ProgressBar() { Clear(); }
+
+void ProgressBar::Clear() {
   if (!quiet_ && drawn_over_) Raw(kClear);
 }
 
@@ -78,38 +80,6 @@ void ProgressBar::Update(std::int64_t done, std::int64_t total) {
   } else {
     Progress(false, fmt::format("{} of {} {}", done, total, unit_));
   }
-}
-
-CountdownBar::CountdownBar(bool quiet, std::string_view what, std::chrono::nanoseconds limit)
-    : what_(what), begin_(std::chrono::steady_clock::now()), limit_(limit) {
-  if (quiet || !IsATerminal() || limit.count() <= 0) return;
-  thread_ = std::thread([this] {
-    std::unique_lock lock(mutex_);
-    while (!changed_.wait_for(lock, kRedraw, [this] { return ended_; })) Draw();
-  });
-}
-
-CountdownBar::~CountdownBar() {
-  if (!thread_.joinable()) return;
-  {
-    const std::lock_guard lock(mutex_);
-    ended_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-  Raw(kClear);
-}
-
-void CountdownBar::Draw() {
-  const std::chrono::nanoseconds passed = std::chrono::steady_clock::now() - begin_;
-  Raw(fmt::format("{}{} {} at most", kClear, what_,
-                  BarText(std::max<std::int64_t>(1, passed.count()), limit_.count(), passed)));
-}
-
-void CountdownBar::Behind(const std::function<void()>& print) {
-  const std::lock_guard lock(mutex_);
-  if (thread_.joinable()) Raw(kClear);
-  print();
 }
 
 }  // namespace shardplan::cli

@@ -5,13 +5,10 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 
 namespace shardplan::cli {
 
@@ -30,6 +27,8 @@ class ProgressBar {
   ProgressBar& operator=(const ProgressBar&) = delete;
 
   void Update(std::int64_t done, std::int64_t total);
+  // Takes the bar away, for a line that is printed; the next Update draws it again.
+  void Clear();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -39,29 +38,6 @@ class ProgressBar {
   const std::string what_, unit_;
   const Clock::time_point begin_;
   Clock::time_point last_;
-};
-
-// The same of work that ends at a time, or before: drawn without being told, on a terminal alone.
-class CountdownBar {
- public:
-  CountdownBar(bool quiet, std::string_view what, std::chrono::nanoseconds limit);
-  ~CountdownBar();
-  CountdownBar(const CountdownBar&) = delete;
-  CountdownBar& operator=(const CountdownBar&) = delete;
-
-  // Prints lines while the bar is away.
-  void Behind(const std::function<void()>& print);
-
- private:
-  void Draw();
-
-  const std::string what_;
-  const std::chrono::steady_clock::time_point begin_;
-  const std::chrono::nanoseconds limit_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool ended_ = false;
-  std::thread thread_;  // none without a terminal
 };
 
 // "[=======>            ]  43 %  0:35 left", of done out of total, both above 0, after so long.

@@ -58,19 +58,35 @@ Result<Evaluation> Measure(const Plan& plan, const FitOptions& fit) {
   const Result<EngineResult> run = RunStep(*program, 0, nullptr);
   if (!run) return std::unexpected(run.error());
   const PooledMemory memory = PoolMemory(plan);
-  const Bytes budget = AllocatorBudget(plan, fit).value_or(kNoLimit);
-  return Evaluation{.planned = true,
-                    .step_ns = run->end_ns,
-                    .pooled_bytes = memory.pooled_bytes,
-                    .allocated_bytes = memory.allocated_bytes,
-                    .budget_bytes = budget,
-                    .work_ns = WorkBound(plan.cluster, *program, program->steps.back()),
-                    .over = (fit.releases ? memory.allocated_bytes : memory.pooled_bytes) > budget};
+  Evaluation measured{.planned = true,
+                      .step_ns = run->end_ns,
+                      .pooled_bytes = memory.pooled_bytes,
+                      .allocated_bytes = memory.allocated_bytes,
+                      .allowed_bytes = AllocatorBudget(plan, fit).value_or(kNoLimit),
+                      .work_ns = WorkBound(plan.cluster, *program, program->steps.back())};
+  measured.Limit(std::nullopt, fit.releases);
+  return measured;
+}
+
+void Evaluation::Limit(std::optional<Bytes> most, bool releases) {
+  budget_bytes = most ? std::min(*most, allowed_bytes) : allowed_bytes;
+  over = planned && (releases ? allocated_bytes : pooled_bytes) > budget_bytes;
+}
+
+void Evaluator::SearchWithin(std::optional<Bytes> most) {
+  most_ = most;
+  for (auto* evaluations : {&known_, &made_}) {
+    for (auto& [choice, evaluation] : *evaluations) evaluation.Limit(most_, options_.may_release_cache);
+  }
 }
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
-    : series_(trace, cluster), trace_(trace), job_(job), options_(options) {}
+    : series_(trace, cluster),
+      trace_(trace),
+      job_(job),
+      options_(options),
+      device_bytes_(cluster.device.memory_bytes) {}
 
 const UnitModel* Evaluator::ModelOfUnits() {
   if (!std::exchange(asked_for_unit_model_, true)) {
@@ -98,12 +114,17 @@ std::vector<Choice> Evaluator::Fastest(std::vector<Choice> choices, std::size_t 
   return fastest;
 }
 
-bool Evaluator::Ended() {
-  if (Stopped()) ended_ = true;
+bool Evaluator::OutOfTime() {
   const std::int64_t limit_ns = options_.time_limit_ns.value;
-  if (limit_ns > 0 && std::chrono::steady_clock::now() - begin_ > std::chrono::nanoseconds(limit_ns))
-    ended_ = true;
-  return ended_;
+  const bool late =
+      limit_ns > 0 && std::chrono::steady_clock::now() - begin_ > std::chrono::nanoseconds(limit_ns);
+  if (late || Stopped()) ended_ = true;
+  return late || Stopped();
+}
+
+bool Evaluator::Ended() {
+  if (options_.plan_limit > 0 && counted_ >= options_.plan_limit) ended_ = true;
+  return OutOfTime() || ended_;
 }
 
 FitOptions Evaluator::FitOptionsOf() const {
@@ -112,11 +133,13 @@ FitOptions Evaluator::FitOptionsOf() const {
 
 bool Evaluator::Fits(const Choice& choice) {
   const Choice effective = Effective(job_, choice);
-  if (const auto known = fits_.find(effective); known != fits_.end()) return known->second;
-  bool& fits = fits_[effective];
+  const auto [known, is_new] = fits_.emplace(std::pair(most_, effective), false);
+  bool& fits = known->second;
+  if (!is_new) return fits;
   const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
   if (!plan) return fits;
-  const FitOptions options = FitOptionsOf();
+  FitOptions options = FitOptionsOf();
+  if (most_) options.budget_bytes = options.budget_bytes ? std::min(*most_, *options.budget_bytes) : *most_;
   const Result<DeviceFit> fit = FitDevice(*plan, options);
   return fits = fit && fit->Fits(options.releases);
 }
@@ -160,13 +183,20 @@ std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, 
     Choice effective = Effective(job_, choice);
     if (!made_.contains(effective) && seen.insert(effective).second) wanted.push_back(std::move(effective));
   }
+  if (!even_late && options_.plan_limit > 0) {
+    const std::int64_t left = std::max(options_.plan_limit - counted_, std::int64_t{made_.empty() ? 1 : 0});
+    if (std::ssize(wanted) > left) {
+      wanted.resize(static_cast<std::size_t>(left));
+      ended_ = true;
+    }
+  }
   std::vector<Evaluation> made(wanted.size());
   std::vector<char> done(wanted.size(), 0);
   std::atomic<std::size_t> next = 0;
   const auto work = [&] {
     for (std::size_t i = next++; i < wanted.size(); i = next++) {
       // The very first is always planned: there is an answer to give.
-      const bool over = even_late ? Stopped() : Ended();
+      const bool over = even_late ? Stopped() : OutOfTime();
       if (over && !(made_.empty() && i == 0)) return;
       made[i] = EvaluateOne(wanted[i]);
       done[i] = 1;
@@ -178,8 +208,11 @@ std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, 
   for (std::size_t t = 1; t < helpers; ++t) threads.emplace_back(work);
   work();
   for (std::thread& thread : threads) thread.join();
+  if (!even_late) counted_ += std::ssize(wanted);
   for (std::size_t i = 0; i < wanted.size(); ++i) {
-    if (done[i] != 0) made_[wanted[i]] = std::move(made[i]);
+    if (done[i] == 0) continue;
+    made[i].Limit(most_, options_.may_release_cache);
+    made_[wanted[i]] = std::move(made[i]);
   }
   std::vector<Evaluation> answers;
   for (const Choice& choice : choices) {

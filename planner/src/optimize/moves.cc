@@ -320,8 +320,10 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
       choice.accumulation = accumulation;
       grid.push_back(choice);
       if (!options.may_checkpoint || job.keeps_checkpoint) continue;
-      choice.recomputed = job.chain.blocks;
-      grid.push_back(choice);
+      for (const std::int32_t share : {2, 1}) {  // the first half of the blocks, and all
+        choice.recomputed = job.chain.blocks / share;
+        grid.push_back(choice);
+      }
       if (SavedByTorchtitan(job).empty()) continue;
       choice.saved = SavedByTorchtitan(job);
       grid.push_back(choice);

@@ -16,6 +16,8 @@ constexpr int kClimbs = 4;
 constexpr int kMostOver = 8;
 // So many of the cuts next to one are planned.
 constexpr std::size_t kMostCuts = 16;
+// A climb in less memory that ends at so many times the best step is the last one.
+constexpr std::pair<std::int64_t, std::int64_t> kHopeless = {11, 10};
 // After so many plans no further beginning is climbed from.
 constexpr std::int64_t kEnough = 400;
 
@@ -27,6 +29,8 @@ bool Search::Fits(const Found& found) { return !found.evaluation.over && evaluat
 void Search::Consider(const std::vector<Choice>& choices, Effort effort) {
   const bool all = effort == Effort::kAll;
   const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices, all);
+  if (options_.on_progress)
+    options_.on_progress({.evaluations = evaluator_.evaluations(), .is_better = false});
   std::vector<Found> made;
   for (std::size_t i = 0; i < choices.size(); ++i) {
     if (evaluations[i].planned && !refused_.contains(choices[i]))
@@ -82,6 +86,58 @@ void Search::TryOrders(const std::vector<Choice>& grid) {
   std::ranges::stable_sort(works, {}, [](const auto& work) { return work.first; });
   for (const auto& [work_ns, work] : works) {
     if (!fits_ || work_ns < best_->evaluation.step_ns) Consider(Orders(job_, *work));
+  }
+}
+
+// A climb in more memory may end at a slower plan than one in less. The amounts are the same for all budgets
+// of a device, so that what one finds another finds, too.
+void Search::TryLessMemory(const std::vector<Choice>& beginnings, const std::vector<Choice>& grid) {
+  if (!best_ || !fits_) return;
+  for (Bytes most = evaluator_.device_bytes(); most.value > 0; most.value = most.value * 4 / 5) {
+    if (most >= evaluator_.Reserved(best_->choice)) continue;  // the best is one of that climb, too
+    if (evaluator_.Ended()) return;
+    const Found before = *best_;
+    evaluator_.SearchWithin(most);
+    best_.reset();
+    fits_ = false;
+    Consider(beginnings);
+    TryRecomputation(beginnings);
+    Consider(RecomputingOf(grid));
+    if (fits_) Climb();
+    const std::optional<Found> found = fits_ ? best_ : std::nullopt;
+    evaluator_.SearchWithin(std::nullopt);
+    best_ = before;
+    fits_ = true;
+    if (!found) return;
+    const Nanoseconds step_ns = found->evaluation.step_ns;
+    Consider({found->choice}, Effort::kAll);
+    if (best_->choice != before.choice) Climb();
+    if (step_ns.value > best_->evaluation.step_ns.value / kHopeless.second * kHopeless.first) return;
+  }
+}
+
+// Whatever order the setting's work is done in, the work alone takes as long as the best step. What is
+// recomputed is work on top.
+bool Search::CannotWin(const Choice& work) const {
+  if (!fits_) return false;
+  Choice without = work;
+  without.recomputed = 0;
+  without.saved.clear();
+  for (const Choice& choice : {work, without}) {
+    const auto known = evaluator_.known().find(choice);
+    if (known == evaluator_.known().end() || !known->second.planned) continue;
+    if (known->second.work_ns >= best_->evaluation.step_ns) return true;
+  }
+  return false;
+}
+
+// No setting of the grid is faster than the answer, wherever the limit ended the search.
+void Search::TryWholeGrid(const std::vector<Choice>& grid) {
+  for (const Choice& work : grid) {
+    if (!options_.whole_grid && CannotWin(work)) continue;
+    Consider({work}, Effort::kAll);
+    if (!options_.whole_grid && CannotWin(work)) continue;
+    Consider(Orders(job_, work), Effort::kAll);
   }
 }
 
@@ -277,12 +333,10 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   Consider(small);
   TryOrders(small);
   Climb();
+  TryLessMemory(beginnings, grid);
   // A baseline is never faster, not even where the time was over before it was tried.
   Consider(baselines, Effort::kAll);
-  for (const Choice& work : options_.whole_grid ? grid : std::vector<Choice>{}) {
-    Consider({work}, Effort::kAll);
-    Consider(Orders(job_, work), Effort::kAll);
-  }
+  TryWholeGrid(grid);
   return best_;
 }
 

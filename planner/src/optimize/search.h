@@ -40,6 +40,9 @@ class Search {
   std::vector<Choice> KeepingMost(std::vector<Choice> choices);
   std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid) const;
   void TryOrders(const std::vector<Choice>& grid);
+  void TryLessMemory(const std::vector<Choice>& beginnings, const std::vector<Choice>& grid);
+  bool CannotWin(const Choice& work) const;
+  void TryWholeGrid(const std::vector<Choice>& grid);
   void Climb();
   std::optional<Found> Next(const std::set<Choice>& tried) const;
 

@@ -29,7 +29,8 @@ namespace {
 
 struct OptimizeArguments {
   std::string trace, strategy, output = "plan.json", certificate, report, strategy_output;
-  std::string budget, time_limit = "10s";
+  std::string budget, time_limit;
+  std::int64_t plan_limit = OptimizeOptions().plan_limit;
   std::vector<std::string> allow, fix;
   std::string expressible;
   std::int32_t threads = 0;
@@ -51,11 +52,14 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
   if (!options.budget && cluster.device.memory_bytes <= cluster.device.context_bytes)
     return BadFlag("--memory-budget", arguments.budget,
                    "a number of bytes: the cluster's device has no memory to speak of");
-  const auto limit =
-      WithSuffix(arguments.time_limit,
-                 {{"", 1'000'000'000}, {"s", 1'000'000'000}, {"ms", 1'000'000}, {"min", 60'000'000'000}});
-  if (!limit) return BadFlag("--time-limit", arguments.time_limit, "a time, say 10s, 500ms or 2min");
-  options.time_limit_ns = {*limit};
+  options.plan_limit = arguments.plan_limit;
+  if (!arguments.time_limit.empty()) {
+    const auto limit =
+        WithSuffix(arguments.time_limit,
+                   {{"", 1'000'000'000}, {"s", 1'000'000'000}, {"ms", 1'000'000}, {"min", 60'000'000'000}});
+    if (!limit) return BadFlag("--time-limit", arguments.time_limit, "a time, say 10s, 500ms or 2min");
+    options.time_limit_ns = {*limit};
+  }
   for (const std::string& allowed : arguments.allow) {
     options.may_change_policy = options.may_change_policy || allowed == "policy";
     options.may_checkpoint = options.may_checkpoint || allowed == "checkpoint";
@@ -69,17 +73,17 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
                         : static_cast<std::int32_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 16U));
   options.whole_grid = arguments.whole_grid;
   options.stop = &interrupted;
-  const auto bar =
-      std::make_shared<CountdownBar>(arguments.quiet, "optimize", std::chrono::nanoseconds(*limit));
-  options.on_progress = [bar, quiet = arguments.quiet](const OptimizeProgress& progress) {
+  const auto bar = std::make_shared<ProgressBar>(arguments.quiet, "optimize", "plans at most");
+  options.on_progress = [bar, quiet = arguments.quiet,
+                         most = options.plan_limit](const OptimizeProgress& progress) {
+    if (!progress.is_better) return bar->Update(std::min(progress.evaluations, most), most);
     const double gib = static_cast<double>(progress.pooled_bytes.value) / (1 << 30);
     const std::string time =
         progress.step_ns.value == 0
             ? "nothing in the budget yet"
             : fmt::format("{:.3f} ms", static_cast<double>(progress.step_ns.value) / 1e6);
-    bar->Behind([&] {
-      Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
-    });
+    bar->Clear();
+    Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
   };
   return options;
 }
@@ -230,7 +234,13 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
   AddFile(*command, "--certificate", options->certificate, "Write the proof of the bound");
   AddFile(*command, "--report", options->report, "Write times, memory, decisions and baselines (JSON)");
   AddFile(*command, "--write-strategy", options->strategy_output, "Write the strategy that makes the plan");
-  command->add_option("--time-limit", options->time_limit, "Of the search: 10s, 500ms, 2min (default: 10s)");
+  command
+      ->add_option("--plan-limit", options->plan_limit,
+                   "The search ends after so many plans, on every machine the same; 0: by itself")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
+      ->capture_default_str();
+  command->add_option("--time-limit", options->time_limit,
+                      "The search ends after so long, too: 10s, 500ms, 2min (default: no limit)");
   command
       ->add_option("--allow", options->allow,
                    "What the plan may do besides: policy (be of another policy than the strategy's), "

@@ -24,6 +24,7 @@ struct OptimizeProgress {
   Nanoseconds step_ns;  // the best so far; 0: nothing in the budget yet
   Bytes pooled_bytes;   // of it, or of what is nearest to the budget
   std::int64_t evaluations = 0;
+  bool is_better = true;  // than what was told before; otherwise the search has only made more plans
 };
 
 struct OptimizeOptions {
@@ -39,9 +40,14 @@ struct OptimizeOptions {
   // The parts of the strategy that stay as they are: "units", "reshard", "layout", "prefetch", "checkpoint",
   // "accumulation".
   std::set<std::string> fixed;
-  // Plan and simulate every setting of the grid, to report the best of them as a baseline.
+  // Plan and simulate every setting of the grid, those that cannot win, too, to report the best of them as a
+  // baseline.
   bool whole_grid = false;
-  Nanoseconds time_limit_ns{10'000'000'000};
+  // The search ends after so many plans, wherever it is; 0: by itself. Work, and not time, so that the answer
+  // is the same on every machine and under every load. Settings of the grid are not counted: what could win
+  // is planned at the end of every search.
+  std::int64_t plan_limit = 1'500;
+  Nanoseconds time_limit_ns{0};  // or after so long; 0: no limit
   std::int32_t threads = 1;
   const std::atomic<bool>* stop = nullptr;  // true: give the best so far
   std::function<void(const OptimizeProgress&)> on_progress;
@@ -59,7 +65,7 @@ struct OptimizeOutput {
 
 // kNegative: no plan that was found is within the budget; the message has the least budget for which one was,
 // a bound below which there is none, and what would have to be allowed. Else as MakePlan.
-// The same answer on any number of threads, unless the time limit or `stop` ends the search.
+// The same answer on any number of threads, unless a time limit or `stop` ends the search.
 Result<OptimizeOutput> Optimize(const Trace& trace, const Strategy& job, const Cluster& cluster,
                                 const OptimizeOptions& options);
 
