@@ -18,11 +18,28 @@ namespace {
 constexpr Bytes kNoLimit{std::int64_t{1} << 53};
 
 // Kernels and collectives of a step at the prices that are best for them, the same all the time.
-Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, const EngineStep& step) {
+Nanoseconds WorkBound(const Cluster& cluster, std::int64_t kernels_ns,
+                      const std::vector<std::int64_t>& links_ns) {
   __extension__ using Int128 = __int128;
-  std::int64_t kernels_ns = 0;
-  std::vector<std::int64_t> links_ns(cluster.links.size(), 0);
-  for (const EngineInstruction& i : step.code) {
+  std::int64_t best_ns = kernels_ns;
+  for (std::size_t l = 0; l < links_ns.size(); ++l) {
+    std::vector<std::int64_t> shares(links_ns.size(), 0);
+    shares[l] = kPriceScale;
+    for (std::int64_t kernels = 0; kernels <= kPriceScale; kernels += kPriceScale / 32) {
+      const WindowPrices prices = HighestPrices(cluster, kernels, shares);
+      const Int128 worth = Int128{prices.kernels} * kernels_ns + Int128{prices.links[l]} * links_ns[l];
+      best_ns = std::max(best_ns, static_cast<std::int64_t>(worth / kPriceScale));
+    }
+  }
+  return {best_ns};
+}
+
+void AddWork(const Cluster& cluster, const EngineProgram& program, Evaluation& evaluation) {
+  __extension__ using Int128 = __int128;
+  std::int64_t& kernels_ns = evaluation.kernels_ns.value;
+  std::vector<std::int64_t>& links_ns = evaluation.links_ns;
+  links_ns.assign(cluster.links.size(), 0);
+  for (const EngineInstruction& i : program.steps.back().code) {
     if (i.op == EngineOp::kSegment) {
       const EngineSegment& segment = program.segments[static_cast<std::size_t>(i.operand)];
       if (segment.count > 0)
@@ -36,17 +53,7 @@ Nanoseconds WorkBound(const Cluster& cluster, const EngineProgram& program, cons
       kernels_ns += i.duration_ns.value;
     }
   }
-  std::int64_t best_ns = kernels_ns;
-  for (std::size_t l = 0; l < links_ns.size(); ++l) {
-    std::vector<std::int64_t> shares(links_ns.size(), 0);
-    shares[l] = kPriceScale;
-    for (std::int64_t kernels = 0; kernels <= kPriceScale; kernels += kPriceScale / 32) {
-      const WindowPrices prices = HighestPrices(cluster, kernels, shares);
-      const Int128 worth = Int128{prices.kernels} * kernels_ns + Int128{prices.links[l]} * links_ns[l];
-      best_ns = std::max(best_ns, static_cast<std::int64_t>(worth / kPriceScale));
-    }
-  }
-  return {best_ns};
+  evaluation.work_ns = WorkBound(cluster, kernels_ns, links_ns);
 }
 
 }  // namespace
@@ -62,31 +69,15 @@ Result<Evaluation> Measure(const Plan& plan, const FitOptions& fit) {
                       .step_ns = run->end_ns,
                       .pooled_bytes = memory.pooled_bytes,
                       .allocated_bytes = memory.allocated_bytes,
-                      .allowed_bytes = AllocatorBudget(plan, fit).value_or(kNoLimit),
-                      .work_ns = WorkBound(plan.cluster, *program, program->steps.back())};
-  measured.Limit(std::nullopt, fit.releases);
+                      .budget_bytes = AllocatorBudget(plan, fit).value_or(kNoLimit)};
+  AddWork(plan.cluster, *program, measured);
+  measured.over = (fit.releases ? measured.allocated_bytes : measured.pooled_bytes) > measured.budget_bytes;
   return measured;
-}
-
-void Evaluation::Limit(std::optional<Bytes> most, bool releases) {
-  budget_bytes = most ? std::min(*most, allowed_bytes) : allowed_bytes;
-  over = planned && (releases ? allocated_bytes : pooled_bytes) > budget_bytes;
-}
-
-void Evaluator::SearchWithin(std::optional<Bytes> most) {
-  most_ = most;
-  for (auto* evaluations : {&known_, &made_}) {
-    for (auto& [choice, evaluation] : *evaluations) evaluation.Limit(most_, options_.may_release_cache);
-  }
 }
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
-    : series_(trace, cluster),
-      trace_(trace),
-      job_(job),
-      options_(options),
-      device_bytes_(cluster.device.memory_bytes) {}
+    : series_(trace, cluster), trace_(trace), job_(job), options_(options), cluster_(cluster) {}
 
 const UnitModel* Evaluator::ModelOfUnits() {
   if (!std::exchange(asked_for_unit_model_, true)) {
@@ -133,15 +124,18 @@ FitOptions Evaluator::FitOptionsOf() const {
 
 bool Evaluator::Fits(const Choice& choice) {
   const Choice effective = Effective(job_, choice);
-  const auto [known, is_new] = fits_.emplace(std::pair(most_, effective), false);
+  const auto [known, is_new] = fits_.emplace(effective, false);
   bool& fits = known->second;
   if (!is_new) return fits;
   const Result<Plan> plan = series_.Make(StrategyOf(job_, effective));
   if (!plan) return fits;
-  FitOptions options = FitOptionsOf();
-  if (most_) options.budget_bytes = options.budget_bytes ? std::min(*most_, *options.budget_bytes) : *most_;
+  const FitOptions options = FitOptionsOf();
   const Result<DeviceFit> fit = FitDevice(*plan, options);
   return fits = fit && fit->Fits(options.releases);
+}
+
+Nanoseconds Evaluator::WorkWith(const Evaluation& evaluation, Nanoseconds more) const {
+  return WorkBound(cluster_, evaluation.kernels_ns.value + more.value, evaluation.links_ns);
 }
 
 DeviceFit Evaluator::FitOf(const Choice& choice) const {
@@ -210,9 +204,7 @@ std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, 
   for (std::thread& thread : threads) thread.join();
   if (!even_late) counted_ += std::ssize(wanted);
   for (std::size_t i = 0; i < wanted.size(); ++i) {
-    if (done[i] == 0) continue;
-    made[i].Limit(most_, options_.may_release_cache);
-    made_[wanted[i]] = std::move(made[i]);
+    if (done[i] != 0) made_[wanted[i]] = std::move(made[i]);
   }
   std::vector<Evaluation> answers;
   for (const Choice& choice : choices) {

@@ -24,17 +24,16 @@ struct Evaluation {
   Nanoseconds step_ns;
   Bytes pooled_bytes;
   Bytes allocated_bytes;
-  Bytes allowed_bytes;  // what the allocator may reserve for this plan
-  Bytes budget_bytes;   // the same, or less: Evaluator::SearchWithin
+  Bytes budget_bytes;  // what the allocator may reserve for this plan
   // The step is no shorter with the same work in another order: what Lemma 1 of docs/reference/optimize.md
-  // says of it.
+  // says of these kernels and collectives.
   Nanoseconds work_ns;
-  Error error;  // why there is none
+  Nanoseconds kernels_ns;
+  std::vector<std::int64_t> links_ns;  // by link of the cluster
+  Error error;                         // why there is none
   // What is pooled is reserved, too: it does not fit. (Where the cache is released, pools give to each
   // other.)
   bool over = false;
-  // `over` and budget_bytes, where no more than `most` may be reserved.
-  void Limit(std::optional<Bytes> most, bool releases);
 };
 
 class Evaluator {
@@ -44,12 +43,11 @@ class Evaluator {
   // Of each choice. Once the search has to end, what is not known yet is not planned.
   // `even_late`: only a signal keeps it from that, and it does not count for the limit.
   std::vector<Evaluation> Evaluate(const std::vector<Choice>& choices, bool even_late = false);
-  // From now on no more than `most` may be reserved, whatever the budget allows; nothing: the budget. What is
-  // known is judged anew, and nothing is planned again.
-  void SearchWithin(std::optional<Bytes> most);
   // Whether a choice that was planned fits, by the allocator's model (device_fit.h). Where OptimizeOptions
   // allow no release of the cache, one says that it does not.
   bool Fits(const Choice& choice);
+  // Evaluation::work_ns with so much more to compute.
+  Nanoseconds WorkWith(const Evaluation& evaluation, Nanoseconds more) const;
   // How much more it needs than it may have; 0: it fits.
   Bytes Over(const Choice& choice);
   // With releases of the cache counted, whatever is allowed, and ReservedToShow.
@@ -62,7 +60,6 @@ class Evaluator {
   std::vector<Choice> Fastest(std::vector<Choice> choices, std::size_t most);
   // The search has to end: it has made its plans, the time is over, or somebody said so.
   bool Ended();
-  Bytes device_bytes() const { return device_bytes_; }
   std::int64_t evaluations() const { return std::ssize(made_); }
   const std::map<Choice, Evaluation>& known() const { return known_; }
 
@@ -77,17 +74,16 @@ class Evaluator {
   const Trace& trace_;
   const Job& job_;
   const OptimizeOptions& options_;
-  const Bytes device_bytes_;
+  const Cluster& cluster_;
   std::optional<UnitModel> unit_model_;
   bool asked_for_unit_model_ = false;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::map<Choice, Evaluation> known_;  // whatever was asked
   std::map<Choice, Evaluation> made_;   // of effective choices
   // Likewise:
-  std::map<std::pair<std::optional<Bytes>, Choice>, bool> fits_;  // by SearchWithin's
+  std::map<Choice, bool> fits_;
   std::map<Choice, Bytes> reserved_;
-  std::optional<Bytes> most_;  // SearchWithin
-  std::int64_t counted_ = 0;   // evaluations that the limit is about
+  std::int64_t counted_ = 0;  // evaluations that the limit is about
   std::atomic<bool> ended_ = false;
 };
 

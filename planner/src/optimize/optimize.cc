@@ -316,8 +316,8 @@ class OptimizeRun {
     }
   }
 
-  // Of everything that was simulated: the Pareto front of reserved memory and time. What is pooled is
-  // reserved: a plan that pools no less than a faster one reserves is not asked.
+  // Of everything that was simulated, the Pareto front of pooled memory and time, and of that the one of
+  // reserved memory and time: what is reserved takes as long to know as the plan takes to make.
   void AddCurve() {
     std::vector<Found> found;
     for (const auto& [choice, e] : evaluator_.known()) {
@@ -326,7 +326,10 @@ class OptimizeRun {
     std::ranges::stable_sort(
         found, {}, [](const Found& f) { return std::pair(f.evaluation.step_ns, f.evaluation.pooled_bytes); });
     std::vector<CurvePoint>& curve = output_.report.curve;
+    std::optional<Bytes> least_pooled;
     for (const Found& f : found) {
+      if (least_pooled && f.evaluation.pooled_bytes >= *least_pooled) continue;
+      least_pooled = f.evaluation.pooled_bytes;
       if (!curve.empty() && f.evaluation.pooled_bytes >= curve.back().peak_reserved_bytes) continue;
       const CurvePoint point{evaluator_.Reserved(f.choice), f.evaluation.step_ns};
       if (!curve.empty() && point.peak_reserved_bytes >= curve.back().peak_reserved_bytes) continue;

@@ -27,6 +27,12 @@ struct Mix {
   bool fits = false;    // with enough, by what is reserved
 };
 
+bool AnyOf(const std::set<std::string>& operators, const std::map<std::string, std::int64_t>& saved) {
+  return std::ranges::any_of(operators, [&](const std::string& name) { return saved.contains(name); });
+}
+
+}  // namespace
+
 Choice WithoutRecomputation(Choice choice) {
   choice.recomputed = 0;
   choice.children.clear();
@@ -34,12 +40,6 @@ Choice WithoutRecomputation(Choice choice) {
   choice.saved.clear();
   return choice;
 }
-
-bool AnyOf(const std::set<std::string>& operators, const std::map<std::string, std::int64_t>& saved) {
-  return std::ranges::any_of(operators, [&](const std::string& name) { return saved.contains(name); });
-}
-
-}  // namespace
 
 // Each module recomputed in all blocks, and the blocks as a whole, with every list of operators whose results
 // are kept. A list with nothing that the module runs is as none.

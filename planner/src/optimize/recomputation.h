@@ -34,6 +34,8 @@ class RecomputationPrices {
   std::map<Saved, std::vector<Level>> levels_;
 };
 
+Choice WithoutRecomputation(Choice choice);
+
 // Choices that differ from `from` in what is recomputed alone, the most promising that are within the budget
 // and what is next to them. Each of the blocks' modules has a price (time for each byte that is freed); the
 // cheapest are recomputed until the rest fits, the last of them in so many blocks as are needed. What takes

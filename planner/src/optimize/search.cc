@@ -16,8 +16,6 @@ constexpr int kClimbs = 4;
 constexpr int kMostOver = 8;
 // So many of the cuts next to one are planned.
 constexpr std::size_t kMostCuts = 16;
-// A climb in less memory that ends at so many times the best step is the last one.
-constexpr std::pair<std::int64_t, std::int64_t> kHopeless = {11, 10};
 // After so many plans no further beginning is climbed from.
 constexpr std::int64_t kEnough = 400;
 
@@ -76,7 +74,7 @@ void Search::Tell() {
 
 // The order of the same work cannot make a step shorter than the work is. What is left out here is no better
 // than what was found.
-void Search::TryOrders(const std::vector<Choice>& grid) {
+void Search::TryOrders(const std::vector<Choice>& grid, Effort effort) {
   std::vector<std::pair<Nanoseconds, const Choice*>> works;
   for (const Choice& work : grid) {
     const auto known = evaluator_.known().find(work);
@@ -85,58 +83,50 @@ void Search::TryOrders(const std::vector<Choice>& grid) {
   }
   std::ranges::stable_sort(works, {}, [](const auto& work) { return work.first; });
   for (const auto& [work_ns, work] : works) {
-    if (!fits_ || work_ns < best_->evaluation.step_ns) Consider(Orders(job_, *work));
+    if (!fits_ || work_ns < best_->evaluation.step_ns) Consider(Orders(job_, *work), effort);
   }
 }
 
-// A climb in more memory may end at a slower plan than one in less. The amounts are the same for all budgets
-// of a device, so that what one finds another finds, too.
-void Search::TryLessMemory(const std::vector<Choice>& beginnings, const std::vector<Choice>& grid) {
-  if (!best_ || !fits_) return;
-  for (Bytes most = evaluator_.device_bytes(); most.value > 0; most.value = most.value * 4 / 5) {
-    if (most >= evaluator_.Reserved(best_->choice)) continue;  // the best is one of that climb, too
-    if (evaluator_.Ended()) return;
-    const Found before = *best_;
-    evaluator_.SearchWithin(most);
-    best_.reset();
-    fits_ = false;
-    Consider(beginnings);
-    TryRecomputation(beginnings);
-    Consider(RecomputingOf(grid));
-    if (fits_) Climb();
-    const std::optional<Found> found = fits_ ? best_ : std::nullopt;
-    evaluator_.SearchWithin(std::nullopt);
-    best_ = before;
-    fits_ = true;
-    if (!found) return;
-    const Nanoseconds step_ns = found->evaluation.step_ns;
-    Consider({found->choice}, Effort::kAll);
-    if (best_->choice != before.choice) Climb();
-    if (step_ns.value > best_->evaluation.step_ns.value / kHopeless.second * kHopeless.first) return;
-  }
+const Evaluation* Search::Known(const Choice& choice) const {
+  const auto known = evaluator_.known().find(choice);
+  return known != evaluator_.known().end() && known->second.planned ? &known->second : nullptr;
 }
 
-// Whatever order the setting's work is done in, the work alone takes as long as the best step. What is
-// recomputed is work on top.
+// What a setting of the grid recomputes is the same kernels in all of them.
+void Search::NoteRecomputed(const Choice& choice) {
+  if (choice.recomputed == 0) return;
+  const Evaluation *with = Known(choice), *without = Known(WithoutRecomputation(choice));
+  if (with == nullptr || without == nullptr) return;
+  const Nanoseconds more = with->kernels_ns - without->kernels_ns;
+  const auto [noted, is_new] = recomputed_ns_.emplace(std::pair(choice.recomputed, choice.saved), more);
+  if (!is_new) noted->second = std::min(noted->second, more);
+}
+
+// Whatever order the setting's work is done in, the work alone takes as long as the best step.
 bool Search::CannotWin(const Choice& work) const {
   if (!fits_) return false;
-  Choice without = work;
-  without.recomputed = 0;
-  without.saved.clear();
-  for (const Choice& choice : {work, without}) {
-    const auto known = evaluator_.known().find(choice);
-    if (known == evaluator_.known().end() || !known->second.planned) continue;
-    if (known->second.work_ns >= best_->evaluation.step_ns) return true;
-  }
-  return false;
+  if (const Evaluation* known = Known(work)) return known->work_ns >= best_->evaluation.step_ns;
+  const Evaluation* without = Known(WithoutRecomputation(work));
+  if (without == nullptr) return false;
+  const auto more = recomputed_ns_.find(std::pair(work.recomputed, work.saved));
+  const Nanoseconds more_ns = more == recomputed_ns_.end() ? Nanoseconds{} : more->second;
+  return evaluator_.WorkWith(*without, more_ns) >= best_->evaluation.step_ns;
+}
+
+// FSDP2 gathers no later, and has no fewer inputs of reduce-scatters in flight, than by default. FSDP1 does.
+bool Search::IsOverInAnyOrder(const Choice& work) const {
+  const Evaluation* known = Known(work);
+  return known != nullptr && known->over && !work.fsdp1;
 }
 
 // No setting of the grid is faster than the answer, wherever the limit ended the search.
 void Search::TryWholeGrid(const std::vector<Choice>& grid) {
+  for (const Choice& work : grid) NoteRecomputed(work);
   for (const Choice& work : grid) {
     if (!options_.whole_grid && CannotWin(work)) continue;
     Consider({work}, Effort::kAll);
-    if (!options_.whole_grid && CannotWin(work)) continue;
+    NoteRecomputed(work);
+    if (!options_.whole_grid && (CannotWin(work) || IsOverInAnyOrder(work))) continue;
     Consider(Orders(job_, work), Effort::kAll);
   }
 }
@@ -272,10 +262,7 @@ std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) const
   std::vector<Choice> recomputing;
   for (const Choice& choice : grid) {
     if (choice.recomputed == 0) continue;
-    Choice without = choice;
-    without.recomputed = 0;
-    without.saved.clear();
-    const auto known = evaluator_.known().find(without);
+    const auto known = evaluator_.known().find(WithoutRecomputation(choice));
     if (known != evaluator_.known().end() && known->second.planned) {
       if (!known->second.over) continue;
       if (fits_ && known->second.work_ns >= best_->evaluation.step_ns) continue;
@@ -330,10 +317,9 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
     if (climb == 0) TryOrders(grid);
   }
   const std::vector<Choice> small = AllOfSmall(job_, options_);
-  Consider(small);
-  TryOrders(small);
+  Consider(small, Effort::kAll);  // plans of a few modules are made in no time
+  TryOrders(small, Effort::kAll);
   Climb();
-  TryLessMemory(beginnings, grid);
   // A baseline is never faster, not even where the time was over before it was tried.
   Consider(baselines, Effort::kAll);
   TryWholeGrid(grid);

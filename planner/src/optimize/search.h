@@ -2,8 +2,10 @@
 // From the best of what people set to the best next to it, until nothing next to it is better.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -39,9 +41,11 @@ class Search {
   void TryRecomputationBeside(Choice best);
   std::vector<Choice> KeepingMost(std::vector<Choice> choices);
   std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid) const;
-  void TryOrders(const std::vector<Choice>& grid);
-  void TryLessMemory(const std::vector<Choice>& beginnings, const std::vector<Choice>& grid);
+  void TryOrders(const std::vector<Choice>& grid, Effort effort = Effort::kPromising);
+  const Evaluation* Known(const Choice& choice) const;
+  void NoteRecomputed(const Choice& choice);
   bool CannotWin(const Choice& work) const;
+  bool IsOverInAnyOrder(const Choice& work) const;
   void TryWholeGrid(const std::vector<Choice>& grid);
   void Climb();
   std::optional<Found> Next(const std::set<Choice>& tried) const;
@@ -52,6 +56,8 @@ class Search {
   RecomputationPrices recomputation_;
   std::set<Choice> refused_;
   std::optional<Found> best_;
+  // More to compute with so many blocks recomputed, and that kept: of settings of the grid.
+  std::map<std::pair<std::int32_t, std::map<std::string, std::int64_t>>, Nanoseconds> recomputed_ns_;
   bool fits_ = false;                                  // the best does
   std::optional<std::pair<bool, std::int64_t>> told_;  // of the best that progress was told of
 };

@@ -108,7 +108,7 @@ inline constexpr auto kFields<Optimization> = FieldList(
     Required("planning_ns", &Optimization::planning_ns, "Wall time of search and bound."),
     Required("evaluations", &Optimization::evaluations, "Plans that were made and simulated."),
     Required("evaluations_per_second", &Optimization::evaluations_per_second, "Of them."),
-    Required("complete", &Optimization::complete, "False: the time limit or a signal ended the search."),
+    Required("complete", &Optimization::complete, "False: a limit or a signal ended the search."),
     Required("decisions", &Optimization::decisions, "By class of decisions.").Lines(),
     Required("baselines", &Optimization::baselines, "Of the same job.").Lines(),
     Required("curve", &Optimization::curve, "Time against memory, ascending bytes.").Lines(),

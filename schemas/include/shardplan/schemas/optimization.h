@@ -92,7 +92,7 @@ struct Optimization {
   Nanoseconds planning_ns;
   std::int64_t evaluations = 0;  // plans that were made and simulated
   std::int64_t evaluations_per_second = 0;
-  bool complete = true;  // false: the time limit or a signal ended the search
+  bool complete = true;  // false: a limit or a signal ended the search
   std::vector<DecisionReport> decisions;
   std::vector<BaselineReport> baselines;
   std::vector<CurvePoint> curve;  // ascending bytes

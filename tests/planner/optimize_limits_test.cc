@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Wherever the search ends, and whatever the budget is: no setting of the grid is faster than the answer, and
+// the answer is the same on any number of threads.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "optimize/evaluator.h"
+#include "optimize/moves.h"
+#include "shardplan/planner/optimize.h"
+#include "tests/planner/parts_cases.h"
+
+namespace shardplan {
+namespace {
+
+using testing::PartsCase;
+using testing::RandomPartsCase;
+using testing::SeedsUpTo;
+
+Strategy JobOf(std::uint32_t seed) {
+  Strategy strategy;
+  if (seed % 2 == 0) return strategy;
+  StepProgram step;
+  for (std::int32_t m = 0; m < 3; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  strategy.program = {step};
+  return strategy;
+}
+
+OptimizeOptions Options(std::optional<Bytes> budget, std::int64_t plan_limit, std::int32_t threads) {
+  return {.budget = budget,
+          .may_change_policy = true,
+          .may_checkpoint = true,
+          .plan_limit = plan_limit,
+          .threads = threads};
+}
+
+// The fastest setting of the grid that fits, every one of them planned and asked.
+std::optional<Nanoseconds> BestOfGrid(const PartsCase& c, const Strategy& strategy,
+                                      const OptimizeOptions& options) {
+  optimize::Job job = optimize::MakeJob(c.trace, strategy, c.cluster.ranks);
+  optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
+  std::optional<Nanoseconds> best;
+  for (const optimize::Choice& work : optimize::Grid(job, options)) {
+    std::vector<optimize::Choice> settings = optimize::Orders(job, work);
+    settings.push_back(work);
+    const std::vector<optimize::Evaluation> evaluations = evaluator.Evaluate(settings, /*even_late=*/true);
+    for (std::size_t i = 0; i < settings.size(); ++i) {
+      const optimize::Evaluation& e = evaluations[i];
+      if (!e.planned || e.over || (best && e.step_ns >= *best)) continue;
+      if (evaluator.Fits(settings[i])) best = e.step_ns;
+    }
+  }
+  return best;
+}
+
+TEST(OptimizeLimits, NoSettingOfTheGridIsFasterWhereverTheSearchEnds) {
+  const auto [first, last] = SeedsUpTo(3);
+  int compared = 0;
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
+    const PartsCase c = RandomPartsCase(seed, 4);
+    const Strategy strategy = JobOf(seed);
+    const Result<OptimizeOutput> loose =
+        Optimize(c.trace, strategy, c.cluster, Options(Bytes{std::int64_t{1} << 40}, 0, 1));
+    ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
+    for (const std::int64_t percent : {100, 70}) {
+      const Bytes budget{loose->report.peak_reserved_bytes.value * percent / 100};
+      const auto of_grid = BestOfGrid(c, strategy, Options(budget, 0, 1));
+      for (const std::int64_t limit : {1, 30, 0}) {
+        const Result<OptimizeOutput> output =
+            Optimize(c.trace, strategy, c.cluster, Options(budget, limit, 1));
+        if (!output) {
+          EXPECT_FALSE(of_grid.has_value()) << percent << " %, " << limit << " plans: a setting fits";
+          continue;
+        }
+        EXPECT_LE(output->report.peak_reserved_bytes, budget);
+        if (!of_grid) continue;
+        ++compared;
+        EXPECT_LE(output->report.step_ns, *of_grid) << percent << " %, " << limit << " plans";
+      }
+    }
+  }
+  EXPECT_GT(compared, 0);
+}
+
+TEST(OptimizeLimits, ThePlanIsTheSameOnAnyNumberOfThreadsWhereverTheLimitEndsTheSearch) {
+  const auto [first, last] = SeedsUpTo(3);
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
+    const PartsCase c = RandomPartsCase(seed, 5);
+    for (const std::int64_t limit : {1, 17, 60}) {
+      const Result<OptimizeOutput> one = Optimize(c.trace, JobOf(seed), c.cluster, Options({}, limit, 1));
+      const Result<OptimizeOutput> three = Optimize(c.trace, JobOf(seed), c.cluster, Options({}, limit, 3));
+      ASSERT_EQ(one.has_value(), three.has_value());
+      if (!one) continue;
+      EXPECT_EQ(one->report.plan_digest, three->report.plan_digest) << limit << " plans";
+      EXPECT_EQ(one->report.evaluations, three->report.evaluations) << limit << " plans";
+      EXPECT_EQ(one->report.complete, three->report.complete) << limit << " plans";
+    }
+  }
+}
+
+// A larger budget gives no slower plan.
+TEST(OptimizeLimits, MoreMemoryIsNeverSlower) {
+  const auto [first, last] = SeedsUpTo(3);
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
+    const PartsCase c = RandomPartsCase(seed, 5);
+    const Strategy strategy = JobOf(seed);
+    const Result<OptimizeOutput> loose =
+        Optimize(c.trace, strategy, c.cluster, Options(Bytes{std::int64_t{1} << 40}, 0, 1));
+    ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
+    Nanoseconds before = loose->report.step_ns;
+    for (const std::int64_t percent : {90, 75, 60}) {
+      const Bytes budget{loose->report.peak_reserved_bytes.value * percent / 100};
+      const Result<OptimizeOutput> output = Optimize(c.trace, strategy, c.cluster, Options(budget, 0, 1));
+      if (!output) break;
+      EXPECT_GE(output->report.step_ns, before) << percent << " %";
+      before = std::max(before, output->report.step_ns);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardplan
