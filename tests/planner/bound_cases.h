@@ -49,6 +49,21 @@ inline Cluster RandomCluster(Random& random, std::int64_t ranks) {
   return cluster;
 }
 
+// A budget that every plan fits.
+inline constexpr Bytes kLoose{std::int64_t{1} << 40};
+
+// Forward and backward of each micro-batch, then one optimizer step: what `--accumulate` makes.
+inline StepProgram MicrobatchStep(std::int32_t microbatches) {
+  StepProgram step;
+  for (std::int32_t m = 0; m < microbatches; ++m) {
+    step.push_back(ForwardCall{m, 0});
+    step.push_back(BackwardCall{{m}, 0});
+  }
+  step.push_back(OptimizerStepCall{});
+  step.push_back(ZeroGradCall{});
+  return step;
+}
+
 inline BoundCase RandomBoundCase(std::uint32_t seed) {
   RandomPlanCase random_case = RandomCase(seed, seed % 5 == 0);
   Random random(seed * 2654435761U);

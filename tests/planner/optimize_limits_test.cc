@@ -15,21 +15,14 @@
 namespace shardplan {
 namespace {
 
+using testing::kLoose;
 using testing::PartsCase;
 using testing::RandomPartsCase;
 using testing::SeedsUpTo;
 
 Strategy JobOf(std::uint32_t seed) {
   Strategy strategy;
-  if (seed % 2 == 0) return strategy;
-  StepProgram step;
-  for (std::int32_t m = 0; m < 3; ++m) {
-    step.push_back(ForwardCall{m, 0});
-    step.push_back(BackwardCall{{m}, 0});
-  }
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
-  strategy.program = {step};
+  if (seed % 2 != 0) strategy.program = {testing::MicrobatchStep(3)};
   return strategy;
 }
 
@@ -67,8 +60,7 @@ TEST(OptimizeLimits, NoSettingOfTheGridIsFasterWhereverTheSearchEnds) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
     const PartsCase c = RandomPartsCase(seed, 4);
     const Strategy strategy = JobOf(seed);
-    const Result<OptimizeOutput> loose =
-        Optimize(c.trace, strategy, c.cluster, Options(Bytes{std::int64_t{1} << 40}, 0, 1));
+    const Result<OptimizeOutput> loose = Optimize(c.trace, strategy, c.cluster, Options(kLoose, 0, 1));
     ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
     for (const std::int64_t percent : {100, 70}) {
       const Bytes budget{loose->report.peak_reserved_bytes.value * percent / 100};
@@ -114,8 +106,7 @@ TEST(OptimizeLimits, MoreMemoryIsNeverSlower) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
     const PartsCase c = RandomPartsCase(seed, 5);
     const Strategy strategy = JobOf(seed);
-    const Result<OptimizeOutput> loose =
-        Optimize(c.trace, strategy, c.cluster, Options(Bytes{std::int64_t{1} << 40}, 0, 1));
+    const Result<OptimizeOutput> loose = Optimize(c.trace, strategy, c.cluster, Options(kLoose, 0, 1));
     ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
     Nanoseconds before = loose->report.step_ns;
     for (const std::int64_t percent : {90, 75, 60}) {

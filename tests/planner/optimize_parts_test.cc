@@ -115,14 +115,8 @@ TEST(Recomputation, IsNoDearerThanWholeBlocks) {
 TEST(Accumulation, OfSomeUnitsIsReducedOnce) {
   const PartsCase c = RandomPartsCase(2, 4);
   constexpr std::int32_t kMicrobatches = 3;
-  StepProgram step;
-  for (std::int32_t m = 0; m < kMicrobatches; ++m) {
-    step.push_back(ForwardCall{m, 0});
-    step.push_back(BackwardCall{{m}, 0});
-  }
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
-  const optimize::Job job = optimize::MakeJob(c.trace, {.program = {step}}, 4);
+  const optimize::Job job =
+      optimize::MakeJob(c.trace, {.program = {testing::MicrobatchStep(kMicrobatches)}}, 4);
   for (const auto accumulation : {optimize::Accumulation::kEach, optimize::Accumulation::kEachKept}) {
     for (std::int32_t accumulated = 0; accumulated <= 6; ++accumulated) {
       Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .kept = 2};

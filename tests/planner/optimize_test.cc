@@ -18,6 +18,7 @@
 namespace shardplan {
 namespace {
 
+using testing::kLoose;
 using testing::Random;
 
 constexpr std::int64_t kRanks = 4;
@@ -55,8 +56,6 @@ Cluster SmallCluster(std::int64_t link_bytes_per_second = 4'000'000'000) {
 OptimizeOptions Within(Bytes budget, std::int32_t threads = 2) {
   return {.budget = budget, .may_change_policy = true, .time_limit_ns = {0}, .threads = threads};
 }
-
-constexpr Bytes kLoose{std::int64_t{1} << 40};
 
 TEST(Optimize, NothingThatPeopleSetIsFaster) {
   const Trace trace = SmallModel(4, 64, 32);
@@ -148,22 +147,11 @@ std::pair<int, int> GathersOf(const Plan& plan) {
   return gathers;
 }
 
-StepProgram FourMicrobatches() {
-  StepProgram step;
-  for (std::int32_t m = 0; m < 4; ++m) {
-    step.push_back(ForwardCall{m, 0});
-    step.push_back(BackwardCall{{m}, 0});
-  }
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
-  return step;
-}
-
 TEST(Optimize, KeepsPartsOverMicrobatchesWhereGathersOverAllRanksAreDear) {
   const Trace trace = SmallModel(4, 64, 32);
   const Cluster cluster = SmallCluster(20'000'000);
   Strategy strategy;
-  strategy.program = {FourMicrobatches()};
+  strategy.program = {testing::MicrobatchStep(4)};
   const optimize::Job job = optimize::MakeJob(trace, strategy, kRanks);
   optimize::Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .part = 2};
   choice.accumulation = optimize::Accumulation::kEachKept;
@@ -283,7 +271,7 @@ TEST(Optimize, StopsWhenItIsTold) {
 TEST(Optimize, AccumulationReducesOnceWhereThatPays) {
   const Trace trace = SmallModel(4, 64, 64);
   Strategy strategy;
-  strategy.program = {FourMicrobatches()};
+  strategy.program = {testing::MicrobatchStep(4)};
   const Result<OptimizeOutput> output = Optimize(trace, strategy, SmallCluster(50'000'000), Within(kLoose));
   ASSERT_TRUE(output.has_value()) << ToString(output.error());
   const auto each = optimize::Measure(MakePlan(trace, strategy, SmallCluster(50'000'000))->plan);

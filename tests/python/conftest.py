@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 
 import pytest
@@ -31,6 +32,12 @@ def plans_in(folder: pathlib.Path):
         patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
         patch.setenv("SHARDPLAN_PLANS", str(folder))
         yield
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def installed_pytorch() -> str:

@@ -77,9 +77,8 @@ void Search::Tell() {
 void Search::TryOrders(const std::vector<Choice>& grid, Effort effort) {
   std::vector<std::pair<Nanoseconds, const Choice*>> works;
   for (const Choice& work : grid) {
-    const auto known = evaluator_.known().find(work);
-    if (known == evaluator_.known().end() || !known->second.planned) continue;
-    if (!known->second.over) works.emplace_back(known->second.work_ns, &work);
+    const Evaluation* known = Known(work);
+    if (known != nullptr && !known->over) works.emplace_back(known->work_ns, &work);
   }
   std::ranges::stable_sort(works, {}, [](const auto& work) { return work.first; });
   for (const auto& [work_ns, work] : works) {
@@ -161,9 +160,9 @@ void Search::TryRecomputation(const std::vector<Choice>& grid) {
   if (job_.keeps_checkpoint || !options_.may_checkpoint) return;
   std::optional<Found> fastest;
   for (const Choice& choice : grid) {
-    const auto known = evaluator_.known().find(choice);
-    if (known == evaluator_.known().end() || !known->second.planned || choice.recomputed > 0) continue;
-    if (!fastest || known->second.step_ns < fastest->evaluation.step_ns) fastest = {choice, known->second};
+    const Evaluation* known = Known(choice);
+    if (known == nullptr || choice.recomputed > 0) continue;
+    if (!fastest || known->step_ns < fastest->evaluation.step_ns) fastest = {choice, *known};
   }
   if (!fastest || Fits(*fastest)) return;
   const auto units = {fastest->choice.units, UnitsOfBlocks(job_.chain, 1, Ends::kOwn)};
@@ -262,10 +261,9 @@ std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) const
   std::vector<Choice> recomputing;
   for (const Choice& choice : grid) {
     if (choice.recomputed == 0) continue;
-    const auto known = evaluator_.known().find(WithoutRecomputation(choice));
-    if (known != evaluator_.known().end() && known->second.planned) {
-      if (!known->second.over) continue;
-      if (fits_ && known->second.work_ns >= best_->evaluation.step_ns) continue;
+    if (const Evaluation* known = Known(WithoutRecomputation(choice))) {
+      if (!known->over) continue;
+      if (fits_ && known->work_ns >= best_->evaluation.step_ns) continue;
     }
     recomputing.push_back(choice);
   }

@@ -16,15 +16,7 @@ constexpr std::uint64_t kOrders = 1000;  // of each plan
 
 Strategy Accumulating(std::int32_t microbatches) {
   Strategy strategy;
-  if (microbatches < 2) return strategy;
-  StepProgram step;
-  for (std::int32_t m = 0; m < microbatches; ++m) {
-    step.push_back(ForwardCall{m, 0});
-    step.push_back(BackwardCall{{m}, 0});
-  }
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
-  strategy.program = {step};
+  if (microbatches > 1) strategy.program = {testing::MicrobatchStep(microbatches)};
   return strategy;
 }
 

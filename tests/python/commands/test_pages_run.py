@@ -12,12 +12,11 @@ import os
 import pathlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, build_folder
+from conftest import ROOT, build_folder, free_port
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 
@@ -74,12 +73,6 @@ def files_of(text: str) -> dict[str, str]:
     return files | {"snippets.cc": source}
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory) -> pathlib.Path:
     prefix = tmp_path_factory.mktemp("installed")
@@ -121,7 +114,7 @@ def test_commands_print_what_the_page_says(page, tmp_path, request):
     for name, code in files_of(text).items():
         (tmp_path / name).write_text(code)
     environment = os.environ | {"SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable, "PATH": f"{build_folder() / 'bin'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": free_port()}
+    environment |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     if "$PREFIX" in text:
         environment["PREFIX"] = str(request.getfixturevalue("installed"))
     for command, expected in commands_of(text):

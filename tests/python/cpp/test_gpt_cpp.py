@@ -7,13 +7,12 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import build_folder
+from conftest import build_folder, free_port
 from cpp_training import GPT, TEXT, Plans, environment
 
 PROGRAM = build_folder() / "tests" / "executor" / "gpt_cpp"
@@ -32,9 +31,7 @@ class Ranks:
     def __init__(self, folder: pathlib.Path, ranks: int, command: list[object], **more: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.processes = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -205,9 +202,6 @@ def test_a_rank_that_does_not_come_is_named(plans, tmp_path):
     job = subprocess.run([*map(str, in_cpp(plans.plan(2), "--timeout", 3))], env={**environment(), "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"},
                          capture_output=True, text=True, timeout=60)
     assert job.returncode == 4 and "rank 1 did not arrive" in job.stderr, job.stderr
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = subprocess.run([*map(str, in_cpp(plans.plan(2), "--timeout", 3))], env={**environment(), "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port},
+    job = subprocess.run([*map(str, in_cpp(plans.plan(2), "--timeout", 3))], env={**environment(), "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())},
                          capture_output=True, text=True, timeout=60)
     assert job.returncode == 4 and "rank 0 did not arrive: the store at" in job.stderr, job.stderr
